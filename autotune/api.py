@@ -63,21 +63,24 @@ def tune(
     *,
     gpu: str = "auto",
     space: str | SearchSpace | None = None,
+    gpus: int | str | Sequence[int] | None = None,
     progress: Callable[[str], Any] | None = None,
     **options: Any,
 ) -> "StudyResult":
     """Search for the best configuration with real probes, as `autotune run` does, and return the study.
 
-    `options` are those of the command, with underscores: budget="10m", examples=50_000, pins={"lora_rank": 32}. The
-    study's files and its database are written as the command writes them. Nothing is printed; `progress` gets a line
-    for each step and trial, for example `print`. Ctrl-C during the search ends it as Interrupted, after the files are
-    written; the study can be continued by its name.
+    `options` are those of the command, with underscores: budget="10m", examples=50_000, pins={"lora_rank": 32}. With
+    several numbers of `gpus`, such as [1, 2, 4, 8], the study compares them. The study's files and its database are
+    written as the command writes them. Nothing is printed; `progress` gets a line for each step and trial, for example
+    `print`. Ctrl-C during the search ends it as Interrupted, after the files are written; the study can be continued by
+    its name.
 
     Raises:
         AutotuneError: what the command would end with, as an exception with `remedy` and `exit_code`.
         TypeError: an unknown option.
     """
-    spec = StudySpec(model=model, gpu=gpu, space=space, **options)
+    counts = gpus if isinstance(gpus, int | str | None) else ",".join(map(str, gpus))
+    spec = StudySpec(model=model, gpu=gpu, space=space, gpus=counts, **options)
     if spec.configs:
         raise UsageError("a suite has no best to return", remedy="probe its configurations with `autotune run --spec`")
     plan = prepare_study(spec, progress or (lambda text: None))

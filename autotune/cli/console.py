@@ -19,7 +19,9 @@ from autotune.core.probe_types import Evidence, Outcome, Rung
 from autotune.core.serialization import to_data
 from autotune.core.text import study_command
 from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
+from autotune.planning.more_gpus import on_other_numbers
 from autotune.problem.setup import Setup
+from autotune.problem.task import Task
 from autotune.report import describe
 from autotune.report.infos import candidates, trade_offs
 from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord, summary_data
@@ -53,6 +55,7 @@ class Display(AbstractContextManager["Display"]):
         self._events = events
         self._started = time.monotonic()
         self._best: TrialRecord | None = None
+        self._task: Task | None = None
         self._step = "starting"
         self._has_heading = False
         self._usd_per_hour: float | None = None
@@ -101,10 +104,12 @@ class Display(AbstractContextManager["Display"]):
 
     def plan(self, setup: Setup, *, fits_gib: float, trials: int | None, workers: int = 1) -> None:
         """Print what is about to happen, before any GPU time is spent."""
-        task, workload = setup.task, setup.task.workload
+        self._task = task = setup.task
+        workload = task.workload
         space, price, device = task.space, task.search_price, task.device
         proxy = f", measured on {task.measured_on.name} with a memory cap" if task.measured_on else ""
-        proxy += f", one of which plays a rank of all {task.num_gpus}" if task.plays_ranks else ""
+        if task.plays_ranks:
+            proxy += f", one of which plays a rank of {' or '.join(map(str, task.numbers_of_gpus))}"
         cost = "no price is known for this device (--price USD_PER_HOUR)"
         if price is not None:
             self._usd_per_hour = price.usd_per_hour * workers
@@ -136,9 +141,13 @@ class Display(AbstractContextManager["Display"]):
             speed = fmt_count(best.tokens_per_second)
             self.note(f"the best of them: trial {best.number}, {speed} tokens/s, {best.config.label()}")
 
+    def _score(self, row: TrialRecord) -> float:
+        speed = row.tokens_per_second or 0.0
+        return self._task.score(row.config, speed) if self._task and speed else speed
+
     def _compare(self, row: TrialRecord) -> None:
-        best = self._best.tokens_per_second if self._best else None
-        if row.outcome is Outcome.OK and (row.tokens_per_second or 0.0) > (best or 0.0):
+        better = self._best is None or self._score(row) > self._score(self._best)
+        if row.outcome is Outcome.OK and row.tokens_per_second is not None and better:
             self._best = row
 
     def trial(self, row: TrialRecord) -> None:
@@ -166,7 +175,11 @@ class Display(AbstractContextManager["Display"]):
         self._print("")
         self._field("winner", winner.config.label(), "bold green")
         self._field("", recipe.reason)
-        self._print("\n".join(["", *_side_by_side(candidates(summary)), ""]))
+        of_numbers = recipe.by_gpus if len(recipe.by_gpus) > 1 else ()
+        rows = candidates(summary) | {describe.gpus(one.config): one for one in of_numbers}
+        self._print("\n".join(["", *_side_by_side(rows), ""]))
+        if len(recipe.by_gpus) > 1:
+            self._fields("GPUs", describe.gpu_choices(on_other_numbers(recipe).trainable, recipe.within_hours))
         lead = ", ".join(filter(None, (describe.speed_up(recipe), describe.speed_up_range(recipe))))
         self._field("speed-up", lead, "bold" if recipe.differs else None)
         if made_of := describe.factors(summary.decomposition):

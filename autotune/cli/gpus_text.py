@@ -7,6 +7,7 @@ from autotune.cli.terminal import print_table
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.planning.several_gpus import BASIS, NO_LINK, GpuPlan, RankPlan
 from autotune.prediction.memory_formula import CONTEXT_GIB
+from autotune.report import describe
 
 COLUMNS = {
     "GPUs": "right",
@@ -38,10 +39,7 @@ def print_gpu_plan(made: GpuPlan) -> None:
     print(
         f"price of a GPU: {price}; beside tensors and NCCL a process takes {fmt_gib(CONTEXT_GIB)} for its CUDA context"
     )
-    _print_choice("cheapest", made.cheapest)
-    _print_choice("fastest", made.fastest)
-    if made.within_hours is not None:
-        _print_choice(f"cheapest within {fmt_hours(made.within_hours)}", made.cheapest_within, made.within_hours)
+    print("\n".join(describe.gpu_choices(made.trainable, made.within_hours)))
 
 
 def _cells(made: GpuPlan, row: RankPlan) -> tuple[str, ...]:
@@ -58,14 +56,3 @@ def _cells(made: GpuPlan, row: RankPlan) -> tuple[str, ...]:
         fmt_hours(row.hours),
         fmt_usd(row.usd),
     )
-
-
-def _print_choice(name: str, row: RankPlan | None, deadline_hours: float | None = None) -> None:
-    """'fastest: 8 GPUs, fsdp2 (lora r16 ...), 6 h, $96', and whether it may miss the deadline."""
-    if row is None or row.estimate is None or row.estimate.cost is None:
-        print(f"{name}: none is known")
-        return
-    gpus = "1 GPU" if row.num_gpus == 1 else f"{row.num_gpus} GPUs, {row.parallelism.strategy}"
-    high = row.estimate.cost.interval_hours[1]
-    late = f"; it may take {fmt_hours(high)}" if deadline_hours is not None and high > deadline_hours else ""
-    print(f"{name}: {gpus} ({row.label}), {fmt_hours(row.hours)}, {fmt_usd(row.usd)}{late}")

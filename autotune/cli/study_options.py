@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -57,7 +57,7 @@ def _annotation(name: str) -> Any:
     field: Field[Any] = StudySpec.__dataclass_fields__[name]
     text = option.help if option.shown_default is None else f"{option.help} [{option.shown_default}]"
     names = (f"--{name.replace('_', '-')}",)
-    kinds: Any = str | None if name == "space" else field.type  # a SearchSpace is for Python alone
+    kinds: Any = str | None if str in get_args(field.type) else field.type  # other kinds are for Python and files
     parameter = typer.Option(*names, help=text, metavar=option.metavar, autocompletion=_COMPLETIONS.get(name))
     return Annotated[kinds | None, parameter]
 

@@ -21,7 +21,7 @@ from autotune.prediction.step_time import StepTimeEstimate, estimate_step_time, 
 from autotune.prediction.transfer import EIGHTY_PERCENT, REFERENCE, interval
 from autotune.problem.run_cost import FITS, DeviceEstimate
 from autotune.problem.workload import RunShape
-from autotune.study.summary import Recipe
+from autotune.study.summary import Candidate, Recipe
 
 NUMBERS = (1, 2, 4, 8)
 LARGER_BATCH = 1.05  # how much larger a global batch of packed rows may be, which whole micro batches round
@@ -29,9 +29,14 @@ LARGER_BATCH = 1.05  # how much larger a global batch of packed rows may be, whi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """The winner on each number of GPUs, the fewest first; the row of `own` GPUs is what the study knows of it."""
+    """The run on each number of GPUs, the fewest first.
+
+    The winner takes `own` GPUs. Of the numbers that are `known` the rows are what the study knows of their best
+    configurations, of others they are the winner's, scaled.
+    """
 
     own: int
+    known: tuple[int, ...] = ()
     rows: tuple[RankPlan, ...] = ()
 
     @property
@@ -52,40 +57,43 @@ class Scaling:
 
 
 def on_other_numbers(recipe: Recipe) -> Scaling:
-    """The winner's run on NUMBERS of GPUs, by DDP or FSDP2, whichever is faster.
+    """The study's best for each number of GPUs, where it compared several.
 
-    There are no rows where no formula covers the model, or nobody published what links the cards.
+    Else the winner's run on NUMBERS of GPUs, by DDP or FSDP2, whichever is faster. Then there are no rows where no
+    formula covers the model, or nobody published what links the cards.
     """
     own = recipe.config.num_gpus
-    alone = _alone(recipe, recipe.config)
-    measured = None if alone is None else _step(recipe, recipe.config, recipe.shape, alone)
-    if measured is None:
+    if len(recipe.by_gpus) > 1:
+        rows = [_as_measured(recipe, candidate) for candidate in recipe.by_gpus]
+        return Scaling(own=own, known=tuple(row.num_gpus for row in rows), rows=tuple(rows))
+    known = _as_measured(recipe, recipe.winner)
+    if known.step is None:
         return Scaling(own=own)
-    ratio = recipe.winner.performance.step_time_s / measured.step_s
-    known = RankPlan(
-        parallelism=Parallelism.of(recipe.config),
-        estimate=_as_measured(recipe),
-        step=measured,
-        accumulation=recipe.accumulation,
-    )
+    ratio = recipe.winner.performance.step_time_s / known.step.step_s
     rows = [known if number == own else _best(recipe, number, ratio) for number in sorted({*NUMBERS, own})]
-    return Scaling(own=own, rows=tuple(rows))
+    return Scaling(own=own, known=(own,), rows=tuple(rows))
 
 
-def _as_measured(recipe: Recipe) -> DeviceEstimate:
-    """What the study knows of its winner, as each GPU's share."""
-    winner, config = recipe.winner, recipe.config
-    each = winner.performance.tokens_per_second / config.num_gpus
-    slowest, fastest = winner.performance.spread  # of step times: the shortest first
-    return DeviceEstimate(
-        device=recipe.device,
-        config=config,
-        state=FITS,
-        need_gib=winner.measurement.peak_reserved_gib,
-        limit_gib=winner.measurement.limit_gib,
-        tokens_per_s=each,
-        interval=(each / (1 + fastest), each / (1 + slowest)),
-        cost=winner.cost,
+def _as_measured(recipe: Recipe, candidate: Candidate) -> RankPlan:
+    """What the study knows of a candidate, as each GPU's share; its step is by formula, where there is one."""
+    config, shape = candidate.config, recipe.workload.run_shape(candidate.config)
+    each = candidate.performance.tokens_per_second / config.num_gpus
+    slowest, fastest = candidate.performance.spread  # of step times: the shortest first
+    alone = _alone(recipe, config)
+    return RankPlan(
+        parallelism=Parallelism.of(config),
+        estimate=DeviceEstimate(
+            device=recipe.device,
+            config=config,
+            state=FITS,
+            need_gib=candidate.measurement.peak_reserved_gib,
+            limit_gib=candidate.measurement.limit_gib,
+            tokens_per_s=each,
+            interval=(each / (1 + fastest), each / (1 + slowest)),
+            cost=candidate.cost,
+        ),
+        step=None if alone is None else _step(recipe, config, shape, alone),
+        accumulation=shape.accumulation,
     )
 
 

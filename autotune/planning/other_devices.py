@@ -35,12 +35,12 @@ def estimate_other_devices(selection: Selection, winner: Candidate, headroom: fl
         state=FITS,
         need_gib=winner.measurement.peak_reserved_gib,
         limit_gib=winner.measurement.limit_gib,
-        price=task.price and task.price.of_gpus(task.num_gpus),
+        price=task.price and task.price.of_gpus(winner.config.num_gpus),
         tokens_per_s=winner.performance.tokens_per_second,
         cost=winner.cost,
         num_observations=task.carried.basis if task.carried else 0,
     )
-    if task.num_gpus > 1:  # speeds of several depend on what links them
+    if winner.config.num_gpus > 1:  # speeds of several depend on what links them
         return (own,)
     others = [
         _estimate_on(card, task, source, winner, measurements, headroom)

@@ -109,8 +109,10 @@ def plan(
 def planned_setup(spec: StudySpec, device: DeviceSpec, say: Say = silent) -> Setup:
     """The study that `autotune run` would do on this card; its warnings go to `say`. Raises UsageError."""
     setup = set_up(spec, device, say)
-    if (gpus := setup.task.num_gpus) > 1:
-        raise UsageError(f"this plans one GPU, not {gpus}", remedy=f"`autotune plan --gpus {gpus}` plans several")
+    numbers = setup.task.numbers_of_gpus
+    if numbers != (1,):
+        listed = ",".join(map(str, numbers))
+        raise UsageError(f"this plans one GPU, not {listed}", remedy=f"`autotune plan --gpus {listed}` plans several")
     for warning in setup.warnings:
         say(f"warning: {warning}")
     return setup

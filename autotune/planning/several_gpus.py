@@ -5,7 +5,7 @@ wait for the one with the longest rows, which matters where the lengths of examp
 """
 
 import functools
-import re
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -15,7 +15,6 @@ from autotune.core.errors import UsageError
 from autotune.core.parallelism import STRATEGIES, Parallelism
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
-from autotune.core.units import parse_duration
 from autotune.planning.device_estimate import (
     limit_of,
     memory_estimate,
@@ -31,12 +30,12 @@ from autotune.prediction.memory_formula import unsupported
 from autotune.prediction.sharded_memory import rank_breakdown
 from autotune.prediction.step_time import StepTimeEstimate, estimate_step_time, host_of
 from autotune.prediction.transfer import REFERENCE, interval
+from autotune.problem.gpu_counts import parse_gpus, parse_within, split_count
 from autotune.problem.run_cost import FITS, TIGHT, DeviceEstimate
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
 from autotune.study.ranking import Scored, choose
 
-MOST_GPUS = 8  # of one host
 BASIS = (
     "memory of FSDP2 by a formula that was within 2.7 % of four measured ranks and 2.1 % of 140 counted ones, of DDP "
     "within 1.3 % of six; ZeRO, and speeds of several GPUs, by formulas that little was measured for"
@@ -126,20 +125,17 @@ class GpuPlan:
     @property
     def fastest(self) -> RankPlan | None:
         """The row that trains most tokens a second, the one with fewer GPUs of equals."""
-        return max(self.trainable, key=lambda row: (row.tokens_per_s or 0.0, -row.num_gpus), default=None)
+        return fastest(self.trainable)
 
     @property
     def cheapest(self) -> RankPlan | None:
-        """The row whose run costs least; None without a price."""
-        return _cheapest(self.trainable)
+        """The row whose run costs least."""
+        return cheapest(self.trainable)
 
     @property
     def cheapest_within(self) -> RankPlan | None:
-        """The cheapest row within the deadline; without a price the fastest one."""
-        if self.within_hours is None:
-            return None
-        in_time = [row for row in self.trainable if row.hours is not None and row.hours <= self.within_hours]
-        return _cheapest(in_time) or max(in_time, key=lambda row: row.tokens_per_s or 0.0, default=None)
+        """The cheapest row within the deadline."""
+        return cheapest(self.trainable, self.within_hours) if self.within_hours is not None else None
 
     def efficiency(self, row: RankPlan) -> float | None:
         """The speed over that of as many single GPUs; None where one GPU cannot train, or a speed is unknown."""
@@ -149,40 +145,15 @@ class GpuPlan:
         return row.tokens_per_s / (row.num_gpus * alone.tokens_per_s)
 
 
-def _cheapest(rows: Sequence[RankPlan]) -> RankPlan | None:
-    priced = [row for row in rows if row.usd is not None]
-    return min(priced, key=lambda row: (row.usd or 0.0, row.hours or 0.0), default=None)
+def fastest(rows: Sequence[RankPlan]) -> RankPlan | None:
+    """The row that trains most tokens a second, the one with fewer GPUs of equals."""
+    return max(rows, key=lambda row: (row.tokens_per_s or 0.0, -row.num_gpus), default=None)
 
 
-def parse_gpus(given: str | int | Sequence[int]) -> tuple[int, ...]:
-    """'1,2,4', or [1, 2, 4] -> (1, 2, 4). Raises UsageError for what is no number of GPUs of one host."""
-    text = given if isinstance(given, str) else ",".join(map(str, [given] if isinstance(given, int) else given))
-    parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch("[0-9]{1,6}", part) and int(part) for part in parts):
-        raise UsageError(f"--gpus cannot be {text!r}", remedy="separate numbers by commas: --gpus 1,2,4,8")
-    numbers = tuple(sorted({int(part) for part in parts}))
-    if numbers[-1] > MOST_GPUS:
-        raise UsageError(
-            f"--gpus {numbers[-1]}: plans are for up to {MOST_GPUS} GPUs, in one host; others' links are not modelled",
-            remedy=f"plan for {MOST_GPUS}, and measure how your hosts scale",
-        )
-    return numbers
-
-
-def split_count(gpu: str) -> tuple[str | None, str]:
-    """'8xh100' -> ('8', 'h100'), 'h100' -> (None, 'h100')."""
-    found = re.fullmatch(r"\s*([0-9]+)\s*x\s*(.+)", gpu)
-    return (found[1], found[2]) if found else (None, gpu)
-
-
-def parse_within(within: str | float | None) -> float | None:
-    """Hours: '6h' -> 6.0; a number is hours. Raises UsageError for what is no time above zero."""
-    if within is None:
-        return None
-    try:
-        return parse_duration(within if isinstance(within, str) else f"{within}h") / 3600
-    except ValueError as error:
-        raise UsageError(f"--within: {error}", remedy="for example --within 6h") from None
+def cheapest(rows: Sequence[RankPlan], within_hours: float = math.inf) -> RankPlan | None:
+    """The row with the fewest GPU-hours, which all have one price, of those whose run ends in time."""
+    known = [(row.hours, row) for row in rows if row.hours is not None and row.hours <= within_hours]
+    return min(known, key=lambda entry: (entry[0] * entry[1].num_gpus, entry[0]), default=(None, None))[1]
 
 
 def plan_spec(

@@ -87,6 +87,11 @@ class Narrowing:
         self.space = self.space.condition(name, other, allowed)
         self.reserve = self.reserve.condition(name, other, allowed)
 
+    def divide(self, batch: int) -> None:
+        """Let GPUs and their micro batches have only such values as divide a global batch together."""
+        self.space = self.space.divide(batch)
+        self.reserve = self.reserve.divide(batch)
+
     def pin(self, name: str, value: Any) -> None:
         """Fix a knob, be it in the space or not."""
         self.space = self.space.pin(name, value)
@@ -96,11 +101,7 @@ class Narrowing:
 def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) -> None:
     """Remove what the model, the global batch, or the number of examples makes impossible."""
     batch, examples = workload.global_batch, workload.trained
-    gpus = max(narrowing.space.choices("num_gpus"))
-    uneven = {size for size in narrowing.space.choices("micro_batch_size") if batch % (gpus * size)}
-    each = f" on each of {gpus} GPUs" if gpus > 1 else ""
-    narrowing.remove("micro_batch_size", uneven, f"does not divide the global batch of {batch}{each} (--global-batch)")
-    narrowing.only_with("optimizer_in_backward", "micro_batch_size", (batch // gpus,))  # its gradients do not add up
+    _narrow_to_even_batches(narrowing, batch)
     if not workload.examples_assumed:  # a micro batch that is not full is left out of the run
         narrowing.keep("micro_batch_size", lambda size: size <= examples, f"more rows than examples ({examples})")
     context = model.max_seq_len
@@ -119,16 +120,30 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
         narrowing.only_with("compile", "checkpointing", tuple(value for value in checkpoints if value != "offload"))
 
 
+def _narrow_to_even_batches(narrowing: Narrowing, batch: int) -> None:
+    """Remove micro batches, and numbers of GPUs, that do not divide the global batch with any of the other."""
+    numbers, sizes = narrowing.space.choices("num_gpus"), narrowing.space.choices("micro_batch_size")
+    fewest = min(numbers)
+    each = f" on each of {fewest} GPUs" if fewest > 1 else ""
+    uneven = {size for size in sizes if all(batch % (number * size) for number in numbers)}
+    narrowing.remove("micro_batch_size", uneven, f"does not divide the global batch of {batch}{each} (--global-batch)")
+    if len(numbers) > 1:
+        odd = {number for number in numbers if all(batch % (number * size) for size in sizes)}
+        narrowing.remove("num_gpus", odd, f"do not divide the global batch of {batch} (--global-batch)")
+        narrowing.divide(batch)
+    # An optimizer that steps in each backward pass does not add up the gradients of several micro batches.
+    narrowing.only_with("optimizer_in_backward", "micro_batch_size", (batch // fewest,))
+
+
 def narrow_to_sharing(narrowing: Narrowing) -> None:
     """Remove what none of the ways in which GPUs may share out the training can train."""
     space = narrowing.space
     ways = [
-        Parallelism(num_gpus=number, strategy=strategy)
+        Parallelism(num_gpus=number, strategy=strategy if number > 1 else "none")
         for number in space.choices("num_gpus")
         for strategy in space.choices("sharding")
-        if number > 1
     ]
-    for knob in space.knobs if ways else ():
+    for knob in space.knobs:
         for value in knob.choices():
             config = TrainConfig(**{knob.name: value})
             reasons = [way.refusal(config) for way in ways]

@@ -114,7 +114,7 @@ def performance(
     return Performance.of_steps(shape, step, spread=step_spread(measurements, shape.accumulation, new), mfu=mfu)
 
 
-def score(result: ProbeResult, workload: Workload) -> float | None:
+def tokens_per_s(result: ProbeResult, workload: Workload) -> float | None:
     """Useful tokens per second of the full run; None for a probe that gave no measurement or failed."""
     if result.outcome not in (Outcome.OK, Outcome.SLOW) or result.measurement is None:
         return None

@@ -25,7 +25,8 @@ SHORT = 256  # tokens; shorter rows save hardly anything
 class Knob:
     """The values of one knob: a list, or the integers from `low` to `high`, sampled on a log scale if `log`.
 
-    `when` names values of other knobs; without one of them this knob has no effect in the space.
+    `when` names values of other knobs; without one of them this knob has no effect in the space. A micro
+    batch has only such sizes as divide `divides`, the global batch, together with the number of GPUs that was chosen.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Knob:
     high: int | None = None
     log: bool = False
     when: dict[str, Any] | None = None
+    divides: int | None = None
 
     @property
     def kind(self) -> Kind:
@@ -49,6 +51,9 @@ class Knob:
     def possible(self, chosen: dict[str, Any]) -> tuple[Any, ...]:
         """The values that are possible with those chosen so far; all of them where none is."""
         knob = KNOBS[self.name]
+        if self.divides is not None:
+            number = chosen.get("num_gpus", _DEFAULTS.num_gpus)
+            return tuple(size for size in self.choices() if self.divides % (number * size) == 0) or self.choices()
         if not knob.impossible_with:
             return self.choices()
         values = tuple(value for value in self.choices() if knob.possible(value, _DEFAULTS.as_dict() | chosen) == value)
@@ -83,6 +88,8 @@ class Knob:
         for excluded in KNOBS[self.name].impossible_with.values():
             for name, value in excluded.items():
                 found.setdefault(name, []).append(value)
+        if self.divides is not None:
+            found["num_gpus"] = list(KNOBS["num_gpus"].choices)
         return found
 
 
@@ -205,6 +212,13 @@ class SearchSpace:
         conditioned = self._with(replace(knob, when=when))
         return replace(conditioned, knobs=tuple(_in_order(list(conditioned.knobs))))
 
+    def divide(self, batch: int) -> "SearchSpace":
+        """The space whose micro batches divide a global batch together with the number of GPUs."""
+        knob = self.knob("micro_batch_size")
+        assert knob is not None  # a study's space has it
+        divided = self._with(replace(knob, divides=batch))
+        return replace(divided, knobs=tuple(_in_order(list(divided.knobs))))
+
     def _with(self, knob: Knob) -> "SearchSpace":
         if self.knob(knob.name) is None:
             return replace(self, knobs=tuple(_in_order([knob, *self.knobs])))
@@ -253,7 +267,12 @@ class SearchSpace:
 
     def config(self, chosen: dict[str, Any]) -> TrainConfig:
         """The configuration for {knob: value}; knobs that the space does not name keep their defaults."""
-        return TrainConfig(**{name: value for name, value in chosen.items() if name in KNOBS})
+        known = {name: value for name, value in chosen.items() if name in KNOBS}
+        size = self.knob("micro_batch_size")
+        if size is not None and size.divides is not None and "micro_batch_size" in known:
+            # A sampler chooses each knob by itself.
+            known["micro_batch_size"] = size.nearest(known["micro_batch_size"], size.possible(known))
+        return TrainConfig(**known)
 
     def leanest(self) -> dict[str, Any]:
         """The choice that needs the least memory, decided knob by knob."""

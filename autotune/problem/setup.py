@@ -108,6 +108,7 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
         carried=carried,
         run_options=spec.run_options,
         calibration=calibration,
+        within_hours=spec.within_hours,
     )
     setup = Setup(task=task, reserve=narrowing.reserve, removals=tuple(narrowing.removals), warnings=warnings)
     shape = None if probes_run_here else known_shape(model)
@@ -126,21 +127,21 @@ def _pinned(space: SearchSpace, spec: StudySpec) -> SearchSpace:
 
 def _shared_out(space: SearchSpace, spec: StudySpec, target: Target) -> SearchSpace:
     """The space for as many GPUs as the spec, or the space itself, names. Raises UsageError for what is not probed."""
-    if spec.gpus is not None:
-        space = space.pin("num_gpus", spec.gpus)
+    for number in spec.numbers_of_gpus or ():
+        space = space.pin("num_gpus", number)  # which raises for an impossible one
+    if spec.numbers_of_gpus:
+        space = space.offer("num_gpus", spec.numbers_of_gpus)
     numbers = space.choices("num_gpus")
     if numbers == (1,):
         return space
-    if len(numbers) > 1:
-        listed = ",".join(map(str, numbers))
-        remedy = f"give one with --gpus; `autotune plan --gpus {listed}` tells how many are worth their price"
-        raise UsageError(f"a study has one number of GPUs, not {listed}", remedy=remedy)
     if target.measured_on is not None:
         reason = f"{target.measured_on.name} stands in for {target.device.name} alone, and not for several"
-        raise UsageError(f"--gpus {numbers[0]}: {reason}", remedy="give --gpu auto, or leave --gpus out")
+        listed = ",".join(map(str, numbers))
+        raise UsageError(f"--gpus {listed}: {reason}", remedy="give --gpu auto, or leave --gpus out")
     if spec.trainer != "transformers":
         raise UsageError(f"--trainer {spec.trainer} was not tried on several GPUs", remedy="leave --trainer out")
-    return space if space.knob("sharding") else space.offer("sharding", PROBED)
+    space = space if space.knob("sharding") else space.offer("sharding", PROBED)
+    return space.condition("sharding", "num_gpus", tuple(number for number in numbers if number > 1))
 
 
 def calibration_of(

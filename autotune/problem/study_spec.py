@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from autotune.core.errors import UsageError
 from autotune.core.files import read_user_yaml
+from autotune.problem.gpu_counts import parse_gpus, parse_within
 from autotune.problem.run_options import TRACKERS, RunOptions
 from autotune.problem.search_space import SearchSpace
 
@@ -198,7 +199,10 @@ class StudySpec:
     verify: bool = _option(
         False, "Afterwards run the exported script and compare its speed and memory with the prediction."
     )
-    gpus: int | None = _count(None, "GPUs that share out each training.", shown_default="1")
+    gpus: int | str | None = _option(
+        None, "GPUs that share out each training; several numbers, as 1,2,4,8, are compared.", shown_default="1"
+    )
+    within: str | float | None = _option(None, "The full run is to end within this time, as 6h.", metavar="TIME")
     play_ranks: bool = _option(
         False, "With --gpus: one GPU plays a rank of all, as it does where too few are here. Speeds are projected."
     )
@@ -234,6 +238,7 @@ class StudySpec:
             raise InvalidSpec("eval_steps needs examples that are held out: give eval_share too")
         if self.split is not None and self.dataset is None:
             raise InvalidSpec("a split is a part of a dataset: give dataset too")
+        _ = self.numbers_of_gpus, self.within_hours  # which raise for what they cannot be
         given = [name for name in LENGTH_KEYS if getattr(self, name) is not None]
         if len(given) > 1:
             raise InvalidSpec(f"the lengths of the examples are given in more than one way: {', '.join(given)}")
@@ -242,6 +247,16 @@ class StudySpec:
     def run_options(self) -> RunOptions:
         """What the full run does between its steps."""
         return RunOptions(eval_steps=self.eval_steps, save_steps=self.save_steps, report_to=self.report_to)
+
+    @property
+    def numbers_of_gpus(self) -> tuple[int, ...] | None:
+        """The numbers of GPUs to choose from; None where the search space says it."""
+        return None if self.gpus is None else parse_gpus(self.gpus)
+
+    @property
+    def within_hours(self) -> float | None:
+        """The hours within which the full run is to end."""
+        return parse_within(self.within)
 
     @property
     def space_name(self) -> str | None:

@@ -1,5 +1,6 @@
 """Task: a study with all names resolved, and what follows from it for a probe and for its result."""
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,13 +16,14 @@ from autotune.prediction.sharded_memory import nccl_gib
 from autotune.prediction.step_time import divide_step_time, estimate_step_time
 from autotune.prediction.transfer import REFERENCE, SpeedTransfer, peak_tflops, speed_transfer
 from autotune.problem.constraints import Floors
-from autotune.problem.performance import Performance, performance, score
+from autotune.problem.performance import Performance, performance, tokens_per_s
 from autotune.problem.run_options import RunOptions
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.workload import Workload
 
 # What guides give, with the rows of the usual trainers. It is measured first, and the winner is compared with it.
 BASELINE = TrainConfig(padding="masked")
+MOST_SLACK = 1.0  # the largest --slack
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, which leave no room for what is cached
@@ -31,7 +33,7 @@ class Task:
     `measured_on` is a larger device of this machine that probes for `device` under a memory cap, and `carried` how its
     speed transfers to `device`; both are None where the device itself probes. `calibration` is of either of the two, or
     of another card whose host is meant. In a fake `world` one device plays a rank of all: what they send each other is
-    added to its times by formula.
+    added to its times by formula. `within_hours` is the time that the full run may take.
     """
 
     study: str
@@ -47,26 +49,30 @@ class Task:
     run_options: RunOptions = RunOptions()  # noqa: RUF009 (frozen)
     calibration: Calibration | None = None
     world: World = World.REAL
+    within_hours: float | None = None
 
     @property
-    def num_gpus(self) -> int:
-        """How many GPUs share out the training of every configuration."""
-        return int(max(self.space.choices("num_gpus")))
+    def numbers_of_gpus(self) -> tuple[int, ...]:
+        """How many GPUs may share out a training, the fewest first."""
+        return tuple(sorted(self.space.choices("num_gpus")))
 
     @property
     def plays_ranks(self) -> bool:
         """Whether one device probes for several."""
-        return self.num_gpus > 1 and self.world is World.FAKE
+        return self.numbers_of_gpus[-1] > 1 and self.world is World.FAKE
 
     @property
     def probing_gpus(self) -> int:
         """How many GPUs a probe takes."""
-        return 1 if self.plays_ranks else self.num_gpus
+        return 1 if self.plays_ranks else self.numbers_of_gpus[-1]
 
-    @property
-    def is_projected(self) -> bool:
-        """Whether speeds are those of other GPUs than what probes: of another kind, or of another number."""
-        return self.measured_on is not None or self.carried is not None or self.plays_ranks
+    def is_projected(self, config: TrainConfig) -> bool:
+        """Whether its speed is that of other GPUs than what probes: of another kind, or of another number."""
+        return self.measured_on is not None or self.carried is not None or self.is_played(config)
+
+    def is_played(self, config: TrainConfig) -> bool:
+        """Whether one device plays a rank of several that train this configuration."""
+        return config.num_gpus > 1 and self.world is World.FAKE
 
     @property
     def search_price(self) -> Price | None:
@@ -85,19 +91,38 @@ class Task:
             flops_per_token=self.model.flops_per_token(config.method, self.workload.attended(config)),
             peak_tflops=peak,
         )
-        if self.plays_ranks:
+        if self.is_played(config):
             return speed.widened(*self._link_error(config, speed.step_time_s, measurements[0]))
         return speed if self.carried is None else speed.projected(self._on_device(config, measurements[0])[1])
 
-    def score(self, result: ProbeResult) -> float | None:
+    def tokens_per_s(self, result: ProbeResult) -> float | None:
         """Useful tokens per second of the full run on the device; None where the probe gave no measurement."""
-        if self.is_projected and result.measurement is not None:
+        if self.is_projected(result.config) and result.measurement is not None:
             result = replace(result, measurement=self._on_device(result.config, result.measurement)[0])
-        return score(result, self.workload)
+        return tokens_per_s(result, self.workload)
+
+    def score(self, config: TrainConfig, tokens_per_s: float) -> float:
+        """What the search maximizes for a configuration of this speed.
+
+        These are useful tokens per second: of each GPU, which is what a token costs turned upside down, where several
+        numbers of GPUs are compared. Runs that miss the deadline score less than all that meet it, by more than any
+        slack is worth, and among them the fastest is the best.
+        """
+        most = self.numbers_of_gpus[-1] if len(self.numbers_of_gpus) > 1 else 1
+        if self.is_late(config, tokens_per_s):
+            return tokens_per_s / most / (1 + MOST_SLACK)
+        return tokens_per_s / min(most, config.num_gpus)
+
+    def is_late(self, config: TrainConfig, tokens_per_s: float) -> bool:
+        """Whether the steps of the full run take longer than there is time for."""
+        if self.within_hours is None:
+            return False
+        shape = self.workload.run_shape(config)
+        return shape.num_steps * shape.useful_tokens_per_step / tokens_per_s / 3600 > self.within_hours
 
     def _on_device(self, config: TrainConfig, measurement: Measurement) -> tuple[Measurement, float]:
         """The times of a measurement as they are expected on the device, and the error of that."""
-        if self.plays_ranks:
+        if self.is_played(config):
             return self._with_communication(config, measurement), 0.0
         if self.carried is None:
             return measurement, 0.0
@@ -149,8 +174,8 @@ class Task:
         A played rank leaves room for NCCL, which it does without.
         """
         workload = self.workload
-        if self.plays_ranks and self.device.kind != "cpu":
-            memory_gib -= nccl_gib(self.num_gpus)
+        if self.is_played(config) and self.device.kind != "cpu":
+            memory_gib -= nccl_gib(config.num_gpus)
         return ProbeRequest(
             config=config,
             model=self.model.config,
@@ -165,7 +190,7 @@ class Task:
             seed=seed,
             profile=self.measured_on is not None,  # a projection needs to know what the device does
             flash=self.device.has_flash,
-            world=self.world,
+            world=self.world if self.is_played(config) else World.REAL,  # so that a GPU alone can answer again
         )
 
     @property
@@ -177,13 +202,16 @@ class Task:
     def baselines(self) -> tuple[TrainConfig, ...]:
         """The reference configuration clipped to the space, then with smaller and smaller micro batches.
 
-        On several GPUs by DDP, as far as the space has it, and then by FSDP2.
+        On several GPUs by DDP, as far as the space has it, and then by FSDP2; on the fewest GPUs first.
         """
+        return tuple(itertools.chain.from_iterable(map(self._baselines, self.numbers_of_gpus)))
+
+    def _baselines(self, num_gpus: int) -> tuple[TrainConfig, ...]:
         wanted = BASELINE if "lora" in self.space.choices("method") else replace(BASELINE, method="full")
-        first = self.space.config(self.space.clip(wanted))
+        first = self.space.config(self.space.clip(replace(wanted, num_gpus=num_gpus)))
         sizes = self.space.choices("micro_batch_size")
         smaller = sorted((size for size in sizes if size <= first.micro_batch_size), reverse=True)
-        alone = tuple(replace(first, micro_batch_size=size) for size in smaller)
+        whole = tuple(replace(first, micro_batch_size=size) for size in smaller)
         # Where the whole model does not fit on each GPU, guides share it out.
         shared = "fsdp2" in self.space.choices("sharding") and first.sharding == "ddp"
-        return (*alone, *(replace(config, sharding="fsdp2") for config in alone if shared))
+        return (*whole, *(replace(config, sharding="fsdp2") for config in whole if shared))

@@ -29,7 +29,7 @@ from autotune.report import infos
 from autotune.report.describe import LABELS, candidate_line
 from autotune.report.html import draw, render
 from autotune.report.oom import oom_report
-from autotune.study.optimizer import METRIC
+from autotune.study.optimizer import METRIC, METRIC_OF_SEVERAL
 from autotune.study.summary import StudySummary, TrialRecord
 
 REFRESH_S = 5.0
@@ -168,7 +168,8 @@ def copy_study(summary: StudySummary, record: Record, reports: ReportStore) -> C
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        study.set_metric_names([METRIC])
+        several = len({row.config.num_gpus for row in summary.trials}) > 1
+        study.set_metric_names([METRIC_OF_SEVERAL if several else METRIC])
     attributes, trials = record
     for key, value in attributes.items():
         if not isinstance(value, dict | list):  # those are for the program and would fill the page

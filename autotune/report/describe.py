@@ -6,15 +6,18 @@ header of their own (`export.header`), since exports come before reports.
 
 import math
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import expanduser
 
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.text import operands
-from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
+from autotune.core.train_config import TrainConfig
+from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_seconds, fmt_usd
 from autotune.export import tool_file
 from autotune.export.header import has_published_weights
+from autotune.planning.several_gpus import RankPlan, cheapest, fastest
 from autotune.problem.run_cost import CostProjection
 from autotune.problem.workload import Workload
 from autotune.study.ablation import AblatedKnob, Ablation
@@ -88,9 +91,17 @@ def speed_up(recipe: Recipe) -> str:
     if not recipe.differs:
         return "no measurable difference in speed from the baseline"
     label = " (extrapolated)" if recipe.speedup_evidence is Evidence.EXTRAPOLATED else ""
+    own, other = recipe.config.num_gpus, recipe.baseline.config.num_gpus
+    if own != other:
+        label += f", on {'1 GPU' if own == 1 else f'{own} GPUs'} instead of {other}"
     if recipe.speedup >= 1.1:
         return f"{recipe.speedup:.1f} times the speed of the baseline{label}"
     return f"{abs(recipe.speedup - 1):.0%} {'faster' if recipe.speedup > 1 else 'slower'} than the baseline{label}"
+
+
+def gpus(config: TrainConfig) -> str:
+    """'1 GPU', '8 GPUs, fsdp2'."""
+    return "1 GPU" if config.num_gpus == 1 else f"{config.num_gpus} GPUs, {config.sharding}"
 
 
 def speed_up_range(recipe: Recipe) -> str:
@@ -105,6 +116,26 @@ def factors(decomposition: Decomposition | None) -> str:
     """'padding or packing 3.10, compilation 1.22', which multiply to the speed-up; factors of 1.00 are left out."""
     parts = [(one.name, f"{one.factor:.2f}") for one in decomposition.factors] if decomposition else []
     return ", ".join(f"{name} {factor}" for name, factor in parts if factor != "1.00")
+
+
+def gpu_choices(rows: Sequence[RankPlan], within_hours: float | None) -> list[str]:
+    """The cheapest and the fastest row, and the cheapest that ends in time where there is a deadline, in words."""
+    lines = [_gpu_choice("cheapest", cheapest(rows)), _gpu_choice("fastest", fastest(rows))]
+    if within_hours is not None:
+        in_time = cheapest(rows, within_hours)
+        lines.append(_gpu_choice(f"cheapest within {fmt_hours(within_hours)}", in_time, within_hours))
+    return lines
+
+
+def _gpu_choice(name: str, row: RankPlan | None, deadline_hours: float | None = None) -> str:
+    """'fastest: 8 GPUs, fsdp2 (lora r16 ...), 6 h, $96', and whether it may miss the deadline."""
+    if row is None or row.estimate is None or row.estimate.cost is None or row.hours is None:
+        return f"{name}: none is known"
+    shared_out = "1 GPU" if row.num_gpus == 1 else f"{row.num_gpus} GPUs, {row.parallelism.strategy}"
+    high = row.estimate.cost.interval_hours[1]
+    late = f"; it may take {fmt_hours(high)}" if deadline_hours is not None and high > deadline_hours else ""
+    cost = f"{row.hours * row.num_gpus:.3g} GPU-hours" if row.usd is None else fmt_usd(row.usd)
+    return f"{name}: {shared_out} ({row.label}), {fmt_hours(row.hours)}, {cost}{late}"
 
 
 def intervals(candidate: Candidate) -> str:
@@ -216,7 +247,8 @@ def training_commands(summary: StudySummary, recipe: Recipe, out_dir: str) -> di
         purpose = "name your dataset in export/trl_sft.yaml, then start the full run"
         return {purpose: f"{cd} && {tool_file.training_command(recipe, 'trl')}"}
     launch = shlex.join(["bash", *operands(f"{out_dir}/export/launch.sh")])
-    commands = {"try the exported run": f"{launch} --random-weights --max-steps 5"}
+    several = f" on {recipe.config.num_gpus} GPUs" if recipe.config.num_gpus > 1 else ""
+    commands = {f"try the exported run{several}": f"{launch} --random-weights --max-steps 5"}
     if has_published_weights(recipe):
         dataset = training_data(summary)
         purpose = "start the full run" if dataset else "write your examples as lines of JSON, then start the full run"

@@ -160,7 +160,8 @@ def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
             "compare": infos.compare(recipe),
             "costs": infos.costs(recipe),
             "cells": infos.learning_cells(recipe),
-            "scaling": on_other_numbers(recipe),
+            "scaling": (scaling := on_other_numbers(recipe)),
+            "gpu_choices": describe.gpu_choices(scaling.trainable, recipe.within_hours),
             "fingerprint": infos.fingerprint(recipe),
         }
     return view

@@ -40,13 +40,14 @@ MIN_GAIN = 0.01  # relative gain in speed from which on the search moves
 
 @dataclass(slots=True)
 class CoordinateSearch:
-    """Coordinate search in one study. Its trials do not count as patience.
+    """Coordinate search in one study, among the configurations for `num_gpus`. Its trials do not count as patience.
 
     Moves follow the speed that truncated models predict. Whole models are measured after each pass, the most promising
-    first; until then their trials wait in `_waiting`, with the predicted tokens/s.
+    first; until then their trials wait in `_waiting`, with the predicted score.
     """
 
     trials: SharedTrials
+    num_gpus: int
     _tried: dict[str, Outcome] = field(default_factory=dict)  # by the digest of the configuration
     _waiting: list[tuple[float, Proposal]] = field(default_factory=list)
 
@@ -56,27 +57,46 @@ class CoordinateSearch:
         In a hurry, first without compilation: it takes as long as several other candidates.
         """
         self._tried = {row.config.digest: row.outcome for row in self.trials.rows}
+        self._carry_over()
         if self.trials.is_hurried():
             self._try_without_compiling()
         else:
             self._try_seeds()
-        while (best := self.trials.best()) is not None and not self.trials.is_done():
+        while (best := self._best()) is not None and not self.trials.is_done():
             num_tried = len(self._tried)
             self._pass_over_knobs(best)
             self._end_waiting()
-            if len(self._tried) == num_tried or self.trials.best() is best:
+            if len(self._tried) == num_tried or self._best() is best:
                 return
+
+    def _best(self) -> TrialRecord | None:
+        return self.trials.best(self.num_gpus)
+
+    def _carry_over(self) -> None:
+        """Where nothing is known of so many GPUs, begin with the best of others, shared out in the first way that fits.
+
+        It is measured as a whole where there is time, so that this number of GPUs has a number of its own.
+        """
+        best, space = self.trials.best(), self.trials.task.space
+        for way in space.choices("sharding"):
+            if best is None or self._best() is not None or self.trials.is_done():
+                return
+            for config in smaller_batches(space, replace(best.config, num_gpus=self.num_gpus, sharding=way)):
+                chosen = space.clip(config)
+                if space.config(chosen).digest not in self._tried and not self.trials.is_done():
+                    self._try(chosen)
+            self._end_waiting()
 
     def _try_without_compiling(self) -> None:
         """Try seeds, moves, and neighbours of the best, until the time left is for compiling the best of them."""
         trials = self.trials
         self._try_seeds(compile="none")
-        best = trials.best()
+        best = self._best()
         if best is None:
             return
         self._pass_over_knobs(best, leave_out="compile")
         self._end_waiting(whole=False)
-        best = trials.best() or best
+        best = self._best() or best
         kept = {
             knob.name: getattr(best.config, knob.name) for knob in trials.task.space.knobs if knob.kind == "learning"
         }
@@ -89,7 +109,7 @@ class CoordinateSearch:
 
     def _try_seeds(self, **changes: Any) -> None:
         """Try what the formulas find best, with these changes; what is changed is not measured as a whole."""
-        best, task = self.trials.best(), self.trials.task
+        best, task = self._best(), self.trials.task
         for config in formula_seeds(task, best.config, best.limit_gib or 0.0) if best else ():
             chosen = task.space.clip(replace(config, **changes))
             if task.space.config(chosen).digest not in self._tried and not self.trials.is_done():
@@ -98,19 +118,19 @@ class CoordinateSearch:
 
     def _pass_over_knobs(self, best: TrialRecord, *, leave_out: str = "") -> None:
         """Make one move after another by each knob in turn, but the one to leave out."""
-        space, current, speed = self.trials.task.space, best.config, best.tokens_per_second or 0.0
+        space, current, reached = self.trials.task.space, best.config, self.trials.score(best)
         for name in (name for name in ORDER if name != leave_out):
             factor = 1 - MIN_GAIN if name in MAKES_ROOM else 1 + MIN_GAIN
             while not self.trials.is_done():
                 chosen = next_move(space, current, name, self._tried)
                 if chosen is None:
                     break
-                config, reached = self._try(chosen)
-                if reached > speed * factor:
-                    current, speed = config, reached
+                config, score = self._try(chosen)
+                if score > reached * factor:
+                    current, reached = config, score
 
     def _try(self, chosen: dict[str, Any]) -> tuple[TrainConfig, float]:
-        """Try one choice on truncated models: its configuration, and tokens/s. It waits if these decide nothing."""
+        """Try one choice on truncated models: its configuration and score. It waits if these decide nothing."""
         trials = self.trials
         proposal = trials.ask(chosen)
         if proposal is None:  # another worker is trying it
@@ -126,12 +146,13 @@ class CoordinateSearch:
         if isinstance(found, Evaluation):
             row = trials.record(proposal, found)
             self._tried[config.digest] = row.outcome
-            return config, row.tokens_per_second or 0.0
+            return config, trials.score(row)
         predicted = trials.selection.predicted_speed(config, found)
+        score = trials.task.score(config, predicted)
         self._tried[config.digest] = Outcome.OK
-        self._waiting.append((predicted, proposal))
+        self._waiting.append((score, proposal))
         trials.say(f"predicted {predicted:,.0f} tokens/s: {config.label()}")
-        return config, predicted
+        return config, score
 
     def _end_waiting(self, *, whole: bool = True) -> None:
         """End the trials that wait, the most promising first: measure the whole models of those that can still win.

@@ -20,6 +20,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "batch": ("micro_batch_size",),
     "recomputation": ("checkpointing",),
     "compilation": ("compile",),
+    "GPUs": ("num_gpus", "sharding"),
 }
 OTHER = "other knobs"
 WHOLE = "whole models instead of a few layers"

@@ -47,9 +47,9 @@ class SharedTrials:
     The budget counts from `started`, in seconds of `clock`; the number of trials is limited over all workers and
     sessions. `rows` has the finished trials of all workers, and `selection` what was measured of each configuration.
     `too_short_for` says what the budget was too short for. If `rank` is set, untried configurations of this LoRA rank
-    are proposed before all others. `new_rows` returns what others stored since the last call; `on_trial` is called with
-    every trial that this worker finished, `on_trial_of_others` with every other. Trials of coordinate search, in
-    `exempt`, do not count as patience.
+    are proposed before all others. Of the time left for the search `kept_s` seconds are kept for later. `new_rows`
+    returns what others stored since the last call; `on_trial` is called with every trial that this worker finished,
+    `on_trial_of_others` with every other. Trials of coordinate search, in `exempt`, do not count as patience.
     """
 
     task: Task
@@ -69,6 +69,7 @@ class SharedTrials:
     too_short_for: list[str] = field(default_factory=list)
     rank: int | None = None
     exempt: set[int] = field(default_factory=set)
+    kept_s: float = 0.0
     _by_others: set[int] = field(default_factory=set)  # the numbers of the trials that other workers finished
     _open: dict[int, str] = field(default_factory=dict)  # this worker's unfinished trials: number -> config digest
     _stored_by_others: dict[int, ProbeResult] = field(default_factory=dict)  # results by trial number
@@ -174,10 +175,14 @@ class SharedTrials:
                 raise
             self.cut("the whole search")
 
-    def best(self) -> TrialRecord | None:
-        """The fastest trial so far that was measured, or else extrapolated."""
+    def best(self, num_gpus: int | None = None) -> TrialRecord | None:
+        """The best trial so far that was measured, or else extrapolated; of those on so many GPUs, if that is given."""
         rows = [row for row in self.rows if row.outcome is Outcome.OK and row.tokens_per_second is not None]
-        return max(rows, key=lambda row: row.tokens_per_second or 0.0, default=None)
+        return max((row for row in rows if num_gpus in (None, row.config.num_gpus)), key=self.score, default=None)
+
+    def score(self, row: TrialRecord) -> float:
+        """What the search maximizes; 0 for a trial without a speed."""
+        return self.task.score(row.config, row.tokens_per_second) if row.tokens_per_second else 0.0
 
     def digests(self) -> set[str]:
         """The digests of the configurations of all finished trials."""
@@ -264,10 +269,11 @@ class SharedTrials:
 
     def _finish(self, number: int, evaluation: Evaluation) -> bool:
         result = evaluation.result
+        speed = self.task.tokens_per_s(result)
         return self.optimizer.tell(
             number,
             result.outcome,
-            self.task.score(result),
+            speed and self.task.score(result.config, speed),
             margins(result),
             reused=evaluation.reused,
             reason=result.reason,
@@ -306,8 +312,8 @@ class SharedTrials:
             improved = False
             if row.outcome is Outcome.OK:
                 noise = max(self.selection.noise(row.config), LEAST_NOISE)
-                improved = row.tokens_per_second > best * (1 + 2 * noise)
-                best = max(best, row.tokens_per_second)
+                improved = self.score(row) > best * (1 + 2 * noise)
+                best = max(best, self.score(row))
             if improved:
                 num_stale = 0
             elif row.number not in self.exempt | self._by_others:
@@ -319,12 +325,13 @@ class SharedTrials:
         return self.limits.budget_s - (self.clock() - self.started)
 
     def search_s(self) -> float:
-        """Seconds that are left for the search."""
-        return self.left_s() - self._confirmation_s()
+        """Seconds that are left for the search now."""
+        return self.left_s() - self._confirmation_s() - self.kept_s
 
     def candidate_s(self) -> float:
         """Seconds that are left for judging candidates, which come before the confirmation until there are enough."""
-        return self.left_s() if self.evaluator.truncated_s and self.num_missing(ENOUGH) else self.search_s()
+        enough = not (self.evaluator.truncated_s and self.num_missing(ENOUGH))
+        return self.search_s() if enough else self.left_s() - self.kept_s
 
     def is_hurried(self) -> bool:
         """Whether the time left might not suffice for judging MANY candidates, if those to come compile."""

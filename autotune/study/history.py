@@ -31,7 +31,7 @@ def to_record(number: int, evaluation: Evaluation, task: Task) -> TrialRecord:
         evidence=result.evidence,
         reused=evaluation.reused,
         reason="; ".join(filter(None, (result.reason, *result.notes))) or None,
-        tokens_per_second=task.score(result),
+        tokens_per_second=task.tokens_per_s(result),
         peak_reserved_gib=measurement.peak_reserved_gib if measurement else None,
         limit_gib=measurement.limit_gib if measurement else limit_gib,
         margin=margins(result)["memory"] if measurement or oom else None,

@@ -37,7 +37,7 @@ class Study:
             while trials.optimizer.is_waiting() and not trials.is_done():
                 if trials.run_one(trials.selection.prune_reason) is None:
                     break
-            CoordinateSearch(trials).run()
+            self._climb()
             if trials.is_spent():
                 trials.cut("the whole search")
             self._raise_capability()
@@ -71,6 +71,15 @@ class Study:
         """Measure the finalists again, with the rest of the budget."""
         confirm_finalists(self.trials)
 
+    def _climb(self) -> None:
+        """Coordinate search for each number of GPUs in turn, each in its share of the time that is left."""
+        trials, numbers = self.trials, self.trials.task.numbers_of_gpus
+        for index, number in enumerate(numbers):
+            trials.kept_s = 0.0
+            trials.kept_s = max(trials.search_s(), 0.0) * (1 - 1 / (len(numbers) - index))
+            CoordinateSearch(trials, number).run()
+        trials.kept_s = 0.0
+
     def _hold_rank(self) -> None:
         """Propose only the LoRA rank that most trials have had, once there is one.
 
@@ -98,7 +107,7 @@ class Study:
                 continue
             if not had_best and trials.best() is not None:  # no baseline succeeded at first
                 had_best = True
-                CoordinateSearch(trials).run()
+                self._climb()
             if row.config.digest in known and not trials.is_done():
                 untried = trials.untried()
                 if untried is None:
@@ -128,10 +137,10 @@ class Study:
         likely = next(iter(self.trials.selection.finalists(1)), None)
         if likely is None:
             return []
-        space, min_speed = self.trials.task.space, (best.tokens_per_second or 0.0) * (1 - TIE)
+        space, min_score = self.trials.task.space, self.trials.score(best) * (1 - TIE)
         learned = {knob.name: getattr(likely, knob.name) for knob in space.knobs if knob.kind == "learning"}
         rows = [row for row in self.trials.rows if row.outcome is Outcome.OK and row.config.method == likely.method]
-        fast = [row for row in rows if (row.tokens_per_second or 0.0) >= min_speed]
+        fast = [row for row in rows if self.trials.score(row) >= min_score]
         fast.sort(key=lambda row: row.peak_reserved_gib or math.inf)
         return list(dict.fromkeys(space.config(space.clip(replace(row.config, **learned))) for row in fast))[:3]
 

@@ -181,7 +181,7 @@ def probe_configs(
 def to_config_result(case: NamedConfig, config: TrainConfig, task: Task, result: ProbeResult) -> ConfigResult:
     """Turn the probe of a case into its result."""
     found = result.measurement
-    evidence = Evidence.PROJECTED if task.is_projected else Evidence.MEASURED
+    evidence = Evidence.PROJECTED if task.is_projected(config) else Evidence.MEASURED
     if result.outcome is not Outcome.OK or found is None:
         return ConfigResult(case=case, config=config, outcome=result.outcome, evidence=evidence, reason=result.reason)
     speed = task.performance(config, [found])

@@ -25,7 +25,7 @@ from autotune.study.storage.database import OTHER, Outages, one_at_a_time, retri
 from autotune.study.storage.optuna_storage import opened_storage, optuna_errors, optuna_storage
 
 STARTUP_TRIALS = 8
-METRIC = "useful tokens/s"
+METRIC, METRIC_OF_SEVERAL = "useful tokens/s", "useful tokens/s of each GPU"
 UNNAMED_S = 5.0  # how long a running trial may be without its worker's name
 MAX_REASON = 500  # characters
 
@@ -79,7 +79,8 @@ class Optimizer:
             optimizer = cls(url, storage, study, space, outages)
             with _experimental():
                 if not study.metric_names:
-                    study.set_metric_names([METRIC])
+                    several = len(space.choices("num_gpus")) > 1
+                    study.set_metric_names([METRIC_OF_SEVERAL if several else METRIC])
                 study.sampler = optuna.samplers.TPESampler(
                     multivariate=True,
                     group=True,

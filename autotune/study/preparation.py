@@ -12,6 +12,7 @@ from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import World
 from autotune.core.units import parse_duration
 from autotune.prediction.collectives import traffic
+from autotune.problem.gpu_counts import split_count
 from autotune.problem.setup import Setup, set_up
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import Target, find_target
@@ -71,6 +72,7 @@ def prepare_session(
         budget_s = parse_duration(spec.budget)
     except ValueError as error:
         raise UsageError(f"--budget: {error}", remedy="for example --budget 15m") from None
+    spec = _with_counted_gpu(spec)
     target = find_target(spec.gpu)
     _check_combination(spec, target)
     searched = replace(spec, pins={}) if spec.configs else spec  # pins are of the cases
@@ -99,16 +101,27 @@ def prepare_session(
     )
 
 
+def _with_counted_gpu(spec: StudySpec) -> StudySpec:
+    """The spec with the number of GPUs that its card's name begins with, such as 8xh100."""
+    counted, gpu = split_count(spec.gpu)
+    if counted is None:
+        return spec
+    if spec.gpus is not None:
+        raise UsageError(f"--gpu says {counted} GPUs and --gpus {spec.gpus}", remedy="leave out one of them")
+    return replace(spec, gpu=gpu, gpus=counted)
+
+
 def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[str], None]) -> Setup:
     """The setup with a rank that is played, where the user wants that or has too few GPUs.
 
     Raises UsageError where nobody knows what ranks send each other.
     """
-    task, gpus = setup.task, setup.task.num_gpus
+    task, numbers = setup.task, setup.task.numbers_of_gpus
+    gpus = numbers[-1]
     if spec.play_ranks and gpus == 1:
         raise UsageError("--play-ranks: one GPU has no ranks", remedy="say how many GPUs with --gpus")
     here = gpus if target.card is None else len(visible())
-    if gpus == 1 or (here >= gpus and not spec.play_ranks):
+    if gpus == 1 or (here >= gpus and len(numbers) == 1 and not spec.play_ranks):
         return setup
     if spec.verify:
         raise UsageError(
@@ -121,11 +134,12 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
         raise UsageError(f"--gpus {gpus}: {reason}", remedy=remedy)
     trained = itertools.product(task.space.choices("lora_targets"), task.space.choices("modules_to_save"))
     for targets, saved in trained:
-        config = replace(task.baselines[0], lora_targets=targets, modules_to_save=saved)
+        config = replace(task.baselines[-1], lora_targets=targets, modules_to_save=saved)
         if traffic(task.model, config, Parallelism.of(config)) is None:
             reason = f"no formula says what ranks of {task.model.name} send each other"
             raise UsageError(f"--gpus {gpus}: {reason}", remedy=f"run on a machine with {gpus} GPUs")
-    say(f"one GPU plays a rank of {gpus}: memory is measured, speeds are projected")
+    played = " or ".join(str(number) for number in numbers if number > 1)
+    say(f"one GPU plays a rank of {played}: memory is measured, speeds are projected")
     return replace(setup, task=replace(task, world=World.FAKE))
 
 
@@ -139,7 +153,7 @@ def _check_combination(spec: StudySpec, target: Target) -> None:
         raise UsageError(
             "--verify runs what is exported on the device itself", remedy="leave out --verify, or --shallow-only"
         )
-    if (spec.gpus or 1) > 1 and (spec.workers > 1 or spec.ray is not None or spec.quality):
+    if (spec.numbers_of_gpus or (1,)) != (1,) and (spec.workers > 1 or spec.ray is not None or spec.quality):
         raise UsageError(
             "--gpus takes all GPUs for one training at a time", remedy="leave out --workers, --ray and --quality"
         )

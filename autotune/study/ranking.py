@@ -75,12 +75,21 @@ def _free(candidate: Scored) -> float:
 
 
 def why(
-    winner: Scored, candidates: Sequence[Scored], slack: float, space: SearchSpace, tried: Iterable[TrainConfig]
+    winner: Scored,
+    candidates: Sequence[Scored],
+    slack: float,
+    space: SearchSpace,
+    tried: Iterable[TrainConfig],
+    in_time: str = "",
 ) -> str:
-    """Why `choose` preferred the winner, and what became of more capable configurations of the space, in words."""
+    """Why `choose` preferred the winner, and what became of more capable configurations of the space, in words.
+
+    `in_time` is added to what is called the cheapest, such as " that ends within 6 h".
+    """
     cheapest, capability = max(candidates, key=lambda candidate: candidate.score), winner.config.capability
     tie, extra = winner.ties(cheapest), cheapest.score / winner.score - 1.0
-    cost = "at no measurable cost" if tie else f"for {extra:.1%} more cost than the cheapest (slack {slack:.0%})"
+    cheapest_one = f"the cheapest{in_time}"
+    cost = "at no measurable cost" if tie else f"for {extra:.1%} more cost than {cheapest_one} (slack {slack:.0%})"
     if capability != cheapest.config.capability:
         return f"it is more capable: {learning_differences(winner.config, cheapest.config)}, {cost}"
     if any(config.capability > capability for config in tried):
@@ -89,7 +98,7 @@ def why(
         larger = "nothing more capable was tried"
     else:
         larger = "the space has nothing more capable"
-    advantage = "the cheapest above the floors" if winner is cheapest else f"it leaves more memory free, {cost}"
+    advantage = f"{cheapest_one} above the floors" if winner is cheapest else f"it leaves more memory free, {cost}"
     return f"{advantage}; {larger}"
 
 

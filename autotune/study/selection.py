@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence, Fingerprint, Measurement, Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
+from autotune.core.units import fmt_hours
 from autotune.prediction.depth_extrapolation import Extrapolation
 from autotune.prediction.transfer import calibrates
 from autotune.problem.constraints import UNASKED
@@ -127,7 +128,7 @@ class Selection:
         None if this was not measured, or on other GPUs.
         """
         late_s = self.record(config).late_s
-        if not self._worker_starts_s or late_s is None or self.task.is_projected:
+        if not self._worker_starts_s or late_s is None or self.task.is_projected(config):
             return None
         return statistics.median(self._worker_starts_s) + self._longest_load_s + late_s
 
@@ -198,7 +199,7 @@ class Selection:
         return f"its losses are {difference:.1%} off those of {REFERENCE} (at most {BOUND:.0%})"
 
     def _reference_of(self, config: TrainConfig) -> TrainConfig | None:
-        if self.task.model.weights is None or self.task.plays_ranks or not in_question(config):
+        if self.task.model.weights is None or self.task.is_played(config) or not in_question(config):
             return None
         return reference_of(config, bf16=self.task.device.supports_bf16)
 
@@ -215,7 +216,7 @@ class Selection:
             return f"nothing is in question: {REFERENCE}"
         if self.task.model.weights is None:
             return f"unknown: the weights are random, so that the loss tells nothing of {doubtful}"
-        if self.task.plays_ranks:
+        if self.task.is_played(config):
             return f"unknown: one GPU played a rank of several, and the loss of that tells nothing of {doubtful}"
         difference = self._deviation(config)
         if difference is None:
@@ -232,29 +233,41 @@ class Selection:
         return self._scored((record, record.of_search) for record in self._contenders() if record.of_search)
 
     def finalists(self, count: int) -> list[TrainConfig]:
-        """The likely winner and the fastest others."""
+        """The likely winner, the best for each other number of GPUs, and the fastest others, to come to `count`."""
         pool = self.pool()
         if not pool:
             return []
         likely = choose(pool, self.task.floors.slack)
+        of_others = [best for best in self._best_of_numbers(pool) if best.config.num_gpus != likely.config.num_gpus]
         ranked = sorted(pool, key=lambda scored: scored.score, reverse=True)
-        return list(dict.fromkeys(scored.config for scored in [likely, *ranked]))[:count]
+        ordered = dict.fromkeys(scored.config for scored in [likely, *of_others, *ranked])
+        return list(ordered)[: count + len(of_others)]
+
+    def _best_of_numbers(self, pool: list[Scored]) -> list[Scored]:
+        """The one to choose for each number of GPUs, the fewest first."""
+        by_number: dict[int, list[Scored]] = {}
+        for scored in pool:
+            by_number.setdefault(scored.config.num_gpus, []).append(scored)
+        return [choose(by_number[number], self.task.floors.slack) for number in sorted(by_number)]
 
     def predicted_speed(self, config: TrainConfig, extrapolation: Extrapolation) -> float:
         """Useful tokens/s of the full run, as truncated models predict it."""
         return self.task.performance(config, [extrapolation.measurement]).tokens_per_second
 
     def prune_reason(self, config: TrainConfig, extrapolation: Extrapolation) -> str | None:
-        """Why an extrapolated configuration cannot win; None while it can."""
-        others = self.pool()
+        """Why an extrapolated configuration cannot be the best of as many GPUs; None while it can."""
+        others = [scored for scored in self.pool() if scored.config.num_gpus == config.num_gpus]
         if not others:
             return None
+        task, error = self.task, extrapolation.time_error
         speed, measurement = self.predicted_speed(config, extrapolation), extrapolation.measurement
         free_fraction = 1 - measurement.peak_reserved_gib / measurement.limit_gib
-        bar = to_beat(Scored(config=config, score=speed, free_fraction=free_fraction), others, self.task.floors.slack)
-        if speed * (1 + extrapolation.time_error) >= bar:
+        score = task.score(config, speed)
+        bar = to_beat(Scored(config=config, score=score, free_fraction=free_fraction), others, task.floors.slack)
+        if task.score(config, speed * (1 + error)) >= bar:
             return None
-        return f"predicted {speed:,.0f} tokens/s (±{extrapolation.time_error:.0%}), {bar:,.0f} are needed to win"
+        needed = bar * speed / score
+        return f"predicted {speed:,.0f} tokens/s (±{error:.0%}), {needed:,.0f} are needed to win"
 
     def candidate(self, config: TrainConfig) -> Candidate:
         """Everything that is known of a configuration with a measurement."""
@@ -262,7 +275,7 @@ class Selection:
         performance = task.performance(config, record.best_known)
         largest = max(record.best_known, key=lambda measurement: measurement.peak_reserved_gib)
         cost = self._project(config, performance, largest)
-        evidence = Evidence.PROJECTED if task.is_projected else record.evidence
+        evidence = Evidence.PROJECTED if task.is_projected(config) else record.evidence
         return Candidate(
             config=config,
             performance=performance,
@@ -284,14 +297,14 @@ class Selection:
             task.price and task.price.of_gpus(config.num_gpus),
             self._power_w(config, largest),
             examples=examples,
-            options=None if task.is_projected else task.run_options,
+            options=None if task.is_projected(config) else task.run_options,
             measurements=self.record(config).best_known,
             on_cpu=task.device.kind == "cpu",
         )
 
     def _power_w(self, config: TrainConfig, measurement: Measurement) -> float | None:
         """The power of all devices in W, as if each took what the first does; unknown if others stood in."""
-        telemetry = None if self.task.is_projected else measurement.telemetry
+        telemetry = None if self.task.is_projected(config) else measurement.telemetry
         return telemetry.power_w and telemetry.power_w * config.num_gpus if telemetry else None
 
     def recipe(self, fingerprint: Fingerprint) -> Recipe | None:
@@ -306,6 +319,12 @@ class Selection:
         winner = choose(pool, self.task.floors.slack)
         task, baseline, best = self.task, self.baseline(), self.candidate(winner.config)
         everything = self._scored((record, record.best_known) for record in self._by_evidence())
+        others = [
+            scored
+            for scored in self._scored((record, record.best_known) for record in self._contenders())
+            if scored.config.num_gpus != winner.config.num_gpus
+        ]
+        of_numbers = sorted([winner, *self._best_of_numbers(others)], key=lambda scored: scored.config.num_gpus)
         return Recipe(
             study=task.study,
             model=task.model,
@@ -314,7 +333,7 @@ class Selection:
             workload=task.workload,
             winner=best,
             baseline=self.candidate(baseline) if baseline else None,
-            reason=why(winner, pool, task.floors.slack, task.space, self.tried),
+            reason=why(winner, pool, task.floors.slack, task.space, self.tried, _in_time(task, best)),
             trainer=task.trainer,
             fingerprint=fingerprint,
             by_examples=tuple(
@@ -324,10 +343,16 @@ class Selection:
                 )
                 for examples in TABLE_EXAMPLES
             ),
-            cells=tuple(self.candidate(scored.config) for scored in _best_of_cells(everything)),
+            cells=tuple(
+                self.candidate(scored.config)
+                for scored in _best_of_cells(everything)
+                if scored.config.num_gpus == winner.config.num_gpus
+            ),
+            by_gpus=tuple(self.candidate(scored.config) for scored in of_numbers),
+            within_hours=task.within_hours,
             numerics=self._numerics(winner.config),
             run_options=task.run_options,
-            caveats=(*self.caveats, *_assumptions(task, winner.config), *self._doubts(winner, pool)),
+            caveats=(*self.caveats, *_assumptions(task, best), *self._doubts(winner, pool)),
         )
 
     def noise(self, config: TrainConfig) -> float:
@@ -370,8 +395,8 @@ class Selection:
             performance = self.task.performance(record.config, measurements)
             used = max(measurement.peak_reserved_gib / measurement.limit_gib for measurement in measurements)
             noise = max(TIE, self.noise(record.config))
-            speed = performance.tokens_per_second
-            pool.append(Scored(config=record.config, score=speed, free_fraction=1.0 - used, noise=noise))
+            score = self.task.score(record.config, performance.tokens_per_second)
+            pool.append(Scored(config=record.config, score=score, free_fraction=1.0 - used, noise=noise))
         return pool
 
     def _doubts(self, winner: Scored, pool: list[Scored]) -> list[str]:
@@ -411,6 +436,13 @@ class Selection:
         return doubts
 
 
+def _in_time(task: Task, winner: Candidate) -> str:
+    """What the deadline makes of the cheapest; nothing where there is none, or the winner misses it."""
+    if task.within_hours is None or winner.cost.full_run_hours > task.within_hours:
+        return ""
+    return f" that ends within {fmt_hours(task.within_hours)}"
+
+
 def _best_of_cells(pool: list[Scored]) -> list[Scored]:
     """The fastest of each result cell: of the configurations that agree in every knob that separates results."""
     names = [knob.name for knob in KNOBS.values() if knob.separates_results]
@@ -421,15 +453,18 @@ def _best_of_cells(pool: list[Scored]) -> list[Scored]:
     return list(best.values())
 
 
-def _assumptions(task: Task, config: TrainConfig) -> list[str]:
+def _assumptions(task: Task, winner: Candidate) -> list[str]:
     """What the numbers of a winner assume about data and device, in sentences."""
-    workload, lengths = task.workload, task.workload.lengths
+    config, workload, lengths = winner.config, task.workload, task.workload.lengths
     caveats = [
         f"{name} {getattr(config, name)}: {what}; searched because nothing else fits (--{floor.replace('_', '-')})"
         for name, (floor, may_win, what) in UNASKED.items()
         if not (getattr(task.floors, floor) or may_win(getattr(config, name)))
         and any(map(may_win, task.space.choices(name)))
     ]
+    if task.within_hours is not None and winner.cost.full_run_hours > task.within_hours:
+        late = fmt_hours(winner.cost.full_run_hours)
+        caveats.append(f"nothing that was tried ends within {fmt_hours(task.within_hours)}: the run takes {late}")
     if lengths.source == "assumed":
         caveats.append(
             f"the length of an example was not given: {lengths.longest:,} tokens are assumed "
@@ -450,11 +485,11 @@ def _assumptions(task: Task, config: TrainConfig) -> list[str]:
             f"measured; speeds are projected by data sheets{calibrated} (products {faster}), the host's part "
             f"{of_host}; power, clocks and kernels are those of the card that probed"
         )
-    if task.plays_ranks and task.device.link_gb_s is not None:
+    if task.is_played(config) and task.device.link_gb_s is not None:
         caveats.append(
-            f"one GPU played a rank of {task.num_gpus}: memory and computation are measured, with room left for NCCL; "
-            f"what the GPUs send each other at {task.device.link_gb_s:,.0f} GB/s is added by formula, and waiting for "
-            "the GPU with the longest rows is not"
+            f"one GPU played a rank of {config.num_gpus}: memory and computation are measured, with room left for "
+            f"NCCL; what the GPUs send each other at {task.device.link_gb_s:,.0f} GB/s is added by formula, and "
+            "waiting for the GPU with the longest rows is not"
         )
     cut = workload.truncated(config.seq_len)
     if cut > 0:

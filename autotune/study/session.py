@@ -147,7 +147,7 @@ class Session:
 def _breakdown(task: Task, config: TrainConfig, micro_steps: int) -> MemoryBreakdown | None:
     """What a probe of a configuration needs, by formula. For a played rank that is without NCCL."""
     found = breakdown_of(task.model, config, micro_steps)
-    return replace(found, nccl=0.0) if found is not None and task.plays_ranks else found
+    return replace(found, nccl=0.0) if found is not None and task.is_played(config) else found
 
 
 class Leader:

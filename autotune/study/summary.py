@@ -36,7 +36,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The winner and what it rests on. `speedup` is the baseline's cost a useful token over the winner's."""
+    """The winner and what it rests on. `by_gpus` has the best of each number of GPUs, the fewest first."""
 
     study: str
     model: ModelSpec
@@ -50,6 +50,8 @@ class Recipe:
     fingerprint: Fingerprint
     by_examples: tuple[CostProjection, ...]
     cells: tuple[Candidate, ...] = ()  # the best of each learning cell
+    by_gpus: tuple[Candidate, ...] = ()
+    within_hours: float | None = None  # by when the run is to end
     numerics: str = ""  # what is known of the winner's number formats
     run_options: RunOptions = RunOptions()  # noqa: RUF009 (frozen)
     caveats: tuple[str, ...] = ()
@@ -354,6 +356,8 @@ def summary_data(summary: StudySummary, out_dir: str) -> dict[str, Any]:
         "search_usd": summary.search_usd,
         "cards": [device_estimate_data(card) for card in summary.cards],
         "cells": [candidate_data(cell) for cell in recipe.cells] if recipe else [],
+        "by_gpus": [candidate_data(best) for best in recipe.by_gpus] if recipe else [],
+        "within_hours": recipe.within_hours if recipe else None,
         "numerics": recipe.numerics if recipe else None,
         "caveats": list(recipe.caveats) if recipe else [],
         "quality": to_data(summary.quality),

@@ -107,6 +107,33 @@ def test_one_device_plays_a_rank_of_four(tmp_path: Path, monkeypatch: pytest.Mon
         tune(**options, gpus=4, study="played")
 
 
+def test_one_study_compares_numbers_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One device is a rank of one, of two and of four in turn. Which number wins depends on the deadline alone."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "space.yaml").write_text(SPACE)
+    linked = replace(find_target("cpu"), device=replace(resolve_device("cpu"), link_gb_s=1.0))
+    monkeypatch.setattr(preparation, "find_target", lambda name: linked)
+    options: dict[str, Any] = {"gpu": "cpu", "model": "demo-3m", "space": "space.yaml", "global_batch": 16}
+    options |= {"examples": 4000, "tokens_per_example": 64, "price": 0.5, "budget": "5m"}
+    result = tune(**options, gpus=[1, 2, 4], within="2h", study="numbers")
+    recipe, task = result.recipe, result.record.task
+    assert [one.config.num_gpus for one in recipe.by_gpus] == [1, 2, 4] and task.numbers_of_gpus == (1, 2, 4)
+    alone, pair, four = recipe.by_gpus
+    assert alone.evidence is Evidence.MEASURED and pair.evidence is four.evidence is Evidence.PROJECTED
+    assert {one.memory_evidence for one in recipe.by_gpus} == {Evidence.MEASURED}
+    assert [one.cost.usd_per_hour for one in recipe.by_gpus] == [0.5, 1.0, 2.0]
+    assert recipe.baseline is not None and recipe.baseline.config.num_gpus == 1
+    page = (tmp_path / "runs" / "numbers" / "report.html").read_text()
+    assert "<h2>How many GPUs</h2>" in page and "cheapest within 2 h: " in page
+    assert [one["config"]["num_gpus"] for one in result.data()["by_gpus"]] == [1, 2, 4]
+    with pytest.raises(UsageError, match="deadline in hours differs"):
+        tune(**options, gpus=[1, 2, 4], within="1s", study="numbers")
+    hurried = tune(**options, gpus="1,2,4", within="1s", study="hurried").recipe
+    speeds = {one.config.num_gpus: one.performance.tokens_per_second for one in hurried.by_gpus}
+    assert speeds[hurried.config.num_gpus] > speeds[1]
+    assert any("nothing that was tried ends within 1.0 s" in caveat for caveat in hurried.caveats)
+
+
 def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:
     """Each has a session of its own, which a kill of the launcher's process group does not reach.
 

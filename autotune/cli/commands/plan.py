@@ -32,7 +32,7 @@ def plan_command(
     Raises:
         UsageError: an option is unknown or impossible, or two contradict each other.
     """
-    from autotune.planning.several_gpus import split_count
+    from autotune.problem.gpu_counts import split_count
 
     spec = spec_of(options | {"gpu": gpu})
     if gpus is None and within is None and split_count(spec.gpu)[0] is None:

@@ -98,6 +98,7 @@ class StudyRecord:
             "data sheet": to_data(replace(task.device, given=None)) if task.device.given else None,
             "measured on": (task.measured_on or task.device).name,
             "plays ranks": task.plays_ranks,
+            "deadline in hours": task.within_hours,
             "trainer": task.trainer,
             "workload": task.workload.facts(),
             "memory in GiB": round(self.terms.memory_gib),  # other processes on the card change it a little

@@ -149,9 +149,8 @@ def test_every_card_of_the_vendor_is_estimated_once_with_its_own_limit_and_price
 def test_several_gpus_are_projected_to_no_other_card() -> None:
     """Their speed depends on what links them."""
     case = task(price=find_price("h200-sxm"))
-    pair = replace(case, space=case.space.pin("num_gpus", 2))
-    (own,) = found(pair).values()
-    assert own.price == pair.search_price != case.price
+    (own,) = found(case, replace(CONFIG, num_gpus=2)).values()
+    assert case.price is not None and own.price == case.price.of_gpus(2)
 
 
 def test_a_card_that_the_need_fills_to_the_error_of_the_formula_has_no_speed() -> None:

@@ -20,9 +20,7 @@ from autotune.planning.several_gpus import (
     GpuPlan,
     RankPlan,
     gpu_plan_data,
-    parse_gpus,
     plan_gpus,
-    split_count,
 )
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.study_spec import StudySpec
@@ -104,8 +102,8 @@ def test_the_choices() -> None:
 
 def test_without_a_price_the_fastest_in_time_is_taken() -> None:
     made = planned(gpu="l40s", price=None)
-    assert made.cheapest is None and made.fastest is not None
-    assert replace(made, within_hours=1000.0).cheapest_within == made.fastest
+    assert made.cheapest and made.cheapest.num_gpus == 1 and made.fastest is not None  # the fewest GPU-hours
+    assert replace(made, within_hours=1000.0).cheapest_within == made.cheapest
 
 
 def test_tight_rows_are_not_chosen() -> None:
@@ -136,17 +134,6 @@ def test_refusals_have_their_reason() -> None:
 def test_a_model_without_a_formula_is_refused() -> None:
     with pytest.raises(UsageError, match="there is no formula for gpt_neox models"):
         planned(model="pythia-1b")
-
-
-def test_numbers_and_counts() -> None:
-    assert parse_gpus("8, 1,2,2") == (1, 2, 8) and parse_gpus("8") == (8,)
-    for wrong in ("", "0", "two", "1,,2", "-2", "1.5"):
-        with pytest.raises(UsageError, match="--gpus cannot be"):
-            parse_gpus(wrong)
-    with pytest.raises(UsageError, match="--gpus 9: plans are for up to 8 GPUs"):
-        parse_gpus("1,9")
-    assert split_count("8xh100") == ("8", "h100") and split_count(" 2 x rtx-4090") == ("2", "rtx-4090")
-    assert split_count("h100") == (None, "h100") and split_count("memory=24") == (None, "memory=24")
 
 
 def test_as_data() -> None:
@@ -229,7 +216,7 @@ def test_a_count_before_the_name_of_the_gpu(monkeypatch: Any, capsys: Any) -> No
         (("--gpu", "h100", "--within", "6h"), 2, "--within needs the numbers of GPUs"),
         (("--gpu", "h100", "--gpus", "2", "--within", "soon"), 2, "--within: 'soon' is not a duration"),
         (("--gpu", "h100", "--gpus", "2", "--within", "1s"), 4, "no plan is known to end within 1s"),
-        (("--gpu", "h100", "--gpus", "16"), 2, "--gpus 16: plans are for up to 8 GPUs"),
+        (("--gpu", "h100", "--gpus", "16"), 2, "--gpus 16: up to 8 GPUs"),
         (("--gpu", "a10", "--gpus", "2", "--space", "full"), 4, "nothing in the search space surely fits 2 x a10"),
     ],
     ids=str,

@@ -13,9 +13,9 @@ from autotune.problem.performance import (
     Performance,
     margins,
     performance,
-    score,
     step_spread,
     step_time_s,
+    tokens_per_s,
 )
 from autotune.problem.search_space import Knob, SearchSpace
 from autotune.problem.workload import Workload
@@ -121,10 +121,12 @@ def test_a_micro_batch_that_does_not_divide_has_no_performance():
 
 def test_only_probes_that_succeeded_or_were_pruned_as_slow_have_a_score():
     for outcome in (Outcome.OK, Outcome.SLOW):
-        assert score(result(outcome=outcome, measurement=measurement()), WORKLOAD) == pytest.approx(32 * 1024 / 2.02)
+        assert tokens_per_s(result(outcome=outcome, measurement=measurement()), WORKLOAD) == pytest.approx(
+            32 * 1024 / 2.02
+        )
     for outcome in set(Outcome) - {Outcome.OK, Outcome.SLOW}:
-        assert score(result(outcome=outcome, measurement=measurement()), WORKLOAD) is None
-    assert score(result(measurement=None), WORKLOAD) is None
+        assert tokens_per_s(result(outcome=outcome, measurement=measurement()), WORKLOAD) is None
+    assert tokens_per_s(result(measurement=None), WORKLOAD) is None
 
 
 # --- margins

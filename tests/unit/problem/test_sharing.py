@@ -11,7 +11,6 @@ from autotune.core.parallelism import PROBED, Parallelism
 from autotune.core.probe_types import World
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import memory_breakdown
-from autotune.problem.search_space import SearchSpace
 from autotune.problem.setup import Setup, set_up
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import Target
@@ -32,12 +31,12 @@ def task_on(gpus: int, **asked: Any) -> Task:
 
 def test_several_gpus_are_searched_by_what_probes_can_train() -> None:
     task = task_on(2, space="full")
-    assert (task.num_gpus, task.space.choices("sharding")) == (2, PROBED)
+    assert (task.numbers_of_gpus, task.space.choices("sharding")) == ((2,), PROBED)
     assert task_on(2, pins={"sharding": "fsdp2"}).space.choices("sharding") == ("fsdp2",)
-    assert setup_on(None).task.num_gpus == task_on(1).num_gpus == 1
+    assert setup_on(None).task.numbers_of_gpus == task_on(1).numbers_of_gpus == (1,)
     assert task_on(1).space.knob("sharding") is None
     by_knob = setup_on(None, pins={"num_gpus": 4}).task
-    assert (by_knob.num_gpus, by_knob.space.choices("sharding")) == (4, PROBED)
+    assert (by_knob.numbers_of_gpus, by_knob.space.choices("sharding")) == ((4,), PROBED)
 
 
 def test_the_global_batch_is_that_of_all_gpus() -> None:
@@ -83,8 +82,10 @@ def test_what_no_way_to_share_can_train_is_not_searched() -> None:
     ("asked", "told"),
     [
         ({"gpus": 2, "trainer": "trl"}, "trl was not tried on several GPUs"),
-        ({"space": SearchSpace.of(num_gpus=[1, 2], micro_batch_size=1, seq_len=64)}, "one number of GPUs, not 1,2"),
-        ({"gpus": 9}, "num_gpus is one of 1, 2, "),
+        ({"gpus": "1,2", "trainer": "trl"}, "trl was not tried on several GPUs"),
+        ({"gpus": 9}, "up to 8 GPUs, in one host"),
+        ({"gpus": "two"}, "--gpus cannot be 'two'"),
+        ({"within": "soon"}, "--within: "),
     ],
 )
 def test_what_is_not_probed_is_refused(asked: dict[str, Any], told: str) -> None:

@@ -31,8 +31,12 @@ def asked(task: Task, **knobs: Any) -> Any:
 def test_a_speed_of_another_card_is_converted_by_its_ratio() -> None:
     own, carried = subject_of(), subject_of(device=A100, measured_on=H200, carried=CARRIED)
     config, probed = TrainConfig(seq_len=256), result(TrainConfig(seq_len=256))
-    assert carried.score(probed) == pytest.approx(0.5 * (own.score(probed) or 0))
-    assert own.score(result(config, measurement=None)) is carried.score(result(config, measurement=None)) is None
+    assert carried.tokens_per_s(probed) == pytest.approx(0.5 * (own.tokens_per_s(probed) or 0))
+    assert (
+        own.tokens_per_s(result(config, measurement=None))
+        is carried.tokens_per_s(result(config, measurement=None))
+        is None
+    )
     measured, projected = (task.performance(config, [measurement()]) for task in (own, carried))
     assert (measured.own_spread, projected.own_spread) == (None, measured.spread)
     assert projected.samples_per_second == pytest.approx(measured.samples_per_second / 2)
@@ -54,7 +58,7 @@ def test_what_multiplies_what_moves_bytes_and_the_host_are_projected_apart() -> 
     def slower(products: float, bytes: float, **fields: Any) -> float:
         carried = replace(task, carried=SpeedTransfer(products=products, bytes=bytes, error=0.1))
         found = measurement(0.5, rest_s=(), **fields)
-        assert carried.score(result(config, measurement=found)) == pytest.approx(
+        assert carried.tokens_per_s(result(config, measurement=found)) == pytest.approx(
             carried.performance(config, [found]).tokens_per_second
         )
         return carried.performance(config, [found]).step_time_s / task.performance(config, [found]).step_time_s
@@ -82,7 +86,7 @@ def test_a_profile_tells_what_is_projected_by_what() -> None:
     steps = [task.performance(config, [found]).step_time_s for task in (own, there)]
     host = 0.5**4 - 0.3**4
     assert steps[1] / steps[0] == pytest.approx(((2 * 0.2 + 0.1 / 2) ** 4 + host) ** 0.25 / 0.5)
-    assert there.score(result(config, measurement=found)) == pytest.approx(
+    assert there.tokens_per_s(result(config, measurement=found)) == pytest.approx(
         there.performance(config, [found]).tokens_per_second
     )
     # A device that is busy all the time is projected with the error of profiles.
@@ -152,9 +156,8 @@ def test_a_rank_that_was_played_gets_the_time_of_what_ranks_send() -> None:
     real = subject_of(model=model, device=device, space=shared_out)
     played = replace(real, world=World.FAKE)
     assert (real.probing_gpus, played.probing_gpus, subject_of().probing_gpus) == (4, 1, 1)
-    assert (real.is_projected, played.is_projected, replace(subject_of(), world=World.FAKE).is_projected) == (
-        *(False, True, False),
-    )
+    one, four = TrainConfig(), TrainConfig(num_gpus=4)
+    assert (real.is_projected(four), played.is_projected(four), played.is_projected(one)) == (False, True, False)
     assert asked(played, num_gpus=4).plays_a_rank and asked(real, num_gpus=4).has_real_ranks
     assert asked(real, num_gpus=4).memory_gib - asked(played, num_gpus=4).memory_gib == nccl_gib(4)
     on_cpu = replace(played, device=resolve_device("cpu"))
@@ -171,7 +174,7 @@ def test_a_rank_that_was_played_gets_the_time_of_what_ranks_send() -> None:
         low, high = together.spread
         assert 1 + low <= (1.0 / together.step_time_s) * 1.001
         assert 1 + high >= (1.0 + SLOWEST_LINK * communication_s) / together.step_time_s * 0.999
-        assert played.score(result(config, measurement=found)) == pytest.approx(together.tokens_per_second)
+        assert played.tokens_per_s(result(config, measurement=found)) == pytest.approx(together.tokens_per_second)
     quick = replace(played, device=replace(device, link_gb_s=1e9))
     assert quick.performance(config, [found]).step_time_s == pytest.approx(1.0)
 

@@ -82,9 +82,12 @@ class Trials:
         self.ended.append((proposal.config, whole))
         return self.add(proposal.config, self.speed(proposal.config))
 
-    def best(self) -> TrialRecord | None:
-        rows = [row for row in self.rows if row.outcome is Outcome.OK]
-        return max(rows, key=lambda row: row.tokens_per_second or 0.0, default=None)
+    def best(self, num_gpus: int | None = None) -> TrialRecord | None:
+        rows = [row for row in self.rows if row.outcome is Outcome.OK and num_gpus in (None, row.config.num_gpus)]
+        return max(rows, key=self.score, default=None)
+
+    def score(self, row: TrialRecord) -> float:
+        return row.tokens_per_second or 0.0
 
     def untried(self, *, keep_s: float = 0.0, **pinned: Any) -> dict[str, Any] | None:
         self.wanted.append(pinned | {"keep_s": keep_s})
@@ -115,14 +118,14 @@ def seeds(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
 
 
 def ran(trials: Trials) -> list[TrainConfig]:
-    CoordinateSearch(trials).run()  # type: ignore[arg-type]
+    CoordinateSearch(trials, 1).run()  # type: ignore[arg-type]
     return trials.asked
 
 
 def first_pass(trials: Trials, **options: Any) -> list[TrainConfig]:
     best = trials.best()
     assert best is not None
-    search = CoordinateSearch(trials)  # type: ignore[arg-type]
+    search = CoordinateSearch(trials, 1)  # type: ignore[arg-type]
     search._tried = {row.config.digest: row.outcome for row in trials.rows}
     search._pass_over_knobs(best, **options)
     return trials.asked

@@ -201,7 +201,7 @@ def test_only_the_rank_that_won_is_tried_with_what_equals_the_best(start: Start)
     wide = space(micro_batch_size=(1, 2, 4, 8, 16), seq_len=(256,), lora_rank=(16, 32, 64, 128, 256))
     session = start(machine(rate=rate, limit_gib=100.0), task=subject_of(wide), begin=[BASELINE], trials=40)
     session.study.trials.run_one(None)
-    CoordinateSearch(session.study.trials).run()
+    CoordinateSearch(session.study.trials, 1).run()
     before = len(session.study.trials.rows)
     session.study._raise_capability()
     tried = [(row.config.lora_rank, row.config.micro_batch_size) for row in session.study.trials.rows[before:]]

@@ -69,10 +69,10 @@ def test_one_gpu_plays_a_rank_where_too_few_share_out_a_training(
     monkeypatch.setattr(preparation, "visible", lambda: [0, 1])
     said: list[str] = []
     here = prepare_session(spec(model="mistral-7b", gpus=2), said.append).task
-    assert (here.num_gpus, here.probing_gpus, here.plays_ranks, said) == (2, 2, False, [])
+    assert (here.numbers_of_gpus, here.probing_gpus, here.plays_ranks, said) == ((2,), 2, False, [])
     for asked in ({"gpus": 4}, {"gpus": 2, "play_ranks": True}):
         task = prepare_session(spec(model="mistral-7b", **asked), said.append).task
-        assert (task.num_gpus, task.probing_gpus, task.plays_ranks) == (asked["gpus"], 1, True)
+        assert (task.numbers_of_gpus, task.probing_gpus, task.plays_ranks) == ((asked["gpus"],), 1, True)
         assert said.pop() == f"one GPU plays a rank of {asked['gpus']}: memory is measured, speeds are projected"
         assert task.search_price == task.price
 
