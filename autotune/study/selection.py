@@ -432,7 +432,8 @@ class Selection:
                 )
         rivals = [scored.config.label() for scored in pool if scored is not winner and scored.ties(winner)]
         if rivals:
-            doubts.append("not distinguishable in speed from " + ", ".join(rivals))
+            measure = "speed" if len(self.task.numbers_of_gpus) == 1 else "what a token costs"
+            doubts.append(f"not distinguishable in {measure} from {', '.join(rivals)}")
         return doubts
 
 
