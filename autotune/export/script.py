@@ -5,6 +5,7 @@ import math
 from functools import cache
 from importlib import resources
 
+from autotune.core.parallelism import FSDP2
 from autotune.export.header import (
     allocator,
     eval_steps,
@@ -16,7 +17,7 @@ from autotune.export.header import (
     warmup_steps,
 )
 from autotune.probe.model_settings import model_settings
-from autotune.probe.runtime.settings import RunSettings
+from autotune.probe.runtime.settings import UNSHARDED_SHARE, RunSettings
 from autotune.problem.run_options import KEPT_CHECKPOINTS
 from autotune.study.summary import Recipe
 
@@ -109,6 +110,7 @@ def settings(recipe: Recipe) -> RunSettings:
         allocator=config.allocator,
         num_gpus=config.num_gpus,
         sharding=config.sharding,
+        is_larger_than_gpu=_is_larger_than_gpu(recipe),
         epochs=recipe.workload.epochs,
         learning_rate=config.learning_rate,
         warmup_steps=warmup_steps(recipe),
@@ -122,6 +124,14 @@ def settings(recipe: Recipe) -> RunSettings:
         examples=examples,
         lengths=lengths if len(set(lengths)) > 1 else lengths[:1],
     )
+
+
+def _is_larger_than_gpu(recipe: Recipe) -> bool:
+    """Whether the whole model, with fp32 masters if it is trained, takes more than a GPU that is to hold a shard."""
+    config, measured = recipe.config, recipe.winner.measurement
+    element_bytes = 2 if config.method == "lora" and config.base_dtype != "float32" else 4
+    whole_gib = element_bytes * measured.total_params / 2**30
+    return config.sharding in FSDP2 and whole_gib > UNSHARDED_SHARE * measured.limit_gib
 
 
 def sample(recipe: Recipe, number: int) -> list[int]:

@@ -24,6 +24,7 @@ from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from autotune.core.parallelism import FSDP2
 from autotune.core.probe_types import KernelTimes, Measurement, MicroBatch, Phase, ProbeRequest
 from autotune.core.units import gib
 from autotune.probe.accounting import (
@@ -43,8 +44,14 @@ from autotune.probe.recorder import MAX_WARMUP_ROUNDS, Recorder, compiled_graphs
 from autotune.probe.resident import ResidentModel, attach, clean, module_names
 from autotune.probe.runtime import rows
 from autotune.probe.runtime.chunked_loss import CHUNK_TOKENS, chunked_loss
-from autotune.probe.runtime.lean_trainer import LeanTrainer, compile_layers, sharing_arguments, training_arguments
-from autotune.probe.runtime.model_builder import decoder_layers, set_checkpointing
+from autotune.probe.runtime.lean_trainer import (
+    LeanTrainer,
+    compile_layers,
+    shard_outline,
+    sharing_arguments,
+    training_arguments,
+)
+from autotune.probe.runtime.model_builder import decoder_layers, is_outline, set_checkpointing
 from autotune.probe.runtime.patches import choose_attention
 from autotune.probe.schedule import NEW_LENGTHS, NEW_LENGTHS_S
 
@@ -194,6 +201,7 @@ class Probe:
         self.context_gib: float | None = None
         self._loss: Callable[..., torch.Tensor] | None = None  # None leaves it to the model
         self._new_length_s: float | None = None
+        self._is_made_up = False
         self._evaluation_s: float | None = None
         self._checkpoint_s: float | None = None
         self._hooks: list[Any] = []
@@ -205,6 +213,10 @@ class Probe:
         self._prepare()
         with tempfile.TemporaryDirectory(prefix="autotune-", dir=self.scratch) as scratch:
             self.trainer = self._make_trainer(scratch)
+            if self.request.parallelism.strategy in FSDP2 and is_outline(self.model):
+                # Losses of random weights would be compared with those of real ones.
+                self._is_made_up = self.request.weights is not None
+                shard_outline(self.trainer, self.meter.torch_device)
             self.meter.reset_peak()
             self.recorder.begin(Phase.FIRST_STEP)
             self.trainer.train()
@@ -532,7 +544,7 @@ class Probe:
             alloc_retries=meter.alloc_retries(),
             loss_first=losses[0],
             loss_last=losses[-1],
-            losses=tuple(losses[:RECORDED_LOSSES]),
+            losses=() if self._is_made_up else tuple(losses[:RECORDED_LOSSES]),
             trainable_params=sum(parameter.numel() for parameter in trained),
             total_params=logical_params(self.model),
         )

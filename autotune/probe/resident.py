@@ -1,5 +1,6 @@
 """The base model that a warm worker keeps between probes, and its adapters: built, reused and cleaned."""
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +12,23 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
+from autotune.core.parallelism import FSDP2
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.probe.accounting import parameter_gib, tensor_gib
 from autotune.probe.model_settings import model_settings
 from autotune.probe.model_shape import truncate
 from autotune.probe.runtime.lean_trainer import run_layers_eagerly
-from autotune.probe.runtime.model_builder import build, config_of, decoder_layers, load, stop_checkpointing, to_train
+from autotune.probe.runtime.model_builder import (
+    build,
+    config_of,
+    decoder_layers,
+    load,
+    outline,
+    stop_checkpointing,
+    to_train,
+)
+from autotune.probe.runtime.settings import UNSHARDED_SHARE
 
 
 @dataclass(slots=True)
@@ -64,19 +75,23 @@ def family_of(request: ProbeRequest) -> tuple[Any, ...]:
     )
 
 
-def build_resident(request: ProbeRequest, device: torch.device) -> ResidentModel:
+def build_resident(request: ProbeRequest, device: torch.device, limit_gib: float = math.inf) -> ResidentModel:
     """The base model for a request, on the device, without adapters and gradients.
 
-    Real weights are loaded for a whole model only: some of its layers are as fast with random ones.
+    Real weights are loaded for a whole model only: some of its layers are as fast with random ones. A model that is
+    sharded since `limit_gib` does not hold it gets random ones too, as shards (`shard_outline`).
     """
     settings = model_settings(request.config, request.model["model_type"])
     torch.manual_seed(request.seed)  # the same weights whatever this process did before
     config = config_of(request.model)
     if request.depth is not None:
         truncate(config, request.depth)
-    if request.weights is not None and request.depth is None:
+    base = None
+    if request.parallelism.strategy in FSDP2:
+        base = outline(config, settings, device, UNSHARDED_SHARE * limit_gib)
+    if base is None and request.weights is not None and request.depth is None:
         base = load(request.weights, settings, device, config)
-    else:
+    elif base is None:
         base = build(config, settings, device)
     return ResidentModel(family=family_of(request), base=base, model_gib=parameter_gib(base))
 

@@ -1,5 +1,6 @@
 """Real CPU probes on several ranks: fake worlds in one worker, and two real ranks that meet over gloo."""
 
+import math
 import statistics
 import threading
 import time
@@ -21,6 +22,8 @@ from tests.helpers.probing import MODEL, alive, request
 
 pytestmark = pytest.mark.probe
 
+LARGER = MODEL | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 8}
+LARGER |= {"num_key_value_heads": 8, "vocab_size": 8000}
 STOPPED_S = 1.0  # after a rank has said that it failed
 
 
@@ -78,6 +81,21 @@ def test_what_fsdp2_trains_with(prober: WorkerProber, knobs: dict[str, Any]) -> 
     assert prober.starts == starts
 
 
+@pytest.mark.parametrize(("method", "memory_gib"), [("lora", 1.2), ("full", 1.25)])
+def test_a_model_larger_than_a_rank_is_shared_out_before_it_has_memory(
+    prober: WorkerProber, method: str, memory_gib: float
+) -> None:
+    """A rank holds what it would if the whole model had been there first, and its limit is below that."""
+    roomy, tight = (
+        measured(prober.probe(shared(8, "fsdp2", model=LARGER, method=method, memory_gib=gib), prober.logs / "l.log"))
+        for gib in (8.0, memory_gib)
+    )
+    assert tight.limit_gib < roomy.total_params * 4 / 2**30 < roomy.limit_gib
+    assert tight.peak_allocated_gib == pytest.approx(roomy.peak_allocated_gib, rel=0.01)
+    for name in ("model_gib", "adapters_gib", "gradients_gib", "optimizer_gib", "total_params", "trainable_params"):
+        assert getattr(tight, name) == pytest.approx(getattr(roomy, name)), name
+
+
 def test_what_runs_out_of_memory_in_a_fake_world_leaves_nothing_behind(prober: WorkerProber) -> None:
     log = prober.logs / "oom.log"
     starts = prober.starts
@@ -129,6 +147,15 @@ def test_two_ranks_learn_what_one_process_does(pool: RankPool, strategy: str, me
     steps = min(len(expected), len(found))
     assert steps >= 2
     assert found[:steps] == pytest.approx(expected[:steps], rel=1e-4)
+
+
+def test_real_ranks_train_a_model_that_neither_holds_as_a_whole(pool: RankPool) -> None:
+    """0.8 GiB of weights on two ranks of less than that: each has its half, and all see the same loss."""
+    asked = shared(2, "fsdp2", World.REAL, model=LARGER, memory_gib=1.25)
+    found = measured(pool.probe(asked, pool.logs / "larger.log"))
+    assert found.limit_gib < found.total_params * 4 / 2**30
+    assert found.losses[0] == pytest.approx(math.log(8000), rel=0.1) and found.losses[1] != found.losses[0]
+    assert found.model_gib + found.adapters_gib == pytest.approx(found.total_params * 2 / 2**30, rel=0.01)
 
 
 def test_a_fake_rank_holds_what_a_real_one_does(pool: RankPool) -> None:

@@ -25,6 +25,7 @@ from autotune.prediction.collectives import added_s, traffic
 from autotune.problem.performance import step_time_s
 from autotune.problem.target import find_target
 from autotune.study import preparation
+from tests.helpers.tokenizers import byte_level
 from tests.system.test_end_to_end import autotune, command, environment
 from tests.unit.export.test_script import demo, write
 
@@ -132,6 +133,68 @@ def test_one_study_compares_numbers_of_gpus(tmp_path: Path, monkeypatch: pytest.
     speeds = {one.config.num_gpus: one.performance.tokens_per_second for one in hurried.by_gpus}
     assert speeds[hurried.config.num_gpus] > speeds[1]
     assert any("nothing that was tried ends within 1.0 s" in caveat for caveat in hurried.caveats)
+
+
+# accelerate shards on GPUs alone, by code that runs on a processor as it is.
+ON_PROCESSORS = """\
+import pathlib, sys
+import torch.distributed as dist
+from accelerate.state import DistributedType, PartialState
+
+dist.init_process_group("gloo")
+PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+folder = pathlib.Path(__file__).parent
+sys.path.insert(0, str(folder))
+from runtime.command_line import start
+
+start(folder)
+"""
+
+
+def shared_out(folder: Path, is_larger_than_gpu: bool, *arguments: str) -> dict[str, Any]:
+    """What train.py prints that two processes run, each with a shard of the model."""
+    settings = json.loads((folder / "train_config.json").read_text())
+    (folder / "train_config.json").write_text(json.dumps(settings | {"is_larger_than_gpu": is_larger_than_gpu}))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "ACCELERATE_TORCH_DEVICE": "cpu"}
+    ended = subprocess.run(
+        [*torchrun, str(folder / "on_processors.py"), "--max-steps", "3", *arguments],
+        env=os.environ | alone,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return dict(json.loads(ended.stdout.splitlines()[-1]))
+
+
+def test_a_model_larger_than_a_gpu_is_trained_as_shards(tmp_path: Path) -> None:
+    """One rank reads the weights and sends the other its shards: all is as if each had read them."""
+    from transformers import AutoModelForCausalLM
+
+    from autotune.catalog import resolve_model
+    from autotune.probe.runtime.model_builder import config_of
+
+    made = demo(TrainConfig(num_gpus=2, sharding="fsdp2", method="full", micro_batch_size=2, seq_len=32))
+    write(export_all(made, ["train"]) | {"on_processors.py": ON_PROCESSORS}, tmp_path / "out")
+    base = AutoModelForCausalLM.from_config(config_of(resolve_model("demo-3m").config))
+    base.save_pretrained(tmp_path / "weights")
+    byte_level().save_pretrained(tmp_path / "weights")
+    rows = [json.dumps({"text": f"{number} plus {number} is {2 * number}"}) for number in range(60)]
+    (tmp_path / "data.jsonl").write_text("\n".join(rows))
+    data = ("--model", str(tmp_path / "weights"), "--dataset", str(tmp_path / "data.jsonl"), "--held-out", "8", "400")
+    saved, losses = [], []
+    for is_larger in (False, True):
+        saved.append(tmp_path / f"saved-{is_larger}")
+        losses.append(shared_out(tmp_path / "out", is_larger, *data, "--output-dir", str(saved[-1]))["held_out_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    first, second = (dict(AutoModelForCausalLM.from_pretrained(path).named_parameters()) for path in saved)
+    before = dict(base.named_parameters())
+    for name, parameter in first.items():
+        assert parameter.equal(second[name]), name
+    assert any(not parameter.equal(before[name]) for name, parameter in first.items())
+    alone = shared_out(tmp_path / "out", True, "--random-weights", "--output-dir", "")
+    assert alone["steps"] == 3 and alone["seconds_per_step"] > 0
 
 
 def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ from types import MethodType
 from typing import Any
 
 import torch
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from .model_builder import materialize
 from .settings import LIGER_KERNELS
 
 
@@ -38,11 +40,12 @@ def training_arguments(settings: Any, *, accumulation: int, on_cpu: bool) -> dic
     }
 
 
-def sharing_arguments(strategy: str, layers: list[nn.Module]) -> dict[str, Any]:
+def sharing_arguments(strategy: str, layers: list[nn.Module], *, from_one: bool = False) -> dict[str, Any]:
     """More keyword arguments of TrainingArguments, by the strategy with which ranks share out a training.
 
     `strategy` is none, ddp, fsdp2 or fsdp2_keep (which does not reshard after the forward pass), `layers` are the
-    decoder layers, each of which FSDP2 shards as a unit.
+    decoder layers, each of which FSDP2 shards as a unit. With `from_one` the first rank of a host has the weights, and
+    sends the others their shards.
     """
     if strategy == "none":
         return {}
@@ -53,9 +56,20 @@ def sharing_arguments(strategy: str, layers: list[nn.Module]) -> dict[str, Any]:
         "fsdp_config": {
             "version": 2,
             "reshard_after_forward": strategy == "fsdp2",
+            "cpu_ram_efficient_loading": from_one,
             "transformer_layer_cls_to_wrap": sorted({type(layer).__name__ for layer in layers}),
         },
     }
+
+
+def shard_outline(trainer: Trainer, device: torch.device) -> None:
+    """Share out a model that no device holds as a whole: its matrices get memory as shards.
+
+    accelerate would share it out as the training begins, and leaves alone what is shared out already. It tells weights
+    by their addresses, which those without memory do not have.
+    """
+    trainer.model = fsdp2_prepare_model(trainer.accelerator, trainer.model)
+    materialize(trainer.model, device)
 
 
 class LeanTrainer(Trainer):

@@ -5,7 +5,9 @@ merely allocated may hold NaN.
 """
 
 import copy
+import itertools
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -58,6 +61,54 @@ def load(source: str, settings: ModelSettings, device: torch.device, config: Any
         **arguments,
     )
     return _finish(model, settings)
+
+
+def load_in_first_rank(source: str, settings: ModelSettings) -> PreTrainedModel:
+    """`load` into the host's memory by the first rank; the others get the same model without its values.
+
+    accelerate sends them their shards (`sharing_arguments`). Without these variables transformers would load it in all.
+    """
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    return load(source, settings, torch.device("cpu"))
+
+
+def outline(config: Any, settings: ModelSettings, device: torch.device, room_gib: float) -> PreTrainedModel | None:
+    """The base for a transformers config whose matrices have no memory yet: it is to be sharded, then `materialize`d.
+
+    None where all of it fits into `room_gib` of the device before it is sharded, with fp32 masters if it is trained.
+    So is it where the head is the embedding, since what is shared would not stay so, and for a bitsandbytes base.
+    """
+    if settings.bitsandbytes_arguments() is not None:
+        return None
+    register_cudnn_attention()
+    with torch.device(device), no_init_weights(), _matrices_on_meta():
+        model = from_config(config, base_dtype(settings), settings.attention)
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    element_bytes = base_dtype(settings).itemsize if settings.lora_rank is not None else 4
+    size = element_bytes * sum(parameter.numel() for parameter in model.parameters())
+    return None if is_tied or size <= room_gib * 2**30 else _finish(model, settings)
+
+
+def is_outline(model: nn.Module) -> bool:
+    """Whether some of its matrices have no memory yet."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give memory and random values to the matrices that have none; of sharded ones, to the shard of this rank."""
+    tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+    known = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            if name in known:
+                tensor.copy_(known[name])
+                continue
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if ".lora_B." in name:  # adapters change nothing at first
+                local.zero_()
+            else:
+                local.normal_(0.0, 0.02)
 
 
 def build(
@@ -164,6 +215,23 @@ def _fill(model: nn.Module) -> None:
                 parameter.normal_(0.0, 0.02)
             elif not name.endswith("weight"):
                 parameter.zero_()
+
+
+@contextmanager
+def _matrices_on_meta() -> Iterator[None]:
+    """Matrices registered inside lose their memory at once, vectors and buffers keep the values they are made with."""
+    original = nn.Module.register_parameter
+
+    def without_memory(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.ndim > 1:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        original(self, name, parameter)
+
+    nn.Module.register_parameter = without_memory
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original
 
 
 @contextmanager

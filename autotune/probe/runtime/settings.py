@@ -12,6 +12,8 @@ ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 ALLOCATORS = {"expandable": "expandable_segments:True", "fixed": "expandable_segments:False"}
 # Liger's losses stay off: how the loss is computed is a setting of its own.
 LIGER_KERNELS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+# What a whole model may take of a GPU's limit and still be shared out there: shards of its layers come beside it.
+UNSHARDED_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +83,10 @@ class RunSettings:
     longest of their micro batch where there are none: `padding` is the name of that. `group_by_length` puts rows of
     nearly the same length into a micro batch. `examples` and `lengths` (in tokens, repeated in turn) describe the
     random rows of a run that only measures the speed. `optimizer_in_backward` steps each parameter when its gradient is
-    there. `num_gpus` processes share out the training by `sharding`, and take `micro_batch_size` rows each. `loss_on`
-    says what is trained on (`examples.Encoder`); None goes by each row; `trained_share` of the random tokens are. The
-    learning rate is a common default: it was not tuned.
+    there. `num_gpus` processes share out the training by `sharding`, and take `micro_batch_size` rows each;
+    `is_larger_than_gpu` says that no GPU holds the model as a whole, so that it is built as shards. `loss_on` says what
+    is trained on (`examples.Encoder`); None goes by each row; `trained_share` of the random tokens are. The learning
+    rate is a common default: it was not tuned.
     `eval_share` of the examples is held out and evaluated every `eval_steps` optimizer steps. `report_to` is none, or
     the tracker that knows this run as `run_name`. Checkpoints take up to `checkpoints_gib` of the disk, None where that
     is not known.
@@ -115,6 +118,7 @@ class RunSettings:
     allocator: str
     num_gpus: int
     sharding: str
+    is_larger_than_gpu: bool
     epochs: int
     learning_rate: float
     warmup_steps: int

@@ -19,7 +19,14 @@ from transformers import AutoTokenizer, PreTrainedModel, TrainingArguments, set_
 from . import model_builder, rows
 from .chunked_loss import chunked_loss
 from .clock import Clock
-from .lean_trainer import LeanTrainer, compile_layers, run_layers_eagerly, sharing_arguments, training_arguments
+from .lean_trainer import (
+    LeanTrainer,
+    compile_layers,
+    run_layers_eagerly,
+    shard_outline,
+    sharing_arguments,
+    training_arguments,
+)
 from .malloc import KEPT_BYTES, return_from
 from .patches import choose_attention, load_attention
 from .reading import BadDataset
@@ -41,10 +48,9 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Modu
         # First, since a bad row ends the run; one process tokenises, and the others read what it keeps.
         with PartialState().main_process_first() if settings.num_gpus > 1 else nullcontext():
             examples = read_examples(settings, options)
-        base = model_builder.load(options.model, settings.model_settings, device)
+        base = load(settings, options, device)
     else:
-        shape = json.loads(model_config.read_text(encoding="utf-8"))
-        base = model_builder.build(model_builder.config_of(shape), settings.model_settings, device)
+        base = build(settings, json.loads(model_config.read_text(encoding="utf-8")), device)
         examples = random_examples(settings, options, base.config.vocab_size)
     examples, drawn = rows.hold_out(examples, held_out_share(settings, options), settings.seq_len)
     trained, held_out = rows.split(examples, settings.seq_len, options.held_out, options.held_out_tokens)
@@ -56,11 +62,13 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Modu
     if settings.padding == "masked":
         load_attention(base, device)
     model_builder.set_checkpointing(base, settings.model_settings)
-    model = add_adapters(base, settings, device)
+    model = add_adapters(base, settings, torch.device("cpu") if from_one(settings, options) else device)
     loss = chunked_loss(base) if settings.loss == "chunked" else None  # with the head that is trained
     clock = Clock(options.saves, options.progress)
     trainer = make_trainer(settings, options, model, loss, clock, train_rows, eval_rows)
 
+    if model_builder.is_outline(model) and not from_one(settings, options):
+        shard_outline(trainer, device)
     # FSDP2 shards a model once, for the training.
     losses = [trainer.evaluate()["eval_loss"]] if held_out and not settings.sharding.startswith("fsdp2") else []
     layers = model_builder.decoder_layers(model)
@@ -92,6 +100,25 @@ def device_of(settings: RunSettings) -> torch.device:
     if int(os.environ.get("WORLD_SIZE", "1")) != settings.num_gpus:
         sys.exit(f"train.py: error: it trains on {settings.num_gpus} GPUs: start it by launch.sh, or by torchrun")
     return PartialState(cpu=not torch.cuda.is_available()).device
+
+
+def from_one(settings: RunSettings, options: Options) -> bool:
+    """Whether one rank has the weights in the host's memory, and sends the others their shards."""
+    return settings.is_larger_than_gpu and options.dataset is not None
+
+
+def load(settings: RunSettings, options: Options, device: torch.device) -> PreTrainedModel:
+    """The base with its weights: on the device, or in the host's memory where that is too small for it."""
+    if from_one(settings, options):
+        return model_builder.load_in_first_rank(options.model, settings.model_settings)
+    return model_builder.load(options.model, settings.model_settings, device)
+
+
+def build(settings: RunSettings, shape: dict[str, Any], device: torch.device) -> PreTrainedModel:
+    """The base with random weights, which it gets once it is sharded where the device is too small for it."""
+    config = model_builder.config_of(shape)
+    base = model_builder.outline(config, settings.model_settings, device, 0.0) if settings.is_larger_than_gpu else None
+    return base or model_builder.build(config, settings.model_settings, device)
 
 
 def held_out_share(settings: RunSettings, options: Options) -> float:
@@ -158,7 +185,8 @@ def make_trainer(
     on_cpu = not torch.cuda.is_available()
     arguments = training_arguments(settings, accumulation=settings.accumulation, on_cpu=on_cpu)
     if settings.num_gpus > 1:
-        arguments |= sharing_arguments(settings.sharding, model_builder.decoder_layers(model))
+        layers = model_builder.decoder_layers(model)
+        arguments |= sharing_arguments(settings.sharding, layers, from_one=from_one(settings, options))
     arguments |= {"report_to": options.report_to}
     return LeanTrainer(
         model,

@@ -362,6 +362,24 @@ def test_several_gpus_are_started_by_torchrun(tmp_path: Path) -> None:
     assert done.returncode != 0 and "invalid int value: 'x'" in done.stderr  # of the script itself
 
 
+@pytest.mark.parametrize(
+    ("knobs", "limit_gib", "is_larger"),
+    [
+        ({"sharding": "fsdp2"}, 7.5, False),  # 3.1 G parameters of two bytes: 5.8 GiB, and the adapters
+        ({"sharding": "fsdp2"}, 6.0, True),
+        ({"sharding": "fsdp2", "method": "full"}, 12.0, True),  # fp32 masters
+        ({"sharding": "fsdp2", "method": "full"}, 14.0, False),
+        ({"sharding": "ddp"}, 6.0, False),  # each must hold all of it
+    ],
+)
+def test_a_model_larger_than_a_gpu_is_built_as_shards(knobs: dict[str, Any], limit_gib: float, is_larger: bool) -> None:
+    made = recipe(TrainConfig(num_gpus=2, **knobs))
+    measured = replace(made.winner.measurement, total_params=3_100_000_000, limit_gib=limit_gib)
+    made = replace(made, winner=replace(made.winner, measurement=measured))
+    told = json.loads(export_all(made, ["train"])["train_config.json"])
+    assert told["is_larger_than_gpu"] is is_larger
+
+
 def test_a_script_for_several_gpus_is_not_run_on_one(tmp_path: Path) -> None:
     directory = write(export_all(demo(TrainConfig(num_gpus=2)), ["train"]), tmp_path / "out")
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}

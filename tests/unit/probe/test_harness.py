@@ -375,6 +375,7 @@ def test_a_measurement_is_what_was_recorded(device: str) -> None:
         resident=SimpleNamespace(model_gib=2.0, adapters_gib=lambda: 1.0),
         limit_gib=7.0,
         context_gib=0.25,
+        _is_made_up=False,
         _new_length_s=0.125,
         _evaluation_s=0.75,
         _checkpoint_s=None,
@@ -392,6 +393,8 @@ def test_a_measurement_is_what_was_recorded(device: str) -> None:
     assert (found.trainable_params, found.total_params) == (1024, 2048)
     assert (found.evaluation_s, found.checkpoint_s, found.context_gib) == (0.75, None, 0.25)
     assert found.new_length_s == 0.125
+    probe._is_made_up = True  # the weights are not those that were asked for
+    assert probe._measurement([2.0, 1.0]).losses == ()
 
 
 class Plain:
