@@ -37,7 +37,7 @@ from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.constraints import Floors
-from autotune.problem.performance import score
+from autotune.problem.performance import tokens_per_s
 from autotune.problem.task import Task
 from autotune.study.distributed import SharedTrials
 from autotune.study.evaluator import Evaluator
@@ -301,7 +301,7 @@ def live_optuna(args: argparse.Namespace, table: Table, goal: float) -> dict[str
         with WorkerProber(args.device, logs) as prober:
             result = prober.probe(request_of(config, model.config, table.about["memory_gib"]), logs / "probe.log")
         charged_s += charges.cold(config)
-        value = score(result, WORKLOAD) if result.outcome is Outcome.OK else None
+        value = tokens_per_s(result, WORKLOAD) if result.outcome is Outcome.OK else None
         if value is None:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
             continue

@@ -24,7 +24,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import depths
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.performance import score
+from autotune.problem.performance import tokens_per_s
 from autotune.problem.search_space import Knob, SearchSpace
 from autotune.problem.workload import Workload
 from autotune.study.evaluator import shortened
@@ -84,7 +84,7 @@ class Table:
 
     def value(self, config: TrainConfig) -> float | None:
         result = self.results[(config, None)]
-        return score(result, WORKLOAD) if result.outcome is Outcome.OK else None
+        return tokens_per_s(result, WORKLOAD) if result.outcome is Outcome.OK else None
 
     def best(self) -> float:
         return max(value for config in self.configs if (value := self.value(config)) is not None)
