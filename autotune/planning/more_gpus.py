@@ -1,8 +1,7 @@
 """The winner's run on other numbers of GPUs of its kind: its measured speed, scaled by the formulas of several GPUs.
 
 The configuration stays, but for the micro batch where more GPUs leave too little of the global batch for each. `plan
---gpus` looks for the best configuration of each number, by formula alone. Ranks that wait for the one with the longest
-rows are not modelled.
+--gpus` looks for the best configuration of each number, by formula alone.
 """
 
 import math
@@ -181,14 +180,7 @@ def _alone(recipe: Recipe, config: TrainConfig) -> StepTimeEstimate | None:
 
 def _corrected(recipe: Recipe, alone: StepTimeEstimate, ratio: float, config: TrainConfig) -> StepTimeEstimate:
     """The formula's time, as many times as long as what was measured. With another micro batch its error stays."""
-    scaled = replace(
-        alone,
-        products_s=ratio * alone.products_s,
-        bytes_s=ratio * alone.bytes_s,
-        fp8_s=ratio * alone.fp8_s,
-        host_s=ratio * alone.host_s,
-        rest_s=ratio * alone.rest_s,
-    )
+    scaled = alone.longer(ratio, rest=ratio)
     if config.micro_batch_size != recipe.config.micro_batch_size:
         return scaled
     error = max(math.log1p(abs(end)) for end in recipe.winner.performance.spread) / EIGHTY_PERCENT
@@ -204,4 +196,5 @@ def _step(recipe: Recipe, config: TrainConfig, shape: RunShape, alone: StepTimeE
     sent = traffic(recipe.model, config, parallelism)
     if sent is None or link is None:
         return None
-    return rank_step_time(alone, config, parallelism, sent, accumulation=shape.accumulation, link_gb_s=link)
+    waiting = alone.longer(1 + recipe.workload.waiting_share(config))
+    return rank_step_time(waiting, config, parallelism, sent, accumulation=shape.accumulation, link_gb_s=link)

@@ -1,7 +1,6 @@
 """Plan the same run on one and on several GPUs of a kind, by formula: the best configuration of each strategy.
 
-Every number is projected. The GPUs are in one host, since links between hosts are not modelled. Neither are ranks that
-wait for the one with the longest rows, which matters where the lengths of examples differ and rows are not packed.
+Every number is projected. The GPUs are in one host, since links between hosts are not modelled.
 """
 
 import functools
@@ -282,8 +281,10 @@ def _rank_plan(
     sent = traffic(task.model, config, parallelism)
     if sent is None or task.device.link_gb_s is None:
         return row
+    shared = replace(config, num_gpus=gpus, sharding=parallelism.strategy)
+    waiting = alone.longer(1 + workload.waiting_share(shared))
     step = rank_step_time(
-        alone, config, parallelism, sent, accumulation=shape.accumulation, link_gb_s=task.device.link_gb_s
+        waiting, config, parallelism, sent, accumulation=shape.accumulation, link_gb_s=task.device.link_gb_s
     )
     return replace(row, step=step, estimate=with_step_time(estimated, shape, step.step_s, step.interval_s))
 

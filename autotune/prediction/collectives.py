@@ -2,8 +2,8 @@
 
 Bytes on the wire follow from the strategy, their time from the bus bandwidth of the link. Communication runs beside the
 computation, and the longer of the two sets the pace. What is hidden costs time all the same, because collectives take
-multiprocessors and bandwidth from the kernels beside them. Ranks that wait for the one with the longest rows are not
-modelled, and neither is a second host.
+multiprocessors and bandwidth from the kernels beside them. A second host is not modelled. That ranks wait for the one
+with the longest rows is in the computation that is given (`Workload.waiting_share`).
 """
 
 from dataclasses import dataclass

@@ -117,6 +117,17 @@ class StepTimeEstimate:
         """The standard deviation of the logarithm of `micro_s`."""
         return self.device_error + (self.host_error - self.device_error) * self.host_share
 
+    def longer(self, factor: float, rest: float = 1.0) -> "StepTimeEstimate":
+        """With micro batches that take so many times as long, on device and host, and the rest of a step too."""
+        return replace(
+            self,
+            products_s=factor * self.products_s,
+            fp8_s=factor * self.fp8_s,
+            bytes_s=factor * self.bytes_s,
+            host_s=factor * self.host_s,
+            rest_s=rest * self.rest_s,
+        )
+
     def on(self, transfer: SpeedTransfer) -> "StepTimeEstimate":
         """The same on another card: the device's parts by its speeds, the host's part as it is if no host is known."""
         error = transfer.profiled_error if self.profiled else None

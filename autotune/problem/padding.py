@@ -5,6 +5,7 @@ Micro batches are drawn at random, or grouped by length as transformers' sampler
 
 import itertools
 import math
+import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ WORTH_A_BUCKET = 0.01  # the relative gain in padded tokens from which on a furt
 BINS = 64  # parts of the distribution, of which buckets are made
 MAX_STAND_INS = 5
 NO_SHARE = 1e-9  # of what is left by rounding errors
+MOST_DRAWS = 300_000  # about 0.15 s
 MEGABATCHES, MAX_STEPS = 4, 50  # transformers sorts a quarter of the examples at a time, and at most those of 50 steps
 
 
@@ -89,6 +91,30 @@ def padded_tokens(draw: Draw, *, bucketed: bool) -> float:
     if not bucketed:
         return sum(one.tokens * one.share for one in maxima)
     return sum(length * share for length, share in bucket_shares(draw).items())
+
+
+@lru_cache(maxsize=1024)
+def waiting(draw: Draw, ranks: int, each: int, *, bucketed: bool) -> float:
+    """By which share the longest of the ranks' sums of tokens is longer than their mean.
+
+    A rank pads `each` micro batches, drawn apart. Of sums that is the mean of so many draws that it is off by less than
+    0.01 for lengths that scatter as those of chats do.
+    """
+    by_length = ((one.tokens, one.share) for one in batch_maxima(draw))
+    padded: dict[float, float] = dict(bucket_shares(draw).items() if bucketed else by_length)
+    ends = sorted(padded)
+    until = list(itertools.accumulate(padded[tokens] for tokens in ends))
+    mean = sum(tokens * share for tokens, share in padded.items())
+    if each == 1:
+        before = [0.0, *until]
+        most = sum(tokens * (until[at] ** ranks - before[at] ** ranks) for at, tokens in enumerate(ends))
+        return most / mean - 1
+    generator, num_steps = random.Random(0), max(MOST_DRAWS // (ranks * each), 500)  # noqa: S311 (no secret)
+
+    def step() -> float:
+        return max(sum(generator.choices(ends, cum_weights=until, k=each)) for _ in range(ranks))
+
+    return sum(step() for _ in range(num_steps)) / num_steps / (each * mean) - 1
 
 
 @lru_cache(maxsize=1024)

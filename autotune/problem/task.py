@@ -33,7 +33,8 @@ class Task:
     `measured_on` is a larger device of this machine that probes for `device` under a memory cap, and `carried` how its
     speed transfers to `device`; both are None where the device itself probes. `calibration` is of either of the two, or
     of another card whose host is meant. In a fake `world` one device plays a rank of all: what they send each other is
-    added to its times by formula. `within_hours` is the time that the full run may take.
+    added to its times by formula. In any world so is waiting for the GPU with the longest rows. `within_hours` is the
+    time that the full run may take.
     """
 
     study: str
@@ -92,12 +93,13 @@ class Task:
             peak_tflops=peak,
         )
         if self.is_played(config):
-            return speed.widened(*self._link_error(config, speed.step_time_s, measurements[0]))
+            waiting = self._with_waiting(config, measurements[0])
+            return speed.widened(*self._link_error(config, speed.step_time_s, waiting))
         return speed if self.carried is None else speed.projected(self._on_device(config, measurements[0])[1])
 
     def tokens_per_s(self, result: ProbeResult) -> float | None:
         """Useful tokens per second of the full run on the device; None where the probe gave no measurement."""
-        if self.is_projected(result.config) and result.measurement is not None:
+        if result.measurement is not None:
             result = replace(result, measurement=self._on_device(result.config, result.measurement)[0])
         return tokens_per_s(result, self.workload)
 
@@ -122,8 +124,9 @@ class Task:
 
     def _on_device(self, config: TrainConfig, measurement: Measurement) -> tuple[Measurement, float]:
         """The times of a measurement as they are expected on the device, and the error of that."""
-        if self.is_played(config):
-            return self._with_communication(config, measurement), 0.0
+        if config.num_gpus > 1:
+            waiting = self._with_waiting(config, measurement)
+            return self._with_communication(config, waiting) if self.is_played(config) else waiting, 0.0
         if self.carried is None:
             return measurement, 0.0
         by_formula = estimate_step_time(self.model, self.workload.at_mean(config))
@@ -140,6 +143,12 @@ class Task:
             rest_s=tuple(seconds / self.carried.bytes for seconds in measurement.rest_s),
         )
         return expected, there.error
+
+    def _with_waiting(self, config: TrainConfig, measurement: Measurement) -> Measurement:
+        """The times of ranks whose rows differ in length: in a probe all have the same kind of micro batch at once."""
+        share = self.workload.waiting_share(config)
+        longer = tuple((1 + share) * seconds for seconds in measurement.micro_step_s)
+        return replace(measurement, micro_step_s=longer) if share else measurement
 
     def _with_communication(self, config: TrainConfig, measurement: Measurement) -> Measurement:
         """The times of a rank that was played, with what ranks send each other."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import MicroBatch
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
@@ -22,6 +23,7 @@ from autotune.problem.padding import (
     padded_tokens,
     sorted_together,
     stand_ins,
+    waiting,
 )
 
 PROBED_ROWS = 8  # different rows that a probe trains on in turn
@@ -182,6 +184,18 @@ class Workload:
         if config.padding == "max_length":  # packed rows too
             return config.seq_len
         return padded_tokens(self._draw(config), bucketed=config.padding == "bucket")
+
+    def waiting_share(self, config: TrainConfig) -> float:
+        """By which share micro batches take longer on several GPUs, which wait for the one with the longest rows.
+
+        Their time is taken for proportional to their tokens. Shards are gathered in each micro batch; DDP waits once a
+        step, whose sums differ less. Rows that are sorted by length are alike on all GPUs, as neighbours are dealt out.
+        """
+        number = config.num_gpus
+        if number == 1 or config.padding == "max_length" or config.group_by_length:
+            return 0.0
+        each = 1 if Parallelism.of(config).shards else self.run_shape(config).accumulation
+        return waiting(self._draw(config), number, each, bucketed=config.padding == "bucket")
 
     def longest_row(self, config: TrainConfig) -> int:
         """Tokens of the longest row that can occur, with its padding."""

@@ -70,6 +70,7 @@ def formula_speed(
         return 0.0
     if transfer is not None:
         time = time.on(transfer)
+    time = time.longer(1 + task.workload.waiting_share(config))
     parallelism, link_gb_s = Parallelism.of(config), task.device.link_gb_s
     sent = traffic(task.model, config, parallelism)
     if sent is None or link_gb_s is None:

@@ -24,6 +24,7 @@ from autotune.study.summary import Candidate, Recipe
 
 # Measurements of one configuration that differ by more than this were disturbed: one more is taken, the median counts.
 DISAGREEMENT = 0.05
+WORTH_SAYING = 0.005  # of the time of a step
 MAX_STEP_TIME_GAP = 0.03  # relative, between search and confirmation; a larger gap is reported
 
 
@@ -489,8 +490,13 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
     if task.is_played(config) and task.device.link_gb_s is not None:
         caveats.append(
             f"one GPU played a rank of {config.num_gpus}: memory and computation are measured, with room left for "
-            f"NCCL; what the GPUs send each other at {task.device.link_gb_s:,.0f} GB/s is added by formula, and "
-            "waiting for the GPU with the longest rows is not"
+            f"NCCL; what the GPUs send each other at {task.device.link_gb_s:,.0f} GB/s is added by formula"
+        )
+    if (share := workload.waiting_share(config)) > WORTH_SAYING:
+        caveats.append(
+            f"micro batches take {share:.0%} longer on {config.num_gpus} GPUs, which wait for the one with the longest "
+            "rows: by the lengths of the examples, as if time were proportional to tokens; group_by_length or packing "
+            "avoids it"
         )
     cut = workload.truncated(config.seq_len)
     if cut > 0:

@@ -92,7 +92,7 @@ def verify(
 
 
 def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
-    """Seconds promised for steps of so many tokens, padding included: a short run has not quite those of the whole.
+    """Seconds promised for steps of so many padded tokens of one GPU: a short run has not quite those of the whole.
 
     They lie on a line through what micro batches of each length took.
     """
@@ -108,7 +108,7 @@ def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
         for kind, (_, seconds) in zip(kinds, timed, strict=True)
     ]
     slope = sum(one for one, _ in moments) / sum(square for _, square in moments) / winner.config.micro_batch_size
-    return step_s + slope * (padded_tokens - shape.tokens_per_step)
+    return step_s + slope * (padded_tokens - shape.tokens_per_step / shape.world_size)
 
 
 def _plans_s(recipe: Recipe, begin: int, end: int) -> float:

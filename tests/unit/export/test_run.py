@@ -390,6 +390,9 @@ def test_what_is_promised_of_a_step_follows_the_tokens_that_it_happened_to_have(
     assert made.shape.tokens_per_step == 4 * 2 * 251
     assert verify._step_s_of(timed, 2008.0) == step_s
     assert verify._step_s_of(timed, 2408.0) == pytest.approx(step_s + 400 * 0.005)
+    shared = replace(made.winner.config, num_gpus=2, sharding="ddp")  # half of the tokens of a step on each
+    pair = replace(timed, winner=replace(timed.winner, config=shared))
+    assert verify._step_s_of(pair, 1004.0) == step_s
     # Most micro batches of so short a run are of a length that none before had, hardly any of the whole run.
     planned = replace(made, winner=replace(made.winner, config=replace(made.config, padding="masked")))
     planned = replace(planned, winner=replace(planned.winner, measurement=replace(known, new_length_s=0.5)))

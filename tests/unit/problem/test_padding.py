@@ -20,6 +20,7 @@ from autotune.problem.padding import (
     padded_tokens,
     sorted_together,
     stand_ins,
+    waiting,
 )
 
 GENERATOR = random.Random(0)
@@ -179,6 +180,32 @@ def test_equal_examples_need_one_length() -> None:
     assert padded_tokens(alike, bucketed=True) == padded_tokens(alike, bucketed=False) == 500
     cut = Draw(lengths=Lengths.constant(500), seq_len=100, size=4)
     assert buckets(cut) == (100,)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize(("ranks", "each"), [(2, 1), (8, 1), (2, 8), (4, 4), (8, 2)])
+@pytest.mark.parametrize("bucketed", [False, True])
+def test_ranks_wait_for_the_longest_rows_as_they_do_where_each_draws_its_own(
+    size: int, ranks: int, each: int, bucketed: bool
+) -> None:
+    one, generator = draw(size=size), random.Random(1)
+    ends = buckets(one)
+
+    def padded() -> int:
+        longest = max(min(tokens, one.seq_len) for tokens in generator.choices(LONG_TAIL, k=size))
+        return next(end for end in ends if end >= longest) if bucketed else longest
+
+    steps = [[sum(padded() for _ in range(each)) for _ in range(ranks)] for _ in range(2000)]
+    mean = statistics.fmean(itertools.chain.from_iterable(steps))
+    simulated = statistics.fmean(map(max, steps)) / mean - 1
+    assert simulated > 0.05
+    assert waiting(one, ranks, each, bucketed=bucketed) == pytest.approx(simulated, rel=0.08)
+
+
+def test_ranks_with_equal_rows_do_not_wait() -> None:
+    assert waiting(draw([100] * 10), 8, 1, bucketed=False) == waiting(draw([100] * 10), 8, 4, bucketed=True) == 0.0
+    # Of two equally frequent lengths, 100 and 300, the longer of two is 300 three times in four.
+    assert waiting(draw([100, 300], size=1), 2, 1, bucketed=False) == pytest.approx(250 / 200 - 1)
 
 
 def shares_of(one: Draw) -> list[tuple[float, int, float]]:

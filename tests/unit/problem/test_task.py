@@ -179,6 +179,20 @@ def test_a_rank_that_was_played_gets_the_time_of_what_ranks_send() -> None:
     assert quick.performance(config, [found]).step_time_s == pytest.approx(1.0)
 
 
+def test_gpus_of_any_world_wait_for_the_longest_rows() -> None:
+    """Their probes have the same lengths on all ranks. Of 100 and 300 tokens the longer of two is 250 in the mean."""
+    workload = Workload(examples=1000, lengths=Lengths.of([100, 300], "counted"), global_batch=16)
+    alike = replace(workload, lengths=Lengths.constant(200, "counted"))
+    config = TrainConfig(num_gpus=2, sharding="fsdp2", micro_batch_size=1, seq_len=512, padding="longest")
+    pair, found = space().pin("num_gpus", 2), measurement(0.5, rest_s=(0.1,))
+    for world in World:
+        uneven, even = (subject_of(workload=one, space=pair, world=world) for one in (workload, alike))
+        steps = [task.performance(config, [found]).step_time_s for task in (uneven, even)]
+        assert steps[0] - steps[1] == pytest.approx(8 * 0.5 * 0.25, rel=0.01)
+        speed = uneven.performance(config, [found])
+        assert uneven.tokens_per_s(result(config, measurement=found)) == pytest.approx(speed.tokens_per_second)
+
+
 def test_a_rank_is_not_played_where_nobody_knows_what_it_sends() -> None:
     task = subject_of(space=space().pin("num_gpus", 2), device=replace(H200, link_gb_s=None), world=World.FAKE)
     with pytest.raises(ValueError, match="only where traffic and link are known"):

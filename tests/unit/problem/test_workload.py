@@ -288,3 +288,19 @@ def test_the_kinds_of_bucketed_rows_are_as_long_as_the_buckets() -> None:
     lengths = sorted(kind.length for kind in workload.micro_batches(bucketed))
     assert tuple(lengths) == workload.padded_lengths(bucketed) and len(lengths) == 4
     assert len(workload.micro_batches(replace(bucketed, padding="longest"))) == 5
+
+
+def test_gpus_wait_for_the_one_with_the_longest_rows():
+    """Of two equally frequent lengths, 100 and 300, the longer of two is 300 three times in four: 250 in the mean."""
+    workload = Workload(lengths=Lengths.of([100, 300], "counted"), global_batch=16)
+    pair = TrainConfig(num_gpus=2, sharding="fsdp2", micro_batch_size=1, seq_len=512, padding="longest")
+    assert workload.waiting_share(pair) == pytest.approx(0.25)
+    # DDP waits once a step: of two sums of eight the larger is 0.16 above the mean, a normal deviate of sqrt(8) / 16.
+    by_ddp = workload.waiting_share(replace(pair, sharding="ddp"))
+    assert by_ddp == pytest.approx(math.sqrt(8) / 16 * math.sqrt(1 / math.pi), rel=0.05)
+    once = Workload(lengths=workload.lengths, global_batch=2)
+    assert once.waiting_share(replace(pair, sharding="ddp")) == once.waiting_share(pair)
+    for changed in ({"num_gpus": 1}, {"padding": "max_length"}, {"packing": True}, {"group_by_length": True}):
+        assert workload.waiting_share(replace(pair, **changed)) == 0.0
+    constant = Workload(lengths=Lengths.constant(100), global_batch=16)
+    assert constant.waiting_share(pair) == 0.0
