@@ -33,7 +33,7 @@ def print_gpu_plan(made: GpuPlan) -> None:
     for reason in dict.fromkeys(row.problem for row in made.rows if row.problem):
         rows = [f"{row.num_gpus} {row.parallelism.strategy}" for row in made.rows if row.problem == reason]
         print(f"{', '.join(rows)}: {reason}")
-    if task.device.link_gb_s is None and any(row.num_gpus > 1 for row in made.rows):
+    if task.device.link_gb_s is None and any(row.num_gpus > 1 and row.estimate and not row.step for row in made.rows):
         print(f"no speed for several: {NO_LINK}")
     price = describe_price(task.price, date.today()) if task.price else f"{NO_PRICE}: --price USD_PER_HOUR"
     print(

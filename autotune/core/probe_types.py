@@ -294,6 +294,19 @@ class DeviceRates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveRates:
+    """What `num_gpus` of a host reach together, as bus bandwidths in GB/s: bytes on the wire of each GPU per second.
+
+    FSDP2 gathers the weights of a layer, and scatters the sum of its gradients; DDP adds up gradients in buckets.
+    """
+
+    num_gpus: int
+    gather_gb_s: float
+    scatter_gb_s: float
+    reduce_gb_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTimes:
     """Seconds of a GPU's kernels in one micro batch by what they do, from a profile.
 

@@ -278,13 +278,19 @@ def _rank_plan(
     if gpus == 1:
         step_s = shape.accumulation * alone.micro_s + alone.rest_s
         return replace(row, estimate=with_step_time(estimated, shape, step_s, interval(step_s, alone.error)))
-    sent = traffic(task.model, config, parallelism)
-    if sent is None or task.device.link_gb_s is None:
-        return row
     shared = replace(config, num_gpus=gpus, sharding=parallelism.strategy)
+    sent, link_gb_s = traffic(task.model, config, parallelism), task.link_gb_s(shared)
+    if sent is None or link_gb_s is None:
+        return row
     waiting = alone.longer(1 + workload.waiting_share(shared))
     step = rank_step_time(
-        waiting, config, parallelism, sent, accumulation=shape.accumulation, link_gb_s=task.device.link_gb_s
+        waiting,
+        config,
+        parallelism,
+        sent,
+        accumulation=shape.accumulation,
+        link_gb_s=link_gb_s,
+        slowest_link=task.slowest_link(shared),
     )
     return replace(row, step=step, estimate=with_step_time(estimated, shape, step.step_s, step.interval_s))
 

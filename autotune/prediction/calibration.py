@@ -13,9 +13,10 @@ from pathlib import Path
 
 from autotune.core.errors import AutotuneError, UsageError
 from autotune.core.files import cache_directory, read_user_text, write_atomic
-from autotune.core.probe_types import DeviceRates, Fingerprint
+from autotune.core.probe_types import CollectiveRates, DeviceRates, Fingerprint
 from autotune.core.serialization import from_data, to_data
 from autotune.core.text import dashed, printable
+from autotune.core.train_config import TrainConfig
 
 HERE = "this machine"
 LEAST, MOST = 1e-6, 1e9  # no rate, size or time is outside, in the unit of any field
@@ -29,7 +30,8 @@ class Calibration:
     time to issue one decoder layer: forward pass, recomputation and backward pass, with adapters, not compiled.
     `reference` is the speed of a short training of known layers over what the formula expects of `rates`; None where no
     formula knows the device. `processor`, `cores` and `memory_gib` are the host's, `disk_mb_s` is None where no file
-    could be written. `place` is where the calibration was found: this machine, or a file.
+    could be written. `place` is where the calibration was found: this machine, or a file. `collectives` are rates of
+    several such GPUs together.
     """
 
     device: str
@@ -43,6 +45,7 @@ class Calibration:
     disk_mb_s: float | None
     day: date
     place: str = HERE
+    collectives: tuple[CollectiveRates, ...] = ()
     schema_version: int = 1
 
     def __post_init__(self) -> None:
@@ -51,6 +54,7 @@ class Calibration:
         measured = [rate for by_side in rates.products.values() for rate in by_side.values()]
         measured += [rates.copy_gb_s, rates.launch_us, self.layer_ms, self.cores, self.memory_gib, *sides]
         measured += [rate for rate in (rates.link_gb_s, self.reference, self.disk_mb_s) if rate is not None]
+        measured += [rate for one in self.collectives for rate in (one.gather_gb_s, one.scatter_gb_s, one.reduce_gb_s)]
         if not all(LEAST <= value <= MOST for value in measured):
             raise ValueError(f"a number is not between {LEAST:g} and {MOST:g}")
         if not sides or not all(rates.products.values()):
@@ -60,6 +64,13 @@ class Calibration:
     def on_gpu(self) -> bool:
         """Whether a GPU was measured. A CPU also computes what it issues."""
         return self.fingerprint.compute_capability is not None
+
+    def bus_gb_s(self, config: TrainConfig) -> float | None:
+        """GB/s of the collectives that a configuration uses; None where so many GPUs were not measured together."""
+        rates = next((one for one in self.collectives if one.num_gpus == config.num_gpus), None)
+        if rates is None:
+            return None
+        return rates.reduce_gb_s if config.sharding == "ddp" else min(rates.gather_gb_s, rates.scatter_gb_s)
 
     @property
     def label(self) -> str:

@@ -19,8 +19,9 @@ from autotune.prediction.transfer import interval
 # The share of hidden communication that lengthens the step: 0.40 (LoRA) and 0.57 (full) for 32 layers of a 7B under
 # FSDP2 on two H200s, from real steps and steps without communication.
 HIDDEN_COSTS = 0.5
-# How much slower than its catalogue's value a link may be: two H200s gathered at 250 GB/s where eight reach 370.
-SLOWEST_LINK = 1.5
+# How much slower than its catalogue's value a link may be: two H200s gathered at 250 GB/s where eight reach 370. The
+# second is how much slower than it was measured.
+SLOWEST_LINK, SLOWEST_MEASURED_LINK = 1.5, 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,7 @@ def rank_step_time(
     *,
     accumulation: int,
     link_gb_s: float,
+    slowest_link: float = SLOWEST_LINK,
 ) -> RankStepTime:
     """The time of a step of `accumulation` micro batches on each GPU, from that of one GPU of this kind.
 
@@ -105,7 +107,7 @@ def rank_step_time(
     step_s = computed_s + accumulation * each_s + rest_s + once_s
     communication_s = sent.of_step(accumulation) / (1e9 * link_gb_s)
     fast, slow = interval(1.0, step_time.error)
-    slowest = max(slow * (computed_s + rest_s) + SLOWEST_LINK * communication_s, slow * step_s)
+    slowest = max(slow * (computed_s + rest_s) + slowest_link * communication_s, slow * step_s)
     return RankStepTime(
         step_s=step_s,
         interval_s=(fast * (computed_s + rest_s), slowest),

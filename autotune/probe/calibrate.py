@@ -12,6 +12,7 @@ from typing import Any
 from autotune.catalog import DeviceSpec, resolve_device, resolve_model
 from autotune.core.errors import EnvironmentProblem
 from autotune.core.machine import disk_mb_s, host_memory_gib, num_cores, processor_name
+from autotune.core.nvml import visible
 from autotune.core.probe_types import ProbeRequest, ProbeResult, Rung
 from autotune.core.scratch import scratch_directory
 from autotune.core.train_config import TrainConfig
@@ -21,6 +22,7 @@ from autotune.prediction.depth_extrapolation import extrapolate
 from autotune.prediction.memory_formula import CONTEXT_GIB, memory_breakdown
 from autotune.prediction.step_time import StepTimeEstimate, divide_step_time, estimate_step_time, host_of
 from autotune.prediction.transfer import REFERENCE, speed_transfer
+from autotune.probe.rank_pool import RankPool
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.target import Target
 
@@ -54,8 +56,18 @@ def calibrate(target: Target, *, say: Say, should_stop: Callable[[], bool] = lam
         say(f"warning: other processes hold {fmt_gib(held_gib)} of the GPU, and may slow it down")
     say(f"{target.device.name}: a worker starts")
     kind = "cpu" if target.card is None else "cuda"
-    with scratch_directory() as folder, WorkerProber(kind, Path(folder), should_stop=should_stop) as prober:
-        return calibrate_by(prober, target, say=say)
+    with scratch_directory() as folder:
+        with WorkerProber(kind, Path(folder), should_stop=should_stop) as prober:
+            made = calibrate_by(prober, target, say=say)
+        if kind == "cpu" or (number := len(visible())) < 2:
+            return made
+        say(f"what {number} GPUs send each other")
+        try:
+            with RankPool(kind, number, Path(folder), should_stop=should_stop) as pool:
+                return replace(made, collectives=pool.collectives())
+        except EnvironmentProblem as problem:  # what was measured of one of them stands
+            say(f"warning: {problem}")
+            return made
 
 
 def calibrate_by(prober: WorkerProber, target: Target, *, say: Say) -> Calibration:

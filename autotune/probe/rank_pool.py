@@ -13,9 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from autotune.core.errors import Cancelled, EnvironmentProblem, UsageError
+from autotune.core.errors import AutotuneError, Cancelled, EnvironmentProblem, UsageError
 from autotune.core.nvml import visible
-from autotune.core.probe_types import Fingerprint, ModelShape, Outcome, Phase, ProbeRequest, ProbeResult, Seat
+from autotune.core.probe_types import (
+    CollectiveRates,
+    Fingerprint,
+    ModelShape,
+    Outcome,
+    Phase,
+    ProbeRequest,
+    ProbeResult,
+    Seat,
+)
 from autotune.core.scratch import scratch_directory
 from autotune.core.serialization import from_data, to_data
 from autotune.probe.monitor import Monitor
@@ -176,6 +185,20 @@ class RankPool:
             result = replace(_result(message), notes=(f"rank {number} failed, and all were ended",), log=log.name)
         self._renew()
         return replace(result, seconds=result.seconds | {"stop": time.monotonic() - told})
+
+    def collectives(self) -> tuple[CollectiveRates, ...]:
+        """What the devices reach together, for 2, 4, ... of them up to all. Raises as `WorkerProber.rates` does."""
+        self._ready()
+        try:
+            with scratch_directory() as folder:
+                for number, rank in enumerate(self._ranks):
+                    seat = Seat(number=number, meeting=str(Path(folder, "meeting")))
+                    rank.ask({"collectives": len(self._ranks), "seat": to_data(seat)})
+                found, *_ = [rank.answer() for rank in self._ranks]
+        except AutotuneError:
+            self.close()  # the others wait for the one that failed
+            raise
+        return tuple(from_data(CollectiveRates, rates) for rates in found)
 
     def launch(self) -> None:
         """Start the workers that do not run, and return; they import their libraries meanwhile. Raises Cancelled."""

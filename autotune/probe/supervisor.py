@@ -6,6 +6,7 @@ No torch here. One process is `worker_process`; this decides what an answer, a s
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -222,14 +223,24 @@ class WorkerProber:
 
     def rates(self) -> DeviceRates:
         """What the device reaches when it does one thing at a time. Raises as `probe` does."""
+        self.ask({"rates": True})
+        return from_data(DeviceRates, self.answer())
+
+    def ask(self, message: dict[str, Any]) -> None:
+        """Have the worker measure something; that it has ended shows where `answer` waits. Raises as `probe` does."""
         process = self.ready_process()
+        with suppress(*ENDED):
+            process.send(message)
+
+    def answer(self) -> Any:
+        """The rates that the worker has measured, as data. Raises as `probe` does, and EnvironmentProblem."""
         try:
-            process.send({"rates": True})
-            message = self._receive(process, Monitor(None))
+            assert self._process is not None  # `ask` started it
+            message = self._receive(self._process, Monitor(None))
         except ENDED:
             message = {"reason": self.end_of_worker(by_oom_killer=False)}
         if message is not None and message.get("event") == "rates":
-            return from_data(DeviceRates, message["rates"])
+            return message["rates"]
         self.close()
         reason = message["reason"] if message else f"it took more than {DEADLINES[Phase.START]:.0f} s"
         raise EnvironmentProblem(

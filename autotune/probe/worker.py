@@ -16,12 +16,22 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
-from autotune.core.probe_types import DeviceRates, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult, Seat
+from autotune.core.probe_types import (
+    CollectiveRates,
+    DeviceRates,
+    OomDetail,
+    Outcome,
+    Phase,
+    ProbeRequest,
+    ProbeResult,
+    Seat,
+)
 from autotune.core.process import die_with_parent, take_group_along
 from autotune.core.serialization import from_data, to_data
 from autotune.core.units import GIB
@@ -30,8 +40,10 @@ from autotune.probe.tiny_probe import tiny_request
 
 if TYPE_CHECKING:
     from autotune.probe.harness import Probe
+    from autotune.probe.meters import Meter
     from autotune.probe.resident import ResidentModel
 
+Rates = TypeVar("Rates")
 CHANCE_GIB = 24 / 1024  # by which what a process holds varies on a CPU
 DESCRIBED_GIB = 8  # of a model without weights; 100,000 linear layers take 3, with adapters
 
@@ -67,7 +79,11 @@ def main() -> None:
             _describe(message["describe"], send)
             continue
         if "rates" in message:
-            _measure_rates(worker, send)
+            _measure_rates(worker.rates, send)
+            continue
+        if "collectives" in message:
+            seat = from_data(Seat, message["seat"])
+            _measure_rates(partial(worker.collectives, seat, message["collectives"]), send)
             continue
         _log_to(message["log"])
         worker.log = message["log"]
@@ -100,10 +116,10 @@ def _describe(model: dict[str, Any], send: Callable[..., None]) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, limits)
 
 
-def _measure_rates(worker: "Worker", send: Callable[..., None]) -> None:
-    """Send what the device reaches."""
+def _measure_rates(measure: Callable[[], Any], send: Callable[..., None]) -> None:
+    """Send what the device, or several together, reach."""
     try:
-        send(event="rates", rates=to_data(worker.rates()))
+        send(event="rates", rates=to_data(measure()))
     except Exception as error:
         traceback.print_exc()
         send(event="broken", reason=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
@@ -149,8 +165,17 @@ class Worker:
         """What the device reaches when it does one thing at a time; no model is kept."""
         from autotune.probe.device_rates import measure_rates
 
+        return self._measured(measure_rates)
+
+    def collectives(self, seat: Seat, num_ranks: int) -> tuple[CollectiveRates, ...]:
+        """What this device reaches together with others, which measure at the same time; no model is kept."""
+        from autotune.probe.collective_rates import measure_collectives
+
+        return self._measured(lambda meter: measure_collectives(meter, seat, num_ranks))
+
+    def _measured(self, measure: Callable[["Meter"], Rates]) -> Rates:
         self._drop(list(self._residents))
-        rates = measure_rates(self.meter)
+        rates = measure(self.meter)
         self.meter.release()
         self.meter.settle()  # what libraries keep of it is context
         self._empty_gib = self.meter.allocated_gib()

@@ -11,7 +11,7 @@ from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Measurement, ProbeRequest, ProbeResult, World
 from autotune.core.train_config import TrainConfig, digest_of
 from autotune.prediction.calibration import Calibration
-from autotune.prediction.collectives import SLOWEST_LINK, Traffic, added_s, traffic
+from autotune.prediction.collectives import SLOWEST_LINK, SLOWEST_MEASURED_LINK, Traffic, added_s, traffic
 from autotune.prediction.sharded_memory import nccl_gib
 from autotune.prediction.step_time import divide_step_time, estimate_step_time
 from autotune.prediction.transfer import REFERENCE, SpeedTransfer, peak_tflops, speed_transfer
@@ -165,15 +165,27 @@ class Task:
         (sent, link), accumulation = self._sent(config), self.workload.run_shape(config).accumulation
         each_s, once_s = added_s(statistics.median(played.micro_step_s), config, sent, link)
         computed_s = step_s - accumulation * each_s - once_s
-        slowest_s = computed_s + SLOWEST_LINK * sent.of_step(accumulation) / (1e9 * link)
+        slowest_s = computed_s + self.slowest_link(config) * sent.of_step(accumulation) / (1e9 * link)
         return computed_s / step_s - 1, max(slowest_s / step_s - 1, 0.0)
 
     def _sent(self, config: TrainConfig) -> tuple[Traffic, float]:
         """What ranks send each other in a step, and the GB/s of the link between them."""
-        sent, link = traffic(self.model, config, Parallelism.of(config)), self.device.link_gb_s
+        sent, link = traffic(self.model, config, Parallelism.of(config)), self.link_gb_s(config)
         if sent is None or link is None:
             raise ValueError("a rank is played only where traffic and link are known")
         return sent, link
+
+    def link_gb_s(self, config: TrainConfig) -> float | None:
+        """The bus bandwidth between the GPUs of a configuration: as calibrated, or else as the catalogue has it."""
+        return self._calibrated_link(config) or self.device.link_gb_s
+
+    def slowest_link(self, config: TrainConfig) -> float:
+        """How many times as slow as that it may be."""
+        return SLOWEST_LINK if self._calibrated_link(config) is None else SLOWEST_MEASURED_LINK
+
+    def _calibrated_link(self, config: TrainConfig) -> float | None:
+        calibration = self.calibration
+        return calibration.bus_gb_s(config) if calibration and calibration.device == self.device.name else None
 
     def request(
         self, config: TrainConfig, *, device: str, memory_gib: float, headroom: float, seed: int

@@ -128,7 +128,7 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
             f"--verify runs the exported script on {gpus} GPUs, and a rank is played on one of {here}",
             remedy="leave out --verify, and run `autotune verify` where the GPUs are",
         )
-    if task.device.link_gb_s is None:
+    if any(task.link_gb_s(config) is None for config in task.baselines if config.num_gpus > 1):
         reason = f"nobody published how fast {task.device.label} exchanges data with its like"
         remedy = "give a card of your own with link_gb_s (docs/using.md)" if target.card else "leave --play-ranks out"
         raise UsageError(f"--gpus {gpus}: {reason}", remedy=remedy)

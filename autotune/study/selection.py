@@ -487,10 +487,10 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
             f"measured; speeds are projected by data sheets{calibrated} (products {faster}), the host's part "
             f"{of_host}; power, clocks and kernels are those of the card that probed"
         )
-    if task.is_played(config) and task.device.link_gb_s is not None:
+    if task.is_played(config) and (link_gb_s := task.link_gb_s(config)) is not None:
         caveats.append(
             f"one GPU played a rank of {config.num_gpus}: memory and computation are measured, with room left for "
-            f"NCCL; what the GPUs send each other at {task.device.link_gb_s:,.0f} GB/s is added by formula"
+            f"NCCL; what the GPUs send each other at {link_gb_s:,.0f} GB/s is added by formula"
         )
     if (share := workload.waiting_share(config)) > WORTH_SAYING:
         caveats.append(

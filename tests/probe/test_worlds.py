@@ -175,6 +175,16 @@ def test_a_confirmation_evaluates_and_saves_on_all_ranks(pool: RankPool) -> None
         assert Phase.EVALUATE in found.phase_peak_gib
 
 
+def test_what_ranks_reach_together_is_measured_and_leaves_nothing_behind(pool: RankPool) -> None:
+    log = pool.logs / "after.log"
+    before = measured(pool.probe(shared(2, "ddp", World.REAL), log))
+    starts = pool.starts
+    (rates,) = pool.collectives()
+    assert rates.num_gpus == 2 and min(rates.gather_gb_s, rates.scatter_gb_s, rates.reduce_gb_s) > 0
+    assert measured(pool.probe(shared(2, "ddp", World.REAL), log)).losses[:2] == pytest.approx(before.losses[:2])
+    assert pool.starts == starts
+
+
 def test_a_world_of_another_size_is_refused(pool: RankPool) -> None:
     with pytest.raises(UsageError, match="a pool of 2 ranks has no world of 4"):
         pool.probe(shared(4, "ddp", World.REAL), pool.logs / "four.log")

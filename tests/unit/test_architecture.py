@@ -41,6 +41,7 @@ READING = {f"probe.runtime.{name}" for name in ("reading", "examples", "token_ca
 # What runs in the worker's process.
 CHILD = (
     "accounting",
+    "collective_rates",
     "device_rates",
     "dry",
     "dry_compile",

@@ -69,7 +69,13 @@ def facts(calibration: "Calibration") -> dict[str, str]:
     issued = f"{fmt_count(calibration.layer_ms)} ms to issue a layer"
     link = "" if rates.link_gb_s is None else f", {fmt_count(rates.link_gb_s)} GB/s to and from the host"
     disk = "" if calibration.disk_mb_s is None else f", disk {fmt_count(calibration.disk_mb_s)} MB/s"
-    return {
+    together = [
+        f"{one.num_gpus}: {fmt_count(one.gather_gb_s)} gathered, {fmt_count(one.scatter_gb_s)} scattered, "
+        f"{fmt_count(one.reduce_gb_s)} added up"
+        for one in calibration.collectives
+    ]
+    several = {"GPUs": f"GB/s between so many {'; '.join(together)}"} if together else {}
+    return several | {
         "device": f"{calibration.device} ({printable(calibration.fingerprint.device)}), {calibration.label}",
         "products": f"TFLOP/s by the side of the matrices: {'; '.join(products)}",
         "copies": f"{fmt_count(rates.copy_gb_s)} GB/s within its memory{link}",

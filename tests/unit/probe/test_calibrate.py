@@ -13,7 +13,7 @@ from autotune.catalog import resolve_device, resolve_model
 from autotune.core import nvml
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.nvml import GpuInfo
-from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult, Rung
+from autotune.core.probe_types import CollectiveRates, Outcome, ProbeRequest, ProbeResult, Rung
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.step_time import estimate_step_time, host_of
 from autotune.prediction.transfer import REFERENCE, speed_transfer
@@ -196,6 +196,7 @@ def test_a_calibration_is_what_was_measured_and_says_what_it_does(
     monkeypatch.setattr(LayerProbes, "reference", lambda probes, made: made.layer_ms * probes._memory_gib)
     said: list[str] = []
     stop = lambda: False  # noqa: E731
+    monkeypatch.setattr(module, "visible", lambda: [0])
     target: Any = SimpleNamespace(
         device=device,
         held_by_others_gib=held_gib,
@@ -218,6 +219,39 @@ def test_a_calibration_is_what_was_measured_and_says_what_it_does(
         "the host's time to issue a layer",
         *["a short training"] * is_gpu,
     ]
+
+
+@pytest.mark.parametrize(("num_gpus", "problem"), [(1, None), (4, None), (4, "one is busy")])
+def test_several_gpus_are_measured_together(
+    num_gpus: int, problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured of one of them stands where that fails."""
+    rates = CollectiveRates(num_gpus=4, gather_gb_s=300.0, scatter_gb_s=290.0, reduce_gb_s=200.0)
+
+    class Pool:
+        def __init__(self, kind: str, number: int, logs: Path, **options: Any) -> None:
+            assert (kind, number) == ("cuda", 4)
+
+        def __enter__(self) -> "Pool":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            """Nothing was opened."""
+
+        def collectives(self) -> tuple[CollectiveRates, ...]:
+            if problem:
+                raise EnvironmentProblem(problem, remedy="wait")
+            return (rates,)
+
+    monkeypatch.setattr(module, "RankPool", Pool)
+    monkeypatch.setattr(module, "WorkerProber", lambda *_, **options: Machine(host(7.5)))
+    monkeypatch.setattr(module, "visible", lambda: list(range(num_gpus)))
+    monkeypatch.setattr(module, "calibrate_by", lambda prober, target, say: calibration())
+    target: Any = SimpleNamespace(device=A10, held_by_others_gib=0.0, card=object())
+    said: list[str] = []
+    found = module.calibrate(target, say=said.append)
+    assert found == replace(calibration(), collectives=(rates,) if num_gpus > 1 and not problem else ())
+    assert said[1:] == ["what 4 GPUs send each other"] * (num_gpus > 1) + ["warning: one is busy"] * bool(problem)
 
 
 def test_what_is_probed_by_hand() -> None:

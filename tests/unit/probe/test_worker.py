@@ -324,7 +324,7 @@ def test_the_rates_of_a_device_are_measured_without_models(monkeypatch: pytest.M
     made = worker_on(meter := Meter(0.5), whole=Base(2.0))
     monkeypatch.setattr(device_rates, "measure_rates", lambda meter: rates if not made._residents else None)
     sent: list[dict[str, Any]] = []
-    worker._measure_rates(made, lambda **message: sent.append(message))
+    worker._measure_rates(made.rates, lambda **message: sent.append(message))
     assert sent == [{"event": "rates", "rates": to_data(rates)}]
     assert meter.said[-2:] == ["release", "settle"] and made._empty_gib == 0.5
 
@@ -335,7 +335,7 @@ def test_a_device_that_cannot_be_measured_is_reported_in_a_line(monkeypatch: pyt
 
     monkeypatch.setattr(device_rates, "measure_rates", fail)
     sent: list[dict[str, Any]] = []
-    worker._measure_rates(worker_on(Meter()), lambda **message: sent.append(message))
+    worker._measure_rates(worker_on(Meter()).rates, lambda **message: sent.append(message))
     assert sent == [{"event": "broken", "reason": "RuntimeError: no memory" + "!" * 291}]
 
 
@@ -473,7 +473,7 @@ def test_why_a_device_cannot_be_measured_is_in_the_log(
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(device_rates, "measure_rates", fail)
-    worker._measure_rates(worker_on(Meter()), lambda **message: None)
+    worker._measure_rates(worker_on(Meter()).rates, lambda **message: None)
     assert "RuntimeError: no memory" in capsys.readouterr().err
 
 
@@ -592,7 +592,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(worker, "take_group_along", lambda handle, scratch: seen.setdefault("group", (handle, scratch)))
     monkeypatch.setattr(worker, "_log_to", lambda target: seen["logs"].append(target))
     monkeypatch.setattr(worker, "_describe", lambda model, send: send(event="described", shape=model))
-    monkeypatch.setattr(worker, "_measure_rates", lambda made, send: send(event="rates", rates=made.device))
+    monkeypatch.setattr(worker, "_measure_rates", lambda measure, send: send(event="rates", rates=measure()))
     registered = lambda number, all_threads=False: seen.setdefault("stacks", (number, all_threads))  # noqa: E731
     monkeypatch.setattr(worker.faulthandler, "register", registered)
     monkeypatch.setattr(worker.time, "time", lambda: 1000.0)
@@ -610,6 +610,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         def serve(self, request: ProbeRequest) -> Any:
             seen["served"], seen["log"] = request, self.log
             return result(request.config), False
+
+        def rates(self) -> str:
+            return self.device
+
+        def collectives(self, seat: Seat, num_ranks: int) -> str:
+            return f"rank {seat.number} of {num_ranks} at {seat.meeting}"
 
     monkeypatch.setattr(worker, "Worker", Made)
     ours, theirs = socket.socketpair()
@@ -630,6 +636,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 # The channel is closed when `main` ends, which a process does not outlive.
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+def test_a_worker_measures_together_with_others(served: Any) -> None:
+    _, answers = served("cpu", {"collectives": 4, "seat": {"number": 2, "meeting": "here"}})
+    assert answers[3:] == [{"event": "rates", "rates": "rank 2 of 4 at here"}]
+
+
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 def test_a_worker_answers_one_message_after_another(served: Any) -> None:
     data = to_data(replace(REQUEST, depth=2))

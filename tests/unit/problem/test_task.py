@@ -8,15 +8,15 @@ import pytest
 
 from autotune.catalog import find_price, resolve_device, resolve_model
 from autotune.core.parallelism import Parallelism
-from autotune.core.probe_types import KernelTimes, World
+from autotune.core.probe_types import CollectiveRates, KernelTimes, World
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.collectives import SLOWEST_LINK, traffic
+from autotune.prediction.collectives import SLOWEST_LINK, SLOWEST_MEASURED_LINK, traffic
 from autotune.prediction.sharded_memory import nccl_gib
 from autotune.prediction.transfer import SpeedTransfer
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
-from tests.helpers.factories import measurement, result
+from tests.helpers.factories import calibration, measurement, result
 from tests.helpers.sessions import space, subject_of
 
 H200, A100, T4 = map(resolve_device, ("h200", "a100", "t4"))
@@ -177,6 +177,24 @@ def test_a_rank_that_was_played_gets_the_time_of_what_ranks_send() -> None:
         assert played.tokens_per_s(result(config, measurement=found)) == pytest.approx(together.tokens_per_second)
     quick = replace(played, device=replace(device, link_gb_s=1e9))
     assert quick.performance(config, [found]).step_time_s == pytest.approx(1.0)
+
+
+def test_a_calibrated_link_counts_for_its_card_and_number() -> None:
+    rates = CollectiveRates(num_gpus=4, gather_gb_s=5.0, scatter_gb_s=5.0, reduce_gb_s=2.5)
+    device, found = replace(H200, link_gb_s=10.0), measurement(0.5, rest_s=())
+    by_catalogue = subject_of(
+        model=resolve_model("mistral-7b"), device=device, space=space().pin("num_gpus", 4), world=World.FAKE
+    )
+    measured = replace(by_catalogue, calibration=calibration("h200-sxm", collectives=(rates,)))
+    config = TrainConfig(method="full", micro_batch_size=4, num_gpus=4, sharding="fsdp2", seq_len=1024)
+    assert (by_catalogue.link_gb_s(config), measured.link_gb_s(config)) == (10.0, 5.0)
+    assert measured.link_gb_s(replace(config, sharding="ddp")) == 2.5
+    assert measured.link_gb_s(replace(config, num_gpus=2)) == 10.0
+    slow, fast = measured.performance(config, [found]), by_catalogue.performance(config, [found])
+    assert slow.step_time_s > fast.step_time_s
+    assert measured.slowest_link(config) == SLOWEST_MEASURED_LINK < SLOWEST_LINK == by_catalogue.slowest_link(config)
+    other = replace(by_catalogue, calibration=calibration("a10", collectives=(rates,)))
+    assert other.link_gb_s(config) == 10.0
 
 
 def test_gpus_of_any_world_wait_for_the_longest_rows() -> None:
