@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from autotune.catalog import ModelSpec
 from autotune.core.parallelism import FSDP2, Parallelism
+from autotune.core.probe_types import Measurement
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import Sizes
 from autotune.prediction.sharded_memory import Shares
@@ -68,7 +69,16 @@ def traffic(model: ModelSpec, config: TrainConfig, parallelism: Parallelism) -> 
         return None
     if not sizes.adapted(config) <= set(sizes.matrices):
         return None
-    shares, strategy = Shares.of(sizes, config), parallelism.strategy
+    return _traffic(config, parallelism, Shares.of(sizes, config))
+
+
+def counted_traffic(model: ModelSpec, config: TrainConfig, measured: Measurement) -> Traffic:
+    """The same of any model, from the parameters that a probe counted: on several GPUs, as the configuration says."""
+    return _traffic(config, Parallelism.of(config), Shares.counted(model, config, measured))
+
+
+def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> Traffic:
+    strategy = parallelism.strategy
     sent = (parallelism.num_gpus - 1) / parallelism.num_gpus
     if strategy == "ddp":  # the gradients have the dtype of what is trained
         return Traffic(last_backward=2 * (2 if config.precision == "bf16_pure" else 4) * sent * shares.trained)

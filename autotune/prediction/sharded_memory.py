@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from autotune.catalog import ModelSpec
 from autotune.core.parallelism import FSDP2, Parallelism
-from autotune.core.probe_types import Phase
+from autotune.core.probe_types import Measurement, Phase
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.prediction.memory_formula import (
@@ -94,6 +94,23 @@ class Shares:
             embedding=sizes.embedding,
             trained=sizes.params if full else adapters,
             trained_layer=layer if full else adapters / sizes.layers,
+        )
+
+    @classmethod
+    def counted(cls, model: ModelSpec, config: TrainConfig, measured: Measurement) -> "Shares":
+        """The same of any model, from the parameters that a probe counted; what is trained whole counts as adapters."""
+        full, trained = config.method == "full", measured.trainable_params
+        adapters = 0 if full else trained
+        embedding = model.vocab_size * model.hidden_size
+        ends = embedding * (1 if model.config.get("tie_word_embeddings") else 2)
+        layer = max(measured.total_params - ends, 0) / model.num_layers
+        return cls(
+            base=measured.total_params - adapters,
+            adapters=adapters,
+            layer=layer,
+            embedding=embedding,
+            trained=trained,
+            trained_layer=layer if full else trained / model.num_layers,
         )
 
 

@@ -11,7 +11,14 @@ from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Measurement, ProbeRequest, ProbeResult, World
 from autotune.core.train_config import TrainConfig, digest_of
 from autotune.prediction.calibration import Calibration
-from autotune.prediction.collectives import SLOWEST_LINK, SLOWEST_MEASURED_LINK, Traffic, added_s, traffic
+from autotune.prediction.collectives import (
+    SLOWEST_LINK,
+    SLOWEST_MEASURED_LINK,
+    Traffic,
+    added_s,
+    counted_traffic,
+    traffic,
+)
 from autotune.prediction.sharded_memory import nccl_gib
 from autotune.prediction.step_time import divide_step_time, estimate_step_time
 from autotune.prediction.transfer import REFERENCE, SpeedTransfer, peak_tflops, speed_transfer
@@ -152,7 +159,7 @@ class Task:
 
     def _with_communication(self, config: TrainConfig, measurement: Measurement) -> Measurement:
         """The times of a rank that was played, with what ranks send each other."""
-        sent, link = self._sent(config)
+        sent, link = self._sent(config, measurement)
         each_s, once_s = added_s(statistics.median(measurement.micro_step_s), config, sent, link)
         return replace(
             measurement,
@@ -162,18 +169,18 @@ class Task:
 
     def _link_error(self, config: TrainConfig, step_s: float, played: Measurement) -> tuple[float, float]:
         """How far a step may be from `step_s`, relative to it: all communication hidden, or none on a slow link."""
-        (sent, link), accumulation = self._sent(config), self.workload.run_shape(config).accumulation
+        (sent, link), accumulation = self._sent(config, played), self.workload.run_shape(config).accumulation
         each_s, once_s = added_s(statistics.median(played.micro_step_s), config, sent, link)
         computed_s = step_s - accumulation * each_s - once_s
         slowest_s = computed_s + self.slowest_link(config) * sent.of_step(accumulation) / (1e9 * link)
         return computed_s / step_s - 1, max(slowest_s / step_s - 1, 0.0)
 
-    def _sent(self, config: TrainConfig) -> tuple[Traffic, float]:
+    def _sent(self, config: TrainConfig, measurement: Measurement) -> tuple[Traffic, float]:
         """What ranks send each other in a step, and the GB/s of the link between them."""
         sent, link = traffic(self.model, config, Parallelism.of(config)), self.link_gb_s(config)
-        if sent is None or link is None:
-            raise ValueError("a rank is played only where traffic and link are known")
-        return sent, link
+        if link is None:
+            raise ValueError("a rank is played only where the link is known")
+        return sent or counted_traffic(self.model, config, measurement), link
 
     def link_gb_s(self, config: TrainConfig) -> float | None:
         """The bus bandwidth between the GPUs of a configuration: as calibrated, or else as the catalogue has it."""

@@ -8,10 +8,8 @@ from pathlib import Path
 
 from autotune.core.errors import UsageError
 from autotune.core.nvml import visible
-from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import World
 from autotune.core.units import parse_duration
-from autotune.prediction.collectives import traffic
 from autotune.problem.gpu_counts import split_count
 from autotune.problem.setup import Setup, set_up
 from autotune.problem.study_spec import StudySpec
@@ -114,7 +112,7 @@ def _with_counted_gpu(spec: StudySpec) -> StudySpec:
 def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[str], None]) -> Setup:
     """The setup with a rank that is played, where the user wants that or has too few GPUs.
 
-    Raises UsageError where nobody knows what ranks send each other.
+    Raises UsageError where nobody knows how fast they send each other anything.
     """
     task, numbers = setup.task, setup.task.numbers_of_gpus
     gpus = numbers[-1]
@@ -132,12 +130,6 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
         reason = f"nobody published how fast {task.device.label} exchanges data with its like"
         remedy = "give a card of your own with link_gb_s (docs/using.md)" if target.card else "leave --play-ranks out"
         raise UsageError(f"--gpus {gpus}: {reason}", remedy=remedy)
-    trained = itertools.product(task.space.choices("lora_targets"), task.space.choices("modules_to_save"))
-    for targets, saved in trained:
-        config = replace(task.baselines[-1], lora_targets=targets, modules_to_save=saved)
-        if traffic(task.model, config, Parallelism.of(config)) is None:
-            reason = f"no formula says what ranks of {task.model.name} send each other"
-            raise UsageError(f"--gpus {gpus}: {reason}", remedy=f"run on a machine with {gpus} GPUs")
     played = " or ".join(str(number) for number in numbers if number > 1)
     say(f"one GPU plays a rank of {played}: memory is measured, speeds are projected")
     return replace(setup, task=replace(task, world=World.FAKE))

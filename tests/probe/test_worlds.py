@@ -19,6 +19,7 @@ from autotune.probe.monitor import DEADLINES
 from autotune.probe.rank_pool import RankPool
 from autotune.probe.supervisor import WorkerProber
 from tests.helpers.probing import MODEL, alive, request
+from tests.probe.test_families import ALWAYS
 
 pytestmark = pytest.mark.probe
 
@@ -57,6 +58,14 @@ def test_one_worker_plays_a_rank_of_eight_then_trains_alone_then_plays_one_of_tw
     again = measured(prober.probe(shared(1, "none"), log))
     assert prober.starts == starts  # each world returned its memory
     assert again.losses[:3] == pytest.approx(alone.losses[:3], rel=1e-6)
+
+
+@pytest.mark.parametrize(("family", "strategy", "method"), [("qwen3_moe", "fsdp2", "full"), ("gpt2", "ddp", "lora")])
+def test_a_rank_of_a_family_without_a_formula_is_played(
+    prober: WorkerProber, family: str, strategy: str, method: str
+) -> None:
+    asked = shared(4, strategy, method=method, model=MODEL | {"model_type": family} | ALWAYS[family])
+    assert measured(prober.probe(asked, prober.logs / "family.log")).trainable_params > 0
 
 
 def test_every_rank_of_ddp_holds_all(prober: WorkerProber) -> None:

@@ -13,6 +13,7 @@ from autotune.prediction.collectives import (
     SLOWEST_LINK,
     RankStepTime,
     Traffic,
+    counted_traffic,
     forward_share,
     rank_step_time,
     traffic,
@@ -20,6 +21,7 @@ from autotune.prediction.collectives import (
 from autotune.prediction.memory_formula import Sizes
 from autotune.prediction.step_time import StepTimeEstimate, estimate_step_time
 from autotune.prediction.transfer import interval
+from tests.helpers.factories import measurement
 
 # A device's 2 s and a host's 0, so that a micro batch takes 2 s.
 STEP = StepTimeEstimate(products_s=1.5, bytes_s=0.5, host_s=0.0, rest_s=0.4, device_error=0.1)
@@ -67,6 +69,21 @@ def test_adapters_alone_are_reduced() -> None:
     assert ddp == Traffic(last_backward=4 * adapters)
     layer = (sizes.params - 2 * sizes.embedding + adapters) / 32
     assert found.ends == pytest.approx(sizes.embedding + layer + adapters / 32)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "fsdp2_keep"])
+@pytest.mark.parametrize("config", [LORA, FULL], ids=["lora", "full"])
+def test_what_a_probe_counted_says_the_same_as_the_formula(config: TrainConfig, strategy: str) -> None:
+    sizes = Sizes.of(mistral())
+    assert sizes is not None
+    adapters = 0 if config.method == "full" else sizes.adapter_params(config)
+    counted = measurement(total_params=sizes.params + adapters, trainable_params=adapters or sizes.params)
+    shared = replace(config, num_gpus=4, sharding=strategy)
+    found = counted_traffic(mistral(), shared, counted)
+    expected = traffic(mistral(), shared, Parallelism.of(shared))
+    assert expected is not None
+    for name in ("forward", "backward", "last_backward", "after", "ends"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name)), name
 
 
 def test_one_gpu_sends_nothing_and_some_models_have_no_formula() -> None:

@@ -211,7 +211,19 @@ def test_gpus_of_any_world_wait_for_the_longest_rows() -> None:
         assert uneven.tokens_per_s(result(config, measurement=found)) == pytest.approx(speed.tokens_per_second)
 
 
-def test_a_rank_is_not_played_where_nobody_knows_what_it_sends() -> None:
+def test_what_ranks_send_of_a_model_without_a_formula_follows_from_what_a_probe_counted() -> None:
+    """All of 1.4 G parameters in bf16, gathered twice on two GPUs, over a link of 1 GB/s: 1.4 s each."""
+    model, config = resolve_model("falcon-h1-1.5b"), TrainConfig(num_gpus=2, sharding="fsdp2", seq_len=256)
+    task = subject_of(
+        model=model, space=space().pin("num_gpus", 2), device=replace(H200, link_gb_s=1.0), world=World.FAKE
+    )
+    assert traffic(model, config, Parallelism.of(config)) is None
+    found = measurement(0.001, rest_s=(), total_params=1_400_000_000, trainable_params=10_000_000)
+    each_s = task.performance(config, [found]).step_time_s / task.workload.run_shape(config).accumulation
+    assert 2 * 1.4 < each_s < 2 * 1.4 * 1.2  # and the ends
+
+
+def test_a_rank_is_not_played_where_nobody_knows_how_fast_it_sends() -> None:
     task = subject_of(space=space().pin("num_gpus", 2), device=replace(H200, link_gb_s=None), world=World.FAKE)
-    with pytest.raises(ValueError, match="only where traffic and link are known"):
+    with pytest.raises(ValueError, match="only where the link is known"):
         task.performance(TrainConfig(num_gpus=2), [measurement()])
