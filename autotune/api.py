@@ -79,7 +79,7 @@ def tune(
         AutotuneError: what the command would end with, as an exception with `remedy` and `exit_code`.
         TypeError: an unknown option.
     """
-    counts = gpus if isinstance(gpus, int | str | None) else ",".join(map(str, gpus))
+    counts = gpus if isinstance(gpus, int | str | None) else tuple(gpus)
     spec = StudySpec(model=model, gpu=gpu, space=space, gpus=counts, **options)
     if spec.configs:
         raise UsageError("a suite has no best to return", remedy="probe its configurations with `autotune run --spec`")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
 
 from autotune.core.errors import UsageError
 from autotune.core.files import read_user_yaml
@@ -199,7 +199,7 @@ class StudySpec:
     verify: bool = _option(
         False, "Afterwards run the exported script and compare its speed and memory with the prediction."
     )
-    gpus: int | str | None = _option(
+    gpus: int | str | tuple[int, ...] | None = _option(
         None, "GPUs that share out each training; several numbers, as 1,2,4,8, are compared.", shown_default="1"
     )
     within: str | float | None = _option(None, "The full run is to end within this time, as 6h.", metavar="TIME")
@@ -291,7 +291,8 @@ def make_spec(path: Path | None, options: dict[str, Any]) -> StudySpec:
 
 def _has_type(value: Any, annotation: Any) -> bool:
     """Whether a value has the annotated type, a union of plain classes. An int is a float; a bool is neither."""
-    allowed = get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    members = get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    allowed = tuple(get_origin(member) or member for member in members)
     if isinstance(value, bool):
         return bool in allowed
     return isinstance(value, allowed) or (float in allowed and isinstance(value, int))

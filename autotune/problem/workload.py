@@ -162,6 +162,10 @@ class Workload:
             epochs=self.epochs,
         )
 
+    def divides(self, config: TrainConfig) -> bool:
+        """Whether whole micro batches on all GPUs come to the global batch; of packed rows they need not."""
+        return config.packing or self.global_batch % (config.micro_batch_size * config.num_gpus) == 0
+
     def _accumulation(self, config: TrainConfig, devices: int) -> int:
         rows_at_once = config.micro_batch_size * devices
         if config.packing:

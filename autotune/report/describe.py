@@ -324,10 +324,11 @@ def ablation_effect(result: Ablation, knob: AblatedKnob) -> str:
 
 
 def ablation(result: Ablation) -> list[str]:
-    """One line for each knob, the most helpful first."""
+    """One line for each knob, the most helpful first. A comparison is as certain as the less certain of the two is."""
+    rank = list(Evidence)
     return [
         f"{knob.knob} {getattr(result.winner.config, knob.knob)} instead of {getattr(knob.config, knob.knob)}: "
-        f"{ablation_effect(result, knob)} [{knob.evidence.value}]"
+        f"{ablation_effect(result, knob)} [{max(knob.evidence, result.winner.evidence, key=rank.index).value}]"
         for knob in result.ranked()
     ]
 

@@ -70,7 +70,9 @@ def ablated_configs(winner: TrainConfig, baseline: TrainConfig) -> Iterator[tupl
             changes["double_quant"] = baseline.double_quant
         elif name == "double_quant" and winner.quantization != baseline.quantization:
             continue
-        yield name, TrainConfig(**winner.as_dict() | changes)
+        config = TrainConfig(**winner.as_dict() | changes)
+        if config != winner:  # what several GPUs share out has no value for one
+            yield name, config
 
 
 def ablate(
@@ -98,6 +100,8 @@ def ablate(
     for name, config in ablated_configs(winner, baseline):
         if should_stop():
             break
+        if not task.workload.divides(config):  # by as many GPUs
+            continue
         say(f"without {name} {getattr(winner, name)}: {config.label()}")
         undone.append(to_ablated_knob(task, name, evaluator.evaluate(config, None).result))
         evaluator.failures_in_a_row = 0
@@ -107,7 +111,8 @@ def ablate(
 def to_ablated_knob(task: Task, knob: str, result: ProbeResult) -> AblatedKnob:
     """Read a probe's result in the terms of this study."""
     measurement = result.measurement
-    ablated = AblatedKnob(knob=knob, config=result.config, outcome=result.outcome, evidence=result.evidence)
+    evidence = Evidence.PROJECTED if task.is_projected(result.config) else result.evidence
+    ablated = AblatedKnob(knob=knob, config=result.config, outcome=result.outcome, evidence=evidence)
     if result.oom is not None:
         ablated = replace(ablated, peak_gib=result.oom.need_gib, limit_gib=result.oom.limit_gib)
     if result.outcome is not Outcome.OK or measurement is None:

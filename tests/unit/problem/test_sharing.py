@@ -131,3 +131,21 @@ def test_formulas_lead_to_a_shared_model_where_nothing_else_fits() -> None:
     first = replace(seeds[0], num_gpus=1)
     alone = memory_breakdown(task.model, first, 2)
     assert alone is not None and alone.peak_gib > 100
+
+
+def test_several_numbers_of_gpus_share_a_space() -> None:
+    """What one of them can train stays; on one GPU there is nothing to share out; micro batches divide the batch."""
+    for given in ("1,2,4", (4, 2, 1, 1)):
+        task = setup_on(given, space="qlora").task  # type: ignore[arg-type]
+        assert task.numbers_of_gpus == (1, 2, 4) and (task.probing_gpus, task.plays_ranks) == (4, False)
+        sharding, size = task.space.knob("sharding"), task.space.knob("micro_batch_size")
+        assert sharding and sharding.when == {"num_gpus": [2, 4]} and size and size.divides == 32
+    assert task.space.choices("quantization") == ("nf4",)
+    assert [(one.num_gpus, one.micro_batch_size, one.sharding) for one in task.baselines] == [
+        *((1, size, "none") for size in (8, 4, 2, 1)),
+        *((2, size, way) for way in ("ddp", "fsdp2") for size in (8, 4, 2, 1)),
+        *((4, size, way) for way in ("ddp", "fsdp2") for size in (8, 4, 2, 1)),
+    ]
+    setup = set_up(StudySpec(model="llama-3.1-8b", gpus="1,3,4", global_batch=32), H100)
+    assert setup.task.numbers_of_gpus == (1, 4)
+    assert "num_gpus 3: do not divide the global batch of 32 (--global-batch)" in map(str, setup.removals)

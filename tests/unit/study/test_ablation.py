@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from autotune.catalog import resolve_device
 from autotune.core.errors import EnvironmentProblem
-from autotune.core.probe_types import Evidence, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult
+from autotune.core.probe_types import Evidence, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult, World
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.report import describe
@@ -15,7 +16,7 @@ from autotune.study.ablation import AblatedKnob, Ablation, ablate, ablated_confi
 from autotune.study.summary import summary_data
 from tests.helpers.factories import measurement, result, summary
 from tests.helpers.replay import machine
-from tests.helpers.sessions import Start, by_tokens
+from tests.helpers.sessions import Start, by_tokens, space, subject_of
 
 BASELINE = TrainConfig(micro_batch_size=4, seq_len=256, lora_rank=32)
 WINNER = replace(BASELINE, micro_batch_size=8, checkpointing="none", lora_rank=16)
@@ -29,6 +30,21 @@ def test_each_knob_that_differs_is_set_back_alone() -> None:
         "checkpointing": replace(WINNER, checkpointing="full"),
     }
     assert dict(ablated_configs(WINNER, WINNER)) == {}
+
+
+def test_several_gpus_are_set_back_to_one(start: Start) -> None:
+    """They share nothing out then. What would not divide the global batch is left out, and speeds are projected."""
+    pair = replace(WINNER, num_gpus=2, sharding="ddp")
+    assert dict(ablated_configs(pair, BASELINE))["num_gpus"] == WINNER
+    assert "sharding" not in dict(ablated_configs(pair, BASELINE))
+    played = subject_of(space().pin("num_gpus", 2), world=World.FAKE, device=resolve_device("h200"))
+    session = start(machine(rate=by_tokens, limit_gib=100.0), task=played)
+    winner = replace(pair, micro_batch_size=4, num_gpus=8)
+    found = ablate(played, session.evaluator, winner, replace(BASELINE, micro_batch_size=8))
+    assert [knob.knob for knob in found.undone] == ["lora_rank", "checkpointing", "num_gpus"]
+    assert found.winner.evidence is Evidence.PROJECTED
+    (of_gpus,) = [line for line in describe.ablation(found) if line.startswith("num_gpus 8 instead of 1: ")]
+    assert of_gpus.endswith("[projected]")
 
 
 @pytest.mark.parametrize("quantised_wins", [True, False])
