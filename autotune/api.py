@@ -130,6 +130,8 @@ def plan(
     gpu: str = ...,
     space: str | SearchSpace | None = ...,
     gpus: int | Sequence[int],
+    nodes: int | Sequence[int] | None = ...,
+    network: str | float | None = ...,
     within: str | float | None = ...,
     **options: Any,
 ) -> "GpuPlan": ...
@@ -141,14 +143,17 @@ def plan(
     gpu: str = "auto",
     space: str | SearchSpace | None = None,
     gpus: int | Sequence[int] | None = None,
+    nodes: int | Sequence[int] | None = None,
+    network: str | float | None = None,
     within: str | float | None = None,
     **options: Any,
 ) -> "Plan | GpuPlan":
     """Estimate by formula what fits a GPU, how fast it trains and what that costs; needs no GPU.
 
     A dry probe counts what no formula covers, in seconds. With `gpus`, such as [1, 2, 4, 8], the answer is a GpuPlan
-    for these numbers of GPUs of one host, and `within` is its deadline: "6h", or a number of hours. `options` are those
-    of `autotune plan`, with underscores. Raises AutotuneError.
+    for these numbers of GPUs of one host, and `within` is its deadline: "6h", or a number of hours. With `nodes` they
+    are those of each of so many hosts, which `network` links: GB/s out of a host, or a name such as "ethernet-100".
+    `options` are those of `autotune plan`, with underscores. Raises AutotuneError.
     """
     from autotune.planning import plan as planning
     from autotune.planning.observations import known_observations
@@ -158,7 +163,7 @@ def plan(
         return planning.plan(spec, observations=observations, counted=True)
     from autotune.planning.several_gpus import plan_spec
 
-    return plan_spec(spec, gpus, within=within, observations=observations)
+    return plan_spec(spec, gpus, nodes=nodes, network=network, within=within, observations=observations)
 
 
 def compare(

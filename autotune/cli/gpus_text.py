@@ -26,7 +26,8 @@ def print_gpu_plan(made: GpuPlan) -> None:
     """Print the table, why rows are empty, and the cheapest and the fastest row."""
     task = made.task
     memory = f"{fmt_gib(task.device.memory_gib)} each, {fmt_gib(made.limit_gib)} of it for tensors and NCCL"
-    print(f"{task.model.name} on one host of {task.device.label}: {memory}")
+    hosts = "one host" if all(row.hosts == 1 for row in made.rows) else "hosts"
+    print(f"{task.model.name} on {hosts} of {task.device.label}: {memory}")
     shape = f"{task.workload.trained:,} examples x {task.workload.epochs}, global batch {task.workload.global_batch}"
     print(f"{shape}. Every number is projected, nothing was measured here: {BASIS}.")
     print_table(None, COLUMNS, [_cells(made, row) for row in made.rows])
@@ -46,7 +47,7 @@ def _cells(made: GpuPlan, row: RankPlan) -> tuple[str, ...]:
     estimated, efficiency = row.estimate, made.efficiency(row)
     bounds = DASH if row.interval is None else " to ".join(map(fmt_count, row.interval))
     return (
-        str(row.num_gpus),
+        str(row.num_gpus) if row.hosts == 1 else f"{row.hosts} x {row.num_gpus // row.hosts}",
         row.parallelism.strategy,
         DASH if estimated is None else f"{estimated.need_gib:.1f}",
         row.state or "impossible",

@@ -1,12 +1,13 @@
 """Plan the same run on one and on several GPUs of a kind, by formula: the best configuration of each strategy.
 
-Every number is projected. The GPUs are in one host, since links between hosts are not modelled.
+Every number is projected. Between hosts collectives run at the pace of the network, if that is the slower.
 """
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from autotune.catalog import resolve_device
@@ -29,7 +30,16 @@ from autotune.prediction.memory_formula import unsupported
 from autotune.prediction.sharded_memory import rank_breakdown
 from autotune.prediction.step_time import StepTimeEstimate, estimate_step_time, host_of
 from autotune.prediction.transfer import REFERENCE, interval
-from autotune.problem.gpu_counts import parse_gpus, parse_within, split_count
+from autotune.problem.gpu_counts import (
+    MOST_GPUS,
+    NETWORKS,
+    Counts,
+    parse_gpus,
+    parse_network,
+    parse_nodes,
+    parse_within,
+    split_count,
+)
 from autotune.problem.run_cost import FITS, TIGHT, DeviceEstimate
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
@@ -46,13 +56,14 @@ StepTimes = Callable[[TrainConfig], StepTimeEstimate | None]  # of one GPU
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """The best configuration of one strategy on so many GPUs.
+    """The best configuration of one strategy on so many GPUs of `hosts`, each of which has as many.
 
     `estimate` is of one GPU, but for its cost, which is of all; None where `problem` says why nothing can be trained.
     `step` and `accumulation` are those of each GPU.
     """
 
     parallelism: Parallelism
+    hosts: int = 1
     estimate: DeviceEstimate | None = None
     step: RankStepTime | None = None
     accumulation: int | None = None
@@ -157,13 +168,17 @@ def cheapest(rows: Sequence[RankPlan], within_hours: float = math.inf) -> RankPl
 
 def plan_spec(
     spec: StudySpec,
-    gpus: str | int | Sequence[int] | None,
+    gpus: Counts | None,
     *,
+    nodes: Counts | None = None,
+    network: str | float | None = None,
     within: str | float | None = None,
     observations: Sequence[Observation] = (),
     say: Say = silent,
 ) -> GpuPlan:
     """Plan a study for `gpus`, numbers of GPUs; without them, for the number in `spec.gpu`, such as 8xh100.
+
+    With `nodes` they are those of each of so many hosts, which `network` links (`gpu_counts.parse_network`).
 
     Raises UsageError where a part of the spec, a number or the deadline is impossible, or no formula covers the model.
     """
@@ -171,15 +186,21 @@ def plan_spec(
     if counted is not None and gpus is not None:
         raise UsageError(f"--gpu says {counted} GPUs and --gpus {gpus}", remedy="leave out one of them")
     numbers = counted if gpus is None else gpus
+    if numbers is None and nodes is not None:
+        numbers = MOST_GPUS
     if numbers is None:
-        raise UsageError("--within needs the numbers of GPUs to choose from", remedy="for example --gpus 1,2,4,8")
+        raise UsageError("between which numbers of GPUs is to be chosen?", remedy="for example --gpus 1,2,4,8")
     if spec.configs:
         raise UsageError(
             "--gpus plans a search space, and the spec names configurations", remedy="leave out one of them"
         )
-    counts, hours, device = parse_gpus(numbers), parse_within(within), planned_device(gpu)
+    counts, hosts, hours, device = parse_gpus(numbers), parse_nodes(nodes), parse_within(within), planned_device(gpu)
+    network_gb_s = parse_network(network)
+    if hosts[-1] > 1 and network_gb_s is None:
+        raise UsageError("--nodes: what links the hosts?", remedy=f"give --network GB_PER_S, or {', '.join(NETWORKS)}")
     task = planned_setup(replace(spec, gpu=gpu), device, say).task
-    return plan_gpus(task, limit_of(spec, device), counts, observations, within_hours=hours)
+    links = {number: network_gb_s if number > 1 else None for number in hosts}
+    return plan_gpus(task, limit_of(spec, device), counts, observations, within_hours=hours, hosts=links)
 
 
 def plan_gpus(
@@ -189,8 +210,11 @@ def plan_gpus(
     observations: Sequence[Observation] = (),
     *,
     within_hours: float | None = None,
+    hosts: Mapping[int, float | None] = MappingProxyType({1: None}),
 ) -> GpuPlan:
     """Plan the task for each of these numbers of GPUs, by each strategy.
+
+    They are those of each host; `hosts` says how many there are, and the GB/s of what links so many.
 
     Raises UsageError where no formula covers model or configuration.
     """
@@ -203,9 +227,10 @@ def plan_gpus(
     configs = candidates(distinguishable(task.space, baseline))
     step_times = functools.cache(functools.partial(_step_time, task, tuple(observations)))
     rows = [
-        _plan_rank(task, limit_gib, parallelism, configs, step_times)
+        replace(_plan_rank(task, limit_gib, parallelism, configs, step_times, network_gb_s), hosts=number_of_hosts)
+        for number_of_hosts, network_gb_s in hosts.items()
         for number in numbers
-        for parallelism in _parallelisms(number)
+        for parallelism in _parallelisms(number_of_hosts * number)
     ]
     return GpuPlan(task=task, limit_gib=limit_gib, rows=tuple(rows), within_hours=within_hours)
 
@@ -226,14 +251,19 @@ def _step_time(task: Task, observations: tuple[Observation, ...], config: TrainC
 
 
 def _plan_rank(
-    task: Task, limit_gib: float, parallelism: Parallelism, configs: Sequence[TrainConfig], step_times: StepTimes
+    task: Task,
+    limit_gib: float,
+    parallelism: Parallelism,
+    configs: Sequence[TrainConfig],
+    step_times: StepTimes,
+    network_gb_s: float | None,
 ) -> RankPlan:
     """The best configuration of a strategy, or the one that needs least if none surely fits, or why there is none."""
     problem = None
     rows = []
     for config in configs:
         try:
-            row = _rank_plan(task, limit_gib, parallelism, config, step_times)
+            row = _rank_plan(task, limit_gib, parallelism, config, step_times, network_gb_s)
         except ValueError as error:
             problem = problem or str(error)
             continue
@@ -260,7 +290,12 @@ def _score(estimated: DeviceEstimate, step_times: StepTimes) -> float:
 
 
 def _rank_plan(
-    task: Task, limit_gib: float, parallelism: Parallelism, config: TrainConfig, step_times: StepTimes
+    task: Task,
+    limit_gib: float,
+    parallelism: Parallelism,
+    config: TrainConfig,
+    step_times: StepTimes,
+    network_gb_s: float | None,
 ) -> RankPlan | None:
     """One configuration under one strategy; None where no formula covers it. Raises ValueError for what cannot be."""
     if (reason := parallelism.refusal(config)) is not None:
@@ -282,6 +317,8 @@ def _rank_plan(
     sent, link_gb_s = traffic(task.model, config, parallelism), task.link_gb_s(shared)
     if sent is None or link_gb_s is None:
         return row
+    if network_gb_s is not None:  # a ring passes through both, at the pace of the slower
+        link_gb_s = min(link_gb_s, network_gb_s)
     waiting = alone.longer(1 + workload.waiting_share(shared))
     step = rank_step_time(
         waiting,
@@ -326,6 +363,7 @@ def _row_data(made: GpuPlan, row: RankPlan) -> dict[str, Any]:
     estimated = row.estimate
     return {
         **asdict(row.parallelism),
+        "hosts": row.hosts,
         "precision": row.parallelism.precision(estimated.config) if estimated else None,
         "accumulation": row.accumulation,
         "state": row.state,

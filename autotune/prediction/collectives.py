@@ -2,7 +2,7 @@
 
 Bytes on the wire follow from the strategy, their time from the bus bandwidth of the link. Communication runs beside the
 computation, and the longer of the two sets the pace. What is hidden costs time all the same, because collectives take
-multiprocessors and bandwidth from the kernels beside them. A second host is not modelled. That ranks wait for the one
+multiprocessors and bandwidth from the kernels beside them. That ranks wait for the one
 with the longest rows is in the computation that is given (`Workload.waiting_share`).
 """
 

@@ -1,27 +1,64 @@
-"""How many GPUs a user names, and by when a run is to end."""
+"""How many GPUs and hosts a user names, what links the hosts, and by when a run is to end."""
 
+import math
 import re
 from collections.abc import Sequence
 
 from autotune.core.errors import UsageError
 from autotune.core.units import parse_duration
 
+Counts = str | int | Sequence[int]
+
 MOST_GPUS = 8  # of one host
+# GB/s out of a host by all its adapters: their nominal rate, of which collectives reach REACHED. 400 Gb/s, which is 50
+# GB/s, give 45 (nccl-tests).
+NETWORKS = {
+    "ethernet-10": 1.25,
+    "ethernet-25": 3.125,
+    "ethernet-100": 12.5,
+    "ethernet-400": 50.0,
+    "infiniband-8x200": 200.0,
+    "infiniband-8x400": 400.0,
+}
+REACHED = 0.9
 
 
-def parse_gpus(given: str | int | Sequence[int]) -> tuple[int, ...]:
+def parse_gpus(given: Counts) -> tuple[int, ...]:
     """'1,2,4', or [1, 2, 4] -> (1, 2, 4). Raises UsageError for what is no number of GPUs of one host."""
+    numbers = _parse_counts("--gpus", given, "1,2,4,8")
+    if numbers[-1] > MOST_GPUS:
+        raise UsageError(
+            f"--gpus {numbers[-1]}: up to {MOST_GPUS} GPUs, in one host",
+            remedy=f"take {MOST_GPUS}; `autotune plan` takes several hosts with --nodes",
+        )
+    return numbers
+
+
+def parse_nodes(given: Counts | None) -> tuple[int, ...]:
+    """As `parse_gpus`, for hosts; one where none is given."""
+    return (1,) if given is None else _parse_counts("--nodes", given, "1,2,4")
+
+
+def _parse_counts(option: str, given: Counts, example: str) -> tuple[int, ...]:
     text = given if isinstance(given, str) else ",".join(map(str, [given] if isinstance(given, int) else given))
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch("[0-9]{1,6}", part) and int(part) for part in parts):
-        raise UsageError(f"--gpus cannot be {text!r}", remedy="separate numbers by commas: --gpus 1,2,4,8")
-    numbers = tuple(sorted({int(part) for part in parts}))
-    if numbers[-1] > MOST_GPUS:
-        raise UsageError(
-            f"--gpus {numbers[-1]}: up to {MOST_GPUS} GPUs, in one host; others' links are not modelled",
-            remedy=f"take {MOST_GPUS}, and measure how your hosts scale",
-        )
-    return numbers
+        raise UsageError(f"{option} cannot be {text!r}", remedy=f"separate numbers by commas: {option} {example}")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def parse_network(given: str | float | None) -> float | None:
+    """GB/s that collectives reach between hosts: of one of NETWORKS by name, or of as many GB/s. Raises UsageError."""
+    if given is None:
+        return None
+    try:
+        nominal = NETWORKS[given] if isinstance(given, str) and given in NETWORKS else float(given)
+    except ValueError:
+        nominal = 0.0
+    if not 0 < nominal < math.inf:
+        names = ", ".join(NETWORKS)
+        raise UsageError(f"--network cannot be {given!r}", remedy=f"give GB/s out of a host, or one of {names}")
+    return REACHED * nominal
 
 
 def split_count(gpu: str) -> tuple[str | None, str]:

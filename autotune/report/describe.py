@@ -132,6 +132,7 @@ def _gpu_choice(name: str, row: RankPlan | None, deadline_hours: float | None = 
     if row is None or row.estimate is None or row.estimate.cost is None or row.hours is None:
         return f"{name}: none is known"
     shared_out = "1 GPU" if row.num_gpus == 1 else f"{row.num_gpus} GPUs, {row.parallelism.strategy}"
+    shared_out += f" on {row.hosts} hosts" if row.hosts > 1 else ""
     high = row.estimate.cost.interval_hours[1]
     late = f"; it may take {fmt_hours(high)}" if deadline_hours is not None and high > deadline_hours else ""
     cost = f"{row.hours * row.num_gpus:.3g} GPU-hours" if row.usd is None else fmt_usd(row.usd)

@@ -9,6 +9,7 @@ from autotune.cli.options import Evidence, Gpu, Json
 from autotune.cli.study_options import PLANNED, spec_of, with_study_options
 from autotune.cli.terminal import print_json, print_note, print_table
 from autotune.core.errors import NothingFits
+from autotune.problem.gpu_counts import NETWORKS, split_count
 from autotune.problem.study_spec import StudySpec
 from autotune.study.storage.location import EVIDENCE
 
@@ -19,6 +20,13 @@ def plan_command(
     gpus: Annotated[
         str | None,
         typer.Option(metavar="NUMBERS", help="Plan for so many GPUs of one host, as 1,2,4,8 (or --gpu 8xh100)."),
+    ] = None,
+    nodes: Annotated[
+        str | None, typer.Option(metavar="NUMBERS", help="Plan for so many hosts of --gpus each, as 1,2,4.")
+    ] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(help=f"What links them: GB/s out of a host, or {', '.join(NETWORKS)}."),
     ] = None,
     within: Annotated[
         str | None, typer.Option(help="With --gpus: the cheapest that ends within this time, as 6h.")
@@ -32,13 +40,12 @@ def plan_command(
     Raises:
         UsageError: an option is unknown or impossible, or two contradict each other.
     """
-    from autotune.problem.gpu_counts import split_count
-
     spec = spec_of(options | {"gpu": gpu})
-    if gpus is None and within is None and split_count(spec.gpu)[0] is None:
+    several = {"gpus": gpus, "nodes": nodes, "network": network, "within": within}
+    if split_count(spec.gpu)[0] is None and all(given is None for given in several.values()):
         plan(spec, evidence=evidence, as_json=json_)
     else:
-        plan_several(spec, gpus, within=within, evidence=evidence, as_json=json_)
+        plan_several(spec, several, evidence=evidence, as_json=json_)
 
 
 def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
@@ -79,10 +86,8 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
         )
 
 
-def plan_several(
-    spec: StudySpec, gpus: str | None, *, within: str | None, evidence: Path, as_json: bool = False
-) -> None:
-    """Print a plan for several numbers of GPUs.
+def plan_several(spec: StudySpec, asked: dict[str, str | None], *, evidence: Path, as_json: bool = False) -> None:
+    """Print a plan for several numbers of GPUs: `asked` are arguments of `plan_spec`.
 
     Raises:
         UsageError: a part of the spec, the numbers or the deadline is impossible, or no formula covers the model.
@@ -93,7 +98,9 @@ def plan_several(
     from autotune.problem.run_cost import FITS
     from autotune.problem.search_space import ways_to_fit
 
-    made = plan_spec(spec, gpus, within=within, observations=known_observations(evidence, print_note), say=print_note)
+    gpus, within = asked["gpus"], asked["within"]
+    observations = known_observations(evidence, print_note)
+    made = plan_spec(spec, **asked, observations=observations, say=print_note)
     task = made.task
     if as_json:
         print_json(gpu_plan_data(made))

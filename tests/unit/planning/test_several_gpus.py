@@ -155,6 +155,26 @@ def test_as_data() -> None:
     assert refused["precision"] is refused["of_one_gpu"] is refused["accumulation"] is None and refused["problem"]
 
 
+def test_hosts_are_as_fast_as_what_links_them() -> None:
+    """On one host the network does not matter; a fast one does not slow the others; a slow one does."""
+
+    def made(network: str | float) -> dict[tuple[int, str], RankPlan]:
+        rows = autotune.plan(
+            "llama-3.1-8b", gpu="h100", gpus=8, nodes=[1, 2], network=network, space="full", global_batch=128
+        ).rows
+        return {(one.hosts, one.parallelism.strategy): one for one in rows}
+
+    fast, slow = made(400.0), made("ethernet-25")
+    assert {hosts for hosts, _ in fast} == {1, 2} and fast[2, "fsdp2"].num_gpus == 16
+    assert fast[1, "fsdp2"] == slow[1, "fsdp2"]
+    one, two, far = (found.tokens_per_s or 0.0 for found in (fast[1, "fsdp2"], fast[2, "fsdp2"], slow[2, "fsdp2"]))
+    assert 1.8 * one < two < 2.2 * one and far < one
+    step = slow[2, "fsdp2"].step
+    assert step is not None and step.exposed_s > 0.5 * step.step_s  # hardly anything is hidden
+    data = gpu_plan_data(autotune.plan("mistral-7b", gpu="h100", gpus=8, nodes=16, network=400.0, global_batch=128))
+    assert {row["hosts"] for row in data["rows"]} == {16} and "num_gpus is one of" in data["rows"][0]["problem"]
+
+
 # The command
 
 
@@ -213,7 +233,10 @@ def test_a_count_before_the_name_of_the_gpu(monkeypatch: Any, capsys: Any) -> No
     [
         (("--gpu", "2xh100", "--gpus", "2"), 2, "--gpu says 2 GPUs and --gpus 2"),
         (("--gpu", "h100", "--gpus", ""), 2, "--gpus cannot be ''"),
-        (("--gpu", "h100", "--within", "6h"), 2, "--within needs the numbers of GPUs"),
+        (("--gpu", "h100", "--within", "6h"), 2, "between which numbers of GPUs"),
+        (("--gpu", "h100", "--nodes", "2"), 2, "--nodes: what links the hosts?"),
+        (("--gpu", "h100", "--nodes", "x", "--network", "50"), 2, "--nodes cannot be 'x'"),
+        (("--gpu", "h100", "--nodes", "2", "--network", "slow"), 2, "--network cannot be 'slow'"),
         (("--gpu", "h100", "--gpus", "2", "--within", "soon"), 2, "--within: 'soon' is not a duration"),
         (("--gpu", "h100", "--gpus", "2", "--within", "1s"), 4, "no plan is known to end within 1s"),
         (("--gpu", "h100", "--gpus", "16"), 2, "--gpus 16: up to 8 GPUs"),
@@ -231,10 +254,11 @@ def test_named_configurations_are_planned_for_one_gpu() -> None:
     from autotune.problem.study_spec import NamedConfig
 
     spec = StudySpec(model="mistral-7b", gpu="h100", configs=(NamedConfig(name="one"),))
+    asked: dict[str, Any] = dict.fromkeys(("gpus", "nodes", "network", "within"))
     with pytest.raises(UsageError, match="the spec names configurations"):
-        plan_several(spec, "2", within=None, evidence=Path("nowhere"))
+        plan_several(spec, asked | {"gpus": "2"}, evidence=Path("nowhere"))
     with pytest.raises(NothingFits):
-        plan_several(StudySpec(model="llama-3.1-70b", gpu="l4"), "1", within=None, evidence=Path("nowhere"))
+        plan_several(StudySpec(model="llama-3.1-70b", gpu="l4"), asked | {"gpus": "1"}, evidence=Path("nowhere"))
 
 
 def test_python_takes_the_numbers_as_the_command_does() -> None:
@@ -247,7 +271,7 @@ def test_python_takes_the_numbers_as_the_command_does() -> None:
 def test_python_refuses_what_the_command_refuses() -> None:
     with pytest.raises(UsageError, match="8 GPUs and --gpus"):
         autotune.plan("mistral-7b", gpu="8xh100", gpus=[2])
-    with pytest.raises(UsageError, match="--within needs"):
+    with pytest.raises(UsageError, match="between which numbers"):
         autotune.plan("mistral-7b", gpu="h100", within="6h")  # type: ignore[call-overload]
     with pytest.raises(UsageError, match="--within"):
         autotune.plan("mistral-7b", gpu="h100", gpus=2, within=-1)

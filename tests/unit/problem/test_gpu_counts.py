@@ -3,7 +3,7 @@
 import pytest
 
 from autotune.core.errors import UsageError
-from autotune.problem.gpu_counts import parse_gpus, parse_within, split_count
+from autotune.problem.gpu_counts import parse_gpus, parse_network, parse_nodes, parse_within, split_count
 
 
 def test_numbers_and_counts() -> None:
@@ -22,3 +22,11 @@ def test_deadlines() -> None:
     for wrong in ("soon", "0h", -1.0):
         with pytest.raises(UsageError, match="--within"):
             parse_within(wrong)
+
+
+def test_what_links_hosts_reaches_nine_tenths_of_its_rate() -> None:
+    assert parse_network("ethernet-100") == 0.9 * 12.5 and parse_network(50.0) == parse_network("50") == 45.0
+    assert parse_network(None) is None and parse_nodes(None) == (1,) and parse_nodes("2,4") == (2, 4)
+    for wrong in ("fast", "0", -1.0, "nan", "inf"):
+        with pytest.raises(UsageError, match="--network cannot be"):
+            parse_network(wrong)
