@@ -31,6 +31,8 @@ def step_time_of(model: ModelSpec, config: TrainConfig, micro_steps: int, host: 
     """The time of a step on the reference card: by formula, else counted; None where it is not known."""
     if supported(model, config) is not None:
         return estimate_step_time(model, config, host)
+    if config.packing and config.attention == "flash_attention_2":
+        return None  # its examples attend to less than the whole rows that are counted
     count = _answer(model, config, micro_steps).count
     return None if count is None else counted_step_time(config, count, host)
 
@@ -41,9 +43,12 @@ def no_count(model: ModelSpec, config: TrainConfig, micro_steps: int) -> str:
 
 
 def _answer(model: ModelSpec, config: TrainConfig, micro_steps: int) -> DryAnswer:
-    if config.attention == "flash_attention_2" and not config.has_mask:
-        # torch's own flash attention holds the same, and needs no package to be counted.
-        config = replace(config, attention="sdpa")
+    if config.attention == "flash_attention_2" and (config.packing or not config.has_mask):
+        # torch's own flash attention holds the same, and needs no package to be counted. It keeps packed examples apart
+        # without a mask, so that their rows are counted as if each held one.
+        config = replace(
+            config, attention="sdpa", packing=False, padding="max_length" if config.packing else config.padding
+        )
     # What may be used of the memory of a card does not change what is needed.
     return _prober().count(ProbeRequest(config=config, model=model.config, memory_gib=1.0, micro_steps=micro_steps))
 

@@ -117,7 +117,7 @@ def check(
         observations=tuple(observations),
         calibration=task.calibration,
     )
-    if without := unsupported(model, _alike(run.config)):
+    if without := unsupported(model, _alike(run.config)) or unsupported(model, run.config):
         say(f"counting what it needs, since there is no formula for {without}")
     checked = check_run(context, run)
     if checked is None:

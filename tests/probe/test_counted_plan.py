@@ -13,6 +13,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.planning import counted_memory
 from autotune.planning.plan import ONLY_BASELINE, ONLY_LEANEST, plan
 from autotune.planning.run_check import check
+from autotune.prediction.step_time import MEASURED_HOST
 from autotune.probe.dry_prober import DryAnswer, DryProber
 from autotune.problem.run_cost import FITS, OOM
 from autotune.problem.study_spec import make_spec
@@ -67,9 +68,13 @@ def test_flash_attention_that_sees_no_mask_is_counted_as_torchs_own(monkeypatch:
     monkeypatch.setattr(counted_memory, "_prober", Prober)
     config = TrainConfig(attention="flash_attention_2", padding="longest", micro_batch_size=4)
     masked = replace(config, padding="masked")
-    for one in (config, masked):
+    packed = replace(config, packing=True)  # its examples are kept apart by their lengths, without a mask
+    for one in (config, masked, packed):
         assert counted_memory.memory_of(resolve_model("gpt2"), one, 2) is None
-    assert [request.config for request in asked] == [replace(config, attention="sdpa"), masked]
+    whole = replace(config, attention="sdpa", padding="max_length")
+    assert [request.config for request in asked] == [replace(config, attention="sdpa"), masked, whole]
+    # Such rows attend to less than whole ones, so that the time is not known.
+    assert counted_memory.step_time_of(resolve_model("gpt2"), packed, 2, MEASURED_HOST) is None and len(asked) == 3
 
 
 def test_a_run_of_another_tool_is_judged_by_a_count(tmp_path: Path) -> None:
