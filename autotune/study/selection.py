@@ -413,8 +413,10 @@ class Selection:
         if not record.confirmed:
             return [*doubts, "the winner was not measured a second time: the study was cut short"]
         if record.measured:
-            wall_s = statistics.median(step_s for measurement in record.confirmed for step_s in measurement.step_s)
-            gap = step_time_s(record.measured, record.confirmed[0].micro_steps) / wall_s - 1.0
+            gap = statistics.median(  # a confirmation that had less time has shorter steps
+                step_time_s(record.measured, one.micro_steps) / statistics.median(one.step_s) - 1.0
+                for one in record.confirmed
+            )
             if abs(gap) > MAX_STEP_TIME_GAP:
                 doubts.append(f"the search's step time was {gap:+.1%} off the confirmed one, which counts")
         telemetry = [measurement.telemetry for measurement in record.confirmed if measurement.telemetry]

@@ -201,6 +201,14 @@ def test_a_search_that_was_off(again_s, caveats):
     assert confirmed(again_s).recipe(FINGERPRINT).caveats == caveats
 
 
+def test_a_confirmation_with_shorter_steps_is_not_off():
+    """One that had less time has two micro batches in a step, and another four."""
+    made = selection()
+    for micro_steps in (2, 4, 4):
+        made.confirm(FAST, steady(0.5, micro_steps=micro_steps))
+    assert made.recipe(FINGERPRINT).caveats == ()
+
+
 @pytest.mark.parametrize(("share", "percent"), [(None, None), (0.79, None), (0.8, "80%"), (1.3, "100%")])
 def test_a_host_that_sets_the_pace_is_reported(share, percent):
     made = confirmed()
