@@ -83,8 +83,9 @@ class CoordinateSearch:
                 return
             for config in smaller_batches(space, replace(best.config, num_gpus=self.num_gpus, sharding=way)):
                 chosen = space.clip(config)
-                if space.config(chosen).digest not in self._tried and not self.trials.is_done():
-                    self._try(chosen)
+                known = space.config(chosen).digest in self._tried
+                if not known and not self.trials.is_done() and self._try(chosen)[1] > 0:
+                    break  # it fits
             self._end_waiting()
 
     def _try_without_compiling(self) -> None:
