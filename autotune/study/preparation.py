@@ -128,7 +128,9 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
         )
     if any(task.link_gb_s(config) is None for config in task.baselines if config.num_gpus > 1):
         reason = f"nobody published how fast {task.device.label} exchanges data with its like"
-        remedy = "give a card of your own with link_gb_s (docs/using.md)" if target.card else "leave --play-ranks out"
+        remedy = "give a card of your own with link_gb_s (docs/using.md)"
+        if target.card is None:
+            remedy = "on a processor give one number with --gpus, without --play-ranks"
         raise UsageError(f"--gpus {gpus}: {reason}", remedy=remedy)
     played = " or ".join(str(number) for number in numbers if number > 1)
     say(f"one GPU plays a rank of {played}: memory is measured, speeds are projected")
