@@ -159,7 +159,7 @@ def plan(
     from autotune.planning.observations import known_observations
 
     spec, observations = StudySpec(model=model, gpu=gpu, space=space, **options), known_observations()
-    if gpus is None and within is None:
+    if gpus is None and nodes is None and network is None and within is None:
         return planning.plan(spec, observations=observations, counted=True)
     from autotune.planning.several_gpus import plan_spec
 

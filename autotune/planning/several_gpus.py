@@ -25,7 +25,7 @@ from autotune.planning.device_estimate import (
 )
 from autotune.planning.observations import Observation, Say, silent
 from autotune.planning.plan import candidates, distinguishable, estimate_data, planned_setup
-from autotune.prediction.collectives import RankStepTime, rank_step_time, traffic
+from autotune.prediction.collectives import SLOWEST_LINK, RankStepTime, rank_step_time, traffic
 from autotune.prediction.memory_formula import unsupported
 from autotune.prediction.sharded_memory import rank_breakdown
 from autotune.prediction.step_time import StepTimeEstimate, estimate_step_time, host_of
@@ -198,7 +198,7 @@ def plan_spec(
     network_gb_s = parse_network(network)
     if hosts[-1] > 1 and network_gb_s is None:
         raise UsageError("--nodes: what links the hosts?", remedy=f"give --network GB_PER_S, or {', '.join(NETWORKS)}")
-    task = planned_setup(replace(spec, gpu=gpu), device, say).task
+    task = planned_setup(replace(spec, gpu=gpu, gpus=None), device, say).task
     links = {number: network_gb_s if number > 1 else None for number in hosts}
     return plan_gpus(task, limit_of(spec, device), counts, observations, within_hours=hours, hosts=links)
 
@@ -313,13 +313,14 @@ def _rank_plan(
     if gpus == 1:
         step_s = shape.accumulation * alone.micro_s + alone.rest_s
         return replace(row, estimate=with_step_time(estimated, shape, step_s, interval(step_s, alone.error)))
-    shared = replace(config, num_gpus=gpus, sharding=parallelism.strategy)
-    sent, link_gb_s = traffic(task.model, config, parallelism), task.link_gb_s(shared)
+    sent, link_gb_s, slowest = traffic(task.model, config, parallelism), task.device.link_gb_s, SLOWEST_LINK
+    if network_gb_s is None:
+        link_gb_s, slowest = task.link_gb_s(parallelism), task.slowest_link(parallelism)
+    elif link_gb_s is not None:  # a ring passes through both, at the pace of the slower
+        link_gb_s = min(link_gb_s, network_gb_s)
     if sent is None or link_gb_s is None:
         return row
-    if network_gb_s is not None:  # a ring passes through both, at the pace of the slower
-        link_gb_s = min(link_gb_s, network_gb_s)
-    waiting = alone.longer(1 + workload.waiting_share(shared))
+    waiting = alone.longer(1 + workload.waiting_share(config, parallelism))
     step = rank_step_time(
         waiting,
         config,
@@ -327,7 +328,7 @@ def _rank_plan(
         sent,
         accumulation=shape.accumulation,
         link_gb_s=link_gb_s,
-        slowest_link=task.slowest_link(shared),
+        slowest_link=slowest,
     )
     return replace(row, step=step, estimate=with_step_time(estimated, shape, step.step_s, step.interval_s))
 
@@ -355,7 +356,7 @@ def gpu_plan_data(made: GpuPlan) -> dict[str, Any]:
 
 
 def _named(row: RankPlan | None) -> dict[str, Any] | None:
-    return None if row is None else asdict(row.parallelism)
+    return None if row is None else asdict(row.parallelism) | {"hosts": row.hosts}
 
 
 def _row_data(made: GpuPlan, row: RankPlan) -> dict[str, Any]:

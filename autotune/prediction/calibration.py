@@ -13,10 +13,10 @@ from pathlib import Path
 
 from autotune.core.errors import AutotuneError, UsageError
 from autotune.core.files import cache_directory, read_user_text, write_atomic
+from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import CollectiveRates, DeviceRates, Fingerprint
 from autotune.core.serialization import from_data, to_data
 from autotune.core.text import dashed, printable
-from autotune.core.train_config import TrainConfig
 
 HERE = "this machine"
 LEAST, MOST = 1e-6, 1e9  # no rate, size or time is outside, in the unit of any field
@@ -65,12 +65,12 @@ class Calibration:
         """Whether a GPU was measured. A CPU also computes what it issues."""
         return self.fingerprint.compute_capability is not None
 
-    def bus_gb_s(self, config: TrainConfig) -> float | None:
-        """GB/s of the collectives that a configuration uses; None where so many GPUs were not measured together."""
-        rates = next((one for one in self.collectives if one.num_gpus == config.num_gpus), None)
+    def bus_gb_s(self, parallelism: Parallelism) -> float | None:
+        """GB/s of the collectives that a strategy uses; None where so many GPUs were not measured together."""
+        rates = next((one for one in self.collectives if one.num_gpus == parallelism.num_gpus), None)
         if rates is None:
             return None
-        return rates.reduce_gb_s if config.sharding == "ddp" else min(rates.gather_gb_s, rates.scatter_gb_s)
+        return rates.reduce_gb_s if parallelism.strategy == "ddp" else min(rates.gather_gb_s, rates.scatter_gb_s)
 
     @property
     def label(self) -> str:

@@ -1,6 +1,5 @@
 """The base model that a warm worker keeps between probes, and its adapters: built, reused and cleaned."""
 
-import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
+from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.parallelism import FSDP2
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
@@ -29,6 +29,8 @@ from autotune.probe.runtime.model_builder import (
     to_train,
 )
 from autotune.probe.runtime.settings import UNSHARDED_SHARE
+
+CONTEXT_GIB = 0.9  # about, of a process
 
 
 @dataclass(slots=True)
@@ -75,11 +77,11 @@ def family_of(request: ProbeRequest) -> tuple[Any, ...]:
     )
 
 
-def build_resident(request: ProbeRequest, device: torch.device, limit_gib: float = math.inf) -> ResidentModel:
+def build_resident(request: ProbeRequest, device: torch.device) -> ResidentModel:
     """The base model for a request, on the device, without adapters and gradients.
 
     Real weights are loaded for a whole model only: some of its layers are as fast with random ones. A model that is
-    sharded since `limit_gib` does not hold it gets random ones too, as shards (`shard_outline`).
+    sharded since the limit does not hold it gets random ones too, as shards (`shard_outline`).
     """
     settings = model_settings(request.config, request.model["model_type"])
     torch.manual_seed(request.seed)  # the same weights whatever this process did before
@@ -88,6 +90,8 @@ def build_resident(request: ProbeRequest, device: torch.device, limit_gib: float
         truncate(config, request.depth)
     base = None
     if request.parallelism.strategy in FSDP2:
+        # By what all ranks know alike: they must agree.
+        limit_gib = memory_limit_gib(request.memory_gib, request.headroom, taken_gib=CONTEXT_GIB)
         base = outline(config, settings, device, UNSHARDED_SHARE * limit_gib)
     if base is None and request.weights is not None and request.depth is None:
         base = load(request.weights, settings, device, config)

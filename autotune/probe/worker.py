@@ -288,7 +288,7 @@ class Worker:
         self.meter.rebase(0.0)
         self._limit_gib = self.meter.cap(request.memory_gib, request.headroom, 0.0)
         empty_gib = self.meter.allocated_gib()
-        resident = build_resident(request, self.meter.torch_device, self._limit_gib)
+        resident = build_resident(request, self.meter.torch_device)
         self.meter.synchronize()
         resident.base_gib = self.meter.allocated_gib() - empty_gib
         self._residents[request.depth] = resident

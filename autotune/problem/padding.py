@@ -58,11 +58,9 @@ def batch_maxima(draw: Draw) -> Maxima:
     shares: dict[int, float] = {}
     lengths, size = draw.lengths, draw.size
     if draw.sorted_together > size:
-        number = draw.sorted_together // size
-        for place in range(number):
-            # Of those sorted, the longest of the micro batch has this many shorter ones below it, and half of itself.
-            tokens = min(lengths.quantile(((place + 1) * size - 0.5) / (number * size)), draw.seq_len)
-            shares[tokens] = shares.get(tokens, 0.0) + 1 / number
+        places = _sorted_maxima(draw)
+        for tokens in places:
+            shares[tokens] = shares.get(tokens, 0.0) + 1 / len(places)
     else:
         seen, before = 0, 0.0
         for length, number in lengths.counts:
@@ -71,6 +69,14 @@ def batch_maxima(draw: Draw) -> Maxima:
             shares[tokens] = shares.get(tokens, 0.0) + share - before
             before = share
     return tuple(Longest(tokens=tokens, up_to=tokens, share=share) for tokens, share in sorted(shares.items()) if share)
+
+
+def _sorted_maxima(draw: Draw) -> list[int]:
+    """The longest example of each micro batch of those that are sorted together, the shortest first."""
+    size, number = draw.size, draw.sorted_together // draw.size
+    # The longest of a micro batch has this many shorter ones below it, and half of itself.
+    places = (((place + 1) * size - 0.5) / (number * size) for place in range(number))
+    return [min(draw.lengths.quantile(place), draw.seq_len) for place in places]
 
 
 def sorted_together(examples: int, step_examples: int) -> int:
@@ -100,6 +106,8 @@ def waiting(draw: Draw, ranks: int, each: int, *, bucketed: bool) -> float:
     A rank pads `each` micro batches, drawn apart. Of sums that is the mean of so many draws that it is off by less than
     0.01 for lengths that scatter as those of chats do.
     """
+    if draw.sorted_together > draw.size:
+        return _waiting_of_sorted(draw, ranks, bucketed=bucketed)
     by_length = ((one.tokens, one.share) for one in batch_maxima(draw))
     padded: dict[float, float] = dict(bucket_shares(draw).items() if bucketed else by_length)
     ends = sorted(padded)
@@ -115,6 +123,16 @@ def waiting(draw: Draw, ranks: int, each: int, *, bucketed: bool) -> float:
         return max(sum(generator.choices(ends, cum_weights=until, k=each)) for _ in range(ranks))
 
     return sum(step() for _ in range(num_steps)) / num_steps / (each * mean) - 1
+
+
+def _waiting_of_sorted(draw: Draw, ranks: int, *, bucketed: bool) -> float:
+    """The same of sorted micro batches, which are dealt out in their order: one rank has the longest of each round."""
+    dealt = _sorted_maxima(draw)
+    if bucketed:
+        ends = buckets(draw)
+        dealt = [ends[bisect_left(ends, tokens)] for tokens in dealt]
+    rounds = [dealt[place : place + ranks] for place in range(0, len(dealt), ranks)]
+    return sum(len(one) * max(one) for one in rounds) / sum(dealt) - 1
 
 
 @lru_cache(maxsize=1024)

@@ -110,24 +110,26 @@ class Task:
             result = replace(result, measurement=self._on_device(result.config, result.measurement)[0])
         return tokens_per_s(result, self.workload)
 
-    def score(self, config: TrainConfig, tokens_per_s: float) -> float:
-        """What the search maximizes for a configuration of this speed.
+    def score(self, config: TrainConfig, tokens_per_s: float, hours: float | None = None) -> float:
+        """What the search maximizes for a configuration of this speed; `hours` of the run, where more than steps count.
 
         These are useful tokens per second: of each GPU, which is what a token costs turned upside down, where several
         numbers of GPUs are compared. Runs that miss the deadline score less than all that meet it, by more than any
         slack is worth, and among them the fastest is the best.
         """
         most = self.numbers_of_gpus[-1] if len(self.numbers_of_gpus) > 1 else 1
-        if self.is_late(config, tokens_per_s):
+        if self.is_late(config, tokens_per_s, hours):
             return tokens_per_s / most / (1 + MOST_SLACK)
         return tokens_per_s / min(most, config.num_gpus)
 
-    def is_late(self, config: TrainConfig, tokens_per_s: float) -> bool:
-        """Whether the steps of the full run take longer than there is time for."""
+    def is_late(self, config: TrainConfig, tokens_per_s: float, hours: float | None = None) -> bool:
+        """Whether the full run, or its steps where `hours` are not known, takes longer than there is time for."""
         if self.within_hours is None:
             return False
-        shape = self.workload.run_shape(config)
-        return shape.num_steps * shape.useful_tokens_per_step / tokens_per_s / 3600 > self.within_hours
+        if hours is None:
+            shape = self.workload.run_shape(config)
+            hours = shape.num_steps * shape.useful_tokens_per_step / tokens_per_s / 3600
+        return hours > self.within_hours
 
     def _on_device(self, config: TrainConfig, measurement: Measurement) -> tuple[Measurement, float]:
         """The times of a measurement as they are expected on the device, and the error of that."""
@@ -172,27 +174,27 @@ class Task:
         (sent, link), accumulation = self._sent(config, played), self.workload.run_shape(config).accumulation
         each_s, once_s = added_s(statistics.median(played.micro_step_s), config, sent, link)
         computed_s = step_s - accumulation * each_s - once_s
-        slowest_s = computed_s + self.slowest_link(config) * sent.of_step(accumulation) / (1e9 * link)
+        slowest_s = computed_s + self.slowest_link(Parallelism.of(config)) * sent.of_step(accumulation) / (1e9 * link)
         return computed_s / step_s - 1, max(slowest_s / step_s - 1, 0.0)
 
     def _sent(self, config: TrainConfig, measurement: Measurement) -> tuple[Traffic, float]:
         """What ranks send each other in a step, and the GB/s of the link between them."""
-        sent, link = traffic(self.model, config, Parallelism.of(config)), self.link_gb_s(config)
+        sent, link = traffic(self.model, config, Parallelism.of(config)), self.link_gb_s(Parallelism.of(config))
         if link is None:
             raise ValueError("a rank is played only where the link is known")
         return sent or counted_traffic(self.model, config, measurement), link
 
-    def link_gb_s(self, config: TrainConfig) -> float | None:
-        """The bus bandwidth between the GPUs of a configuration: as calibrated, or else as the catalogue has it."""
-        return self._calibrated_link(config) or self.device.link_gb_s
+    def link_gb_s(self, parallelism: Parallelism) -> float | None:
+        """The bus bandwidth between so many GPUs of one host: as calibrated, or else as the catalogue has it."""
+        return self._calibrated_link(parallelism) or self.device.link_gb_s
 
-    def slowest_link(self, config: TrainConfig) -> float:
+    def slowest_link(self, parallelism: Parallelism) -> float:
         """How many times as slow as that it may be."""
-        return SLOWEST_LINK if self._calibrated_link(config) is None else SLOWEST_MEASURED_LINK
+        return SLOWEST_LINK if self._calibrated_link(parallelism) is None else SLOWEST_MEASURED_LINK
 
-    def _calibrated_link(self, config: TrainConfig) -> float | None:
+    def _calibrated_link(self, parallelism: Parallelism) -> float | None:
         calibration = self.calibration
-        return calibration.bus_gb_s(config) if calibration and calibration.device == self.device.name else None
+        return calibration.bus_gb_s(parallelism) if calibration and calibration.device == self.device.name else None
 
     def request(
         self, config: TrainConfig, *, device: str, memory_gib: float, headroom: float, seed: int

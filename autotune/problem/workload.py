@@ -189,16 +189,17 @@ class Workload:
             return config.seq_len
         return padded_tokens(self._draw(config), bucketed=config.padding == "bucket")
 
-    def waiting_share(self, config: TrainConfig) -> float:
+    def waiting_share(self, config: TrainConfig, parallelism: Parallelism | None = None) -> float:
         """By which share micro batches take longer on several GPUs, which wait for the one with the longest rows.
 
         Their time is taken for proportional to their tokens. Shards are gathered in each micro batch; DDP waits once a
-        step, whose sums differ less. Rows that are sorted by length are alike on all GPUs, as neighbours are dealt out.
+        step, whose sums differ less. `parallelism` takes the place of the configuration's.
         """
-        number = config.num_gpus
-        if number == 1 or config.padding == "max_length" or config.group_by_length:
+        parallelism = parallelism or Parallelism.of(config)
+        number = parallelism.num_gpus
+        if number == 1 or config.padding == "max_length":
             return 0.0
-        each = 1 if Parallelism.of(config).shards else self.run_shape(config).accumulation
+        each = 1 if parallelism.shards else self.run_shape(config, world_size=number).accumulation
         return waiting(self._draw(config), number, each, bucketed=config.padding == "bucket")
 
     def longest_row(self, config: TrainConfig) -> int:

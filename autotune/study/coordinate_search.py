@@ -99,7 +99,9 @@ class CoordinateSearch:
         self._end_waiting(whole=False)
         best = self._best() or best
         kept = {
-            knob.name: getattr(best.config, knob.name) for knob in trials.task.space.knobs if knob.kind == "learning"
+            knob.name: getattr(best.config, knob.name)
+            for knob in trials.task.space.knobs
+            if knob.kind == "learning" or knob.name == "num_gpus"
         }
         while trials.num_missing() > 2 and not trials.is_done():
             chosen = trials.untried(keep_s=2 * trials.compiled_s(), **kept | {"compile": "none"})

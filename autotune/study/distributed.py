@@ -211,7 +211,8 @@ class SharedTrials:
         return None
 
     def _promise(self, config: TrainConfig) -> float:
-        return formula_speed(self.task, config, self.task.workload.run_shape(config))
+        speed = formula_speed(self.task, config, self.task.workload.run_shape(config))
+        return self.task.score(config, speed) if speed else 0.0
 
     def await_others(self) -> bool:
         """Wait a moment, and return whether to ask again.

@@ -66,9 +66,10 @@ def leanest_of(space: SearchSpace) -> list[TrainConfig]:
     """The configuration that needs the least memory; on several GPUs that of each way to share out the training."""
     if space.knob("sharding") is None:
         return [space.config(space.leanest())]
-    found = []
+    *fewer, most = sorted(space.choices("num_gpus"))
+    found = [space.config(space.pin("num_gpus", number).leanest()) for number in fewer if number == 1]
     for way in sorted(space.choices("sharding"), key=KNOBS["sharding"].memory_rank):
-        pinned = space.pin("sharding", way)
+        pinned = space.pin("num_gpus", most).pin("sharding", way)
         narrowing = Narrowing(space=pinned, reserve=pinned)
         with suppress(UsageError):  # it trains nothing of this space
             narrow_to_sharing(narrowing)

@@ -71,7 +71,8 @@ def formula_speed(
     if transfer is not None:
         time = time.on(transfer)
     time = time.longer(1 + task.workload.waiting_share(config))
-    parallelism, link_gb_s = Parallelism.of(config), task.link_gb_s(config)
+    parallelism = Parallelism.of(config)
+    link_gb_s = task.link_gb_s(parallelism)
     sent = traffic(task.model, config, parallelism)
     if sent is None or link_gb_s is None:
         return shape.useful_tokens_per_step / (shape.accumulation * time.micro_s + time.rest_s)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from autotune.core.errors import UsageError
 from autotune.core.nvml import visible
+from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import World
 from autotune.core.units import parse_duration
 from autotune.problem.gpu_counts import split_count
@@ -126,7 +127,7 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
             f"--verify runs the exported script on {gpus} GPUs, and a rank is played on one of {here}",
             remedy="leave out --verify, and run `autotune verify` where the GPUs are",
         )
-    if any(task.link_gb_s(config) is None for config in task.baselines if config.num_gpus > 1):
+    if any(task.link_gb_s(Parallelism.of(config)) is None for config in task.baselines if config.num_gpus > 1):
         reason = f"nobody published how fast {task.device.label} exchanges data with its like"
         remedy = "give a card of your own with link_gb_s (docs/using.md)"
         if target.card is None:

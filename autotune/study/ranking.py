@@ -80,16 +80,15 @@ def why(
     slack: float,
     space: SearchSpace,
     tried: Iterable[TrainConfig],
-    in_time: str = "",
+    best: str = "the cheapest",
 ) -> str:
     """Why `choose` preferred the winner, and what became of more capable configurations of the space, in words.
 
-    `in_time` is added to what is called the cheapest, such as " that ends within 6 h".
+    `best` is what the one with the highest score is called.
     """
     cheapest, capability = max(candidates, key=lambda candidate: candidate.score), winner.config.capability
     tie, extra = winner.ties(cheapest), cheapest.score / winner.score - 1.0
-    cheapest_one = f"the cheapest{in_time}"
-    cost = "at no measurable cost" if tie else f"for {extra:.1%} more cost than {cheapest_one} (slack {slack:.0%})"
+    cost = "at no measurable cost" if tie else f"for {extra:.1%} more cost than {best} (slack {slack:.0%})"
     if capability != cheapest.config.capability:
         return f"it is more capable: {learning_differences(winner.config, cheapest.config)}, {cost}"
     if any(config.capability > capability for config in tried):
@@ -98,7 +97,7 @@ def why(
         larger = "nothing more capable was tried"
     else:
         larger = "the space has nothing more capable"
-    advantage = f"{cheapest_one} above the floors" if winner is cheapest else f"it leaves more memory free, {cost}"
+    advantage = f"{best} above the floors" if winner is cheapest else f"it leaves more memory free, {cost}"
     return f"{advantage}; {larger}"
 
 

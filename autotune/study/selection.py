@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from autotune.core.knobs import KNOBS
+from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Evidence, Fingerprint, Measurement, Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_hours
@@ -267,6 +268,8 @@ class Selection:
         bar = to_beat(Scored(config=config, score=score, free_fraction=free_fraction), others, task.floors.slack)
         if task.score(config, speed * (1 + error)) >= bar:
             return None
+        if task.is_late(config, speed) and bar > 2 * score:  # others are in time
+            return f"predicted {speed:,.0f} tokens/s (±{error:.0%}): it would end too late (--within)"
         needed = bar * speed / score
         return f"predicted {speed:,.0f} tokens/s (±{error:.0%}), {needed:,.0f} are needed to win"
 
@@ -287,9 +290,17 @@ class Selection:
         )
 
     def _project(
-        self, config: TrainConfig, performance: Performance, largest: Measurement, examples: int | None = None
+        self,
+        config: TrainConfig,
+        performance: Performance,
+        largest: Measurement,
+        examples: int | None = None,
+        of: list[Measurement] | None = None,
     ) -> CostProjection:
-        """The cost of the run, of so many examples; pauses are unknown if other GPUs stood in for the target."""
+        """The cost of the run, of so many examples; pauses are unknown if other GPUs stood in for the target.
+
+        It rests on the measurements `of` the configuration, by default the best known.
+        """
         task = self.task
         return project(
             task.workload,
@@ -299,7 +310,7 @@ class Selection:
             self._power_w(config, largest),
             examples=examples,
             options=None if task.is_projected(config) else task.run_options,
-            measurements=self.record(config).best_known,
+            measurements=self.record(config).best_known if of is None else of,
             on_cpu=task.device.kind == "cpu",
         )
 
@@ -326,15 +337,18 @@ class Selection:
             if scored.config.num_gpus != winner.config.num_gpus
         ]
         of_numbers = sorted([winner, *self._best_of_numbers(others)], key=lambda scored: scored.config.num_gpus)
+        device, most = task.device, Parallelism.of(of_numbers[-1].config)
+        if most.num_gpus > 1:
+            device = replace(device, link_gb_s=task.link_gb_s(most))
         return Recipe(
             study=task.study,
             model=task.model,
-            device=task.device,
+            device=device,
             price=task.price and task.price.of_gpus(winner.config.num_gpus),
             workload=task.workload,
             winner=best,
             baseline=self.candidate(baseline) if baseline else None,
-            reason=why(winner, pool, task.floors.slack, task.space, self.tried, _in_time(task, best)),
+            reason=why(winner, pool, task.floors.slack, task.space, self.tried, _named(task, best)),
             trainer=task.trainer,
             fingerprint=fingerprint,
             by_examples=tuple(
@@ -396,7 +410,11 @@ class Selection:
             performance = self.task.performance(record.config, measurements)
             used = max(measurement.peak_reserved_gib / measurement.limit_gib for measurement in measurements)
             noise = max(TIE, self.noise(record.config))
-            score = self.task.score(record.config, performance.tokens_per_second)
+            largest = max(measurements, key=lambda measurement: measurement.peak_reserved_gib)
+            hours = None  # which takes a while to compute, and counts for a deadline alone
+            if self.task.within_hours is not None:
+                hours = self._project(record.config, performance, largest, of=measurements).full_run_hours
+            score = self.task.score(record.config, performance.tokens_per_second, hours)
             pool.append(Scored(config=record.config, score=score, free_fraction=1.0 - used, noise=noise))
         return pool
 
@@ -440,11 +458,13 @@ class Selection:
         return doubts
 
 
-def _in_time(task: Task, winner: Candidate) -> str:
-    """What the deadline makes of the cheapest; nothing where there is none, or the winner misses it."""
-    if task.within_hours is None or winner.cost.full_run_hours > task.within_hours:
-        return ""
-    return f" that ends within {fmt_hours(task.within_hours)}"
+def _named(task: Task, winner: Candidate) -> str:
+    """What the one with the highest score is called, by the deadline."""
+    if task.within_hours is None:
+        return "the cheapest"
+    within = fmt_hours(task.within_hours)
+    late = winner.cost.full_run_hours > task.within_hours
+    return f"the fastest, since none ends within {within}," if late else f"the cheapest that ends within {within}"
 
 
 def _best_of_cells(pool: list[Scored]) -> list[Scored]:
@@ -489,7 +509,7 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
             f"measured; speeds are projected by data sheets{calibrated} (products {faster}), the host's part "
             f"{of_host}; power, clocks and kernels are those of the card that probed"
         )
-    if task.is_played(config) and (link_gb_s := task.link_gb_s(config)) is not None:
+    if task.is_played(config) and (link_gb_s := task.link_gb_s(Parallelism.of(config))) is not None:
         caveats.append(
             f"one GPU played a rank of {config.num_gpus}: memory and computation are measured, with room left for "
             f"NCCL; what the GPUs send each other at {link_gb_s:,.0f} GB/s is added by formula"
@@ -497,8 +517,7 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
     if (share := workload.waiting_share(config)) > WORTH_SAYING:
         caveats.append(
             f"micro batches take {share:.0%} longer on {config.num_gpus} GPUs, which wait for the one with the longest "
-            "rows: by the lengths of the examples, as if time were proportional to tokens; group_by_length or packing "
-            "avoids it"
+            "rows: by the lengths of the examples, as if time were proportional to tokens; packing avoids it"
         )
     cut = workload.truncated(config.seq_len)
     if cut > 0:

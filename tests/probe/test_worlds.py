@@ -105,6 +105,27 @@ def test_a_model_larger_than_a_rank_is_shared_out_before_it_has_memory(
         assert getattr(tight, name) == pytest.approx(getattr(roomy, name)), name
 
 
+def test_vectors_of_a_model_without_memory_have_values() -> None:
+    """Biases and norms are not initialised as a model is made: memory may hold anything then."""
+    import torch
+
+    from autotune.probe.model_settings import model_settings
+    from autotune.probe.runtime.model_builder import config_of, is_outline, outline
+
+    spoiled = [torch.full((size,), torch.nan) for size in (32, 64, 128, 256) for _ in range(200)]
+    del spoiled
+    for family in ("qwen2", "stablelm"):
+        model = outline(
+            config_of(MODEL | {"model_type": family, "tie_word_embeddings": False, "use_qkv_bias": True}),
+            model_settings(request().config, family),
+            torch.device("cpu"),
+            0.0,
+        )
+        assert model is not None and is_outline(model)
+        for name, parameter in model.named_parameters():
+            assert parameter.is_meta or parameter.eq(float(name.endswith("weight"))).all(), name
+
+
 def test_what_runs_out_of_memory_in_a_fake_world_leaves_nothing_behind(prober: WorkerProber) -> None:
     log = prober.logs / "oom.log"
     starts = prober.starts

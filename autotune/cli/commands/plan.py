@@ -41,7 +41,9 @@ def plan_command(
         UsageError: an option is unknown or impossible, or two contradict each other.
     """
     spec = spec_of(options | {"gpu": gpu})
-    several = {"gpus": gpus, "nodes": nodes, "network": network, "within": within}
+    several: dict[str, Any] = {"gpus": gpus, "nodes": nodes, "network": network, "within": within}
+    if spec.gpus not in (None, 1):  # of a file
+        several |= {name: getattr(spec, name) for name in ("gpus", "within") if several[name] is None}
     if split_count(spec.gpu)[0] is None and all(given is None for given in several.values()):
         plan(spec, evidence=evidence, as_json=json_)
     else:
@@ -86,7 +88,7 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
         )
 
 
-def plan_several(spec: StudySpec, asked: dict[str, str | None], *, evidence: Path, as_json: bool = False) -> None:
+def plan_several(spec: StudySpec, asked: dict[str, Any], *, evidence: Path, as_json: bool = False) -> None:
     """Print a plan for several numbers of GPUs: `asked` are arguments of `plan_spec`.
 
     Raises:

@@ -86,7 +86,10 @@ def outline(config: Any, settings: ModelSettings, device: torch.device, room_gib
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     element_bytes = base_dtype(settings).itemsize if settings.lora_rank is not None else 4
     size = element_bytes * sum(parameter.numel() for parameter in model.parameters())
-    return None if is_tied or size <= room_gib * 2**30 else _finish(model, settings)
+    if is_tied or size <= room_gib * 2**30:
+        return None
+    _fill(model)
+    return _finish(model, settings)
 
 
 def is_outline(model: nn.Module) -> bool:
@@ -209,8 +212,8 @@ def _fill(model: nn.Module) -> None:
             module.reset_parameters()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if not parameter.is_floating_point():
-                continue  # quantised already
+            if parameter.is_meta or not parameter.is_floating_point():
+                continue  # it has no memory yet, or is quantised already
             if parameter.ndim > 1:
                 parameter.normal_(0.0, 0.02)
             elif not name.endswith("weight"):

@@ -140,7 +140,7 @@ def test_as_data() -> None:
     made = replace(planned((1, 2)), within_hours=100.0)
     data = json.loads(json.dumps(gpu_plan_data(made)))
     assert (data["device"], data["link_gb_s"], data["within_hours"]) == ("h100-sxm", 370, 100.0)
-    assert data["cheapest"] == data["cheapest_within"] == {"num_gpus": 1, "strategy": "none"}
+    assert data["cheapest"] == data["cheapest_within"] == {"num_gpus": 1, "strategy": "none", "hosts": 1}
     first, *_, last = data["rows"]
     assert {one["evidence"] for one in data["rows"]} == {"estimated"}
     assert first["step"] is None and first["of_one_gpu"]["tokens_per_s"] == first["tokens_per_s"]
@@ -171,8 +171,12 @@ def test_hosts_are_as_fast_as_what_links_them() -> None:
     assert 1.8 * one < two < 2.2 * one and far < one
     step = slow[2, "fsdp2"].step
     assert step is not None and step.exposed_s > 0.5 * step.step_s  # hardly anything is hidden
-    data = gpu_plan_data(autotune.plan("mistral-7b", gpu="h100", gpus=8, nodes=16, network=400.0, global_batch=128))
-    assert {row["hosts"] for row in data["rows"]} == {16} and "num_gpus is one of" in data["rows"][0]["problem"]
+    many = autotune.plan("mistral-7b", gpu="h100", nodes=[3, 16], network=400.0, global_batch=384)
+    assert isinstance(many, GpuPlan)
+    data = gpu_plan_data(many)
+    assert {(one["hosts"], one["num_gpus"]) for one in data["rows"]} == {(3, 24), (16, 128)}
+    assert all(one["tokens_per_s"] for one in data["rows"] if one["strategy"] == "fsdp2")  # any number of them
+    assert data["fastest"]["hosts"] == 16
 
 
 # The command
@@ -205,6 +209,15 @@ def test_the_command_prints_a_table_and_the_choices(monkeypatch: Any, capsys: An
     assert "cheapest: 1 GPU (lora r" in out and "fastest: 2 GPUs, ddp (lora r" in out
     assert "cheapest within 5 h: 1 GPU (" in out and "it may take" not in out
     assert "no speed for several" not in out and "price of a GPU: $2.00/h" in out
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_file_says_how_many_gpus_there_are(monkeypatch: Any, capsys: Any) -> None:
+    Path("study.yaml").write_text("model: mistral-7b\ngpu: h100\ngpus: [1, 2]\nwithin: 5h\nprice: 2.0\n")
+    code, out, _ = run(monkeypatch, capsys, "--spec", "study.yaml")
+    assert code == 0 and "cheapest within 5 h: 1 GPU (" in out
+    code, out, _ = run(monkeypatch, capsys, "--spec", "study.yaml", "--gpus", "4")
+    assert code == 0 and "fastest: 4 GPUs" in out
 
 
 @pytest.mark.usefixtures("folder")

@@ -11,6 +11,7 @@ import pytest
 from autotune.catalog import DeviceSpec, resolve_device, resolve_model
 from autotune.cli.commands.calibrate import facts
 from autotune.core.errors import UsageError
+from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import CollectiveRates
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
@@ -232,10 +233,10 @@ def test_three_problems_of_a_file_are_named(tmp_path: Path) -> None:
 def test_the_link_is_that_of_so_many_gpus_and_of_what_they_do() -> None:
     pair = CollectiveRates(num_gpus=2, gather_gb_s=250.0, scatter_gb_s=240.0, reduce_gb_s=150.0)
     made = calibration(collectives=(pair, replace(pair, num_gpus=8, reduce_gb_s=300.0)))
-    config = TrainConfig(num_gpus=2, sharding="fsdp2")
-    assert made.bus_gb_s(config) == 240.0 and made.bus_gb_s(replace(config, sharding="ddp")) == 150.0
-    assert made.bus_gb_s(replace(config, sharding="ddp", num_gpus=8)) == 300.0
-    assert made.bus_gb_s(replace(config, num_gpus=4)) is calibration().bus_gb_s(config) is None
+    shards, copies = (Parallelism(num_gpus=2, strategy=strategy) for strategy in ("fsdp2", "ddp"))
+    assert (made.bus_gb_s(shards), made.bus_gb_s(copies)) == (240.0, 150.0)
+    assert made.bus_gb_s(replace(copies, num_gpus=8)) == 300.0
+    assert made.bus_gb_s(replace(shards, num_gpus=4)) is calibration().bus_gb_s(shards) is None
     assert facts(made)["GPUs"].startswith("GB/s between so many 2: 250 gathered, 240 scattered, 150 added up; 8: ")
     with pytest.raises(ValueError, match="a number is not between"):
         calibration(collectives=(replace(pair, reduce_gb_s=0.0),))

@@ -277,8 +277,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[ProbeRequest]:
     requests: list[ProbeRequest] = []
     monkeypatch.setattr(resident, "family_of", lambda request: request.model)
 
-    def build(request: ProbeRequest, device: Any, limit_gib: float) -> Base:
-        assert limit_gib == 8.5  # as the meter says
+    def build(request: ProbeRequest, device: Any) -> Base:
         requests.append(request)
         meters[-1].allocated += 2.0
         return Base(2.0, request.model)

@@ -149,3 +149,12 @@ def test_several_numbers_of_gpus_share_a_space() -> None:
     setup = set_up(StudySpec(model="llama-3.1-8b", gpus="1,3,4", global_batch=32), H100)
     assert setup.task.numbers_of_gpus == (1, 4)
     assert "num_gpus 3: do not divide the global batch of 32 (--global-batch)" in map(str, setup.removals)
+
+
+def test_the_leanest_of_several_numbers_is_one_that_its_strategy_can_train() -> None:
+    """One GPU could train by optimizers that fail under FSDP2."""
+    space = setup_on("1,4", space="lora", allow_any_optimizer=True).task.space  # type: ignore[arg-type]
+    alone, *shared = leanest_of(space)
+    assert alone.num_gpus == 1 and {(one.num_gpus, one.sharding) for one in shared} == {(4, way) for way in PROBED}
+    assert all(Parallelism.of(one).refusal(one) is None for one in shared)
+    assert [one.num_gpus for one in leanest_of(setup_on(4, space="lora").task.space)] == [4, 4, 4]

@@ -187,14 +187,15 @@ def test_a_calibrated_link_counts_for_its_card_and_number() -> None:
     )
     measured = replace(by_catalogue, calibration=calibration("h200-sxm", collectives=(rates,)))
     config = TrainConfig(method="full", micro_batch_size=4, num_gpus=4, sharding="fsdp2", seq_len=1024)
-    assert (by_catalogue.link_gb_s(config), measured.link_gb_s(config)) == (10.0, 5.0)
-    assert measured.link_gb_s(replace(config, sharding="ddp")) == 2.5
-    assert measured.link_gb_s(replace(config, num_gpus=2)) == 10.0
+    shards = Parallelism.of(config)
+    assert (by_catalogue.link_gb_s(shards), measured.link_gb_s(shards)) == (10.0, 5.0)
+    assert measured.link_gb_s(replace(shards, strategy="ddp")) == 2.5
+    assert measured.link_gb_s(replace(shards, num_gpus=2)) == 10.0
     slow, fast = measured.performance(config, [found]), by_catalogue.performance(config, [found])
     assert slow.step_time_s > fast.step_time_s
-    assert measured.slowest_link(config) == SLOWEST_MEASURED_LINK < SLOWEST_LINK == by_catalogue.slowest_link(config)
+    assert measured.slowest_link(shards) == SLOWEST_MEASURED_LINK < SLOWEST_LINK == by_catalogue.slowest_link(shards)
     other = replace(by_catalogue, calibration=calibration("a10", collectives=(rates,)))
-    assert other.link_gb_s(config) == 10.0
+    assert other.link_gb_s(shards) == 10.0
 
 
 def test_gpus_of_any_world_wait_for_the_longest_rows() -> None:

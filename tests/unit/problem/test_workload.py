@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from autotune.core.parallelism import Parallelism
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.workload import Workload, _kind
@@ -300,7 +301,14 @@ def test_gpus_wait_for_the_one_with_the_longest_rows():
     assert by_ddp == pytest.approx(math.sqrt(8) / 16 * math.sqrt(1 / math.pi), rel=0.05)
     once = Workload(lengths=workload.lengths, global_batch=2)
     assert once.waiting_share(replace(pair, sharding="ddp")) == once.waiting_share(pair)
-    for changed in ({"num_gpus": 1}, {"padding": "max_length"}, {"packing": True}, {"group_by_length": True}):
+    for changed in ({"num_gpus": 1}, {"padding": "max_length"}, {"packing": True}):
         assert workload.waiting_share(replace(pair, **changed)) == 0.0
+    # Sorted: of 4 micro batches of 100, then 4 of 300 tokens, neighbours are alike; of three the second round is not.
+    grouped = Workload(examples=32, lengths=workload.lengths, global_batch=8)
+    assert grouped.waiting_share(replace(pair, group_by_length=True)) == 0.0
+    three = replace(pair, group_by_length=True, num_gpus=3)
+    assert grouped.waiting_share(three, Parallelism.of(three)) == pytest.approx(
+        (3 * 100 + 3 * 300 + 2 * 300) / 1600 - 1
+    )
     constant = Workload(lengths=Lengths.constant(100), global_batch=16)
     assert constant.waiting_share(pair) == 0.0

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from autotune.catalog import Price
+from autotune.catalog import Price, resolve_device
+from autotune.core.probe_types import ProbeRequest, ProbeResult, World
 from autotune.core.train_config import TrainConfig
 from autotune.planning.more_gpus import on_other_numbers
 from autotune.problem.search_space import SearchSpace
@@ -14,6 +15,7 @@ from autotune.study.summary import Recipe
 from tests.helpers.replay import machine
 from tests.helpers.sessions import Session, Start, by_tokens, space, subject_of, whole
 
+LINKED = replace(resolve_device("h200"), link_gb_s=1e9)
 PRICE = Price(provider="own", device="h200-sxm", usd_per_hour=2.0, source="test")
 EFFICIENCY = {1: 1.0, 2: 0.9, 4: 0.7}
 SPACE = space(
@@ -72,7 +74,7 @@ def test_the_cheapest_that_ends_in_time_wins(start: Start) -> None:
 
 def test_where_nothing_ends_in_time_the_fastest_wins_and_is_late(start: Start) -> None:
     recipe = recipe_of(study(start, within_hours=60 / 3600))
-    assert recipe.config.num_gpus == 4 and recipe.reason.startswith("the cheapest above the floors")
+    assert recipe.config.num_gpus == 4 and recipe.reason.startswith("the fastest, since none ends within 1 min, above")
     assert any("nothing that was tried ends within 1 min" in caveat for caveat in recipe.caveats)
     assert describe.gpu_choices(on_other_numbers(recipe).trainable, recipe.within_hours)[2].endswith("none is known")
 
@@ -86,6 +88,22 @@ def test_no_slack_is_worth_a_deadline(start: Start) -> None:
     assert task.score(high, 999.0) * (1 + 1.0) < task.score(low, 1000.1)
     four = replace(high, num_gpus=4, micro_batch_size=8)
     assert task.score(four, 999.0) < task.score(high, 999.5)  # the fastest of those that are late is the best
+
+
+def test_pauses_count_for_the_deadline(start: Start) -> None:
+    """One GPU's steps end in time, and its checkpoints do not."""
+
+    def slow_to_save(request: ProbeRequest) -> ProbeResult:
+        answer = machine(rate=rate, limit_gib=100.0)(request)
+        assert answer.measurement is not None
+        return replace(answer, measurement=replace(answer.measurement, evaluation_s=1.0, checkpoint_s=60.0))
+
+    task = subject_of(SPACE, within_hours=220 / 3600, price=PRICE, world=World.FAKE, device=LINKED)
+    session = whole(start, slow_to_save, task=task)
+    recipe = recipe_of(session)
+    alone = recipe.by_gpus[0]
+    assert alone.cost.full_run_hours > 220 / 3600 > alone.cost.full_run_hours - 60 / 3600
+    assert recipe.config.num_gpus == 2 and not any("ends within" in caveat for caveat in recipe.caveats)
 
 
 def test_each_number_is_searched_in_its_share_of_the_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
