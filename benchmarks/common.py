@@ -15,17 +15,19 @@ from typing import Any
 
 import yaml
 
-from autotune.catalog import DeviceSpec, ModelSpec
+from autotune.catalog import DeviceSpec, ModelSpec, resolve_model
 from autotune.core.errors import AutotuneError
 from autotune.core.files import write_atomic
 from autotune.core.probe_types import Fingerprint, Measurement, Outcome, ProbeRequest
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
+from autotune.prediction.depth_extrapolation import depths, extrapolate
 from autotune.probe.rank_pool import RankPool
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.performance import performance
 from autotune.problem.workload import Workload
+from autotune.study.evaluator import shortened
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -207,6 +209,21 @@ def collect(
         print(", ".join(f"{key} {_cell(value)}" for key, value in rows[-1].items()), flush=True)
         save(name, pool.fingerprint, summarize(rows), rows, args.out)
     print(summarize(rows))
+
+
+def rank_model(device: str, name: str) -> dict[str, Any]:
+    """The config of a model; on a CPU of a tiny one that has as many depths."""
+    return TINY_MODEL | {"num_hidden_layers": 16} if device == "cpu" else dict(resolve_model(name).config)
+
+
+def predicted(pool: RankPool, whole: ProbeRequest) -> tuple[Measurement, list[int]]:
+    """What two truncated depths say of a whole model, and the depths, the model's own last. Raises Failed."""
+    shape = pool.describe(whole.model)
+    pair = depths(shape, whole.config.checkpoint_every, sharded=whole.parallelism.shards) if shape else None
+    if shape is None or pair is None:
+        raise Failed("no two depths are known for this model")
+    probes = [(depth, measured(pool, shortened(whole, depth))) for depth in pair]
+    return extrapolate(probes, shape.num_layers).measurement, [*pair, shape.num_layers]
 
 
 def largest(rows: list[dict[str, Any]], key: str) -> float | None:

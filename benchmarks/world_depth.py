@@ -13,16 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import RANKS, TINY_MODEL, Failed, collect, largest, measured, rank_config, rank_parser
+from common import RANKS, collect, largest, measured, predicted, rank_config, rank_model, rank_parser
 
 from autotune.catalog import resolve_device, resolve_model
 from autotune.core.parallelism import Parallelism
-from autotune.core.probe_types import Measurement, ProbeRequest, World
+from autotune.core.probe_types import ProbeRequest, World
 from autotune.prediction.collectives import added_s, traffic
-from autotune.prediction.depth_extrapolation import depths, extrapolate
 from autotune.probe.rank_pool import RankPool
 from autotune.problem.performance import step_time_s
-from autotune.study.evaluator import shortened
 
 MICROS = 4  # micro batches of a step
 # Micro batches as people train with: of smaller ones the host decides how long they take.
@@ -50,31 +48,22 @@ def compare(
 ) -> dict[str, Any]:
     """A row with the errors of a whole model's prediction, from real and from fake ranks."""
     config = rank_config(args.device, knobs | {"num_gpus": RANKS, "sharding": strategy})
-    tiny = TINY_MODEL | {"num_hidden_layers": 16}
-    model = tiny if args.device == "cpu" else dict(resolve_model(name).config)
-    shape = pool.describe(model)
-    pair = depths(shape, config.checkpoint_every, sharded=strategy != "ddp") if shape else None
-    if shape is None or pair is None:
-        raise Failed("no two depths are known for this model")
     request = ProbeRequest(
         config=config,
-        model=model,
+        model=rank_model(args.device, name),
         device=args.device,
         memory_gib=args.memory_gib,
         world=World.REAL,
     )
 
-    def predict(world: World) -> Measurement:
-        asked = replace(request, world=world)
-        probes = [(depth, measured(pool, shortened(asked, depth))) for depth in pair]
-        return extrapolate(probes, shape.num_layers).measurement
-
-    fake, real, whole = predict(World.FAKE), predict(World.REAL), measured(pool, request)
+    fake, _ = predicted(pool, replace(request, world=World.FAKE))
+    real, found_at = predicted(pool, request)
+    whole = measured(pool, request)
     spec, device = (
         resolve_model("demo-3m" if args.device == "cpu" else name),
         resolve_device("cpu" if args.device == "cpu" else pool.fingerprint.device),
     )
-    sent = traffic(replace(spec, config=model), config, Parallelism.of(config))
+    sent = traffic(replace(spec, config=request.model), config, Parallelism.of(config))
     unseen_s = None
     if sent is not None and device.link_gb_s is not None:
         micro_s = statistics.median(fake.micro_step_s)
@@ -82,7 +71,7 @@ def compare(
         unseen_s = step_time_s(fake, MICROS) + MICROS * each_s + once_s
     row: dict[str, Any] = {
         "config": f"{name} {config.label()}",
-        "depths": [*pair, shape.num_layers],
+        "depths": found_at,
         "peak_gib": whole.peak_allocated_gib,
         "reserved_gib": whole.peak_reserved_gib,
         "step_s": step_time_s(whole, MICROS),

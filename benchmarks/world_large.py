@@ -11,14 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import RANKS, TINY_MODEL, Failed, collect, largest, measured, rank_config, rank_parser
+from common import RANKS, collect, largest, measured, predicted, rank_config, rank_model, rank_parser
 
-from autotune.catalog import resolve_model
 from autotune.core.probe_types import ProbeRequest, World
-from autotune.prediction.depth_extrapolation import depths, extrapolate
 from autotune.probe.rank_pool import RankPool
 from autotune.problem.performance import step_time_s
-from autotune.study.evaluator import shortened
 
 STEPS = 10
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -39,33 +36,26 @@ def main() -> None:
 def compare(pool: RankPool, args: argparse.Namespace, strategy: str, knobs: dict[str, Any]) -> dict[str, Any]:
     """A row with what one card predicted and what two took."""
     config = rank_config(args.device, knobs | {"num_gpus": RANKS, "sharding": strategy})
-    model = TINY_MODEL | {"num_hidden_layers": 16} if args.device == "cpu" else dict(resolve_model(args.model).config)
-    shape = pool.describe(model)
-    pair = depths(shape, config.checkpoint_every, sharded=True) if shape else None
-    if shape is None or pair is None:
-        raise Failed("no two depths are known for this model")
     request = ProbeRequest(
         config=config,
-        model=model,
+        model=rank_model(args.device, args.model),
         device=args.device,
         memory_gib=args.memory_gib,
         world=World.REAL,
         micro_steps=1,
         min_timed_micros=STEPS,
     )
-    played = replace(request, world=World.FAKE)
-    probes = [(depth, measured(pool, shortened(played, depth))) for depth in pair]
-    predicted = extrapolate(probes, shape.num_layers).measurement
+    from_one, found_at = predicted(pool, replace(request, world=World.FAKE))
     whole = measured(pool, request)
     element_bytes = 4 if config.precision == "fp32" else 2
     return {
         "config": config.label(),
-        "depths": [*pair, shape.num_layers],
+        "depths": found_at,
         "weights_gib": element_bytes * whole.total_params / 2**30,
         "limit_gib": whole.limit_gib,
-        "predicted_gib": predicted.peak_allocated_gib,
+        "predicted_gib": from_one.peak_allocated_gib,
         "peak_gib": whole.peak_allocated_gib,
-        "memory_error": predicted.peak_allocated_gib / whole.peak_allocated_gib - 1,
+        "memory_error": from_one.peak_allocated_gib / whole.peak_allocated_gib - 1,
         "steps": len(whole.step_s),
         "step_s": step_time_s(whole, 1),
         "losses": list(whole.losses),

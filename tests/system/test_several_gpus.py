@@ -76,13 +76,19 @@ def test_two_ranks_are_searched_confirmed_exported_verified_and_stopped_together
     assert any((tmp_path / "out").glob("checkpoint-*/trainer_state.json"))
 
 
-def test_one_device_plays_a_rank_of_four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options of `tune` for a short study on this processor, several of which are said to be linked."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "space.yaml").write_text(SPACE)
-    linked = replace(find_target("cpu"), device=replace(resolve_device("cpu"), link_gb_s=1.0))
-    monkeypatch.setattr(preparation, "find_target", lambda name: linked)
+    target = replace(find_target("cpu"), device=replace(resolve_device("cpu"), link_gb_s=1.0))
+    monkeypatch.setattr(preparation, "find_target", lambda name: target)
     options: dict[str, Any] = {"gpu": "cpu", "model": "demo-3m", "space": "space.yaml", "global_batch": 16}
-    options |= {"examples": 4000, "tokens_per_example": 64, "price": 0.5, "budget": "5m", "trials": 2}
+    return options | {"examples": 4000, "tokens_per_example": 64, "price": 0.5, "budget": "5m"}
+
+
+def test_one_device_plays_a_rank_of_four(tmp_path: Path, linked: dict[str, Any]) -> None:
+    options = linked | {"trials": 2}
     said: list[str] = []
     result = tune(**options, gpus=4, play_ranks=True, study="played", progress=said.append)
     recipe = result.summary.recipe
@@ -108,14 +114,9 @@ def test_one_device_plays_a_rank_of_four(tmp_path: Path, monkeypatch: pytest.Mon
         tune(**options, gpus=4, study="played")
 
 
-def test_one_study_compares_numbers_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_study_compares_numbers_of_gpus(tmp_path: Path, linked: dict[str, Any]) -> None:
     """One device is a rank of one, of two and of four in turn. Which number wins depends on the deadline alone."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "space.yaml").write_text(SPACE)
-    linked = replace(find_target("cpu"), device=replace(resolve_device("cpu"), link_gb_s=1.0))
-    monkeypatch.setattr(preparation, "find_target", lambda name: linked)
-    options: dict[str, Any] = {"gpu": "cpu", "model": "demo-3m", "space": "space.yaml", "global_batch": 16}
-    options |= {"examples": 4000, "tokens_per_example": 64, "price": 0.5, "budget": "5m"}
+    options = linked
     result = tune(**options, gpus=[1, 2, 4], within="2h", study="numbers")
     recipe, task = result.recipe, result.record.task
     assert [one.config.num_gpus for one in recipe.by_gpus] == [1, 2, 4] and task.numbers_of_gpus == (1, 2, 4)

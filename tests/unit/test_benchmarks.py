@@ -320,6 +320,10 @@ def test_plans_of_several_gpus_say_how_accurate_they_are() -> None:
     document = " ".join((ROOT / "docs" / "many-gpus.md").read_text(encoding="utf-8").split()).replace(" %", "%")
     assert f"{of_counted} {counted['ranks']} ranks" in document
     assert f"at most {own['own_memory_error_max']:.1%} below four ranks" in document
+    waits = RESULTS["waiting"]["summary"]
+    assert f"Of {waits['drawn']} simulated trainings" in document and waits["error_max"] <= 0.015
+    assert f"where it is up to {waits['largest_share']:.2f}; of {waits['grouped']} with" in document
+    assert f"at most {waits['grouped_error_max']:.2f}. Probes on" in document
 
 
 def test_the_documents_say_which_versions_were_measured() -> None:
@@ -335,6 +339,7 @@ def test_the_documents_say_which_versions_were_measured() -> None:
         "plan_world",
         "projection",
         "transfer",
+        "waiting",
     }
     assert without_device <= {"fleet", "labels", "mutation"} | of_data
     for path in (BENCHMARKS / "data").glob("transfer_*.jsonl"):  # a result of two cards
