@@ -18,6 +18,7 @@ import yaml
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_model
 from autotune.core.errors import AutotuneError
 from autotune.core.files import write_atomic
+from autotune.core.parallelism import ZERO
 from autotune.core.probe_types import Fingerprint, Measurement, Outcome, ProbeRequest
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
@@ -177,7 +178,8 @@ def rank_parser(description: str | None) -> argparse.ArgumentParser:
 def rank_config(device: str, knobs: dict[str, Any]) -> TrainConfig:
     """A configuration with rows of 1,024 tokens; on a CPU a small one."""
     if device == "cpu":
-        knobs = knobs | {"seq_len": 64, "precision": "fp32"}
+        precision = "bf16_mixed" if knobs.get("sharding") in ZERO else "fp32"  # DeepSpeed's stages are for bf16
+        knobs = knobs | {"seq_len": 64, "precision": precision}
     return TrainConfig(**({"seq_len": 1024, "loss": "full"} | knobs))
 
 

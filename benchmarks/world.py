@@ -9,7 +9,7 @@ are those of a process, which has little to do with a GPU.
 import argparse
 import statistics
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from autotune.core.probe_types import Measurement, ProbeRequest, World
 from autotune.core.train_config import TrainConfig
 from autotune.probe.rank_pool import RankPool
 
-STRATEGIES = ("ddp", "fsdp2", "fsdp2_keep")
+STRATEGIES = ("ddp", "fsdp2", "fsdp2_keep", "zero2", "zero3")
 LORA: dict[str, Any] = {"micro_batch_size": 4, "checkpointing": "none"}
 FULL: dict[str, Any] = LORA | {"method": "full"}
 RECOMPUTED, COMPILED = {"checkpointing": "full"}, {"compile": "per_layer"}
@@ -28,25 +28,27 @@ RECOMPUTED, COMPILED = {"checkpointing": "full"}, {"compile": "per_layer"}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A configuration, how it is shared out, and the micro batches of a step."""
+    """A configuration on several ranks, and the micro batches of a step."""
 
-    strategy: str
     config: TrainConfig
     micro_steps: int
 
     def __str__(self) -> str:
-        return f"{self.strategy} {self.config.label()} x {self.micro_steps}"
+        return f"{self.config.label()} x {self.micro_steps}"
 
 
 def cases(device: str) -> list[Case]:
-    """12 configurations of eager layers, three that recompute and three that compile, which take longest."""
+    """20 configurations of eager layers, three that recompute and three that compile, which take longest."""
     wanted: list[tuple[str, dict[str, Any], int]] = [
         (strategy, knobs, micro_steps) for strategy in STRATEGIES for knobs in (LORA, FULL) for micro_steps in (1, 4)
     ]
     for more in (RECOMPUTED, COMPILED):
         wanted += [("fsdp2", FULL | more, 1), ("fsdp2", LORA | more, 4), ("ddp", LORA | more, 1)]
     return [
-        Case(strategy=strategy, config=rank_config(device, knobs), micro_steps=micro_steps)
+        Case(
+            config=rank_config(device, knobs | {"num_gpus": RANKS, "sharding": strategy}),
+            micro_steps=micro_steps,
+        )
         for strategy, knobs, micro_steps in wanted
     ]
 
@@ -70,7 +72,7 @@ def compare(pool: RankPool, args: argparse.Namespace, model: dict[str, Any], cas
         measured(
             pool,
             ProbeRequest(
-                config=replace(case.config, num_gpus=RANKS, sharding=case.strategy),
+                config=case.config,
                 model=model,
                 device=args.device,
                 memory_gib=args.memory_gib,

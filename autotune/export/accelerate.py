@@ -3,28 +3,42 @@
 import json
 
 from autotune.core.files import load_data
+from autotune.core.parallelism import ZERO
 from autotune.export import tool_file
 from autotune.export.header import environment, on_cpu, sectioned, summary_lines
+from autotune.prediction.sharded_memory import Shares
+from autotune.probe.runtime.settings import deepspeed_settings
 from autotune.study.summary import Recipe
 
 MIXED = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}  # of accelerate; anything else is "no"
 
 
 def export(recipe: Recipe) -> dict[str, str]:
-    """accelerate.yaml; for one GPU also deepspeed.json, for several later, of which the head of the other tells."""
+    """accelerate.yaml, and deepspeed.json where a stage of DeepSpeed was measured.
+
+    For one GPU deepspeed.json is for several later, of which the head of the other file tells.
+    """
     data = load_data("autotune.export", "accelerate")
     config = recipe.config
     mixed = MIXED.get(config.precision, "no")
     values = data["accelerate"] | {"mixed_precision": mixed, "use_cpu": on_cpu(recipe)}
     values |= {"num_processes": config.num_gpus} | data["sharding"][config.sharding]
+    values = {key: value for key, value in values.items() if value is not None}
     if config.compile == "per_layer":
         values |= data["compiled"]
     head = tool_file.texts(data["head"], tool_file.settings_of(recipe, "trl"))
     files = {"accelerate.yaml": sectioned([*summary_lines(recipe), "", *head], [("", values)])}
-    if config.num_gpus == 1:
-        deepspeed = data["deepspeed"] | {name: {"enabled": mixed == name} for name in ("bf16", "fp16")}
-        files["deepspeed.json"] = json.dumps(deepspeed, indent=2) + "\n"
-    return files
+    return files | (deepspeed_file(recipe) if config.num_gpus == 1 or config.sharding in ZERO else {})
+
+
+def deepspeed_file(recipe: Recipe) -> dict[str, str]:
+    """deepspeed.json: the settings that were measured, or for one GPU those of the second stage."""
+    config = recipe.config
+    mixed = MIXED.get(config.precision)
+    precisions = {name: {"enabled": mixed == name} for name in ("bf16", "fp16")}
+    stage = int(config.sharding[-1]) if config.sharding in ZERO else 2
+    layer = Shares.counted(recipe.model, config, recipe.winner.measurement).layer
+    return {"deepspeed.json": json.dumps(deepspeed_settings(stage, round(layer)) | precisions, indent=2) + "\n"}
 
 
 def command(recipe: Recipe) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from autotune.core.errors import UsageError
+from autotune.core.parallelism import ZERO
 from autotune.export import accelerate, clusters, recipe_yaml, script, tool_file, torchtune, transformers
 from autotune.export.header import on_cpu
 from autotune.study.summary import Recipe
@@ -44,7 +45,10 @@ def export_all(recipe: Recipe, formats: Iterable[str]) -> dict[str, str]:
             raise UsageError(f"{name} is not written: {obstacle}", remedy=f"take one of {', '.join(others)}")
     if recipe.config.num_gpus > 1 and set(BY_ACCELERATE).intersection(names):
         names.append("accelerate")
-    return {file: text for name in names for file, text in FORMATS[name](recipe).items()}
+    files = {file: text for name in names for file, text in FORMATS[name](recipe).items()}
+    if "axolotl" in names and recipe.config.sharding in ZERO:
+        files |= accelerate.deepspeed_file(recipe)
+    return files
 
 
 def _obstacle(name: str, recipe: Recipe) -> str | None:

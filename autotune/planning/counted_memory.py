@@ -8,18 +8,20 @@ from autotune.core.probe_types import ProbeRequest
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import MemoryBreakdown, counted_breakdown, memory_breakdown, supported
-from autotune.prediction.sharded_memory import breakdown_of
+from autotune.prediction.sharded_memory import TRAINER, Stack, breakdown_of
 from autotune.prediction.step_time import Host, StepTimeEstimate, counted_step_time, estimate_step_time
 from autotune.probe.dry_prober import DryAnswer, DryProber
 
 
-def memory_of(model: ModelSpec, config: TrainConfig, micro_steps: int) -> MemoryBreakdown | None:
+def memory_of(
+    model: ModelSpec, config: TrainConfig, micro_steps: int, stack: Stack = TRAINER
+) -> MemoryBreakdown | None:
     """The memory of the whole model at the peak of a step: by formula, else counted; None where `no_count` says why.
 
-    On several GPUs that of each, by formula alone.
+    On several GPUs that of each, by formula alone, as `stack` trains it.
     """
     if config.num_gpus > 1:
-        return breakdown_of(model, config, micro_steps)
+        return breakdown_of(model, config, micro_steps, stack)
     by_formula = memory_breakdown(model, config, micro_steps)
     if by_formula is not None:
         return by_formula

@@ -118,6 +118,7 @@ def read_file(path: Path) -> ForeignConfig:
     """
     values = _load(path)
     tool = _tool_of(path, values)
+    values |= _of_deepspeed(path, values.get("deepspeed"))
     try:
         return parse(values, tool)
     except _Refused as refusal:
@@ -125,6 +126,17 @@ def read_file(path: Path) -> ForeignConfig:
         of_key = re.compile(rf"\s*['\"]?{re.escape(refusal.key)}['\"]?\s*:")
         line = next((f":{number}" for number, text in enumerate(lines, 1) if of_key.match(text)), "")
         raise UsageError(f"{path}{line}: {refusal}", remedy=refusal.remedy) from None
+
+
+def _of_deepspeed(path: Path, named: Any) -> dict[str, Any]:
+    """What DeepSpeed's own file says, if a run names one that is there: beside the run's, or from this directory on."""
+    for folder in (path.parent, Path()):
+        try:
+            found = _load(folder / named)
+        except (TypeError, UsageError):
+            continue
+        return {"deepspeed": found}
+    return {}
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from autotune.core.files import load_data
 from autotune.core.knobs import KNOBS
 from autotune.core.parallelism import Parallelism
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
-from autotune.prediction.sharded_memory import breakdown_of
+from autotune.prediction.sharded_memory import MAX_LIVE, Stack, breakdown_of
 
 _STAGE = re.compile(r"z(?:ero)?[-_]?([0-3])(?!\d)")  # in the name of a file, as zero3_bf16.json or ds_z2_config.json
 _BY_STAGE = ("ddp", "zero1", "zero2", "zero3")
@@ -33,8 +33,7 @@ def strategy_of(values: Mapping[str, Any]) -> str | None:
     if isinstance(deepspeed, str) and (stage := _STAGE.search(PurePosixPath(deepspeed).name.lower())):
         return _BY_STAGE[int(stage[1])]
     if isinstance(deepspeed, dict):
-        zero = deepspeed.get("zero_optimization")
-        number = zero.get("stage") if isinstance(zero, dict) else None
+        number = _zero(values).get("stage")
         return _BY_STAGE[number] if number in (0, 1, 2, 3) else None
     if all(values.get(key) in _OFF for key in ("fsdp", "fsdp_config", "fsdp_version")):
         return None
@@ -53,7 +52,8 @@ def shared_out(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreig
     """
     number = gpus or run.num_gpus or 1
     run = replace(run, num_gpus=gpus or run.num_gpus)
-    strategy = strategy_of(run.values) or ("ddp" if gpus else None)
+    named = strategy_of(run.values)
+    strategy = named or ("ddp" if gpus else None)
     if number == 1 or strategy is None or number not in KNOBS["num_gpus"].choices:
         return run
     config = replace(run.config, num_gpus=number, sharding=strategy)
@@ -68,12 +68,34 @@ def shared_out(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreig
         reason = "no formula covers a rank of this run"
     if reason is not None:
         return replace(run, notes=(*run.notes, notes["not_shared"].format(reason=reason)))
-    kept = [note for note in run.notes if note != notes["sharded"]]
+    kept = [note for note in run.notes if named is None or note != notes["sharded"]]
     if strategy.startswith("fsdp2") and _is_fsdp_1(run.values):
         kept.append(notes["fsdp_1"])
     if _offloads(run.values):
         kept.append(notes["less_memory"].format(key="Offloading of the model"))
     return replace(run, config=config, notes=tuple(kept))
+
+
+def stack_of(run: ForeignConfig) -> Stack:
+    """How much DeepSpeed gathers and sends at once, as its own file says it, or by its defaults and the Trainer's."""
+    zero = _zero(run.values)
+    live = _count(zero.get("stage3_max_live_parameters"))
+    return Stack(live=MAX_LIVE if live is None else live, bucket=_count(zero.get("reduce_bucket_size")))
+
+
+def _zero(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of ZeRO, where DeepSpeed's own file is known."""
+    deepspeed = values.get("deepspeed")
+    found = deepspeed.get("zero_optimization") if isinstance(deepspeed, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _count(value: Any) -> int | None:
+    """A number of parameters, which people also write as 5e8; None for "auto" and what is no such number."""
+    try:
+        return int(float(value)) if float(value) >= 0 else None
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _of_fsdp(values: Mapping[str, Any], key: str, *, default: Any = None) -> Any:

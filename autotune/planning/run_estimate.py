@@ -15,6 +15,7 @@ from autotune.core.units import gib
 from autotune.planning.counted_memory import memory_of, step_time_of
 from autotune.planning.device_estimate import observed_transfer, with_speed, with_step_time
 from autotune.planning.foreign_config import FP32_BASE, LOGITS_COPY, ForeignConfig
+from autotune.planning.foreign_sharding import stack_of
 from autotune.planning.observations import Observation
 from autotune.prediction.calibration import Calibration
 from autotune.prediction.collectives import rank_step_time, traffic
@@ -149,7 +150,7 @@ def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
     """What a run needs at least and at most; None where no formula covers the model and it cannot be counted."""
     config, steps, sizes = run.config, min(run.accumulation, 2), Sizes.of(model)
     known = replace(_checkpoints_on_gpu(config), dora=False)  # DoRA takes more; how much was not measured
-    low = high = memory_of(model, known, steps)
+    low = high = memory_of(model, known, steps, stack_of(run))
     is_int8 = config.quantization == "int8"
     if is_int8 and low is None:
         low = high = memory_of(model, replace(known, quantization="nf4"), steps)

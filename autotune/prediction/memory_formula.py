@@ -8,7 +8,6 @@ on whole models on an H200 (`benchmarks/plan_memory.py`). Families and configura
 
 import functools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -265,8 +264,7 @@ def _breakdown(
         accumulates=micro_steps > 1,
         logit_bytes=logit_bytes,
     )
-    buckets = _buckets(moments, trained_bytes if ddp else 0.0, accumulates=micro_steps > 1)
-    moment = max(moments, key=lambda name: sum(moments[name]) + buckets[name])
+    moment = max(moments, key=lambda name: sum(moments[name]))
     gradients, activations, head = moments[moment]
     return MemoryBreakdown(
         weights=gib(_weights(sizes, config, base_bytes)),
@@ -278,18 +276,9 @@ def _breakdown(
         workspace=gib(WORKSPACE),
         reserved=beyond_allocated_gib(config, logits, gib(activations + head), kept_gib(sizes, config)),
         phase={"forward": Phase.FORWARD, "optimizer": Phase.OPTIMIZER}.get(moment, Phase.BACKWARD),
-        communication=gib(buckets[moment]),
+        # DDP copies gradients into buckets, of which Trainer cannot make views.
+        communication=gib(trained_bytes) if ddp else 0.0,
     )
-
-
-def _buckets(moments: Iterable[str], trained_bytes: float, *, accumulates: bool) -> dict[str, float]:
-    """Bytes of the buckets into which DDP copies gradients (Trainer cannot make views of them), at each moment.
-
-    DDP makes its buckets anew after the first step, in the order in which gradients came. NCCL holds the first ones
-    until it reduces again: in the second step, with the last micro batch's first gradients.
-    """
-    both = {"forward", "head"} | (set(moments) - {"optimizer"} if accumulates else set())
-    return {name: trained_bytes * (2 if name in both else 1) for name in moments}
 
 
 def counted_breakdown(model: ModelSpec, config: TrainConfig, count: DryCount) -> MemoryBreakdown:

@@ -33,11 +33,11 @@ from autotune.prediction.memory_formula import (
 # What NCCL takes beside torch's allocator: measured with 2 ranks on an H200. With more, others saw a quarter more on
 # A100s and 1.06 GB on eight H100s.
 NCCL_OF_2_GIB, NCCL_GIB = 0.75, 1.0
-# The largest error of the formula is 3 %. Streams of their own have pools of their own, whose free blocks serve no
-# other until memory is short: ranks held 20 to 55 % more than they had allocated where the card had room for it.
+# The largest error of the formula is 3 %, and 1.5 % under DeepSpeed. Streams of their own have pools of their own,
+# whose free blocks serve no other until memory is short: ranks held 20 to 55 % more than they had allocated where the
+# card had room for it.
 RANK_ERROR = 0.08
-ZERO_ERROR = 0.15  # assumed: nothing of DeepSpeed was measured
-MAX_LIVE = 10**9  # parameters that stage 3 may keep gathered, and the same again where it prefetches: its default
+MAX_LIVE = 10**9  # parameters that stage 3 may keep gathered, by DeepSpeed's default
 IN_FORWARD = ("gathering", "gathering the head", "forward")  # moments of a step
 AFTER_SCATTERING = ("second", "first", "inputs", "scattering", "optimizer")  # those whose gradients are shards
 
@@ -53,7 +53,8 @@ class Stack:
     are those of a frozen value that is not quantised. `offload` is whether shards, their gradients and the optimizer
     wait in the host's memory. `keeps_products` is torchtitan's selective recomputation: of a recomputed layer every
     second product is kept, and what attention gave. `logit_bytes` is as of LOGIT_BYTES. `bucket` counts values of
-    DeepSpeed's buckets; None is the Trainer's `auto`.
+    DeepSpeed's buckets; None is the Trainer's `auto`. `live` counts parameters that its third stage may keep gathered;
+    None is two layers, as in the script that is exported.
     """
 
     fsdp1: bool = False
@@ -62,6 +63,7 @@ class Stack:
     keeps_products: bool = False
     logit_bytes: tuple[float, float] = LOGIT_BYTES
     bucket: int | None = None
+    live: int | None = None
 
 
 TRAINER = Stack()
@@ -114,13 +116,15 @@ class Shares:
         )
 
 
-def breakdown_of(model: ModelSpec, config: TrainConfig, micro_steps: int = 2) -> MemoryBreakdown | None:
+def breakdown_of(
+    model: ModelSpec, config: TrainConfig, micro_steps: int = 2, stack: Stack = TRAINER
+) -> MemoryBreakdown | None:
     """The memory of each GPU at the peak of a step, on as many as the configuration names and shared out as it says.
 
     None where no formula covers that, or nothing can train it.
     """
     parallelism = Parallelism.of(config)
-    return None if parallelism.refusal(config) else rank_breakdown(model, config, parallelism, micro_steps)
+    return None if parallelism.refusal(config) else rank_breakdown(model, config, parallelism, micro_steps, stack)
 
 
 def rank_breakdown(
@@ -185,7 +189,7 @@ def _sharded(
         communication=gib(communication),
         nccl=nccl_gib(gpus),
         pools=gib(max(own + shared - totals[moment], 0.0)) if fsdp else 0.0,
-        own_error=RANK_ERROR if fsdp else ZERO_ERROR,
+        own_error=RANK_ERROR,
     )
 
 
@@ -359,7 +363,10 @@ def _fsdp1_moments(
 def _zero_moments(
     sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool, stack: Stack
 ) -> dict[str, Moment]:
-    """The moments of a step under DeepSpeed: gradients in bf16, divided from stage 2 on, and in fp32 for the step."""
+    """The moments of a step under DeepSpeed: gradients in bf16, divided from stage 2 on, and in fp32 for the step.
+
+    The third stage has memory for its shard of them at all times.
+    """
     gpus, stage = parallelism.num_gpus, parallelism.strategy
     pure = replace(config, precision="bf16_pure")
     gradients = 2 * shares.trained / (1 if stage == "zero1" else gpus)
@@ -370,14 +377,13 @@ def _zero_moments(
         gradients,
         2,
         live_logits(config, sizes.vocab),
-        accumulates=accumulates,
+        accumulates=accumulates or stage == "zero3",
         logit_bytes=stack.logit_bytes,
     )
     bucket = 2.0 * (stack.bucket or sizes.hidden**2)
     live = 0.0
     if stage == "zero3":
-        prefetched = 0.9 * sizes.hidden**2
-        live = min(2.0 * (shares.base + shares.adapters), 4 * (MAX_LIVE + prefetched))
+        live = 2.0 * min(shares.base + shares.adapters, 2 * shares.layer if stack.live is None else stack.live)
     moments = {
         name: (max(held, 0.0), activations, logits, bucket + live)
         for name, (held, activations, logits) in plain.items()

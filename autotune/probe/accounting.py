@@ -16,9 +16,19 @@ UNITS_PER_GIB = {"bytes": 2**30, "kib": 2**20, "mib": 2**10, "gib": 1}
 
 
 def tensor_gib(tensor: torch.Tensor) -> float:
-    """The size of a tensor's elements; of a sharded one, those that this rank has."""
+    """The size of a tensor's elements; of a sharded one, those that this rank has.
+
+    DeepSpeed's third stage empties a parameter, and keeps its shard beside it.
+    """
     own: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return gib(own.numel() * own.element_size())
+    shard = getattr(tensor, "ds_tensor", None)
+    return gib(own.numel() * own.element_size()) + (0.0 if shard is None else tensor_gib(shard))
+
+
+def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The shape of a parameter before it was packed to 4 bits, two elements in a byte, or emptied by DeepSpeed."""
+    quantised = getattr(parameter, "quant_state", None) or parameter
+    return tuple(getattr(quantised, "ds_shape", quantised.shape))
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -38,10 +48,15 @@ def parameter_gib(model: nn.Module) -> float:
 
 
 def optimizer_gib(trainer: Any) -> tuple[float, float]:
-    """The size of a Trainer's optimizer state: (on the device, in managed memory)."""
+    """The size of a Trainer's optimizer state: (on the device, in managed memory).
+
+    That of DeepSpeed has this rank's masters of what is trained too, which its states belong to.
+    """
     optimizer = getattr(trainer, "optimizer", None)
-    states = optimizer.state.values() if optimizer is not None else ()
-    tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    states = optimizer.state if optimizer is not None else {}
+    tensors = [value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    if optimizer is not None and trainer.is_deepspeed_enabled:
+        tensors += states
     total = sum(map(tensor_gib, tensors))
     managed = sum(tensor_gib(tensor) for tensor in tensors if getattr(tensor, "is_paged", False))
     return total - managed, managed
@@ -70,8 +85,8 @@ def free_paged_state() -> None:
 
 
 def logical_params(model: nn.Module) -> int:
-    """The number of parameters before 4-bit packing, which stores two in a byte."""
-    return sum(math.prod((getattr(one, "quant_state", None) or one).shape) for one in model.parameters())
+    """The number of parameters, each in its whole shape."""
+    return sum(math.prod(whole_shape(parameter)) for parameter in model.parameters())
 
 
 # --- out of memory

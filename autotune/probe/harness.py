@@ -35,6 +35,7 @@ from autotune.probe.accounting import (
     parameter_gib,
     tensor_gib,
     trained_parameters,
+    whole_shape,
 )
 from autotune.probe.kernels import kernel_times, listed, run_profiled
 from autotune.probe.meters import Meter
@@ -276,7 +277,7 @@ class Probe:
     def _begin_training(self) -> None:
         """The Trainer has shared out the model among the ranks: what that took is no part of a step."""
         assert self.rank is not None
-        self.rank.adopt(self.trainer.model_wrapped)
+        self.rank.adopt(self.trainer.model_wrapped, self.recorder.end_micro_batch)
         self.resident.model_gib = parameter_gib(self.base) - self.resident.adapters_gib()
         self.resident.base_gib = self.resident.model_gib
         self.meter.release()
@@ -545,7 +546,7 @@ class Probe:
             loss_first=losses[0],
             loss_last=losses[-1],
             losses=() if self._is_made_up else tuple(losses[:RECORDED_LOSSES]),
-            trainable_params=sum(parameter.numel() for parameter in trained),
+            trainable_params=sum(math.prod(whole_shape(parameter)) for parameter in trained),
             total_params=logical_params(self.model),
         )
 

@@ -6,6 +6,9 @@ mean nothing.
 """
 
 import os
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,8 +25,8 @@ def refusal(request: ProbeRequest) -> str | None:
     parallelism = request.parallelism
     if parallelism.num_gpus == 1:
         return None
-    if parallelism.strategy in ZERO:
-        return f"no probe trains with DeepSpeed yet: {parallelism.strategy} is estimated by formula alone"
+    if parallelism.strategy in ZERO and find_spec("deepspeed") is None:
+        return f"{parallelism.strategy} needs DeepSpeed: pip install deepspeed"
     if request.trainer != "transformers":
         return f"{request.trainer} was not tried on several GPUs"
     return parallelism.refusal(request.config)
@@ -41,6 +44,7 @@ class Rank:
         self.number = seat.number if seat else 0
         self.is_fake = request.plays_a_rank
         self._shards = request.parallelism.shards
+        self._uses_deepspeed = request.parallelism.strategy in ZERO
         self._device = device
         self._meeting = seat.meeting if seat else None
         self._environment: dict[str, str] | None = None  # as it was before
@@ -52,6 +56,8 @@ class Rank:
         """Join the world; real ranks wait for each other here. Raises RuntimeError without a seat among real ranks."""
         if self.size == 1:
             return
+        if self._uses_deepspeed:
+            _number_from_zero()
         self._environment = dict(os.environ)
         os.environ |= self._variables()
         if self.is_fake:
@@ -85,10 +91,22 @@ class Rank:
         self._prepare_backend = PartialState._prepare_backend
         PartialState._prepare_backend = lambda *_, **__: (dist.get_backend(), DistributedType.MULTI_GPU)
 
-    def adopt(self, model: nn.Module) -> None:
-        """The Trainer has shared out `model`. DDP waits for the result of a reduction, of which a fake one has none."""
+    def adopt(self, model: nn.Module, end_micro_batch: Callable[[], None]) -> None:
+        """The Trainer has shared out `model`: what else that needs.
+
+        DDP waits for the result of a reduction, of which a fake one has none. DeepSpeed takes the optimizer's step at
+        the end of the backward pass of the last micro batch, which ends before.
+        """
         if self.is_fake and isinstance(model, DistributedDataParallel):
-            model.register_comm_hook([], _already_reduced)
+            model.register_comm_hook(None, _already_reduced)
+        if self._uses_deepspeed:
+            step = model.step
+
+            def step_after_micro_batch() -> None:
+                end_micro_batch()
+                step()
+
+            model.step = step_after_micro_batch
 
     def largest(self, value: float) -> float:
         """The largest of the values of all ranks, which wait for each other.
@@ -107,6 +125,10 @@ class Rank:
             from accelerate.state import PartialState
 
             PartialState._prepare_backend, self._prepare_backend = self._prepare_backend, None
+        comm: Any = sys.modules.get("deepspeed.comm.comm")
+        if comm is not None and comm.cdb is not None:
+            comm.destroy_process_group()
+            comm.cdb = None
         if dist.is_initialized():
             dist.destroy_process_group()
         self._store = None
@@ -116,15 +138,18 @@ class Rank:
             self._environment = None
 
 
-def _already_reduced(held: list[torch.Tensor], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A comm hook of DDP that leaves the gradients as they are.
+def _number_from_zero() -> None:
+    """Have DeepSpeed number modules and parameters anew: ranks compare them, and may have trained others before."""
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
 
-    NCCL holds what it has reduced until it reduces again. DDP makes its buckets anew after the first step, so that in
-    the second one both are alive until then: two H100s showed it.
-    """
-    if bucket.index() == 0:
-        held.clear()
-    held.append(bucket.buffer())
+    Init.param_id = 0
+    (counter,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    counter[0] = 0
+
+
+def _already_reduced(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A comm hook of DDP that leaves the gradients as they are."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

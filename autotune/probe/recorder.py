@@ -142,7 +142,9 @@ class Recorder:
         self.starts[self.step].append(self._mark)
 
     def end_micro_batch(self) -> None:
-        """The backward pass of a micro batch has ended."""
+        """The backward pass of a micro batch has ended, unless that is known."""
+        if len(self.ends[self.step]) == len(self.starts[self.step]):
+            return
         self.issued.append(time.perf_counter() - self._began)
         self.enter(Phase.OPTIMIZER)
         self.ends[self.step].append(self._mark)

@@ -12,7 +12,7 @@ from autotune.catalog import DeviceSpec, ModelSpec
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.knobs import ADAMW
 from autotune.core.lora_targets import ALL_LINEAR, has_own_names, target_modules
-from autotune.core.parallelism import STRATEGIES, Parallelism
+from autotune.core.parallelism import STRATEGIES, ZERO, Parallelism
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig, checkpoints_some
 from autotune.problem.search_space import Removal, SearchSpace
@@ -198,6 +198,8 @@ def narrow_to_packages(narrowing: Narrowing) -> None:
         narrowing.remove("kernels", {"liger"}, "liger-kernel is not installed")
     if find_spec("torchao") is None:
         narrowing.remove("quantization", {"fp8"}, "torchao is not installed")
+    if find_spec("deepspeed") is None:
+        narrowing.remove("sharding", set(ZERO), "DeepSpeed is not installed")
 
 
 def narrow_to_trl(narrowing: Narrowing, *, installed: bool) -> None:

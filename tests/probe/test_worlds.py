@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from autotune.core.errors import Cancelled, UsageError
+from autotune.core.parallelism import ZERO
 from autotune.core.probe_types import Measurement, Outcome, Phase, ProbeRequest, ProbeResult, World
 from autotune.probe.fault_injection import VARIABLE
 from autotune.probe.monitor import DEADLINES
@@ -66,6 +67,23 @@ def test_a_rank_of_a_family_without_a_formula_is_played(
 ) -> None:
     asked = shared(4, strategy, method=method, model=MODEL | {"model_type": family} | ALWAYS[family])
     assert measured(prober.probe(asked, prober.logs / "family.log")).trainable_params > 0
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_what_the_stages_of_deepspeed_divide(prober: WorkerProber, method: str) -> None:
+    """Weights in bf16, and 12 bytes of state for each trained value, fp32 masters among them. The processes stay."""
+    sizes, log = {"method": method, "precision": "bf16_mixed"}, prober.logs / "zero.log"
+    alone = measured(prober.probe(shared(1, "none", **sizes), log))
+    starts = prober.starts
+    for strategy, held in (("zero1", 1), ("zero2", 1), ("zero3", 4)):
+        found = measured(prober.probe(shared(4, strategy, micro_steps=2, **sizes), log))
+        assert (alone.total_params, alone.trainable_params) == (found.total_params, found.trainable_params)
+        trained = found.trainable_params
+        frozen = found.total_params - trained if method == "lora" else 0
+        assert found.model_gib * 2**30 == pytest.approx(2 * (frozen or trained) / held, rel=0.05)
+        assert found.optimizer_gib * 2**30 == pytest.approx(12 * trained / 4, rel=0.01)
+        measured(prober.probe(shared(1, "none", **sizes), log))
+    assert prober.starts == starts
 
 
 def test_every_rank_of_ddp_holds_all(prober: WorkerProber) -> None:
@@ -139,7 +157,7 @@ def test_what_runs_out_of_memory_in_a_fake_world_leaves_nothing_behind(prober: W
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (shared(2, "zero2", precision="bf16_mixed"), "no probe trains with DeepSpeed yet: zero2"),
+        (shared(2, "zero2", precision="bf16_mixed", optimizer="adafactor"), "adafactor was not tried under DeepSpeed"),
         (shared(2, "fsdp2", optimizer="adafactor"), "Adafactor mixes whole and sharded tensors"),
         (replace(shared(2, "ddp"), trainer="trl"), "trl was not tried on several GPUs"),
     ],
@@ -179,6 +197,20 @@ def test_two_ranks_learn_what_one_process_does(pool: RankPool, strategy: str, me
     assert found[:steps] == pytest.approx(expected[:steps], rel=1e-4)
 
 
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_two_ranks_learn_by_deepspeed_what_one_process_does(pool: RankPool, method: str) -> None:
+    """All in bf16, under autocast where one process trains."""
+    knobs, log = {"method": method, "precision": "bf16_mixed"}, pool.logs / "zero.log"
+    alone = measured(pool.probe(shared(1, "none", micro_steps=4, **knobs), log))
+    measured(pool.probe(shared(2, "zero3", micro_steps=2, **knobs), log))  # the first alone: ranks count alike after it
+    expected = step_losses(alone)
+    for strategy in ("zero1", "zero2", "zero3"):
+        found = step_losses(measured(pool.probe(shared(2, strategy, World.REAL, 2, **knobs), log)))
+        steps = min(len(expected), len(found))
+        assert steps >= 2
+        assert found[:steps] == pytest.approx(expected[:steps], rel=2e-3), strategy
+
+
 def test_real_ranks_train_a_model_that_neither_holds_as_a_whole(pool: RankPool) -> None:
     """0.8 GiB of weights on two ranks of less than that: each has its half, and all see the same loss."""
     asked = shared(2, "fsdp2", World.REAL, model=LARGER, memory_gib=1.25)
@@ -198,8 +230,9 @@ def test_a_fake_rank_holds_what_a_real_one_does(pool: RankPool) -> None:
 
 
 def test_a_confirmation_evaluates_and_saves_on_all_ranks(pool: RankPool) -> None:
-    for strategy in ("ddp", "fsdp2"):
-        asked = replace(shared(2, strategy, World.REAL), evaluate=True)
+    for strategy in ("ddp", "fsdp2", "zero2", "zero3"):
+        precision = "bf16_mixed" if strategy in ZERO else "fp32"
+        asked = replace(shared(2, strategy, World.REAL, precision=precision), evaluate=True)
         found = measured(pool.probe(asked, pool.logs / "evaluate.log"))
         assert found.evaluation_s is not None and found.checkpoint_s is not None
         assert Phase.EVALUATE in found.phase_peak_gib

@@ -169,21 +169,55 @@ def shared_out(folder: Path, is_larger_than_gpu: bool, *arguments: str) -> dict[
     return dict(json.loads(ended.stdout.splitlines()[-1]))
 
 
-def test_a_model_larger_than_a_gpu_is_trained_as_shards(tmp_path: Path) -> None:
-    """One rank reads the weights and sends the other its shards: all is as if each had read them."""
+def weights_and_examples(folder: Path) -> tuple[Any, tuple[str, ...]]:
+    """A model whose weights lie in a folder, and options by which train.py trains it on 60 examples."""
     from transformers import AutoModelForCausalLM
 
     from autotune.catalog import resolve_model
     from autotune.probe.runtime.model_builder import config_of
 
+    base = AutoModelForCausalLM.from_config(config_of(resolve_model("demo-3m").config))
+    base.save_pretrained(folder / "weights")
+    byte_level().save_pretrained(folder / "weights")
+    rows = [json.dumps({"text": f"{number} plus {number} is {2 * number}"}) for number in range(60)]
+    (folder / "data.jsonl").write_text("\n".join(rows))
+    return base, ("--model", str(folder / "weights"), "--dataset", str(folder / "data.jsonl"), "--held-out", "8", "400")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks for what transformers 5.23 calls otherwise
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_deepspeed_trains_and_saves_what_one_process_would(method: str, tmp_path: Path) -> None:
+    """The second stage, and the third, which has to gather what it saves, learn the same."""
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    base, data = weights_and_examples(tmp_path)
+    saved, losses = [], []
+    for strategy in ("zero2", "zero3"):
+        knobs = {"method": method, "precision": "bf16_mixed", "micro_batch_size": 2, "seq_len": 32}
+        made = demo(TrainConfig(num_gpus=2, sharding=strategy, **knobs))
+        folder = write(export_all(made, ["train"]) | {"on_processors.py": ON_PROCESSORS}, tmp_path / strategy)
+        saved.append(tmp_path / f"saved-{strategy}")
+        losses += shared_out(folder, False, *data, "--output-dir", str(saved[-1]))["held_out_loss"]
+    assert len(losses) == 2 and losses[0] == pytest.approx(losses[1], rel=1e-3)
+    kind = AutoModelForCausalLM if method == "full" else AutoPeftModelForCausalLM
+    first, second = (dict(kind.from_pretrained(path).named_parameters()) for path in saved)
+    before = dict(base.named_parameters())
+    trained = [name for name in first if method == "full" or "lora_B" in name]
+    assert trained
+    for name in trained:
+        assert first[name].float().allclose(second[name].float(), atol=1e-3), name
+    changed = [name for name in trained if not first[name].equal(before.get(name, 0 * first[name]))]
+    assert len(changed) > len(trained) / 2
+
+
+def test_a_model_larger_than_a_gpu_is_trained_as_shards(tmp_path: Path) -> None:
+    """One rank reads the weights and sends the other its shards: all is as if each had read them."""
+    from transformers import AutoModelForCausalLM
+
     made = demo(TrainConfig(num_gpus=2, sharding="fsdp2", method="full", micro_batch_size=2, seq_len=32))
     write(export_all(made, ["train"]) | {"on_processors.py": ON_PROCESSORS}, tmp_path / "out")
-    base = AutoModelForCausalLM.from_config(config_of(resolve_model("demo-3m").config))
-    base.save_pretrained(tmp_path / "weights")
-    byte_level().save_pretrained(tmp_path / "weights")
-    rows = [json.dumps({"text": f"{number} plus {number} is {2 * number}"}) for number in range(60)]
-    (tmp_path / "data.jsonl").write_text("\n".join(rows))
-    data = ("--model", str(tmp_path / "weights"), "--dataset", str(tmp_path / "data.jsonl"), "--held-out", "8", "400")
+    base, data = weights_and_examples(tmp_path)
     saved, losses = [], []
     for is_larger in (False, True):
         saved.append(tmp_path / f"saved-{is_larger}")

@@ -157,6 +157,20 @@ SAID = [
     ),
     ("plan_world", "{memory_within_10_percent} are within 10%."),
     ("plan_world", "Of {timed} speeds {inside_share:.0%} lie in their range"),
+    ("world", "of {configs} configurations (DDP, FSDP2 with and without resharding"),
+    (
+        "world",
+        "A real step takes {step_ratio_median:.2f} times that of the fake rank in the median, and {step_ratio_max:.1f}",
+    ),
+    ("world_depth", "on real ranks is {time_error_max:.1%} off at most, and from a fake world"),
+    ("world_depth", "before two cards had run it, {unseen_time_error_max:.1%}."),
+    (
+        "world_depth",
+        "times of its two configurations are {host_bound_time_error_max:.0%} off, and from a fake world"
+        " {host_bound_unseen_time_error_max:.0%}",
+    ),
+    ("world_losses", "within {ddp_loss_error_max:.3%} of those of one under DDP."),
+    ("world_losses", "they are within {fsdp2_loss_error_max:.2%}"),
     ("cap", "Of {configs} configurations around the memory of an A10, {verdicts} need over 2%"),
     ("cap", "The {published} whose verdicts were published got those."),
     ("search_efficiency", "| {ours_seconds:.0f} s ({ours_climbing_seconds:.0f} s without the formulas"),

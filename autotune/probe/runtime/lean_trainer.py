@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch import distributed as dist
 from torch import nn
-from transformers import Trainer
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from .model_builder import materialize
-from .settings import LIGER_KERNELS
+from .settings import LIGER_KERNELS, deepspeed_settings
 
 
 def training_arguments(settings: Any, *, accumulation: int, on_cpu: bool) -> dict[str, Any]:
@@ -43,14 +45,17 @@ def training_arguments(settings: Any, *, accumulation: int, on_cpu: bool) -> dic
 def sharing_arguments(strategy: str, layers: list[nn.Module], *, from_one: bool = False) -> dict[str, Any]:
     """More keyword arguments of TrainingArguments, by the strategy with which ranks share out a training.
 
-    `strategy` is none, ddp, fsdp2 or fsdp2_keep (which does not reshard after the forward pass), `layers` are the
-    decoder layers, each of which FSDP2 shards as a unit. With `from_one` the first rank of a host has the weights, and
-    sends the others their shards.
+    `strategy` is none, ddp, fsdp2, fsdp2_keep (which does not reshard after the forward pass) or a stage of DeepSpeed,
+    `layers` are the decoder layers, each of which FSDP2 shards as a unit. With `from_one` the first rank of a host has
+    the weights, and sends the others their shards.
     """
     if strategy == "none":
         return {}
     if strategy == "ddp":  # with adapters Trainer's default is to look for unused parameters at every step
         return {"ddp_find_unused_parameters": False}
+    if strategy.startswith("zero"):
+        largest = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
+        return {"deepspeed": deepspeed_settings(int(strategy[-1]), largest)}
     return {
         "fsdp": True,
         "fsdp_config": {
@@ -70,6 +75,24 @@ def shard_outline(trainer: Trainer, device: torch.device) -> None:
     """
     trainer.model = fsdp2_prepare_model(trainer.accelerator, trainer.model)
     materialize(trainer.model, device)
+
+
+class _FreeFirstBuckets(TrainerCallback):
+    """Waits, after the first step under DDP, until NCCL has let go of the buckets of gradients.
+
+    DDP makes them anew in the second step. NCCL holds what it has reduced for up to a tenth of a second longer, so
+    that short steps would keep both for good: as much as all gradients. Two H100s showed it.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = weakref.proxy(trainer)
+        self._waits = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        ends_first, self._waits = self._waits, False
+        shared = isinstance(self._trainer.model_wrapped, DistributedDataParallel)
+        if ends_first and shared and dist.get_backend() == "nccl":
+            dist.group.WORLD._wait_for_pending_works()
 
 
 class LeanTrainer(Trainer):
@@ -93,6 +116,7 @@ class LeanTrainer(Trainer):
         self.row_lengths = row_lengths
         self.optimizer_in_backward = optimizer_in_backward
         self.step_hooks: list[Any] = []
+        self.add_callback(_FreeFirstBuckets(self))
         visit_modules_on_change(self.model)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:

@@ -183,3 +183,32 @@ def prepare_environment(settings: RunSettings) -> None:
     os.environ.setdefault(ALLOCATOR_VARIABLE, ALLOCATORS[settings.allocator])
     if settings.use_cpu or settings.num_gpus == 1:
         os.environ.update(one_gpu("" if settings.use_cpu else os.environ.get("CUDA_VISIBLE_DEVICES", "0")))
+
+
+def deepspeed_settings(stage: int, layer_params: int) -> dict[str, Any]:
+    """The settings of DeepSpeed for a stage of ZeRO, as its file has them; "auto" is the Trainer's to fill in.
+
+    By its own defaults the third stage keeps up to 1e9 parameters gathered, all of a small model. Here it gathers the
+    next layer, of `layer_params` parameters, while one computes.
+    """
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": "auto",
+    }
+    if stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": layer_params,
+            "stage3_max_live_parameters": 2 * layer_params,
+            "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+    batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    return dict.fromkeys((*batch, "gradient_clipping"), "auto") | {
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,  # DeepSpeed knows torch's AdamW, and not those in 8 bits
+    }

@@ -69,8 +69,8 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Modu
 
     if model_builder.is_outline(model) and not from_one(settings, options):
         shard_outline(trainer, device)
-    # FSDP2 shards a model once, for the training.
-    losses = [trainer.evaluate()["eval_loss"]] if held_out and not settings.sharding.startswith("fsdp2") else []
+    # What shards a model does so once, for the training.
+    losses = [trainer.evaluate()["eval_loss"]] if held_out and settings.sharding in ("none", "ddp") else []
     layers = model_builder.decoder_layers(model)
     if settings.compile == "per_layer":
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT

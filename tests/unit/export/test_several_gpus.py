@@ -10,14 +10,16 @@ import yaml
 
 from autotune.catalog import resolve_device
 from autotune.core.errors import UsageError
+from autotune.core.parallelism import FSDP2, ZERO
 from autotune.core.train_config import TrainConfig
 from autotune.export.formats import FORMATS, export_all, usual
 from autotune.planning.foreign_config import for_model, read_file
 from autotune.planning.foreign_sharding import shared_out
 from autotune.probe.runtime.lean_trainer import sharing_arguments
+from autotune.probe.runtime.settings import deepspeed_settings
 from tests.unit.export.test_script import recipe
 
-STRATEGIES = ("ddp", "fsdp2", "fsdp2_keep")
+STRATEGIES = ("ddp", "fsdp2", "fsdp2_keep", "zero1", "zero2", "zero3")
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
@@ -28,14 +30,18 @@ def config(strategy: str, **knobs: Any) -> TrainConfig:
 def launched(text: str, directory: Path) -> dict[str, str]:
     """The environment that `accelerate launch` gives to each process, and its arguments of torchrun."""
     from accelerate.commands import launch
-    from accelerate.utils.launch import prepare_multi_gpu_env
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
     path = directory / "accelerate.yaml"
     path.write_text(text, encoding="utf-8")
     arguments = launch.launch_command_parser().parse_args(["--config_file", str(path), "script.py"])
     arguments, _, _ = launch._validate_launch_command(arguments)
-    assert arguments.use_fsdp or arguments.multi_gpu  # what has the processes started
-    environment = prepare_multi_gpu_env(arguments)
+    if arguments.use_deepspeed:
+        arguments.deepspeed_fields_from_accelerate_config = "deepspeed_config_file,zero3_init_flag"
+        _, environment = prepare_deepspeed_cmd_env(arguments)
+    else:
+        assert arguments.use_fsdp or arguments.multi_gpu  # what has the processes started
+        environment = prepare_multi_gpu_env(arguments)
     return {name: str(value) for name, value in environment.items()} | {"nproc_per_node": arguments.nproc_per_node}
 
 
@@ -47,12 +53,18 @@ def test_accelerate_shards_as_the_measured_script_does(
     from transformers import TrainingArguments
 
     files = export_all(recipe(config(strategy)), ["accelerate"])
-    assert list(files) == ["accelerate.yaml"]  # deepspeed.json is for one GPU, which may become several
+    assert list(files) == ["accelerate.yaml", *(["deepspeed.json"] if strategy in ZERO else [])]
     environment = launched(files["accelerate.yaml"], tmp_path)
-    assert environment["nproc_per_node"] == "4"
-    assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
-    assert environment.get("ACCELERATE_USE_FSDP", "false") == ("false" if strategy == "ddp" else "true")
-    if strategy == "ddp":
+    assert str(environment["nproc_per_node"]) == "4"
+    assert environment["ACCELERATE_MIXED_PRECISION"] == ("no" if strategy in ZERO else "bf16")  # DeepSpeed's file says
+    assert environment.get("ACCELERATE_USE_FSDP", "false") == str(strategy in FSDP2).lower()
+    if strategy in ZERO:
+        assert environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == "deepspeed.json"
+        said = json.loads(files["deepspeed.json"])
+        layer = said["zero_optimization"].get("stage3_prefetch_bucket_size", 1)
+        assert said.pop("fp16") == {"enabled": False} and layer > 0
+        assert said == deepspeed_settings(int(strategy[-1]), layer)
+    if strategy not in FSDP2:
         return
     for name, value in environment.items():
         if "FSDP" in name:
@@ -99,14 +111,17 @@ def test_trl_finds_the_file_of_accelerate(tmp_path: Path, monkeypatch: pytest.Mo
 def test_axolotl_has_keys_of_its_own_which_check_reads_back(strategy: str, tmp_path: Path) -> None:
     made = recipe(config(strategy))
     files = export_all(made, ["axolotl"])
-    assert list(files) == ["axolotl.yaml"]
+    assert list(files) == ["axolotl.yaml", *(["deepspeed.json"] if strategy in ZERO else [])]
     data = yaml.safe_load(files["axolotl.yaml"])
     assert "axolotl train axolotl.yaml -- --num_processes 4\n" in files["axolotl.yaml"]
-    if strategy == "ddp":
-        assert data["ddp_find_unused_parameters"] is False and not {"fsdp_version", "fsdp_config"} & set(data)
+    if strategy not in FSDP2:
+        assert data.get("ddp_find_unused_parameters", True) is (strategy in ZERO)
+        assert data.get("deepspeed") == ("deepspeed.json" if strategy in ZERO else None)
+        assert not {"fsdp_version", "fsdp_config"} & set(data)
     else:
         assert data["fsdp_version"] == 2 and data["fsdp_config"]["reshard_after_forward"] is (strategy == "fsdp2")
-    (tmp_path / "axolotl.yaml").write_text(files["axolotl.yaml"], encoding="utf-8")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
     run = shared_out(for_model(read_file(tmp_path / "axolotl.yaml"), made.model), made.model, 4)
     assert (run.config.num_gpus, run.config.sharding) == (4, strategy)
     assert run.config.precision == "bf16_mixed" and run.accumulation == made.accumulation

@@ -1,5 +1,6 @@
 """Files of other tools that share out a training among GPUs: what they name, and what `check` makes of it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import yaml
 from autotune.catalog import resolve_model
 from autotune.core.parallelism import Parallelism
 from autotune.planning.foreign_config import ForeignConfig, read_file
-from autotune.planning.foreign_sharding import shared_out, strategy_of
+from autotune.planning.foreign_sharding import shared_out, stack_of, strategy_of
 from autotune.planning.run_check import check
-from autotune.prediction.sharded_memory import rank_breakdown
+from autotune.planning.run_estimate import memory_bounds
+from autotune.prediction.sharded_memory import MAX_LIVE, Stack, rank_breakdown
 
 FULL = {
     "base_model": "meta-llama/Llama-3.1-8B",
@@ -77,6 +79,26 @@ def test_shards_of_a_file_are_those_of_its_gpus(tmp_path: Path) -> None:
     _, older = notes_of(tmp_path, FULL | {"fsdp": ["full_shard", "offload"], "fsdp_config": {"offload_params": True}})
     assert "FSDP2 is counted, which holds a little less" in older
     assert "Offloading of the model is not counted: the run needs less memory than estimated." in older
+
+
+def test_deepspeeds_own_file_is_read_where_it_is(tmp_path: Path) -> None:
+    """Its stage, and what it gathers and sends at once: numbers that people also write as 5e8."""
+    zero = {"stage": 3, "stage3_max_live_parameters": "2e8", "reduce_bucket_size": 5e8}
+    (tmp_path / "ds").mkdir()
+    (tmp_path / "ds" / "own.json").write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
+    run, notes = notes_of(tmp_path, LORA | {"deepspeed": "ds/own.json"})
+    assert run.config.sharding == "zero3" and SHARDED not in notes
+    assert stack_of(run) == Stack(live=2 * 10**8, bucket=5 * 10**8)
+    by_default, _ = notes_of(tmp_path, LORA | {"deepspeed": "elsewhere/zero3.json"})
+    assert by_default.config.sharding == "zero3" and stack_of(by_default) == Stack(live=MAX_LIVE)
+    needs = [memory_bounds(resolve_model("llama-3.1-8b"), one) for one in (run, by_default)]
+    least = [bounds.least.peak_gib for bounds in needs if bounds is not None]
+    assert least[1] - least[0] == pytest.approx((2 * (10**9 - 2 * 10**8) - 2 * (5e8 - 4096**2)) / 2**30, rel=1e-6)
+    for strange in ({"stage": 3, "stage3_max_live_parameters": "auto"}, {"stage": 3, "reduce_bucket_size": [1]}):
+        (tmp_path / "ds" / "own.json").write_text(json.dumps({"zero_optimization": strange}))
+        assert stack_of(read(tmp_path, LORA | {"deepspeed": "ds/own.json"})) == Stack(live=MAX_LIVE)
+    (tmp_path / "ds" / "own.json").write_text("[")
+    assert SHARDED in notes_of(tmp_path, LORA | {"deepspeed": "ds/own.json"})[1]
 
 
 def test_without_a_number_of_gpus_nothing_is_shared_out(tmp_path: Path) -> None:
