@@ -171,6 +171,7 @@ def rank_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: try it with a tiny model")
     parser.add_argument("--memory-gib", type=float, help="of a rank; by default all that its device has")
     parser.add_argument("--only", type=int, help="measure so many configurations only")
+    parser.add_argument("--earlier", type=Path, help="a result of the same cards: measure only what it lacks")
     parser.add_argument("--out", type=Path, help="the folder of the result")
     return parser
 
@@ -200,8 +201,15 @@ def collect(
     summarize: Callable[[list[dict[str, Any]]], dict[str, Any]],
 ) -> None:
     """Measure one configuration after another; print and save each at once. One that fails is a row that says why."""
+    earlier = json.loads(args.earlier.read_text()) if args.earlier else {"rows": []}
+    if args.earlier and earlier["fingerprint"] != to_data(pool.fingerprint):
+        raise SystemExit(f"{args.earlier} was measured elsewhere, or with other packages")
+    known = {row["config"]: row for row in earlier["rows"]}
     rows: list[dict[str, Any]] = []
     for one in wanted[: args.only]:
+        if str(one) in known:
+            rows.append(known[str(one)])
+            continue
         began = time.monotonic()
         try:
             row = measure(one)

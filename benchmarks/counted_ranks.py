@@ -76,6 +76,8 @@ def cases() -> Iterator[tuple[str, int, TrainConfig, Parallelism, int]]:
         config = TrainConfig(method=method, micro_batch_size=4, checkpointing=checkpointing, loss="full")
         for layers, (num_gpus, strategy, accumulation) in itertools.product(depths, WORLDS):
             yield model, layers, config, Parallelism(num_gpus=num_gpus, strategy=strategy), accumulation
+        divided = Parallelism(num_gpus=8, strategy="fsdp2", sync_each_batch=True)
+        yield model, min(depths), config, divided, 2
     for model, method, knobs in itertools.product(("mistral-7b", "llama-3.1-8b"), METHODS, OTHERS):
         plain = {"method": method, "micro_batch_size": 4, "checkpointing": "none", "loss": "full"}
         yield model, 8, TrainConfig(**plain | knobs), Parallelism(num_gpus=2, strategy="fsdp2"), 1
@@ -100,7 +102,7 @@ def compare(
     predicted = rank_breakdown(model, config, parallelism, accumulation)
     assert predicted is not None
     row: dict[str, Any] = {"model": name, "layers": layers, "config": config.label(), "accumulation": accumulation}
-    row["parallelism"] = f"{parallelism.num_gpus} {parallelism.strategy}"
+    row["parallelism"] = f"{parallelism.num_gpus} {parallelism.strategy}" + " sync" * parallelism.sync_each_batch
     counted = known.get(key(row)) or count_rank(model, config, parallelism, accumulation)
     return row | {
         "counted_gib": counted,
@@ -126,7 +128,7 @@ def count_rank(model: ModelSpec, config: TrainConfig, parallelism: Parallelism, 
             state = [torch.zeros_like(local(one)) for one in trained_parameters(step._model) for _ in range(2)]
             for _ in range(2):
                 counter.begin()
-                train(step, accumulation)
+                train(step, accumulation, parallelism.sync_each_batch)
                 peak = counter.take_peak()
             del state
     return gib(peak + WORKSPACE)
@@ -150,11 +152,11 @@ def shard(step: CountedStep, parallelism: Parallelism) -> None:
     fully_shard(model, **options)
 
 
-def train(step: CountedStep, accumulation: int) -> None:
-    """One optimizer step. Gradients are scattered in the last micro batch, as under `no_sync`."""
+def train(step: CountedStep, accumulation: int, each: bool) -> None:
+    """One optimizer step. Gradients are scattered in each micro batch, or in the last, as under `no_sync`."""
     batches = [step._batch() for _ in range(accumulation)]
     for number, batch in enumerate(batches, 1):
-        step._model.set_requires_gradient_sync(number == accumulation)
+        step._model.set_requires_gradient_sync(each or number == accumulation)
         step._forward(batch).backward()
     step._forget_gradients()
 

@@ -38,10 +38,12 @@ class Case:
 
 
 def cases(device: str) -> list[Case]:
-    """20 configurations of eager layers, three that recompute and three that compile, which take longest."""
+    """23 configurations of eager layers, three that recompute and three that compile, which take longest."""
     wanted: list[tuple[str, dict[str, Any], int]] = [
         (strategy, knobs, micro_steps) for strategy in STRATEGIES for knobs in (LORA, FULL) for micro_steps in (1, 4)
     ]
+    wanted += [("fsdp2", FULL | {"sync_each_batch": True}, 4)]
+    wanted += [("fsdp2", knobs | {"offload": True}, 2) for knobs in (LORA, FULL)]
     for more in (RECOMPUTED, COMPILED):
         wanted += [("fsdp2", FULL | more, 1), ("fsdp2", LORA | more, 4), ("ddp", LORA | more, 1)]
     return [

@@ -32,7 +32,7 @@ def print_gpu_plan(made: GpuPlan) -> None:
     print(f"{shape}. Every number is projected, nothing was measured here: {BASIS}.")
     print_table(None, COLUMNS, [_cells(made, row) for row in made.rows])
     for reason in dict.fromkeys(row.problem for row in made.rows if row.problem):
-        rows = [f"{row.num_gpus} {row.parallelism.strategy}" for row in made.rows if row.problem == reason]
+        rows = [f"{row.num_gpus} {row.parallelism.name}" for row in made.rows if row.problem == reason]
         print(f"{', '.join(rows)}: {reason}")
     if task.device.link_gb_s is None and any(row.num_gpus > 1 and row.estimate and not row.step for row in made.rows):
         print(f"no speed for several: {NO_LINK}")
@@ -48,7 +48,7 @@ def _cells(made: GpuPlan, row: RankPlan) -> tuple[str, ...]:
     bounds = DASH if row.interval is None else " to ".join(map(fmt_count, row.interval))
     return (
         str(row.num_gpus) if row.hosts == 1 else f"{row.hosts} x {row.num_gpus // row.hosts}",
-        row.parallelism.strategy,
+        row.parallelism.name,
         DASH if estimated is None else f"{estimated.need_gib:.1f}",
         row.state or "impossible",
         fmt_count(row.tokens_per_s),

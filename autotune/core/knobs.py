@@ -37,7 +37,7 @@ class KnobSpec:
         affects: What the knob changes. `weights` are the bytes of the base model or its adapters beyond their rank,
             `micro_time` the seconds of a micro batch, `rest_of_step` those of the optimizer step after them,
             `depth_error` the error of a time extrapolated from few layers, `learning` what the model learns.
-        active_when: The value that each of these other knobs must have for this one to have an effect.
+        active_when: The value that each of these other knobs must have for this one to have an effect, or a list.
         never_with: The values of other knobs with which this one has no effect.
         inactive: The value of the knob where it has no effect; the default if left out.
         impossible_with: For a value those of other knobs with which it is impossible: the next choice takes its place.
@@ -126,7 +126,10 @@ class KnobSpec:
             return True
         if any(values[name] == excluded for name, excluded in self.never_with.items()):
             return False
-        return all(values[name] == wanted for name, wanted in self.active_when.items())
+        return all(
+            values[name] in wanted if isinstance(wanted, list) else values[name] == wanted
+            for name, wanted in self.active_when.items()
+        )
 
     def possible(self, value: Any, values: Mapping[str, Any]) -> Any:
         """The value itself, or the next choice that is possible with these values of all knobs; names are sorted."""

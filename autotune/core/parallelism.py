@@ -20,11 +20,16 @@ BITSANDBYTES = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
 class Parallelism:
     """The number of processes, one for each GPU, and the strategy by which they share out a training.
 
-    Raises ValueError for what cannot run.
+    Under FSDP2, `sync_each_batch` divides gradients after each micro batch, and `offload` keeps what lasts in the
+    host's memory; each of `copies` hosts has all shards (HSDP) and adds up gradients with the others. Raises ValueError
+    for what cannot run.
     """
 
     num_gpus: int = 1
     strategy: str = "none"
+    sync_each_batch: bool = False
+    offload: bool = False
+    copies: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.num_gpus, bool) or not isinstance(self.num_gpus, int) or self.num_gpus < 1:
@@ -36,10 +41,32 @@ class Parallelism:
                 f"strategy {self.strategy} is not for {self.num_gpus} GPUs: one GPU has none, several have"
             )
 
+        if self.strategy not in FSDP2 and (self.sync_each_batch or self.offload or self.copies > 1):
+            raise ValueError(
+                f"{self.strategy} divides no gradients after each micro batch, offloads and copies no shards"
+            )
+        if self.copies < 1 or self.num_gpus % self.copies:
+            raise ValueError(f"{self.copies} copies of the shards are not on equally many of {self.num_gpus} GPUs")
+
     @classmethod
     def of(cls, config: TrainConfig) -> "Parallelism":
         """What the configuration says."""
-        return cls(num_gpus=config.num_gpus, strategy=config.sharding)
+        return cls(
+            num_gpus=config.num_gpus,
+            strategy=config.sharding,
+            sync_each_batch=config.sync_each_batch,
+            offload=config.offload,
+        )
+
+    @property
+    def name(self) -> str:
+        """The strategy as tables show it."""
+        return "hsdp" if self.copies > 1 else self.strategy
+
+    @property
+    def num_shards(self) -> int:
+        """On how many GPUs what is divided is divided."""
+        return self.num_gpus // self.copies
 
     @property
     def shards(self) -> bool:

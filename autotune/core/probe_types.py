@@ -373,6 +373,7 @@ class Measurement:
     limit_gib: float  # usable memory less context, headroom and managed memory
     context_gib: float | None  # CUDA context, kernels, libraries; None where the driver does not show it
     managed_gib: float = 0.0  # paged optimizer state, which torch does not count
+    in_host_gib: float = 0.0  # what is trained and its optimizer state, where all that lasts waits in the host's memory
     alloc_retries: int = 0
     loss_first: float
     loss_last: float
@@ -388,8 +389,8 @@ class Measurement:
 
     @property
     def checkpoint_gib(self) -> float:
-        """The size of a checkpoint: what is trained, the adapters or all weights, and the optimizer's state."""
-        return (self.adapters_gib or self.model_gib) + self.optimizer_gib + self.managed_gib
+        """The size of a rank's share of a checkpoint: what is trained, adapters or all weights, and optimizer state."""
+        return (self.adapters_gib or self.model_gib) + self.optimizer_gib + self.managed_gib + self.in_host_gib
 
     def terms_gib(self, peak_gib: float) -> dict[str, float]:
         """What a peak consists of: weights, adapters, gradients, optimizer state; activations are the rest."""

@@ -48,6 +48,8 @@ class TrainConfig:
     allocator: str = KNOBS["allocator"].default
     num_gpus: int = KNOBS["num_gpus"].default
     sharding: str = KNOBS["sharding"].default
+    sync_each_batch: bool = KNOBS["sync_each_batch"].default
+    offload: bool = KNOBS["offload"].default
 
     def __post_init__(self) -> None:
         # A knob stands after those that decide whether it is active, so one pass is enough.

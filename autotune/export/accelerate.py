@@ -24,6 +24,8 @@ def export(recipe: Recipe) -> dict[str, str]:
     values = data["accelerate"] | {"mixed_precision": mixed, "use_cpu": on_cpu(recipe)}
     values |= {"num_processes": config.num_gpus} | data["sharding"][config.sharding]
     values = {key: value for key, value in values.items() if value is not None}
+    if config.offload:
+        values["fsdp_config"] = values["fsdp_config"] | {"fsdp_offload_params": True}
     if config.compile == "per_layer":
         values |= data["compiled"]
     head = tool_file.texts(data["head"], tool_file.settings_of(recipe, "trl"))

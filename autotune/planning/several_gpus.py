@@ -25,7 +25,7 @@ from autotune.planning.device_estimate import (
 )
 from autotune.planning.observations import Observation, Say, silent
 from autotune.planning.plan import candidates, distinguishable, estimate_data, planned_setup
-from autotune.prediction.collectives import SLOWEST_LINK, RankStepTime, rank_step_time, traffic
+from autotune.prediction.collectives import SLOWEST_LINK, RankStepTime, between_hosts, rank_step_time, traffic
 from autotune.prediction.memory_formula import unsupported
 from autotune.prediction.sharded_memory import rank_breakdown
 from autotune.prediction.step_time import StepTimeEstimate, estimate_step_time, host_of
@@ -46,8 +46,8 @@ from autotune.problem.task import Task
 from autotune.study.ranking import Scored, choose
 
 BASIS = (
-    "memory of FSDP2 by a formula that was within 2.7 % of four measured ranks and 2.1 % of 140 counted ones, of DDP "
-    "within 1.3 % of six; ZeRO, and speeds of several GPUs, by formulas that little was measured for"
+    "memory of FSDP2 by a formula that was within 2.7 % of four measured ranks and 2.1 % of 160 counted ones, of DDP "
+    "within 1.6 % of six, of ZeRO within 1.5 % of eight; speeds of several by formulas that little was measured for"
 )
 NO_LINK = "nobody published how fast these cards exchange data: link_gb_s of a card of your own says it"
 
@@ -230,14 +230,18 @@ def plan_gpus(
         replace(_plan_rank(task, limit_gib, parallelism, configs, step_times, network_gb_s), hosts=number_of_hosts)
         for number_of_hosts, network_gb_s in hosts.items()
         for number in numbers
-        for parallelism in _parallelisms(number_of_hosts * number)
+        for parallelism in _parallelisms(number, number_of_hosts)
     ]
     return GpuPlan(task=task, limit_gib=limit_gib, rows=tuple(rows), within_hours=within_hours)
 
 
-def _parallelisms(number: int) -> Iterator[Parallelism]:
-    strategies = STRATEGIES[:1] if number == 1 else STRATEGIES[1:]
-    return (Parallelism(num_gpus=number, strategy=strategy) for strategy in strategies)
+def _parallelisms(number: int, hosts: int) -> Iterator[Parallelism]:
+    """The ways to share out a training among so many GPUs of each host; HSDP shards within hosts alone."""
+    total = hosts * number
+    for strategy in STRATEGIES[:1] if total == 1 else STRATEGIES[1:]:
+        yield Parallelism(num_gpus=total, strategy=strategy)
+    if hosts > 1 and number > 1:
+        yield Parallelism(num_gpus=total, strategy="fsdp2", copies=hosts)
 
 
 def _step_time(task: Task, observations: tuple[Observation, ...], config: TrainConfig) -> StepTimeEstimate | None:
@@ -316,6 +320,8 @@ def _rank_plan(
     sent, link_gb_s, slowest = traffic(task.model, config, parallelism), task.device.link_gb_s, SLOWEST_LINK
     if network_gb_s is None:
         link_gb_s, slowest = task.link_gb_s(parallelism), task.slowest_link(parallelism)
+    elif sent is not None and link_gb_s is not None and parallelism.copies > 1:
+        sent = between_hosts(sent, parallelism, link_gb_s / network_gb_s)
     elif link_gb_s is not None:  # a ring passes through both, at the pace of the slower
         link_gb_s = min(link_gb_s, network_gb_s)
     if sent is None or link_gb_s is None:
@@ -356,15 +362,18 @@ def gpu_plan_data(made: GpuPlan) -> dict[str, Any]:
 
 
 def _named(row: RankPlan | None) -> dict[str, Any] | None:
-    return None if row is None else asdict(row.parallelism) | {"hosts": row.hosts}
+    return None if row is None else _shared(row)
+
+
+def _shared(row: RankPlan) -> dict[str, Any]:
+    return {"num_gpus": row.num_gpus, "strategy": row.parallelism.name, "hosts": row.hosts}
 
 
 def _row_data(made: GpuPlan, row: RankPlan) -> dict[str, Any]:
     """A row. What its `estimate` has is of one GPU, but for the cost; `tokens_per_s` of the row is of all."""
     estimated = row.estimate
     return {
-        **asdict(row.parallelism),
-        "hosts": row.hosts,
+        **_shared(row),
         "precision": row.parallelism.precision(estimated.config) if estimated else None,
         "accumulation": row.accumulation,
         "state": row.state,

@@ -6,7 +6,7 @@ multiprocessors and bandwidth from the kernels beside them. That ranks wait for 
 with the longest rows is in the computation that is given (`Workload.waiting_share`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.catalog import ModelSpec
 from autotune.core.parallelism import FSDP2, Parallelism
@@ -60,12 +60,13 @@ class RankStepTime:
 
 
 def traffic(model: ModelSpec, config: TrainConfig, parallelism: Parallelism) -> Traffic | None:
-    """What a rank sends in a step; None where no formula knows the model, or what of it is trained, or of one GPU.
+    """What a rank sends in a step. It is None of one GPU, and where the model or what is trained has no formula.
 
+    It is so too where the model waits in the host's memory, since more is sent from there and back.
     A gather or a scattering of B bytes sends (N-1)/N of them, the sum of gradients on all ranks twice as many.
     """
     sizes = Sizes.of(model)
-    if sizes is None or parallelism.num_gpus == 1 or config.modules_to_save != "none":
+    if sizes is None or parallelism.num_gpus == 1 or parallelism.offload or config.modules_to_save != "none":
         return None
     if not sizes.adapted(config) <= set(sizes.matrices):
         return None
@@ -79,7 +80,7 @@ def counted_traffic(model: ModelSpec, config: TrainConfig, measured: Measurement
 
 def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> Traffic:
     strategy = parallelism.strategy
-    sent = (parallelism.num_gpus - 1) / parallelism.num_gpus
+    sent = (parallelism.num_shards - 1) / parallelism.num_shards
     if strategy == "ddp":  # the gradients have the dtype of what is trained
         return Traffic(last_backward=2 * (2 if config.precision == "bf16_pure" else 4) * sent * shares.trained)
     sent *= 4 if config.precision == "fp32" else 2
@@ -88,12 +89,25 @@ def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> T
     last = sent * (shares.embedding if config.method == "full" else shares.trained_layer)
     if strategy in FSDP2:
         again = 0.0 if strategy == "fsdp2_keep" else weights
+        if parallelism.sync_each_batch:
+            return Traffic(forward=weights, backward=again + gradients, ends=first + last)
         return Traffic(forward=weights, backward=again, last_backward=gradients, ends=first + last)
     if strategy == "zero1":
         return Traffic(last_backward=gradients, after=gradients)
     if strategy == "zero2":
         return Traffic(backward=gradients, after=gradients)
     return Traffic(forward=weights, backward=weights + gradients, ends=first + last)
+
+
+def between_hosts(sent: Traffic, parallelism: Parallelism, slower: float) -> Traffic:
+    """The same where each host has a copy of the shards, and a network that is `slower` times as slow as the link.
+
+    Once a step all gradients pass through the network, which the GPUs of a host share. Their bytes are those that the
+    link would send in that time.
+    """
+    whole = sent.last_backward * parallelism.num_shards / (parallelism.num_shards - 1)
+    added = 2 * (parallelism.copies - 1) / parallelism.copies * whole
+    return replace(sent, last_backward=sent.last_backward + slower * added)
 
 
 def rank_step_time(

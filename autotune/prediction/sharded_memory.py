@@ -159,7 +159,8 @@ def nccl_gib(num_gpus: int) -> float:
 def _sharded(
     sizes: Sizes, config: TrainConfig, parallelism: Parallelism, accumulates: bool, stack: Stack
 ) -> MemoryBreakdown:
-    gpus, fsdp, shares = parallelism.num_gpus, parallelism.strategy in FSDP2, Shares.of(sizes, config)
+    gpus, fsdp, shares = parallelism.num_shards, parallelism.strategy in FSDP2, Shares.of(sizes, config)
+    stack = replace(stack, offload=stack.offload or parallelism.offload)
     if not fsdp:
         moments = _zero_moments(sizes, config, shares, parallelism, accumulates, stack)
     elif stack.fsdp1:
@@ -187,7 +188,7 @@ def _sharded(
         reserved=reserved,
         phase=Phase.OPTIMIZER if moment == "optimizer" else phase,
         communication=gib(communication),
-        nccl=nccl_gib(gpus),
+        nccl=nccl_gib(gpus) + (nccl_gib(parallelism.copies) if parallelism.copies > 1 else 0.0),  # of two groups
         pools=gib(max(own + shared - totals[moment], 0.0)) if fsdp else 0.0,
         own_error=RANK_ERROR,
     )
@@ -210,7 +211,7 @@ def _lasting(
     sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, stack: Stack
 ) -> tuple[float, float, float]:
     """Bytes of weights, adapters and optimizer state of a rank. The state of DeepSpeed has the fp32 masters too."""
-    gpus, full = parallelism.num_gpus, config.method == "full"
+    gpus, full = parallelism.num_shards, config.method == "full"
     if parallelism.strategy not in FSDP2:
         held = gpus if parallelism.strategy == "zero3" else 1
         return 2 * shares.base / held, 2 * shares.adapters / held, 12 * shares.trained / gpus
@@ -247,23 +248,26 @@ def _fsdp2_moments(
     """The moments of a step under FSDP2 that may be its peak.
 
     A gathered layer is alive twice, as it came and in the shape of its parameters. Gradients of a micro batch whose
-    step is not yet over wait unsharded; those of the last are scattered layer by layer.
+    step is not yet over wait unsharded, unless each is divided; those of the last are scattered layer by layer.
     """
-    full, tied, gpus = config.method == "full", sizes.tied, parallelism.num_gpus
+    full, tied, gpus = config.method == "full", sizes.tied, parallelism.num_shards
+    divided, accumulates = accumulates and parallelism.sync_each_batch, accumulates and not parallelism.sync_each_batch
     plain = _undivided(sizes, config, shares, stack)
     layer, embedding = 2 * shares.layer, 2.0 * shares.embedding
     trained_layer, trained_end = 2 * shares.trained_layer, embedding if full else 0.0
     keeps = parallelism.strategy == "fsdp2_keep"
     kept = (sizes.layers * layer + (0 if tied else embedding)) if keeps else 0.0
     gathered = 0.0 if keeps else layer
-    waiting = 2.0 * shares.trained if accumulates else 0.0
     # A scattered gradient is in fp32: 2 / gpus of the bytes of an unsharded one. Those of a tied head wait for the end.
     scattered = _scattered(config, shares, gpus, stack)
+    waiting = 2.0 * shares.trained if accumulates else scattered * divided
     of_layer_scattered, of_end_scattered = (
         0.0 if stack.offload else 2 * each / gpus for each in (trained_layer, trained_end)
     )
     layer_waits, end_waits = trained_layer * accumulates, trained_end * accumulates
-    before_first = scattered - of_end_scattered - of_layer_scattered + layer_waits
+    # Shards of gradients that are still to come.
+    missing_layer, missing_end = (0.0 if divided else each for each in (of_layer_scattered, of_end_scattered))
+    before_first = scattered - missing_end - missing_layer + layer_waits
     # When a layer's activations are most, one of its gradients exists; then these grow as the activations go.
     of_layer = plain["first"][1]
     growing = max(trained_layer - of_layer, 2.0 * sizes.hidden * sizes.intermediate if full else 0.0)
@@ -288,13 +292,18 @@ def _fsdp2_moments(
             max(kept, layer) + gathered + (embedding if tied else trained_end),
         ),
         "second": (
-            before_first - of_layer_scattered + layer_waits + end_waits,
+            before_first - missing_layer + layer_waits + end_waits,
             of_layer + growing,
             0.0,
             layer + gathered + embedding * (tied or keeps) + trained_layer,
         ),
         "first": (before_first + end_waits, of_layer + growing, 0.0, layer + embedding + trained_layer),
-        "inputs": (scattered - of_end_scattered + end_waits, plain["inputs"][1], 0.0, embedding + trained_layer),
+        "inputs": (
+            scattered - missing_end + end_waits,
+            plain["inputs"][1],
+            0.0,
+            embedding + trained_layer,
+        ),
         # Unsharded, as the input of its scattering, and as what came of that in bf16 and in fp32.
         "scattering": (scattered, trained_end, 0.0, trained_end + trained_end / gpus),
         "optimizer": (scattered, 0.0 if stack.offload else _square_roots(config, shares, gpus), 0.0, 0.0),

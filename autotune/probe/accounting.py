@@ -55,7 +55,7 @@ def optimizer_gib(trainer: Any) -> tuple[float, float]:
     optimizer = getattr(trainer, "optimizer", None)
     states = optimizer.state if optimizer is not None else {}
     tensors = [value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    if optimizer is not None and trainer.is_deepspeed_enabled:
+    if optimizer is not None and getattr(trainer, "is_deepspeed_enabled", False):
         tensors += states
     total = sum(map(tensor_gib, tensors))
     managed = sum(tensor_gib(tensor) for tensor in tensors if getattr(tensor, "is_paged", False))

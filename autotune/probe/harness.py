@@ -217,7 +217,8 @@ class Probe:
             if self.request.parallelism.strategy in FSDP2 and is_outline(self.model):
                 # Losses of random weights would be compared with those of real ones.
                 self._is_made_up = self.request.weights is not None
-                shard_outline(self.trainer, self.meter.torch_device)
+                in_host = self.request.config.offload
+                shard_outline(self.trainer, torch.device("cpu") if in_host else self.meter.torch_device)
             self.meter.reset_peak()
             self.recorder.begin(Phase.FIRST_STEP)
             self.trainer.train()
@@ -332,6 +333,8 @@ class Probe:
             "gradients": sum(tensor_gib(gradient) for gradient in gradients if gradient is not None),
             "optimizer": optimizer_gib(self.trainer)[0],
         }
+        if self.request.config.offload:
+            terms = dict.fromkeys(terms, 0.0)
         rest = max(self.meter.allocated_gib() - sum(terms.values()), 0.0)
         logits = min(self._logits_gib(), rest)
         return terms | {"logits": logits, "activations": rest - logits}
@@ -358,7 +361,7 @@ class Probe:
         num_steps = len(schedule.lead) + each * (MAX_WARMUP_ROUNDS + 1) + request.max_timed_steps + each
         on_cpu = self.meter.torch_device.type == "cpu"
         settings = training_arguments(config, accumulation=request.micro_steps, on_cpu=on_cpu)
-        settings |= sharing_arguments(request.parallelism.strategy, decoder_layers(self.model))
+        settings |= sharing_arguments(config, decoder_layers(self.model))
         settings |= {
             "output_dir": scratch,
             "max_steps": num_steps,
@@ -516,7 +519,12 @@ class Probe:
         recorder, meter = self.recorder, self.meter
         times = recorder.times()
         trained = trained_parameters(self.model)
-        on_device, managed = optimizer_gib(self.trainer)
+        state, managed = optimizer_gib(self.trainer)
+        weights, adapters, in_host = self.resident.model_gib, self.resident.adapters_gib(), 0.0
+        gradients = (max if self.request.config.optimizer_in_backward else sum)(map(tensor_gib, trained))
+        if self.request.config.offload:
+            in_host = (adapters or weights) + state
+            weights = adapters = gradients = state = 0.0
         whole = (Phase.FIRST_STEP, Phase.STEADY)  # not phases of a step
         return Measurement(
             step_s=times.steps,
@@ -533,10 +541,11 @@ class Probe:
             evaluation_s=self._evaluation_s,
             checkpoint_s=self._checkpoint_s,
             row_length=self.request.longest.length,
-            model_gib=self.resident.model_gib,
-            adapters_gib=self.resident.adapters_gib(),
-            gradients_gib=(max if self.request.config.optimizer_in_backward else sum)(map(tensor_gib, trained)),
-            optimizer_gib=on_device,
+            model_gib=weights,
+            adapters_gib=adapters,
+            gradients_gib=gradients,
+            optimizer_gib=state,
+            in_host_gib=in_host,
             peak_allocated_gib=max(recorder.peaks.values()),
             peak_reserved_gib=recorder.reserved,
             limit_gib=self.limit_gib,

@@ -45,6 +45,7 @@ class Rank:
         self.is_fake = request.plays_a_rank
         self._shards = request.parallelism.shards
         self._uses_deepspeed = request.parallelism.strategy in ZERO
+        self._offloads = request.parallelism.offload
         self._device = device
         self._meeting = seat.meeting if seat else None
         self._environment: dict[str, str] | None = None  # as it was before
@@ -68,6 +69,8 @@ class Rank:
             if self._meeting is None:
                 raise RuntimeError(f"a world of {self.size} real ranks has {self.size} processes, not one")
             backend = "nccl" if self._device.type == "cuda" else "gloo"
+            if self._offloads:  # the norm of gradients is added up where they are
+                backend = "cuda:nccl,cpu:gloo"
             self._store = dist.FileStore(self._meeting, self.size)
             dist.init_process_group(backend, rank=self.number, world_size=self.size, store=self._store)
             # NCCL takes its memory at the first collective: before a limit is set.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autotune.catalog import DeviceSpec, Price
+from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Evidence, Measurement
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.calibration import Calibration
@@ -183,7 +184,8 @@ def project(
     shape = replace(workload.run_shape(config), examples=examples - held_out)
     pauses = None
     if options is not None and measurements:
-        pauses = _pauses(shape, held_out, options, performance.step_time_s, measurements)
+        shares = config.num_gpus if Parallelism.of(config).shards else 1  # ranks that each hold a part of a checkpoint
+        pauses = _pauses(shape, held_out, options, performance.step_time_s, measurements, shares)
     drift = CPU_DRIFT if on_cpu else HOST_DRIFT * min(_median([one.host_share for one in measurements]) or 0.0, 1.0)
     low, high = performance.spread
     performance = replace(performance, spread=(min(low, -drift), max(high, drift)))
@@ -191,7 +193,12 @@ def project(
 
 
 def _pauses(
-    shape: RunShape, held_out: int, options: RunOptions, step_time_s: float, measurements: Sequence[Measurement]
+    shape: RunShape,
+    held_out: int,
+    options: RunOptions,
+    step_time_s: float,
+    measurements: Sequence[Measurement],
+    shares: int,
 ) -> Pauses:
     """The evaluations and checkpoints of a run, the last ones at its end included."""
     num_steps = shape.num_steps
@@ -206,7 +213,7 @@ def _pauses(
         evaluation_s=None if evaluation_s is None else num_evaluations * micro_batches * evaluation_s,
         num_checkpoints=num_checkpoints,
         checkpoint_s=None if checkpoint_s is None else num_checkpoints * checkpoint_s,
-        checkpoint_gib=max(one.checkpoint_gib for one in measurements),
+        checkpoint_gib=shares * max(one.checkpoint_gib for one in measurements),
     )
 
 

@@ -193,7 +193,8 @@ class Workload:
         """By which share micro batches take longer on several GPUs, which wait for the one with the longest rows.
 
         Their time is taken for proportional to their tokens. Shards are gathered in each micro batch; DDP waits once a
-        step, whose sums differ less. `parallelism` takes the place of the configuration's.
+        step, whose sums differ less, and so do hosts with copies of the shards, here taken for waiting in each micro
+        batch. `parallelism` takes the place of the configuration's.
         """
         parallelism = parallelism or Parallelism.of(config)
         number = parallelism.num_gpus

@@ -131,7 +131,7 @@ def _gpu_choice(name: str, row: RankPlan | None, deadline_hours: float | None = 
     """'fastest: 8 GPUs, fsdp2 (lora r16 ...), 6 h, $96', and whether it may miss the deadline."""
     if row is None or row.estimate is None or row.estimate.cost is None or row.hours is None:
         return f"{name}: none is known"
-    shared_out = "1 GPU" if row.num_gpus == 1 else f"{row.num_gpus} GPUs, {row.parallelism.strategy}"
+    shared_out = "1 GPU" if row.num_gpus == 1 else f"{row.num_gpus} GPUs, {row.parallelism.name}"
     shared_out += f" on {row.hosts} hosts" if row.hosts > 1 else ""
     high = row.estimate.cost.interval_hours[1]
     late = f"; it may take {fmt_hours(high)}" if deadline_hours is not None and high > deadline_hours else ""

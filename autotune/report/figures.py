@@ -243,7 +243,7 @@ def _errors(values: Sequence[float], intervals: Sequence[tuple[float, float] | N
 
 def _on_gpus(info: Scaling, row: RankPlan) -> str:
     """What a point says: strategy, speed, efficiency, time and cost."""
-    gpus = "1 GPU" if row.num_gpus == 1 else f"{row.num_gpus} GPUs, {row.parallelism.strategy}"
+    gpus = "1 GPU" if row.num_gpus == 1 else f"{row.num_gpus} GPUs, {row.parallelism.name}"
     known = "this study" if row.num_gpus in info.known else "projected"
     return (
         f"{gpus}<br><b>{fmt_count(row.tokens_per_s)} tokens/s</b>, {info.efficiency(row):.0%}"

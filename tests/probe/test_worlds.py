@@ -211,6 +211,15 @@ def test_two_ranks_learn_by_deepspeed_what_one_process_does(pool: RankPool, meth
         assert found[:steps] == pytest.approx(expected[:steps], rel=2e-3), strategy
 
 
+def test_gradients_that_are_divided_in_each_micro_batch_are_the_same(pool: RankPool) -> None:
+    log, knobs = pool.logs / "sync.log", {"method": "full"}
+    once, each = (
+        measured(pool.probe(shared(2, "fsdp2", World.REAL, 2, sync_each_batch=sync, **knobs), log))
+        for sync in (False, True)
+    )
+    assert each.losses[:4] == pytest.approx(once.losses[:4], rel=1e-6)
+
+
 def test_real_ranks_train_a_model_that_neither_holds_as_a_whole(pool: RankPool) -> None:
     """0.8 GiB of weights on two ranks of less than that: each has its half, and all see the same loss."""
     asked = shared(2, "fsdp2", World.REAL, model=LARGER, memory_gib=1.25)

@@ -42,25 +42,26 @@ def training_arguments(settings: Any, *, accumulation: int, on_cpu: bool) -> dic
     }
 
 
-def sharing_arguments(strategy: str, layers: list[nn.Module], *, from_one: bool = False) -> dict[str, Any]:
-    """More keyword arguments of TrainingArguments, by the strategy with which ranks share out a training.
+def sharing_arguments(settings: Any, layers: list[nn.Module], *, from_one: bool = False) -> dict[str, Any]:
+    """More keyword arguments of TrainingArguments, by the way in which ranks share out a training.
 
-    `strategy` is none, ddp, fsdp2, fsdp2_keep (which does not reshard after the forward pass) or a stage of DeepSpeed,
-    `layers` are the decoder layers, each of which FSDP2 shards as a unit. With `from_one` the first rank of a host has
-    the weights, and sends the others their shards.
+    `settings` are as of `training_arguments`, `layers` the decoder layers, each of which FSDP2 shards as a unit. With
+    `from_one` the first rank of a host has the weights, and sends the others their shards.
     """
-    if strategy == "none":
+    if settings.sharding == "none":
         return {}
-    if strategy == "ddp":  # with adapters Trainer's default is to look for unused parameters at every step
+    if settings.sharding == "ddp":  # with adapters Trainer's default is to look for unused parameters at every step
         return {"ddp_find_unused_parameters": False}
-    if strategy.startswith("zero"):
+    if settings.sharding.startswith("zero"):
         largest = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
-        return {"deepspeed": deepspeed_settings(int(strategy[-1]), largest)}
+        return {"deepspeed": deepspeed_settings(int(settings.sharding[-1]), largest)}
     return {
+        "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": settings.sync_each_batch}},
         "fsdp": True,
         "fsdp_config": {
             "version": 2,
-            "reshard_after_forward": strategy == "fsdp2",
+            "reshard_after_forward": settings.sharding == "fsdp2",
+            "cpu_offload": settings.offload,
             "cpu_ram_efficient_loading": from_one,
             "transformer_layer_cls_to_wrap": sorted({type(layer).__name__ for layer in layers}),
         },

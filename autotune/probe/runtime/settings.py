@@ -83,7 +83,8 @@ class RunSettings:
     longest of their micro batch where there are none: `padding` is the name of that. `group_by_length` puts rows of
     nearly the same length into a micro batch. `examples` and `lengths` (in tokens, repeated in turn) describe the
     random rows of a run that only measures the speed. `optimizer_in_backward` steps each parameter when its gradient is
-    there. `num_gpus` processes share out the training by `sharding`, and take `micro_batch_size` rows each;
+    there. `num_gpus` processes share out the training by `sharding`, and take `micro_batch_size` rows each; they divide
+    gradients after each micro batch with `sync_each_batch`, and keep model and optimizer in the host with `offload`;
     `is_larger_than_gpu` says that no GPU holds the model as a whole, so that it is built as shards. `loss_on` says what
     is trained on (`examples.Encoder`); None goes by each row; `trained_share` of the random tokens are. The learning
     rate is a common default: it was not tuned.
@@ -118,6 +119,8 @@ class RunSettings:
     allocator: str
     num_gpus: int
     sharding: str
+    sync_each_batch: bool
+    offload: bool
     is_larger_than_gpu: bool
     epochs: int
     learning_rate: float

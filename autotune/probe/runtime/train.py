@@ -68,7 +68,7 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Modu
     trainer = make_trainer(settings, options, model, loss, clock, train_rows, eval_rows)
 
     if model_builder.is_outline(model) and not from_one(settings, options):
-        shard_outline(trainer, device)
+        shard_outline(trainer, torch.device("cpu") if settings.offload else device)
     # What shards a model does so once, for the training.
     losses = [trainer.evaluate()["eval_loss"]] if held_out and settings.sharding in ("none", "ddp") else []
     layers = model_builder.decoder_layers(model)
@@ -99,6 +99,9 @@ def device_of(settings: RunSettings) -> torch.device:
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if int(os.environ.get("WORLD_SIZE", "1")) != settings.num_gpus:
         sys.exit(f"train.py: error: it trains on {settings.num_gpus} GPUs: start it by launch.sh, or by torchrun")
+    if settings.offload:  # the norm of gradients is added up where they are
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cuda:nccl,cpu:gloo")
     return PartialState(cpu=not torch.cuda.is_available()).device
 
 
@@ -186,7 +189,7 @@ def make_trainer(
     arguments = training_arguments(settings, accumulation=settings.accumulation, on_cpu=on_cpu)
     if settings.num_gpus > 1:
         layers = model_builder.decoder_layers(model)
-        arguments |= sharing_arguments(settings.sharding, layers, from_one=from_one(settings, options))
+        arguments |= sharing_arguments(settings, layers, from_one=from_one(settings, options))
     arguments |= {"report_to": options.report_to}
     return LeanTrainer(
         model,

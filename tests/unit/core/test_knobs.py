@@ -53,7 +53,7 @@ def test_learning_knobs_are_those_that_change_what_is_learned():
 
 def test_effects_select_knobs():
     of_base = ("precision", "quantization", "double_quant", "kbit_preparation")
-    of_rank = ("num_gpus", "sharding")
+    of_rank = ("num_gpus", "sharding", "offload")
     assert affecting("weights") == ("method", "lora_targets", "modules_to_save", *of_base, "dora", *of_rank)
     assert set(affecting("rest_of_step")) - set(affecting("micro_time")) == {"optimizer"}
 
@@ -167,9 +167,10 @@ def test_what_is_no_choice(knob, value):
 @pytest.mark.parametrize("knob", names("boolean"))
 @pytest.mark.parametrize("value", [1, 0, "true", None, []])
 def test_what_is_no_bool(knob, value):
-    enabled = {"method": "full"} if knob == "optimizer_in_backward" else {"quantization": "nf4"}
+    of_shards = {"num_gpus": 2, "sharding": "fsdp2"}
+    enabled = {"optimizer_in_backward": {"method": "full"}, "sync_each_batch": of_shards, "offload": of_shards}
     with pytest.raises(ValueError, match=f"{knob} is true or false, not"):
-        TrainConfig(**(enabled | {knob: value}))
+        TrainConfig(**(enabled.get(knob, {"quantization": "nf4"}) | {knob: value}))
 
 
 def test_an_unknown_knob():

@@ -75,3 +75,28 @@ def test_what_a_strategy_cannot_train(knobs: dict[str, Any], words: str, refused
     assert tuple(strategy for strategy, reason in refusals.items() if reason) == refused_by
     for reason in filter(None, refusals.values()):
         assert re.search(words, reason)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"num_gpus": 2, "strategy": "ddp", "sync_each_batch": True}, "ddp divides no gradients"),
+        ({"num_gpus": 2, "strategy": "zero3", "offload": True}, "zero3 divides no gradients"),
+        ({"num_gpus": 4, "strategy": "zero2", "copies": 2}, "zero2 divides no gradients"),
+        ({"num_gpus": 6, "strategy": "fsdp2", "copies": 4}, "4 copies of the shards are not on equally many of 6 GPUs"),
+        ({"num_gpus": 4, "strategy": "fsdp2", "copies": 0}, "0 copies"),
+    ],
+)
+def test_what_fsdp2_alone_does(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Parallelism(**values)
+
+
+def test_a_configuration_says_how_its_gpus_share() -> None:
+    config = TrainConfig(num_gpus=8, sharding="fsdp2_keep", sync_each_batch=True, offload=True)
+    found = Parallelism.of(config)
+    assert found == Parallelism(num_gpus=8, strategy="fsdp2_keep", sync_each_batch=True, offload=True)
+    assert (found.name, found.num_shards) == ("fsdp2_keep", 8)
+    hosts = Parallelism(num_gpus=16, strategy="fsdp2", copies=2)
+    assert (hosts.name, hosts.num_shards) == ("hsdp", 8)
+    assert Parallelism.of(TrainConfig(sync_each_batch=True, offload=True)) == Parallelism()

@@ -24,13 +24,17 @@ def test_knobs_without_effect_are_dropped():
 
 
 def test_only_what_has_an_effect_is_in_the_digest():
-    inactive = {"double_quant", "kbit_preparation", "optimizer_in_backward", "sharding"}
+    of_several = {"sharding", "sync_each_batch", "offload"}
+    inactive = {"double_quant", "kbit_preparation", "optimizer_in_backward"} | of_several
     assert set(KNOBS) - set(TrainConfig().as_dict()) == inactive
     assert set(KNOBS) - set(TrainConfig(method="full").as_dict()) == {
         *("lora_rank", "lora_targets", "modules_to_save", "dora", "lora_dropout", "rslora"),
-        *("quantization", "double_quant", "kbit_preparation", "sharding"),
+        *("quantization", "double_quant", "kbit_preparation"),
+        *of_several,
     }
-    assert set(TrainConfig(quantization="nf4").as_dict()) == set(KNOBS) - {"optimizer_in_backward", "sharding"}
+    assert set(TrainConfig(quantization="nf4").as_dict()) == set(KNOBS) - {"optimizer_in_backward"} - of_several
+    assert set(KNOBS) - set(TrainConfig(num_gpus=2, sharding="fsdp2").as_dict()) == inactive - of_several
+    assert set(KNOBS) - set(TrainConfig(num_gpus=2, sharding="ddp").as_dict()) == inactive - {"sharding"}
     assert TrainConfig(method="full", lora_rank=8).digest == TrainConfig(method="full", lora_rank=64).digest
 
 
@@ -65,9 +69,13 @@ def test_every_knob_changes_the_digest():
     }
     pair = TrainConfig(num_gpus=2)
     assert replace(pair, sharding="fsdp2").digest != pair.digest  # not a knob of one GPU
+    shards = replace(pair, sharding="fsdp2")
+    of_shards = ("sync_each_batch", "offload")
+    assert len({replace(shards, **{name: True}).digest for name in of_shards} | {shards.digest}) == 3
     full = TrainConfig(method="full")
     assert replace(full, optimizer_in_backward=True).digest != full.digest  # not a knob of adapters
-    assert {*others, "optimizer_in_backward", "sharding"} == set(KNOBS) == {field.name for field in fields(TrainConfig)}
+    apart = {"optimizer_in_backward", "sharding", *of_shards}
+    assert {*others, *apart} == set(KNOBS) == {field.name for field in fields(TrainConfig)}
     digests = {base.digest} | {replace(base, **{name: value}).digest for name, value in others.items()}
     assert len(digests) == len(others) + 1
     assert all(len(digest) == 12 and int(digest, 16) >= 0 for digest in digests)

@@ -70,7 +70,7 @@ def test_accelerate_shards_as_the_measured_script_does(
         if "FSDP" in name:
             monkeypatch.setenv(name, value)
     theirs = FullyShardedDataParallelPlugin()
-    measured = TrainingArguments(use_cpu=True, **sharing_arguments(strategy, [])).fsdp_plugin_args
+    measured = TrainingArguments(use_cpu=True, **sharing_arguments(config(strategy), [])).fsdp_plugin_args
     ours = FullyShardedDataParallelPlugin(**measured)
     for setting in ("fsdp_version", "reshard_after_forward", "cpu_offload", "activation_checkpointing"):
         assert getattr(theirs, setting) == getattr(ours, setting), setting
@@ -96,6 +96,27 @@ def test_tools_are_started_with_the_file_of_accelerate(tool: str, strategy: str)
     assert data.get("ddp_find_unused_parameters") is (False if strategy == "ddp" else None)
     assert data["gradient_accumulation_steps"] == 32 // (4 * data["per_device_train_batch_size"])
     assert not {"fsdp", "fsdp_config", "deepspeed"} & set(data)  # one file says it
+
+
+def test_what_waits_waits_as_it_was_measured(tmp_path: Path) -> None:
+    """Gradients as shards, and the model in the host's memory: for each tool by its keys or by accelerate's file."""
+    from transformers import TrainingArguments
+
+    made = recipe(config("fsdp2", sync_each_batch=True, offload=True))
+    files = export_all(made, ["trl", "llamafactory", "axolotl", "train"])
+    synced = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    for name in ("trl_sft.yaml", "llamafactory.yaml", "axolotl.yaml"):
+        assert yaml.safe_load(files[name])["accelerator_config"] == synced, name
+        assert "not expressed: sync_each_batch" not in files[name] and "not expressed: offload" not in files[name]
+    assert yaml.safe_load(files["axolotl.yaml"])["fsdp_config"]["offload_params"] is True
+    assert launched(files["accelerate.yaml"], tmp_path)["FSDP_OFFLOAD_PARAMS"] == "true"
+    told = json.loads(files["train_config.json"])
+    assert told["sync_each_batch"] is True and told["offload"] is True
+    arguments = TrainingArguments(use_cpu=True, **sharing_arguments(made.config, []))
+    assert arguments.accelerator_config.gradient_accumulation_kwargs == {"sync_each_batch": True}
+    assert arguments.fsdp_plugin_args["cpu_offload"] is True
+    plain = export_all(recipe(config("fsdp2")), ["trl", "axolotl"])
+    assert all("accelerator_config" not in yaml.safe_load(text) for text in plain.values())
 
 
 def test_trl_finds_the_file_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

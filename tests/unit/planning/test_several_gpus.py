@@ -162,7 +162,7 @@ def test_hosts_are_as_fast_as_what_links_them() -> None:
         rows = autotune.plan(
             "llama-3.1-8b", gpu="h100", gpus=8, nodes=[1, 2], network=network, space="full", global_batch=128
         ).rows
-        return {(one.hosts, one.parallelism.strategy): one for one in rows}
+        return {(one.hosts, one.parallelism.name): one for one in rows}
 
     fast, slow = made(400.0), made("ethernet-25")
     assert {hosts for hosts, _ in fast} == {1, 2} and fast[2, "fsdp2"].num_gpus == 16
@@ -171,6 +171,10 @@ def test_hosts_are_as_fast_as_what_links_them() -> None:
     assert 1.8 * one < two < 2.2 * one and far < one
     step = slow[2, "fsdp2"].step
     assert step is not None and step.exposed_s > 0.5 * step.step_s  # hardly anything is hidden
+    copies = slow[2, "hsdp"].tokens_per_s or 0.0
+    assert far < copies < two and (1, "hsdp") not in slow  # only gradients pass through the network
+    assert slow[2, "hsdp"].estimate is not None and slow[2, "fsdp2"].estimate is not None
+    assert slow[2, "hsdp"].estimate.need_gib > slow[2, "fsdp2"].estimate.need_gib
     many = autotune.plan("mistral-7b", gpu="h100", nodes=[3, 16], network=400.0, global_batch=384)
     assert isinstance(many, GpuPlan)
     data = gpu_plan_data(many)

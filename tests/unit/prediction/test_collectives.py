@@ -13,6 +13,7 @@ from autotune.prediction.collectives import (
     SLOWEST_LINK,
     RankStepTime,
     Traffic,
+    between_hosts,
     counted_traffic,
     forward_share,
     rank_step_time,
@@ -55,6 +56,29 @@ def test_bytes_on_the_wire() -> None:
     assert found["zero1"] == Traffic(last_backward=psi, after=psi)
     assert found["zero2"] == Traffic(backward=psi, after=psi)
     assert found["zero3"] == Traffic(forward=psi, backward=2 * psi, ends=pytest.approx(ends))
+
+
+def test_gradients_are_divided_once_a_step_or_in_each_micro_batch() -> None:
+    config = TrainConfig(method="full")
+    once, each = (traffic(mistral(), config, replace(of("fsdp2"), sync_each_batch=sync)) for sync in (False, True))
+    assert once is not None and each is not None
+    assert each.of_step(1) == once.of_step(1)
+    assert each.of_step(3) - once.of_step(3) == pytest.approx(2 * once.last_backward)
+
+
+def test_what_goes_to_the_host_and_back_has_no_formula() -> None:
+    assert traffic(mistral(), TrainConfig(), replace(of("fsdp2"), offload=True)) is None
+
+
+def test_hosts_with_copies_add_up_all_gradients_by_a_network_that_their_gpus_share() -> None:
+    """Of two hosts each sends all bytes of the gradients once; a slower network counts as more bytes of the link."""
+    config, hosts = TrainConfig(method="full"), Parallelism(num_gpus=16, strategy="fsdp2", copies=2)
+    sent, alone = traffic(mistral(), config, hosts), traffic(mistral(), config, of("fsdp2", 8))
+    sizes = Sizes.of(mistral())
+    assert sent is not None and sent == alone and sizes is not None
+    found = between_hosts(sent, hosts, slower=10.0)
+    assert found.last_backward - sent.last_backward == pytest.approx(10 * 2 * sizes.params, rel=1e-3)
+    assert replace(found, last_backward=sent.last_backward) == sent
 
 
 def test_adapters_alone_are_reduced() -> None:

@@ -48,10 +48,11 @@ def rank(
     num_gpus: int = 2,
     micro_steps: int = 1,
     stack: Stack = TRAINER,
+    shared: dict[str, Any] | None = None,
     **knobs: Any,
 ) -> MemoryBreakdown:
     knobs = {"micro_batch_size": 4, "checkpointing": "none", "loss": "full"} | knobs
-    parallelism = Parallelism(num_gpus=num_gpus, strategy=strategy)
+    parallelism = Parallelism(num_gpus=num_gpus, strategy=strategy, **shared or {})
     found = rank_breakdown(truncated(model, layers), TrainConfig(**knobs), parallelism, micro_steps, stack)
     assert found is not None
     return found
@@ -101,6 +102,51 @@ def test_ranks_that_were_counted(row: tuple[Any, ...]) -> None:
 )
 def test_ranks_with_other_losses_and_kernels_were_counted(model: str, gib: float, knobs: dict[str, Any]) -> None:
     assert rank(model, **knobs).peak_gib == pytest.approx(gib, rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "num_gpus", "shared", "gib", "knobs"),
+    [
+        ("mistral-7b", 8, 8, {"sync_each_batch": True}, 11.817, {"method": "full"}),
+        ("mistral-7b", 8, 8, {"sync_each_batch": True}, 6.376, {"method": "full", "checkpointing": "full"}),
+        ("mistral-7b", 8, 2, {"sync_each_batch": True}, 9.434, {}),
+        ("qwen2.5-7b", 8, 8, {"sync_each_batch": True}, 13.870, {"method": "full", "checkpointing": "full"}),
+        ("mistral-7b", 8, 16, {"copies": 2}, 14.630, {"method": "full"}),
+        ("mistral-7b", 8, 16, {"copies": 2}, 8.798, {"method": "full", "checkpointing": "full"}),
+        ("mistral-7b", 8, 8, {"copies": 4}, 9.434, {}),
+        ("gemma-2b", 6, 16, {"copies": 2}, 16.793, {"method": "full", "checkpointing": "full"}),
+    ],
+    ids=str,
+)
+def test_ranks_that_divide_each_gradient_or_copy_shards_were_counted(
+    model: str, layers: int, num_gpus: int, shared: dict[str, Any], gib: float, knobs: dict[str, Any]
+) -> None:
+    """In the second of two micro batches, as of COUNTED; hosts with copies by torch's mesh of two dimensions."""
+    found = rank(model, layers, num_gpus=num_gpus, micro_steps=2, shared=shared, seq_len=1024, **knobs)
+    assert found.peak_gib == pytest.approx(gib, rel=0.012)
+
+
+def test_gradients_that_are_divided_at_once_are_shards_while_they_wait() -> None:
+    """Two bytes of each trained value wait whole, or four of a share."""
+    sizes = Sizes.of(truncated("mistral-7b", 32))
+    assert sizes is not None
+    knobs = {"method": "full", "layers": 32, "num_gpus": 8, "micro_steps": 4, "checkpointing": "full", "seq_len": 1024}
+    whole, shards = rank(**knobs), rank(**knobs, shared={"sync_each_batch": True})
+    saved = whole.peak_gib - shards.peak_gib
+    assert saved * GIB == pytest.approx((2 - 4 / 8) * sizes.params, rel=0.1)
+    once = {**knobs, "micro_steps": 1}
+    assert rank(**once) == rank(**once, shared={"sync_each_batch": True})  # nothing waits
+
+
+def test_hosts_with_copies_have_two_groups_of_nccl() -> None:
+    copies, alone = rank(num_gpus=16, shared={"copies": 2}), rank(num_gpus=8)
+    assert copies.nccl == alone.nccl + 0.75 and copies.peak_gib == alone.peak_gib
+
+
+def test_what_waits_in_the_host_takes_no_memory_of_the_gpu() -> None:
+    found = rank(method="full", shared={"offload": True})
+    assert (found.weights, found.optimizer, found.gradients) == (0, 0, 0)
+    assert found == rank(method="full", stack=Stack(offload=True))
 
 
 def test_what_lasts_is_divided() -> None:
