@@ -8,7 +8,7 @@ from autotune.core.train_config import TrainConfig
 # fully_shard, fsdp2_keep the same without resharding after the forward pass; zero1 to zero3 are DeepSpeed's stages.
 FSDP2 = ("fsdp2", "fsdp2_keep")
 ZERO = ("zero1", "zero2", "zero3")
-PROBED = ("ddp", *FSDP2)  # no probe trains with DeepSpeed
+PROBED = ("ddp", *FSDP2)  # what a search chooses among unasked
 STRATEGIES = ("none", "ddp", *FSDP2, *ZERO)
 # FSDP2 (as accelerate sets it) and DeepSpeed compute in bf16 without autocast, and keep fp32 masters of what is
 # trained. That is neither bf16_mixed, whose activations are larger, nor bf16_pure, which has no masters.
@@ -110,7 +110,7 @@ def _fsdp2_refusals(config: TrainConfig) -> dict[str, bool]:
 
 
 def _zero_refusals(strategy: str, config: TrainConfig) -> dict[str, bool]:
-    """Reasons why a stage of DeepSpeed is not planned for a configuration, and whether each applies."""
+    """Reasons why a stage of DeepSpeed does not train a configuration, and whether each applies."""
     return {
         f"{config.quantization} weights were not tried under {strategy}: ddp takes as little": (
             config.quantization in ("nf4", "int8")

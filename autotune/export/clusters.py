@@ -16,7 +16,6 @@ from autotune import __version__
 from autotune.catalog import DeviceSpec
 from autotune.core.errors import PREEMPTED
 from autotune.core.files import load_data
-from autotune.core.parallelism import ZERO
 from autotune.core.probe_types import Fingerprint
 from autotune.core.text import dashed
 from autotune.export.header import allocator, comment, has_published_weights, sectioned, summary_lines
@@ -120,7 +119,7 @@ def training_job(recipe: Recipe) -> JobSpec:
             {"name": "output", "persistentVolumeClaim": {"claimName": "your-output"}},
         ],
         task={"envs": {"DATASET": "your-data.jsonl", "OUTPUT": "out", variable: value}},
-        packages=[*_packages(recipe.fingerprint), *(["deepspeed"] if recipe.config.sharding in ZERO else [])],
+        packages=_packages(recipe.fingerprint),
         before=f'cd -- "${{SLURM_SUBMIT_DIR:?submit it with sbatch}}"\nexport {variable}={value}',
         run='bash launch.sh --dataset "$DATASET" --output-dir "$OUTPUT" --resume',
         srun='bash launch.sh --dataset "${DATASET:?name your data}" --output-dir "${OUTPUT:-out}" --resume',

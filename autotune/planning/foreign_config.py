@@ -5,6 +5,7 @@ Nothing of the file is run or looked up. What the file leaves out is the tool's 
 has a note. A run of another kind, such as preference tuning, is refused.
 """
 
+import json
 import math
 import re
 from dataclasses import dataclass, field, replace
@@ -132,10 +133,12 @@ def _of_deepspeed(path: Path, named: Any) -> dict[str, Any]:
     """What DeepSpeed's own file says, if a run names one that is there: beside the run's, or from this directory on."""
     for folder in (path.parent, Path()):
         try:
-            found = _load(folder / named)
-        except (TypeError, UsageError):
+            text = read_user_text(folder / named)
+            found = json.loads(text) if text.lstrip().startswith("{") else _load(folder / named)
+        except (TypeError, ValueError, RecursionError, UsageError):
             continue
-        return {"deepspeed": found}
+        if isinstance(found, dict):
+            return {"deepspeed": found, "deepspeed_file": named}
     return {}
 
 

@@ -30,11 +30,15 @@ def strategy_of(values: Mapping[str, Any]) -> str | None:
         if name in _BY_STAGE:
             return name
     deepspeed = values.get("deepspeed")
+    if isinstance(deepspeed, dict):
+        number = _count(_zero(values).get("stage"))
+        if number is not None and number < len(_BY_STAGE):
+            return _BY_STAGE[number]
+        deepspeed = values.get("deepspeed_file")
     if isinstance(deepspeed, str) and (stage := _STAGE.search(PurePosixPath(deepspeed).name.lower())):
         return _BY_STAGE[int(stage[1])]
-    if isinstance(deepspeed, dict):
-        number = _zero(values).get("stage")
-        return _BY_STAGE[number] if number in (0, 1, 2, 3) else None
+    if deepspeed not in _OFF:
+        return None
     if all(values.get(key) in _OFF for key in ("fsdp", "fsdp_config", "fsdp_version")):
         return None
     named = str(values.get("fsdp")).lower()
@@ -80,7 +84,8 @@ def stack_of(run: ForeignConfig) -> Stack:
     """How much DeepSpeed gathers and sends at once, as its own file says it, or by its defaults and the Trainer's."""
     zero = _zero(run.values)
     live = _count(zero.get("stage3_max_live_parameters"))
-    return Stack(live=MAX_LIVE if live is None else live, bucket=_count(zero.get("reduce_bucket_size")))
+    bucket = _count(zero.get("reduce_bucket_size"))
+    return Stack(live=MAX_LIVE if live is None else live, bucket=bucket, builds_whole=False)
 
 
 def _zero(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,6 +120,11 @@ def _is_fsdp_1(values: Mapping[str, Any]) -> bool:
 
 def _offloads(values: Mapping[str, Any]) -> bool:
     """Whether parameters or the optimizer's state wait in the host's memory."""
-    if "offload" in f"{values.get('deepspeed')} {values.get('fsdp')}".lower():
+    deepspeed = values.get("deepspeed")
+    if isinstance(deepspeed, dict):
+        parts = [_zero(values).get(f"offload_{part}") for part in ("param", "optimizer")]
+        devices = [str(part.get("device", "cpu")).lower() for part in parts if isinstance(part, dict)]
+        return any(device != "none" for device in devices) or bool(_zero(values).get("cpu_offload"))
+    if "offload" in f"{deepspeed} {values.get('fsdp')}".lower():
         return True
     return any(str(_of_fsdp(values, key)).lower() == "true" for key in ("offload_params", "cpu_offload"))

@@ -116,6 +116,7 @@ def _best(recipe: Recipe, number: int, ratio: float) -> RankPlan:
 def _on(recipe: Recipe, parallelism: Parallelism, ratio: float) -> RankPlan:
     """The winner under a strategy; without a speed where it may not fit. Raises ValueError for what cannot be."""
     config, shape = _divided(recipe, parallelism)
+    parallelism = Parallelism.of(config)  # with what else the winner asks of FSDP2
     if (reason := parallelism.refusal(config)) is not None:
         raise ValueError(reason)
     memory = rank_breakdown(recipe.model, recipe.workload.at_longest(config), parallelism, shape.probe_micro_steps)

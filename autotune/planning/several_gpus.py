@@ -12,7 +12,7 @@ from typing import Any
 
 from autotune.catalog import resolve_device
 from autotune.core.errors import UsageError
-from autotune.core.parallelism import STRATEGIES, Parallelism
+from autotune.core.parallelism import FSDP2, STRATEGIES, Parallelism
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.planning.device_estimate import (
@@ -50,6 +50,8 @@ BASIS = (
     "within 1.6 % of six, of ZeRO within 1.5 % of eight; speeds of several by formulas that little was measured for"
 )
 NO_LINK = "nobody published how fast these cards exchange data: link_gb_s of a card of your own says it"
+
+OF_RANKS = ("sharding", "sync_each_batch", "offload")  # knobs that candidates for one GPU do not have
 
 StepTimes = Callable[[TrainConfig], StepTimeEstimate | None]  # of one GPU
 
@@ -198,9 +200,12 @@ def plan_spec(
     network_gb_s = parse_network(network)
     if hosts[-1] > 1 and network_gb_s is None:
         raise UsageError("--nodes: what links the hosts?", remedy=f"give --network GB_PER_S, or {', '.join(NETWORKS)}")
-    task = planned_setup(replace(spec, gpu=gpu, gpus=None), device, say).task
+    of_ranks = {knob: value for knob, value in spec.pins.items() if knob in OF_RANKS}
+    pins = {knob: value for knob, value in spec.pins.items() if knob not in OF_RANKS}
+    task = planned_setup(replace(spec, gpu=gpu, gpus=None, pins=pins), device, say).task
     links = {number: network_gb_s if number > 1 else None for number in hosts}
-    return plan_gpus(task, limit_of(spec, device), counts, observations, within_hours=hours, hosts=links)
+    limit_gib = limit_of(spec, device)
+    return plan_gpus(task, limit_gib, counts, observations, within_hours=hours, hosts=links, of_ranks=of_ranks)
 
 
 def plan_gpus(
@@ -211,10 +216,12 @@ def plan_gpus(
     *,
     within_hours: float | None = None,
     hosts: Mapping[int, float | None] = MappingProxyType({1: None}),
+    of_ranks: Mapping[str, Any] = MappingProxyType({}),
 ) -> GpuPlan:
     """Plan the task for each of these numbers of GPUs, by each strategy.
 
-    They are those of each host; `hosts` says how many there are, and the GB/s of what links so many.
+    They are those of each host; `hosts` says how many there are, and the GB/s of what links so many. `of_ranks` pins
+    knobs of OF_RANKS.
 
     Raises UsageError where no formula covers model or configuration.
     """
@@ -230,18 +237,19 @@ def plan_gpus(
         replace(_plan_rank(task, limit_gib, parallelism, configs, step_times, network_gb_s), hosts=number_of_hosts)
         for number_of_hosts, network_gb_s in hosts.items()
         for number in numbers
-        for parallelism in _parallelisms(number, number_of_hosts)
+        for parallelism in _parallelisms(number, number_of_hosts, of_ranks)
     ]
     return GpuPlan(task=task, limit_gib=limit_gib, rows=tuple(rows), within_hours=within_hours)
 
 
-def _parallelisms(number: int, hosts: int) -> Iterator[Parallelism]:
+def _parallelisms(number: int, hosts: int, of_ranks: Mapping[str, Any]) -> Iterator[Parallelism]:
     """The ways to share out a training among so many GPUs of each host; HSDP shards within hosts alone."""
-    total = hosts * number
-    for strategy in STRATEGIES[:1] if total == 1 else STRATEGIES[1:]:
-        yield Parallelism(num_gpus=total, strategy=strategy)
-    if hosts > 1 and number > 1:
-        yield Parallelism(num_gpus=total, strategy="fsdp2", copies=hosts)
+    total, wanted = hosts * number, of_ranks.get("sharding")
+    of_shards = {knob: value for knob, value in of_ranks.items() if knob != "sharding"}
+    for strategy in STRATEGIES[:1] if total == 1 else [wanted] if wanted else STRATEGIES[1:]:
+        yield Parallelism(num_gpus=total, strategy=strategy, **(of_shards if strategy in FSDP2 else {}))
+    if hosts > 1 and number > 1 and wanted in (None, "fsdp2"):
+        yield Parallelism(num_gpus=total, strategy="fsdp2", copies=hosts, **of_shards)
 
 
 def _step_time(task: Task, observations: tuple[Observation, ...], config: TrainConfig) -> StepTimeEstimate | None:

@@ -31,7 +31,7 @@ class Traffic:
 
     `forward`, `backward` and `ends` are those of each micro batch: beside its passes, and where nothing is left to
     compute, before the first layer and after the last. `last_backward` is beside that of the last micro batch alone,
-    `after` follows it.
+    `after` follows it. `gradients` are those among them that FSDP2 scatters.
     """
 
     forward: float = 0.0
@@ -39,6 +39,7 @@ class Traffic:
     last_backward: float = 0.0
     after: float = 0.0
     ends: float = 0.0
+    gradients: float = 0.0
 
     def of_step(self, accumulation: int) -> float:
         """Bytes of a step of so many micro batches."""
@@ -90,8 +91,8 @@ def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> T
     if strategy in FSDP2:
         again = 0.0 if strategy == "fsdp2_keep" else weights
         if parallelism.sync_each_batch:
-            return Traffic(forward=weights, backward=again + gradients, ends=first + last)
-        return Traffic(forward=weights, backward=again, last_backward=gradients, ends=first + last)
+            return Traffic(forward=weights, backward=again + gradients, ends=first + last, gradients=gradients)
+        return Traffic(forward=weights, backward=again, last_backward=gradients, ends=first + last, gradients=gradients)
     if strategy == "zero1":
         return Traffic(last_backward=gradients, after=gradients)
     if strategy == "zero2":
@@ -102,12 +103,14 @@ def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> T
 def between_hosts(sent: Traffic, parallelism: Parallelism, slower: float) -> Traffic:
     """The same where each host has a copy of the shards, and a network that is `slower` times as slow as the link.
 
-    Once a step all gradients pass through the network, which the GPUs of a host share. Their bytes are those that the
-    link would send in that time.
+    All gradients pass through the network, which the GPUs of a host share, as often as they are divided. Their bytes
+    are those that the link would send in that time.
     """
-    whole = sent.last_backward * parallelism.num_shards / (parallelism.num_shards - 1)
-    added = 2 * (parallelism.copies - 1) / parallelism.copies * whole
-    return replace(sent, last_backward=sent.last_backward + slower * added)
+    whole = sent.gradients * parallelism.num_shards / (parallelism.num_shards - 1)
+    added = slower * 2 * (parallelism.copies - 1) / parallelism.copies * whole
+    if parallelism.sync_each_batch:
+        return replace(sent, backward=sent.backward + added)
+    return replace(sent, last_backward=sent.last_backward + added)
 
 
 def rank_step_time(
@@ -125,7 +128,7 @@ def rank_step_time(
     At the fast end of the interval all communication is hidden and costs nothing; at the slow end none is hidden, and
     the link is slow.
     """
-    rest_s = step_time.rest_s / (parallelism.num_gpus if parallelism.shards else 1)
+    rest_s = step_time.rest_s / (parallelism.num_shards if parallelism.shards else 1)
     computed_s = accumulation * step_time.micro_s
     each_s, once_s = added_s(step_time.micro_s, config, sent, link_gb_s)
     step_s = computed_s + accumulation * each_s + rest_s + once_s

@@ -289,6 +289,7 @@ def _with_memory(timed: Measurement, low: Measurement, high: Measurement, reach:
         limit_gib=min(low.limit_gib + low.managed_gib, high.limit_gib + high.managed_gib) - managed,
         context_gib=max(contexts) if len(contexts) == 2 else None,
         managed_gib=managed,
+        in_host_gib=line("in_host_gib"),
         trainable_params=round(line("trainable_params")),
         total_params=round(line("total_params")),
         telemetry=None,

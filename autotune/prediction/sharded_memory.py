@@ -2,9 +2,9 @@
 
 FSDP2 as accelerate sets it has one unit for each layer, one for the embedding, and one for final norm and head that is
 not resharded after the forward pass. Which buffers are alive at which moment was read in torch's `fully_shard` and
-counted there, with the operations of a training step on the meta device. DeepSpeed's stages follow the ZeRO paper and
-DeepSpeed's defaults; nobody measured them for us. Communication between hosts is not covered. What other people train
-with, FSDP 1 above all, differs by a `Stack`: no plan has one, and comparisons with what they published need it.
+counted there, with the operations of a training step on the meta device. DeepSpeed's stages follow the ZeRO paper, with
+the settings of the exported script. What other people train with, FSDP 1 above all, differs by a `Stack`: no plan has
+one, and comparisons with what they published need it.
 """
 
 import functools
@@ -54,7 +54,8 @@ class Stack:
     wait in the host's memory. `keeps_products` is torchtitan's selective recomputation: of a recomputed layer every
     second product is kept, and what attention gave. `logit_bytes` is as of LOGIT_BYTES. `bucket` counts values of
     DeepSpeed's buckets; None is the Trainer's `auto`. `live` counts parameters that its third stage may keep gathered;
-    None is two layers, as in the script that is exported.
+    None is two layers, as in the script that is exported. `builds_whole` is whether each GPU holds the model as a whole
+    before DeepSpeed divides it.
     """
 
     fsdp1: bool = False
@@ -64,6 +65,7 @@ class Stack:
     logit_bytes: tuple[float, float] = LOGIT_BYTES
     bucket: int | None = None
     live: int | None = None
+    builds_whole: bool = True
 
 
 TRAINER = Stack()
@@ -167,10 +169,13 @@ def _sharded(
         moments = _fsdp1_moments(sizes, config, shares, parallelism, accumulates, stack)
     else:
         moments = _fsdp2_moments(sizes, config, shares, parallelism, accumulates, stack)
+    weights, adapters, state = _lasting(sizes, config, shares, parallelism, stack)
+    if not fsdp and stack.builds_whole:
+        built = (4 if config.method == "full" else 2) * shares.base + 4 * shares.adapters
+        moments["building"] = (0.0, 0.0, 0.0, max(built - weights - adapters - state, 0.0))
     totals = {name: sum(parts) for name, parts in moments.items()}
     moment = max(totals, key=lambda name: totals[name])
     gradients, activations, logits, communication = moments[moment]
-    weights, adapters, state = _lasting(sizes, config, shares, parallelism, stack)
     live, layer = live_logits(config, sizes.vocab), kept_gib(sizes, config)
     reserved = beyond_allocated_gib(config, live, gib(activations + logits), layer)
     phase = Phase.FORWARD if moment in IN_FORWARD else Phase.BACKWARD
@@ -186,7 +191,7 @@ def _sharded(
         logits=gib(logits),
         workspace=gib(WORKSPACE),
         reserved=reserved,
-        phase=Phase.OPTIMIZER if moment == "optimizer" else phase,
+        phase={"optimizer": Phase.OPTIMIZER, "building": Phase.LOAD}.get(moment, phase),
         communication=gib(communication),
         nccl=nccl_gib(gpus) + (nccl_gib(parallelism.copies) if parallelism.copies > 1 else 0.0),  # of two groups
         pools=gib(max(own + shared - totals[moment], 0.0)) if fsdp else 0.0,

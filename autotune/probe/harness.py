@@ -522,18 +522,21 @@ class Probe:
         state, managed = optimizer_gib(self.trainer)
         weights, adapters, in_host = self.resident.model_gib, self.resident.adapters_gib(), 0.0
         gradients = (max if self.request.config.optimizer_in_backward else sum)(map(tensor_gib, trained))
+        if self.request.config.sharding in ("zero2", "zero3"):  # DeepSpeed's own, and no parameter's
+            whole = sum(gib(math.prod(whole_shape(one)) * one.element_size()) for one in trained)
+            gradients = whole / self.request.parallelism.num_gpus
         if self.request.config.offload:
             in_host = (adapters or weights) + state
             weights = adapters = gradients = state = 0.0
-        whole = (Phase.FIRST_STEP, Phase.STEADY)  # not phases of a step
+        no_phases = (Phase.FIRST_STEP, Phase.STEADY)  # of a step
         return Measurement(
             step_s=times.steps,
             micro_step_s=times.micro_batches,
             rest_s=times.rests,
             micro_steps=self.request.micro_steps,
             phase_s={phase: seconds for phase, seconds in times.phases.items() if phase is not Phase.STEADY},
-            phase_peak_gib={phase: peak for phase, peak in recorder.peaks.items() if phase not in whole},
-            segment_peak_gib={name: peak for name, peak in recorder.segments.items() if name not in whole},
+            phase_peak_gib={phase: peak for phase, peak in recorder.peaks.items() if phase not in no_phases},
+            segment_peak_gib={name: peak for name, peak in recorder.segments.items() if name not in no_phases},
             kind_s=times.kinds,
             warm_s=recorder.warm_s(times),
             host_micro_s=recorder.host_micro_s(),

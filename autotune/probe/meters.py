@@ -30,7 +30,17 @@ MAX_LOST_GIB = 0.5  # of the host, over all probes of a process
 WORKSPACE_GIB = 8 / 1024  # of libraries on a GPU: some keep 2 MiB from their first use of a large matrix on
 RETURNED_BYTES = 2**16  # on a CPU blocks of this size go back to the kernel while peaks are read
 IS_MAPPED = 2  # in the word before a block: it came straight from the kernel
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger-kernel", "trl")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "bitsandbytes",
+    "torchao",
+    "liger-kernel",
+    "trl",
+    "deepspeed",
+)
 
 
 class CudaMeter:

@@ -184,12 +184,23 @@ def project(
     shape = replace(workload.run_shape(config), examples=examples - held_out)
     pauses = None
     if options is not None and measurements:
-        shares = config.num_gpus if Parallelism.of(config).shards else 1  # ranks that each hold a part of a checkpoint
-        pauses = _pauses(shape, held_out, options, performance.step_time_s, measurements, shares)
+        largest_gib = max(checkpoint_gib(config, one) for one in measurements)
+        pauses = _pauses(shape, held_out, options, performance.step_time_s, measurements, largest_gib)
     drift = CPU_DRIFT if on_cpu else HOST_DRIFT * min(_median([one.host_share for one in measurements]) or 0.0, 1.0)
     low, high = performance.spread
     performance = replace(performance, spread=(min(low, -drift), max(high, drift)))
     return replace(run_cost(shape, performance, price, power_w, pauses=pauses), examples=examples)
+
+
+def checkpoint_gib(config: TrainConfig, measured: Measurement) -> float:
+    """The size of a checkpoint, from what a rank holds of it: state is divided among ranks that shard, and weights too.
+
+    The first stages of DeepSpeed have all weights on each.
+    """
+    trained = measured.adapters_gib or measured.model_gib
+    whole = trained if config.sharding in ("none", "ddp", "zero1", "zero2") else 0.0
+    shares = config.num_gpus if Parallelism.of(config).shards else 1
+    return whole + shares * (measured.checkpoint_gib - whole)
 
 
 def _pauses(
@@ -198,7 +209,7 @@ def _pauses(
     options: RunOptions,
     step_time_s: float,
     measurements: Sequence[Measurement],
-    shares: int,
+    largest_gib: float,
 ) -> Pauses:
     """The evaluations and checkpoints of a run, the last ones at its end included."""
     num_steps = shape.num_steps
@@ -213,7 +224,7 @@ def _pauses(
         evaluation_s=None if evaluation_s is None else num_evaluations * micro_batches * evaluation_s,
         num_checkpoints=num_checkpoints,
         checkpoint_s=None if checkpoint_s is None else num_checkpoints * checkpoint_s,
-        checkpoint_gib=shares * max(one.checkpoint_gib for one in measurements),
+        checkpoint_gib=largest_gib,
     )
 
 

@@ -244,4 +244,5 @@ class Task:
         whole = tuple(replace(first, micro_batch_size=size) for size in smaller)
         # Where the whole model does not fit on each GPU, guides share it out.
         shared = "fsdp2" in self.space.choices("sharding") and first.sharding == "ddp"
-        return (*whole, *(replace(config, sharding="fsdp2") for config in whole if shared))
+        of_shards = (replace(config, sharding="fsdp2") for config in whole if shared)
+        return (*whole, *(self.space.config(self.space.clip(config)) for config in of_shards))

@@ -42,6 +42,10 @@ SHARDED = "Sharding and offloading of the model are not counted: each GPU is tak
         ({"deepspeed": "ds.json"}, None),
         ({"deepspeed": {"zero_optimization": {"stage": 1}}}, "zero1"),
         ({"deepspeed": {"train_batch_size": "auto"}}, None),
+        ({"deepspeed": {"zero_optimization": {"stage": 2.0}}}, "zero2"),
+        ({"deepspeed": {"zero_optimization": {"stage": "3"}}}, "zero3"),
+        ({"deepspeed": {"zero_optimization": {"stage": 7}}}, None),
+        ({"deepspeed": {"zero_optimization": 3}, "deepspeed_file": "ds_z3_config.json"}, "zero3"),
         ({"accelerate_config": "fsdp2"}, "fsdp2"),
         ({"accelerate_config": "zero3"}, "zero3"),
         ({"accelerate_config": "multi_gpu"}, None),
@@ -88,17 +92,37 @@ def test_deepspeeds_own_file_is_read_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "ds" / "own.json").write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
     run, notes = notes_of(tmp_path, LORA | {"deepspeed": "ds/own.json"})
     assert run.config.sharding == "zero3" and SHARDED not in notes
-    assert stack_of(run) == Stack(live=2 * 10**8, bucket=5 * 10**8)
+    assert stack_of(run) == Stack(live=2 * 10**8, bucket=5 * 10**8, builds_whole=False)
     by_default, _ = notes_of(tmp_path, LORA | {"deepspeed": "elsewhere/zero3.json"})
-    assert by_default.config.sharding == "zero3" and stack_of(by_default) == Stack(live=MAX_LIVE)
+    assert by_default.config.sharding == "zero3" and stack_of(by_default) == Stack(live=MAX_LIVE, builds_whole=False)
     needs = [memory_bounds(resolve_model("llama-3.1-8b"), one) for one in (run, by_default)]
     least = [bounds.least.peak_gib for bounds in needs if bounds is not None]
     assert least[1] - least[0] == pytest.approx((2 * (10**9 - 2 * 10**8) - 2 * (5e8 - 4096**2)) / 2**30, rel=1e-6)
     for strange in ({"stage": 3, "stage3_max_live_parameters": "auto"}, {"stage": 3, "reduce_bucket_size": [1]}):
         (tmp_path / "ds" / "own.json").write_text(json.dumps({"zero_optimization": strange}))
-        assert stack_of(read(tmp_path, LORA | {"deepspeed": "ds/own.json"})) == Stack(live=MAX_LIVE)
+        assert stack_of(read(tmp_path, LORA | {"deepspeed": "ds/own.json"})).live == MAX_LIVE
+    stage = json.dumps({"zero_optimization": {"stage": 2}}, indent="\t")
+    (tmp_path / "ds" / "own.json").write_text(stage)
+    assert read(tmp_path, LORA | {"deepspeed": "ds/own.json"}).values["deepspeed"] == json.loads(stage)
     (tmp_path / "ds" / "own.json").write_text("[")
     assert SHARDED in notes_of(tmp_path, LORA | {"deepspeed": "ds/own.json"})[1]
+
+
+@pytest.mark.parametrize(
+    ("zero", "offloads"),
+    [
+        ({"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}, False),
+        ({"offload_optimizer": {"device": "cpu"}}, True),
+        ({"offload_param": {"device": "nvme"}}, True),
+        ({"cpu_offload": True}, True),
+        ({}, False),
+    ],
+    ids=str,
+)
+def test_offloading_is_what_deepspeeds_file_says(tmp_path: Path, zero: dict[str, Any], offloads: bool) -> None:
+    (tmp_path / "own.json").write_text(json.dumps({"zero_optimization": {"stage": 3} | zero}))
+    _, notes = notes_of(tmp_path, LORA | {"deepspeed": "own.json"})
+    assert ("Offloading of the model is not counted" in notes) is offloads
 
 
 def test_without_a_number_of_gpus_nothing_is_shared_out(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import autotune
 from autotune.catalog import resolve_device
 from autotune.cli import app
 from autotune.core.errors import NothingFits, UsageError
-from autotune.core.parallelism import STRATEGIES, Parallelism
+from autotune.core.parallelism import FSDP2, STRATEGIES, Parallelism
 from autotune.planning.device_estimate import estimate, limit_of
 from autotune.planning.plan import planned_setup
 from autotune.planning.several_gpus import (
@@ -181,6 +181,20 @@ def test_hosts_are_as_fast_as_what_links_them() -> None:
     assert {(one["hosts"], one["num_gpus"]) for one in data["rows"]} == {(3, 24), (16, 128)}
     assert all(one["tokens_per_s"] for one in data["rows"] if one["strategy"] == "fsdp2")  # any number of them
     assert data["fastest"]["hosts"] == 16
+
+
+def test_what_is_asked_of_fsdp2_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--set` of a knob that one GPU does not have."""
+    asked = {"sharding": "fsdp2", "offload": True}
+    made = autotune.plan("llama-3.1-8b", gpu="h100", gpus=[1, 2], space="full", pins=asked)
+    assert isinstance(made, GpuPlan)
+    assert [row.parallelism.strategy for row in made.rows] == ["none", "fsdp2"]
+    assert made.rows[1].parallelism.offload and made.rows[1].tokens_per_s is None  # nothing is known of its speed
+    both = autotune.plan("llama-3.1-8b", gpu="h100", gpus=8, space="full", pins={"sync_each_batch": True})
+    assert isinstance(both, GpuPlan)
+    assert {row.parallelism.strategy: row.parallelism.sync_each_batch for row in both.rows} == {
+        name: name in FSDP2 for name in STRATEGIES if name != "none"
+    }
 
 
 # The command

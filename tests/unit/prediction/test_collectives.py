@@ -51,8 +51,9 @@ def test_bytes_on_the_wire() -> None:
     found = {strategy: traffic(mistral(), FULL, of(strategy)) for strategy in STRATEGIES[1:]}
     ends = 2 * 3 / 4 * (2 * sizes.embedding + (sizes.params - 2 * sizes.embedding) / 32)
     assert found["ddp"] == Traffic(last_backward=pytest.approx(4 * psi))
-    assert found["fsdp2"] == Traffic(forward=psi, backward=psi, last_backward=psi, ends=pytest.approx(ends))
-    assert found["fsdp2_keep"] == Traffic(forward=psi, last_backward=psi, ends=pytest.approx(ends))
+    of_fsdp2: dict[str, Any] = {"forward": psi, "last_backward": psi, "ends": pytest.approx(ends), "gradients": psi}
+    assert found["fsdp2"] == Traffic(**of_fsdp2, backward=psi)
+    assert found["fsdp2_keep"] == Traffic(**of_fsdp2)
     assert found["zero1"] == Traffic(last_backward=psi, after=psi)
     assert found["zero2"] == Traffic(backward=psi, after=psi)
     assert found["zero3"] == Traffic(forward=psi, backward=2 * psi, ends=pytest.approx(ends))
@@ -77,8 +78,15 @@ def test_hosts_with_copies_add_up_all_gradients_by_a_network_that_their_gpus_sha
     sizes = Sizes.of(mistral())
     assert sent is not None and sent == alone and sizes is not None
     found = between_hosts(sent, hosts, slower=10.0)
+    steps = [rank_step_time(STEP, FULL, way, sent, accumulation=1, link_gb_s=1.0) for way in (hosts, of("fsdp2", 8))]
+    assert steps[0].step_s == pytest.approx(steps[1].step_s)  # each GPU steps an eighth
     assert found.last_backward - sent.last_backward == pytest.approx(10 * 2 * sizes.params, rel=1e-3)
     assert replace(found, last_backward=sent.last_backward) == sent
+    each = replace(hosts, sync_each_batch=True)
+    often = traffic(mistral(), config, each)
+    assert often is not None
+    added = between_hosts(often, each, slower=10.0).backward - often.backward
+    assert added == pytest.approx(found.last_backward - sent.last_backward)
 
 
 def test_adapters_alone_are_reduced() -> None:

@@ -389,6 +389,17 @@ def test_torchtitan_keeps_every_second_product(num_gpus: int, gib: float, knobs:
     assert found.roomy_gib - found.nccl == pytest.approx(gib, rel=0.05)
 
 
+def test_under_deepspeed_each_gpu_holds_the_whole_model_first() -> None:
+    """Weights in bf16, or in fp32 where they train; other tools may divide them as they are read."""
+    for method, each in (("lora", 2), ("full", 4)):
+        knobs = {"method": method, "layers": 32, "num_gpus": 64, "checkpointing": "full", "micro_batch_size": 1}
+        built = rank(strategy="zero3", **knobs)
+        sizes = Sizes.of(truncated("mistral-7b", 32))
+        assert sizes is not None and built.phase is Phase.LOAD
+        assert built.peak_gib * GIB == pytest.approx(each * sizes.params, rel=0.02)
+        assert rank(strategy="zero3", stack=Stack(builds_whole=False), **knobs).peak_gib < built.peak_gib / 2
+
+
 def test_a_bucket_of_deepspeed_has_the_size_that_it_is_given() -> None:
     small, large = (rank(strategy="zero3", stack=Stack(bucket=bucket)) for bucket in (10**6, 5 * 10**8))
     assert (large.communication - small.communication) * GIB == pytest.approx(2 * (5 * 10**8 - 10**6))

@@ -11,7 +11,7 @@ from autotune.core.probe_types import Evidence, Measurement
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.performance import Performance
-from autotune.problem.run_cost import TABLE_EXAMPLES, DeviceEstimate, Pauses, project, run_cost
+from autotune.problem.run_cost import TABLE_EXAMPLES, DeviceEstimate, Pauses, checkpoint_gib, project, run_cost
 from autotune.problem.run_options import RunOptions
 from autotune.problem.workload import Workload
 from tests.helpers.factories import calibration, measurement
@@ -202,3 +202,15 @@ def test_a_run_that_waits_for_its_host_is_as_uncertain_as_the_host() -> None:
     assert ends(1.0) == pytest.approx([0.85, 1.15])
     assert ends(0.2, 0.4, 1.0) == pytest.approx([0.94, 1.06])
     assert ends(on_cpu=True) == ends(0.5, on_cpu=True) == pytest.approx([0.8, 1.2])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [("ddp", 10 + 20), ("fsdp2", 4 * (10 + 20)), ("zero2", 10 + 4 * 20), ("zero3", 4 * (10 + 20))],
+)
+def test_a_checkpoint_has_what_each_rank_holds_of_it(strategy: str, expected: float) -> None:
+    """Weights that every rank has count once, shares as often as there are ranks."""
+    measured = measurement(model_gib=10.0, adapters_gib=0.0, optimizer_gib=20.0)
+    assert checkpoint_gib(TrainConfig(method="full", num_gpus=4, sharding=strategy), measured) == expected
+    in_host = measurement(model_gib=0.0, adapters_gib=0.0, optimizer_gib=0.0, in_host_gib=30.0)
+    assert checkpoint_gib(TrainConfig(method="full", num_gpus=4, sharding="fsdp2", offload=True), in_host) == 120
