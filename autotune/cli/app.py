@@ -40,6 +40,10 @@ COMMANDS = {
         "analysis:verify",
         "Run what a study exported, and compare its speed and memory with the study's numbers.",
     ),
+    "learn": (
+        "learn:learn",
+        "Find the learning rate of a study's winner by short real trainings on your own examples and weights.",
+    ),
     "train": ("train:train", "Start the full run with a study's winner; shows its progress and its cost."),
     "worker": (
         "worker:worker",

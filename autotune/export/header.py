@@ -85,7 +85,12 @@ def trained_on(recipe: Recipe) -> str:
 
 def warmup_steps(recipe: Recipe) -> int:
     """Optimizer steps of warm-up. All versions of transformers take a whole number; 5.16 removed warmup_ratio."""
-    return round(WARMUP_SHARE * recipe.winner.cost.num_steps)
+    return warmup_steps_of(recipe.winner.cost.num_steps)
+
+
+def warmup_steps_of(num_steps: int) -> int:
+    """Optimizer steps of warm-up in a run of so many."""
+    return round(WARMUP_SHARE * num_steps)
 
 
 def save_steps(recipe: Recipe) -> int:

@@ -90,7 +90,7 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "lora_alpha_of_rank": None if scale is None else scale * rank,  # for torchtune, which divides by the rank
         "accumulation": recipe.accumulation,
         "shares_out": config.num_gpus > 1,
-        "learning_rate": config.learning_rate,
+        "learning_rate": recipe.learning_rate,
         "warmup_steps": warmup_steps(recipe),
         "epochs": recipe.workload.epochs,
         "form": recipe.workload.form,

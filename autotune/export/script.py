@@ -114,7 +114,7 @@ def settings(recipe: Recipe) -> RunSettings:
         offload=config.offload,
         is_larger_than_gpu=_is_larger_than_gpu(recipe),
         epochs=recipe.workload.epochs,
-        learning_rate=config.learning_rate,
+        learning_rate=recipe.learning_rate,
         warmup_steps=warmup_steps(recipe),
         save_steps=save_steps(recipe),
         save_total_limit=KEPT_CHECKPOINTS,

@@ -22,6 +22,7 @@ from autotune.problem.run_cost import CostProjection
 from autotune.problem.workload import Workload
 from autotune.study.ablation import AblatedKnob, Ablation
 from autotune.study.decomposition import Decomposition
+from autotune.study.learning import Learning
 from autotune.study.summary import Candidate, Learned, Recipe, StudySummary, TrialRecord, Verification
 
 # The name of each outcome for people.
@@ -357,3 +358,19 @@ def _memory_growth(result: Verification) -> str:
         f"memory grows from {fmt_gib(before)} in the second quarter of the steps to {fmt_gib(after)} in the last "
         f"({after / before - 1:+.1%})"
     )
+
+
+def learning(found: Learning) -> list[str]:
+    """The rates that were tried, the one that is taken, and how sure that is: a line each."""
+    longest = found.last_round[0].steps
+    lines = [f"learning rate {found.learning_rate:.2g}, from {len(found.attempts)} trainings of {found.steps:,} steps"]
+    for rate, losses in found.losses().items():
+        each = ", ".join("diverged" if math.isinf(loss) else f"{loss:.4f}" for loss in losses)
+        default = " (the default)" if rate == found.config.learning_rate else ""
+        lines.append(f"  {rate:.2g}{default}: held-out loss {each} after {longest} steps")
+    tried = sorted({attempt.learning_rate for attempt in found.attempts} - set(found.losses()))
+    behind = ", ".join(f"{rate:.2g}" for rate in tried)
+    lines += [f"  after fewer steps these were behind: {behind}"] if tried else []
+    share = found.steps / found.run_steps
+    lines.append(f"it took {fmt_seconds(found.seconds)}, and {share:.1%} of the full run's {found.run_steps:,} steps")
+    return lines + found.notes()

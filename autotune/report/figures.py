@@ -1,5 +1,6 @@
 """Figures as JSON-able data for plotly. A figure with nothing to show is None, and the report says so in a sentence."""
 
+import statistics
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from autotune.report.infos import TERMS, CellRow, Importance, ParallelInfo
 from autotune.report.style import ACCENT, BLUE, GREY, MARKERS, PALE_BLUE, PURPLE, YELLOW, empty, escape, finish
 from autotune.report.timeline import KINDS, TIMED, Slice, Span, TimelineInfo, slices
 from autotune.study.ablation import Ablation
+from autotune.study.learning import Learning
 from autotune.study.summary import Candidate, Quality, TrialRecord
 
 TERM_COLOURS = dict(zip(TERMS, (BLUE, PALE_BLUE, YELLOW, ACCENT, GREY), strict=True))
@@ -338,6 +340,29 @@ def quality(results: Quality | None, winner: TrainConfig | None) -> dict[str, An
             cliponaxis=False,
         )
     return finish(figure, x="hours of the full run", y="held-out loss after training", height=360)
+
+
+def rates(found: Learning | None) -> dict[str, Any] | None:
+    """Held-out loss by learning rate, a line for each number of steps: the mean over seeds, without what diverged."""
+    if found is None:
+        return None
+    figure = empty()
+    rounds = sorted({attempt.steps for attempt in found.attempts})
+    for steps, colour in zip(rounds, (PALE_BLUE, BLUE, ACCENT)[-len(rounds) :], strict=True):
+        losses: dict[float, list[float]] = {}
+        for attempt in found.attempts:
+            if attempt.steps == steps and attempt.loss is not None:
+                losses.setdefault(attempt.learning_rate, []).append(attempt.loss)
+        tried = sorted(losses)
+        figure.add_scatter(
+            x=tried,
+            y=[statistics.fmean(losses[rate]) for rate in tried],
+            mode="lines+markers",
+            line={"color": colour},
+            name=f"{steps} steps",
+        )
+    figure.update_xaxes(type="log")
+    return finish(figure, x="learning rate", y="held-out loss after training", height=360)
 
 
 def memory(bars: dict[str, dict[str, float]], limit_gib: float | None) -> dict[str, Any] | None:

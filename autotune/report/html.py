@@ -65,6 +65,7 @@ def draw(summary: StudySummary) -> dict[str, dict[str, Any] | None]:
         "explanation": figures.explanation(summary.explanation),
         "capability": figures.capability(infos.learning_cells(recipe) if recipe else ()),
         "quality": figures.quality(summary.quality, recipe.config if recipe else None),
+        "rates": figures.rates(summary.learning),
     }
 
 

@@ -1,6 +1,7 @@
 """A study's trials as records: from evaluations, and restored from Optuna and the table of probes."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from autotune.core.probe_types import ProbeResult, Rung
 from autotune.problem.performance import margins
@@ -89,6 +90,8 @@ def summarize(
     """Summarize the study so far. `cards` estimates the winner on other devices."""
     price, recipe, quality = selection.task.search_price, selection.recipe(record.fingerprint), record.quality
     notes = quality.notes(recipe.config) if quality and recipe else []
+    learning = record.learning if recipe and record.learning and record.learning.config == recipe.config else None
+    recipe = recipe and replace(recipe, learning=learning)
     if missed := " and ".join(record.too_short_for):
         notes.append(f"the budget was too short for {missed}")
     # Other workers than the leader have GPUs of their own.
@@ -102,6 +105,7 @@ def summarize(
         probes=tuple(row.result for row in stored),
         cards=() if recipe is None else cards(selection, recipe.winner, record.terms.headroom),
         quality=quality,
+        learning=learning,
         verification=record.verification,
         explanation=record.ablation if recipe and record.ablation and record.ablation.of(recipe.config) else None,
         decomposition=record.decomposition if recipe and _is_of(record.decomposition, recipe) else None,

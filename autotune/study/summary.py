@@ -14,6 +14,7 @@ from autotune.problem.run_options import RunOptions
 from autotune.problem.workload import RunShape, Workload
 from autotune.study.ablation import Ablation
 from autotune.study.decomposition import Decomposition
+from autotune.study.learning import Learning
 
 COST_KEYS = (
     *("usd_per_hour", "cost_per_1000_samples_usd", "full_run_hours", "full_run_usd"),
@@ -36,7 +37,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The winner and what it rests on. `by_gpus` has the best of each number of GPUs, the fewest first."""
+    """The winner and what it rests on.
+
+    `by_gpus` has the best of each number of GPUs, the fewest first; `learning` the rates that were tried for it.
+    """
 
     study: str
     model: ModelSpec
@@ -55,6 +59,12 @@ class Recipe:
     numerics: str = ""  # what is known of the winner's number formats
     run_options: RunOptions = RunOptions()  # noqa: RUF009 (frozen)
     caveats: tuple[str, ...] = ()
+    learning: Learning | None = None
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate that was learned for the winner, else the default of its method."""
+        return self.learning.learning_rate if self.learning else self.config.learning_rate
 
     @property
     def config(self) -> TrainConfig:
@@ -264,6 +274,7 @@ class StudySummary:
     probes: tuple[ProbeResult, ...] = ()
     cards: tuple[DeviceEstimate, ...] = ()  # what the winner's run would be elsewhere
     quality: Quality | None = None
+    learning: Learning | None = None
     verification: Verification | None = None
     explanation: Ablation | None = None
     decomposition: Decomposition | None = None
@@ -321,6 +332,15 @@ def _fields(value: Any, *names: str) -> dict[str, Any]:
     return {name: data.get(name) for name in names}
 
 
+def learning_data(found: Learning | None) -> dict[str, Any] | None:
+    """`learning` in summary.json."""
+    if found is None:
+        return None
+    data: dict[str, Any] = to_data(found)
+    derived = {"learning_rate": found.learning_rate, "is_sure": found.is_sure, "steps": found.steps}
+    return data | derived | {"seconds": found.seconds, "notes": found.notes()}
+
+
 def device_estimate_data(card: DeviceEstimate) -> dict[str, Any]:
     """One of `cards` in summary.json."""
     return {
@@ -361,6 +381,7 @@ def summary_data(summary: StudySummary, out_dir: str) -> dict[str, Any]:
         "numerics": recipe.numerics if recipe else None,
         "caveats": list(recipe.caveats) if recipe else [],
         "quality": to_data(summary.quality),
+        "learning": learning_data(summary.learning),
         "verification": to_data(summary.verification) | {"holds": summary.verification.holds}
         if summary.verification
         else None,

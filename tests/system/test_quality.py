@@ -1,4 +1,4 @@
-"""The quality check: finalists train on the user's examples, and the check shows which learns less."""
+"""Finalists, and rates, train on the user's examples: which of them learns less shows."""
 
 import json
 import os
@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 
 from autotune.catalog import ModelSpec, resolve_model
+from autotune.core.errors import AutotuneError, Cancelled, UsageError
 from autotune.core.train_config import TrainConfig
+from autotune.export import script
+from autotune.export.formats import export_all
+from autotune.export.run.learn import Learner, learn
+from autotune.export.run.process import write_files
 from autotune.export.run.quality import compare, impossible
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.workload import Workload
 from autotune.report import describe
-from autotune.report.html import render
+from autotune.report.html import draw, render
 from autotune.study.summary import Candidate, Learned, Quality, Recipe
 from tests.helpers.factories import summary
 
@@ -227,3 +232,78 @@ def test_the_run_command_trains_finalists_at_the_end(weights: Path, dataset: Pat
     (tmp_path / printed["out_dir"] / "report.html").unlink()
     autotune("report")
     assert f"{learned['loss_after']:.4f}" in (tmp_path / printed["out_dir"] / "report.html").read_text()
+
+
+# The learning rate
+
+
+def to_learn(weights: Path, **changes: Any) -> Recipe:
+    """A recipe whose full run has a thousand steps."""
+    recipe, candidates = finalists(weights)
+    winner = replace(candidates[1], cost=replace(candidates[1].cost, num_steps=1000), **changes)
+    return replace(recipe, winner=winner)
+
+
+@pytest.mark.probe
+def test_the_learning_rate_is_found_by_real_trainings(weights: Path, dataset: Path, tmp_path: Path) -> None:
+    """The default is far too small for so few steps of so small a model, and the largest rates undo what it knows."""
+    recipe, messages = to_learn(weights), list[str]()
+    found = learn(recipe, dataset, tmp_path, messages.append, lambda: False, share=0.15)
+    assert found.config == GOOD and found.held_out == 40 and found.steps <= 150
+    losses = found.losses()
+    assert found.learning_rate > GOOD.learning_rate in losses
+    assert min(losses[found.learning_rate]) < min(losses[GOOD.learning_rate])
+    curves = [attempt.curve for attempt in found.last_round if attempt.learning_rate == found.learning_rate]
+    assert all(curve[-1][1] < curve[0][1] for curve in curves)  # it learns
+    assert len(messages) == 2 * len(found.attempts)
+    assert not (tmp_path / ".learning").exists() and (tmp_path / "logs" / "learning.log").exists()
+    lines = describe.learning(found)
+    assert lines[0].startswith(f"learning rate {found.learning_rate:.2g}, ") and "(the default)" in "\n".join(lines)
+    page = render(replace(summary(), learning=found), "s")
+    assert "The learning rate" in page and f"{found.last_round[0].loss:.4f}" in page
+    figure = draw(replace(summary(), learning=found))["rates"]
+    assert figure is not None and figure["layout"]["xaxis"]["type"] == "log"
+    taken = replace(recipe, learning=found)
+    exported = export_all(taken, ["train", "trl"])
+    assert json.loads(exported["train_config.json"])["learning_rate"] == found.learning_rate
+    assert f"learning_rate: {found.learning_rate}" in exported["trl_sft.yaml"]
+
+
+@pytest.mark.probe
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_trainings_do_not_depend_on_those_before(method: str, weights: Path, dataset: Path, tmp_path: Path) -> None:
+    """The same rate and seed give the same loss again, whatever was trained in between."""
+    config = replace(GOOD, method=method, compile="none")
+    write_files(tmp_path, {"examples.jsonl": dataset.read_text()} | script.export(to_learn(weights, config=config)))
+    arguments = ["--dataset", str(tmp_path / "examples.jsonl"), "--output-dir", "", "--held-out", "40", "32"]
+    with Learner([str(tmp_path), *arguments], tmp_path / "log", lambda: False) as learner:
+        first, lost, again, other = (
+            learner.train(rate, 6, seed, 200.0) for rate, seed in ((1e-3, 0), (1e3, 0), (1e-3, 0), (1e-3, 1))
+        )
+    assert first.loss is not None and first.loss == pytest.approx(again.loss, rel=1e-6)
+    assert [loss for _, loss in first.curve] == pytest.approx([loss for _, loss in again.curve], rel=1e-6)
+    assert len({first.loss, lost.loss, other.loss}) == 3
+
+
+@pytest.mark.probe
+def test_a_training_that_ends_is_reported_and_one_is_stopped(weights: Path, dataset: Path, tmp_path: Path) -> None:
+    broken = to_learn(weights, config=replace(GOOD, attention="flash_attention_2"))
+    with pytest.raises(AutotuneError, match=r"a training failed: .*FlashAttention2"):
+        learn(broken, dataset, tmp_path, lambda _: None, lambda: False, share=0.15)
+    with pytest.raises(Cancelled):
+        learn(to_learn(weights), dataset, tmp_path, lambda _: None, lambda: True, share=0.15)
+    assert not (tmp_path / ".learning").exists()
+
+
+def test_what_cannot_be_learned(weights: Path, dataset: Path, tmp_path: Path) -> None:
+    def refused(recipe: Recipe, **options: Any) -> str:
+        with pytest.raises(UsageError) as caught:
+            learn(recipe, dataset, tmp_path, lambda _: None, lambda: False, **options)
+        return f"{caught.value}; {caught.value.remedy}"
+
+    recipe = to_learn(weights)
+    assert "1% of 1,000 steps are too few: the smallest search takes" in refused(recipe, share=0.01)
+    assert "--share 0." in refused(recipe, share=0.01)
+    assert "it needs real weights" in refused(replace(recipe, model=resolve_model("demo-3m")))
+    assert "on one GPU" in refused(to_learn(weights, config=replace(GOOD, num_gpus=2)))
+    assert "by train.py" in refused(replace(recipe, trainer="trl"))

@@ -49,6 +49,7 @@ CHILD = (
     "fault_injection",
     "harness",
     "kernels",
+    "learner",
     "health",
     "meta_device",
     "meters",

@@ -69,13 +69,13 @@ def compare(
     quality = Quality(
         steps=steps,
         trained_on=steps * recipe.workload.global_batch,
-        held_out=_num_held_out(recipe.workload),
+        held_out=num_held_out(recipe.workload),
         tokens=max(candidate.config.seq_len for candidate in finalists),
     )
     learned: list[Learned] = []
     with suppress(Cancelled), scratch_folder(out / ".quality") as scratch:
-        sample = _sample(dataset, split, recipe.workload.lengths.number, quality)
-        write_files(scratch, {"examples.jsonl": sample})
+        drawn = sample(dataset, split, recipe.workload.lengths.number, quality.trained_on, quality.held_out)
+        write_files(scratch, {"examples.jsonl": drawn})
         for number, candidate in enumerate(finalists, 1):
             say(f"learning, {number} of {len(finalists)}: {candidate.config.label()}")
             # Its projection is as long as this run, since the warm-up is a share of it.
@@ -88,16 +88,20 @@ def compare(
 
 
 def _num_steps(workload: Workload) -> int:
-    return min(STEPS, (workload.lengths.number - _num_held_out(workload)) // workload.global_batch)
+    return min(STEPS, (workload.lengths.number - num_held_out(workload)) // workload.global_batch)
 
 
-def _num_held_out(workload: Workload) -> int:
-    return min(HELD_OUT, max(1, round(HELD_OUT_SHARE * workload.lengths.number)))
+def num_held_out(workload: Workload, most: int = HELD_OUT) -> int:
+    """How many examples are held out: a share of them, and no more than `most`."""
+    return min(most, max(1, round(HELD_OUT_SHARE * workload.lengths.number)))
 
 
-def _sample(dataset: Path, split: str | None, number: int, quality: Quality) -> str:
-    """JSON lines: the examples to train on, in a random order, then those held out."""
-    chosen = random.Random(0).sample(range(number), quality.trained_on + quality.held_out)  # noqa: S311
+def sample(dataset: Path, split: str | None, number: int, num_trained: int, num_held_out: int) -> str:
+    """JSON lines of `number` rows: examples to train on, in a random order, then those held out.
+
+    Raises UsageError if the dataset has become shorter.
+    """
+    chosen = random.Random(0).sample(range(number), num_trained + num_held_out)  # noqa: S311
     places = {row: place for place, row in enumerate(chosen)}
     lines = [""] * len(chosen)
     with dataset_errors():

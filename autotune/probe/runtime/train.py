@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel, TrainingArguments, set_seed
+from transformers import AutoTokenizer, PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
 from . import model_builder, rows
 from .chunked_loss import chunked_loss
@@ -178,7 +178,7 @@ def make_trainer(
     options: Options,
     model: nn.Module,
     loss: Callable[..., torch.Tensor] | None,
-    clock: Clock,
+    clock: TrainerCallback,
     train_rows: rows.Rows,
     eval_rows: rows.Rows,
 ) -> LeanTrainer:

@@ -17,6 +17,7 @@ from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
 from autotune.study.ablation import Ablation
 from autotune.study.decomposition import Decomposition
+from autotune.study.learning import Learning
 from autotune.study.summary import Quality, Verification
 
 SCHEMA_VERSION = 2  # 1 was a dictionary named "facts", without a version in it
@@ -78,6 +79,7 @@ class StudyRecord:
     worker_seconds: dict[str, float] = field(default_factory=dict)
     quality: Quality | None = None
     verification: Verification | None = None
+    learning: Learning | None = None
     too_short_for: tuple[str, ...] = ()  # what the budget of the last session was too short for
     ablation: Ablation | None = None
     decomposition: Decomposition | None = None

@@ -1,0 +1,152 @@
+"""Short real trainings of a study's winner at several learning rates, on the user's own examples and weights.
+
+One process loads the weights, and trains with the parts of the exported script. Which rates and how many steps is
+decided by `study.learning`.
+"""
+
+import json
+import os
+import select
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from autotune.core.errors import AutotuneError, Cancelled, UsageError
+from autotune.core.process import module_command
+from autotune.export import script
+from autotune.export.header import warmup_steps_of
+from autotune.export.run.process import last_error, scratch_folder, time_limit_s, write_files
+from autotune.export.run.quality import impossible, num_held_out, sample
+from autotune.probe.worker_process import child_environment
+from autotune.study import learning
+from autotune.study.learning import Attempt, Learning
+from autotune.study.summary import Recipe
+
+SHARE = 0.1  # of the full run's steps
+HELD_OUT = 256  # examples held out, at most
+WAIT_S = 0.2  # between two looks at whether to stop
+
+
+def learn(
+    recipe: Recipe,
+    dataset: Path,
+    out: Path,
+    say: Callable[[str], None],
+    should_stop: Callable[[], bool],
+    *,
+    split: str | None = None,
+    share: float = SHARE,
+) -> Learning:
+    """Find the learning rate of the winner in at most `share` of the full run's optimizer steps.
+
+    The device must be free. `out` is the study's directory, which gets a log.
+
+    Raises:
+        UsageError: there are no weights or examples, or the full run is too short for a search.
+        AutotuneError: a training failed.
+        Cancelled: `should_stop` returned true.
+    """
+    if reason := impossible(recipe.model, recipe.workload, str(dataset)):
+        raise UsageError(f"nothing can be learned: {reason}", remedy="run the study with --model DIR --dataset FILE")
+    if recipe.config.num_gpus > 1 or recipe.trainer != "transformers":
+        raise UsageError("rates are learned on one GPU, by train.py", remedy="tune for one GPU with transformers first")
+    run_steps = recipe.winner.cost.num_steps
+    rounds = learning.rounds_of(int(share * run_steps))
+    if rounds is None:
+        least = learning.least_budget()
+        raise UsageError(
+            f"{share:.0%} of {run_steps:,} steps are too few: the smallest search takes {least}",
+            remedy=f"allow more of the full run: --share {min(least / run_steps + 0.005, 9):.2f}",
+        )
+    longest, number = rounds[-1][1], recipe.workload.lengths.number
+    held_out = num_held_out(recipe.workload, HELD_OUT)
+    num_trained = min(longest * recipe.workload.global_batch, number - held_out)
+    total = sum(number * steps for number, steps in rounds[:-1]) + (rounds[-1][0] + 1) * learning.SEEDS * longest
+    step_s = recipe.winner.performance.step_time_s
+    with scratch_folder(out / ".learning") as scratch:
+        drawn = sample(dataset, split, number, num_trained, held_out)
+        write_files(scratch, {"examples.jsonl": drawn} | script.export(recipe))
+        done, log = 0, out / "logs" / "learning.log"
+        arguments = ["--dataset", str(scratch / "examples.jsonl"), "--output-dir", "", "--report-to", "none"]
+        arguments += ["--held-out", str(held_out), str(recipe.config.seq_len)]
+        with Learner([str(scratch), *arguments], log, should_stop) as learner:
+
+            def train(rate: float, steps: int, seed: int) -> Attempt:
+                nonlocal done
+                say(f"learning rate {rate:.2g}, {steps} steps; {done} of about {total} steps are done")
+                attempt = learner.train(rate, steps, seed, time_limit_s(steps, step_s))
+                done += steps
+                outcome = "diverged" if attempt.loss is None else f"held-out loss {attempt.loss:.4f}"
+                say(f"learning rate {rate:.2g}: {outcome}")
+                return attempt
+
+            attempts = learning.search(recipe.config, rounds, train)
+    if all(attempt.loss is None for attempt in attempts):
+        raise AutotuneError("every training diverged", remedy=f"read {log}, and look at the examples")
+    return Learning(config=recipe.config, attempts=attempts, run_steps=run_steps, held_out=held_out)
+
+
+class Learner:
+    """The process that trains (`probe.learner`). It is killed at the end, and ends with this one."""
+
+    def __init__(self, arguments: list[str], log: Path, should_stop: Callable[[], bool]) -> None:
+        """Start nothing yet. `arguments` are an exported folder and options of its script."""
+        self._arguments, self._log, self._should_stop = arguments, log, should_stop
+        self._process: subprocess.Popen[bytes] | None = None
+        self._output: IO[bytes] | None = None
+
+    def __enter__(self) -> "Learner":
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._output = self._log.open("wb")
+        self._process = subprocess.Popen(
+            [*module_command("autotune.probe.learner"), str(os.getpid()), *self._arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._output,
+            env=child_environment(os.environ, "cuda"),
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        assert self._process is not None and self._output is not None
+        self._process.kill()
+        self._process.communicate()
+        self._output.close()
+
+    def train(self, rate: float, steps: int, seed: int, limit_s: float) -> Attempt:
+        """One training. Raises AutotuneError where the process ends or hangs, and Cancelled."""
+        began = time.monotonic()
+        request = {"learning_rate": rate, "warmup_steps": warmup_steps_of(steps), "steps": steps, "seed": seed}
+        answer = self._ask(request, began + limit_s)
+        return Attempt(
+            learning_rate=rate,
+            seed=seed,
+            steps=steps,
+            loss=answer["loss"],
+            curve=tuple((int(step), float(loss)) for step, loss in answer["curve"]),
+            seconds=time.monotonic() - began,
+        )
+
+    def _ask(self, request: dict[str, Any], until: float) -> dict[str, Any]:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+            while not select.select([process.stdout], [], [], WAIT_S)[0]:
+                if self._should_stop():
+                    raise Cancelled
+                if time.monotonic() > until:
+                    raise AutotuneError("a training hangs", remedy=f"read {self._log}")
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if not line:
+            process.wait()
+            reason = last_error(self._log) or f"exit code {process.returncode}"
+            raise AutotuneError(f"a training failed: {reason}", remedy=f"read {self._log}")
+        return dict(json.loads(line))

@@ -1,0 +1,142 @@
+"""The process in which one model is trained again and again: a request a line from its input, an answer a line.
+
+The weights are loaded and the examples tokenised once, as the exported script does, whose parts these are. Each
+training begins from the same weights, and its loss is of the same examples, which none trains on.
+"""
+
+import json
+import math
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers import TrainerCallback, set_seed
+
+from autotune.core.process import die_with_parent
+from autotune.probe.runtime import model_builder, rows
+from autotune.probe.runtime.chunked_loss import chunked_loss
+from autotune.probe.runtime.command_line import parse_options
+from autotune.probe.runtime.lean_trainer import compile_layers, run_layers_eagerly
+from autotune.probe.runtime.patches import choose_attention, load_attention
+from autotune.probe.runtime.settings import Options, RunSettings
+from autotune.probe.runtime.train import RECOMPILE_LIMIT, add_adapters, device_of, load, make_rows, make_trainer
+from autotune.probe.runtime.train import read_examples as read
+
+LOGGED = 20  # losses that a curve has, about
+LOST = 1.5  # times the first loss, from which on a training is taken for diverged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What a line asks for."""
+
+    learning_rate: float
+    warmup_steps: int
+    steps: int
+    seed: int
+
+
+class _Curve(TrainerCallback):
+    """Keeps the training losses, and stops a training whose loss is not finite or far above its first."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, float]] = []
+        self.diverged = False
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """A loss was logged: the mean since the one before."""
+        loss = (logs or {}).get("loss")
+        if loss is None:
+            return
+        self.points.append((state.global_step, float(loss)))
+        if not math.isfinite(float(loss)) or float(loss) > LOST * self.points[0][1]:
+            self.diverged = control.should_training_stop = True
+
+
+class Learner:
+    """A model on the device, and the examples."""
+
+    def __init__(self, settings: RunSettings, options: Options) -> None:
+        """Read the examples and load the weights."""
+        self._settings, self._options = settings, replace(options, saves=False, checkpoint=None)
+        device = device_of(settings)
+        trained, self._held_out = rows.split(
+            read(settings, options), settings.seq_len, options.held_out, options.held_out_tokens
+        )
+        self._rows = make_rows(settings, trained)
+        base = load(settings, options, device)
+        choose_attention(any_length=settings.padding == "longest")
+        if settings.padding == "masked":
+            load_attention(base, device)
+        model_builder.set_checkpointing(base, settings.model_settings)
+        self._model = add_adapters(base, settings, device)
+        self._loss = chunked_loss(base) if settings.loss == "chunked" else None
+        self._layers = model_builder.decoder_layers(self._model)
+        self._compiles = settings.compile == "per_layer"
+        if self._compiles and settings.model_settings.lora_rank is not None:
+            base.enable_input_require_grads()
+        # Adapters are made anew; what else trains gets the values back that were read.
+        self._first = {
+            name: parameter.detach().cpu().clone()
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad and ".lora_" not in name
+        }
+
+    def train(self, asked: Training) -> dict[str, Any]:
+        """Train, and return the held-out loss, None where the training diverged, and the curve of its losses."""
+        self._begin(asked.seed)
+        settings = replace(self._settings, learning_rate=asked.learning_rate, warmup_steps=asked.warmup_steps)
+        options, curve = replace(self._options, max_steps=asked.steps), _Curve()
+        trainer = make_trainer(settings, options, self._model, self._loss, curve, self._rows, self._held_out)
+        trainer.args.disable_tqdm = True
+        trainer.args.logging_steps = trainer.state.logging_steps = max(1, asked.steps // LOGGED)
+        if self._compiles:
+            torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+            compile_layers(self._layers)
+        set_seed(asked.seed)  # of the order of the rows: a Trainer that is made sets another
+        trainer.train()
+        run_layers_eagerly(self._layers)
+        loss = math.nan if curve.diverged else float(trainer.evaluate()["eval_loss"])
+        _forget(trainer, self._model)
+        return {"loss": loss if math.isfinite(loss) else None, "curve": curve.points}
+
+    def _begin(self, seed: int) -> None:
+        """New adapters of this seed on the weights that were read."""
+        set_seed(seed)
+        for module in self._model.modules():
+            if isinstance(module, LoraLayer):
+                module.reset_lora_parameters("default", True)
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                if name in self._first:
+                    parameter.copy_(self._first[name])
+        self._model.zero_grad()
+
+
+def _forget(trainer: Any, model: nn.Module) -> None:
+    """Undo what accelerate and the Trainer leave in a model, for the next Trainer."""
+    trainer.callback_handler.callbacks.clear()
+    trainer.accelerator.free_memory()
+    for name in ("forward", "_original_forward", "_is_accelerate_prepared", "train"):
+        model.__dict__.pop(name, None)
+
+
+def main() -> None:
+    """Answer until the input ends. Arguments: the parent's process id, an exported folder, options of its script."""
+    die_with_parent(int(sys.argv[1]))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    settings = RunSettings.read(Path(sys.argv[2], "train_config.json"))
+    learner = Learner(settings, parse_options(settings, sys.argv[3:]))
+    for line in sys.stdin:
+        answers.write(json.dumps(learner.train(Training(**json.loads(line)))) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""The learning rate of a winner, found by short real trainings: the better ones are trained again, for longer.
+
+Each training is a run of its own: warm-up, and a cosine down to zero over its own steps. A rate that is best over few
+steps may be too large for many, so the last round is as long as the budget allows.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from autotune.core.train_config import TrainConfig
+
+STEP = 2.0  # from one rate to the next
+AROUND = {"lora": 2e-4, "full": 1e-5}  # the defaults, which are among the rates
+BELOW, ABOVE = 3, 5  # rates on either side: what diverges shows where the slope is, what learns little costs as much
+ROUNDS = ((9, 1), (4, 2), (2, 4))  # how many rates, and how many times the steps of the first round
+FEW = ((5, 1), (2, 3))  # with every second rate, where the budget is small
+SEEDS = 2  # of the last round
+LEAST_STEPS = 5  # of the first round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A training: `loss` is that of the held-out examples after it, None where it diverged or failed (`reason`).
+
+    `curve` has steps and the mean training loss since the step before.
+    """
+
+    learning_rate: float
+    seed: int
+    steps: int
+    loss: float | None
+    seconds: float
+    curve: tuple[tuple[int, float], ...] = ()
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learning:
+    """The rates that were tried for a configuration, in the order of the trainings.
+
+    `run_steps` are the optimizer steps of the full run, `held_out` the examples that were evaluated.
+    """
+
+    config: TrainConfig
+    attempts: tuple[Attempt, ...]
+    run_steps: int
+    held_out: int
+
+    @property
+    def last_round(self) -> tuple[Attempt, ...]:
+        """The trainings with the most steps, the default's among them."""
+        longest = max(attempt.steps for attempt in self.attempts)
+        return tuple(attempt for attempt in self.attempts if attempt.steps == longest)
+
+    def losses(self) -> dict[float, tuple[float, ...]]:
+        """For each rate of the last round its losses by seed; infinite where it diverged."""
+        ordered = sorted(self.last_round, key=lambda attempt: (attempt.learning_rate, attempt.seed))
+        grouped = groupby(ordered, key=lambda attempt: attempt.learning_rate)
+        return {rate: tuple(map(_loss, attempts)) for rate, attempts in grouped}
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate with the lowest mean loss in the last round."""
+        means = {rate: statistics.fmean(losses) for rate, losses in self.losses().items()}
+        return min(means, key=lambda rate: means[rate])
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether it is better than each other of the last round from every seed, and not from the mean alone."""
+        losses = self.losses()
+        best = losses.pop(self.learning_rate)
+        return all(all(own < other for own, other in zip(best, others, strict=False)) for others in losses.values())
+
+    @property
+    def is_at_an_end(self) -> bool:
+        """Whether no rate beyond it was tried, so that a better one may lie there."""
+        tried = {attempt.learning_rate for attempt in self.attempts}
+        return self.learning_rate in (min(tried), max(tried))
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of all trainings."""
+        return sum(attempt.steps for attempt in self.attempts)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all trainings, evaluations included."""
+        return sum(attempt.seconds for attempt in self.attempts)
+
+    def notes(self) -> list[str]:
+        """What a reader should know about the rate."""
+        found = []
+        if not self.is_sure:
+            found.append("another rate learned as much from one of the seeds: the difference is not sure")
+        if self.is_at_an_end:
+            found.append(f"{self.learning_rate:.2g} is at an end of the rates that were tried")
+        return found
+
+
+def _loss(attempt: Attempt) -> float:
+    return math.inf if attempt.loss is None else attempt.loss
+
+
+def rates(config: TrainConfig) -> list[float]:
+    """The rates to try, the lowest first; the default is among them."""
+    around = AROUND[config.method]
+    return [around * STEP**power for power in range(-BELOW, ABOVE + 1)]
+
+
+def rounds_of(budget_steps: int) -> list[tuple[int, int]] | None:
+    """For each round how many rates it has, and their steps; None where the budget is too small for any search."""
+    for rounds in (ROUNDS, FEW):
+        first = budget_steps // sum(_trainings(rounds, place) * times for place, (_, times) in enumerate(rounds))
+        if first >= LEAST_STEPS:
+            return [(number, times * first) for number, times in rounds]
+    return None
+
+
+def least_budget() -> int:
+    """The steps of the smallest search."""
+    return LEAST_STEPS * sum(_trainings(FEW, place) * times for place, (_, times) in enumerate(FEW))
+
+
+def _trainings(rounds: Sequence[tuple[int, int]], place: int) -> int:
+    """The trainings of a round; the last one is from several seeds, and has the default too."""
+    number, _ = rounds[place]
+    return (number + 1) * SEEDS if place + 1 == len(rounds) else number
+
+
+def search(
+    config: TrainConfig,
+    rounds: Sequence[tuple[int, int]],
+    train: Callable[[float, int, int], Attempt],
+) -> tuple[Attempt, ...]:
+    """Successive halving over the rates: `train` takes a rate, steps and a seed."""
+    attempts: list[Attempt] = []
+    candidates = rates(config)
+    if rounds[0][0] < len(candidates):
+        candidates = candidates[:: len(candidates) // rounds[0][0] + 1]
+    default = AROUND[config.method]
+    for place, (number, steps) in enumerate(rounds):
+        is_last = place + 1 == len(rounds)
+        candidates = candidates if place == 0 else _best(attempts, rounds[place - 1][1], number)
+        for seed in range(SEEDS if is_last else 1):
+            for rate in sorted({*candidates, default}) if is_last else candidates:
+                attempts.append(train(rate, steps, seed))
+    return tuple(attempts)
+
+
+def _best(attempts: Iterable[Attempt], steps: int, number: int) -> list[float]:
+    """The rates with the lowest losses of a round, the lowest rate first."""
+    ranked = sorted((attempt for attempt in attempts if attempt.steps == steps), key=_loss)
+    return sorted(attempt.learning_rate for attempt in ranked[:number])
