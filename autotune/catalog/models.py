@@ -31,6 +31,9 @@ _NOT_SHAPE = frozenset(
     | {"attn_implementation", "experts_implementation"}
 )
 
+# Heads with losses of their own, by the end of a class's name.
+_OTHER_HEADS = re.compile(r"(For\w*Classification|ForQuestionAnswering|ForMultipleChoice|ForMaskedLM|RewardModel)$")
+
 _PARTS = ("text_config", "vision_config", "audio_config")  # of models that take more than text
 
 
@@ -228,6 +231,13 @@ def _refuse_unsupported(config: dict[str, Any], shown: str) -> None:
         raise UsageError(
             f"{shown} is of a checkpoint that is already quantised",
             remedy="pass the unquantised model; the knob `quantization` quantises it",
+        )
+    named = config.get("architectures")
+    others = [name for name in named if _OTHER_HEADS.search(str(name))] if isinstance(named, list) else []
+    if others:
+        raise UsageError(
+            f"{shown} is of a {others[0]}, whose head and loss no probe trains: only causal language models are tuned",
+            remedy="pass a causal language model; to plan the body of this one, remove architectures from a local copy",
         )
     if config.get("is_encoder_decoder") is True:
         raise UsageError(f"{shown} is of an encoder-decoder model", remedy="pass a causal language model")
