@@ -13,7 +13,7 @@ from os.path import expanduser
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.text import operands
-from autotune.core.train_config import TrainConfig
+from autotune.core.train_config import TrainConfig, learning_differences
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_seconds, fmt_usd
 from autotune.export import tool_file
 from autotune.export.header import has_published_weights
@@ -371,6 +371,10 @@ def learning(found: Learning) -> list[str]:
     tried = sorted({attempt.learning_rate for attempt in found.attempts} - set(found.losses()))
     behind = ", ".join(f"{rate:.2g}" for rate in tried)
     lines += [f"  after fewer steps these were behind: {behind}"] if tried else []
+    for other in found.others:
+        each = ", ".join("diverged" if math.isinf(loss) else f"{loss:.4f}" for loss in other.losses)
+        what = learning_differences(other.config, found.config) or other.config.label()
+        lines.append(f"  {what}: held-out loss {each}: {found.difference(other)}")
     share = found.steps / found.run_steps
     lines.append(f"it took {fmt_seconds(found.seconds)}, and {share:.1%} of the full run's {found.run_steps:,} steps")
     return lines + found.notes()

@@ -38,16 +38,31 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Another configuration, which can learn more or less, trained at the chosen rate as in the last round."""
+
+    config: TrainConfig
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Its losses by seed; infinite where it diverged."""
+        return tuple(map(_loss, self.attempts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
     """The rates that were tried for a configuration, in the order of the trainings.
 
-    `run_steps` are the optimizer steps of the full run, `held_out` the examples that were evaluated.
+    `run_steps` are the optimizer steps of the full run, `held_out` the examples that were evaluated. `others` are
+    configurations that were compared with it at the chosen rate.
     """
 
     config: TrainConfig
     attempts: tuple[Attempt, ...]
     run_steps: int
     held_out: int
+    others: tuple[Compared, ...] = ()
 
     @property
     def last_round(self) -> tuple[Attempt, ...]:
@@ -83,12 +98,23 @@ class Learning:
     @property
     def steps(self) -> int:
         """Optimizer steps of all trainings."""
-        return sum(attempt.steps for attempt in self.attempts)
+        return sum(attempt.steps for attempt in self._all)
 
     @property
     def seconds(self) -> float:
         """Seconds of all trainings, evaluations included."""
-        return sum(attempt.seconds for attempt in self.attempts)
+        return sum(attempt.seconds for attempt in self._all)
+
+    @property
+    def _all(self) -> tuple[Attempt, ...]:
+        return (*self.attempts, *(attempt for other in self.others for attempt in other.attempts))
+
+    def difference(self, other: Compared) -> str:
+        """What the held-out losses say of another configuration: learned more or less from every seed, or neither."""
+        pairs = list(zip(other.losses, self.losses()[self.learning_rate], strict=False))
+        if all(theirs < own for theirs, own in pairs):
+            return "learned more"
+        return "learned less" if all(theirs > own for theirs, own in pairs) else "no sure difference"
 
     def notes(self) -> list[str]:
         """What a reader should know about the rate."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,11 @@ def test_a_rank_of_a_family_without_a_formula_is_played(
     assert measured(prober.probe(asked, prober.logs / "family.log")).trainable_params > 0
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_what_the_stages_of_deepspeed_divide(prober: WorkerProber, method: str) -> None:
     """Weights in bf16, and 12 bytes of state for each trained value, fp32 masters among them. The processes stay."""
+    pytest.importorskip("deepspeed")
     sizes, log = {"method": method, "precision": "bf16_mixed"}, prober.logs / "zero.log"
     alone = measured(prober.probe(shared(1, "none", **sizes), log))
     starts = prober.starts
@@ -157,7 +160,6 @@ def test_what_runs_out_of_memory_in_a_fake_world_leaves_nothing_behind(prober: W
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (shared(2, "zero2", precision="bf16_mixed", optimizer="adafactor"), "adafactor was not tried under DeepSpeed"),
         (shared(2, "fsdp2", optimizer="adafactor"), "Adafactor mixes whole and sharded tensors"),
         (replace(shared(2, "ddp"), trainer="trl"), "trl was not tried on several GPUs"),
     ],
@@ -197,9 +199,11 @@ def test_two_ranks_learn_what_one_process_does(pool: RankPool, strategy: str, me
     assert found[:steps] == pytest.approx(expected[:steps], rel=1e-4)
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_two_ranks_learn_by_deepspeed_what_one_process_does(pool: RankPool, method: str) -> None:
     """All in bf16, under autocast where one process trains."""
+    pytest.importorskip("deepspeed")
     knobs, log = {"method": method, "precision": "bf16_mixed"}, pool.logs / "zero.log"
     alone = measured(pool.probe(shared(1, "none", micro_steps=4, **knobs), log))
     measured(pool.probe(shared(2, "zero3", micro_steps=2, **knobs), log))  # the first alone: ranks count alike after it
@@ -218,6 +222,13 @@ def test_gradients_that_are_divided_in_each_micro_batch_are_the_same(pool: RankP
         for sync in (False, True)
     )
     assert each.losses[:4] == pytest.approx(once.losses[:4], rel=1e-6)
+
+
+def test_without_deepspeed_its_stages_are_refused(prober: WorkerProber) -> None:
+    if find_spec("deepspeed"):
+        pytest.skip("DeepSpeed is installed")
+    result = prober.probe(shared(2, "zero2", precision="bf16_mixed"), prober.logs / "refused.log")
+    assert result.outcome is Outcome.REFUSED and result.reason == "zero2 needs DeepSpeed: pip install deepspeed"
 
 
 def test_real_ranks_train_a_model_that_neither_holds_as_a_whole(tmp_path: Path) -> None:
@@ -242,13 +253,17 @@ def test_a_fake_rank_holds_what_a_real_one_does(pool: RankPool) -> None:
             assert getattr(fake, name) == getattr(real, name)
 
 
-def test_a_confirmation_evaluates_and_saves_on_all_ranks(pool: RankPool) -> None:
-    for strategy in ("ddp", "fsdp2", "zero2", "zero3"):
-        precision = "bf16_mixed" if strategy in ZERO else "fp32"
-        asked = replace(shared(2, strategy, World.REAL, precision=precision), evaluate=True)
-        found = measured(pool.probe(asked, pool.logs / "evaluate.log"))
-        assert found.evaluation_s is not None and found.checkpoint_s is not None
-        assert Phase.EVALUATE in found.phase_peak_gib
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "fsdp2", *(pytest.param(stage, marks=pytest.mark.extra) for stage in ("zero2", "zero3"))]
+)
+def test_a_confirmation_evaluates_and_saves_on_all_ranks(pool: RankPool, strategy: str) -> None:
+    if strategy in ZERO:
+        pytest.importorskip("deepspeed")
+    precision = "bf16_mixed" if strategy in ZERO else "fp32"
+    asked = replace(shared(2, strategy, World.REAL, precision=precision), evaluate=True)
+    found = measured(pool.probe(asked, pool.logs / "evaluate.log"))
+    assert found.evaluation_s is not None and found.checkpoint_s is not None
+    assert Phase.EVALUATE in found.phase_peak_gib
 
 
 def test_what_ranks_reach_together_is_measured_and_leaves_nothing_behind(pool: RankPool) -> None:

@@ -229,6 +229,11 @@ def test_the_run_command_trains_finalists_at_the_end(weights: Path, dataset: Pat
     trains = lines[next(place for place, line in enumerate(lines) if line.endswith("start the full run:")) + 1]
     assert json.loads(called("bash", "-c", trains).stdout.splitlines()[-1])["steps"] == 50
     assert not (tmp_path / "CANARY").exists()
+    learnt = json.loads(autotune("learn", "--share", "3", "--json"))
+    assert learnt["steps"] <= 3 * 50 and learnt["config"] == printed["winner"]["config"]
+    assert json.loads(autotune("status", "--json"))["learning"]["learning_rate"] == learnt["learning_rate"]
+    exported = json.loads((tmp_path / printed["out_dir"] / "export" / "train_config.json").read_text())
+    assert exported["learning_rate"] == learnt["learning_rate"]
     (tmp_path / printed["out_dir"] / "report.html").unlink()
     autotune("report")
     assert f"{learned['loss_after']:.4f}" in (tmp_path / printed["out_dir"] / "report.html").read_text()
@@ -248,14 +253,21 @@ def to_learn(weights: Path, **changes: Any) -> Recipe:
 def test_the_learning_rate_is_found_by_real_trainings(weights: Path, dataset: Path, tmp_path: Path) -> None:
     """The default is far too small for so few steps of so small a model, and the largest rates undo what it knows."""
     recipe, messages = to_learn(weights), list[str]()
-    found = learn(recipe, dataset, tmp_path, messages.append, lambda: False, share=0.15)
+    other = replace(recipe.winner, config=replace(GOOD, lora_rank=64))
+    recipe = replace(recipe, cells=(recipe.winner, other))
+    found = learn(recipe, dataset, tmp_path, messages.append, lambda: False, share=0.15, others=3)
+    assert [compared.config for compared in found.others] == [other.config]
+    assert len(found.others[0].losses) == 2 and "lora_rank 64 instead of 16: held-out" in "\n".join(
+        describe.learning(found)
+    )
+    found = replace(found, others=())
     assert found.config == GOOD and found.held_out == 40 and found.steps <= 150
     losses = found.losses()
     assert found.learning_rate > GOOD.learning_rate in losses
     assert min(losses[found.learning_rate]) < min(losses[GOOD.learning_rate])
     curves = [attempt.curve for attempt in found.last_round if attempt.learning_rate == found.learning_rate]
     assert all(curve[-1][1] < curve[0][1] for curve in curves)  # it learns
-    assert len(messages) == 2 * len(found.attempts)
+    assert len(messages) == 2 * len(found.attempts) + 1
     assert not (tmp_path / ".learning").exists() and (tmp_path / "logs" / "learning.log").exists()
     lines = describe.learning(found)
     assert lines[0].startswith(f"learning rate {found.learning_rate:.2g}, ") and "(the default)" in "\n".join(lines)

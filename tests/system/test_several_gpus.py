@@ -184,10 +184,12 @@ def weights_and_examples(folder: Path) -> tuple[Any, tuple[str, ...]]:
     return base, ("--model", str(folder / "weights"), "--dataset", str(folder / "data.jsonl"), "--held-out", "8", "400")
 
 
+@pytest.mark.extra
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks for what transformers 5.23 calls otherwise
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_deepspeed_trains_and_saves_what_one_process_would(method: str, tmp_path: Path) -> None:
     """The second stage, and the third, which has to gather what it saves, learn the same."""
+    pytest.importorskip("deepspeed")
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 

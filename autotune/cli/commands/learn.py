@@ -17,6 +17,9 @@ def learn(
     dataset: Annotated[Path | None, typer.Option(metavar="PATH", help="Your examples. [the study's]")] = None,
     split: Annotated[str | None, typer.Option(metavar="NAME", help="Part of --dataset. [the study's]")] = None,
     share: Annotated[float, typer.Option(help="Share of the full run's steps that it may take.")] = 0.1,
+    others: Annotated[
+        int, typer.Option(min=0, help="Train so many other ranks, lengths or number formats too, at the rate found.")
+    ] = 0,
     storage: Storage = None,
     json_: Json = False,
 ) -> None:
@@ -47,7 +50,7 @@ def learn(
     split = split if dataset else spec.split
     with stop_on_signals() as stop:
         try:
-            found = try_rates(recipe, examples, result.out, print_note, stop, split=split, share=share)
+            found = try_rates(recipe, examples, result.out, print_note, stop, split=split, share=share, others=others)
         except Cancelled:
             raise Interrupted("stopped; no rate was recorded", exit_code=128 + (stop.signal or 2)) from None
     amend_record(result.url, result.record, learning=found)

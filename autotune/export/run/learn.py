@@ -10,6 +10,7 @@ import select
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -22,8 +23,8 @@ from autotune.export.run.process import last_error, scratch_folder, time_limit_s
 from autotune.export.run.quality import impossible, num_held_out, sample
 from autotune.probe.worker_process import child_environment
 from autotune.study import learning
-from autotune.study.learning import Attempt, Learning
-from autotune.study.summary import Recipe
+from autotune.study.learning import Attempt, Compared, Learning
+from autotune.study.summary import Candidate, Recipe
 
 SHARE = 0.1  # of the full run's steps
 HELD_OUT = 256  # examples held out, at most
@@ -39,9 +40,11 @@ def learn(
     *,
     split: str | None = None,
     share: float = SHARE,
+    others: int = 0,
 ) -> Learning:
     """Find the learning rate of the winner in at most `share` of the full run's optimizer steps.
 
+    Then as many `others`, the best of other ranks, lengths or number formats, train at that rate, beyond the share.
     The device must be free. `out` is the study's directory, which gets a log.
 
     Raises:
@@ -49,6 +52,38 @@ def learn(
         AutotuneError: a training failed.
         Cancelled: `should_stop` returned true.
     """
+    rounds = _rounds(recipe, dataset, share)
+    longest, number = rounds[-1][1], recipe.workload.lengths.number
+    held_out = num_held_out(recipe.workload, HELD_OUT)
+    num_trained = min(longest * recipe.workload.global_batch, number - held_out)
+    with scratch_folder(out / ".learning") as scratch:
+        examples = scratch / "examples.jsonl"
+        write_files(scratch, {examples.name: sample(dataset, split, number, num_trained, held_out)})
+        arguments = ["--dataset", str(examples), "--output-dir", "", "--report-to", "none"]
+        arguments += ["--held-out", str(held_out), str(recipe.config.seq_len)]
+
+        def learner(candidate: Candidate, name: str) -> Learner:
+            folder = scratch / candidate.config.digest
+            write_files(folder, script.export(replace(recipe, winner=candidate)))
+            return Learner([str(folder), *arguments], out / "logs" / f"{name}.log", should_stop)
+
+        with learner(recipe.winner, "learning") as opened:
+            attempts = _search(recipe, rounds, opened, say)
+        found = Learning(
+            config=recipe.config, attempts=attempts, run_steps=recipe.winner.cost.num_steps, held_out=held_out
+        )
+        compared = []
+        for candidate in [cell for cell in recipe.cells if cell.config != recipe.config][:others]:
+            say(f"for comparison: {candidate.config.label()}")
+            limit_s = time_limit_s(longest, candidate.performance.step_time_s)
+            with learner(candidate, f"learning-{candidate.config.digest}") as opened:
+                again = [opened.train(found.learning_rate, longest, seed, limit_s) for seed in range(learning.SEEDS)]
+            compared.append(Compared(config=candidate.config, attempts=tuple(again)))
+    return replace(found, others=tuple(compared))
+
+
+def _rounds(recipe: Recipe, dataset: Path, share: float) -> list[tuple[int, int]]:
+    """The rounds of the search. Raises UsageError where there can be none."""
     if reason := impossible(recipe.model, recipe.workload, str(dataset)):
         raise UsageError(f"nothing can be learned: {reason}", remedy="run the study with --model DIR --dataset FILE")
     if recipe.config.num_gpus > 1 or recipe.trainer != "transformers":
@@ -61,32 +96,30 @@ def learn(
             f"{share:.0%} of {run_steps:,} steps are too few: the smallest search takes {least}",
             remedy=f"allow more of the full run: --share {min(least / run_steps + 0.005, 9):.2f}",
         )
-    longest, number = rounds[-1][1], recipe.workload.lengths.number
-    held_out = num_held_out(recipe.workload, HELD_OUT)
-    num_trained = min(longest * recipe.workload.global_batch, number - held_out)
-    total = sum(number * steps for number, steps in rounds[:-1]) + (rounds[-1][0] + 1) * learning.SEEDS * longest
-    step_s = recipe.winner.performance.step_time_s
-    with scratch_folder(out / ".learning") as scratch:
-        drawn = sample(dataset, split, number, num_trained, held_out)
-        write_files(scratch, {"examples.jsonl": drawn} | script.export(recipe))
-        done, log = 0, out / "logs" / "learning.log"
-        arguments = ["--dataset", str(scratch / "examples.jsonl"), "--output-dir", "", "--report-to", "none"]
-        arguments += ["--held-out", str(held_out), str(recipe.config.seq_len)]
-        with Learner([str(scratch), *arguments], log, should_stop) as learner:
+    return rounds
 
-            def train(rate: float, steps: int, seed: int) -> Attempt:
-                nonlocal done
-                say(f"learning rate {rate:.2g}, {steps} steps; {done} of about {total} steps are done")
-                attempt = learner.train(rate, steps, seed, time_limit_s(steps, step_s))
-                done += steps
-                outcome = "diverged" if attempt.loss is None else f"held-out loss {attempt.loss:.4f}"
-                say(f"learning rate {rate:.2g}: {outcome}")
-                return attempt
 
-            attempts = learning.search(recipe.config, rounds, train)
+def _search(
+    recipe: Recipe, rounds: list[tuple[int, int]], learner: "Learner", say: Callable[[str], None]
+) -> tuple[Attempt, ...]:
+    """All trainings of the winner. Raises AutotuneError where each diverged."""
+    step_s, done = recipe.winner.performance.step_time_s, 0
+    total = sum(number * steps for number, steps in rounds[:-1])
+    total += (rounds[-1][0] + 1) * learning.SEEDS * rounds[-1][1]
+
+    def train(rate: float, steps: int, seed: int) -> Attempt:
+        nonlocal done
+        say(f"learning rate {rate:.2g}, {steps} steps; {done} of about {total} steps are done")
+        attempt = learner.train(rate, steps, seed, time_limit_s(steps, step_s))
+        done += steps
+        outcome = "diverged" if attempt.loss is None else f"held-out loss {attempt.loss:.4f}"
+        say(f"learning rate {rate:.2g}: {outcome}")
+        return attempt
+
+    attempts = learning.search(recipe.config, rounds, train)
     if all(attempt.loss is None for attempt in attempts):
-        raise AutotuneError("every training diverged", remedy=f"read {log}, and look at the examples")
-    return Learning(config=recipe.config, attempts=attempts, run_steps=run_steps, held_out=held_out)
+        raise AutotuneError("every training diverged", remedy="read logs/learning.log, and look at the examples")
+    return attempts
 
 
 class Learner:

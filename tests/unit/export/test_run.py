@@ -417,7 +417,7 @@ def test_what_is_promised_of_a_step_follows_the_tokens_that_it_happened_to_have(
 def test_how_many_steps_and_examples(rows: int, batch: int, steps: int, held_out: int) -> None:
     """A tenth is held out, 64 at most, at least one; twenty steps at most of what is left."""
     workload = study(rows, batch)[0].workload
-    assert (quality._num_steps(workload), quality._num_held_out(workload)) == (steps, held_out)
+    assert (quality._num_steps(workload), quality.num_held_out(workload)) == (steps, held_out)
 
 
 def test_why_no_loss_can_be_measured() -> None:
@@ -437,13 +437,13 @@ def test_the_sample_has_each_chosen_row_once_and_only_its_columns(tmp_path: Path
     rows = [{"text": f"row {number}", "other": 1, "prompt": None} for number in range(9)]
     data.write_text("\n".join(map(json.dumps, rows)))
     _, asked = study()
-    lines = quality._sample(data, None, 9, asked).splitlines()
+    lines = quality.sample(data, None, 9, asked.trained_on, asked.held_out).splitlines()
     found = [json.loads(line) for line in lines]
     assert len(found) == 6 and all(row.keys() == {"text"} for row in found)
     assert len({row["text"] for row in found}) == 6 and found != sorted(found, key=lambda row: row["text"])
-    assert quality._sample(data, None, 9, asked).splitlines() == lines
+    assert quality.sample(data, None, 9, asked.trained_on, asked.held_out).splitlines() == lines
     with pytest.raises(UsageError, match="fewer rows than at the start"):
-        quality._sample(data, None, 12, replace(asked, trained_on=10))
+        quality.sample(data, None, 12, 10, asked.held_out)
 
 
 def test_all_finalists_train_on_the_same_sample(

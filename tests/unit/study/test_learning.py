@@ -11,6 +11,7 @@ from autotune.study.learning import (
     LEAST_STEPS,
     SEEDS,
     Attempt,
+    Compared,
     Learning,
     least_budget,
     rates,
@@ -102,3 +103,13 @@ def test_how_sure_the_rate_is() -> None:
     inside = learned(attempt(1e-5, steps=5), *apart.attempts)
     assert not inside.is_at_an_end and inside.notes() == []
     assert inside.last_round == apart.attempts
+
+
+def test_another_configuration_learned_more_less_or_neither() -> None:
+    own = learned(attempt(1e-4, 0, loss=1.0), attempt(1e-4, 1, loss=1.1))
+    cases = {(0.9, 1.05): "learned more", (1.2, None): "learned less", (0.9, 1.2): "no sure difference"}
+    for losses, said in cases.items():
+        again = tuple(attempt(1e-4, seed, loss=loss) for seed, loss in enumerate(losses))
+        other = Compared(config=FULL, attempts=again)
+        assert own.difference(other) == said
+    assert replace(own, others=(other,)).steps == 2 * own.steps
