@@ -247,32 +247,48 @@ def _scattered(config: TrainConfig, shares: Shares, gpus: int, stack: Stack) -> 
     return (2 if config.precision == "bf16_pure" else 4) * shares.trained / gpus
 
 
+def _held_gradients(
+    sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool, stack: Stack
+) -> dict[str, float]:
+    """Bytes of gradients that FSDP2 holds at the moments of a step, without those of the unit that computes.
+
+    Those of a micro batch whose step is not yet over wait unsharded, unless each is divided; those of the last are
+    scattered layer by layer, in fp32: 2 / gpus of the bytes of an unsharded one. Those of a tied head wait for the end.
+    """
+    gpus, whole = parallelism.num_shards, accumulates and not parallelism.sync_each_batch
+    layer, end = 2 * shares.trained_layer, 2.0 * shares.embedding if config.method == "full" else 0.0
+    scattered = _scattered(config, shares, gpus, stack)
+    waiting = 2.0 * shares.trained if whole else scattered * accumulates
+    of_layer, of_end = (0.0 if stack.offload else 2 * each / gpus for each in (layer, end))
+    # Shards that are still to come; where others wait divided, these are added to what is there.
+    missing_layer, missing_end = (each if whole or not accumulates else 0.0 for each in (of_layer, of_end))
+    first = scattered - missing_end - missing_layer + (layer + end) * whole
+    return {
+        "waiting": waiting,
+        "layers": waiting if sizes.tied else waiting - end * whole + of_end,
+        "second": first - missing_layer + layer * whole,
+        "first": first,
+        "inputs": scattered - missing_end + end * whole,
+        "scattered": scattered,
+    }
+
+
 def _fsdp2_moments(
     sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool, stack: Stack
 ) -> dict[str, Moment]:
     """The moments of a step under FSDP2 that may be its peak.
 
-    A gathered layer is alive twice, as it came and in the shape of its parameters. Gradients of a micro batch whose
-    step is not yet over wait unsharded, unless each is divided; those of the last are scattered layer by layer.
+    A gathered layer is alive twice, as it came and in the shape of its parameters.
     """
     full, tied, gpus = config.method == "full", sizes.tied, parallelism.num_shards
-    divided, accumulates = accumulates and parallelism.sync_each_batch, accumulates and not parallelism.sync_each_batch
     plain = _undivided(sizes, config, shares, stack)
     layer, embedding = 2 * shares.layer, 2.0 * shares.embedding
     trained_layer, trained_end = 2 * shares.trained_layer, embedding if full else 0.0
     keeps = parallelism.strategy == "fsdp2_keep"
     kept = (sizes.layers * layer + (0 if tied else embedding)) if keeps else 0.0
     gathered = 0.0 if keeps else layer
-    # A scattered gradient is in fp32: 2 / gpus of the bytes of an unsharded one. Those of a tied head wait for the end.
-    scattered = _scattered(config, shares, gpus, stack)
-    waiting = 2.0 * shares.trained if accumulates else scattered * divided
-    of_layer_scattered, of_end_scattered = (
-        0.0 if stack.offload else 2 * each / gpus for each in (trained_layer, trained_end)
-    )
-    layer_waits, end_waits = trained_layer * accumulates, trained_end * accumulates
-    # Shards of gradients that are still to come.
-    missing_layer, missing_end = (0.0 if divided else each for each in (of_layer_scattered, of_end_scattered))
-    before_first = scattered - missing_end - missing_layer + layer_waits
+    held = _held_gradients(sizes, config, shares, parallelism, accumulates, stack)
+    waiting, scattered = held["waiting"], held["scattered"]
     # When a layer's activations are most, one of its gradients exists; then these grow as the activations go.
     of_layer = plain["first"][1]
     growing = max(trained_layer - of_layer, 2.0 * sizes.hidden * sizes.intermediate if full else 0.0)
@@ -290,25 +306,20 @@ def _fsdp2_moments(
         ),
         "head": (waiting, *plain["head"][1:], kept + embedding),
         "layers": (
-            waiting if tied else waiting - end_waits + of_end_scattered,
+            held["layers"],
             plain["layers"][1] + growing,
             0.0,
             # The layer, the next one, and the gradients of the unit before, which are being scattered.
             max(kept, layer) + gathered + (embedding if tied else trained_end),
         ),
         "second": (
-            before_first - missing_layer + layer_waits + end_waits,
+            held["second"],
             of_layer + growing,
             0.0,
             layer + gathered + embedding * (tied or keeps) + trained_layer,
         ),
-        "first": (before_first + end_waits, of_layer + growing, 0.0, layer + embedding + trained_layer),
-        "inputs": (
-            scattered - missing_end + end_waits,
-            plain["inputs"][1],
-            0.0,
-            embedding + trained_layer,
-        ),
+        "first": (held["first"], of_layer + growing, 0.0, layer + embedding + trained_layer),
+        "inputs": (held["inputs"], plain["inputs"][1], 0.0, embedding + trained_layer),
         # Unsharded, as the input of its scattering, and as what came of that in bf16 and in fp32.
         "scattering": (scattered, trained_end, 0.0, trained_end + trained_end / gpus),
         "optimizer": (scattered, 0.0 if stack.offload else _square_roots(config, shares, gpus), 0.0, 0.0),

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -224,11 +223,14 @@ def test_gradients_that_are_divided_in_each_micro_batch_are_the_same(pool: RankP
     assert each.losses[:4] == pytest.approx(once.losses[:4], rel=1e-6)
 
 
-def test_without_deepspeed_its_stages_are_refused(prober: WorkerProber) -> None:
-    if find_spec("deepspeed"):
-        pytest.skip("DeepSpeed is installed")
-    result = prober.probe(shared(2, "zero2", precision="bf16_mixed"), prober.logs / "refused.log")
-    assert result.outcome is Outcome.REFUSED and result.reason == "zero2 needs DeepSpeed: pip install deepspeed"
+def test_without_deepspeed_its_stages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autotune.probe import rank
+
+    asked = shared(2, "zero2", precision="bf16_mixed")
+    monkeypatch.setattr(rank, "find_spec", lambda name: None)
+    assert rank.refusal(asked) == "zero2 needs DeepSpeed: pip install deepspeed"
+    monkeypatch.setattr(rank, "find_spec", lambda name: name)
+    assert rank.refusal(asked) is None
 
 
 def test_real_ranks_train_a_model_that_neither_holds_as_a_whole(tmp_path: Path) -> None:
