@@ -19,10 +19,12 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import Rows, save, table
 
 import autotune
@@ -30,25 +32,26 @@ from autotune.core.serialization import to_data
 from autotune.export import script
 from autotune.export.run.learn import Learner, learn
 from autotune.export.run.process import write_files
-from autotune.study.learning import Attempt
+from autotune.study.learning import Attempt, Learning
 from autotune.study.summary import Recipe
 
 SHAPE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6}
 VOCABULARY, ROW = 4096, 256  # tokens
-RATES = [2e-4 * 2.0**power for power in range(-5, 7)]
+RATES = [2e-4 * 2.0**power for power in range(-3, 9)]
 SEEDS = (0, 1, 2)
 RANKS = (8, 64, 256)
+STEPS_ON_CPU = 8  # of a trial run
 EXAMPLES, HELD_OUT, CHARACTERS = 1600, 200, 900
-LIBRARY, PACKAGES = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
+LIBRARY, TORCH = Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent
 COLUMNS = ["data", "chosen", "loss", "best", "best_loss", "loss_over_best", "default_over_best", "cost_share"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpu", default="auto", help="cpu: try it, with fewer and smaller runs")
-    parser.add_argument("--pretrain-s", type=float, default=90.0)
-    parser.add_argument("--budget", default="40s", help="of each study")
-    parser.add_argument("--share", type=float, default=3.0, help="of the full run that a search may take")
+    parser.add_argument("--pretrain-s", type=float, default=45.0)
+    parser.add_argument("--budget", default="20s", help="of each study")
+    parser.add_argument("--share", type=float, default=4.5, help="of the full run that a search may take")
     parser.add_argument("--data", nargs="*", default=list(TEXTS), choices=list(TEXTS))
     parser.add_argument("--earlier", type=Path, help="learn.jsonl of an earlier call")
     parser.add_argument("--out", type=Path)
@@ -58,9 +61,10 @@ def main() -> None:
     began = time.monotonic()
     pretrained_loss = pretrain(folder / "model", args)
     print(f"pretrained to a loss of {pretrained_loss:.3f} in {time.monotonic() - began:.0f} s", flush=True)
-    for name in args.data:
-        rows.add(compare(name, folder, args) | {"pretrained_loss": pretrained_loss})
-        print({key: rows.all[-1][key] for key in COLUMNS}, flush=True)
+    found = [search(name, folder, args) for name in args.data]
+    with ThreadPoolExecutor() as pool:
+        for row in pool.map(lambda one: compare(one, args), found):
+            rows.add(row | {"pretrained_loss": pretrained_loss})
     table(rows.all, COLUMNS)
     save("learn", None, summarize(rows.all), rows.all, args.out)
     print(summarize(rows.all))
@@ -86,7 +90,7 @@ def pieces(texts: Iterator[str]) -> Iterator[dict[str, str]]:
 
 def docstrings() -> Iterator[dict[str, str]]:
     """Functions of installed packages: the signature, and the docstring that is to be written for it."""
-    for text in files(PACKAGES / "torch", "*.py"):
+    for text in files(TORCH, "*.py"):
         try:
             nodes = list(ast.walk(ast.parse(text)))
         except (SyntaxError, ValueError, RecursionError):
@@ -98,8 +102,8 @@ def docstrings() -> Iterator[dict[str, str]]:
 
 
 TEXTS = {
-    "headers": lambda: pieces(files(PACKAGES / "torch" / "include", "*.h")),
-    "descriptions": lambda: pieces(files(PACKAGES, "METADATA", "LICENSE*", "*.rst", "*.md")),
+    "headers": lambda: pieces(files(TORCH / "include", "*.h")),
+    "descriptions": lambda: pieces(files(TORCH.parent, "METADATA", "LICENSE*", "*.rst", "*.md")),
     "docstrings": docstrings,
 }
 
@@ -109,7 +113,6 @@ TEXTS = {
 
 def pretrain(folder: Path, args: argparse.Namespace) -> float:
     """Train a model and its tokenizer on the standard library; the mean loss of the last steps."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -141,7 +144,7 @@ def pretrain(folder: Path, args: argparse.Namespace) -> float:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     model.save_pretrained(folder)
     del model, optimizer
     if on_gpu:
@@ -152,54 +155,75 @@ def pretrain(folder: Path, args: argparse.Namespace) -> float:
 # --- the comparison
 
 
-def compare(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """A row: the search, the sweep, and other ranks at the chosen rate."""
+@dataclass(frozen=True)
+class Found:
+    """A study's winner, the rates tried for it, and the examples of the sweep, those that judge at the end."""
+
+    name: str
+    recipe: Recipe
+    learning: Learning
+    data: Path
+
+
+def search(name: str, folder: Path, args: argparse.Namespace) -> Found:
+    """What a user would do: a study, and then its learning rate."""
     examples = [example for example, _ in zip(TEXTS[name](), range(3 * EXAMPLES), strict=False)]
-    number = EXAMPLES if args.gpu != "cpu" else 160
+    number = EXAMPLES if args.gpu != "cpu" else EXAMPLES // 3
     chosen = random.Random(0).sample(examples, min(number + HELD_OUT, len(examples)))
-    train, judge = chosen[:-HELD_OUT], chosen[-HELD_OUT:]
-    data = folder / f"{name}.jsonl"
-    data.write_text("\n".join(map(json.dumps, train)) + "\n")
-    both = folder / f"{name}-all.jsonl"
-    both.write_text("\n".join(map(json.dumps, [*train, *judge])) + "\n")
+    data, both = folder / f"{name}.jsonl", folder / f"{name}-all.jsonl"
+    data.write_text("\n".join(map(json.dumps, chosen[:-HELD_OUT])) + "\n")
+    both.write_text("\n".join(map(json.dumps, chosen)) + "\n")
     pins = {"seq_len": ROW, "lora_rank": 16, "quantization": "none", "packing": False}
     study = autotune.tune(
         str(folder / "model"),
         gpu=args.gpu,
         dataset=str(data),
-        epochs=3,
+        epochs=2,
         budget=args.budget,
         pins=pins,
         study=name,
         out=str(folder / name),
         storage=f"sqlite:///{folder / 'studies.db'}",
     )
-    recipe = study.recipe
-    found = learn(recipe, data, folder / name, print, lambda: False, share=args.share)
-    steps = recipe.winner.cost.num_steps
-    wanted = {*(RATES if args.gpu != "cpu" else RATES[::3]), found.learning_rate, recipe.config.learning_rate}
-    swept = sweep(recipe, both, folder / "sweep", steps, [(rate, seed) for rate in sorted(wanted) for seed in SEEDS])
-    means = {rate: statistics.fmean(loss_of(one) for one in swept if one.learning_rate == rate) for rate in wanted}
+    found = learn(study.recipe, data, folder / name, print, lambda: False, share=args.share)
+    return Found(name, study.recipe, found, both)
+
+
+def compare(found: Found, args: argparse.Namespace) -> dict[str, Any]:
+    """A row: the sweep, and other ranks at the chosen rate. A process for each seed, and one for each rank."""
+    recipe, learning = found.recipe, found.learning
+    steps = recipe.winner.cost.num_steps if args.gpu != "cpu" else STEPS_ON_CPU
+    rates = sorted({*(RATES if args.gpu != "cpu" else RATES[::3]), learning.learning_rate, recipe.config.learning_rate})
+    with ThreadPoolExecutor() as pool:
+        by_seed = [
+            pool.submit(sweep, recipe, found.data, f"seed{seed}", [(rate, steps, seed) for rate in rates])
+            for seed in SEEDS
+        ]
+        by_rank = {
+            rank: pool.submit(
+                sweep, with_rank(recipe, rank), found.data, f"rank{rank}", [(learning.learning_rate, steps, 0)]
+            )
+            for rank in RANKS
+        }
+        swept = [attempt for one in by_seed for attempt in one.result()]
+        ranks = {rank: one.result()[0].loss for rank, one in by_rank.items()}
+    means = {rate: statistics.fmean(loss_of(one) for one in swept if one.learning_rate == rate) for rate in rates}
     best = min(means, key=lambda rate: means[rate])
-    own, default = means[found.learning_rate], means[recipe.config.learning_rate]
-    ranks = {}
-    for rank in RANKS:
-        other = replace(recipe, winner=replace(recipe.winner, config=replace(recipe.config, lora_rank=rank)))
-        (one,) = sweep(other, both, folder / f"rank{rank}", steps, [(found.learning_rate, 0)])
-        ranks[rank] = one.loss
+    own, default = means[learning.learning_rate], means[recipe.config.learning_rate]
     return {
-        "data": name,
+        "data": found.name,
         "config": recipe.config.label(),
         "run_steps": steps,
-        "chosen": found.learning_rate,
-        "is_sure": found.is_sure,
+        "chosen": learning.learning_rate,
+        "is_sure": learning.is_sure,
         "loss": own,
         "best": best,
         "best_loss": means[best],
         "loss_over_best": own / means[best] - 1,
         "default_over_best": default / means[best] - 1,
-        "cost_share": found.steps / (len(swept) * steps),
-        "search_s": found.seconds,
+        "cost_share": learning.steps / (len(swept) * steps),
+        "search_steps": learning.steps,
+        "search_s": learning.seconds,
         "sweep_s": sum(one.seconds for one in swept),
         "diverged": sum(math.isinf(mean) for mean in means.values()),
         "over_5_percent_worse": sum(mean > 1.05 * means[best] for mean in means.values()),
@@ -209,13 +233,18 @@ def compare(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]
     }
 
 
-def sweep(recipe: Recipe, data: Path, folder: Path, steps: int, runs: list[tuple[float, int]]) -> list[Attempt]:
-    """Full runs at these rates and from these seeds, each judged by the last examples."""
+def with_rank(recipe: Recipe, rank: int) -> Recipe:
+    return replace(recipe, winner=replace(recipe.winner, config=replace(recipe.config, lora_rank=rank)))
+
+
+def sweep(recipe: Recipe, data: Path, name: str, runs: list[tuple[float, int, int]]) -> list[Attempt]:
+    """Full runs at these rates, steps and seeds, each judged by the last examples."""
+    folder = data.with_name(f"{data.stem}-{name}")
     write_files(folder, script.export(recipe))
     arguments = [str(folder), "--dataset", str(data), "--output-dir", "", "--report-to", "none"]
     arguments += ["--held-out", str(HELD_OUT), str(ROW)]
     with Learner(arguments, folder / "log", lambda: False) as learner:
-        return [learner.train(rate, steps, seed, 600.0) for rate, seed in runs]
+        return [learner.train(rate, steps, seed, 600.0) for rate, steps, seed in runs]
 
 
 def loss_of(attempt: Attempt) -> float:

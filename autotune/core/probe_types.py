@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig, digest_of
@@ -137,6 +138,7 @@ class ProbeRequest:
     rung: Rung = Rung.FULL
     depth: int | None = None
     trainer: str = "transformers"
+    objective: Objective = Objective.SFT
     world: World = World.FAKE
     min_timed_micros: int = 2
     max_timed_steps: int = 40
@@ -205,6 +207,7 @@ class ProbeRequest:
                 **({"trained_share": self.trained_share} if self.trained_share < 1 else {}),
                 **({"profile": True} if self.profile and self.depth is not None else {}),
                 **({} if self.flash else {"flash": False}),
+                **({} if self.objective is Objective.SFT else {"objective": self.objective}),
             }
         )
 

@@ -5,6 +5,7 @@ step of the probe has one or two micro batches (up to four when confirming); `pr
 run's step from them. Failures leave as exceptions: nothing here decides what an outcome means.
 """
 
+import copy
 import itertools
 import math
 import operator
@@ -24,6 +25,7 @@ from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from autotune.core.objective import Objective
 from autotune.core.parallelism import FSDP2
 from autotune.core.probe_types import KernelTimes, Measurement, MicroBatch, Phase, ProbeRequest
 from autotune.core.units import gib
@@ -45,6 +47,7 @@ from autotune.probe.recorder import MAX_WARMUP_ROUNDS, Recorder, compiled_graphs
 from autotune.probe.resident import ResidentModel, attach, clean, module_names
 from autotune.probe.runtime import rows
 from autotune.probe.runtime.chunked_loss import CHUNK_TOKENS, chunked_loss
+from autotune.probe.runtime.label_loss import label_loss
 from autotune.probe.runtime.lean_trainer import (
     LeanTrainer,
     compile_layers,
@@ -172,6 +175,8 @@ class ProbeTrainer(Recorded, LeanTrainer):
 class Probe:
     """One probe in progress. After a failure it can still say what held memory, and in which phase it was."""
 
+    _reference: nn.Module | None = None  # the untrained model, where it is one of its own
+
     def __init__(
         self,
         request: ProbeRequest,
@@ -248,8 +253,8 @@ class Probe:
         # TRL and its users leave the choice to torch.
         any_length = config.padding == "longest" and request.trainer == "transformers"
         choose_attention(any_length=any_length, flash=request.flash)
-        set_checkpointing(self.base, model_settings(config, request.model["model_type"]))
-        self.model = attach(self.resident, config, meter.torch_device, request.seed)
+        set_checkpointing(self.base, model_settings(config, request.model["model_type"], request.objective))
+        self.model = attach(self.resident, config, meter.torch_device, request.seed, request.objective)
         if config.optimizer.startswith("paged_") and meter.torch_device.type == "cuda":
             self.managed_gib = paged_state_gib(self.model)
         if self.managed_gib:
@@ -258,6 +263,10 @@ class Probe:
                 raise torch.OutOfMemoryError(f"paged optimizer state needs {self.managed_gib:.2f} GiB beside the model")
         if config.loss == "chunked" and request.trainer == "transformers":  # TRL does so by itself
             self._loss = chunked_loss(self.base)
+        if request.objective is Objective.CLASSIFICATION:
+            self._loss = label_loss
+        if request.objective.has_reference and config.method == "full":
+            self._reference = copy.deepcopy(self.base).requires_grad_(False).eval()
         if config.compile == "per_layer":
             self._compile()
         self._add_hooks()
@@ -289,7 +298,7 @@ class Probe:
 
         The forward pass has layers and head, the backward pass head, layers and inputs.
         """
-        embedding, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
+        embedding, request = self.base.get_input_embeddings(), self.request
 
         def begin_at(tensor: torch.Tensor, name: str) -> None:
             if tensor.requires_grad:
@@ -299,12 +308,15 @@ class Probe:
             self.recorder.enter_segment("forward_head")
             begin_at(hidden, "backward_layers")
 
-        if self.request.trainer == "trl":  # it takes the head's weights, and never calls it
+        # TRL takes the head's weights, and never calls it; one over labels has no common name.
+        if request.trainer == "trl" or request.objective.num_labels is not None:
             layers_end = self.base.base_model.register_forward_hook(
                 lambda module, inputs, outputs: end_layers(outputs.last_hidden_state)
             )
         else:
-            layers_end = head.register_forward_pre_hook(lambda module, inputs: end_layers(inputs[0]))
+            layers_end = self.base.get_output_embeddings().register_forward_pre_hook(
+                lambda module, inputs: end_layers(inputs[0])
+            )
         self._hooks = [
             embedding.register_forward_pre_hook(self._check_autocast),
             embedding.register_forward_hook(lambda module, inputs, outputs: begin_at(outputs, "backward_inputs")),
@@ -322,13 +334,17 @@ class Probe:
 
     def _state_gib(self) -> float:
         """The size of everything that is alive between two steps."""
-        return self.resident.model_gib + self.resident.adapters_gib() + optimizer_gib(self.trainer)[0]
+        return self._weights_gib() + self.resident.adapters_gib() + optimizer_gib(self.trainer)[0]
+
+    def _weights_gib(self) -> float:
+        """The size of the base's weights, and of those of an untrained model beside it."""
+        return self.resident.model_gib + (0.0 if self._reference is None else parameter_gib(self._reference))
 
     def allocated_by(self) -> dict[str, float]:
         """What holds the memory that is allocated now. Activations are the rest; logits among them are by formula."""
         gradients = (parameter.grad for parameter in trained_parameters(self.model))
         terms = {
-            "weights": self.resident.model_gib,
+            "weights": self._weights_gib(),
             "adapters": self.resident.adapters_gib(),
             "gradients": sum(tensor_gib(gradient) for gradient in gradients if gradient is not None),
             "optimizer": optimizer_gib(self.trainer)[0],
@@ -345,6 +361,8 @@ class Probe:
         They exist in the backward pass, and in a forward pass that already holds more than the layers' inputs.
         """
         config, phase = self.request.config, self.recorder.phase
+        if self.request.objective is not Objective.SFT:
+            return 0.0  # there are none, or TRL makes those of a few rows at a time
         element_bytes = 4 if config.precision == "fp32" else 2
         tokens = config.micro_batch_size * self.request.longest.length
         tokens = min(tokens, CHUNK_TOKENS) if config.loss == "chunked" else tokens
@@ -382,7 +400,7 @@ class Probe:
             settings |= {"max_length": config.seq_len}
             if config.padding == "max_length":
                 settings |= {"pad_to_multiple_of": config.seq_len}
-            trainer = trl_trainer(Recorded, self.model, settings, train, held_out)
+            trainer = trl_trainer(Recorded, self.model, settings, train, held_out, request.objective, self._reference)
         else:
             trainer = ProbeTrainer(
                 model=self.model,
@@ -421,7 +439,7 @@ class Probe:
 
     def _random_rows(self, kind: MicroBatch, generator: torch.Generator) -> list[Tensors]:
         config = self.request.config
-        return random_rows(
+        made = random_rows(
             kind,
             self.base.config.vocab_size,
             generator,
@@ -429,6 +447,10 @@ class Probe:
             masked=config.padding == "masked",
             trained_share=self.request.trained_share,
         )
+        if self.request.objective is not Objective.CLASSIFICATION:
+            return made
+        labels = torch.randint(0, self.base.config.num_labels, (len(made),), generator=generator)
+        return [row | {"labels": label} for row, label in zip(made, labels, strict=True)]
 
     def _time_new_lengths(self) -> float | None:
         """How much longer a micro batch takes whose length is new to this process: the median of a few, None of none.
@@ -452,9 +474,9 @@ class Probe:
             kind = replace(frequent, rows=tuple((min(row[0], length),) for row in frequent.rows), length=length)
             made = self._random_rows(kind, generator)
             if request.trainer == "trl":
-                from autotune.probe.trl_trainer import unpadded
+                from autotune.probe.trl_trainer import examples_of
 
-                made = list(unpadded(made))
+                made = list(examples_of(made, request.objective))
             before = meter.mark()
             self._train_on(self.trainer.data_collator(made))
             after = meter.mark()
@@ -520,7 +542,7 @@ class Probe:
         times = recorder.times()
         trained = trained_parameters(self.model)
         state, managed = optimizer_gib(self.trainer)
-        weights, adapters, in_host = self.resident.model_gib, self.resident.adapters_gib(), 0.0
+        weights, adapters, in_host = self._weights_gib(), self.resident.adapters_gib(), 0.0
         gradients = (max if self.request.config.optimizer_in_backward else sum)(map(tensor_gib, trained))
         if self.request.config.sharding in ("zero2", "zero3"):  # DeepSpeed's own, and no parameter's
             whole = sum(gib(math.prod(whole_shape(one)) * one.element_size()) for one in trained)
@@ -575,7 +597,7 @@ class Probe:
             self.trainer.optimizer = None
             self.trainer.lr_scheduler = None
             self.trainer.accelerator.free_memory()
-            self.trainer = None
+            self.trainer = self._reference = None
             free_paged_state()
         if optim := sys.modules.get("bitsandbytes.optim"):
             # For 8-bit optimizers the Trainer registers the embedding in this singleton, which would keep it alive.

@@ -1,11 +1,12 @@
 """What a configuration means to the model builder: the same for a probe and for the exported script."""
 
 from autotune.core.lora_targets import saved_modules, target_modules
+from autotune.core.objective import Objective
 from autotune.core.train_config import TrainConfig
 from autotune.probe.runtime.settings import ModelSettings
 
 
-def model_settings(config: TrainConfig, model_type: str) -> ModelSettings:
+def model_settings(config: TrainConfig, model_type: str, objective: Objective = Objective.SFT) -> ModelSettings:
     """The values that `runtime.model_builder` builds a model of this transformers type from."""
     return ModelSettings(
         base_dtype=config.base_dtype,
@@ -23,4 +24,5 @@ def model_settings(config: TrainConfig, model_type: str) -> ModelSettings:
         adapters_in_fp32=config.precision != "bf16_pure",
         checkpoint_every=config.checkpoint_every,
         offload=config.offloads,
+        num_labels=objective.num_labels,
     )

@@ -17,6 +17,7 @@ from autotune.probe.model_settings import model_settings
 from autotune.probe.runtime.chunked_loss import has_plain_head
 from autotune.probe.runtime.model_builder import config_of, decoder_layers, from_config, to_train
 
+SHAPE_ONLY = TrainConfig(precision="bf16_pure", attention="eager")
 # The Liger kernels that `resident` can take out of a model again. Others replace names in transformers or torch.
 REVERSIBLE_KERNELS = {"rope", "rms_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy", "model"}
 
@@ -30,7 +31,7 @@ def describe(model: dict[str, Any]) -> ModelShape:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"transformers has no causal language model of type {config.model_type}")
     with torch.device("meta"), no_init_weights():
-        built = from_config(config, torch.bfloat16, "eager")
+        built = from_config(config, model_settings(SHAPE_ONLY, config.model_type))
     layers = decoder_layers(built)
     prefix, period = repetition(_kinds(layers, config))
     named = (item for layer in layers for item in layer.named_modules())

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autotune.core.memory_budget import memory_limit_gib
+from autotune.core.objective import Objective
 from autotune.core.parallelism import FSDP2
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
@@ -69,6 +70,7 @@ def family_of(request: ProbeRequest) -> tuple[Any, ...]:
         repr(sorted(request.model.items(), key=str)),
         request.weights,
         request.trainer,  # TRL changes adapters and configs
+        request.objective.num_labels,
         config.base_dtype,
         config.quantization,
         config.double_quant,
@@ -83,7 +85,7 @@ def build_resident(request: ProbeRequest, device: torch.device) -> ResidentModel
     Real weights are loaded for a whole model only: some of its layers are as fast with random ones. A model that is
     sharded since the limit does not hold it gets random ones too, as shards (`shard_outline`).
     """
-    settings = model_settings(request.config, request.model["model_type"])
+    settings = model_settings(request.config, request.model["model_type"], request.objective)
     torch.manual_seed(request.seed)  # the same weights whatever this process did before
     config = config_of(request.model)
     if request.depth is not None:
@@ -100,12 +102,18 @@ def build_resident(request: ProbeRequest, device: torch.device) -> ResidentModel
     return ResidentModel(family=family_of(request), base=base, model_gib=parameter_gib(base))
 
 
-def attach(resident: ResidentModel, config: TrainConfig, device: torch.device, seed: int) -> nn.Module:
+def attach(
+    resident: ResidentModel,
+    config: TrainConfig,
+    device: torch.device,
+    seed: int,
+    objective: Objective = Objective.SFT,
+) -> nn.Module:
     """The model to train: the base with LoRA adapters, or the base itself in full fine-tuning.
 
     Adapters of an earlier probe are reused where they fit, with new values: that saves a third of a second on a 7B.
     """
-    settings = model_settings(config, resident.base.config.model_type)
+    settings = model_settings(config, resident.base.config.model_type, objective)
     if config.method == "full":
         return to_train(resident.base, settings, device)
     scale, pure = (config.lora_alpha, config.rslora, config.lora_dropout), config.precision == "bf16_pure"
@@ -114,9 +122,10 @@ def attach(resident: ResidentModel, config: TrainConfig, device: torch.device, s
         if resident.adapted is not None:
             _unload(resident.base, resident.adapted)
         resident.adapted = to_train(resident.base, settings, device)
-        # DoRA's magnitudes are computed from the weights, and modules trained whole are copies of the base's: what was
-        # trained cannot be reused.
-        resident.adapted_for = () if config.dora or settings.modules_to_save else wanted
+        # DoRA's magnitudes are computed from the weights, and modules trained whole, as heads over labels, are copies
+        # of the base's: what was trained cannot be reused.
+        trained_whole = settings.modules_to_save or settings.num_labels is not None
+        resident.adapted_for = () if config.dora or trained_whole else wanted
     torch.manual_seed(seed)  # the same adapters whether they are new or not
     for module in resident.adapted.modules():
         if isinstance(module, LoraLayer):

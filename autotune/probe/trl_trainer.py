@@ -1,16 +1,24 @@
-"""TRL's SFTTrainer as the loop of a probe, and the clock of a run by TRL's own script."""
+"""TRL's trainers as the loop of a probe, and the clock of a run by TRL's own scripts."""
 
 from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import nn
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
+from autotune.core.objective import Objective
 from autotune.probe.runtime.clock import Clock
 from autotune.probe.runtime.patches import load_attention
 from autotune.probe.runtime.rows import IGNORED
 from autotune.probe.synthetic_model import tokenizer
+
+KINDS: dict[Objective, tuple[Any, Any]] = {
+    Objective.SFT: (SFTConfig, SFTTrainer),
+    Objective.DPO: (DPOConfig, DPOTrainer),
+    Objective.KTO: (KTOConfig, KTOTrainer),
+    Objective.REWARD: (RewardConfig, RewardTrainer),
+}
 
 
 def trl_trainer(
@@ -19,31 +27,60 @@ def trl_trainer(
     settings: dict[str, Any],
     rows: list[dict[str, torch.Tensor]],
     held_out: list[dict[str, torch.Tensor]],
+    objective: Objective = Objective.SFT,
+    reference: nn.Module | None = None,
 ) -> Any:
-    """An SFTTrainer on these rows, with the class `recorded` mixed in. Most rows are there several times.
+    """TRL's trainer for the objective on these rows, with the class `recorded` mixed in. Most rows are there often.
 
     TRL pads them itself.
 
-    `settings` are keyword arguments of SFTConfig. The rows are tokenised already.
+    `settings` are keyword arguments of its config. The rows are tokenised already. `reference` is the untrained model
+    where all weights are trained.
     """
-    trainer: Any = type("TrlProbeTrainer", (recorded, SFTTrainer), {})
+    config, kind = KINDS[objective]
+    # SFTTrainer has an argument to leave the rows as they are.
+    as_they_are = {} if objective is Objective.SFT else {"_prepare_dataset": lambda self, dataset, *_: dataset}
+    if objective is Objective.SFT:
+        settings = settings | {"dataset_kwargs": {"skip_prepare_dataset": True}}
     different = {id(row): row for row in rows}
     places = {key: place for place, key in enumerate(different)}
-    return trainer(
+    made: Any = type("TrlProbeTrainer", (recorded, kind), as_they_are)(
         model=model,
-        args=SFTConfig(dataset_kwargs={"skip_prepare_dataset": True}, **settings),
-        train_dataset=unpadded(list(different.values())).select([places[id(row)] for row in rows]),
-        eval_dataset=unpadded(held_out),
+        args=config(**settings),
+        train_dataset=examples_of(list(different.values()), objective).select([places[id(row)] for row in rows]),
+        eval_dataset=examples_of(held_out, objective),
         processing_class=tokenizer(),
+        **({"ref_model": reference} if reference is not None else {}),
     )
+    if "ref" in getattr(model, "peft_config", {}):
+        # TRL takes adapters that it did not make for trained ones, and keeps a copy. Its script makes them itself.
+        model.delete_adapter("ref")
+    return made
 
 
-def unpadded(rows: list[dict[str, torch.Tensor]]) -> Any:
-    """The rows without their padding: the last token of an example has a label, padding has none."""
+def examples_of(rows: list[dict[str, torch.Tensor]], objective: Objective) -> Any:
+    """The rows without their padding as TRL's examples, tokenised: the last token of a row has a label, padding none.
+
+    The other answer of a pair has the tokens of the first in reverse.
+    """
     lengths = [1 + int((row["labels"] != IGNORED).nonzero()[-1]) for row in rows]
     pairs = list(zip(rows, lengths, strict=True))
+    tokens = [row["input_ids"][:length].tolist() for row, length in pairs]
+    if objective is Objective.SFT:
+        return Dataset.from_dict(
+            {"input_ids": tokens, "labels": [row["labels"][:length].tolist() for row, length in pairs]}
+        )
+    if objective is Objective.REWARD:
+        return Dataset.from_dict({"chosen_ids": tokens, "rejected_ids": [ids[::-1] for ids in tokens]})
+    read = [max(1, int((row["labels"] != IGNORED).nonzero()[0])) for row in rows]
+    prompts = [ids[:number] for ids, number in zip(tokens, read, strict=True)]
+    answers = [ids[number:] for ids, number in zip(tokens, read, strict=True)]
+    others = [ids[::-1] for ids in answers]
+    if objective is Objective.DPO:
+        return Dataset.from_dict({"prompt_ids": prompts, "chosen_ids": answers, "rejected_ids": others})
+    wanted = [index % 2 == 0 for index in range(len(rows))]
     return Dataset.from_dict(
-        {name: [row[name][:length].tolist() for row, length in pairs] for name in ("input_ids", "labels")}
+        {"prompt_ids": prompts, "completion_ids": answers, "KL_completion_ids": others, "label": wanted}
     )
 
 

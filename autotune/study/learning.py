@@ -17,6 +17,7 @@ AROUND = {"lora": 2e-4, "full": 1e-5}  # the defaults, which are among the rates
 BELOW, ABOVE = 3, 5  # rates on either side: what diverges shows where the slope is, what learns little costs as much
 ROUNDS = ((9, 1), (4, 2), (2, 4))  # how many rates, and how many times the steps of the first round
 FEW = ((5, 1), (2, 3))  # with every second rate, where the budget is small
+BEYOND = 2  # rates beyond the ends that the first round may try
 SEEDS = 2  # of the last round
 LEAST_STEPS = 5  # of the first round
 
@@ -139,7 +140,7 @@ def rates(config: TrainConfig) -> list[float]:
 def rounds_of(budget_steps: int) -> list[tuple[int, int]] | None:
     """For each round how many rates it has, and their steps; None where the budget is too small for any search."""
     for rounds in (ROUNDS, FEW):
-        first = budget_steps // sum(_trainings(rounds, place) * times for place, (_, times) in enumerate(rounds))
+        first = budget_steps // steps_of(rounds)
         if first >= LEAST_STEPS:
             return [(number, times * first) for number, times in rounds]
     return None
@@ -147,13 +148,18 @@ def rounds_of(budget_steps: int) -> list[tuple[int, int]] | None:
 
 def least_budget() -> int:
     """The steps of the smallest search."""
-    return LEAST_STEPS * sum(_trainings(FEW, place) * times for place, (_, times) in enumerate(FEW))
+    return LEAST_STEPS * steps_of(FEW)
+
+
+def steps_of(rounds: Sequence[tuple[int, int]]) -> int:
+    """The most steps that a search of these rounds takes."""
+    return sum(_trainings(rounds, place) * steps for place, (_, steps) in enumerate(rounds))
 
 
 def _trainings(rounds: Sequence[tuple[int, int]], place: int) -> int:
-    """The trainings of a round; the last one is from several seeds, and has the default too."""
+    """The most trainings of a round: the first may go on beyond an end, the last has the default, and several seeds."""
     number, _ = rounds[place]
-    return (number + 1) * SEEDS if place + 1 == len(rounds) else number
+    return (number + 1) * SEEDS if place + 1 == len(rounds) else number + (BEYOND if place == 0 else 0)
 
 
 def search(
@@ -161,17 +167,24 @@ def search(
     rounds: Sequence[tuple[int, int]],
     train: Callable[[float, int, int], Attempt],
 ) -> tuple[Attempt, ...]:
-    """Successive halving over the rates: `train` takes a rate, steps and a seed."""
-    attempts: list[Attempt] = []
-    candidates = rates(config)
-    if rounds[0][0] < len(candidates):
-        candidates = candidates[:: len(candidates) // rounds[0][0] + 1]
-    default = AROUND[config.method]
-    for place, (number, steps) in enumerate(rounds):
+    """Successive halving over the rates: `train` takes a rate, steps and a seed.
+
+    Where the first round is won by a rate at an end, it goes on beyond that end until one is worse.
+    """
+    candidates = rates(config)[:: 1 if rounds[0][0] == len(rates(config)) else 2]
+    steps = rounds[0][1]
+    attempts = [train(rate, steps, 0) for rate in candidates]
+    factor = candidates[1] / candidates[0]
+    for _ in range(BEYOND):
+        (best,), tried = _best(attempts, steps, 1), [attempt.learning_rate for attempt in attempts]
+        if best not in (min(tried), max(tried)):
+            break
+        attempts.append(train(best * factor if best == max(tried) else best / factor, steps, 0))
+    for place, (number, steps) in enumerate(rounds[1:], 1):
         is_last = place + 1 == len(rounds)
-        candidates = candidates if place == 0 else _best(attempts, rounds[place - 1][1], number)
+        candidates = _best(attempts, rounds[place - 1][1], number)
         for seed in range(SEEDS if is_last else 1):
-            for rate in sorted({*candidates, default}) if is_last else candidates:
+            for rate in sorted({*candidates, AROUND[config.method]}) if is_last else candidates:
                 attempts.append(train(rate, steps, seed))
     return tuple(attempts)
 

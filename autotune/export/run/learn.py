@@ -104,12 +104,11 @@ def _search(
 ) -> tuple[Attempt, ...]:
     """All trainings of the winner. Raises AutotuneError where each diverged."""
     step_s, done = recipe.winner.performance.step_time_s, 0
-    total = sum(number * steps for number, steps in rounds[:-1])
-    total += (rounds[-1][0] + 1) * learning.SEEDS * rounds[-1][1]
+    total = learning.steps_of(rounds)
 
     def train(rate: float, steps: int, seed: int) -> Attempt:
         nonlocal done
-        say(f"learning rate {rate:.2g}, {steps} steps; {done} of about {total} steps are done")
+        say(f"learning rate {rate:.2g}, {steps} steps; {done} of at most {total} steps are done")
         attempt = learner.train(rate, steps, seed, time_limit_s(steps, step_s))
         done += steps
         outcome = "diverged" if attempt.loss is None else f"held-out loss {attempt.loss:.4f}"

@@ -19,7 +19,13 @@ from peft import LoraConfig, get_peft_model
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
@@ -51,7 +57,9 @@ def load(source: str, settings: ModelSettings, device: torch.device, config: Any
     arguments: dict[str, Any] = {} if config is None else {"config": config}
     if (quantization := settings.bitsandbytes_arguments()) is not None:
         arguments["quantization_config"] = BitsAndBytesConfig(**quantization)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    if settings.num_labels is not None:
+        arguments["num_labels"] = settings.num_labels
+    model: PreTrainedModel = _class_of(settings).from_pretrained(
         source,
         dtype=base_dtype(settings),
         attn_implementation=settings.attention,
@@ -82,7 +90,7 @@ def outline(config: Any, settings: ModelSettings, device: torch.device, room_gib
         return None
     register_cudnn_attention()
     with torch.device(device), no_init_weights(), _matrices_on_meta():
-        model = from_config(config, base_dtype(settings), settings.attention)
+        model = from_config(config, settings)
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     element_bytes = base_dtype(settings).itemsize if settings.lora_rank is not None else 4
     size = element_bytes * sum(parameter.numel() for parameter in model.parameters())
@@ -124,10 +132,10 @@ def build(
     register_cudnn_attention()
     if settings.bitsandbytes_arguments() is None:
         with torch.device(device), no_init_weights():
-            model = from_config(config, base_dtype(settings), settings.attention)
+            model = from_config(config, settings)
     else:
         with torch.device(device), no_init_weights(), _linear_layers_on_meta():
-            model = from_config(config, base_dtype(settings), settings.attention)
+            model = from_config(config, settings)
         _quantize(model, settings, device, quantized_linear or _copies_of_one(device))
     _fill(model)
     return _finish(model, settings)
@@ -139,9 +147,19 @@ def base_dtype(settings: ModelSettings) -> torch.dtype:
     return dtype
 
 
-def from_config(config: Any, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def _class_of(settings: ModelSettings) -> Any:
+    return AutoModelForCausalLM if settings.num_labels is None else AutoModelForSequenceClassification
+
+
+def from_config(config: Any, settings: ModelSettings) -> PreTrainedModel:
     """A model on the current default device, its weights not initialised but tied."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    if settings.num_labels is not None:
+        config.num_labels = settings.num_labels
+    if settings.num_labels is not None and config.pad_token_id is None:
+        config.pad_token_id = 0  # by which the head finds the last token of a row
+    model: PreTrainedModel = _class_of(settings).from_config(
+        config, dtype=base_dtype(settings), attn_implementation=settings.attention
+    )
     model.tie_weights()  # `no_init_weights` leaves it out, and a head of its own would count twice
     return model
 
@@ -175,6 +193,12 @@ def to_train(base: PreTrainedModel, settings: ModelSettings, device: torch.devic
         if not any(path.endswith(f".{name}") for path in whole):
             raise ValueError(f"{type(base).__name__} has no module {name} to train whole")
     return model
+
+
+def head_of(model: PreTrainedModel) -> nn.Module | None:
+    """What comes after the layers: the head over the vocabulary, or that over labels."""
+    head: nn.Module | None = model.get_output_embeddings()
+    return head or next((module for module in model.children() if isinstance(module, nn.Linear)), None)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -256,11 +280,11 @@ def _quantize(
     model: PreTrainedModel, settings: ModelSettings, device: torch.device, quantized_linear: QuantizedLinear
 ) -> None:
     """Replace the linear layers but the head."""
-    head = model.get_output_embeddings()
+    head = head_of(model)
     for name, module in list(model.named_modules()):
         if type(module) is not nn.Linear:
             continue
-        if module is head:
+        if head is not None and module is head:
             if module.weight.is_meta:
                 module.to_empty(device=device)
             continue

@@ -25,7 +25,8 @@ class ModelSettings:
     the head; modules that end in a name of `modules_to_save` are trained whole. `adapters_in_fp32` keeps adapters in
     fp32 on a base of fewer bits; they drop the share `lora_dropout` of their inputs. `kbit_preparation` has the part of
     the base that is not quantised in fp32. Every `checkpoint_every`-th layer is recomputed in the backward pass, none
-    where it is None; `offload` moves what layers are recomputed from to the host's memory.
+    where it is None; `offload` moves what layers are recomputed from to the host's memory. `num_labels` is the
+    number of values that the head gives for a row; None where it gives one for each token of the vocabulary.
     """
 
     base_dtype: str
@@ -43,6 +44,7 @@ class ModelSettings:
     adapters_in_fp32: bool
     checkpoint_every: int | None
     offload: bool
+    num_labels: int | None = None
 
     def lora_arguments(self) -> dict[str, Any] | None:
         """Keyword arguments of peft's LoraConfig; None in full fine-tuning."""
@@ -54,7 +56,7 @@ class ModelSettings:
             "lora_dropout": self.lora_dropout,
             "target_modules": "all-linear" if self.lora_targets is None else self.lora_targets,
             "modules_to_save": self.modules_to_save,
-            "task_type": "CAUSAL_LM",
+            "task_type": "CAUSAL_LM" if self.num_labels is None else "SEQ_CLS",
             "use_dora": self.dora,
             "use_rslora": self.rslora,
         }

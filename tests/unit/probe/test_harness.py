@@ -12,6 +12,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 
+from autotune.core.objective import Objective
 from autotune.core.probe_types import KernelTimes, MicroBatch, Phase, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.probe import harness as module
@@ -483,7 +484,7 @@ def test_a_probe_is_capped_and_brought_into_the_asked_state(
     attention: list[tuple[bool, bool]] = []
     monkeypatch.setattr(module, "choose_attention", lambda any_length, flash: attention.append((any_length, flash)))
     monkeypatch.setattr(module, "set_checkpointing", lambda base, settings: None)
-    monkeypatch.setattr(module, "attach", lambda resident, config, device, seed: "model")
+    monkeypatch.setattr(module, "attach", lambda resident, config, device, seed, objective: "model")
     monkeypatch.setattr(module, "paged_state_gib", {"model": 2.0}.__getitem__)
     monkeypatch.setattr(module, "chunked_loss", lambda base: "chunked")
     held: list[str] = []
@@ -608,7 +609,10 @@ def test_a_probe_brings_the_model_into_the_state_of_its_configuration(
     probe = probe_of(request_of(config=config, seed=3), **parts)
     probe._compile, probe._add_hooks = (lambda: done.append("compile")), (lambda: done.append("hooks"))
     probe._prepare()
-    expected = [("checkpointing", "base", model_settings(config, "llama")), ("attach", "resident", config, CPU, 3)]
+    expected = [
+        ("checkpointing", "base", model_settings(config, "llama")),
+        ("attach", "resident", config, CPU, 3, Objective.SFT),
+    ]
     assert done == [*expected, *["compile"] * bool(knobs), "hooks"] and probe.model == "model"
 
 
@@ -699,8 +703,8 @@ def test_trl_pads_to_whole_rows_where_that_was_asked_for(
     asked: list[Any] = []
     trainer = SimpleNamespace(add_callback=asked.append, remove_callback=asked.append)
 
-    def trl(recorded: type, model: Any, settings: dict[str, Any], train: Any, held_out: Any) -> Any:
-        assert recorded is Recorded and (len(train), len(held_out)) == (42, 4)
+    def trl(recorded: type, model: Any, settings: dict[str, Any], train: Any, held_out: Any, *others: Any) -> Any:
+        assert recorded is Recorded and (len(train), len(held_out)) == (42, 4) and others == (Objective.SFT, None)
         asked.append(settings)
         return trainer
 

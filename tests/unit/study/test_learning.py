@@ -17,6 +17,7 @@ from autotune.study.learning import (
     rates,
     rounds_of,
     search,
+    steps_of,
 )
 
 LORA, FULL = TrainConfig(), TrainConfig(method="full")
@@ -56,10 +57,12 @@ def test_a_search_keeps_to_its_budget(budget: int) -> None:
     assert rounds is not None and rounds[0][1] >= LEAST_STEPS
     spent = sum(one.steps for one in search(LORA, rounds, landscape(1e-3)))
     assert 0.4 * budget < spent <= budget
+    at_an_end = sum(one.steps for one in search(LORA, rounds, landscape(1.0)))
+    assert at_an_end == steps_of(rounds) <= budget
 
 
 @pytest.mark.parametrize("budget", [150, 600])
-@pytest.mark.parametrize("power", range(-3, 6))
+@pytest.mark.parametrize("power", range(-4, 8))
 def test_the_best_rate_is_found_wherever_it_is(power: int, budget: int) -> None:
     """To the next rate that was tried; every second one in a small search."""
     best = LORA.learning_rate * 2.0**power

@@ -1,0 +1,83 @@
+"""Probes of trainings for other objectives than the next token, through the trainers that people use for them."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autotune.core.objective import Objective
+from autotune.core.probe_types import Measurement, ProbeRequest
+from autotune.core.train_config import TrainConfig
+from autotune.prediction.depth_extrapolation import extrapolate
+from autotune.probe.supervisor import WorkerProber
+from autotune.study.evaluator import shortened
+from tests.helpers.factories import TINY
+
+pytestmark = pytest.mark.probe
+MODEL = TINY | {"model_type": "llama", "num_hidden_layers": 8, "hidden_size": 64, "vocab_size": 4096}
+OTHERS = [objective for objective in Objective if objective is not Objective.SFT]
+
+
+def request(objective: Objective, **knobs: Any) -> ProbeRequest:
+    values = {"micro_batch_size": 8, "seq_len": 64, "precision": "fp32", "checkpointing": "none"} | knobs
+    if objective.trainers == ("trl",):
+        pytest.importorskip("trl")
+    return ProbeRequest(
+        config=TrainConfig(**values),
+        model=MODEL,
+        device="cpu",
+        memory_gib=4.0,
+        trainer=objective.trainers[0],
+        objective=objective,
+        min_timed_s=0.0,
+        min_timed_micros=1,
+        trained_share=0.5,
+        evaluate=True,
+    )
+
+
+def measured(prober: WorkerProber, asked: ProbeRequest) -> Measurement:
+    result = prober.probe(asked, prober.logs / "probe.log")
+    assert result.measurement is not None and result.notes == (), result.reason
+    return result.measurement
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("objective", OTHERS)
+def test_a_probe_trains_for_its_objective_and_leaves_nothing(
+    prober: WorkerProber, objective: Objective, method: str
+) -> None:
+    """What is learned first is known: no preference between two answers, and no more of one class than of the other."""
+    sft = request(Objective.SFT, method=method)
+    before = measured(prober, sft)
+    other = measured(prober, request(objective, method=method))
+    first = {Objective.KTO: 0.5}.get(objective, 0.6931)
+    assert other.micro_steps * other.losses[0] == pytest.approx(first, rel=0.1 if objective.num_labels else 1e-3)
+    assert {"forward", "backward", "backward_layers", "optimizer"} <= set(other.segment_peak_gib)
+    reference = before.model_gib if objective.has_reference and method == "full" else 0.0
+    head = 4 * 4096 * 64 / 2**30 if objective.num_labels else 0.0  # that over the vocabulary is not there
+    assert other.model_gib == pytest.approx(before.model_gib + reference - head, rel=0.02)
+    assert measured(prober, sft).losses == before.losses
+
+
+@pytest.mark.parametrize("objective", OTHERS)
+def test_two_depths_predict_what_an_objective_needs(prober: WorkerProber, objective: Objective) -> None:
+    asked = request(objective, seq_len=256)
+    low, high, whole = (measured(prober, shortened(asked, depth) if depth else asked) for depth in (2, 4, None))
+    predicted = extrapolate([(2, low), (4, high)], 8).measurement
+    assert predicted.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.05)
+
+
+def test_a_pair_takes_twice_the_memory_of_an_example(prober: WorkerProber) -> None:
+    reward, labels = (
+        measured(prober, request(objective, seq_len=256)).peak_allocated_gib
+        for objective in (Objective.REWARD, Objective.CLASSIFICATION)
+    )
+    assert reward / labels == pytest.approx(2.0, rel=0.15)
+
+
+def test_a_probe_for_another_objective_is_another_probe() -> None:
+    digests = {request(objective).digest for objective in Objective}
+    assert len(digests) == len(Objective)
+    sft = request(Objective.SFT)
+    assert replace(sft, objective=Objective.SFT).digest == sft.digest
