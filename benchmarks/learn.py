@@ -32,7 +32,7 @@ from autotune.core.serialization import to_data
 from autotune.export import script
 from autotune.export.run.learn import Learner, learn
 from autotune.export.run.process import write_files
-from autotune.study.learning import Attempt, Learning
+from autotune.study.learning import Attempt
 from autotune.study.summary import Recipe
 
 SHAPE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6}
@@ -49,8 +49,8 @@ COLUMNS = ["data", "chosen", "loss", "best", "best_loss", "loss_over_best", "def
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpu", default="auto", help="cpu: try it, with fewer and smaller runs")
-    parser.add_argument("--pretrain-s", type=float, default=45.0)
-    parser.add_argument("--budget", default="20s", help="of each study")
+    parser.add_argument("--pretrain-s", type=float, default=25.0)
+    parser.add_argument("--budget", default="15s", help="of each study")
     parser.add_argument("--share", type=float, default=4.5, help="of the full run that a search may take")
     parser.add_argument("--data", nargs="*", default=list(TEXTS), choices=list(TEXTS))
     parser.add_argument("--earlier", type=Path, help="learn.jsonl of an earlier call")
@@ -61,10 +61,10 @@ def main() -> None:
     began = time.monotonic()
     pretrained_loss = pretrain(folder / "model", args)
     print(f"pretrained to a loss of {pretrained_loss:.3f} in {time.monotonic() - began:.0f} s", flush=True)
-    found = [search(name, folder, args) for name in args.data]
-    with ThreadPoolExecutor() as pool:
-        for row in pool.map(lambda one: compare(one, args), found):
-            rows.add(row | {"pretrained_loss": pretrained_loss})
+    with ThreadPoolExecutor() as pool:  # while a study searches, trainings for the one before run
+        found = [pool.submit(compare, tuned(name, folder, args), args) for name in args.data]
+        for one in found:
+            rows.add(one.result() | {"pretrained_loss": pretrained_loss})
     table(rows.all, COLUMNS)
     save("learn", None, summarize(rows.all), rows.all, args.out)
     print(summarize(rows.all))
@@ -156,17 +156,16 @@ def pretrain(folder: Path, args: argparse.Namespace) -> float:
 
 
 @dataclass(frozen=True)
-class Found:
-    """A study's winner, the rates tried for it, and the examples of the sweep, those that judge at the end."""
+class Tuned:
+    """A study's winner, the examples that it was tuned for, and those of the sweep, the last of which judge."""
 
     name: str
     recipe: Recipe
-    learning: Learning
     data: Path
+    with_judges: Path
 
 
-def search(name: str, folder: Path, args: argparse.Namespace) -> Found:
-    """What a user would do: a study, and then its learning rate."""
+def tuned(name: str, folder: Path, args: argparse.Namespace) -> Tuned:
     examples = [example for example, _ in zip(TEXTS[name](), range(3 * EXAMPLES), strict=False)]
     number = EXAMPLES if args.gpu != "cpu" else EXAMPLES // 3
     chosen = random.Random(0).sample(examples, min(number + HELD_OUT, len(examples)))
@@ -185,46 +184,42 @@ def search(name: str, folder: Path, args: argparse.Namespace) -> Found:
         out=str(folder / name),
         storage=f"sqlite:///{folder / 'studies.db'}",
     )
-    found = learn(study.recipe, data, folder / name, print, lambda: False, share=args.share)
-    return Found(name, study.recipe, found, both)
+    return Tuned(name, study.recipe, data, both)
 
 
-def compare(found: Found, args: argparse.Namespace) -> dict[str, Any]:
-    """A row: the sweep, and other ranks at the chosen rate. A process for each seed, and one for each rank."""
-    recipe, learning = found.recipe, found.learning
+def compare(one: Tuned, args: argparse.Namespace) -> dict[str, Any]:
+    """A row: the search, the sweep, and other ranks at the chosen rate. A process for each seed, and for each rank."""
+    recipe = one.recipe
     steps = recipe.winner.cost.num_steps if args.gpu != "cpu" else STEPS_ON_CPU
-    rates = sorted({*(RATES if args.gpu != "cpu" else RATES[::3]), learning.learning_rate, recipe.config.learning_rate})
+    began = time.monotonic()
+    learning = learn(recipe, one.data, one.data.with_suffix(""), print, lambda: False, share=args.share)
+    chosen, default = learning.learning_rate, recipe.default_learning_rate
+    rates = sorted({*(RATES if args.gpu != "cpu" else RATES[::3]), chosen, default})
+    print(f"{one.name}: searched for {time.monotonic() - began:.0f} s", flush=True)
     with ThreadPoolExecutor() as pool:
-        by_seed = [
-            pool.submit(sweep, recipe, found.data, f"seed{seed}", [(rate, steps, seed) for rate in rates])
-            for seed in SEEDS
-        ]
-        by_rank = {
-            rank: pool.submit(
-                sweep, with_rank(recipe, rank), found.data, f"rank{rank}", [(learning.learning_rate, steps, 0)]
-            )
-            for rank in RANKS
-        }
-        swept = [attempt for one in by_seed for attempt in one.result()]
-        ranks = {rank: one.result()[0].loss for rank, one in by_rank.items()}
-    means = {rate: statistics.fmean(loss_of(one) for one in swept if one.learning_rate == rate) for rate in rates}
+        by_seed = [pool.submit(sweep, recipe, one, [(rate, steps, seed) for rate in rates]) for seed in SEEDS]
+        by_rank = {rank: pool.submit(sweep, with_rank(recipe, rank), one, [(chosen, steps, 0)]) for rank in RANKS}
+        swept = [attempt for job in by_seed for attempt in job.result()]
+        ranks = {rank: job.result()[0].loss for rank, job in by_rank.items()}
+    print(f"{one.name}: all done after {time.monotonic() - began:.0f} s", flush=True)
+    means = {rate: statistics.fmean(loss_of(run) for run in swept if run.learning_rate == rate) for rate in rates}
     best = min(means, key=lambda rate: means[rate])
-    own, default = means[learning.learning_rate], means[recipe.config.learning_rate]
+    own, usual = means[chosen], means[default]
     return {
-        "data": found.name,
+        "data": one.name,
         "config": recipe.config.label(),
         "run_steps": steps,
-        "chosen": learning.learning_rate,
+        "chosen": chosen,
         "is_sure": learning.is_sure,
         "loss": own,
         "best": best,
         "best_loss": means[best],
         "loss_over_best": own / means[best] - 1,
-        "default_over_best": default / means[best] - 1,
+        "default_over_best": usual / means[best] - 1,
         "cost_share": learning.steps / (len(swept) * steps),
         "search_steps": learning.steps,
         "search_s": learning.seconds,
-        "sweep_s": sum(one.seconds for one in swept),
+        "sweep_s": sum(run.seconds for run in swept),
         "diverged": sum(math.isinf(mean) for mean in means.values()),
         "over_5_percent_worse": sum(mean > 1.05 * means[best] for mean in means.values()),
         "losses": {f"{rate:.3g}": mean if math.isfinite(mean) else None for rate, mean in means.items()},
@@ -237,11 +232,11 @@ def with_rank(recipe: Recipe, rank: int) -> Recipe:
     return replace(recipe, winner=replace(recipe.winner, config=replace(recipe.config, lora_rank=rank)))
 
 
-def sweep(recipe: Recipe, data: Path, name: str, runs: list[tuple[float, int, int]]) -> list[Attempt]:
+def sweep(recipe: Recipe, one: Tuned, runs: list[tuple[float, int, int]]) -> list[Attempt]:
     """Full runs at these rates, steps and seeds, each judged by the last examples."""
-    folder = data.with_name(f"{data.stem}-{name}")
+    folder = Path(tempfile.mkdtemp(dir=one.data.parent))
     write_files(folder, script.export(recipe))
-    arguments = [str(folder), "--dataset", str(data), "--output-dir", "", "--report-to", "none"]
+    arguments = [str(folder), "--dataset", str(one.with_judges), "--output-dir", "", "--report-to", "none"]
     arguments += ["--held-out", str(HELD_OUT), str(ROW)]
     with Learner(arguments, folder / "log", lambda: False) as learner:
         return [learner.train(rate, steps, seed, 600.0) for rate, steps, seed in runs]

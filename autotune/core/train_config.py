@@ -11,7 +11,8 @@ from typing import Any
 
 from autotune.core.knobs import KNOBS, checkpoint_every
 
-RSLORA_ALPHA = 8  # divided by the root of rank 16 it is 2, which is LoRA's scale for every rank
+LORA_ALPHA = 32  # at every rank, with which the best learning rate hardly depends on it (`core.learning_rate`)
+RSLORA_ALPHA = 8  # divided by the root of rank 16 it is 2, which is LoRA's scale there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +95,10 @@ class TrainConfig:
 
     @property
     def lora_alpha(self) -> int | None:
-        """The numerator of LoRA's scale: twice the rank, the common default, or a constant for rsLoRA."""
+        """The numerator of LoRA's scale, the same for all ranks, so that one learning rate serves them all."""
         if self.lora_rank is None:
             return None
-        return RSLORA_ALPHA if self.rslora else 2 * self.lora_rank
+        return RSLORA_ALPHA if self.rslora else LORA_ALPHA
 
     @property
     def base_dtype(self) -> str:
@@ -110,7 +111,7 @@ class TrainConfig:
 
     @property
     def learning_rate(self) -> float:
-        """A common default. It is not tuned: no probe is long enough for that."""
+        """A common default, for probes, which are too short to tell rates apart."""
         return 2e-4 if self.method == "lora" else 1e-5
 
     @property

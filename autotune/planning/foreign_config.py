@@ -24,6 +24,7 @@ from autotune.problem.constraints import NO_SDPA
 
 MAX_KNOB = 2**24  # the most that TrainConfig takes
 OUTSIDE_LAYERS = {"lm_head", "embed_tokens", "wte"}  # their adapters are not counted
+USUAL_ALPHAS = (16, 32)  # at any rank
 MAX_COUNT = 10**15  # some write "all examples" as a large number
 
 V1 = "llamafactory-v1"  # LLaMA-Factory's next format, which its folder src/llamafactory/v1 reads
@@ -385,7 +386,8 @@ def _adapters(file: _File, tool: str) -> dict[str, Any]:
     if not rank:
         raise _Refused(tool_key(tool, "lora_rank"), "is missing, and has no default", "say the rank of the adapters")
     rslora, alpha = file.flag(tool_key(tool, "rslora")), file.number("lora_alpha", default=2 * rank, least=0)
-    file.note(not (rslora or rank / 4 <= alpha <= 4 * rank), "alpha", alpha=alpha)
+    usual = rank / 4 <= alpha <= 4 * rank or alpha in USUAL_ALPHAS
+    file.note(not (rslora or usual), "alpha", alpha=alpha)
     key, default = {"llamafactory": ("lora_target", ("all",)), V1: ("target_modules", ("all",))}.get(
         tool, ("lora_target_modules", ())
     )

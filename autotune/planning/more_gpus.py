@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autotune.catalog import resolve_device
+from autotune.core.objective import Objective
 from autotune.core.parallelism import PROBED, Parallelism
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
@@ -173,7 +174,7 @@ def _halves(number: int) -> Iterator[int]:
 def _alone(recipe: Recipe, config: TrainConfig) -> StepTimeEstimate | None:
     """The time of one GPU by formula; None where none covers it."""
     on_reference = estimate_step_time(recipe.model, recipe.workload.at_mean(config), host_of(None))
-    if on_reference is None:
+    if on_reference is None or recipe.workload.objective is not Objective.SFT:
         return None
     transfer = observed_transfer(resolve_device(REFERENCE), recipe.device, config, (), side=on_reference.side)
     return None if transfer is None else on_reference.on(transfer)

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from autotune import __version__
 from autotune.catalog import list_devices, list_models, match_device
 from autotune.core.errors import UsageError
+from autotune.core.objective import Objective
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig, digest_of
 from autotune.study.summary import Candidate, Recipe
@@ -155,6 +156,8 @@ def submission_of(recipe: Recipe, measured_on: str) -> Submission:
             f"{recipe.device.name} is not in the catalogue of GPUs: nobody could compare this study",
             remedy="add a row to autotune/catalog/data/gpus.yaml, and run the study again",
         )
+    if recipe.workload.objective is not Objective.SFT:
+        raise UsageError(f"the atlas has no studies for {recipe.workload.objective} yet", remedy="share one of sft")
     catalogued = (spec.name, spec.digest) in {(one.name, one.digest) for one in list_models()}
     adapters = measurement.trainable_params if recipe.config.method == "lora" else 0
     try:

@@ -94,6 +94,7 @@ class Learner:
         options, curve = replace(self._options, max_steps=asked.steps), _Curve()
         trainer = make_trainer(settings, options, self._model, self._loss, curve, self._rows, self._held_out)
         trainer.args.disable_tqdm = True
+        trainer.args.per_device_eval_batch_size = settings.micro_batch_size
         trainer.args.logging_steps = trainer.state.logging_steps = max(1, asked.steps // LOGGED)
         if self._compiles:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT

@@ -12,6 +12,7 @@ from autotune.catalog import DeviceSpec, ModelSpec
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.knobs import ADAMW
 from autotune.core.lora_targets import ALL_LINEAR, has_own_names, target_modules
+from autotune.core.objective import Objective
 from autotune.core.parallelism import STRATEGIES, ZERO, Parallelism
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig, checkpoints_some
@@ -225,6 +226,25 @@ def narrow_to_trl(narrowing: Narrowing, *, installed: bool) -> None:
     narrowing.remove("attention", {"sdpa_cudnn"}, "a name that TRL does not know")
     if "lora" in narrowing.space.choices("method") and "none" in narrowing.space.choices("quantization"):
         narrowing.remove("precision", {"bf16_pure"}, "TRL keeps adapters on an unquantised base in fp32")
+
+
+def narrow_to_objective(narrowing: Narrowing, objective: Objective) -> None:
+    """Remove what trainings for other objectives than the next token cannot do, or were never seen to do."""
+    if objective is Objective.SFT:
+        return
+    narrowing.remove("kernels", {"liger"}, f"Liger's kernels were not tried for {objective}")
+    if objective is Objective.CLASSIFICATION:
+        narrowing.remove("loss", {"chunked"}, "a label for a row needs no logits of its tokens")
+        narrowing.remove("packing", {True}, "each row has one label")
+        narrowing.remove("quantization", {"fp8"}, "the head over labels is too narrow for fp8")
+        return
+    narrowing.remove("compile", {"per_layer"}, f"compilation was not tried with TRL's trainer for {objective}")
+    if objective.has_reference:
+        reason = "TRL switches recomputation off and on again, for all layers alike, where the untrained model computes"
+        narrowing.keep("checkpointing", lambda value: value in ("none", "full"), reason)
+    if objective is Objective.KTO:
+        reason = "KTO compares each answer with those to other prompts of its micro batch"
+        narrowing.remove("micro_batch_size", {1}, reason)
 
 
 def _narrow_padding_to_trl(narrowing: Narrowing) -> None:

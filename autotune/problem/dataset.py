@@ -1,5 +1,6 @@
 """The user's examples: their lengths in tokens. They are read by the code of the exported script."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,11 +8,18 @@ from typing import Any
 
 from autotune.core.errors import EnvironmentProblem, StorageError, UsageError
 from autotune.core.files import refuse_special_files
-from autotune.probe.runtime.examples import FORMS, Chat, parsed
-from autotune.probe.runtime.reading import BadDataset, files_of, read_rows
+from autotune.core.objective import Objective
+from autotune.probe.runtime.examples import FORMS, Chat, Encoder, parsed
+from autotune.probe.runtime.reading import BadDataset, Located, files_of, read_rows
 from autotune.probe.runtime.token_cache import CannotKeep, read_about, read_ends, tokenise
 from autotune.problem.length_distribution import Lengths
 
+COLUMNS = {
+    Objective.DPO: "chosen, rejected and, unless both begin with it, prompt",
+    Objective.KTO: "prompt, completion and label, or pairs of chosen and rejected",
+    Objective.REWARD: "chosen and rejected",
+    Objective.CLASSIFICATION: "text and label",
+}
 BYTES_PER_TOKEN = 4.0  # bytes of UTF-8; English text has 3.5 to 4.5 with the vocabularies of today
 
 
@@ -21,15 +29,20 @@ def dataset_lengths(
     *,
     split: str | None = None,
     loss_on: str | None = None,
+    objective: Objective = Objective.SFT,
     say: Callable[[str], None] = lambda text: None,
 ) -> Lengths:
     """The length of each example in tokens: counted with the tokenizer of a directory, or estimated from its bytes.
 
-    Counted tokens are kept (`token_cache`), so that a training on the same files does not make them again. `say` gets
-    progress messages. Raises UsageError, which names a row of no known form, EnvironmentProblem where a package is
+    Counted tokens are kept (`token_cache`), so that a training on the same files does not make them again; those for
+    other objectives than the next token are not. A pair of answers is as long as the longer one. `say` gets progress
+    messages. Raises UsageError, which names a row of no known form, EnvironmentProblem where a package is
     needed and not installed, and StorageError where the tokens cannot be kept.
     """
     say(f"reading {path.name}")
+    if objective is not Objective.SFT:
+        with dataset_errors():
+            return _lengths_for(objective, path, _load(tokenizer) if tokenizer else None, split)
     with dataset_errors():
         if tokenizer is None:
             return _estimated(path, split, loss_on)
@@ -56,8 +69,61 @@ def dataset_errors() -> Iterator[None]:
         raise EnvironmentProblem(f"--dataset: {error}", remedy="or give JSON lines or --lengths FILE") from None
 
 
-def form_of(path: Path, split: str | None) -> str:
-    """The form of the first row: messages, conversations, prompt_completion, chat_completion, alpaca or text."""
+def _lengths_for(objective: Objective, path: Path, tokenizer: Any, split: str | None) -> Lengths:
+    """The lengths of the examples for another objective: the longest of the rows that each has."""
+    texts, sizes = list[Located](), list[int]()  # the rows, and how many of them each example has
+    for where, row in read_rows(path, split):
+        try:
+            examples = rows_of(objective, row)
+        except (KeyError, TypeError) as error:
+            raise BadDataset(f"{where}: {objective} needs {COLUMNS[objective]}: {error!r}") from None
+        for example in examples:
+            texts += [(where, one) for one in example]
+            sizes.append(len(example))
+    if not texts:
+        raise BadDataset(f"{path} has no rows")
+    if tokenizer is None:
+        counted = [_bytes(where, parsed(where, row), None) for where, row in texts]
+        rows = [(round(sum(size) / BYTES_PER_TOKEN), size[1] / (sum(size) or 1)) for size in counted]
+    else:
+        encoded = Encoder(tokenizer, None).encode(texts)
+        rows = [(len(tokens), sum(token >= 0 for token in tokens) / (len(tokens) or 1)) for tokens in encoded]
+    remaining = iter(rows)
+    longest = [max(itertools.islice(remaining, size)) for size in sizes]
+    share = sum(length * trained for length, trained in longest) / (sum(length for length, _ in longest) or 1)
+    lengths = (max(1, length) for length, _ in longest)
+    return Lengths.of(lengths, "counted" if tokenizer else "characters", share)
+
+
+def rows_of(objective: Objective, row: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """The examples that a row of a dataset has, and the rows of each, as of a dataset for the next token.
+
+    Raises KeyError and TypeError for a row without the columns that the objective needs.
+    """
+    columns = {name: value for name, value in row.items() if value is not None}
+    if objective is Objective.CLASSIFICATION:
+        columns["label"]
+        return [[{"text": columns["text"]}]]
+    if objective is Objective.KTO and "completion" in columns:
+        columns["label"]
+        return [[{"prompt": columns["prompt"], "completion": columns["completion"]}]]
+    answers = [_answered(columns, columns[name]) for name in ("chosen", "rejected")]
+    return [[one] for one in answers] if objective is Objective.KTO else [answers]  # as TRL takes pairs apart
+
+
+def _answered(columns: dict[str, Any], answer: Any) -> dict[str, Any]:
+    if "prompt" in columns:
+        return {"prompt": columns["prompt"], "completion": answer}
+    return {"text": answer} if isinstance(answer, str) else {"messages": answer}
+
+
+def form_of(path: Path, split: str | None, objective: Objective = Objective.SFT) -> str:
+    """The form of the first row: messages, conversations, prompt_completion, chat_completion, alpaca or text.
+
+    Of rows for another objective that is not asked: `unknown`.
+    """
+    if objective is not Objective.SFT:
+        return "unknown"
     with dataset_errors():
         first = next(read_rows(path, split), None)
         if first is None:

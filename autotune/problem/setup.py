@@ -11,6 +11,7 @@ from pathlib import Path
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price, load_prices, resolve_model
 from autotune.core.errors import UsageError
+from autotune.core.objective import Objective
 from autotune.core.parallelism import PROBED
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig
@@ -64,6 +65,11 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     of which no value is possible, and EnvironmentProblem where a package is missing for every probe.
     """
     probes_run_here = isinstance(target, Target)
+    if spec.objective != Objective.SFT and not probes_run_here:
+        raise UsageError(
+            f"--objective {spec.objective}: no formula knows what it takes, only probes do",
+            remedy="use `autotune run` on a machine with the card, or with a larger one",
+        )
     target = target if isinstance(target, Target) else Target(device=target)
     model = resolve_model(spec.model)
     cpu_or_gpu = "cpu" if target.device.kind == "cpu" else "default"
@@ -80,8 +86,9 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
         constraints.narrow_to_packages(narrowing)
     workload = _workload(spec, lengths, global_batch)
     constraints.narrow_to_model(narrowing, model, workload)
-    if spec.trainer == "trl":
+    if spec.trained_by == "trl":
         constraints.narrow_to_trl(narrowing, installed=probes_run_here)
+    constraints.narrow_to_objective(narrowing, workload.objective)
     floors = Floors(**{item.name: getattr(spec, item.name) for item in fields(Floors)})
     constraints.apply_floors(narrowing, workload, floors)
     constraints.narrow_packing(narrowing, workload, model.config["model_type"])
@@ -103,7 +110,7 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
         workload=workload,
         floors=floors,
         space=narrowing.space,
-        trainer=spec.trainer,
+        trainer=spec.trained_by,
         measured_on=target.measured_on,
         carried=carried,
         run_options=spec.run_options,
@@ -138,7 +145,9 @@ def _shared_out(space: SearchSpace, spec: StudySpec, target: Target) -> SearchSp
         reason = f"{target.measured_on.name} stands in for {target.device.name} alone, and not for several"
         listed = ",".join(map(str, numbers))
         raise UsageError(f"--gpus {listed}: {reason}", remedy="give --gpu auto, or leave --gpus out")
-    if spec.trainer != "transformers":
+    if spec.objective != Objective.SFT:
+        raise UsageError(f"--objective {spec.objective} was not tried on several GPUs", remedy="leave --gpus out")
+    if spec.trained_by != "transformers":
         raise UsageError(f"--trainer {spec.trainer} was not tried on several GPUs", remedy="leave --trainer out")
     space = space if space.knob("sharding") else space.offer("sharding", PROBED)
     return space.condition("sharding", "num_gpus", tuple(number for number in numbers if number > 1))
@@ -212,7 +221,7 @@ def _global_batch(spec: StudySpec, space: SearchSpace, model: ModelSpec, lengths
 
 
 def _workload(spec: StudySpec, lengths: Lengths, global_batch: int) -> Workload:
-    examples = spec.examples
+    examples, objective = spec.examples, Objective(spec.objective)
     if spec.tokens is not None:
         examples = math.ceil(spec.tokens / lengths.mean)
     elif examples is None and (spec.dataset or spec.lengths):
@@ -225,7 +234,8 @@ def _workload(spec: StudySpec, lengths: Lengths, global_batch: int) -> Workload:
         global_batch=global_batch,
         eval_share=spec.eval_share,
         loss_on=spec.loss_on,
-        form=form_of(Path(expanduser(spec.dataset)), spec.split) if spec.dataset else "unknown",
+        form=form_of(Path(expanduser(spec.dataset)), spec.split, objective) if spec.dataset else "unknown",
+        objective=objective,
     )
 
 
@@ -269,7 +279,8 @@ def _lengths(spec: StudySpec, model: ModelSpec, space: SearchSpace, say: Callabl
     """The lengths of the examples; where nothing is known of them, a usual length that the space has room for."""
     if spec.dataset is not None:
         path, tokenizer = Path(expanduser(spec.dataset)), expanduser(spec.tokenizer or "") or model.tokenizer
-        return dataset_lengths(path, tokenizer, split=spec.split, loss_on=spec.loss_on, say=say)
+        objective = Objective(spec.objective)
+        return dataset_lengths(path, tokenizer, split=spec.split, loss_on=spec.loss_on, objective=objective, say=say)
     if spec.lengths is not None:
         return read_lengths(Path(expanduser(spec.lengths)))
     if spec.mean_tokens is not None and spec.p99_tokens is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
 
 from autotune.core.errors import UsageError
 from autotune.core.files import read_user_yaml
+from autotune.core.objective import Objective
 from autotune.problem.gpu_counts import parse_gpus, parse_within
 from autotune.problem.run_options import TRACKERS, RunOptions
 from autotune.problem.search_space import SearchSpace
@@ -122,8 +123,16 @@ class StudySpec:
     model: str = _option(MISSING, "Catalogue name, local directory, or hub id.")
     gpu: str = _option("auto", "Target GPU: a name, auto (the one in this machine), cpu, or a card of your own.")
     space: str | SearchSpace | None = _option(None, "Search space: a name (`autotune spaces`) or a file.")  # noqa: RUF009
-    trainer: str = _option(
-        "transformers", "What trains: transformers, or trl (SFTTrainer).", allows=("transformers", "trl").__contains__
+    objective: str = _option(
+        "sft",
+        "What is learned: sft (the next token), dpo or kto (wanted answers), reward (a score), or classification.",
+        allows=list(Objective).__contains__,
+    )
+    trainer: str | None = _option(
+        None,
+        "What trains: transformers, or trl (its SFTTrainer; for dpo, kto and reward always).",
+        shown_default="as the objective needs",
+        allows=("transformers", "trl").__contains__,
     )
     pins: dict[str, Any] = field(default_factory=dict)
     configs: tuple[NamedConfig, ...] = ()  # to be probed as they are, instead of a search
@@ -238,10 +247,18 @@ class StudySpec:
             raise InvalidSpec("eval_steps needs examples that are held out: give eval_share too")
         if self.split is not None and self.dataset is None:
             raise InvalidSpec("a split is a part of a dataset: give dataset too")
-        _ = self.numbers_of_gpus, self.within_hours  # which raise for what they cannot be
+        _ = self.numbers_of_gpus, self.within_hours, self.trained_by  # which raise for what they cannot be
         given = [name for name in LENGTH_KEYS if getattr(self, name) is not None]
         if len(given) > 1:
             raise InvalidSpec(f"the lengths of the examples are given in more than one way: {', '.join(given)}")
+
+    @property
+    def trained_by(self) -> str:
+        """What trains."""
+        trainers = Objective(self.objective).trainers
+        if self.trainer not in (None, *trainers):
+            raise InvalidSpec(f"{self.objective} is trained by {trainers[0]}: leave trainer out")
+        return self.trainer or trainers[0]
 
     @property
     def run_options(self) -> RunOptions:

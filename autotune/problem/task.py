@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price, resolve_device
+from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Measurement, ProbeRequest, ProbeResult, World
 from autotune.core.train_config import TrainConfig, digest_of
@@ -90,8 +91,10 @@ class Task:
 
     def performance(self, config: TrainConfig, measurements: Sequence[Measurement]) -> Performance:
         """The performance of the full run on the device; projected where another device measured."""
-        # With an fp8 base some of the arithmetic runs at twice the rate, so that no single peak applies.
-        peak = None if config.quantization == "fp8" else peak_tflops(self.device)
+        # With an fp8 base some of the arithmetic runs at twice the rate, so that no single peak applies. What other
+        # objectives compute is not counted.
+        is_counted = config.quantization != "fp8" and self.workload.objective is Objective.SFT
+        peak = peak_tflops(self.device) if is_counted else None
         speed = performance(
             config,
             [self._on_device(config, measurement)[0] for measurement in measurements],
@@ -138,7 +141,8 @@ class Task:
             return self._with_communication(config, waiting) if self.is_played(config) else waiting, 0.0
         if self.carried is None:
             return measurement, 0.0
-        by_formula = estimate_step_time(self.model, self.workload.at_mean(config))
+        is_known = self.workload.objective is Objective.SFT
+        by_formula = estimate_step_time(self.model, self.workload.at_mean(config)) if is_known else None
         source = self.measured_on or self.device
         to_source = speed_transfer(resolve_device(REFERENCE), source, calibration=self.calibration)
         if by_formula is not None and to_source is not None:
@@ -212,6 +216,7 @@ class Task:
             weights=self.model.weights,
             device=device,
             trainer=self.trainer,
+            objective=workload.objective,
             micro_steps=workload.run_shape(config).probe_micro_steps,
             micro_batches=workload.micro_batches(config),
             trained_share=max(0.01, round(workload.lengths.trained_share, 2)),  # so that other data can reuse it
@@ -225,7 +230,9 @@ class Task:
 
     @property
     def model_key(self) -> str:
-        """A key of model and trainer: memory and depth learned from probes hold for all studies with the same key."""
+        """A key of what is trained how: memory and depth learned from probes hold for all studies with the same key."""
+        if self.workload.objective is not Objective.SFT:
+            return digest_of([self.model.digest, self.trainer, self.workload.objective])
         return self.model.digest if self.trainer == "transformers" else digest_of([self.model.digest, self.trainer])
 
     @cached_property

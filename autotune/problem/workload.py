@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import MicroBatch
 from autotune.core.train_config import TrainConfig
@@ -91,6 +92,8 @@ class RunShape:
 class Workload:
     """The examples of one pass with their lengths, the number of passes, and the examples of an optimizer step.
 
+    The length of a pair of answers (`objective`) is that of the longer one, with the prompt.
+
     Of the examples, `eval_share` is held out: evaluated, and not trained on. `loss_on` says which tokens are trained
     on: completion, assistant or all; None goes by each row of the dataset, whose first has
     `form` (`dataset.form_of`). The global batch is the user's and the
@@ -105,6 +108,7 @@ class Workload:
     eval_share: float = 0.0
     loss_on: str | None = None
     form: str = "unknown"
+    objective: Objective = Objective.SFT
 
     def __post_init__(self) -> None:
         for name in ("examples", "epochs", "global_batch"):
@@ -320,6 +324,7 @@ class Workload:
             "global_batch": self.global_batch,
             "eval_share": self.eval_share,
             "loss_on": self.loss_on,
+            "objective": self.objective,
         }
 
 

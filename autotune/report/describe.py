@@ -366,7 +366,7 @@ def learning(found: Learning) -> list[str]:
     lines = [f"learning rate {found.learning_rate:.2g}, from {len(found.attempts)} trainings of {found.steps:,} steps"]
     for rate, losses in found.losses().items():
         each = ", ".join("diverged" if math.isinf(loss) else f"{loss:.4f}" for loss in losses)
-        default = " (the default)" if rate == found.config.learning_rate else ""
+        default = " (the default)" if rate == found.default else ""
         lines.append(f"  {rate:.2g}{default}: held-out loss {each} after {longest} steps")
     tried = sorted({attempt.learning_rate for attempt in found.attempts} - set(found.losses()))
     behind = ", ".join(f"{rate:.2g}" for rate in tried)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import islice
 
 from autotune.catalog import resolve_device
+from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.collectives import rank_step_time, traffic
@@ -66,7 +67,7 @@ def formula_speed(
 ) -> float:
     """Useful tokens/s by formula, on the reference card or where `transfer` leads; 0 for what it does not know."""
     time = estimate_step_time(task.model, task.workload.at_mean(config), host)
-    if time is None:
+    if time is None or task.workload.objective is not Objective.SFT:
         return 0.0
     if transfer is not None:
         time = time.on(transfer)

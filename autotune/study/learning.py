@@ -13,7 +13,6 @@ from itertools import groupby
 from autotune.core.train_config import TrainConfig
 
 STEP = 2.0  # from one rate to the next
-AROUND = {"lora": 2e-4, "full": 1e-5}  # the defaults, which are among the rates
 BELOW, ABOVE = 3, 5  # rates on either side: what diverges shows where the slope is, what learns little costs as much
 ROUNDS = ((9, 1), (4, 2), (2, 4))  # how many rates, and how many times the steps of the first round
 FEW = ((5, 1), (2, 3))  # with every second rate, where the budget is small
@@ -55,14 +54,15 @@ class Compared:
 class Learning:
     """The rates that were tried for a configuration, in the order of the trainings.
 
-    `run_steps` are the optimizer steps of the full run, `held_out` the examples that were evaluated. `others` are
-    configurations that were compared with it at the chosen rate.
+    `run_steps` are the optimizer steps of the full run, `held_out` the examples that were evaluated. `default` is the
+    rate that others use. `others` are configurations that were compared with it at the chosen rate.
     """
 
     config: TrainConfig
     attempts: tuple[Attempt, ...]
     run_steps: int
     held_out: int
+    default: float
     others: tuple[Compared, ...] = ()
 
     @property
@@ -131,10 +131,9 @@ def _loss(attempt: Attempt) -> float:
     return math.inf if attempt.loss is None else attempt.loss
 
 
-def rates(config: TrainConfig) -> list[float]:
+def rates(default: float) -> list[float]:
     """The rates to try, the lowest first; the default is among them."""
-    around = AROUND[config.method]
-    return [around * STEP**power for power in range(-BELOW, ABOVE + 1)]
+    return [default * STEP**power for power in range(-BELOW, ABOVE + 1)]
 
 
 def rounds_of(budget_steps: int) -> list[tuple[int, int]] | None:
@@ -163,15 +162,15 @@ def _trainings(rounds: Sequence[tuple[int, int]], place: int) -> int:
 
 
 def search(
-    config: TrainConfig,
+    default: float,
     rounds: Sequence[tuple[int, int]],
     train: Callable[[float, int, int], Attempt],
 ) -> tuple[Attempt, ...]:
-    """Successive halving over the rates: `train` takes a rate, steps and a seed.
+    """Successive halving over the rates around a default: `train` takes a rate, steps and a seed.
 
     Where the first round is won by a rate at an end, it goes on beyond that end until one is worse.
     """
-    candidates = rates(config)[:: 1 if rounds[0][0] == len(rates(config)) else 2]
+    candidates = rates(default)[:: 1 if rounds[0][0] == len(rates(default)) else 2]
     steps = rounds[0][1]
     attempts = [train(rate, steps, 0) for rate in candidates]
     factor = candidates[1] / candidates[0]
@@ -184,7 +183,7 @@ def search(
         is_last = place + 1 == len(rounds)
         candidates = _best(attempts, rounds[place - 1][1], number)
         for seed in range(SEEDS if is_last else 1):
-            for rate in sorted({*candidates, AROUND[config.method]}) if is_last else candidates:
+            for rate in sorted({*candidates, default}) if is_last else candidates:
                 attempts.append(train(rate, steps, seed))
     return tuple(attempts)
 

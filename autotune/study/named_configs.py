@@ -151,6 +151,7 @@ def probe_configs(
                 weights=task.model.weights,
                 device=prober.device,
                 trainer=task.trainer,
+                objective=task.workload.objective,
                 micro_steps=task.workload.run_shape(config).confirmation_micro_steps,
                 min_timed_s=2.0,
                 memory_gib=memory_gib,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from autotune.core.errors import UsageError
 from autotune.core.nvml import visible
+from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import World
 from autotune.core.units import parse_duration
@@ -152,7 +153,7 @@ def _check_combination(spec: StudySpec, target: Target) -> None:
         raise UsageError(
             "--gpus takes all GPUs for one training at a time", remedy="leave out --workers, --ray and --quality"
         )
-    if spec.quality and spec.trainer != "transformers":
+    if spec.quality and (spec.trained_by, spec.objective) != ("transformers", Objective.SFT):
         raise UsageError("--quality trains with transformers' Trainer", remedy="leave --quality out, or --trainer trl")
 
 

@@ -19,6 +19,7 @@ from zlib import crc32
 from autotune.catalog import DeviceSpec
 from autotune.core.errors import Cancelled, EnvironmentProblem, TooManyFailures, UsageError
 from autotune.core.nvml import visible
+from autotune.core.objective import Objective
 from autotune.core.probe_types import Fingerprint, ModelShape
 from autotune.core.process import StopToken
 from autotune.core.train_config import TrainConfig
@@ -130,7 +131,9 @@ class Session:
         self, task: Task, terms: ProbeTerms, *, study: str, shape: ModelShape | None, shallow_only: bool = False
     ) -> Evaluator:
         """An evaluator of configurations for a task; its probes are stored under the name `study`."""
-        by_formula = task.device.kind != "cpu" and task.trainer == "transformers"  # what the formula was measured with
+        # What the formula was measured with.
+        measured = task.trainer == "transformers" and task.workload.objective is Objective.SFT
+        by_formula = task.device.kind != "cpu" and measured
         return Evaluator(
             self.prober,
             self.store,

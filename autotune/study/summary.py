@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price
+from autotune.core.learning_rate import default_learning_rate
 from autotune.core.probe_types import Evidence, Fingerprint, Measurement, OomDetail, Outcome, ProbeResult, Rung
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
@@ -63,8 +64,13 @@ class Recipe:
 
     @property
     def learning_rate(self) -> float:
-        """The rate that was learned for the winner, else the default of its method."""
-        return self.learning.learning_rate if self.learning else self.config.learning_rate
+        """The rate that was learned for the winner, else the usual one."""
+        return self.learning.learning_rate if self.learning else self.default_learning_rate
+
+    @property
+    def default_learning_rate(self) -> float:
+        """The rate that others use for such a training."""
+        return default_learning_rate(self.config.method, self.workload.objective, self.model.params)
 
     @property
     def config(self) -> TrainConfig:

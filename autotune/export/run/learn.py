@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from autotune.core.errors import AutotuneError, Cancelled, UsageError
+from autotune.core.objective import Objective
 from autotune.core.process import module_command
 from autotune.export import script
 from autotune.export.header import warmup_steps_of
@@ -70,7 +71,11 @@ def learn(
         with learner(recipe.winner, "learning") as opened:
             attempts = _search(recipe, rounds, opened, say)
         found = Learning(
-            config=recipe.config, attempts=attempts, run_steps=recipe.winner.cost.num_steps, held_out=held_out
+            config=recipe.config,
+            attempts=attempts,
+            run_steps=recipe.winner.cost.num_steps,
+            held_out=held_out,
+            default=recipe.default_learning_rate,
         )
         compared = []
         for candidate in [cell for cell in recipe.cells if cell.config != recipe.config][:others]:
@@ -86,8 +91,11 @@ def _rounds(recipe: Recipe, dataset: Path, share: float) -> list[tuple[int, int]
     """The rounds of the search. Raises UsageError where there can be none."""
     if reason := impossible(recipe.model, recipe.workload, str(dataset)):
         raise UsageError(f"nothing can be learned: {reason}", remedy="run the study with --model DIR --dataset FILE")
-    if recipe.config.num_gpus > 1 or recipe.trainer != "transformers":
-        raise UsageError("rates are learned on one GPU, by train.py", remedy="tune for one GPU with transformers first")
+    if recipe.config.num_gpus > 1 or recipe.trainer != "transformers" or recipe.workload.objective is not Objective.SFT:
+        raise UsageError(
+            "rates are learned on one GPU, by train.py, for the next token",
+            remedy="tune for one GPU with transformers first",
+        )
     run_steps = recipe.winner.cost.num_steps
     rounds = learning.rounds_of(int(share * run_steps))
     if rounds is None:
@@ -115,7 +123,7 @@ def _search(
         say(f"learning rate {rate:.2g}: {outcome}")
         return attempt
 
-    attempts = learning.search(recipe.config, rounds, train)
+    attempts = learning.search(recipe.default_learning_rate, rounds, train)
     if all(attempt.loss is None for attempt in attempts):
         raise AutotuneError("every training diverged", remedy="read logs/learning.log, and look at the examples")
     return attempts

@@ -21,6 +21,7 @@ from autotune.probe.worker_process import child_environment
 ERROR = re.compile(r"(?m)^(?:[\w.]*(?:Error|Exception|Exit)\b|[\w.]+: error: ).*")
 OF_LAUNCHER = "torch.distributed.elastic"  # torchrun says last that a process of it failed, and not why
 START_S = 900.0  # seconds for imports, weights and the first step
+ENDING_S = 10.0  # seconds in which a killed process ends
 SLOWER = 10.0  # a run hangs if it takes this many times the measured seconds
 
 
@@ -122,15 +123,29 @@ def run_exported(
                 while_running()
                 time.sleep(0.1)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _end(process)
     if process.returncode == 0:
         return _last_object(stdout)
     took = time.monotonic() - started
     if took >= limit_s:
         return f"not done after {took:.0f} s"
     return last_error(log) or f"exit code {process.returncode}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process with all that it started: torchrun gives each rank a session of its own."""
+    import psutil
+
+    started: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        started = psutil.Process(process.pid).children(recursive=True)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for one in started:
+        with suppress(psutil.Error):
+            one.kill()
+    process.wait()
+    psutil.wait_procs(started, ENDING_S)  # they hold memory of the device until then
 
 
 def last_error(log: Path, begins: int = 0) -> str:

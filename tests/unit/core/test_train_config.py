@@ -119,11 +119,12 @@ def test_a_label_names_padding_only_where_it_was_chosen():
 
 def test_derived_values():
     config = TrainConfig(micro_batch_size=4, seq_len=512, lora_rank=32, checkpointing="every_3")
-    assert (config.tokens, config.lora_alpha, config.checkpoint_every) == (2048, 64, 3)
+    assert (config.tokens, config.lora_alpha, config.checkpoint_every) == (2048, 32, 3)
     assert TrainConfig(method="full").lora_alpha is None
     assert (
         TrainConfig(rslora=True, lora_rank=16).lora_alpha / 16**0.5 == TrainConfig(lora_rank=16).lora_alpha / 16
     )  # the same scale
+    assert TrainConfig(lora_rank=256).lora_alpha == 32
 
 
 @pytest.mark.parametrize(

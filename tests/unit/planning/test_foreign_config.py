@@ -630,11 +630,20 @@ def test_steps_take_the_place_of_epochs_from_one_on(max_steps, epochs, steps, re
 
 @pytest.mark.parametrize(
     ("lines", "noted"),
-    [("16", True), ("4", False), ("3.9", True), ("64", False), ("64.1", True), ("64.1\nuse_rslora: true", False)],
+    [
+        ("16", False),
+        ("32", False),
+        ("33", True),
+        ("4", False),
+        ("3.9", True),
+        ("64", False),
+        ("64.1", True),
+        ("64.1\nuse_rslora: true", False),
+    ],
 )
 def test_an_alpha_from_a_quarter_of_the_rank_to_four_times_is_usual(lines, noted, read):
-    """Of rank 16, in LLaMA-Factory's file without notes; the first has rank 256."""
-    rank = 256 if lines == "16" else 16
+    """Of rank 16, in LLaMA-Factory's file without notes; the first three are of rank 256."""
+    rank = 256 if lines in ("16", "32", "33") else 16
     run = read(f"{FACTORY}bf16: true\nlora_rank: {rank}\nlora_alpha: {lines}\n")
     assert bool(run.notes) is noted
     assert read(f"{FACTORY}bf16: true\nlora_rank: 1\nlora_alpha: 0.5\n").notes == ()

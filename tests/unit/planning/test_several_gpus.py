@@ -149,7 +149,7 @@ def test_as_data() -> None:
     assert last["interval_tokens_per_s"] == pytest.approx(
         [2 * end for end in last["of_one_gpu"]["interval_tokens_per_s"]]
     )
-    assert last["step"]["exposed_s"] > 0 and last["of_one_gpu"]["memory_gib"]["nccl"] == 0.75
+    assert last["step"]["exposed_s"] > 0 and last["of_one_gpu"]["memory_gib"]["nccl"] == 0.76
     assert last["hours"] == last["of_one_gpu"]["cost"]["full_run_hours"] and last["problem"] is None
     refused = gpu_plan_data(planned((2,), space="qlora"))["rows"][1]
     assert refused["precision"] is refused["of_one_gpu"] is refused["accumulation"] is None and refused["problem"]

@@ -279,7 +279,8 @@ def test_the_help_shows_the_default_that_holds():
 
 def test_the_defaults_of_a_study():
     spec = StudySpec(model="m")
-    assert (spec.trainer, spec.epochs, spec.eval_share, spec.report_to, spec.budget) == (
+    assert spec.trainer is None
+    assert (spec.trained_by, spec.epochs, spec.eval_share, spec.report_to, spec.budget) == (
         "transformers",
         1,
         0.0,

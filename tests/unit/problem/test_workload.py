@@ -254,6 +254,7 @@ def test_the_defaults_of_a_workload() -> None:
     facts = replace(plain, eval_share=0.25, loss_on="all").facts()
     assert {name: value for name, value in facts.items() if name != "tokens_per_example"} == {
         "examples": 10_000,
+        "objective": "sft",
         "examples_assumed": True,
         "epochs": 1,
         "global_batch": 32,
