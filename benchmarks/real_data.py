@@ -105,7 +105,8 @@ def pass_over(folder: Path, lengths: Path, study: dict[str, Any]) -> dict[str, A
     # The projected time covers training only. Steps that compile count as start-up, and are as long as others besides.
     took = done["seconds_per_step"] * done["steps"]
     config = TrainConfig(**winner["config"])
-    workload = Workload(examples=NUM_EXAMPLES, lengths=Lengths.of(long_tailed_lengths(), "counted"))
+    counted = Lengths.of(long_tailed_lengths(), "counted")
+    workload = Workload(examples=NUM_EXAMPLES, lengths=counted, dealt=True)
     shape = workload.run_shape(config)
     return {
         "config": config.label(),

@@ -1,24 +1,30 @@
 """Compare how long GPUs wait for the one with the longest rows, by formula, with trainings that are simulated.
 
-Lengths are of three distributions. A simulated step deals out micro batches of examples as trainers do: drawn apart, or
-in the order of transformers' own sampler by length. A share is the time of a step over that of GPUs that never wait,
-minus 1, where time is proportional to padded tokens; an error is the formula's share minus the simulated one.
+Lengths are of three distributions. A simulated step has micro batches of examples as trainers make them: drawn apart,
+or in the order of transformers' own sampler by length; or the same examples as train.py deals them out. A share is the
+time of a step over that of GPUs that never wait, minus 1, where time is proportional to padded tokens; an error is the
+formula's share minus the simulated one. `of_drawn` is the time of a step that is dealt out over that of the same
+examples in the order in which they were drawn.
 """
 
 import argparse
 import itertools
 import random
+import statistics
 from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common import largest, save, table
 
 from autotune.core.train_config import TrainConfig
+from autotune.probe.runtime.dealing import by_length
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.workload import Workload
 
-EXAMPLES, GLOBAL_BATCH, STEPS, SEEDS = 4000, 64, 1500, 5
+EXAMPLES, GLOBAL_BATCH, STEPS, SEEDS = 4000, 64, 3000, 5
 GROUPED = ((1000, 64), (3000, 128), (10_000, 64))  # examples, global batch
 
 
@@ -35,36 +41,42 @@ def main() -> None:
     rows = []
     for name, draw in kinds.items():
         lengths = [draw() for _ in range(EXAMPLES)]
-        for size, number, sharding, padding in itertools.product(
-            (1, 4), (2, 4, 8), ("fsdp2", "ddp"), ("longest", "bucket")
-        ):
+        shared = [(1, "none"), *itertools.product((2, 4, 8), ("fsdp2", "ddp"))]
+        for size, (number, sharding), padding in itertools.product((1, 4), shared, ("longest", "bucket")):
             knobs = {"micro_batch_size": size, "num_gpus": number, "sharding": sharding, "padding": padding}
-            rows.append(_drawn(name, lengths, TrainConfig(**knobs, seq_len=2048), generator))
+            rows += _drawn(name, lengths, TrainConfig(**knobs, seq_len=2048), generator)
     for (examples, batch), size in itertools.product(GROUPED, (4, 8)):
         lengths = [int(min(4096, max(8, generator.lognormvariate(6.0, 0.8)))) for _ in range(examples)]
         rows.append(_grouped(lengths, batch, size))
     summary = summarize(rows)
     save("waiting", None, summary, rows, args.out)
     print(summary)
-    table(rows, ["lengths", "config", "accumulation", "simulated", "formula", "error"])
+    table(rows, ["lengths", "config", "dealt", "accumulation", "simulated", "formula", "error", "of_drawn"])
 
 
-def _drawn(name: str, lengths: list[int], config: TrainConfig, generator: random.Random) -> dict[str, Any]:
-    """A row of micro batches that are drawn apart."""
-    workload = Workload(examples=len(lengths), lengths=Lengths.of(lengths, "counted"), global_batch=GLOBAL_BATCH)
-    accumulation, ends = workload.run_shape(config).accumulation, workload.padded_lengths(config)
-
-    def padded() -> int:
-        longest = max(generator.choices(lengths, k=config.micro_batch_size))
-        return ends[bisect_left(ends, longest)] if ends else longest
-
-    taken = alone = 0.0
-    for _ in range(STEPS):
-        ranks = [[padded() for _ in range(accumulation)] for _ in range(config.num_gpus)]
-        alone += sum(map(sum, ranks)) / config.num_gpus
-        # Shards are gathered in each micro batch; DDP waits once a step.
-        taken += max(map(sum, ranks)) if config.sharding == "ddp" else sum(map(max, zip(*ranks, strict=True)))
-    return _row(name, config, accumulation, taken / alone - 1, workload)
+def _drawn(name: str, lengths: list[int], config: TrainConfig, generator: random.Random) -> Iterator[dict[str, Any]]:
+    """A row of micro batches that are drawn apart, for several GPUs; and one of the same examples, dealt out."""
+    drawn = Workload(examples=len(lengths), lengths=Lengths.of(lengths, "counted"), global_batch=GLOBAL_BATCH)
+    size, ranks = config.micro_batch_size, config.num_gpus
+    steps = [generator.choices(lengths, k=GLOBAL_BATCH) for _ in range(STEPS)]
+    taken_s = {}
+    for workload in (drawn, replace(drawn, dealt=True)):
+        ends = workload.padded_lengths(config)
+        taken = alone = 0.0
+        for step in steps:
+            rows = [step[place] for place in by_length(step, size, ranks)] if workload.dealt else step
+            padded = [max(rows[at : at + size]) for at in range(0, GLOBAL_BATCH, size)]
+            padded = [ends[bisect_left(ends, longest)] if ends else longest for longest in padded]
+            alone += sum(padded) / ranks
+            # Shards are gathered in each micro batch; DDP waits once a step.
+            each = [padded[rank::ranks] for rank in range(ranks)]
+            taken += sum(map(max, zip(*each, strict=True))) if config.sharding == "fsdp2" else max(map(sum, each))
+        taken_s[workload.dealt] = taken
+        row = _row(name, config, workload.run_shape(config).accumulation, taken / alone - 1, workload)
+        if workload.dealt:
+            yield row | {"of_drawn": taken_s[True] / taken_s[False]}
+        elif ranks > 1:
+            yield row
 
 
 def _grouped(lengths: list[int], batch: int, size: int) -> dict[str, Any]:
@@ -92,7 +104,10 @@ def _row(name: str, config: TrainConfig, accumulation: int, simulated: float, wo
     return {
         "lengths": name,
         "config": config.label(),
+        "gpus": config.num_gpus,
+        "micro_batch_size": config.micro_batch_size,
         "grouped": config.group_by_length,
+        "dealt": workload.dealt,
         "accumulation": accumulation,
         "simulated": simulated,
         "formula": share,
@@ -101,13 +116,23 @@ def _row(name: str, config: TrainConfig, accumulation: int, simulated: float, wo
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    drawn, grouped = ([row for row in rows if row["grouped"] is kind] for kind in (False, True))
+    grouped = [row for row in rows if row["grouped"]]
+    drawn, dealt = ([row for row in rows if not row["grouped"] and row["dealt"] is kind] for kind in (False, True))
+    several = [row for row in dealt if row["gpus"] > 1]
+    alone = [row for row in dealt if row["gpus"] == 1 and row["micro_batch_size"] > 1]
     return {
         "drawn": len(drawn),
         "grouped": len(grouped),
+        "dealt": len(several),
         "error_max": largest(drawn, "error"),
         "grouped_error_max": largest(grouped, "error"),
+        "dealt_error_max": largest(several, "error"),
         "largest_share": largest(drawn, "simulated"),
+        "of_drawn_median": statistics.median(row["of_drawn"] for row in several),
+        "of_drawn_least": min(row["of_drawn"] for row in several),
+        "of_drawn_most": max(row["of_drawn"] for row in several),
+        "alone_of_drawn_least": min(row["of_drawn"] for row in alone),
+        "alone_of_drawn_most": max(row["of_drawn"] for row in alone),
     }
 
 

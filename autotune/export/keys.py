@@ -89,6 +89,7 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "lora_alpha": alpha,
         "lora_alpha_of_rank": None if scale is None else scale * rank,  # for torchtune, which divides by the rank
         "accumulation": recipe.accumulation,
+        "dealt": recipe.workload.deals(config),
         "shares_out": config.num_gpus > 1,
         "learning_rate": recipe.learning_rate,
         "warmup_steps": warmup_steps(recipe),

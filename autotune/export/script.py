@@ -101,6 +101,7 @@ def settings(recipe: Recipe) -> RunSettings:
         padding=config.padding,
         padded_lengths=_padded_lengths(recipe),
         group_by_length=config.group_by_length,
+        dealt=recipe.workload.deals(config),
         optimizer=config.optimizer,
         optimizer_in_backward=config.optimizer_in_backward,
         loss=config.loss,

@@ -183,7 +183,8 @@ def _task(spec: StudySpec, device: DeviceSpec, run: ForeignConfig, say: Say) -> 
 
 
 def _workload(workload: Workload, spec: StudySpec, run: ForeignConfig) -> Workload:
-    """The examples as the user gave them; else as many as the file says."""
+    """The examples as the user gave them; else as many as the file says. Other tools do not deal out their rows."""
+    workload = replace(workload, dealt=False)
     if workload.lengths.source == "assumed":
         tokens = min(DEFAULT_TOKENS, run.config.seq_len)
         workload = replace(workload, lengths=Lengths.constant(tokens, "assumed"))
@@ -236,7 +237,8 @@ def _faster(task: Task, spec: StudySpec, context: CheckContext, run: ForeignConf
         space = space if value is None else space.pin(knob, value)
     batch = max(1, round(workload.run_shape(config, accumulation=run.accumulation).examples_per_step))
     space, _ = space.narrow("micro_batch_size", lambda size: batch % size == 0, "it does not divide the global batch")
-    study = replace(task, model=context.model, space=space, workload=replace(workload, global_batch=batch))
+    ours = replace(workload, global_batch=batch, dealt=task.workload.dealt)
+    study = replace(task, model=context.model, space=space, workload=ours)
     best = plan_task(study, context.limit_gib, context.observations).best
     times = (best.tokens_per_s or 0.0) / tokens_per_s if best else 0.0
     if best is None or times < MIN_SPEEDUP:

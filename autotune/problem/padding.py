@@ -1,6 +1,7 @@
 """The lengths to which the rows of micro batches are padded: the distribution of the longest row of each.
 
-Micro batches are drawn at random, or grouped by length as transformers' sampler does.
+Micro batches are drawn at random; or examples are sorted by length before they are divided into micro batches: those of
+a step, as the exported script deals them out, or those of many steps, as transformers' sampler groups them.
 """
 
 import itertools
@@ -8,9 +9,10 @@ import math
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from autotune.probe.runtime.dealing import deal
 from autotune.problem.length_distribution import Lengths
 
 MAX_BUCKETS = 4  # each is compiled by itself
@@ -18,6 +20,7 @@ WORTH_A_BUCKET = 0.01  # the relative gain in padded tokens from which on a furt
 BINS = 64  # parts of the distribution, of which buckets are made
 MAX_STAND_INS = 5
 NO_SHARE = 1e-9  # of what is left by rounding errors
+SIGMAS = 7  # of a binomial distribution, beyond which nothing is left but rounding errors
 MOST_DRAWS = 300_000  # about 0.15 s
 MEGABATCHES, MAX_STEPS = 4, 50  # transformers sorts a quarter of the examples at a time, and at most those of 50 steps
 
@@ -55,28 +58,41 @@ class Draw:
 @lru_cache(maxsize=1024)
 def batch_maxima(draw: Draw) -> Maxima:
     """The distribution of the longest example of a micro batch."""
-    shares: dict[int, float] = {}
-    lengths, size = draw.lengths, draw.size
-    if draw.sorted_together > size:
-        places = _sorted_maxima(draw)
-        for tokens in places:
-            shares[tokens] = shares.get(tokens, 0.0) + 1 / len(places)
-    else:
-        seen, before = 0, 0.0
-        for length, number in lengths.counts:
-            seen += number
-            share, tokens = (seen / lengths.number) ** size, min(length, draw.seq_len)
-            shares[tokens] = shares.get(tokens, 0.0) + share - before
-            before = share
-    return tuple(Longest(tokens=tokens, up_to=tokens, share=share) for tokens, share in sorted(shares.items()) if share)
+    lengths = draw.lengths
+    is_longest = _shares_of_sorted(draw) if draw.sorted_together > draw.size else lambda share: share**draw.size
+    shares = dict[int, float]()
+    seen, before = 0, 0.0
+    for length, number in lengths.counts:
+        seen += number
+        share, tokens = is_longest(seen / lengths.number), min(length, draw.seq_len)
+        shares[tokens] = shares.get(tokens, 0.0) + share - before
+        before = share
+    return tuple(
+        Longest(tokens=tokens, up_to=tokens, share=share) for tokens, share in sorted(shares.items()) if share > 0
+    )
 
 
-def _sorted_maxima(draw: Draw) -> list[int]:
-    """The longest example of each micro batch of those that are sorted together, the shortest first."""
-    size, number = draw.size, draw.sorted_together // draw.size
-    # The longest of a micro batch has this many shorter ones below it, and half of itself.
-    places = (((place + 1) * size - 0.5) / (number * size) for place in range(number))
-    return [min(draw.lengths.quantile(place), draw.seq_len) for place in places]
+def _shares_of_sorted(draw: Draw) -> Callable[[float], float]:
+    """A function from the share of the examples up to some length to that of the micro batches without a longer one.
+
+    Of examples that are sorted the longer ones, a binomial number of them, fill as few micro batches as can be.
+    """
+    number = draw.sorted_together // draw.size * draw.size
+    log_ways = [
+        math.lgamma(number + 1) - math.lgamma(many + 1) - math.lgamma(number - many + 1) for many in range(number + 1)
+    ]
+
+    def without_longer(share: float) -> float:
+        if share in (0.0, 1.0):
+            return share
+        mean, spread = number * (1 - share), math.sqrt(number * share * (1 - share))
+        likely = range(max(0, int(mean - SIGMAS * spread)), min(number, math.ceil(mean + SIGMAS * spread)) + 1)
+        log_longer, log_not = math.log1p(-share), math.log(share)
+        odds = [math.exp(log_ways[many] + many * log_longer + (number - many) * log_not) for many in likely]
+        filled = sum(odd * -(-many // draw.size) for odd, many in zip(odds, likely, strict=True)) / sum(odds)
+        return max(0.0, 1 - filled * draw.size / number)
+
+    return without_longer
 
 
 def sorted_together(examples: int, step_examples: int) -> int:
@@ -93,46 +109,53 @@ def new_length_share(draw: Draw, number: int) -> float:
 @lru_cache(maxsize=1024)
 def padded_tokens(draw: Draw, *, bucketed: bool) -> float:
     """Tokens to which a row is padded on average: the longest of its micro batch, or the next of `buckets`."""
-    maxima = batch_maxima(draw)
-    if not bucketed:
-        return sum(one.tokens * one.share for one in maxima)
-    return sum(length * share for length, share in bucket_shares(draw).items())
+    return _mean(draw, buckets(draw) if bucketed else ())
+
+
+def _mean(draw: Draw, ends: tuple[int, ...]) -> float:
+    """The mean length of rows that are padded to the next of `ends`, where there are any."""
+    return sum(_padded(one.up_to, ends) * one.share for one in batch_maxima(draw))
+
+
+def _padded(tokens: int, ends: tuple[int, ...]) -> int:
+    return ends[bisect_left(ends, tokens)] if ends else tokens
 
 
 @lru_cache(maxsize=1024)
 def waiting(draw: Draw, ranks: int, each: int, *, bucketed: bool) -> float:
     """By which share the longest of the ranks' sums of tokens is longer than their mean.
 
-    A rank pads `each` micro batches, drawn apart. Of sums that is the mean of so many draws that it is off by less than
-    0.01 for lengths that scatter as those of chats do.
+    A rank pads `each` micro batches: drawn apart, or dealt out where examples are sorted. Of sums that is the mean of
+    so many draws that it is off by less than 0.01 for lengths that scatter as those of chats do.
     """
-    if draw.sorted_together > draw.size:
-        return _waiting_of_sorted(draw, ranks, bucketed=bucketed)
-    by_length = ((one.tokens, one.share) for one in batch_maxima(draw))
-    padded: dict[float, float] = dict(bucket_shares(draw).items() if bucketed else by_length)
-    ends = sorted(padded)
-    until = list(itertools.accumulate(padded[tokens] for tokens in ends))
-    mean = sum(tokens * share for tokens, share in padded.items())
-    if each == 1:
-        before = [0.0, *until]
-        most = sum(tokens * (until[at] ** ranks - before[at] ** ranks) for at, tokens in enumerate(ends))
-        return most / mean - 1
-    generator, num_steps = random.Random(0), max(MOST_DRAWS // (ranks * each), 500)  # noqa: S311 (no secret)
-
-    def step() -> float:
-        return max(sum(generator.choices(ends, cum_weights=until, k=each)) for _ in range(ranks))
-
-    return sum(step() for _ in range(num_steps)) / num_steps / (each * mean) - 1
+    ends = buckets(draw) if bucketed else ()
+    if each == 1:  # those of all ranks together are as one large micro batch
+        return _mean(replace(draw, size=ranks * draw.size), ends) / _mean(draw, ends) - 1
+    is_sorted = draw.sorted_together > draw.size
+    sums = (_dealt if is_sorted else _drawn)(draw, ranks, each, ends)
+    draws = ranks * each * (draw.size if is_sorted else 1)
+    steps = list(itertools.islice(sums, max(MOST_DRAWS // draws, 500)))
+    return sum(map(max, steps)) * ranks / sum(map(sum, steps)) - 1
 
 
-def _waiting_of_sorted(draw: Draw, ranks: int, *, bucketed: bool) -> float:
-    """The same of sorted micro batches, which are dealt out in their order: one rank has the longest of each round."""
-    dealt = _sorted_maxima(draw)
-    if bucketed:
-        ends = buckets(draw)
-        dealt = [ends[bisect_left(ends, tokens)] for tokens in dealt]
-    rounds = [dealt[place : place + ranks] for place in range(0, len(dealt), ranks)]
-    return sum(len(one) * max(one) for one in rounds) / sum(dealt) - 1
+def _drawn(draw: Draw, ranks: int, each: int, ends: tuple[int, ...]) -> Iterator[list[int]]:
+    """For one simulated step after the other, the tokens of each rank whose micro batches are drawn apart."""
+    generator, maxima = random.Random(0), batch_maxima(draw)  # noqa: S311 (no secret)
+    lengths = [_padded(one.up_to, ends) for one in maxima]
+    until = list(itertools.accumulate(one.share for one in maxima))
+    while True:
+        yield [sum(generator.choices(lengths, cum_weights=until, k=each)) for _ in range(ranks)]
+
+
+def _dealt(draw: Draw, ranks: int, each: int, ends: tuple[int, ...]) -> Iterator[list[int]]:
+    """The same where the rows of the step are drawn, sorted and dealt out."""
+    generator, lengths = random.Random(0), [min(tokens, draw.seq_len) for tokens, _ in draw.lengths.counts]  # noqa: S311
+    until = list(itertools.accumulate(number for _, number in draw.lengths.counts))
+    while True:
+        rows = sorted(generator.choices(lengths, cum_weights=until, k=ranks * each * draw.size), reverse=True)
+        longest = rows[:: draw.size]
+        padded = [_padded(longest[place], ends) for place in deal(longest, ranks)]
+        yield [sum(padded[rank::ranks]) for rank in range(ranks)]
 
 
 @lru_cache(maxsize=1024)

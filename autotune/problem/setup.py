@@ -236,6 +236,7 @@ def _workload(spec: StudySpec, lengths: Lengths, global_batch: int) -> Workload:
         loss_on=spec.loss_on,
         form=form_of(Path(expanduser(spec.dataset)), spec.split, objective) if spec.dataset else "unknown",
         objective=objective,
+        dealt=spec.trained_by == "transformers",
     )
 
 

@@ -97,7 +97,8 @@ class Workload:
     Of the examples, `eval_share` is held out: evaluated, and not trained on. `loss_on` says which tokens are trained
     on: completion, assistant or all; None goes by each row of the dataset, whose first has
     `form` (`dataset.form_of`). The global batch is the user's and the
-    same for every candidate, as nearly as whole rows of packed examples allow. Raises ValueError for a number below 1.
+    same for every candidate, as nearly as whole rows of packed examples allow. `dealt` is whether the trainer deals the
+    padded rows of each step out by length, as train.py does. Raises ValueError for a number below 1.
     """
 
     examples: int = 10_000
@@ -109,6 +110,7 @@ class Workload:
     loss_on: str | None = None
     form: str = "unknown"
     objective: Objective = Objective.SFT
+    dealt: bool = False
 
     def __post_init__(self) -> None:
         for name in ("examples", "epochs", "global_batch"):
@@ -204,7 +206,9 @@ class Workload:
         number = parallelism.num_gpus
         if number == 1 or config.padding == "max_length":
             return 0.0
-        each = 1 if parallelism.shards else self.run_shape(config, world_size=number).accumulation
+        # Rows that are grouped by length are not dealt out: one rank has the longest of each micro batch.
+        each_waits = parallelism.shards or config.group_by_length
+        each = 1 if each_waits else self.run_shape(config, world_size=number).accumulation
         return waiting(self._draw(config), number, each, bucketed=config.padding == "bucket")
 
     def longest_row(self, config: TrainConfig) -> int:
@@ -235,8 +239,16 @@ class Workload:
         shape = self.run_shape(config)
         return new_length_share(self._draw(config), micro_batches or shape.num_steps * shape.accumulation)
 
+    def deals(self, config: TrainConfig) -> bool:
+        """Whether the rows of a step are dealt out by length: where that changes anything.
+
+        Masked rows are those of the usual trainers, and others are grouped by length if that was asked for.
+        """
+        differ = len(self.lengths.counts) > 1 and config.padding in ("longest", "bucket")
+        return self.dealt and differ and not config.group_by_length and self.global_batch > config.micro_batch_size
+
     def _draw(self, config: TrainConfig) -> Draw:
-        size, grouped = config.micro_batch_size, 0
+        size, grouped = config.micro_batch_size, self.global_batch if self.deals(config) else 0
         if config.group_by_length:
             grouped = sorted_together(self.trained, size * max(1, self.global_batch // size))
         return Draw(lengths=self.lengths, seq_len=config.seq_len, size=size, sorted_together=grouped)

@@ -15,19 +15,21 @@ import psutil
 import pytest
 
 from autotune import tune
-from autotune.catalog import resolve_device
+from autotune.catalog import resolve_device, resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.export.formats import export_all
 from autotune.prediction.collectives import added_s, traffic
+from autotune.problem.length_distribution import Lengths
 from autotune.problem.performance import step_time_s
 from autotune.problem.target import find_target
+from autotune.problem.workload import Workload
 from autotune.study import preparation
 from tests.helpers.tokenizers import byte_level
 from tests.system.test_end_to_end import autotune, command, environment
-from tests.unit.export.test_script import demo, write
+from tests.unit.export.test_script import demo, recipe, write
 
 pytestmark = pytest.mark.probe
 
@@ -154,11 +156,11 @@ os._exit(0)  # a thread of gloo that outlives its group aborts the process at ti
 """
 
 
-def shared_out(folder: Path, is_larger_than_gpu: bool, *arguments: str) -> dict[str, Any]:
+def shared_out(folder: Path, is_larger_than_gpu: bool, *arguments: str, processes: int = 2) -> dict[str, Any]:
     """What train.py prints that two processes run, each with a shard of the model."""
     settings = json.loads((folder / "train_config.json").read_text())
     (folder / "train_config.json").write_text(json.dumps(settings | {"is_larger_than_gpu": is_larger_than_gpu}))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "ACCELERATE_TORCH_DEVICE": "cpu"}
     ended = subprocess.run(
         [*torchrun, str(folder / "on_processors.py"), "--max-steps", "3", *arguments],
@@ -181,7 +183,7 @@ def weights_and_examples(folder: Path) -> tuple[Any, tuple[str, ...]]:
     base = AutoModelForCausalLM.from_config(config_of(resolve_model("demo-3m").config))
     base.save_pretrained(folder / "weights")
     byte_level().save_pretrained(folder / "weights")
-    rows = [json.dumps({"text": f"{number} plus {number} is {2 * number}"}) for number in range(60)]
+    rows = [json.dumps({"text": f"{number} plus {number} " * (1 + number % 7)}) for number in range(60)]
     (folder / "data.jsonl").write_text("\n".join(rows))
     return base, ("--model", str(folder / "weights"), "--dataset", str(folder / "data.jsonl"), "--held-out", "8", "400")
 
@@ -234,6 +236,52 @@ def test_a_model_larger_than_a_gpu_is_trained_as_shards(tmp_path: Path) -> None:
     assert any(not parameter.equal(before[name]) for name, parameter in first.items())
     alone = shared_out(tmp_path / "out", True, "--random-weights", "--output-dir", "")
     assert alone["steps"] == 3 and alone["seconds_per_step"] > 0
+
+
+# Each rank writes the rows of its micro batches of two as the Trainer takes them.
+RECORDING = """\
+import json, os, pathlib, sys
+
+folder = pathlib.Path(__file__).parent
+sys.path.insert(0, str(folder))
+from runtime import rows
+
+collate = rows.collate
+
+
+def recording(batch, *given, **named):
+    if len(batch) == 2:  # not one that is held out
+        with open(folder / f"rank{os.environ['RANK']}", "a") as file:
+            file.write(json.dumps([row[0].tolist() for row in batch]) + "\\n")
+    return collate(batch, *given, **named)
+
+
+rows.collate = recording
+"""
+
+
+def test_rows_that_are_dealt_out_are_learned_as_they_are_by_one_process(tmp_path: Path) -> None:
+    """Each step of two ranks has the rows that it has if they stay as drawn, and the ranks wait less for each other."""
+    data = (*weights_and_examples(tmp_path)[1], "--held-out", "8", "10")  # of one length, or ranks weigh them otherwise
+    losses, steps, waited = [], [], []
+    for name, num_gpus, dealt in (("drawn", 2, False), ("dealt", 2, True), ("alone", 1, True)):
+        config = TrainConfig(method="full", precision="fp32", micro_batch_size=2, seq_len=64, num_gpus=num_gpus)
+        config = replace(config, optimizer="adamw_torch", sharding="fsdp2" if num_gpus > 1 else "none")
+        lengths = Lengths.of(range(1, 53), "counted")
+        workload = Workload(examples=52, lengths=lengths, global_batch=12, dealt=dealt)
+        files = export_all(recipe(config, model=resolve_model("demo-3m"), workload=workload), ["train"])
+        alone = RECORDING + "from runtime.command_line import start\n\nstart(folder)\n"
+        files["on_processors.py"] = alone if num_gpus == 1 else RECORDING + ON_PROCESSORS
+        folder = write(files, tmp_path / name)
+        losses.append(shared_out(folder, False, *data, "--output-dir", "", processes=num_gpus)["held_out_loss"][-1])
+        ranks = [(folder / f"rank{rank}").read_text().splitlines() for rank in range(num_gpus)]
+        taken = [json.loads(line) for lines in zip(*ranks, strict=True) for line in lines]  # in turn by the ranks
+        steps.append([sorted(row for batch in taken[at : at + 6] for row in batch) for at in (0, 6, 12)])
+        longest = [max(map(len, batch)) for batch in taken[:18]]
+        waited.append(sum(max(longest[at : at + num_gpus]) * num_gpus for at in range(0, 18, num_gpus)) - sum(longest))
+    assert steps[0] == steps[1] == steps[2] and [len(step) for step in steps[0]] == [12, 12, 12]
+    assert waited[0] > 2 * waited[1] > 0
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-5)
 
 
 def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ PACKAGES = [
     "__main__",
 ]
 
-# How examples are read, in the exported script as in a study.
-READING = {f"probe.runtime.{name}" for name in ("reading", "examples", "token_cache")}
+# How examples are read and dealt out, in the exported script as in a study.
+READING = {f"probe.runtime.{name}" for name in ("reading", "examples", "token_cache", "dealing")}
 
 # What runs in the worker's process.
 CHILD = (

@@ -1,18 +1,22 @@
 """transformers' Trainer without the work that it does on every module of a model for every micro batch."""
 
 import weakref
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
+from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Sampler
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from .dealing import by_length
 from .model_builder import materialize
 from .settings import LIGER_KERNELS, deepspeed_settings
 
@@ -96,25 +100,52 @@ class _FreeFirstBuckets(TrainerCallback):
             dist.group.WORLD._wait_for_pending_works()
 
 
+class _Dealt(Sampler[int]):
+    """The rows as accelerate draws them, those of each step in the order in which `deal` puts rows of their lengths.
+
+    Fewer rows than a step has, at the end of a pass, stay in the order in which they were drawn.
+    """
+
+    def __init__(self, lengths: list[int], step_rows: int, deal: Callable[[list[int]], list[int]]) -> None:
+        self._drawn = SeedableRandomSampler(lengths)
+        self._lengths, self._step_rows, self._deal = lengths, step_rows, deal
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        drawn = list(self._drawn)
+        for begin in range(0, len(drawn), self._step_rows):
+            step = drawn[begin : begin + self._step_rows]
+            is_whole = len(step) == self._step_rows
+            yield from (step[place] for place in self._deal([self._lengths[row] for row in step])) if is_whole else step
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw as in this pass: a run that goes on begins in the middle of one."""
+        self._drawn.set_epoch(epoch)
+
+
 class LeanTrainer(Trainer):
     """A Trainer that visits the modules only when the mode changes, and counts no FLOPs (`total_flos` stays 0).
 
     On a 7B model with adapters each of these takes the host milliseconds a micro batch, in which a device with a small
     micro batch idles.
 
-    `row_lengths`, the tokens of each row to train on, put rows of nearly the same length into a micro batch. With
-    `optimizer_in_backward` see `step_in_backward`.
+    `row_lengths`, the tokens of each row to train on, put rows of nearly the same length into a micro batch: those of
+    many steps, or with `dealt` those of each step alone. With `optimizer_in_backward` see `step_in_backward`.
     """
 
     def __init__(
         self,
         *args: Any,
         row_lengths: list[int] | None = None,
+        dealt: bool = False,
         optimizer_in_backward: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.row_lengths = row_lengths
+        self.dealt = dealt
         self.optimizer_in_backward = optimizer_in_backward
         self.step_hooks: list[Any] = []
         self.add_callback(_FreeFirstBuckets(self))
@@ -134,7 +165,10 @@ class LeanTrainer(Trainer):
         """The sampler by length where that was asked for, else the Trainer's own choice."""
         if self.row_lengths is None:
             return super()._get_train_sampler(*args, **kwargs)
-        step_rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        size, ranks = self.args.train_batch_size, self.args.world_size
+        step_rows = size * self.args.gradient_accumulation_steps * ranks
+        if self.dealt:
+            return _Dealt(self.row_lengths, step_rows, partial(by_length, size=size, ranks=ranks))
         return LengthGroupedSampler(step_rows, lengths=self.row_lengths)
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:

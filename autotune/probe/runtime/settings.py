@@ -83,7 +83,8 @@ class RunSettings:
     directory of weights. `use_cpu` leaves GPUs alone. A micro batch has `micro_batch_size` rows of up to `seq_len`
     tokens, an optimizer step `accumulation` micro batches. Rows are padded to the next of `padded_lengths`, or to the
     longest of their micro batch where there are none: `padding` is the name of that. `group_by_length` puts rows of
-    nearly the same length into a micro batch. `examples` and `lengths` (in tokens, repeated in turn) describe the
+    nearly the same length into a micro batch; `dealt` does so within each optimizer step, whose rows stay the same.
+    `examples` and `lengths` (in tokens, repeated in turn) describe the
     random rows of a run that only measures the speed. `optimizer_in_backward` steps each parameter when its gradient is
     there. `num_gpus` processes share out the training by `sharding`, and take `micro_batch_size` rows each; they divide
     gradients after each micro batch with `sync_each_batch`, and keep model and optimizer in the host with `offload`;
@@ -112,6 +113,7 @@ class RunSettings:
     padding: str
     padded_lengths: list[int]
     group_by_length: bool
+    dealt: bool
     optimizer: str
     optimizer_in_backward: bool
     loss: str

@@ -185,6 +185,7 @@ def make_trainer(
     """The Trainer of this run. Only a run on a dataset saves checkpoints, and not where it stops after some steps."""
     evaluates = held_out_share(settings, options) > 0
     checkpoints = options.saves and options.dataset is not None and options.max_steps < 1
+    by_length = settings.group_by_length or settings.dealt
     on_cpu = not torch.cuda.is_available()
     arguments = training_arguments(settings, accumulation=settings.accumulation, on_cpu=on_cpu)
     if settings.num_gpus > 1:
@@ -219,7 +220,8 @@ def make_trainer(
         eval_rows,
         compute_loss_func=loss,
         callbacks=[clock],
-        row_lengths=[rows.num_tokens(row) for row in train_rows] if settings.group_by_length else None,
+        row_lengths=[rows.num_tokens(row) for row in train_rows] if by_length else None,
+        dealt=settings.dealt,
         optimizer_in_backward=settings.optimizer_in_backward,
     )
 

@@ -202,6 +202,15 @@ def test_examples_are_grouped_by_length(tool: str, written: dict[str, Any]) -> N
         assert unsaid is (grouped and not written)
 
 
+@pytest.mark.parametrize("tool", keys.TOOLS)
+def test_what_does_not_deal_out_rows_says_so(tool: str) -> None:
+    """But not where the rows of the study were not dealt out either."""
+    made = with_lengths(TrainConfig(padding="longest"), 100, 500)
+    for dealt in (True, False):
+        found = keys.inexpressible(tool, replace(made, workload=replace(made.workload, dealt=dealt)))
+        assert any("does not deal out the rows of a step" in item for item in found) is dealt
+
+
 def test_values_that_follow_from_a_configuration() -> None:
     config = TrainConfig(lora_rank=16, rslora=True, seq_len=520, checkpointing="every_3", kernels="liger")
     assert keys.settings("trl", recipe(config))["unusual_seq_len"] is None  # rows are not filled

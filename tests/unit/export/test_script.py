@@ -283,7 +283,9 @@ def test_train_config_says_how_rows_are_padded(padding: str, grouped: bool, padd
     assert (settings.padding, settings.padded_lengths) == (padding, padded_lengths)
     assert settings.group_by_length is grouped
     packed = script.settings(recipe(TrainConfig(packing=True, group_by_length=grouped), workload=workload))
-    assert (packed.padded_lengths, packed.group_by_length) == ([1024], False)
+    assert (packed.padded_lengths, packed.group_by_length, packed.dealt) == ([1024], False, False)
+    dealt = script.settings(recipe(config, workload=replace(workload, dealt=True)))
+    assert dealt.dealt is (padding != "max_length" and not grouped) and not settings.dealt
 
 
 @pytest.mark.parametrize(("examples", "error"), [(10_000, 0.01), (200, 0.1)])

@@ -384,6 +384,7 @@ def test_rows_are_padded_to_the_longest_of_a_micro_batch(answer: Callable[..., C
     assert short < full  # all examples have 256 tokens
     assert loose.checked.estimate.tokens_per_s is not None and padded.checked.estimate.tokens_per_s is not None
     assert loose.checked.estimate.tokens_per_s > 2 * padded.checked.estimate.tokens_per_s
+    assert not loose.context.workload.dealt  # which train.py alone does
 
 
 def test_faster(answer: Callable[..., CheckReport]) -> None:

@@ -191,3 +191,30 @@ def test_rows_of_nearly_the_same_length_share_a_step_where_that_is_asked_for(tmp
     assert by_length.batch_size == 6 and by_length.lengths == [*range(12)]
     plain: Any = LeanTrainer(_Layer(), args, train_dataset=rows)._get_train_sampler()
     assert type(plain).__name__ == "RandomSampler"
+
+
+def test_each_step_that_is_dealt_out_has_the_rows_that_it_has_otherwise(tmp_path: Path) -> None:
+    """Two rows a micro batch, three micro batches a step; five rows are left over, one of them without another."""
+    arguments = training_arguments(settings_of_two_rows(), accumulation=3, on_cpu=True) | {"optim": "adamw_torch"}
+    args = TrainingArguments(output_dir=str(tmp_path), save_strategy="no", disable_tqdm=True, max_steps=1, **arguments)
+    rows, lengths = [{"labels": torch.tensor(row)} for row in range(23)], [7 * row % 23 for row in range(23)]
+
+    def order(epoch: int, **how: Any) -> list[int]:
+        loader = LeanTrainer(
+            _Layer(), args, train_dataset=rows, data_collator=_rows_of, row_lengths=how.get("row_lengths"), dealt=True
+        ).get_train_dataloader()
+        loader.set_epoch(epoch)
+        return [row for batch in loader for row in batch["labels"].tolist()]
+
+    passes = [(order(epoch), order(epoch, row_lengths=lengths)) for epoch in (0, 1)]
+    assert passes[0][0] != passes[1][0]
+    for drawn, dealt in passes:
+        assert sorted(drawn[:18]) != sorted(range(18)) and len(drawn) == len(dealt) == 22
+        for begin in (0, 6, 12):
+            step = sorted(drawn[begin : begin + 6], key=lengths.__getitem__, reverse=True)
+            assert dealt[begin : begin + 6] == step
+        assert dealt[18:] == drawn[18:]
+
+
+def _rows_of(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {"labels": torch.stack([example["labels"] for example in examples])}

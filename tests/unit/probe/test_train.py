@@ -302,13 +302,13 @@ def test_what_is_read_of_a_dataset(
 
 
 @pytest.mark.parametrize("eval_share", [0.0, 0.25])
-@pytest.mark.parametrize("group_by_length", [True, False])
+@pytest.mark.parametrize(("group_by_length", "dealt"), [(True, False), (False, False), (False, True)])
 def test_everything_that_a_trainer_is_told(
-    monkeypatch: pytest.MonkeyPatch, eval_share: float, group_by_length: bool
+    monkeypatch: pytest.MonkeyPatch, eval_share: float, group_by_length: bool, dealt: bool
 ) -> None:
     monkeypatch.setattr(train, "TrainingArguments", lambda **arguments: arguments)
     monkeypatch.setattr(train, "LeanTrainer", lambda *given, **named: (given, named))
-    changes = {
+    changes: dict[str, Any] = {
         "save_steps": 7,
         "warmup_steps": 3,
         "epochs": 4,
@@ -316,7 +316,8 @@ def test_everything_that_a_trainer_is_told(
         "run_name": "mine",
         "save_total_limit": 2,
     }
-    made = settings(changes | {"eval_share": eval_share, "group_by_length": group_by_length, "padded_lengths": [8, 16]})
+    changes |= {"group_by_length": group_by_length, "dealt": dealt}
+    made = settings(changes | {"eval_share": eval_share, "padded_lengths": [8, 16]})
     options = replace(OPTIONS, dataset="d", max_steps=-1, output_dir="o", saves=True, report_to="trackio")
     train_rows: Any = [[torch.arange(5)], [torch.arange(7), torch.arange(2)]]
     clock: Any = "clock"
@@ -330,11 +331,12 @@ def test_everything_that_a_trainer_is_told(
         "packing": False,
         "masked": False,
     }
-    lengths = [5, 9] if group_by_length else None
+    lengths = [5, 9] if group_by_length or dealt else None
     assert named == {
         "compute_loss_func": "loss",
         "callbacks": ["clock"],
         "row_lengths": lengths,
+        "dealt": dealt,
         "optimizer_in_backward": False,
     }
     plain = training_arguments(made, accumulation=made.accumulation, on_cpu=True) | {"report_to": "trackio"}

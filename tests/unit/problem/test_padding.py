@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from autotune.probe.runtime.dealing import by_length
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.padding import (
     Draw,
@@ -221,13 +222,40 @@ def test_the_longest_of_a_micro_batch_by_hand() -> None:
 
 
 def test_the_longest_of_a_sorted_micro_batch_by_hand() -> None:
-    """Of four sorted examples, pairs are made of the shorter and of the longer ones."""
+    """Of four examples 1 or 2 are long ten times in 16, which makes one long pair; 3 or 4 five times, two pairs."""
+    two = [100, 300]
+    by_hand = [(100, 100, pytest.approx(6 / 16)), (300, 300, pytest.approx(10 / 16))]
+    assert shares_of(draw(two, size=2, together=4)) == by_hand
+    assert shares_of(draw(two, size=2, together=5)) == by_hand  # one is left over
+    assert shares_of(draw(two, size=2, together=4, seq_len=100)) == [(100, 100, 1.0)]
     lengths = [10, 20, 30, 50]
-    assert shares_of(draw(lengths, size=2, together=4)) == [(20, 20, 0.5), (50, 50, 0.5)]
-    assert shares_of(draw(lengths, size=2, together=5)) == [(20, 20, 0.5), (50, 50, 0.5)]  # one is left over
-    assert shares_of(draw(lengths, size=2, together=4, seq_len=20)) == [(20, 20, 1.0)]
     at_random = shares_of(draw(lengths, size=4))
     assert shares_of(draw(lengths, size=4, together=4)) == at_random  # sorted within a micro batch changes nothing
+    alone = [(tokens, tokens, pytest.approx(0.25)) for tokens in lengths]
+    assert shares_of(draw(lengths, size=1, together=64)) == alone  # nor does it for examples that are alone in theirs
+
+
+@pytest.mark.parametrize("bucketed", [False, True])
+@pytest.mark.parametrize(("size", "ranks", "each"), [(1, 4, 8), (2, 4, 4), (4, 8, 1), (4, 1, 8), (8, 2, 2)])
+def test_rows_that_are_dealt_out_pad_and_wait_as_in_simulated_steps(
+    size: int, ranks: int, each: int, bucketed: bool
+) -> None:
+    """Ranks wait for each other in each micro batch, or once a step."""
+    one, generator = draw(size=size, seq_len=2048, together=size * ranks * each), random.Random(4)
+    cut, ends = [min(length, 2048) for length in LONG_TAIL], buckets(one)
+    tokens = in_each = in_step = 0
+    for _ in range(40_000 // one.sorted_together):
+        lengths = generator.choices(cut, k=one.sorted_together)
+        order = [lengths[place] for place in by_length(lengths, size, ranks)]
+        padded = [max(order[at : at + size]) for at in range(0, len(order), size)]
+        padded = [next(end for end in ends if end >= longest) for longest in padded] if bucketed else padded
+        tokens += sum(padded)
+        in_each += ranks * sum(max(padded[at : at + ranks]) for at in range(0, len(padded), ranks))
+        in_step += ranks * max(sum(padded[rank::ranks]) for rank in range(ranks))
+    num_batches = 40_000 // one.sorted_together * ranks * each
+    assert padded_tokens(one, bucketed=bucketed) == pytest.approx(tokens / num_batches, rel=0.03)
+    assert waiting(one, ranks, 1, bucketed=bucketed) == pytest.approx(in_each / tokens - 1, abs=0.06)
+    assert waiting(one, ranks, each, bucketed=bucketed) == pytest.approx(in_step / tokens - 1, abs=0.06)
 
 
 @pytest.mark.parametrize(
@@ -286,11 +314,6 @@ def test_a_further_bucket_is_made_from_one_percent_on() -> None:
     """Half of the examples are shorter: by 1.8 % or 2.2 %, so that 0.9 or 1.1 % of all tokens are saved."""
     assert buckets(draw([491, 500] * 50, size=1)) == (500,)
     assert buckets(draw([489, 500] * 50, size=1)) == (489, 500)
-
-
-def test_sorted_examples_are_taken_from_the_middle_of_the_longest_of_a_micro_batch() -> None:
-    """Of eight examples four are sorted, in pairs: 1.5 and 3.5 of four are 3 and 7 of eight, shorter or as long."""
-    assert shares_of(draw([1, 2, 3, 4, 5, 6, 7, 8], size=2, together=4)) == [(3, 3, 0.5), (7, 7, 0.5)]
 
 
 def test_what_is_too_rare_for_a_number_has_no_micro_batch() -> None:

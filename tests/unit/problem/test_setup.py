@@ -102,7 +102,9 @@ def test_an_estimate_for_another_machine_does_not_depend_on_the_packages_of_this
     assert "flash_attention_2" in space.knob("attention").choices()
     assert "liger" in space.knob("kernels").choices()
     assert "lion_8bit" in space.knob("optimizer").choices()
-    assert set_up(replace(spec, trainer="trl"), H200).task.trainer == "trl"
+    by_trl = set_up(replace(spec, trainer="trl"), H200).task
+    assert by_trl.trainer == "trl" and not by_trl.workload.dealt
+    assert set_up(spec, H200).task.workload.dealt  # train.py does so
 
 
 def test_bf16(installed):
