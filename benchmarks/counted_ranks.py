@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ from autotune.probe.runtime.model_builder import decoder_layers
 from autotune.probe.storage_counter import StorageCounter, blocks
 
 MODELS = {"mistral-7b": (4, 16), "llama-3.1-8b": (8,), "gemma-2b": (6,), "qwen2.5-7b": (8,), "tinyllama": (22,)}
+COPIED, COPIES = ("mistral-7b", "gemma-2b"), ((4, 2), (16, 2))  # under HSDP: numbers of GPUs, and of copies
 METHODS, CHECKPOINTING = ("full", "lora"), ("none", "full")
 WORLDS = [(2, "fsdp2", 1), (2, "fsdp2", 2), (2, "fsdp2_keep", 1), (8, "fsdp2", 1), (8, "fsdp2", 2)]
 OTHERS: list[dict[str, Any]] = [
@@ -78,6 +79,10 @@ def cases() -> Iterator[tuple[str, int, TrainConfig, Parallelism, int]]:
             yield model, layers, config, Parallelism(num_gpus=num_gpus, strategy=strategy), accumulation
         divided = Parallelism(num_gpus=8, strategy="fsdp2", sync_each_batch=True)
         yield model, min(depths), config, divided, 2
+        if model in COPIED:
+            for (num_gpus, copies), accumulation in itertools.product(COPIES, (1, 2)):
+                hsdp = Parallelism(num_gpus=num_gpus, strategy="fsdp2", copies=copies)
+                yield model, min(depths), config, hsdp, accumulation
     for model, method, knobs in itertools.product(("mistral-7b", "llama-3.1-8b"), METHODS, OTHERS):
         plain = {"method": method, "micro_batch_size": 4, "checkpointing": "none", "loss": "full"}
         yield model, 8, TrainConfig(**plain | knobs), Parallelism(num_gpus=2, strategy="fsdp2"), 1
@@ -103,6 +108,7 @@ def compare(
     assert predicted is not None
     row: dict[str, Any] = {"model": name, "layers": layers, "config": config.label(), "accumulation": accumulation}
     row["parallelism"] = f"{parallelism.num_gpus} {parallelism.strategy}" + " sync" * parallelism.sync_each_batch
+    row["parallelism"] += f" {parallelism.copies} copies" * (parallelism.copies > 1)
     counted = known.get(key(row)) or count_rank(model, config, parallelism, accumulation)
     return row | {
         "counted_gib": counted,
@@ -137,8 +143,10 @@ def count_rank(model: ModelSpec, config: TrainConfig, parallelism: Parallelism, 
 def shard(step: CountedStep, parallelism: Parallelism) -> None:
     """Make the units that accelerate makes."""
     model, base = step._model, step._base
+    sizes = {"copies": parallelism.copies, "shards": parallelism.num_shards}
+    names = ("copies", "shards")[parallelism.copies == 1 :]
     options: dict[str, Any] = {
-        "mesh": init_device_mesh("cpu", (parallelism.num_gpus,)),
+        "mesh": init_device_mesh("cpu", tuple(sizes[name] for name in names), mesh_dim_names=names),
         "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16),
     }
     reshard = {"reshard_after_forward": parallelism.strategy != "fsdp2_keep"}
@@ -195,8 +203,12 @@ def fsdp2_on_meta(num_gpus: int) -> Iterator[StorageCounter]:
                 stack.enter_context(patch.object(module, "_get_device_from_mesh", lambda mesh: META))
         for name in ("alloc_storage", "free_storage"):
             stack.enter_context(patch.object(param, name, counted(getattr(param, name))))
-        for name in ("all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor"):
+        single = ("all_gather_single", "reduce_scatter_single")  # the later names
+        for name in (*single, "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
             stack.enter_context(patch.object(dist, name, lambda *args, **named: None, create=True))
+        # A stream of the CPU records nothing, which HSDP does not expect of another device.
+        stack.enter_context(patch.object(torch.cpu.Stream, "record_event", Mock()))
+        stack.enter_context(patch.object(torch.accelerator, "current_stream", Mock()))
         group = fsdp._fsdp_param_group.FSDPParamGroup
         stack.enter_context(patch.object(group, "_validate_no_meta_params", lambda group: None))
         dist.init_process_group("fake", rank=0, world_size=num_gpus, store=FakeStore())

@@ -126,16 +126,13 @@ class KnobSpec:
             return True
         if any(values[name] == excluded for name, excluded in self.never_with.items()):
             return False
-        return all(
-            values[name] in wanted if isinstance(wanted, list) else values[name] == wanted
-            for name, wanted in self.active_when.items()
-        )
+        return all(_is_among(values[name], wanted) for name, wanted in self.active_when.items())
 
     def possible(self, value: Any, values: Mapping[str, Any]) -> Any:
         """The value itself, or the next choice that is possible with these values of all knobs; names are sorted."""
         if self.form == "modules":
             return ",".join(sorted(set(_names_in(value))))
-        while any(values[name] == excluded for name, excluded in self.impossible_with.get(value, {}).items()):
+        while any(_is_among(values[name], excluded) for name, excluded in self.impossible_with.get(value, {}).items()):
             value = self.choices[self.choices.index(value) + 1]
         return value
 
@@ -170,6 +167,10 @@ class KnobSpec:
             return every >= other_every and value != "offload"
         group, other_group = (_group_of(each, self.surely_leanest_first) for each in (value, other))
         return group is not None and other_group is not None and group >= other_group
+
+
+def _is_among(value: Any, wanted: Any) -> bool:
+    return value in wanted if isinstance(wanted, list) else bool(value == wanted)
 
 
 def checkpoint_every(checkpointing: str) -> int | None:

@@ -1,6 +1,6 @@
 """On how many GPUs a configuration trains and what these share out: a checked value, and what cannot be trained so."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.core.train_config import TrainConfig
 
@@ -21,8 +21,8 @@ class Parallelism:
     """The number of processes, one for each GPU, and the strategy by which they share out a training.
 
     Under FSDP2, `sync_each_batch` divides gradients after each micro batch, and `offload` keeps what lasts in the
-    host's memory; each of `copies` hosts has all shards (HSDP) and adds up gradients with the others. Raises ValueError
-    for what cannot run.
+    host's memory; the GPUs hold all shards in each of several `copies`, mostly one for each host, which add up their
+    gradients (HSDP). Raises ValueError for what cannot run.
     """
 
     num_gpus: int = 1
@@ -45,8 +45,10 @@ class Parallelism:
             raise ValueError(
                 f"{self.strategy} divides no gradients after each micro batch, offloads and copies no shards"
             )
-        if self.copies < 1 or self.num_gpus % self.copies:
-            raise ValueError(f"{self.copies} copies of the shards are not on equally many of {self.num_gpus} GPUs")
+        if self.copies < 1 or self.num_gpus % self.copies or self.num_gpus == self.copies > 1:
+            raise ValueError(
+                f"{self.copies} copies of the shards are not on equally many of {self.num_gpus} GPUs, or two"
+            )
 
     @classmethod
     def of(cls, config: TrainConfig) -> "Parallelism":
@@ -56,17 +58,23 @@ class Parallelism:
             strategy=config.sharding,
             sync_each_batch=config.sync_each_batch,
             offload=config.offload,
+            copies=config.copies,
         )
 
     @property
     def name(self) -> str:
         """The strategy as tables show it."""
-        return "hsdp" if self.copies > 1 else self.strategy
+        return self.strategy.replace("fsdp2", "hsdp") if self.copies > 1 else self.strategy
 
     @property
     def num_shards(self) -> int:
         """On how many GPUs what is divided is divided."""
         return self.num_gpus // self.copies
+
+    @property
+    def of_copy(self) -> "Parallelism":
+        """How the GPUs of one copy share it out."""
+        return replace(self, num_gpus=self.num_shards, copies=1)
 
     @property
     def shards(self) -> bool:

@@ -49,6 +49,7 @@ class TrainConfig:
     allocator: str = KNOBS["allocator"].default
     num_gpus: int = KNOBS["num_gpus"].default
     sharding: str = KNOBS["sharding"].default
+    copies: int = KNOBS["copies"].default
     sync_each_batch: bool = KNOBS["sync_each_batch"].default
     offload: bool = KNOBS["offload"].default
 

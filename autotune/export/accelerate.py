@@ -3,13 +3,14 @@
 import json
 
 from autotune.core.files import load_data
-from autotune.core.parallelism import ZERO
+from autotune.core.parallelism import ZERO, Parallelism
 from autotune.export import tool_file
 from autotune.export.header import environment, on_cpu, sectioned, summary_lines
 from autotune.prediction.sharded_memory import Shares
 from autotune.probe.runtime.settings import deepspeed_settings
 from autotune.study.summary import Recipe
 
+SIZES = "parallelism_config_"  # the prefix of its keys
 MIXED = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}  # of accelerate; anything else is "no"
 
 
@@ -24,6 +25,10 @@ def export(recipe: Recipe) -> dict[str, str]:
     values = data["accelerate"] | {"mixed_precision": mixed, "use_cpu": on_cpu(recipe)}
     values |= {"num_processes": config.num_gpus} | data["sharding"][config.sharding]
     values = {key: value for key, value in values.items() if value is not None}
+    if config.copies > 1:
+        shards = Parallelism.of(config).num_shards
+        sizes = {f"{SIZES}dp_replicate_size": config.copies, f"{SIZES}dp_shard_size": shards}
+        values |= {"parallelism_config": sizes}
     if config.offload:
         values["fsdp_config"] = values["fsdp_config"] | {"fsdp_offload_params": True}
     if config.compile == "per_layer":

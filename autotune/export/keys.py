@@ -14,6 +14,7 @@ from typing import Any
 from autotune.core.files import load_data
 from autotune.core.knobs import KNOBS
 from autotune.core.lora_targets import ALL_LINEAR, saved_modules, target_modules
+from autotune.core.parallelism import Parallelism
 from autotune.core.train_config import TrainConfig, checkpoints_some
 from autotune.export.header import eval_steps, model_source, on_cpu, save_steps, warmup_steps
 from autotune.problem.run_options import KEPT_CHECKPOINTS
@@ -91,6 +92,7 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "accumulation": recipe.accumulation,
         "dealt": recipe.workload.deals(config),
         "shares_out": config.num_gpus > 1,
+        "num_shards": Parallelism.of(config).num_shards if config.copies > 1 else None,
         "learning_rate": recipe.learning_rate,
         "warmup_steps": warmup_steps(recipe),
         "epochs": recipe.workload.epochs,

@@ -111,6 +111,7 @@ def settings(recipe: Recipe) -> RunSettings:
         allocator=config.allocator,
         num_gpus=config.num_gpus,
         sharding=config.sharding,
+        copies=config.copies,
         sync_each_batch=config.sync_each_batch,
         offload=config.offload,
         is_larger_than_gpu=_is_larger_than_gpu(recipe),

@@ -60,7 +60,9 @@ def shared_out(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreig
     strategy = named or ("ddp" if gpus else None)
     if number == 1 or strategy is None or number not in KNOBS["num_gpus"].choices:
         return run
-    config = replace(run.config, num_gpus=number, sharding=strategy)
+    said = run.values.get("dp_replicate_size")
+    copies = next((number for number in KNOBS["copies"].choices if number == said), 1)
+    config = replace(run.config, num_gpus=number, sharding=strategy, copies=copies)
     parallelism = Parallelism.of(config)
     if parallelism.shards and config.precision == "bf16_pure" and run.values.get("bf16") != "full":
         config = replace(config, precision="bf16_mixed")  # FSDP2 and DeepSpeed keep what is trained in fp32

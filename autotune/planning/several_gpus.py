@@ -25,7 +25,7 @@ from autotune.planning.device_estimate import (
 )
 from autotune.planning.observations import Observation, Say, silent
 from autotune.planning.plan import candidates, distinguishable, estimate_data, planned_setup
-from autotune.prediction.collectives import SLOWEST_LINK, RankStepTime, between_hosts, rank_step_time, traffic
+from autotune.prediction.collectives import SLOWEST_LINK, RankStepTime, between_copies, rank_step_time, traffic
 from autotune.prediction.memory_formula import unsupported
 from autotune.prediction.sharded_memory import rank_breakdown
 from autotune.prediction.step_time import StepTimeEstimate, estimate_step_time, host_of
@@ -46,12 +46,12 @@ from autotune.problem.task import Task
 from autotune.study.ranking import Scored, choose
 
 BASIS = (
-    "memory of FSDP2 by a formula that was within 2.7 % of four measured ranks and 2.1 % of 160 counted ones, of DDP "
+    "memory of FSDP2 by a formula that was within 2.7 % of four measured ranks and 2.1 % of 192 counted ones, of DDP "
     "within 1.6 % of six, of ZeRO within 1.5 % of eight; speeds of several by formulas that little was measured for"
 )
 NO_LINK = "nobody published how fast these cards exchange data: link_gb_s of a card of your own says it"
 
-OF_RANKS = ("sharding", "sync_each_batch", "offload")  # knobs that candidates for one GPU do not have
+OF_RANKS = ("sharding", "copies", "sync_each_batch", "offload")  # knobs that candidates for one GPU do not have
 
 StepTimes = Callable[[TrainConfig], StepTimeEstimate | None]  # of one GPU
 
@@ -243,9 +243,15 @@ def plan_gpus(
 
 
 def _parallelisms(number: int, hosts: int, of_ranks: Mapping[str, Any]) -> Iterator[Parallelism]:
-    """The ways to share out a training among so many GPUs of each host; HSDP shards within hosts alone."""
+    """The ways to share out a training among so many GPUs of each host.
+
+    HSDP shards within hosts alone, or within one host as `of_ranks` says.
+    """
     total, wanted = hosts * number, of_ranks.get("sharding")
     of_shards = {knob: value for knob, value in of_ranks.items() if knob != "sharding"}
+    copies = of_shards.pop("copies", 1)
+    if hosts == 1 and number > copies and number % copies == 0:
+        of_shards["copies"] = copies
     for strategy in STRATEGIES[:1] if total == 1 else [wanted] if wanted else STRATEGIES[1:]:
         yield Parallelism(num_gpus=total, strategy=strategy, **(of_shards if strategy in FSDP2 else {}))
     if hosts > 1 and number > 1 and wanted in (None, "fsdp2"):
@@ -329,7 +335,8 @@ def _rank_plan(
     if network_gb_s is None:
         link_gb_s, slowest = task.link_gb_s(parallelism), task.slowest_link(parallelism)
     elif sent is not None and link_gb_s is not None and parallelism.copies > 1:
-        sent = between_hosts(sent, parallelism, link_gb_s / network_gb_s)
+        of_copy = traffic(task.model, config, parallelism.of_copy)
+        sent = of_copy and between_copies(of_copy, parallelism, link_gb_s / network_gb_s)
     elif link_gb_s is not None:  # a ring passes through both, at the pace of the slower
         link_gb_s = min(link_gb_s, network_gb_s)
     if sent is None or link_gb_s is None:

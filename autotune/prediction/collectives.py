@@ -80,6 +80,9 @@ def counted_traffic(model: ModelSpec, config: TrainConfig, measured: Measurement
 
 
 def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> Traffic:
+    if parallelism.copies > 1:  # each GPU adds up its own shard with those of the other copies, over the same link
+        of_copy = _traffic(config, parallelism.of_copy, shares)
+        return between_copies(of_copy, parallelism, 1 / parallelism.num_shards)
     strategy = parallelism.strategy
     sent = (parallelism.num_shards - 1) / parallelism.num_shards
     if strategy == "ddp":  # the gradients have the dtype of what is trained
@@ -100,11 +103,12 @@ def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> T
     return Traffic(forward=weights, backward=weights + gradients, ends=first + last)
 
 
-def between_hosts(sent: Traffic, parallelism: Parallelism, slower: float) -> Traffic:
-    """The same where each host has a copy of the shards, and a network that is `slower` times as slow as the link.
+def between_copies(sent: Traffic, parallelism: Parallelism, slower: float) -> Traffic:
+    """What is `sent` within a copy of the shards, and the sums of gradients between copies.
 
-    All gradients pass through the network, which the GPUs of a host share, as often as they are divided. Their bytes
-    are those that the link would send in that time.
+    Those of all gradients of a copy together take `slower` times as long as over the link of a GPU: where hosts have
+    a copy each, as many times as the network is slower, which the GPUs of a host share. Their bytes are those that the
+    link would send in that time. They pass as often as gradients are divided.
     """
     whole = sent.gradients * parallelism.num_shards / (parallelism.num_shards - 1)
     added = slower * 2 * (parallelism.copies - 1) / parallelism.copies * whole

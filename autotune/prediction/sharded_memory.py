@@ -149,11 +149,16 @@ def rank_breakdown(
     memory = memory_breakdown(model, config, micro_steps, ddp=buckets, logit_bytes=stack.logit_bytes)
     if memory is None or parallelism.num_gpus == 1:
         return memory
-    return replace(memory, nccl=nccl_gib(parallelism.num_gpus), own_error=RANK_ERROR)
+    return replace(memory, nccl=nccl_of(parallelism), own_error=RANK_ERROR)
+
+
+def nccl_of(parallelism: Parallelism) -> float:
+    """What NCCL takes on each GPU, in GiB: for those that share out a copy, and for those with the same shard."""
+    return sum(nccl_gib(number) for number in (parallelism.num_shards, parallelism.copies) if number > 1)
 
 
 def nccl_gib(num_gpus: int) -> float:
-    """What NCCL takes on each of so many GPUs of one host."""
+    """What NCCL takes on each of so many GPUs that form a group."""
     return NCCL_OF_4_GIB if num_gpus <= 4 else NCCL_GIB
 
 
@@ -193,7 +198,7 @@ def _sharded(
         reserved=reserved,
         phase={"optimizer": Phase.OPTIMIZER, "building": Phase.LOAD}.get(moment, phase),
         communication=gib(communication),
-        nccl=nccl_gib(gpus) + (nccl_gib(parallelism.copies) if parallelism.copies > 1 else 0.0),  # of two groups
+        nccl=nccl_of(parallelism),
         pools=gib(max(own + shared - totals[moment], 0.0)) if fsdp else 0.0,
         own_error=RANK_ERROR,
     )
@@ -254,6 +259,7 @@ def _held_gradients(
 
     Those of a micro batch whose step is not yet over wait unsharded, unless each is divided; those of the last are
     scattered layer by layer, in fp32: 2 / gpus of the bytes of an unsharded one. Those of a tied head wait for the end.
+    Until the pass is over, what copies of the shards add up is held in bf16 too.
     """
     gpus, whole = parallelism.num_shards, accumulates and not parallelism.sync_each_batch
     layer, end = 2 * shares.trained_layer, 2.0 * shares.embedding if config.method == "full" else 0.0
@@ -263,13 +269,15 @@ def _held_gradients(
     # Shards that are still to come; where others wait divided, these are added to what is there.
     missing_layer, missing_end = (each if whole or not accumulates else 0.0 for each in (of_layer, of_end))
     first = scattered - missing_end - missing_layer + (layer + end) * whole
+    added_up = 1 / gpus if parallelism.copies > 1 else 0.0
     return {
         "waiting": waiting,
-        "layers": waiting if sizes.tied else waiting - end * whole + of_end,
-        "second": first - missing_layer + layer * whole,
-        "first": first,
-        "inputs": scattered - missing_end + end * whole,
+        "layers": waiting if sizes.tied else waiting - end * whole + of_end + end * added_up,
+        "second": first - missing_layer + layer * whole + (2.0 * shares.trained - end - 2 * layer) * added_up,
+        "first": first + (2.0 * shares.trained - end - layer) * added_up,
+        "inputs": scattered - missing_end + end * whole + (2.0 * shares.trained - end) * added_up,
         "scattered": scattered,
+        "added up": 2.0 * shares.trained * added_up,
     }
 
 
@@ -321,7 +329,7 @@ def _fsdp2_moments(
         "first": (held["first"], of_layer + growing, 0.0, layer + embedding + trained_layer),
         "inputs": (held["inputs"], plain["inputs"][1], 0.0, embedding + trained_layer),
         # Unsharded, as the input of its scattering, and as what came of that in bf16 and in fp32.
-        "scattering": (scattered, trained_end, 0.0, trained_end + trained_end / gpus),
+        "scattering": (scattered, trained_end, 0.0, trained_end + max(trained_end / gpus, held["added up"])),
         "optimizer": (scattered, 0.0 if stack.offload else _square_roots(config, shares, gpus), 0.0, 0.0),
     }
 

@@ -139,6 +139,15 @@ def _narrow_to_even_batches(narrowing: Narrowing, batch: int) -> None:
 def narrow_to_sharing(narrowing: Narrowing) -> None:
     """Remove what none of the ways in which GPUs may share out the training can train."""
     space = narrowing.space
+    uneven = {
+        copies
+        for copies in space.choices("copies")
+        if all(
+            TrainConfig(num_gpus=number, sharding="fsdp2", copies=copies).copies != copies
+            for number in space.choices("num_gpus")
+        )
+    }
+    narrowing.remove("copies", uneven - {1}, "each copy of the shards takes two GPUs at least, and all take as many")
     ways = [
         Parallelism(num_gpus=number, strategy=strategy if number > 1 else "none")
         for number in space.choices("num_gpus")

@@ -199,7 +199,8 @@ def checkpoint_gib(config: TrainConfig, measured: Measurement) -> float:
     """
     trained = measured.adapters_gib or measured.model_gib
     whole = trained if config.sharding in ("none", "ddp", "zero1", "zero2") else 0.0
-    shares = config.num_gpus if Parallelism.of(config).shards else 1
+    parallelism = Parallelism.of(config)
+    shares = parallelism.num_shards if parallelism.shards else 1
     return whole + shares * (measured.checkpoint_gib - whole)
 
 

@@ -20,7 +20,7 @@ from autotune.prediction.collectives import (
     counted_traffic,
     traffic,
 )
-from autotune.prediction.sharded_memory import nccl_gib
+from autotune.prediction.sharded_memory import nccl_of
 from autotune.prediction.step_time import divide_step_time, estimate_step_time
 from autotune.prediction.transfer import REFERENCE, SpeedTransfer, peak_tflops, speed_transfer
 from autotune.problem.constraints import Floors
@@ -209,7 +209,7 @@ class Task:
         """
         workload = self.workload
         if self.is_played(config) and self.device.kind != "cpu":
-            memory_gib -= nccl_gib(config.num_gpus)
+            memory_gib -= nccl_of(Parallelism.of(config))
         return ProbeRequest(
             config=config,
             model=self.model.config,

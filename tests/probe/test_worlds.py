@@ -12,9 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
+from autotune.catalog import resolve_model
 from autotune.core.errors import Cancelled, UsageError
 from autotune.core.parallelism import ZERO
 from autotune.core.probe_types import Measurement, Outcome, Phase, ProbeRequest, ProbeResult, World
+from autotune.prediction.sharded_memory import breakdown_of
 from autotune.probe.fault_injection import VARIABLE
 from autotune.probe.monitor import DEADLINES
 from autotune.probe.rank_pool import RankPool
@@ -85,6 +87,20 @@ def test_what_the_stages_of_deepspeed_divide(prober: WorkerProber, method: str) 
         assert found.model_gib * 2**30 == pytest.approx(2 * (frozen or trained) / held, rel=0.05)
         assert found.optimizer_gib * 2**30 == pytest.approx(12 * trained / 4, rel=0.01)
         measured(prober.probe(shared(1, "none", **sizes), log))
+    assert prober.starts == starts
+
+
+def test_copies_are_shared_out_among_fewer(prober: WorkerProber) -> None:
+    """A rank of 16 that hold two copies has an eighth of each."""
+    log = prober.logs / "copies.log"
+    copied, eight = (
+        measured(prober.probe(shared(number, "fsdp2", micro_steps=2, method="full", copies=copies), log))
+        for number, copies in ((16, 2), (8, 1))
+    )
+    for name in ("model_gib", "gradients_gib", "optimizer_gib", "total_params", "trainable_params"):
+        assert getattr(copied, name) == getattr(eight, name) > 0, name
+    starts = prober.starts
+    measured(prober.probe(shared(1, "none"), log))
     assert prober.starts == starts
 
 
@@ -253,6 +269,30 @@ def test_a_fake_rank_holds_what_a_real_one_does(pool: RankPool) -> None:
         )
         for name in ("model_gib", "gradients_gib", "optimizer_gib"):
             assert getattr(fake, name) == getattr(real, name)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_played_rank_of_two_copies_holds_what_a_real_one_does(method: str, tmp_path: Path) -> None:
+    """Four ranks hold the model twice (HSDP), each half of a copy, as the formula says; and learn as one does."""
+    model = resolve_model("demo-3m")
+    knobs: dict[str, Any] = {"method": method, "precision": "bf16_mixed", "model": model.config}
+    asked = [shared(4, "fsdp2", world, 2, copies=2, **knobs) for world in World]
+    with RankPool("cpu", 4, tmp_path) as four:
+        real, fake = (measured(four.probe(one, tmp_path / "copies.log")) for one in asked)
+        learning = measured(four.probe(shared(4, "fsdp2", World.REAL, method=method, copies=2), tmp_path / "learn.log"))
+        alone = measured(four.probe(shared(1, "none", micro_steps=4, method=method), tmp_path / "alone.log"))
+    by_formula = breakdown_of(model, asked[0].config)
+    assert by_formula is not None
+    for name in ("model_gib", "adapters_gib", "gradients_gib", "optimizer_gib"):
+        assert getattr(fake, name) == getattr(real, name), name
+    weights, adapters = (fake.model_gib, 0.0) if method == "full" else (fake.model_gib, fake.adapters_gib)
+    assert weights == pytest.approx(by_formula.weights, rel=0.01)
+    assert adapters == pytest.approx(by_formula.adapters, rel=0.01)
+    assert fake.optimizer_gib == pytest.approx(by_formula.optimizer, rel=0.01)
+    assert fake.peak_allocated_gib == pytest.approx(real.peak_allocated_gib, rel=0.1)
+    expected, found = step_losses(alone), step_losses(learning)
+    steps = min(len(expected), len(found))
+    assert steps >= 2 and found[:steps] == pytest.approx(expected[:steps], rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from accelerate import ParallelismConfig
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import distributed as dist
@@ -59,7 +60,7 @@ def sharing_arguments(settings: Any, layers: list[nn.Module], *, from_one: bool 
     if settings.sharding.startswith("zero"):
         largest = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
         return {"deepspeed": deepspeed_settings(int(settings.sharding[-1]), largest)}
-    return {
+    return _copies(settings) | {
         "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": settings.sync_each_batch}},
         "fsdp": True,
         "fsdp_config": {
@@ -70,6 +71,14 @@ def sharing_arguments(settings: Any, layers: list[nn.Module], *, from_one: bool 
             "transformer_layer_cls_to_wrap": sorted({type(layer).__name__ for layer in layers}),
         },
     }
+
+
+def _copies(settings: Any) -> dict[str, Any]:
+    """The ranks as several groups, each of which holds all shards; nothing where they are one."""
+    if settings.copies == 1:
+        return {}
+    shards = settings.num_gpus // settings.copies
+    return {"parallelism_config": ParallelismConfig(dp_replicate_size=settings.copies, dp_shard_size=shards)}
 
 
 def shard_outline(trainer: Trainer, device: torch.device) -> None:

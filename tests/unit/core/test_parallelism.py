@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from autotune.core.knobs import KNOBS
 from autotune.core.parallelism import FSDP2, STRATEGIES, ZERO, Parallelism
 from autotune.core.train_config import TrainConfig
 
@@ -85,6 +86,10 @@ def test_what_a_strategy_cannot_train(knobs: dict[str, Any], words: str, refused
         ({"num_gpus": 4, "strategy": "zero2", "copies": 2}, "zero2 divides no gradients"),
         ({"num_gpus": 6, "strategy": "fsdp2", "copies": 4}, "4 copies of the shards are not on equally many of 6 GPUs"),
         ({"num_gpus": 4, "strategy": "fsdp2", "copies": 0}, "0 copies"),
+        (
+            {"num_gpus": 4, "strategy": "fsdp2", "copies": 4},
+            "4 copies of the shards are not on equally many of 4 GPUs, or",
+        ),
     ],
 )
 def test_what_fsdp2_alone_does(values: dict[str, Any], words: str) -> None:
@@ -100,3 +105,17 @@ def test_a_configuration_says_how_its_gpus_share() -> None:
     hosts = Parallelism(num_gpus=16, strategy="fsdp2", copies=2)
     assert (hosts.name, hosts.num_shards) == ("hsdp", 8)
     assert Parallelism.of(TrainConfig(sync_each_batch=True, offload=True)) == Parallelism()
+    twice = Parallelism.of(TrainConfig(num_gpus=8, sharding="fsdp2", copies=2))
+    assert (twice.name, twice.num_shards, twice.of_copy) == ("hsdp", 4, Parallelism(num_gpus=4, strategy="fsdp2"))
+
+
+def test_each_copy_of_the_shards_is_on_two_gpus_at_least() -> None:
+    """What a configuration cannot have becomes the next smaller number of copies that it can."""
+    possible = {
+        number: [TrainConfig(num_gpus=number, sharding="fsdp2", copies=copies).copies for copies in (2, 4, 8)]
+        for number in KNOBS["num_gpus"].choices
+    }
+    for number, found in possible.items():
+        most = [copies for copies in (1, 2, 4, 8) if number % copies == 0 and (number > copies or copies == 1)]
+        assert found == [max(one for one in most if one <= copies) for copies in (2, 4, 8)], number
+    assert TrainConfig(num_gpus=8, sharding="ddp", copies=2).copies == 1

@@ -24,7 +24,7 @@ def test_knobs_without_effect_are_dropped():
 
 
 def test_only_what_has_an_effect_is_in_the_digest():
-    of_several = {"sharding", "sync_each_batch", "offload"}
+    of_several = {"sharding", "copies", "sync_each_batch", "offload"}
     inactive = {"double_quant", "kbit_preparation", "optimizer_in_backward"} | of_several
     assert set(KNOBS) - set(TrainConfig().as_dict()) == inactive
     assert set(KNOBS) - set(TrainConfig(method="full").as_dict()) == {
@@ -74,7 +74,9 @@ def test_every_knob_changes_the_digest():
     assert len({replace(shards, **{name: True}).digest for name in of_shards} | {shards.digest}) == 3
     full = TrainConfig(method="full")
     assert replace(full, optimizer_in_backward=True).digest != full.digest  # not a knob of adapters
-    apart = {"optimizer_in_backward", "sharding", *of_shards}
+    eight = replace(shards, num_gpus=8)
+    assert len({replace(eight, copies=copies).digest for copies in (1, 2, 4)}) == 3
+    apart = {"optimizer_in_backward", "sharding", "copies", *of_shards}
     assert {*others, *apart} == set(KNOBS) == {field.name for field in fields(TrainConfig)}
     digests = {base.digest} | {replace(base, **{name: value}).digest for name, value in others.items()}
     assert len(digests) == len(others) + 1

@@ -119,6 +119,31 @@ def test_what_waits_waits_as_it_was_measured(tmp_path: Path) -> None:
     assert all("accelerator_config" not in yaml.safe_load(text) for text in plain.values())
 
 
+def test_copies_of_the_shards_are_made_as_they_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two copies on four GPUs: by accelerate's file, by Axolotl's keys and by train.py."""
+    from accelerate import ParallelismConfig
+    from transformers import TrainingArguments
+
+    made = recipe(config("fsdp2", copies=2))
+    files = export_all(made, ["trl", "llamafactory", "axolotl", "train"])
+    for name in ("trl_sft.yaml", "llamafactory.yaml", "axolotl.yaml"):
+        assert "not expressed: copies" not in files[name], name
+    axolotl = yaml.safe_load(files["axolotl.yaml"])
+    assert (axolotl["dp_replicate_size"], axolotl["dp_shard_size"]) == (2, 2)
+    environment = launched(files["accelerate.yaml"], tmp_path)
+    assert environment["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
+    told = json.loads(files["train_config.json"])
+    assert told["copies"] == 2
+    ours = TrainingArguments(use_cpu=True, **sharing_arguments(made.config, [])).parallelism_config
+    for name, value in environment.items():
+        if name.startswith("PARALLELISM_CONFIG"):
+            monkeypatch.setenv(name, value)
+    for one in (ours, ParallelismConfig()):
+        assert one is not None and (one.dp_replicate_size, one.dp_shard_size, one.total_size) == (2, 2, 4)
+    one_copy = export_all(recipe(config("fsdp2")), ["accelerate", "axolotl"])
+    assert "parallelism_config" not in one_copy["accelerate.yaml"] and "dp_shard_size" not in one_copy["axolotl.yaml"]
+
+
 def test_trl_finds_the_file_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = pytest.importorskip("trl.cli.accelerate_config")
     text = export_all(recipe(config("fsdp2")), ["trl"])["trl_sft.yaml"]

@@ -166,6 +166,17 @@ def test_check_judges_each_gpu(tmp_path: Path) -> None:
     assert cost is not None and price is not None and cost.usd_per_hour == 8 * price.usd_per_hour
 
 
+def test_copies_of_the_shards_are_counted(tmp_path: Path) -> None:
+    """Axolotl's key. Each GPU then holds a quarter, and not an eighth."""
+    file = tmp_path / "run.yml"
+    needs = []
+    for said in ({}, {"dp_replicate_size": 2, "dp_shard_size": 4}):
+        file.write_text(yaml.safe_dump(FULL | FSDP | said))
+        report = check(file, {"gpu": "h200", "gpus": 8})
+        needs.append(report.checked.estimate.need_gib)
+    assert report.checked.run.config.copies == 2 and needs[1] > 1.3 * needs[0]
+
+
 def test_check_has_no_speed_where_no_link_is_known(tmp_path: Path) -> None:
     file = tmp_path / "run.yml"
     file.write_text(yaml.safe_dump(LORA | FSDP))

@@ -195,6 +195,10 @@ def test_what_is_asked_of_fsdp2_is_planned(capsys: pytest.CaptureFixture[str]) -
     assert {row.parallelism.strategy: row.parallelism.sync_each_batch for row in both.rows} == {
         name: name in FSDP2 for name in STRATEGIES if name != "none"
     }
+    copied = autotune.plan("llama-3.1-8b", gpu="h100", gpus=[2, 8], space="full", pins={"copies": 4})
+    assert isinstance(copied, GpuPlan)
+    names = {(row.num_gpus, row.parallelism.name) for row in copied.rows if row.parallelism.strategy in FSDP2}
+    assert names == {(2, "fsdp2"), (2, "fsdp2_keep"), (8, "hsdp"), (8, "hsdp_keep")}  # two GPUs cannot hold four copies
 
 
 # The command

@@ -13,7 +13,7 @@ from autotune.prediction.collectives import (
     SLOWEST_LINK,
     RankStepTime,
     Traffic,
-    between_hosts,
+    between_copies,
     counted_traffic,
     forward_share,
     rank_step_time,
@@ -74,19 +74,23 @@ def test_what_goes_to_the_host_and_back_has_no_formula() -> None:
 def test_hosts_with_copies_add_up_all_gradients_by_a_network_that_their_gpus_share() -> None:
     """Of two hosts each sends all bytes of the gradients once; a slower network counts as more bytes of the link."""
     config, hosts = TrainConfig(method="full"), Parallelism(num_gpus=16, strategy="fsdp2", copies=2)
-    sent, alone = traffic(mistral(), config, hosts), traffic(mistral(), config, of("fsdp2", 8))
-    sizes = Sizes.of(mistral())
-    assert sent is not None and sent == alone and sizes is not None
-    found = between_hosts(sent, hosts, slower=10.0)
+    assert hosts.of_copy == of("fsdp2", 8)
+    sent, sizes = traffic(mistral(), config, hosts.of_copy), Sizes.of(mistral())
+    assert sent is not None and sizes is not None
+    found = between_copies(sent, hosts, slower=10.0)
     steps = [rank_step_time(STEP, FULL, way, sent, accumulation=1, link_gb_s=1.0) for way in (hosts, of("fsdp2", 8))]
     assert steps[0].step_s == pytest.approx(steps[1].step_s)  # each GPU steps an eighth
     assert found.last_backward - sent.last_backward == pytest.approx(10 * 2 * sizes.params, rel=1e-3)
     assert replace(found, last_backward=sent.last_backward) == sent
     each = replace(hosts, sync_each_batch=True)
-    often = traffic(mistral(), config, each)
+    often = traffic(mistral(), config, each.of_copy)
     assert often is not None
-    added = between_hosts(often, each, slower=10.0).backward - often.backward
+    added = between_copies(often, each, slower=10.0).backward - often.backward
     assert added == pytest.approx(found.last_backward - sent.last_backward)
+    # Copies on one host: each GPU sends its own eighth over its own link.
+    here = traffic(mistral(), config, hosts)
+    assert here is not None
+    assert here.last_backward - sent.last_backward == pytest.approx(2 * sizes.params / 8, rel=1e-3)
 
 
 def test_adapters_alone_are_reduced() -> None:

@@ -588,7 +588,7 @@ def test_the_knobs_that_decide_how_many_bytes_a_token_takes() -> None:
     assert set(_compute_knobs()) == {
         *("method", "precision", "quantization", "double_quant", "checkpointing", "attention", "compile", "loss"),
         *("kernels", "packing", "dora", "lora_targets", "lora_dropout", "allocator", "num_gpus"),
-        *("sharding", "sync_each_batch", "offload"),
+        *("sharding", "copies", "sync_each_batch", "offload"),
     }
 
 

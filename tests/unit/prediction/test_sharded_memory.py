@@ -113,6 +113,7 @@ def test_ranks_with_other_losses_and_kernels_were_counted(model: str, gib: float
         ("qwen2.5-7b", 8, 8, {"sync_each_batch": True}, 13.870, {"method": "full", "checkpointing": "full"}),
         ("mistral-7b", 8, 16, {"copies": 2}, 14.630, {"method": "full"}),
         ("mistral-7b", 8, 16, {"copies": 2}, 8.798, {"method": "full", "checkpointing": "full"}),
+        ("mistral-7b", 8, 4, {"copies": 2}, 18.720, {"method": "full", "checkpointing": "full"}),
         ("mistral-7b", 8, 8, {"copies": 4}, 9.434, {}),
         ("gemma-2b", 6, 16, {"copies": 2}, 16.793, {"method": "full", "checkpointing": "full"}),
     ],
@@ -123,7 +124,15 @@ def test_ranks_that_divide_each_gradient_or_copy_shards_were_counted(
 ) -> None:
     """In the second of two micro batches, as of COUNTED; hosts with copies by torch's mesh of two dimensions."""
     found = rank(model, layers, num_gpus=num_gpus, micro_steps=2, shared=shared, seq_len=1024, **knobs)
-    assert found.peak_gib == pytest.approx(gib, rel=0.012)
+    assert found.peak_gib == pytest.approx(gib, rel=0.015)
+
+
+def test_what_copies_add_up_is_held_until_the_backward_pass_is_over() -> None:
+    """A rank of two copies of four layers held 10.861 GiB (counted), 0.75 more than without a second copy."""
+    knobs: dict[str, Any] = {"method": "full", "checkpointing": "full"}
+    alone, copied = rank(layers=4, **knobs), rank(layers=4, num_gpus=4, shared={"copies": 2}, **knobs)
+    assert copied.peak_gib == pytest.approx(10.861, rel=0.002) and copied.peak_gib - alone.peak_gib > 0.7
+    assert copied.nccl == 2 * alone.nccl
 
 
 def test_gradients_that_are_divided_at_once_are_shards_while_they_wait() -> None:

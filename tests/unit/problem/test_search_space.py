@@ -145,7 +145,7 @@ def test_a_file(tmp_path):
         (HEAD + "  compile:\n    values: [none]\n    when:\n      metod: lora\n",
          "FILE:6: knobs.compile.when.metod: 'metod' is no other knob; did you mean 'method'?"),
         (HEAD + "  compile: {values: [none], when: {compile: none}}\n",
-         "FILE:3: knobs.compile.when.compile: 'compile' is no other knob"),
+         "FILE:3: knobs.compile.when.compile: 'compile' is no other knob; did you mean 'copies'?"),
         (HEAD + "  compile: {values: [none], when: {method: [lora, {a: b}]}}\n",
          "FILE:3: knobs.compile.when.method: method is one of full, lora, not {'a': 'b'}"),
         (HEAD + "  1: 8\n", "FILE:3: knobs.1.[key]: Input should be a valid string"),

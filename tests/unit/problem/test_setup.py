@@ -107,6 +107,13 @@ def test_an_estimate_for_another_machine_does_not_depend_on_the_packages_of_this
     assert set_up(spec, H200).task.workload.dealt  # train.py does so
 
 
+def test_copies_that_no_number_of_gpus_can_hold_are_refused():
+    spec = StudySpec(model="mistral-7b", space="full", gpus="4", pins={"sharding": "fsdp2", "copies": 2})
+    assert set_up(spec, H200).task.baselines[0].copies == 2
+    with pytest.raises(UsageError, match="2: each copy of the shards takes two GPUs at least"):
+        set_up(replace(spec, gpus="2"), H200)
+
+
 def test_bf16(installed):
     t4, spec = resolve_device("t4"), StudySpec(model="mistral-7b", space="lora")
     assert set_up(spec, t4).task.space.knob("precision").values == ("fp16_mixed",)

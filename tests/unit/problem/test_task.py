@@ -160,6 +160,8 @@ def test_a_rank_that_was_played_gets_the_time_of_what_ranks_send() -> None:
     assert (real.is_projected(four), played.is_projected(four), played.is_projected(one)) == (False, True, False)
     assert asked(played, num_gpus=4).plays_a_rank and asked(real, num_gpus=4).has_real_ranks
     assert asked(real, num_gpus=4).memory_gib - asked(played, num_gpus=4).memory_gib == pytest.approx(nccl_gib(4))
+    twice = asked(real, num_gpus=4).memory_gib - asked(played, num_gpus=4, sharding="fsdp2", copies=2).memory_gib
+    assert twice == pytest.approx(2 * nccl_gib(2))  # a group for the shards, and one for each of them
     on_cpu = replace(played, device=resolve_device("cpu"))
     assert asked(on_cpu, num_gpus=4).memory_gib == 80.0
     found = measurement(0.5, rest_s=())
