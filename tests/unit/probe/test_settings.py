@@ -54,7 +54,7 @@ def test_the_arguments_of_the_libraries() -> None:
     plain = model_settings(TrainConfig(lora_rank=8, quantization="nf4", double_quant=True), "llama")
     assert plain.lora_arguments() == {
         "r": 8,
-        "lora_alpha": 16,
+        "lora_alpha": 32,
         "lora_dropout": 0.0,
         "target_modules": "all-linear",
         "modules_to_save": None,
