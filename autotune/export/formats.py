@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from autotune.core.errors import UsageError
+from autotune.core.objective import Objective
 from autotune.core.parallelism import ZERO
 from autotune.export import accelerate, clusters, recipe_yaml, script, tool_file, torchtune, transformers
 from autotune.export.header import on_cpu
@@ -23,6 +24,8 @@ FORMATS: dict[str, Callable[[Recipe], dict[str, str]]] = {
     "torchtune": torchtune.export,
 }
 USUAL = ("recipe", "trl", "train", "axolotl", "llamafactory")  # what a study writes unasked
+# What is written of a training for another objective than the next token, by what trains for it.
+BY_TRAINER = {"trl": ("recipe", "trl"), "transformers": ("recipe", "train", "kubernetes", "skypilot", "slurm")}
 # accelerate.yaml says how several GPUs share out a training that these start; Axolotl's file has keys of its own.
 BY_ACCELERATE = ("trl", "llamafactory", "transformers")
 
@@ -52,7 +55,10 @@ def export_all(recipe: Recipe, formats: Iterable[str]) -> dict[str, str]:
 
 
 def _obstacle(name: str, recipe: Recipe) -> str | None:
-    """Why a format cannot say how several processes share out the training; None where it can, or there is one."""
+    """Why a format cannot say what is learned, or how several processes share out the training; None where it can."""
+    objective = recipe.workload.objective
+    if objective is not Objective.SFT and name not in BY_TRAINER[objective.trainers[0]]:
+        return f"for {objective} it was not tried"
     if recipe.config.num_gpus == 1:
         return None
     if name == "torchtune":

@@ -14,6 +14,7 @@ from typing import Any
 from autotune.core.files import load_data
 from autotune.core.knobs import KNOBS
 from autotune.core.lora_targets import ALL_LINEAR, saved_modules, target_modules
+from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.core.train_config import TrainConfig, checkpoints_some
 from autotune.export.header import eval_steps, model_source, on_cpu, save_steps, warmup_steps
@@ -97,6 +98,8 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "warmup_steps": warmup_steps(recipe),
         "epochs": recipe.workload.epochs,
         "form": recipe.workload.form,
+        "objective": str(recipe.workload.objective),
+        "lora_task_type": "SEQ_CLS" if recipe.workload.objective is Objective.REWARD else None,
         "trains_on": recipe.workload.trains_on,
         "save_steps": save_steps(recipe),
         "save_total_limit": KEPT_CHECKPOINTS,

@@ -50,7 +50,13 @@ def export(
         with_notes.append((" ".join(notes), section))
     kinds = about.get("json_files", {}).items()
     more = {name: json.dumps(of.get(values["form"], of["other"]), indent=2) + "\n" for name, of in kinds}
-    return {about["file"]: sectioned(head, with_notes), **more}
+    return {file_of(recipe, tool): sectioned(head, with_notes), **more}
+
+
+def file_of(recipe: Recipe, tool: str) -> str:
+    """The name of the tool's file."""
+    name: str = load_data("autotune.export", "tools")[tool]["file"]
+    return name.format_map({"objective": recipe.workload.objective})
 
 
 def training_command(recipe: Recipe, tool: str) -> str:

@@ -1,21 +1,27 @@
-"""A directory of random weights with a tokenizer of one word, and rows of random tokens, for another tool's command.
+"""A directory of random weights with a tokenizer, and rows of random tokens, for another tool's command.
 
 `python -m autotune.probe.synthetic_model FILE.json` makes `model/` and `data/` in the current directory. The file has
 `model`, the keyword arguments of a transformers config; `device`; `rows`, the number of rows to train on; `lengths`,
-their lengths in turn; `held_out`, the lengths of the rows in the test split.
+their lengths in turn; `held_out`, the lengths of the rows in the test split. With an `objective` other than the next
+token rows are of words, a token each, and `trained_share` is the share of a row that is an answer.
 """
 
 import itertools
 import json
+import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from autotune.core.objective import Objective
 from autotune.core.train_config import TrainConfig
 from autotune.probe.model_settings import model_settings
 from autotune.probe.runtime.model_builder import build, config_of
@@ -23,9 +29,10 @@ from autotune.probe.runtime.model_builder import build, config_of
 PAD = "<pad>"
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer that knows its padding token alone: TRL asks for that."""
-    words = Tokenizer(WordLevel({PAD: 0}, unk_token=PAD))
+def tokenizer(num_words: int = 1) -> PreTrainedTokenizerFast:
+    """A tokenizer that knows its padding token, for which TRL asks, and words: "w1" is token 1."""
+    words = Tokenizer(WordLevel({PAD: 0} | {f"w{index}": index for index in range(1, num_words)}, unk_token=PAD))
+    words.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=PAD, eos_token=PAD)
 
 
@@ -36,18 +43,42 @@ def main() -> None:
     settings = model_settings(TrainConfig(precision="bf16_pure", attention="eager"), wanted["model"]["model_type"])
     model = build(config_of(wanted["model"]), settings, torch.device(wanted["device"]))
     model.save_pretrained("model")
-    tokenizer().save_pretrained("model")
-    Path("data").mkdir()
     vocab_size = model.config.get_text_config().vocab_size
-    _write("train", itertools.islice(itertools.cycle(wanted["lengths"]), wanted["rows"]), vocab_size)
-    _write("test", wanted["held_out"], vocab_size)
+    make: Callable[[int, int], dict[str, Any]] = partial(_tokens, vocab_size)
+    objective = Objective(wanted.get("objective", Objective.SFT))
+    if objective is not Objective.SFT:
+        make = partial(_texts, vocab_size, objective, wanted["trained_share"])
+    tokenizer(1 if objective is Objective.SFT else vocab_size).save_pretrained("model")
+    Path("data").mkdir()
+    lengths = list(itertools.islice(itertools.cycle(wanted["lengths"]), wanted["rows"]))
+    random.Random(0).shuffle(lengths)  # noqa: S311 (KTO is trained in the order of the rows)
+    _write("train", lengths, make)
+    _write("test", wanted["held_out"], make)
     print(json.dumps({"rows": wanted["rows"]}))
 
 
-def _write(split: str, lengths: Iterable[int], vocab_size: int) -> None:
+def _write(split: str, lengths: Iterable[int], make: Callable[[int, int], dict[str, Any]]) -> None:
     with open(f"data/{split}.jsonl", "w", encoding="utf-8") as file:
-        for length in lengths:
-            file.write(json.dumps({"input_ids": torch.randint(vocab_size, (length,)).tolist()}) + "\n")
+        file.writelines(json.dumps(make(index, length)) + "\n" for index, length in enumerate(lengths))
+
+
+def _tokens(vocab_size: int, index: int, length: int) -> dict[str, Any]:
+    return {"input_ids": torch.randint(vocab_size, (length,)).tolist()}
+
+
+def _texts(vocab_size: int, objective: Objective, trained_share: float, index: int, length: int) -> dict[str, Any]:
+    """An example of so many tokens, the last of which TRL adds: the end of the text."""
+
+    def words(number: int) -> str:
+        return " ".join(f"w{token}" for token in torch.randint(1, vocab_size, (number,)).tolist())
+
+    if objective is Objective.REWARD:
+        return {"chosen": words(length - 1), "rejected": words(length - 1)}
+    read = min(max(1, round(length * (1 - trained_share))), max(length - 2, 1))
+    answer = max(length - read - 1, 1)
+    if objective is Objective.DPO:
+        return {"prompt": words(read), "chosen": f" {words(answer)}", "rejected": f" {words(answer)}"}
+    return {"prompt": words(read), "completion": f" {words(answer)}", "label": index % 2 == 0}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """TRL's own script, timed by train.py's clock: accelerate's launcher runs this where `trl sft` would run that script.
 
+Its first argument is the name of the script: sft, dpo, kto or reward.
+
 It trains in the current folder. The last line that it prints is the same line of JSON as train.py's.
 """
 
 import json
 import runpy
+import sys
 
 from autotune.core.process import die_with_parent
 
@@ -21,7 +24,7 @@ def main() -> None:
 
     clock = TrlClock(saves=False, progress=STEPS)
     trainer.DEFAULT_CALLBACKS.append(clock)
-    runpy.run_module("trl.scripts.sft", run_name="__main__", alter_sys=True)
+    runpy.run_module(f"trl.scripts.{sys.argv.pop(1)}", run_name="__main__", alter_sys=True)
     measured = clock.measured()
     seconds = measured["seconds_per_step"]
     tokens_per_second = clock.tokens_per_step / seconds if seconds else None

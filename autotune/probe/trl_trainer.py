@@ -84,6 +84,14 @@ def examples_of(rows: list[dict[str, torch.Tensor]], objective: Objective) -> An
     )
 
 
+def num_tokens(example: dict[str, Any]) -> int:
+    """The tokens of an example of any of TRL's trainers; of a pair, those of the longer answer with the prompt."""
+    answers = [
+        example[name] for name in ("input_ids", "completion_ids", "chosen_ids", "rejected_ids") if name in example
+    ]
+    return len(example.get("prompt_ids", ())) + max(map(len, answers))
+
+
 class TrlClock(Clock):
     """A clock that ends the last step before the evaluation and the save at the end of the run."""
 
@@ -97,7 +105,7 @@ class TrlClock(Clock):
         load_attention(model, args.device)
         super().on_train_begin(args, state, control, model)
         rows = train_dataloader.dataset
-        mean_tokens = sum(map(len, rows["input_ids"])) / len(rows)
+        mean_tokens = sum(map(num_tokens, rows)) / len(rows)
         self.tokens_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * mean_tokens
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

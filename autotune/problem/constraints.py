@@ -212,8 +212,8 @@ def narrow_to_packages(narrowing: Narrowing) -> None:
         narrowing.remove("sharding", set(ZERO), "DeepSpeed is not installed")
 
 
-def narrow_to_trl(narrowing: Narrowing, *, installed: bool) -> None:
-    """Remove what TRL's SFTTrainer cannot do.
+def narrow_to_trl(narrowing: Narrowing, *, installed: bool, objective: Objective = Objective.SFT) -> None:
+    """Remove what TRL's trainers cannot do.
 
     With `installed` the packages of this machine count too. Raises EnvironmentProblem where TRL is not one of them.
     """
@@ -226,8 +226,9 @@ def narrow_to_trl(narrowing: Narrowing, *, installed: bool) -> None:
         if not checkpoints_some(version("transformers")):
             reason = "TrainingArguments before transformers 5.23 recomputes every layer or none"
             narrowing.keep("checkpointing", lambda value: value in ("none", "full"), reason)
-    narrowing.keep("loss", lambda value: value == "chunked", "TRL has a chunked loss of its own, and no other")
-    narrowing.pin("loss", "chunked")
+    if objective.num_labels is None:
+        narrowing.keep("loss", lambda value: value == "chunked", "TRL has a chunked loss of its own, and no other")
+        narrowing.pin("loss", "chunked")
     narrowing.remove("packing", {True}, "TRL lays packed rows out as one, which is not probed yet")
     _narrow_padding_to_trl(narrowing)
     narrowing.remove("quantization", {"fp8"}, "TRL has no fp8 base")
@@ -242,8 +243,9 @@ def narrow_to_objective(narrowing: Narrowing, objective: Objective) -> None:
     if objective is Objective.SFT:
         return
     narrowing.remove("kernels", {"liger"}, f"Liger's kernels were not tried for {objective}")
+    if objective.num_labels is not None:
+        narrowing.remove("loss", {"chunked"}, "a value for a row needs no logits of its tokens")
     if objective is Objective.CLASSIFICATION:
-        narrowing.remove("loss", {"chunked"}, "a label for a row needs no logits of its tokens")
         narrowing.remove("packing", {True}, "each row has one label")
         narrowing.remove("quantization", {"fp8"}, "the head over labels is too narrow for fp8")
         return

@@ -87,7 +87,7 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     workload = _workload(spec, lengths, global_batch)
     constraints.narrow_to_model(narrowing, model, workload)
     if spec.trained_by == "trl":
-        constraints.narrow_to_trl(narrowing, installed=probes_run_here)
+        constraints.narrow_to_trl(narrowing, installed=probes_run_here, objective=workload.objective)
     constraints.narrow_to_objective(narrowing, workload.objective)
     floors = Floors(**{item.name: getattr(spec, item.name) for item in fields(Floors)})
     constraints.apply_floors(narrowing, workload, floors)

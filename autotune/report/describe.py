@@ -246,7 +246,7 @@ def training_commands(summary: StudySummary, recipe: Recipe, out_dir: str) -> di
     """What trains with the export in the study's directory: command lines for a shell, by their purpose."""
     if recipe.trainer == "trl":
         cd = shlex.join(["cd", *operands(f"{out_dir}/export")])
-        purpose = "name your dataset in export/trl_sft.yaml, then start the full run"
+        purpose = f"name your dataset in export/{tool_file.file_of(recipe, 'trl')}, then start the full run"
         return {purpose: f"{cd} && {tool_file.training_command(recipe, 'trl')}"}
     launch = shlex.join(["bash", *operands(f"{out_dir}/export/launch.sh")])
     several = f" on {recipe.config.num_gpus} GPUs" if recipe.config.num_gpus > 1 else ""

@@ -59,7 +59,7 @@ def explain(study: StudyName = None, storage: Storage = None, json_: Json = Fals
 def verify(
     study: StudyName = None,
     format_: Annotated[
-        str | None, typer.Option("--format", help="What to run: train (train.py) or trl (trl_sft.yaml). [as probed]")
+        str | None, typer.Option("--format", help="What to run: train (train.py) or trl (TRL's file). [as probed]")
     ] = None,
     soak: Annotated[
         bool, typer.Option("--soak", help="Mix the longest possible rows with short ones; memory must not grow.")
@@ -79,15 +79,15 @@ def verify(
         VerificationFailed: it is slower or larger than promised, beyond the tolerance, or its memory grows.
     """
     from autotune.api import load_study
-    from autotune.export.run.verify import FILES
+    from autotune.export.run.verify import FORMATS
     from autotune.export.run.verify import verify as run_and_compare
     from autotune.report import describe
     from autotune.study.session import amend_record
 
     if not 1 <= micro_steps <= 10**6 or not 0 < tolerance < 100:
         raise UsageError("--micro-steps is a positive number, --tolerance a share such as 0.05", remedy="see --help")
-    if format_ not in (None, *FILES):
-        raise UsageError(f"--format cannot be {format_!r}", remedy=f"one of {', '.join(FILES)}")
+    if format_ not in (None, *FORMATS):
+        raise UsageError(f"--format cannot be {format_!r}", remedy=f"one of {', '.join(FORMATS)}")
     result = load_study(study, storage)
     recipe = result.recipe
     require_measured_here(recipe, format_)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.errors import StorageError
+from autotune.core.objective import Objective
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, fmt_seconds, gib
 from autotune.export import script, tool_file
@@ -24,7 +25,7 @@ from autotune.study.summary import Recipe, Verification
 
 TOLERANCE = 0.05
 MICRO_STEPS = 200
-FILES = {"train": "train.py", "trl": "trl_sft.yaml"}
+FORMATS = ("train", "trl")
 ROWS = 1024  # random rows to make for TRL; a longer run passes over them again
 SHORT = 4  # a short row of a soak has at most this part of the tokens of a long one: a quarter
 HOME = str(Path(__file__).absolute().parents[3])  # the directory that holds the package
@@ -45,7 +46,7 @@ def verify(
 ) -> Verification:
     """Run the winner's export with random weights for at least `micro_steps` micro batches. The device must be free.
 
-    `form` is one of FILES, by default that of the trainer that was probed. The run evaluates before and after, and
+    `form` is one of FORMATS, by default that of the trainer that was probed. The run evaluates before and after, and
     saves adapters at the end, since runs die there too. Its log is in the study's directory `out`.
 
     Raises:
@@ -57,6 +58,7 @@ def verify(
     winner = recipe.winner
     step_s = winner.performance.step_time_s
     form = form or probed_format(recipe)
+    file = "train.py" if form == "train" else tool_file.file_of(recipe, form)
     steps = max(math.ceil(micro_steps / recipe.accumulation), 4 if soak else 2) + 1  # the first warms up
     prediction = Verification(
         config=winner.config,
@@ -66,12 +68,12 @@ def verify(
         promised_step_s=step_s,
         promised_gib=max(winner.measurement.peak_reserved_gib, 0.0),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        file=FILES[form],
+        file=file,
         probed=form == probed_format(recipe),
         soak=soak,
     )
     length = f"{steps} steps, about {fmt_seconds(steps * step_s)}"
-    say(f"running the exported {FILES[form]} for {length}: {winner.config.label()}")
+    say(f"running the exported {file} for {length}: {winner.config.label()}")
     with scratch_folder(out / ".verify") as folder:
         run = partial(
             run_exported,
@@ -102,6 +104,7 @@ def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
     timed = winner.measurement.kind_s
     if not padded_tokens or len(kinds) != len(timed) or len({kind.length for kind in kinds}) < 2:
         return step_s
+    padded_tokens /= recipe.workload.objective.rows_per_example  # lengths are those of a pair's longer row
     mean = sum(kind.share * kind.length for kind in kinds)
     moments = [
         (kind.share * (kind.length - mean) * seconds, kind.share * (kind.length - mean) ** 2)
@@ -142,7 +145,7 @@ class _StepReporter:
 
 
 def probed_format(recipe: Recipe) -> str:
-    """The format, one of FILES, that was probed."""
+    """The format, one of FORMATS, that was probed."""
     return "trl" if recipe.trainer == "trl" else "train"
 
 
@@ -175,7 +178,7 @@ def _run_train(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | No
 
 def _run_trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None, run: Run) -> dict[str, Any] | str:
     """Run TRL's own script with a clock through accelerate's launcher, as `trl sft` runs it."""
-    config = recipe.config
+    config, objective = recipe.config, recipe.workload.objective
     _check_room(recipe, folder)
     made_of = json.dumps(_made_for_trl(recipe, steps, lengths))
     write_files(folder, tool_file.export(recipe, "trl") | {"made.json": made_of})
@@ -192,7 +195,7 @@ def _run_trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None
     overrides = {
         "model_name_or_path": folder / "model",
         "dataset_name": folder / "data",
-        "assistant_only_loss": False,  # the rows are tokens
+        **({"assistant_only_loss": False} if objective is Objective.SFT else {}),  # the rows are tokens
         "output_dir": folder / "saved",
         "max_steps": steps,
         "eval_on_start": True,
@@ -204,7 +207,7 @@ def _run_trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None
         "save_total_limit": 1,
     }
     arguments = ["--quiet", *tool_file.launch_arguments(recipe), "--module", "autotune.probe.trl_entry"]
-    arguments += ["--config", "trl_sft.yaml"]
+    arguments += [objective, "--config", tool_file.file_of(recipe, "trl")]
     for name, value in overrides.items():
         arguments += [f"--{name}", str(value)]
     return run(arguments, script="accelerate.commands.launch", environment=environment)
@@ -220,6 +223,8 @@ def _made_for_trl(recipe: Recipe, steps: int, lengths: list[int] | None) -> dict
         "device": "cpu" if on_cpu(recipe) else "cuda",
         "rows": rows,
         "lengths": lengths or script.sample(recipe, rows),
+        "objective": recipe.workload.objective,
+        "trained_share": recipe.workload.lengths.trained_share,
         "held_out": [recipe.workload.longest_row(config)] * config.micro_batch_size,
     }
 

@@ -59,7 +59,7 @@ class Clock(TrainerCallback):
         model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, model: Any, args: Any, inputs: dict[str, Any]) -> None:
-        if model.training:
+        if model.training and torch.is_grad_enabled():  # an untrained model may compute beside it
             self._tokens[-1] += inputs["input_ids"].numel()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

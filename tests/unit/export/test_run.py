@@ -202,6 +202,8 @@ def test_what_is_made_for_trl() -> None:
         "device": "cpu",
         "rows": 16 * 3,
         "lengths": [32] * 48,
+        "objective": "sft",
+        "trained_share": 1.0,
         "held_out": [32] * 8,
     }
     many = verify._made_for_trl(replace(made, device=resolve_device("a10")), 500, [5, 6])
@@ -342,7 +344,7 @@ def test_trl_runs_on_rows_of_tokens_through_the_launcher_of_accelerate(
         assert options["environment"] == expected | ({"CUDA_VISIBLE_DEVICES": ""} if hides else {})
         assert again["script"] == "accelerate.commands.launch"
         head = ["--quiet", *tool_file.launch_arguments(on_device), "--module", "autotune.probe.trl_entry"]
-        head += ["--config", "trl_sft.yaml"]
+        head += ["sft", "--config", "trl_sft.yaml"]
         assert arguments[: len(head)] == head and (tmp_path / "trl_sft.yaml").is_file()
         rest = arguments[len(head) :]
         assert dict(zip(rest[::2], rest[1::2], strict=True)) == {

@@ -256,9 +256,7 @@ def test_the_clock_of_trl_counts_tokens_with_and_without_padding(monkeypatch: py
     model = torch.nn.Identity()
     arguments = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=2, device="a device")
     rows = {"input_ids": [[1] * 10, [1] * 30]}
-    loader = SimpleNamespace(
-        dataset=type("Rows", (), {"__getitem__": lambda _, key: rows[key], "__len__": lambda _: 2})()
-    )
+    loader = SimpleNamespace(dataset=pytest.importorskip("datasets").Dataset.from_dict(rows))
     loaded: list[Any] = []
     monkeypatch.setattr(trl_trainer, "load_attention", lambda *asked: loaded.append(asked))
     clock.on_train_begin(arguments, None, None, model, train_dataloader=loader)

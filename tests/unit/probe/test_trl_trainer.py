@@ -14,6 +14,8 @@ from transformers import trainer as transformers_trainer
 
 pytest.importorskip("trl")
 
+from datasets import Dataset
+
 from autotune.probe import trl_entry
 from autotune.probe import trl_trainer as module
 from autotune.probe.runtime.clock import Clock
@@ -58,7 +60,7 @@ def test_the_clock_of_trl_is_the_scripts_but_for_the_end(monkeypatch: pytest.Mon
     clock = TrlClock()  # type: ignore[call-arg]
     assert (clock.num_steps, clock.tokens_per_step) == (0, 0.0)
     rows = {"input_ids": [[1] * 4, [1] * 8]}
-    dataset = type("Rows", (), {"__getitem__": lambda _, key: rows[key], "__len__": lambda _: 2})()
+    dataset = Dataset.from_dict(rows)
     args = SimpleNamespace(per_device_train_batch_size=3, gradient_accumulation_steps=5, device="cuda:0")
     loader = SimpleNamespace(dataset=dataset)
     monkeypatch.setattr(module, "load_attention", lambda *asked: done.append(("load", *asked)))
@@ -93,7 +95,7 @@ def test_trls_own_script_runs_with_a_clock_and_says_what_it_measured(
     monkeypatch.setattr(module, "TrlClock", clock)
     monkeypatch.setattr(transformers_trainer, "DEFAULT_CALLBACKS", callbacks)
     monkeypatch.setattr(runpy, "run_module", lambda name, **how: ran.append((name, how, [*callbacks])))
-    monkeypatch.setattr(sys, "argv", ["entry"])
+    monkeypatch.setattr(sys, "argv", ["entry", "sft"])
     trl_entry.main()
     assert made[0].asked == {"saves": False, "progress": "steps.jsonl"}
     assert ran == ["die", ("trl.scripts.sft", {"run_name": "__main__", "alter_sys": True}, made)]
