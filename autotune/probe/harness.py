@@ -47,7 +47,7 @@ from autotune.probe.recorder import MAX_WARMUP_ROUNDS, Recorder, compiled_graphs
 from autotune.probe.resident import ResidentModel, attach, clean, module_names
 from autotune.probe.runtime import rows
 from autotune.probe.runtime.chunked_loss import CHUNK_TOKENS, chunked_loss
-from autotune.probe.runtime.label_loss import label_loss
+from autotune.probe.runtime.labels import label_loss
 from autotune.probe.runtime.lean_trainer import (
     LeanTrainer,
     compile_layers,

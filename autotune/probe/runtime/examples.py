@@ -164,7 +164,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Any, loss_on: str | None) -> None:
         self.tokenizer = tokenizer
-        self.loss_on = loss_on
+        self.loss_on = self.key = loss_on
         template = tokenizer.chat_template
         self._template = (template.get("default") if isinstance(template, dict) else template) or ""
         # Such a template says itself what the assistant says.

@@ -89,8 +89,8 @@ class RunSettings:
     training by `sharding`, in `copies` groups that each hold all of it, and take `micro_batch_size` rows each; they
     divide gradients after each micro batch with `sync_each_batch`, and keep model and optimizer in the host with
     `offload`; `is_larger_than_gpu` says that no GPU holds the model as a whole, so that it is built as shards.
-    `loss_on` says what is trained on (`examples.Encoder`); None goes by each row; `trained_share` of the random tokens
-    are. The learning rate is a common default: it was not tuned.
+    `objective` is sft, the next token, or classification. `loss_on` says what is trained on (`examples.Encoder`); None
+    goes by each row; `trained_share` of the random tokens are. The learning rate is a common default: it was not tuned.
     `eval_share` of the examples is held out and evaluated every `eval_steps` optimizer steps. `report_to` is none, or
     the tracker that knows this run as `run_name`. Checkpoints take up to `checkpoints_gib` of the disk, None where that
     is not known.
@@ -108,6 +108,7 @@ class RunSettings:
     accumulation: int
     seq_len: int
     packing: bool
+    objective: str
     loss_on: str | None
     trained_share: float
     padding: str

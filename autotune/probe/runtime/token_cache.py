@@ -40,18 +40,22 @@ def tokenise(
     *,
     split: str | None = None,
     loss_on: str | None = None,
+    encoder: Any = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """The folder with the dataset's tokens, which are made unless they are there. `say` gets progress messages.
+
+    `encoder` makes other examples than those for the next token.
 
     Raises BadDataset (a row that is no example, no rows at all), CannotKeep (no room on the disk), and ImportError
     where a file is read with a package that is not installed.
     """
     files = files_of(path, split)
-    folder = cache_folder() / _key(files, tokenizer, loss_on)
+    encoder = encoder or Encoder(tokenizer, loss_on)
+    folder = cache_folder() / _key(files, tokenizer, encoder.key)
     try:
         if not _is_whole(folder):
-            _make(folder, path, files, Encoder(tokenizer, loss_on), split, say)
+            _make(folder, path, files, encoder, split, say)
     except OSError as error:
         if not _is_whole(folder):  # another process was quicker
             reason = f"{error.strerror or error} (XDG_CACHE_HOME names another place)"
@@ -60,7 +64,7 @@ def tokenise(
 
 
 def _make(
-    folder: Path, path: Path, files: list[Path], encoder: Encoder, split: str | None, say: Callable[[str], None]
+    folder: Path, path: Path, files: list[Path], encoder: Any, split: str | None, say: Callable[[str], None]
 ) -> None:
     """Write the tokens beside `folder`, and give them its name once they are whole."""
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -92,15 +96,15 @@ def _is_whole(folder: Path) -> bool:
         return False
 
 
-def _key(files: list[Path], tokenizer: Any, loss_on: str | None) -> str:
+def _key(files: list[Path], tokenizer: Any, encoded: Any) -> str:
     """A name that changes with all that the tokens depend on. A file counts as unchanged by its size and time."""
     about = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     words = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
-    facts = [VERSION, about, words, tokenizer.chat_template, tokenizer.special_tokens_map, loss_on]
+    facts = [VERSION, about, words, tokenizer.chat_template, tokenizer.special_tokens_map, encoded]
     return hashlib.sha256(repr(facts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def _write(folder: Path, path: Path, encoder: Encoder, split: str | None, say: Callable[[str], None]) -> None:
+def _write(folder: Path, path: Path, encoder: Any, split: str | None, say: Callable[[str], None]) -> None:
     said = time.monotonic()
     tokens = trained = examples = 0
     with (folder / "tokens").open("wb") as token_file, (folder / "ends").open("wb") as end_file:

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedModel, TrainerCallback, Traini
 from . import model_builder, rows
 from .chunked_loss import chunked_loss
 from .clock import Clock
+from .labels import LabelEncoder, collate_labels, label_loss, names_of
 from .lean_trainer import (
     LeanTrainer,
     compile_layers,
@@ -29,10 +31,11 @@ from .lean_trainer import (
 )
 from .malloc import KEPT_BYTES, return_from
 from .patches import choose_attention, load_attention
-from .reading import BadDataset
+from .reading import BadDataset, read_rows
 from .settings import Options, RunSettings
 from .token_cache import CannotKeep, tokenise
 
+CLASSIFICATION = "classification"  # an objective
 SEED = 0
 RECOMPILE_LIMIT = 64  # every shape that was compiled in the measurement is compiled here: nothing falls back to eager
 RANDOM_EXAMPLES = 64  # different ones, at least; a longer run repeats them
@@ -63,7 +66,7 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Modu
         load_attention(base, device)
     model_builder.set_checkpointing(base, settings.model_settings)
     model = add_adapters(base, settings, torch.device("cpu") if from_one(settings, options) else device)
-    loss = chunked_loss(base) if settings.loss == "chunked" else None  # with the head that is trained
+    loss = loss_of(settings, base)  # with the head that is trained
     clock = Clock(options.saves, options.progress)
     trainer = make_trainer(settings, options, model, loss, clock, train_rows, eval_rows)
 
@@ -114,6 +117,8 @@ def load(settings: RunSettings, options: Options, device: torch.device) -> PreTr
     """The base with its weights: on the device, or in the host's memory where that is too small for it."""
     if from_one(settings, options):
         return model_builder.load_in_first_rank(options.model, settings.model_settings)
+    if settings.objective == CLASSIFICATION:
+        return load_classifier(settings, options, device)
     return model_builder.load(options.model, settings.model_settings, device)
 
 
@@ -140,10 +145,15 @@ def read_examples(settings: RunSettings, options: Options) -> Sequence[torch.Ten
     """The examples of the dataset, tokenised. No code of a model's repository is run."""
     tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=False)
     assert options.dataset is not None
+    dataset = Path(options.dataset)
     try:
+        of_labels = None
+        if settings.objective == CLASSIFICATION:
+            of_labels = LabelEncoder(tokenizer, names_of(read_rows(dataset, options.split)), settings.seq_len)
         folder = tokenise(
-            Path(options.dataset),
+            dataset,
             tokenizer,
+            encoder=of_labels,
             split=options.split,
             loss_on=settings.loss_on,
             say=lambda text: print(text, file=sys.stderr),
@@ -153,12 +163,36 @@ def read_examples(settings: RunSettings, options: Options) -> Sequence[torch.Ten
     return rows.Stored(folder)
 
 
+def load_classifier(settings: RunSettings, options: Options, device: torch.device) -> PreTrainedModel:
+    """The base with a new head over the dataset's labels, which knows their names and how rows are padded."""
+    names = names_of(read_rows(Path(str(options.dataset)), options.split))
+    base = model_builder.load(options.model, replace(settings.model_settings, num_labels=len(names)), device)
+    base.config.id2label = {number: str(name) for number, name in enumerate(names)}
+    base.config.label2id = {str(name): number for number, name in enumerate(names)}
+    tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=False)
+    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    base.config.pad_token_id = padding or 0  # before which the head finds the last token of a row
+    return base
+
+
+def loss_of(settings: RunSettings, base: PreTrainedModel) -> Callable[..., torch.Tensor] | None:
+    """The `compute_loss_func` of the Trainer; None leaves the loss to the model."""
+    if settings.objective == CLASSIFICATION:
+        return label_loss
+    return chunked_loss(base) if settings.loss == "chunked" else None
+
+
 def random_examples(settings: RunSettings, options: Options, vocab_size: int) -> list[torch.Tensor]:
     """As many examples as the run has, of random tokens, with the lengths that were measured or those of a file."""
     lengths = rows.read_lengths(options.lengths, settings.seq_len) if options.lengths else settings.lengths
     lengths = lengths * max(1, RANDOM_EXAMPLES // len(lengths))
     share = settings.trained_share
-    examples = [rows.with_prompt(torch.randint(0, vocab_size, (length,)), share) for length in lengths]
+    if settings.objective == CLASSIFICATION:
+        texts = [-1 - torch.randint(0, vocab_size, (length,)) for length in lengths]
+        num_labels = settings.model_settings.num_labels or 2
+        examples = [torch.cat([text[1:], torch.randint(0, num_labels, (1,))]) for text in texts]
+    else:
+        examples = [rows.with_prompt(torch.randint(0, vocab_size, (length,)), share) for length in lengths]
     repeats = settings.examples // len(examples) + 1
     return (examples * repeats)[: settings.examples]
 
@@ -210,12 +244,7 @@ def make_trainer(
             run_name=settings.run_name,
             **arguments,
         ),
-        functools.partial(
-            rows.collate,
-            padded_lengths=settings.padded_lengths,
-            packing=settings.packing,
-            masked=settings.padding == "masked",
-        ),
+        make_collator(settings, model),
         train_rows,
         eval_rows,
         compute_loss_func=loss,
@@ -224,6 +253,15 @@ def make_trainer(
         dealt=settings.dealt,
         optimizer_in_backward=settings.optimizer_in_backward,
     )
+
+
+def make_collator(settings: RunSettings, model: nn.Module) -> Callable[[list[rows.Row]], dict[str, torch.Tensor]]:
+    """What makes a batch of rows."""
+    lengths, masked = settings.padded_lengths, settings.padding == "masked"
+    if settings.objective == CLASSIFICATION:
+        padding = int(model.config.pad_token_id)
+        return functools.partial(collate_labels, padded_lengths=lengths, padding=padding, masked=masked)
+    return functools.partial(rows.collate, padded_lengths=lengths, packing=settings.packing, masked=masked)
 
 
 def summary(

@@ -1,0 +1,72 @@
+"""Texts with labels, for a classifier: as tokens, in batches, and their loss.
+
+An example has the tokens of its text, which are only read, and the number of its label last.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from .examples import BATCH
+from .reading import BadDataset, Located
+from .rows import Row, collate, num_tokens
+
+
+def names_of(rows: Iterable[Located]) -> list[Any]:
+    """The labels of a dataset in their order, which are numbers or text. Raises BadDataset."""
+    found: set[Any] = set()
+    for where, row in rows:
+        label = row.get("label")
+        if not isinstance(row.get("text"), str) or not isinstance(label, str | int):
+            raise BadDataset(f"{where}: needs text, and a label that is a number or text")
+        found.add(label)
+    if len({isinstance(label, str) for label in found}) > 1:
+        raise BadDataset("some labels are numbers, and others text")
+    if len(found) < 2:
+        raise BadDataset(f"there is nothing to tell apart: {len(found)} label(s)")
+    return sorted(found)
+
+
+class LabelEncoder:
+    """Makes examples of rows with a tokenizer of transformers: as `examples.Encoder`, of at most `longest` tokens."""
+
+    def __init__(self, tokenizer: Any, names: Sequence[Any], longest: int) -> None:
+        self._tokenizer = tokenizer
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self._longest = longest
+        self.key = ("labels", *names, longest)
+
+    def encode(self, rows: Iterable[Located]) -> Iterator[list[int]]:
+        """Yield the example of each row."""
+        remaining = iter(rows)
+        while batch := list(islice(remaining, BATCH)):
+            texts = self._tokenizer([row["text"] for _, row in batch])["input_ids"]
+            for (_, row), tokens in zip(batch, texts, strict=True):
+                read = [-1 - token for token in tokens[: self._longest - 1]]
+                yield [*read, self._numbers[row["label"]]]
+
+
+def collate_labels(
+    rows: list[Row], padded_lengths: Sequence[int], padding: int, *, masked: bool = False
+) -> dict[str, torch.Tensor]:
+    """A batch as of `rows.collate`, with a label for each row, and this token as padding: the head looks before it."""
+    texts = [[row[0][:-1]] for row in rows]
+    batch = collate(texts, padded_lengths, False, masked=masked)
+    lengths = torch.tensor([num_tokens(text) for text in texts])
+    is_padding = torch.arange(batch["input_ids"].shape[1]) >= lengths[:, None]
+    batch["input_ids"] = batch["input_ids"].masked_fill(is_padding, padding)
+    return batch | {"labels": torch.tensor([int(row[0][-1]) for row in rows])}
+
+
+def label_loss(
+    outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
+) -> torch.Tensor:
+    """The `compute_loss_func` of a Trainer: the sum over the rows, divided by the labels of the whole step.
+
+    transformers' own loss takes the mean of each micro batch, and Trainer would add these up.
+    """
+    total = cross_entropy(outputs.logits.float(), labels, reduction="sum")
+    return total / (len(labels) if num_items_in_batch is None else num_items_in_batch)
