@@ -461,7 +461,8 @@ class Probe:
         request, meter = self.request, self.meter
         timed = [kind for kind in request.kinds if kind.share]
         frequent = max(timed, key=lambda kind: kind.share)
-        _, known_s = self.recorder.times().kinds[timed.index(frequent)]
+        times = self.recorder.times()  # without kinds where a single one is timed
+        known_s = times.kinds[timed.index(frequent)][1] if times.kinds else statistics.fmean(times.micro_batches)
         _SEEN_LENGTHS.update(_lengths(request))
         precision, size = request.config.precision, request.config.micro_batch_size
         odd = (length for length in range(frequent.length - 1, 1, -1) if length % 2)
