@@ -236,8 +236,9 @@ def _refuse_unsupported(config: dict[str, Any], shown: str) -> None:
     others = [name for name in named if _OTHER_HEADS.search(str(name))] if isinstance(named, list) else []
     if others:
         raise UsageError(
-            f"{shown} is of a {others[0]}, whose head and loss no probe trains: only causal language models are tuned",
-            remedy="pass a causal language model; to plan the body of this one, remove architectures from a local copy",
+            f"{shown} is of a {others[0]}, whose head no probe trains: trainings begin with causal language models",
+            remedy="pass the model that it was made from, with --objective classification or reward for a new head; "
+            "or remove architectures from a local copy",
         )
     if config.get("is_encoder_decoder") is True:
         raise UsageError(f"{shown} is of an encoder-decoder model", remedy="pass a causal language model")

@@ -127,9 +127,9 @@ def test_a_catalogue_name_goes_before_a_directory(tmp_path, monkeypatch):
     ("config", "message"),
     [
         (LLAMA | {"auto_map": {"AutoConfig": "x.Y"}}, "remote code is never run"),
-        (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "whose head and loss no probe trains"),
+        (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "whose head no probe trains"),
         (LLAMA | {"architectures": ["Qwen2ForTokenClassification"]}, "is of a Qwen2ForTokenClassification"),
-        (LLAMA | {"architectures": ["InternLM2ForRewardModel"]}, "only causal language models are tuned"),
+        (LLAMA | {"architectures": ["InternLM2ForRewardModel"]}, "trainings begin with causal language models"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "already quantised"),
         (LLAMA | {"is_encoder_decoder": True}, "encoder-decoder"),
         (LLAMA | {"model_type": "bert"}, "of a bert model, in which a token sees those after it$"),
