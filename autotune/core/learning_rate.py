@@ -21,5 +21,6 @@ _BY_TRL = {
 
 def default_learning_rate(method: str, objective: Objective = Objective.SFT, params: int | None = None) -> float:
     """The usual rate of a method, lora or full, for a model of so many parameters; None counts as few."""
-    rate = _BY_TRL.get((objective, method), _USUAL[method])
-    return rate / 2 if (params or 0) >= LARGE and objective is Objective.SFT else rate
+    if (rate := _BY_TRL.get((objective, method))) is not None:
+        return rate
+    return _USUAL[method] / 2 if method == "lora" and (params or 0) >= LARGE else _USUAL[method]

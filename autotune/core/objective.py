@@ -2,6 +2,15 @@
 
 from enum import StrEnum
 
+# Why what people ask for is not among them.
+NOT_OFFERED = {
+    "grpo": "its answers are generated while it trains, which no probe does",
+    "ppo": "its answers are generated while it trains, which no probe does",
+    "rloo": "its answers are generated while it trains, which no probe does",
+    "embedding": "it contrasts each text with all others of a batch, which no probe does",
+    "embeddings": "it contrasts each text with all others of a batch, which no probe does",
+}
+
 
 class Objective(StrEnum):
     """Each is probed through the trainer that people use for it: TRL's, or transformers' for classification."""

@@ -593,12 +593,13 @@ class Probe:
             hook.remove()
         self._module_names.update(self._names)
         vars(self.model).pop("train", None)  # LeanTrainer's
+        self._reference = None
         if self.trainer is not None:
             self.trainer.callback_handler.callbacks.clear()
             self.trainer.optimizer = None
             self.trainer.lr_scheduler = None
             self.trainer.accelerator.free_memory()
-            self.trainer = self._reference = None
+            self.trainer = None
             free_paged_state()
         if optim := sys.modules.get("bitsandbytes.optim"):
             # For 8-bit optimizers the Trainer registers the embedding in this singleton, which would keep it alive.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
@@ -64,6 +64,7 @@ def describe(model: dict[str, Any]) -> ModelShape:
         sdpa=built._supports_sdpa,
         no_adapters=no_adapters,
         linear_layers=tuple(sorted(linear_layers)),
+        has_labels=type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     )
 
 

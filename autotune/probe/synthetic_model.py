@@ -51,7 +51,8 @@ def main() -> None:
     tokenizer(1 if objective is Objective.SFT else vocab_size).save_pretrained("model")
     Path("data").mkdir()
     lengths = list(itertools.islice(itertools.cycle(wanted["lengths"]), wanted["rows"]))
-    random.Random(0).shuffle(lengths)  # noqa: S311 (KTO is trained in the order of the rows)
+    if objective is Objective.KTO:  # whose rows are trained on in their order
+        random.Random(0).shuffle(lengths)  # noqa: S311
     _write("train", lengths, make)
     _write("test", wanted["held_out"], make)
     print(json.dumps({"rows": wanted["rows"]}))

@@ -1,6 +1,7 @@
 """The user's examples: their lengths in tokens. They are read by the code of the exported script."""
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 from autotune.core.errors import EnvironmentProblem, StorageError, UsageError
 from autotune.core.files import refuse_special_files
 from autotune.core.objective import Objective
-from autotune.probe.runtime.examples import FORMS, Chat, Encoder, parsed
+from autotune.probe.runtime.examples import FORMS, Chat, Encoder, label_names, label_of, parsed
 from autotune.probe.runtime.reading import BadDataset, Located, files_of, read_rows
 from autotune.probe.runtime.token_cache import CannotKeep, read_about, read_ends, tokenise
 from autotune.problem.length_distribution import Lengths
@@ -71,6 +72,8 @@ def dataset_errors() -> Iterator[None]:
 
 def _lengths_for(objective: Objective, path: Path, tokenizer: Any, split: str | None) -> Lengths:
     """The lengths of the examples for another objective: the longest of the rows that each has."""
+    if objective is Objective.CLASSIFICATION:
+        label_names(read_rows(path, split))
     texts, sizes = list[Located](), list[int]()  # the rows, and how many of them each example has
     for where, row in read_rows(path, split):
         try:
@@ -102,18 +105,24 @@ def rows_of(objective: Objective, row: dict[str, Any]) -> list[list[dict[str, An
     """
     columns = {name: value for name, value in row.items() if value is not None}
     if objective is Objective.CLASSIFICATION:
-        columns["label"]
+        label_of(columns)
         return [[{"text": columns["text"]}]]
     if objective is Objective.KTO and "completion" in columns:
         columns["label"]
         return [[{"prompt": columns["prompt"], "completion": columns["completion"]}]]
-    answers = [_answered(columns, columns[name]) for name in ("chosen", "rejected")]
-    return [[one] for one in answers] if objective is Objective.KTO else [answers]  # as TRL takes pairs apart
+    answers = [columns["chosen"], columns["rejected"]]
+    prompt = columns.get("prompt")
+    if prompt is None and all(isinstance(answer, str) for answer in answers):
+        prompt = os.path.commonprefix(answers)  # noqa: RUF071 (of texts, as TRL takes it)
+        answers = [answer[len(prompt) :] for answer in answers]
+    pair = [_answered(prompt, answer) for answer in answers]
+    return [[one] for one in pair] if objective is Objective.KTO else [pair]  # as TRL takes pairs apart
 
 
-def _answered(columns: dict[str, Any], answer: Any) -> dict[str, Any]:
-    if "prompt" in columns:
-        return {"prompt": columns["prompt"], "completion": answer}
+def _answered(prompt: Any, answer: Any) -> dict[str, Any]:
+    """A row of a prompt and an answer; messages have the prompt in them where that is given apart as text."""
+    if prompt and isinstance(prompt, str) is isinstance(answer, str):
+        return {"prompt": prompt, "completion": answer}
     return {"text": answer} if isinstance(answer, str) else {"messages": answer}
 
 

@@ -188,7 +188,12 @@ def _path(matrix: str) -> str:
 
 def adapt_to_layers(setup: Setup, shape: ModelShape | None) -> Setup:
     """The same study without what layers of this shape (None: unknown) cannot do. Raises UsageError if none is left."""
-    task = setup.task
+    task, objective = setup.task, setup.task.workload.objective
+    if objective.num_labels is not None and shape is not None and not shape.has_labels:
+        raise UsageError(
+            f"--objective {objective}: transformers has no head over labels for {task.model.config['model_type']}",
+            remedy="take a model of another type; `autotune models` lists them",
+        )
     narrowing = Narrowing(space=task.space, reserve=setup.reserve, removals=list(setup.removals))
     warnings = _warnings_of_layers(narrowing.space, shape)
     constraints.narrow_to_layers(narrowing, task.model, task.trainer, shape)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
 
 from autotune.core.errors import UsageError
 from autotune.core.files import read_user_yaml
-from autotune.core.objective import Objective
+from autotune.core.objective import NOT_OFFERED, Objective
 from autotune.problem.gpu_counts import parse_gpus, parse_within
 from autotune.problem.run_options import TRACKERS, RunOptions
 from autotune.problem.search_space import SearchSpace
@@ -225,6 +225,7 @@ class StudySpec:
     out: str | None = _option(None, "Study directory.", shown_default="runs/<study>")
 
     def __post_init__(self) -> None:
+        _refuse(self.objective, self.loss_on)
         for item in fields(self):
             option = item.metadata.get("option")
             value = getattr(self, item.name)
@@ -279,6 +280,14 @@ class StudySpec:
     def space_name(self) -> str | None:
         """The name or path of the search space, as the user gave it."""
         return self.space.name if isinstance(self.space, SearchSpace) else self.space
+
+
+def _refuse(objective: Any, loss_on: str | None) -> None:
+    """Raises InvalidSpec for an objective that people know and no probe trains for, or that has its own loss."""
+    if reason := NOT_OFFERED.get(str(objective).lower()):
+        raise InvalidSpec(f"objective {objective} is not offered: {reason}")
+    if loss_on is not None and objective != Objective.SFT:
+        raise InvalidSpec(f"loss_on is for sft: what {objective} learns from follows from its rows")
 
 
 OPTIONS: dict[str, Option] = {

@@ -54,16 +54,17 @@ class Compared:
 class Learning:
     """The rates that were tried for a configuration, in the order of the trainings.
 
-    `run_steps` are the optimizer steps of the full run, `held_out` the examples that were evaluated. `default` is the
-    rate that others use. `others` are configurations that were compared with it at the chosen rate.
+    `run_steps` are the optimizer steps of the full run, `held_out` the examples that were evaluated. `others` are
+    configurations that were compared with it at the chosen rate. `default` is the rate that others use, None where an
+    older version searched.
     """
 
     config: TrainConfig
     attempts: tuple[Attempt, ...]
     run_steps: int
     held_out: int
-    default: float
     others: tuple[Compared, ...] = ()
+    default: float | None = None
 
     @property
     def last_round(self) -> tuple[Attempt, ...]:

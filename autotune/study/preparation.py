@@ -153,7 +153,9 @@ def _check_combination(spec: StudySpec, target: Target) -> None:
         raise UsageError(
             "--gpus takes all GPUs for one training at a time", remedy="leave out --workers, --ray and --quality"
         )
-    if spec.quality and (spec.trained_by, spec.objective) != ("transformers", Objective.SFT):
+    if spec.quality and spec.objective != Objective.SFT:
+        raise UsageError("--quality compares losses of the next token", remedy="leave --quality out, or --objective")
+    if spec.quality and spec.trained_by != "transformers":
         raise UsageError("--quality trains with transformers' Trainer", remedy="leave --quality out, or --trainer trl")
 
 

@@ -65,7 +65,9 @@ class Recipe:
     @property
     def learning_rate(self) -> float:
         """The rate that was learned for the winner, else the usual one."""
-        return self.learning.learning_rate if self.learning else self.default_learning_rate
+        # Before there was a default, alpha was twice the rank: as it is now of rank 16 alone.
+        is_valid = self.learning and (self.learning.default or self.config.lora_rank in (None, 16))
+        return self.learning.learning_rate if self.learning and is_valid else self.default_learning_rate
 
     @property
     def default_learning_rate(self) -> float:

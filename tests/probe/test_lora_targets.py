@@ -17,6 +17,7 @@ from autotune.probe.model_settings import model_settings
 from autotune.probe.model_shape import truncate
 from autotune.probe.resident import ResidentModel, attach
 from autotune.probe.runtime.model_builder import config_of, decoder_layers, from_config, to_train
+from autotune.probe.runtime.settings import ModelSettings
 
 pytestmark = [
     pytest.mark.probe,
@@ -28,12 +29,17 @@ ATTENTION = re.compile(r"(^|\.)(self_attn|attn|attention|self_attention)\.")
 DEPTH = 8  # of hybrids one layer in four or more has attention
 
 
+def plain(config: Any) -> ModelSettings:
+    """Settings of a model in bf16 that is not trained."""
+    return model_settings(TrainConfig(precision="bf16_pure", attention="eager"), config.model_type)
+
+
 def linear_layers(model: dict[str, Any]) -> set[str]:
     """Where the linear layers of a model's first layers are, inside a layer."""
     config = config_of(model)
     truncate(config, min(DEPTH, config.num_hidden_layers))
     with torch.device("meta"), no_init_weights():
-        layers = decoder_layers(from_config(config, torch.bfloat16, "eager"))
+        layers = decoder_layers(from_config(config, plain(config)))
     modules = (named for layer in layers for named in layer.named_modules())
     return {path for path, module in modules if isinstance(module, nn.Linear | Conv1D)}
 
@@ -59,7 +65,7 @@ def test_adapters_are_where_the_configuration_has_them() -> None:
     config = config_of(MODELS["gpt2"])
     for targets, paths in (("q_v", {"c_attn"}), ("attention", {"c_attn", "c_proj"}), ("mlp.c_fc", {"c_fc"})):
         with torch.device("meta"), no_init_weights():
-            built = from_config(config, torch.bfloat16, "eager")
+            built = from_config(config, plain(config))
         model = to_train(built, model_settings(TrainConfig(lora_targets=targets), "gpt2"), torch.device("meta"))
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         assert {re.search(r"(\w+)\.lora_[AB]", name)[1] for name in trained} == paths  # type: ignore[index]
@@ -70,7 +76,7 @@ def test_embedding_and_head_have_these_names(model_type: str) -> None:
     config = config_of(MODELS[model_type])
     truncate(config, min(DEPTH, config.num_hidden_layers))
     with torch.device("meta"), no_init_weights():
-        model = from_config(config, torch.bfloat16, "eager")
+        model = from_config(config, plain(config))
     names = {module: path.rpartition(".")[2] for path, module in model.named_modules()}
     ends = [names[model.get_input_embeddings()], names[model.get_output_embeddings()]]
     assert ends == saved_modules(model_type, "embedding_and_head")
@@ -82,7 +88,7 @@ def test_what_is_trained_whole_is_a_copy(saved: str) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
     config = config_of(MODELS["llama"] | sizes | {"num_key_value_heads": 2, "tie_word_embeddings": False})
     with no_init_weights():
-        base = from_config(config, torch.bfloat16, "eager").requires_grad_(False)
+        base = from_config(config, plain(config)).requires_grad_(False)
     before = {path: id(module) for path, module in base.named_modules()}
     resident = ResidentModel(family=(), base=base, model_gib=0.0)
     attach(resident, TrainConfig(), torch.device("cpu"), 0)  # adapters that another probe left
@@ -100,7 +106,8 @@ def test_what_is_trained_whole_is_a_copy(saved: str) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT, of tied weights and of Conv1D
 def test_a_module_that_is_not_there_is_refused() -> None:
     settings = replace(model_settings(TrainConfig(), "gpt2"), modules_to_save=["embed_tokens"])
+    config = config_of(MODELS["gpt2"])
     with torch.device("meta"), no_init_weights():
-        base = from_config(config_of(MODELS["gpt2"]), torch.bfloat16, "eager")
+        base = from_config(config, plain(config))
     with pytest.raises(ValueError, match="GPT2LMHeadModel has no module embed_tokens to train whole"):
         to_train(base, settings, torch.device("meta"))

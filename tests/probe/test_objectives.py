@@ -1,14 +1,18 @@
 """Probes of trainings for other objectives than the next token, through the trainers that people use for them."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autotune.core.objective import Objective
 from autotune.core.probe_types import Measurement, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import extrapolate
+from autotune.probe.model_settings import model_settings
+from autotune.probe.runtime.model_builder import build, config_of
 from autotune.probe.supervisor import WorkerProber
 from autotune.study.evaluator import shortened
 from tests.helpers.factories import TINY
@@ -66,6 +70,17 @@ def test_two_depths_predict_what_an_objective_needs(prober: WorkerProber, object
     low, high, whole = (measured(prober, shortened(asked, depth) if depth else asked) for depth in (2, 4, None))
     predicted = extrapolate([(2, low), (4, high)], 8).measurement
     assert predicted.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.05)
+
+
+@pytest.mark.parametrize("objective", [Objective.REWARD, Objective.CLASSIFICATION])
+def test_a_head_over_labels_is_made_for_real_weights(
+    prober: WorkerProber, objective: Objective, tmp_path: Path
+) -> None:
+    """Of a model without a padding token."""
+    settings = model_settings(TrainConfig(precision="bf16_pure", attention="eager"), "llama")
+    build(config_of(MODEL), settings, torch.device("cpu")).save_pretrained(tmp_path)
+    found = measured(prober, replace(request(objective), weights=str(tmp_path)))
+    assert found.losses and found.total_params < 4096 * 64 + measured(prober, request(Objective.SFT)).total_params
 
 
 def test_a_pair_takes_twice_the_memory_of_an_example(prober: WorkerProber) -> None:

@@ -138,7 +138,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
     started: list[psutil.Process] = []
     with suppress(psutil.Error):
-        started = psutil.Process(process.pid).children(recursive=True)
+        if process.poll() is None:
+            started = psutil.Process(process.pid).children(recursive=True)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     for one in started:

@@ -297,5 +297,31 @@ def parsed(where: str, row: dict[str, Any], *, has_template: bool = True) -> Pla
         raise BadDataset(f"{where}: needs {FORMS}: {error!r}") from None
 
 
+def label_of(row: dict[str, Any]) -> int | str:
+    """The label of a row, a number or text. Raises KeyError and TypeError for a row without one."""
+    label = row["label"]
+    if isinstance(label, float) and label.is_integer():  # a table with gaps has its numbers so
+        return int(label)
+    if not isinstance(label, int | str):
+        raise TypeError(f"the label {label!r:.40} is neither a whole number nor text")
+    return label
+
+
+def label_names(rows: Iterable[Located]) -> list[Any]:
+    """The labels of a dataset in their order. Raises BadDataset where there are no two, or some rows have none."""
+    found: set[int | str] = set()
+    for where, row in rows:
+        try:
+            _text(row["text"])
+            found.add(label_of(row))
+        except (KeyError, TypeError) as error:
+            raise BadDataset(f"{where}: classification needs text and label: {error!r}") from None
+    if len({isinstance(label, str) for label in found}) > 1:
+        raise BadDataset("some labels are numbers, and others text")
+    if len(found) < 2:
+        raise BadDataset(f"there is nothing to tell apart: {len(found)} label(s)")
+    return sorted(found, key=lambda label: (isinstance(label, str), label))
+
+
 def _masked(tokens: list[int], is_trained: list[Any]) -> list[int]:
     return [token if trained else -1 - token for token, trained in zip(tokens, is_trained, strict=True)]

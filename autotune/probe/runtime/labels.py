@@ -10,24 +10,9 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from .examples import BATCH
-from .reading import BadDataset, Located
+from .examples import BATCH, label_of
+from .reading import Located
 from .rows import Row, collate, num_tokens
-
-
-def names_of(rows: Iterable[Located]) -> list[Any]:
-    """The labels of a dataset in their order, which are numbers or text. Raises BadDataset."""
-    found: set[Any] = set()
-    for where, row in rows:
-        label = row.get("label")
-        if not isinstance(row.get("text"), str) or not isinstance(label, str | int):
-            raise BadDataset(f"{where}: needs text, and a label that is a number or text")
-        found.add(label)
-    if len({isinstance(label, str) for label in found}) > 1:
-        raise BadDataset("some labels are numbers, and others text")
-    if len(found) < 2:
-        raise BadDataset(f"there is nothing to tell apart: {len(found)} label(s)")
-    return sorted(found)
 
 
 class LabelEncoder:
@@ -46,7 +31,7 @@ class LabelEncoder:
             texts = self._tokenizer([row["text"] for _, row in batch])["input_ids"]
             for (_, row), tokens in zip(batch, texts, strict=True):
                 read = [-1 - token for token in tokens[: self._longest - 1]]
-                yield [*read, self._numbers[row["label"]]]
+                yield [*read, self._numbers[label_of(row)]]
 
 
 def collate_labels(

@@ -54,11 +54,12 @@ def load(source: str, settings: ModelSettings, device: torch.device, config: Any
     if find_adapter_config_file(source) is not None:
         raise ValueError(f"{source} has adapters (adapter_config.json): merge them into the weights, or move them away")
     register_cudnn_attention()
+    if settings.num_labels is not None:
+        config = config or AutoConfig.from_pretrained(source, trust_remote_code=False)
+        _set_labels(config, settings.num_labels)
     arguments: dict[str, Any] = {} if config is None else {"config": config}
     if (quantization := settings.bitsandbytes_arguments()) is not None:
         arguments["quantization_config"] = BitsAndBytesConfig(**quantization)
-    if settings.num_labels is not None:
-        arguments["num_labels"] = settings.num_labels
     model: PreTrainedModel = _class_of(settings).from_pretrained(
         source,
         dtype=base_dtype(settings),
@@ -147,6 +148,12 @@ def base_dtype(settings: ModelSettings) -> torch.dtype:
     return dtype
 
 
+def _set_labels(config: Any, num_labels: int) -> None:
+    config.num_labels = num_labels
+    if config.pad_token_id is None:
+        config.pad_token_id = 0  # before which the head finds the last token of a row
+
+
 def _class_of(settings: ModelSettings) -> Any:
     return AutoModelForCausalLM if settings.num_labels is None else AutoModelForSequenceClassification
 
@@ -154,9 +161,7 @@ def _class_of(settings: ModelSettings) -> Any:
 def from_config(config: Any, settings: ModelSettings) -> PreTrainedModel:
     """A model on the current default device, its weights not initialised but tied."""
     if settings.num_labels is not None:
-        config.num_labels = settings.num_labels
-    if settings.num_labels is not None and config.pad_token_id is None:
-        config.pad_token_id = 0  # by which the head finds the last token of a row
+        _set_labels(config, settings.num_labels)
     model: PreTrainedModel = _class_of(settings).from_config(
         config, dtype=base_dtype(settings), attn_implementation=settings.attention
     )
@@ -188,6 +193,10 @@ def to_train(base: PreTrainedModel, settings: ModelSettings, device: torch.devic
         model: nn.Module = get_peft_model(
             base, LoraConfig(**arguments), autocast_adapter_dtype=settings.adapters_in_fp32
         )
+    if settings.num_labels is not None and settings.adapters_in_fp32:
+        for module in model.modules():
+            if isinstance(module, ModulesToSaveWrapper):  # a head over labels: PEFT copies it in the base's dtype
+                module.modules_to_save.float()
     whole = [name for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
     for name in settings.modules_to_save or []:
         if not any(path.endswith(f".{name}") for path in whole):

@@ -20,7 +20,8 @@ from transformers import AutoTokenizer, PreTrainedModel, TrainerCallback, Traini
 from . import model_builder, rows
 from .chunked_loss import chunked_loss
 from .clock import Clock
-from .labels import LabelEncoder, collate_labels, label_loss, names_of
+from .examples import label_names
+from .labels import LabelEncoder, collate_labels, label_loss
 from .lean_trainer import (
     LeanTrainer,
     compile_layers,
@@ -149,7 +150,7 @@ def read_examples(settings: RunSettings, options: Options) -> Sequence[torch.Ten
     try:
         of_labels = None
         if settings.objective == CLASSIFICATION:
-            of_labels = LabelEncoder(tokenizer, names_of(read_rows(dataset, options.split)), settings.seq_len)
+            of_labels = LabelEncoder(tokenizer, label_names(read_rows(dataset, options.split)), settings.seq_len)
         folder = tokenise(
             dataset,
             tokenizer,
@@ -165,7 +166,7 @@ def read_examples(settings: RunSettings, options: Options) -> Sequence[torch.Ten
 
 def load_classifier(settings: RunSettings, options: Options, device: torch.device) -> PreTrainedModel:
     """The base with a new head over the dataset's labels, which knows their names and how rows are padded."""
-    names = names_of(read_rows(Path(str(options.dataset)), options.split))
+    names = label_names(read_rows(Path(str(options.dataset)), options.split))
     base = model_builder.load(options.model, replace(settings.model_settings, num_labels=len(names)), device)
     base.config.id2label = {number: str(name) for number, name in enumerate(names)}
     base.config.label2id = {str(name): number for number, name in enumerate(names)}

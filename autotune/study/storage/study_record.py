@@ -103,6 +103,7 @@ class StudyRecord:
             "deadline in hours": task.within_hours,
             "trainer": task.trainer,
             "workload": task.workload.facts(),
+            "rows dealt out by length": task.workload.dealt,
             "memory in GiB": round(self.terms.memory_gib),  # other processes on the card change it a little
             "headroom": self.terms.headroom,
             "fingerprint": to_data(self.fingerprint),

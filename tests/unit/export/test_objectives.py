@@ -12,12 +12,14 @@ from autotune.catalog import resolve_device
 from autotune.core.errors import UsageError
 from autotune.core.learning_rate import default_learning_rate
 from autotune.core.objective import Objective
+from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig
 from autotune.export.formats import export_all, usual
 from autotune.problem.dataset import dataset_lengths, form_of, rows_of
-from autotune.problem.setup import Setup, set_up
+from autotune.problem.setup import Setup, adapt_to_layers, set_up
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import Target
+from autotune.study.learning import Attempt, Learning
 from tests.helpers.tokenizers import byte_level
 from tests.unit.export.test_script import recipe
 
@@ -62,8 +64,12 @@ def test_no_formula_knows_another_objective(objective: Objective) -> None:
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(UsageError, match="dpo is trained by trl"):
         StudySpec(model="demo-3m", objective="dpo", trainer="transformers")
-    with pytest.raises(UsageError, match="objective cannot be 'grpo'"):
+    with pytest.raises(UsageError, match="objective grpo is not offered: its answers are generated"):
         StudySpec(model="demo-3m", objective="grpo")
+    with pytest.raises(UsageError, match="objective cannot be 'sfft'"):
+        StudySpec(model="demo-3m", objective="sfft")
+    with pytest.raises(UsageError, match="loss_on is for sft"):
+        StudySpec(model="demo-3m", objective="classification", loss_on="all")
     with pytest.raises(UsageError, match="was not tried on several GPUs"):
         setup("classification", gpus=2)
 
@@ -116,6 +122,10 @@ def test_the_rows_of_examples() -> None:
     chats = {"chosen": [{"role": "user", "content": "a"}], "rejected": [{"role": "user", "content": "b"}]}
     assert rows_of(Objective.DPO, chats) == [[{"messages": chats["chosen"]}, {"messages": chats["rejected"]}]]
     assert rows_of(Objective.REWARD, {"chosen": "a", "rejected": "b"}) == [[{"text": "a"}, {"text": "b"}]]
+    assert rows_of(Objective.DPO, {"prompt": "a", **chats}) == rows_of(Objective.DPO, chats)  # the chats have it
+    shared = {"chosen": "ask: yes", "rejected": "ask: no"}
+    expected = [{"prompt": "ask: ", "completion": answer} for answer in ("yes", "no")]
+    assert rows_of(Objective.DPO, shared) == [expected]
     wanted = {"prompt": "a", "completion": "b", "label": True}
     assert rows_of(Objective.KTO, wanted) == [[{"prompt": "a", "completion": "b"}]]
     assert rows_of(Objective.CLASSIFICATION, {"text": "a", "label": 0}) == [[{"text": "a"}]]
@@ -150,8 +160,25 @@ def test_the_script_of_a_classifier() -> None:
     assert settings["objective"] == "classification" and settings["model_settings"]["num_labels"] == 2
 
 
+def test_a_model_without_a_head_over_labels_is_refused() -> None:
+    found = setup("classification")
+    shape = ModelShape(num_layers=2, prefix=0, period=1, has_labels=False)
+    with pytest.raises(UsageError, match="no head over labels for llama"):
+        adapt_to_layers(found, shape)
+    assert adapt_to_layers(setup("sft"), shape).task.workload.objective is Objective.SFT
+
+
+def test_a_rate_that_was_learned_with_another_alpha_is_not_written() -> None:
+    attempts = (Attempt(learning_rate=1e-3, seed=0, steps=5, loss=1.0, seconds=1.0),)
+    for rank, default, rate in ((64, None, 2e-4), (64, 2e-4, 1e-3), (16, None, 1e-3)):
+        config = TrainConfig(lora_rank=rank)
+        found = Learning(config=config, attempts=attempts, run_steps=100, held_out=8, default=default)
+        assert replace(recipe(config), learning=found).learning_rate == rate
+
+
 def test_a_large_model_learns_at_half_the_rate() -> None:
-    assert (
-        default_learning_rate("lora", params=7 * 10**9) == 2e-4 == 2 * default_learning_rate("lora", params=65 * 10**9)
-    )
-    assert default_learning_rate("full") == 1e-5 and default_learning_rate("lora", Objective.DPO) == 5e-6
+    small, large = (default_learning_rate("lora", params=params) for params in (7 * 10**9, 65 * 10**9))
+    assert (small, large) == (2e-4, 1e-4)
+    assert default_learning_rate("lora", Objective.CLASSIFICATION, 65 * 10**9) == large
+    assert default_learning_rate("full") == default_learning_rate("full", params=65 * 10**9) == 1e-5
+    assert default_learning_rate("lora", Objective.DPO) == 5e-6

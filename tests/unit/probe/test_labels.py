@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autotune.probe.runtime.labels import LabelEncoder, collate_labels, label_loss, names_of
+from autotune.probe.runtime.examples import label_names
+from autotune.probe.runtime.labels import LabelEncoder, collate_labels, label_loss
 from autotune.probe.runtime.reading import BadDataset
 from autotune.probe.runtime.rows import num_targets
 
@@ -15,8 +16,8 @@ def located(*rows: tuple[object, object]) -> list[tuple[str, dict[str, object]]]
 
 
 def test_labels_are_numbered_in_their_order() -> None:
-    assert names_of(located(("a", "no"), ("b", "yes"), ("c", "no"), ("d", "maybe"))) == ["maybe", "no", "yes"]
-    assert names_of(located(("a", 10), ("b", 2))) == [2, 10]
+    assert label_names(located(("a", "no"), ("b", "yes"), ("c", "no"), ("d", "maybe"))) == ["maybe", "no", "yes"]
+    assert label_names(located(("a", 10), ("b", 2), ("c", 2.0))) == [2, 10]
 
 
 @pytest.mark.parametrize(
@@ -24,13 +25,13 @@ def test_labels_are_numbered_in_their_order() -> None:
     [
         ([("a", 1), ("b", 1)], "nothing to tell apart"),
         ([("a", 1), ("b", "x")], "some labels are numbers"),
-        ([(None, 1)], "row 0: needs text"),
-        ([("a", 1.5)], "row 0: needs text, and a label"),
+        ([(None, 1)], "row 0: classification needs text"),
+        ([("a", 1.5)], "the label 1.5 is neither"),
     ],
 )
 def test_rows_without_labels_are_named(rows: list[tuple[object, object]], said: str) -> None:
     with pytest.raises(BadDataset, match=said):
-        names_of(located(*rows))
+        label_names(located(*rows))
 
 
 def test_an_example_is_what_is_read_and_the_number_of_its_label_and_keeps_it_when_it_is_cut() -> None:

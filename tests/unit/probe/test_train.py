@@ -294,7 +294,7 @@ def test_what_is_read_of_a_dataset(
     made = settings({"loss_on": "assistant"})
     found: Any = train.read_examples(made, replace(OPTIONS, dataset="data", split="test"))
     assert found == ("stored", tmp_path)
-    assert asked == [(Path("data"), ("m", False), {"split": "test", "loss_on": "assistant"})]
+    assert asked == [(Path("data"), ("m", False), {"split": "test", "loss_on": "assistant", "encoder": None})]
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("", "2 examples\n")
     with pytest.raises(SystemExit, match=r"^train\.py: error: bad:1: needs messages$"):
