@@ -17,7 +17,7 @@ from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.calibration import Calibration, read_calibration
 from autotune.prediction.memory_formula import Sizes
-from autotune.prediction.transfer import host_transfer, speed_transfer
+from autotune.prediction.transfer import SpeedTransfer, host_transfer, speed_transfer
 from autotune.problem import constraints
 from autotune.problem.constraints import Floors, Narrowing
 from autotune.problem.dataset import dataset_lengths, form_of
@@ -65,11 +65,8 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     of which no value is possible, and EnvironmentProblem where a package is missing for every probe.
     """
     probes_run_here = isinstance(target, Target)
-    if spec.objective != Objective.SFT and not probes_run_here:
-        raise UsageError(
-            f"--objective {spec.objective}: no formula knows what it takes, only probes do",
-            remedy="use `autotune run` on a machine with the card, or with a larger one",
-        )
+    if not probes_run_here:
+        _require_formula(spec.objective)
     target = target if isinstance(target, Target) else Target(device=target)
     model = resolve_model(spec.model)
     cpu_or_gpu = "cpu" if target.device.kind == "cpu" else "default"
@@ -95,12 +92,6 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     constraints.narrow_padding(narrowing, workload)
     warnings = _warnings(spec, narrowing, workload)
     calibration = calibration_of(spec, target.measured_on or target.device, say)
-    carried = target.carried
-    if target.measured_on is not None and calibration is not None:
-        carried = speed_transfer(target.measured_on, target.device, calibration=calibration)
-        here = kept_calibration(target.measured_on) if spec.calibration is not None else None
-        if carried is not None:
-            carried = replace(carried, host=host_transfer(here, calibration))
     proxy = f"-by-{target.measured_on.name}" if target.measured_on else ""
     task = Task(
         study=spec.study or f"{target.device.name}{proxy}-{model.short}-{space.name}".lower(),
@@ -112,7 +103,7 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
         space=narrowing.space,
         trainer=spec.trained_by,
         measured_on=target.measured_on,
-        carried=carried,
+        carried=_carried(spec, target, calibration),
         run_options=spec.run_options,
         calibration=calibration,
         within_hours=spec.within_hours,
@@ -120,6 +111,24 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     setup = Setup(task=task, reserve=narrowing.reserve, removals=tuple(narrowing.removals), warnings=warnings)
     shape = None if probes_run_here else known_shape(model)
     return setup if shape is None else adapt_to_layers(setup, shape)
+
+
+def _require_formula(objective: str) -> None:
+    """Raises UsageError for an objective whose memory and speed only probes know."""
+    if objective != Objective.SFT:
+        raise UsageError(
+            f"--objective {objective}: no formula knows what it takes, only probes do",
+            remedy="use `autotune run` on a machine with the card, or with a larger one",
+        )
+
+
+def _carried(spec: StudySpec, target: Target, calibration: Calibration | None) -> SpeedTransfer | None:
+    """How the speed of what probes transfers to the device; by what was calibrated, where something was."""
+    if target.measured_on is None or calibration is None:
+        return target.carried
+    carried = speed_transfer(target.measured_on, target.device, calibration=calibration)
+    here = kept_calibration(target.measured_on) if spec.calibration is not None else None
+    return carried and replace(carried, host=host_transfer(here, calibration))
 
 
 def _pinned(space: SearchSpace, spec: StudySpec) -> SearchSpace:

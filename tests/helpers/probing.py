@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 
-from autotune.core.probe_types import ProbeRequest, Rung
+from autotune.core.probe_types import Measurement, ProbeRequest, Rung
 from autotune.core.train_config import TrainConfig
 from autotune.probe.supervisor import WorkerProber
 
@@ -40,6 +40,13 @@ def request(memory_gib: float = 4.0, *, rung: Rung = Rung.FULL, model: dict[str,
         min_timed_s=0.0,
         rung=rung,
     )
+
+
+def measured(prober: WorkerProber, asked: ProbeRequest) -> Measurement:
+    """What a probe measured, which must have succeeded without notes."""
+    result = prober.probe(asked, prober.logs / "probe.log")
+    assert result.measurement is not None and result.notes == (), result.reason
+    return result.measurement
 
 
 def alive(pid: int) -> bool:

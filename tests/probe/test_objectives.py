@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autotune.core.objective import Objective
-from autotune.core.probe_types import Measurement, ProbeRequest
+from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import extrapolate
 from autotune.probe.model_settings import model_settings
@@ -16,6 +16,7 @@ from autotune.probe.runtime.model_builder import build, config_of
 from autotune.probe.supervisor import WorkerProber
 from autotune.study.evaluator import shortened
 from tests.helpers.factories import TINY
+from tests.helpers.probing import measured
 
 pytestmark = pytest.mark.probe
 MODEL = TINY | {"model_type": "llama", "num_hidden_layers": 8, "hidden_size": 64, "vocab_size": 4096}
@@ -38,12 +39,6 @@ def request(objective: Objective, **knobs: Any) -> ProbeRequest:
         trained_share=0.5,
         evaluate=True,
     )
-
-
-def measured(prober: WorkerProber, asked: ProbeRequest) -> Measurement:
-    result = prober.probe(asked, prober.logs / "probe.log")
-    assert result.measurement is not None and result.notes == (), result.reason
-    return result.measurement
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])

@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 
 from autotune.core.errors import UsageError
-from autotune.core.probe_types import Measurement, ProbeRequest
+from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import extrapolate
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.study_spec import StudySpec
 from autotune.study.evaluator import shortened
 from tests.helpers.factories import TINY
+from tests.helpers.probing import measured
 
 pytest.importorskip("trl")
 MODEL = TINY | {"model_type": "llama", "num_hidden_layers": 8, "hidden_size": 64, "vocab_size": 4096}
@@ -29,12 +30,6 @@ def request(trainer: str = "trl", **knobs: Any) -> ProbeRequest:
         min_timed_micros=1,
         evaluate=True,
     )
-
-
-def measured(prober: WorkerProber, asked: ProbeRequest) -> Measurement:
-    result = prober.probe(asked, prober.logs / "probe.log")
-    assert result.measurement is not None and result.notes == (), result.reason
-    return result.measurement
 
 
 @pytest.mark.probe
