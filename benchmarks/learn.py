@@ -172,7 +172,7 @@ def tuned(name: str, folder: Path, args: argparse.Namespace) -> Tuned:
     data, both = folder / f"{name}.jsonl", folder / f"{name}-all.jsonl"
     data.write_text("\n".join(map(json.dumps, chosen[:-HELD_OUT])) + "\n")
     both.write_text("\n".join(map(json.dumps, chosen)) + "\n")
-    pins = {"seq_len": ROW, "lora_rank": 16, "quantization": "none", "packing": False}
+    pins = {"seq_len": ROW, "micro_batch_size": 32, "lora_rank": 16, "quantization": "none", "packing": False}
     study = autotune.tune(
         str(folder / "model"),
         gpu=args.gpu,

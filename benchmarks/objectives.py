@@ -1,9 +1,10 @@
 """Predict whole models from two truncated depths, for each objective and several families, and measure them.
 
 Each is trained through the trainer that people use for it: TRL's for pairs and wanted answers, transformers' for the
-next token and for labels. Rows are of 512 tokens, half of which are an answer; a pair has two. An error is the
-prediction divided by what the whole model took, minus 1: of the allocated peak, and of the time of a step of four micro
-batches. Where the host sets the pace (`host_bound`) no line in depth holds for times, and a search measures them whole.
+next token and for labels. A micro batch has 16 rows of 1,024 tokens, half of which are an answer; a pair has two of
+them. Every layer is recomputed. An error is the prediction divided by what the whole model took, minus 1: of the
+allocated peak, and of the time of a step of four micro batches. Where the host sets the pace (`host_bound`) no line in
+depth holds for times, and a search measures them whole.
 
 On a CPU it is a trial run with tiny models of the same families.
 """
@@ -30,7 +31,7 @@ from autotune.study.evaluator import shortened
 
 MICROS = 4  # micro batches of a step
 MODELS = ("llama-3.2-3b", "qwen2.5-3b", "qwen3-4b", "gemma-2-2b", "phi-3.5-mini", "mistral-7b")
-ROWS, LENGTH = 8, 512
+ROWS, LENGTH = 16, 1024
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
 SMALL |= {"head_dim": 32, "num_hidden_layers": 8, "vocab_size": 512}
 COLUMNS = ["model", "objective", "peak_gib", "memory_error", "step_s", "time_error", "host_share", "seconds", "failed"]
@@ -63,7 +64,7 @@ def compare(prober: WorkerProber, name: str, objective: Objective) -> dict[str, 
     model = dict(resolve_model(name).config)
     knobs: dict[str, Any] = {"precision": "fp32", "seq_len": 64} if on_cpu else {"seq_len": LENGTH}
     request = ProbeRequest(
-        config=TrainConfig(micro_batch_size=ROWS // objective.rows_per_example, checkpointing="none", **knobs),
+        config=TrainConfig(micro_batch_size=ROWS // objective.rows_per_example, checkpointing="full", **knobs),
         model=_small(model) if on_cpu else model,
         device=prober.device,
         memory_gib=8.0 if on_cpu else prober.memory_gib,

@@ -1,6 +1,6 @@
 """Twenty mixed probes on two real ranks, five of which run out of memory on one rank: how soon all are stopped.
 
-`stopped_s` is the time from a rank's report until no process of the pool is left; new ones are starting by then. Four
+`stopped_s` is the time from a rank's report until no process of the pool is left. Four
 failures are planted in one rank, at the beginning or between steps, while the other waits in a collective. One is real:
 the limit is below what the configuration needs. After each failure the next probes must give the losses that the same
 configuration gave before. Growth is that of the memory in use between two probes (of the fullest card; on a CPU of the

@@ -176,15 +176,17 @@ class RankPool:
             time.sleep(GRACE_S)
         dead = [place for place, rank in enumerate(self._ranks) if rank.has_ended()]
         for rank in self._ranks:
-            rank.terminate()
+            rank.kill()
         if message is None or dead:
             number = number if message is None else dead[0]
             reason = self._ranks[number].end_of_worker(host_oom_kills() > oom_kills)
             result = failed(request, Outcome.CRASH, None, f"rank {number}: {reason}", begin, log)
         else:
             result = replace(_result(message), notes=(f"rank {number} failed, and all were ended",), log=log.name)
+        self.close()
+        stopped = time.monotonic()
         self._renew()
-        return replace(result, seconds=result.seconds | {"stop": time.monotonic() - told})
+        return replace(result, seconds=result.seconds | {"stop": stopped - told})
 
     def collectives(self) -> tuple[CollectiveRates, ...]:
         """What the devices reach together, for 2, 4, ... of them up to all. Raises as `WorkerProber.rates` does."""

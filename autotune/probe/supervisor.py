@@ -54,7 +54,7 @@ class WorkerProber:
         self.device = device
         self.logs = logs
         self.starts = 0
-        self.memory_gib = 0.0
+        self._memory_gib = 0.0
         self._should_stop = should_stop
         self._process: WorkerProcess | None = None
         self._ready = False
@@ -80,6 +80,13 @@ class WorkerProber:
             self.ready_process()
         assert self._fingerprint is not None
         return self._fingerprint
+
+    @property
+    def memory_gib(self) -> float:
+        """The memory of the device; starts a worker if none has run. Raises as `probe` does."""
+        if self._fingerprint is None:
+            self.ready_process()
+        return self._memory_gib
 
     # --- probing, and once more where the machine may be to blame
 
@@ -264,6 +271,11 @@ class WorkerProber:
         if self._process is not None:
             self._process.terminate()
 
+    def kill(self) -> None:
+        """End the worker at once, and do not wait for it: `close` does."""
+        if self._process is not None:
+            self._process.kill()
+
     def close(self) -> None:
         """End the worker and everything that it started."""
         process, self._process = self._process, None
@@ -291,7 +303,7 @@ class WorkerProber:
             message = {"reason": f"it did not start within {DEADLINES[Phase.START]:.0f} s"}
         elif message.get("event") == "ready":
             self._fingerprint = from_data(Fingerprint, message["fingerprint"])
-            self.memory_gib = message["memory_gib"]
+            self._memory_gib = message["memory_gib"]
             self._start_s = message["seconds"]
             self._ready = True
             return

@@ -134,6 +134,11 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
         if target.card is None:
             remedy = "on a processor give one number with --gpus, without --play-ranks"
         raise UsageError(f"--gpus {gpus}: {reason}", remedy=remedy)
+    if True in task.space.choices("offload"):
+        raise UsageError(
+            "one GPU cannot play a rank whose model waits in the host's memory: real steps took 2 to 5 times as long",
+            remedy=f"run --gpus {gpus} where the GPUs are, or leave offload out; `autotune plan` knows the memory",
+        )
     played = " or ".join(str(number) for number in numbers if number > 1)
     say(f"one GPU plays a rank of {played}: memory is measured, speeds are projected")
     return replace(setup, task=replace(task, world=World.FAKE))

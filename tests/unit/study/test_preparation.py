@@ -84,6 +84,7 @@ def test_one_gpu_plays_a_rank_where_too_few_share_out_a_training(
         ({"play_ranks": True}, "one GPU has no ranks"),
         ({"gpus": 4, "verify": True}, "a rank is played on one of 2"),
         ({"gpus": 4, "gpu": "rtx-4090"}, "nobody published how fast"),
+        ({"gpus": 4, "pins": {"sharding": "fsdp2", "offload": True}}, "whose model waits in the host's memory"),
     ],
     ids=str,
 )
