@@ -186,7 +186,9 @@ def _sharded(
     phase = Phase.FORWARD if moment in IN_FORWARD else Phase.BACKWARD
     own, scattered = _pools(sizes, config, shares, gpus, stack), _scattered(config, shares, gpus, stack)
     elsewhere = {name: min(moments[name][0], scattered) if name in AFTER_SCATTERING else 0.0 for name in moments}
-    shared = max(totals[name] - elsewhere[name] for name in moments)
+    pooled = own + max(totals[name] - elsewhere[name] for name in moments)
+    if stack.fsdp1:
+        pooled = max(pooled, own + _left_by_wrapping(sizes, config, shares, stack) - state)
     return MemoryBreakdown(
         weights=gib(weights),
         adapters=gib(adapters),
@@ -199,7 +201,7 @@ def _sharded(
         phase={"optimizer": Phase.OPTIMIZER, "building": Phase.LOAD}.get(moment, phase),
         communication=gib(communication),
         nccl=nccl_of(parallelism),
-        pools=gib(max(own + shared - totals[moment], 0.0)) if fsdp else 0.0,
+        pools=gib(max(pooled - totals[moment], 0.0)) if fsdp else 0.0,
         own_error=RANK_ERROR,
     )
 
@@ -207,14 +209,32 @@ def _sharded(
 def _pools(sizes: Sizes, config: TrainConfig, shares: Shares, gpus: int, stack: Stack) -> float:
     """Bytes that are allocated on streams of their own: two gathered layers, both ends, and scattered gradients.
 
-    FSDP 1 keeps the ends gathered, so that these are alive at each moment.
+    FSDP 1 keeps the ends gathered, so that these are alive at each moment. Shards that wait in the host's memory come
+    to the device on one more stream.
     """
     gathered = 2 * _layer_bytes(sizes, config, shares)
     if stack.fsdp1:
-        return gathered + _scattered(config, shares, gpus, stack)
+        come = (gathered + _root_bytes(sizes, shares)) / gpus if stack.offload else 0.0
+        return gathered + come + _scattered(config, shares, gpus, stack)
     of_trained = max(2.0 * shares.trained_layer, 2.0 * shares.embedding if config.method == "full" else 0.0) / gpus
     ends = 2.0 * shares.embedding * (1 if sizes.tied else 2)
     return gathered + ends + _scattered(config, shares, gpus, stack) + of_trained
+
+
+def _root_bytes(sizes: Sizes, shares: Shares, element_bytes: int = 2) -> float:
+    """Bytes of embedding and head, which FSDP 1 gathers together."""
+    return float(element_bytes * shares.embedding * (1 if sizes.tied else 2))
+
+
+def _left_by_wrapping(sizes: Sizes, config: TrainConfig, shares: Shares, stack: Stack) -> float:
+    """Bytes beside the shards that the allocator keeps of FSDP 1's start, with what the root gathers in a step.
+
+    Each unit comes to the device whole, ranks send it to each other in copies, and it is put together once more. The
+    root is the last and the largest. What that took serves the steps, but not other streams: the root is gathered anew.
+    """
+    whole = _root_bytes(sizes, shares, stack.base_bytes)
+    layer = _layer_bytes(sizes, config, shares) * (1 if config.quantization == "nf4" else stack.base_bytes / 2)
+    return 3 * whole + 2 * layer + _root_bytes(sizes, shares)
 
 
 def _lasting(
@@ -362,7 +382,7 @@ def _fsdp1_moments(
     """
     full, gpus = config.method == "full", parallelism.num_gpus
     plain = _undivided(sizes, config, shares, stack)
-    root = 2.0 * shares.embedding * (1 if sizes.tied else 2)
+    root = _root_bytes(sizes, shares)
     layer, of_head = _layer_bytes(sizes, config, shares), 2.0 * shares.embedding if full else 0.0
     of_layers, of_first = (plain[name][1] - of_head * sizes.tied for name in ("layers", "first"))
     keeps = parallelism.strategy == "fsdp2_keep"

@@ -371,6 +371,18 @@ def test_fsdp_1_exchanges_whole_gradients_without_buckets() -> None:
     assert alone is not None and found.peak_gib == alone.peak_gib and found.nccl == nccl_gib(2)
 
 
+def test_what_fsdp_1_leaves_when_it_wraps_a_model_decides_where_rows_are_short() -> None:
+    """Three copies of embedding and head, and two layers; the root gathers what it needs on another stream."""
+    knobs = {"checkpointing": "full", "micro_batch_size": 1, "layers": 4}
+    short, longer = (rank(stack=Stack(fsdp1=True), seq_len=length, **knobs) for length in (128, 256))
+    ends, layer = 2 * 32768 * 4096 * 2, (rank(layers=5).weights - rank(layers=4).weights) * 2 * GIB
+    lasting = (short.weights + short.adapters) * GIB
+    pooled = (short.roomy_gib - short.reserved - short.nccl) * GIB
+    assert pooled == pytest.approx(lasting + 4 * ends + 4 * layer, rel=0.02)
+    assert longer.peak_gib > short.peak_gib and longer.peak_gib + longer.pools == short.peak_gib + short.pools
+    assert rank(seq_len=128, **knobs).roomy_gib < short.roomy_gib - 1  # FSDP2 leaves none of that
+
+
 def test_what_waits_in_the_hosts_memory() -> None:
     """FSDP 1 holds what it scatters until the backward pass is over, FSDP2 does not."""
     knobs = {"method": "full", "checkpointing": "full", "micro_batch_size": 1, "seq_len": 128}
