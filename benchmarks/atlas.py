@@ -149,7 +149,7 @@ def assumptions(cards: Sequence[DeviceSpec]) -> list[str]:
         f"`{DASH}`: does not fit. `tight`: too close to tell. `fits, ?`: fits at a speed that is not known. `refused`: "
         "cannot be trained so; the reason is below the table, or shows when you point at the cell. `*`: fits only with "
         "pure bf16 or another optimizer than AdamW, which learn differently. Without a price, a cell has no cost.",
-        "Prices are on demand and come with the package. Those without a date are of late 2025 to November 2026.",
+        "Prices are on demand and come with the package, each with its date.",
     ]
 
 

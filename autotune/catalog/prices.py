@@ -1,4 +1,4 @@
-"""The price of an hour of a GPU: dated prices of the catalogue, and the user's own, which come before them."""
+"""What a GPU costs: an hour of it, by the catalogue or by the user's own prices, which come first; and buying it."""
 
 import functools
 import re
@@ -34,11 +34,31 @@ class Price:
     as_of: str | None = None
     source: str
 
+    @property
+    def usd_per_day(self) -> float:
+        """USD for 24 hours of one GPU; no cloud of the catalogue publishes a discount for them."""
+        return 24 * self.usd_per_hour
+
+    @property
+    def usd_per_week(self) -> float:
+        """USD for 168 hours of one GPU."""
+        return 7 * self.usd_per_day
+
     def of_gpus(self, number: float) -> "Price":
         """The price of as many times these GPUs together, for what takes them all."""
         spot = self.spot_usd_per_hour
         together = number * self.usd_per_hour
         return replace(self, usd_per_hour=together, spot_usd_per_hour=None if spot is None else number * spot)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Purchase:
+    """What a new card costs in USD: the price at its launch, on the day `as_of`."""
+
+    device: str
+    usd: float
+    as_of: str
+    source: str
 
 
 @functools.cache
@@ -75,6 +95,20 @@ def best_first(device: str, prices: Iterable[Price]) -> list[Price]:
 def find_price(device: str, own: Sequence[Price] = ()) -> Price | None:
     """The first of `prices_of`; None when no row has `device`."""
     return next(iter(prices_of(device, own)), None)
+
+
+def find_spot(device: str, own: Sequence[Price] = ()) -> Price | None:
+    """The row with the cheapest spot price of `device`, of the user's own if one has any; None where none is known."""
+    for prices in (own, list_prices()):
+        rows = [price for price in prices if price.device == device and price.spot_usd_per_hour is not None]
+        if rows:
+            return min(rows, key=lambda price: price.spot_usd_per_hour or 0.0)
+    return None
+
+
+def find_purchase(device: str) -> Purchase | None:
+    """What `device`, a catalogue name, costs to buy; None where that is not known."""
+    return _purchases().get(device)
 
 
 def age(as_of: str | None, today: date) -> str:
@@ -130,6 +164,12 @@ def _of_one_gpu(row: dict[str, Any]) -> Price:
     usd, spot = values.pop("usd"), values.pop("spot_usd")
     spot_usd_per_hour = None if spot is None else spot / row["count"]
     return Price(usd_per_hour=usd / row["count"], spot_usd_per_hour=spot_usd_per_hour, **values)
+
+
+@functools.cache
+def _purchases() -> dict[str, Purchase]:
+    table: Any = load_data("autotune.catalog", "data/purchases")
+    return {row["device"]: Purchase(**row, source=table["source"]) for row in table["prices"]}
 
 
 @functools.cache

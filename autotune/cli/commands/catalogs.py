@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,17 +16,24 @@ if TYPE_CHECKING:
 
 
 def gpus(json_: Json = False) -> None:
-    """Print every GPU with its default price."""
-    from autotune.catalog import age, find_price, list_devices
+    """Print every GPU with its default price of an hour, and what it costs to buy."""
+    from autotune.catalog import age, find_price, find_purchase, list_devices
 
-    rows = [(device, find_price(device.name)) for device in list_devices()]
+    rows = [(device, find_price(device.name), find_purchase(device.name)) for device in list_devices()]
     today = date.today()
     if json_:
-        print_json([asdict(device) | {"price": asdict(price) if price else None} for device, price in rows])
+        print_json(
+            [
+                asdict(device)
+                | {"price": price and _price_data(price, today), "purchase": asdict(purchase) if purchase else None}
+                for device, price, purchase in rows
+            ]
+        )
         return
     print_table(
         "GPUs (dense peaks; prices are seeds, override with --price)",
-        {"name": "left", "memory GiB": "right", "bf16 TFLOP/s": "right", "GB/s": "right", "USD/h of one GPU": "left"},
+        {"name": "left", "memory GiB": "right", "bf16 TFLOP/s": "right", "GB/s": "right", "USD/h of one GPU": "left"}
+        | {"USD to buy, at launch": "right"},
         [
             (
                 device.name,
@@ -34,10 +41,19 @@ def gpus(json_: Json = False) -> None:
                 fmt_count(device.bf16_tflops),
                 fmt_count(device.bandwidth_gb_s),
                 f"{fmt_usd(price.usd_per_hour)} ({price.provider}, {age(price.as_of, today)})" if price else DASH,
+                f"{fmt_usd(purchase.usd)} ({purchase.as_of[:4]})" if purchase else DASH,
             )
-            for device, price in rows
+            for device, price, purchase in rows
         ],
     )
+
+
+def _price_data(price: "Price", today: date) -> dict[str, Any]:
+    """A price as JSON."""
+    from autotune.catalog import age
+
+    longer = {"usd_per_day": price.usd_per_day, "usd_per_week": price.usd_per_week}
+    return asdict(price) | longer | {"age": age(price.as_of, today)}
 
 
 def models(json_: Json = False) -> None:
@@ -96,28 +112,31 @@ def prices(
             rows += live_prices(device, today=today)
         rows += best_first(device.name, list_prices())
     if json_:
-        print_json([asdict(row) | {"age": age(row.as_of, today)} for row in rows])
+        print_json([_price_data(row, today) for row in rows])
         return
     if not rows:
         print(f"no price of {devices[0].name} is known; give one with --price, or a file of your own with --prices")
         return
     print_table(
-        "USD for an hour of one GPU (seeds, not quotes; a file of your own with --prices, today's offers with --live)",
-        {"GPU": "left", "provider": "left", "GPUs": "right", "on demand": "right", "spot": "right"}
+        "USD of one GPU (seeds, not quotes; a file of your own with --prices, today's offers with --live)",
+        {"GPU": "left", "provider": "left", "GPUs": "right"}
+        | dict.fromkeys(("an hour", "a day", "a week", "an hour at spot"), "right")
         | {"age": "left", "source": "left"},
         [
             (
                 row.device,
                 row.provider,
                 str(row.count),
-                fmt_usd(row.usd_per_hour),
-                fmt_usd(row.spot_usd_per_hour),
+                *map(fmt_usd, (row.usd_per_hour, row.usd_per_day, row.usd_per_week, row.spot_usd_per_hour)),
                 age(row.as_of, today),
                 row.source if row.quotable else f"{row.source} (a reference, not a quote)",
             )
             for row in rows
         ],
     )
+    priced = {row.device for row in rows} | {"cpu"}
+    if unpriced := [device.name for device in devices if device.name not in priced]:
+        print(f"no price is known of {', '.join(unpriced)}")
 
 
 def spaces(json_: Json = False) -> None:

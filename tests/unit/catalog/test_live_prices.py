@@ -56,7 +56,7 @@ def test_age(as_of: str | None, said: str) -> None:
 
 def test_every_shipped_price_has_an_age() -> None:
     ages = {age(price.as_of, TODAY) for price in list_prices()}
-    assert "undated" in ages and "2 years old" in ages
+    assert "undated" in ages and "1 month old" in ages
     assert not [one for one in ages if "(" in one]
 
 
@@ -128,11 +128,11 @@ def test_the_ends_of_what_a_price_may_say(write: Callable[[str], Path], key: str
 def test_ones_own_goes_before_all_others(write: Callable[[str], Path]) -> None:
     own = load_prices(write(MINE))
     # Their own is dearer than what is shipped, and one GPU goes before half of two.
-    assert [price.provider for price in prices_of("a10", own)] == ["ours", "mine", "oci"]
+    assert [price.provider for price in prices_of("a10", own)] == ["ours", "mine", "lambda"]
     assert find_price("h100-sxm", own) == own[1] and find_price("h100-sxm") != own[1]
-    assert find_price("l4", own) is None
+    assert find_price("a2", own) is None
     shipped = prices_of("a100-80gb-sxm")
-    assert shipped[0] == find_price("a100-80gb-sxm") and [one.quotable for one in shipped] == [True, False]
+    assert shipped[0] == find_price("a100-80gb-sxm") and [one.count for one in shipped] == [1] * 4 + [8] * 3
 
 
 @pytest.mark.parametrize(
@@ -382,9 +382,9 @@ def test_the_table(capsys: pytest.CaptureFixture[str], write: Callable[[str], Pa
     prices("A10", write(MINE), live=False, json_=False)
     lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in capsys.readouterr().out.splitlines()]
     rows = [cells for cells in lines if cells[0] == "a10"]
-    assert [cells[1] for cells in rows] == ["ours", "mine", "oci"]
-    assert rows[1][2:5] == ["2", "$0.40", "$0.20"] and rows[1][6] == "my bill [/x]"
-    assert rows[1][5].endswith(" old") and rows[2][6].endswith("(a reference, not a quote)")
+    assert [cells[1] for cells in rows] == ["ours", "mine", "lambda"]
+    assert rows[1][2:7] == ["2", "$0.40", "$9.60", "$67.20", "$0.20"] and rows[1][8] == "my bill [/x]"
+    assert rows[1][7].endswith(" old")
 
 
 def test_every_price_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -401,13 +401,18 @@ def test_live_ones_stand_between_ones_own_and_the_seeds(
     monkeypatch.setattr(live_prices, "_fetch", lambda: ([item("A10", 24.0, 9.0)], "9.9"))
     prices("a10", write(MINE), live=True, json_=True)
     rows = json.loads(capsys.readouterr().out)
-    assert [row["provider"] for row in rows] == ["ours", "mine", "aws", "oci"]
+    assert [row["provider"] for row in rows] == ["ours", "mine", "aws", "lambda"]
     assert rows[2]["age"] == "of today"
 
 
 def test_no_price_and_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    prices("l4", None, live=False, json_=False)
-    assert "no price of l4 is known" in capsys.readouterr().out
+    prices("a2", None, live=False, json_=False)
+    assert "no price of a2 is known" in capsys.readouterr().out
+    prices(None, None, live=False, json_=False)
+    text = capsys.readouterr().out
+    unpriced = {device.name for device in list_devices() if find_price(device.name) is None} - {"cpu"}
+    assert set(text.splitlines()[-1].removeprefix("no price is known of ").split(", ")) == unpriced
+    assert "(a reference, not a quote)" in text
     with pytest.raises(UsageError, match="unknown gpu 'a11'"):
         prices("a11", None, live=False, json_=False)
 

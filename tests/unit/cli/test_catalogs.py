@@ -2,15 +2,17 @@
 
 import json
 import re
+from datetime import date
 
 import pytest
 from typer.testing import CliRunner
 
 from autotune import __version__
-from autotune.catalog import list_devices, list_models
+from autotune.catalog import age, list_devices, list_models
 from autotune.cli.app import app
 from autotune.cli.commands import catalogs
 from autotune.core.errors import UsageError
+from autotune.core.units import DASH
 
 
 def output(*args: str) -> str:
@@ -29,7 +31,8 @@ def test_gpus():
         "140.4",
         "989",
         "4,800",
-        "$3.39 (verda, undated)",
+        f"$3.59 (runpod, {age('2026-10-03', date.today())})",
+        DASH,
     ]
     assert all(any(f" {device.name} " in line for line in lines) for device in list_devices())
 
@@ -38,7 +41,8 @@ def test_gpus_as_json():
     rows = {row["name"]: row for row in json.loads(output("gpus", "--json"))}
     assert set(rows) == {device.name for device in list_devices()}
     assert rows["h200-sxm"]["memory_gib"] == pytest.approx(143771 / 1024)
-    assert rows["h200-sxm"]["price"]["usd_per_hour"] == 3.39
+    assert rows["h200-sxm"]["price"]["usd_per_day"] == pytest.approx(24 * 3.59)
+    assert rows["h200-sxm"]["purchase"] is None and rows["rtx-4090"]["purchase"]["usd"] == 1599
     assert rows["cpu"]["price"] is None
     assert rows["cpu"]["bf16_tflops"] is None
 
@@ -125,7 +129,7 @@ def test_tables_are_whole_in_a_pipe(capsys, monkeypatch):
     text = capsys.readouterr().out
     assert all(device.name in text for device in list_devices())
     assert all(spec.name in text and ", ".join(spec.aliases) in text for spec in list_models())
-    assert re.search(r"\$0.60 \(oci, \d+ (months|years) old\)", text) and "$2.29 (verda, undated)" in text
+    assert re.search(r"\$0.526 \(aws, \d+ (months|years) old\)", text) and "$1,599.00 (2022)" in text
     assert "…" not in text
 
 
@@ -133,7 +137,7 @@ def test_the_tables_as_json(capsys):
     catalogs.gpus(json_=True)
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["cpu"]["memory_gib"] is None and rows["cpu"]["price"] is None
-    assert rows["h100-sxm"]["price"]["usd_per_hour"] == 2.29
+    assert rows["h100-sxm"]["price"]["usd_per_hour"] == 2.69
     catalogs.models(json_=True)
     models = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert models["openai-community/gpt2"]["num_layers"] == 12

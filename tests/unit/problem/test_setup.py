@@ -46,7 +46,7 @@ def test_a_task(installed):
     task = setup.task
     assert task.study == "h200-sxm-mistral-7b-v0.3-default"
     assert (task.model.short, task.device, task.space.name) == ("Mistral-7B-v0.3", H200, "default")
-    assert (task.price.provider, task.price.usd_per_hour) == ("verda", 3.39)
+    assert (task.price.provider, task.price.usd_per_hour) == ("runpod", 3.59)
     assert task.workload.lengths.source == "assumed" and task.workload.examples_assumed
     assert {removal.knob for removal in setup.removals} == {
         "attention",

@@ -64,7 +64,7 @@ def test_a_price_is_that_of_all_gpus() -> None:
     task, one = task_on(4), find_price(H100.name)
     assert one is not None and task.price == one and task.search_price == one.of_gpus(4)
     assert task.search_price.usd_per_hour == 4 * one.usd_per_hour
-    assert task.search_price.spot_usd_per_hour == 4 * (one.spot_usd_per_hour or 0)
+    assert replace(one, spot_usd_per_hour=0.5).of_gpus(4).spot_usd_per_hour == 2.0
     assert replace(one, spot_usd_per_hour=None).of_gpus(2).spot_usd_per_hour is None
 
 

@@ -107,8 +107,8 @@ def test_no_ratio_without_a_difference(
 def test_first_screen(page: str) -> None:
     head = page[page.index("<header>") : page.index("</header>")]
     assert "2.1 times the speed of the baseline" in head
-    assert "$0.584" in head and "$0.578 to $0.589" in head and "10 min 20 s" in head
-    assert "$3.39/h, verda, undated" in head and "skypilot-catalog" in head
+    assert "$0.618" in head and "$0.612 to $0.624" in head and "10 min 20 s" in head
+    assert "$3.59/h, runpod, " in head and "gpu-price-feed" in head
     assert "nothing more capable is within the slack" in head
     assert "<pre>bash runs/h200/export/launch.sh --random-weights --max-steps 5</pre>" in head
     assert "<pre>bash runs/h200/export/launch.sh --dataset data.jsonl</pre>" in head

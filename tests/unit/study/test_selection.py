@@ -113,7 +113,7 @@ def test_the_recipe():
     assert recipe.accumulation == 4
     assert recipe.winner.performance.step_time_s == pytest.approx(2.0)
     assert recipe.winner.cost.full_run_hours == pytest.approx(100 * 2.0 / 3600)
-    assert recipe.winner.cost.full_run_usd == pytest.approx(100 * 2.0 / 3600 * 3.39)
+    assert recipe.winner.cost.full_run_usd == pytest.approx(100 * 2.0 / 3600 * SUBJECT.price.usd_per_hour)
     assert recipe.winner.cost.kwh == pytest.approx(0.65 * 100 * 2.0 / 3600)
     assert [cost.examples for cost in recipe.by_examples] == [10_000, 50_000, 100_000]
     assert recipe.caveats == ()

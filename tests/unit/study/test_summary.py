@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autotune.catalog import resolve_device
+from autotune.catalog import find_price, resolve_device
 from autotune.core.probe_types import Evidence, Outcome, Rung
 from autotune.core.train_config import TrainConfig
 from autotune.problem.run_cost import DeviceEstimate
@@ -78,8 +78,8 @@ def test_candidate_data():
         "peak_reserved_gib": pytest.approx(53.3 * 1.02),
         "limit_gib": 132.0,
     }
-    assert data["cost"]["usd_per_hour"] == 3.39
-    assert data["cost"]["full_run_usd"] == pytest.approx(313 * 1.98 / 3600 * 3.39)
+    assert data["cost"]["usd_per_hour"] == find_price("h200-sxm").usd_per_hour
+    assert data["cost"]["full_run_usd"] == pytest.approx(313 * 1.98 / 3600 * data["cost"]["usd_per_hour"])
     assert len(data["cost"]["interval_usd"]) == len(data["cost"]["interval_hours"]) == 2
     assert data["evidence"] == "measured"
     assert candidate_data(replace(winner, evidence=Evidence.PROJECTED))["evidence"] == "projected"
