@@ -15,20 +15,15 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
 
 from common import ROOT
 
 from autotune.catalog import DeviceSpec, ModelSpec, find_price, list_models, resolve_device, resolve_model
-from autotune.core.errors import UsageError
 from autotune.core.files import write_atomic
-from autotune.core.text import printable
 from autotune.core.units import DASH, fmt_count, fmt_usd
-from autotune.planning.compare import ComparedCard, compare_card
-from autotune.planning.device_estimate import limit_of
 from autotune.planning.observations import published_observations
-from autotune.planning.plan import planned_setup
+from autotune.planning.trainable import METHODS, Entry, entry_of
 from autotune.prediction.memory_formula import Sizes
 from autotune.prediction.transfer import is_measured_kind
 from autotune.problem.run_cost import FITS, TIGHT
@@ -48,70 +43,16 @@ CARDS = (
     "h100-sxm",
     "h200-sxm",
 )
-METHODS = {"lora": "LoRA", "qlora": "QLoRA (nf4)", "full": "Full fine-tuning"}
 TOKENS, EXAMPLES, GLOBAL_BATCH = 1024, 10_000, 32
 PAGE = Path(__file__).parent / "data" / "atlas.html"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """What is known of one model, trained by one method, on one card; None is unknown.
-
-    `need_gib` is the peak of `config`, the best configuration; where nothing surely fits, of the one that needs the
-    least, as is `least_gib` always. With `learns_differently`, only what the floors keep for such cases fits. `problem`
-    says why the model cannot be trained so, and nothing else is known.
-    """
-
-    model: str
-    method: str
-    card: str
-    state: str
-    need_gib: float | None
-    least_gib: float | None
-    memory_by: str | None
-    tokens_per_s: float | None = None
-    interval: tuple[float, float] | None = None
-    usd_per_1000: float | None = None
-    config: str | None = None
-    learns_differently: bool = False
-    problem: str | None = None
-
-    @classmethod
-    def of(cls, model: str, method: str, card: ComparedCard) -> "Entry":
-        """The entry of a card that was compared."""
-        best, least = card.best, card.least
-        need = best or least
-        return cls(
-            model=model,
-            method=method,
-            card=card.device.name,
-            state=FITS if card.holds_it else card.state,
-            need_gib=need and need.need_gib,
-            least_gib=least and least.need_gib,
-            memory_by=need and need.memory_by,
-            tokens_per_s=card.tokens_per_s or None,
-            interval=best and best.interval,
-            usd_per_1000=card.cost and card.cost.cost_per_1000_samples_usd,
-            config=need and need.config.label(),
-            learns_differently=best is not None and card.plan is not None and card.plan.from_reserve,
-            problem=card.problem,
-        )
 
 
 def entries_of(model: str, cards: Sequence[str]) -> list[Entry]:
     """The entries of a model, by method and card."""
     entries = []
     for method in METHODS:
-        spec = StudySpec(
-            model=model, space=method, tokens_per_example=TOKENS, examples=EXAMPLES, global_batch=GLOBAL_BATCH
-        )
-        for device in map(resolve_device, cards):
-            try:
-                setup = planned_setup(spec, device)
-                card = compare_card(setup, limit_of(spec, device), published_observations())
-            except UsageError as error:
-                card = ComparedCard(device=device, problem=printable(str(error)))
-            entries.append(Entry.of(model, method, card))
+        spec = StudySpec(model=model, tokens_per_example=TOKENS, examples=EXAMPLES, global_batch=GLOBAL_BATCH)
+        entries += [entry_of(spec, method, device, published_observations()) for device in map(resolve_device, cards)]
     return entries
 
 

@@ -19,6 +19,7 @@ Storage = Annotated[
     typer.Option(help="Database URL, or AUTOTUNE_STORAGE. [default: sqlite:///runs/autotune.db]", show_default=False),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write tables and figures to this page too.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 Gpu = Annotated[
     str | None,

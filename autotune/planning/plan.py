@@ -162,7 +162,7 @@ def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] 
     return made
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=32)
 def candidates(space: SearchSpace) -> tuple[TrainConfig, ...]:
     """Each configuration of a space once, or MAX_CONFIGS of them. Cards that are compared mostly share their space."""
     stride = math.ceil(space.size() / MAX_CONFIGS)  # evenly spread over a space that is too large to estimate all

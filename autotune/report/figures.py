@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.catalog import ModelSpec
 from autotune.core.probe_types import Rung
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_count, fmt_gib, fmt_hours, fmt_seconds, fmt_usd
 from autotune.planning.more_gpus import Scaling
 from autotune.planning.several_gpus import RankPlan
+from autotune.planning.trainable import METHODS, Trainable
 from autotune.problem.run_cost import DeviceEstimate
 from autotune.report.describe import LABELS, ablation_effect, memory_gib
 from autotune.report.infos import TERMS, CellRow, Importance, ParallelInfo
@@ -27,6 +29,7 @@ LINES = (  # of the parallel coordinates: group, name, colour, opacity; the fast
     (1, "at least half as fast", BLUE, 0.7),
     (0, "within 5 % of the fastest", ACCENT, 0.95),
 )
+METHOD_MARKERS = {"full": (ACCENT, "square"), "lora": (BLUE, "circle"), "qlora": (PURPLE, "diamond")}
 LONG_S = 900.0  # a longer time axis is in minutes
 WRAP = 26  # characters of a bar's name on one line: a phone shows a few more
 EDGE = 1.5  # of the limit; a farther miss is drawn at the edge, so that it does not squeeze the rest
@@ -233,6 +236,36 @@ def scaling(info: Scaling) -> dict[str, Any] | None:
     figure.update_yaxes(rangemode="tozero")
     figure.update_xaxes(tickvals=numbers, showgrid=False)
     return finish(figure, x="GPUs", height=480 if priced else 330)
+
+
+def trainable(made: Trainable) -> dict[str, Any] | None:
+    """Useful tokens/s of each model that fits, on a log axis, a colour and symbol for each method; smallest on top."""
+    figure, names = empty(), [_sized(model) for model in made.models]
+    rows = [(at, entry) for at, model in enumerate(made.models) for entry in made.row(model) if entry.tokens_per_s]
+    if not rows:
+        return None
+    for offset, (method, title) in enumerate(METHODS.items()):
+        fits = [(at, entry) for at, entry in rows if entry.method == method]
+        values = [entry.tokens_per_s or 0.0 for _, entry in fits]
+        hovers = [f"{escape(one.model)}, {title}<br><b>{fmt_count(one.tokens_per_s)} tokens/s</b>" for _, one in fits]
+        colour, symbol = METHOD_MARKERS[method]
+        figure.add_scatter(
+            x=values,
+            y=[at + 0.24 * (offset - 1) for at, _ in fits],
+            mode="markers",
+            marker={"size": 9, "color": colour, "symbol": symbol},
+            error_x=_errors(values, [entry.interval for _, entry in fits]),
+            hovertext=hovers,
+            name=title,
+        )
+    last = max(at for at, _ in rows)
+    figure.update_yaxes(tickvals=list(range(len(names))), ticktext=names, range=[last + 0.6, -0.6], showgrid=False)
+    figure.update_xaxes(type="log", tickformat="~s", dtick="D2")
+    return finish(figure, x="useful tokens/s", height=90 + 34 * (last + 1))
+
+
+def _sized(model: ModelSpec) -> str:
+    return escape(model.short if model.params is None else f"{model.short}, {model.params / 1e9:.3g} B")
 
 
 def _errors(values: Sequence[float], intervals: Sequence[tuple[float, float] | None]) -> dict[str, Any] | None:

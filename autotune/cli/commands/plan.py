@@ -5,13 +5,16 @@ from typing import Annotated, Any
 
 import typer
 
-from autotune.cli.options import Evidence, Gpu, Json
+from autotune.cli.answers import print_answer
+from autotune.cli.options import Evidence, Gpu, Html, Json
 from autotune.cli.study_options import PLANNED, spec_of, with_study_options
 from autotune.cli.terminal import print_json, print_note, print_table
-from autotune.core.errors import NothingFits
+from autotune.core.errors import NothingFits, UsageError
 from autotune.problem.gpu_counts import NETWORKS, split_count
 from autotune.problem.study_spec import StudySpec
 from autotune.study.storage.location import EVIDENCE
+
+ANY_MODEL = "demo-3m"  # stands in a spec where each model is planned
 
 
 @with_study_options("model", *PLANNED)
@@ -32,16 +35,25 @@ def plan_command(
         str | None, typer.Option(help="With --gpus: the cheapest that ends within this time, as 6h.")
     ] = None,
     evidence: Evidence = EVIDENCE,
+    html: Html = None,
     json_: Json = False,
     **options: Any,
 ) -> None:
     """Print the plan of the study that these options describe, for one GPU or for several numbers of them.
 
+    Without a model, what the GPU can train of each size.
+
     Raises:
         UsageError: an option is unknown or impossible, or two contradict each other.
     """
-    spec = spec_of(options | {"gpu": gpu})
     several: dict[str, Any] = {"gpus": gpus, "nodes": nodes, "network": network, "within": within}
+    if not any(options[name] for name in ("model", "spec", "space", "dataset")) and not any(several.values()) and gpu:
+        spec = spec_of(options | {"gpu": gpu, "model": ANY_MODEL})
+        plan_card(spec, evidence=evidence, html=html, as_json=json_)
+        return
+    if html is not None:
+        raise UsageError("--html is for a plan of a card, without a model", remedy="`autotune compare --out FILE.html`")
+    spec = spec_of(options | {"gpu": gpu})
     if spec.gpus not in (None, 1):  # of a file
         several |= {name: getattr(spec, name) for name in ("gpus", "within") if several[name] is None}
     if split_count(spec.gpu)[0] is None and all(given is None for given in several.values()):
@@ -86,6 +98,27 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
             f"nothing in the search space surely fits {device.name}",
             remedy=f"{ways_to_fit(made.leanest)}; `autotune compare` says which card holds it",
         )
+
+
+def plan_card(spec: StudySpec, *, evidence: Path, html: Path | None, as_json: bool = False) -> None:
+    """Print what the spec's card can train, of the models of each size; the spec's own model does not matter.
+
+    Raises:
+        UsageError: an option is impossible, or nothing is known of the card.
+        NothingFits: nothing surely fits.
+        StorageError: `html` cannot be written.
+    """
+    from autotune.planning.device_estimate import planned_device
+    from autotune.planning.observations import known_observations
+    from autotune.planning.trainable import trainable, trainable_data
+    from autotune.problem.run_cost import FITS
+    from autotune.report.answer import trainable_answer
+
+    device = planned_device(spec.gpu)
+    made = trainable(spec, device, observations=known_observations(evidence, print_note), say=print_note)
+    print_answer(lambda today: trainable_answer(made, today), html=html, data=trainable_data(made) if as_json else None)
+    if not any(entry.state == FITS for entry in made.entries):
+        raise NothingFits(f"nothing surely fits {device.name}", remedy="shorter samples: --tokens-per-example 512")
 
 
 def plan_several(spec: StudySpec, asked: dict[str, Any], *, evidence: Path, as_json: bool = False) -> None:

@@ -1,0 +1,208 @@
+"""What a card can train: models by their size and by method. Whether each fits, its longest row, its speed and cost.
+
+The same entries make the atlas (`benchmarks/atlas.py`), which has all models on ten cards. Everything is an estimate.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
+from typing import Any
+
+from autotune.catalog import DeviceSpec, ModelSpec, Price, list_models, resolve_model
+from autotune.core.errors import UsageError
+from autotune.core.probe_types import Evidence
+from autotune.core.text import printable
+from autotune.planning.compare import DEPENDENT, QUIET_S, ComparedCard, compare_card
+from autotune.planning.device_estimate import ACCURACY, limit_of, memory_state
+from autotune.planning.observations import Observation, Say, silent
+from autotune.planning.plan import candidates, planned_setup
+from autotune.prediction.memory_formula import Sizes, memory_breakdown
+from autotune.problem.run_cost import FITS
+from autotune.problem.setup import Setup, open_reserve
+from autotune.problem.study_spec import StudySpec
+
+METHODS = {"lora": "LoRA", "qlora": "QLoRA (nf4)", "full": "Full fine-tuning"}  # search spaces, with their titles
+STEP = 1.2  # sizes of models that are closer than this are one row
+HOPELESS = 1.5  # what needs so many times the memory does not fit by any other knob
+LEAST_PARAMS = 10**8
+SHORTEST, LONGEST = 128, 2**20  # rows in tokens
+# What makes a plan long and decides little where something fits: none changed a speed by 5 %.
+_ADAPTERS = {"lora_rank": 16, "optimizer": "adamw_torch_fused", "padding": "bucket"}
+PINS: dict[str, dict[str, Any]] = {
+    "full": {"padding": "bucket"},
+    "lora": _ADAPTERS,
+    "qlora": _ADAPTERS | {"double_quant": True},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What is known of one model, trained by one method, on one card; None is unknown.
+
+    `need_gib` is the peak of `config`, the best configuration; where nothing surely fits, of the one that needs the
+    least, as is `least_gib` always. With `learns_differently`, only what the floors keep for such cases fits. `problem`
+    says why the model cannot be trained so, and nothing else is known. `longest_row` is the longest power of two, in
+    tokens, or all that the model's positions allow, of which one row surely fits. Field names are keys of the JSON.
+    """
+
+    model: str
+    method: str
+    card: str
+    state: str
+    need_gib: float | None
+    least_gib: float | None
+    memory_by: str | None
+    tokens_per_s: float | None = None
+    interval: tuple[float, float] | None = None
+    usd_per_1000: float | None = None
+    config: str | None = None
+    learns_differently: bool = False
+    problem: str | None = None
+    longest_row: int | None = None
+
+    @classmethod
+    def of(cls, model: str, method: str, card: ComparedCard) -> "Entry":
+        """The entry of a card that was compared."""
+        best, least = card.best, card.least
+        need = best or least
+        return cls(
+            model=model,
+            method=method,
+            card=card.device.name,
+            state=FITS if card.holds_it else card.state,
+            need_gib=need.need_gib if need else None,
+            least_gib=least.need_gib if least else None,
+            memory_by=need.memory_by if need else None,
+            tokens_per_s=card.tokens_per_s or None,
+            interval=best.interval if best else None,
+            usd_per_1000=card.cost.cost_per_1000_samples_usd if card.cost else None,
+            config=need.config.label() if need else None,
+            learns_differently=best is not None and card.plan is not None and card.plan.from_reserve,
+            problem=card.problem,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainable:
+    """The entries of each of the `models`, by `METHODS`, on one card, for samples of so many tokens (`lengths`)."""
+
+    device: DeviceSpec
+    price: Price | None
+    limit_gib: float
+    lengths: str
+    models: tuple[ModelSpec, ...]
+    entries: tuple[Entry, ...]
+
+    def row(self, model: ModelSpec) -> list[Entry]:
+        """The entries of a model, in the order of METHODS."""
+        return [entry for entry in self.entries if entry.model == model.name]
+
+
+def entry_of(spec: StudySpec, method: str, device: DeviceSpec, observations: Sequence[Observation] = ()) -> Entry:
+    """The entry of the spec's model, without its longest row."""
+    try:
+        setup = planned_setup(replace(spec, space=method), device)
+        card = compare_card(setup, limit_of(spec, device), observations)
+    except UsageError as error:
+        card = ComparedCard(device=device, problem=printable(str(error)))
+    return Entry.of(spec.model, method, card)
+
+
+def _entry_with_row(spec: StudySpec, method: str, device: DeviceSpec, observations: Sequence[Observation]) -> Entry:
+    """The entry with its longest row. What PINS leave out is looked at where it may decide whether anything fits."""
+    limit_gib = limit_of(spec, device)
+    entry = entry_of(replace(spec, pins=PINS[method] | spec.pins), method, device, observations)
+    if entry.problem or (entry.least_gib or 0.0) > HOPELESS * limit_gib:
+        return entry
+    if entry.state != FITS:
+        entry = entry_of(spec, method, device, observations)
+    return replace(entry, longest_row=longest_row(planned_setup(replace(spec, space=method), device), limit_gib))
+
+
+def trainable(
+    spec: StudySpec,
+    device: DeviceSpec,
+    models: Sequence[ModelSpec] = (),
+    observations: Sequence[Observation] = (),
+    say: Say = silent,
+) -> Trainable:
+    """What the card can train of `models`, by default those of `sizes`, with the options of `spec` but its model.
+
+    `say` gets progress. Raises UsageError where the memory of the card is not known or nothing can be planned for it.
+    """
+    models = tuple(models or sizes())
+    limit_gib, last = limit_of(spec, device), time.monotonic()
+    entries: list[Entry] = []
+    for number, model in enumerate(models):
+        if time.monotonic() - last > QUIET_S:
+            say(f"{number} of {len(models)} models: {model.short}")
+            last = time.monotonic()
+        for method in METHODS:
+            entries.append(_entry_with_row(replace(spec, model=model.name), method, device, observations))
+    if all(entry.problem for entry in entries):
+        raise UsageError("\n".join(dict.fromkeys(str(entry.problem) for entry in entries)), remedy="see `plan --help`")
+    task = planned_setup(replace(spec, model=models[0].name, space="lora"), device).task
+    return Trainable(
+        device=device,
+        price=task.price,
+        limit_gib=limit_gib,
+        lengths=str(task.workload.lengths),
+        models=models,
+        entries=tuple(entries),
+    )
+
+
+def sizes(models: Iterable[ModelSpec] = ()) -> list[ModelSpec]:
+    """A model of each size, the smallest first: of those that the formulas cover, the one with the longest context.
+
+    Models of one size differ by less than STEP. By default the catalogue's from LEAST_PARAMS parameters on.
+    """
+    known = [(model.params or 0, model) for model in models or list_models() if Sizes.of(model)]
+    groups: list[list[tuple[int, ModelSpec]]] = []
+    for params, model in sorted(((params, model) for params, model in known if params >= LEAST_PARAMS), key=_size):
+        if not groups or params > STEP * groups[-1][0][0]:
+            groups.append([])
+        groups[-1].append((params, model))
+    return [max(group, key=lambda item: (item[1].max_seq_len or 0, item[0]))[1] for group in groups]
+
+
+def _size(item: tuple[int, ModelSpec]) -> tuple[int, str]:
+    return item[0], item[1].name
+
+
+def longest_row(setup: Setup, limit_gib: float) -> int | None:
+    """The longest power of two, or all that the positions allow, of which one row surely fits; None where none does.
+
+    It is that of the configuration that needs the least memory, by the formula.
+    """
+    task = open_reserve(setup).task
+    space = task.space.pin("micro_batch_size", min(task.space.choices("micro_batch_size")))
+    for name, value in space.leanest().items():
+        if name not in DEPENDENT and name != "seq_len" and space.knob(name):
+            space = space.pin(name, value)
+    configs = list(dict.fromkeys(replace(config, seq_len=SHORTEST) for config in candidates(space)))
+    most = min(task.model.max_seq_len or LONGEST, LONGEST)
+    lengths = [*takewhile(lambda length: length < most, (SHORTEST << power for power in range(20))), most]
+
+    def fits(length: int) -> bool:
+        needs = (memory_breakdown(task.model, replace(config, seq_len=length)) for config in configs)
+        return any(
+            need is not None and memory_state(need.peak_reserved_gib, limit_gib, need.error) == FITS for need in needs
+        )
+
+    return max(takewhile(fits, lengths), default=None)
+
+
+def trainable_data(made: Trainable) -> dict[str, Any]:
+    """What `autotune plan --json` prints without a model."""
+    return {
+        "device": made.device.name,
+        "own_card": made.device.given,
+        "limit_gib": made.limit_gib,
+        "price": asdict(made.price) if made.price else None,
+        "samples": made.lengths,
+        "how_sure": ACCURACY,
+        "evidence": Evidence.ESTIMATED,
+        "entries": [asdict(entry) | {"params": resolve_model(entry.model).params} for entry in made.entries],
+    }
