@@ -8,8 +8,19 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os.path import expanduser
+from pathlib import Path
 
-from autotune.catalog import NO_PRICE, DeviceSpec, list_devices, resolve_device, resolve_model
+from autotune.catalog import (
+    NO_PRICE,
+    DeviceSpec,
+    Price,
+    find_spot,
+    list_devices,
+    load_prices,
+    resolve_device,
+    resolve_model,
+)
 from autotune.catalog.own_devices import split_names
 from autotune.core.errors import UsageError
 from autotune.core.knobs import KNOBS
@@ -41,6 +52,7 @@ class ComparedCard:
     plan: Plan | None = None
     least: DeviceEstimate | None = None
     problem: str | None = None
+    spot: Price | None = None  # the cheapest that is published, maybe of another provider
 
     @property
     def best(self) -> DeviceEstimate | None:
@@ -56,6 +68,12 @@ class ComparedCard:
     def usd(self) -> float | None:
         """USD of the run, on demand."""
         return self.cost.full_run_usd if self.cost else None
+
+    @property
+    def spot_usd(self) -> float | None:
+        """USD of the run at the cheapest spot price, without what interruptions cost."""
+        rate = self.spot.spot_usd_per_hour if self.spot else None
+        return None if self.cost is None or rate is None else self.cost.full_run_hours * rate
 
     @property
     def tokens_per_s(self) -> float:
@@ -368,7 +386,8 @@ def compare(
                 last_progress = time.monotonic()
             try:
                 setup = planned_setup(spec, card, say_once)
-                compared.append(compare_card(setup, limit_of(spec, card), observations))
+                made = compare_card(setup, limit_of(spec, card), observations)
+                compared.append(replace(made, spot=_spot(spec, card)))
             except UsageError as error:
                 errors.append(error)
                 compared.append(ComparedCard(device=card, problem=printable(str(error))))
@@ -377,6 +396,13 @@ def compare(
     if not any(group.plan for group in groups):
         raise UsageError("\n".join(dict.fromkeys(map(str, errors))), remedy=errors[0].remedy)
     return Comparison(groups=tuple(groups), budget=budget or Budget(), owned=owned)
+
+
+def _spot(spec: StudySpec, card: DeviceSpec) -> Price | None:
+    """The cheapest spot price of a card; None where the user gave a price."""
+    if spec.price is not None:
+        return None
+    return find_spot(card.name, load_prices(Path(expanduser(spec.prices))) if spec.prices else ())
 
 
 def _names(values: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The answer to one question as tables for a terminal and as a page: what a card can train.
+"""The answer to one question as tables for a terminal and as a page: what a card can train, whether to rent or to buy.
 
 An answer has sentences, tables and figures, each made once for both. The page opens offline and holds plotly.js.
 """
@@ -8,16 +8,21 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
-from autotune.catalog import ModelSpec, describe_price
+from autotune.catalog import NO_PRICE, ModelSpec, age, describe_price
 from autotune.core.pages import environment
-from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_usd
+from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
+from autotune.planning.compare import Comparison, Group
 from autotune.planning.device_estimate import ACCURACY, NOT_MEASURED
+from autotune.planning.rent_or_buy import Bought, Purse, SizeCost, purchases, size_costs
 from autotune.planning.trainable import METHODS, Entry, Trainable
 from autotune.prediction.transfer import is_measured_kind
 from autotune.problem.run_cost import OOM, TIGHT
 from autotune.report import figures
+from autotune.report.comparison import heading, how_estimated
 from autotune.report.html import script_json
 from autotune.report.style import plotly_js
+
+SPOT = "A day is 24 hours and a week 168. Spot prices leave out what interruptions cost; a dash is not known."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,3 +118,108 @@ def _speed(entry: Entry) -> str:
 
 def _refusals(entries: Sequence[Entry]) -> list[str]:
     return [f"{name}: {why}." for name, why in dict.fromkeys((one.model, one.problem) for one in entries) if why]
+
+
+# --- what sizes cost, and whether to buy
+
+
+def costs_answer(made: Comparison, sizes: Sequence[int], purse: Purse | None, today: date) -> Answer:
+    """For each model and method: prices of the cards, the cost of each size on each, and with a purse what to buy."""
+    tables, drawn, notes = [], {}, [f"{how_estimated(made)}.", SPOT]
+    for group in made.groups:
+        costs, name = size_costs(group, sizes), heading(group)
+        tables += [_prices_table(group, name, today), _sizes_table(costs, name)]
+        if figure := figures.sizes(costs):
+            drawn[f"{name}: USD on demand by number of examples, with 80 % intervals"] = figure
+        if purse is not None:
+            bought = purchases(group, purse)
+            tables.append(_buying_table(bought, purse, name))
+            notes += [*(f"{name}: {sentence}" for sentence in buying_sentences(bought, purse)), _buying_basis(purse)]
+            if figure := figures.buying(bought, group):
+                drawn[f"{name}: USD by hours of use, bought and rented"] = figure
+    return Answer(
+        title="Rent or buy" if purse else "Cost by size",
+        notes=tuple(dict.fromkeys(notes)),
+        tables=tuple(tables),
+        figures=drawn,
+    )
+
+
+def _prices_table(group: Group, name: str, today: date) -> Table:
+    rows = []
+    for card in group.cards:
+        price = card.plan.task.price if card.plan else None
+        spot = card.spot
+        at_spot = (
+            DASH if spot is None else f"{fmt_usd(spot.spot_usd_per_hour)} ({spot.provider}, {age(spot.as_of, today)})"
+        )
+        longer = (price.usd_per_hour, price.usd_per_day, price.usd_per_week) if price else (None, None, None)
+        source = f"{price.provider}, {age(price.as_of, today)}" if price else NO_PRICE
+        rows.append((card.device.label, *map(fmt_usd, longer), source, at_spot))
+    columns = {"card": "left", "an hour": "right", "a day": "right", "a week": "right", "price": "left"}
+    return Table(title=f"{name}: prices of one GPU", columns=columns | {"an hour at spot": "left"}, rows=tuple(rows))
+
+
+def _sizes_table(costs: Sequence[SizeCost], name: str) -> Table:
+    columns = {"card": "left"} | dict.fromkeys(("examples", "hours (80 %)", "USD (80 %)", "USD at spot"), "right")
+    rows = [
+        (
+            one.card,
+            f"{one.examples:,}",
+            f"{fmt_hours(one.hours)} ({fmt_hours(one.hours_low)} to {fmt_hours(one.hours_high)})",
+            DASH if one.usd is None else f"{fmt_usd(one.usd)} ({fmt_usd(one.usd_low)} to {fmt_usd(one.usd_high)})",
+            fmt_usd(one.usd_spot),
+        )
+        for one in costs
+    ]
+    return Table(title=f"{name}: cost by size", columns=columns, rows=tuple(rows))
+
+
+def _buying_table(bought: Sequence[Bought], purse: Purse, name: str) -> Table:
+    columns = {"card": "left", "USD, at launch": "left", "tokens/s (80 %)": "right", "W": "right"}
+    columns |= dict.fromkeys(("electricity/h", "pays against renting itself", "against the cheapest rented"), "right")
+    columns[f"at {purse.hours_per_week:g} h a week"] = "right"
+    rows = []
+    for one in bought:
+        low, high = map(fmt_count, (one.tokens_per_s_low, one.tokens_per_s_high))
+        speed = f"{fmt_count(one.tokens_per_s)} ({low} to {high})" + ", a guess" * one.is_guess
+        after = (_after(one.pays_after_hours_against_itself), _after(one.pays_after_hours))
+        rented = "" if one.pays_after_hours is None else f" ({one.rented})"
+        months = DASH if one.pays_after_months is None else f"{one.pays_after_months:,.1f} months"
+        usd = f"{fmt_usd(one.usd)} ({one.as_of[:4]})"
+        cells = (usd, speed, f"{one.power_w:.0f}", fmt_usd(one.electricity_usd_per_hour), after[0], after[1] + rented)
+        rows.append((one.card, *cells, months))
+    return Table(title=f"{name}: what {fmt_usd(purse.budget_usd)} buys", columns=columns, rows=tuple(rows))
+
+
+def _after(hours: float | None) -> str:
+    return DASH if hours is None else f"{hours:,.0f} h"
+
+
+def buying_sentences(bought: Sequence[Bought], purse: Purse) -> list[str]:
+    """Which card to buy, and what that rests on."""
+    if not bought:
+        return [f"nothing that surely fits costs at most {fmt_usd(purse.budget_usd)}"]
+    best = bought[0]
+    rivals = [one.card for one in bought[1:] if (one.tokens_per_s_high or 0.0) >= (best.tokens_per_s_low or 0.0)]
+    text = f"buy {best.card}, the fastest for at most {fmt_usd(purse.budget_usd)}"
+    text += f"; {' and '.join(rivals)} cannot be told from it" if rivals else ""
+    if best.pays_after_hours is None or best.pays_after_months is None:
+        pays = (
+            f"it never pays against {best.rented} rented"
+            if best.rented
+            else f"whether it pays is not known: {NO_PRICE}"
+        )
+    else:
+        months = f"{best.pays_after_months:,.1f} months at {purse.hours_per_week:g} h a week"
+        pays = f"it pays after {best.pays_after_hours:,.0f} h of use ({months}) against {best.rented} rented"
+    return [text, pays]
+
+
+def _buying_basis(purse: Purse) -> str:
+    source = "Wikipedia's list; each with its year"
+    return (
+        f"Cards are bought at the price of their launch ({source}), and take their power limit at "
+        f"{fmt_usd(purse.usd_per_kwh)} a kWh. The rest of the computer and what the card is worth later do not count. "
+        "A dash: it never pays, or no price is known."
+    )

@@ -10,7 +10,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
@@ -22,7 +22,8 @@ from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.planning.compare import ComparedCard, Comparison, Group, speed_interval, usd_interval
 from autotune.planning.device_estimate import ACCURACY, COUNTED, NOT_MEASURED
 from autotune.planning.plan import ONLY_BASELINE, ONLY_LEANEST
-from autotune.problem.run_cost import FITS
+from autotune.planning.rent_or_buy import Purse, buying_data, size_costs
+from autotune.problem.run_cost import FITS, TABLE_EXAMPLES
 
 Data = dict[str, Any]
 
@@ -47,7 +48,10 @@ def card_data(group: Group, card: ComparedCard) -> Data:
         "relative_speed": group.relative_speed(card),
         **_ranged("hours", cost.full_run_hours if cost else None, cost.interval_hours if cost else None),
         **_ranged("usd", card.usd, usd_interval(card)),
-        "usd_spot": cost and cost.spot_usd,
+        "usd_spot": card.spot_usd,
+        "spot_usd_per_hour": card.spot and card.spot.spot_usd_per_hour,
+        "spot_provider": card.spot and card.spot.provider,
+        "spot_as_of": card.spot and card.spot.as_of,
         "usd_per_1000_samples": cost and cost.cost_per_1000_samples_usd,
         "kwh_at_most": cost and cost.kwh,
         "configuration": best and best.config.label(),
@@ -56,6 +60,8 @@ def card_data(group: Group, card: ComparedCard) -> Data:
         "is_guess": card.is_guess,
         "calibrated": best and best.tokens_per_s and best.calibrated,
         "usd_per_hour": price and price.usd_per_hour,
+        "usd_per_day": price and price.usd_per_day,
+        "usd_per_week": price and price.usd_per_week,
         "provider": price and price.provider,
         "price_as_of": price and price.as_of,
         "price_of_instance_of": price and price.count,
@@ -239,14 +245,21 @@ def _own_card(comparison: Comparison, group: Group) -> str:
 # --- forms
 
 
-def comparison_data(comparison: Comparison) -> Data:
-    """The comparison as plain data."""
+def comparison_data(comparison: Comparison, sizes: Sequence[int] = TABLE_EXAMPLES, purse: Purse | None = None) -> Data:
+    """The comparison as plain data; with a purse, what can be bought too."""
     owned = comparison.owned
     return {
         "how_sure": _how_sure(comparison),
         "budget": asdict(comparison.budget),
         "owned": owned and asdict(owned) | {"device": owned.device.name},
-        "groups": [_group_data(comparison, group) for group in comparison.groups],
+        "groups": [
+            _group_data(comparison, group)
+            | {
+                "sizes": [asdict(one) for one in size_costs(group, sizes)],
+                "buying": purse and buying_data(group, purse),
+            }
+            for group in comparison.groups
+        ],
     }
 
 

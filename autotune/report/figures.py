@@ -10,7 +10,9 @@ from autotune.catalog import ModelSpec
 from autotune.core.probe_types import Rung
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_count, fmt_gib, fmt_hours, fmt_seconds, fmt_usd
+from autotune.planning.compare import Group
 from autotune.planning.more_gpus import Scaling
+from autotune.planning.rent_or_buy import Bought, SizeCost
 from autotune.planning.several_gpus import RankPlan
 from autotune.planning.trainable import METHODS, Trainable
 from autotune.problem.run_cost import DeviceEstimate
@@ -30,6 +32,8 @@ LINES = (  # of the parallel coordinates: group, name, colour, opacity; the fast
     (0, "within 5 % of the fastest", ACCENT, 0.95),
 )
 METHOD_MARKERS = {"full": (ACCENT, "square"), "lora": (BLUE, "circle"), "qlora": (PURPLE, "diamond")}
+SERIES = (BLUE, ACCENT, PURPLE, YELLOW, GREY, PALE_BLUE)
+DASHES = ("solid", "dash", "dot")
 LONG_S = 900.0  # a longer time axis is in minutes
 WRAP = 26  # characters of a bar's name on one line: a phone shows a few more
 EDGE = 1.5  # of the limit; a farther miss is drawn at the edge, so that it does not squeeze the rest
@@ -266,6 +270,49 @@ def trainable(made: Trainable) -> dict[str, Any] | None:
 
 def _sized(model: ModelSpec) -> str:
     return escape(model.short if model.params is None else f"{model.short}, {model.params / 1e9:.3g} B")
+
+
+def sizes(costs: Sequence[SizeCost]) -> dict[str, Any] | None:
+    """USD on demand of each number of examples, a line for each card with a price, on log axes."""
+    figure = empty()
+    priced = [one for one in costs if one.usd is not None]
+    for number, card in enumerate(dict.fromkeys(one.card for one in priced)):
+        own = [one for one in priced if one.card == card]
+        usd = [one.usd or 0.0 for one in own]
+        figure.add_scatter(
+            x=[one.examples for one in own],
+            y=usd,
+            mode="lines+markers",
+            line={"color": SERIES[number % len(SERIES)], "dash": DASHES[number // len(SERIES) % len(DASHES)]},
+            error_y=_errors(usd, [(one.usd_low or 0.0, one.usd_high or 0.0) for one in own]),
+            hovertext=[f"{escape(card)}<br><b>{fmt_usd(one.usd)}</b>, {fmt_hours(one.hours)}" for one in own],
+            name=escape(card),
+        )
+    if not priced:
+        return None
+    figure.update_xaxes(type="log", tickvals=sorted({one.examples for one in priced}), tickformat=",")
+    figure.update_yaxes(type="log", tickformat="$~g", dtick="D2")
+    return finish(figure, x="examples", y="USD, on demand", height=430)
+
+
+def buying(bought: Sequence[Bought], group: Group) -> dict[str, Any] | None:
+    """USD by hours of use of the card to buy, and of renting the cheapest for the same work; None if it never pays."""
+    best, cheapest = next(iter(bought), None), group.cheapest
+    own = next((card for card in group.cards if best and card.device.name == best.card), None)
+    if best is None or best.pays_after_hours is None or cheapest is None or cheapest.usd is None:
+        return None
+    assert own is not None and own.cost is not None
+    figure, hours = empty(), [0.0, best.pays_after_hours, 2 * best.pays_after_hours]
+    rate = cheapest.usd / own.cost.full_run_hours
+    lines = {
+        f"{best.card} bought": ([best.usd + hour * best.electricity_usd_per_hour for hour in hours], ACCENT),
+        f"{cheapest.device.name} rented for the same work": ([hour * rate for hour in hours], BLUE),
+    }
+    for name, (usd, colour) in lines.items():
+        figure.add_scatter(x=hours, y=usd, mode="lines", line={"color": colour, "width": 2}, name=escape(name))
+    figure.update_yaxes(tickformat="$,.0f", rangemode="tozero")
+    figure.update_xaxes(tickformat=",.0f")
+    return finish(figure, x=f"hours of use of {best.card}", y="USD", height=330)
 
 
 def _errors(values: Sequence[float], intervals: Sequence[tuple[float, float] | None]) -> dict[str, Any] | None:

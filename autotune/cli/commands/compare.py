@@ -9,22 +9,32 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.cli.options import Evidence
+from autotune.cli.answers import print_answer
+from autotune.cli.options import Evidence, Html, Json
 from autotune.cli.study_options import PLANNED, spec_of, with_study_options
-from autotune.cli.terminal import print_note, print_table
+from autotune.cli.terminal import print_json, print_note, print_table
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.files import write_atomic
+from autotune.core.units import fmt_usd
 from autotune.study.storage.location import EVIDENCE
 
 if TYPE_CHECKING:
     from autotune.planning.compare import Comparison
 
+USD_PER_KWH = 0.30
+KWH_HELP = (
+    "What electricity costs, in USD a kWh. The default is a round number between what households paid in the US (0.16, "
+    "EIA, 2024) and in Italy (0.43, Statista, March 2025)."
+)
 BY_SUFFIX = {".md": "markdown", ".csv": "csv", ".html": "html", ".json": "json"}
 
 
 @with_study_options(*PLANNED)
 def compare_command(
-    gpus: Annotated[list[str], typer.Option("--gpus", metavar="NAMES", help="Separated by commas; repeatable.")],
+    gpus: Annotated[
+        list[str] | None,
+        typer.Option("--gpus", metavar="NAMES", help="Separated by commas; repeatable. [with --buy what it can buy]"),
+    ] = None,
     model: Annotated[list[str] | None, typer.Option(help="As for `run`; repeatable.")] = None,
     methods: Annotated[
         list[str] | None, typer.Option(metavar="NAMES", help="Each by itself: lora, qlora, full. [what --space has]")
@@ -34,11 +44,18 @@ def compare_command(
     owned: Annotated[str | None, typer.Option(metavar="GPU", help="A card of your own, or one you may buy.")] = None,
     owned_usd: Annotated[float | None, typer.Option(help="What that card costs.")] = None,
     owned_hours: Annotated[float, typer.Option(help="Hours of use over which its cost is spread.")] = 10_000,
-    usd_per_kwh: Annotated[float, typer.Option(help="What its electricity costs.")] = 0.30,
+    usd_per_kwh: Annotated[float, typer.Option("--electricity", "--usd-per-kwh", help=KWH_HELP)] = USD_PER_KWH,
+    sizes: Annotated[
+        str | None, typer.Option(metavar="NUMBERS", help="Cost of so many examples. [10000,50000,100000]")
+    ] = None,
+    buy: Annotated[float | None, typer.Option(metavar="USD", help="Which card to buy for at most so much.")] = None,
+    hours_per_week: Annotated[float, typer.Option(help="With --buy: how long the card would be used.")] = 40.0,
     format_: Annotated[
         str | None, typer.Option("--format", help="table, markdown, csv, html or json. [by --out, or table]")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the comparison to this file.")] = None,
+    html: Html = None,
+    json_: Json = False,
     evidence: Evidence = EVIDENCE,
     **options: Any,
 ) -> None:
@@ -52,10 +69,12 @@ def compare_command(
     from autotune.catalog import resolve_device
     from autotune.planning.compare import Budget, Owned, compare
     from autotune.planning.observations import known_observations
-    from autotune.report.comparison import FORMATS
+    from autotune.planning.rent_or_buy import Purse, parse_sizes, purchases, within
+    from autotune.report.answer import costs_answer
+    from autotune.report.comparison import FORMATS, comparison_data
 
     specs = [spec_of(options | {"model": name}) for name in model or (None,)]
-    form = format_ or BY_SUFFIX.get(out.suffix.lower() if out else "", "table")
+    form = "json" if json_ else format_ or BY_SUFFIX.get(out.suffix.lower() if out else "", "table")
     if form not in ("table", *FORMATS):
         raise UsageError(f"there is no format {form!r}", remedy=f"use one of table, {', '.join(FORMATS)}")
     if (owned is None) is not (owned_usd is None):
@@ -63,9 +82,11 @@ def compare_command(
     own_card = None
     if owned is not None and owned_usd is not None:
         own_card = Owned(device=resolve_device(owned), usd=owned_usd, hours=owned_hours, usd_per_kwh=usd_per_kwh)
+    purse = None if buy is None else Purse(budget_usd=buy, usd_per_kwh=usd_per_kwh, hours_per_week=hours_per_week)
+    numbers = parse_sizes(sizes)
     made = compare(
         specs,
-        gpus=gpus,
+        gpus=gpus or (within(buy) if buy else ()),
         methods=methods or (),
         budget=Budget(max_usd=max_usd, max_hours=max_hours),
         owned=own_card,
@@ -76,12 +97,18 @@ def compare_command(
     with redirect_stdout(text if out else sys.stdout):  # a table is as wide as what it is printed to
         if form == "table":
             _print(made, date.today())
+        elif form == "json":
+            print_json(comparison_data(made, numbers, purse))
         else:
             print(FORMATS[form](made, date.today()), end="")
+        if form == "table" or html:
+            print_answer(lambda today: costs_answer(made, numbers, purse, today), html=html, silent=form != "table")
     if out is not None:
         write_atomic(out, text.getvalue())
     if unmet := made.unmet():
         raise NothingFits(unmet, remedy=made.remedy())
+    if purse is not None and not any(purchases(group, purse) for group in made.groups):
+        raise NothingFits(f"nothing that surely fits costs at most {fmt_usd(buy)}", remedy="allow more, or rent")
 
 
 def _print(made: "Comparison", today: date) -> None:

@@ -116,7 +116,9 @@ def plan_card(spec: StudySpec, *, evidence: Path, html: Path | None, as_json: bo
 
     device = planned_device(spec.gpu)
     made = trainable(spec, device, observations=known_observations(evidence, print_note), say=print_note)
-    print_answer(lambda today: trainable_answer(made, today), html=html, data=trainable_data(made) if as_json else None)
+    if as_json:
+        print_json(trainable_data(made))
+    print_answer(lambda today: trainable_answer(made, today), html=html, silent=as_json)
     if not any(entry.state == FITS for entry in made.entries):
         raise NothingFits(f"nothing surely fits {device.name}", remedy="shorter samples: --tokens-per-example 512")
 

@@ -367,10 +367,10 @@ def run(*args: str, model: str = "smollm2-135m") -> Any:
 
 
 def test_a_table_with_every_cell_whole() -> None:
-    result = run("--gpus", "a10,l4", "--gpus", "a100-40gb", "--max-hours", "100")
+    result = run("--gpus", "a10,l4", "--gpus", "gb200", "--max-hours", "100")
     assert result.exit_code == 0, result.output
     assert "Nothing was measured here" in result.stdout and "…" not in result.stdout
-    assert "1/8 of an instance of 8" in result.stdout and "within 100 h: " in result.stdout
+    assert "1/4 of an instance of 4" in result.stdout and "within 100 h: " in result.stdout
     assert "tightened by 2 measured on this card" in result.stdout
 
 

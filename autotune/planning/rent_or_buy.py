@@ -1,0 +1,165 @@
+"""What runs of several sizes cost on each compared card, and when a card that is bought pays against renting.
+
+Hours and USD follow from the speed of the comparison. A bought card costs its purchase, and electricity at its power
+limit; neither the rest of the computer nor what the card is worth later counts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from autotune.catalog import Purchase, find_purchase, list_devices
+from autotune.core.errors import UsageError
+from autotune.core.probe_types import Evidence
+from autotune.planning.compare import ComparedCard, Group, speed_interval
+from autotune.problem.run_cost import TABLE_EXAMPLES
+
+WEEKS_PER_MONTH = 365.25 / 7 / 12
+HOURS_PER_WEEK = 40.0
+MAX_EXAMPLES = 10**12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeCost:
+    """The run with so many examples on one card; None where no price is known. Field names are keys of the JSON."""
+
+    card: str
+    examples: int
+    hours: float
+    hours_low: float
+    hours_high: float
+    usd: float | None
+    usd_low: float | None
+    usd_high: float | None
+    usd_spot: float | None
+    evidence: Evidence = Evidence.ESTIMATED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bought:
+    """A card that may be bought for the run. Field names are keys of the JSON output.
+
+    It pays after so many hours of use against renting the same card, and against the cheapest of all compared for the
+    same work (`rented`), which take so many months; None where a price is not known or it never pays.
+    """
+
+    card: str
+    usd: float
+    as_of: str
+    source: str
+    tokens_per_s: float
+    tokens_per_s_low: float | None
+    tokens_per_s_high: float | None
+    is_guess: bool
+    power_w: float
+    electricity_usd_per_hour: float
+    pays_after_hours_against_itself: float | None
+    rented: str | None
+    pays_after_hours: float | None
+    pays_after_months: float | None
+    evidence: Evidence = Evidence.ESTIMATED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Purse:
+    """What a card may cost, and how it would be used. Raises UsageError for impossible numbers."""
+
+    budget_usd: float
+    usd_per_kwh: float
+    hours_per_week: float = HOURS_PER_WEEK
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("budget_usd", 1, 1e7), ("usd_per_kwh", 0, 100), ("hours_per_week", 0.1, 168)):
+            if not least <= (value := getattr(self, name)) <= most:
+                raise UsageError(f"{name} cannot be {value!r}", remedy=f"give a number from {least} to {most:.0f}")
+
+
+def parse_sizes(text: str | None) -> tuple[int, ...]:
+    """'10000,50_000' as numbers of examples; TABLE_EXAMPLES without a text. Raises UsageError."""
+    if text is None:
+        return TABLE_EXAMPLES
+    try:
+        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or not all(1 <= size <= MAX_EXAMPLES for size in found):
+        raise UsageError(f"--sizes {text!r} are not numbers of examples", remedy="for example --sizes 10000,50000")
+    return found
+
+
+def size_costs(group: Group, sizes: Sequence[int] = TABLE_EXAMPLES) -> list[SizeCost]:
+    """What the run of the group takes on each card whose speed is known, for each number of examples."""
+    return [_size_cost(card, examples) for card in group.cards if card.cost for examples in sizes]
+
+
+def _size_cost(card: ComparedCard, examples: int) -> SizeCost:
+    best, cost, plan = card.best, card.cost, card.plan
+    assert best is not None and cost is not None and plan is not None
+    shape = replace(plan.task.workload.run_shape(best.config), examples=examples)
+    part = shape.num_steps / cost.num_steps
+    low, high = cost.interval_hours
+    hours, price = cost.full_run_hours * part, cost.usd_per_hour
+    return SizeCost(
+        card=card.device.name,
+        examples=examples,
+        hours=hours,
+        hours_low=low * part,
+        hours_high=high * part,
+        usd=None if price is None else hours * price,
+        usd_low=None if price is None else low * part * price,
+        usd_high=None if price is None else high * part * price,
+        usd_spot=None if card.spot_usd is None else card.spot_usd * part,
+    )
+
+
+def within(budget_usd: float) -> list[str]:
+    """The cards of the catalogue that cost at most so much to buy."""
+    bought = (find_purchase(device.name) for device in list_devices())
+    return [purchase.device for purchase in bought if purchase and purchase.usd <= budget_usd]
+
+
+def purchases(group: Group, purse: Purse) -> list[Bought]:
+    """What can be bought for the run of the group within the purse, the fastest first, guesses last."""
+    found = []
+    for card in group.cards:
+        purchase = find_purchase(card.device.name)
+        if purchase and purchase.usd <= purse.budget_usd and card.cost and card.device.tdp_w:
+            found.append(_bought(group, card, purchase, purse))
+    return sorted(found, key=lambda one: (one.is_guess, -one.tokens_per_s, one.usd))
+
+
+def _bought(group: Group, card: ComparedCard, purchase: Purchase, purse: Purse) -> Bought:
+    cost, power_w, cheapest = card.cost, card.device.tdp_w or 0.0, group.cheapest
+    assert cost is not None
+    electricity = power_w / 1000 * purse.usd_per_kwh
+    same_work = cheapest.usd / cost.full_run_hours if cheapest and cheapest.usd is not None else None
+    after = _pays_after(purchase.usd, same_work, electricity)
+    low, high = speed_interval(card) or (None, None)
+    return Bought(
+        card=card.device.name,
+        usd=purchase.usd,
+        as_of=purchase.as_of,
+        source=purchase.source,
+        tokens_per_s=card.tokens_per_s,
+        tokens_per_s_low=low,
+        tokens_per_s_high=high,
+        is_guess=card.is_guess,
+        power_w=power_w,
+        electricity_usd_per_hour=electricity,
+        pays_after_hours_against_itself=_pays_after(purchase.usd, cost.usd_per_hour, electricity),
+        rented=cheapest.device.name if cheapest else None,
+        pays_after_hours=after,
+        pays_after_months=None if after is None else after / purse.hours_per_week / WEEKS_PER_MONTH,
+    )
+
+
+def _pays_after(usd: float, rent_usd_per_hour: float | None, electricity_usd_per_hour: float) -> float | None:
+    """The hours of use after which a purchase has cost as little as renting; None where it never does."""
+    saved = None if rent_usd_per_hour is None else rent_usd_per_hour - electricity_usd_per_hour
+    return usd / saved if saved is not None and saved > 0 else None
+
+
+def buying_data(group: Group, purse: Purse) -> dict[str, Any]:
+    """What `--buy` adds to the JSON of a group."""
+    bought = purchases(group, purse)
+    return asdict(purse) | {"buy": bought[0].card if bought else None, "cards": list(map(asdict, bought))}

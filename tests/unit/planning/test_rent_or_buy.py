@@ -1,0 +1,140 @@
+"""What sizes of runs cost on each card, and when a card that is bought pays."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from autotune.catalog import Price, find_price, find_purchase, resolve_device
+from autotune.cli.app import app
+from autotune.core.errors import NothingFits, UsageError
+from autotune.planning.compare import Comparison, compare
+from autotune.planning.plan import plan
+from autotune.planning.rent_or_buy import (
+    WEEKS_PER_MONTH,
+    Purse,
+    parse_sizes,
+    purchases,
+    size_costs,
+    within,
+)
+from autotune.problem.study_spec import StudySpec
+
+SPEC = StudySpec(model="qwen2.5-1.5b", space="lora", tokens_per_example=512, examples=20_000)
+PURSE = Purse(budget_usd=2000, usd_per_kwh=0.30, hours_per_week=20)
+CARDS = ["rtx-4090", "rtx-3090", "h100", "a2", "rtx-a6000"]
+
+
+@pytest.fixture(scope="module")
+def made() -> Comparison:
+    return compare([SPEC], gpus=CARDS)
+
+
+def test_a_size_costs_what_a_plan_of_so_many_examples_does(made: Comparison) -> None:
+    costs = {(one.card, one.examples): one for one in size_costs(made.groups[0], (10_000, 1_000_000))}
+    assert len(costs) == 2 * len(CARDS)
+    for name in ("rtx-4090", "h100-sxm"):
+        best = plan(replace(SPEC, examples=1_000_000), device=resolve_device(name)).best
+        cost = best and best.cost
+        found = costs[name, 1_000_000]
+        assert cost is not None and found.hours == pytest.approx(cost.full_run_hours)
+        assert (found.usd, found.usd_low) == pytest.approx((cost.full_run_usd, (cost.interval_usd or (0,))[0]))
+        assert (found.hours_low, found.hours_high) == pytest.approx(cost.interval_hours)
+    assert costs["h100-sxm", 10_000].usd_spot == pytest.approx(costs["h100-sxm", 10_000].hours * 1.62)
+    assert costs["rtx-4090", 10_000].usd_spot is None
+    a2 = costs["a2", 10_000]
+    assert a2.hours > 0 and a2.usd is a2.usd_low is a2.usd_high is a2.usd_spot is None
+
+
+def test_when_a_card_pays(made: Comparison) -> None:
+    group = made.groups[0]
+    bought = purchases(group, PURSE)
+    assert [one.card for one in bought] == ["rtx-4090", "rtx-3090"]  # no price, or beyond the budget: the others
+    best, price = bought[0], find_price("rtx-4090")
+    assert price is not None and best.electricity_usd_per_hour == pytest.approx(0.45 * 0.30)
+    assert best.pays_after_hours_against_itself == pytest.approx(1599 / (price.usd_per_hour - 0.135))
+    cheapest, own = group.cheapest, group.cards[0]
+    assert cheapest is not None and cheapest.usd is not None and own.cost is not None
+    runs = best.usd / (cheapest.usd - own.cost.full_run_hours * 0.135)
+    assert best.rented == cheapest.device.name
+    assert best.pays_after_hours == pytest.approx(runs * own.cost.full_run_hours)
+    assert best.pays_after_months == pytest.approx(best.pays_after_hours / 20 / WEEKS_PER_MONTH)
+
+
+def test_dear_electricity_never_pays_and_no_price_is_unknown(made: Comparison) -> None:
+    dear = purchases(made.groups[0], replace(PURSE, usd_per_kwh=5.0))[0]
+    assert (dear.pays_after_hours, dear.pays_after_months, dear.pays_after_hours_against_itself) == (None, None, None)
+    assert dear.rented is not None
+    alone = compare([SPEC], gpus=["rtx-5060-ti-8gb"]).groups[0]
+    bought = purchases(alone, PURSE)[0]
+    assert find_price(bought.card) is None and bought.rented is None and bought.pays_after_hours is None
+
+
+def test_a_price_of_ones_own_has_no_spot() -> None:
+    card = compare([replace(SPEC, price=9.0)], gpus=["h100"]).groups[0].cards[0]
+    assert card.spot is None and card.spot_usd is None and card.usd is not None
+    assert isinstance(compare([SPEC], gpus=["h100"]).groups[0].cards[0].spot, Price)
+
+
+def test_what_a_budget_buys() -> None:
+    names = within(700)
+    assert "rtx-3080-10gb" in names and "rtx-4090" not in names and "h100-sxm" not in names
+    assert all((find_purchase(name) or pytest.fail(name)).usd <= 700 for name in names)
+    assert within(100) == []
+
+
+@pytest.mark.parametrize("numbers", [{"budget_usd": 0}, {"usd_per_kwh": -1}, {"hours_per_week": 169}])
+def test_impossible_purses(numbers: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match=next(iter(numbers))):
+        replace(PURSE, **numbers)
+
+
+def test_sizes() -> None:
+    assert parse_sizes(None) == (10_000, 50_000, 100_000)
+    assert parse_sizes("5,5, 7_000") == (5, 7000)
+    for text in ("", "x", "0", "1,-2", "1e3"):
+        with pytest.raises(UsageError, match="numbers of examples"):
+            parse_sizes(text)
+
+
+# --- the command
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(app, ["compare", "--model", "qwen2.5-1.5b", "--tokens-per-example", "512", *args])
+
+
+def test_the_command_has_sizes_by_default() -> None:
+    result = run("--gpus", "rtx-4090,h100")
+    assert result.exit_code == 0, result.output
+    assert "Cost by size" in result.stdout and "Rent or buy" not in result.stdout
+    rows = [line for line in result.stdout.splitlines() if line.startswith("│ h100-sxm ")]
+    assert [size for size in ("10,000", "50,000", "100,000") if any(f" {size} " in row for row in rows)] != []
+    assert any("$64.56" in row and "$451.92" in row and "$1.62 (verda" in row for row in rows)
+
+
+def test_the_command_says_what_to_buy(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    result = run("--gpus", "rtx-4090,rtx-3090", "--buy", "2000", "--electricity", "0.2", "--html", str(file))
+    assert result.exit_code == 0, result.output
+    assert "buy rtx-4090, the fastest for at most $2,000.00" in result.stdout and "$0.20 a kWh" in result.stdout
+    page = file.read_text(encoding="utf-8")
+    assert "<title>Rent or buy – autotune</title>" in page and page.count("data-figure=") == 2
+
+
+def test_the_command_as_json() -> None:
+    data = json.loads(run("--gpus", "rtx-4090,h100", "--sizes", "7", "--buy", "1600", "--json").stdout)
+    group = data["groups"][0]
+    assert [one["examples"] for one in group["sizes"]] == [7, 7]
+    assert group["buying"]["buy"] == "rtx-4090" and group["buying"]["cards"][0]["usd"] == 1599
+    assert group["cards"][1]["usd_per_day"] == pytest.approx(24 * 2.69)
+
+
+def test_what_the_command_refuses() -> None:
+    assert isinstance(run().exception, UsageError)
+    nothing = run("--gpus", "h100", "--buy", "500")
+    assert isinstance(nothing.exception, NothingFits) and "costs at most $500" in str(nothing.exception)
+    assert isinstance(run("--buy", "-3").exception, UsageError)
