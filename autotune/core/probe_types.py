@@ -478,4 +478,5 @@ class ProbeResult:
     notes: tuple[str, ...] = ()
     log: str | None = None
     started_at: str | None = None  # ISO 8601, UTC
+    node: str | None = None  # host:pid:ticks of the process that asked for it; None of results of earlier versions
     schema_version: int = SCHEMA_VERSION

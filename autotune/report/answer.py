@@ -1,4 +1,4 @@
-"""The answer to one question as tables for a terminal and as a page: what a card can train, whether to rent or to buy.
+"""The answer to one question as tables for a terminal and as a page: what a card trains, rent or buy, how nodes differ.
 
 An answer has sentences, tables and figures, each made once for both. The page opens offline and holds plotly.js.
 """
@@ -17,10 +17,12 @@ from autotune.planning.rent_or_buy import Bought, Purse, SizeCost, purchases, si
 from autotune.planning.trainable import METHODS, Entry, Trainable
 from autotune.prediction.transfer import is_measured_kind
 from autotune.problem.run_cost import OOM, TIGHT
+from autotune.problem.task import Task
 from autotune.report import figures
 from autotune.report.comparison import heading, how_estimated
 from autotune.report.html import script_json
 from autotune.report.style import plotly_js
+from autotune.study.nodes import Node
 
 SPOT = "A day is 24 hours and a week 168. Spot prices leave out what interruptions cost; a dash is not known."
 
@@ -222,4 +224,45 @@ def _buying_basis(purse: Purse) -> str:
         f"Cards are bought at the price of their launch ({source}), and take their power limit at "
         f"{fmt_usd(purse.usd_per_kwh)} a kWh. The rest of the computer and what the card is worth later do not count. "
         "A dash: it never pays, or no price is known."
+    )
+
+
+# --- the nodes of a study
+
+
+def nodes_answer(nodes: Sequence[Node], task: Task) -> Answer:
+    """A row for each node of a study, with why it is apart from the others."""
+    columns = {"node": "left"} | dict.fromkeys(
+        ("samples/s", "tokens/s", "peak GiB", "reserved GiB", "C", "MHz", "W", "variation", "probes"), "right"
+    )
+    table = Table(title="Nodes", columns=columns | {"apart": "left"}, rows=tuple(map(_node_row, nodes)))
+    notes = [
+        "Each node measured the baseline; its latest reading is shown, with what the driver reported meanwhile.",
+        "variation: the standard deviation of the timed micro batches over their mean. apart: more than 5 % of speed, "
+        "2 % of memory or 10 C from the median of the others. A dash is not known.",
+    ]
+    if len(nodes) < 2:
+        notes.append("There is one node, and nothing to compare it with.")
+    drawn = figures.nodes(nodes)
+    return Answer(
+        title=f"Nodes of {task.study}",
+        notes=tuple(notes),
+        tables=(table,),
+        figures={"Tokens/s of the baseline, with the range of the timed steps": drawn} if drawn else {},
+    )
+
+
+def _node_row(node: Node) -> tuple[str, ...]:
+    speed, measured, told = node.performance, node.measurement, node.telemetry
+    slowed = f"slowed down by {', '.join(told.throttle_reasons)}" if told.throttle_reasons else ""
+    return (
+        node.name,
+        DASH if speed is None else f"{speed.samples_per_second:,.2f}",
+        fmt_count(speed.tokens_per_second if speed else None),
+        DASH if measured is None else f"{measured.peak_allocated_gib:,.2f}",
+        DASH if measured is None else f"{measured.peak_reserved_gib:,.2f}",
+        *(DASH if value is None else f"{value:.0f}" for value in (told.temperature_c, told.sm_clock_mhz, told.power_w)),
+        DASH if node.variation is None else f"{node.variation:.1%}",
+        f"{node.num_probes:,}",
+        "; ".join(filter(None, (*node.apart, slowed))) or ("no" if measured else "not measured"),
     )

@@ -22,6 +22,7 @@ from autotune.report.style import ACCENT, BLUE, GREY, MARKERS, PALE_BLUE, PURPLE
 from autotune.report.timeline import KINDS, TIMED, Slice, Span, TimelineInfo, slices
 from autotune.study.ablation import Ablation
 from autotune.study.learning import Learning
+from autotune.study.nodes import Node
 from autotune.study.summary import Candidate, Quality, TrialRecord
 
 TERM_COLOURS = dict(zip(TERMS, (BLUE, PALE_BLUE, YELLOW, ACCENT, GREY), strict=True))
@@ -313,6 +314,18 @@ def buying(bought: Sequence[Bought], group: Group) -> dict[str, Any] | None:
     figure.update_yaxes(tickformat="$,.0f", rangemode="tozero")
     figure.update_xaxes(tickformat=",.0f")
     return finish(figure, x=f"hours of use of {best.card}", y="USD", height=330)
+
+
+def nodes(found: Sequence[Node]) -> dict[str, Any] | None:
+    """Tokens/s of the baseline on each node; those that are apart stand out. None where fewer than two have a speed."""
+    bars = []
+    for node in found:
+        if node.performance is not None:
+            speed, (low, high) = node.performance.tokens_per_second, node.performance.spread
+            hover = f"{escape(node.name)}<br><b>{fmt_count(speed)} tokens/s</b><br>{escape('; '.join(node.apart))}"
+            ends = speed / (1 + high), speed / (1 + low)
+            bars.append(Bar(name=node.name, value=speed, interval=ends, hover=hover, highlighted=bool(node.apart)))
+    return horizontal_bars(bars, x="useful tokens/s", ticks="~s", row_px=34) if len(bars) > 1 else None
 
 
 def _errors(values: Sequence[float], intervals: Sequence[tuple[float, float] | None]) -> dict[str, Any] | None:

@@ -40,6 +40,7 @@ from autotune.study.feasibility import find_feasible
 from autotune.study.history import Cards, restore, summarize
 from autotune.study.loop import Study
 from autotune.study.node_health import NodeMonitor
+from autotune.study.nodes import Node, nodes_of
 from autotune.study.optimizer import Optimizer
 from autotune.study.preparation import SessionPlan
 from autotune.study.progress import Progress, TextProgress
@@ -103,7 +104,8 @@ class Session:
         with ExitStack() as undo:
             undo.enter_context(self.prober)
             self.prober.launch()  # imports torch meanwhile
-            self.store = ProbeStore(self.url, outbox=self.folder / "outbox.jsonl", outages=self.outages)
+            me, outbox = Worker.here("").name, self.folder / "outbox.jsonl"
+            self.store = ProbeStore(self.url, outbox=outbox, outages=self.outages, node=me)
             undo.callback(self.store.close)
             self._opened = undo.pop_all()
         return self
@@ -377,6 +379,12 @@ def read_summary(record: StudyRecord, url: str, cards: Cards) -> StudySummary:
     # A running study recorded its wall time when its last trial ended.
     wall_seconds = max(record.wall_seconds, 0.0 if record.others_seconds else probed)
     return summarize(record, rows, selection, stored, cards=cards, wall_seconds=wall_seconds)
+
+
+def read_nodes(record: StudyRecord, url: str) -> tuple[Node, ...]:
+    """The nodes of a study side by side, from its database."""
+    with closing(ProbeStore(url)) as store:
+        return nodes_of(record.task, store.of_study(record.task.study))
 
 
 def await_study(url: str, name: str, wait_s: float, say: Callable[[str], None] = lambda text: None) -> StudyRecord:

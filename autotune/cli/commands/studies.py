@@ -1,15 +1,19 @@
 """The commands about studies that exist: list, status, oom, export, report, delete and fleet."""
 
+import json
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.cli.options import Directory, Json, Storage, StudyName
+from autotune.cli.answers import print_answer
+from autotune.cli.options import Directory, Html, Json, Storage, StudyName
 from autotune.cli.terminal import console, print_json, print_table
 from autotune.core.errors import AutotuneError, UsageError
 from autotune.core.files import write_atomic
+from autotune.core.text import dashed
 from autotune.core.units import fmt_count, fmt_seconds
 from autotune.study.storage.location import running_process, storage_url
 
@@ -26,12 +30,31 @@ Formats = Annotated[
 ]
 
 
-def status(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
-    """Print how far a study is, and its best configuration so far."""
+def status(
+    study: StudyName = None,
+    storage: Storage = None,
+    nodes: Annotated[bool, typer.Option("--nodes", help="Its nodes side by side: speed, memory, clocks.")] = False,
+    json_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="With --nodes: write a JSON file for each node.")
+    ] = None,
+    html: Html = None,
+    json_: Json = False,
+) -> None:
+    """Print how far a study is, and its best configuration so far; or its nodes.
+
+    Raises:
+        UsageError: there is no such study, or `json_dir` or `html` without `nodes`.
+        StorageError: the database cannot be read, or a file cannot be written.
+    """
     from autotune.api import load_study
     from autotune.report.describe import candidate_line
 
+    if not nodes and (json_dir or html):
+        raise UsageError("--json-dir and --html are for --nodes", remedy="`autotune report` writes a study's page")
     result = load_study(study, storage)
+    if nodes:
+        _print_nodes(result, json_dir=json_dir, html=html, as_json=json_)
+        return
     summary = result.summary
     process = running_process(result.out)
     if json_:
@@ -49,6 +72,21 @@ def status(study: StudyName = None, storage: Storage = None, json_: Json = False
         lines["best"] = f"{best.config.label()}: {candidate_line(best)}"
     for key, text in lines.items():
         print(f"{key:>7}  {text}")
+
+
+def _print_nodes(result: "StudyResult", *, json_dir: Path | None, html: Path | None, as_json: bool) -> None:
+    from autotune.report.answer import nodes_answer
+    from autotune.study.nodes import node_data
+    from autotune.study.session import read_nodes
+
+    found = read_nodes(result.record, result.url)
+    rows = [node_data(node, result.task) for node in found]
+    if json_dir is not None:
+        for row in rows:
+            write_atomic(json_dir / f"{dashed(row['node'])}.json", json.dumps(row, indent=2) + "\n")
+    if as_json:
+        print_json(rows)
+    print_answer(lambda today: nodes_answer(found, result.task), html=html, silent=as_json)
 
 
 def list_all(storage: Storage = None, json_: Json = False) -> None:

@@ -5,7 +5,7 @@ A result that cannot be written waits in an outbox file, since it cost GPU time.
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,15 @@ class StoredProbe:
 
 
 class ProbeStore:
-    """The probe table of one database. `outbox` is the file where results wait while it is unreachable."""
+    """The probe table of one database. `outbox` is the file where results wait while it is unreachable.
 
-    def __init__(self, url: str, *, outbox: Path | None = None, outages: Outages | None = None) -> None:
+    What is added is that of `node`, a worker's name.
+    """
+
+    def __init__(
+        self, url: str, *, outbox: Path | None = None, outages: Outages | None = None, node: str | None = None
+    ) -> None:
+        self._node = node
         self.outages = outages or Outages()
         self._outbox = Outbox(path=outbox) if outbox else None
         self._database = Database(url, self.outages, _metadata)
@@ -75,7 +81,7 @@ class ProbeStore:
             "rung": result.rung.value,
             "outcome": result.outcome.value,
             "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "result": json.dumps(to_data(result)),
+            "result": json.dumps(to_data(replace(result, node=result.node or self._node))),
             "circumstances": json.dumps(to_data(fingerprint)),
         }
         if self._outbox is None:

@@ -1,0 +1,143 @@
+"""The nodes of a study side by side: each process's latest reading of the baseline, and how it differs from the others.
+
+Probes that were stored before they named their node are those of one node without a name.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autotune.core.probe_types import Evidence, Measurement, Outcome, ProbeResult, Rung, Telemetry
+from autotune.core.train_config import TrainConfig
+from autotune.problem.performance import Performance, performance
+from autotune.problem.task import Task
+from autotune.study.node_health import NodeReading, differences
+from autotune.study.storage.probe_store import StoredProbe
+
+UNNAMED = "unnamed"
+WHOLE = (Rung.FULL, Rung.CONFIRM, Rung.NODE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One process that probed for a study. `name` is host:pid:ticks. Without a reading all that it says is None.
+
+    `variation` is the relative standard deviation of the timed micro batches; `apart` says how the node differs from
+    the median of the others, and is empty where it does not, or where there are no others.
+    """
+
+    name: str
+    num_probes: int
+    last_seen: str | None
+    measurement: Measurement | None = None
+    performance: Performance | None = None
+    variation: float | None = None
+    cost_per_1000_samples_usd: float | None = None
+    apart: tuple[str, ...] = ()
+
+    @property
+    def host(self) -> str:
+        """The machine."""
+        return self.name.partition(":")[0]
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """What the driver reported while the baseline was timed; its fields are None where it did not."""
+        return (self.measurement and self.measurement.telemetry) or Telemetry()
+
+
+def nodes_of(task: Task, stored: Sequence[StoredProbe]) -> tuple[Node, ...]:
+    """The nodes in the order in which they first probed."""
+    by_name: dict[str, list[ProbeResult]] = {}
+    for row in stored:
+        by_name.setdefault(row.result.node or UNNAMED, []).append(row.result)
+    baseline = _baseline(task, [row.result for row in stored])
+    latest = {name: _latest(results, baseline) for name, results in by_name.items()}
+    readings = {name: _reading(one) for name, one in latest.items() if one is not None}
+    timed = task.device.kind != "cpu"  # the processes of a machine share its processors
+    found = []
+    for name, results in by_name.items():
+        own, others = readings.get(name), [reading for other, reading in readings.items() if other != name]
+        apart = differences(own, others, timed=timed) if own else []
+        last = next((one for one in reversed(results) if one.rung is Rung.NODE), None)
+        if last and last.outcome is not Outcome.OK:
+            apart.append(f"the baseline fails here: {last.reason or last.outcome}")
+        node = Node(
+            name=name,
+            num_probes=len(results),
+            last_seen=max((one.started_at for one in results if one.started_at), default=None),
+            apart=tuple(apart),
+        )
+        found.append(_measured(node, latest[name], task))
+    return tuple(found)
+
+
+def _baseline(task: Task, results: Sequence[ProbeResult]) -> TrainConfig | None:
+    """What all nodes measured: the configuration of their readings, else the first of the study's own that fits."""
+    read = [one.config for one in results if one.rung is Rung.NODE]
+    whole = {one.config for one in results if _is_whole(one)}
+    return next(iter(read), None) or next((config for config in task.baselines if config in whole), None)
+
+
+def _is_whole(result: ProbeResult) -> bool:
+    return result.outcome is Outcome.OK and result.measurement is not None and result.rung in WHOLE
+
+
+def _latest(results: Sequence[ProbeResult], baseline: TrainConfig | None) -> ProbeResult | None:
+    return next((one for one in reversed(results) if one.config == baseline and _is_whole(one)), None)
+
+
+def _reading(result: ProbeResult) -> NodeReading:
+    """Of a worker that had worked before, without its temperature: it is warmer than one that had not."""
+    assert result.measurement is not None
+    reading = NodeReading.of(result.measurement)
+    return replace(reading, temperature_c=None) if result.warm else reading
+
+
+def _measured(node: Node, result: ProbeResult | None, task: Task) -> Node:
+    if result is None or result.measurement is None:
+        return node
+    speed = performance(result.config, [result.measurement], task.workload)
+    times, price = result.measurement.micro_step_s, task.search_price
+    usd = None if price is None else 1000 * price.usd_per_hour / 3600 / speed.samples_per_second
+    return replace(
+        node,
+        measurement=result.measurement,
+        performance=speed,
+        variation=statistics.stdev(times) / statistics.mean(times) if len(times) > 1 else None,
+        cost_per_1000_samples_usd=usd,
+    )
+
+
+def node_data(node: Node, task: Task) -> dict[str, Any]:
+    """A node as plain data, as `autotune status --nodes` writes it; what is not known is None."""
+    speed, measured, told = node.performance, node.measurement, node.telemetry
+    return {
+        "study": task.study,
+        "node": node.name,
+        "host": node.host,
+        "device": (task.measured_on or task.device).name,
+        "probes": node.num_probes,
+        "last_seen": node.last_seen,
+        "apart": list(node.apart),
+        "performance": {
+            "samples_per_second": speed and speed.samples_per_second,
+            "tokens_per_second": speed and speed.tokens_per_second,
+            "micro_batch_variation": node.variation,
+            "evidence": Evidence.MEASURED if speed else None,
+        },
+        "memory": {
+            "peak_during_training": measured and measured.peak_allocated_gib,
+            "peak_reserved": measured and measured.peak_reserved_gib,
+            "limit": measured and measured.limit_gib,
+            "unit": "GiB",
+        },
+        "card": {
+            "temperature_c": told.temperature_c,
+            "sm_clock_mhz": told.sm_clock_mhz,
+            "power_w": told.power_w,
+            "throttle_reasons": list(told.throttle_reasons),
+        },
+        "cost": {"cost_per_1000_samples_usd": node.cost_per_1000_samples_usd},
+    }
