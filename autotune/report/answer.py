@@ -241,6 +241,8 @@ def nodes_answer(nodes: Sequence[Node], task: Task) -> Answer:
         "variation: the standard deviation of the timed micro batches over their mean. apart: more than 5 % of speed, "
         "2 % of memory or 10 C from the median of the others. A dash is not known.",
     ]
+    if task.device.kind == "cpu":
+        notes.append("Nodes on one machine share its processors: only their memory is compared.")
     if len(nodes) < 2:
         notes.append("There is one node, and nothing to compare it with.")
     drawn = figures.nodes(nodes)

@@ -1,4 +1,4 @@
-"""`autotune gpus`, `models`, `prices` and `spaces`: what the catalogue holds."""
+"""`autotune gpus`, `models`, `prices` and `spaces`: what the catalogue holds; `schema`: the forms of JSON."""
 
 from dataclasses import asdict
 from datetime import date
@@ -137,6 +137,22 @@ def prices(
     priced = {row.device for row in rows} | {"cpu"}
     if unpriced := [device.name for device in devices if device.name not in priced]:
         print(f"no price is known of {', '.join(unpriced)}")
+
+
+def schema(
+    command: Annotated[str | None, typer.Argument(help='Such as plan, "plan --gpu", "status --nodes".')] = None,
+) -> None:
+    """Print the JSON Schema of what a command prints with --json, or which commands have one.
+
+    Raises UsageError for any other command.
+    """
+    from autotune.report.json_forms import FORMS
+    from autotune.report.json_forms import schema as schema_of
+
+    if command is not None:
+        print_json(schema_of(command))
+        return
+    print("\n".join(FORMS))
 
 
 def spaces(json_: Json = False) -> None:

@@ -3,21 +3,26 @@
 from contextlib import closing
 from datetime import date
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.cli.options import Storage, StudyName
+from autotune.cli.options import Json, Storage, StudyName
+from autotune.cli.terminal import print_json
 from autotune.core.errors import UsageError
 from autotune.core.files import write_atomic
 from autotune.core.units import fmt_count, fmt_gib
 from autotune.study.storage.location import EVIDENCE, storage_url
+
+if TYPE_CHECKING:
+    from autotune.planning.observations import Observation
 
 
 def submit(
     study: StudyName = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="[the study's submission.json]")] = None,
     storage: Storage = None,
+    json_: Json = False,
 ) -> None:
     """Write the public part of a study: its winner and baseline, its GPU and its versions.
 
@@ -42,6 +47,9 @@ def submit(
     submission = submission_of(recipe, _measured_on(result.summary.study, storage))
     path = out or result.out / "submission.json"
     write_atomic(path, submission.text)
+    if json_:
+        print_json({"study": result.summary.study, "files": [str(path)]})
+        return
     print(path)
     print("It names GPU, model and versions, and no file, dataset, study or machine. Read it before you send it.")
 
@@ -49,6 +57,7 @@ def submit(
 def import_(
     file: Annotated[Path, typer.Argument(help="What `autotune submit` wrote.")],
     evidence: Annotated[Path, typer.Option(metavar="DIR", help="[runs/evidence]", show_default=False)] = EVIDENCE,
+    json_: Json = False,
 ) -> None:
     """Check a submission and keep it as evidence.
 
@@ -59,11 +68,26 @@ def import_(
     from autotune.planning.observations import read_submission, store_submission
 
     path, known = store_submission(file, evidence)
-    for row in read_submission(path):
+    rows = read_submission(path)
+    if json_:
+        print_json({"file": str(path), "was_known": known, "rows": list(map(_row, rows))})
+        return
+    for row in rows:
         model = row.model or f"a model of shape {row.model_digest}"
         speed = f"{fmt_count(row.tokens_per_s)} tokens/s, {fmt_gib(row.peak_reserved_gib)}"
         print(f"{row.device}  {model}  {row.config.label()}  {speed}  [{row.evidence}]")
     print(f"{path} is stored already: nothing changed" if known else path)
+
+
+def _row(row: "Observation") -> dict[str, Any]:
+    return {
+        "device": row.device,
+        "model": row.model,
+        "label": row.config.label(),
+        "tokens_per_s": row.tokens_per_s,
+        "peak_reserved_gib": row.peak_reserved_gib,
+        "evidence": row.evidence,
+    }
 
 
 def _measured_on(study: str, storage: str | None) -> str:

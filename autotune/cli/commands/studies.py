@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -136,6 +137,7 @@ def delete(
     study: Annotated[str, typer.Argument(help="Name of the study.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     storage: Storage = None,
+    json_: Json = False,
 ) -> None:
     """Delete a study: its trials and its probes, which no other study can use then. Its files stay.
 
@@ -160,13 +162,16 @@ def delete(
                 raise UsageError("nobody can be asked here", remedy="add --yes")
             answer = input(f"delete study {study} with its {len(result.summary.trials)} trials? [y/N] ")
             if answer.strip().lower() not in ("y", "yes"):
-                print("nothing was deleted")
+                print("nothing was deleted", file=sys.stderr if json_ else sys.stdout)
                 return
         delete_study(result.url, study)
         with closing(ProbeStore(result.url)) as store:
             store.forget(study)
         leases.clear()
-    print(f"deleted; its files are still in {result.out}")
+    if json_:
+        print_json({"study": study, "files": [str(result.out)]})
+    else:
+        print(f"deleted; its files are still in {result.out}")
 
 
 def oom(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
@@ -185,21 +190,37 @@ def oom(study: StudyName = None, storage: Storage = None, json_: Json = False) -
         print(report.markdown(), end="")
 
 
-def export(study: StudyName = None, format_: Formats = None, out: Directory = None, storage: Storage = None) -> None:
+def _print_files(study: str, paths: Iterable[Path], *, as_json: bool) -> None:
+    """Print the paths of what was written, one a line."""
+    if as_json:
+        print_json({"study": study, "files": list(map(str, paths))})
+        return
+    for path in paths:
+        print(path)
+
+
+def export(
+    study: StudyName = None,
+    format_: Formats = None,
+    out: Directory = None,
+    storage: Storage = None,
+    json_: Json = False,
+) -> None:
     """Write the exports of a study again, all of them or some."""
     from autotune.api import load_study
     from autotune.export.formats import FORMATS, require_formats
 
     require_formats(format_ or (), FORMATS)
-    for path in load_study(study, storage).export(*format_ or (), out=out):
-        print(path)
+    result = load_study(study, storage)
+    _print_files(result.summary.study, result.export(*format_ or (), out=out), as_json=json_)
 
 
-def report(study: StudyName = None, out: Directory = None, storage: Storage = None) -> None:
+def report(study: StudyName = None, out: Directory = None, storage: Storage = None, json_: Json = False) -> None:
     """Write summary, reports and exports of a study again."""
     from autotune.api import load_study
 
-    print(load_study(study, storage).report(out))
+    result = load_study(study, storage)
+    _print_files(result.summary.study, [result.report(out)], as_json=json_)
 
 
 def fleet(
@@ -210,6 +231,7 @@ def fleet(
     ] = None,
     out: Directory = None,
     storage: Storage = None,
+    json_: Json = False,
 ) -> None:
     """Write the files that start a study's workers on clusters, and print their paths.
 
@@ -237,8 +259,9 @@ def fleet(
         budget_s=result.record.limits.budget_s,
         count=workers,
     )
-    folder = out or result.out
+    folder, written = out or result.out, []
     for wanted in format_ or SYSTEMS:
         for file, text in render(job, wanted).items():
             write_atomic(folder / file, text)
-            print(folder / file)
+            written.append(folder / file)
+    _print_files(result.summary.study, written, as_json=json_)

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from autotune.cli.options import Quiet, Storage
+from autotune.cli.options import Json, Quiet, Storage
 from autotune.cli.stop import stop_on_signals
+from autotune.cli.terminal import print_json
 from autotune.core.errors import PREEMPTED, Interrupted, UsageError
 from autotune.core.process import die_with_parent
 from autotune.core.units import parse_duration
@@ -26,6 +27,7 @@ def worker(
     wait: Annotated[str | None, typer.Option(help="How long to wait for the study to begin, such as 15m.")] = None,
     parent: Annotated[int | None, typer.Option(hidden=True, help="End with this process.")] = None,
     quiet: Quiet = False,
+    json_: Json = False,
 ) -> None:
     """Work on a study until its leader has finished searching, or a limit is reached.
 
@@ -60,6 +62,8 @@ def worker(
     ):
         num_done = session.work(opened, record, allow_mixed=allow_mixed)
         display.note(f"{num_done} trials of study {study} were done here")
+        if json_:
+            print_json({"study": study, "trials": num_done})
     if stop.signal is not None:
         code = PREEMPTED if stop.signal == signal.SIGTERM else 128 + stop.signal
         raise Interrupted("stopped; the current trial is queued again", exit_code=code)
