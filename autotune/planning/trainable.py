@@ -17,7 +17,9 @@ from autotune.planning.compare import DEPENDENT, QUIET_S, ComparedCard, compare_
 from autotune.planning.device_estimate import ACCURACY, limit_of, memory_state
 from autotune.planning.observations import Observation, Say, silent
 from autotune.planning.plan import candidates, planned_setup
+from autotune.prediction.calibration import Calibration
 from autotune.prediction.memory_formula import Sizes, memory_breakdown
+from autotune.prediction.transfer import calibrated_parts
 from autotune.problem.run_cost import FITS
 from autotune.problem.setup import Setup, open_reserve
 from autotune.problem.study_spec import StudySpec
@@ -93,6 +95,7 @@ class Trainable:
     lengths: str
     models: tuple[ModelSpec, ...]
     entries: tuple[Entry, ...]
+    calibration: Calibration | None = None
 
     def row(self, model: ModelSpec) -> list[Entry]:
         """The entries of a model, in the order of METHODS."""
@@ -150,6 +153,7 @@ def trainable(
         lengths=str(task.workload.lengths),
         models=models,
         entries=tuple(entries),
+        calibration=task.calibration,
     )
 
 
@@ -203,6 +207,7 @@ def trainable_data(made: Trainable) -> dict[str, Any]:
         "price": asdict(made.price) if made.price else None,
         "samples": made.lengths,
         "how_sure": ACCURACY,
+        "calibrated": calibrated_parts(made.calibration, made.device),
         "evidence": Evidence.ESTIMATED,
         "entries": [asdict(entry) | {"params": resolve_model(entry.model).params} for entry in made.entries],
     }

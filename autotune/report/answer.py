@@ -12,7 +12,7 @@ from autotune.catalog import NO_PRICE, ModelSpec, age, describe_price
 from autotune.core.pages import environment
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.planning.compare import Comparison, Group
-from autotune.planning.device_estimate import ACCURACY, NOT_MEASURED
+from autotune.planning.device_estimate import how_known
 from autotune.planning.rent_or_buy import Bought, Purse, SizeCost, purchases, size_costs
 from autotune.planning.trainable import METHODS, Entry, Trainable
 from autotune.prediction.transfer import is_measured_kind
@@ -73,7 +73,8 @@ def trainable_answer(made: Trainable, today: date) -> Answer:
     columns = {"model": "left", "billion": "right", "verdict": "left"}
     columns |= dict.fromkeys(("tokens/s (80 %)", "USD/1,000 samples"), "right")
     notes = [
-        f"{fmt_gib(made.device.memory_gib)}, {fmt_gib(made.limit_gib)} of it for tensors. {NOT_MEASURED}: {ACCURACY}.",
+        f"{fmt_gib(made.device.memory_gib)}, {fmt_gib(made.limit_gib)} of it for tensors. "
+        f"{how_known(made.calibration, made.device)}.",
         f"Samples of {made.lengths.removesuffix(' each')}; price of an hour: {describe_price(made.price, today)}.",
         "A verdict has the longest row, in tokens, of which one surely fits. tight: too close to tell. *: fits only "
         "with what learns differently, pure bf16 or another optimizer than AdamW.",

@@ -121,6 +121,7 @@ def _trainable() -> Any:
         price=_price() | None,
         samples=str,
         how_sure=str,
+        calibrated=Text,
         evidence=EVIDENCE,
         entries=_rows(_form("Entry", Entry, params=Count)),
     )

@@ -84,6 +84,10 @@ def compare_command(
         own_card = Owned(device=resolve_device(owned), usd=owned_usd, hours=owned_hours, usd_per_kwh=usd_per_kwh)
     purse = None if buy is None else Purse(budget_usd=buy, usd_per_kwh=usd_per_kwh, hours_per_week=hours_per_week)
     numbers = parse_sizes(sizes)
+    if buy is not None and not gpus and not within(buy):
+        raise NothingFits(
+            f"no card is known to cost at most {fmt_usd(buy)}", remedy="allow more, or rent: --gpus NAMES"
+        )
     made = compare(
         specs,
         gpus=gpus or (within(buy) if buy else ()),

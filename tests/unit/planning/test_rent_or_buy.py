@@ -138,3 +138,4 @@ def test_what_the_command_refuses() -> None:
     nothing = run("--gpus", "h100", "--buy", "500")
     assert isinstance(nothing.exception, NothingFits) and "costs at most $500" in str(nothing.exception)
     assert isinstance(run("--buy", "-3").exception, UsageError)
+    assert "no card is known to cost at most $100" in str(run("--buy", "100").exception)
