@@ -19,7 +19,8 @@ from autotune.core.units import fmt_usd
 from autotune.study.storage.location import EVIDENCE
 
 if TYPE_CHECKING:
-    from autotune.planning.compare import Comparison
+    from autotune.planning.compare import Comparison, Owned
+    from autotune.planning.rent_or_buy import Purse
 
 USD_PER_KWH = 0.30
 KWH_HELP = (
@@ -66,53 +67,74 @@ def compare_command(
         NothingFits: on none of the cards, or none within the budget.
         StorageError: `out` cannot be written.
     """
-    from autotune.catalog import resolve_device
-    from autotune.planning.compare import Budget, Owned, compare
+    from autotune.planning.compare import Budget, compare
     from autotune.planning.observations import known_observations
     from autotune.planning.rent_or_buy import Purse, parse_sizes, purchases, within
-    from autotune.report.answer import costs_answer
-    from autotune.report.comparison import FORMATS, comparison_data
+    from autotune.report.comparison import FORMATS
 
     specs = [spec_of(options | {"model": name}) for name in model or (None,)]
     form = "json" if json_ else format_ or BY_SUFFIX.get(out.suffix.lower() if out else "", "table")
     if form not in ("table", *FORMATS):
         raise UsageError(f"there is no format {form!r}", remedy=f"use one of table, {', '.join(FORMATS)}")
-    if (owned is None) is not (owned_usd is None):
-        raise UsageError("--owned and --owned-usd go together", remedy="for example --owned rtx-4090 --owned-usd 1800")
-    own_card = None
-    if owned is not None and owned_usd is not None:
-        own_card = Owned(device=resolve_device(owned), usd=owned_usd, hours=owned_hours, usd_per_kwh=usd_per_kwh)
+    own_card = _own_card(owned, owned_usd, owned_hours, usd_per_kwh)
     purse = None if buy is None else Purse(budget_usd=buy, usd_per_kwh=usd_per_kwh, hours_per_week=hours_per_week)
-    numbers = parse_sizes(sizes)
-    if buy is not None and not gpus and not within(buy):
+    numbers, names = parse_sizes(sizes), gpus or (within(buy) if buy else [])
+    if buy is not None and not names:
         raise NothingFits(
             f"no card is known to cost at most {fmt_usd(buy)}", remedy="allow more, or rent: --gpus NAMES"
         )
     made = compare(
         specs,
-        gpus=gpus or (within(buy) if buy else ()),
+        gpus=names,
         methods=methods or (),
         budget=Budget(max_usd=max_usd, max_hours=max_hours),
         owned=own_card,
         observations=known_observations(evidence, print_note),
         say=print_note,
     )
+    _show(made, form, numbers, purse, out=out, html=html)
+    if unmet := made.unmet():
+        raise NothingFits(unmet, remedy=made.remedy())
+    if purse is not None and not any(purchases(group, purse) for group in made.groups):
+        raise NothingFits(f"nothing that surely fits costs at most {fmt_usd(buy)}", remedy="allow more, or rent")
+
+
+def _own_card(name: str | None, usd: float | None, hours: float, usd_per_kwh: float) -> "Owned | None":
+    from autotune.catalog import resolve_device
+    from autotune.planning.compare import Owned
+
+    if (name is None) is not (usd is None):
+        raise UsageError("--owned and --owned-usd go together", remedy="for example --owned rtx-4090 --owned-usd 1800")
+    if name is None or usd is None:
+        return None
+    return Owned(device=resolve_device(name), usd=usd, hours=hours, usd_per_kwh=usd_per_kwh)
+
+
+def _show(
+    made: "Comparison",
+    form: str,
+    sizes: tuple[int, ...],
+    purse: "Purse | None",
+    *,
+    out: Path | None,
+    html: Path | None,
+) -> None:
+    """Print the comparison in this form, or write it to `out`, and its page to `html`."""
+    from autotune.report.answer import costs_answer
+    from autotune.report.comparison import FORMATS, comparison_data
+
     text = io.StringIO()
     with redirect_stdout(text if out else sys.stdout):  # a table is as wide as what it is printed to
         if form == "table":
             _print(made, date.today())
         elif form == "json":
-            print_json(comparison_data(made, numbers, purse))
+            print_json(comparison_data(made, sizes, purse))
         else:
             print(FORMATS[form](made, date.today()), end="")
         if form == "table" or html:
-            print_answer(lambda today: costs_answer(made, numbers, purse, today), html=html, silent=form != "table")
+            print_answer(lambda today: costs_answer(made, sizes, purse, today), html=html, silent=form != "table")
     if out is not None:
         write_atomic(out, text.getvalue())
-    if unmet := made.unmet():
-        raise NothingFits(unmet, remedy=made.remedy())
-    if purse is not None and not any(purchases(group, purse) for group in made.groups):
-        raise NothingFits(f"nothing that surely fits costs at most {fmt_usd(buy)}", remedy="allow more, or rent")
 
 
 def _print(made: "Comparison", today: date) -> None:
