@@ -15,6 +15,7 @@ from typing import Any
 from autotune.catalog.model_names import ModelNames
 from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import load_data, read_regular, refuse_special_files
+from autotune.core.images import sees_images
 from autotune.core.train_config import digest_of
 
 # The same size under the names that model families gave it.
@@ -43,6 +44,7 @@ class ModelSpec:
 
     `params` is the exact total, tied weights counted once, None when the model is not catalogued. `weights` is a
     directory with safetensors, None for random weights; `tokenizer` a directory with the model's tokenizer.
+    `processor` is the content of a preprocessor_config.json beside it: how images are scaled.
     """
 
     name: str
@@ -50,6 +52,7 @@ class ModelSpec:
     params: int | None = None
     weights: str | None = None
     tokenizer: str | None = None
+    processor: dict[str, Any] | None = None
     license: str | None = None
     source: str | None = None
     as_of: str | None = None
@@ -76,9 +79,9 @@ class ModelSpec:
         return digest_of(self.config)
 
     def size(self, *keys: str) -> int | None:
-        """The first of these keys of the config that holds a size: a positive integer that can be."""
-        for key in keys:
-            value = self.config.get(key)
+        """The first of these keys that holds a size, a positive integer that can be; text_config goes first."""
+        text = self.config.get("text_config")
+        for value in (part.get(key) for part in (text, self.config) if isinstance(part, dict) for key in keys):
             if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_SIZE:
                 return value
         return None
@@ -89,8 +92,13 @@ class ModelSpec:
         return size
 
     @property
+    def sees_images(self) -> bool:
+        """Whether it takes images beside text."""
+        return sees_images(self.config)
+
+    @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Decoder layers of the language model."""
         return self._needed(_LAYERS)
 
     @property
@@ -178,6 +186,7 @@ def _from_directory(path: Path) -> ModelSpec:
         config=_read_config(path / "config.json"),
         weights=str(path) if has_weights else None,
         tokenizer=str(path) if (path / "tokenizer.json").is_file() else None,
+        processor=_read_object(processor) if (processor := path / "preprocessor_config.json").is_file() else None,
         source="local directory",
     )
 
@@ -204,6 +213,18 @@ def _from_hub(name: str, hint: str) -> ModelSpec:
 
 def _read_config(path: Path, shown: str | None = None) -> dict[str, Any]:
     """The shape in a config.json that somebody else wrote. `shown` is what messages call it."""
+    config = _read_object(path, shown)
+    shown = shown or str(path)
+    _refuse_unsupported(config, shown)
+    if sees_images(config):
+        defaults = load_data("autotune.catalog", "data/models")["text_defaults"].get(config["model_type"])
+        if defaults is not None and isinstance(text := config.get("text_config"), dict):
+            config = config | {"text_config": defaults | text}
+    shape: dict[str, Any] = _shape_of(config)
+    return shape
+
+
+def _read_object(path: Path, shown: str | None = None) -> dict[str, Any]:
     shown = shown or str(path)
     try:
         # As transformers writes infinity into JSON, and reads it.
@@ -216,9 +237,7 @@ def _read_config(path: Path, shown: str | None = None) -> dict[str, Any]:
         raise UsageError(f"{shown} is not valid JSON: {error}", remedy="download it again") from None
     if not isinstance(config, dict):
         raise UsageError(f"{shown} is not a JSON object", remedy="pass the config.json of a transformers model")
-    _refuse_unsupported(config, shown)
-    shape: dict[str, Any] = _shape_of(config)
-    return shape
+    return config
 
 
 def _refuse_unsupported(config: dict[str, Any], shown: str) -> None:
@@ -242,9 +261,10 @@ def _refuse_unsupported(config: dict[str, Any], shown: str) -> None:
         )
     if config.get("is_encoder_decoder") is True:
         raise UsageError(f"{shown} is of an encoder-decoder model", remedy="pass a causal language model")
-    if parts := [name for name in _PARTS if isinstance(config.get(name), dict)]:
+    parts = [name for name in _PARTS if isinstance(config.get(name), dict)]
+    if parts and not (sees_images(config) and "vision_config" in parts):
         raise UsageError(
-            f"{shown} is of a model that takes more than text ({', '.join(parts)}); models of text alone are supported",
+            f"{shown} is of a model that takes more than text ({', '.join(parts)}), of a type that is not supported",
             remedy="to try its text part, save what AutoConfig.from_pretrained(NAME).get_text_config() returns in a "
             "directory with save_pretrained, and pass the directory; transformers may have no causal model of it",
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from autotune.core.images import Picture
 from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.core.serialization import to_data
@@ -102,12 +103,20 @@ class MicroBatch:
     """A kind of micro batch of the run: the lengths of the examples in each of its rows, and what these are padded to.
 
     `length` is in tokens, and `share` the kind's share of the run's micro batches. A kind with a share of 0 is not
-    timed: it is the longest that can occur, which sets the peak of the memory.
+    timed: it is the longest that can occur, which sets the peak of the memory. `images` has those of each row, whose
+    lengths count them; it is empty where rows have text alone.
     """
 
     rows: tuple[tuple[int, ...], ...]
     length: int
     share: float
+    images: tuple[tuple[Picture, ...], ...] = ()
+
+    @property
+    def digested(self) -> tuple[Any, ...]:
+        """What a probe's digest says of it."""
+        images = ([[(one.tokens, one.pixels) for one in row] for row in self.images],) if self.images else ()
+        return (self.rows, self.length, round(self.share, 6), *images)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +135,7 @@ class ProbeRequest:
     `new_lengths` a few micro batches of new lengths are timed, where attention plans for each. Without `flash`, torch's
     own attention has neither FlashAttention nor cuDNN to choose from: the card of the run is too old for them.
     `micro_steps` and micro batches are those of each GPU, where the configuration has several; `world` says who their
-    ranks are.
+    ranks are. `vision` is frozen or trained: whether a vision tower is trained too.
     """
 
     config: TrainConfig
@@ -140,6 +149,7 @@ class ProbeRequest:
     depth: int | None = None
     trainer: str = "transformers"
     objective: Objective = Objective.SFT
+    vision: str = "frozen"
     world: World = World.FAKE
     min_timed_micros: int = 2
     max_timed_steps: int = 40
@@ -203,11 +213,12 @@ class ProbeRequest:
                 "headroom": self.headroom,
                 "depth": self.depth,
                 "trainer": self.trainer,
-                "micro_batches": [(kind.rows, kind.length, round(kind.share, 6)) for kind in self.micro_batches],
+                "micro_batches": [kind.digested for kind in self.micro_batches],
                 **({"world": self.world} if self.config.num_gpus > 1 else {}),
                 **({"trained_share": self.trained_share} if self.trained_share < 1 else {}),
                 **({"profile": True} if self.profile and self.depth is not None else {}),
                 **({} if self.flash else {"flash": False}),
+                **({} if self.vision == "frozen" else {"vision": self.vision}),
                 **({} if self.objective is Objective.SFT else {"objective": self.objective}),
             }
         )

@@ -26,6 +26,7 @@ FORMATS: dict[str, Callable[[Recipe], dict[str, str]]] = {
 USUAL = ("recipe", "trl", "train", "axolotl", "llamafactory")  # what a study writes unasked
 # What is written of a training for another objective than the next token, by what trains for it.
 BY_TRAINER = {"trl": ("recipe", "trl"), "transformers": ("recipe", "train", "kubernetes", "skypilot", "slurm")}
+OF_IMAGES = ("recipe",)  # what is written of a training on images
 # accelerate.yaml says how several GPUs share out a training that these start; Axolotl's file has keys of its own.
 BY_ACCELERATE = ("trl", "llamafactory", "transformers")
 
@@ -57,6 +58,8 @@ def export_all(recipe: Recipe, formats: Iterable[str]) -> dict[str, str]:
 def _obstacle(name: str, recipe: Recipe) -> str | None:
     """Why a format cannot say what is learned, or how several processes share out the training; None where it can."""
     objective = recipe.workload.objective
+    if recipe.model.sees_images and name not in OF_IMAGES:
+        return "with models that take images it was not tried"
     if objective is not Objective.SFT and name not in BY_TRAINER[objective.trainers[0]]:
         return f"for {objective} it was not tried"
     if recipe.config.num_gpus == 1:

@@ -28,6 +28,7 @@ from autotune.probe.runtime.model_builder import (
     build,
     config_of,
     decoder_layers,
+    require_input_gradients,
     set_checkpointing,
     to_train,
 )
@@ -74,7 +75,7 @@ class CountedStep:
         self._loss = chunked_loss(self._base) if self._config.loss == "chunked" else None
         if self._config.compile == "per_layer":
             if self._config.method == "lora":  # as in a real probe: the first layer is compiled as all others are
-                self._base.enable_input_require_grads()
+                require_input_gradients(self._base)
             compile_for_count(decoder_layers(self._model))
         self._model.train()
         self._segment = ""

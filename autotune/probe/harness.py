@@ -25,6 +25,7 @@ from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from autotune.core.images import sees_images
 from autotune.core.objective import Objective
 from autotune.core.parallelism import FSDP2
 from autotune.core.probe_types import KernelTimes, Measurement, MicroBatch, Phase, ProbeRequest
@@ -45,7 +46,7 @@ from autotune.probe.model_settings import model_settings
 from autotune.probe.rank import Rank
 from autotune.probe.recorder import MAX_WARMUP_ROUNDS, Recorder, compiled_graphs
 from autotune.probe.resident import ResidentModel, attach, clean, module_names
-from autotune.probe.runtime import rows
+from autotune.probe.runtime import images, rows
 from autotune.probe.runtime.chunked_loss import CHUNK_TOKENS, chunked_loss
 from autotune.probe.runtime.labels import label_loss
 from autotune.probe.runtime.lean_trainer import (
@@ -55,7 +56,12 @@ from autotune.probe.runtime.lean_trainer import (
     sharing_arguments,
     training_arguments,
 )
-from autotune.probe.runtime.model_builder import decoder_layers, is_outline, set_checkpointing
+from autotune.probe.runtime.model_builder import (
+    decoder_layers,
+    is_outline,
+    require_input_gradients,
+    set_checkpointing,
+)
 from autotune.probe.runtime.patches import choose_attention
 from autotune.probe.schedule import NEW_LENGTHS, NEW_LENGTHS_S
 
@@ -97,6 +103,20 @@ def random_rows(
     examples = [[example(length) for length in lengths] for lengths in kind.rows]
     batch = rows.collate(examples, [kind.length], packing, masked=masked)
     return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+
+
+def random_image_rows(
+    kind: MicroBatch, config: Any, generator: torch.Generator, *, masked: bool = False, trained_share: float = 1.0
+) -> list[Tensors]:
+    """The rows of a micro batch of this kind, of random tokens and images. `config` is the model's."""
+    examples = [
+        [images.random_example(lengths[0], pictures, config, generator, trained_share)]
+        for lengths, pictures in zip(kind.rows, kind.images, strict=True)
+    ]
+    batch = images.with_token_types(rows.collate(examples, [kind.length], packing=False, masked=masked), config)
+    text = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    each = [images.random_values(pictures, config.model_type, generator) for pictures in kind.images]
+    return [words | values for words, values in zip(text, each, strict=True)]
 
 
 def _lengths(request: ProbeRequest) -> set[tuple[str, int, int]]:
@@ -253,8 +273,10 @@ class Probe:
         # TRL and its users leave the choice to torch.
         any_length = config.padding == "longest" and request.trainer == "transformers"
         choose_attention(any_length=any_length, flash=request.flash)
-        set_checkpointing(self.base, model_settings(config, request.model["model_type"], request.objective))
-        self.model = attach(self.resident, config, meter.torch_device, request.seed, request.objective)
+        settings = model_settings(config, request.model["model_type"], request.objective, request.vision)
+        set_checkpointing(self.base, settings)
+        how = request.seed, request.objective, request.vision
+        self.model = attach(self.resident, config, meter.torch_device, *how)
         if config.optimizer.startswith("paged_") and meter.torch_device.type == "cuda":
             self.managed_gib = paged_state_gib(self.model)
         if self.managed_gib:
@@ -277,7 +299,7 @@ class Probe:
         The first layer's input must require gradients as all others' do, or that layer would be compiled apart.
         """
         if self.request.config.method == "lora":
-            self.base.enable_input_require_grads()
+            require_input_gradients(self.base)
         dynamo = torch._dynamo.config
         dynamo.recompile_limit = RECOMPILE_LIMIT + compiled_graphs()
         dynamo.accumulated_recompile_limit = dynamo.recompile_limit
@@ -321,7 +343,19 @@ class Probe:
             embedding.register_forward_pre_hook(self._check_autocast),
             embedding.register_forward_hook(lambda module, inputs, outputs: begin_at(outputs, "backward_inputs")),
             layers_end,
+            *self._image_hooks(begin_at),
         ]
+
+    def _image_hooks(self, begin_at: Callable[[torch.Tensor, str], None]) -> list[Any]:
+        """Hooks where a vision tower ends, whose peaks depth does not change, and the language model begins."""
+        if not sees_images(self.request.model):
+            return []
+
+        def begin_layers(module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
+            self.recorder.enter_segment("forward_layers")
+            begin_at(named["inputs_embeds"], "backward_images")
+
+        return [self.base.get_decoder().register_forward_pre_hook(begin_layers, with_kwargs=True)]
 
     def _check_autocast(self, *_: Any) -> None:
         """Raises WrongPrecision where an earlier probe of this process has left autocast on, or off."""
@@ -366,7 +400,7 @@ class Probe:
         element_bytes = 4 if config.precision == "fp32" else 2
         tokens = config.micro_batch_size * self.request.longest.length
         tokens = min(tokens, CHUNK_TOKENS) if config.loss == "chunked" else tokens
-        logits = gib(tokens * self.base.config.vocab_size * (element_bytes + 4))
+        logits = gib(tokens * self.base.config.get_text_config().vocab_size * (element_bytes + 4))
         has_more = self.meter.allocated_gib() > self.resident.model_gib + logits
         return logits if phase is Phase.BACKWARD or (phase is Phase.FORWARD and has_more) else 0.0
 
@@ -405,6 +439,7 @@ class Probe:
             trainer = ProbeTrainer(
                 model=self.model,
                 args=TrainingArguments(**settings),
+                data_collator=images.join_rows if any(kind.images for kind in request.kinds) else None,
                 train_dataset=train,
                 eval_dataset=held_out,
                 compute_loss_func=self._loss,
@@ -439,9 +474,17 @@ class Probe:
 
     def _random_rows(self, kind: MicroBatch, generator: torch.Generator) -> list[Tensors]:
         config = self.request.config
+        if kind.images:
+            return random_image_rows(
+                kind,
+                self.base.config,
+                generator,
+                masked=config.padding == "masked",
+                trained_share=self.request.trained_share,
+            )
         made = random_rows(
             kind,
-            self.base.config.vocab_size,
+            self.base.config.get_text_config().vocab_size,
             generator,
             packing=config.packing,
             masked=config.padding == "masked",
@@ -465,7 +508,8 @@ class Probe:
         known_s = times.kinds[timed.index(frequent)][1] if times.kinds else statistics.fmean(times.micro_batches)
         _SEEN_LENGTHS.update(_lengths(request))
         precision, size = request.config.precision, request.config.micro_batch_size
-        odd = (length for length in range(frequent.length - 1, 1, -1) if length % 2)
+        shortest = max((images.length_of(row) + 1 for row in frequent.images), default=1)
+        odd = (length for length in range(frequent.length - 1, shortest, -1) if length % 2)
         new = (length for length in odd if (precision, size, length) not in _SEEN_LENGTHS)
         generator = torch.Generator().manual_seed(request.seed)
         more: list[float] = []

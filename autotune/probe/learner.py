@@ -79,7 +79,7 @@ class Learner:
         self._layers = model_builder.decoder_layers(self._model)
         self._compiles = settings.compile == "per_layer"
         if self._compiles and settings.model_settings.lora_rank is not None:
-            base.enable_input_require_grads()
+            model_builder.require_input_gradients(base)
         # Adapters are made anew; what else trains gets the values back that were read.
         self._first = {
             name: parameter.detach().cpu().clone()

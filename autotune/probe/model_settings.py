@@ -6,7 +6,9 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe.runtime.settings import ModelSettings
 
 
-def model_settings(config: TrainConfig, model_type: str, objective: Objective = Objective.SFT) -> ModelSettings:
+def model_settings(
+    config: TrainConfig, model_type: str, objective: Objective = Objective.SFT, vision: str = "frozen"
+) -> ModelSettings:
     """The values that `runtime.model_builder` builds a model of this transformers type from."""
     return ModelSettings(
         base_dtype=config.base_dtype,
@@ -25,4 +27,5 @@ def model_settings(config: TrainConfig, model_type: str, objective: Objective = 
         checkpoint_every=config.checkpoint_every,
         offload=config.offloads,
         num_labels=objective.num_labels,
+        vision=vision,
     )

@@ -10,6 +10,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIF
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
+from autotune.core.images import sees_images
 from autotune.core.layer_pattern import repetition
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig
@@ -25,15 +26,15 @@ REVERSIBLE_KERNELS = {"rope", "rms_norm", "swiglu", "geglu", "cross_entropy", "f
 def describe(model: dict[str, Any]) -> ModelShape:
     """The shape of a model with this transformers config.
 
-    Raises ValueError where transformers has no causal language model of it.
+    Raises ValueError where transformers has no causal language model of it, nor one of images and text.
     """
     config = config_of(model)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not sees_images(model):
         raise ValueError(f"transformers has no causal language model of type {config.model_type}")
     with torch.device("meta"), no_init_weights():
         built = from_config(config, model_settings(SHAPE_ONLY, config.model_type))
     layers = decoder_layers(built)
-    prefix, period = repetition(_kinds(layers, config))
+    prefix, period = repetition(_kinds(layers, config.get_text_config()))
     named = (item for layer in layers for item in layer.named_modules())
     linear_layers = {path: module for path, module in named if isinstance(module, nn.Linear | Conv1D)}
     linear = {id(module.weight) for module in built.modules() if isinstance(module, nn.Linear | Conv1D)}
@@ -69,7 +70,11 @@ def describe(model: dict[str, Any]) -> ModelShape:
 
 
 def truncate(config: Any, depth: int) -> None:
-    """Keep the first `depth` layers of a transformers config, and the first entries of its lists with one a layer."""
+    """Keep the first `depth` layers of a transformers config, and the first entries of its lists with one a layer.
+
+    A vision tower stays whole: times and peaks are lines in the depth of the language model.
+    """
+    config = config.get_text_config()
     lists = _lists_by_layer(config)
     config.num_hidden_layers = depth
     for name, values in lists.items():

@@ -85,7 +85,7 @@ def build_resident(request: ProbeRequest, device: torch.device) -> ResidentModel
     Real weights are loaded for a whole model only: some of its layers are as fast with random ones. A model that is
     sharded since the limit does not hold it gets random ones too, as shards (`shard_outline`).
     """
-    settings = model_settings(request.config, request.model["model_type"], request.objective)
+    settings = model_settings(request.config, request.model["model_type"], request.objective, request.vision)
     torch.manual_seed(request.seed)  # the same weights whatever this process did before
     config = config_of(request.model)
     if request.depth is not None:
@@ -108,16 +108,17 @@ def attach(
     device: torch.device,
     seed: int,
     objective: Objective = Objective.SFT,
+    vision: str = "frozen",
 ) -> nn.Module:
     """The model to train: the base with LoRA adapters, or the base itself in full fine-tuning.
 
     Adapters of an earlier probe are reused where they fit, with new values: that saves a third of a second on a 7B.
     """
-    settings = model_settings(config, resident.base.config.model_type, objective)
+    settings = model_settings(config, resident.base.config.model_type, objective, vision)
     if config.method == "full":
         return to_train(resident.base, settings, device)
     scale, pure = (config.lora_alpha, config.rslora, config.lora_dropout), config.precision == "bf16_pure"
-    wanted = (config.lora_rank, config.lora_targets, config.modules_to_save, *scale, config.dora, pure)
+    wanted = (config.lora_rank, config.lora_targets, config.modules_to_save, *scale, config.dora, pure, vision)
     if resident.adapted is None or resident.adapted_for != wanted:
         if resident.adapted is not None:
             _unload(resident.base, resident.adapted)

@@ -16,6 +16,7 @@ from autotune.core.objective import Objective
 from autotune.core.parallelism import STRATEGIES, ZERO, Parallelism
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig, checkpoints_some
+from autotune.problem.images import LEAST_TEXT
 from autotune.problem.search_space import Removal, SearchSpace
 from autotune.problem.workload import Workload
 
@@ -256,6 +257,21 @@ def narrow_to_objective(narrowing: Narrowing, objective: Objective) -> None:
     if objective is Objective.KTO:
         reason = "KTO compares each answer with those to other prompts of its micro batch"
         narrowing.remove("micro_batch_size", {1}, reason)
+
+
+def narrow_to_images(narrowing: Narrowing, workload: Workload) -> None:
+    """Remove what models that take images cannot do, or were never seen to do."""
+    tokens, reason = workload.image_tokens, "not tried with models that take images"
+    if tokens:
+        room = f"the images of an example take {tokens} tokens, which are never cut"
+        narrowing.keep("seq_len", lambda length: length >= tokens + LEAST_TEXT, room)
+    narrowing.remove("packing", {True}, "rows with images are not packed")
+    narrowing.remove("group_by_length", {True}, "images are read when a micro batch is made, and not before")
+    narrowing.remove("attention", {"flash_attention_2", "flex_attention", "sdpa_cudnn"}, reason)
+    narrowing.remove("kernels", {"liger"}, reason)
+    narrowing.remove("quantization", {"fp8", "int8"}, reason)
+    narrowing.remove("checkpointing", {"offload"}, reason)
+    narrowing.remove("optimizer_in_backward", {True}, reason)
 
 
 def _narrow_padding_to_trl(narrowing: Narrowing) -> None:

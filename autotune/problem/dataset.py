@@ -9,10 +9,13 @@ from typing import Any
 
 from autotune.core.errors import EnvironmentProblem, StorageError, UsageError
 from autotune.core.files import refuse_special_files
+from autotune.core.images import Picture
 from autotune.core.objective import Objective
 from autotune.probe.runtime.examples import FORMS, Chat, Encoder, label_names, label_of, parsed
 from autotune.probe.runtime.reading import BadDataset, Located, files_of, read_rows
 from autotune.probe.runtime.token_cache import CannotKeep, read_about, read_ends, tokenise
+from autotune.problem.image_files import sizes_of, without_images
+from autotune.problem.images import Pictured, pictured
 from autotune.problem.length_distribution import Lengths
 
 COLUMNS = {
@@ -53,6 +56,46 @@ def dataset_lengths(
     ends = read_ends(folder)
     lengths = (max(1, end - start) for start, end in zip([0, *ends], ends, strict=False))
     return Lengths.of(lengths, "counted", _share(about["trained"], about["tokens"]))
+
+
+def image_lengths(
+    path: Path,
+    tokenizer: str | None,
+    picture: Callable[[int, int], Picture],
+    *,
+    split: str | None = None,
+    loss_on: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[Lengths, tuple[Pictured, ...]]:
+    """The lengths of examples with their images, and which images go with which length.
+
+    `picture` says what a processor makes of an image of some width and height. Raises what `dataset_lengths` raises.
+    """
+    say(f"reading {path.name}")
+    pictures: list[tuple[Picture, ...]] = []
+
+    def texts() -> Iterator[Located]:
+        for where, row in read_rows(path, split):
+            sizes = sizes_of(where, row, path if path.is_dir() else path.parent)
+            pictures.append(tuple(picture(*size) for size in sizes))
+            yield where, without_images(row, flat=tokenizer is None)
+
+    with dataset_errors():
+        if tokenizer is None:
+            counted = [_bytes(where, parsed(where, row), loss_on) for where, row in texts()]
+            rows = [(round(sum(size) / BYTES_PER_TOKEN), size[1] / BYTES_PER_TOKEN) for size in counted]
+        else:
+            encoded = Encoder(_load(tokenizer), loss_on).encode(texts())
+            rows = [(len(tokens), float(sum(token >= 0 for token in tokens))) for tokens in encoded]
+        if not rows:
+            raise BadDataset(f"{path} has no rows")
+    taken = [sum(one.length for one in row) for row in pictures]
+    lengths = [max(1, text + images) for (text, _), images in zip(rows, taken, strict=True)]
+    trained = sum(share for _, share in rows)
+    if not trained:
+        raise UsageError("--dataset: none of its tokens would be trained on", remedy="give --loss-on all")
+    distribution = Lengths.of(lengths, "counted" if tokenizer else "characters", min(trained / sum(lengths), 1.0))
+    return distribution, pictured(zip(lengths, pictures, strict=True))
 
 
 @contextmanager

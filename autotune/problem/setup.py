@@ -11,6 +11,7 @@ from pathlib import Path
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price, load_prices, resolve_model
 from autotune.core.errors import UsageError
+from autotune.core.images import Picture, picture_of
 from autotune.core.objective import Objective
 from autotune.core.parallelism import PROBED
 from autotune.core.probe_types import ModelShape
@@ -20,15 +21,17 @@ from autotune.prediction.memory_formula import Sizes
 from autotune.prediction.transfer import SpeedTransfer, host_transfer, speed_transfer
 from autotune.problem import constraints
 from autotune.problem.constraints import Floors, Narrowing
-from autotune.problem.dataset import dataset_lengths, form_of
+from autotune.problem.dataset import dataset_lengths, form_of, image_lengths
+from autotune.problem.images import LEAST_TEXT, Pictured, taken
 from autotune.problem.length_distribution import Lengths, read_lengths
 from autotune.problem.search_space import Removal, SearchSpace
-from autotune.problem.study_spec import MAX_COUNT, StudySpec
+from autotune.problem.study_spec import LENGTH_KEYS, MAX_COUNT, StudySpec
 from autotune.problem.target import Target, kept_calibration
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 
 DEFAULT_TOKENS = 1024
+DEFAULT_TEXT = 256  # tokens of an example beside its image
 DEFAULT_EXAMPLES = 10_000
 DEFAULT_GLOBAL_BATCH = 32  # examples
 OFF_TOKENS = 0.1  # how far a global batch asked for in tokens may be off, where more micro batches then divide it
@@ -65,14 +68,17 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     of which no value is possible, and EnvironmentProblem where a package is missing for every probe.
     """
     probes_run_here = isinstance(target, Target)
-    if not probes_run_here:
-        _require_formula(spec.objective)
-    target = target if isinstance(target, Target) else Target(device=target)
     model = resolve_model(spec.model)
+    if not probes_run_here:
+        _require_formula(spec.objective, model)
+    target = target if isinstance(target, Target) else Target(device=target)
     cpu_or_gpu = "cpu" if target.device.kind == "cpu" else "default"
     space = spec.space if isinstance(spec.space, SearchSpace) else SearchSpace.load(spec.space or cpu_or_gpu)
-    lengths = _lengths(spec, model, space, say)
+    lengths, pictured = (
+        _rows_with_images(spec, model, say) if model.sees_images else (_lengths(spec, model, space, say), ())
+    )
     space = _shared_out(_pinned(space, spec), spec, target)
+    _refuse_images(spec, model, space)
     global_batch = _global_batch(spec, space, model, lengths)
     narrowing = Narrowing(space=space, reserve=space)
     constraints.narrow_to_sharing(narrowing)
@@ -82,6 +88,9 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     if probes_run_here:
         constraints.narrow_to_packages(narrowing)
     workload = _workload(spec, lengths, global_batch)
+    if model.sees_images:
+        workload = replace(workload, pictured=pictured, vision=spec.vision, dealt=False)
+        constraints.narrow_to_images(narrowing, workload)
     constraints.narrow_to_model(narrowing, model, workload)
     if spec.trained_by == "trl":
         constraints.narrow_to_trl(narrowing, installed=probes_run_here, objective=workload.objective)
@@ -113,13 +122,32 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     return setup if shape is None else adapt_to_layers(setup, shape)
 
 
-def _require_formula(objective: str) -> None:
-    """Raises UsageError for an objective whose memory and speed only probes know."""
-    if objective != Objective.SFT:
+def _require_formula(objective: str, model: ModelSpec) -> None:
+    """Raises UsageError for an objective, or a model, whose memory and speed only probes know."""
+    if objective != Objective.SFT or model.sees_images:
+        what = f"--objective {objective}" if objective != Objective.SFT else f"{model.short} takes images"
         raise UsageError(
-            f"--objective {objective}: no formula knows what it takes, only probes do",
+            f"{what}: no formula knows what it takes, only probes do",
             remedy="use `autotune run` on a machine with the card, or with a larger one",
         )
+
+
+def _refuse_images(spec: StudySpec, model: ModelSpec, space: SearchSpace) -> None:
+    """Raises UsageError for what needs a model that takes images, and for what was not tried with one."""
+    if not model.sees_images:
+        if spec.image_size is not None or spec.vision != "frozen":
+            raise UsageError(f"{model.short} takes no images", remedy="leave --image-size and --vision out")
+        return
+    for option, refused in (
+        ("--objective", spec.objective != Objective.SFT),
+        ("--trainer trl", spec.trained_by == "trl"),
+        ("--quality", spec.quality),
+        ("--eval-share", spec.eval_share > 0),
+        ("--verify", spec.verify),
+        ("--gpus", space.choices("num_gpus") != (1,)),
+    ):
+        if refused:
+            raise UsageError(f"{option} was not tried with models that take images", remedy=f"leave {option} out")
 
 
 def _carried(spec: StudySpec, target: Target, calibration: Calibration | None) -> SpeedTransfer | None:
@@ -306,6 +334,33 @@ def _lengths(spec: StudySpec, model: ModelSpec, space: SearchSpace, say: Callabl
     if spec.tokens_per_example is not None:
         return Lengths.constant(spec.tokens_per_example, "given")
     return Lengths.constant(min(DEFAULT_TOKENS, max(space.choices("seq_len"))), "assumed")
+
+
+def _rows_with_images(
+    spec: StudySpec, model: ModelSpec, say: Callable[[str], None]
+) -> tuple[Lengths, tuple[Pictured, ...]]:
+    """The lengths of the examples with their images, and these: those of the dataset, or one in each example.
+
+    Lengths that the user gives count them. Raises UsageError where some are too short for that.
+    """
+
+    def picture(width: int, height: int) -> Picture:
+        return picture_of(model.config, width, height, model.processor)
+
+    if spec.dataset is not None:
+        path, tokenizer = Path(expanduser(spec.dataset)), expanduser(spec.tokenizer or "") or model.tokenizer
+        return image_lengths(path, tokenizer, picture, split=spec.split, loss_on=spec.loss_on, say=say)
+    one = (picture(*spec.image),)
+    least = taken(one) + LEAST_TEXT
+    if all(getattr(spec, name) is None for name in LENGTH_KEYS):
+        return Lengths.constant(taken(one) + DEFAULT_TEXT, "assumed"), ((taken(one) + DEFAULT_TEXT, one),)
+    lengths = _lengths(spec, model, SearchSpace.load("default"), say)
+    if (shortest := lengths.counts[0][0]) < least:
+        raise UsageError(
+            f"an example of {shortest} tokens has no room for its image of {taken(one)} (--image-size)",
+            remedy="count the tokens of images in the lengths of examples, or give a --dataset with images",
+        )
+    return lengths, tuple((tokens, one) for tokens, _ in lengths.counts[-1:])
 
 
 def _price(spec: StudySpec, device: DeviceSpec) -> Price | None:

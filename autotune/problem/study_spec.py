@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
 
 from autotune.core.errors import UsageError
 from autotune.core.files import read_user_yaml
+from autotune.core.images import parse_size
 from autotune.core.objective import NOT_OFFERED, Objective
 from autotune.problem.gpu_counts import parse_gpus, parse_within
 from autotune.problem.run_options import TRACKERS, RunOptions
@@ -18,12 +19,14 @@ from autotune.problem.search_space import SearchSpace
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+DEFAULT_IMAGE = "896x672"
 LOSS_ON = ("completion", "assistant", "all")
 LENGTH_KEYS = ("tokens_per_example", "mean_tokens", "lengths", "dataset")
 ALTERNATIVES = (
     ("tokens", "examples"),
     ("global_batch", "global_batch_tokens"),
     (*LENGTH_KEYS, "p99_tokens", "tokenizer", "split"),
+    ("dataset", "image_size"),
 )
 MAX_COUNT = 10**15  # no study is as large; beyond it the arithmetic of the projection would fail
 
@@ -159,6 +162,17 @@ class StudySpec:
     tokenizer: str | None = _option(
         None, "Tokenizer that counts the tokens of --dataset.", metavar="DIR", shown_default="the model's"
     )
+    image_size: str | None = _option(
+        None,
+        "For a model that takes images: the size of the one in each example, without a --dataset that has them.",
+        metavar="WxH",
+        shown_default=f"{DEFAULT_IMAGE} pixels",
+    )
+    vision: str = _option(
+        "frozen",
+        "Whether a vision tower, and what projects its features, is frozen or trained.",
+        allows=("frozen", "trained").__contains__,
+    )
     global_batch: int | None = _count(None, "Examples in each optimizer step.", shown_default="32")
     global_batch_tokens: int | None = _count(
         None, "Tokens in each optimizer step, instead of --global-batch; met approximately."
@@ -248,7 +262,7 @@ class StudySpec:
             raise InvalidSpec("eval_steps needs examples that are held out: give eval_share too")
         if self.split is not None and self.dataset is None:
             raise InvalidSpec("a split is a part of a dataset: give dataset too")
-        _ = self.numbers_of_gpus, self.within_hours, self.trained_by  # which raise for what they cannot be
+        _ = self.numbers_of_gpus, self.within_hours, self.trained_by, self.image  # which raise for what they cannot be
         given = [name for name in LENGTH_KEYS if getattr(self, name) is not None]
         if len(given) > 1:
             raise InvalidSpec(f"the lengths of the examples are given in more than one way: {', '.join(given)}")
@@ -260,6 +274,13 @@ class StudySpec:
         if self.trainer not in (None, *trainers):
             raise InvalidSpec(f"{self.objective} is trained by {trainers[0]}: leave trainer out")
         return self.trainer or trainers[0]
+
+    @property
+    def image(self) -> tuple[int, int]:
+        """Width and height in pixels of the image in each example, where no dataset has images."""
+        if self.image_size is not None and self.dataset is not None:
+            raise InvalidSpec("the images of a dataset have sizes of their own: leave image_size out")
+        return parse_size(self.image_size or DEFAULT_IMAGE)
 
     @property
     def run_options(self) -> RunOptions:

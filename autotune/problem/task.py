@@ -217,6 +217,7 @@ class Task:
             device=device,
             trainer=self.trainer,
             objective=workload.objective,
+            vision=workload.vision,
             micro_steps=workload.run_shape(config).probe_micro_steps,
             micro_batches=workload.micro_batches(config),
             trained_share=max(0.01, round(workload.lengths.trained_share, 2)),  # so that other data can reuse it
@@ -233,6 +234,9 @@ class Task:
         """A key of what is trained how: memory and depth learned from probes hold for all studies with the same key."""
         if self.workload.objective is not Objective.SFT:
             return digest_of([self.model.digest, self.trainer, self.workload.objective])
+        if self.model.sees_images:
+            images = [[(one.tokens, one.pixels) for one in row] for _, row in self.workload.pictured]
+            return digest_of([self.model.digest, self.trainer, images, self.workload.vision])
         return self.model.digest if self.trainer == "transformers" else digest_of([self.model.digest, self.trainer])
 
     @cached_property

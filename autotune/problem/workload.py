@@ -14,6 +14,7 @@ from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import MicroBatch
 from autotune.core.train_config import TrainConfig
+from autotune.problem.images import Pictured, images_of, taken
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.packing import Rows, packed_rows
 from autotune.problem.padding import (
@@ -98,7 +99,9 @@ class Workload:
     on: completion, assistant or all; None goes by each row of the dataset, whose first has
     `form` (`dataset.form_of`). The global batch is the user's and the
     same for every candidate, as nearly as whole rows of packed examples allow. `dealt` is whether the trainer deals the
-    padded rows of each step out by length, as train.py does. Raises ValueError for a number below 1.
+    padded rows of each step out by length, as train.py does. `pictured` are examples with images (`problem.images`),
+    which count in their lengths, and `vision` is whether a vision tower is trained too. Raises ValueError for a number
+    below 1.
     """
 
     examples: int = 10_000
@@ -111,6 +114,8 @@ class Workload:
     form: str = "unknown"
     objective: Objective = Objective.SFT
     dealt: bool = False
+    pictured: tuple[Pictured, ...] = ()
+    vision: str = "frozen"
 
     def __post_init__(self) -> None:
         for name in ("examples", "epochs", "global_batch"):
@@ -272,8 +277,23 @@ class Workload:
         if config.packing:
             return self._packed_micro_batches(config)
         kinds = self._padded_micro_batches(config)
+        if self.pictured:
+            longest = max(kind.length for kind in kinds)
+            return tuple(self._with_images(kind, peaks=kind.length == longest) for kind in kinds)
         full = all(row == (config.seq_len,) for kind in kinds for row in kind.rows)
         return () if full else kinds
+
+    def _with_images(self, kind: MicroBatch, *, peaks: bool) -> MicroBatch:
+        """The kind with images in its rows. The first row of one that sets the peak has the largest."""
+        images = tuple(
+            images_of(self.pictured, row[0], largest=peaks and place == 0) for place, row in enumerate(kind.rows)
+        )
+        return replace(kind, images=images)
+
+    @property
+    def image_tokens(self) -> int:
+        """The most tokens that the images of a row take; 0 where there are none."""
+        return max((taken(pictures) for _, pictures in self.pictured), default=0)
 
     def _padded_micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
         """The kinds that are timed, short ones between long ones, and the longest, which sets the peak.
@@ -337,6 +357,7 @@ class Workload:
             "eval_share": self.eval_share,
             "loss_on": self.loss_on,
             "objective": self.objective,
+            **({"image_tokens": self.image_tokens, "vision": self.vision} if self.pictured else {}),
         }
 
 

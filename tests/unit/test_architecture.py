@@ -311,7 +311,11 @@ def test_slow_imports_wait_until_they_are_needed(library):
 
 # --- what is installed
 
-PACKAGE_OF = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}  # where the import has another name than the package
+PACKAGE_OF = {
+    "PIL": "pillow",
+    "yaml": "pyyaml",
+    "pynvml": "nvidia-ml-py",
+}  # where the import has another name than the package
 
 
 def names_of(requirements: list[str]) -> set[str]:

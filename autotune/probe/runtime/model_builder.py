@@ -8,6 +8,7 @@ import copy
 import itertools
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
     PreTrainedModel,
@@ -30,6 +32,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
 
+from .images import TOWERS, VISION_PATHS
 from .patches import multiply_in_fp8, offload_checkpoints, register_cudnn_attention
 from .settings import ModelSettings
 
@@ -58,9 +61,10 @@ def load(source: str, settings: ModelSettings, device: torch.device, config: Any
         config = config or AutoConfig.from_pretrained(source, trust_remote_code=False)
         _set_labels(config, settings.num_labels)
     arguments: dict[str, Any] = {} if config is None else {"config": config}
+    kind = _class_of(settings, config or AutoConfig.from_pretrained(source, trust_remote_code=False))
     if (quantization := settings.bitsandbytes_arguments()) is not None:
         arguments["quantization_config"] = BitsAndBytesConfig(**quantization)
-    model: PreTrainedModel = _class_of(settings).from_pretrained(
+    model: PreTrainedModel = kind.from_pretrained(
         source,
         dtype=base_dtype(settings),
         attn_implementation=settings.attention,
@@ -154,15 +158,17 @@ def _set_labels(config: Any, num_labels: int) -> None:
         config.pad_token_id = 0  # before which the head finds the last token of a row
 
 
-def _class_of(settings: ModelSettings) -> Any:
-    return AutoModelForCausalLM if settings.num_labels is None else AutoModelForSequenceClassification
+def _class_of(settings: ModelSettings, config: Any) -> Any:
+    if settings.num_labels is not None:
+        return AutoModelForSequenceClassification
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
 def from_config(config: Any, settings: ModelSettings) -> PreTrainedModel:
     """A model on the current default device, its weights not initialised but tied."""
     if settings.num_labels is not None:
         _set_labels(config, settings.num_labels)
-    model: PreTrainedModel = _class_of(settings).from_config(
+    model: PreTrainedModel = _class_of(settings, config).from_config(
         config, dtype=base_dtype(settings), attn_implementation=settings.attention
     )
     model.tie_weights()  # `no_init_weights` leaves it out, and a head of its own would count twice
@@ -187,12 +193,20 @@ def to_train(base: PreTrainedModel, settings: ModelSettings, device: torch.devic
     Raises ValueError where a module that is to be trained whole does not exist, since peft would go on without it.
     """
     arguments = settings.lora_arguments()
+    frozen = settings.vision == "frozen" and bool(_towers(base))
     if arguments is None:
-        return base.requires_grad_(True)
+        base.requires_grad_(True)
+        for name, parameter in base.named_parameters():
+            if frozen and re.fullmatch(VISION_PATHS, name):
+                parameter.requires_grad_(False)
+        return base
+    if frozen:
+        arguments["exclude_modules"] = VISION_PATHS
     with torch.device(device):
         model: nn.Module = get_peft_model(
             base, LoraConfig(**arguments), autocast_adapter_dtype=settings.adapters_in_fp32
         )
+    _unhook_towers(base)
     if settings.num_labels is not None and settings.adapters_in_fp32:
         for module in model.modules():
             if isinstance(module, ModulesToSaveWrapper):  # a head over labels: PEFT copies it in the base's dtype
@@ -211,8 +225,34 @@ def head_of(model: PreTrainedModel) -> nn.Module | None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks, in order."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    """The repeated blocks of the language model, in order: none of a vision tower."""
+    inside = {id(module) for tower in _towers(model) for module in tower.modules()}
+    layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    return [layer for layer in layers if id(layer) not in inside]
+
+
+def _towers(model: nn.Module) -> list[nn.Module]:
+    return [module for name, module in model.named_modules() if name.rpartition(".")[2] in TOWERS]
+
+
+def _unhook_towers(base: nn.Module) -> None:
+    """Let a vision tower's inputs be without gradients.
+
+    transformers and PEFT each have the embeddings of patches require them too where layers are recomputed, so that a
+    frozen tower would be differentiated. Recomputation without reentrance does not need it.
+    """
+    for tower in _towers(base):
+        for module in tower.modules():
+            module._forward_hooks.clear()
+
+
+def require_input_gradients(base: PreTrainedModel) -> None:
+    """Have the first decoder layer's input require gradients as all others' do, or it would be compiled apart.
+
+    transformers' own method does so for the patches of images too, and a frozen tower would be differentiated.
+    """
+    hook = base.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output.requires_grad_(True))
+    base._require_grads_hooks = [hook]
 
 
 def set_checkpointing(base: PreTrainedModel, settings: ModelSettings) -> None:
@@ -230,6 +270,7 @@ def set_checkpointing(base: PreTrainedModel, settings: ModelSettings) -> None:
         layer.gradient_checkpointing = index % every == 0
         if settings.offload:
             offload_checkpoints(layer)
+    _unhook_towers(base)
 
 
 def stop_checkpointing(base: PreTrainedModel) -> None:

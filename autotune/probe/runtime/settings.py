@@ -26,7 +26,8 @@ class ModelSettings:
     fp32 on a base of fewer bits; they drop the share `lora_dropout` of their inputs. `kbit_preparation` has the part of
     the base that is not quantised in fp32. Every `checkpoint_every`-th layer is recomputed in the backward pass, none
     where it is None; `offload` moves what layers are recomputed from to the host's memory. `num_labels` is the
-    number of values that the head gives for a row; None where it gives one for each token of the vocabulary.
+    number of values that the head gives for a row; None where it gives one for each token of the vocabulary. `vision`
+    says whether a vision tower, and what projects its features, are trained too: frozen or trained.
     """
 
     base_dtype: str
@@ -45,6 +46,7 @@ class ModelSettings:
     checkpoint_every: int | None
     offload: bool
     num_labels: int | None = None
+    vision: str = "frozen"
 
     def lora_arguments(self) -> dict[str, Any] | None:
         """Keyword arguments of peft's LoraConfig; None in full fine-tuning."""

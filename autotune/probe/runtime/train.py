@@ -79,7 +79,7 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Modu
     if settings.compile == "per_layer":
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         if settings.model_settings.lora_rank is not None:
-            base.enable_input_require_grads()  # or the first layer would be compiled apart from the others
+            model_builder.require_input_gradients(base)
         compile_layers(layers)
     torch.cuda.empty_cache()
     num_steps = trainer.train(resume_from_checkpoint=options.checkpoint).global_step

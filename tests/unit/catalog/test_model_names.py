@@ -91,7 +91,7 @@ def test_a_copy_of_any_organisation_or_in_any_folder_has_the_shape(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "Qwen/Qwen2.5-VL-7B-Instruct",
+        "Qwen/Qwen2.5-VL-32B-Instruct",
         "Qwen/Qwen2-VL-7B-Instruct",
         "Qwen/Qwen2.5-7B-Instruct-GGUF",
         "Qwen/Qwen2.5-7B-Instruct-AWQ",
@@ -110,7 +110,7 @@ def test_a_copy_of_any_organisation_or_in_any_folder_has_the_shape(name):
         "meta-llama/Llama-3.1-8B-Instruct-evals",
         "meta-llama/Meta-Llama-3.1-405B-Instruct-FP8",
         "unsloth/Llama-3.2-11B-Vision-Instruct-bnb-4bit",
-        "unsloth/Qwen2.5-VL-7B-Instruct-unsloth-bnb-4bit",
+        "unsloth/Qwen2-VL-7B-Instruct-unsloth-bnb-4bit",
         "Skywork/Skywork-Reward-Llama-3.1-8B",
         "nvidia/Llama-3.1-Nemotron-70B-Reward-HF",
         "intfloat/e5-mistral-7b-instruct",
@@ -124,8 +124,8 @@ def test_a_copy_of_any_organisation_or_in_any_folder_has_the_shape(name):
         "mistralai/Mixtral-8x22B-Instruct-v0.1",
         "microsoft/Phi-3-vision-128k-instruct",
         "microsoft/Phi-4-multimodal-instruct",
-        "HuggingFaceTB/SmolVLM-Instruct",
-        "google/gemma-3-4b-it",
+        "HuggingFaceTB/SmolVLM2-2.2B-Instruct",
+        "google/gemma-3-12b-it",
         "google/gemma-3n-E2B-it",
         "meta-llama/Llama-4-Scout-17B-16E-Instruct",
         "openai/gpt-oss-safeguard-20b",

@@ -25,7 +25,7 @@ def write_config(directory: Path, config: Any) -> Path:
 def test_every_model_name_means_one_model():
     specs = list_models()
     names = [name.lower() for spec in specs for name in (spec.name, *spec.aliases)]
-    assert len(specs) == 100 and len(set(names)) == len(names)
+    assert len(specs) == 104 and len(set(names)) == len(names)
     for spec in specs:
         for name in (spec.name, spec.name.upper(), spec.short, *spec.aliases):
             assert resolve_model(name).digest == spec.digest
@@ -56,7 +56,8 @@ def test_params_equal_those_of_the_built_model(spec):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**spec.config))
+        kind = transformers.AutoModelForImageTextToText if spec.sees_images else transformers.AutoModelForCausalLM
+        model = kind.from_config(transformers.AutoConfig.for_model(**spec.config))
     assert sum(parameter.numel() for parameter in model.parameters()) == spec.params
     assert model._supports_sdpa is (spec.config["model_type"] not in NO_SDPA)
 
@@ -135,7 +136,7 @@ def test_a_catalogue_name_goes_before_a_directory(tmp_path, monkeypatch):
         (LLAMA | {"model_type": "bert"}, "of a bert model, in which a token sees those after it$"),
         (LLAMA | {"model_type": "modernbert", "is_decoder": False}, "a token sees those after it$"),
         (
-            {"model_type": "gemma3", "text_config": LLAMA, "vision_config": {}},
+            {"model_type": "llama4", "text_config": LLAMA, "vision_config": {}},
             r"than text \(text_config, vision_config\)",
         ),
         (LLAMA | {"model_type": "qwen2_vl", "vision_config": {"depth": 2}}, r"takes more than text \(vision_config\)"),
@@ -168,6 +169,22 @@ def test_infinity_is_read_in_both_spellings(tmp_path):
     ]
     assert configs == [tagged, tagged]
     json.dumps(configs, allow_nan=False)
+
+
+def test_a_published_config_of_a_model_that_takes_images(tmp_path):
+    """Gemma 3 leaves out transformers' own defaults; Qwen2.5-VL has the sizes of the text beside the rest."""
+    row = resolve_model("gemma-3-4b")
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
+    path = write_config(tmp_path / "gemma", row.config | {"text_config": text})
+    (path / "preprocessor_config.json").write_text('{"size": {"height": 896, "width": 896}}')
+    found = resolve_model(str(path))
+    assert (found.num_layers, found.hidden_size, found.vocab_size, found.max_seq_len) == (34, 2560, 262208, 131072)
+    assert found.sees_images and found.processor == {"size": {"height": 896, "width": 896}}
+    nested = resolve_model("qwen2.5-vl-3b").config
+    flat = {key: nested[key] for key in nested if key != "text_config"} | nested["text_config"]
+    flat["model_type"] = "qwen2_5_vl"
+    assert resolve_model(str(write_config(tmp_path / "qwen", flat))).num_layers == 36
+    assert not resolve_model("demo-3m").sees_images
 
 
 def test_bidirectional_families_are_those_of_transformers():

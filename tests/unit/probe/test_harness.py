@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
+from transformers import LlamaConfig
 
 from autotune.core.objective import Objective
 from autotune.core.probe_types import KernelTimes, MicroBatch, Phase, ProbeRequest
@@ -50,7 +51,7 @@ def test_logits_are_there_from_the_end_of_the_forward_pass_on(
     probe: Any = SimpleNamespace(
         request=ProbeRequest(config=config, model={"model_type": "llama"}, memory_gib=80.0),
         recorder=SimpleNamespace(phase=phase),
-        base=SimpleNamespace(config=SimpleNamespace(vocab_size=32_000)),
+        base=SimpleNamespace(config=LlamaConfig(vocab_size=32_000)),
         meter=SimpleNamespace(allocated_gib=lambda: allocated_gib),
         resident=SimpleNamespace(model_gib=1.0),
     )
@@ -215,7 +216,7 @@ def test_a_new_length_takes_longer_by_what_a_plan_takes_without_loading_librarie
     kinds = (replace(LONG, share=0.3), replace(SHORT, length=15, share=0.0), frequent)
     probe = probe_of(
         request_of(*kinds, config=config),
-        base=SimpleNamespace(config=SimpleNamespace(vocab_size=50)),
+        base=SimpleNamespace(config=LlamaConfig(vocab_size=50)),
         meter=SimpleNamespace(mark=lambda: clock[0], synchronize=lambda: None, seconds=lambda begin, end: end - begin),
         recorder=SimpleNamespace(times=lambda: SimpleNamespace(kinds=((0.3, 4.0), (0.7, 1.9)))),
         trainer=SimpleNamespace(data_collator=lambda rows: rows),
@@ -237,7 +238,7 @@ def test_positions_of_a_packed_row_restart_at_each_example() -> None:
 def test_rows_stand_in_the_order_of_the_schedule_and_repeat_after_a_while() -> None:
     """Of two kinds with 16 rows each, two are made: 64 rows in all."""
     kinds = [MicroBatch(rows=((length,),) * 16, length=length, share=0.5) for length in (3, 5)]
-    base = SimpleNamespace(config=SimpleNamespace(vocab_size=10**6))
+    base = SimpleNamespace(config=LlamaConfig(vocab_size=10**6))
     probe = probe_of(request_of(*kinds, config=TrainConfig(micro_batch_size=16)), base=base)
     order = [0, 1, 1, 0, 0, 1]
     made = [row["input_ids"] for row in probe._rows(order, seed=3)]
@@ -484,7 +485,7 @@ def test_a_probe_is_capped_and_brought_into_the_asked_state(
     attention: list[tuple[bool, bool]] = []
     monkeypatch.setattr(module, "choose_attention", lambda any_length, flash: attention.append((any_length, flash)))
     monkeypatch.setattr(module, "set_checkpointing", lambda base, settings: None)
-    monkeypatch.setattr(module, "attach", lambda resident, config, device, seed, objective: "model")
+    monkeypatch.setattr(module, "attach", lambda *_: "model")
     monkeypatch.setattr(module, "paged_state_gib", {"model": 2.0}.__getitem__)
     monkeypatch.setattr(module, "chunked_loss", lambda base: "chunked")
     held: list[str] = []
@@ -523,8 +524,8 @@ def test_layers_are_compiled_alike_and_a_probe_may_compile_as_much_as_a_fresh_pr
     monkeypatch.setattr(module, "compiled_graphs", lambda: 5)
     monkeypatch.setattr(module, "decoder_layers", lambda model: [model])
     monkeypatch.setattr(module, "compile_layers", compiled.extend)
-    base = SimpleNamespace(enable_input_require_grads=lambda: required.append(True))
-    probe_of(request_of(config=TrainConfig(method=method)), base=base, model="model")._compile()
+    monkeypatch.setattr(module, "require_input_gradients", lambda base: required.append(True))
+    probe_of(request_of(config=TrainConfig(method=method)), base=None, model="model")._compile()
     assert compiled == ["model"] and required == [True] * (method == "lora")
     assert vars(dynamo) == {
         "recompile_limit": 13,
@@ -537,7 +538,7 @@ def test_tokens_are_of_the_whole_vocabulary_and_trained_as_asked() -> None:
     kind = MicroBatch(rows=((400,),), length=400, share=1.0)
     (row,) = random_rows(kind, 3, torch.Generator().manual_seed(0), packing=False)
     assert set(row["input_ids"].tolist()) == {0, 1, 2} and (row["labels"][1:] >= 0).all()
-    base = SimpleNamespace(config=SimpleNamespace(vocab_size=3))
+    base = SimpleNamespace(config=LlamaConfig(vocab_size=3))
     config = TrainConfig(micro_batch_size=1)
     for packing in (False, True):
         asked = request_of(kind, config=replace(config, packing=packing), trained_share=0.25)
@@ -611,7 +612,7 @@ def test_a_probe_brings_the_model_into_the_state_of_its_configuration(
     probe._prepare()
     expected = [
         ("checkpointing", "base", model_settings(config, "llama")),
-        ("attach", "resident", config, CPU, 3, Objective.SFT),
+        ("attach", "resident", config, CPU, 3, Objective.SFT, "frozen"),
     ]
     assert done == [*expected, *["compile"] * bool(knobs), "hooks"] and probe.model == "model"
 
@@ -662,7 +663,7 @@ def making(device: str = "cpu", **wanted: Any) -> Any:
         request,
         meter=meter,
         model=model,
-        base=SimpleNamespace(config=SimpleNamespace(vocab_size=100)),
+        base=SimpleNamespace(config=LlamaConfig(vocab_size=100)),
         recorder=Recorder(meter, request, lambda phase: None, lambda: 0.0),
         _loss=lambda outputs, labels, num_items_in_batch: None,
     )

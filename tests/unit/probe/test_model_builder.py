@@ -259,6 +259,7 @@ def test_weights_are_loaded_onto_the_device_and_from_safetensors_alone(
     monkeypatch.setattr(model_builder, "BitsAndBytesConfig", lambda **arguments: arguments)
     monkeypatch.setattr(model_builder, "register_cudnn_attention", lambda: done.append("register"))
     device = torch.device("meta")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert model_builder.load(str(tmp_path), settings(**knobs), device) is model and done == ["register"]
     ((source, how),) = asked
     assert source == str(tmp_path) and not model.config.use_cache

@@ -33,11 +33,18 @@ def test_what_is_no_language_model_is_refused() -> None:
         describe({"model_type": "vit"})
 
 
+class Config(SimpleNamespace):
+    """Of a model of text alone."""
+
+    def get_text_config(self) -> "Config":
+        return self
+
+
 def test_lists_with_an_entry_for_each_layer_are_cut_with_the_layers() -> None:
-    config = SimpleNamespace(num_hidden_layers=3, kinds=["a", "b", "c"], eos=[1, 2], name="abc", steps=(1, 2, 3))
+    config = Config(num_hidden_layers=3, kinds=["a", "b", "c"], eos=[1, 2], name="abc", steps=(1, 2, 3))
     assert _lists_by_layer(config) == {"kinds": ["a", "b", "c"]}
     truncate(config, 2)
-    assert config == SimpleNamespace(num_hidden_layers=2, kinds=["a", "b"], eos=[1, 2], name="abc", steps=(1, 2, 3))
+    assert config == Config(num_hidden_layers=2, kinds=["a", "b"], eos=[1, 2], name="abc", steps=(1, 2, 3))
 
 
 def test_layers_differ_by_class_shapes_and_their_entries_but_not_by_their_numbers() -> None:

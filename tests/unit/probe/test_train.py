@@ -378,9 +378,7 @@ def test_a_compiled_run_compiles_for_training_alone(
     done: list[Any] = []
     dynamo = SimpleNamespace(recompile_limit=8)
     monkeypatch.setattr(torch, "_dynamo", SimpleNamespace(config=dynamo), raising=False)
-    base = SimpleNamespace(
-        config=SimpleNamespace(vocab_size=9), enable_input_require_grads=lambda: done.append("require")
-    )
+    base = SimpleNamespace(config=SimpleNamespace(vocab_size=9))
     trainer = SimpleNamespace(
         evaluate=lambda: done.append("evaluate") or {"eval_loss": float(len(done))},
         train=lambda resume_from_checkpoint: done.append(resume_from_checkpoint) or SimpleNamespace(global_step=5),
@@ -395,6 +393,7 @@ def test_a_compiled_run_compiles_for_training_alone(
         "config_of": lambda shape: shape,
         "set_checkpointing": lambda base, settings: done.append("checkpointing"),
         "decoder_layers": lambda model: ["layer"],
+        "require_input_gradients": lambda base: done.append("require"),
     }.items():
         monkeypatch.setattr(model_builder, name, value)
     for name, value in {

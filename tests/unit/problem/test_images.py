@@ -1,0 +1,160 @@
+"""Rows with images: their sizes from files, their lengths, and which images a probe trains on."""
+
+import json
+import struct
+import zlib
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.catalog import resolve_device, resolve_model
+from autotune.core.errors import UsageError
+from autotune.core.images import Picture, picture_of
+from autotune.core.train_config import TrainConfig
+from autotune.probe.runtime.reading import BadDataset
+from autotune.problem.image_files import size_of, sizes_of, without_images
+from autotune.problem.images import MOST_KINDS, images_of, pictured
+from autotune.problem.setup import set_up
+from autotune.problem.study_spec import InvalidSpec, StudySpec
+from autotune.problem.target import Target
+from tests.helpers.seeing import seeing
+
+
+def png(width: int, height: int) -> bytes:
+    """A whole black PNG."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    pixels = zlib.compress((b"\0" + b"\0\0\0" * width) * height)
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+def jpeg(width: int, height: int, frame: int = 0xC2) -> bytes:
+    """What a JPEG begins with: a thumbnail of another size in its first segment, a table, then the frame."""
+    thumbnail = b"\xff\xe1" + struct.pack(">H", 2 + 8) + b"\xff\xc0\0\x11\x08\0\1\0"
+    table = b"\xff\xc4" + struct.pack(">H", 2 + 3) + b"abc"
+    return b"\xff\xd8" + thumbnail + table + bytes([0xFF, frame]) + struct.pack(">HBHH", 17, 8, height, width) + b"\3"
+
+
+def model_in(folder: Path, model_type: str = "qwen2_5_vl") -> str:
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(seeing(model_type)))
+    return str(folder / "model")
+
+
+def spec_of(folder: Path, **wanted: Any) -> StudySpec:
+    return StudySpec(model=model_in(folder), gpu="cpu", space="cpu", **wanted)
+
+
+@pytest.mark.parametrize("frame", [0xC0, 0xC1, 0xC2, 0xCF])
+def test_sizes_stand_in_the_first_bytes(frame: int) -> None:
+    assert size_of(BytesIO(png(30, 20))) == (30, 20)
+    assert size_of(BytesIO(jpeg(300, 200, frame))) == (300, 200)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"GIF89a", png(3, 4)[:20], png(0, 4), b"\xff\xd8", jpeg(3, 4)[:-8], b"\xff\xd8\xff\xe0\0\0\xff"]
+)
+def test_what_is_no_image_is_named_with_its_row(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "one").write_bytes(content)
+    with pytest.raises(BadDataset, match="row 7: its image cannot be read"):
+        sizes_of("row 7", {"images": ["one"]}, tmp_path)
+
+
+def test_images_are_named_in_the_ways_of_other_tools(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png(3, 4))
+    both = {"images": ["a.png", {"path": None, "bytes": png(5, 6)}]}
+    assert sizes_of("", both, tmp_path) == [(3, 4), (5, 6)]
+    assert sizes_of("", {"image": {"path": str(tmp_path / "a.png")}}, tmp_path) == [(3, 4)]
+    assert sizes_of("", {"text": "x"}, tmp_path) == sizes_of("", {"images": []}, tmp_path) == []
+    for absent in ("b.png", 7, {"path": 1}):
+        with pytest.raises(BadDataset):
+            sizes_of("", {"image": absent}, tmp_path)
+
+
+def test_a_row_without_its_images() -> None:
+    parts = [{"type": "image"}, {"type": "text", "text": "what?"}]
+    answer = {"role": "assistant", "content": "a <image>cat"}
+    row = {"images": ["a"], "messages": [{"role": "user", "content": parts}, answer], "id": ["<image>"]}
+    text = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "a cat"}]
+    assert without_images(row, flat=True) == {"messages": text, "id": ["<image>"]}
+    kept = without_images(row, flat=False)["messages"][0]["content"]
+    assert kept == [{"type": "text", "text": "what?"}]
+
+
+def test_each_length_has_its_images_and_the_longest_row_the_largest() -> None:
+    small, large = (Picture(tokens=tokens, beside=0, pixels=(1,)) for tokens in (10, 90))
+    kept = pictured([(50, (small,)), (50, (small,)), (50, ()), (100, (large,)), (200, (small,)), (20, ())])
+    assert kept == ((20, ()), (50, (small,)), (100, (large,)), (200, (small,)))
+    assert images_of(kept, 60) == images_of(kept, 190) == (small,)
+    assert images_of(kept, 200, largest=True) == (large,)
+    assert images_of(kept, 91) == (small,)  # the large one leaves no room for text
+    assert images_of(kept, 5) == ()
+    assert pictured([(5, ()), (9, ())]) == ()
+    many = pictured([*((100 + index, (small,)) for index in range(5000)), (300, (large, large))])
+    assert len(many) <= MOST_KINDS + 1 and (300, (large, large)) in many
+    assert {many[0][0], many[-1][0]} == {100, 5099}
+
+
+def test_one_image_in_each_example_where_nothing_is_known(tmp_path: Path) -> None:
+    setup = set_up(spec_of(tmp_path, pins={"seq_len": 2048}), Target(device=resolve_device("cpu")))
+    workload = setup.task.workload
+    assert workload.image_tokens == 24 * 32 + 2
+    assert workload.lengths.longest == 24 * 32 + 2 + 256 and workload.lengths.source == "assumed"
+    (kind, *_) = workload.micro_batches(TrainConfig(seq_len=2048, micro_batch_size=2))
+    assert kind.images == ((picture_of(seeing("qwen2_5_vl"), 896, 672),),) * 2
+    assert not workload.dealt and workload.facts()["vision"] == "frozen"
+
+
+def test_the_images_of_a_dataset_count_in_its_rows(tmp_path: Path) -> None:
+    """56x56 are 4 tokens for Qwen2.5-VL, 112x56 are 8; a mark stands at either end."""
+    for name, content in {"s.png": png(56, 56), "l.jpg": jpeg(112, 56)}.items():
+        (tmp_path / name).write_bytes(content)
+    ask, answer = {"role": "user", "content": "<image>" + "x" * 36}, {"role": "assistant", "content": "y" * 31}
+    rows = [{"messages": [ask, answer], "images": names} for names in (["s.png"], ["l.jpg", "s.png"], [])]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    spec = spec_of(tmp_path, dataset=str(tmp_path / "rows.jsonl"), pins={"seq_len": 64}, vision="trained")
+    workload = set_up(spec, Target(device=resolve_device("cpu"))).task.workload
+    text = (36 + 4 + 31 + 9) // 4
+    assert workload.lengths.counts == ((text, 1), (text + 6, 1), (text + 16, 1))
+    assert workload.lengths.source == "characters" and workload.image_tokens == 16
+    assert workload.lengths.trained_share == pytest.approx(10 * 3 / (3 * text + 22))
+    assert workload.vision == "trained"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"objective": "dpo"}, "--objective was not tried"),
+        ({"trainer": "trl"}, "--trainer trl was not tried"),
+        ({"gpus": 2}, "--gpus was not tried"),
+        ({"eval_share": 0.1}, "--eval-share was not tried"),
+        ({"tokens_per_example": 100}, "an example of 100 tokens has no room for its image of 770"),
+        ({"pins": {"seq_len": 512}}, "never cut"),
+        ({"image_size": "56x56", "pins": {"packing": True}}, "rows with images are not packed"),
+        ({"image_size": "56x56", "pins": {"quantization": "int8"}}, "not tried with models that take images"),
+    ],
+)
+def test_what_was_not_tried_with_images_is_refused(tmp_path: Path, wanted: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        set_up(spec_of(tmp_path, **wanted), Target(device=resolve_device("cpu")))
+
+
+def test_a_model_of_text_takes_no_images() -> None:
+    for wanted in ({"image_size": "9x9"}, {"vision": "trained"}):
+        with pytest.raises(UsageError, match="demo-3m takes no images"):
+            set_up(StudySpec(model="demo-3m", gpu="cpu", space="cpu", **wanted), Target(device=resolve_device("cpu")))
+    with pytest.raises(InvalidSpec, match="sizes of their own"):
+        StudySpec(model="smolvlm", dataset="d", image_size="9x9")
+    with pytest.raises(InvalidSpec, match="vision cannot be 'half'"):
+        StudySpec(model="smolvlm", vision="half")
+
+
+def test_no_formula_is_asked_about_a_model_that_takes_images() -> None:
+    with pytest.raises(UsageError, match="gemma-3-4b-it takes images: no formula knows"):
+        set_up(StudySpec(model="gemma-3-4b", gpu="h100"), resolve_device("h100"))
+    assert resolve_model("gemma-3-4b").flops_per_token("lora", 512) is None
