@@ -26,7 +26,7 @@ FORMATS: dict[str, Callable[[Recipe], dict[str, str]]] = {
 USUAL = ("recipe", "trl", "train", "axolotl", "llamafactory")  # what a study writes unasked
 # What is written of a training for another objective than the next token, by what trains for it.
 BY_TRAINER = {"trl": ("recipe", "trl"), "transformers": ("recipe", "train", "kubernetes", "skypilot", "slurm")}
-OF_IMAGES = ("recipe",)  # what is written of a training on images
+OF_IMAGES = ("recipe", "train", "kubernetes", "skypilot", "slurm")  # what is written of a training on images
 # accelerate.yaml says how several GPUs share out a training that these start; Axolotl's file has keys of its own.
 BY_ACCELERATE = ("trl", "llamafactory", "transformers")
 

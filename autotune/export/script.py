@@ -2,8 +2,10 @@
 
 import json
 import math
+from dataclasses import asdict
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from autotune.core.parallelism import FSDP2
 from autotune.export.header import (
@@ -18,6 +20,7 @@ from autotune.export.header import (
 )
 from autotune.probe.model_settings import model_settings
 from autotune.probe.runtime.settings import UNSHARDED_SHARE, RunSettings
+from autotune.problem.images import images_of
 from autotune.problem.run_options import KEPT_CHECKPOINTS
 from autotune.study.summary import Recipe
 
@@ -76,20 +79,21 @@ def runtime_files() -> dict[str, str]:
 
 def settings(recipe: Recipe) -> RunSettings:
     """What train_config.json says of this recipe."""
-    config = recipe.config
+    config, workload = recipe.config, recipe.workload
     about = summary_lines(recipe)
     if recipe.trainer != "transformers":
         about.append("Measured with TRL's SFTTrainer, not with this script: its speed and its peak differ.")
     one_batch = math.ceil(2 * recipe.shape.examples_per_step) if config.packing else config.micro_batch_size
     examples = max(recipe.workload.trained, one_batch)  # fewer would be no batch at all
     lengths = sample(recipe, min(SAMPLED, examples))
+    lengths = lengths if len(set(lengths)) > 1 else lengths[:1]
     return RunSettings(
         about=about,
         versions={"python": recipe.fingerprint.python, **recipe.fingerprint.packages},
         model=model_source(recipe),
         has_published_weights=has_published_weights(recipe),
         use_cpu=on_cpu(recipe),
-        model_settings=model_settings(config, recipe.model.config["model_type"], recipe.workload.objective),
+        model_settings=model_settings(config, recipe.model.config["model_type"], workload.objective, workload.vision),
         method=config.method,
         precision=config.precision,
         micro_batch_size=config.micro_batch_size,
@@ -127,8 +131,19 @@ def settings(recipe: Recipe) -> RunSettings:
         report_to=recipe.run_options.report_to,
         run_name=recipe.study,
         examples=examples,
-        lengths=lengths if len(set(lengths)) > 1 else lengths[:1],
+        lengths=lengths,
+        images=_images(recipe, lengths),
     )
+
+
+def _images(recipe: Recipe, lengths: list[int]) -> list[list[dict[str, Any]]]:
+    """The images of a row of each length; the longest has the largest. Empty where the model takes text alone."""
+    if not recipe.model.sees_images:
+        return []
+    pictured, longest = recipe.workload.pictured, max(lengths)
+    return [
+        [asdict(picture) for picture in images_of(pictured, length, largest=length == longest)] for length in lengths
+    ]
 
 
 def _is_larger_than_gpu(recipe: Recipe) -> bool:

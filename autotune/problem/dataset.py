@@ -78,7 +78,10 @@ def image_lengths(
         for where, row in read_rows(path, split):
             sizes = sizes_of(where, row, path if path.is_dir() else path.parent)
             pictures.append(tuple(picture(*size) for size in sizes))
-            yield where, without_images(row, flat=tokenizer is None)
+            text = without_images(row, flat=tokenizer is None)
+            if sizes and not isinstance(parsed(where, text), Chat):
+                raise BadDataset(f"{where}: a row with images needs messages, or what becomes messages")
+            yield where, text
 
     with dataset_errors():
         if tokenizer is None:

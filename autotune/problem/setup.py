@@ -143,7 +143,6 @@ def _refuse_images(spec: StudySpec, model: ModelSpec, space: SearchSpace) -> Non
         ("--trainer trl", spec.trained_by == "trl"),
         ("--quality", spec.quality),
         ("--eval-share", spec.eval_share > 0),
-        ("--verify", spec.verify),
         ("--gpus", space.choices("num_gpus") != (1,)),
     ):
         if refused:

@@ -87,15 +87,15 @@ class RunSettings:
     longest of their micro batch where there are none: `padding` is the name of that. `group_by_length` puts rows of
     nearly the same length into a micro batch; `dealt` does so within each optimizer step, whose rows stay the same.
     `examples` and `lengths` (in tokens, repeated in turn) describe the random rows of a run that only measures the
-    speed. `optimizer_in_backward` steps each parameter when its gradient is there. `num_gpus` processes share out the
-    training by `sharding`, in `copies` groups that each hold all of it, and take `micro_batch_size` rows each; they
-    divide gradients after each micro batch with `sync_each_batch`, and keep model and optimizer in the host with
-    `offload`; `is_larger_than_gpu` says that no GPU holds the model as a whole, so that it is built as shards.
-    `objective` is sft, the next token, or classification. `loss_on` says what is trained on (`examples.Encoder`); None
-    goes by each row; `trained_share` of the random tokens are. The learning rate is a common default: it was not tuned.
-    `eval_share` of the examples is held out and evaluated every `eval_steps` optimizer steps. `report_to` is none, or
-    the tracker that knows this run as `run_name`. Checkpoints take up to `checkpoints_gib` of the disk, None where that
-    is not known.
+    speed, and `images` those of each length; it is empty where the model takes text alone. `optimizer_in_backward`
+    steps each parameter when its gradient is there. `num_gpus` processes share out the training by `sharding`, in
+    `copies` groups that each hold all of it, and take `micro_batch_size` rows each; they divide gradients after each
+    micro batch with `sync_each_batch`, and keep model and optimizer in the host with `offload`; `is_larger_than_gpu`
+    says that no GPU holds the model as a whole, so that it is built as shards. `objective` is sft, the next token, or
+    classification. `loss_on` says what is trained on (`examples.Encoder`); None goes by each row; `trained_share` of
+    the random tokens are. The learning rate is a common default: it was not tuned. `eval_share` of the examples is held
+    out and evaluated every `eval_steps` optimizer steps. `report_to` is none, or the tracker that knows this run as
+    `run_name`. Checkpoints take up to `checkpoints_gib` of the disk, None where that is not known.
     """
 
     about: list[str]
@@ -142,6 +142,7 @@ class RunSettings:
     run_name: str
     examples: int
     lengths: list[int]
+    images: list[list[dict[str, Any]]]
 
     def to_json(self) -> str:
         """The text of train_config.json, in ASCII, with each list of numbers on one line."""

@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
+from torch.utils.data import Subset
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
 from . import model_builder, rows
 from .chunked_loss import chunked_loss
 from .clock import Clock
 from .examples import label_names
+from .image_rows import SeenRows, collate_seen, random_seen
 from .labels import LabelEncoder, collate_labels, label_loss
 from .lean_trainer import (
     LeanTrainer,
@@ -39,6 +41,7 @@ from .token_cache import CannotKeep, tokenise
 CLASSIFICATION = "classification"  # an objective
 SEED = 0
 RECOMPILE_LIMIT = 64  # every shape that was compiled in the measurement is compiled here: nothing falls back to eager
+COUNTED_ROWS = 64  # whose tokens stand for those of all rows with images
 RANDOM_EXAMPLES = 64  # different ones, at least; a longer run repeats them
 
 
@@ -48,6 +51,8 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Modu
     set_seed(SEED)
     if device.type == "cpu":
         return_from(KEPT_BYTES)
+    if settings.images:
+        return train_on_images(settings, options, model_config, device)
     if options.dataset:
         # First, since a bad row ends the run; one process tokenises, and the others read what it keeps.
         with PartialState().main_process_first() if settings.num_gpus > 1 else nullcontext():
@@ -62,6 +67,49 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Modu
     if len(train_rows) < (size := settings.micro_batch_size):
         sys.exit(f"train.py: error: {len(train_rows)} rows do not fill a micro batch of {size}: give more examples")
 
+    return train(settings, options, base, device, train_rows, eval_rows, trained, bool(held_out))
+
+
+def train_on_images(settings: RunSettings, options: Options, model_config: Path, device: torch.device) -> nn.Module:
+    """Train on rows with images, and return the trained model. Images are read as the run needs them.
+
+    What is held out is not cut, since images are never.
+    """
+    if options.lengths:
+        sys.exit("train.py: error: rows with images have lengths of their own: leave --lengths out")
+    if options.dataset:
+        base = load(settings, options, device)
+        processor = AutoProcessor.from_pretrained(options.model, trust_remote_code=False)
+        how: dict[str, Any] = {"split": options.split, "loss_on": settings.loss_on, "seq_len": settings.seq_len}
+        try:
+            seen: Any = SeenRows(Path(options.dataset), processor, **how)
+        except (BadDataset, ImportError) as error:
+            sys.exit(f"train.py: error: {error}")
+    else:
+        base = build(settings, json.loads(model_config.read_text(encoding="utf-8")), device)
+        seen = random_seen(settings, base.config)
+    number = len(seen) - options.held_out
+    if number < (size := settings.micro_batch_size):
+        sys.exit(f"train.py: error: {number} rows do not fill a micro batch of {size}: give more examples")
+    some = [seen[index][0] for index in range(min(number, COUNTED_ROWS))]
+    train_rows, eval_rows = Subset(seen, range(number)), Subset(seen, range(number, len(seen)))
+    return train(settings, options, base, device, train_rows, eval_rows, some, options.held_out > 0)
+
+
+def train(
+    settings: RunSettings,
+    options: Options,
+    base: PreTrainedModel,
+    device: torch.device,
+    train_rows: Any,
+    eval_rows: Any,
+    trained: Sequence[torch.Tensor],
+    evaluates: bool,
+) -> nn.Module:
+    """Train the base on these rows, save, and print what was measured. `trained` are examples in the rows.
+
+    With `evaluates` the loss of `eval_rows` is computed before the training and after it.
+    """
     choose_attention(any_length=settings.padding == "longest")
     if settings.padding == "masked":
         load_attention(base, device)
@@ -74,7 +122,7 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Modu
     if model_builder.is_outline(model) and not from_one(settings, options):
         shard_outline(trainer, torch.device("cpu") if settings.offload else device)
     # What shards a model does so once, for the training.
-    losses = [trainer.evaluate()["eval_loss"]] if held_out and settings.sharding in ("none", "ddp") else []
+    losses = [trainer.evaluate()["eval_loss"]] if evaluates and settings.sharding in ("none", "ddp") else []
     layers = model_builder.decoder_layers(model)
     if settings.compile == "per_layer":
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
@@ -88,10 +136,11 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Modu
     run_layers_eagerly(layers)
     if options.saves:
         trainer.save_model(options.output_dir)
-    if held_out:
+    if evaluates:
         losses.append(trainer.evaluate()["eval_loss"])
     if trainer.is_world_process_zero():
-        print(json.dumps(summary(settings, clock, num_steps, trained, len(train_rows)) | {"held_out_loss": losses}))
+        num_rows = len(trained) if settings.images else len(train_rows)
+        print(json.dumps(summary(settings, clock, num_steps, trained, num_rows) | {"held_out_loss": losses}))
     if dist.is_initialized():
         dist.destroy_process_group()
     return model
@@ -214,8 +263,8 @@ def make_trainer(
     model: nn.Module,
     loss: Callable[..., torch.Tensor] | None,
     clock: TrainerCallback,
-    train_rows: rows.Rows,
-    eval_rows: rows.Rows,
+    train_rows: Any,
+    eval_rows: Any,
 ) -> LeanTrainer:
     """The Trainer of this run. Only a run on a dataset saves checkpoints, and not where it stops after some steps."""
     evaluates = held_out_share(settings, options) > 0
@@ -256,9 +305,11 @@ def make_trainer(
     )
 
 
-def make_collator(settings: RunSettings, model: nn.Module) -> Callable[[list[rows.Row]], dict[str, torch.Tensor]]:
+def make_collator(settings: RunSettings, model: nn.Module) -> Callable[[list[Any]], dict[str, torch.Tensor]]:
     """What makes a batch of rows."""
     lengths, masked = settings.padded_lengths, settings.padding == "masked"
+    if settings.images:
+        return functools.partial(collate_seen, config=model.config, padded_lengths=lengths, masked=masked)
     if settings.objective == CLASSIFICATION:
         padding = int(model.config.pad_token_id)
         return functools.partial(collate_labels, padded_lengths=lengths, padding=padding, masked=masked)

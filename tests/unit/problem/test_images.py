@@ -126,6 +126,14 @@ def test_the_images_of_a_dataset_count_in_its_rows(tmp_path: Path) -> None:
     assert workload.vision == "trained"
 
 
+def test_a_text_with_an_image_is_no_row(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png(9, 9))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "<image> a cat", "image": "a.png"}))
+    spec = spec_of(tmp_path, dataset=str(tmp_path / "rows.jsonl"))
+    with pytest.raises(UsageError, match="a row with images needs messages"):
+        set_up(spec, Target(device=resolve_device("cpu")))
+
+
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
