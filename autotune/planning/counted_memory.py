@@ -45,6 +45,8 @@ def no_count(model: ModelSpec, config: TrainConfig, micro_steps: int) -> str:
 
 
 def _answer(model: ModelSpec, config: TrainConfig, micro_steps: int) -> DryAnswer:
+    if model.sees_images:
+        return DryAnswer(refused="the images of its rows are not counted")
     if config.attention == "flash_attention_2" and (config.packing or not config.has_mask):
         # torch's own flash attention holds the same, and needs no package to be counted. It keeps packed examples apart
         # without a mask, so that their rows are counted as if each held one.

@@ -25,13 +25,13 @@ from autotune.problem.dataset import dataset_lengths, form_of, image_lengths
 from autotune.problem.images import LEAST_TEXT, Pictured, taken
 from autotune.problem.length_distribution import Lengths, read_lengths
 from autotune.problem.search_space import Removal, SearchSpace
-from autotune.problem.study_spec import LENGTH_KEYS, MAX_COUNT, StudySpec
+from autotune.problem.study_spec import DEFAULT_IMAGE, LENGTH_KEYS, MAX_COUNT, StudySpec
 from autotune.problem.target import Target, kept_calibration
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 
 DEFAULT_TOKENS = 1024
-DEFAULT_TEXT = 256  # tokens of an example beside its image
+DEFAULT_TEXT = 254  # tokens of an example beside its image: with Qwen2.5-VL, and the default image, 1,024 in all
 DEFAULT_EXAMPLES = 10_000
 DEFAULT_GLOBAL_BATCH = 32  # examples
 OFF_TOKENS = 0.1  # how far a global batch asked for in tokens may be off, where more micro batches then divide it
@@ -100,6 +100,8 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     constraints.narrow_packing(narrowing, workload, model.config["model_type"])
     constraints.narrow_padding(narrowing, workload)
     warnings = _warnings(spec, narrowing, workload)
+    if pictured and spec.dataset is None and spec.image_size is None:
+        warnings = (f"an image of {DEFAULT_IMAGE} in each example is assumed (--image-size)", *warnings)
     calibration = calibration_of(spec, target.measured_on or target.device, say)
     proxy = f"-by-{target.measured_on.name}" if target.measured_on else ""
     task = Task(

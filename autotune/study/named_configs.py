@@ -118,6 +118,9 @@ def cases(spec: StudySpec, task: Task) -> Iterator[tuple[NamedConfig, TrainConfi
             global_batch=config.micro_batch_size * case.accumulation,
         )
         model = resolve_model(case.model) if case.model else task.model
+        if model.sees_images:
+            reason = "rows of configurations that are named have no images"
+            raise UsageError(f"{case.name}: {reason}", remedy="search with `autotune run --model`")
         yield case, config, replace(task, model=model, workload=workload)
 
 

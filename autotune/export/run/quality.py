@@ -33,6 +33,8 @@ HELD_OUT_SHARE = 0.1  # of all examples, at most
 
 def impossible(model: ModelSpec, workload: Workload, dataset: str | None) -> str | None:
     """Why no held-out loss can be measured; None where it can."""
+    if model.sees_images:
+        return "it reads rows without images"
     if model.weights is None:
         return "it needs real weights, from a local directory (--model DIR)"
     if dataset is None:

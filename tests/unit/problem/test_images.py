@@ -13,6 +13,7 @@ from autotune.catalog import resolve_device, resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.images import Picture, picture_of
 from autotune.core.train_config import TrainConfig
+from autotune.planning.counted_memory import memory_of, no_count
 from autotune.probe.runtime.reading import BadDataset
 from autotune.problem.image_files import size_of, sizes_of, without_images
 from autotune.problem.images import MOST_KINDS, images_of, pictured
@@ -104,7 +105,8 @@ def test_one_image_in_each_example_where_nothing_is_known(tmp_path: Path) -> Non
     setup = set_up(spec_of(tmp_path, pins={"seq_len": 2048}), Target(device=resolve_device("cpu")))
     workload = setup.task.workload
     assert workload.image_tokens == 24 * 32 + 2
-    assert workload.lengths.longest == 24 * 32 + 2 + 256 and workload.lengths.source == "assumed"
+    assert workload.lengths.longest == 1024 and workload.lengths.source == "assumed"
+    assert any("896x672" in warning for warning in setup.warnings)
     (kind, *_) = workload.micro_batches(TrainConfig(seq_len=2048, micro_batch_size=2))
     assert kind.images == ((picture_of(seeing("qwen2_5_vl"), 896, 672),),) * 2
     assert not workload.dealt and workload.facts()["vision"] == "frozen"
@@ -165,4 +167,6 @@ def test_a_model_of_text_takes_no_images() -> None:
 def test_no_formula_is_asked_about_a_model_that_takes_images() -> None:
     with pytest.raises(UsageError, match="gemma-3-4b-it takes images: no formula knows"):
         set_up(StudySpec(model="gemma-3-4b", gpu="h100"), resolve_device("h100"))
-    assert resolve_model("gemma-3-4b").flops_per_token("lora", 512) is None
+    model = resolve_model("gemma-3-4b")
+    assert model.flops_per_token("lora", 512) is None
+    assert memory_of(model, TrainConfig(), 1) is None and "images" in no_count(model, TrainConfig(), 1)
