@@ -44,7 +44,7 @@ class ModelSpec:
 
     `params` is the exact total, tied weights counted once, None when the model is not catalogued. `weights` is a
     directory with safetensors, None for random weights; `tokenizer` a directory with the model's tokenizer.
-    `processor` is the content of a preprocessor_config.json beside it: how images are scaled.
+    `processor` says how its images are scaled, as a preprocessor_config.json does.
     """
 
     name: str
@@ -186,9 +186,19 @@ def _from_directory(path: Path) -> ModelSpec:
         config=_read_config(path / "config.json"),
         weights=str(path) if has_weights else None,
         tokenizer=str(path) if (path / "tokenizer.json").is_file() else None,
-        processor=_read_object(processor) if (processor := path / "preprocessor_config.json").is_file() else None,
+        processor=_processor_in(path),
         source="local directory",
     )
+
+
+def _processor_in(path: Path) -> dict[str, Any] | None:
+    """What a model's directory says of how images are scaled: in a file of its own, or in that of the processor."""
+    if (file := path / "preprocessor_config.json").is_file():
+        return _read_object(file)
+    if (file := path / "processor_config.json").is_file():
+        found = _read_object(file).get("image_processor")
+        return found if isinstance(found, dict) else None
+    return None
 
 
 def _from_hub(name: str, hint: str) -> ModelSpec:

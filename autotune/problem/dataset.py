@@ -88,7 +88,7 @@ def image_lengths(
             counted = [_bytes(where, parsed(where, row), loss_on) for where, row in texts()]
             rows = [(round(sum(size) / BYTES_PER_TOKEN), size[1] / BYTES_PER_TOKEN) for size in counted]
         else:
-            encoded = Encoder(_load(tokenizer), loss_on).encode(texts())
+            encoded = Encoder(_load(tokenizer), loss_on, parts=True).encode(texts())
             rows = [(len(tokens), float(sum(token >= 0 for token in tokens))) for tokens in encoded]
         if not rows:
             raise BadDataset(f"{path} has no rows")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from autotune.core.files import refuse_special_files
+from autotune.probe.runtime.examples import PLACEHOLDER
 from autotune.probe.runtime.reading import BadDataset
 
-PLACEHOLDER = "<image>"  # in a text, where LLaMA-Factory puts an image
 PNG = b"\x89PNG\r\n\x1a\n"
 TEXTS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "text")
 

@@ -20,6 +20,7 @@ COLUMNS = (  # that are read
 )
 FORMS = "messages, conversations, prompt and completion, instruction and output, or text"
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
+PLACEHOLDER = "<image>"  # in a text, where LLaMA-Factory puts an image
 MARK = "[[the answer stands here]]"  # takes the place of an answer to find it in a rendered conversation
 
 # Stanford Alpaca's own prompts, for tokenizers without a chat template.
@@ -155,15 +156,37 @@ def _alpaca(columns: dict[str, Any], *, has_template: bool) -> Plain | Chat:
     return Chat(messages=[*messages, {"role": "assistant", "content": output}], completion=len(messages))
 
 
+def with_parts(messages: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """Messages whose content is a list of parts, as chat templates of these models take it.
+
+    Where no image has a place in them, the `number` of images come first in the first message of the user.
+    """
+    made = [message | {"content": _parts(message.get("content") or "")} for message in messages]
+    if number and not any(part["type"] == "image" for message in made for part in message["content"]):
+        first = next((message for message in made if message["role"] == "user"), made[0])
+        first["content"][:0] = [{"type": "image"}] * number
+    return made
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    if not isinstance(content, str):
+        return [{"type": "image"} if part.get("type") == "image" else part for part in content]
+    parts: list[dict[str, Any]] = []
+    for place, text in enumerate(content.split(PLACEHOLDER)):
+        parts += [{"type": "image"}] * (place > 0) + [{"type": "text", "text": text}] * bool(text)
+    return parts
+
+
 class Encoder:
     """Makes examples of rows with a tokenizer of transformers.
 
     `loss_on` says which tokens are trained on: `completion` (a row of messages has its last answer for one),
     `assistant` (what the assistant says), `all`; None for completions or what the assistant says where a row has them.
+    With `parts` messages are given to the chat template in parts, as those of models that take images want them.
     """
 
-    def __init__(self, tokenizer: Any, loss_on: str | None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, loss_on: str | None, *, parts: bool = False) -> None:
+        self.tokenizer, self.parts = tokenizer, parts
         self.loss_on = self.key = loss_on
         template = tokenizer.chat_template
         self._template = (template.get("default") if isinstance(template, dict) else template) or ""
@@ -182,6 +205,8 @@ class Encoder:
         for index, (where, row) in enumerate(batch):
             form = parsed(where, row, has_template=bool(self._template))
             try:
+                if self.parts and isinstance(form, Chat):
+                    form.messages[:] = with_parts(form.messages, 0)
                 if isinstance(form, Chat) and self._is_marked and self._range_of(form) == "assistant":
                     examples[index] = self._by_marks(form)
                 else:

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from . import rows
-from .examples import Chat, Encoder, parsed
+from .examples import Chat, Encoder, parsed, with_parts
 from .images import Tensors, join_values, random_example, random_values, with_token_types
 from .reading import BadDataset, read_rows
 
 Seen = tuple[torch.Tensor, Tensors]  # an example, as of `rows`, and the values of its images
-PLACEHOLDER = "<image>"  # in a text, where LLaMA-Factory puts an image
 RANDOM_ROWS = 16  # different ones; a longer run repeats them
 VALUES = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
 
@@ -119,27 +118,6 @@ class SeenRows(Sequence[Seen]):
             return Image.open(source).convert("RGB")
         except (OSError, TypeError) as error:
             raise BadDataset(f"{where}: its image cannot be read: {error}") from None
-
-
-def with_parts(messages: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
-    """Messages whose content is a list of parts, as chat templates of these models take it.
-
-    Where no image has a place in them, the `number` of images come first in the first message of the user.
-    """
-    made = [message | {"content": _parts(message.get("content") or "")} for message in messages]
-    if number and not any(part["type"] == "image" for message in made for part in message["content"]):
-        first = next((message for message in made if message["role"] == "user"), made[0])
-        first["content"][:0] = [{"type": "image"}] * number
-    return made
-
-
-def _parts(content: Any) -> list[dict[str, Any]]:
-    if not isinstance(content, str):
-        return [{"type": "image"} if part.get("type") == "image" else part for part in content]
-    parts: list[dict[str, Any]] = []
-    for place, text in enumerate(content.split(PLACEHOLDER)):
-        parts += [{"type": "image"}] * (place > 0) + [{"type": "text", "text": text}] * bool(text)
-    return parts
 
 
 def _pieces(text: str, ranges: list[tuple[int, int]] | None) -> list[tuple[str, bool]]:

@@ -180,6 +180,9 @@ def test_a_published_config_of_a_model_that_takes_images(tmp_path):
     found = resolve_model(str(path))
     assert (found.num_layers, found.hidden_size, found.vocab_size, found.max_seq_len) == (34, 2560, 262208, 131072)
     assert found.sees_images and found.processor == {"size": {"height": 896, "width": 896}}
+    (path / "preprocessor_config.json").unlink()
+    (path / "processor_config.json").write_text('{"image_processor": {"do_pan_and_scan": false}}')
+    assert resolve_model(str(path)).processor == {"do_pan_and_scan": False}
     nested = resolve_model("qwen2.5-vl-3b").config
     flat = {key: nested[key] for key in nested if key != "text_config"} | nested["text_config"]
     flat["model_type"] = "qwen2_5_vl"

@@ -11,9 +11,11 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from autotune.core.images import picture_of
-from autotune.probe.runtime.image_rows import SeenRows, _pieces, collate_seen, with_parts
+from autotune.probe.runtime.examples import with_parts
+from autotune.probe.runtime.image_rows import SeenRows, _pieces, collate_seen
 from autotune.probe.runtime.model_builder import config_of
 from autotune.probe.runtime.reading import BadDataset
+from autotune.problem.dataset import image_lengths
 from tests.helpers.seeing import seeing
 from tests.unit.problem.test_images import png
 
@@ -83,6 +85,12 @@ def test_a_row_of_a_dataset_has_the_tokens_and_values_that_were_computed(tmp_pat
     assert values["pixel_attention_mask"].shape == (9, 56, 56)
     trained = made.tokenizer.convert_ids_to_tokens(example[example >= 0].tolist())
     assert trained == ["black", "square", "<end_of_utterance>"]
+    made.tokenizer.chat_template = made.chat_template
+    made.tokenizer.save_pretrained(tmp_path / "tokenizer")
+    lengths, _ = image_lengths(
+        tmp_path / "rows.jsonl", str(tmp_path / "tokenizer"), lambda width, height: picture_of(config, width, height)
+    )
+    assert lengths.longest == len(example) and lengths.trained_share == pytest.approx(3 / len(example))
     batch = collate_seen([rows[0], rows[0]], config_of(config), [], masked=True)
     assert batch["pixel_values"].shape == (2, *picture.pixels) and batch["labels"].max() < image + 60
     assert torch.equal(batch["labels"][0] >= 0, torch.cat([example, example[:0]]) >= 0)
