@@ -54,6 +54,7 @@ MORE_TESTS = {
     "probe/calibrate": "probe/test_calibrate_command.py",
     "probe/dry_prober": "probe/test_dry_prober.py",
     "probe/dry_worker": "probe/test_dry_prober.py",
+    "probe/dry_trl": "probe/test_dry_objectives.py",
     "probe/dry": "probe/test_dry.py",
     "probe/meta_device": "probe/test_meta_device.py",
     "probe/storage_counter": "probe/test_storage_counter.py",

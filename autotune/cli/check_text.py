@@ -39,7 +39,15 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
         yield "faster", _faster_text(report, report.faster)
     for note in report.notes:
         yield "note", note
-    yield "how", how_known(report.context.calibration, report.context.device, counted=checked.bounds.reported.counted)
+    yield (
+        "how",
+        how_known(
+            report.context.calibration,
+            report.context.device,
+            counted=checked.bounds.reported.counted,
+            objective=report.context.workload.objective,
+        ),
+    )
 
 
 def verdict(report: CheckReport) -> str:

@@ -6,7 +6,7 @@ from autotune.catalog import NO_PRICE, describe_price
 from autotune.cli.terminal import print_table
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.planning.device_estimate import how_known
-from autotune.planning.plan import BATCHES, LITTLE_KNOWN, Cell, Plan, memory_tables
+from autotune.planning.plan import LITTLE_KNOWN, Cell, Plan, memory_tables
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
 from autotune.problem.task import Task
 
@@ -16,7 +16,8 @@ def print_plan(made: Plan) -> None:
     task = made.task
     memory = fmt_gib(task.device.memory_gib)
     print(f"{task.model.name} on {task.device.label}: {memory}, {fmt_gib(made.limit_gib)} of it for tensors")
-    print(f"{how_known(task.calibration, task.device, counted=made.counted)}.\n")
+    objective = task.workload.objective
+    print(f"{how_known(task.calibration, task.device, counted=made.counted, objective=objective)}.\n")
     best = None if made.best is made.baseline else made.best
     for name, estimated in (("best", best), ("guides", made.baseline)):
         if estimated is not None:
@@ -44,7 +45,7 @@ def _print_table(name: str, cells: list[Cell], limit_gib: float) -> None:
     lengths = dict.fromkeys(cell.seq_len for cell in cells)
     print_table(
         None,
-        {"seq_len": "right"} | {str(size): "right" for size in BATCHES},
+        {"seq_len": "right"} | {str(cell.micro_batch_size): "right" for cell in cells},
         [(str(length), *(_cell(cell) for cell in cells if cell.seq_len == length)) for length in lengths],
     )
 

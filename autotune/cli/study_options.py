@@ -43,7 +43,19 @@ LENGTHS = (
 )
 CARD = ("memory_gib", "headroom", "price", "prices", "calibration")
 PLANNED = (
-    *("spec", "space", *LENGTHS, "epochs", "global_batch", "global_batch_tokens", "seq_len", "rank", "set_", *CARD),
+    *(
+        "spec",
+        "space",
+        "objective",
+        *LENGTHS,
+        "epochs",
+        "global_batch",
+        "global_batch_tokens",
+        "seq_len",
+        "rank",
+        "set_",
+        *CARD,
+    ),
     *("min_rank", "max_truncated", "allow_quantized", "allow_pure_bf16", "allow_any_optimizer", "slack"),
 )
 ALL = ("model", "gpu", "spec", *(name for name in OPTIONS if name not in ("model", "gpu")), "seq_len", "rank", "set_")

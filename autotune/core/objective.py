@@ -45,3 +45,11 @@ class Objective(StrEnum):
     def has_reference(self) -> bool:
         """Whether the untrained model computes too: a copy in full fine-tuning, else the model without its adapters."""
         return self in (Objective.DPO, Objective.KTO)
+
+    @property
+    def passes(self) -> tuple[int, int]:
+        """Forward passes without gradients in each micro batch: of the trained model, and of the untrained one.
+
+        KTO asks both about the answers to other prompts too.
+        """
+        return {Objective.DPO: (0, 1), Objective.KTO: (1, 2)}.get(self, (0, 0))

@@ -4,6 +4,7 @@ import functools
 from dataclasses import replace
 
 from autotune.catalog import ModelSpec
+from autotune.core.objective import Objective
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
@@ -14,37 +15,44 @@ from autotune.probe.dry_prober import DryAnswer, DryProber
 
 
 def memory_of(
-    model: ModelSpec, config: TrainConfig, micro_steps: int, stack: Stack = TRAINER
+    model: ModelSpec,
+    config: TrainConfig,
+    micro_steps: int,
+    stack: Stack = TRAINER,
+    *,
+    objective: Objective = Objective.SFT,
 ) -> MemoryBreakdown | None:
     """The memory of the whole model at the peak of a step: by formula, else counted; None where `no_count` says why.
 
-    On several GPUs that of each, by formula alone, as `stack` trains it.
+    On several GPUs that of each, by formula alone, as `stack` trains it for the next token.
     """
     if config.num_gpus > 1:
         return breakdown_of(model, config, micro_steps, stack)
-    by_formula = memory_breakdown(model, config, micro_steps)
+    by_formula = memory_breakdown(model, config, micro_steps, objective=objective)
     if by_formula is not None:
         return by_formula
-    count = _answer(model, config, micro_steps).count
-    return None if count is None else counted_breakdown(model, config, count)
+    count = _answer(model, config, micro_steps, objective).count
+    return None if count is None else counted_breakdown(model, config, count, objective)
 
 
-def step_time_of(model: ModelSpec, config: TrainConfig, micro_steps: int, host: Host) -> StepTimeEstimate | None:
+def step_time_of(
+    model: ModelSpec, config: TrainConfig, micro_steps: int, host: Host, objective: Objective = Objective.SFT
+) -> StepTimeEstimate | None:
     """The time of a step on the reference card: by formula, else counted; None where it is not known."""
     if supported(model, config) is not None:
-        return estimate_step_time(model, config, host)
+        return estimate_step_time(model, config, host, objective)
     if config.packing and config.attention == "flash_attention_2":
         return None  # its examples attend to less than the whole rows that are counted
-    count = _answer(model, config, micro_steps).count
+    count = _answer(model, config, micro_steps, objective).count
     return None if count is None else counted_step_time(config, count, host)
 
 
-def no_count(model: ModelSpec, config: TrainConfig, micro_steps: int) -> str:
+def no_count(model: ModelSpec, config: TrainConfig, micro_steps: int, objective: Objective = Objective.SFT) -> str:
     """Why `memory_of` has no answer, as a part of a sentence."""
-    return printable(_answer(model, config, micro_steps).refused or "it can be counted").rstrip(".")
+    return printable(_answer(model, config, micro_steps, objective).refused or "it can be counted").rstrip(".")
 
 
-def _answer(model: ModelSpec, config: TrainConfig, micro_steps: int) -> DryAnswer:
+def _answer(model: ModelSpec, config: TrainConfig, micro_steps: int, objective: Objective) -> DryAnswer:
     if model.sees_images:
         return DryAnswer(refused="the images of its rows are not counted")
     if config.attention == "flash_attention_2" and (config.packing or not config.has_mask):
@@ -54,7 +62,15 @@ def _answer(model: ModelSpec, config: TrainConfig, micro_steps: int) -> DryAnswe
             config, attention="sdpa", packing=False, padding="max_length" if config.packing else config.padding
         )
     # What may be used of the memory of a card does not change what is needed.
-    return _prober().count(ProbeRequest(config=config, model=model.config, memory_gib=1.0, micro_steps=micro_steps))
+    request = ProbeRequest(
+        config=config,
+        model=model.config,
+        memory_gib=1.0,
+        micro_steps=micro_steps,
+        objective=objective,
+        trainer=objective.trainers[0],
+    )
+    return _prober().count(request)
 
 
 @functools.cache

@@ -13,9 +13,10 @@ from typing import Any
 
 from autotune.catalog import DeviceSpec
 from autotune.core.errors import UsageError
+from autotune.core.objective import Objective
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
-from autotune.planning.device_estimate import ACCURACY, COUNTED, estimate, limit_of, no_estimate, planned_device
+from autotune.planning.device_estimate import estimate, how_sure, limit_of, no_estimate, planned_device
 from autotune.planning.observations import Observation, Say, silent
 from autotune.prediction.memory_formula import CONTEXT_GIB, unsupported
 from autotune.prediction.transfer import calibrated_parts
@@ -256,7 +257,8 @@ def memory_tables(made: Plan) -> dict[str, list[Cell]]:
         full,
         replace(full, precision="bf16_pure", optimizer="adamw_8bit"),
     ]
-    tables = {_table_name(base): list(table_cells(task, base, made.limit_gib, BATCHES, lengths)) for base in bases}
+    batches = BATCHES[1:] if task.workload.objective is Objective.KTO else BATCHES  # which one answer cannot train
+    tables = {_table_name(base): list(table_cells(task, base, made.limit_gib, batches, lengths)) for base in bases}
     return {name: cells for name, cells in tables.items() if cells}  # no formula covers those of some models
 
 
@@ -274,7 +276,8 @@ def table_cells(
 ) -> Iterator[Cell]:
     """The cells of a table, row by row of the lengths; all other knobs are as in `base`."""
     full = Lengths.constant(max(lengths))  # every row is as long as may be
-    divisible = replace(task, workload=Workload(lengths=full, global_batch=2 * math.lcm(*batches)))
+    workload = Workload(lengths=full, global_batch=2 * math.lcm(*batches), objective=task.workload.objective)
+    divisible = replace(task, workload=workload)
     for length in lengths:
         for size in batches:
             config = replace(base, micro_batch_size=size, seq_len=length)
@@ -349,7 +352,7 @@ def plan_data(made: Plan) -> dict[str, Any]:
         "reason": made.reason,
         "configurations": {"looked_at": made.num_estimated, "of": made.space_size},
         "seen": [observed.source for observed in made.observations],
-        "how_sure": COUNTED if made.counted else ACCURACY,
+        "how_sure": how_sure(counted=made.counted, objective=made.task.workload.objective),
         "calibrated": calibrated_parts(task.calibration, task.device),
         "what_fits": {name: [_cell_data(cell) for cell in cells] for name, cells in memory_tables(made).items()},
     }

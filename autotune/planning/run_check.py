@@ -20,9 +20,8 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
 from autotune.planning.counted_memory import no_count
 from autotune.planning.device_estimate import (
-    ACCURACY,
-    COUNTED,
     device_limit_gib,
+    how_sure,
     limit_of,
     planned_device,
     smallest_card,
@@ -344,7 +343,7 @@ def report_data(report: CheckReport) -> dict[str, Any]:
         "smallest_card": report.smallest_card.name if report.smallest_card else None,
         "faster": faster and asdict(faster) | {"config": faster.config.as_dict()},
         "notes": list(report.notes),
-        "how_sure": COUNTED if report.checked.bounds.reported.counted else ACCURACY,
+        "how_sure": how_sure(counted=report.checked.bounds.reported.counted, objective=context.workload.objective),
         "calibrated": calibrated_parts(context.calibration, context.device),
         "evidence": Evidence.ESTIMATED,
     }

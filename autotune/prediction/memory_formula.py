@@ -14,6 +14,7 @@ from typing import Any
 from autotune.catalog import ModelSpec
 from autotune.core.files import load_data
 from autotune.core.lora_targets import target_modules
+from autotune.core.objective import Objective
 from autotune.core.probe_types import DryCount, Phase
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
@@ -39,6 +40,9 @@ _BLOCK = 256  # values of 8-bit optimizer state to a scale of 4 bytes
 NF4_STATISTICS = {False: 4 / 64, True: (1 + 4 / 256) / 64}  # bytes a weight, by double_quant: a scale for each 64
 # Bytes of each logit when the loss is computed, and when its gradient is: those of today's transformers under Trainer.
 LOGIT_BYTES = (10.0, 12.0)
+# TRL's trainers for answers multiply hidden states by the head in tiles of so many tokens and so many words of the
+# vocabulary (`trl/kernels/chunked_logprob.py`), for which they make one buffer.
+TILE_TOKENS, TILE_WORDS = 4096, 32768
 
 # Bytes of attention scores for each head and pair of tokens, where the kernel stores scores.
 SCORES = {"gemma2": 8}
@@ -130,6 +134,16 @@ class Sizes:
     def linear_params(self) -> int:
         """Parameters of the matrices of all layers."""
         return self.layers * sum(fan_in * fan_out for fan_in, fan_out in self.matrices.values())
+
+    def for_objective(self, objective: Objective) -> "Sizes":
+        """The same model with the head that an objective trains: one over labels takes the place of the vocabulary's.
+
+        It is so small that it counts for nothing, and shares nothing with the embedding.
+        """
+        if objective.num_labels is None:
+            return self
+        head = 0 if self.tied else self.embedding
+        return replace(self, tied=False, capped=False, params=self.params - head)
 
     def adapted(self, config: TrainConfig) -> set[str]:
         """The names of the matrices that get adapters, and other names that `lora_targets` has."""
@@ -235,25 +249,52 @@ def memory_breakdown(
     *,
     ddp: bool = False,
     logit_bytes: tuple[float, float] = LOGIT_BYTES,
+    objective: Objective = Objective.SFT,
 ) -> MemoryBreakdown | None:
     """The memory of the whole model at the peak of a step; None where `supported` is None.
 
     With `micro_steps` of 1, the micro batches in a step, no gradients are alive in the forward pass. `ddp` is whether
-    several GPUs that hold all of the model exchange its gradients. `logit_bytes` are those of other losses.
+    several GPUs that hold all of the model exchange its gradients. `logit_bytes` are those of other losses. The micro
+    batch of the configuration counts examples, of which some objectives have two rows each.
     """
     sizes = supported(model, config)
-    return None if sizes is None else _breakdown(sizes, config, micro_steps, ddp, logit_bytes)
+    if sizes is None:
+        return None
+    sizes, config = sizes.for_objective(objective), rows_of(config, objective)
+    return _breakdown(sizes, config, micro_steps, ddp, logit_bytes, objective)
+
+
+def rows_of(config: TrainConfig, objective: Objective) -> TrainConfig:
+    """The configuration with the rows that a micro batch of its examples has, and with what its trainer decides.
+
+    The loss is the objective's own, and TRL trains adapters on a quantised base in 16 bits.
+    """
+    if objective is Objective.SFT:
+        return config
+    in_16_bits = objective is not Objective.CLASSIFICATION and config.quantization != "none"
+    return replace(
+        config,
+        micro_batch_size=objective.rows_per_example * config.micro_batch_size,
+        loss="chunked" if objective.num_labels is None else "full",
+        precision="bf16_pure" if in_16_bits else config.precision,
+    )
 
 
 @functools.lru_cache(maxsize=KEPT_ANSWERS)
 def _breakdown(
-    sizes: Sizes, config: TrainConfig, micro_steps: int, ddp: bool, logit_bytes: tuple[float, float]
+    sizes: Sizes,
+    config: TrainConfig,
+    micro_steps: int,
+    ddp: bool,
+    logit_bytes: tuple[float, float],
+    objective: Objective,
 ) -> MemoryBreakdown:
     full, pure = config.method == "full", config.precision == "bf16_pure"
     base_bytes = 4 if full and not pure else 2  # of a value that is not quantised
     trained = sizes.params if full else sizes.adapter_params(config)
     trained_bytes = trained * (base_bytes if full else 2 if pure else 4)
-    logits = live_logits(config, sizes.vocab)
+    logits = live_logits(config, sizes.vocab, objective)
+    untrained = sizes.params if full and objective.has_reference else 0
     moments = step_moments(
         sizes,
         config,
@@ -263,11 +304,12 @@ def _breakdown(
         logits,
         accumulates=micro_steps > 1,
         logit_bytes=logit_bytes,
+        objective=objective,
     )
     moment = max(moments, key=lambda name: sum(moments[name]))
     gradients, activations, head = moments[moment]
     return MemoryBreakdown(
-        weights=gib(_weights(sizes, config, base_bytes)),
+        weights=gib(_weights(sizes, config, base_bytes) + untrained * base_bytes),
         adapters=gib(0.0 if full else trained_bytes),
         gradients=gib(gradients),
         optimizer=gib(_optimizer_state(sizes, config, trained, trained_bytes)),
@@ -281,7 +323,9 @@ def _breakdown(
     )
 
 
-def counted_breakdown(model: ModelSpec, config: TrainConfig, count: DryCount) -> MemoryBreakdown:
+def counted_breakdown(
+    model: ModelSpec, config: TrainConfig, count: DryCount, objective: Objective = Objective.SFT
+) -> MemoryBreakdown:
     """The memory of a dry probe of the whole model, with what the allocator holds beyond it, as of the formula.
 
     Activations include the logits, which a count does not tell apart.
@@ -292,7 +336,7 @@ def counted_breakdown(model: ModelSpec, config: TrainConfig, count: DryCount) ->
     # In the forward pass they are those of an earlier micro batch.
     gradients = min(count.gradients_gib, max(peak - held - workspace, 0.0))
     activations = max(peak - held - workspace - gradients, 0.0)
-    logits = live_logits(config, model.vocab_size)
+    logits = live_logits(rows_of(config, objective), model.vocab_size, objective)
     layers = 1 if config.checkpoint_every else model.num_layers  # of which activations are alive
     layer = max(activations - gib(12.0 * logits), 0.0) / layers
     return MemoryBreakdown(
@@ -310,8 +354,12 @@ def counted_breakdown(model: ModelSpec, config: TrainConfig, count: DryCount) ->
     )
 
 
-def live_logits(config: TrainConfig, vocab: int) -> int:
+def live_logits(config: TrainConfig, vocab: int, objective: Objective = Objective.SFT) -> int:
     """The values of the logits that exist at once."""
+    if objective.num_labels is not None:
+        return 0
+    if objective is not Objective.SFT:
+        return min(config.tokens, TILE_TOKENS) * TILE_WORDS
     return (min(config.tokens, HEAD_CHUNK) if config.loss == "chunked" else config.tokens) * vocab
 
 
@@ -337,11 +385,12 @@ def step_moments(
     *,
     accumulates: bool,
     logit_bytes: tuple[float, float] = LOGIT_BYTES,
+    objective: Objective = Objective.SFT,
 ) -> dict[str, tuple[float, float, float]]:
     """Bytes of (gradients, activations, logits) at each moment of a step that may be its peak.
 
     `trained` counts parameters, `logits` the values of the logits that exist at once. `logit_bytes` is as of
-    LOGIT_BYTES.
+    LOGIT_BYTES. The micro batch counts rows.
     """
     full, tokens = config.method == "full", config.tokens
     keep, moving = kept_bytes(sizes, config), moving_bytes(sizes, config)
@@ -351,8 +400,9 @@ def step_moments(
     # Autocast keeps its casts for a whole forward pass, and those that the backward pass needs for longer. Embeddings
     # have none, and a head in chunks is cast after the layers. With the whole loss the cast of an untied embedding is
     # counted all the same: 0.7 % at most.
-    embeddings = sizes.embedding * (1 if sizes.tied else 2)
-    cast = trained - (embeddings if full and config.loss == "chunked" else 0)
+    labels = objective.num_labels is not None
+    embeddings = sizes.embedding * (1 if sizes.tied or labels else 2)
+    cast = trained - (embeddings if full and (labels or config.loss == "chunked") else 0)
     casts = 0.0 if config.precision == "bf16_pure" else 2.0 * cast
     kept_casts = casts * (1 - recomputed / sizes.layers)
     if config.compile != "none":
@@ -366,7 +416,9 @@ def step_moments(
     shared = embedding if sizes.tied else 0.0
     ending = shared * (accumulates + (config.loss == "full" and config.precision == "bf16_pure"))
     in_forward, in_head = (logits * (each + capped) for each in logit_bytes)
-    if full and config.loss == "chunked":
+    if objective is not Objective.SFT:
+        in_forward, in_head = (0.0, 0.0) if not logits else _head_in_tiles(sizes, config, base_bytes, logits)
+    elif full and config.loss == "chunked":
         in_forward, in_head = 0.0, _trained_head_in_chunks(sizes, base_bytes, logits) + 4 * tokens * sizes.hidden
     layer = tokens * ((keep if recomputed else 0) + moving)
     return {
@@ -391,6 +443,20 @@ def _trained_head_in_chunks(sizes: Sizes, base_bytes: int, logits: int) -> float
     if base_bytes == 2:
         return float(gradient + max(gradient + 2 * logits, 12 * logits))
     return float(gradient + cast + max(gradient + cast, 12 * logits))
+
+
+def _head_in_tiles(sizes: Sizes, config: TrainConfig, base_bytes: int, logits: int) -> tuple[float, float]:
+    """Bytes of TRL's head when its values are computed, and when its gradients are, as if all tokens were answers'.
+
+    The tile holds 16 bits. Hidden states are copied, and the part of the head that a tile needs is cast. Gradients of
+    hidden states, and of a head that is trained, are summed in 32 bits, and then cast to what they are of.
+    """
+    hidden = config.tokens * sizes.hidden
+    casts = 2.0 * (TILE_WORDS + min(config.tokens, TILE_TOKENS)) * sizes.hidden if base_bytes == 4 else 0.0
+    forward = 2.0 * logits + base_bytes * hidden + casts
+    of_head = sizes.embedding if config.method == "full" else 0
+    gradients = (hidden + of_head) * (4.0 if base_bytes == 4 else 6.0)
+    return forward, forward + gradients
 
 
 def _weights(sizes: Sizes, config: TrainConfig, base_bytes: int) -> float:

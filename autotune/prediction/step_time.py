@@ -11,6 +11,7 @@ import statistics
 from dataclasses import dataclass, replace
 
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_device
+from autotune.core.objective import Objective
 from autotune.core.probe_types import UNALIGNED, WIDE, DryCount, Measurement
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
@@ -21,6 +22,7 @@ from autotune.prediction.memory_formula import (
     Sizes,
     kept_bytes,
     memory_breakdown,
+    rows_of,
     supported,
 )
 from autotune.prediction.transfer import REFERENCE, USUAL_SHARE, SpeedTransfer, products_tflops
@@ -32,6 +34,12 @@ FULL = 0.7  # share of these bytes in full fine-tuning, which has no adapters
 HOST_MS = {"eager": 6.0, "compiled": 3.5}  # the host's time for a layer and micro batch, with adapters
 NF4_MS, FULL_MS = 2.0, 2.5
 AGAIN = 0.7  # share of that time that recomputing the layer adds
+# Bytes of each logit of TRL's tiles: written and read in 16 bits by each forward pass, and twice as often, with its
+# gradient, by the backward pass.
+TILE_FORWARD, TILE_BACKWARD = 4.0, 10.0
+# Where these take the place of the usual logits, layers move so many times the bytes of the constants above, whose part
+# for logits takes in some of it: dry probes of five families with adapters counted 1.3 to 1.6.
+LAYERS_ALONE = 1.45
 DEVICE_ERROR = 0.08  # relative standard deviation of the device's time
 # What a dry probe counts, held against the kernels of profiled micro batches of three models on an H200
 # (`benchmarks/counted_speed.py`): products that are not thin are faster than all products together; kernels that move
@@ -219,47 +227,72 @@ def _other_part(micro_s: float, part_s: float) -> float:
     return math.pow(micro_s**4 - part_s**4, 0.25)
 
 
-def estimate_step_time(model: ModelSpec, config: TrainConfig, host: Host = MEASURED_HOST) -> StepTimeEstimate | None:
-    """The time of a step on the reference card; None where `supported` is None, or for fp8 without compilation."""
+def estimate_step_time(
+    model: ModelSpec, config: TrainConfig, host: Host = MEASURED_HOST, objective: Objective = Objective.SFT
+) -> StepTimeEstimate | None:
+    """The time of a step on the reference card; None where `supported` is None, or for fp8 without compilation.
+
+    All tokens are taken to be trained on.
+    """
     sizes = supported(model, config)
     if sizes is None:
         return None
     if config.quantization == "fp8" and config.compile == "none":  # slower than bf16, so nobody chooses it
         return None
-    trained = memory_breakdown(model, config)
+    trained = memory_breakdown(model, config, objective=objective)
     assert trained is not None
-    return _step_time(sizes, config, host, trained)
+    return _step_time(sizes, rows_of(config, objective), host, trained, objective)
 
 
 @functools.lru_cache(maxsize=KEPT_ANSWERS)
-def _step_time(sizes: Sizes, config: TrainConfig, host: Host, trained: MemoryBreakdown) -> StepTimeEstimate:
+def _step_time(
+    sizes: Sizes, config: TrainConfig, host: Host, trained: MemoryBreakdown, objective: Objective
+) -> StepTimeEstimate:
     card: DeviceSpec = resolve_device(REFERENCE)
     full, compiled, tokens = config.method == "full", config.compile != "none", config.tokens
     again = 0.0 if config.checkpoint_every is None else math.ceil(sizes.layers / config.checkpoint_every) / sizes.layers
+    own, untrained = objective.passes  # that compute no gradients
+    passes = own + untrained
+    head, of_logits = _head(sizes, compiled, objective)
     # A multiply-add is two operations; forward, the gradient of the input, and in full fine-tuning that of the weight.
-    products = (6 if full else 4) * (sizes.linear_params + sizes.embedding) + 2 * again * sizes.linear_params
+    products = (6 if full else 4) * (sizes.linear_params + head) + 2 * again * sizes.linear_params
+    products += 2 * passes * (sizes.linear_params + head)
+    of_kept, _, of_base = COMPILED if compiled else EAGER
+    if objective is not Objective.SFT:
+        products += 2 * head  # which makes the logits anew for their gradients
+        of_kept *= LAYERS_ALONE
     if not full:
-        products += (6 + 2 * again) * sizes.adapter_params(config)
-    attention = 6 * config.seq_len * sizes.queries * sizes.layers * (1 + again / 3)
-    of_kept, of_logits, of_base = COMPILED if compiled else EAGER
+        products += (6 + 2 * again + 2 * own) * sizes.adapter_params(config)
+    attention = 6 * config.seq_len * sizes.queries * sizes.layers * (1 + (again + passes) / 3)
     adapted = len(sizes.adapted(config)) / len(sizes.matrices)
-    of_kept *= FULL + adapted * (1 - FULL)
-    moved = tokens * (of_kept * sizes.layers * kept_bytes(sizes, config) * (2 + again))
-    moved += tokens * of_logits * sizes.vocab
+    with_adapters = FULL + adapted * (1 - FULL)
+    moved = of_kept * sizes.layers * kept_bytes(sizes, config) * (with_adapters * (2 + again + own) + FULL * untrained)
+    moved = tokens * (moved + of_logits * sizes.vocab)
     if config.quantization == "nf4":  # unpacked for every product
-        moved += of_base * sizes.linear_params * (2 + again)
+        moved += of_base * sizes.linear_params * (2 + again + passes)
     rate = 1e12 * (products_tflops(card) or math.nan) * (FP8 if config.quantization == "fp8" else 1.0)
     bandwidth = 1e9 * (card.bandwidth_gb_s or math.nan)
-    issue_ms = FULL_MS + adapted * (HOST_MS["compiled" if compiled else "eager"] - FULL_MS)
-    issue_ms += NF4_MS if config.quantization == "nf4" else 0.0
+    unpacking_ms = NF4_MS if config.quantization == "nf4" else 0.0
+    issue_ms = FULL_MS + adapted * (HOST_MS["compiled" if compiled else "eager"] - FULL_MS) + unpacking_ms
+    issued_ms = issue_ms * (1 + AGAIN * (again + own)) + AGAIN * untrained * (FULL_MS + unpacking_ms)
     # Clipping reads the gradients; the optimizer reads and writes weights and state.
-    weights = trained.weights if full else trained.adapters
+    weights = trained.weights / (2 if objective.has_reference else 1) if full else trained.adapters
     stepped = (3 * trained.gradients + 2 * weights + 2 * trained.optimizer) * GIB
     return StepTimeEstimate(
         products_s=tokens * (products + attention) / rate,
         bytes_s=moved / bandwidth,
-        host_s=sizes.layers * issue_ms / 1000 * (1 + AGAIN * again) * host.scale,
+        host_s=sizes.layers * issued_ms / 1000 * host.scale,
         rest_s=stepped / bandwidth,
+        device_error=DEVICE_ERROR if objective is Objective.SFT else COUNTED_ERROR,
         host_error=host.error,
         side=math.cbrt(tokens * sizes.linear_params / (sizes.layers * len(sizes.matrices))),
     )
+
+
+def _head(sizes: Sizes, compiled: bool, objective: Objective) -> tuple[int, float]:
+    """The parameters of the head, and the bytes that are moved for each logit in all passes."""
+    if objective.num_labels is not None:
+        return 0, 0.0
+    if objective is Objective.SFT:
+        return sizes.embedding, (COMPILED if compiled else EAGER)[1]
+    return sizes.embedding, (TILE_FORWARD * (1 + sum(objective.passes)) + TILE_BACKWARD) / MOVED_SHARE

@@ -6,7 +6,8 @@ the workspaces of CUDA's kernels, is added by constants for each kernel, never f
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from accelerate.utils import convert_to_fp32
 from torch import nn
 
+from autotune.core.objective import Objective
 from autotune.core.probe_types import DryCount, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import MIB, gib
@@ -23,6 +25,7 @@ from autotune.probe.meta_device import cuda_on_meta
 from autotune.probe.model_settings import model_settings
 from autotune.probe.model_shape import truncate
 from autotune.probe.runtime.chunked_loss import chunked_loss
+from autotune.probe.runtime.labels import label_loss
 from autotune.probe.runtime.model_builder import (
     base_dtype,
     build,
@@ -48,7 +51,15 @@ def dry_probe(request: ProbeRequest) -> DryCount:
         raise ValueError("a rank of several GPUs is not counted")
     if config.quantization == "int8" and config.compile != "none":
         raise ValueError("what compiled layers of an int8 base hold is not known")
-    with cuda_on_meta(packed=config.packing, padded=config.has_mask and not config.packing):
+    rows = request.objective.rows_per_example * config.micro_batch_size
+    padded = config.padding == "masked" and rows > 1
+    with ExitStack() as stack:
+        stack.enter_context(cuda_on_meta(packed=config.packing, padded=padded))
+        if request.trainer == "trl":
+            from autotune.probe.dry_trl import in_16_bits, trl_on_meta
+
+            stack.enter_context(trl_on_meta(padded=padded))
+            request = replace(request, config=in_16_bits(config))
         return CountedStep(request, META, cuda_workspace).count(WORKSPACE)
 
 
@@ -60,7 +71,7 @@ class CountedStep:
     ) -> None:
         """Build the model. `workspace` says what the kernel of an operation allocates for itself."""
         self._request, self._config, self._device = request, request.config, device
-        settings = model_settings(request.config, request.model["model_type"])
+        settings = model_settings(request.config, request.model["model_type"], request.objective)
         shape = config_of(request.model)
         if request.depth is not None:
             truncate(shape, request.depth)
@@ -72,11 +83,23 @@ class CountedStep:
         self._model = to_train(self._base, settings, device)
         if not settings.adapters_in_fp32:
             _give_dtype(trained_parameters(self._model), base_dtype(settings))
-        self._loss = chunked_loss(self._base) if self._config.loss == "chunked" else None
+        self._loss: Callable[..., torch.Tensor] | None = None
+        if request.objective is Objective.CLASSIFICATION:
+            self._loss = label_loss
+        elif self._config.loss == "chunked" and request.trainer == "transformers":
+            self._loss = chunked_loss(self._base)
         if self._config.compile == "per_layer":
             if self._config.method == "lora":  # as in a real probe: the first layer is compiled as all others are
                 require_input_gradients(self._base)
             compile_for_count(decoder_layers(self._model))
+        self._by_trl = None
+        if request.trainer == "trl":
+            from autotune.probe.dry_trl import DryTrlStep
+
+            self._by_trl = DryTrlStep(request, self._base, self._model)
+            if self._by_trl.reference is not None:
+                self._counter.hold_module(self._by_trl.reference)
+                self._model_bytes = self._counter.live
         self._model.train()
         self._segment = ""
         self._segments: dict[str, int] = {}
@@ -152,20 +175,36 @@ class CountedStep:
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: self._enter(name))
 
-        embedding, head = self._base.get_input_embeddings(), self._base.get_output_embeddings()
+        def end_layers(hidden: torch.Tensor) -> None:
+            self._enter("forward_head")
+            begin_at(hidden, "backward_layers")
+
+        embedding = self._base.get_input_embeddings()
         embedding.register_forward_hook(lambda module, inputs, outputs: begin_at(outputs, "backward_inputs"))
-        head.register_forward_pre_hook(lambda module, inputs: self._enter("forward_head"))
-        head.register_forward_pre_hook(lambda module, inputs: begin_at(inputs[0], "backward_layers"))
+        # TRL takes the head's weights, and never calls it; one over labels has no common name.
+        if self._by_trl is not None or self._request.objective.num_labels is not None:
+            self._base.base_model.register_forward_hook(
+                lambda module, inputs, outputs: end_layers(outputs.last_hidden_state)
+            )
+        else:
+            self._base.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: end_layers(inputs[0]))
 
     def _batch(self) -> dict[str, torch.Tensor]:
+        if self._by_trl is not None:
+            return self._by_trl.batch()
         rows, length = self._config.micro_batch_size, self._request.longest.length
         names, config = ["input_ids", "labels"], self._config
         if config.has_mask:
             names.append("position_ids" if config.packing else "attention_mask")
-        return {name: torch.zeros(rows, length, dtype=torch.long, device=self._device) for name in names}
+        batch = {name: torch.zeros(rows, length, dtype=torch.long, device=self._device) for name in names}
+        if self._request.objective is Objective.CLASSIFICATION:
+            batch["labels"] = torch.zeros(rows, dtype=torch.long, device=self._device)
+        return batch
 
     def _forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """The loss of a micro batch, as Trainer and accelerate compute it."""
+        if self._by_trl is not None:
+            return self._by_trl.loss(batch)
         items = torch.ones((), dtype=torch.long, device=self._device)
         labels = batch.pop("labels") if self._loss is not None else None
         dtype = SIXTEEN_BITS.get(self._config.precision)

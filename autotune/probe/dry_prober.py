@@ -22,6 +22,7 @@ from typing import Any
 from autotune.core.errors import StorageError
 from autotune.core.files import cache_directory, write_atomic
 from autotune.core.lora_targets import ALL_LINEAR
+from autotune.core.objective import Objective
 from autotune.core.probe_types import DryCount, ModelShape, ProbeRequest
 from autotune.core.process import module_command
 from autotune.core.serialization import from_data, to_data
@@ -30,7 +31,7 @@ from autotune.prediction.depth_extrapolation import count_at_depth, counted_dept
 from autotune.probe.worker_process import child_environment
 
 DRY_VERSION = 7  # raised when a dry probe counts something else than before
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao")
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "trl")
 SHIPPED = "shipped_counts.json.gz"
 UNCOUNTED = ("loader_workers", "allocator", "num_gpus")  # knobs that leave what is counted as it is
 LONGEST_S = 300.0  # for one answer, the start of the process included
@@ -172,4 +173,6 @@ def key_of(request: ProbeRequest, versions: Sequence[str] = ()) -> str:
     """What must be equal for an answer to hold; one that is kept holds for the `versions` of libraries alone."""
     config = {name: value for name, value in request.config.as_dict().items() if name not in UNCOUNTED}
     about = [request.model, config, request.micro_steps, request.longest.length, request.depth]
+    if request.objective is not Objective.SFT:
+        about.append(request.objective)
     return digest_of([DRY_VERSION, *versions, *about])

@@ -84,7 +84,7 @@ def cuda_on_meta(*, packed: bool, padded: bool) -> Iterator[None]:
     ]
     with ExitStack() as stack:
         for owner, name, value in replacements:
-            stack.enter_context(_replaced(owner, name, value))
+            stack.enter_context(replaced(owner, name, value))
         stack.enter_context(torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.AutocastPrivateUse1))
         stack.callback(_casts.clear)
         if padded:
@@ -93,7 +93,8 @@ def cuda_on_meta(*, packed: bool, padded: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, the owner has another value under this name."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:

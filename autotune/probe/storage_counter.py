@@ -152,7 +152,7 @@ class StorageCounter(TorchDispatchMode):
         packet, name = func.overloadpacket, func.overloadpacket.__name__
         moved = num_bytes((args, out))
         if packet in flop_registry:
-            with_all_heads = _with_all_heads(args) if "attention" in name else args
+            with_all_heads = _with_all_heads(args) if "attention" in name else _without_dtypes(args)
             flops = flop_registry[packet](*with_all_heads, **kwargs, out_val=out)
             if "efficient_attention" in name:
                 name, flops = _of_positions(name, flops, args)
@@ -237,6 +237,11 @@ def _with_all_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
         else arg
         for arg in args
     )
+
+
+def _without_dtypes(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments without the dtype that a product may be asked for, of which torch's formulas know nothing."""
+    return tuple(arg for arg in args if not isinstance(arg, torch.dtype))
 
 
 def _references(args: tuple[Any, ...]) -> tuple[int, int, int]:

@@ -70,7 +70,7 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     probes_run_here = isinstance(target, Target)
     model = resolve_model(spec.model)
     if not probes_run_here:
-        _require_formula(spec.objective, model)
+        _require_formula(model)
     target = target if isinstance(target, Target) else Target(device=target)
     cpu_or_gpu = "cpu" if target.device.kind == "cpu" else "default"
     space = spec.space if isinstance(spec.space, SearchSpace) else SearchSpace.load(spec.space or cpu_or_gpu)
@@ -124,12 +124,11 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     return setup if shape is None else adapt_to_layers(setup, shape)
 
 
-def _require_formula(objective: str, model: ModelSpec) -> None:
-    """Raises UsageError for an objective, or a model, whose memory and speed only probes know."""
-    if objective != Objective.SFT or model.sees_images:
-        what = f"--objective {objective}" if objective != Objective.SFT else f"{model.short} takes images"
+def _require_formula(model: ModelSpec) -> None:
+    """Raises UsageError for a model whose memory and speed only probes know."""
+    if model.sees_images:
         raise UsageError(
-            f"{what}: no formula knows what it takes, only probes do",
+            f"{model.short} takes images: no formula knows what it takes, only probes do",
             remedy="use `autotune run` on a machine with the card, or with a larger one",
         )
 

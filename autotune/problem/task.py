@@ -141,8 +141,8 @@ class Task:
             return self._with_communication(config, waiting) if self.is_played(config) else waiting, 0.0
         if self.carried is None:
             return measurement, 0.0
-        is_known = self.workload.objective is Objective.SFT
-        by_formula = estimate_step_time(self.model, self.workload.at_mean(config)) if is_known else None
+        mean, objective = self.workload.at_mean(config), self.workload.objective
+        by_formula = estimate_step_time(self.model, mean, objective=objective)
         source = self.measured_on or self.device
         to_source = speed_transfer(resolve_device(REFERENCE), source, calibration=self.calibration)
         if by_formula is not None and to_source is not None:

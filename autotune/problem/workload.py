@@ -222,11 +222,17 @@ class Workload:
 
     def at_longest(self, config: TrainConfig) -> TrainConfig:
         """The configuration with the longest rows that occur as its length: what formulas of memory ask for."""
-        return _at_length(config, self.longest_row(config))
+        return _at_length(self.with_mask(config), self.longest_row(config))
 
     def at_mean(self, config: TrainConfig) -> TrainConfig:
         """The configuration with the mean length of padded rows as its length: what formulas of time ask for."""
-        return _at_length(config, max(1, round(self.tokens_per_row(config))))
+        return _at_length(self.with_mask(config), max(1, round(self.tokens_per_row(config))))
+
+    def with_mask(self, config: TrainConfig) -> TrainConfig:
+        """With the mask that TRL gives all rows, where that hides padding."""
+        padded = self.objective is not Objective.SFT and self.objective.trainers[0] == "trl"
+        padded = padded and (len(self.lengths.counts) > 1 or config.padding == "max_length")
+        return replace(config, padding="masked") if padded and config.padding != "masked" else config
 
     def padded_lengths(self, config: TrainConfig) -> tuple[int, ...]:
         """The lengths to the next of which rows are padded; () where it is the longest row of each micro batch."""

@@ -17,10 +17,11 @@ from functools import partial
 from typing import Any
 
 from autotune.catalog import NO_PRICE, describe_price
+from autotune.core.objective import Objective
 from autotune.core.pages import environment
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.planning.compare import ComparedCard, Comparison, Group, speed_interval, usd_interval
-from autotune.planning.device_estimate import ACCURACY, COUNTED, NOT_MEASURED
+from autotune.planning.device_estimate import NOT_MEASURED, how_sure
 from autotune.planning.plan import ONLY_BASELINE, ONLY_LEANEST
 from autotune.planning.rent_or_buy import Purse, buying_data, size_costs
 from autotune.problem.run_cost import FITS, TABLE_EXAMPLES
@@ -160,7 +161,10 @@ def _how_sure(comparison: Comparison) -> str:
     """What memory and speed come from."""
     needs = [card.least for group in comparison.groups for card in group.cards if card.least]
     counted = {need.memory is not None and need.memory.counted for need in needs}
-    how = [ACCURACY] * (counted != {True}) + [COUNTED] * (True in counted)
+    plans = (card.plan for group in comparison.groups for card in group.cards if card.plan)
+    objective = next((plan.task.workload.objective for plan in plans), Objective.SFT)
+    kinds = [False] * (counted != {True}) + [True] * (True in counted)
+    how = (how_sure(counted=kind, objective=objective) for kind in kinds)
     return "; where no formula covers a model, ".join(how)
 
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from itertools import islice
 
 from autotune.catalog import resolve_device
-from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.collectives import rank_step_time, traffic
@@ -41,7 +40,12 @@ def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterato
     fitting: dict[TrainConfig, tuple[RunShape, float]] = {}  # with the memory that it needs, in GiB
     for config in _candidates(task, current):
         shape = task.workload.run_shape(config)
-        need = breakdown_of(task.model, task.workload.at_longest(config), shape.probe_micro_steps)
+        need = breakdown_of(
+            task.model,
+            task.workload.at_longest(config),
+            shape.probe_micro_steps,
+            objective=task.workload.objective,
+        )
         if need is not None and need.peak_reserved_gib <= limit_gib:
             fitting[config] = shape, need.peak_reserved_gib
     yielded = {current}
@@ -66,8 +70,8 @@ def formula_speed(
     transfer: SpeedTransfer | None = None,
 ) -> float:
     """Useful tokens/s by formula, on the reference card or where `transfer` leads; 0 for what it does not know."""
-    time = estimate_step_time(task.model, task.workload.at_mean(config), host)
-    if time is None or task.workload.objective is not Objective.SFT:
+    time = estimate_step_time(task.model, task.workload.at_mean(config), host, task.workload.objective)
+    if time is None:
         return 0.0
     if transfer is not None:
         time = time.on(transfer)

@@ -134,7 +134,7 @@ class Session:
     ) -> Evaluator:
         """An evaluator of configurations for a task; its probes are stored under the name `study`."""
         # What the formula was measured with.
-        measured = task.trainer == "transformers" and task.workload.objective is Objective.SFT
+        measured = task.trainer == "transformers" or task.workload.objective is not Objective.SFT
         by_formula = task.device.kind != "cpu" and measured
         return Evaluator(
             self.prober,
@@ -151,7 +151,8 @@ class Session:
 
 def _breakdown(task: Task, config: TrainConfig, micro_steps: int) -> MemoryBreakdown | None:
     """What a probe of a configuration needs, by formula. For a played rank that is without NCCL."""
-    found = breakdown_of(task.model, config, micro_steps)
+    objective = task.workload.objective
+    found = breakdown_of(task.model, task.workload.with_mask(config), micro_steps, objective=objective)
     return replace(found, nccl=0.0) if found is not None and task.is_played(config) else found
 
 

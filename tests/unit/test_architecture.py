@@ -45,6 +45,7 @@ CHILD = (
     "device_rates",
     "dry",
     "dry_compile",
+    "dry_trl",
     "dry_worker",
     "fault_injection",
     "harness",

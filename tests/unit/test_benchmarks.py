@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autotune.core.probe_types import DryCount
-from autotune.planning.device_estimate import ACCURACY, COUNTED
+from autotune.planning.device_estimate import ACCURACY, COUNTED, OF_OBJECTIVES
 from autotune.planning.several_gpus import BASIS
 from autotune.prediction.depth_extrapolation import count_at_depth
 from autotune.prediction.transfer import OF_MEMORY
@@ -137,6 +137,17 @@ SAID = [
         "check_examples",
         "{by_reason[objective]} train by another objective, and {by_reason[no count]} could not be counted",
     ),
+    ("plan_objectives", "against the same {configs} configurations of the other objectives"),
+    (
+        "plan_objectives",
+        "would be {as_sft_error_median:.0%} too high in the median and {as_sft_error_max:.0%} at worst",
+    ),
+    ("plan_objectives", "was {error_max:.1%} off at worst at the first comparison; the count of TRL's own step is"),
+    ("plan_objectives", "step is {counted_error_max:.1%} off at worst"),
+    (
+        "plan_objectives",
+        "are {time_error_median:.0%} off in the median and {time_error_max:.0%} at worst, and all {time_inside} lie in",
+    ),
     ("plan_speed", "Of {rows} speeds that others published of A100s, {excluded} cannot be expressed."),
     ("plan_speed", "{device_bound_inside:.0%} of the others lie in their range, which is at most"),
     ("plan_speed", "at most {device_bound_half_width_max:.0%} wide on either side."),
@@ -212,6 +223,7 @@ def test_a_summary_follows_from_its_rows(name: str, monkeypatch: pytest.MonkeyPa
         ("plan_speed", None),
         ("plan_world", None),
         ("counted_ranks", None),
+        ("plan_objectives", None),
         ("projection", None),
         ("transfer", None),
     ],
@@ -223,7 +235,7 @@ def test_rows_follow_from_what_was_measured(
     options = ["--rows", str(BENCHMARKS / "data" / measured), "--seconds", "0"] if measured else []
     options = ["compare"] if name == "transfer" else options
     options = ["--counted", str(BENCHMARKS / "results" / f"{name}.json")] if name == "counted_ranks" else options
-    if name == "plan_memory":
+    if name in ("plan_memory", "plan_objectives"):
         options += ["--counted", str(BENCHMARKS / "results" / f"{name}.json")]
     monkeypatch.setattr(sys, "argv", [name, *options, "--out", str(tmp_path)])
     program(name, monkeypatch).main()
@@ -314,6 +326,16 @@ def test_plan_says_how_accurate_it_is() -> None:
     assert text.format(**RESULTS["plan_memory"]["summary"]) in ACCURACY.replace(" %", "%")
 
 
+def test_plans_of_other_objectives_say_how_accurate_they_are() -> None:
+    text = (
+        "within {error_max:.1%} of {configs} trainings for dpo, kto, reward and classification on an H100 (five models,"
+    )
+    text += " LoRA, nothing recomputed); speed by another, {time_error_median:.0%} off in the median of these and"
+    text += " {time_error_max:.0%} at worst"
+    found = RESULTS["plan_objectives"]["summary"]
+    assert found["models"] == 5 and text.format(**found) in OF_OBJECTIVES.replace(" %", "%")
+
+
 def test_plan_says_how_accurate_counts_are() -> None:
     said = COUNTED.replace(" %", "%")
     counted = "{device_bound_counted_error_median:.1%} off in the median of {models} dense models on an H200"
@@ -354,6 +376,7 @@ def test_the_documents_say_which_versions_were_measured() -> None:
     of_data = {
         "check_examples",
         "counted_ranks",
+        "plan_objectives",
         "plan_published",
         "plan_speed",
         "plan_world",

@@ -69,6 +69,7 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
         UsageError: a part of the spec is unknown or impossible, or no formula covers it.
         NothingFits: no configuration of the space surely fits.
     """
+    from autotune.core.objective import Objective
     from autotune.planning.device_estimate import how_known, planned_device
     from autotune.planning.observations import known_observations
     from autotune.planning.plan import LITTLE_KNOWN, estimate_named_configs, plan_data
@@ -83,7 +84,8 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
         if as_json:
             print_json([result.data() for result in results])
         else:
-            print(f"{device.label}. {how_known(calibration_of(spec, device), device)}.")
+            objective = Objective(spec.objective)
+            print(f"{device.label}. {how_known(calibration_of(spec, device), device, objective=objective)}.")
             print_table(None, dict(COLUMNS), [result.cells() for result in results])
         return
     made = make_plan(spec, device=device, observations=observations, say=print_note, counted=True)

@@ -452,7 +452,7 @@ def counted(
     """Dry probes that need so many GiB, or refuse; what they are asked for is noted."""
     work: Any = {"flops": {"mm": 10**14}, "moved_bytes": {"other": 10**11}, "operations": 2000}
 
-    def answer(model: object, config: TrainConfig, micro_steps: int) -> DryAnswer:
+    def answer(model: object, config: TrainConfig, *_: object) -> DryAnswer:
         asked.append(config)
         peak = gib(config)
         if refuses(config):

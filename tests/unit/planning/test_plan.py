@@ -13,6 +13,7 @@ import pytest
 from autotune.catalog import list_devices, resolve_device, resolve_model
 from autotune.cli.commands import plan as command
 from autotune.core.errors import NothingFits, UsageError
+from autotune.core.objective import Objective
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.planning.device_estimate import (
@@ -25,6 +26,7 @@ from autotune.planning.device_estimate import (
 )
 from autotune.planning.observations import Observation, known_observations, published_observations
 from autotune.planning.plan import (
+    BATCHES,
     Plan,
     distinguishable,
     estimate_named_configs,
@@ -37,7 +39,7 @@ from autotune.planning.plan import (
     table_cells,
 )
 from autotune.prediction import memory_formula, step_time
-from autotune.prediction.memory_formula import CONTEXT_GIB
+from autotune.prediction.memory_formula import CONTEXT_GIB, memory_breakdown
 from autotune.prediction.transfer import speed_transfer
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.search_space import SearchSpace
@@ -486,3 +488,23 @@ def test_a_plan_starts_no_torch(tmp_path: Path) -> None:
 def test_several_gpus_have_a_plan_of_their_own() -> None:
     with pytest.raises(UsageError, match="this plans one GPU, not 2"):
         plan(StudySpec(model="mistral-7b", gpu="h100", pins={"num_gpus": 2}))
+
+
+@pytest.mark.parametrize("objective", list(Objective)[1:])
+def test_trainings_for_other_objectives_are_planned(objective: Objective) -> None:
+    """The table of what fits has their rows too, and none that cannot be trained."""
+    made, next_token = planned(task("h100", objective=objective)), planned(task("h100"))
+    assert made.best is not None and made.baseline.memory is not None and next_token.baseline.memory is not None
+    assert made.task.workload.objective is objective and made.best.tokens_per_s
+    config = made.baseline.config
+    alone = memory_breakdown(made.task.model, made.task.workload.at_longest(config), 2, objective=objective)
+    assert made.baseline.memory == alone != next_token.baseline.memory
+    tables = memory_tables(made)
+    sizes = {cell.micro_batch_size for cells in tables.values() for cell in cells}
+    assert sizes == set(BATCHES) - ({1} if objective is Objective.KTO else set())
+    full, of_next_token = (
+        next(cell for cell in found["full fine-tuning, bf16_mixed, adamw_torch_fused"] if cell.micro_batch_size == 2)
+        for found in (tables, memory_tables(next_token))
+    )
+    more = full.recomputed.need_gib / of_next_token.recomputed.need_gib
+    assert 1.2 < more < 1.3 if objective.has_reference else 0.9 < more < 1.0

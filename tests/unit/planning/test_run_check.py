@@ -12,6 +12,7 @@ import yaml
 
 from autotune.catalog import ModelSpec, list_devices, resolve_device, resolve_model
 from autotune.cli.check_text import edits_text, lines, verdict
+from autotune.core.objective import Objective
 from autotune.core.probe_types import DryCount
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
@@ -65,9 +66,9 @@ def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bases of 8 bits are not counted here unless a test says what they need: each count takes seconds."""
     count = counted_memory._answer
 
-    def answer(model: ModelSpec, config: TrainConfig, micro_steps: int) -> DryAnswer:
+    def answer(model: ModelSpec, config: TrainConfig, *asked: Any) -> DryAnswer:
         is_int8 = config.quantization == "int8"
-        return DryAnswer(refused="Not here.") if is_int8 else count(model, config, micro_steps)
+        return DryAnswer(refused="Not here.") if is_int8 else count(model, config, *asked)
 
     monkeypatch.setattr(counted_memory, "_answer", answer)
 
@@ -714,7 +715,7 @@ def test_what_cannot_be_counted_has_no_bounds(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(counted_memory, "_answer", lambda *what: asked.append(what) or DryAnswer(refused="no"))
     gpt2 = resolve_model("gpt2")
     assert memory_bounds(gpt2, replace(RUN, accumulation=1)) is None
-    assert asked[0] == (gpt2, RUN.config, 1)
+    assert asked[0] == (gpt2, RUN.config, 1, Objective.SFT)
     assert check_run(context(model=gpt2), RUN) is None
     monkeypatch.setattr(counted_memory, "_answer", lambda *what: DryAnswer(refused="It has \x1bno layers."))
     assert counted_memory.no_count(gpt2, RUN.config, 2) == "It has ?no layers"

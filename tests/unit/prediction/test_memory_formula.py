@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from autotune.catalog import list_models, resolve_model
+from autotune.core.objective import Objective
 from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
@@ -20,8 +21,11 @@ from autotune.prediction.memory_formula import (
     Sizes,
     kept_bytes,
     kept_factors,
+    live_logits,
     memory_breakdown,
     moving_bytes,
+    rows_of,
+    step_moments,
     unsupported,
 )
 from tests.unit.prediction.test_sharded_memory import truncated
@@ -439,3 +443,67 @@ def test_temporary_tensors_by_hand() -> None:
     }
     pure = 4 * 14336 + 3 * 4096
     assert of == {"mixed": pure + 4 * 14336, "pure": pure, "nf4": pure, "compiled": 8 * 14336 + 6 * 4096}
+
+
+def of(objective: Objective, model: str = "mistral-7b", **knobs: Any) -> Any:
+    found = memory_breakdown(resolve_model(model), TrainConfig(**knobs), objective=objective)
+    assert found is not None
+    return found
+
+
+def test_a_pair_has_two_rows() -> None:
+    pairs, answers = of(Objective.DPO, micro_batch_size=4), of(Objective.KTO, micro_batch_size=8)
+    assert pairs == answers
+    scores, labels = of(Objective.REWARD, micro_batch_size=4), of(Objective.CLASSIFICATION, micro_batch_size=8)
+    assert scores == labels
+
+
+def test_the_untrained_model_is_a_copy_where_all_is_trained() -> None:
+    full, lora = {"method": "full"}, {"method": "lora"}
+    assert of(Objective.DPO, **full).weights == 2 * of(Objective.SFT, **full).weights
+    assert of(Objective.KTO, **lora).weights == of(Objective.SFT, **lora).weights
+
+
+def test_a_head_over_labels_leaves_out_that_over_the_vocabulary() -> None:
+    """Of Mistral its own, 2 bytes each; Gemma's is the embedding, which stays."""
+    saved = of(Objective.SFT).weights - of(Objective.REWARD).weights
+    assert saved == pytest.approx(2 * 32768 * 4096 / GIB)
+    assert of(Objective.SFT, "gemma-2b").weights == of(Objective.REWARD, "gemma-2b").weights
+    assert of(Objective.CLASSIFICATION, checkpointing="full").logits == 0
+
+
+def test_trl_makes_one_tile_of_logits_at_a_time() -> None:
+    """Of 4,096 tokens and 32,768 words in 16 bits; copies of hidden states, and gradients in 32 bits and in 16."""
+    knobs = {"seq_len": 4096, "lora_targets": "q_v", "checkpointing": "full"}
+    tile, hidden = 2 * 4096 * 32768, 4096 * 4096
+    for rows, knob in ((2, {"micro_batch_size": 1}), (4, {"micro_batch_size": 2})):
+        model, config = resolve_model("mistral-7b"), TrainConfig(**knobs | knob)
+        sizes = Sizes.of(model)
+        assert sizes is not None
+        doubled = rows_of(config, Objective.DPO)
+        assert (doubled.micro_batch_size, doubled.loss) == (rows, "chunked")
+        logits = live_logits(doubled, sizes.vocab, Objective.DPO)
+        assert logits == 4096 * 32768
+        moments = step_moments(sizes, doubled, 1, 4, 2, logits, accumulates=True, objective=Objective.DPO)
+        assert moments["forward"][2] == tile + 2 * rows * hidden
+        assert moments["head"][2] == tile + (2 + 6) * rows * hidden
+
+
+def test_gradients_of_a_trained_head_are_in_32_bits() -> None:
+    """And then cast, if it is in 16 bits; a head in 32 bits is cast tile by tile."""
+    model, head = resolve_model("mistral-7b"), 32768 * 4096
+    for precision, cast, base_bytes in (("bf16_pure", 6, 2), ("bf16_mixed", 4, 4)):
+        config = TrainConfig(method="full", precision=precision, micro_batch_size=1, seq_len=64, loss="chunked")
+        sizes, hidden = Sizes.of(model), 64 * 4096
+        assert sizes is not None
+        moments = step_moments(sizes, config, 1, 4, base_bytes, 64 * 32768, accumulates=True, objective=Objective.KTO)
+        casts = 2 * (32768 + 64) * 4096 if base_bytes == 4 else 0
+        assert moments["forward"][2] == 2 * 64 * 32768 + base_bytes * hidden + casts
+        assert moments["head"][2] - moments["forward"][2] == cast * (head + hidden)
+
+
+def test_adapters_on_a_quantised_base_are_in_16_bits_under_trl() -> None:
+    kinds = (Objective.SFT, Objective.DPO, Objective.CLASSIFICATION)
+    sft, dpo, labels = (of(one, quantization="nf4").adapters for one in kinds)
+    assert dpo == sft / 2 and labels == sft
+    assert of(Objective.DPO).adapters == of(Objective.SFT).adapters

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from autotune.catalog import resolve_model
+from autotune.core.objective import Objective
 from autotune.core.probe_types import DryCount, KernelTimes
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
@@ -328,3 +329,25 @@ def test_counted_work_by_hand(method: str, weights_gib: float) -> None:
     for knobs in ({"precision": "fp32"}, {"quantization": "int8"}, {"quantization": "fp8"}):  # at another rate
         assert counted_step_time(TrainConfig(**knobs), count) is None
     assert counted_step_time(TrainConfig(), replace(count, flops=count.flops | {"grouped_mm_fallback": 1})) is None
+
+
+def test_each_forward_pass_without_gradients_takes_its_share() -> None:
+    """DPO's untrained model computes once, KTO's twice, and the trained one once more: on device and host."""
+    model, config = resolve_model("mistral-7b"), TrainConfig(**LARGE)
+    times = {
+        one: estimate_step_time(model, replace(config, micro_batch_size=8 // one.rows_per_example), objective=one)
+        for one in Objective
+    }
+    found = {one: time for one, time in times.items() if time is not None}
+    assert len(found) == len(times)
+    host = {one: time.host_s / 32 * 1000 for one, time in found.items()}
+    plain, bare, again = host[Objective.CLASSIFICATION], 0.7 * 2.5, 0.7 * 6.0  # of passes without adapters and with
+    assert host[Objective.REWARD] == pytest.approx(plain)
+    assert host[Objective.DPO] - plain == pytest.approx(bare)
+    assert host[Objective.KTO] - plain == pytest.approx(2 * bare + again)
+    products = {one: time.products_s for one, time in found.items()}
+    assert products[Objective.REWARD] == products[Objective.CLASSIFICATION] < products[Objective.SFT]
+    # 6 of a micro batch whose layers are recomputed become 8, and 12 (of both heads a little more).
+    assert 1.3 < products[Objective.DPO] / products[Objective.REWARD] < 1.4
+    assert 1.4 < products[Objective.KTO] / products[Objective.DPO] < 1.6
+    assert all(found[one].device_error > found[Objective.SFT].device_error for one in list(Objective)[1:])

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
@@ -330,3 +331,15 @@ def test_rows_of_a_step_are_dealt_out_where_that_changes_anything() -> None:
         assert not workload.deals(config)
         assert workload._draw(config) == replace(workload, dealt=False)._draw(config)
     assert not replace(workload, lengths=Lengths.constant(100)).deals(pair)
+
+
+@pytest.mark.parametrize("objective", list(Objective))
+def test_trl_gives_rows_that_differ_a_mask(objective: Objective) -> None:
+    """Rows of one length have one where all are padded to `seq_len`. train.py has its own way, and so has sft."""
+    masked = objective in (Objective.DPO, Objective.KTO, Objective.REWARD)
+    kinds = (HALVES.lengths, Lengths.constant(300))
+    several, one = (Workload(lengths=lengths, objective=objective) for lengths in kinds)
+    assert several.at_longest(TWO).padding == several.at_mean(TWO).padding == ("masked" if masked else TWO.padding)
+    assert one.at_longest(TWO) == replace(TWO, seq_len=300)
+    padded = replace(TWO, padding="max_length")
+    assert one.at_mean(padded).padding == ("masked" if masked else "max_length")

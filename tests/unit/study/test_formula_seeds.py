@@ -99,7 +99,7 @@ def test_a_space_with_too_many_configurations_is_bounded_to_the_nearest(monkeypa
     monkeypatch.setattr(module, "MAX_CONFIGS", 60)
     asked: list[TrainConfig] = []
 
-    def counted(model: object, config: TrainConfig, micro_steps: int) -> object:
+    def counted(model: object, config: TrainConfig, micro_steps: int, **_: object) -> object:
         asked.append(config)
         return memory_breakdown(resolve_model("mistral-7b"), config, micro_steps)
 
@@ -115,13 +115,13 @@ def test_a_space_with_too_many_configurations_is_bounded_to_the_nearest(monkeypa
 def test_a_speed_by_formula_is_of_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four micro batches of eight rows of 512 tokens, 2 s each, and 4 s for the rest: 16,384 tokens in 12 s."""
     known, case = StepTimeEstimate(products_s=1.0, bytes_s=1.0, host_s=0.0, rest_s=4.0), task()
-    monkeypatch.setattr(module, "estimate_step_time", lambda model, config, host: known)
+    monkeypatch.setattr(module, "estimate_step_time", lambda *asked: known)
     shape = case.workload.run_shape(HERE)
     assert formula_speed(case, HERE, shape) == pytest.approx(16_384 / 12)
     # Products at a quarter of the speed, bytes at half: 4 s and 2 s, and the rest moves bytes.
     slower = SpeedTransfer(products=0.25, bytes=0.5, error=0.1)
     assert formula_speed(case, HERE, shape, transfer=slower) == pytest.approx(16_384 / (4 * 6 + 8))
-    monkeypatch.setattr(module, "estimate_step_time", lambda model, config, host: None)
+    monkeypatch.setattr(module, "estimate_step_time", lambda *asked: None)
     assert formula_speed(case, HERE, shape) == 0.0
 
 

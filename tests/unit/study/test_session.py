@@ -15,12 +15,15 @@ import pytest
 from autotune.catalog import resolve_device
 from autotune.core.errors import EnvironmentProblem, TooManyFailures, UsageError
 from autotune.core.nvml import GpuInfo
+from autotune.core.objective import Objective
 from autotune.core.probe_types import ModelShape, Outcome, ProbeRequest, ProbeResult, Rung
+from autotune.prediction.memory_formula import memory_breakdown
 from autotune.prediction.transfer import SpeedTransfer
 from autotune.problem.setup import Setup
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import Target
 from autotune.problem.task import Task
+from autotune.problem.workload import Workload
 from autotune.study import session as session_module
 from autotune.study.decomposition import WHOLE
 from autotune.study.optimizer import Optimizer
@@ -417,11 +420,19 @@ def test_the_formula_is_asked_for_what_it_was_measured_with() -> None:
     terms = ProbeTerms(memory_gib=80.0, headroom=0.05)
     with Session(URL, Path("logs"), "cpu") as session:
         known = []
-        for changes in ({}, {"device": resolve_device("cpu")}, {"trainer": "trl"}):
+        answers = Workload(objective=Objective.DPO)
+        for changes in (
+            {},
+            {"device": resolve_device("cpu")},
+            {"trainer": "trl"},
+            {"trainer": "trl", "workload": answers},
+        ):
             evaluator = session.evaluator(subject_of(**changes), terms, study="one", shape=None)
             known.append(evaluator.formula(BASELINE, 2) is not None)
             assert not evaluator.shallow_only and evaluator.request(BASELINE).memory_gib == 80.0
-    assert known == [True, False, False]
+        of_answers = evaluator.formula(BASELINE, 2)
+    assert known == [True, False, False, True]
+    assert of_answers == memory_breakdown(subject_of().model, BASELINE, 2, objective=Objective.DPO)
 
 
 def test_preparing_a_dataset_is_said_not_to_count() -> None:

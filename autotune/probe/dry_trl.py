@@ -1,0 +1,119 @@
+"""TRL's own training step on the meta device, for a dry probe: the loss of a micro batch by the trainer that trains.
+
+What TRL asks its device for is answered without one: numbers that it only reports, and its Triton kernels, of which
+only what they read and write is counted.
+"""
+
+import copy
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import trl.kernels.chunked_logprob as tiles
+import trl.trainer.utils
+from accelerate import PartialState
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autotune.core.probe_types import ProbeRequest
+from autotune.core.train_config import TrainConfig
+from autotune.probe.harness import random_rows
+from autotune.probe.meta_device import replaced
+from autotune.probe.runtime.lean_trainer import training_arguments
+from autotune.probe.trl_trainer import examples_of, trl_trainer
+
+META = torch.device("meta")
+
+
+class DryTrlStep:
+    """The micro batch of a request and its loss, as TRL's trainer for the objective makes them.
+
+    `reference` is the untrained model where all weights are trained, None elsewhere.
+    """
+
+    reference: nn.Module | None = None
+
+    def __init__(self, request: ProbeRequest, base: nn.Module, model: nn.Module) -> None:
+        """Give the model to TRL's trainer, which changes it as it does in a run."""
+        config, objective = request.config, request.objective
+        if objective.has_reference and config.method == "full":
+            self.reference = copy.deepcopy(base).requires_grad_(False).eval()
+        settings = training_arguments(config, accumulation=request.micro_steps, on_cpu=True)
+        settings |= {"max_length": config.seq_len, "max_steps": 1}
+        settings |= {"gradient_checkpointing": False, "optim": "adamw_torch"}  # both are set up elsewhere
+        rows = random_rows(request.longest, 2, torch.Generator(), packing=False, trained_share=request.trained_share)
+        with tempfile.TemporaryDirectory() as scratch, META:  # where TRL's copy of new adapters goes, too
+            settings |= {"output_dir": scratch}
+            self._trainer = trl_trainer(_OnMeta, model, settings, rows, rows, objective, self.reference)
+        self._examples = list(examples_of(rows, objective))
+        self._model = self._trainer.accelerator.prepare_model(model)
+
+    def batch(self) -> dict[str, torch.Tensor]:
+        """The tensors of a micro batch."""
+        return {name: tensor.to(META) for name, tensor in self._trainer.data_collator(self._examples).items()}
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The loss of a micro batch."""
+        loss: torch.Tensor = self._trainer.compute_loss(self._model, batch)
+        return loss
+
+
+class _OnMeta:
+    """Mixed in before a trainer, has it work on the meta device, where its model is already."""
+
+    accelerator: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator as for a CPU, and move it."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        PartialState().device = self.accelerator.state.device = META
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        pass
+
+
+def in_16_bits(config: TrainConfig) -> TrainConfig:
+    """The configuration with bf16 for fp16, which accelerate refuses without a GPU: both take as much."""
+    knobs = config.as_dict()
+    return TrainConfig(**knobs | {"precision": "bf16_mixed"}) if config.precision == "fp16_mixed" else config
+
+
+@contextmanager
+def trl_on_meta(*, padded: bool) -> Iterator[None]:
+    """Inside, TRL works on the meta device as it does on CUDA; a mask hides the end of some `padded` rows."""
+    with ExitStack() as stack:
+        stack.enter_context(replaced(trl.trainer.utils, "_use_triton", lambda device: True))
+        for name, function in (
+            ("_use_triton", lambda device: False),
+            ("_forward_tile", lambda tile, *_, **__: tile.amax(-1)),  # the kernel reads the tile
+            ("_backward_tile", lambda tile, *_, **__: tile.neg_()),  # it reads and writes it
+            ("_addmm_fp32", _add_product),
+        ):
+            stack.enter_context(replaced(tiles, name, function))
+        stack.enter_context(_Answers(padded))
+        yield
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """What CUDA does: the sum is in 32 bits, and no factor is cast."""
+    if left.dtype is torch.float32:
+        total.addmm_(left, right)
+    else:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+
+
+class _Answers(TorchDispatchMode):
+    """Answers where code looks at a number: whether a mask is true everywhere, and 1 for what TRL reports."""
+
+    def __init__(self, padded: bool) -> None:
+        super().__init__()
+        self._padded = padded
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return not self._padded if args[0].dtype is torch.bool else 1.0 if args[0].is_floating_point() else 1
+        return func(*args, **(kwargs or {}))
