@@ -6,6 +6,7 @@ from datetime import date
 
 from autotune.catalog import NO_PRICE, describe_price
 from autotune.cli.plan_text import memory_terms, speed_text
+from autotune.core.objective import Objective
 from autotune.core.units import DASH, fmt_gib, fmt_hours, fmt_usd
 from autotune.planning.device_estimate import how_known
 from autotune.planning.foreign_config import FP32_BASE
@@ -19,7 +20,8 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
     checked, run = report.checked, report.checked.run
     yield "", verdict(report)
     batch = "one micro batch" if run.accumulation == 1 else f"{run.accumulation:,} micro batches"
-    yield "file", f"{report.file.name} ({run.format}): {run.model}, {run.config.label()}, {batch} a step"
+    trains = f"{run.format}, {run.objective}" if run.objective is not Objective.SFT else run.format
+    yield "file", f"{report.file.name} ({trains}): {run.model}, {run.config.label()}, {batch} a step"
     yield "memory", f"{memory_terms(checked.estimate)}; the peak is in the {checked.bounds.reported.phase} pass"
     if report.fix:
         needs = "fits, with" if report.fix.state == FITS else "may fit, with"

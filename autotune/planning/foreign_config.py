@@ -2,7 +2,7 @@
 
 Nothing of the file is run or looked up. What the file leaves out is the tool's own default, from the sources of TRL
 1.16, Axolotl 0.18 and LLaMA-Factory 0.9.5. Where memory or speed depend on something that no knob expresses, the result
-has a note. A run of another kind, such as preference tuning, is refused.
+has a note. A run for an objective that no probe trains for is refused.
 """
 
 import json
@@ -17,6 +17,7 @@ from autotune.core.errors import UsageError
 from autotune.core.files import load_data, read_user_text, read_user_yaml
 from autotune.core.knobs import KNOBS, check_value
 from autotune.core.lora_targets import ALL_LINEAR, target_modules
+from autotune.core.objective import NOT_OFFERED, Objective
 from autotune.core.train_config import TrainConfig
 from autotune.export.keys import default_of, key_of
 from autotune.prediction.memory_formula import Sizes
@@ -32,7 +33,7 @@ TOOLS = ("trl", "axolotl", "llamafactory", V1)
 _FLAGS = dict.fromkeys((True, "true", "yes", "on", "1", "auto"), True)  # auto: what a recent GPU supports
 _FLAGS |= dict.fromkeys((False, "false", "no", "off", "0"), False)
 _TRAINING = "pass the YAML that you train with, of TRL, Axolotl or LLaMA-Factory"
-_REMEDY = "pass the file of a supported run: supervised, LoRA or full, of a checkpoint that is not quantised"
+_REMEDY = "pass the file of a supported run: sft, dpo, kto or reward, LoRA or full, of a base that is not quantised"
 FP32_BASE = (
     "What is frozen and not quantised stays in float32, TRL's default for dtype: 2 bytes a parameter more than in"
     " bfloat16, and slower; `dtype: bfloat16` avoids that."
@@ -45,8 +46,9 @@ class ForeignConfig:
     """A fine-tuning run as another tool's YAML describes it.
 
     `format` is one of TOOLS. `model` and `dataset` are names or paths as written, several datasets with commas between.
-    `num_gpus` is None where the file does not say, `epochs` where `max_steps` decides. `max_examples` are those of all
-    datasets together. `notes`, a sentence each: what memory or speed depend on and `config` lacks, or what was assumed.
+    The micro batch counts examples, which have two rows each for some objectives. `num_gpus` is None where the file
+    does not say, `epochs` where `max_steps` decides. `max_examples` are those of all datasets together. `notes`, a
+    sentence each: what memory or speed depend on and `config` lacks, or what was assumed.
     """
 
     format: str
@@ -59,6 +61,7 @@ class ForeignConfig:
     max_examples: int | None
     dataset: str | None
     notes: tuple[str, ...]
+    objective: Objective = Objective.SFT
     values: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -113,14 +116,16 @@ def parse(values: dict[str, Any], tool: str) -> ForeignConfig:
     return replace(_read(_File(values=values, notes=[]), tool), values=values)
 
 
-def read_file(path: Path) -> ForeignConfig:
-    """The run that a file of TRL, Axolotl or LLaMA-Factory describes.
+def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
+    """The run that a file of TRL, Axolotl or LLaMA-Factory describes; `objective` is what only TRL's command says.
 
     Raises UsageError if there is none, and as `parse`.
     """
     values = _load(path)
     tool = _tool_of(path, values)
     values |= _of_deepspeed(path, values.get("deepspeed"))
+    if objective is not None and tool == "trl":
+        values["objective"] = objective
     try:
         return parse(values, tool)
     except _Refused as refusal:
@@ -289,10 +294,13 @@ def _read(file: _File, tool: str) -> ForeignConfig:
     model = file.text(model_key, default=_default(tool, "model") or "")
     if not model:
         raise _Refused(model_key, "is missing", "say which model is trained")
+    objective = {"trl": _of_trl, "axolotl": _of_axolotl, "llamafactory": _of_llamafactory}.get(tool, _of_sft)(file)
     knobs = {"trl": _trl, "axolotl": _axolotl, "llamafactory": _llamafactory, V1: _llamafactory_v1}[tool](file)
     if tool != "trl" and file.has(*_table("noted")["own_loss"]):
         knobs["loss"] = "full"  # it replaces one that is fused
-    file.note(knobs["loss"] == "chunked" and tool != "trl", "fused_loss")
+    if objective is not Objective.SFT:
+        knobs |= _for_objective(file, tool, objective, packing=knobs["packing"])
+    file.note(knobs["loss"] == "chunked" and tool != "trl" and objective is Objective.SFT, "fused_loss")
     if knobs["method"] == "lora":
         knobs |= _adapters(file, tool)
     elif knobs["quantization"] != "none":
@@ -308,7 +316,8 @@ def _read(file: _File, tool: str) -> ForeignConfig:
     samples = file.whole("max_samples", default=0, most=MAX_COUNT)  # of each dataset
     double_quant = file.flag(tool_key(tool, "double_quant"), default=bool(_default(tool, "double_quant")))
     seq_len = file.whole(tool_key(tool, "seq_len"), "max_seq_length", default=_default(tool, "seq_len"))
-    knobs["padding"] = "max_length" if _fills_rows(file, tool, seq_len) else "longest"
+    padded = "longest" if objective is Objective.SFT else "masked"  # the trainers for pairs give all rows a mask
+    knobs["padding"] = "max_length" if _fills_rows(file, tool, seq_len) else padded
     gpus = _table("data_parallel") + _table("parallel")
     return ForeignConfig(
         format=tool,
@@ -320,8 +329,77 @@ def _read(file: _File, tool: str) -> ForeignConfig:
         max_steps=max_steps if max_steps > 0 else None,
         max_examples=samples * max(1, len(datasets)) or None,
         dataset=",".join(datasets) or None,
+        objective=objective,
         notes=tuple(dict.fromkeys(file.notes)),
     )
+
+
+def _of_sft(file: _File) -> Objective:
+    if file.has("pref_loss", "pref_beta"):
+        key = file.get("pref_loss", "pref_beta")[0]
+        raise _Refused(key, "it trains by pairs: no probe trains for them as version 1 does", _REMEDY)
+    return Objective.SFT
+
+
+def _of_trl(file: _File) -> Objective:
+    """What the file trains for: as the user said, or by keys that only one of TRL's trainers reads."""
+    if file.has("objective"):
+        return Objective(file.text("objective"))
+    losses = file.names("loss_type")
+    for name, known in _table("objective_losses").items():
+        if losses and set(losses) <= set(known):
+            return Objective(name)
+    if losses:
+        raise _Refused("loss_type", f"no trainer of TRL that is supported has {_shown(', '.join(losses))}", _REMEDY)
+    for name, keys in _table("objective_keys").items():
+        if file.has(*keys):
+            return Objective(name)
+    for key in ("beta", "max_prompt_length"):
+        if file.has(key):
+            reason = "only the command says whether it trains for dpo, kto or another objective"
+            raise _Refused(key, reason, "give --objective dpo, kto or reward")
+    return Objective.SFT
+
+
+def _of_axolotl(file: _File) -> Objective:
+    named = file.text("rl")
+    if file.flag("reward_model"):
+        return Objective.REWARD
+    return _known_objective("rl", named, _table("rl")) if named else Objective.SFT
+
+
+def _of_llamafactory(file: _File) -> Objective:
+    objective = _known_objective("stage", file.text("stage", default="sft"), _table("stages"))
+    loss = file.text("pref_loss", default="sigmoid")
+    if objective is Objective.DPO and loss in ("orpo", "simpo"):
+        raise _Refused("pref_loss", f"no probe trains for {loss}", _REMEDY)
+    return objective
+
+
+def _known_objective(key: str, name: str, known: dict[str, str]) -> Objective:
+    if name not in known:
+        why = NOT_OFFERED.get(name, "no probe trains for it")
+        raise _Refused(key, f"{_shown(name)}, another objective than {', '.join(sorted(known))}: {why}", _REMEDY)
+    return Objective(known[name])
+
+
+def _for_objective(file: _File, tool: str, objective: Objective, *, packing: bool) -> dict[str, Any]:
+    """Knobs that another objective than the next token decides, and notes on what its trainer does otherwise."""
+    if packing:
+        key = tool_key(tool, "packing")
+        raise _Refused(key, f"rows of {objective} are not packed", "switch it off")
+    if objective is Objective.KTO and tool != "llamafactory" and _whole(file, tool, "micro_batch_size") < 2:
+        key = tool_key(tool, "micro_batch_size")
+        raise _Refused(key, "TRL compares the answers of a micro batch for KTO, which takes two", "write 2 or more")
+    whole = tool == "llamafactory" or (tool == "axolotl" and objective is not Objective.REWARD)
+    if whole and objective is Objective.REWARD:
+        file.note(True, "value_head")
+    elif whole:
+        file.note(True, "whole_logits", tool="LLaMA-Factory" if tool == "llamafactory" else "Axolotl's TRL 1.8")
+    for key in _table("other_references"):
+        file.note(file.has(key), "other_reference", key=key)
+    file.note(file.flag("precompute_ref_log_probs"), "precomputed")
+    return {"loss": "chunked", "packing": False}
 
 
 def _accumulation(file: _File, tool: str, micro_batch: int) -> int:
@@ -459,8 +537,6 @@ def _trl(file: _File) -> dict[str, Any]:
     dtype = file.text("dtype", "torch_dtype", default="float32").removeprefix("torch.")
     if dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise _Refused("dtype", f"auto, bfloat16, float16 or float32 is needed, not {_shown(dtype)}")
-    if file.text("loss_type", default="nll") not in ("nll", "chunked_nll", "dft"):
-        raise _Refused("loss_type", _table("preferences"), _REMEDY)
     if "max_length" in file.values and file.get("max_length", "max_seq_length")[1] is None:
         raise _Refused("max_length", "nothing is cut off then", "write how many tokens the longest example has")
     precision = _precision(False, file.flag("bf16", default=not fp16), fp16)
@@ -485,7 +561,7 @@ def _trl(file: _File) -> dict[str, Any]:
     file.note(offload and checkpointing == "none", "less_memory", key="activation_offloading")
     file.note(more.flag("selective"), "more_memory", key="selective")
     file.note(file.text("accelerate_config").startswith(("fsdp", "zero")), "sharded")
-    file.note(True, "chunked_loss")
+    file.note(_of_trl(file) is Objective.SFT, "chunked_loss")
     return {
         "method": "lora" if lora else "full",
         "precision": precision,
@@ -541,8 +617,6 @@ def _llamafactory(file: _File) -> dict[str, Any]:
     if not file.flag("do_train"):
         raise _Refused("do_train", "is not true, so that LLaMA-Factory trains nothing", "add `do_train: true`")
     stage = file.text("stage", default="sft")
-    if stage not in ("sft", "pt"):
-        raise _Refused("stage", f"{_shown(stage)}: {_table('preferences')}", _REMEDY)
     method = file.text("finetuning_type", default="lora")
     if method not in ("lora", "full"):
         raise _Refused("finetuning_type", f"lora or full is supported, not {_shown(method)}", _REMEDY)
@@ -587,7 +661,7 @@ def _llamafactory_v1(file: _File) -> dict[str, Any]:
     if any(
         re.search(r"(?:^|[^a-z])(?:dpo|rm|reward)(?:[^a-z]|$)", name.lower()) for name in file.names("train_dataset")
     ):
-        raise _Refused("train_dataset", f"its name says pairs: {_table('preferences')}", _REMEDY)
+        raise _Refused("train_dataset", "it names pairs: no probe trains for them as version 1 does", _REMEDY)
     adapter, bits = file.text("peft_config"), file.whole("quantization_bit", default=4)
     if adapter not in ("", "lora"):
         raise _Refused("peft_config", f"lora or none is supported, not {_shown(adapter)}", _REMEDY)

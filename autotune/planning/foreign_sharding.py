@@ -9,6 +9,7 @@ from typing import Any
 from autotune.catalog import ModelSpec
 from autotune.core.files import load_data
 from autotune.core.knobs import KNOBS
+from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
 from autotune.prediction.sharded_memory import MAX_LIVE, Stack, breakdown_of
@@ -58,6 +59,9 @@ def shared_out(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreig
     run = replace(run, num_gpus=gpus or run.num_gpus)
     named = strategy_of(run.values)
     strategy = named or ("ddp" if gpus else None)
+    if run.objective is not Objective.SFT and number > 1:
+        note = load_data("autotune.planning", "foreign_keys")["notes"]["one_gpu"].format(objective=run.objective)
+        return replace(run, notes=(*run.notes, note))
     if number == 1 or strategy is None or number not in KNOBS["num_gpus"].choices:
         return run
     said = run.values.get("dp_replicate_size")

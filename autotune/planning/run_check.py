@@ -15,6 +15,7 @@ from autotune.catalog.models import shaped_like
 from autotune.core.errors import UsageError
 from autotune.core.knobs import KNOBS
 from autotune.core.lora_targets import ALL_LINEAR
+from autotune.core.objective import Objective
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
@@ -100,11 +101,16 @@ def check(
     Raises UsageError if file, model or card cannot be read or are unknown, or if it is not known what the run needs.
     """
     options = dict(options or {})
-    run = read_file(file)
+    run = read_file(file, options.get("objective"))
     device = planned_device(options.get("gpu") or "auto")
     name = options.get("model") or run.model
     model, assumption = find_model(name)
     run = shared_out(for_model(run, model), model, options.pop("gpus", None))
+    if options.get("objective") not in (None, run.objective):
+        raise UsageError(
+            f"{file} trains for {run.objective}, not {options['objective']}", remedy="leave --objective out"
+        )
+    options["objective"] = str(run.objective)
     spec = make_spec(None, options | {"gpu": device.option, "model": model.name if assumption else name})
     task, warnings = _task(spec, device, run, say)
     context = CheckContext(
@@ -150,7 +156,7 @@ def check(
 
 def _why(context: CheckContext, run: ForeignConfig) -> str:
     """Why what a run needs cannot be counted."""
-    return no_count(context.model, context.at_longest(run.config), min(run.accumulation, 2))
+    return no_count(context.model, context.at_longest(run.config), min(run.accumulation, 2), run.objective)
 
 
 def find_model(name: str) -> tuple[ModelSpec, str | None]:
@@ -215,13 +221,15 @@ def _alike(config: TrainConfig) -> TrainConfig:
 def _faster(task: Task, spec: StudySpec, context: CheckContext, run: ForeignConfig) -> Faster | None:
     """The fastest configuration that fits and learns the same; with full rows where the lengths are not known.
 
-    None where the run is counted, since to count a whole space would take minutes, and on several GPUs.
+    None where the run is counted, since to count a whole space would take minutes, on several GPUs, and for other
+    objectives than the next token, whose loops differ from tool to tool.
     """
     config, workload = run.config, context.workload
     lengths_known = workload.lengths.source != "assumed"
     if not lengths_known:
         workload = replace(workload, lengths=Lengths.constant(config.seq_len, "assumed"))
-    if config.num_gpus > 1 or unsupported(context.model, _alike(config)):
+    by_formula = not unsupported(context.model, _alike(config))
+    if config.num_gpus > 1 or run.objective is not Objective.SFT or not by_formula:
         return None
     checked = check_run(replace(context, workload=workload), run)
     tokens_per_s = checked.estimate.tokens_per_s if checked else None
@@ -328,6 +336,7 @@ def report_data(report: CheckReport) -> dict[str, Any]:
     return {
         "file": str(report.file),
         "format": run.format,
+        "objective": run.objective,
         "model": context.model.name,
         "device": context.device.name,
         "own_card": context.device.given,

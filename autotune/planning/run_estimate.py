@@ -150,10 +150,10 @@ def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
     """What a run needs at least and at most; None where no formula covers the model and it cannot be counted."""
     config, steps, sizes = run.config, min(run.accumulation, 2), Sizes.of(model)
     known = replace(_checkpoints_on_gpu(config), dora=False)  # DoRA takes more; how much was not measured
-    low = high = memory_of(model, known, steps, stack_of(run))
+    low = high = memory_of(model, known, steps, stack_of(run), objective=run.objective)
     is_int8 = config.quantization == "int8"
     if is_int8 and low is None:
-        low = high = memory_of(model, replace(known, quantization="nf4"), steps)
+        low = high = memory_of(model, replace(known, quantization="nf4"), steps, objective=run.objective)
     if low is None or high is None:
         return None
     if sizes is None or (is_int8 and low.counted):
@@ -212,7 +212,7 @@ def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | 
     if FP32_BASE in run.notes and Sizes.of(context.model) is None:
         return None  # what its casts take is not counted
     steps, host = min(run.accumulation, 2), host_of(context.calibration)
-    step_time = step_time_of(context.model, _checkpoints_on_gpu(config), steps, host)
+    step_time = step_time_of(context.model, _checkpoints_on_gpu(config), steps, host, run.objective)
     if step_time is None:
         return None
     cast = _cast_s(context.model, run)

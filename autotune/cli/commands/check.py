@@ -14,7 +14,7 @@ from autotune.core.text import printable
 from autotune.study.storage.location import EVIDENCE
 
 
-@with_study_options(*LENGTHS, *CARD)
+@with_study_options("objective", *LENGTHS, *CARD)
 def check_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The YAML that TRL, Axolotl or LLaMA-Factory reads.")],
     gpu: Gpu = None,

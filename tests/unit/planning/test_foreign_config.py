@@ -10,6 +10,7 @@ import yaml
 from autotune.catalog import resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.files import MAX_BYTES
+from autotune.core.objective import Objective
 from autotune.core.train_config import TrainConfig
 from autotune.export import tool_file
 from autotune.planning.foreign_config import FP32_BASE, LOGITS_COPY, V1, ForeignConfig, for_model, parse, read_file
@@ -494,14 +495,17 @@ def test_what_needs_no_note(read):
 # --- what is refused
 
 
-PREFERENCES = "only supervised fine-tuning is supported; pairs, rewards or reference models would not be counted"
+PAIRS = "no probe trains for them as version 1 does"
 QUANTISED = "a quantised base is trained by adapters alone"
 REFUSED = {
-    ("llamafactory", "stage: dpo"): f"'dpo': {PREFERENCES}",
+    ("llamafactory", "stage: ppo"): "'ppo', another objective than dpo, kto, pt, rm, sft: its answers are generated"
+    " while it trains, which no probe does",
     ("llamafactory", "finetuning_type: freeze"): "lora or full is supported, not 'freeze'",
     ("llamafactory", "quantization_bit: 3"): "4 or 8 is supported, not 3",
     ("llamafactory", "do_train: false"): "is not true, so that LLaMA-Factory trains nothing",
-    ("axolotl", "rl: dpo"): PREFERENCES,
+    ("axolotl", "rl: orpo"): "'orpo', another objective than dpo, ipo, kto: no probe trains for it",
+    ("axolotl", "process_reward_model: true"): "it trains by another objective than sft, dpo, kto and reward, which no"
+    " probe does",
     ("axolotl", "adapter: llama-adapter"): "lora, qlora or none is supported, not 'llama-adapter'",
     ("axolotl", "adapter: qlora"): "Axolotl refuses qlora without load_in_4bit: true",
     ("axolotl", "lora_r:"): "is missing, and has no default",
@@ -509,15 +513,15 @@ REFUSED = {
     (V1, "peft_config: {name: freeze}"): "lora or none is supported, not 'freeze'",
     (V1, "peft_config: lora"): "keys with values are needed, not 'lora'",
     (V1, "model_class: cls"): "llm alone is supported; other heads are not counted",
-    (V1, "train_dataset: data/v1_dpo_demo.yaml"): f"its name says pairs: {PREFERENCES}",
-    (V1, "pref_beta: 0.2"): PREFERENCES,
+    (V1, "train_dataset: data/v1_dpo_demo.yaml"): f"it names pairs: {PAIRS}",
+    (V1, "pref_beta: 0.2"): f"it trains by pairs: {PAIRS}",
     (V1, "quant_config: {name: gptq}"): "bnb with 4 or 8 bits is supported, not 'gptq', 4",
     ("axolotl", "diffusion: {eps: 0.1}"): "it trains by another objective than the next token, which is not supported",
     ("axolotl", "max_packed_sequence_len: 2048"): "Axolotl no longer takes it",
     ("llamafactory", "mixture_of_depths: convert"): "it is not supported",
     ("llamafactory", "sequence_parallel: true"): "Megatron splits the model in its own way, which is not supported",
-    ("trl", "beta: 0.1"): PREFERENCES,
-    ("trl", "loss_type: sigmoid"): PREFERENCES,
+    ("trl", "beta: 0.1"): "only the command says whether it trains for dpo, kto or another objective",
+    ("trl", "loss_type: grpo"): "no trainer of TRL that is supported has 'grpo'",
     ("trl", "max_length: null"): "nothing is cut off then",
     ("trl", "dtype: int8"): "auto, bfloat16, float16 or float32 is needed, not 'int8'",
     ("trl", "model_name_or_path:"): "is missing",
@@ -836,3 +840,52 @@ def test_dropout_above_zero_stays_above_zero(read, written, share):
         f"lora_dropout: {written}\n"
     )
     assert run.config.lora_dropout == share
+
+
+# (tool, lines, objective, a part of its notes), of the tools' own examples
+OTHERS: list[tuple[str, str, str, str]] = [
+    ("trl", "loss_type: ipo", "dpo", ""),
+    ("trl", "precompute_ref_log_probs: true", "dpo", "computed before training"),
+    ("trl", "desirable_weight: 1.0", "kto", ""),
+    ("trl", "center_rewards_coefficient: 0.01", "reward", ""),
+    ("axolotl", "rl: ipo", "dpo", "Axolotl's TRL 1.8 makes the logits of all rows at once"),
+    ("axolotl", "rl: kto", "kto", "the run needs more memory than estimated"),
+    ("axolotl", "reward_model: true", "reward", ""),
+    ("axolotl", "rl: dpo\nrl_adapter_ref_model: true", "dpo", "rl_adapter_ref_model is not counted"),
+    ("llamafactory", "stage: dpo\npref_beta: 0.1\npref_loss: sigmoid", "dpo", "LLaMA-Factory makes the logits of all"),
+    ("llamafactory", "stage: kto", "kto", "LLaMA-Factory makes the logits of all"),
+    ("llamafactory", "stage: rm", "reward", "keeps the head over the vocabulary"),
+]
+
+
+@pytest.mark.parametrize(("tool", "lines", "objective", "note"), OTHERS)
+def test_a_file_for_another_objective_is_read(tool: str, lines: str, objective: str, note: str) -> None:
+    """All that trains it otherwise than today's TRL is in a note; a run of which nothing is left out has none."""
+    values = yaml.safe_load(LORA[tool]) | yaml.safe_load(lines) | {"per_device_train_batch_size": 2}
+    values = {key: value for key, value in values.items() if key not in ("packing", "sample_packing", "neat_packing")}
+    run, plain = parse(values, tool), parse(values | dict.fromkeys(yaml.safe_load(lines)), tool)
+    assert run.objective is Objective(objective) and plain.objective is Objective.SFT
+    assert (run.config.padding, run.config.loss, run.config.packing) == ("masked", "chunked", False)
+    assert any(note in one for one in run.notes)
+    counted = tool == "trl" or (tool == "axolotl" and objective == "reward")
+    assert run.needs_more is not counted or plain.needs_more
+
+
+def test_pairs_are_neither_packed_nor_single_answers_of_kto() -> None:
+    values = yaml.safe_load(LORA["axolotl"]) | {"rl": "kto", "sample_packing": True}
+    with pytest.raises(UsageError, match="rows of kto are not packed"):
+        parse(values, "axolotl")
+    with pytest.raises(UsageError, match="TRL compares the answers of a micro batch for KTO"):
+        parse(values | {"sample_packing": False, "micro_batch_size": 1}, "axolotl")
+    values = yaml.safe_load(LORA["llamafactory"]) | {"stage": "dpo", "pref_loss": "simpo"}
+    with pytest.raises(UsageError, match="no probe trains for simpo"):
+        parse(values, "llamafactory")
+
+
+def test_the_command_of_trl_says_what_its_file_may_not(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(LORA["trl"] + "beta: 0.1\n")
+    assert read_file(file, "dpo").objective is Objective.DPO
+    with pytest.raises(UsageError) as caught:
+        read_file(file)
+    assert caught.value.remedy == "give --objective dpo, kto or reward"

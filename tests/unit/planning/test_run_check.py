@@ -12,12 +12,13 @@ import yaml
 
 from autotune.catalog import ModelSpec, list_devices, resolve_device, resolve_model
 from autotune.cli.check_text import edits_text, lines, verdict
+from autotune.core.errors import UsageError
 from autotune.core.objective import Objective
 from autotune.core.probe_types import DryCount
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
 from autotune.planning import counted_memory
-from autotune.planning.device_estimate import COUNTED, device_limit_gib
+from autotune.planning.device_estimate import COUNTED, OF_OBJECTIVES, device_limit_gib
 from autotune.planning.fixes import FixSearch, edited
 from autotune.planning.foreign_config import FP32_BASE, LOGITS_COPY, V1, ForeignConfig, for_model
 from autotune.planning.observations import published_observations
@@ -875,3 +876,44 @@ def test_the_command_has_what_was_given_of_the_examples(answer: Callable[..., Ch
         "8 --tokens-per-example 2048 --examples 2000",
     ]
     assert "--set rslora=True --set quantization=nf4 --set double_quant=True --set precision=bf16_mixed" in commands[3]
+
+
+# --- other objectives
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "objective"),
+    [
+        ("loss_type", "sigmoid", Objective.DPO),
+        ("desirable_weight", 1.0, Objective.KTO),
+        ("center_rewards_coefficient", 0.01, Objective.REWARD),
+    ],
+)
+def test_a_file_of_trl_for_another_objective_needs_what_its_formula_says(
+    answer: Callable[..., CheckReport], key: str, value: object, objective: Objective
+) -> None:
+    found = answer(changed(TRL_7B, **{key: value, "dtype": "bfloat16"}), "h100")
+    run, bounds = found.checked.run, found.checked.bounds
+    assert run.objective is objective is found.context.workload.objective
+    assert run.config.padding == "masked" and found.faster is None
+    steps = min(run.accumulation, 2)
+    assert bounds.least == bounds.most == memory_breakdown(found.context.model, run.config, steps, objective=objective)
+    assert report_data(found)["objective"] == objective and report_data(found)["how_sure"] == OF_OBJECTIVES
+    assert found.checked.estimate.tokens_per_s
+
+
+def test_axolotls_answers_need_more_than_is_counted(answer: Callable[..., CheckReport]) -> None:
+    """Its TRL makes all logits: on a card with room it is too close to tell, on one that lacks the rest it is not."""
+    text = changed(AXOLOTL, rl="dpo", sample_packing=False)
+    found = answer(text, "h200")
+    assert found.checked.bounds.most is None and found.checked.state == TIGHT and "dpo" in printed(found)
+    assert answer(text, "t4").checked.state == OOM
+    assert answer(changed(AXOLOTL, reward_model=True, sample_packing=False), "h200").checked.state == FITS
+    with pytest.raises(UsageError, match="trains for dpo, not kto"):
+        answer(text, "h200", objective="kto")
+
+
+def test_several_gpus_are_not_counted_for_answers(answer: Callable[..., CheckReport]) -> None:
+    found = answer(changed(AXOLOTL, rl="kto", sample_packing=False), "h200", gpus=4)
+    assert found.checked.run.config.num_gpus == 1
+    assert any(note.startswith("Several GPUs are not counted for kto") for note in found.notes)
