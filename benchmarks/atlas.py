@@ -123,7 +123,8 @@ def markdown(entries: Sequence[Entry], models: Sequence[ModelSpec], cards: Seque
     lines = [
         "# Atlas",
         "",
-        f"Tokens/s, and USD for 1,000 samples, of all {len(models)} models of the catalogue on {len(cards)} cards.",
+        f"Tokens/s, and USD for 1,000 samples, of all {len(models)} models of the catalogue that take text alone, on",
+        f"{len(cards)} cards.",
         "[atlas.html](atlas.html) sorts and filters the same, and shows memory, range and configuration of each",
         "cell; it needs no network. `autotune compare` answers for other lengths, batches and cards, and",
         "`autotune run` measures. `python benchmarks/atlas.py` writes both pages.",
@@ -216,12 +217,16 @@ def html_prices(cards: Sequence[DeviceSpec]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", help="some models of the catalogue instead of all", metavar="NAME")
+    parser.add_argument("--models", nargs="+", help="some models instead of all that take text alone", metavar="NAME")
     parser.add_argument("--cards", nargs="+", default=CARDS, metavar="GPU")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     args = parser.parse_args()
-    models = list(map(resolve_model, args.models)) if args.models else list(list_models())
+    models = (
+        list(map(resolve_model, args.models))
+        if args.models
+        else [model for model in list_models() if not model.sees_images]
+    )
     models.sort(key=lambda model: (model.params or 0, model.name))
     cards = list(map(resolve_device, args.cards))
     entries = make_atlas([model.name for model in models], [card.name for card in cards], args.processes)

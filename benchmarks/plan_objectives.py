@@ -1,8 +1,9 @@
 """Compare what `autotune plan --objective` estimates with whole models that were measured for each objective.
 
-The measurements are those of `objectives`, made on an H100 before the formula knew of other objectives than the next
-token: peaks of memory, and times of a step of four micro batches. A dry probe counts the same trainings, by the steps
-of the same trainers. `as_sft_error` is what the formula of the next token says for as many rows.
+The measurements are those of `objectives`: peaks of memory, and times of a step of four micro batches. The formulas
+had been made by others of the same models, on an H100, with half as many rows of half as many tokens and nothing
+recomputed. A dry probe counts the same trainings, by the steps of the same trainers. `as_sft_error` is what the
+formula of the next token says for as many rows.
 
 Transformers 5.17, which measured, gave Gemma 2 torch's attention and left its cap of the scores out; later versions
 refuse that. Its counts are made so too. No GPU is needed.
@@ -11,10 +12,12 @@ refuse that. Its counts are made so too. No GPU is needed.
 import argparse
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common import RESULTS, save, table
+from objectives import LENGTH, MICROS, ROWS
 
 from autotune.catalog import ModelSpec, resolve_device, resolve_model
 from autotune.core.objective import Objective
@@ -24,7 +27,7 @@ from autotune.prediction.memory_formula import memory_breakdown
 from autotune.prediction.step_time import UNKNOWN_HOST, estimate_step_time
 from autotune.prediction.transfer import REFERENCE, interval, speed_transfer
 
-CARD, MICROS, ROWS, LENGTH, MICRO_STEPS = "h100", 4, 8, 512, 2  # as of `objectives`
+MICRO_STEPS = 2  # of a probe
 COLUMNS = ["model", "objective", "peak_gib", "error", "counted_error", "as_sft_error", "time_error", "time_inside"]
 
 
@@ -45,11 +48,12 @@ def main() -> None:
 def compare(row: dict[str, Any], counts: dict[tuple[str, str], float]) -> dict[str, Any]:
     """What was measured, and how far the formulas and the count are off."""
     model, objective = resolve_model(row["model"]), Objective(row["objective"])
-    config = TrainConfig(micro_batch_size=ROWS // objective.rows_per_example, seq_len=LENGTH, checkpointing="none")
+    as_rows = TrainConfig(micro_batch_size=ROWS, seq_len=LENGTH, checkpointing="full")
+    config = replace(as_rows, micro_batch_size=ROWS // objective.rows_per_example)
     memory = memory_breakdown(model, config, MICRO_STEPS, objective=objective)
-    as_sft = memory_breakdown(model, TrainConfig(micro_batch_size=ROWS, seq_len=LENGTH, checkpointing="none"))
+    as_sft = memory_breakdown(model, as_rows)
     step = estimate_step_time(model, config, UNKNOWN_HOST, objective)
-    transfer = speed_transfer(resolve_device(REFERENCE), resolve_device(CARD))
+    transfer = speed_transfer(resolve_device(REFERENCE), resolve_device(row["fingerprint"]["device"]))
     assert memory and as_sft and step and transfer
     step, peak = step.on(transfer), row["peak_gib"]
     step_s = MICROS * step.micro_s + step.rest_s

@@ -229,6 +229,7 @@ def _check() -> Any:
         **{name: info.annotation for name, info in _change().model_fields.items()},
         file=str,
         format=str,
+        objective=str,
         model=str,
         device=str,
         own_card=Text,

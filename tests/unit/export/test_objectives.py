@@ -55,12 +55,6 @@ def test_an_objective_has_its_trainer_and_what_that_can_do(objective: str, train
     assert task.model_key != sft.model_key
 
 
-@pytest.mark.parametrize("objective", OTHERS)
-def test_no_formula_knows_another_objective(objective: Objective) -> None:
-    with pytest.raises(UsageError, match=f"--objective {objective}: no formula knows"):
-        set_up(StudySpec(model="demo-3m", gpu="a10", objective=str(objective)), resolve_device("a10"))
-
-
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(UsageError, match="dpo is trained by trl"):
         StudySpec(model="demo-3m", objective="dpo", trainer="transformers")

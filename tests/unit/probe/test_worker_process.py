@@ -185,6 +185,7 @@ def test_a_worker_is_asked_to_end_before_it_is_killed(monkeypatch: pytest.Monkey
     made = WorkerProcess.__new__(WorkerProcess)
     process = Process(ends_at, said)
     made._process = process  # type: ignore[assignment]
+    made._killed = False
     made._channel = SimpleNamespace(close=lambda: said.append("closed"))  # type: ignore[assignment]
     made._scratch = SimpleNamespace(close=lambda: said.append("removed"))  # type: ignore[assignment]
 
@@ -194,9 +195,12 @@ def test_a_worker_is_asked_to_end_before_it_is_killed(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(worker_process.os, "killpg", killpg)
     made.close()
-    asked = [(41, signal.SIGTERM), ("wait", 3.0)]
-    killed = [(41, signal.SIGKILL), ("wait", 3.0)] if ends_at == signal.SIGKILL else []
-    assert said == ["closed", *asked, *killed, (41, signal.SIGKILL), ("wait", None), "removed"]
+    end = [(41, signal.SIGKILL), ("wait", None), "removed"]
+    assert said == ["closed", (41, signal.SIGTERM), ("wait", 3.0), *end]
+    said.clear()
+    made.kill()
+    made.close()
+    assert said == [(41, signal.SIGKILL), "closed", *end]
     said.clear()
     made.dump_stacks()
     assert said == [signal.SIGUSR1] and made.pid == 41 and made.wait_for_exit(0.5) == -ends_at
