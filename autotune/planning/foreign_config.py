@@ -123,9 +123,10 @@ def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
     """
     values = _load(path)
     tool = _tool_of(path, values)
+    values.pop("objective", None)  # which is no key of any tool
     values |= _of_deepspeed(path, values.get("deepspeed"))
     if objective is not None and tool == "trl":
-        values["objective"] = objective
+        values["objective"] = _of_command(objective)
     try:
         return parse(values, tool)
     except _Refused as refusal:
@@ -133,6 +134,14 @@ def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
         of_key = re.compile(rf"\s*['\"]?{re.escape(refusal.key)}['\"]?\s*:")
         line = next((f":{number}" for number, text in enumerate(lines, 1) if of_key.match(text)), "")
         raise UsageError(f"{path}{line}: {refusal}", remedy=refusal.remedy) from None
+
+
+def _of_command(objective: str) -> str:
+    """What a command of TRL trains for. Raises UsageError for what none does."""
+    known = [str(one) for one in Objective if "trl" in one.trainers]
+    if objective not in known:
+        raise UsageError(f"no command of TRL trains for {_shown(objective)}", remedy=f"give {', '.join(known)}")
+    return objective
 
 
 def _of_deepspeed(path: Path, named: Any) -> dict[str, Any]:
@@ -362,7 +371,7 @@ def _of_trl(file: _File) -> Objective:
 
 
 def _of_axolotl(file: _File) -> Objective:
-    named = file.text("rl")
+    named = file.text("rl") if file.has("rl") else ""
     if file.flag("reward_model"):
         return Objective.REWARD
     return _known_objective("rl", named, _table("rl")) if named else Objective.SFT
@@ -388,7 +397,8 @@ def _for_objective(file: _File, tool: str, objective: Objective, *, packing: boo
     if packing:
         key = tool_key(tool, "packing")
         raise _Refused(key, f"rows of {objective} are not packed", "switch it off")
-    if objective is Objective.KTO and tool != "llamafactory" and _whole(file, tool, "micro_batch_size") < 2:
+    compares = tool != "llamafactory" and file.names("loss_type") != ("apo_zero_unpaired",)  # answers and prompts
+    if objective is Objective.KTO and compares and _whole(file, tool, "micro_batch_size") < 2:
         key = tool_key(tool, "micro_batch_size")
         raise _Refused(key, "TRL compares the answers of a micro batch for KTO, which takes two", "write 2 or more")
     whole = tool == "llamafactory" or (tool == "axolotl" and objective is not Objective.REWARD)

@@ -12,6 +12,7 @@ from typing import Any
 
 from autotune.catalog import resolve_device
 from autotune.core.errors import UsageError
+from autotune.core.objective import Objective
 from autotune.core.parallelism import FSDP2, STRATEGIES, Parallelism
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
@@ -195,6 +196,10 @@ def plan_spec(
     if spec.configs:
         raise UsageError(
             "--gpus plans a search space, and the spec names configurations", remedy="leave out one of them"
+        )
+    if spec.objective != Objective.SFT:
+        raise UsageError(
+            f"--objective {spec.objective} was not tried on several GPUs", remedy="leave out --gpus, or plan for sft"
         )
     counts, hosts, hours, device = parse_gpus(numbers), parse_nodes(nodes), parse_within(within), planned_device(gpu)
     network_gb_s = parse_network(network)

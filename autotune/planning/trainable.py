@@ -11,6 +11,7 @@ from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price, list_models, resolve_model
 from autotune.core.errors import UsageError
+from autotune.core.objective import Objective
 from autotune.core.probe_types import Evidence
 from autotune.core.text import printable
 from autotune.planning.compare import DEPENDENT, QUIET_S, ComparedCard, compare_card
@@ -134,6 +135,8 @@ def trainable(
 
     `say` gets progress. Raises UsageError where the memory of the card is not known or nothing can be planned for it.
     """
+    if spec.objective != Objective.SFT:
+        raise UsageError(f"--objective {spec.objective} is planned for one model", remedy="say which with --model")
     models = tuple(models or sizes())
     limit_gib, last = limit_of(spec, device), time.monotonic()
     entries: list[Entry] = []

@@ -76,6 +76,10 @@ def compare_command(
     form = "json" if json_ else format_ or BY_SUFFIX.get(out.suffix.lower() if out else "", "table")
     if form not in ("table", *FORMATS):
         raise UsageError(f"there is no format {form!r}", remedy=f"use one of table, {', '.join(FORMATS)}")
+    if form not in ("table", "json") and (sizes or buy) and not html:
+        raise UsageError(
+            f"{form} shows neither --sizes nor --buy", remedy="add --html FILE for a page with them, or take --json"
+        )
     own_card = _own_card(owned, owned_usd, owned_hours, usd_per_kwh)
     purse = None if buy is None else Purse(budget_usd=buy, usd_per_kwh=usd_per_kwh, hours_per_week=hours_per_week)
     numbers, names = parse_sizes(sizes), gpus or (within(buy) if buy else [])
@@ -96,7 +100,10 @@ def compare_command(
     if unmet := made.unmet():
         raise NothingFits(unmet, remedy=made.remedy())
     if purse is not None and not any(purchases(group, purse) for group in made.groups):
-        raise NothingFits(f"nothing that surely fits costs at most {fmt_usd(buy)}", remedy="allow more, or rent")
+        raise NothingFits(
+            f"of nothing that surely fits is it known that it costs at most {fmt_usd(buy)}",
+            remedy="allow more, or rent; `autotune gpus` has the prices of cards, where they are known",
+        )
 
 
 def _own_card(name: str | None, usd: float | None, hours: float, usd_per_kwh: float) -> "Owned | None":

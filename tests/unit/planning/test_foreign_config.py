@@ -845,6 +845,7 @@ def test_dropout_above_zero_stays_above_zero(read, written, share):
 # (tool, lines, objective, a part of its notes), of the tools' own examples
 OTHERS: list[tuple[str, str, str, str]] = [
     ("trl", "loss_type: ipo", "dpo", ""),
+    ("trl", "loss_type: [sigmoid, bco_pair, sft]", "dpo", ""),
     ("trl", "precompute_ref_log_probs: true", "dpo", "computed before training"),
     ("trl", "desirable_weight: 1.0", "kto", ""),
     ("trl", "center_rewards_coefficient: 0.01", "reward", ""),
@@ -875,8 +876,12 @@ def test_pairs_are_neither_packed_nor_single_answers_of_kto() -> None:
     values = yaml.safe_load(LORA["axolotl"]) | {"rl": "kto", "sample_packing": True}
     with pytest.raises(UsageError, match="rows of kto are not packed"):
         parse(values, "axolotl")
+    single = values | {"sample_packing": False, "micro_batch_size": 1}
     with pytest.raises(UsageError, match="TRL compares the answers of a micro batch for KTO"):
-        parse(values | {"sample_packing": False, "micro_batch_size": 1}, "axolotl")
+        parse(single, "axolotl")
+    assert parse(single | {"rl": False}, "axolotl").objective is Objective.SFT
+    alone = yaml.safe_load(LORA["trl"]) | {"packing": False, "per_device_train_batch_size": 1}
+    assert parse(alone | {"loss_type": "apo_zero_unpaired"}, "trl").config.micro_batch_size == 1
     values = yaml.safe_load(LORA["llamafactory"]) | {"stage": "dpo", "pref_loss": "simpo"}
     with pytest.raises(UsageError, match="no probe trains for simpo"):
         parse(values, "llamafactory")
@@ -889,3 +894,8 @@ def test_the_command_of_trl_says_what_its_file_may_not(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         read_file(file)
     assert caught.value.remedy == "give --objective dpo, kto or reward"
+    for named in ("classification", "grpo", "foo"):
+        with pytest.raises(UsageError, match=f"no command of TRL trains for '{named}'"):
+            read_file(file, named)
+    file.write_text(LORA["trl"] + "objective: foo\n")
+    assert read_file(file).objective is Objective.SFT

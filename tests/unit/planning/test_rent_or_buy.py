@@ -136,6 +136,8 @@ def test_the_command_as_json() -> None:
 def test_what_the_command_refuses() -> None:
     assert isinstance(run().exception, UsageError)
     nothing = run("--gpus", "h100", "--buy", "500")
-    assert isinstance(nothing.exception, NothingFits) and "costs at most $500" in str(nothing.exception)
+    assert isinstance(nothing.exception, NothingFits) and "it costs at most $500" in str(nothing.exception)
     assert isinstance(run("--buy", "-3").exception, UsageError)
+    for unseen in (["--buy", "3000"], ["--sizes", "10000"]):
+        assert "shows neither --sizes nor --buy" in str(run("--format", "markdown", *unseen).exception)
     assert "no card is known to cost at most $100" in str(run("--buy", "100").exception)

@@ -21,6 +21,7 @@ from autotune.planning.several_gpus import (
     RankPlan,
     gpu_plan_data,
     plan_gpus,
+    plan_spec,
 )
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.study_spec import StudySpec
@@ -310,3 +311,9 @@ def test_python_refuses_what_the_command_refuses() -> None:
         autotune.plan("mistral-7b", gpu="h100", within="6h")  # type: ignore[call-overload]
     with pytest.raises(UsageError, match="--within"):
         autotune.plan("mistral-7b", gpu="h100", gpus=2, within=-1)
+
+
+def test_other_objectives_have_no_plan_of_several_gpus() -> None:
+    """Their speeds would be those of the next token."""
+    with pytest.raises(UsageError, match="--objective kto was not tried on several GPUs"):
+        plan_spec(StudySpec(model="mistral-7b", gpu="h100", objective="kto"), "4")

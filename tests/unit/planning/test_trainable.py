@@ -124,6 +124,7 @@ def test_the_command_as_json() -> None:
         (["--gpu", "rtx-3060", "--space", "lora"], UsageError, "which model"),
         ([], UsageError, "which model"),
         (["--gpu", "rtx-3060", "--model", "gpt2", "--html", "x.html"], UsageError, "without a model"),
+        (["--gpu", "rtx-3060", "--objective", "dpo"], UsageError, "--objective dpo is planned for one model"),
         (["--gpu", "rtx-3060", "--memory-gib", "1.2"], NothingFits, "nothing surely fits"),
     ],
 )
