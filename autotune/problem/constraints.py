@@ -263,8 +263,10 @@ def narrow_to_images(narrowing: Narrowing, workload: Workload) -> None:
     """Remove what models that take images cannot do, or were never seen to do."""
     tokens, reason = workload.image_tokens, "not tried with models that take images"
     if tokens:
+        least = max(tokens + LEAST_TEXT, workload.images_end)
         room = f"the images of an example take {tokens} tokens, which are never cut"
-        narrowing.keep("seq_len", lambda length: length >= tokens + LEAST_TEXT, room)
+        room += f", and the last ends at token {least}" if least > tokens + LEAST_TEXT else ""
+        narrowing.keep("seq_len", lambda length: length >= least, room)
     narrowing.remove("packing", {True}, "rows with images are not packed")
     narrowing.remove("group_by_length", {True}, "images are read when a micro batch is made, and not before")
     narrowing.remove("attention", {"flash_attention_2", "flex_attention", "sdpa_cudnn"}, reason)

@@ -11,11 +11,11 @@ from autotune.core.errors import EnvironmentProblem, StorageError, UsageError
 from autotune.core.files import refuse_special_files
 from autotune.core.images import Picture
 from autotune.core.objective import Objective
-from autotune.probe.runtime.examples import FORMS, Chat, Encoder, label_names, label_of, parsed
+from autotune.probe.runtime.examples import FORMS, Chat, Encoder, label_names, label_of, parsed, with_images
 from autotune.probe.runtime.reading import BadDataset, Located, files_of, read_rows
 from autotune.probe.runtime.token_cache import CannotKeep, read_about, read_ends, tokenise
-from autotune.problem.image_files import sizes_of, without_images
-from autotune.problem.images import Pictured, pictured
+from autotune.problem.image_files import flat, pictures_of, text_of
+from autotune.problem.images import Pictured, pictured, taken
 from autotune.problem.length_distribution import Lengths
 
 COLUMNS = {
@@ -66,39 +66,46 @@ def image_lengths(
     split: str | None = None,
     loss_on: str | None = None,
     say: Callable[[str], None] = lambda text: None,
-) -> tuple[Lengths, tuple[Pictured, ...]]:
-    """The lengths of examples with their images, and which images go with which length.
+) -> tuple[Lengths, tuple[Pictured, ...], int]:
+    """The lengths of examples with their images, which images go with which length, and where the last image ends.
 
-    `picture` says what a processor makes of an image of some width and height. Raises what `dataset_lengths` raises.
+    The end is in tokens of its row, at most. `picture` says what a processor makes of an image of some width and
+    height. Raises what `dataset_lengths` raises, and UsageError for an image that cannot be read.
     """
     say(f"reading {path.name}")
     pictures: list[tuple[Picture, ...]] = []
+    before: list[Located] = []  # of each row with images, the text as far as the last one
+    folder = path if path.is_dir() else path.parent
 
     def texts() -> Iterator[Located]:
         for where, row in read_rows(path, split):
-            sizes = sizes_of(where, row, path if path.is_dir() else path.parent)
-            pictures.append(tuple(picture(*size) for size in sizes))
-            text = without_images(row, flat=tokenizer is None)
-            if sizes and not isinstance(parsed(where, text), Chat):
-                raise BadDataset(f"{where}: a row with images needs messages, or what becomes messages")
-            yield where, text
+            form, named = with_images(where, row)
+            pictures.append(pictures_of(where, named, folder, picture))
+            if named and isinstance(form, Chat):
+                before.append((where, text_of(form, whole=False)))
+            yield where, text_of(form) if isinstance(form, Chat) else row
 
     with dataset_errors():
         if tokenizer is None:
-            counted = [_bytes(where, parsed(where, row), loss_on) for where, row in texts()]
+            counted = [_bytes(where, flat(parsed(where, row)), loss_on) for where, row in texts()]
             rows = [(round(sum(size) / BYTES_PER_TOKEN), size[1] / BYTES_PER_TOKEN) for size in counted]
+            begun = [sum(_bytes(where, flat(parsed(where, row)), "all")) / BYTES_PER_TOKEN for where, row in before]
         else:
-            encoded = Encoder(_load(tokenizer), loss_on, parts=True).encode(texts())
+            loaded = _load(tokenizer)
+            encoded = Encoder(loaded, loss_on, parts=True).encode(texts())
             rows = [(len(tokens), float(sum(token >= 0 for token in tokens))) for tokens in encoded]
+            begun = [len(tokens) for tokens in Encoder(loaded, "all", parts=True).encode(before)]
         if not rows:
             raise BadDataset(f"{path} has no rows")
-    taken = [sum(one.length for one in row) for row in pictures]
-    lengths = [max(1, text + images) for (text, _), images in zip(rows, taken, strict=True)]
+    lengths = [max(1, text + taken(images)) for (text, _), images in zip(rows, pictures, strict=True)]
     trained = sum(share for _, share in rows)
     if not trained:
         raise UsageError("--dataset: none of its tokens would be trained on", remedy="give --loss-on all")
     distribution = Lengths.of(lengths, "counted" if tokenizer else "characters", min(trained / sum(lengths), 1.0))
-    return distribution, pictured(zip(lengths, pictures, strict=True))
+    with_some = [row for row in pictures if row]
+    # Words that an image parts may be a token more each than they are together.
+    ends = [round(text) + taken(row) + len(row) for text, row in zip(begun, with_some, strict=True)]
+    return distribution, pictured(zip(lengths, pictures, strict=True)), max(ends, default=0)
 
 
 @contextmanager

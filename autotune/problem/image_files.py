@@ -1,44 +1,52 @@
-"""The images of a dataset's rows: their sizes, from the first bytes of each file, and the rows without them.
+"""The images of a dataset's rows: their sizes, from the first bytes of each file, and the rows' text without them.
 
-Rows name files as TRL and LLaMA-Factory read them: `images` (a list) or `image`, beside a text or messages. A file may
-also be in the row itself, as `datasets` writes it.
+`probe.runtime.examples` finds what names them. A file may also be in the row itself, as `datasets` writes it.
 """
 
 import io
 import struct
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from autotune.core.errors import UsageError
 from autotune.core.files import refuse_special_files
-from autotune.probe.runtime.examples import PLACEHOLDER
-from autotune.probe.runtime.reading import BadDataset
+from autotune.core.images import Picture
+from autotune.probe.runtime.examples import Chat, Plain, is_image
 
 PNG = b"\x89PNG\r\n\x1a\n"
-TEXTS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "text")
 
 
-def sizes_of(where: str, row: dict[str, Any], folder: Path) -> list[tuple[int, int]]:
-    """Width and height in pixels of each image of a row. Files are searched for from `folder`.
+def pictures_of(
+    where: str, named: Iterable[Any], folder: Path, picture: Callable[[int, int], Picture]
+) -> tuple[Picture, ...]:
+    """What a processor makes of each image of a row. Files are searched for from `folder`.
 
-    Raises BadDataset, which names the row, for what is no image.
+    Raises UsageError, which names the row and the file, for what is no image, and for one that `picture` refuses.
     """
-    named = row.get("images") or row.get("image") or []
-    sizes = []
-    for one in named if isinstance(named, list | tuple) else [named]:
+    made = []
+    for one in named:
         path, content = (one.get("path"), one.get("bytes")) if isinstance(one, dict) else (one, None)
+        name = f"{where}: its image " + (f"{path!r:.80} " if path else "")
         try:
-            if isinstance(content, bytes):
-                sizes.append(size_of(io.BytesIO(content)))
-                continue
-            if not isinstance(path, str):
-                raise ValueError(f"{one!r:.40} is no path of a file")
-            file = folder / path
-            refuse_special_files(file)
-            with file.open("rb") as opened:
-                sizes.append(size_of(opened))
+            made.append(picture(*_size_in(path, content, folder)))
+        except UsageError as error:
+            raise UsageError(f"--dataset: {name}is refused: {error}", remedy=error.remedy) from None
         except (OSError, ValueError, struct.error) as error:
-            raise BadDataset(f"{where}: its image cannot be read: {error}") from None
-    return sizes
+            remedy = f"name a whole image file, by its path from {folder}, or leave the row out"
+            raise UsageError(f"--dataset: {name}cannot be read: {error}", remedy=remedy) from None
+    return tuple(made)
+
+
+def _size_in(path: Any, content: Any, folder: Path) -> tuple[int, int]:
+    if isinstance(content, bytes):
+        return size_of(io.BytesIO(content))
+    if not isinstance(path, str):
+        raise ValueError("it is no path of a file")
+    refuse_special_files(folder / path)
+    with (folder / path).open("rb") as opened:
+        return size_of(opened)
 
 
 def size_of(file: BinaryIO) -> tuple[int, int]:
@@ -82,21 +90,27 @@ def _pillow_size(file: BinaryIO) -> tuple[int, int]:
     return int(width), int(height)
 
 
-def without_images(row: dict[str, Any], *, flat: bool) -> dict[str, Any]:
-    """The row with its text alone. Messages keep their parts for a chat template, or with `flat` become one text."""
-    others = {name: value for name, value in row.items() if name not in ("image", "images")}
-    return {name: _text_of(value, flat=flat) if name in TEXTS else value for name, value in others.items()}
+def text_of(form: Chat, *, whole: bool = True) -> dict[str, Any]:
+    """A row with the text of these messages, which are in parts; without `whole`, as far as their last image."""
+    messages, until = [], len(form.messages)
+    if not whole:
+        until = max(place for place, one in enumerate(form.messages) if any(map(is_image, one["content"]))) + 1
+    for place, message in enumerate(form.messages[:until]):
+        parts = message["content"]
+        if not whole and place == until - 1:
+            parts = parts[: max(index for index, part in enumerate(parts) if is_image(part))]
+        texts = [part for part in parts if not is_image(part)]
+        messages.append(message | {"content": texts or [{"type": "text", "text": ""}]})
+    beside = {"tools": form.tools, "chat_template_kwargs": form.options}
+    if form.completion is None or not whole:
+        return {"messages": messages, **beside}
+    return {"prompt": messages[: form.completion], "completion": messages[form.completion :], **beside}
 
 
-def _text_of(value: Any, *, flat: bool) -> Any:
-    if isinstance(value, str):
-        return value.replace(PLACEHOLDER, "")
-    if isinstance(value, dict):
-        return {name: _text_of(one, flat=flat) for name, one in value.items()}
-    if not isinstance(value, list):
-        return value
-    kept = [one for one in value if not (isinstance(one, dict) and one.get("type") == "image")]
-    texts = [one.get("text") if isinstance(one, dict) and one.get("type") == "text" else None for one in kept]
-    if flat and all(isinstance(text, str) for text in texts) and (kept or value):
-        return "".join(map(str, texts)).replace(PLACEHOLDER, "")
-    return [_text_of(one, flat=flat) for one in kept]
+def flat(form: Plain | Chat) -> Plain | Chat:
+    """The same with each message's parts, of text alone, as one text."""
+    if isinstance(form, Plain):
+        return form
+    joined = ["".join(part["text"] for part in message["content"]) for message in form.messages]
+    messages = [message | {"content": text} for message, text in zip(form.messages, joined, strict=True)]
+    return replace(form, messages=messages)

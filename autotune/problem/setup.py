@@ -74,8 +74,8 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     target = target if isinstance(target, Target) else Target(device=target)
     cpu_or_gpu = "cpu" if target.device.kind == "cpu" else "default"
     space = spec.space if isinstance(spec.space, SearchSpace) else SearchSpace.load(spec.space or cpu_or_gpu)
-    lengths, pictured = (
-        _rows_with_images(spec, model, say) if model.sees_images else (_lengths(spec, model, space, say), ())
+    lengths, pictured, end = (
+        _rows_with_images(spec, model, say) if model.sees_images else (_lengths(spec, model, space, say), (), 0)
     )
     space = _shared_out(_pinned(space, spec), spec, target)
     _refuse_images(spec, model, space)
@@ -89,7 +89,7 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
         constraints.narrow_to_packages(narrowing)
     workload = _workload(spec, lengths, global_batch)
     if model.sees_images:
-        workload = replace(workload, pictured=pictured, vision=spec.vision, dealt=False)
+        workload = replace(workload, pictured=pictured, images_end=end, vision=spec.vision, dealt=False)
         constraints.narrow_to_images(narrowing, workload)
     constraints.narrow_to_model(narrowing, model, workload)
     if spec.trained_by == "trl":
@@ -99,9 +99,7 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     constraints.apply_floors(narrowing, workload, floors)
     constraints.narrow_packing(narrowing, workload, model.config["model_type"])
     constraints.narrow_padding(narrowing, workload)
-    warnings = _warnings(spec, narrowing, workload)
-    if pictured and spec.dataset is None and spec.image_size is None:
-        warnings = (f"an image of {DEFAULT_IMAGE} in each example is assumed (--image-size)", *warnings)
+    warnings = (*_notes_of_images(spec, workload), *_warnings(spec, narrowing, workload))
     calibration = calibration_of(spec, target.measured_on or target.device, say)
     proxy = f"-by-{target.measured_on.name}" if target.measured_on else ""
     task = Task(
@@ -338,10 +336,11 @@ def _lengths(spec: StudySpec, model: ModelSpec, space: SearchSpace, say: Callabl
 
 def _rows_with_images(
     spec: StudySpec, model: ModelSpec, say: Callable[[str], None]
-) -> tuple[Lengths, tuple[Pictured, ...]]:
-    """The lengths of the examples with their images, and these: those of the dataset, or one in each example.
+) -> tuple[Lengths, tuple[Pictured, ...], int]:
+    """The lengths of the examples with their images, these, and the most tokens as far as a row's last (0: unknown).
 
-    Lengths that the user gives count them. Raises UsageError where some are too short for that.
+    The images are those of the dataset, or one in each example. Lengths that the user gives count them; those too short
+    for that are of text alone. Raises UsageError where all are.
     """
 
     def picture(width: int, height: int) -> Picture:
@@ -353,14 +352,27 @@ def _rows_with_images(
     one = (picture(*spec.image),)
     least = taken(one) + LEAST_TEXT
     if all(getattr(spec, name) is None for name in LENGTH_KEYS):
-        return Lengths.constant(taken(one) + DEFAULT_TEXT, "assumed"), ((taken(one) + DEFAULT_TEXT, one),)
+        return Lengths.constant(taken(one) + DEFAULT_TEXT, "assumed"), ((taken(one) + DEFAULT_TEXT, one),), 0
     lengths = _lengths(spec, model, SearchSpace.load("default"), say)
-    if (shortest := lengths.counts[0][0]) < least:
+    if lengths.longest < least:
         raise UsageError(
-            f"an example of {shortest} tokens has no room for its image of {taken(one)} (--image-size)",
+            f"an example of {lengths.longest} tokens has no room for its image of {taken(one)} (--image-size)",
             remedy="count the tokens of images in the lengths of examples, or give a --dataset with images",
         )
-    return lengths, tuple((tokens, one) for tokens, _ in lengths.counts[-1:])
+    return lengths, ((lengths.longest, one),), 0
+
+
+def _notes_of_images(spec: StudySpec, workload: Workload) -> list[str]:
+    """What is assumed of images where no dataset has them."""
+    if not workload.pictured or spec.dataset is not None:
+        return []
+    notes, least = [], workload.image_tokens + LEAST_TEXT
+    if spec.image_size is None:
+        notes.append(f"an image of {DEFAULT_IMAGE} in each example is assumed (--image-size)")
+    if short := 1 - workload.lengths.longer(least - 1):
+        room = f"have no room for an image of {workload.image_tokens} tokens"
+        notes.append(f"{short:.1%} of the examples {room} (--image-size): they count as text alone")
+    return notes
 
 
 def _price(spec: StudySpec, device: DeviceSpec) -> Price | None:

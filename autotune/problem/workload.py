@@ -100,8 +100,8 @@ class Workload:
     `form` (`dataset.form_of`). The global batch is the user's and the
     same for every candidate, as nearly as whole rows of packed examples allow. `dealt` is whether the trainer deals the
     padded rows of each step out by length, as train.py does. `pictured` are examples with images (`problem.images`),
-    which count in their lengths, and `vision` is whether a vision tower is trained too. Raises ValueError for a number
-    below 1.
+    which count in their lengths, `images_end` is the most tokens of a row as far as its last image (0: unknown), and
+    `vision` is whether a vision tower is trained too. Raises ValueError for a number below 1.
     """
 
     examples: int = 10_000
@@ -115,6 +115,7 @@ class Workload:
     objective: Objective = Objective.SFT
     dealt: bool = False
     pictured: tuple[Pictured, ...] = ()
+    images_end: int = 0
     vision: str = "frozen"
 
     def __post_init__(self) -> None:

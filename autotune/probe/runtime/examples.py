@@ -159,10 +159,11 @@ def _alpaca(columns: dict[str, Any], *, has_template: bool) -> Plain | Chat:
 def with_parts(messages: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
     """Messages whose content is a list of parts, as chat templates of these models take it.
 
-    Where no image has a place in them, the `number` of images come first in the first message of the user.
+    Where no image has a place in them, the `number` of images come first in the first message of the user. Raises
+    ValueError for a part that is neither text nor an image.
     """
     made = [message | {"content": _parts(message.get("content") or "")} for message in messages]
-    if number and not any(part["type"] == "image" for message in made for part in message["content"]):
+    if number and not any(is_image(part) for message in made for part in message["content"]):
         first = next((message for message in made if message["role"] == "user"), made[0])
         first["content"][:0] = [{"type": "image"}] * number
     return made
@@ -170,11 +171,49 @@ def with_parts(messages: list[dict[str, Any]], number: int) -> list[dict[str, An
 
 def _parts(content: Any) -> list[dict[str, Any]]:
     if not isinstance(content, str):
-        return [{"type": "image"} if part.get("type") == "image" else part for part in content]
+        return [{"type": "image"} if is_image(part) else _text_part(part) for part in content]
     parts: list[dict[str, Any]] = []
     for place, text in enumerate(content.split(PLACEHOLDER)):
         parts += [{"type": "image"}] * (place > 0) + [{"type": "text", "text": text}] * bool(text)
     return parts
+
+
+def _text_part(part: Any) -> dict[str, Any]:
+    if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+        raise ValueError(f"the part {part!r:.60} of a message is neither text nor of type image")
+    return part
+
+
+def with_images(where: str, row: dict[str, Any]) -> tuple[Plain | Chat, list[Any]]:
+    """The form of a row, its messages in parts, and what names its images, in the order of their places.
+
+    The columns `images` and `image` name them, or without these the parts of messages do. Raises BadDataset, which
+    names the row, where not every image has a place, or not every place an image.
+    """
+    listed = row.get("images") or row.get("image") or []
+    named = list(listed) if isinstance(listed, list | tuple) else [listed]
+    form = parsed(where, {name: value for name, value in row.items() if name not in ("image", "images")})
+    if isinstance(form, Plain):
+        if named or PLACEHOLDER in (form.prompt or "") + form.completion:
+            raise BadDataset(f"{where}: a row with images needs messages, or what becomes messages")
+        return form, []
+    if not named:
+        contents = [message.get("content") for message in form.messages]
+        inside = [part for content in contents if isinstance(content, list) for part in content if is_image(part)]
+        named = [one for part in inside if (one := part.get("image") or part.get("path"))]
+    try:
+        form.messages[:] = with_parts(form.messages, len(named))
+    except ValueError as error:
+        raise BadDataset(f"{where}: {error}") from None
+    places = sum(is_image(part) for message in form.messages for part in message["content"])
+    if places != len(named):
+        raise BadDataset(f"{where}: its messages have places for {places} images, and it names {len(named)}")
+    return form, named
+
+
+def is_image(part: Any) -> bool:
+    """Whether this part of a message is the place of an image."""
+    return isinstance(part, dict) and part.get("type") == "image"
 
 
 class Encoder:

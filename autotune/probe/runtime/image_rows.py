@@ -2,8 +2,10 @@
 
 import io
 import random
+import re
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +13,14 @@ from typing import Any
 import torch
 
 from . import rows
-from .examples import Chat, Encoder, parsed, with_parts
+from .examples import Encoder, Plain, with_images
 from .images import Tensors, join_values, random_example, random_values, with_token_types
 from .reading import BadDataset, read_rows
 
 Seen = tuple[torch.Tensor, Tensors]  # an example, as of `rows`, and the values of its images
 RANDOM_ROWS = 16  # different ones; a longer run repeats them
 VALUES = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
+TAGS = re.compile("image|img|vision|row_[0-9]+_col_[0-9]+")  # in the names of tokens that stand for images
 
 
 def random_seen(settings: Any, config: Any) -> list[Seen]:
@@ -60,6 +63,8 @@ class SeenRows(Sequence[Seen]):
         if processor.tokenizer.chat_template is None:
             processor.tokenizer.chat_template = processor.chat_template
         self._encoder = Encoder(processor.tokenizer, loss_on)
+        tags = [token for text, token in processor.tokenizer.get_added_vocab().items() if TAGS.search(text)]
+        self._tags = torch.tensor([*tags, processor.image_token_id])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -73,30 +78,44 @@ class SeenRows(Sequence[Seen]):
         return example, values
 
     def _encoded(self, where: str, row: dict[str, Any]) -> Seen:
-        named = row.get("images") or row.get("image") or []
-        pictures = [self._opened(where, one) for one in (named if isinstance(named, list | tuple) else [named])]
-        form = parsed(where, {name: value for name, value in row.items() if name not in ("image", "images")})
-        if not isinstance(form, Chat):
-            raise BadDataset(f"{where}: a row with images needs messages, or what becomes messages")
-        form.messages[:] = with_parts(form.messages, len(pictures))
+        form, named = with_images(where, row)
+        if isinstance(form, Plain):
+            (alone,) = self._encoder.encode([(where, row)])
+            return torch.tensor(alone, dtype=torch.int)[: self._seq_len], {}
+        pictures = [self._opened(where, one) for one in named]
         text, ranges = self._encoder._rendered(form)
         tokens: list[torch.Tensor] = []
         values: list[Tensors] = []
+        end = read = 0  # tokens up to the last one of an image, and of all pieces
         for piece, is_trained in _pieces(text, ranges):
             number = piece.count(self._processor.image_token)
             if number > len(pictures):
                 raise BadDataset(f"{where}: its messages have places for more images than it has")
             ids, more = self._processed(piece, pictures[:number])
             pictures = pictures[number:]
-            tokens.append(ids if is_trained and not number else -1 - ids)
+            of_images = self._of_images(ids)
+            if number:
+                end = read + int(of_images.nonzero().max()) + 1
+            read += len(ids)
+            tokens.append(torch.where(of_images, -1 - ids, ids) if is_trained else -1 - ids)
             values.append(more)
         if pictures:
             raise BadDataset(f"{where}: it has {len(pictures)} more images than places for them in its messages")
-        example, last = torch.cat(tokens).int(), sum(map(len, tokens[: _last_with_images(values) + 1]))
-        if last > self._seq_len:
-            raise BadDataset(f"{where}: its images end at token {last}, and rows are cut at {self._seq_len}")
+        if end > self._seq_len:
+            raise BadDataset(f"{where}: its images end at token {end}, and rows are cut at {self._seq_len}")
         joined = {name: torch.cat([one[name] for one in values if name in one]) for one in values for name in one}
-        return example[: self._seq_len], joined
+        return torch.cat(tokens).int()[: self._seq_len], joined
+
+    def _of_images(self, ids: torch.Tensor) -> torch.Tensor:
+        """Which of these tokens are an image's: its placeholders, and the tags around and between them."""
+        found = torch.isin(ids, self._tags)
+        places = found.nonzero().flatten().tolist()
+        for before, after in (pair for pair in pairwise(places) if pair[1] - pair[0] > 1):
+            # The tags of tiles are text in some vocabularies, and a line break ends a row of tiles.
+            is_break = not self._processor.tokenizer.decode(ids[before + 1 : after]).strip()
+            if is_break or ids[after] == self._processor.image_token_id:
+                found[before + 1 : after] = True
+        return found
 
     def _processed(self, text: str, pictures: list[Any]) -> tuple[torch.Tensor, Tensors]:
         """The tokens of a piece of text, and the values of the images that it has places for."""
@@ -129,7 +148,3 @@ def _pieces(text: str, ranges: list[tuple[int, int]] | None) -> list[tuple[str, 
         pieces += [(text[ends:start], False), (text[start:stop], True)]
         ends = stop
     return [(piece, is_trained) for piece, is_trained in [*pieces, (text[ends:], False)] if piece]
-
-
-def _last_with_images(values: list[Tensors]) -> int:
-    return max((place for place, one in enumerate(values) if one), default=-1)

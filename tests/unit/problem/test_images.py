@@ -14,13 +14,20 @@ from autotune.core.errors import UsageError
 from autotune.core.images import Picture, picture_of
 from autotune.core.train_config import TrainConfig
 from autotune.planning.counted_memory import memory_of, no_count
+from autotune.probe.runtime.examples import Chat, with_images
 from autotune.probe.runtime.reading import BadDataset
-from autotune.problem.image_files import size_of, sizes_of, without_images
+from autotune.problem.image_files import flat, pictures_of, size_of, text_of
 from autotune.problem.images import MOST_KINDS, images_of, pictured
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import InvalidSpec, StudySpec
 from autotune.problem.target import Target
 from tests.helpers.seeing import seeing
+
+ASK = {"role": "user", "content": "what?"}
+
+
+def sized(width: int, height: int) -> Picture:
+    return Picture(tokens=1, beside=0, pixels=(width, height))
 
 
 def png(width: int, height: int) -> bytes:
@@ -62,29 +69,70 @@ def test_sizes_stand_in_the_first_bytes(frame: int) -> None:
 )
 def test_what_is_no_image_is_named_with_its_row(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "one").write_bytes(content)
-    with pytest.raises(BadDataset, match="row 7: its image cannot be read"):
-        sizes_of("row 7", {"images": ["one"]}, tmp_path)
+    with pytest.raises(UsageError, match="row 7: its image 'one' cannot be read") as caught:
+        pictures_of("row 7", ["one"], tmp_path, sized)
+    assert "leave the row out" in str(caught.value.remedy)
 
 
 def test_images_are_named_in_the_ways_of_other_tools(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png(3, 4))
-    both = {"images": ["a.png", {"path": None, "bytes": png(5, 6)}]}
-    assert sizes_of("", both, tmp_path) == [(3, 4), (5, 6)]
-    assert sizes_of("", {"image": {"path": str(tmp_path / "a.png")}}, tmp_path) == [(3, 4)]
-    assert sizes_of("", {"text": "x"}, tmp_path) == sizes_of("", {"images": []}, tmp_path) == []
+
+    def sizes(**row: Any) -> list[tuple[int, ...]]:
+        _, named = with_images("", {"messages": [ASK]} | row)
+        return [picture.pixels for picture in pictures_of("", named, tmp_path, sized)]
+
+    assert sizes(images=["a.png", {"path": None, "bytes": png(5, 6)}]) == [(3, 4), (5, 6)]
+    assert sizes(image={"path": str(tmp_path / "a.png")}) == [(3, 4)]
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}, {"type": "image", "path": "a.png"}]
+    assert sizes(messages=[ASK | {"content": parts}]) == [(3, 4), (3, 4)]
+    assert sizes() == sizes(images=[]) == []
     for absent in ("b.png", 7, {"path": 1}):
-        with pytest.raises(BadDataset):
-            sizes_of("", {"image": absent}, tmp_path)
+        with pytest.raises(UsageError, match="cannot be read"):
+            sizes(image=absent)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": [ASK | {"content": "<image><image>"}], "images": ["a"]}, "places for 2 images, and it names 1"),
+        ({"messages": [ASK | {"content": [{"type": "image"}]}], "images": ["a", "b"]}, "for 1 images, and it names 2"),
+        ({"messages": [ASK | {"content": [{"type": "image"}]}]}, "for 1 images, and it names 0"),
+        (
+            {"messages": [ASK | {"content": [{"type": "image_url", "image_url": "a"}]}]},
+            "neither text nor of type image",
+        ),
+        ({"messages": [ASK | {"content": [{"type": "text"}]}]}, "neither text nor of type image"),
+        ({"text": "<image> a cat"}, "needs messages"),
+    ],
+)
+def test_images_and_their_places_are_counted(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadDataset, match="row 7: .*" + reason):
+        with_images("row 7", row)
+
+
+def test_an_image_that_the_processor_refuses_is_named(tmp_path: Path) -> None:
+    (tmp_path / "thin.png").write_bytes(png(1, 201))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [ASK, ASK], "image": "thin.png"}))
+    spec = spec_of(tmp_path, dataset=str(tmp_path / "rows.jsonl"))
+    with pytest.raises(UsageError, match=r"rows.jsonl:1: its image 'thin.png' is refused: .*1x201") as caught:
+        set_up(spec, Target(device=resolve_device("cpu")))
+    assert "200 times" in str(caught.value.remedy)
 
 
 def test_a_row_without_its_images() -> None:
     parts = [{"type": "image"}, {"type": "text", "text": "what?"}]
     answer = {"role": "assistant", "content": "a <image>cat"}
-    row = {"images": ["a"], "messages": [{"role": "user", "content": parts}, answer], "id": ["<image>"]}
-    text = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "a cat"}]
-    assert without_images(row, flat=True) == {"messages": text, "id": ["<image>"]}
-    kept = without_images(row, flat=False)["messages"][0]["content"]
-    assert kept == [{"type": "text", "text": "what?"}]
+    form, named = with_images("", {"images": ["a", "b"], "messages": [{"role": "user", "content": parts}, answer]})
+    assert isinstance(form, Chat) and named == ["a", "b"]
+    texts = [["what?"], ["a ", "cat"]]
+    contents = [[{"type": "text", "text": text} for text in one] for one in texts]
+    assert [message["content"] for message in text_of(form)["messages"]] == contents
+    begun = text_of(form, whole=False)["messages"]
+    assert [message["content"] for message in begun] == [contents[0], contents[1][:1]]
+    flattened = flat(Chat(messages=text_of(form)["messages"]))
+    assert isinstance(flattened, Chat) and [one["content"] for one in flattened.messages] == ["what?", "a cat"]
+    asked = text_of(Chat(messages=form.messages, completion=1))
+    assert len(asked["prompt"]) == len(asked["completion"]) == 1
 
 
 def test_each_length_has_its_images_and_the_longest_row_the_largest() -> None:
@@ -117,7 +165,9 @@ def test_the_images_of_a_dataset_count_in_its_rows(tmp_path: Path) -> None:
     for name, content in {"s.png": png(56, 56), "l.jpg": jpeg(112, 56)}.items():
         (tmp_path / name).write_bytes(content)
     ask, answer = {"role": "user", "content": "<image>" + "x" * 36}, {"role": "assistant", "content": "y" * 31}
-    rows = [{"messages": [ask, answer], "images": names} for names in (["s.png"], ["l.jpg", "s.png"], [])]
+    two = ask | {"content": "<image>" + ask["content"]}
+    rows = [{"messages": [ask, answer], "images": ["s.png"]}, {"messages": [two, answer], "images": ["l.jpg", "s.png"]}]
+    rows += [{"messages": [{"role": "user", "content": "x" * 36}, answer]}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     spec = spec_of(tmp_path, dataset=str(tmp_path / "rows.jsonl"), pins={"seq_len": 64}, vision="trained")
     workload = set_up(spec, Target(device=resolve_device("cpu"))).task.workload
@@ -126,6 +176,26 @@ def test_the_images_of_a_dataset_count_in_its_rows(tmp_path: Path) -> None:
     assert workload.lengths.source == "characters" and workload.image_tokens == 16
     assert workload.lengths.trained_share == pytest.approx(10 * 3 / (3 * text + 22))
     assert workload.vision == "trained"
+
+
+def test_a_seq_len_that_ends_before_a_rows_last_image_is_removed(tmp_path: Path) -> None:
+    """204 characters, of 4 to a token, stand before it; by its images alone, of 6 tokens, the row would fit in 32."""
+    (tmp_path / "s.png").write_bytes(png(56, 56))
+    late = [ASK | {"content": "x" * 196}, ASK | {"content": "<image>"}, {"role": "assistant", "content": "y"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": late, "images": ["s.png"]}))
+    spec = spec_of(tmp_path, dataset=str(tmp_path / "rows.jsonl"), pins={"seq_len": 32})
+    with pytest.raises(UsageError, match="take 6 tokens, which are never cut, and the last ends at token 58"):
+        set_up(spec, Target(device=resolve_device("cpu")))
+
+
+def test_lengths_too_short_for_an_image_are_of_text_alone(tmp_path: Path) -> None:
+    (tmp_path / "lengths").write_text("487\n900\n1000\n1000\n")
+    spec = spec_of(tmp_path, lengths=str(tmp_path / "lengths"), pins={"seq_len": 1024})
+    setup = set_up(spec, Target(device=resolve_device("cpu")))
+    assert any("25.0% of the examples have no room for an image of 770 tokens" in one for one in setup.warnings)
+    kinds = setup.task.workload.micro_batches(TrainConfig(seq_len=1024, micro_batch_size=1))
+    rows = [(row[0], bool(images)) for kind in kinds for row, images in zip(kind.rows, kind.images, strict=True)]
+    assert {has for _, has in rows} == {True, False} and all(has == (length >= 772) for length, has in rows)
 
 
 def test_a_text_with_an_image_is_no_row(tmp_path: Path) -> None:
@@ -145,6 +215,7 @@ def test_a_text_with_an_image_is_no_row(tmp_path: Path) -> None:
         ({"eval_share": 0.1}, "--eval-share was not tried"),
         ({"tokens_per_example": 100}, "an example of 100 tokens has no room for its image of 770"),
         ({"pins": {"seq_len": 512}}, "never cut"),
+        ({"mean_tokens": 100, "p99_tokens": 200}, "has no room for its image of 770"),
         ({"image_size": "56x56", "pins": {"packing": True}}, "rows with images are not packed"),
         ({"image_size": "56x56", "pins": {"quantization": "int8"}}, "not tried with models that take images"),
     ],
