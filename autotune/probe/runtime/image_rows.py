@@ -20,7 +20,7 @@ from .reading import BadDataset, read_rows
 Seen = tuple[torch.Tensor, Tensors]  # an example, as of `rows`, and the values of its images
 RANDOM_ROWS = 16  # different ones; a longer run repeats them
 VALUES = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
-TAGS = re.compile("image|img|vision|row_[0-9]+_col_[0-9]+")  # in the names of tokens that stand for images
+TAGS = re.compile("image|global-img|vision|row_[0-9]+_col_[0-9]+")  # in the names of tokens that stand for images
 
 
 def random_seen(settings: Any, config: Any) -> list[Seen]:
