@@ -37,7 +37,7 @@ def plain(config: Any) -> ModelSettings:
 def linear_layers(model: dict[str, Any]) -> set[str]:
     """Where the linear layers of a model's first layers are, inside a layer."""
     config = config_of(model)
-    truncate(config, min(DEPTH, config.num_hidden_layers))
+    truncate(config, min(DEPTH, config.get_text_config().num_hidden_layers))
     with torch.device("meta"), no_init_weights():
         layers = decoder_layers(from_config(config, plain(config)))
     modules = (named for layer in layers for named in layer.named_modules())
@@ -74,7 +74,7 @@ def test_adapters_are_where_the_configuration_has_them() -> None:
 @pytest.mark.parametrize("model_type", MODELS)
 def test_embedding_and_head_have_these_names(model_type: str) -> None:
     config = config_of(MODELS[model_type])
-    truncate(config, min(DEPTH, config.num_hidden_layers))
+    truncate(config, min(DEPTH, config.get_text_config().num_hidden_layers))
     with torch.device("meta"), no_init_weights():
         model = from_config(config, plain(config))
     names = {module: path.rpartition(".")[2] for path, module in model.named_modules()}
