@@ -5,8 +5,8 @@ had been made by others of the same models, on an H100, with half as many rows o
 recomputed. A dry probe counts the same trainings, by the steps of the same trainers. `as_sft_error` is what the
 formula of the next token says for as many rows.
 
-Transformers 5.17, which measured, gave Gemma 2 torch's attention and left its cap of the scores out; later versions
-refuse that. Its counts are made so too. No GPU is needed.
+Gemma 2 is counted with torch's attention and without its cap of the scores, as transformers 5.17, which measured,
+allows and later versions do not: its measurements agree with that alone. No GPU is needed.
 """
 
 import argparse

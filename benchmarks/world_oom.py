@@ -1,10 +1,10 @@
 """Twenty mixed probes on two real ranks, five of which run out of memory on one rank: how soon all are stopped.
 
-`stopped_s` is the time from a rank's report until no process of the pool is left. Four
-failures are planted in one rank, at the beginning or between steps, while the other waits in a collective. One is real:
-the limit is below what the configuration needs. After each failure the next probes must give the losses that the same
-configuration gave before. Growth is that of the memory in use between two probes (of the fullest card; on a CPU of the
-largest worker), over the most that was in use after any of the first six, which are of different kinds.
+`stopped_s` is the time from a rank's report until no process of the pool is left. Four failures are planted in one
+rank, at the beginning or between steps, while the other waits in a collective. One is real: the limit is below what the
+configuration needs. After each failure the next probes must give the losses that the same configuration gave before.
+Growth is that of the memory in use between two probes (of the fullest card; on a CPU of the largest worker), over the
+most that was in use after any of the first six, which are of different kinds.
 """
 
 import argparse

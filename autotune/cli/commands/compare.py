@@ -69,30 +69,17 @@ def compare_command(
     """
     from autotune.planning.compare import Budget, compare
     from autotune.planning.observations import known_observations
-    from autotune.planning.rent_or_buy import Purse, parse_sizes, purchases, within
-    from autotune.report.comparison import FORMATS
+    from autotune.planning.rent_or_buy import Purse, parse_sizes, purchases
 
-    specs = [spec_of(options | {"model": name}) for name in model or (None,)]
-    form = "json" if json_ else format_ or BY_SUFFIX.get(out.suffix.lower() if out else "", "table")
-    if form not in ("table", *FORMATS):
-        raise UsageError(f"there is no format {form!r}", remedy=f"use one of table, {', '.join(FORMATS)}")
-    if form not in ("table", "json") and (sizes or buy) and not html:
-        raise UsageError(
-            f"{form} shows neither --sizes nor --buy", remedy="add --html FILE for a page with them, or take --json"
-        )
-    own_card = _own_card(owned, owned_usd, owned_hours, usd_per_kwh)
+    form = _form("json" if json_ else format_, out, needs_page=bool(sizes or buy) and not html)
     purse = None if buy is None else Purse(budget_usd=buy, usd_per_kwh=usd_per_kwh, hours_per_week=hours_per_week)
-    numbers, names = parse_sizes(sizes), gpus or (within(buy) if buy else [])
-    if buy is not None and not names:
-        raise NothingFits(
-            f"no card is known to cost at most {fmt_usd(buy)}", remedy="allow more, or rent: --gpus NAMES"
-        )
+    numbers = parse_sizes(sizes)
     made = compare(
-        specs,
-        gpus=names,
+        [spec_of(options | {"model": name}) for name in model or (None,)],
+        gpus=_cards(gpus, buy),
         methods=methods or (),
         budget=Budget(max_usd=max_usd, max_hours=max_hours),
-        owned=own_card,
+        owned=_own_card(owned, owned_usd, owned_hours, usd_per_kwh),
         observations=known_observations(evidence, print_note),
         say=print_note,
     )
@@ -104,6 +91,33 @@ def compare_command(
             f"of nothing that surely fits is it known that it costs at most {fmt_usd(buy)}",
             remedy="allow more, or rent; `autotune gpus` has the prices of cards, where they are known",
         )
+
+
+def _form(named: str | None, out: Path | None, *, needs_page: bool) -> str:
+    """The form of the output: as named, by the file's suffix, or a table."""
+    from autotune.report.comparison import FORMATS
+
+    form = named or BY_SUFFIX.get(out.suffix.lower() if out else "", "table")
+    if form not in ("table", *FORMATS):
+        raise UsageError(f"there is no format {form!r}", remedy=f"use one of table, {', '.join(FORMATS)}")
+    if needs_page and form not in ("table", "json"):
+        raise UsageError(
+            f"{form} shows neither --sizes nor --buy", remedy="add --html FILE for a page with them, or take --json"
+        )
+    return form
+
+
+def _cards(named: list[str] | None, usd: float | None) -> list[str]:
+    """The cards as named, or those that can be bought for so much. Raises NothingFits where none can."""
+    from autotune.planning.rent_or_buy import within
+
+    if usd is None or named:
+        return named or []
+    if not (found := within(usd)):
+        raise NothingFits(
+            f"no card is known to cost at most {fmt_usd(usd)}", remedy="allow more, or rent: --gpus NAMES"
+        )
+    return found
 
 
 def _own_card(name: str | None, usd: float | None, hours: float, usd_per_kwh: float) -> "Owned | None":

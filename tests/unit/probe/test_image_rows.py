@@ -52,7 +52,6 @@ def test_pieces_are_read_or_trained_on() -> None:
 
 def processor() -> Any:
     """SmolVLM's processor with a tokenizer of a few words, for tiles of 56 pixels of which each takes 4 tokens."""
-    pytest.importorskip("PIL")
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
     from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
