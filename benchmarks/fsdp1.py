@@ -116,14 +116,14 @@ def train(layers: int, offload: bool, out: Path) -> None:
     model = loaded(config)
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
+    rank, dropout = CONFIG.lora_rank, CONFIG.lora_dropout
     adapters = LoraConfig(
-        r=CONFIG.lora_rank,
-        lora_alpha=16,
-        lora_dropout=CONFIG.lora_dropout,
-        target_modules="all-linear",
-        task_type="CAUSAL_LM",
+        r=rank, lora_alpha=16, lora_dropout=dropout, target_modules="all-linear", task_type="CAUSAL_LM"
     )
-    model = get_peft_model(model, adapters, autocast_adapter_dtype=False).to(torch.bfloat16)
+    model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
     os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = "LlamaDecoderLayer"
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=1,
