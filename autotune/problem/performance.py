@@ -19,9 +19,6 @@ AGAIN = 0.01
 # Speeds within this share are equal: their intervals overlap. Of two H200s of one host, side by side, one measured the
 # same two configurations 1.2 % apart, the other level.
 TIE = 2 * AGAIN
-# A group of GPUs keeps the pace of its slowest, whose speed one card does not show: groups of two and four H100s and
-# H200s took up to 3.5 % longer than was predicted from one of their cards.
-SLOWEST_CARD = 0.04
 UNSEEN = 0.02  # relative spread of a single time: an assumption, about twice the scatter of steps on an H200
 
 

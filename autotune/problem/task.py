@@ -15,6 +15,7 @@ from autotune.prediction.calibration import Calibration
 from autotune.prediction.collectives import (
     SLOWEST_LINK,
     SLOWEST_MEASURED_LINK,
+    TOGETHER,
     Traffic,
     added_s,
     counted_traffic,
@@ -24,7 +25,7 @@ from autotune.prediction.sharded_memory import nccl_of
 from autotune.prediction.step_time import divide_step_time, estimate_step_time
 from autotune.prediction.transfer import REFERENCE, SpeedTransfer, peak_tflops, speed_transfer
 from autotune.problem.constraints import Floors
-from autotune.problem.performance import SLOWEST_CARD, TIE, Performance, performance, tokens_per_s
+from autotune.problem.performance import Performance, performance, tokens_per_s
 from autotune.problem.run_options import RunOptions
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.workload import Workload
@@ -105,7 +106,7 @@ class Task:
         if self.is_played(config):
             waiting = self._with_waiting(config, measurements[0])
             linked = speed.widened(*self._link_error(config, speed.step_time_s, waiting))
-            return linked.widened(-TIE, SLOWEST_CARD)
+            return linked.widened(-TOGETHER, TOGETHER)
         return speed if self.carried is None else speed.projected(self._on_device(config, measurements[0])[1])
 
     def tokens_per_s(self, result: ProbeResult) -> float | None:
