@@ -3,12 +3,13 @@
 `python -m autotune.probe.synthetic_model FILE.json` makes `model/` and `data/` in the current directory. The file has
 `model`, the keyword arguments of a transformers config; `device`; `rows`, the number of rows to train on; `lengths`,
 their lengths in turn; `held_out`, the lengths of the rows in the test split. With an `objective` other than the next
-token rows are of words, a token each, and `trained_share` is the share of a row that is an answer.
+token rows are of letters, a token each, and `trained_share` is the share of a row that is an answer.
 """
 
 import itertools
 import json
 import random
+import string
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -17,8 +18,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from autotune.core.objective import Objective
@@ -29,17 +29,23 @@ from autotune.probe.runtime.model_builder import build, config_of
 PAD = "<pad>"
 
 
-def tokenizer(num_words: int = 1) -> PreTrainedTokenizerFast:
-    """A tokenizer that knows its padding token, for which TRL asks, and words: "w1" is token 1."""
-    words = Tokenizer(WordLevel({PAD: 0} | {f"w{index}": index for index in range(1, num_words)}, unk_token=PAD))
-    words.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=PAD, eos_token=PAD)
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer that knows its padding token, for which TRL asks, and letters, a token each.
+
+    A model's own class may read its files, and split a text as it always does. It does not split within a word, and of
+    letters that nothing merges each stays a token.
+    """
+    letters = {letter: index for index, letter in enumerate(string.ascii_letters, start=1)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(BPE({PAD: 0} | letters, [])), pad_token=PAD, eos_token=PAD
+    )
 
 
 def main() -> None:
     """Write the model and the data. The weights are bf16, as published ones are."""
     wanted = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.manual_seed(0)
+    random.seed(0)
     settings = model_settings(TrainConfig(precision="bf16_pure", attention="eager"), wanted["model"]["model_type"])
     model = build(config_of(wanted["model"]), settings, torch.device(wanted["device"]))
     model.save_pretrained("model")
@@ -47,8 +53,8 @@ def main() -> None:
     make: Callable[[int, int], dict[str, Any]] = partial(_tokens, vocab_size)
     objective = Objective(wanted.get("objective", Objective.SFT))
     if objective is not Objective.SFT:
-        make = partial(_texts, vocab_size, objective, wanted["trained_share"])
-    tokenizer(1 if objective is Objective.SFT else vocab_size).save_pretrained("model")
+        make = partial(_texts, objective, wanted["trained_share"])
+    tokenizer().save_pretrained("model")
     Path("data").mkdir()
     lengths = list(itertools.islice(itertools.cycle(wanted["lengths"]), wanted["rows"]))
     if objective is Objective.KTO:  # whose rows are trained on in their order
@@ -67,19 +73,19 @@ def _tokens(vocab_size: int, index: int, length: int) -> dict[str, Any]:
     return {"input_ids": torch.randint(vocab_size, (length,)).tolist()}
 
 
-def _texts(vocab_size: int, objective: Objective, trained_share: float, index: int, length: int) -> dict[str, Any]:
+def _texts(objective: Objective, trained_share: float, index: int, length: int) -> dict[str, Any]:
     """An example of so many tokens, the last of which TRL adds: the end of the text."""
 
-    def words(number: int) -> str:
-        return " ".join(f"w{token}" for token in torch.randint(1, vocab_size, (number,)).tolist())
+    def text(number: int) -> str:
+        return "".join(random.choices(string.ascii_letters, k=number))  # noqa: S311
 
     if objective is Objective.REWARD:
-        return {"chosen": words(length - 1), "rejected": words(length - 1)}
+        return {"chosen": text(length - 1), "rejected": text(length - 1)}
     read = min(max(1, round(length * (1 - trained_share))), max(length - 2, 1))
     answer = max(length - read - 1, 1)
     if objective is Objective.DPO:
-        return {"prompt": words(read), "chosen": f" {words(answer)}", "rejected": f" {words(answer)}"}
-    return {"prompt": words(read), "completion": f" {words(answer)}", "label": index % 2 == 0}
+        return {"prompt": text(read), "chosen": text(answer), "rejected": text(answer)}
+    return {"prompt": text(read), "completion": text(answer), "label": index % 2 == 0}
 
 
 if __name__ == "__main__":

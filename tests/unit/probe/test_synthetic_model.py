@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from autotune.catalog.models import list_models
+from autotune.core.objective import Objective
 from autotune.probe import synthetic_model
 from tests.helpers.factories import TINY
 
@@ -49,13 +51,36 @@ def test_another_tool_reads_what_was_made(
         "<pad>",
         0,
         "<pad>",
-        1,
+        1 + 2 * 26,
     )
     trained, held_out = (rows(Path("data", f"{split}.jsonl")) for split in ("train", "test"))
     assert [len(row) for row in trained] == [3, 40, 3, 40, 3]
     assert [len(row) for row in held_out] == [7, 2]
     tokens = [token for row in trained for token in row]
     assert min(tokens) >= 0 and 64 < max(tokens) < TINY["vocab_size"] and trained[1] != trained[3]
+
+
+@pytest.mark.parametrize("family", sorted({str(model.config["model_type"]) for model in list_models()}))
+def test_a_letter_is_a_token_for_each_familys_own_tokenizer(family: str, tmp_path: Path) -> None:
+    """transformers reads some families' files with a class of its own, whatever class they name."""
+    synthetic_model.tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    assert AutoTokenizer.from_pretrained(tmp_path)("abCdefG").input_ids == [1, 2, 29, 4, 5, 6, 33]
+
+
+@pytest.mark.parametrize("objective", [Objective.REWARD, Objective.DPO, Objective.KTO])
+def test_texts_have_so_many_tokens(objective: Objective, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One less than is wanted of each text: TRL adds the end."""
+    made(tmp_path / "one", monkeypatch, objective=objective, trained_share=0.5)
+    examples = [json.loads(line) for line in Path("data/train.jsonl").read_text().splitlines()]
+    texts = [
+        example.get("prompt", "") + example[name]
+        for example in examples
+        for name in ("chosen", "rejected", "completion")
+        if name in example
+    ]
+    counted = [len(row) for row in AutoTokenizer.from_pretrained("model")(texts).input_ids]
+    assert set(counted) == {2, 39} and len(set(texts)) == len(texts)
 
 
 def test_it_is_the_same_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
