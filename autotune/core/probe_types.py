@@ -354,7 +354,7 @@ class Measurement:
     order of the request.
     `phase_s` and `phase_peak_gib` are keyed by Phase; `segment_peak_gib` is finer: it divides both passes where their
     peaks may move as depth grows. `host_micro_s` is what the host takes to issue a micro batch; with many layers the
-    device's queue fills, and it includes waiting.
+    device's queue fills, and it includes waiting. It is None where that is not known: on a CPU, and with images.
     So `host_share`, the share of a micro batch's time that the host needs itself, comes from truncated models, as do
     `kernels`; None where there are none. `time_error` is the relative error that extrapolated times may have, 0 where
     they were measured. `new_length_s` is how much longer a micro batch takes if its length is new to the process, since

@@ -29,8 +29,9 @@ from autotune.core.train_config import TrainConfig
 # Relative error of an extrapolated step time that is assumed even where the timed steps agree perfectly, about two
 # standard deviations. From 2 and 8 layers to 32 on an H200 (`benchmarks/depth_extrapolation.py`): 1 to 4 % where the
 # device was the bottleneck. Where the host was, 2 to 5 % on an idle host, and more than 15 % in a tenth of the cases on
-# a host that other programs used. From 2 and 4 of 16 small layers on a CPU up to 16 %.
-DEVICE_BOUND, HOST_BOUND, ON_CPU = 0.02, 0.15, 0.15
+# a host that other programs used. From 2 and 4 of 16 small layers on a CPU up to 16 %. With images the host's own time is
+# not known, so its error is that.
+DEVICE_BOUND, HOST_BOUND, UNKNOWN_HOST = 0.02, 0.15, 0.15
 # With this many whole models for comparison, their spread replaces the assumed error, but it counts at least as SEEN.
 ENOUGH_RATIOS, SEEN = 8, 0.01
 LEAST_SHARDED = 4  # layers of a model in shards that are like those of a deeper one
@@ -186,7 +187,7 @@ def count_at_depth(low: tuple[int, DryCount], high: tuple[int, DryCount], num_la
 def _times(low: Measurement, high: Measurement, reach: float, host: float | None) -> Extrapolation:
     """The extrapolation with the times of the whole model and the memory of the wider probe.
 
-    `host` is the predicted time in which the host issues a micro batch, None on a CPU.
+    `host` is the predicted time in which the host issues a micro batch, None where that is not known.
     """
     whole = _line(min(low.micro_step_s), min(high.micro_step_s), reach)
     share = 0.0 if host is None else host / whole if whole > 0 else 1.0
@@ -202,7 +203,7 @@ def _times(low: Measurement, high: Measurement, reach: float, host: float | None
         micro = _at_pace(host, low, high, reach, micro)
     step = high.micro_steps * micro + rest
     host_weight = min(max((share - FREE_SHARE) / (HOST_SHARE - FREE_SHARE), 0.0), 1.0)
-    unseen = ON_CPU if host is None else DEVICE_BOUND + (HOST_BOUND - DEVICE_BOUND) * host_weight
+    unseen = UNKNOWN_HOST if host is None else DEVICE_BOUND + (HOST_BOUND - DEVICE_BOUND) * host_weight
     noise = 2 * math.hypot(high.micro_steps * error, rest_error) / step
     scale = step / statistics.median(high.step_s)
     return Extrapolation(

@@ -230,8 +230,13 @@ class Recorder:
         return mark
 
     def host_micro_s(self) -> float | None:
-        """Seconds the host alone takes for a micro batch: the shortest, as it waits when the device's queue is full."""
-        if self.first_timed is None or self.meter.torch_device.type == "cpu":
+        """Seconds the host alone takes for a micro batch: the shortest, as it waits when the device's queue is full.
+
+        None on a CPU, and with images: transformers reads their sizes back from the device, so that the host waits for
+        it in the midst of each micro batch.
+        """
+        has_images = any(kind.images for kind in self.request.kinds)
+        if self.first_timed is None or self.meter.torch_device.type == "cpu" or has_images:
             return None
         each = self.request.micro_steps
         timed = self.issued[self.first_timed * each :]

@@ -13,8 +13,8 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import (
     DEVICE_BOUND,
     HOST_BOUND,
-    ON_CPU,
     SEEN,
+    UNKNOWN_HOST,
     DepthPredictor,
     Extrapolation,
     _error,
@@ -284,7 +284,7 @@ def test_the_less_the_host_is_hidden_the_more_error_is_allowed(share: float, uns
 def test_nothing_is_known_of_the_host_of_a_cpu() -> None:
     reported = predicted(affine(2, host_micro_s=None), affine(8, host_micro_s=None))
     assert reported.measurement.host_micro_s is None and not reported.measurement.host_bound
-    assert reported.time_error == pytest.approx(ON_CPU)
+    assert reported.time_error == pytest.approx(UNKNOWN_HOST)
 
 
 def noisy(depth: int, spread: float) -> Measurement:
@@ -521,7 +521,7 @@ def test_where_the_host_needs_more_than_half_the_shortest_time_counts() -> None:
     assert more.measurement.micro_step_s == pytest.approx((6.0,)) and more.shortest
     on_cpu = hosts((1.0, 1.5), (2.0, 2.5), None, None)
     assert on_cpu.measurement.micro_step_s == pytest.approx((6.25,)) and not on_cpu.shortest
-    assert on_cpu.unseen == ON_CPU and on_cpu.measurement.host_share is None
+    assert on_cpu.unseen == UNKNOWN_HOST and on_cpu.measurement.host_share is None
     assert half.measurement.host_share == pytest.approx(0.5)
 
 
@@ -535,14 +535,14 @@ def test_the_errors_of_an_extrapolation_by_hand() -> None:
     of_micro, of_rest = math.hypot(4 * 0.1, 5 * 0.2), math.hypot(4 * 0.1, 5 * 0.1)
     assert found.noise == pytest.approx(2 * math.hypot(2 * of_micro, of_rest) / (2 * 6.6 + 0.2))
     assert found.rest_noise == pytest.approx(2 * of_rest / (2 * 6.6 + 0.2))
-    assert found.time_error == pytest.approx(math.hypot(ON_CPU, found.noise))
+    assert found.time_error == pytest.approx(math.hypot(UNKNOWN_HOST, found.noise))
 
 
 def test_twice_the_spread_of_whole_models_replaces_the_assumed_error() -> None:
     on_cpu = predicted(affine(2, host_micro_s=None), affine(8, host_micro_s=None))
     ratios = [0.98, 1.02] * 4
     assert on_cpu.corrected(ratios).time_error == pytest.approx(2 * statistics.stdev(ratios))
-    assert on_cpu.corrected(ratios[:7]).time_error == ON_CPU
+    assert on_cpu.corrected(ratios[:7]).time_error == UNKNOWN_HOST
 
 
 @pytest.mark.parametrize("low", [(1.25, 1.5), (2.0, 3.0)])
@@ -634,4 +634,4 @@ def test_the_smaller_of_two_limits_holds_for_the_whole() -> None:
 
 def test_a_host_that_was_timed_at_one_depth_alone_is_unknown() -> None:
     for pair in ((affine(2, host_micro_s=None), affine(8)), (affine(2), affine(8, host_micro_s=None))):
-        assert predicted(*pair).measurement.host_micro_s is None and predicted(*pair).unseen == ON_CPU
+        assert predicted(*pair).measurement.host_micro_s is None and predicted(*pair).unseen == UNKNOWN_HOST

@@ -1,12 +1,14 @@
 """The plan of how many steps are timed, and what their marks say, against a clock that the test turns."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from autotune.core.images import Picture
 from autotune.core.probe_types import MicroBatch, Phase, ProbeRequest, Rung
 from autotune.core.train_config import TrainConfig
 from autotune.probe import recorder as module
@@ -417,6 +419,9 @@ def test_the_hosts_own_time_is_the_shortest_between_two_micro_batches_of_a_step(
     assert recorder.host_micro_s() is None  # on a CPU the host is the device
     meter.torch_device = torch.device("meta")
     assert recorder.host_micro_s() == 0.6
+    kind = MicroBatch(rows=((8,),), length=8, share=1.0, images=((Picture(tokens=4, beside=0, pixels=(2, 2)),),))
+    recorder.request = replace(recorder.request, micro_batches=(kind,))
+    assert recorder.host_micro_s() is None  # it waits for the device within a micro batch
     alone = on_scales(meter, micro_steps=1)
     alone.first_timed, alone.issued = 2, [0.1, 0.2, 0.7, 0.3]
     assert alone.host_micro_s() == 0.3
