@@ -29,8 +29,8 @@ from autotune.core.train_config import TrainConfig
 # Relative error of an extrapolated step time that is assumed even where the timed steps agree perfectly, about two
 # standard deviations. From 2 and 8 layers to 32 on an H200 (`benchmarks/depth_extrapolation.py`): 1 to 4 % where the
 # device was the bottleneck. Where the host was, 2 to 5 % on an idle host, and more than 15 % in a tenth of the cases on
-# a host that other programs used. From 2 and 4 of 16 small layers on a CPU up to 16 %. With images the host's own time is
-# not known, so its error is that.
+# a host that other programs used. From 2 and 4 of 16 small layers on a CPU up to 16 %; the same is
+# assumed with images, where the host's own time is not known.
 DEVICE_BOUND, HOST_BOUND, UNKNOWN_HOST = 0.02, 0.15, 0.15
 # With this many whole models for comparison, their spread replaces the assumed error, but it counts at least as SEEN.
 ENOUGH_RATIOS, SEEN = 8, 0.01
