@@ -354,7 +354,8 @@ class Measurement:
     order of the request.
     `phase_s` and `phase_peak_gib` are keyed by Phase; `segment_peak_gib` is finer: it divides both passes where their
     peaks may move as depth grows. `host_micro_s` is what the host takes to issue a micro batch; with many layers the
-    device's queue fills, and it includes waiting. It is None where that is not known: on a CPU, and with images.
+    device's queue fills, and it includes waiting. It is None where that is not known: on a CPU, and
+    where the host waits for the device within a micro batch (`host_waits`), as it does with images.
     So `host_share`, the share of a micro batch's time that the host needs itself, comes from truncated models, as do
     `kernels`; None where there are none. `time_error` is the relative error that extrapolated times may have, 0 where
     they were measured. `new_length_s` is how much longer a micro batch takes if its length is new to the process, since
@@ -372,6 +373,7 @@ class Measurement:
     kind_s: tuple[tuple[float, float], ...] = ()
     host_micro_s: float | None = None
     host_share: float | None = None
+    host_waits: bool = False
     kernels: KernelTimes | None = None
     time_error: float = 0.0
     warm_s: float | None = None  # what the steps before the timed ones take where nothing has to be loaded or compiled

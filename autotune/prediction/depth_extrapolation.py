@@ -193,7 +193,7 @@ def _times(low: Measurement, high: Measurement, reach: float, host: float | None
     share = 0.0 if host is None else host / whole if whole > 0 else 1.0
     # A card at its power limit swings within a second, and the whole model will see the mean. A disturbance of the host
     # takes the same time at any depth, and the line would multiply it: it goes through the undisturbed steps.
-    middle = min if share > FREE_SHARE else statistics.fmean
+    middle = min if share > FREE_SHARE or low.host_waits else statistics.fmean
     micro, error = _time(low.micro_step_s, high.micro_step_s, reach, middle)
     # The rest is the step minus its micro batches: a disturbance between these makes the rest look short.
     typical = statistics.median if middle is min else middle

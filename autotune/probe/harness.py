@@ -607,6 +607,7 @@ class Probe:
             kind_s=times.kinds,
             warm_s=recorder.warm_s(times),
             host_micro_s=recorder.host_micro_s(),
+            host_waits=recorder.host_waits(),
             new_length_s=self._new_length_s,
             evaluation_s=self._evaluation_s,
             checkpoint_s=self._checkpoint_s,

@@ -232,16 +232,21 @@ class Recorder:
     def host_micro_s(self) -> float | None:
         """Seconds the host alone takes for a micro batch: the shortest, as it waits when the device's queue is full.
 
-        None on a CPU, and with images: transformers reads their sizes back from the device, so that the host waits for
-        it in the midst of each micro batch.
+        None on a CPU, and where the host waits for the device within a micro batch.
         """
-        has_images = any(kind.images for kind in self.request.kinds)
-        if self.first_timed is None or self.meter.torch_device.type == "cpu" or has_images:
+        if self.first_timed is None or self.meter.torch_device.type == "cpu" or self.host_waits():
             return None
         each = self.request.micro_steps
         timed = self.issued[self.first_timed * each :]
         # The last micro batch of a step is followed by the rest of the step, not by another.
         return min(seconds for index, seconds in enumerate(timed) if each == 1 or (index + 1) % each)
+
+    def host_waits(self) -> bool:
+        """Whether the host waits for the device in the midst of a micro batch.
+
+        With images it does: transformers reads their sizes back from the device.
+        """
+        return any(kind.images for kind in self.request.kinds)
 
     def warm_s(self, times: StepTimes) -> float:
         """Seconds that the steps until the plan would have taken at the pace of the timed ones."""

@@ -287,6 +287,14 @@ def test_nothing_is_known_of_the_host_of_a_cpu() -> None:
     assert reported.time_error == pytest.approx(UNKNOWN_HOST)
 
 
+def test_where_the_host_waits_within_a_micro_batch_the_line_goes_through_the_shortest() -> None:
+    """What disturbs the host takes as long at any depth. Here it lengthens a third of the micro batches of one."""
+    low, high = (affine(depth, host_micro_s=None, host_waits=True) for depth in (2, 8))
+    reported = predicted(replace(low, micro_step_s=(*low.micro_step_s[:2], 0.2)), high)
+    assert reported.shortest and reported.time_error > UNKNOWN_HOST
+    assert reported.measurement.micro_step_s == pytest.approx(affine(LAYERS).micro_step_s[:1])
+
+
 def noisy(depth: int, spread: float) -> Measurement:
     micro = 0.04 + 0.01 * depth
     return affine(depth, micro_step_s=(micro * (1 - spread), micro, micro * (1 + spread)))

@@ -364,6 +364,7 @@ def test_a_measurement_is_what_was_recorded(device: str) -> None:
         times=lambda: times,
         warm_s=lambda times: 3.0,
         host_micro_s=lambda: 0.5,
+        host_waits=lambda: True,
         peaks={Phase.FIRST_STEP: 5.0, Phase.STEADY: 4.0, Phase.BACKWARD: 3.0},
         segments={"first_step": 5.0, "steady": 4.0, "backward_layers": 2.5},
         reserved=6.0,
@@ -384,7 +385,8 @@ def test_a_measurement_is_what_was_recorded(device: str) -> None:
     )
     found = probe._measurement([float(loss) for loss in range(12, 0, -1)])
     assert (found.step_s, found.micro_step_s, found.rest_s) == ((2.0,), (0.9, 1.0), (0.1,))
-    assert (found.warm_s, found.host_micro_s, found.kind_s) == (3.0, 0.5, ((1.0, 0.95),))
+    assert (found.warm_s, found.host_micro_s, found.host_waits) == (3.0, 0.5, True)
+    assert found.kind_s == ((1.0, 0.95),)
     assert found.phase_s == {Phase.FORWARD: 0.5}
     assert found.phase_peak_gib == {Phase.BACKWARD: 3.0} and found.segment_peak_gib == {"backward_layers": 2.5}
     assert (found.peak_allocated_gib, found.peak_reserved_gib, found.limit_gib) == (5.0, 6.0, 7.0)
