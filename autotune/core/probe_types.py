@@ -81,7 +81,8 @@ class ModelShape:
     cannot be compiled. `plain_head` says that the logits are neither capped nor scaled after the head, `liger` that
     Liger has kernels for the model, `sdpa` that transformers has SDPA attention for it. `no_adapters` is why PEFT
     refuses adapters on every linear layer. `linear_layers` are the paths of linear modules inside a layer, sorted;
-    empty where they are not known. `has_labels` says that transformers can give it a head over labels.
+    empty where they are not known. `has_labels` says that transformers can give it a head over labels, `sees_images`
+    that it has a vision tower.
     """
 
     num_layers: int
@@ -96,6 +97,7 @@ class ModelShape:
     no_adapters: str | None = None
     linear_layers: tuple[str, ...] = ()
     has_labels: bool = True
+    sees_images: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,13 +105,16 @@ def depths(shape: ModelShape, checkpoint_every: int | None, *, sharded: bool = F
 
     Any two depths give the memory, except of a model in shards (`sharded`): there the layers before and after one are
     gathered beside it, so that fewer than four are not like more. Times need two that are far apart, since the error of
-    the slope is multiplied by the number of layers that are left out.
+    the slope is multiplied by the number of layers that are left out. A vision tower is never truncated, and its time
+    swings with the host: the wider model then has as many layers as may be.
     """
     possible = _possible(shape, checkpoint_every)
     shallow = next((depth for depth in possible if depth >= (LEAST_SHARDED if sharded else 2)), None)
     if shallow is None:
         return None
     least = min(WIDE_SHARE * shape.num_layers, max(WIDE_ENOUGH, LEAST_SHARE * shape.num_layers))
+    if shape.sees_images:
+        least = possible[-1]
     wider = [depth for depth in possible if depth > shallow and depth >= least]
     if not wider:
         return None
@@ -193,7 +196,7 @@ def _times(low: Measurement, high: Measurement, reach: float, host: float | None
     share = 0.0 if host is None else host / whole if whole > 0 else 1.0
     # A card at its power limit swings within a second, and the whole model will see the mean. A disturbance of the host
     # takes the same time at any depth, and the line would multiply it: it goes through the undisturbed steps.
-    middle = min if share > FREE_SHARE or low.host_waits else statistics.fmean
+    middle = min if share > FREE_SHARE else statistics.median if low.host_waits else statistics.fmean
     micro, error = _time(low.micro_step_s, high.micro_step_s, reach, middle)
     # The rest is the step minus its micro batches: a disturbance between these makes the rest look short.
     typical = statistics.median if middle is min else middle

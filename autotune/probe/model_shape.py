@@ -66,6 +66,7 @@ def describe(model: dict[str, Any]) -> ModelShape:
         no_adapters=no_adapters,
         linear_layers=tuple(sorted(linear_layers)),
         has_labels=type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        sees_images=sees_images(model),
     )
 
 

@@ -18,6 +18,7 @@ MAX_WARMUP_ROUNDS = 4
 # Relative spread of the times of rounds: below the first, more of them add nothing; above the second, more are taken.
 AGREE_SPREAD, DISAGREE_SPREAD = 0.01, 0.02
 ENOUGH_ROUNDS, ENOUGH_S = 2, 0.3  # two short rounds may agree by chance
+WAITING_ROUNDS = 3  # where the host waits within a micro batch, its own time, which swings, shows in all of them
 
 
 class NotSteady(Exception):
@@ -193,12 +194,13 @@ class Recorder:
             schedule.mean([seconds for pair in marks for seconds in map(self.meter.seconds, *pair)])
         )
         if self.meter.peaks_are_free:
-            counts = num_rounds > 1 or schedule.first_counts(micro_s)
+            counts = num_rounds > 1 or (schedule.first_counts(micro_s) and not self.host_waits())
             self.first_timed = begin if counts else self.step + 1
         else:
             self.meter.keep_freed()
             self.first_timed = self.step + 1 + (0 if micro_s > schedule.long_s else each)
-        self.last_timed = self.first_timed + schedule.rounds_to_time(request, step_s, self._min_timed_s) * each - 1
+        wanted = schedule.rounds_to_time(request, step_s, self._min_timed_s)
+        self.last_timed = self.first_timed + max(wanted, WAITING_ROUNDS if self.host_waits() else 1) * each - 1
         self._agree_at = max(ENOUGH_ROUNDS, math.ceil(ENOUGH_S / (step_s * each)))
 
     def _adapt(self) -> None:
