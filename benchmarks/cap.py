@@ -21,7 +21,7 @@ from autotune.probe.supervisor import WorkerProber
 from autotune.problem.study_spec import make_spec
 
 TARGET, HEADROOM, BAND = "a10", 0.05, 0.02
-SUITE = Path(__file__).parent.parent / "studies" / "a10-mistral-7b.yaml"
+SUITE = Path(__file__).parent.parent / "studies" / "published" / "a10-mistral-7b.yaml"
 AROUND: list[tuple[str, dict[str, Any]]] = [
     ("mistral-7b", {"micro_batch_size": 8, "seq_len": 1024}),
     ("mistral-7b", {"micro_batch_size": 16, "seq_len": 512, "loss": "chunked", "lora_rank": 64}),

@@ -10,7 +10,8 @@ benchmark subtracts the second copy.
 `--count` counts the held-out models by dry probes too, as is done for models without a formula.
 
 The benchmark also compares the formula with published tables for 8,192 tokens, made with transformers 4.49
-(`studies/h100-8k`): once as `autotune plan` uses it, and once as the older stack probably computed (`as_they_ran`).
+(`studies/published/*-8k.yaml`): once as `autotune plan` uses it, and once as the older stack probably computed
+(`as_they_ran`).
 The second has three differences. They were inferred from the same rows and are documented nowhere.
 """
 
@@ -42,7 +43,7 @@ from autotune.probe.dry_prober import DryProber
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.study_spec import make_spec
 
-STUDIES = Path(__file__).parent.parent / "studies" / "h100-8k"
+STUDIES = Path(__file__).parent.parent / "studies" / "published"
 
 # The formula was written with measurements of these models. All others are held out, Llama 3.1 among them.
 CALIBRATION = ("mistral-7b", "phi-3-mini", "gemma-2-9b")
@@ -199,7 +200,7 @@ def compare_published(card: str) -> list[dict[str, Any]]:
 
     The code of the nf4 rows is unknown, so that only their outcome is compared.
     """
-    spec, rows = make_spec(STUDIES / f"{card}.yaml", {}), []
+    spec, rows = make_spec(STUDIES / f"{card}-8k.yaml", {}), []
     limit_gib = device_limit_gib(resolve_device(card), spec.headroom)
     for case in spec.configs:
         model, config = resolve_model(case.model or spec.model), TrainConfig(**spec.pins | case.knobs)

@@ -1,56 +1,60 @@
-"""Compare the peaks of memory that `autotune plan` predicts with those that others published of one GPU.
+"""Compare the peaks of memory that `autotune plan --spec` predicts with those that others published of one GPU.
 
-The rows (`data/published_memory.yaml`) are of other stacks. Rows that no configuration of autotune expresses are
-excluded, each with its reason. What a row's source left out stands in the file that made it. An error is the prediction
+The rows are the suites of other stacks in `studies/published`, which say where they stand and what their sources left
+out. Rows that no configuration of autotune expresses are excluded, each with its reason. An error is the prediction
 divided by what was published, minus 1. A verdict is wrong where the opposite was seen; within the error of the
 prediction there is none. No GPU is needed.
 """
 
+import argparse
 import statistics
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import compare_published
+from common import save, table
 
-from autotune.catalog import resolve_device, resolve_model
-from autotune.core.train_config import TrainConfig
-from autotune.planning.counted_memory import memory_of
-from autotune.planning.device_estimate import device_limit_gib, memory_state
-from autotune.prediction.memory_formula import CONTEXT_GIB
-from autotune.problem.run_cost import FITS, OOM
+from autotune.catalog import resolve_device
+from autotune.core.probe_types import Outcome
+from autotune.planning.named_estimates import estimate_named_configs
+from autotune.problem.run_cost import FITS, OOM, TIGHT
+from autotune.problem.study_spec import Published, make_spec, shipped_suites
 
-DATA = Path(__file__).parent / "data" / "published_memory.yaml"
-COLUMNS = ["source", "model", "config", "published", "predicted", "error", "counted", "verdict"]
+SUITES = ["torchtune-llama-3.2-3b", "litgpt-a10g", "fms-mistral-7b", "qwen-7b", "axolotl-qlora"]
+SUITES += ["llamafactory-llama-2-7b"]
+COLUMNS = ["source", "model", "config", "published", "predicted", "error", "verdict"]
 
 
 def main() -> None:
-    compare_published("plan_published", __doc__, DATA, compare, summarize, COLUMNS)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows = [row for suite in SUITES for row in compare(suite)]
+    table([row for row in rows if row["excluded"] is None], COLUMNS)
+    save("plan_published", None, summarize(rows), rows, args.out)
+    print(summarize(rows))
 
 
-def compare(row: dict[str, Any]) -> dict[str, Any]:
-    """One published row with its prediction, unless it is excluded. A published peak of None is out of memory."""
-    config = TrainConfig(**{"padding": "max_length"} | row["config"])
-    compared = {key: row[key] for key in ("source", "gpu", "model")} | {"config": config.label()}
-    compared |= {"published": row["peak_gib"], "excluded": row.get("excluded")}
-    if compared["excluded"] is not None:
-        return compared
-    model = resolve_model(row["model"])
-    if "model_config" in row:
-        model = replace(model, config=model.config | row["model_config"], params=None)
-    memory = memory_of(model, config, row["accumulation"])
-    if memory is None:
-        return compared | {"excluded": "no formula and no count"}
-    predicted = memory.peak_reserved_gib + CONTEXT_GIB if row.get("of_process") else memory.peak_gib
-    limit_gib = device_limit_gib(resolve_device(row["gpu"]), headroom=0.0)
-    said = memory_state(memory.peak_reserved_gib, limit_gib, memory.error)
-    return compared | {
-        "predicted": predicted,
-        "counted": memory.counted,
-        "error": None if row["peak_gib"] is None else predicted / row["peak_gib"] - 1,
-        "verdict": said,
-        "wrong": said == (FITS if row["peak_gib"] is None else OOM),
-    }
+def compare(suite: str) -> Iterator[dict[str, Any]]:
+    """The published rows of a suite with their predictions. A published peak of None is out of memory."""
+    spec = make_spec(shipped_suites()[suite], {})
+    for result in estimate_named_configs(spec, device=resolve_device(spec.gpu), counted=True):
+        case, theirs = result.case, result.case.published or Published()
+        published = theirs.peak_gib if theirs.process_gib is None else theirs.process_gib
+        row = {"source": suite.partition("-")[0], "gpu": spec.gpu, "model": case.model or spec.model}
+        row |= {"config": result.config.label(), "published": published, "excluded": case.excluded}
+        if row["excluded"] is None and result.outcome is Outcome.REFUSED:
+            row["excluded"] = "no formula and no count"
+        if row["excluded"] is None:
+            predicted = result.peak_allocated_gib if theirs.process_gib is None else result.with_context_gib
+            verdict = TIGHT if result.tight else FITS if result.outcome is Outcome.OK else OOM
+            row |= {
+                "predicted": predicted,
+                "error": None if published is None or predicted is None else predicted / published - 1,
+                "verdict": verdict,
+                "wrong": verdict == (FITS if published is None else OOM),
+            }
+        yield row
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -73,6 +73,7 @@ COMMANDS = {
     "submit": ("share:submit", "Write a study's winner and baseline to a file for others, without anything private."),
     "import": ("share:import_", "Check a file that somebody else submitted, and store it as evidence."),
     "spaces": ("catalogs:spaces", "List the search spaces that come with the package."),
+    "suites": ("catalogs:suites", "List the published results that come with the package, to hold estimates against."),
     "schema": ("catalogs:schema", "Print the JSON Schema of what a command prints with --json."),
     "dev": ("dev:dev", "Tests of a machine or a fleet."),
 }

@@ -31,7 +31,10 @@ def _spaces(incomplete: str) -> list[str]:
 
 _COMPLETIONS = {"model": _models, "gpu": gpu_names, "space": _spaces}
 _PINS: dict[str, Any] = {  # options that are not fields of StudySpec of their own
-    "spec": Annotated[Path | None, typer.Option(help="Read a study spec (YAML); options override it.")],
+    "spec": Annotated[
+        Path | None,
+        typer.Option(help="Read a study spec (YAML, or a name of `autotune suites`); options override it."),
+    ],
     "seq_len": Annotated[int | None, typer.Option(help="Pin the sequence length.")],
     "rank": Annotated[int | None, typer.Option(help="Pin the LoRA rank.")],
     "set_": Annotated[list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="Pin a knob; repeatable.")],

@@ -41,6 +41,18 @@ def load_data(package: str, name: str) -> Any:
     return load_yaml(files(package).joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
 
 
+def shipped_files(inside: str, beside: str) -> dict[str, Path]:
+    """Name -> path of the YAML files of a folder that ships with the package, which a user may copy.
+
+    A wheel has the folder inside the package as `inside`, a checkout next to it as `beside`.
+    """
+    package = Path(str(files("autotune")))
+    folder = package / inside
+    if not folder.is_dir():
+        folder = package.parent / beside
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
 def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """The content of a regular file. Raises OSError for any other, without waiting for the writer of a pipe."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:

@@ -14,21 +14,19 @@ from typing import Any
 from autotune.catalog import DeviceSpec
 from autotune.core.errors import UsageError
 from autotune.core.objective import Objective
-from autotune.core.probe_types import Evidence, Outcome
+from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.planning.device_estimate import estimate, how_sure, limit_of, no_estimate, planned_device
 from autotune.planning.observations import Observation, Say, silent
-from autotune.prediction.memory_formula import CONTEXT_GIB, unsupported
+from autotune.prediction.memory_formula import unsupported
 from autotune.prediction.transfer import calibrated_parts
-from autotune.problem.constraints import refusal
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
+from autotune.problem.run_cost import FITS, DeviceEstimate
 from autotune.problem.search_space import SearchSpace
-from autotune.problem.setup import Setup, known_shape, open_reserve, set_up
+from autotune.problem.setup import Setup, open_reserve, set_up
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
-from autotune.study.named_configs import ConfigResult, cases
 from autotune.study.ranking import Scored, choose, why
 
 MAX_CONFIGS = 10_000  # estimated in about two seconds
@@ -285,53 +283,6 @@ def table_cells(
             recomputed = estimate(divisible, replace(config, checkpointing="full"), limit_gib)
             if plain is not None and recomputed is not None:
                 yield Cell(micro_batch_size=size, seq_len=length, plain=plain, recomputed=recomputed)
-
-
-# --- configurations that the user named
-
-
-def estimate_named_configs(
-    spec: StudySpec,
-    *,
-    device: DeviceSpec,
-    observations: Sequence[Observation] = (),
-    say: Say = silent,
-    counted: bool = False,
-) -> list[ConfigResult]:
-    """Estimate each configuration that the spec names, `counted` as by `plan`. Raises UsageError for what cannot be."""
-    task = planned_setup(replace(spec, pins={}), device, say).task
-    limit_gib = limit_of(spec, device)
-    results = []
-    for case, config, case_task in cases(spec, task):
-        result = ConfigResult(case=case, config=config, outcome=Outcome.OK, evidence=Evidence.ESTIMATED)
-        estimated = estimate(case_task, config, limit_gib, observations, counted=counted)
-        refused = refusal(config, case_task.model, case_task.trainer, known_shape(case_task.model), device)
-        if estimated is None or refused:
-            reason = refused or no_estimate(case_task, config, counted=counted)
-            results.append(replace(result, outcome=Outcome.REFUSED, reason=reason))
-            continue
-        result = replace(
-            result,
-            outcome=Outcome.OOM if estimated.state == OOM else Outcome.OK,
-            reason="too close to tell" if estimated.state == TIGHT else None,
-            tight=estimated.state == TIGHT,
-            peak_reserved_gib=estimated.need_gib,
-            with_context_gib=estimated.need_gib + CONTEXT_GIB,
-        )
-        if estimated.samples_per_s and estimated.tokens_per_s and estimated.interval:
-            shape = case_task.workload.run_shape(config)
-            rows_per_s = estimated.samples_per_s / shape.examples_per_row
-            low, high = (useful / estimated.tokens_per_s for useful in estimated.interval)
-            tokens_per_s = rows_per_s * config.seq_len
-            result = replace(
-                result,
-                tokens_per_s=tokens_per_s,
-                interval=(low * tokens_per_s, high * tokens_per_s),
-                samples_per_s=estimated.samples_per_s,
-                step_time_s=shape.rows_per_step / rows_per_s,
-            )
-        results.append(result)
-    return results
 
 
 # --- as plain data

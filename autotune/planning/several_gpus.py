@@ -312,6 +312,18 @@ def _score(estimated: DeviceEstimate, step_times: StepTimes) -> float:
     return estimated.config.tokens / alone.micro_s if alone else 1.0
 
 
+def estimate_rank(
+    task: Task, config: TrainConfig, limit_gib: float, observations: Sequence[Observation] = ()
+) -> DeviceEstimate | None:
+    """Estimate a configuration of several GPUs of one host, for each of them; its cost is that of all.
+
+    None where no formula covers it. Raises ValueError for what its strategy cannot train.
+    """
+    step_times = functools.partial(_step_time, task, tuple(observations))
+    row = _rank_plan(task, limit_gib, Parallelism.of(config), config, step_times, None)
+    return None if row is None else row.estimate
+
+
 def _rank_plan(
     task: Task,
     limit_gib: float,

@@ -8,12 +8,11 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from autotune.core.errors import UsageError, did_you_mean
-from autotune.core.files import read_user_yaml
+from autotune.core.files import read_user_yaml, shipped_files
 from autotune.core.knobs import KNOBS, Kind, check_value
 from autotune.core.train_config import TrainConfig
 
@@ -302,10 +301,8 @@ def ways_to_fit(leanest: TrainConfig) -> str:
 
 
 def shipped_spaces() -> dict[str, Path]:
-    """Name -> file of the spaces that come with the package: next to it in a checkout, inside it in a wheel."""
-    inside = Path(str(resources.files("autotune"))) / "search_spaces"
-    folder = inside if inside.is_dir() else inside.parent.parent / "search_spaces"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    """Name -> file of the spaces that come with the package."""
+    return shipped_files("search_spaces", "search_spaces")
 
 
 def _in_order(knobs: list[Knob]) -> Iterator[Knob]:

@@ -1,6 +1,7 @@
 """StudySpec: what a user asks for, by options or in a YAML file. `setup` resolves its names and narrows its space."""
 
 import math
+import os
 import types
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -8,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
 
-from autotune.core.errors import UsageError
-from autotune.core.files import read_user_yaml
+from autotune.core.errors import UsageError, did_you_mean
+from autotune.core.files import read_user_yaml, shipped_files
 from autotune.core.images import parse_size
 from autotune.core.objective import NOT_OFFERED, Objective
 from autotune.problem.gpu_counts import parse_gpus, parse_within
@@ -73,8 +74,9 @@ def _share(default: float | None, help: str, **details: Any) -> Any:
 class Published:
     """The results that others published for a configuration.
 
-    `tokens_per_s` counts whole rows, `s_per_step` is the time of an optimizer step. `peak_gb` is in 10**9 bytes, the
-    memory of the whole process as nvidia-smi shows it; `peak_gib` is what torch reports.
+    `tokens_per_s` counts whole rows, `s_per_step` is the time of an optimizer step. `peak_gib` is the most
+    that torch allocated on a GPU, `reserved_gib` what its allocator held. `peak_gb` (10**9 bytes) and `process_gib` are
+    the memory of the whole process, as nvidia-smi shows it.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -83,33 +85,43 @@ class Published:
     samples_per_s: float | None = None
     s_per_step: float | None = None
     peak_gib: float | None = None
+    reserved_gib: float | None = None
     peak_gb: float | None = None
+    process_gib: float | None = None
     outcome: str = "ok"
 
     def __post_init__(self) -> None:
-        for name in ("tokens_per_s", "samples_per_s", "s_per_step", "peak_gib", "peak_gb"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise InvalidSpec(f"{name} cannot be {value!r}")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name != "outcome" and value is not None and not 0 < value < math.inf:
+                raise InvalidSpec(f"{item.name} cannot be {value!r}")
         if self.outcome not in ("ok", "oom"):
             raise InvalidSpec(f"outcome is ok or oom, not {self.outcome!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedConfig:
-    """One configuration to probe by itself: its knobs in addition to `pins`, `accumulation` micro batches a step."""
+    """One configuration to probe by itself: its knobs in addition to `pins`, `accumulation` micro batches a step.
+
+    `model_overrides` are keys of the model's config that differ. `excluded` says why no configuration expresses what
+    was published: it is shown, and neither estimated nor probed.
+    """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     name: str
     knobs: dict[str, Any] = field(default_factory=dict)
     model: str | None = None
+    model_overrides: dict[str, Any] = field(default_factory=dict)
     accumulation: int = 1
     published: Published | None = None
+    excluded: str | None = None
 
     def __post_init__(self) -> None:
         if not self.name.isprintable():
             raise InvalidSpec(f"name cannot be {self.name!r}")
+        if self.excluded is not None and not (self.excluded and self.excluded.isprintable()):
+            raise InvalidSpec(f"excluded cannot be {self.excluded!r}")
         if not 1 <= self.accumulation <= MAX_COUNT:
             raise InvalidSpec(f"accumulation cannot be {self.accumulation!r}")
 
@@ -139,6 +151,7 @@ class StudySpec:
     )
     pins: dict[str, Any] = field(default_factory=dict)
     configs: tuple[NamedConfig, ...] = ()  # to be probed as they are, instead of a search
+    source: str | None = None  # where the published results of `configs` stand
     examples: int | None = _count(None, "Examples of the full run.", shown_default="10000")
     epochs: int = _count(1, "Passes over the examples.")
     tokens_per_example: int | None = _count(None, "One length in tokens for all examples.", shown_default="1024")
@@ -247,9 +260,7 @@ class StudySpec:
                 raise InvalidSpec(f"{item.name} cannot be {value!r}")
         if not isinstance(self.pins, dict):
             raise InvalidSpec(f"pins maps knobs to values, it cannot be {self.pins!r}")
-        names = [config.name for config in self.configs]
-        if len(set(names)) < len(names):
-            raise InvalidSpec("configs need different names: one name stands twice")
+        _check_suite(self.configs, self.source)
         if self.tokens is not None and self.examples is not None:
             raise InvalidSpec("give examples or tokens, not both")
         if self.global_batch is not None and self.global_batch_tokens is not None:
@@ -311,6 +322,15 @@ def _refuse(objective: Any, loss_on: str | None) -> None:
         raise InvalidSpec(f"loss_on is for sft: what {objective} learns from follows from its rows")
 
 
+def _check_suite(configs: tuple[NamedConfig, ...], source: str | None) -> None:
+    """Raises InvalidSpec for a name that stands twice, and for a source that cannot be printed."""
+    if source is not None and not source.isprintable():
+        raise InvalidSpec(f"source cannot be {source!r}")
+    names = [config.name for config in configs]
+    if len(set(names)) < len(names):
+        raise InvalidSpec("configs need different names: one name stands twice")
+
+
 OPTIONS: dict[str, Option] = {
     item.name: item.metadata["option"] for item in fields(StudySpec) if "option" in item.metadata
 }
@@ -319,13 +339,15 @@ OPTIONS: dict[str, Option] = {
 def make_spec(path: Path | None, options: dict[str, Any]) -> StudySpec:
     """The spec of a file, if one is given, with the options that are not None in place of its values.
 
-    Raises UsageError for an impossible value, an unknown key (its line is named), or no model.
+    A suite that comes with the package can be given by its name. Raises UsageError for an impossible value, an unknown
+    key (its line is named), or no model.
     """
     given = {name: value for name, value in options.items() if value is not None}
     if path is None:
         if "model" not in given:
             raise UsageError("which model?", remedy="give --model NAME (`autotune models` lists them) or --spec FILE")
         return StudySpec(**given)
+    path = _spec_file(path)
     base: StudySpec = read_user_yaml(path, _file_model()).root  # type: ignore[attr-defined]
     if isinstance(base.space, SearchSpace):
         raise UsageError(f"{path}: space: Input should be a valid string", remedy="give the name or path of a space")
@@ -334,6 +356,24 @@ def make_spec(path: Path | None, options: dict[str, Any]) -> StudySpec:
         if any(key in given for key in keys):
             given = dict.fromkeys(keys) | given
     return replace(base, **given, pins=pins)
+
+
+def shipped_suites() -> dict[str, Path]:
+    """Name -> file of the published suites that come with the package."""
+    return shipped_files("published", "studies/published")
+
+
+def _spec_file(path: Path) -> Path:
+    """The file of this path, or the shipped suite of this name. Raises UsageError where there is neither."""
+    shipped = shipped_suites()
+    if os.path.lexists(path):
+        return path
+    if str(path) not in shipped:
+        raise UsageError(
+            f"cannot read {path}: No such file or directory{did_you_mean(str(path), tuple(shipped))}",
+            remedy="check the path, or give a name that `autotune suites` lists",
+        )
+    return shipped[str(path)]
 
 
 def _has_type(value: Any, annotation: Any) -> bool:

@@ -72,6 +72,32 @@ def _spaces() -> Any:
     return _values(_values(knob))
 
 
+def _suites() -> Any:
+    return _rows(_form("Suite", name=str, gpu=str, configs=int, source=Text, file=str))
+
+
+def _named_configs() -> Any:
+    numbers = ("tokens_per_s", "samples_per_s", "step_time_s", "peak_allocated_gib", "peak_reserved_gib")
+    return _rows(
+        _form(
+            "NamedConfig",
+            name=str,
+            config=Data,
+            outcome=str,
+            verdict=str,
+            evidence=EVIDENCE,
+            reason=Text,
+            tight=bool,
+            interval=Interval,
+            interval_gib=Interval,
+            with_context_gib=Number,
+            published=_values(_form("Published", theirs=float | str, ours=float | str | None)),
+            source=Text,
+            **dict.fromkeys(numbers, Number),
+        )
+    )
+
+
 def _estimate() -> Any:
     return _form(
         "Estimate",
@@ -371,7 +397,9 @@ FORMS: dict[str, Callable[[], Any]] = {
     "models": _models,
     "prices": _prices,
     "spaces": _spaces,
+    "suites": _suites,
     "plan": _plan,
+    "plan --spec": _named_configs,
     "plan --gpu": _trainable,
     "plan --gpus": _gpu_plan,
     "compare": _compare,

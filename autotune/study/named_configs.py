@@ -1,7 +1,8 @@
 """A suite: named configurations that are probed as they are, and compared with published numbers. No search."""
 
 import json
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from autotune.probe.rank_pool import RankPool
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.constraints import refusal
 from autotune.problem.length_distribution import Lengths
+from autotune.problem.run_cost import FITS, TIGHT
 from autotune.problem.study_spec import NamedConfig, Published, StudySpec
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
@@ -31,8 +33,9 @@ if TYPE_CHECKING:
 class ConfigResult:
     """The result of a case. Speeds count whole rows; `with_context_gib` is reserved memory and the CUDA context.
 
-    `interval` is that of the tokens/s: 80 % of cases for estimates, else the range of what was measured. `tight`: it
-    may not fit, or leaves less than a tenth of the memory free.
+    `interval` is that of the tokens/s: 80 % of cases for estimates, else the range of what was measured. `interval_gib`
+    is that of an estimated `peak_reserved_gib`, None of a measured one. `tight`: it may not fit, or leaves less than a
+    tenth of the memory free.
     """
 
     case: NamedConfig
@@ -45,49 +48,78 @@ class ConfigResult:
     interval: tuple[float, float] | None = None
     samples_per_s: float | None = None
     step_time_s: float | None = None
+    peak_allocated_gib: float | None = None
     peak_reserved_gib: float | None = None
+    interval_gib: tuple[float, float] | None = None
     with_context_gib: float | None = None
 
-    def against(self) -> dict[str, tuple[float | str, float | str]]:
-        """(published, ours) by what it is, for every number that both have; the outcome if one of them is OOM."""
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, in words; another outcome by its name."""
+        if self.case.excluded:
+            return "not predicted"
+        if self.outcome is Outcome.OK:
+            return TIGHT if self.tight else FITS
+        return NO_FIT if self.outcome is Outcome.OOM else self.outcome.value
+
+    def compared(self) -> dict[str, tuple[float | str, float | str | None]]:
+        """(published, ours) by what it is, for every number that was published; the outcome if one of them is OOM."""
         theirs = self.case.published or Published()
-        whole_gb = None if self.with_context_gib is None else self.with_context_gib * GIB / 1e9
+        whole_gib = self.with_context_gib
         pairs: dict[str, tuple[float | str | None, float | str | None]] = {
             "tokens/s": (theirs.tokens_per_s, self.tokens_per_s),
             "samples/s": (theirs.samples_per_s, self.samples_per_s),
             "s/step": (theirs.s_per_step, self.step_time_s),
-            "peak GiB": (theirs.peak_gib, self.peak_reserved_gib),
-            "whole GB": (theirs.peak_gb, whole_gb),
+            "peak GiB": (theirs.peak_gib, self.peak_allocated_gib),
+            "reserved GiB": (theirs.reserved_gib, self.peak_reserved_gib),
+            "whole GB": (theirs.peak_gb, None if whole_gib is None else whole_gib * GIB / 1e9),
+            "whole GiB": (theirs.process_gib, whole_gib),
         }
-        if self.case.published and (theirs.outcome == "oom" or self.outcome is Outcome.OOM):
-            pairs = {"outcome": (theirs.outcome, self.outcome.value), **pairs}
-        return {
-            name: (published, ours)
-            for name, (published, ours) in pairs.items()
-            if published is not None and ours is not None
-        }
+        if self.case.published and (theirs.outcome == Outcome.OOM or self.outcome is Outcome.OOM):
+            judged = self.outcome in (Outcome.OK, Outcome.OOM)
+            ours = (TIGHT if self.tight else self.outcome.value) if judged else None
+            pairs = {"outcome": (theirs.outcome, ours), **pairs}
+        return {name: (published, ours) for name, (published, ours) in pairs.items() if published is not None}
+
+    def against(self) -> dict[str, tuple[float | str, float | str]]:
+        """(published, ours) by what it is, as far as there are both."""
+        return {name: (theirs, ours) for name, (theirs, ours) in self.compared().items() if ours is not None}
+
+    def ratios(self, names: Collection[str]) -> list[float]:
+        """What was published divided by ours, for those of these numbers that both have."""
+        pairs = [pair for name, pair in self.against().items() if name in names]
+        return [float(theirs) / float(ours) for theirs, ours in pairs]
 
     def cells(self) -> tuple[str, ...]:
-        """As a row: name, configuration, outcome, speed, memory, and what was published."""
+        """As a row: name, configuration, verdict, speed, memory, and what was published."""
         published = "; ".join(
-            f"{name} {_number(one)}, here {_number(other)}{_apart(one, other)}"
-            for name, (one, other) in self.against().items()
+            f"{name} {_number(theirs)}" + ("" if ours is None else f", here {_number(ours)}{_apart(theirs, ours)}")
+            for name, (theirs, ours) in self.compared().items()
         )
-        outcome = self.outcome.value + (", tight" if self.tight else "") + (f": {self.reason}" if self.reason else "")
-        between = f" ({' to '.join(map(fmt_count, self.interval))})" if self.interval else ""
-        speed = DASH if self.tokens_per_s is None else f"{fmt_count(self.tokens_per_s)}{between} [{self.evidence}]"
-        memory = DASH if self.peak_reserved_gib is None else f"{self.peak_reserved_gib:.1f}"
-        return self.case.name, self.config.label(), outcome, speed, memory, published or DASH
+        verdict = self.verdict + (f": {self.reason}" if self.reason else "")
+        speed, memory = DASH, DASH
+        if self.tokens_per_s is not None:
+            between = f" ({' to '.join(map(fmt_count, self.interval))})" if self.interval else ""
+            speed = f"{fmt_count(self.tokens_per_s)}{between} [{self.evidence}]"
+        if self.peak_reserved_gib is not None:
+            between = " ({:.1f} to {:.1f})".format(*self.interval_gib) if self.interval_gib else ""
+            memory = f"{self.peak_reserved_gib:.1f}{between}"
+        return self.case.name, self.config.label(), verdict, speed, memory, published or DASH
 
     def data(self) -> dict[str, Any]:
         """As plain data."""
         data = to_data(self)
         del data["case"]
-        published = {name: {"theirs": theirs, "ours": ours} for name, (theirs, ours) in self.against().items()}
-        return {"name": self.case.name, **data, "config": self.config.as_dict(), "published": published}
+        published = {name: {"theirs": theirs, "ours": ours} for name, (theirs, ours) in self.compared().items()}
+        added = {"verdict": self.verdict, "config": self.config.as_dict(), "published": published}
+        return {"name": self.case.name, **data, **added}
 
 
-COLUMNS = {"case": "left", "configuration": "left", "outcome": "left", "tokens/s": "right", "GiB": "right"} | {
+SPEEDS = ("tokens/s", "samples/s")  # of which a row has one, or both with one meaning
+PEAKS = ("peak GiB", "reserved GiB", "whole GB", "whole GiB")
+NO_FIT = "does not fit"
+SEVERAL = "configurations that are named are probed on one GPU: search with `autotune run --gpus`"
+COLUMNS = {"case": "left", "configuration": "left", "verdict": "left", "tokens/s": "right", "GiB": "right"} | {
     "published": "left"
 }
 
@@ -108,16 +140,15 @@ def cases(spec: StudySpec, task: Task) -> Iterator[tuple[NamedConfig, TrainConfi
             config = TrainConfig(**knobs)
         except (TypeError, ValueError) as error:
             raise UsageError(f"{case.name}: {error}", remedy="correct it in the file") from None
-        if config.num_gpus > 1:
-            reason = "configurations that are named are probed on one GPU"
-            raise UsageError(f"{case.name}: {reason}", remedy="search with `autotune run --gpus`")
         lengths = Lengths.constant(config.seq_len, "given") if not config.packing else task.workload.lengths
         workload = Workload(
             examples=task.workload.examples,
             lengths=lengths,
-            global_batch=config.micro_batch_size * case.accumulation,
+            global_batch=config.micro_batch_size * case.accumulation * config.num_gpus,
         )
         model = resolve_model(case.model) if case.model else task.model
+        if case.model_overrides:
+            model = replace(model, config=model.config | case.model_overrides, params=None)
         if model.sees_images:
             reason = "rows of configurations that are named have no images"
             raise UsageError(f"{case.name}: {reason}", remedy="search with `autotune run --model`")
@@ -145,6 +176,9 @@ def probe_configs(
     for case, config, case_task in cases(spec, task):
         if should_stop():
             break
+        if not_probed := case.excluded or (SEVERAL if config.num_gpus > 1 else None):
+            results.append(_refused(case, config, not_probed))
+            continue
         say(f"{case.name}: {config.label()}")
 
         def request(config: TrainConfig, task: Task = case_task) -> ProbeRequest:
@@ -174,12 +208,15 @@ def probe_configs(
         except Cancelled:
             break
         if found is None:
-            outcome, evidence = Outcome.REFUSED, Evidence.MEASURED
-            results.append(ConfigResult(case=case, config=config, outcome=outcome, evidence=evidence, reason=refused))
+            results.append(_refused(case, config, refused))
         else:
             results.append(to_config_result(case, config, case_task, found))
         write_results(results, out)
     return results
+
+
+def _refused(case: NamedConfig, config: TrainConfig, reason: str | None) -> ConfigResult:
+    return ConfigResult(case=case, config=config, outcome=Outcome.REFUSED, evidence=Evidence.MEASURED, reason=reason)
 
 
 def to_config_result(case: NamedConfig, config: TrainConfig, task: Task, result: ProbeResult) -> ConfigResult:
@@ -204,9 +241,28 @@ def to_config_result(case: NamedConfig, config: TrainConfig, task: Task, result:
         interval=(tokens_per_s / (1 + high), tokens_per_s / (1 + low)),
         samples_per_s=speed.samples_per_second,
         step_time_s=speed.step_time_s,
+        peak_allocated_gib=found.peak_allocated_gib,
         peak_reserved_gib=found.peak_reserved_gib,
         with_context_gib=None if found.context_gib is None else reserved_gib + found.context_gib,
     )
+
+
+def agreement(results: list[ConfigResult]) -> str:
+    """How what was predicted or probed compares with what was published, in one line; empty without any."""
+    judged = [one for one in results if one.case.published and one.outcome in (Outcome.OK, Outcome.OOM)]
+    if not judged:
+        return ""
+    close = sum(one.tight for one in judged)
+    wrong = sum(not one.tight and len(set(one.against().get("outcome", ()))) == 2 for one in judged)
+    said = [f"{len(judged)} verdicts, of which {wrong} wrong and {close} too close to tell"]
+    speeds = [(one.interval, one.tokens_per_s, one.ratios(SPEEDS)) for one in judged]
+    published = [(span, ours * ratios[0]) for span, ours, ratios in speeds if span and ours and ratios]
+    if published:
+        inside = sum(low <= theirs <= high for (low, high), theirs in published)
+        said.append(f"{len(published)} speeds, of which {inside} in their interval")
+    if errors := [abs(1 / ratio - 1) for one in judged for ratio in one.ratios(PEAKS)]:
+        said.append(f"memory {statistics.median(errors):.1%} off in the median and {max(errors):.1%} at worst")
+    return "Against what was published: " + "; ".join(said) + "."
 
 
 def write_results(results: list[ConfigResult], out: Path) -> None:
@@ -223,4 +279,4 @@ def _number(value: float | str) -> str:
 
 def _apart(one: float | str, other: float | str) -> str:
     """' (+3 %)' by which ours is more than what was published."""
-    return "" if isinstance(one, str) or isinstance(other, str) else f" ({other / one - 1:+.0%})"
+    return "" if isinstance(one, str) or isinstance(other, str) else f" ({round(other / one - 1, 2) + 0.0:+.0%})"

@@ -1,11 +1,13 @@
 """Suites: named configurations instead of a search, with published results for comparison."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from autotune.catalog import resolve_device
 from autotune.cli.commands import plan
@@ -13,11 +15,11 @@ from autotune.cli.commands.run import run_spec
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
+from autotune.planning.named_estimates import estimate_named_configs
 from autotune.planning.observations import published_observations
-from autotune.planning.plan import estimate_named_configs
 from autotune.problem.setup import set_up
-from autotune.problem.study_spec import NamedConfig, Published, StudySpec, make_spec
-from autotune.study.named_configs import cases, to_config_result
+from autotune.problem.study_spec import NamedConfig, Published, StudySpec, make_spec, shipped_suites
+from autotune.study.named_configs import agreement, cases, to_config_result
 from tests.helpers.factories import measurement, oom_detail, result
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +61,9 @@ def test_a_suite_is_read_from_a_file(tmp_path: Path) -> None:
         ("configs: [{name: a}, {name: a}]", "one name stands twice"),
         ("configs: [{name: a, published: {tokens: 3}}]", "configs.0.published.tokens"),
         ("configs: [{name: a, published: {peak_gib: -3}}]", "peak_gib cannot be -3"),
+        ("configs: [{name: a, published: {process_gib: .inf}}]", "process_gib cannot be inf"),
+        ('configs: [{name: a, excluded: ""}]', "excluded cannot be"),
+        ('source: "a\\tb"', "source cannot be"),
         ("configs: [{name: a, published: {outcome: fine}}]", "outcome is ok or oom"),
         ("configs: [{name: a, accumulation: 0}]", "accumulation cannot be 0"),
         ('configs: [{name: "a\\nb"}]', "name cannot be"),
@@ -80,7 +85,7 @@ def test_measured_values_are_shown_next_to_published_ones() -> None:
     assert (row.outcome, row.evidence) == (Outcome.OK, Evidence.MEASURED)
     published, ours = row.against()["tokens/s"]
     assert (published, ours) == (100.0, row.tokens_per_s)
-    assert row.against()["peak GiB"] == (2.0, measurement().peak_reserved_gib)
+    assert row.against()["peak GiB"] == (2.0, measurement().peak_allocated_gib)
     assert "tokens/s 100, here" in row.cells()[-1] and row.data()["published"]["peak GiB"]["theirs"] == 2.0
     out_of_memory = result(config=config, outcome=Outcome.OOM, oom=oom_detail())
     failed = to_config_result(case, config, own, out_of_memory)
@@ -88,15 +93,45 @@ def test_measured_values_are_shown_next_to_published_ones() -> None:
     assert not to_config_result(other, config, own, out_of_memory).against()
 
 
-def test_formulas_estimate_the_published_suite_of_the_a10() -> None:
-    """Every outcome is right and every value is within 25 %."""
-    spec = make_spec(ROOT / "studies" / "a10-mistral-7b.yaml", {})
-    rows = estimate_named_configs(spec, device=resolve_device("a10"), observations=published_observations())
-    assert len(rows) == 6 and {row.evidence for row in rows} == {Evidence.ESTIMATED}
-    for row in rows:
-        assert row.case.published and row.outcome.value == row.case.published.outcome
-        for theirs, ours in row.against().values():
-            assert isinstance(theirs, str) or ours == pytest.approx(theirs, rel=0.25)
+def test_the_published_suite_of_the_a10_is_not_told_its_own_results() -> None:
+    """Its speeds are among the observations that come with the package. Outcomes are right, memory is within 10 %."""
+    spec = make_spec(ROOT / "studies" / "published" / "a10-mistral-7b.yaml", {})
+    device, seen = resolve_device("a10"), published_observations()
+    rows = estimate_named_configs(spec, device=device, observations=seen)
+    assert rows == estimate_named_configs(spec, device=device) and {row.evidence for row in rows} == {
+        Evidence.ESTIMATED
+    }
+    assert [row.outcome.value for row in rows] == [row.case.published.outcome for row in rows if row.case.published]
+    (optimised,) = (row for row in rows if row.case.name == "optimised")
+    theirs, ours = optimised.against()["whole GB"]
+    assert isinstance(theirs, float | int) and ours == pytest.approx(theirs, rel=0.1)
+    own = replace(spec, configs=tuple(replace(case, published=None) for case in spec.configs))
+    told = estimate_named_configs(own, device=device, observations=seen)
+    assert told[0].tokens_per_s and rows[0].tokens_per_s and told[0].tokens_per_s < rows[0].tokens_per_s
+
+
+@pytest.mark.parametrize("name", shipped_suites())
+def test_the_readme_says_how_estimates_compare(name: str) -> None:
+    spec = make_spec(Path(name), {})
+    said = agreement(estimate_named_configs(spec, device=resolve_device(spec.gpu), counted=True))
+    found = re.search(
+        r"(\d+) verdicts, of which (\d+) wrong and (\d+) too close to tell;(?: (\d+) speeds, of which (\d+) in .*?;)?"
+        r" memory ([\d.]+)% off in the median and ([\d.]+)% at worst",
+        said,
+    )
+    assert found is not None, said
+    verdicts, wrong, close, speeds, inside, median, worst = found.groups()
+    of_speeds = f"{inside} of {speeds}" if speeds else "–"
+    row = f"| `{name}` | {len(spec.configs)} | {verdicts}, {wrong} wrong, {close} too close to tell | {of_speeds} |"
+    assert f"{row} {median} %, {worst} % |" in (ROOT / "studies" / "README.md").read_text(encoding="utf-8")
+
+
+def test_speeds_stand_once_in_the_suites() -> None:
+    """`benchmarks/plan_speed.py` has rows of its own, whose settings were made before anything was predicted."""
+    rows = yaml.safe_load((ROOT / "benchmarks" / "data" / "published_speeds.yaml").read_text())["rows"]
+    specs = [make_spec(path, {}) for path in shipped_suites().values()]
+    listed = {case.published.tokens_per_s for spec in specs for case in spec.configs if case.published}
+    assert {row["tokens_per_s"] for row in rows} <= listed
 
 
 def test_every_shipped_suite_is_valid() -> None:
@@ -144,7 +179,7 @@ def test_a_suite_is_probed_once_and_its_results_are_stored(
     )
     run_spec(spec, quiet=True)
     table = capsys.readouterr().out
-    assert "one" in table and "tokens/s 1,000, here" in table and "oom" in table
+    assert "one" in table and "tokens/s 1,000, here" in table and "does not fit" in table
     (folder,) = (tmp_path / "runs").glob("*suite")
     first = json.loads((folder / "suite.json").read_text())
     assert [row["outcome"] for row in first] == ["ok", "oom", "refused"] and first[0]["evidence"] == "measured"

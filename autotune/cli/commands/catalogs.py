@@ -1,4 +1,4 @@
-"""`autotune gpus`, `models`, `prices` and `spaces`: what the catalogue holds; `schema`: the forms of JSON."""
+"""`autotune gpus`, `models`, `prices`, `spaces` and `suites`: what the package holds; `schema`: the forms of JSON."""
 
 from dataclasses import asdict
 from datetime import date
@@ -175,4 +175,24 @@ def spaces(json_: Json = False) -> None:
             )
             for name, space in loaded.items()
         ],
+    )
+
+
+def suites(json_: Json = False) -> None:
+    """Print every suite of published results that comes with the package."""
+    from autotune.problem.study_spec import make_spec, shipped_suites
+
+    loaded = {name: (path, make_spec(path, {})) for name, path in shipped_suites().items()}
+    if json_:
+        print_json(
+            [
+                {"name": name, "gpu": spec.gpu, "configs": len(spec.configs), "source": spec.source, "file": str(path)}
+                for name, (path, spec) in loaded.items()
+            ]
+        )
+        return
+    print_table(
+        "Published results to hold estimates against: `autotune plan --spec NAME`",
+        {"name": "left", "GPU": "left", "configurations": "right", "published": "left"},
+        [(name, spec.gpu, str(len(spec.configs)), spec.source or DASH) for name, (_, spec) in loaded.items()],
     )

@@ -1,7 +1,7 @@
 """`autotune plan`: what a card would hold, how fast it would train and what that would cost, without having one."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,12 @@ from autotune.core.errors import NothingFits, UsageError
 from autotune.problem.gpu_counts import NETWORKS, split_count
 from autotune.problem.study_spec import StudySpec
 from autotune.study.storage.location import EVIDENCE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from autotune.catalog import DeviceSpec
+    from autotune.planning.observations import Observation
 
 ANY_MODEL = "demo-3m"  # stands in a spec where each model is planned
 
@@ -69,24 +75,15 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
         UsageError: a part of the spec is unknown or impossible, or no formula covers it.
         NothingFits: no configuration of the space surely fits.
     """
-    from autotune.core.objective import Objective
-    from autotune.planning.device_estimate import how_known, planned_device
+    from autotune.planning.device_estimate import planned_device
     from autotune.planning.observations import known_observations
-    from autotune.planning.plan import LITTLE_KNOWN, estimate_named_configs, plan_data
+    from autotune.planning.plan import LITTLE_KNOWN, plan_data
     from autotune.planning.plan import plan as make_plan
     from autotune.problem.search_space import ways_to_fit
-    from autotune.problem.setup import calibration_of
-    from autotune.study.named_configs import COLUMNS
 
     device, observations = planned_device(spec.gpu), known_observations(evidence, print_note)
     if spec.configs:
-        results = estimate_named_configs(spec, device=device, observations=observations, say=print_note, counted=True)
-        if as_json:
-            print_json([result.data() for result in results])
-        else:
-            objective = Objective(spec.objective)
-            print(f"{device.label}. {how_known(calibration_of(spec, device), device, objective=objective)}.")
-            print_table(None, dict(COLUMNS), [result.cells() for result in results])
+        plan_named_configs(spec, device, observations, as_json=as_json)
         return
     made = make_plan(spec, device=device, observations=observations, say=print_note, counted=True)
     if as_json:
@@ -100,6 +97,31 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
             f"nothing in the search space surely fits {device.name}",
             remedy=f"{ways_to_fit(made.leanest)}; `autotune compare` says which card holds it",
         )
+
+
+def plan_named_configs(
+    spec: StudySpec, device: "DeviceSpec", observations: "Sequence[Observation]", *, as_json: bool
+) -> None:
+    """Print estimates of the configurations that the spec names, next to what was published, and where.
+
+    Raises UsageError for a configuration that cannot be.
+    """
+    from autotune.core.objective import Objective
+    from autotune.planning.device_estimate import how_known
+    from autotune.planning.named_estimates import estimate_named_configs
+    from autotune.problem.setup import calibration_of
+    from autotune.study.named_configs import COLUMNS, agreement
+
+    results = estimate_named_configs(spec, device=device, observations=observations, say=print_note, counted=True)
+    if as_json:
+        print_json([result.data() | {"source": spec.source} for result in results])
+        return
+    print(f"{device.label}. {how_known(calibration_of(spec, device), device, objective=Objective(spec.objective))}.")
+    print_table(None, dict(COLUMNS), [result.cells() for result in results])
+    if said := agreement(results):
+        print(said)
+    if spec.source:
+        print(f"Published: {spec.source}")
 
 
 def plan_card(spec: StudySpec, *, evidence: Path, html: Path | None, as_json: bool = False) -> None:

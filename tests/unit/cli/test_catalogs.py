@@ -80,6 +80,19 @@ def test_spaces_as_json():
     assert spaces["lora"]["lora_rank"]["values"] == [8, 16, 32, 64]
 
 
+def test_suites(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = {row["name"]: row for row in json.loads(output("suites", "--json"))}
+    assert rows["qwen-7b"]["configs"] == 12 and rows["qwen-7b"]["source"].startswith("https://github.com/QwenLM/Qwen")
+    assert all(name in output("suites") for name in rows)
+    table = output("plan", "--spec", "qwen-7b")
+    assert "Published: https://github.com/QwenLM/Qwen" in table and "6 verdicts, of which 0 wrong" in table
+    assert "not predicted: its base is of GPTQ" in table and "whole GiB 11.5" in table
+    planned = json.loads(output("plan", "--spec", "qwen-7b", "--json"))
+    assert [row["verdict"] for row in planned[:6]] == ["fits"] * 6
+    assert planned[0]["source"] == rows["qwen-7b"]["source"]
+
+
 def test_version_and_help():
     assert output("--version") == f"autotune {__version__}\n"
     for command in ("run", "status", "oom", "export", "report", "calibrate", "doctor", "gpus", "models", "spaces"):
@@ -91,6 +104,8 @@ def test_version_and_help():
     ("args", "message"),
     [
         (["run"], "which model?"),
+        (["plan", "--spec", "qwen-7"],
+         "cannot read qwen-7: No such file or directory; did you mean 'qwen-7b'?"),
         (["run", "--model", "demo-3m", "--epochs", "0"], "epochs cannot be 0"),
         (["run", "--model", "demo-3m", "--price", "nan"], "price cannot be nan"),
         (["run", "--model", "demo-3m", "--budget", "soon"],

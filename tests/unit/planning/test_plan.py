@@ -24,12 +24,12 @@ from autotune.planning.device_estimate import (
     observed_transfer,
     planned_device,
 )
+from autotune.planning.named_estimates import estimate_named_configs
 from autotune.planning.observations import Observation, known_observations, published_observations
 from autotune.planning.plan import (
     BATCHES,
     Plan,
     distinguishable,
-    estimate_named_configs,
     memory_tables,
     plan,
     plan_data,

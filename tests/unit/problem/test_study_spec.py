@@ -192,7 +192,7 @@ FIELDS = {item.name for item in fields(StudySpec)}
 
 
 def test_every_option_has_a_help_sentence():
-    assert FIELDS - set(OPTIONS) == {"pins", "configs"}
+    assert FIELDS - set(OPTIONS) == {"pins", "configs", "source"}
     for option in OPTIONS.values():
         assert len(option.help) > 5 and option.help.endswith(".")
     assert (OPTIONS["epochs"].shown_default, OPTIONS["study"].shown_default) == ("1", None)
@@ -206,7 +206,7 @@ def test_every_field_is_a_flag():
     from autotune.cli.commands.run import run
 
     flags = set(inspect.signature(run).parameters)
-    assert FIELDS - flags == {"pins", "configs"}  # --set, --seq-len and --rank
+    assert FIELDS - flags == {"pins", "configs", "source"}  # --set, --seq-len and --rank
     assert flags - FIELDS == {"spec", "set_", "seq_len", "rank", "json_", "events", "quiet"}
 
 

@@ -30,6 +30,8 @@ WITHOUT_STUDY = {
     "models": [("models",)],
     "prices": [("prices",), ("prices", "a2")],
     "spaces": [("spaces",)],
+    "suites": [("suites",)],
+    "plan --spec": [("plan", "--spec", name) for name in ("a10-mistral-7b", "litgpt-a10g", "two-h100-8k")],
     "plan": [("plan", "--gpu", "a10", *QWEN), ("plan", "--gpu", "a2", *QWEN)],
     "plan --gpu": [("plan", "--gpu", "a2")],
     "plan --gpus": [("plan", "--gpu", "a10", "--gpus", "1,2", *QWEN)],

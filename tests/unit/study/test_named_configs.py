@@ -15,7 +15,7 @@ from autotune.prediction.transfer import SpeedTransfer
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.study_spec import NamedConfig, Published, StudySpec
 from autotune.problem.workload import Workload
-from autotune.study.named_configs import ConfigResult, cases, probe_configs, to_config_result
+from autotune.study.named_configs import ConfigResult, agreement, cases, probe_configs, to_config_result
 from autotune.study.storage.probe_store import ProbeStore
 from tests.helpers.factories import measurement, result
 from tests.helpers.replay import ReplayProber, machine
@@ -103,6 +103,7 @@ def test_what_failed_has_its_reason_and_no_numbers(outcome: Outcome) -> None:
 
 
 NUMBERS = {"tokens_per_s": 1100.0, "samples_per_s": 3.0, "step_time_s": 2.0, "peak_reserved_gib": 10.0}
+NUMBERS |= {"peak_allocated_gib": 9.0}
 
 
 @pytest.mark.parametrize(
@@ -111,8 +112,11 @@ NUMBERS = {"tokens_per_s": 1100.0, "samples_per_s": 3.0, "step_time_s": 2.0, "pe
         (of(published=Published(tokens_per_s=1000.0), **NUMBERS), {"tokens/s": (1000.0, 1100.0)}),
         (
             of(published=Published(samples_per_s=2.0, s_per_step=4.0, peak_gib=8.0), **NUMBERS),
-            {"samples/s": (2.0, 3.0), "s/step": (4.0, 2.0), "peak GiB": (8.0, 10.0)},
+            {"samples/s": (2.0, 3.0), "s/step": (4.0, 2.0), "peak GiB": (8.0, 9.0)},
         ),
+        (of(published=Published(reserved_gib=8.0), **NUMBERS), {"reserved GiB": (8.0, 10.0)}),
+        (of(published=Published(process_gib=20.0), with_context_gib=10.0), {"whole GiB": (20.0, 10.0)}),
+        (of(published=Published(outcome="oom"), tight=True, **NUMBERS), {"outcome": ("oom", "tight")}),
         (of(published=Published(peak_gb=20.0), with_context_gib=10.0), {"whole GB": (20.0, 10.73741824)}),
         (of(published=Published(peak_gb=20.0)), {}),
         (of(Outcome.OOM, Published(tokens_per_s=9.0)), {"outcome": ("ok", "oom")}),
@@ -129,18 +133,40 @@ def test_a_row_says_everything_in_words() -> None:
     assert of(published=published, **NUMBERS).cells() == (
         "a|b",
         PLAIN.label(),
-        "ok",
+        "fits",
         "1,100 [measured]",
         "10.0",
-        "tokens/s 1,000, here 1,100 (+10%); peak GiB 8, here 10 (+25%)",
+        "tokens/s 1,000, here 1,100 (+10%); peak GiB 8, here 9 (+12%)",
     )
     bare = of(Outcome.OOM, reason="in backward").cells()
-    assert bare[2:] == ("oom: in backward", "–", "–", "–")  # nothing was published of it
+    assert bare[2:] == ("does not fit: in backward", "–", "–", "–")  # nothing was published of it
     near = of(tight=True, reason="it is near", interval=(1000.0, 1200.0), **NUMBERS).cells()
-    assert near[2:4] == ("ok, tight: it is near", "1,100 (1,000 to 1,200) [measured]")
+    assert near[2:4] == ("tight: it is near", "1,100 (1,000 to 1,200) [measured]")
     assert of(Outcome.CRASH).cells()[2:] == ("crash", "–", "–", "–")
+    estimated = of(interval_gib=(9.5, 10.5), **NUMBERS)
+    assert estimated.cells()[4] == "10.0 (9.5 to 10.5)"
+    unknown = of(Outcome.REFUSED, Published(tokens_per_s=1000.0, peak_gib=8.0))
+    assert unknown.cells()[-1] == "tokens/s 1,000; peak GiB 8" and unknown.against() == {}
     slow = of(published=Published(samples_per_s=0.01234), samples_per_s=100.0)
     assert slow.cells()[-1].startswith("samples/s 0.0123, here 100 (+")
+
+
+def test_what_was_published_is_summed_up() -> None:
+    """Two verdicts of four are definite, one of them wrong; the speed of one of two lies in its interval."""
+    span = {"interval": (1000.0, 1200.0)}
+    found = [
+        of(published=Published(tokens_per_s=1150.0, peak_gib=10.0), **span, **NUMBERS),
+        of(published=Published(samples_per_s=2.0), tight=True, **span, **NUMBERS),
+        of(published=Published(outcome="oom"), tight=True, **NUMBERS),
+        of(Outcome.OOM, Published(tokens_per_s=9.0)),
+        of(Outcome.REFUSED, Published(tokens_per_s=9.0)),
+        of(**span, **NUMBERS),
+    ]
+    assert agreement(found) == (
+        "Against what was published: 4 verdicts, of which 1 wrong and 2 too close to tell; 2 speeds, of which 1 in "
+        "their interval; memory 10.0% off in the median and 10.0% at worst."
+    )
+    assert agreement(found[-2:]) == agreement([]) == ""
 
 
 # --- probing
@@ -188,7 +214,7 @@ def test_each_case_is_probed_once_with_the_steps_of_a_confirmation(probe: Probe,
     assert data[0]["config"] == found[0].config.as_dict() and data[0]["published"] == {}
     head, rule, *rows = (tmp_path / "suite.md").read_text().splitlines()
     assert (
-        head == "| case | configuration | outcome | tokens/s | GiB | published |"
+        head == "| case | configuration | verdict | tokens/s | GiB | published |"
         and rule == "|---|---|---|---|---|---|"
     )
     assert len(rows) == 3 and rows[0].startswith("| of 1 | lora r16")
@@ -211,6 +237,21 @@ def test_a_suite_that_is_stopped_keeps_what_it_has(probe: Probe, tmp_path: Path)
 
     found, _, said = probe(spec(CASES[0], NamedConfig(name="new", knobs={"seq_len": 64}), CASES[1]), cancel)
     assert len(found) == 1 and len(said) == 2
+
+
+def test_what_cannot_be_probed_is_not(probe: Probe) -> None:
+    odd = (
+        NamedConfig(name="GPTQ", excluded="its base is of GPTQ", published=Published(peak_gib=8.0)),
+        NamedConfig(name="two", knobs={"num_gpus": 2, "sharding": "fsdp2"}),
+    )
+    found, worker, _ = probe(spec(*odd, CASES[0]))
+    assert [one.verdict for one in found] == ["not predicted", "refused", "fits"] and len(worker.requests) == 1
+    assert found[0].reason == "its base is of GPTQ" and found[1].reason and "autotune run --gpus" in found[1].reason
+
+
+def test_a_model_may_differ_from_the_catalogues(probe: Probe) -> None:
+    _, worker, _ = probe(spec(replace(CASES[0], model_overrides={"num_hidden_layers": 2})))
+    assert worker.requests[0].model == TASK.model.config | {"num_hidden_layers": 2}
 
 
 def test_a_case_that_the_model_or_trainer_cannot_do_is_refused(probe: Probe) -> None:

@@ -1,0 +1,94 @@
+"""Estimates of the configurations that a spec names, next to what was published of them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autotune.catalog import DeviceSpec
+from autotune.core.probe_types import Evidence, Outcome
+from autotune.core.train_config import TrainConfig
+from autotune.planning.device_estimate import estimate, limit_of, no_estimate
+from autotune.planning.observations import Observation, Say, silent
+from autotune.planning.plan import planned_setup
+from autotune.planning.several_gpus import estimate_rank
+from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR
+from autotune.problem.constraints import refusal
+from autotune.problem.run_cost import OOM, TIGHT, DeviceEstimate
+from autotune.problem.setup import known_shape
+from autotune.problem.study_spec import StudySpec
+from autotune.problem.task import Task
+from autotune.study.named_configs import ConfigResult, cases
+
+
+def estimate_named_configs(
+    spec: StudySpec,
+    *,
+    device: DeviceSpec,
+    observations: Sequence[Observation] = (),
+    say: Say = silent,
+    counted: bool = False,
+) -> list[ConfigResult]:
+    """Estimate each configuration that the spec names, `counted` as by `plan`. Raises UsageError for what cannot be.
+
+    `observations` correct only what nothing was published of: a published row must not predict itself or its neighbour.
+    Nor does it matter for a published row whether the trainer here could train it, since it was trained elsewhere.
+    """
+    task = planned_setup(replace(spec, pins={}), device, say).task
+    limit_gib = limit_of(spec, device)
+    results = []
+    for case, config, case_task in cases(spec, task):
+        result = ConfigResult(case=case, config=config, outcome=Outcome.REFUSED, evidence=Evidence.ESTIMATED)
+        refused, estimated = case.excluded, None
+        if not refused and not case.published:
+            refused = refusal(config, case_task.model, case_task.trainer, known_shape(case_task.model), device)
+        if not refused:
+            seen = () if case.published else observations
+            estimated, refused = _estimate(case_task, config, limit_gib, seen, counted=counted)
+        if estimated is None:
+            results.append(replace(result, reason=refused))
+        else:
+            results.append(_with_numbers(result, case_task, estimated))
+    return results
+
+
+def _estimate(
+    task: Task, config: TrainConfig, limit_gib: float, observations: Sequence[Observation], *, counted: bool
+) -> tuple[DeviceEstimate | None, str | None]:
+    """The estimate of one configuration, or why there is none."""
+    if config.num_gpus == 1:
+        estimated = estimate(task, config, limit_gib, observations, counted=counted)
+        return estimated, None if estimated else no_estimate(task, config, counted=counted)
+    try:
+        estimated = estimate_rank(task, config, limit_gib, observations)
+    except ValueError as error:
+        return None, str(error)
+    return estimated, None if estimated else no_estimate(task, config, counted=False)
+
+
+def _with_numbers(result: ConfigResult, task: Task, estimated: DeviceEstimate) -> ConfigResult:
+    """The result with what was estimated: memory of a GPU, speed of all."""
+    config, need_gib, memory = result.config, estimated.need_gib, estimated.memory
+    error = memory.error if memory else ERROR
+    result = replace(
+        result,
+        outcome=Outcome.OOM if estimated.state == OOM else Outcome.OK,
+        reason="too close to tell" if estimated.state == TIGHT else None,
+        tight=estimated.state == TIGHT,
+        peak_allocated_gib=memory.peak_gib if memory else None,
+        peak_reserved_gib=need_gib,
+        interval_gib=(need_gib * (1 - error), need_gib * (1 + error)),
+        with_context_gib=need_gib + CONTEXT_GIB,
+    )
+    if not (estimated.samples_per_s and estimated.tokens_per_s and estimated.interval):
+        return result
+    shape = task.workload.run_shape(config, world_size=config.num_gpus)
+    samples_per_s = config.num_gpus * estimated.samples_per_s
+    rows_per_s = samples_per_s / shape.examples_per_row
+    low, high = (useful / estimated.tokens_per_s for useful in estimated.interval)
+    tokens_per_s = rows_per_s * config.seq_len
+    return replace(
+        result,
+        tokens_per_s=tokens_per_s,
+        interval=(low * tokens_per_s, high * tokens_per_s),
+        samples_per_s=samples_per_s,
+        step_time_s=shape.rows_per_step / rows_per_s,
+    )
