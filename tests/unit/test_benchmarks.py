@@ -219,6 +219,7 @@ def test_a_summary_follows_from_its_rows(name: str, monkeypatch: pytest.MonkeyPa
         ("verify", "verify_h200.jsonl"),
         ("depth_extrapolation", "depth_h200.jsonl"),
         ("plan_memory", "heldout_h200.jsonl"),
+        ("claims", None),
         ("plan_published", None),
         ("plan_speed", None),
         ("plan_world", None),
@@ -375,6 +376,7 @@ def test_the_documents_say_which_versions_were_measured() -> None:
     without_device = {name for name, found in RESULTS.items() if not found["fingerprint"]}
     of_data = {
         "check_examples",
+        "claims",
         "counted_ranks",
         "plan_objectives",
         "plan_published",
