@@ -19,7 +19,8 @@ from autotune.report.html import draw
 from tests.helpers.factories import summary
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "studies" / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = ("README.md", "CHANGELOG.md", "studies/README.md", "examples/README.md")
+DOCUMENTS = sorted([*(ROOT / name for name in PAGES), *(ROOT / "docs").glob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
