@@ -86,6 +86,15 @@ class ModelSpec:
                 return value
         return None
 
+    def with_overrides(self, overrides: dict[str, Any]) -> "ModelSpec":
+        """A model with other values of these keys of its config, and random weights.
+
+        As of anybody's config.json, what says how it is run is left out. Raises UsageError for what cannot be trained.
+        """
+        config = self.config | overrides
+        _refuse_unsupported(config, f"{self.name} with these overrides")
+        return replace(self, config=_shape_of(config), params=None, weights=None)
+
     def _needed(self, keys: tuple[str, ...]) -> int:
         size = self.size(*keys)
         assert size is not None

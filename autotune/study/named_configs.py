@@ -148,7 +148,7 @@ def cases(spec: StudySpec, task: Task) -> Iterator[tuple[NamedConfig, TrainConfi
         )
         model = resolve_model(case.model) if case.model else task.model
         if case.model_overrides:
-            model = replace(model, config=model.config | case.model_overrides, params=None)
+            model = model.with_overrides(case.model_overrides)
         if model.sees_images:
             reason = "rows of configurations that are named have no images"
             raise UsageError(f"{case.name}: {reason}", remedy="search with `autotune run --model`")

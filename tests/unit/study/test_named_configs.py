@@ -254,6 +254,26 @@ def test_a_model_may_differ_from_the_catalogues(probe: Probe) -> None:
     assert worker.requests[0].model == TASK.model.config | {"num_hidden_layers": 2}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"auto_map": {"AutoModel": "x.Y"}}, "remote code is never run"),
+        ({"quantization_config": {}}, "already quantised"),
+        ({"hidden_size": "wide"}, "no positive integer hidden_size"),
+    ],
+)
+def test_overrides_are_checked_like_a_config_of_somebody_else(overrides: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        list(cases(spec(NamedConfig(name="odd", model_overrides=overrides)), TASK))
+
+
+def test_overrides_name_no_kernels() -> None:
+    """An attention implementation may be a Hub repository whose code transformers would run."""
+    odd = NamedConfig(name="odd", model_overrides={"attn_implementation": "somebody/kernels", "_name_or_path": "x"})
+    ((_, _, task),) = cases(spec(odd), TASK)
+    assert task.model.config == TASK.model.config and task.model.weights is None
+
+
 def test_a_case_that_the_model_or_trainer_cannot_do_is_refused(probe: Probe) -> None:
     def answer(request: ProbeRequest) -> ProbeResult:
         if request.config.micro_batch_size == 2:
