@@ -68,6 +68,9 @@ class ModelSpec:
                     remedy="pass the config.json of a causal language model",
                 )
 
+    def __hash__(self) -> int:  # a config is a dict, which has no hash
+        return hash((self.name, self.params))
+
     @property
     def short(self) -> str:
         """The name without its organisation."""

@@ -91,6 +91,12 @@ class KnobSpec:
             object.__setattr__(self, "default", self.choices[0])
 
     @property
+    def default_stays(self) -> bool:
+        """Whether no value of another knob changes this one from its default."""
+        always_possible = self.default not in (None, *self.impossible_with)
+        return always_possible and self.inactive is None and not self.required
+
+    @property
     def inactive_value(self) -> Any:
         """What the knob is set to when it has no effect."""
         return None if self.required else self.default if self.inactive is None else self.inactive
@@ -132,7 +138,10 @@ class KnobSpec:
         """The value itself, or the next choice that is possible with these values of all knobs; names are sorted."""
         if self.form == "modules":
             return ",".join(sorted(set(_names_in(value))))
-        while any(_is_among(values[name], excluded) for name, excluded in self.impossible_with.get(value, {}).items()):
+        # Most knobs have none, asked for each of thousands of configurations.
+        while self.impossible_with and any(
+            _is_among(values[name], excluded) for name, excluded in self.impossible_with.get(value, {}).items()
+        ):
             value = self.choices[self.choices.index(value) + 1]
         return value
 

@@ -14,6 +14,9 @@ from autotune.core.knobs import KNOBS, checkpoint_every
 LORA_ALPHA = 32  # at every rank, with which the best learning rate hardly depends on it (`core.learning_rate`)
 RSLORA_ALPHA = 8  # divided by the root of rank 16 it is 2, which is LoRA's scale there
 
+# With the default that no other knob changes; with what is no value where there is none.
+_ROWS = tuple((name, knob, knob.default if knob.default_stays else object()) for name, knob in KNOBS.items())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
@@ -56,7 +59,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         # A knob stands after those that decide whether it is active, so one pass is enough.
         values = {name: getattr(self, name) for name in KNOBS}
-        for name, knob in KNOBS.items():
+        for name, knob, staying in _ROWS:
+            if values[name] is staying:  # nearly every value, of each of thousands of configurations
+                continue
             if not knob.is_active(values):
                 values[name] = knob.inactive_value
                 object.__setattr__(self, name, knob.inactive_value)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os.path import expanduser
 from pathlib import Path
+from typing import Any
 
 from autotune.catalog import (
     NO_PRICE,
@@ -25,11 +26,18 @@ from autotune.catalog.own_devices import split_names
 from autotune.core.errors import UsageError
 from autotune.core.knobs import KNOBS
 from autotune.core.text import printable
-from autotune.core.train_config import learning_differences
+from autotune.core.train_config import TrainConfig, learning_differences
 from autotune.core.units import fmt_hours, fmt_usd
-from autotune.planning.device_estimate import device_limit_gib, estimate, limit_of, memory_state, smallest_card
+from autotune.planning.device_estimate import (
+    device_limit_gib,
+    estimate,
+    limit_of,
+    memory_state,
+    smallest_card,
+    task_memory,
+)
 from autotune.planning.observations import Observation, Say, silent
-from autotune.planning.plan import Plan, candidates, count_leanest, plan_setup, planned_setup
+from autotune.planning.plan import Plan, alike_but_for_rows, candidates, count_leanest, plan_setup, planned_setup
 from autotune.prediction.memory_formula import ERROR, Sizes
 from autotune.problem.run_cost import FITS, CostProjection, DeviceEstimate
 from autotune.problem.search_space import SearchSpace, ways_to_fit
@@ -447,10 +455,14 @@ def least_memory(task: Task, limit_gib: float) -> DeviceEstimate | None:
         if name in KNOBS and name not in DEPENDENT:
             space = space.pin(name, value)
     configs = candidates(space) if Sizes.of(task.model) else ()
-    estimates = [one for config in configs if (one := estimate(task, config, limit_gib)) is not None]
-    if not estimates:
+    smallest: dict[tuple[Any, ...], TrainConfig] = {}  # micro batches of configurations that are else alike
+    for config in configs:
+        alike = alike_but_for_rows(task, config)
+        smallest[alike] = min(smallest.get(alike, config), config, key=lambda one: one.micro_batch_size)
+    needs = {config: memory for config in smallest.values() if (memory := task_memory(task, config)) is not None}
+    if not needs:
         return count_leanest(task, limit_gib)
-    return min(estimates, key=lambda one: one.need_gib)
+    return estimate(task, min(needs, key=lambda config: needs[config].peak_reserved_gib), limit_gib)
 
 
 def _least_by_bf16(spec: StudySpec, compared: Sequence[ComparedCard], say: Say) -> dict[bool, DeviceEstimate]:

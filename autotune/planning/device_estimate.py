@@ -36,7 +36,7 @@ from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate, run_cost
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import device_cap_gib, find_target
 from autotune.problem.task import Task
-from autotune.problem.workload import RunShape
+from autotune.problem.workload import PROBED_MICRO_BATCHES, RunShape
 
 ACCURACY = (
     "memory by a formula that was within 0.3 % of the 3 models on an H200 that it was made with, and 5.1 % of 11 "
@@ -141,19 +141,28 @@ def estimate(
 
     With `counted`, a dry probe counts what no formula covers, in seconds.
     """
-    shape = task.workload.run_shape(config)
-    memory_by = memory_of if counted else memory_breakdown
-    objective = task.workload.objective
-    memory = memory_by(task.model, task.workload.at_longest(config), shape.probe_micro_steps, objective=objective)
+    memory = task_memory(task, config, counted=counted)
     if memory is None:
         return None
     without_speed = memory_estimate(task, config, memory, limit_gib)
     if without_speed.state not in (FITS, TIGHT):
         return without_speed
     time_by = step_time_of if counted else _step_time_by_formula
+    shape, objective = task.workload.run_shape(config), task.workload.objective
     mean, host = task.workload.at_mean(config), host_of(task.calibration)
     step_time = time_by(task.model, mean, shape.probe_micro_steps, host, objective)
     return with_speed(without_speed, step_time, shape, observations, calibration=task.calibration)
+
+
+def task_memory(task: Task, config: TrainConfig, *, counted: bool = False) -> MemoryBreakdown | None:
+    """What a configuration of a task needs with the longest rows that occur; None where no formula covers it.
+
+    With `counted`, a dry probe counts what no formula covers, in seconds.
+    """
+    workload = task.workload
+    memory_by = memory_of if counted else memory_breakdown
+    micro_steps = min(workload.accumulation(config), PROBED_MICRO_BATCHES)
+    return memory_by(task.model, workload.at_longest(config), micro_steps, objective=workload.objective)
 
 
 def _step_time_by_formula(

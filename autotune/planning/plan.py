@@ -13,15 +13,16 @@ from typing import Any
 
 from autotune.catalog import DeviceSpec
 from autotune.core.errors import UsageError
+from autotune.core.knobs import KNOBS
 from autotune.core.objective import Objective
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
-from autotune.planning.device_estimate import estimate, how_sure, limit_of, no_estimate, planned_device
+from autotune.planning.device_estimate import estimate, how_sure, limit_of, memory_state, no_estimate, planned_device
 from autotune.planning.observations import Observation, Say, silent
 from autotune.prediction.memory_formula import unsupported
 from autotune.prediction.transfer import calibrated_parts
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.run_cost import FITS, DeviceEstimate
+from autotune.problem.run_cost import FITS, OOM, DeviceEstimate
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.setup import Setup, open_reserve, set_up
 from autotune.problem.study_spec import StudySpec
@@ -40,6 +41,10 @@ ONLY_LEANEST = (
 )
 # Reasons why there may be no best though something may fit, or a better one than is known.
 LITTLE_KNOWN = (NO_SPEED, ONLY_BASELINE, ONLY_LEANEST)
+_LASTING = operator.attrgetter(
+    "method", "precision", "quantization", "double_quant", "lora_rank", "lora_targets", "optimizer"
+)
+_ALL_BUT_ROWS = operator.attrgetter(*(name for name in KNOBS if name != "micro_batch_size"))
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -142,11 +147,7 @@ def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] 
         return _counted_plan(task, limit_gib, observations, baseline)
     space = distinguishable(task.space, baseline.config)
     configs = candidates(space)
-    estimates = {}
-    for config in configs:
-        estimated = estimate(task, config, limit_gib, observations)
-        if estimated is not None and estimated.state == FITS and estimated.tokens_per_s:
-            estimates[config] = estimated
+    estimates = _fitting(task, configs, limit_gib, observations)
     made = replace(
         _plan_of(task, limit_gib, observations, baseline), num_estimated=len(configs), space_size=space.size()
     )
@@ -167,6 +168,34 @@ def candidates(space: SearchSpace) -> tuple[TrainConfig, ...]:
     stride = math.ceil(space.size() / MAX_CONFIGS)  # evenly spread over a space that is too large to estimate all
     choices = islice(space.enumerate(), 0, None, stride) if stride <= MAX_STRIDE else space.sample(MAX_CONFIGS)
     return tuple(dict.fromkeys(map(space.config, choices)))
+
+
+def _fitting(
+    task: Task, configs: Sequence[TrainConfig], limit_gib: float, observations: Sequence[Observation]
+) -> dict[TrainConfig, DeviceEstimate]:
+    """Those that surely fit and whose speed is known. Most of a card's do not, and are left out by what others need."""
+    found: dict[TrainConfig, DeviceEstimate] = {}
+    too_large: dict[tuple[Any, ...], int] = {}  # the smallest micro batch without room, of configurations else alike
+    hopeless = set()  # by what decides the memory between steps, which alone has no room
+    for config in configs:
+        alike, lasting = alike_but_for_rows(task, config), _LASTING(config)
+        if lasting in hopeless or config.micro_batch_size > too_large.get(alike, config.micro_batch_size):
+            continue
+        estimated = estimate(task, config, limit_gib, observations)
+        if estimated is None:
+            continue
+        if estimated.state == FITS and estimated.tokens_per_s:
+            found[config] = estimated
+        elif estimated.state == OOM:
+            too_large[alike] = config.micro_batch_size
+            if (memory := estimated.memory) and memory_state(memory.lasting_gib, limit_gib, memory.error) == OOM:
+                hopeless.add(lasting)
+    return found
+
+
+def alike_but_for_rows(task: Task, config: TrainConfig) -> tuple[Any, ...]:
+    """What two configurations have in common where the one with more rows in a micro batch needs no less memory."""
+    return *_ALL_BUT_ROWS(config), task.workload.accumulation(config) > 1  # gradients then wait in the forward pass
 
 
 def _plan_of(task: Task, limit_gib: float, observations: Sequence[Observation], baseline: DeviceEstimate) -> Plan:

@@ -62,16 +62,20 @@ class Bought:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Purse:
-    """What a card may cost, and how it would be used. Raises UsageError for impossible numbers."""
+    """What a card may cost, and how it would be used. Raises UsageError for impossible numbers, by their options."""
 
     budget_usd: float
     usd_per_kwh: float
     hours_per_week: float = HOURS_PER_WEEK
 
     def __post_init__(self) -> None:
-        for name, least, most in (("budget_usd", 1, 1e7), ("usd_per_kwh", 0, 100), ("hours_per_week", 0.1, 168)):
-            if not least <= (value := getattr(self, name)) <= most:
-                raise UsageError(f"{name} cannot be {value!r}", remedy=f"give a number from {least} to {most:.0f}")
+        for option, value, least, most in (
+            ("--buy", self.budget_usd, 1, 1e7),
+            ("--electricity", self.usd_per_kwh, 0, 100),
+            ("--hours-per-week", self.hours_per_week, 0.1, 168),
+        ):
+            if not least <= value <= most:
+                raise UsageError(f"{option} cannot be {value:g}", remedy=f"give a number from {least} to {most:.0f}")
 
 
 def parse_sizes(text: str | None) -> tuple[int, ...]:

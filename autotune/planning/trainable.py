@@ -6,6 +6,7 @@ The same entries make the atlas (`benchmarks/atlas.py`), which has all models on
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -14,6 +15,7 @@ from autotune.core.errors import UsageError
 from autotune.core.objective import Objective
 from autotune.core.probe_types import Evidence
 from autotune.core.text import printable
+from autotune.core.train_config import TrainConfig
 from autotune.planning.compare import DEPENDENT, QUIET_S, ComparedCard, compare_card
 from autotune.planning.device_estimate import ACCURACY, limit_of, memory_state
 from autotune.planning.observations import Observation, Say, silent
@@ -185,20 +187,20 @@ def longest_row(setup: Setup, limit_gib: float) -> int | None:
     """
     task = open_reserve(setup).task
     space = task.space.pin("micro_batch_size", min(task.space.choices("micro_batch_size")))
-    for name, value in space.leanest().items():
-        if name not in DEPENDENT and name != "seq_len" and space.knob(name):
+    for name, value in (space.leanest() | {"seq_len": SHORTEST}).items():
+        if name not in DEPENDENT and space.knob(name):
             space = space.pin(name, value)
-    configs = list(dict.fromkeys(replace(config, seq_len=SHORTEST) for config in candidates(space)))
     most = min(task.model.max_seq_len or LONGEST, LONGEST)
     lengths = [*takewhile(lambda length: length < most, (SHORTEST << power for power in range(20))), most]
 
-    def fits(length: int) -> bool:
-        needs = (memory_breakdown(task.model, replace(config, seq_len=length)) for config in configs)
-        return any(
-            need is not None and memory_state(need.peak_reserved_gib, limit_gib, need.error) == FITS for need in needs
-        )
+    def fits(config: TrainConfig, length: int) -> bool:
+        need = memory_breakdown(task.model, replace(config, seq_len=length))
+        return need is not None and memory_state(need.peak_reserved_gib, limit_gib, need.error) == FITS
 
-    return max(takewhile(fits, lengths), default=None)
+    num_fitting = 0
+    for config in candidates(space):  # a longer row needs more, so that each goes on where the one before ended
+        num_fitting += sum(1 for _ in takewhile(partial(fits, config), lengths[num_fitting:]))
+    return lengths[num_fitting - 1] if num_fitting else None
 
 
 def trainable_data(made: Trainable) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def kept_factors(kernels: str) -> dict[str, dict[str, tuple[int, int, int, int]]
     return dict(load_data("autotune.prediction", "kept_factors")[kernels])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, so that what follows from the sizes is kept
 class Sizes:
     """The sizes of a model from which its memory follows.
 
@@ -83,6 +83,7 @@ class Sizes:
     params: int = 0
 
     @classmethod
+    @functools.lru_cache(maxsize=256)
     def of(cls, model: ModelSpec) -> "Sizes | None":
         """The sizes of the model; None for a family that has no formula."""
         config: dict[str, Any] = model.config
@@ -120,7 +121,7 @@ class Sizes:
         """Parameters of the embedding, or of the head."""
         return self.vocab * self.hidden
 
-    @property
+    @functools.cached_property
     def matrices(self) -> dict[str, tuple[int, int]]:
         """The (in, out) of each matrix of a layer, by its name."""
         hidden, inner, queries, keys = self.hidden, self.intermediate, self.queries, self.keys
@@ -130,7 +131,7 @@ class Sizes:
         attention = {"q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys)} | out
         return attention | {"gate_proj": (hidden, inner), "up_proj": (hidden, inner)} | down
 
-    @property
+    @functools.cached_property
     def linear_params(self) -> int:
         """Parameters of the matrices of all layers."""
         return self.layers * sum(fan_in * fan_out for fan_in, fan_out in self.matrices.values())
@@ -190,6 +191,11 @@ class MemoryBreakdown:
         if self.own_error is not None:
             return self.own_error
         return COUNT_ERROR if self.counted else ERROR
+
+    @property
+    def lasting_gib(self) -> float:
+        """Memory that is held between steps too."""
+        return self.weights + self.adapters + self.optimizer
 
     @property
     def peak_gib(self) -> float:

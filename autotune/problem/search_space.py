@@ -3,6 +3,7 @@
 A space is narrowed before a study begins (`constraints`), and enumerated or sampled by the search.
 """
 
+import functools
 import os
 import random
 from collections import Counter
@@ -17,6 +18,7 @@ from autotune.core.knobs import KNOBS, Kind, check_value
 from autotune.core.train_config import TrainConfig
 
 _DEFAULTS = TrainConfig()
+_DEFAULT_VALUES = _DEFAULTS.as_dict()
 SHORT = 256  # tokens; shorter rows save hardly anything
 
 
@@ -55,7 +57,7 @@ class Knob:
             return tuple(size for size in self.choices() if self.divides % (number * size) == 0) or self.choices()
         if not knob.impossible_with:
             return self.choices()
-        values = tuple(value for value in self.choices() if knob.possible(value, _DEFAULTS.as_dict() | chosen) == value)
+        values = tuple(value for value in self.choices() if knob.possible(value, _DEFAULT_VALUES | chosen) == value)
         return values or self.choices()
 
     def nearest(self, wanted: Any, values: tuple[Any, ...]) -> Any:
@@ -124,8 +126,6 @@ class SearchSpace:
     @classmethod
     def load(cls, name_or_path: str) -> "SearchSpace":
         """A shipped space by name, or a file. Raises UsageError, with the line of the file that is wrong."""
-        from autotune.problem.space_file import SpaceFile
-
         shipped = shipped_spaces()
         path = shipped.get(name_or_path) or Path(name_or_path)
         if name_or_path not in shipped and not os.path.isfile(path):  # Path.is_file raises for what cannot be a path
@@ -133,11 +133,7 @@ class SearchSpace:
                 f"unknown search space {name_or_path!r}{did_you_mean(name_or_path, tuple(shipped))}",
                 remedy=f"use one of {', '.join(shipped)}, or the path of a YAML file",
             )
-        knobs = [
-            Knob(name=name, values=tuple(entry.values), low=entry.min, high=entry.max, log=entry.log, when=entry.when)
-            for name, entry in read_user_yaml(path, SpaceFile).knobs.items()
-        ]
-        return cls(name=path.stem, knobs=tuple(_in_order(knobs)))
+        return _shipped(path) if name_or_path in shipped else _read(path)
 
     @classmethod
     def of(cls, name: str = "own", **knobs: Any) -> "SearchSpace":
@@ -303,6 +299,19 @@ def ways_to_fit(leanest: TrainConfig) -> str:
 def shipped_spaces() -> dict[str, Path]:
     """Name -> file of the spaces that come with the package."""
     return shipped_files("search_spaces", "search_spaces")
+
+
+def _read(path: Path) -> SearchSpace:
+    from autotune.problem.space_file import SpaceFile
+
+    knobs = [
+        Knob(name=name, values=tuple(entry.values), low=entry.min, high=entry.max, log=entry.log, when=entry.when)
+        for name, entry in read_user_yaml(path, SpaceFile).knobs.items()
+    ]
+    return SearchSpace(name=path.stem, knobs=tuple(_in_order(knobs)))
+
+
+_shipped = functools.cache(_read)  # which nobody edits meanwhile; a plan of many models asks for it again and again
 
 
 def _in_order(knobs: list[Knob]) -> Iterator[Knob]:

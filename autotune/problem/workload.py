@@ -165,7 +165,7 @@ class Workload:
         devices = world_size or config.num_gpus
         return RunShape(
             micro_batch_size=config.micro_batch_size,
-            accumulation=accumulation or self._accumulation(config, devices),
+            accumulation=accumulation or self.accumulation(config, devices),
             world_size=devices,
             tokens_per_row=self.tokens_per_row(config),
             examples_per_row=self.examples_per_row(config),
@@ -178,7 +178,9 @@ class Workload:
         """Whether whole micro batches on all GPUs come to the global batch; of packed rows they need not."""
         return config.packing or self.global_batch % (config.micro_batch_size * config.num_gpus) == 0
 
-    def _accumulation(self, config: TrainConfig, devices: int) -> int:
+    def accumulation(self, config: TrainConfig, world_size: int | None = None) -> int:
+        """Micro batches in a step, as `run_shape` has them. Raises ValueError as it does."""
+        devices = world_size or config.num_gpus
         rows_at_once = config.micro_batch_size * devices
         if config.packing:
             rows = self.global_batch / self.examples_per_row(config)

@@ -5,13 +5,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autotune.core.probe_types import Measurement, Outcome, ProbeRequest, Rung, Telemetry
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
-from autotune.study.evaluator import Prober
 from autotune.study.selection import Selection
-from autotune.study.storage.probe_store import ProbeStore
+
+if TYPE_CHECKING:
+    from autotune.study.evaluator import Prober
+    from autotune.study.storage.probe_store import ProbeStore
 
 MAX_SPEED_DIFFERENCE, MAX_MEMORY_DIFFERENCE = 0.05, 0.02  # relative to the median of the others
 MAX_KELVIN = 10.0
@@ -74,8 +77,8 @@ class NodeMonitor:
     `selection` is the study's, after it was resumed; `timed` says whether speeds and temperatures count.
     """
 
-    prober: Prober
-    store: ProbeStore
+    prober: "Prober"
+    store: "ProbeStore"
     selection: Selection
     request: Callable[[TrainConfig], ProbeRequest]
     _: KW_ONLY

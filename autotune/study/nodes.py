@@ -6,14 +6,16 @@ Probes that were stored before they named their node are those of one node witho
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.core.probe_types import Evidence, Measurement, Outcome, ProbeResult, Rung, Telemetry
 from autotune.core.train_config import TrainConfig
 from autotune.problem.performance import Performance, performance
 from autotune.problem.task import Task
 from autotune.study.node_health import NodeReading, differences
-from autotune.study.storage.probe_store import StoredProbe
+
+if TYPE_CHECKING:
+    from autotune.study.storage.probe_store import StoredProbe
 
 UNNAMED = "unnamed"
 WHOLE = (Rung.FULL, Rung.CONFIRM, Rung.NODE)
@@ -47,7 +49,7 @@ class Node:
         return (self.measurement and self.measurement.telemetry) or Telemetry()
 
 
-def nodes_of(task: Task, stored: Sequence[StoredProbe]) -> tuple[Node, ...]:
+def nodes_of(task: Task, stored: "Sequence[StoredProbe]") -> tuple[Node, ...]:
     """The nodes in the order in which they first probed."""
     by_name: dict[str, list[ProbeResult]] = {}
     for row in stored:

@@ -1,5 +1,6 @@
 """`autotune plan`: what a card would hold, how fast it would train and what that would cost, without having one."""
 
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from autotune.catalog import DeviceSpec
     from autotune.planning.observations import Observation
+    from autotune.report.answer import Answer
 
 ANY_MODEL = "demo-3m"  # stands in a spec where each model is planned
 
@@ -136,13 +138,17 @@ def plan_card(spec: StudySpec, *, evidence: Path, html: Path | None, as_json: bo
     from autotune.planning.observations import known_observations
     from autotune.planning.trainable import trainable, trainable_data
     from autotune.problem.run_cost import FITS
-    from autotune.report.answer import trainable_answer
+
+    def answer(today: date) -> "Answer":
+        from autotune.report.answer import trainable_answer
+
+        return trainable_answer(made, today)
 
     device = planned_device(spec.gpu)
     made = trainable(spec, device, observations=known_observations(evidence, print_note), say=print_note)
     if as_json:
         print_json(trainable_data(made))
-    print_answer(lambda today: trainable_answer(made, today), html=html, silent=as_json)
+    print_answer(answer, html=html, silent=as_json)
     if not any(entry.state == FITS for entry in made.entries):
         raise NothingFits(f"nothing surely fits {device.name}", remedy="shorter samples: --tokens-per-example 512")
 

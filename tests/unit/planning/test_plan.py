@@ -16,6 +16,7 @@ from autotune.core.errors import NothingFits, UsageError
 from autotune.core.objective import Objective
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
+from autotune.planning import plan as plan_module
 from autotune.planning.device_estimate import (
     corrected_by_observations,
     device_limit_gib,
@@ -29,6 +30,7 @@ from autotune.planning.observations import Observation, known_observations, publ
 from autotune.planning.plan import (
     BATCHES,
     Plan,
+    candidates,
     distinguishable,
     memory_tables,
     plan,
@@ -194,6 +196,18 @@ def test_the_formulas_are_not_computed_again_for_another_card(monkeypatch: pytes
     second = planned(large)
     assert first.best and second.best and second.num_estimated == first.num_estimated > 1000
     assert (second.best.tokens_per_s or 0.0) < (first.best.tokens_per_s or 0.0)
+
+
+@pytest.mark.parametrize("space", ["default", "lora", "qlora", "full"])
+@pytest.mark.parametrize(("model", "batch"), [("llama-3.2-1b", 32), ("mistral-7b", 16), ("gemma-2-9b", 32)])
+def test_what_is_left_out_for_what_others_need_does_not_fit(model: str, batch: int, space: str) -> None:
+    """A micro batch of the whole global batch has no gradients that wait, and may fit where half of it does not."""
+    case = task("rtx-4090", model=model, space=space, global_batch=batch)
+    configs, limit_gib = candidates(case.space), device_limit_gib(case.device, 0.05)
+    each = {config: estimate(case, config, limit_gib) for config in configs}
+    fits = {config: one for config, one in each.items() if one and one.state == FITS and one.tokens_per_s}
+    assert plan_module._fitting(case, configs, limit_gib, ()) == fits
+    assert len(fits) < len(configs)
 
 
 def test_a_large_space_is_sampled_everywhere() -> None:

@@ -86,10 +86,18 @@ def test_what_a_budget_buys() -> None:
     assert within(100) == []
 
 
-@pytest.mark.parametrize("numbers", [{"budget_usd": 0}, {"usd_per_kwh": -1}, {"hours_per_week": 169}])
-def test_impossible_purses(numbers: dict[str, float]) -> None:
-    with pytest.raises(UsageError, match=next(iter(numbers))):
+@pytest.mark.parametrize(
+    ("numbers", "told"),
+    [
+        ({"budget_usd": 0.0}, "--buy cannot be 0"),
+        ({"usd_per_kwh": -1}, "--electricity cannot be -1"),
+        ({"hours_per_week": 169}, "--hours-per-week cannot be 169"),
+    ],
+)
+def test_impossible_purses_name_the_option(numbers: dict[str, float], told: str) -> None:
+    with pytest.raises(UsageError) as error:
         replace(PURSE, **numbers)
+    assert str(error.value) == told
 
 
 def test_sizes() -> None:
