@@ -59,6 +59,7 @@ class Phase(StrEnum):
     STEADY = "steady"  # timed steps as a whole
     EVALUATE = "evaluate"
     SAVE = "save"
+    PROFILE = "profile"  # of one micro batch, once everything else was measured
     CLEANUP = "cleanup"
 
 

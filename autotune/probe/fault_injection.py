@@ -1,8 +1,8 @@
 """Faults on purpose, which test how a study deals with them.
 
 AUTOTUNE_INJECT=FAULT[@PHASE][:TRIAL][#RANK], comma-separated. FAULT is one of FAULTS. PHASE is load, first_step (the
-default), steady, evaluate or save. TRIAL is the number of the one trial to disturb; by default every probe is. RANK is
-the one rank of a probe on several GPUs that is struck; by default all are. Without the variable nothing happens.
+default), steady, evaluate, save or profile. TRIAL is the number of the one trial to disturb; by default every probe is.
+RANK is the one rank of a probe on several GPUs to strike; by default all are. Without the variable nothing happens.
 """
 
 import os

@@ -26,6 +26,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from autotune.core.images import sees_images
+from autotune.core.micro_profile import MicroBatchProfile, Part
 from autotune.core.objective import Objective
 from autotune.core.parallelism import FSDP2
 from autotune.core.probe_types import KernelTimes, Measurement, MicroBatch, Phase, ProbeRequest
@@ -42,6 +43,7 @@ from autotune.probe.accounting import (
 )
 from autotune.probe.kernels import kernel_times, listed, run_profiled
 from autotune.probe.meters import Meter
+from autotune.probe.micro_profiler import parts_of, profile_of, ranges, record_events
 from autotune.probe.model_settings import model_settings
 from autotune.probe.rank import Rank
 from autotune.probe.recorder import MAX_WARMUP_ROUNDS, Recorder, compiled_graphs
@@ -66,6 +68,7 @@ from autotune.probe.runtime.patches import choose_attention
 from autotune.probe.schedule import NEW_LENGTHS, NEW_LENGTHS_S
 
 RECORDED_LOSSES = 8
+LOADER_S = 0.3
 LARGEST_CHECKPOINT_GIB = 4.0  # of a larger one only the weights are saved in a probe
 RECOMPILE_LIMIT = 8  # graphs a probe may compile of one function: torch's own default in a fresh process
 DIFFERENT_ROWS = 64  # about as many; a longer probe repeats them
@@ -195,6 +198,8 @@ class ProbeTrainer(Recorded, LeanTrainer):
 class Probe:
     """One probe in progress. After a failure it can still say what held memory, and in which phase it was."""
 
+    micro_profile: MicroBatchProfile | None = None  # in detail, where that was asked for
+    trace: str | None = None  # the file of its Chrome trace
     _reference: nn.Module | None = None  # the untrained model, where it is one of its own
 
     def __init__(
@@ -205,11 +210,13 @@ class Probe:
         emit: Callable[[Phase], None],
         scratch: str | None = None,
         rank: Rank | None = None,
+        trace: str | None = None,
     ) -> None:
         """Prepare a probe of `request` on the resident model.
 
         `emit` reports to the parent that a phase begins, `scratch` is a directory for temporary files. `rank` has
-        joined the world of a request for several GPUs.
+        joined the world of a request for several GPUs. With `trace`, a micro batch is profiled in detail in the end,
+        and a Chrome trace of it written to this file.
         """
         self.request = request
         self.resident = resident
@@ -218,6 +225,7 @@ class Probe:
         self.base = resident.base
         planned = _lengths(request) <= _SEEN_LENGTHS
         self.rank = rank
+        self.trace = trace
         largest = rank.largest if rank and request.has_real_ranks else None
         self.recorder = Recorder(meter, request, emit, self._state_gib, planned=planned, largest=largest)
         self.model: nn.Module = resident.base
@@ -262,6 +270,9 @@ class Probe:
             measurement = self._measurement(losses)
             if self.request.profile and self.request.depth is not None and self.meter.torch_device.type == "cuda":
                 measurement = replace(measurement, kernels=self._profile(measurement))
+            if self.trace is not None:
+                self.recorder.begin(Phase.PROFILE)
+                self.micro_profile = self._profile_parts(measurement, self.trace)
         return measurement
 
     def _prepare(self) -> None:
@@ -563,6 +574,16 @@ class Probe:
 
         It is the last of its step, where the gradients of others are alive. Nothing is recorded of it.
         """
+        (*before, last), micro_s, _ = self._mean_step(measurement)
+        for inputs in before:
+            self.trainer.train_unrecorded(self.model, inputs)
+        self.meter.synchronize()
+        kernels = run_profiled(lambda: self.trainer.train_unrecorded(self.model, last))
+        print("\n".join(listed(kernels)), flush=True)
+        return kernel_times(kernels, micro_s)
+
+    def _mean_step(self, measurement: Measurement) -> tuple[list[Tensors], float, MicroBatch]:
+        """The micro batches of a step whose last is about as long as the mean one, its time so far, and its kind."""
         schedule, kinds, each = self.recorder.schedule, self.request.kinds, self.request.micro_steps
         timed = sorted({index for step in schedule.round for index in step})
         mean = schedule.mean([kinds[index].length for step in schedule.round for index in step])
@@ -572,13 +593,50 @@ class Probe:
         micro_s = by_kind[lasts[place]][1] if by_kind else statistics.median(measurement.micro_step_s)
         micro_batches = iter(self.trainer.get_train_dataloader())
         skipped = itertools.islice(micro_batches, each * (len(schedule.lead) + place), None)
-        *before, last = self.trainer.get_batch_samples(skipped, each, self.meter.torch_device)[0]
-        for inputs in before:
+        batches = self.trainer.get_batch_samples(skipped, each, self.meter.torch_device)[0]
+        return batches, micro_s, kinds[lasts[place]]
+
+    def _profile_parts(self, measurement: Measurement, trace: str) -> MicroBatchProfile | None:
+        """The same micro batch by class of kernel and part of the model, and an optimizer step after it."""
+        batches, micro_s, kind = self._mean_step(measurement)
+        for inputs in batches[:-1]:
             self.trainer.train_unrecorded(self.model, inputs)
-        self.meter.synchronize()
-        kernels = run_profiled(lambda: self.trainer.train_unrecorded(self.model, last))
-        print("\n".join(listed(kernels)), flush=True)
-        return kernel_times(kernels, micro_s)
+        self.meter.keep_freed()  # as while steps are timed
+        layers = decoder_layers(self.model)
+        decoder = self.base.get_decoder() if sees_images(self.request.model) else self.base.base_model
+        with ranges(parts_of(self.base, decoder, layers)):
+            events, profiled_s = record_events(
+                lambda: self.trainer.train_unrecorded(self.model, batches[-1]), self._optimizer_step, self.meter, trace
+            )
+        config = self.request.config
+        return profile_of(
+            events,
+            on_gpu=self.meter.torch_device.type == "cuda",
+            compiled=config.compile == "per_layer",
+            trained=Part.ADAPTERS if config.method == "lora" else Part.OTHER,
+            rows=config.micro_batch_size,
+            length=kind.length,
+            micro_s=micro_s,
+            profiled_s=profiled_s,
+            loader_rows_per_s=self._loader_rows_per_s(),
+        )
+
+    def _optimizer_step(self) -> None:
+        """Clip, step and forget the gradients, as the Trainer does after the micro batches of a step."""
+        self.recorder.phase = Phase.PROFILE  # the pass before it has said that it begins
+        trainer, most = self.trainer, self.trainer.args.max_grad_norm
+        if most:
+            trainer.accelerator.clip_grad_norm_(self.model.parameters(), most)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+
+    def _loader_rows_per_s(self) -> float:
+        """How many rows of tokens the loader makes in a second, where nothing else is done: for a third of one."""
+        micro_batches = iter(self.trainer.get_train_dataloader())
+        next(micro_batches)  # which starts its workers
+        began = time.perf_counter()
+        number = sum(1 for _ in itertools.takewhile(lambda _: time.perf_counter() - began < LOADER_S, micro_batches))
+        return number * self.request.config.micro_batch_size / (time.perf_counter() - began)
 
     # --- the end
 

@@ -6,12 +6,14 @@ bytes: elementwise kernels, reductions, copies, and all that Inductor fuses.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
 import torch
 
+from autotune.core.micro_profile import KernelClass
 from autotune.core.probe_types import KernelTimes
 
 FUSED = re.compile(r"^triton_(?!tem)")  # by Inductor, after whose operators they are named; its templates multiply
@@ -19,6 +21,19 @@ ATTENTION = re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)
 PRODUCT = re.compile(r"gemm|gemv|cutlass|cublas|nvjet|xmma|^triton_tem|splitkreduce", re.IGNORECASE)
 # cuBLAS names its newest kernels after the dtypes of their operands: q and o have 8 bits.
 FP8 = re.compile(r"e4m3|e5m2|float8|nvjet_(sm\d+_)?[qo]", re.IGNORECASE)
+# Beyond these names a profile by class needs: collectives, optimizers, copies, and what is computed for each element.
+COLLECTIVE = re.compile(r"nccl|^c10d::|_allgather_|_reduce_scatter_|allreduce", re.IGNORECASE)
+OPTIMIZER = re.compile(r"multi_tensor_apply|\bk(precondition)?optimizer|fused_adam|^optimizer\.", re.IGNORECASE)
+COPY = re.compile(r"^mem(cpy|set)|copy|catarray|^aten::(cat|clone|contiguous|to|_to_copy|zero_|fill_)$", re.IGNORECASE)
+UNPACKING = re.compile(r"dequantize", re.IGNORECASE)
+# Names of operators, for CPUs; compiled layers are one operator there.
+OPERATOR_PRODUCT = re.compile(r"^(aten::(mm|addmm|bmm|baddbmm|matmul|linear|mv|addmv|_grouped_mm)|mkldnn::.*linear.*)$")
+ELEMENTWISE = re.compile(
+    r"^triton_|elementwise|reduce_kernel|norm|softmax|silu|gelu|swiglu|geglu|rope|cross_entropy|CompiledF(unction|xGraph)"
+    r"|^aten::(add|sub|mul|div|neg|pow|rsqrt|sqrt|mean|sum|exp|log|cos|sin|where|clamp|sigmoid|tanh|native_dropout)",
+    re.IGNORECASE,
+)
+INDUCTOR = re.compile(r"^triton_[a-z]+_fused_(?P<operators>.*?)_?\d*$")
 LONGEST_NAME = 160  # characters of a name in the log
 
 
@@ -49,6 +64,32 @@ def work_of(name: str) -> Work:
     if PRODUCT.search(name):
         return Work.FP8 if FP8.search(name) else Work.PRODUCTS
     return Work.BYTES
+
+
+def class_of(name: str) -> KernelClass:
+    """What a kernel, or an operator on a CPU, of this name does, as a profile divides it."""
+    work = work_of(name)
+    if COLLECTIVE.search(name):
+        return KernelClass.COLLECTIVES
+    if work is Work.ATTENTION:
+        return KernelClass.ATTENTION
+    if work is not Work.BYTES or OPERATOR_PRODUCT.search(name):
+        return KernelClass.PRODUCTS
+    if FUSED.search(name):
+        return KernelClass.FUSED
+    by_name = {
+        KernelClass.UNPACKING: UNPACKING,
+        KernelClass.OPTIMIZER: OPTIMIZER,
+        KernelClass.COPIES: COPY,
+        KernelClass.FUSED: ELEMENTWISE,
+    }
+    return next((kind for kind, pattern in by_name.items() if pattern.search(name)), KernelClass.OTHER)
+
+
+def fused_operators(name: str) -> tuple[str, ...]:
+    """The operators that a kernel of Inductor computes: 'triton_red_fused__to_copy_add_mean_2' has three of them."""
+    found = INDUCTOR.match(name)
+    return () if found is None else tuple(_known_operators(found["operators"]))
 
 
 def run_profiled(run: Callable[[], object]) -> list[Kernel]:
@@ -99,3 +140,20 @@ def listed(kernels: Iterable[Kernel]) -> list[str]:
         by_name[kernel.name].append(kernel.end_s - kernel.start_s)
     rows = sorted(by_name.items(), key=lambda row: -sum(row[1]))
     return [f"{1000 * sum(row):9.3f} ms {len(row):6} {work_of(name):12} {name[:LONGEST_NAME]}" for name, row in rows]
+
+
+@cache
+def _operator_names() -> frozenset[str]:
+    names = (name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names())
+    return frozenset(name.partition(".")[0] for name in names)
+
+
+def _known_operators(joined: str) -> Iterator[str]:
+    """Yield the operators whose names are joined by underscores; a word that is no operator stays alone."""
+    words = joined.split("_")
+    while words:
+        ends = (end for end in range(len(words), 0, -1) if "_".join(words[:end]) in _operator_names())
+        end = next(ends, 1)
+        if name := "_".join(words[:end]):
+            yield name
+        words = words[end:]

@@ -17,6 +17,7 @@ DEADLINES = {
     Phase.STEADY: 900.0,
     Phase.EVALUATE: 300.0,
     Phase.SAVE: 300.0,
+    Phase.PROFILE: 600.0,
     Phase.CLEANUP: 300.0,
 }
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.errors import Cancelled, EnvironmentProblem, TooManyFailures, UsageError
+from autotune.core.micro_profile import MicroBatchProfile
 from autotune.core.nvml import Nvml
 from autotune.core.probe_types import DeviceRates, Fingerprint, ModelShape, Outcome, Phase, ProbeRequest, ProbeResult
 from autotune.core.scratch import scratch_directory
@@ -151,24 +152,43 @@ class WorkerProber:
                 remedy="continue with --study on another card; `nvidia-smi -q -d ECC` shows the counters",
             )
 
+    def profile(self, request: ProbeRequest, log: Path, trace: Path) -> tuple[ProbeResult, MicroBatchProfile | None]:
+        """Run one probe, and profile a micro batch in it, whose Chrome trace goes to the file `trace`.
+
+        The profile is None where the probe failed, or the driver does not show what the device does.
+        """
+        found: list[MicroBatchProfile | None] = []
+
+        def once(request: ProbeRequest, log: Path) -> ProbeResult:
+            result, message = self._exchange(request, log, trace=str(trace))
+            found.append(from_data(MicroBatchProfile, data) if (data := message.get("profile")) else None)
+            return result
+
+        result = self.tried(once, request, log)
+        return result, found[-1] if result.outcome is Outcome.OK else None
+
     def _once(self, request: ProbeRequest, log: Path) -> ProbeResult:
         """One try, whatever comes of it."""
+        return self._exchange(request, log)[0]
+
+    def _exchange(self, request: ProbeRequest, log: Path, **more: str) -> tuple[ProbeResult, dict[str, Any]]:
+        """The result of one try, whatever comes of it, and the worker's message; empty where there is none."""
         oom_kills = host_oom_kills()
         begin = time.monotonic()
         monitor = self.monitor(log)
         try:
             process = self.ready_process()
-            process.send({"request": to_data(request), "log": str(log)})
+            process.send({"request": to_data(request), "log": str(log)} | more)
             message = self._receive(process, monitor)
         except ENDED:
             reason = self.end_of_worker(host_oom_kills() > oom_kills)
-            return failed(request, Outcome.CRASH, None, reason, begin, log)
+            return failed(request, Outcome.CRASH, None, reason, begin, log), {}
         if message is None:
             process.dump_stacks()
             time.sleep(DUMP_S)
             self.close()
             reason = f"no progress in phase {monitor.phase} for {monitor.deadline_s():.0f} s; the stack is in the log"
-            return failed(request, Outcome.TIMEOUT, monitor.phase, reason, begin, log)
+            return failed(request, Outcome.TIMEOUT, monitor.phase, reason, begin, log), {}
         if not message["reusable"]:
             self.close()
         result = replace(from_data(ProbeResult, message["result"]), log=log.name)
@@ -177,7 +197,7 @@ class WorkerProber:
         if self._start_s is not None and request.depth is None:
             result = replace(result, seconds={"start": self._start_s} | result.seconds)
             self._start_s = None
-        return result
+        return result, message
 
     def monitor(self, log: Path) -> Monitor:
         """What observes a probe on this device that writes this log."""

@@ -39,6 +39,7 @@ from autotune.probe.fault_injection import strike
 from autotune.probe.tiny_probe import tiny_request
 
 if TYPE_CHECKING:
+    from autotune.core.micro_profile import MicroBatchProfile
     from autotune.probe.harness import Probe
     from autotune.probe.meters import Meter
     from autotune.probe.resident import ResidentModel
@@ -88,9 +89,11 @@ def main() -> None:
         _log_to(message["log"])
         worker.log = message["log"]
         worker.seat = from_data(Seat, message["seat"]) if "seat" in message else None
+        worker.trace, worker.micro_profile = message.get("trace"), None
         result, reusable = worker.serve(from_data(ProbeRequest, message["request"]))
         _log_to(worker_log)
-        send(event="result", result=to_data(result), reusable=reusable)
+        more = {"profile": to_data(worker.micro_profile)} if worker.micro_profile is not None else dict[str, Any]()
+        send(event="result", result=to_data(result), reusable=reusable, **more)
 
 
 def _describe(model: dict[str, Any], send: Callable[..., None]) -> None:
@@ -129,6 +132,8 @@ class Worker:
     """One device, and the base models of one family that wait on it, at the depths that were probed."""
 
     seat: Seat | None = None  # of the current probe, where it is one of several real ranks
+    trace: str | None = None  # the file of the current probe's trace, where a micro batch is profiled in detail
+    micro_profile: "MicroBatchProfile | None" = None  # of the current probe
 
     def __init__(self, device: str, send: Callable[..., None], scratch: str | None = None) -> None:
         """Check the device and load the libraries, so that both `ready` and a failed import reach the parent.
@@ -228,8 +233,9 @@ class Worker:
         try:
             emit(Phase.LOAD)
             rank.join()
-            probe = Probe(request, self._resident_for(request), self.meter, emit, self._scratch, rank)
+            probe = Probe(request, self._resident_for(request), self.meter, emit, self._scratch, rank, self.trace)
             measurement = probe.run()
+            self.micro_profile = probe.micro_profile
             fields = {"outcome": Outcome.OK, "measurement": measurement}
             if measurement.alloc_retries:
                 phase = probe.recorder.retried_in or Phase.STEADY

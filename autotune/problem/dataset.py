@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,6 +107,23 @@ def image_lengths(
     # Words that an image parts may be a token more each than they are together.
     ends = [round(text) + taken(row) + len(row) for text, row in zip(begun, with_some, strict=True)]
     return distribution, pictured(zip(lengths, pictures, strict=True)), max(ends, default=0)
+
+
+def tokenised_per_s(
+    path: Path, tokenizer: str, *, split: str | None = None, loss_on: str | None = None, seconds: float = 1.0
+) -> float | None:
+    """Examples that this process reads and tokenises in a second, tried for so many. None of a dataset without rows.
+
+    Raises what `dataset_lengths` raises.
+    """
+    with dataset_errors():
+        encoder = Encoder(_load(tokenizer), loss_on)
+        began, number = time.perf_counter(), 0
+        for _ in encoder.encode(read_rows(path, split)):
+            number += 1
+            if time.perf_counter() - began >= seconds:
+                break
+        return number / (time.perf_counter() - began) if number else None
 
 
 @contextmanager

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.catalog import ModelSpec
+from autotune.core.micro_profile import Part, Stage
 from autotune.core.probe_types import Rung
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_count, fmt_gib, fmt_hours, fmt_seconds, fmt_usd
 from autotune.planning.compare import Group
+from autotune.planning.micro_batch import ProfileReport
 from autotune.planning.more_gpus import Scaling
 from autotune.planning.rent_or_buy import Bought, SizeCost
 from autotune.planning.several_gpus import RankPlan
@@ -27,6 +29,7 @@ from autotune.study.summary import Candidate, Quality, TrialRecord
 
 TERM_COLOURS = dict(zip(TERMS, (BLUE, PALE_BLUE, YELLOW, ACCENT, GREY), strict=True))
 KIND_COLOURS = dict(zip(KINDS, (GREY, YELLOW, BLUE, PURPLE), strict=True))
+STAGE_COLOURS = {Stage.FORWARD: BLUE, Stage.RECOMPUTED: PALE_BLUE, Stage.BACKWARD: ACCENT}
 LINES = (  # of the parallel coordinates: group, name, colour, opacity; the fastest are drawn last
     (2, "slower", GREY, 0.35),
     (1, "at least half as fast", BLUE, 0.7),
@@ -365,6 +368,32 @@ def explanation(ablation: Ablation | None) -> dict[str, Any] | None:
         )
     winner_speed = ablation.winner.tokens_per_s
     return horizontal_bars(bars, x="tokens/s without it", ticks=",", row_px=38, line_at=winner_speed)
+
+
+def micro_batch(report: ProfileReport) -> dict[str, Any] | None:
+    """Milliseconds of a profiled micro batch: a stacked bar for each part of the model, and one for an idle GPU."""
+    work, names = report.profile.micro_work, dict[Part | None, str]()
+    for one in sorted(work, key=lambda one: one.part is None):
+        names[one.part] = one.part or "compiled layers"
+    took = {part: sum(one.seconds for one in work if one.part is part) for part in names}
+    parts = sorted((part for part in names if took[part]), key=lambda part: -took[part])
+    if not parts:
+        return None
+    figure = empty()
+    for stage, colour in STAGE_COLOURS.items():
+        each = [sum(one.seconds for one in work if one.part is part and one.stage is stage) for part in parts]
+        if any(each):
+            shown = zip(parts, each, strict=True)
+            hovers = [f"{names[part]}, {stage}<br><b>{fmt_seconds(seconds)}</b>" for part, seconds in shown]
+            bar = {"x": [1000 * seconds for seconds in each], "y": [names[part] for part in parts]}
+            figure.add_bar(**bar, orientation="h", name=stage.value, marker={"color": colour}, hovertext=hovers)
+    if report.idle_s:
+        hover = f"the GPU waits<br><b>{fmt_seconds(report.idle_s)}</b>"
+        bar = {"x": [1000 * report.idle_s], "y": ["the GPU waits"], "hovertext": [hover]}
+        figure.add_bar(**bar, orientation="h", name="idle", marker={"color": GREY})
+    figure.update_layout(barmode="stack", bargap=0.35, legend={"traceorder": "normal"})
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    return finish(figure, x="milliseconds", height=130 + 34 * (len(parts) + 1))
 
 
 def parallel_px(info: ParallelInfo) -> int:

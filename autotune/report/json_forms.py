@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price, Purchase
 from autotune.core.errors import UsageError, did_you_mean
+from autotune.core.micro_profile import MicroBatchProfile
+from autotune.planning.micro_batch import Bound, HostNeed
 from autotune.planning.rent_or_buy import Bought, Purse, SizeCost
 from autotune.planning.trainable import Entry
 from autotune.prediction.calibration import Calibration
@@ -365,9 +367,28 @@ def _doctor() -> Any:
     return _rows(_form("Check", name=str, ok=bool | None, found=str, remedy=Text))
 
 
+def _profile() -> Any:
+    return _form(
+        "Profile",
+        study=str,
+        device=str,
+        config=Data,
+        accumulation=int,
+        evidence=EVIDENCE,
+        of=Literal["kernels", "operators"],
+        profile=MicroBatchProfile,
+        optimizer_s=float,
+        idle_s=Number,
+        bounds=_rows(_form("Bound", Bound, lost_s=Number)),
+        uncounted=Text,
+        host=_rows(_form("HostNeed", HostNeed, suffices=bool | None)),
+        trace=str,
+    )
+
+
 def _verify() -> Any:
     errors = dict.fromkeys(("tokens_per_s", "speed_error", "memory_error"), Number)
-    return _form("Verify", Verification, **errors, holds=bool, better=bool)
+    return _form("Verify", Verification, **errors, holds=bool, better=list[str])
 
 
 def _learn() -> Any:
@@ -411,6 +432,7 @@ FORMS: dict[str, Callable[[], Any]] = {
     "list": _list,
     "oom": _oom,
     "explain": lambda: Ablation,
+    "explain --profile": _profile,
     "verify": _verify,
     "learn": _learn,
     "train": _train,

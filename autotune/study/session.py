@@ -18,9 +18,10 @@ from zlib import crc32
 
 from autotune.catalog import DeviceSpec
 from autotune.core.errors import Cancelled, EnvironmentProblem, TooManyFailures, UsageError
+from autotune.core.micro_profile import MicroBatchProfile
 from autotune.core.nvml import visible
 from autotune.core.objective import Objective
-from autotune.core.probe_types import Fingerprint, ModelShape
+from autotune.core.probe_types import DeviceRates, Fingerprint, ModelShape, Outcome, ProbeRequest
 from autotune.core.process import StopToken
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, fmt_seconds
@@ -543,6 +544,38 @@ def explain(session: Session, record: StudyRecord, winner: TrainConfig, baseline
     ablation = ablate(task, evaluator, winner, baseline, say=session.progress.say, should_stop=session.stop)
     amend_record(session.url, record, ablation=ablation)
     return ablation
+
+
+def profile(
+    session: Session, record: StudyRecord, config: TrainConfig, trace: Path
+) -> tuple[ProbeRequest, MicroBatchProfile, DeviceRates]:
+    """Profile one micro batch of a configuration, and measure what the device reaches.
+
+    Raises:
+        UsageError: the configuration is for several GPUs.
+        EnvironmentProblem: the probe fails, or the driver does not show what the GPU runs.
+        Cancelled: the user asked to stop.
+    """
+    prober = session.prober
+    if not isinstance(prober, WorkerProber):
+        raise UsageError("one GPU is profiled, and the study probes several", remedy="profile a study of one GPU")
+    session.start_prober()
+    asked = record.terms.request(record.task, config, prober.device)
+    request, log = replace(asked, new_lengths=False), session.logs / "profile.log"
+    session.progress.say(f"profiling a micro batch of {config.label()}")
+    result, found = prober.profile(request, log, trace)
+    if result.outcome is not Outcome.OK:
+        raise EnvironmentProblem(
+            f"the probe failed this time: {result.reason or result.outcome}",
+            remedy=f"see {log}, and whether something else uses the device (`autotune doctor`)",
+        )
+    if found is None:
+        raise EnvironmentProblem(
+            "the driver does not show what the GPU runs",
+            remedy="let this user profile: NVreg_RestrictProfilingToAdminUsers=0, or end another profiler",
+        )
+    session.progress.say("measuring what the device reaches")
+    return request, found, prober.rates()
 
 
 def amend_record(url: str, record: StudyRecord, **changes: Any) -> None:

@@ -6,6 +6,7 @@ from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 from autotune.catalog import find_price, resolve_device, resolve_model
+from autotune.core.micro_profile import KernelClass, KernelTotal, MicroBatchProfile, Part, ProfiledWork, Stage
 from autotune.core.probe_types import (
     DeviceRates,
     Fingerprint,
@@ -71,6 +72,23 @@ def calibration(
         "day": date(2026, 11, 22),
     }
     return Calibration(**values | changes)
+
+
+PROFILE = MicroBatchProfile(
+    on_gpu=True,
+    rows=4,
+    length=2048,
+    micro_s=0.2,
+    profiled_s=0.3,
+    busy_s=0.19,
+    num_kernels=9,
+    work=(
+        ProfiledWork(part=Part.MLP, stage=Stage.FORWARD, kind=KernelClass.PRODUCTS, seconds=0.19, count=9),
+        ProfiledWork(part=None, stage=Stage.OPTIMIZER, kind=KernelClass.OPTIMIZER, seconds=0.01, count=1),
+    ),
+    longest=(KernelTotal(name="triton_poi_fused_add_0", kind=KernelClass.FUSED, seconds=0.1, count=2, fuses=("add",)),),
+    loader_rows_per_s=1000.0,
+)
 
 
 def measurement(micro_s: float = 0.5, peak_gib: float = 20.0, **changes: Any) -> Measurement:

@@ -1,5 +1,6 @@
 """The whole program on the CPU: real probes, real OOMs, and a real study that is killed and resumed."""
 
+import gzip
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from optuna.trial import TrialState
 
 from autotune.core.train_config import TrainConfig
 from autotune.export.script import runtime_files
+from autotune.report.json_forms import form_of
 from autotune.study.summary import summary_data
 from tests.helpers.factories import summary
 
@@ -239,11 +241,45 @@ def test_a_study_cannot_continue_with_another_memory_limit(finished: Finished) -
     assert "its memory in GiB differs: 1 then, 2 now" in ended.err  # 0.7 is printed as 1
 
 
+def test_the_winners_file_is_run_and_the_result_has_its_form(finished: Finished) -> None:
+    """The time on a busy CPU is not checked, whatever the exit code says of it."""
+    ended = autotune(finished.folder, "verify", finished.data["study"], "--micro-steps", "4", "--json")
+    assert ended.code in (0, 1), ended.err
+    form_of("verify").validate_json(ended.out)
+    verified = json.loads(ended.out)
+    assert verified["reason"] is None and verified["tokens_per_s"] > 0
+    assert verified["holds"] is (ended.code == 0)
+
+
+def test_a_micro_batch_of_the_winner_is_profiled(finished: Finished) -> None:
+    ended = autotune(finished.folder, "explain", finished.data["study"], "--profile", "--json")
+    assert ended.code == 0, ended.err
+    form_of("explain --profile").validate_json(ended.out)
+    found = json.loads(ended.out)
+    assert found == json.loads((finished.out / "profile.json").read_text())
+    assert (found["of"], found["idle_s"], found["config"]) == ("operators", None, finished.data["winner"]["config"])
+    work = [row for row in found["profile"]["work"] if row["stage"] != "optimizer"]
+    assert sum(row["seconds"] for row in work) == pytest.approx(found["profile"]["busy_s"])
+    products, attention, moved = found["bounds"]
+    # In fp32, whose products were measured: nothing is faster than the device at its best, but for noise.
+    assert products["flops"] > attention["flops"] > 0 and moved["moved_bytes"] > 0
+    assert 0 < products["best_s"] < 2 * products["seconds"]
+    loader = next(row for row in found["host"] if row["part"] == "data loader")
+    assert loader["found"] > 0 and loader["suffices"] is (loader["found"] >= loader["needed"])
+    with gzip.open(finished.out / "profile_trace.json.gz") as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert {"aten::mm", "autotune: MLP", "autotune: adapters"} <= names
+    assert "attention projections" in (finished.out / "profile.html").read_text()
+    wrong = autotune(finished.folder, "explain", finished.data["study"], "--profile", "--trial", "999")
+    assert wrong.code == 2 and "has no trial 999" in wrong.err
+
+
 def test_explain_shows_the_effect_of_each_knob_of_the_winner(finished: Finished) -> None:
     """The last test of this study, since it rewrites the files."""
     ended = autotune(finished.folder, "explain", finished.data["study"], "--json")
     assert ended.code == 0, ended.err
     output = json.loads(ended.out)
+    form_of("explain").validate_json(ended.out)
     summary = json.loads((finished.out / "summary.json").read_text())
     winner, baseline = (summary[who]["config"] for who in ("winner", "baseline"))
     assert summary["explanation"] == output

@@ -23,6 +23,7 @@ from autotune.problem.length_distribution import Lengths
 from autotune.problem.workload import Workload
 from autotune.report import describe
 from autotune.report.html import draw, render
+from autotune.report.json_forms import form_of
 from autotune.study.summary import Candidate, Learned, Quality, Recipe
 from tests.helpers.factories import summary
 
@@ -229,7 +230,8 @@ def test_the_run_command_trains_finalists_at_the_end(weights: Path, dataset: Pat
     trains = lines[next(place for place, line in enumerate(lines) if line.endswith("start the full run:")) + 1]
     assert json.loads(called("bash", "-c", trains).stdout.splitlines()[-1])["steps"] == 50
     assert not (tmp_path / "CANARY").exists()
-    learnt = json.loads(autotune("learn", "--share", "3", "--json"))
+    learnt = json.loads(output := autotune("learn", "--share", "3", "--json"))
+    form_of("learn").validate_json(output)
     assert learnt["steps"] <= 3 * 50
     assert TrainConfig(**learnt["config"]) == TrainConfig(**printed["winner"]["config"])
     assert json.loads(autotune("status", "--json"))["learning"]["learning_rate"] == learnt["learning_rate"]

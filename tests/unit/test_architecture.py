@@ -54,6 +54,7 @@ CHILD = (
     "health",
     "meta_device",
     "meters",
+    "micro_profiler",
     "model_settings",
     "model_shape",
     "rank",

@@ -1,26 +1,45 @@
 """`autotune explain` and `autotune verify`: probe a study's winner again, record the result and print it."""
 
+import json
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autotune.cli.answers import print_answer
 from autotune.cli.options import Json, Storage, StudyName
 from autotune.cli.stop import stop_on_signals
 from autotune.cli.terminal import print_json, print_note
 from autotune.core.errors import Cancelled, EnvironmentProblem, Interrupted, NothingFits, UsageError, VerificationFailed
+from autotune.core.files import write_atomic
 from autotune.core.process import StopToken
 from autotune.study.storage.location import make_writable
 
 if TYPE_CHECKING:
+    from autotune.api import StudyResult
+    from autotune.core.micro_profile import MicroBatchProfile
+    from autotune.core.probe_types import DeviceRates, ProbeRequest
+    from autotune.core.train_config import TrainConfig
+    from autotune.planning.micro_batch import ProfileReport
     from autotune.study.summary import Recipe, Verification
 
 
-def explain(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
+def explain(
+    study: StudyName = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Profile a micro batch instead: where its time goes, and what is lost.")
+    ] = False,
+    trial: Annotated[
+        int | None, typer.Option(metavar="N", help="With --profile: the configuration of this trial. [the winner's]")
+    ] = None,
+    storage: Storage = None,
+    json_: Json = False,
+) -> None:
     """Explain a study's winner on the device that probed it, and record the result with the study.
 
     Raises:
-        UsageError: no such study.
+        UsageError: no such study or trial, `trial` without `profile`, or a profile of several GPUs.
         NothingFits: the study has no winner, or no baseline to compare it with.
         EnvironmentProblem: another device than the study's, or the winner fails this time.
         Interrupted: stopped by a signal; finished probes are stored.
@@ -31,7 +50,12 @@ def explain(study: StudyName = None, storage: Storage = None, json_: Json = Fals
     from autotune.study import session
     from autotune.study.progress import TextProgress
 
+    if trial is not None and not profile:
+        raise UsageError("--trial is for --profile", remedy="add --profile")
     result = load_study(study, storage)
+    if profile:
+        _profile(result, _config_of(result, trial), as_json=json_)
+        return
     recipe = result.recipe
     if recipe.baseline is None:
         raise NothingFits(
@@ -54,6 +78,86 @@ def explain(study: StudyName = None, storage: Storage = None, json_: Json = Fals
         print("\n".join(describe.ablation(ablation) or ["the winner is the baseline itself"]))
     if stop():
         raise _stopped(stop, "stopped; not every knob was probed")
+
+
+def _config_of(result: "StudyResult", trial: int | None) -> "TrainConfig":
+    """The configuration of a trial, by default the winner. Raises UsageError and NothingFits where there is none."""
+    if trial is None:
+        return result.winner
+    found = next((row.config for row in result.summary.trials if row.number == trial), None)
+    if found is None:
+        raise UsageError(
+            f"study {result.summary.study!r} has no trial {trial}", remedy="`trials.jsonl` in its directory lists them"
+        )
+    return found
+
+
+def _profile(result: "StudyResult", config: "TrainConfig", *, as_json: bool) -> None:
+    """Profile a micro batch of a configuration, print what it says, and write it beside the study's outputs."""
+    from autotune.core.text import short_path
+    from autotune.planning.micro_batch import profile_data
+    from autotune.report.micro_batch import profile_answer
+    from autotune.study import session
+    from autotune.study.progress import TextProgress
+
+    device = session.require_device(result.task.measured_on or result.task.device, "profile it there")
+    make_writable(result.out)
+    trace, progress = result.out / "profile_trace.json.gz", TextProgress(print_note)
+    with stop_on_signals() as stop:
+        try:
+            gpus = result.task.probing_gpus
+            with session.Session(result.url, result.out, device, num_gpus=gpus, stop=stop, progress=progress) as opened:
+                request, found, rates = session.profile(opened, result.record, config, trace)
+        except Cancelled:
+            raise _stopped(stop, "stopped; nothing was profiled") from None
+    report = _profile_report(result, request, found, rates, short_path(trace))
+    write_atomic(result.out / "profile.json", json.dumps(profile_data(report), indent=2) + "\n")
+    if as_json:
+        print_json(profile_data(report))
+    print_answer(lambda today: profile_answer(report), html=result.out / "profile.html", silent=as_json)
+    if not as_json:
+        print(f"\nwritten: {short_path(result.out / 'profile.html')} and profile.json")
+
+
+def _profile_report(
+    result: "StudyResult",
+    request: "ProbeRequest",
+    found: "MicroBatchProfile",
+    rates: "DeviceRates",
+    trace: str,
+) -> "ProfileReport":
+    """What the profile says, with what a micro batch needs at best, and what the machine has for the run."""
+    from autotune.core.machine import disk_mb_s
+    from autotune.planning.micro_batch import ProfileReport, bounds, count_work, host_needs
+    from autotune.problem.dataset import tokenised_per_s
+
+    task, config, spec = result.task, request.config, result.record.spec
+    print_note("counting what a micro batch computes and moves")
+    counted = count_work(request, found)
+    shape, tokenizer = task.workload.run_shape(config), spec.tokenizer or task.model.tokenizer
+    tokenised = None
+    if spec.dataset is not None and tokenizer is not None and task.workload.objective.value == "sft":
+        tokenised = tokenised_per_s(Path(spec.dataset), tokenizer, split=spec.split, loss_on=spec.loss_on)
+    needs = host_needs(
+        found,
+        config,
+        task.measured_on or task.device,
+        calibration=task.calibration,
+        disk_mb_s=disk_mb_s(result.out),
+        examples_per_s=found.rows * shape.examples_per_row / found.micro_s,
+        tokenised_per_s=tokenised,
+    )
+    return ProfileReport(
+        study=result.summary.study,
+        device=task.measured_on or task.device,
+        config=config,
+        accumulation=shape.accumulation,
+        profile=found,
+        bounds=bounds(found, counted.count, rates, config),
+        needs=tuple(needs),
+        trace=trace,
+        uncounted=counted.refused,
+    )
 
 
 def verify(

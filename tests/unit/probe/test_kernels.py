@@ -2,8 +2,9 @@
 
 import pytest
 
+from autotune.core.micro_profile import KernelClass
 from autotune.core.probe_types import KernelTimes
-from autotune.probe.kernels import Kernel, Work, kernel_times, listed, work_of
+from autotune.probe.kernels import Kernel, Work, class_of, fused_operators, kernel_times, listed, work_of
 
 # Names as the profiler gives them, cut.
 NAMES = {
@@ -49,6 +50,64 @@ NAMES = {
 @pytest.mark.parametrize(("work", "name"), [(work, name) for work, names in NAMES.items() for name in names])
 def test_a_name_tells_what_a_kernel_does(work: Work, name: str) -> None:
     assert work_of(name) is work
+
+
+CLASSES = {
+    KernelClass.PRODUCTS: [*NAMES[Work.PRODUCTS], *NAMES[Work.FP8], "aten::addmm"],
+    KernelClass.ATTENTION: [*NAMES[Work.ATTENTION], "aten::_scaled_dot_product_flash_attention_for_cpu_backward"],
+    KernelClass.FUSED: [
+        "triton_poi_fused__scaled_dot_product_flash_attention_mul_mm_3",
+        "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0",
+        "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>, 3>",
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float, float>>>",
+        "void (anonymous namespace)::softmax_warp_forward<float, float, float, 8, false, false>",
+        "_rms_norm_forward_kernel",
+        "aten::silu_backward",
+        "CompiledFunctionBackward",
+    ],
+    KernelClass.UNPACKING: ["void kDequantizeBlockwise<__nv_bfloat16, 512, 64, 8, 2>"],
+    KernelClass.OPTIMIZER: [
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>",
+        "void kOptimizerStatic8bit2StateBlockwise<__nv_bfloat16, 1, 256, 1>",
+        "void kPreconditionOptimizer32bit2State<float, 1, 4096, 8>",
+        "aten::_fused_adamw_",
+    ],
+    KernelClass.COPIES: [
+        "Memcpy DtoD (Device -> Device)",
+        "Memset (Device)",
+        "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>",
+        "void at::native::(anonymous namespace)::CatArrayBatchedCopy_alignedK_contig<unsigned short, 2, 64, 64>",
+        "aten::copy_",
+    ],
+    KernelClass.COLLECTIVES: [
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+    ],
+    KernelClass.OTHER: [
+        "void at::native::(anonymous namespace)::indexSelectLargeIndex<c10::BFloat16, long, unsigned int, 2, 2, -2>",
+        "void at_cuda_detail::cub::DeviceScanKernel<int>",
+        "aten::embedding",
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in CLASSES.items() for name in names])
+def test_a_name_tells_the_class(kind: KernelClass, name: str) -> None:
+    assert class_of(name) is kind
+
+
+@pytest.mark.parametrize(
+    ("name", "operators"),
+    [
+        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_2", ("_to_copy", "add", "mean", "mul", "pow", "rsqrt")),
+        ("triton_per_fused_native_layer_norm_backward_sum_15", ("native_layer_norm_backward", "sum")),
+        ("triton_poi_fused__unsafe_view_silu", ("_unsafe_view", "silu")),
+        ("triton_poi_fused_0", ()),
+        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNN", ()),
+    ],
+)
+def test_a_fused_kernel_names_what_it_fuses(name: str, operators: tuple[str, ...]) -> None:
+    assert fused_operators(name) == operators
 
 
 def kernel(name: str, start_s: float, end_s: float) -> Kernel:

@@ -28,7 +28,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe import supervisor
 from autotune.probe.monitor import Monitor
 from autotune.probe.supervisor import HOST_OOM, WorkerProber
-from tests.helpers.factories import FINGERPRINT, measurement, result
+from tests.helpers.factories import FINGERPRINT, PROFILE, measurement, result
 
 HOT = result(measurement=measurement(telemetry=Telemetry(throttle_reasons=("hardware thermal",))))
 COOL = result(measurement=measurement(telemetry=Telemetry(throttle_reasons=("power cap",))))
@@ -403,3 +403,20 @@ def test_how_long_a_hung_or_an_ended_worker_is_waited_for(started: Started, monk
     assert waited == [(0.25, "dump")]
     monkeypatch.setattr(scripts[1], "wait_for_exit", lambda timeout_s: waited.append(timeout_s) or 3)
     assert prober._once(REQUEST, Path("one.log")).reason == "the worker ended with exit code 3" and waited[1:] == [5.0]
+
+
+def test_a_profile_comes_with_the_result_of_its_probe(started: Started, tmp_path: Path) -> None:
+    found, trace = result(outcome=Outcome.OK), tmp_path / "trace.json.gz"
+    out_of_memory = answer(result(outcome=Outcome.OOM), reusable=True) | {"profile": to_data(PROFILE)}
+    prober, (script,) = started([READY, answer(found) | {"profile": to_data(PROFILE)}, answer(found), out_of_memory])
+    assert prober.profile(REQUEST, tmp_path / "log", trace)[1] == PROFILE
+    assert script.told[0]["trace"] == str(trace)
+    assert prober.profile(REQUEST, tmp_path / "log", trace)[1] is None  # the driver shows nothing
+    assert prober.profile(REQUEST, tmp_path / "log", trace)[1] is None
+
+
+def test_a_worker_that_is_killed_while_it_profiles_is_tried_twice(started: Started, tmp_path: Path) -> None:
+    lost = [READY, ConnectionError()]
+    prober, scripts = started(lost, list(lost), code=-9)
+    found, profile = prober.profile(REQUEST, tmp_path / "log", tmp_path / "trace.json.gz")
+    assert (found.outcome, profile, len(scripts)) == (Outcome.CRASH, None, 2)

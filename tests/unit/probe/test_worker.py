@@ -26,7 +26,7 @@ from autotune.probe import device_rates, harness, health, model_shape, resident,
 from autotune.probe import meters as meter_module
 from autotune.probe.harness import BadLoss
 from autotune.probe.tiny_probe import tiny_request
-from tests.helpers.factories import FINGERPRINT, measurement, result
+from tests.helpers.factories import FINGERPRINT, PROFILE, measurement, result
 
 
 @pytest.mark.parametrize("size", ["num_labels", "num_hidden_layers"])
@@ -384,19 +384,22 @@ def test_a_try_tells_of_its_phases_and_of_memory_that_was_too_tight(
     made = worker_on(Meter())
     made._resident_for, made._send = lambda request: "base", lambda **message: sent.append(message)
 
-    def probe(request: ProbeRequest, base: Any, meter: Any, emit: Any, scratch: Any, rank: Any) -> Any:
-        assert (request, base, meter) == (REQUEST, "base", made.meter)
+    made.trace = "trace.json.gz"
+
+    def probe(request: ProbeRequest, base: Any, meter: Any, emit: Any, scratch: Any, rank: Any, trace: Any) -> Any:
+        assert (request, base, meter, trace) == (REQUEST, "base", made.meter, "trace.json.gz")
 
         def run() -> Any:
             emit(Phase.FIRST_STEP)
             return measured
 
         recorder = SimpleNamespace(retried_in=retried_in)
-        return SimpleNamespace(run=run, recorder=recorder, close=lambda: closed.append(True))
+        return SimpleNamespace(run=run, recorder=recorder, micro_profile=PROFILE, close=lambda: closed.append(True))
 
     monkeypatch.setattr(harness, "Probe", probe)
     entered = [("total", 0.0)]
     fields, reusable = made._attempt(REQUEST, entered)
+    assert made.micro_profile is PROFILE
     assert (fields["outcome"], fields.get("phase")) == expected and fields["measurement"] is measured
     assert ("oom" in fields) is ("reason" in fields) is (retries > 0)
     assert reusable and closed == [True]
@@ -607,7 +610,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             self.meter = SimpleNamespace(fingerprint=lambda: FINGERPRINT, memory_gib=lambda: 24.0)
 
         def serve(self, request: ProbeRequest) -> Any:
-            seen["served"], seen["log"] = request, self.log
+            seen["served"], seen["log"], seen["trace"] = request, self.log, self.trace
+            self.micro_profile = PROFILE if self.trace else None
             return result(request.config), False
 
         def rates(self) -> str:
@@ -650,7 +654,7 @@ def test_a_worker_answers_one_message_after_another(served: Any) -> None:
     assert answers[3:5] == [{"event": "described", "shape": {"a": 1}}, {"event": "rates", "rates": "cpu"}]
     assert answers[5:] == [{"event": "result", "result": to_data(result(REQUEST.config)), "reusable": False}]
     assert seen["served"] == replace(REQUEST, depth=2) and seen["log"] == "one.log"
-    assert seen["logs"] == ["one.log", 77]  # its own log again
+    assert seen["trace"] is None and seen["logs"] == ["one.log", 77]  # its own log again
     assert (seen["parent"], seen["scratch"], seen["stacks"]) == (41, "scratch", (signal.SIGUSR1, True))
 
 
@@ -693,3 +697,10 @@ def test_a_log_is_made_for_its_user_to_write_and_for_others_to_read(
     finally:
         os.umask(before)
     assert flushed == ["out", "err", "1", "2"] and (tmp_path / "log").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+def test_a_worker_adds_the_profile_that_was_asked_for(served: Any) -> None:
+    data = to_data(REQUEST)
+    seen, answers = served("cpu", {"request": data, "log": "one.log", "trace": "t.gz"})
+    assert seen["trace"] == "t.gz" and answers[-1]["profile"] == to_data(PROFILE)

@@ -1,0 +1,174 @@
+"""What a profiled micro batch says: what the device could do at best, what is lost, and whether the host suffices.
+
+What must be computed and moved is counted by a dry probe; what the device reaches was measured just before.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from autotune.catalog import DeviceSpec
+from autotune.core.machine import host_memory_gib, num_cores
+from autotune.core.micro_profile import KernelClass, MicroBatchProfile
+from autotune.core.probe_types import DeviceRates, DryCount, Evidence, MicroBatch, ProbeRequest
+from autotune.core.serialization import to_data
+from autotune.core.train_config import TrainConfig
+from autotune.planning.slow_parts import LIMITS
+from autotune.prediction.calibration import Calibration
+from autotune.probe.dry_prober import DryAnswer, DryProber
+
+DTYPES = {"bf16_mixed": "bf16", "bf16_pure": "bf16", "fp16_mixed": "fp16", "fp32": "fp32"}
+NOT_MOVED = (KernelClass.PRODUCTS, KernelClass.ATTENTION, KernelClass.OPTIMIZER, KernelClass.COLLECTIVES)
+LOADER_SHARE = 0.1  # of a micro batch, that a loader in the training's own process may take
+OF_TRAINING = ("cores", "host memory", "disk", "link to the GPU")  # the limits that a run meets, not a card
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """One kind of work in a micro batch: the seconds it took, and `best_s` that the device needs for it at least.
+
+    `flops` and `moved_bytes` are what was counted, None where that is not known.
+    """
+
+    work: str
+    seconds: float
+    flops: float | None
+    moved_bytes: float | None
+    best_s: float | None
+
+    @property
+    def lost_s(self) -> float | None:
+        """The seconds beyond the best."""
+        return None if self.best_s is None else max(self.seconds - self.best_s, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostNeed:
+    """What a run needs of a part of the machine, and what is there; None is not known."""
+
+    part: str
+    found: float | None
+    needed: float
+    unit: str
+    why: str
+
+    @property
+    def suffices(self) -> bool | None:
+        """Whether there is enough of it."""
+        return None if self.found is None else self.found >= self.needed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileReport:
+    """A profiled micro batch of a study's configuration. `uncounted` says why there is no best, in a sentence."""
+
+    study: str
+    device: DeviceSpec
+    config: TrainConfig
+    accumulation: int
+    profile: MicroBatchProfile
+    bounds: tuple[Bound, ...]
+    needs: tuple[HostNeed, ...]
+    trace: str
+    uncounted: str | None = None
+
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds of a micro batch in which the GPU runs nothing; a CPU is never without work."""
+        return self.profile.idle_s if self.profile.on_gpu else None
+
+
+def count_work(request: ProbeRequest, profile: MicroBatchProfile) -> DryAnswer:
+    """What the profiled micro batch computes and moves, counted on the meta device, in seconds."""
+    rows = ((profile.length,),) * profile.rows
+    same = replace(request, micro_batches=(MicroBatch(rows=rows, length=profile.length, share=1.0),))
+    with DryProber() as prober:
+        return prober.count(same)
+
+
+def bounds(
+    profile: MicroBatchProfile, count: DryCount | None, rates: DeviceRates, config: TrainConfig
+) -> tuple[Bound, ...]:
+    """The time of products, of attention and of all that moves bytes, each with the least that the device needs."""
+
+    def took(*kinds: KernelClass) -> float:
+        return sum(one.seconds for one in profile.micro_work if one.kind in kinds)
+
+    of_dtype = {} if config.quantization == "fp8" else rates.products.get(DTYPES[config.precision], {})
+    rate = max(of_dtype.values(), default=0.0) * 1e12
+    bandwidth = rates.copy_gb_s * 1e9
+    moves = took(*(kind for kind in KernelClass if kind not in NOT_MOVED))
+    products, attention = took(KernelClass.PRODUCTS), took(KernelClass.ATTENTION)
+    if count is None:
+        unknown: dict[str, Any] = {"flops": None, "moved_bytes": None, "best_s": None}
+        named = {"matrix products": products, "attention": attention, "all that moves bytes": moves}
+        return tuple(Bound(work=name, seconds=seconds, **unknown) for name, seconds in named.items())
+    # A causal mask hides half of the products of attention, which only some counts leave out.
+    halves = {name: 1.0 if "efficient" in name else 0.5 for name in count.flops if "attention" in name}
+    of_attention = sum(count.flops[name] * half for name, half in halves.items())
+    of_products = float(sum(number for name, number in count.flops.items() if name not in halves))
+    by_products = float(sum(number for name, number in count.moved_bytes.items() if "product" in name))
+    moved = float(sum(count.moved_bytes.values())) - by_products
+    best = max(of_products / rate, by_products / bandwidth) if rate else None
+    least = of_attention / rate if rate else None
+    return (
+        Bound(work="matrix products", seconds=products, flops=of_products, moved_bytes=by_products, best_s=best),
+        Bound(work="attention", seconds=attention, flops=of_attention, moved_bytes=None, best_s=least),
+        Bound(work="all that moves bytes", seconds=moves, flops=None, moved_bytes=moved, best_s=moved / bandwidth),
+    )
+
+
+def host_needs(
+    profile: MicroBatchProfile,
+    config: TrainConfig,
+    device: DeviceSpec,
+    *,
+    calibration: Calibration | None,
+    disk_mb_s: float | None,
+    examples_per_s: float,
+    tokenised_per_s: float | None,
+) -> Iterator[HostNeed]:
+    """What the run needs of the machine; `examples_per_s` are those that it trains on, the rest was measured here."""
+    apart = config.loader_workers > 0
+    rows_per_s = profile.rows / profile.micro_s
+    yield HostNeed(
+        part="data loader",
+        found=profile.loader_rows_per_s,
+        needed=rows_per_s if apart else rows_per_s / LOADER_SHARE,
+        unit="rows/s",
+        why="its processes keep up with training"
+        if apart
+        else f"it shares the training's process, of which it may take {LOADER_SHARE:.0%}",
+    )
+    yield HostNeed(
+        part="reading and tokenising",
+        found=tokenised_per_s,
+        needed=examples_per_s,
+        unit="examples/s",
+        why="done once, before training: slower than this, it would take longer than a pass over the examples",
+    )
+    here = {"cores": num_cores(), "host memory": host_memory_gib(), "disk": disk_mb_s}
+    for limit in LIMITS:
+        if limit.part in OF_TRAINING and not (limit.part == "link to the GPU" and not profile.on_gpu):
+            found = here.get(limit.part, limit.measured(calibration, device))
+            yield HostNeed(part=limit.part, found=found, needed=limit.least, unit=limit.unit, why=limit.why)
+
+
+def profile_data(report: ProfileReport) -> dict[str, Any]:
+    """The report as `autotune explain --profile --json` prints it."""
+    profile = report.profile
+    return {
+        "study": report.study,
+        "device": report.device.name,
+        "config": report.config.as_dict(),
+        "accumulation": report.accumulation,
+        "evidence": Evidence.MEASURED,
+        "of": "kernels" if profile.on_gpu else "operators",
+        "profile": to_data(profile),
+        "optimizer_s": profile.optimizer_s,
+        "idle_s": report.idle_s,
+        "bounds": [asdict(one) | {"lost_s": one.lost_s} for one in report.bounds],
+        "uncounted": report.uncounted,
+        "host": [asdict(one) | {"suffices": one.suffices} for one in report.needs],
+        "trace": report.trace,
+    }
