@@ -234,11 +234,15 @@ def _buying_basis(purse: Purse) -> str:
 def nodes_answer(nodes: Sequence[Node], task: Task) -> Answer:
     """A row for each node of a study, with why it is apart from the others."""
     columns = {"node": "left"} | dict.fromkeys(
-        ("samples/s", "tokens/s", "peak GiB", "reserved GiB", "C", "MHz", "W", "variation", "probes"), "right"
+        ("samples/s", "tokens/s", "to others", "USD/1,000 samples", "peak GiB", "reserved GiB"), "right"
     )
+    columns |= dict.fromkeys(("C", "MHz", "W", "variation", "probes", "failed", "last seen"), "right")
     table = Table(title="Nodes", columns=columns | {"apart": "left"}, rows=tuple(map(_node_row, nodes)))
+    measured = next((node.config.label() for node in nodes if node.config), None)
     notes = [
-        "Each node measured the baseline; its latest reading is shown, with what the driver reported meanwhile.",
+        f"Each node measured the baseline{f', {measured}' if measured else ''}; its latest reading is shown, with what "
+        "the driver reported meanwhile. Times are UTC.",
+        "to others: its speed against the median of theirs. "
         "variation: the standard deviation of the timed micro batches over their mean. apart: more than 5 % of speed, "
         "2 % of memory or 10 C from the median of the others. A dash is not known.",
     ]
@@ -262,10 +266,14 @@ def _node_row(node: Node) -> tuple[str, ...]:
         node.name,
         DASH if speed is None else f"{speed.samples_per_second:,.2f}",
         fmt_count(speed.tokens_per_second if speed else None),
+        DASH if node.relative_speed is None else f"{node.relative_speed - 1:+.1%}",
+        fmt_usd(node.cost_per_1000_samples_usd),
         DASH if measured is None else f"{measured.peak_allocated_gib:,.2f}",
         DASH if measured is None else f"{measured.peak_reserved_gib:,.2f}",
         *(DASH if value is None else f"{value:.0f}" for value in (told.temperature_c, told.sm_clock_mhz, told.power_w)),
         DASH if node.variation is None else f"{node.variation:.1%}",
         f"{node.num_probes:,}",
+        f"{node.num_failed:,}",
+        DASH if node.last_seen is None else node.last_seen[:16].replace("T", " "),
         "; ".join(filter(None, (*node.apart, slowed))) or ("no" if measured else "not measured"),
     )

@@ -335,16 +335,21 @@ def _nodes() -> Any:
         "Speed",
         samples_per_second=Number,
         tokens_per_second=Number,
+        step_time_s=Number,
+        relative_to_others=Number,
         micro_batch_variation=Number,
         evidence=EVIDENCE | None,
     )
     gib = dict.fromkeys(("peak_during_training", "peak_reserved", "limit"), Number)
-    told = dict.fromkeys(("temperature_c", "sm_clock_mhz", "power_w"), Number)
+    told = dict.fromkeys(("temperature_c", "sm_clock_mhz", "power_w", "utilization"), Number)
     node = _form(
         "Node",
         **dict.fromkeys(("study", "node", "host", "device"), str),
         probes=int,
+        failed_probes=int,
         last_seen=Text,
+        read_at=Text,
+        config=Data | None,
         apart=list[str],
         performance=speed,
         memory=_form("NodeMemory", unit=Literal["GiB"], **gib),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autotune.study.storage.probe_store import StoredProbe
 
 UNNAMED = "unnamed"
+FAILED = (Outcome.CRASH, Outcome.TIMEOUT, Outcome.NUMERICS)
 WHOLE = (Rung.FULL, Rung.CONFIRM, Rung.NODE)
 
 
@@ -25,16 +26,22 @@ WHOLE = (Rung.FULL, Rung.CONFIRM, Rung.NODE)
 class Node:
     """One process that probed for a study. `name` is host:pid:ticks. Without a reading all that it says is None.
 
-    `variation` is the relative standard deviation of the timed micro batches; `apart` says how the node differs from
-    the median of the others, and is empty where it does not, or where there are no others.
+    `num_failed` counts probes that failed for other reasons than memory. `config` is what the reading measured, which
+    was at `read_at`. `variation` is the relative standard deviation of the timed micro batches; `relative_speed` is to
+    the median of the others. `apart` says how the node differs from that, and is empty where it does not, or where
+    there are no others.
     """
 
     name: str
     num_probes: int
     last_seen: str | None
+    num_failed: int = 0
+    config: TrainConfig | None = None
+    read_at: str | None = None
     measurement: Measurement | None = None
     performance: Performance | None = None
     variation: float | None = None
+    relative_speed: float | None = None
     cost_per_1000_samples_usd: float | None = None
     apart: tuple[str, ...] = ()
 
@@ -68,6 +75,10 @@ def nodes_of(task: Task, stored: "Sequence[StoredProbe]") -> tuple[Node, ...]:
         node = Node(
             name=name,
             num_probes=len(results),
+            num_failed=sum(one.outcome in FAILED for one in results),
+            relative_speed=statistics.median(one.micro_s for one in others) / own.micro_s
+            if own and others and timed
+            else None,
             last_seen=max((one.started_at for one in results if one.started_at), default=None),
             apart=tuple(apart),
         )
@@ -105,6 +116,8 @@ def _measured(node: Node, result: ProbeResult | None, task: Task) -> Node:
     usd = None if price is None else 1000 * price.usd_per_hour / 3600 / speed.samples_per_second
     return replace(
         node,
+        config=result.config,
+        read_at=result.started_at,
         measurement=result.measurement,
         performance=speed,
         variation=statistics.stdev(times) / statistics.mean(times) if len(times) > 1 else None,
@@ -121,11 +134,16 @@ def node_data(node: Node, task: Task) -> dict[str, Any]:
         "host": node.host,
         "device": (task.measured_on or task.device).name,
         "probes": node.num_probes,
+        "failed_probes": node.num_failed,
         "last_seen": node.last_seen,
+        "read_at": node.read_at,
+        "config": node.config and node.config.as_dict(),
         "apart": list(node.apart),
         "performance": {
             "samples_per_second": speed and speed.samples_per_second,
             "tokens_per_second": speed and speed.tokens_per_second,
+            "step_time_s": speed and speed.step_time_s,
+            "relative_to_others": node.relative_speed,
             "micro_batch_variation": node.variation,
             "evidence": Evidence.MEASURED if speed else None,
         },
@@ -139,6 +157,7 @@ def node_data(node: Node, task: Task) -> dict[str, Any]:
             "temperature_c": told.temperature_c,
             "sm_clock_mhz": told.sm_clock_mhz,
             "power_w": told.power_w,
+            "utilization": told.utilization,
             "throttle_reasons": list(told.throttle_reasons),
         },
         "cost": {"cost_per_1000_samples_usd": node.cost_per_1000_samples_usd},

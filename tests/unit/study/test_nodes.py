@@ -65,6 +65,9 @@ def test_who_is_apart_and_why() -> None:
         "-17% tokens/s against the fleet's median",
         "it is at 81 C, the fleet at 55 C",
     ]
+    assert found["c:1:1"].relative_speed == pytest.approx(0.5 / 0.6) and found["a:1:1"].relative_speed == 1.0
+    on_cpu = nodes_of(replace(TASK, device=resolve_device("cpu")), [read("a:1:1"), read("b:1:1", 0.6)])
+    assert [node.relative_speed for node in on_cpu] == [None, None]  # they share the processors
     assert found["d:1:1"].apart == ("it reserves 30.6 GiB, the fleet 20.4 GiB",)
     warm = named(read("a:1:1"), read("c:1:1", telemetry=hot, warm=True))
     assert warm["c:1:1"].apart == () and warm["c:1:1"].telemetry.temperature_c == 81.0  # it had worked before
@@ -77,7 +80,10 @@ def test_the_latest_reading_counts_and_one_that_fails_is_apart() -> None:
     assert found["b:1:1"].apart == ()
     failed = found["c:1:1"]
     assert failed.apart == ("the baseline fails here: no room",) and failed.performance is None
+    crashed = named(read("a:1:1"), read("a:1:1", outcome=Outcome.CRASH, rung=Rung.FULL, reason="it broke"))["a:1:1"]
+    assert (crashed.num_probes, crashed.num_failed, failed.num_failed) == (2, 1, 0)
     data = node_data(failed, TASK)
+    assert data["config"] is data["read_at"] is data["performance"]["relative_to_others"] is None
     assert data["performance"]["tokens_per_second"] is data["memory"]["peak_during_training"] is None
     assert data["cost"]["cost_per_1000_samples_usd"] is None and data["performance"]["evidence"] is None
 
@@ -88,17 +94,21 @@ def test_probes_of_earlier_versions_have_no_name() -> None:
 
 
 def test_a_node_as_plain_data() -> None:
-    (node,) = nodes_of(TASK, [read("a:1:1", micro_step_s=(0.4, 0.6))])
+    at = "2026-11-26T10:00:00+00:00"
+    (node,) = nodes_of(TASK, [read("a:1:1", micro_step_s=(0.4, 0.6), started_at=at)])
     data = node_data(node, TASK)
     speed = performance(BASELINE, [measurement(0.5, 20.0, micro_step_s=(0.4, 0.6))], TASK.workload)
     assert data["performance"]["samples_per_second"] == pytest.approx(speed.samples_per_second)
     assert data["performance"]["micro_batch_variation"] == pytest.approx(0.2828, abs=1e-4)
+    assert data["performance"]["step_time_s"] == pytest.approx(speed.step_time_s)
+    assert (data["config"], data["read_at"], data["failed_probes"]) == (BASELINE.as_dict(), at, 0)
     assert data["memory"]["peak_during_training"] == 20.0 and data["memory"]["unit"] == "GiB"
     usd = 1000 / speed.samples_per_second / 3600 * 3.59
     assert data["cost"]["cost_per_1000_samples_usd"] == pytest.approx(usd)
     unpriced = node_data(*nodes_of(replace(TASK, price=None), [read("a:1:1")]), replace(TASK, price=None))
     assert unpriced["cost"]["cost_per_1000_samples_usd"] is None
-    assert data["card"] == {"temperature_c": 55.0, "sm_clock_mhz": 1980.0, "power_w": 650.0, "throttle_reasons": []}
+    told = {"temperature_c": 55.0, "sm_clock_mhz": 1980.0, "power_w": 650.0, "utilization": 1.0}
+    assert data["card"] == told | {"throttle_reasons": []}
 
 
 def test_a_store_names_its_node(tmp_path: Path) -> None:
