@@ -35,7 +35,7 @@ class Part(StrEnum):
 
 
 class Stage(StrEnum):
-    """When in a step. What checkpointing computes again is a part of the backward pass, and stands apart."""
+    """When in a step. What checkpointing computes again stands apart, but for compiled layers: there it is backward."""
 
     FORWARD = "forward"
     RECOMPUTED = "recomputed"

@@ -5,6 +5,7 @@ backward one belongs to. Times are those of the device's kernels; on a CPU, of o
 The host is slower while it is profiled, so that nothing here says how long it takes.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from autotune.probe.meters import Meter
 
 PREFIX = "autotune: "  # of the names of ranges; without more it is a range whose part is not known
 IN_BACKWARD, ADDS_GRADIENT = "autograd::engine::evaluate_function: ", "AccumulateGrad"
+RUNTIME = re.compile(r"(cuda|cu|hip)[A-Z]")  # calls of the driver, whose numbers are not those of operators
 NUM_LONGEST = 15
 LONGEST_NAME = 120
 
@@ -224,7 +226,7 @@ def host_places(events: Iterable[Event], unknown: Part | None, trained: Part) ->
     of_nodes: dict[tuple[int, int], Part | None] = {}  # by thread and sequence number
     stacks: dict[int, list[_Opened]] = defaultdict(list)
     start = Place(part=Part.HEAD, stage=Stage.FORWARD)
-    host = (event for event in events if not event.on_device and not event.linked)
+    host = (one for one in events if not (one.on_device or one.linked or RUNTIME.match(one.name)))
     for event in sorted(host, key=lambda event: (event.start_s, -event.end_s)):
         stack = stacks[event.thread]
         while stack and stack[-1].event.end_s <= event.start_s:

@@ -40,7 +40,10 @@ def _notes(report: ProfileReport, what: str) -> list[str]:
     step = f"The optimizer step after it takes {fmt_seconds(profile.optimizer_s)} of the device"
     notes.append(f"{step}, once in {report.accumulation} micro batches." if report.accumulation > 1 else f"{step}.")
     if any(one.part is None for one in profile.work):
-        notes.append("Layers are compiled: which part of a layer their kernels serve is not known.")
+        notes.append(
+            "Layers are compiled: which part of a layer their kernels serve is not known, and what checkpointing "
+            "computes again counts as backward."
+        )
     if report.uncounted:
         notes.append(f"What a micro batch needs at best is not known: {report.uncounted}.")
     elif report.bounds[0].best_s is None:

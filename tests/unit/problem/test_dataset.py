@@ -1,8 +1,10 @@
 """The user's own file is counted in each of its forms as the exported script counts it."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from autotune.catalog import resolve_device
 from autotune.core.errors import EnvironmentProblem, StorageError, UsageError
 from autotune.problem import dataset
-from autotune.problem.dataset import dataset_errors, dataset_lengths, form_of
+from autotune.problem.dataset import dataset_errors, dataset_lengths, form_of, tokenised_per_s
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import StudySpec
@@ -280,3 +282,18 @@ def test_a_dataset_is_there_or_is_named(tmp_path: Path) -> None:
     dataset.check_exists(written(tmp_path / "data.jsonl", [{"text": "fine"}]), None)
     with pytest.raises(UsageError, match="no file"):
         dataset.check_exists(tmp_path / "none.jsonl", None)
+
+
+def test_how_fast_examples_are_read_and_tokenised(
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on by a second at each look: at the beginning, after each example, and at the end."""
+    monkeypatch.setattr(dataset, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    file = written(tmp_path / "rows.jsonl", [{"text": "one two three"}] * 5)
+    assert tokenised_per_s(file, tokenizer, seconds=100) == 5 / 6
+    assert tokenised_per_s(file, tokenizer, seconds=2) == 2 / 3
+    (tmp_path / "empty.jsonl").write_text("")
+    assert tokenised_per_s(tmp_path / "empty.jsonl", tokenizer) is None
+    (tmp_path / "wrong.jsonl").write_text('{"question": 1}\n')
+    with pytest.raises(UsageError, match=r"wrong\.jsonl"):
+        tokenised_per_s(tmp_path / "wrong.jsonl", tokenizer)
