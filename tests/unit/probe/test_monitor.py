@@ -114,6 +114,6 @@ def test_a_fault_reports_heat_and_leaves_the_rest_of_a_sample() -> None:
 
 def test_how_long_a_phase_may_take_by_hand() -> None:
     """Compilation happens in the first step."""
-    seconds = {Phase.START: 240, Phase.LOAD: 600, Phase.FIRST_STEP: 900, Phase.STEADY: 900}
+    seconds = {Phase.START: 240, Phase.LOAD: 600, Phase.FIRST_STEP: 900, Phase.STEADY: 900, Phase.PROFILE: 600}
     assert seconds | dict.fromkeys((Phase.EVALUATE, Phase.SAVE, Phase.CLEANUP), 300) == DEADLINES
     assert monitor.THERMAL == "hardware thermal"
