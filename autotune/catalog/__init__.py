@@ -1,8 +1,10 @@
 """Data sheets of GPUs, models and prices, read from the YAML files in `data/`."""
 
 from autotune.catalog.devices import DeviceSpec, list_devices, match_device, resolve_device
+from autotune.catalog.example_cards import example_card
 from autotune.catalog.models import ModelSpec, list_models, resolve_model
 from autotune.catalog.prices import (
+    EXAMPLE,
     NO_PRICE,
     Price,
     Purchase,
@@ -17,6 +19,7 @@ from autotune.catalog.prices import (
 )
 
 __all__ = [
+    "EXAMPLE",
     "NO_PRICE",
     "DeviceSpec",
     "ModelSpec",
@@ -24,6 +27,7 @@ __all__ = [
     "Purchase",
     "age",
     "describe_price",
+    "example_card",
     "find_price",
     "find_purchase",
     "find_spot",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 NO_PRICE = "no price is known"
+EXAMPLE = "example"  # the provider of the price that no card has
 MAX_COUNT = 1024  # GPUs of one offer
 MAX_USD = 1e6  # an hour of one offer; more is a typing error
 
@@ -139,6 +140,8 @@ def describe_price(price: Price | None, today: date) -> str:
     """'$0.75/h, lambda, 3 months old': a price with its provider, its age, and the instance that it is a part of."""
     if price is None:
         return f"{DASH} ({NO_PRICE})"
+    if price.provider == EXAMPLE:
+        return f"{fmt_usd(price.usd_per_hour)}/h, an example and no market price"
     part = f", 1/{price.count} of an instance of {price.count}" if price.count > 1 else ""
     doubt = "" if price.quotable else ", a reference and not a quote"
     return f"{fmt_usd(price.usd_per_hour)}/h, {price.provider}, {age(price.as_of, today)}{part}{doubt}"

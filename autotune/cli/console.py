@@ -1,30 +1,29 @@
 """The output of `autotune run` on stderr: a live status and colours on a terminal, plain lines elsewhere."""
 
 import json
-import os
-import shlex
-import shutil
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from autotune.catalog import describe_price
+from autotune.cli.last_screen import Field, answer, next_steps, side_by_side
 from autotune.cli.terminal import console
 from autotune.core.probe_types import Evidence, Outcome, Rung
 from autotune.core.serialization import to_data
-from autotune.core.text import study_command
-from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
+from autotune.core.train_config import TrainConfig
+from autotune.core.units import fmt_count, fmt_gib, fmt_hours, fmt_seconds, fmt_usd
 from autotune.planning.more_gpus import on_other_numbers
 from autotune.problem.setup import Setup
 from autotune.problem.task import Task
 from autotune.report import describe
-from autotune.report.infos import candidates, trade_offs
-from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord, summary_data
+from autotune.report.infos import trade_offs
+from autotune.study.summary import Recipe, StudySummary, TrialRecord, summary_data
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -32,15 +31,8 @@ if TYPE_CHECKING:
     from autotune.study.named_configs import ConfigResult
 
 STATUS_EVERY_S = 30.0  # without a terminal
-_COLUMNS = {  # of the table of results: the heading, and the number's name in `describe`
-    "tokens/s": "useful tokens/s",
-    "step": "optimizer step",
-    "peak": "peak reserved",
-    "limit": "limit",
-    "MFU": "MFU",
-    "full run": "time",
-    "USD": "USD",
-}
+REFRESHES_PER_S = 4  # of a terminal: a slow connection must keep up
+MARGIN = 6  # lines of the last screen: title, blank ones, and the shell's prompt
 _STYLES = {Outcome.OK: "green", Outcome.OOM: "yellow", Outcome.REFUSED: "dim", Outcome.SLOW: "dim"}
 
 
@@ -50,7 +42,7 @@ class Display(AbstractContextManager["Display"]):
     def __init__(self, *, budget_s: float, quiet: bool = False, events: bool = False) -> None:
         tty = sys.stderr.isatty()
         self._console = console(stderr=True, quiet=quiet, highlight=False, soft_wrap=not tty)
-        self._status: Any = self._console.status("") if tty and not quiet else None
+        self._status: Any = self._console.status("", refresh_per_second=REFRESHES_PER_S) if tty and not quiet else None
         self._budget_s = budget_s
         self._events = events
         self._started = time.monotonic()
@@ -75,10 +67,12 @@ class Display(AbstractContextManager["Display"]):
             self._status.stop()
 
     def __rich__(self) -> "Text":
-        """The text next to the spinner, made again at each refresh of the terminal."""
+        """The text next to the spinner, made again at each refresh of the terminal: a line for each question."""
         from rich.text import Text
 
-        return Text(self._status_line(), no_wrap=True, overflow="ellipsis")
+        lines = [("time", self._clock_text()), ("now", self._step), ("best", self._best_run())]
+        text = "\n".join(f"{name:<4}  {told}" for name, told in lines if told)
+        return Text(text, no_wrap=True, overflow="ellipsis")
 
     def _print_status(self) -> None:
         while not self._ended.wait(STATUS_EVERY_S):
@@ -110,6 +104,9 @@ class Display(AbstractContextManager["Display"]):
         proxy = f", measured on {task.measured_on.name} with a memory cap" if task.measured_on else ""
         if task.plays_ranks:
             proxy += f", one of which plays a rank of {' or '.join(map(str, task.numbers_of_gpus))}"
+        memory = f"{fmt_gib(fits_gib)} of memory, with the reserve and what libraries take"
+        if task.example_gib is not None:
+            memory = f"as an example card of {fmt_gib(task.example_gib)}, so that something exceeds it (--memory-gib)"
         cost = "no price is known for this device (--price USD_PER_HOUR)"
         if price is not None:
             self._usd_per_hour = price.usd_per_hour * workers
@@ -118,7 +115,7 @@ class Display(AbstractContextManager["Display"]):
         lines = {
             "study": task.study,
             "model": f"{task.model.name}, " + ("local weights" if task.model.weights else "random weights"),
-            "device": f"{device.label}{proxy}, {fmt_gib(fits_gib)} before the reserve and the context",
+            "device": f"{device.label}{proxy}, {memory}",
             "workload": f"{describe.workload(workload)}, global batch {workload.global_batch} examples",
             "lengths": str(workload.lengths),
             "space": f"{space.name}: {space.size():,} configurations",
@@ -150,6 +147,10 @@ class Display(AbstractContextManager["Display"]):
         if row.outcome is Outcome.OK and row.tokens_per_second is not None and better:
             self._best = row
 
+    def trying(self, number: int, config: TrainConfig) -> None:
+        """Show which trial is being probed; its line comes when it ends."""
+        self._step = f"trial {number}: {config.label()}"
+
     def trial(self, row: TrialRecord) -> None:
         """Print one line for a finished trial: its numbers and outcome, its configuration, details."""
         self._event("trial", **to_data(row))
@@ -171,21 +172,49 @@ class Display(AbstractContextManager["Display"]):
         if recipe is None:
             self._print("no configuration succeeded", "red")
             return
-        winner = recipe.winner
+        if self._status is not None:
+            self._status.stop()
+        self._details(summary, recipe)
+        self._turn_page()
+        title, fields = f"{recipe.model.name} on {recipe.device.label}", answer(summary, recipe)
+        table, steps = side_by_side(summary, recipe), next_steps(summary, recipe, out_dir)
+        if self._status is not None:  # the notes that a terminal still has room for
+            taken = sum(self._height(field) for field in fields) + len(table) + 2 * len(steps) + MARGIN
+            fields += self._as_fit([*recipe.caveats, *summary.notes], self._console.height - taken)
+        self._print(f"{title}\n", "bold")
+        for field in fields:
+            self._field(field.name, field.text, field.style)
+        self._print("\n".join(["", *table, ""]))
+        for index, (purpose, command) in enumerate(steps.items()):
+            self._field("" if index else "next", f"{purpose}:")
+            # A command is never broken across lines, so that it can be copied.
+            self._console.print(f"{'':>9}    {command}", style="cyan", markup=False, emoji=False, soft_wrap=True)
+
+    def _as_fit(self, notes: list[str], lines: int) -> list[Field]:
+        """As many notes as fit so many lines of the terminal; the last line says how many do not."""
+        fields: list[Field] = []
+        for index, text in enumerate(notes):
+            field = Field(name="" if index else "note", text=text, style="yellow")
+            lines -= self._height(field)
+            if lines < (index + 1 < len(notes)):
+                more = f"{len(notes) - index} notes are above and in the report"
+                return [*fields, replace(field, text=more)]
+            fields.append(field)
+        return fields
+
+    def _height(self, field: Field) -> int:
+        """The lines that a field takes on the terminal."""
+        return len(self._wrapped(f"{field.name:>9}  ", field.text))
+
+    def _details(self, summary: StudySummary, recipe: Recipe) -> None:
+        """Print what the answer rests on: above the last screen, and in the report."""
         self._print("")
-        self._field("winner", winner.config.label(), "bold green")
-        self._field("", recipe.reason)
-        of_numbers = recipe.by_gpus if len(recipe.by_gpus) > 1 else ()
-        rows = candidates(summary) | {describe.gpus(one.config): one for one in of_numbers}
-        self._print("\n".join(["", *_side_by_side(rows), ""]))
+        self._field("why", recipe.reason)
         if len(recipe.by_gpus) > 1:
             self._fields("GPUs", describe.gpu_choices(on_other_numbers(recipe).trainable, recipe.within_hours))
-        lead = ", ".join(filter(None, (describe.speed_up(recipe), describe.speed_up_range(recipe))))
-        self._field("speed-up", lead, "bold" if recipe.differs else None)
         if made_of := describe.factors(summary.decomposition):
             self._field("factors", made_of)
-        self._field("evidence", describe.evidence(winner))
-        self._field("full run", describe.full_run(winner.cost))
+        self._field("full run", describe.full_run(recipe.winner.cost))
         self._field("numerics", recipe.numerics)
         self._fields("trade", trade_offs(recipe))
         if summary.verification:
@@ -194,17 +223,15 @@ class Display(AbstractContextManager["Display"]):
             ranked = summary.quality.ranked()
             self._fields("learned", [f"{finalist.config.label()}: {describe.learned(finalist)}" for finalist in ranked])
         self._fields("note", (*recipe.caveats, *summary.notes), "yellow")
-        self._field("files", out_dir)
-        self._next(summary, recipe, out_dir)
+        self._print("")
 
-    def _next(self, summary: StudySummary, recipe: Recipe, out_dir: str) -> None:
-        """Print what to do now. Commands are never broken across lines, so that they can be copied."""
-        steps = describe.training_commands(summary, recipe, out_dir)
-        steps["ask why it won"] = study_command("explain", summary.study)
-        steps["read the report"] = _open_command(f"{out_dir}/report.html")
-        for index, (purpose, command) in enumerate(steps.items()):
-            self._field("" if index else "next", f"{purpose}:")
-            self._console.print(f"{'':>9}    {command}", style="cyan", markup=False, emoji=False, soft_wrap=True)
+    def _turn_page(self) -> None:
+        """Move all that a terminal shows into its history, and begin at its top."""
+        if self._status is not None and not self._console.is_dumb_terminal:
+            from rich.control import Control
+
+            self._console.print("\n" * self._console.height, end="")
+            self._console.control(Control.home())
 
     def configs(self, results: "list[ConfigResult]", out_dir: str) -> None:
         """The results of named configurations; the command prints their table."""
@@ -214,15 +241,31 @@ class Display(AbstractContextManager["Display"]):
 
     def _status_line(self) -> str:
         """Progress first, then the current step: a narrow terminal cuts off the end."""
+        return ", ".join(filter(None, (self._clock_text(), self._best_speed(), self._step)))
+
+    def _clock_text(self) -> str:
+        """'0:58 elapsed ($0.01), 1:01 left'."""
         elapsed_s = time.monotonic() - self._started
-        elapsed = f"{_clock(elapsed_s)} elapsed"
+        text = f"{_clock(elapsed_s)} elapsed"
         if self._usd_per_hour is not None:
-            elapsed += f" (${elapsed_s / 3600 * self._usd_per_hour:.2f})"
+            text += f" (${elapsed_s / 3600 * self._usd_per_hour:.2f})"
         if self._budget_s > elapsed_s:  # a verification is outside the budget
-            elapsed += f", {_clock(self._budget_s - elapsed_s)} left"
-        if self._best is not None:
-            elapsed += f", best {fmt_count(self._best.tokens_per_second)} tokens/s"
-        return f"{elapsed}, {self._step}"
+            text += f", {_clock(self._budget_s - elapsed_s)} left"
+        return text
+
+    def _best_speed(self) -> str:
+        return "" if self._best is None else f"best {fmt_count(self._best.tokens_per_second)} tokens/s"
+
+    def _best_run(self) -> str:
+        """'trial 3, 10,531 tokens/s, full run about 49 s, $0.0082', before it is confirmed; empty without a best."""
+        best, task = self._best, self._task
+        if best is None or task is None or not best.tokens_per_second:
+            return ""
+        hours = task.hours_of_steps(best.config, best.tokens_per_second)
+        price = task.price and task.price.of_gpus(best.config.num_gpus)
+        usd = f", {fmt_usd(hours * price.usd_per_hour)}" if price else ""
+        speed = f"{fmt_count(best.tokens_per_second)} tokens/s"
+        return f"trial {best.number}, {speed}, full run about {fmt_hours(hours)}{usd}"
 
     def _field(self, name: str, text: str, style: str | None = None) -> None:
         """A named line of the plan or the result."""
@@ -238,11 +281,14 @@ class Display(AbstractContextManager["Display"]):
         from rich.text import Text
 
         if self._status is not None:
-            width = max(self._console.width - len(start), 30)
-            lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
-            text = ("\n" + " " * len(start)).join(lines)
+            text = ("\n" + " " * len(start)).join(self._wrapped(start, text))
         line = Text.assemble((start, start_style or style or ""), (text, style or ""))
         self._console.print(line, emoji=False, soft_wrap=True)
+
+    def _wrapped(self, start: str, text: str) -> list[str]:
+        """The lines of a text after `start` on the terminal."""
+        width = max(self._console.width - len(start), 30)
+        return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
 
     def _print(self, text: str, style: str | None = None) -> None:
         self._console.print(text, style=style, markup=False, emoji=False)
@@ -253,17 +299,11 @@ def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
-def _open_command(page: str) -> str:
-    """A command that opens a page where a desktop is known, else the path of the page."""
-    desktop = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    return f"xdg-open {shlex.quote(page)}" if desktop and shutil.which("xdg-open") else os.path.abspath(page)
-
-
 def _details(row: TrialRecord) -> list[str]:
     """What a trial's line adds to its numbers."""
     details = []
     if row.outcome is Outcome.OOM and row.margin is not None:
-        details.append(f"{row.margin:.1%} over the limit" + (f" in {row.oom.phase}" if row.oom else ""))
+        details.append(describe.overrun(row))
     elif row.outcome is not Outcome.REFUSED and row.reason:
         details.append(row.reason)
     if row.evidence is Evidence.EXTRAPOLATED and row.rung is Rung.SHALLOW:
@@ -271,13 +311,3 @@ def _details(row: TrialRecord) -> list[str]:
     if row.reused:
         details.append("reused")
     return details
-
-
-def _side_by_side(rows: dict[str, Candidate]) -> list[str]:
-    """A table with a line for each candidate."""
-    table = [[" " * 9, *_COLUMNS]]
-    for name, candidate in rows.items():
-        numbers = describe.numbers(candidate)
-        table.append([name, *(numbers[column].text for column in _COLUMNS.values())])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in table]

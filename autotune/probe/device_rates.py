@@ -22,6 +22,7 @@ AHEAD_S = 0.01  # a GPU is kept busy so long before a round, while the host issu
 MOST_CALLS = 400  # of a round: a GPU's queue holds about a thousand
 TOO_LONG_S = 0.3  # no larger matrices are tried where one product takes as long
 LAUNCHES = 2000
+PEAK_SIDE = 1024  # of the matrices that tell the peak of a CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,19 @@ def measure_rates(meter: Meter) -> DeviceRates:
         link_gb_s=_link_gb_s(meter, target) if on_gpu else None,
         launch_us=_launch_us(meter),
     )
+
+
+def peak_of_cpu(*, bf16: bool) -> float:
+    """TFLOP/s of the fastest of a few large products, in fp32 and, where the processor has them, in bf16: 0.2 s."""
+    fastest_s = math.inf
+    for dtype in (torch.float32, torch.bfloat16) if bf16 else (torch.float32,):
+        left, right = (torch.randn(PEAK_SIDE, PEAK_SIDE).to(dtype) for _ in range(2))
+        product = left @ right  # makes the kernel, and a place for the result
+        for _ in range(ROUNDS):
+            began = time.perf_counter()
+            torch.mm(left, right, out=product)
+            fastest_s = min(fastest_s, time.perf_counter() - began)
+    return 2 * PEAK_SIDE**3 / fastest_s / 1e12
 
 
 def _products(

@@ -83,6 +83,17 @@ class RankPool:
         self._ready()
         return min(rank.memory_gib for rank in self._ranks)
 
+    @property
+    def context_gib(self) -> float:
+        """As `WorkerProber.context_gib`, of the rank whose libraries hold the most."""
+        self._ready()
+        return max(rank.context_gib for rank in self._ranks)
+
+    @property
+    def peak_tflops(self) -> float | None:
+        """As `WorkerProber.peak_tflops`."""
+        return self._ranks[0].peak_tflops
+
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
         """As `WorkerProber.describe`."""
         return self._ranks[0].describe(model)

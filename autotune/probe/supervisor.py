@@ -55,7 +55,8 @@ class WorkerProber:
         self.device = device
         self.logs = logs
         self.starts = 0
-        self._memory_gib = 0.0
+        self._memory_gib = self._context_gib = 0.0
+        self._peak_tflops: float | None = None
         self._should_stop = should_stop
         self._process: WorkerProcess | None = None
         self._ready = False
@@ -88,6 +89,18 @@ class WorkerProber:
         if self._fingerprint is None:
             self.ready_process()
         return self._memory_gib
+
+    @property
+    def context_gib(self) -> float:
+        """What the libraries hold of the device before a model is built; 0 where the driver does not show it."""
+        _ = self.fingerprint
+        return self._context_gib
+
+    @property
+    def peak_tflops(self) -> float | None:
+        """What a CPU reaches in large products of matrices; None for a GPU, which has a data sheet."""
+        _ = self.fingerprint
+        return self._peak_tflops
 
     # --- probing, and once more where the machine may be to blame
 
@@ -324,6 +337,7 @@ class WorkerProber:
         elif message.get("event") == "ready":
             self._fingerprint = from_data(Fingerprint, message["fingerprint"])
             self._memory_gib = message["memory_gib"]
+            self._context_gib, self._peak_tflops = message["context_gib"], message["peak_tflops"]
             self._start_s = message["seconds"]
             self._ready = True
             return

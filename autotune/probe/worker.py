@@ -65,9 +65,11 @@ def main() -> None:
     send(event="phase", phase=Phase.START)
     try:
         worker = Worker(device, send, scratch)
-        fingerprint, memory_gib = to_data(worker.meter.fingerprint()), worker.meter.memory_gib()
+        meter = worker.meter
+        sizes = {"memory_gib": meter.memory_gib(), "context_gib": meter.context_gib() or 0.0}
         seconds = time.time() - psutil.Process().create_time()
-        send(event="ready", fingerprint=fingerprint, memory_gib=memory_gib, seconds=seconds)
+        known = {"fingerprint": to_data(meter.fingerprint()), "peak_tflops": worker.peak_tflops, "seconds": seconds}
+        send(event="ready", **known, **sizes)
     except Exception as error:
         traceback.print_exc()
         kind = type(error).__name__  # by name: what defines it may be what could not be imported
@@ -141,6 +143,7 @@ class Worker:
         `send` sends a message to the parent, `scratch` is a directory for temporary files.
         """
         gc.disable()  # collections among the million objects of the libraries take a fifth of the time to load them
+        from autotune.probe.device_rates import peak_of_cpu
         from autotune.probe.harness import Probe  # noqa: F401
         from autotune.probe.health import check_products
         from autotune.probe.meters import open_meter
@@ -163,6 +166,7 @@ class Worker:
         self._drop(list(self._residents))
         gc.enable()
         self._served = 0
+        self.peak_tflops = peak_of_cpu(bf16=bf16) if device == "cpu" else None  # a GPU has a data sheet
         self.meter.settle()
         self._empty_gib = self.meter.allocated_gib()
 

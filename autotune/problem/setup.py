@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from os.path import expanduser
 from pathlib import Path
 
-from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price, load_prices, resolve_model
+from autotune.catalog import DeviceSpec, ModelSpec, Price, example_card, find_price, load_prices, resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.images import Picture, picture_of
 from autotune.core.objective import Objective
@@ -101,12 +101,13 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     constraints.narrow_padding(narrowing, workload)
     warnings = (*_notes_of_images(spec, workload), *_warnings(spec, narrowing, workload))
     calibration = calibration_of(spec, target.measured_on or target.device, say)
+    example = example_card(model, target.device)
     proxy = f"-by-{target.measured_on.name}" if target.measured_on else ""
     task = Task(
         study=spec.study or f"{target.device.name}{proxy}-{model.short}-{space.name}".lower(),
         model=model,
         device=target.device,
-        price=_price(spec, target.device),
+        price=_price(spec, model, target.device),
         workload=workload,
         floors=floors,
         space=narrowing.space,
@@ -116,6 +117,7 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
         run_options=spec.run_options,
         calibration=calibration,
         within_hours=spec.within_hours,
+        example_gib=example.memory_gib if example and spec.memory_gib is None else None,
     )
     setup = Setup(task=task, reserve=narrowing.reserve, removals=tuple(narrowing.removals), warnings=warnings)
     shape = None if probes_run_here else known_shape(model)
@@ -375,9 +377,11 @@ def _notes_of_images(spec: StudySpec, workload: Workload) -> list[str]:
     return notes
 
 
-def _price(spec: StudySpec, device: DeviceSpec) -> Price | None:
+def _price(spec: StudySpec, model: ModelSpec, device: DeviceSpec) -> Price | None:
     if spec.price is None:
-        return find_price(device.name, load_prices(Path(expanduser(spec.prices))) if spec.prices else ())
+        known = find_price(device.name, load_prices(Path(expanduser(spec.prices))) if spec.prices else ())
+        example = example_card(model, device)
+        return example.price(device.name) if known is None and example else known
     return Price(
         provider="given by --price",
         device=device.name,

@@ -43,7 +43,8 @@ class Task:
     speed transfers to `device`; both are None where the device itself probes. `calibration` is of either of the two, or
     of another card whose host is meant. In a fake `world` one device plays a rank of all: what they send each other is
     added to its times by formula. In any world so is waiting for the GPU with the longest rows. `within_hours` is the
-    time that the full run may take.
+    time that the full run may take. `example_gib` is the memory of an example card that a CPU stands for, and
+    `peak_tflops` what the CPU reached in large products, since no data sheet has it.
     """
 
     study: str
@@ -60,6 +61,8 @@ class Task:
     calibration: Calibration | None = None
     world: World = World.REAL
     within_hours: float | None = None
+    example_gib: float | None = None
+    peak_tflops: float | None = None
 
     @property
     def numbers_of_gpus(self) -> tuple[int, ...]:
@@ -95,7 +98,7 @@ class Task:
         # With an fp8 base some of the arithmetic runs at twice the rate, so that no single peak applies. What other
         # objectives compute is not counted.
         is_counted = config.quantization != "fp8" and self.workload.objective is Objective.SFT
-        peak = peak_tflops(self.device) if is_counted else None
+        peak = (self.peak_tflops or peak_tflops(self.device)) if is_counted else None
         speed = performance(
             config,
             [self._on_device(config, measurement)[0] for measurement in measurements],
@@ -131,10 +134,12 @@ class Task:
         """Whether the full run, or its steps where `hours` are not known, takes longer than there is time for."""
         if self.within_hours is None:
             return False
-        if hours is None:
-            shape = self.workload.run_shape(config)
-            hours = shape.num_steps * shape.useful_tokens_per_step / tokens_per_s / 3600
-        return hours > self.within_hours
+        return (self.hours_of_steps(config, tokens_per_s) if hours is None else hours) > self.within_hours
+
+    def hours_of_steps(self, config: TrainConfig, tokens_per_s: float) -> float:
+        """The hours that all steps of the full run take at a speed, in useful tokens per second."""
+        shape = self.workload.run_shape(config)
+        return shape.num_steps * shape.useful_tokens_per_step / tokens_per_s / 3600
 
     def _on_device(self, config: TrainConfig, measurement: Measurement) -> tuple[Measurement, float]:
         """The times of a measurement as they are expected on the device, and the error of that."""

@@ -6,6 +6,7 @@ header of their own (`export.header`), since exports come before reports.
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import expanduser
@@ -140,6 +141,11 @@ def _gpu_choice(name: str, row: RankPlan | None, deadline_hours: float | None = 
     return f"{name}: {shared_out} ({row.label}), {fmt_hours(row.hours)}, {cost}{late}"
 
 
+def mfu_basis(recipe: Recipe) -> str:
+    """' of what this processor reached in large products': a CPU has no data sheet. Empty for a GPU."""
+    return " of what this processor reached in large products" if recipe.device.kind == "cpu" else ""
+
+
 def intervals(candidate: Candidate) -> str:
     """What the intervals of its time and cost are."""
     known = {
@@ -211,11 +217,25 @@ def full_run(cost: CostProjection) -> str:
     return text
 
 
+def overrun(row: TrialRecord) -> str:
+    """'20.5% over the limit in forward': by how much an out-of-memory missed the limit, and where."""
+    return f"{row.margin:.1%} over the limit" + (f" in {row.oom.phase}" if row.oom else "")
+
+
 def memory_gib(row: TrialRecord) -> float | None:
     """The peak reserved memory of a trial, or the least that it needed where it did not fit."""
     if row.peak_reserved_gib is None and row.margin is not None and row.limit_gib is not None:
         return row.limit_gib * (1.0 + row.margin)
     return row.peak_reserved_gib
+
+
+def breakdown(summary: StudySummary) -> str:
+    """'12 trials: 8 fit, 2 out of memory, 2 refused'."""
+    labels = LABELS | {Outcome.OK: "fit"}
+    counts = Counter(row.outcome for row in summary.trials)
+    parts = [f"{counts[outcome]:,} {label}" for outcome, label in labels.items() if counts[outcome]]
+    trials = "1 trial" if len(summary.trials) == 1 else f"{len(summary.trials):,} trials"
+    return f"{trials}: {', '.join(parts)}" if parts else "no trial was run"
 
 
 def configuration(recipe: Recipe) -> tuple[str, ...]:
@@ -229,7 +249,7 @@ def configuration(recipe: Recipe) -> tuple[str, ...]:
         "nf4": " on a 4-bit (NF4) base" + (", double quantised" if config.double_quant else ""),
     }[config.quantization]
     quantized = "Q" if config.quantization == "nf4" else ""
-    every = config.checkpoint_every
+    every, values = config.checkpoint_every, {name: getattr(config, name) for name in KNOBS}
     recomputed = {None: "no activation checkpointing", 1: "activation checkpointing in every layer"}
     if config.offloads:
         recomputed[1] += ", with its inputs in host memory"
@@ -238,7 +258,11 @@ def configuration(recipe: Recipe) -> tuple[str, ...]:
         *([f"adapters on {config.lora_targets}"] if config.lora_targets not in KNOBS["lora_targets"].choices else []),
         _batch(recipe),
         recomputed.get(every, f"activation checkpointing in one layer of {every}"),
-        *(knob.phrases[value] for name, knob in KNOBS.items() if (value := getattr(config, name)) in knob.phrases),
+        *(
+            knob.phrases[value]
+            for name, knob in KNOBS.items()
+            if (value := getattr(config, name)) in knob.phrases and knob.is_active(values)
+        ),
     )
 
 

@@ -4,14 +4,16 @@ Autoescape is on; the only text marked safe is plotly.js and JSON without any `<
 """
 
 import json
-from collections import Counter
 from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from autotune.catalog import describe_price
+from autotune.core.files import load_data
+from autotune.core.knobs import KNOBS
 from autotune.core.pages import environment
 from autotune.core.probe_types import Evidence, Outcome
+from autotune.core.text import dashed
 from autotune.core.units import DASH, fmt_seconds, fmt_usd
 from autotune.export.header import trained_on
 from autotune.planning.more_gpus import on_other_numbers
@@ -23,6 +25,17 @@ from autotune.study.summary import Recipe, StudySummary
 
 if TYPE_CHECKING:
     from markupsafe import Markup
+
+
+PARTS = {  # of the page below its first screen, by their ids
+    "tried": "What was tried",
+    "why": "What makes the difference",
+    "costs": "What else it would cost",
+    "sure": "How sure the numbers are",
+    "words": "What the words mean",
+}
+OF_WINNERS = ("why", "costs")  # parts of a page that has a winner
+FEW = 12  # rows of a table that is not folded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +54,8 @@ def render(summary: StudySummary, out_dir: str) -> str:
     pages.filters |= {
         "text": infos.value_text,
         "breaks": breaks,
+        "term": term,
+        "place": place,
         "missed": missed,
         "learned": describe.learned,
         "hours_range": describe.hours_range,
@@ -112,6 +127,26 @@ def breaks(text: str) -> "Markup":
     return Markup("_<wbr>").join(escape(part) for part in text.split("_"))
 
 
+def place(name: str) -> str:
+    """The id of a term's explanation on the page."""
+    return f"term-{dashed(name)}"
+
+
+def term(name: str) -> "Markup":
+    """The name of a term or a knob as a link to what it means; plain text where the page does not explain it."""
+    from markupsafe import Markup
+
+    explained = {known.casefold() for known in glossary()}
+    link = Markup('<a class="term" href="#{}">{}</a>')
+    return link.format(place(name), breaks(name)) if name.casefold() in explained else breaks(name)
+
+
+def glossary() -> dict[str, str]:
+    """What each term means, and what each knob is."""
+    terms: dict[str, str] = load_data("autotune.report", "terms")
+    return terms | {name: knob.description for name, knob in KNOBS.items()}
+
+
 def script_json(data: Any) -> "Markup":
     """JSON for a <script> element: no `<`, `>` or `&`, so that no string of it can end the element."""
     from markupsafe import Markup
@@ -133,7 +168,7 @@ def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
         "summary": summary,
         "recipe": recipe,
         "headline": _headline(summary),
-        "breakdown": _breakdown(summary),
+        "breakdown": describe.breakdown(summary),
         "spent": timeline(summary).sentences(),
         "map": infos.feasibility(summary),
         "parallel_px": figures.parallel_px(infos.parallel(summary)),
@@ -145,6 +180,9 @@ def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
         "effect": lambda knob: describe.ablation_effect(summary.explanation, knob) if summary.explanation else "",
         "verification": describe.verification(summary.verification) if summary.verification else [],
         "price_of": lambda card: describe_price(card.price, date.today()),
+        "parts": PARTS if recipe else {place: name for place, name in PARTS.items() if place not in OF_WINNERS},
+        "glossary": glossary(),
+        "few": FEW,
         "drawn": drawn,
         "figures_json": script_json(drawn),
         # plotly.js has 5 MB: a page without figures does without it.
@@ -158,7 +196,8 @@ def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
             "price": _price(recipe),
             "commands": describe.training_commands(summary, recipe, out_dir),
             "intervals": f"{describe.intervals(recipe.winner)} {describe.left_out(recipe.winner.cost)}",
-            "compare": infos.compare(recipe),
+            "compare": (rows := infos.compare(recipe)),
+            "unchanged": [row.name for row in rows if row.group == "Configuration" and not row.changed],
             "costs": infos.costs(recipe),
             "cells": infos.learning_cells(recipe),
             "scaling": (scaling := on_other_numbers(recipe)),
@@ -184,12 +223,3 @@ def _price(recipe: Recipe) -> str:
     spot = f" (spot {fmt_usd(price.spot_usd_per_hour)})" if price.spot_usd_per_hour is not None else ""
     dated = f", as of {price.as_of}" if price.as_of else ""
     return f"{describe_price(price, date.today())}{dated}{spot}. Source: {price.source}."
-
-
-def _breakdown(summary: StudySummary) -> str:
-    """'12 trials: 8 fit, 2 out of memory, 2 refused'."""
-    labels = describe.LABELS | {Outcome.OK: "fit"}
-    counts = Counter(row.outcome for row in summary.trials)
-    parts = [f"{counts[outcome]:,} {label}" for outcome, label in labels.items() if counts[outcome]]
-    trials = "1 trial" if len(summary.trials) == 1 else f"{len(summary.trials):,} trials"
-    return f"{trials}: {', '.join(parts)}" if parts else "no trial was run"

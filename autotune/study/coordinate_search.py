@@ -143,6 +143,7 @@ class CoordinateSearch:
         trials.exempt.add(proposal.number)
         trials.optimizer.remember(COORDINATE_TRIALS, sorted(trials.exempt))
         config = proposal.config
+        trials.on_begin(proposal.number, config)
         found = trials.evaluator.evaluate_low_fidelity(config, proposal.number)
         if found is None:  # the truncated models predict nothing
             found = trials.evaluator.evaluate(config, proposal.number)

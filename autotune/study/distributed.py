@@ -46,10 +46,11 @@ class SharedTrials:
 
     The budget counts from `started`, in seconds of `clock`; the number of trials is limited over all workers and
     sessions. `rows` has the finished trials of all workers, and `selection` what was measured of each configuration.
-    `too_short_for` says what the budget was too short for. If `rank` is set, untried configurations of this LoRA rank
-    are proposed before all others. Of the time left for the search `kept_s` seconds are kept for later. `new_rows`
-    returns what others stored since the last call; `on_trial` is called with every trial that this worker finished,
-    `on_trial_of_others` with every other. Trials of coordinate search, in `exempt`, do not count as patience.
+    `too_short_for` says what the budget was too short for. If `rank` is set, untried configurations of this LoRA
+    rank are proposed before all others. Of the time left for the search `kept_s` seconds are kept for later.
+    `new_rows` returns what others stored since the last call; `on_begin` is called when this worker probes for a
+    trial, `on_trial` with every trial that it finished, `on_trial_of_others` with every other. Trials of coordinate
+    search, in `exempt`, do not count as patience.
     """
 
     task: Task
@@ -62,6 +63,7 @@ class SharedTrials:
     should_stop: Callable[[], bool] = lambda: False
     clock: Callable[[], float] = time.monotonic
     new_rows: Callable[[], list[StoredProbe]] = list
+    on_begin: Callable[[int, TrainConfig], None] = lambda number, config: None
     on_trial: Callable[[TrialRecord], None] = lambda row: None
     on_trial_of_others: Callable[[TrialRecord], None] = lambda row: None
     rows: list[TrialRecord] = field(default_factory=list)
@@ -112,6 +114,7 @@ class SharedTrials:
 
         The baseline is screened by truncated models, where these can: it is confirmed whole in the end.
         """
+        self.on_begin(proposal.number, proposal.config)
         spare_s = self.spare_s() if whole and proposal.config not in self.task.baselines else 0.0
         return self.record(proposal, self.evaluator.evaluate(proposal.config, proposal.number, pruner, spare_s=spare_s))
 

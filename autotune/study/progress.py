@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from autotune.core.train_config import TrainConfig
 from autotune.problem.setup import Setup
 from autotune.study.summary import StudySummary, TrialRecord
 
@@ -24,6 +25,9 @@ class Progress(Protocol):
 
     def resumed(self, rows: list[TrialRecord]) -> None:
         """The trials of earlier sessions; none in a new study."""
+
+    def trying(self, number: int, config: TrainConfig) -> None:
+        """A trial begins."""
 
     def trial(self, row: TrialRecord) -> None:
         """A trial has ended."""
@@ -56,6 +60,9 @@ class TextProgress:
 
     def resumed(self, rows: list[TrialRecord]) -> None:
         """No line: how many there are is said anyway."""
+
+    def trying(self, number: int, config: TrainConfig) -> None:
+        """No line: the trial has one when it ends."""
 
     def trial(self, row: TrialRecord) -> None:
         """One line for a trial."""

@@ -7,11 +7,12 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from autotune.catalog import EXAMPLE
 from autotune.core.knobs import KNOBS
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Evidence, Fingerprint, Measurement, Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
-from autotune.core.units import fmt_hours
+from autotune.core.units import fmt_gib, fmt_hours, fmt_usd
 from autotune.prediction.depth_extrapolation import Extrapolation
 from autotune.prediction.transfer import calibrates
 from autotune.problem.constraints import UNASKED
@@ -477,6 +478,14 @@ def _best_of_cells(pool: list[Scored]) -> list[Scored]:
     return list(best.values())
 
 
+def _made_up(task: Task) -> str:
+    """'0.30 GiB (--memory-gib) and $0.60/h (--price) are made up'; empty for a real device."""
+    parts = [] if task.example_gib is None else [f"{fmt_gib(task.example_gib)} (--memory-gib)"]
+    if task.price is not None and task.price.provider == EXAMPLE:
+        parts.append(f"{fmt_usd(task.price.usd_per_hour)}/h (--price)")
+    return f"{' and '.join(parts)} are made up" if parts else ""
+
+
 def _assumptions(task: Task, winner: Candidate) -> list[str]:
     """What the numbers of a winner assume about data and device, in sentences."""
     config, workload, lengths = winner.config, task.workload, task.workload.lengths
@@ -489,6 +498,8 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
     if task.within_hours is not None and winner.cost.full_run_hours > task.within_hours:
         late = fmt_hours(winner.cost.full_run_hours)
         caveats.append(f"nothing that was tried ends within {fmt_hours(task.within_hours)}: the run takes {late}")
+    if made_up := _made_up(task):
+        caveats.append(f"an example card stands for a GPU here: {made_up}")
     if lengths.source == "assumed":
         caveats.append(
             f"the length of an example was not given: {lengths.longest:,} tokens are assumed "

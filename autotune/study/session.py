@@ -121,7 +121,7 @@ class Session:
 
     def start_prober(self) -> Fingerprint:
         """Wait until the prober has started; what it runs on."""
-        self.progress.say("starting the probe worker")
+        self.progress.say("starting the probe worker, which loads PyTorch")
         return self.prober.fingerprint
 
     def optimizer(self, name: str, task: Task, seed: int) -> Optimizer:
@@ -186,11 +186,18 @@ class Leader:
             held = fmt_gib(target.held_by_others_gib)
             note(f"others hold {held} of this GPU: {target.other_processes()}", "yellow")
         self.memory_gib = target.memory_cap_gib(
-            session.prober.memory_gib, asked_gib=plan.spec.memory_gib, may_exceed=plan.spec.shallow_only
+            session.prober.memory_gib, asked_gib=self._asked_gib(), may_exceed=plan.spec.shallow_only
         )
         if plan.spec.dataset is not None:
             taken = fmt_seconds(plan.preparation_s)
             note(f"preparing the dataset took {taken}, which does not count against the budget")
+
+    def _asked_gib(self) -> float | None:
+        """The memory that the user allows, or that an example card has beside what the libraries hold."""
+        spec, example_gib = self.plan.spec, self.plan.setup.task.example_gib
+        if example_gib is None:
+            return spec.memory_gib
+        return round(example_gib + self.session.prober.context_gib / (1 - spec.headroom), 2)
 
     def search(self) -> None:
         """Set up, search and confirm.
@@ -239,6 +246,9 @@ class Leader:
         if self._before is not None and setup.task.carried is not None:
             before = self._before.task
             setup = replace(setup, task=replace(setup.task, carried=before.carried, calibration=before.calibration))
+        if setup.task.device.kind == "cpu":
+            peak = self._before.task.peak_tflops if self._before else self.session.prober.peak_tflops
+            setup = replace(setup, task=replace(setup.task, peak_tflops=peak))
         shape = self.session.prober.describe(setup.task.model.config)
         if self.plan.spec.shallow_only and (shape is None or depths(shape, None) is None):
             raise UsageError(
@@ -270,6 +280,7 @@ class Leader:
                 should_stop=stop,
                 coordinator=leases,
                 new_rows=partial(session.store.new_rows, plan.study),
+                on_begin=progress.trying,
                 on_trial=self._on_trial,
                 on_trial_of_others=self._on_trial,
             )

@@ -15,6 +15,8 @@ Answers = Callable[[ProbeRequest], ProbeResult] | Mapping[TrainConfig, ProbeResu
 class ReplayProber:
     """A prober for `Evaluator`. An answering function may raise, as the worker's launcher does."""
 
+    context_gib, peak_tflops = 0.0, None
+
     def __init__(
         self, answers: Answers, fingerprint: Fingerprint = FINGERPRINT, shape: ModelShape | None = None
     ) -> None:

@@ -16,6 +16,7 @@ from autotune.cli.console import Display
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.text import operands
 from autotune.core.train_config import TrainConfig
+from autotune.core.units import fmt_hours, fmt_usd
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import NamedConfig, StudySpec
 from autotune.study.named_configs import ConfigResult
@@ -142,25 +143,60 @@ def plain(text: str) -> list[str]:
 
 
 def test_on_a_terminal_the_clock_goes_on_while_a_step_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    got, wanted = terminal(monkeypatch), "0:01 elapsed, 9:58 left, starting the probe worker"
+    got, wanted = terminal(monkeypatch), ("time  0:01 elapsed, 9:58 left", "now   starting the probe worker")
     with Display(budget_s=600.0) as one:
         one.say("starting the probe worker")
         end = time.monotonic() + 20
-        while wanted not in got.getvalue() and time.monotonic() < end:
+        while wanted[0] not in got.getvalue() and time.monotonic() < end:
             time.sleep(0.02)
-    assert wanted in got.getvalue()
+    assert all(text in got.getvalue() for text in wanted)
 
 
 def test_on_a_terminal_a_long_line_continues_below_itself_and_a_command_is_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lines = shown_on(terminal(monkeypatch, COLUMNS="64"), "runs/" + "long-" * 20)
-    commands = [line for line in lines if line.lstrip().startswith(("bash", "/", "autotune"))]
-    assert len(commands) == 4 and any(len(line) > 100 for line in commands)
+    commands = [line for line in lines if line.lstrip().startswith(("bash", "scp", "autotune"))]
+    assert len(commands) == 3 and any(len(line) > 100 for line in commands)
     named = [line for line in lines if line not in commands and "long-long" not in line]
-    assert max(map(len, named)) <= 64
+    assert max(map(len, named)) <= 72  # the table of results
     place = next(number for number, line in enumerate(named) if line.startswith(" baseline  lora r16"))
     assert named[place + 1] == " " * 11 + "adamw_torch_fused"
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(100, 30), (160, 50)])
+def test_the_last_screen_is_the_answer_alone(monkeypatch: pytest.MonkeyPatch, columns: int, rows: int) -> None:
+    """All above it is in the terminal's history, and the winner stands on it however many notes there are."""
+    got = terminal(monkeypatch, COLUMNS=str(columns), LINES=str(rows))
+    recipe = summary().recipe
+    assert recipe is not None
+    caveats = tuple(f"note {number} " + "of some length " * 6 for number in range(40))
+    study = replace(summary(), recipe=replace(recipe, caveats=caveats))
+    with Display(budget_s=600.0) as one:
+        one.result(study, "runs/one")
+    above, screen = got.getvalue().rsplit("\x1b[H", 1)
+    lines = plain(screen)
+    assert "note 39" in above and above.count("\n") > rows
+    assert lines[0] == "mistralai/Mistral-7B-v0.3 on h200-sxm" and len(lines) <= rows - 1
+    wanted = (recipe.config.label(), "full run", "Intervals are", "out of memory", "notes are above and in the report")
+    for text in wanted:
+        assert any(text in line for line in lines), text
+    assert sum(line.lstrip().startswith(("bash ", "scp ", "autotune ")) for line in lines) == 3
+
+
+def test_each_moment_says_what_happens_what_it_costs_and_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal(monkeypatch)
+    trial = replace(summary().trials[0], tokens_per_second=10_000.0)
+    with Display(budget_s=600.0) as one:
+        one.plan(SETUP, fits_gib=100.0, trials=None)
+        one.trial(trial)
+        one.trying(7, trial.config)
+        one._started -= 60.0
+        time_, now, best = one.__rich__().plain.splitlines()
+    assert time_ == "time  1:00 elapsed ($0.05), 8:59 left"
+    assert now == f"now   trial 7: {trial.config.label()}"
+    hours = 313 * 32 * 512 / 10_000.0 / 3600  # 10,000 examples in steps of 32, cut at 512 tokens
+    assert best == f"best  trial 0, 10,000 tokens/s, full run about {fmt_hours(hours)}, {fmt_usd(3.0 * hours)}"
 
 
 def test_the_numbers_of_trials_are_in_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,25 +210,36 @@ def test_the_numbers_of_trials_are_in_columns(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("display", "tool", "command"),
+    ("environment", "command"),
     [
-        (":0", "/usr/bin/xdg-open", "xdg-open 'runs/it'\"'\"'s here/report.html'"),
-        ("", "/usr/bin/xdg-open", "/work place/runs/it's here/report.html"),
-        (":0", None, "/work place/runs/it's here/report.html"),
+        ({"DISPLAY": ":0"}, "xdg-open 'runs/it'\"'\"'s here/report.html'"),
+        ({}, "scp 'ada@box:/work place/runs/it'\"'\"'s here/report.html' ."),
+        (
+            {"SSH_CONNECTION": "203.0.113.9 51234 198.51.100.7 2222"},
+            "scp -P 2222 'ada@198.51.100.7:/work place/runs/it'\"'\"'s here/report.html' .",
+        ),
+        (
+            {"SSH_CONNECTION": "2001:db8::9 51234 2001:db8::7 22"},
+            "scp 'ada@[2001:db8::7]:/work place/runs/it'\"'\"'s here/report.html' .",
+        ),
     ],
 )
-def test_the_report_is_opened_by_a_command_of_linux_or_named_by_its_path(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], display: str, tool: str | None, command: str
+def test_the_report_is_opened_where_there_is_a_desktop_and_else_copied(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], environment: dict[str, str], command: str
 ) -> None:
     """`open` opens a virtual console on Linux, and a machine without a desktop has no browser to start."""
-    monkeypatch.setenv("DISPLAY", display)
-    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
-    monkeypatch.setattr("shutil.which", lambda name: tool if name == "xdg-open" else None)
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr("os.getcwd", lambda: "/work place")
+    monkeypatch.setattr("socket.gethostname", lambda: "box")
+    monkeypatch.setattr("getpass.getuser", lambda: "ada")
     with Display(budget_s=600.0) as one:
         one.result(summary(), "runs/it's here")
-    label, shown_command = capsys.readouterr().err.splitlines()[-2:]
-    assert label.strip() == "read the report:" and shown_command.strip() == command
+    label, shown_command = capsys.readouterr().err.splitlines()[-4:-2]
+    assert "the report" in label and shown_command.strip() == command
 
 
 def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:

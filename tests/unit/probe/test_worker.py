@@ -607,7 +607,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             seen["made"].append(self)
             seen["scratch"] = scratch
             send(event="phase", phase=Phase.LOAD)
-            self.meter = SimpleNamespace(fingerprint=lambda: FINGERPRINT, memory_gib=lambda: 24.0)
+            self.meter = SimpleNamespace(
+                fingerprint=lambda: FINGERPRINT, memory_gib=lambda: 24.0, context_gib=lambda: 0.5
+            )
+            self.peak_tflops = 0.25
 
         def serve(self, request: ProbeRequest) -> Any:
             seen["served"], seen["log"], seen["trace"] = request, self.log, self.trace
@@ -650,7 +653,8 @@ def test_a_worker_answers_one_message_after_another(served: Any) -> None:
     data = to_data(replace(REQUEST, depth=2))
     seen, answers = served("cpu", {"describe": {"a": 1}}, {"rates": True}, {"request": data, "log": "one.log"})
     assert answers[:2] == [{"event": "phase", "phase": "start"}, {"event": "phase", "phase": "load"}]
-    assert answers[2] == {"event": "ready", "fingerprint": to_data(FINGERPRINT), "memory_gib": 24.0, "seconds": 9.5}
+    known = {"memory_gib": 24.0, "context_gib": 0.5, "peak_tflops": 0.25, "seconds": 9.5}
+    assert answers[2] == {"event": "ready", "fingerprint": to_data(FINGERPRINT)} | known
     assert answers[3:5] == [{"event": "described", "shape": {"a": 1}}, {"event": "rates", "rates": "cpu"}]
     assert answers[5:] == [{"event": "result", "result": to_data(result(REQUEST.config)), "reusable": False}]
     assert seen["served"] == replace(REQUEST, depth=2) and seen["log"] == "one.log"

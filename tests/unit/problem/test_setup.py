@@ -2,10 +2,11 @@
 
 import importlib.util
 from dataclasses import replace
+from datetime import date
 
 import pytest
 
-from autotune.catalog import resolve_device, resolve_model
+from autotune.catalog import EXAMPLE, describe_price, resolve_device, resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig
@@ -69,7 +70,7 @@ def test_a_task(installed):
 
 def test_a_cpu_loses_what_it_cannot_do(installed):
     setup = set_up(StudySpec(model="demo-3m"), CPU)
-    assert (setup.task.study, setup.task.price) == ("cpu-demo-3m-cpu", None)
+    assert setup.task.study == "cpu-demo-3m-cpu"
     assert setup.task.workload.lengths == Lengths.constant(256, "assumed")  # the longest of its space
     with pytest.raises(UsageError, match="no value of precision is left in the space 'cpu': fp16_mixed: fp16 does not"):
         set_up(StudySpec(model="demo-3m", pins={"precision": "fp16_mixed"}), CPU)
@@ -457,3 +458,14 @@ def test_a_global_batch_that_no_micro_batch_is_near_is_whole_smallest_ones(insta
     space = SearchSpace.of(micro_batch_size=[8, 20])
     asked = StudySpec(model="mistral-7b", space=space, global_batch_tokens=28 * 1024, tokens_per_example=1024)
     assert set_up(asked, H200).task.workload.global_batch == 32
+
+
+def test_the_demonstration_has_an_example_card_unless_its_limit_and_price_are_given():
+    task = set_up(StudySpec(model="demo-3m"), CPU).task
+    assert task.example_gib == 0.3 and task.price is not None and task.price.provider == EXAMPLE
+    assert describe_price(task.price, date(2026, 11, 26)) == "$0.60/h, an example and no market price"
+    given = set_up(StudySpec(model="demo-3m", price=2.0, memory_gib=4.0), CPU).task
+    assert given.example_gib is None and given.price is not None and given.price.provider == "given by --price"
+    for model, device in (("demo-3m", "a10"), ("smollm2-135m", "cpu")):
+        other = set_up(StudySpec(model=model), Target(device=resolve_device(device))).task
+        assert other.example_gib is None and (other.price is None or other.price.provider != EXAMPLE)

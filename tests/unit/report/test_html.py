@@ -126,7 +126,7 @@ def test_the_directory_is_quoted_for_the_shell(study: StudySummary) -> None:
 
 
 def test_every_section_and_trial_is_there(page: str) -> None:
-    for title in ("Winner against baseline", "Speed against memory", "What fits", "How the search went"):
+    for title in ("Winner against baseline", "What fits", "How the search went"):
         assert f"<h2>{title}</h2>" in page
     trials = page[page.index("<h2>Every trial</h2>") : page.index("<h2>Out of memory and refused</h2>")]
     assert trials.count("<tr>") == 1 + 12
@@ -139,9 +139,9 @@ def test_no_heading_stands_twice_or_over_nothing(study: StudySummary, page: str)
     assert "The same run on other cards" not in titles  # no estimates
     assert re.findall(r"<h2>[^<]*</h2>\s*</section>", page) == []
     bare = render(replace(study, recipe=replace(recipe_of(study), baseline=None, price=None)), "out")
-    compare = bare[bare.index("The winner in numbers") : bare.index("Speed against memory")]
+    compare = bare[(at := bare.index("The winner in numbers")) : bare.index("</section>", at)]
     assert "–" not in compare and "baseline" not in compare
-    costs = bare[bare.index("Cost by size of the dataset") : bare.index("Every trial")]
+    costs = bare[bare.index("Cost by size of the dataset") : bare.index('id="sure"')]
     assert "USD" not in costs.replace("USD/h", "")
 
 
@@ -171,9 +171,29 @@ def test_the_caption_says_what_the_intervals_are(study: StudySummary, kind: Evid
 def test_nothing_is_loaded_from_elsewhere(page: str) -> None:
     rest = without_plotly(page)
     assert page.count(style.plotly_js()) == 1
-    assert not re.search(r"""\bsrc\s*=|@import|url\(|<link|<img|<iframe|href\s*=""", rest)
+    assert not re.search(r"""\bsrc\s*=|@import|url\(|<link|<img|<iframe|href\s*=(?!"#)""", rest)
     assert "http://" not in rest and "https://" not in rest
     assert "default-src 'none'" in rest
+
+
+def test_each_link_leads_to_a_place_of_the_page(study: StudySummary, page: str) -> None:
+    nothing = render(replace(study, recipe=None), "out")
+    for made in (page, nothing):
+        rest = without_plotly(made)
+        links, places = re.findall(r'href="#([^"]*)"', rest), re.findall(r'\bid="([^"]*)"', rest)
+        assert len(places) == len(set(places)) and set(links) <= set(places)
+        assert set(re.findall(r'class="part" id="(\w+)"', rest)) <= set(links)
+    wanted = ("term-mfu", "term-useful-tokens-s", "term-measured", "term-lora-rank", "term-margin")
+    assert all(f'href="#{one}"' in page for one in wanted)
+
+
+def test_the_first_screen_has_the_picture_and_long_tables_are_folded(study: StudySummary, page: str) -> None:
+    assert page.index("<header>") < page.index('data-figure="scatter"') < page.index("</header>")
+    assert re.findall(r"<details( open)?><summary>All 12 trials</summary>", page) == [" open"]
+    long = render(summary(trials=40), "out")
+    assert re.findall(r"<details( open)?><summary>All 40 trials</summary>", long) == [""]
+    same = re.search(r"<summary>(\d+) more settings, the same in both</summary>(.*?)</details>", page, re.DOTALL)
+    assert same and int(same[1]) == same[2].count("<tr>") > 5 and "changed" not in same[2]
 
 
 def hostile_study() -> StudySummary:

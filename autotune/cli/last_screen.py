@@ -1,0 +1,126 @@
+"""The last screen of `autotune run`: what to run, how fast it is, what it costs, how sure that is, and what to do next.
+
+`answer` and `next_steps` make the texts; `cli.console` lays them out.
+"""
+
+import getpass
+import os
+import shlex
+import shutil
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import date
+
+from autotune.catalog import NO_PRICE, describe_price
+from autotune.core.probe_types import Outcome
+from autotune.core.text import study_command
+from autotune.core.units import fmt_usd
+from autotune.report import describe
+from autotune.report.infos import candidates
+from autotune.study.summary import Candidate, Recipe, StudySummary
+
+_COLUMNS = {  # of the table of results: the heading, and the number's name in `describe`
+    "tokens/s": "useful tokens/s",
+    "step": "optimizer step",
+    "peak": "peak reserved",
+    "limit": "limit",
+    "MFU": "MFU",
+    "full run": "time",
+    "USD": "USD",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """A named line. Without a name it belongs to the one above."""
+
+    name: str
+    text: str
+    style: str | None = None
+
+
+def answer(summary: StudySummary, recipe: Recipe) -> list[Field]:
+    """The winner and what it means, in the order in which a reader asks."""
+    winner = recipe.winner
+    number = {name: one.text for name, one in describe.numbers(winner).items()}
+    mfu = "" if winner.performance.mfu is None else f", MFU {number['MFU']}{describe.mfu_basis(recipe)}"
+    speed_up = ", ".join(filter(None, (describe.speed_up(recipe), describe.speed_up_range(recipe))))
+    search = describe.breakdown(summary)
+    if summary.search_usd is not None:
+        search += f"; the search cost {fmt_usd(summary.search_usd)}"
+    fields = [
+        Field(name="winner", text=winner.config.label(), style="bold green"),
+        Field(name="", text="; ".join(describe.configuration(recipe))),
+        Field(name="speed", text=f"{number['useful tokens/s']} useful tokens/s{mfu}"),
+        Field(name="speed-up", text=speed_up, style="bold" if recipe.differs else None),
+        Field(name="cost", text=_cost(recipe, number)),
+        Field(name="memory", text=f"{number['peak reserved']} at the peak, {number['limit']} is the limit"),
+        Field(name="sure", text=f"{describe.evidence(winner)}. {describe.intervals(winner)}"),
+        Field(name="tried", text=search),
+    ]
+    if too_large := _too_large(summary):
+        fields.append(Field(name="", text=too_large))
+    return fields
+
+
+def _cost(recipe: Recipe, number: dict[str, str]) -> str:
+    """'$0.58 ($0.57 to $0.59) for the full run of 10 min (9 min 50 s to 10 min 5 s), 10,000 examples; $3.50/h, ...'."""
+    cost = recipe.winner.cost
+    run = f"{number['time']} ({describe.hours_range(cost)}), {describe.workload(recipe.workload)}"
+    if recipe.price is None:
+        return f"the full run takes {run}; {NO_PRICE} (--price USD_PER_HOUR)"
+    price = describe_price(recipe.price, date.today())
+    return f"{number['USD']} ({describe.usd_range(cost)}) for the full run of {run}; {price}"
+
+
+def _too_large(summary: StudySummary) -> str:
+    """The out-of-memory that missed the limit by the least, with where it happened; empty if there was none."""
+    misses = [row for row in summary.trials if row.outcome is Outcome.OOM and row.margin is not None]
+    if not misses:
+        return ""
+    closest = min(misses, key=lambda row: row.margin or 0.0)
+    return f"closest out of memory: {closest.config.label()}, {describe.overrun(closest)}"
+
+
+def side_by_side(summary: StudySummary, recipe: Recipe) -> list[str]:
+    """A table with a line for each candidate: winner, baseline, and the best of each number of GPUs."""
+    of_numbers = recipe.by_gpus if len(recipe.by_gpus) > 1 else ()
+    rows: dict[str, Candidate] = candidates(summary) | {describe.gpus(one.config): one for one in of_numbers}
+    table = [[" " * 9, *_COLUMNS]]
+    for name, candidate in rows.items():
+        numbers = describe.numbers(candidate)
+        table.append([name, *(numbers[column].text for column in _COLUMNS.values())])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in table]
+
+
+def next_steps(summary: StudySummary, recipe: Recipe, out_dir: str) -> dict[str, str]:
+    """Three command lines that work as they are, by their purpose: train, read the report, ask why."""
+    training = describe.training_commands(summary, recipe, out_dir)
+    # Without a dataset the full run needs a file first.
+    purpose = list(training)[-1 if summary.dataset else 0]
+    return {
+        purpose: training[purpose],
+        **_reading(f"{out_dir}/report.html"),
+        "ask why it won": study_command("explain", summary.study),
+    }
+
+
+def _reading(page: str) -> dict[str, str]:
+    """What opens a page where a desktop is known, else what copies it to the reader's own computer."""
+    desktop = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if desktop and shutil.which("xdg-open"):
+        return {"read the report": f"xdg-open {shlex.quote(page)}"}
+    return {f"copy the report to your own computer ({page}), there": _copy(os.path.abspath(page))}
+
+
+def _copy(path: str) -> str:
+    """A command that copies a file of this machine, named by the address of an SSH session, else by its name."""
+    connection = os.environ.get("SSH_CONNECTION", "").split()  # client's address and port, then this machine's
+    host, port = connection[2:] if len(connection) == 4 else (socket.gethostname(), "22")
+    host = f"[{host}]" if ":" in host else host
+    with suppress(KeyError, OSError):  # a container's user may have no name
+        host = f"{getpass.getuser()}@{host}"
+    options = [] if port == "22" else ["-P", port]
+    return shlex.join(["scp", *options, f"{host}:{path}", "."])
