@@ -25,7 +25,7 @@ from autotune.problem.setup import Setup
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
 from autotune.report import describe
-from autotune.report.study_directory import TrialLog, write_exports, write_study
+from autotune.report.study_directory import TrialLog, write_exports, write_study, write_versus
 from autotune.study.preparation import SessionPlan, prepare_session
 from autotune.study.progress import Progress, TextProgress
 from autotune.study.storage.location import locked, opened_out, storage_url
@@ -290,9 +290,16 @@ class StudyResult:
         """What summary.json holds."""
         return summary_data(self.summary, str(self.out))
 
-    def report(self, out: str | Path | None = None) -> Path:
-        """Write report.html and the other files of the study, into its own directory by default."""
+    def report(self, out: str | Path | None = None, *, against: "StudyResult | None" = None) -> Path:
+        """Write report.html and the other files of the study, into its own directory by default.
+
+        With `against` write one page instead, with the winners of both studies side by side. Raises NothingFits where
+        one of them has no winner.
+        """
         folder = Path(out) if out else self.out
+        if against is not None:
+            _ = self.recipe, against.recipe  # which raise where there is none
+            return write_versus(folder, self.summary, against.summary)
         write_study(folder, self.summary)
         return folder / "report.html"
 

@@ -55,7 +55,7 @@ COMMANDS = {
     ),
     "oom": ("studies:oom", "Explain every out-of-memory and refusal of a study, and what to change."),
     "export": ("studies:export", "Write the winner's configuration for a trainer."),
-    "report": ("studies:report", "Write report.html and the other files of a study again."),
+    "report": ("studies:report", "Write report.html and the other files of a study again, or compare two studies."),
     "dashboard": (
         "dashboard:dashboard",
         "Show a study in optuna-dashboard, read-only and on this machine alone (pip install optuna-dashboard).\n\n"

@@ -41,6 +41,13 @@ TITLES = {  # of the figures that fit in half a window
     "memory": "Memory of winner and baseline",
     "quality": "Held-out loss of the finalists against the hours of their full run",
 }
+REFUSED = (  # controls that would change something, as CSS selects them
+    '[aria-label="delete artifact"]',
+    '[aria-label="delete study"]',
+    '[aria-label="rename study"]',
+    *(f'button:has([data-testid="{icon}Icon"])' for icon in ("AddBox", "Edit", "StopCircle")),
+    '.MuiCard-root:has(> button [data-testid="UploadFileIcon"])',
+)
 Record = tuple[dict[str, Any], list[FrozenTrial]]  # user attributes of a study, and its trials
 
 
@@ -70,6 +77,29 @@ def gate(app: WSGIApplication) -> WSGIApplication:
         return app(environ, start_response)
 
     return gated
+
+
+def without_refused(app: WSGIApplication) -> WSGIApplication:
+    """Hide the controls of optuna-dashboard's page whose requests `gate` refuses: a button that fails only confuses."""
+
+    def served(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if not environ["PATH_INFO"].startswith("/dashboard"):
+            return app(environ, start_response)
+        started: list[Any] = []
+
+        def start(*answer: Any) -> Callable[[bytes], object]:
+            started[:] = answer
+            return started.append  # WSGI's old way to write; nobody takes it here
+
+        page = b"".join(app(environ, start))
+        status, headers, *error = started
+        hidden = f"<style>{', '.join(REFUSED)} {{ display: none !important }}</style></head>"
+        page = page.replace(b"</head>", hidden.encode())
+        kept = [(name, value) for name, value in headers if name.lower() != "content-length"]
+        start_response(status, kept, *error)
+        return [page]
+
+    return served
 
 
 def _refuse(start_response: StartResponse, status: str, reason: str) -> Iterable[bytes]:

@@ -50,6 +50,11 @@ class Stat:
 
 def render(summary: StudySummary, out_dir: str) -> str:
     """The whole page. `out_dir` is the study's directory, as its commands name it."""
+    return page("report.html.j2", _view(summary, out_dir))
+
+
+def page(template: str, view: dict[str, Any]) -> str:
+    """A page about studies; `view` is all that its template reads."""
     pages = environment("autotune.report")
     pages.filters |= {
         "text": infos.value_text,
@@ -62,7 +67,7 @@ def render(summary: StudySummary, out_dir: str) -> str:
         "usd_range": describe.usd_range,
         "label": lambda outcome: describe.LABELS[Outcome(outcome)],
     }
-    return pages.get_template("report.html.j2").render(_view(summary, out_dir))
+    return pages.get_template(template).render(view)
 
 
 def draw(summary: StudySummary) -> dict[str, dict[str, Any] | None]:
@@ -157,10 +162,15 @@ def script_json(data: Any) -> "Markup":
     return Markup(text)  # noqa: S704 (nothing that HTML could interpret is left in it)
 
 
-def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
-    """Everything that the template reads."""
+def plotly_markup(drawn: dict[str, Any]) -> "Markup":
+    """The plotting library for a page with these figures: 5 MB, which a page without any does without."""
     from markupsafe import Markup
 
+    return Markup(plotly_js() if drawn else "")  # noqa: S704 (the library's own file)
+
+
+def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
+    """Everything that the template reads."""
     recipe, oom = summary.recipe, oom_report(summary)
     drawn = {name: data for name, data in draw(summary).items() if data is not None}
     misses = [(entry.margin, entry.number, entry) for entry in oom.entries if entry.margin is not None]
@@ -185,8 +195,7 @@ def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
         "few": FEW,
         "drawn": drawn,
         "figures_json": script_json(drawn),
-        # plotly.js has 5 MB: a page without figures does without it.
-        "plotly_js": Markup(plotly_js() if drawn else ""),  # noqa: S704 (the library's own file)
+        "plotly_js": plotly_markup(drawn),
     }
     if recipe is not None:
         view |= {

@@ -177,26 +177,48 @@ def memory(summary: StudySummary) -> dict[str, dict[str, float]]:
 
 
 def compare(recipe: Recipe) -> tuple[CompareRow, ...]:
-    """Knob by knob, then performance, memory and cost, without what is unknown of both."""
-    winner, baseline = recipe.winner, recipe.baseline
-    ours = _settings(recipe, winner)
-    theirs = _settings(recipe, baseline) if baseline else {}
+    """Winner and baseline knob by knob, then performance, memory and cost, without what is unknown of both."""
+    baseline = recipe.baseline
+    theirs = None if baseline is None else (recipe, baseline)
+    return _compare((recipe, recipe.winner), theirs, differs=recipe.differs)
+
+
+def compare_winners(first: Recipe, second: Recipe) -> tuple[CompareRow, ...]:
+    """The same of the winners of two studies, where the second one stands as the winner."""
+    low, high = speed_ratio(first, second)
+    return _compare((second, second.winner), (first, first.winner), differs=not low <= 1.0 <= high)
+
+
+def speed_ratio(first: Recipe, second: Recipe) -> tuple[float, float]:
+    """The interval of the second winner's useful tokens/s over the first one's."""
+    ours, theirs = second.winner.performance, first.winner.performance
+    if second.device.name == first.device.name:
+        return ours.times(theirs)
+    ratio = ours.tokens_per_second / theirs.tokens_per_second  # what a projection may be off by counts
+    return ratio * (1 + ours.spread[0]) / (1 + theirs.spread[1]), ratio * (1 + ours.spread[1]) / (1 + theirs.spread[0])
+
+
+def _compare(
+    ours: tuple[Recipe, Candidate], theirs: tuple[Recipe, Candidate] | None, *, differs: bool
+) -> tuple[CompareRow, ...]:
+    """Candidates of recipes. `differs` says whether their speeds can be told apart."""
+    settings, others = _settings(*ours), _settings(*theirs) if theirs else {}
     rows = [
         CompareRow(
             group="Configuration",
             name=name,
-            winner=value_text(ours.get(name)),
-            baseline=value_text(theirs.get(name)),
-            changed=baseline is not None and ours.get(name) != theirs.get(name),
+            winner=value_text(settings.get(name)),
+            baseline=value_text(others.get(name)),
+            changed=theirs is not None and settings.get(name) != others.get(name),
         )
         for name in (*KNOBS, "accumulation steps")
-        if name in ours or name in theirs
+        if name in settings or name in others
     ]
-    others = describe.numbers(baseline) if baseline else {}
-    for name, number in describe.numbers(winner).items():
-        other = others.get(name)
+    numbers = describe.numbers(theirs[1]) if theirs else {}
+    for name, number in describe.numbers(ours[1]).items():
+        other = numbers.get(name)
         ratio = None
-        if number.value is not None and other and other.value and (recipe.differs or number.group == describe.MEMORY):
+        if number.value is not None and other and other.value and (differs or number.group == describe.MEMORY):
             ratio = number.value / other.value
         text = other.text if other else DASH
         rows.append(CompareRow(group=number.group, name=name, winner=number.text, baseline=text, ratio=ratio))

@@ -6,7 +6,7 @@ from typing import Any
 
 from autotune.core.files import write_atomic, write_errors
 from autotune.core.serialization import to_data
-from autotune.core.text import short_path
+from autotune.core.text import short_path, slug
 from autotune.study.summary import Recipe, StudySummary, TrialRecord, summary_data
 
 
@@ -50,6 +50,15 @@ def write_study(out: Path, summary: StudySummary, formats: list[str] | None = No
         write_atomic(out / "projection.json", json.dumps(projection, indent=2) + "\n")
         write_exports(out, recipe, formats)
     return data
+
+
+def write_versus(out: Path, first: StudySummary, second: StudySummary) -> Path:
+    """Write the page of two studies side by side, which both have a winner; returns its path. Raises StorageError."""
+    from autotune.report.versus import render
+
+    path = out / f"against-{slug(second.study)}.html"
+    write_atomic(path, render(first, second))
+    return path
 
 
 def write_exports(out: Path, recipe: Recipe, formats: list[str] | None = None) -> list[Path]:

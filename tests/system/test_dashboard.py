@@ -251,6 +251,29 @@ def test_a_browser_shows_notes_and_violated_constraints(served: Served, page: Pa
 
 
 @needs_chromium
+@pytest.mark.parametrize(
+    ("place", "ready", "refused"),
+    [
+        ("", "0. one", ("rename study", "delete study", "AddBoxIcon")),
+        ("studies/0", "oom_report.md", ("delete artifact", "UploadFileIcon")),
+        ("studies/0/note", "Winner (trial ", ("EditIcon",)),
+        ("studies/0/trials", "Trial 0 (trial_id=", ("EditIcon",)),
+    ],
+)
+def test_a_browser_shows_no_button_that_is_refused(
+    served: Served, page: Page, place: str, ready: str, refused: tuple[str, ...]
+) -> None:
+    """They are on the page, so another version of optuna-dashboard that calls them otherwise fails here."""
+    page.open(f"http://{served.host}/dashboard/{place}")
+    page.text(ready)
+    for name in refused:
+        found = f'[...document.querySelectorAll(\'[aria-label="{name}"], [data-testid="{name}"]\')]'
+        assert page.run(f"{found}.length") > 0, name
+        assert page.run(f"{found}.filter(one => one.getClientRects().length).length") == 0, name
+    assert page.run("[...document.querySelectorAll('button')].filter(one => one.offsetParent).length") > 0
+
+
+@needs_chromium
 def test_a_browser_cannot_write(served: Served, page: Page, folder: Path, study: dict[str, Any]) -> None:
     page.open(f"http://{served.host}/dashboard/")
     page.text("0. one")

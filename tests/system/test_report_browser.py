@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autotune.report import versus
 from autotune.report.html import draw, render
 from autotune.study.summary import StudySummary
-from tests.helpers.browser import CHROMIUM, needs_chromium
+from tests.helpers.browser import CHROMIUM, chromium, needs_chromium
 from tests.helpers.factories import summary
 from tests.unit.report.test_html import HOSTILE, hostile_study
 
@@ -91,3 +92,28 @@ def test_a_phone_needs_no_horizontal_scrolling_and_no_label_is_clipped_or_covere
 def test_hostile_names_are_escaped(tmp_path: Path) -> None:
     seen = opened(hostile_study(), tmp_path)
     assert seen["alerts"] == 0 and HOSTILE in seen["text"]
+
+
+def test_two_studies_fit_a_phone_and_a_link_opens_what_is_folded(tmp_path: Path) -> None:
+    first, second = summary(trials=40), summary(study="another")
+    file = tmp_path / "versus.html"
+    file.write_text(versus.render(first, second), encoding="utf-8")
+    with chromium(tmp_path / "profile") as page:
+        page.open(f"{file.as_uri()}")
+        page.text("What differs")
+        marks = "document.querySelectorAll('.plot .point path, .plot path.point').length"
+        page.run(f"new Promise(done => (function look() {{ {marks} > 10 ? done() : setTimeout(look, 50); }})())")
+        folded = "document.getElementById('term-mfu').closest('details').open"
+        assert page.run(folded) is False
+        page.run("document.querySelector('a[href=\"#term-mfu\"]').click()")
+        page.run("new Promise(done => setTimeout(done, 200))")
+        assert page.run(folded) is True
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--window-size=500,900", "--dump-dom")
+    over = "document.body.dataset.over = document.documentElement.scrollWidth - innerWidth"
+    look = f"<script>addEventListener('load', () => {over})</script></body>"
+    file.write_text(look.join(versus.render(first, second).rsplit("</body>", 1)), encoding="utf-8")
+    command = [str(CHROMIUM), *flags, f"--user-data-dir={tmp_path / 'phone'}", "--virtual-time-budget=5000"]
+    command.append(file.as_uri())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    match = re.search(r'data-over="(-?\d+)"', done.stdout)
+    assert match and int(match[1]) <= 0

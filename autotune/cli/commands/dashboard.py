@@ -31,7 +31,7 @@ def dashboard(
     if importlib.util.find_spec("optuna_dashboard") is None:
         raise EnvironmentProblem("optuna-dashboard is not installed", remedy="pip install optuna-dashboard")
     from autotune.api import load_study
-    from autotune.report.dashboard import PAGE, LiveDashboard, gate, is_loopback
+    from autotune.report.dashboard import PAGE, LiveDashboard, gate, is_loopback, without_refused
     from autotune.study.optimizer import Optimizer
     from autotune.study.storage.database import read_only
 
@@ -47,7 +47,7 @@ def dashboard(
     logging.getLogger("optuna_dashboard").setLevel(logging.ERROR)  # it warns of too few trials at each look
     app = LiveDashboard(search.record, lambda: load_study(name, url).summary, result.out.name)
     with _listen(host, port) as server:
-        server.set_app(gate(app))
+        server.set_app(gate(without_refused(app)))
         bound = server.server_port
         if port not in (bound, 0):
             print(f"port {port} is taken; this is another")

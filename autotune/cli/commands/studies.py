@@ -215,12 +215,24 @@ def export(
     _print_files(result.summary.study, result.export(*format_ or (), out=out), as_json=json_)
 
 
-def report(study: StudyName = None, out: Directory = None, storage: Storage = None, json_: Json = False) -> None:
-    """Write summary, reports and exports of a study again."""
+def report(
+    study: StudyName = None,
+    against: Annotated[
+        str | None, typer.Argument(help="Another study: write one page with the winners of both instead.")
+    ] = None,
+    out: Directory = None,
+    storage: Storage = None,
+    json_: Json = False,
+) -> None:
+    """Write summary, reports and exports of a study again; or one page with the winners of two studies side by side.
+
+    Raises UsageError if there is no such study, and NothingFits if one of two has no winner.
+    """
     from autotune.api import load_study
 
     result = load_study(study, storage)
-    _print_files(result.summary.study, [result.report(out)], as_json=json_)
+    other = None if against is None else load_study(against, storage)
+    _print_files(result.summary.study, [result.report(out, against=other)], as_json=json_)
 
 
 def fleet(

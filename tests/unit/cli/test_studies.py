@@ -1,5 +1,6 @@
 """The commands about stored studies: what they print, and where they write."""
 
+import json
 import shutil
 import sys
 from contextlib import closing
@@ -10,6 +11,7 @@ import pytest
 from autotune.api import load_study
 from autotune.cli.commands import studies
 from autotune.cli.commands.run import resume
+from autotune.core.errors import UsageError
 from autotune.problem.study_spec import StudySpec
 from autotune.report.oom import oom_report
 from autotune.study.optimizer import Optimizer
@@ -54,6 +56,16 @@ def test_oom_is_laid_out_on_a_terminal_and_markdown_elsewhere(
     shown = screen.getvalue()
     assert "ran out of memory" in shown and "Nearest configurations that fit" in shown
     assert not any(mark in shown for mark in ("# ", "|--", "`", "**"))
+
+
+def test_two_studies_make_one_page(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    studies.report("one", "one", tmp_path / "page", URL, json_=True)
+    (written,) = json.loads(capsys.readouterr().out)["files"]
+    assert written == str(tmp_path / "page" / "against-one.html") and not (folder / "runs").exists()
+    page = Path(written).read_text()
+    assert "<h1>No measurable difference in speed</h1>" in page and "Not the configuration alone differs" not in page
+    with pytest.raises(UsageError, match="no study"):
+        studies.report("one", "another", None, URL)
 
 
 def test_a_study_that_was_copied_is_written_where_it_is_opened(

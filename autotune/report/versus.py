@@ -1,0 +1,114 @@
+"""Two studies side by side on one page: their winners, what differs, how sure that is, and the picture of each."""
+
+from typing import Any
+
+from autotune.catalog import NO_PRICE
+from autotune.core.probe_types import Evidence
+from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
+from autotune.report import describe, figures, infos
+from autotune.report.html import glossary, page, plotly_markup, script_json, stats
+from autotune.report.infos import CompareRow
+from autotune.study.summary import Recipe, StudySummary
+
+ASKED = "What was asked for"
+CLEAR = 1.1  # from this ratio on it is told as a ratio, below as a percentage
+
+
+def render(first: StudySummary, second: StudySummary) -> str:
+    """The whole page. Both studies have a winner."""
+    assert first.recipe is not None
+    assert second.recipe is not None
+    pair = (first.recipe, second.recipe)
+    rows = (*asked(*pair), *infos.compare_winners(*pair))
+    drawn = {
+        name: figure
+        for name, study in {"first": first, "second": second}.items()
+        if (figure := figures.scatter(study.trials, infos.candidates(study), infos.limit_gib(study))) is not None
+    }
+    view = {
+        "headline": headline(*pair),
+        "sentences": sentences(*pair),
+        "rows": rows,
+        "unchanged": [row.name for row in rows if row.group in (ASKED, "Configuration") and not row.changed],
+        "studies": [_column("first", first, first.recipe), _column("second", second, second.recipe)],
+        "glossary": glossary(),
+        "drawn": drawn,
+        "figures_json": script_json(drawn),
+        "plotly_js": plotly_markup(drawn),
+    }
+    return page("versus.html.j2", view)
+
+
+def asked(first: Recipe, second: Recipe) -> tuple[CompareRow, ...]:
+    """What the two studies were about. Where that differs, the configuration is not all that made the difference."""
+    theirs, ours = map(_facts, (first, second))
+    return tuple(
+        CompareRow(group=ASKED, name=name, winner=ours[name], baseline=theirs[name], changed=ours[name] != theirs[name])
+        for name in ours
+    )
+
+
+def _facts(recipe: Recipe) -> dict[str, str]:
+    packages = recipe.fingerprint.packages
+    return {
+        "model": recipe.model.name,
+        "device": recipe.device.label,
+        "price of an hour": fmt_usd(recipe.price.usd_per_hour) if recipe.price else NO_PRICE,
+        "examples": describe.workload(recipe.workload),
+        "lengths": str(recipe.workload.lengths),
+        "global batch": fmt_count(recipe.workload.global_batch),
+        "objective": recipe.workload.objective.value,
+        "trainer": recipe.trainer,
+        "torch": packages.get("torch", "unknown"),
+        "transformers": packages.get("transformers", "unknown"),
+    }
+
+
+def headline(first: Recipe, second: Recipe) -> str:
+    """Whose winner is faster, and by how much."""
+    low, high = infos.speed_ratio(first, second)
+    if low <= 1.0 <= high:
+        return "No measurable difference in speed"
+    fast, slow = (second, first) if low > 1.0 else (first, second)
+    ratio = fast.winner.performance.tokens_per_second / slow.winner.performance.tokens_per_second
+    if ratio >= CLEAR:
+        return f"{fast.study} is {ratio:.1f} times as fast as {slow.study}"
+    return f"{fast.study} is {ratio - 1:.0%} faster than {slow.study}"
+
+
+def sentences(first: Recipe, second: Recipe) -> list[str]:
+    """Speed, time, cost and memory of the second winner against the first one's, and how sure that is."""
+    (low, high), one, other = infos.speed_ratio(first, second), second.winner, first.winner
+    speeds = [fmt_count(winner.performance.tokens_per_second) for winner in (one, other)]
+    times = [fmt_seconds(winner.cost.full_run_hours * 3600) for winner in (one, other)]
+    peaks = [fmt_gib(winner.measurement.peak_reserved_gib) for winner in (one, other)]
+    lines = [
+        f"{second.study} trains {speeds[0]} useful tokens/s, {first.study} {speeds[1]}: {low:.2f} to {high:.2f} times.",
+        f"The full run takes {times[0]} instead of {times[1]}, and {peaks[0]} instead of {peaks[1]} at the peak.",
+    ]
+    if one.cost.full_run_usd is not None and other.cost.full_run_usd is not None:
+        ranges = [describe.usd_range(winner.cost) for winner in (one, other)]
+        usd = [fmt_usd(winner.cost.full_run_usd) for winner in (one, other)]
+        lines.append(f"It costs {usd[0]} ({ranges[0]}) instead of {usd[1]} ({ranges[1]}).")
+    rank = list(Evidence)
+    weaker = max((one.evidence, other.evidence), key=rank.index)
+    lines.append(f"The comparison is as sure as the less sure of the two: {weaker}.")
+    if differing := [row.name for row in asked(first, second) if row.changed]:
+        lines.append(f"Not the configuration alone differs: {', '.join(differing)}.")
+    return lines
+
+
+def _column(place: str, summary: StudySummary, recipe: Recipe) -> dict[str, Any]:
+    """What the page shows of one study."""
+    return {
+        "place": place,
+        "name": summary.study,
+        "evidence": recipe.winner.evidence.value,
+        "subject": f"{recipe.model.name} on {recipe.device.label}",
+        "label": recipe.config.label(),
+        "tried": describe.breakdown(summary),
+        "stats": stats(recipe, summary),
+        "phrases": describe.configuration(recipe),
+        "reason": recipe.reason,
+        "caveats": [*recipe.caveats, *summary.notes],
+    }
