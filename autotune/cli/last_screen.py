@@ -15,7 +15,7 @@ from datetime import date
 from autotune.catalog import NO_PRICE, describe_price
 from autotune.core.probe_types import Outcome
 from autotune.core.text import study_command
-from autotune.core.units import fmt_usd
+from autotune.core.units import fmt_gib, fmt_usd
 from autotune.report import describe
 from autotune.report.infos import candidates
 from autotune.study.summary import Candidate, Recipe, StudySummary
@@ -46,6 +46,7 @@ def answer(summary: StudySummary, recipe: Recipe) -> list[Field]:
     number = {name: one.text for name, one in describe.numbers(winner).items()}
     mfu = "" if winner.performance.mfu is None else f", MFU {number['MFU']}{describe.mfu_basis(recipe)}"
     speed_up = ", ".join(filter(None, (describe.speed_up(recipe), describe.speed_up_range(recipe))))
+    of_example = "" if recipe.example_gib is None else f" on an example card of {fmt_gib(recipe.example_gib)}"
     search = describe.breakdown(summary)
     if summary.search_usd is not None:
         search += f"; the search cost {fmt_usd(summary.search_usd)}"
@@ -55,7 +56,7 @@ def answer(summary: StudySummary, recipe: Recipe) -> list[Field]:
         Field(name="speed", text=f"{number['useful tokens/s']} useful tokens/s{mfu}"),
         Field(name="speed-up", text=speed_up, style="bold" if recipe.differs else None),
         Field(name="cost", text=_cost(recipe, number)),
-        Field(name="memory", text=f"{number['peak reserved']} at the peak, {number['limit']} is the limit"),
+        Field(name="memory", text=f"{number['peak reserved']} at the peak, {number['limit']} is the limit{of_example}"),
         Field(name="sure", text=f"{describe.evidence(winner)}. {describe.intervals(winner)}"),
         Field(name="tried", text=search),
     ]

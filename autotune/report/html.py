@@ -108,6 +108,7 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
     mfu = "" if winner.performance.mfu is None else f"; MFU {winner.performance.mfu:.0%}"
     useful = f"without padding and cut-off tokens{trained_on(recipe)}{mfu}"
     free = f"{text['free below the limit']} free of a limit of {text['limit']}"
+    free += "" if recipe.example_gib is None else " on an example card"
     search = f"{len(summary.trials):,} trials in {fmt_seconds(summary.wall_seconds)}"
     rows = (
         ("Speed-up", f"{recipe.speedup:.2f}×" if recipe.differs else "none" if baseline else DASH, speedup, evidence),

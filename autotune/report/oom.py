@@ -106,7 +106,8 @@ class OomReport:
         if not self.entries:
             return f"No trial of {self.num_trials} ran out of memory and none was refused."
         oom, refused = self.count(Outcome.OOM), self.count(Outcome.REFUSED)
-        return f"{oom} of {self.num_trials} trials ran out of memory, {refused} were refused before launch."
+        refused_early = f"{refused} {'was' if refused == 1 else 'were'} refused before launch"
+        return f"{oom} of {self.num_trials} trials ran out of memory, {refused_early}."
 
     def data(self) -> dict[str, Any]:
         """The content of oom_report.json."""

@@ -366,6 +366,7 @@ class Selection:
             ),
             by_gpus=tuple(self.candidate(scored.config) for scored in of_numbers),
             within_hours=task.within_hours,
+            example_gib=task.example_gib,
             numerics=self._numerics(winner.config),
             run_options=task.run_options,
             caveats=(*self.caveats, *_assumptions(task, best), *self._doubts(winner, pool)),

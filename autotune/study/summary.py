@@ -57,6 +57,7 @@ class Recipe:
     cells: tuple[Candidate, ...] = ()  # the best of each learning cell
     by_gpus: tuple[Candidate, ...] = ()
     within_hours: float | None = None  # by when the run is to end
+    example_gib: float | None = None  # the memory of an example card, which a CPU stands for
     numerics: str = ""  # what is known of the winner's number formats
     run_options: RunOptions = RunOptions()  # noqa: RUF009 (frozen)
     caveats: tuple[str, ...] = ()

@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ SAID = [
         "verify",
         "the exported run of {winners} winners | speed {tokens_error_median:.1%} median, {tokens_error_max:.0%}",
     ),
+    ("first_minutes", "The first speed was on screen after {first_number_s:.0f} s and the answer"),
+    ("first_minutes", "after {answer_s:.0f} s, the later of the two each"),
     ("verify", "({winners_within_3_percent} of {winners} within 3%); memory {peak_error_max:.2%} worst"),
     ("depth_extrapolation", "memory {reserved_error_median:.2%} median, {reserved_error_max:.1%} worst; time"),
     ("depth_extrapolation", "time {time_error_median:.1%} median and {time_error_max:.1%} worst undisturbed,"),
@@ -401,3 +404,33 @@ def test_the_documents_say_which_versions_were_measured() -> None:
         assert f"torch {pins['torch']} and transformers {pins['transformers']}" in text
     told = " ".join((ROOT / "studies" / "README.md").read_text(encoding="utf-8").split())
     assert f"torch {torch}, transformers {transformers}" in told
+
+
+def test_a_recording_has_the_moments_and_nothing_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = program("first_minutes", monkeypatch)
+    assert module.readme_options()[:4] == ["--gpu", "cpu", "--model", "demo-3m"]
+    frames = [(1.0, " baseline  lora\r\n"), (2.5, "\x1b[2K  best  trial 0, 1,0"), (3.0, "23 tokens/s\r\n")]
+    frames.append((9.0, "     next  try"))
+    made = module.Recording(frames=frames)
+    moments = {name: made.moment(pattern) for name, pattern in module.MOMENTS.items()}
+    assert moments == {"plan_s": 1.0, "first_number_s": 3.0, "first_oom_s": None, "answer_s": 9.0}
+    header, *events = map(json.loads, module.as_cast(made, 100, 30, "autotune run").splitlines())
+    assert (header["version"], header["width"], header["height"]) == (2, 100, 30)
+    assert [event[0] for event in events] == [1.0, 2.5, 3.0, 9.0] and {event[1] for event in events} == {"o"}
+    made.frames.append((9.5, f"scp you@gpu-box:{Path.home()}/report.html"))
+    with pytest.raises(SystemExit, match="words of this machine"):
+        module.as_cast(made, 100, 30, "autotune run")
+
+
+@pytest.mark.parametrize("columns", [100, 160])
+def test_the_committed_recordings_end_with_the_answer(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = program("first_minutes", monkeypatch)
+    lines = (ROOT / "docs" / "recordings" / f"first-minutes-{columns}.cast").read_text().splitlines()
+    frames = [(seconds, text) for seconds, _, text in map(json.loads, lines[1:])]
+    made = module.Recording(frames=frames)
+    row = next(one for one in RESULTS["first_minutes"]["rows"] if one["columns"] == columns)
+    for name, pattern in module.MOMENTS.items():
+        assert made.moment(pattern) == row[name], name
+    assert min(later - sooner for (sooner, _), (later, _) in pairwise(frames)) >= 0.0
+    last = "".join(text for _, text in frames).rpartition("\x1b[H")[2]
+    assert all(word in last for word in ("winner", "sure", "example card", "next", "autotune explain"))

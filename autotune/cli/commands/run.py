@@ -11,6 +11,7 @@ import typer
 from autotune.cli.options import Json, Quiet, Storage, StudyName
 from autotune.cli.stop import stop_on_signals
 from autotune.cli.study_options import ALL, spec_of, with_study_options
+from autotune.cli.terminal import print_note
 from autotune.core.errors import UsageError
 from autotune.study.storage.location import opened_out, storage_url
 
@@ -56,6 +57,9 @@ def resume(
 
 def run_spec(spec: "StudySpec", *, as_json: bool = False, quiet: bool = False, events: bool = False) -> None:
     """Run or continue a study. Raises AutotuneError for everything a user can act on."""
+    if not quiet and sys.stderr.isatty():  # what follows takes seconds to load
+        wanted = f"looking for the best way to train {spec.model} (--gpu {spec.gpu})"
+        print_note(f"{wanted}: the search takes {spec.budget} at most, then comes the answer")
     from autotune.api import prepare_study, run_study
     from autotune.cli.console import Display
 

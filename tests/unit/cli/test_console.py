@@ -13,6 +13,7 @@ import pytest
 from autotune.catalog import resolve_device
 from autotune.cli import console
 from autotune.cli.console import Display
+from autotune.cli.last_screen import answer
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.text import operands
 from autotune.core.train_config import TrainConfig
@@ -258,3 +259,11 @@ def shown_on(terminal: Terminal, out: str) -> list[str]:
             one.trial(row)
         one.result(study, out)
     return plain(terminal.getvalue())
+
+
+def test_the_limit_of_an_example_card_is_called_one() -> None:
+    study = summary()
+    assert study.recipe is not None
+    said = {field.name: field.text for field in answer(study, replace(study.recipe, example_gib=0.3))}
+    assert said["memory"].endswith("is the limit on an example card of 0.30 GiB")
+    assert "example card" not in " ".join(field.text for field in answer(study, study.recipe))
