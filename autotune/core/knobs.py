@@ -41,6 +41,8 @@ class KnobSpec:
         never_with: The values of other knobs with which this one has no effect.
         inactive: The value of the knob where it has no effect; the default if left out.
         impossible_with: For a value those of other knobs with which it is impossible: the next choice takes its place.
+        listed_at_default: Whether the data form of a configuration has the knob at its default. One that came later
+            has not, so that digests stay as they were.
         listed_when_inactive: Whether the data form of a configuration has the knob although it has no effect. A change
             would change digests, and stored probes would not be found again.
         required: The message where the knob is active and its value is None.
@@ -70,6 +72,7 @@ class KnobSpec:
     never_with: Mapping[str, Any] = field(default_factory=dict)
     inactive: Any = None
     impossible_with: Mapping[Any, Mapping[str, Any]] = field(default_factory=dict)
+    listed_at_default: bool = True
     listed_when_inactive: bool = False
     required: str | None = None
     choices: tuple[Any, ...] = ()
@@ -144,6 +147,12 @@ class KnobSpec:
         ):
             value = self.choices[self.choices.index(value) + 1]
         return value
+
+    def is_listed(self, values: Mapping[str, Any]) -> bool:
+        """Whether the data form of a configuration with these values of all knobs has this one."""
+        if not (self.listed_at_default or values[self.name] != self.default):
+            return False
+        return self.listed_when_inactive or self.is_active(values)
 
     def speed_rank(self, value: Any) -> Any:
         """A key by which the fastest value sorts first. Equal for all values where no order is known."""

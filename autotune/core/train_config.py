@@ -51,6 +51,7 @@ class TrainConfig:
     loader_workers: int = KNOBS["loader_workers"].default
     allocator: str = KNOBS["allocator"].default
     num_gpus: int = KNOBS["num_gpus"].default
+    tiling: str = KNOBS["tiling"].default
     sharding: str = KNOBS["sharding"].default
     copies: int = KNOBS["copies"].default
     sync_each_batch: bool = KNOBS["sync_each_batch"].default
@@ -131,11 +132,9 @@ class TrainConfig:
         return tuple(KNOBS[name].capability_rank(getattr(self, name)) for name in _by_capability())
 
     def as_dict(self) -> dict[str, Any]:
-        """Every knob that has an effect, by name."""
+        """Every knob that has an effect, by name; some not at their default."""
         values = {name: getattr(self, name) for name in KNOBS}
-        return {
-            name: values[name] for name, knob in KNOBS.items() if knob.listed_when_inactive or knob.is_active(values)
-        }
+        return {name: values[name] for name, knob in KNOBS.items() if knob.is_listed(values)}
 
     def label(self) -> str:
         """One short line: 'lora r16 4x1024 bf16_mixed ckpt-full adamw_torch_fused'."""

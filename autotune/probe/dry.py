@@ -29,6 +29,7 @@ from autotune.probe.runtime.labels import label_loss
 from autotune.probe.runtime.model_builder import (
     base_dtype,
     build,
+    compute_in_tiles,
     config_of,
     decoder_layers,
     require_input_gradients,
@@ -83,6 +84,8 @@ class CountedStep:
         self._model = to_train(self._base, settings, device)
         if not settings.adapters_in_fp32:
             _give_dtype(trained_parameters(self._model), base_dtype(settings))
+        if settings.tiled:
+            compute_in_tiles(self._base)
         self._loss: Callable[..., torch.Tensor] | None = None
         if request.objective is Objective.CLASSIFICATION:
             self._loss = label_loss

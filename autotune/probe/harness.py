@@ -59,6 +59,7 @@ from autotune.probe.runtime.lean_trainer import (
     training_arguments,
 )
 from autotune.probe.runtime.model_builder import (
+    compute_in_tiles,
     decoder_layers,
     is_outline,
     require_input_gradients,
@@ -288,6 +289,8 @@ class Probe:
         set_checkpointing(self.base, settings)
         how = request.seed, request.objective, request.vision
         self.model = attach(self.resident, config, meter.torch_device, *how)
+        if settings.tiled:
+            compute_in_tiles(self.base)
         if config.optimizer.startswith("paged_") and meter.torch_device.type == "cuda":
             self.managed_gib = paged_state_gib(self.model)
         if self.managed_gib:

@@ -13,7 +13,6 @@ import torch
 import transformers.integrations.moe
 import transformers.masking_utils
 import transformers.utils.generic
-from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental import _config as data_dependence
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,7 +73,6 @@ def cuda_on_meta(*, packed: bool, padded: bool) -> Iterator[None]:
         (torch.amp.autocast_mode, "is_autocast_available", _is_available),
         (functional, "scaled_dot_product_attention", _attend),
         (functional, "dropout", _drop),
-        (torch.autograd.graph, "save_on_cpu", _SaveOnHost),
         # What its `maybe_autocast` returns for the meta device. Models call that to switch autocast off.
         (transformers.utils.generic, "nullcontext", lambda: torch.autocast("meta", enabled=False)),
         (transformers.masking_utils, "find_packed_sequence_indices", find_packed),
@@ -145,17 +143,6 @@ class _SeesPadding(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype is torch.bool:
             return False
         return func(*args, **(kwargs or {}))
-
-
-class _SaveOnHost(saved_tensors_hooks):
-    """`torch.autograd.graph.save_on_cpu` without the copy in the host's memory: its shape alone is kept."""
-
-    def __init__(self, pin_memory: bool = False) -> None:
-        def unpack(like: tuple[Any, ...]) -> torch.Tensor:
-            size, stride, dtype = like
-            return torch.empty_strided(size, stride, dtype=dtype, device="meta")
-
-        super().__init__(lambda tensor: (tensor.size(), tensor.stride(), tensor.dtype), unpack)
 
 
 # --- autocast

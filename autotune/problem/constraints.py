@@ -10,7 +10,7 @@ from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec
 from autotune.core.errors import EnvironmentProblem, UsageError
-from autotune.core.knobs import ADAMW
+from autotune.core.knobs import ADAMW, KNOBS
 from autotune.core.lora_targets import ALL_LINEAR, has_own_names, target_modules
 from autotune.core.objective import Objective
 from autotune.core.parallelism import STRATEGIES, ZERO, Parallelism
@@ -115,11 +115,23 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
         narrowing.remove("attention", {"flash_attention_2"}, "transformers has no FlashAttention 2 for this model")
     if kind in NO_SDPA:
         _narrow_to_other_attention(narrowing)
+    _narrow_tiling(narrowing)
     checkpoints = narrowing.space.choices("checkpointing")
     if checkpoints == ("offload",):
         narrowing.remove("compile", {"per_layer"}, "layers whose checkpoints are offloaded do not compile")
     elif "offload" in checkpoints:
         narrowing.only_with("compile", "checkpointing", tuple(value for value in checkpoints if value != "offload"))
+
+
+def _narrow_tiling(narrowing: Narrowing) -> None:
+    """Remove tiles where no value of some knob goes with them: they would have no effect."""
+    if narrowing.space.choices("checkpointing") == ("none",):
+        narrowing.remove("tiling", {"tokens"}, "without recomputed layers there is nothing to tile")
+    for name, wanted in KNOBS["tiling"].active_when.items():
+        values = wanted if isinstance(wanted, list) else [wanted]
+        if not set(values) & set(narrowing.space.choices(name)):
+            reason = f"works only with {KNOBS[name].label} {' or '.join(map(str, values))}"
+            narrowing.remove("tiling", {"tokens"}, reason)
 
 
 def _narrow_to_even_batches(narrowing: Narrowing, batch: int) -> None:
@@ -235,6 +247,7 @@ def narrow_to_trl(narrowing: Narrowing, *, installed: bool, objective: Objective
     narrowing.remove("quantization", {"fp8"}, "TRL has no fp8 base")
     narrowing.remove("optimizer_in_backward", {True}, "TRL's optimizer steps once the backward pass has ended")
     narrowing.remove("attention", {"sdpa_cudnn"}, "a name that TRL does not know")
+    narrowing.remove("tiling", {"tokens"}, "TRL computes layers whole")
     if "lora" in narrowing.space.choices("method") and "none" in narrowing.space.choices("quantization"):
         narrowing.remove("precision", {"bf16_pure"}, "TRL keeps adapters on an unquantised base in fp32")
 
@@ -274,6 +287,7 @@ def narrow_to_images(narrowing: Narrowing, workload: Workload) -> None:
     narrowing.remove("quantization", {"fp8", "int8"}, reason)
     narrowing.remove("checkpointing", {"offload"}, reason)
     narrowing.remove("optimizer_in_backward", {True}, reason)
+    narrowing.remove("tiling", {"tokens"}, reason)
 
 
 def _narrow_padding_to_trl(narrowing: Narrowing) -> None:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from autotune.probe.meta_device import FP32, FP32_OUTPUT, LOWER, PROMOTE, cuda_on_meta
+from autotune.probe.runtime.host_checkpoints import HostCheckpoints
 from autotune.probe.storage_counter import StorageCounter
 
 pytestmark = pytest.mark.probe
@@ -234,7 +235,7 @@ def test_everything_is_as_before_once_it_ends() -> None:
         *[(torch, name) for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled")],
         *[(torch, "set_autocast_dtype"), (torch, "clear_autocast_cache"), (torch.amp, "is_autocast_available")],
         *[(torch.amp.autocast_mode, "is_autocast_available"), (functional, "scaled_dot_product_attention")],
-        *[(torch.autograd.graph, "save_on_cpu"), (transformers.utils.generic, "nullcontext")],
+        *[(transformers.utils.generic, "nullcontext")],
         *[(transformers.masking_utils, "find_packed_sequence_indices")],
         *[(transformers.integrations.moe, "_can_use_grouped_mm")],
         *[(PreTrainedModel, "warn_if_padding_and_no_attention_mask")],
@@ -294,8 +295,8 @@ def test_the_grouped_product_of_experts_knows_bf16_alone() -> None:
         assert can(other, half, other) is True and can(half, other, half) is False
 
 
-def test_what_is_saved_on_the_host_takes_no_memory_of_the_device() -> None:
-    """Only its shape is kept: it is made again, with its strides and its type, where it is needed."""
+def test_what_is_kept_in_the_host_takes_no_memory_of_the_device() -> None:
+    """But for the last one, which may still be on its way. What is needed again has its shape and its type."""
     made: list[torch.Tensor] = []
 
     class Square(torch.autograd.Function):
@@ -311,15 +312,16 @@ def test_what_is_saved_on_the_host_takes_no_memory_of_the_device() -> None:
 
     weight = torch.empty(8, 64, dtype=torch.float64, device=META, requires_grad=True)
     with cuda_on_meta(packed=False, padded=False), StorageCounter(META) as counter:
-        with torch.autograd.graph.save_on_cpu(pin_memory=True):
-            inner = (weight * 1).t()
-            out = Square.apply(inner)
-            del inner
-        assert counter.live == 4096  # the output alone
-        out.sum().backward()
-    assert [(one.shape, one.stride(), one.dtype, one.device) for one in made] == [
-        ((64, 8), (1, 64), torch.float64, META)
-    ]
+        kept, outputs = HostCheckpoints(), []
+        for factor in (1, 2, 3):
+            with kept.saving():
+                inner = weight * factor
+                outputs.append(Square.apply(inner))
+                del inner
+        assert counter.live == (3 + 1) * 4096  # the outputs, and the last input
+        sum(outputs).sum().backward()
+        assert kept.held_bytes == 0
+    assert [(one.shape, one.dtype, one.device) for one in made] == [((8, 64), torch.float64, META)] * 3
 
 
 def test_sums_under_autocast_have_32_bits_unless_a_type_is_named() -> None:

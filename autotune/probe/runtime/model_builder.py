@@ -35,6 +35,7 @@ from transformers.utils import find_adapter_config_file
 from .images import TOWERS, VISION_PATHS
 from .patches import multiply_in_fp8, offload_checkpoints, register_cudnn_attention
 from .settings import ModelSettings
+from .tiles import tile_layers
 
 QuantizedLinear = Callable[[tuple[int, int, bool], ModelSettings], nn.Module]
 
@@ -266,11 +267,22 @@ def set_checkpointing(base: PreTrainedModel, settings: ModelSettings) -> None:
         base.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
     else:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
-    for index, layer in enumerate(decoder_layers(base)):
+    layers = decoder_layers(base)
+    for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index % every == 0
-        if settings.offload:
-            offload_checkpoints(layer)
+    if settings.offload:
+        offload_checkpoints(layers)
     _unhook_towers(base)
+
+
+def compute_in_tiles(base: PreTrainedModel) -> None:
+    """Have norms, projections and MLPs computed over tiles of tokens. Adapters and checkpointing must be there already.
+
+    transformers and PEFT each have the embedding's output require gradients, which would keep it, and its gradient, for
+    the whole step. Recomputation without reentrance does not need it.
+    """
+    base.get_input_embeddings()._forward_hooks.clear()
+    tile_layers(base, decoder_layers(base))
 
 
 def stop_checkpointing(base: PreTrainedModel) -> None:

@@ -12,6 +12,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from .host_checkpoints import HostCheckpoints
+
 CUDNN_ATTENTION = "sdpa_cudnn"
 FP8_RECIPE = "tensorwise"  # one scale a factor, from its largest value: on an H200 5 % faster than one a row
 FP8_MULTIPLE = 16  # both sides of a matrix must be multiples of it
@@ -72,13 +74,15 @@ def load_attention(model: Any, device: torch.device) -> None:
         nn.functional.scaled_dot_product_attention(rows, rows, rows, attn_mask=mask).sum().backward()
 
 
-def offload_checkpoints(layer: Any) -> None:
-    """Keep the input that this layer is recomputed from in the host's memory. Its checkpointing must be on already."""
-    layer._gradient_checkpointing_func = partial(_offloaded, layer._gradient_checkpointing_func)
+def offload_checkpoints(layers: list[Any]) -> None:
+    """Keep the inputs that these layers are recomputed from in the host's memory. Checkpointing must be on already."""
+    kept = HostCheckpoints()
+    for layer in layers:
+        layer._gradient_checkpointing_func = partial(_offloaded, kept, layer._gradient_checkpointing_func)
 
 
-def _offloaded(checkpoint: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+def _offloaded(kept: HostCheckpoints, checkpoint: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with kept.saving():
         return checkpoint(*args, **kwargs)
 
 

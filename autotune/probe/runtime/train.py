@@ -115,6 +115,8 @@ def train(
         load_attention(base, device)
     model_builder.set_checkpointing(base, settings.model_settings)
     model = add_adapters(base, settings, torch.device("cpu") if from_one(settings, options) else device)
+    if settings.model_settings.tiled:
+        model_builder.compute_in_tiles(base)
     loss = loss_of(settings, base)  # with the head that is trained
     clock = Clock(options.saves, options.progress)
     trainer = make_trainer(settings, options, model, loss, clock, train_rows, eval_rows)

@@ -24,7 +24,7 @@ def test_knobs_without_effect_are_dropped():
 
 
 def test_only_what_has_an_effect_is_in_the_digest():
-    of_several = {"sharding", "copies", "sync_each_batch", "offload"}
+    of_several = {"tiling", "sharding", "copies", "sync_each_batch", "offload"}
     inactive = {"double_quant", "kbit_preparation", "optimizer_in_backward"} | of_several
     assert set(KNOBS) - set(TrainConfig().as_dict()) == inactive
     assert set(KNOBS) - set(TrainConfig(method="full").as_dict()) == {
@@ -33,8 +33,10 @@ def test_only_what_has_an_effect_is_in_the_digest():
         *of_several,
     }
     assert set(TrainConfig(quantization="nf4").as_dict()) == set(KNOBS) - {"optimizer_in_backward"} - of_several
-    assert set(KNOBS) - set(TrainConfig(num_gpus=2, sharding="fsdp2").as_dict()) == inactive - of_several
-    assert set(KNOBS) - set(TrainConfig(num_gpus=2, sharding="ddp").as_dict()) == inactive - {"sharding"}
+    of_fsdp2, of_ddp = (TrainConfig(num_gpus=2, sharding=sharding).as_dict() for sharding in ("fsdp2", "ddp"))
+    assert set(KNOBS) - set(of_fsdp2) == (inactive - of_several) | {"tiling"}
+    assert set(KNOBS) - set(of_ddp) == inactive - {"sharding"}
+    assert TrainConfig(tiling="tokens").as_dict()["tiling"] == "tokens"  # listed where it is not the default
     assert TrainConfig(method="full", lora_rank=8).digest == TrainConfig(method="full", lora_rank=64).digest
 
 
@@ -66,6 +68,7 @@ def test_every_knob_changes_the_digest():
         "loader_workers": 2,
         "allocator": "fixed",
         "num_gpus": 2,
+        "tiling": "tokens",
     }
     pair = TrainConfig(num_gpus=2)
     assert replace(pair, sharding="fsdp2").digest != pair.digest  # not a knob of one GPU

@@ -39,6 +39,7 @@ CONFIGS = [
     TrainConfig(loader_workers=2, kernels="liger", dora=True),
     TrainConfig(quantization="fp8", attention="sdpa_cudnn", checkpointing="offload", rslora=True),
     TrainConfig(attention="sdpa_cudnn", packing=True, checkpointing="offload", quantization="nf4", loss="chunked"),
+    TrainConfig(tiling="tokens", checkpointing="offload", quantization="nf4", loss="chunked"),
     TrainConfig(padding="max_length", seq_len=1000),
     TrainConfig(group_by_length=True),
     TrainConfig(padding="masked"),

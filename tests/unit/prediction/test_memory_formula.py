@@ -170,7 +170,13 @@ def test_packed_rows_keep_a_mask(model: str, repeated: int) -> None:
     assert more * GIB == pytest.approx(32 * 8192 * (2 * 8192 + repeated))
 
 
-UNKNOWN = [{"quantization": "int8"}, {"dora": True}, {"checkpointing": "offload"}, {"precision": "fp32"}]
+UNKNOWN = [
+    {"quantization": "int8"},
+    {"dora": True},
+    {"checkpointing": "offload"},
+    {"precision": "fp32"},
+    {"tiling": "tokens"},
+]
 
 
 @pytest.mark.parametrize("knobs", UNKNOWN, ids=str)
@@ -369,7 +375,7 @@ def test_the_state_of_an_optimizer_by_hand(optimizer: str, moments: int) -> None
 def test_what_no_formula_covers_is_named() -> None:
     model = resolve_model("mistral-7b")
     named = [unsupported(model, TrainConfig(**knobs)) for knobs in UNKNOWN]
-    assert named == ["int8 bases", "DoRA", "offloaded checkpoints", "fp32 precision"]
+    assert named == ["int8 bases", "DoRA", "offloaded checkpoints", "fp32 precision", "tiles of tokens"]
     assert unsupported(resolve_model("gpt2"), TrainConfig()) == "gpt2 models"
     assert unsupported(model, TrainConfig()) is None
 

@@ -65,22 +65,6 @@ def test_masked_rows_of_each_alignment_are_attended_to_once(
     assert seen == [(length, size, torch.bfloat16) for length in lengths]
 
 
-@pytest.mark.parametrize("has_gpu", [True, False])
-def test_checkpoints_wait_in_pinned_memory_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch, has_gpu: bool) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(
-        torch.autograd.graph, "save_on_cpu", lambda pin_memory=None: asked.append(pin_memory) or nullcontext()
-    )
-
-    class Layer:
-        _gradient_checkpointing_func = staticmethod(lambda *args, **kwargs: (args, kwargs))
-
-    layer: Any = Layer()
-    patches.offload_checkpoints(layer)
-    assert layer._gradient_checkpointing_func(1, 2, three=3) == ((1, 2), {"three": 3}) and asked == [has_gpu]
-
-
 def test_cudnns_attention_has_a_name_and_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[Any] = []
     for kind in (AttentionInterface, AttentionMaskInterface):
