@@ -2,7 +2,7 @@
 
 import html
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
     from autotune.planning.compare import Budget, Comparison, Owned
+    from autotune.planning.longest import Longest, LongestRow
     from autotune.planning.plan import Plan
     from autotune.planning.run_check import CheckReport
     from autotune.planning.several_gpus import GpuPlan
@@ -53,6 +54,7 @@ __all__ = [
     "check",
     "compare",
     "load_study",
+    "longest",
     "plan",
     "tune",
 ]
@@ -197,6 +199,47 @@ def check(file: str | Path, **options: Any) -> "CheckReport":
     from autotune.planning.observations import known_observations
 
     return planning.check(Path(file), options, observations=known_observations())
+
+
+def longest(
+    model: str,
+    gpu: str = "auto",
+    *,
+    methods: Sequence[str] = (),
+    rank: int = 16,
+    knobs: Mapping[str, Any] | None = None,
+    memory_gib: float | None = None,
+    host_memory_gib: float | None = None,
+    most_tokens: int | None = None,
+    probe: bool = True,
+    progress: Callable[[str], Any] = lambda text: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> "tuple[Longest, list[LongestRow]]":
+    """The longest row that fits a GPU by each method (full, lora, qlora), as `autotune longest` finds it.
+
+    Rows are predicted without a GPU, and with `probe` tried by real steps where the GPU is here. `memory_gib` and
+    `host_memory_gib` bound what may be used of the card and of the host, `most_tokens` the rows; `knobs` are pinned.
+
+    Raises:
+        AutotuneError: a name or a knob is unknown or impossible, or the GPU cannot be probed.
+        Cancelled: `should_stop` returned True.
+    """
+    from autotune.catalog import resolve_model
+    from autotune.planning.longest import METHODS, find_longest
+
+    return find_longest(
+        resolve_model(model),
+        gpu,
+        methods or tuple(METHODS),
+        rank=rank,
+        knobs=knobs,
+        memory_gib=memory_gib,
+        host_memory_gib=host_memory_gib,
+        most_tokens=most_tokens,
+        probe=probe,
+        say=progress,
+        should_stop=should_stop,
+    )
 
 
 def calibrate(

@@ -62,6 +62,10 @@ COMMANDS = {
         "It shows a copy in memory, with notes, figures and reports; the database is only read. A study that still "
         "runs is read again every 5 seconds while the page is open.",
     ),
+    "longest": (
+        "longest:longest",
+        "Find the longest row that fits a GPU, by method: predicted, and tried by real steps where the GPU is here.",
+    ),
     "calibrate": (
         "calibrate:calibrate",
         "Measure this machine in about 30 seconds: card, host, disk and link. Estimates for it use that from then on.",

@@ -138,7 +138,8 @@ class ProbeRequest:
     `new_lengths` a few micro batches of new lengths are timed, where attention plans for each. Without `flash`, torch's
     own attention has neither FlashAttention nor cuDNN to choose from: the card of the run is too old for them.
     `micro_steps` and micro batches are those of each GPU, where the configuration has several; `world` says who their
-    ranks are. `vision` is frozen or trained: whether a vision tower is trained too.
+    ranks are. No phase is taken to hang before `patience_s`. `vision` is frozen or trained: whether a vision tower is
+    trained too.
     """
 
     config: TrainConfig
@@ -164,6 +165,7 @@ class ProbeRequest:
     profile: bool = False
     new_lengths: bool = True
     flash: bool = True
+    patience_s: float = 0.0
 
     @property
     def parallelism(self) -> Parallelism:

@@ -31,7 +31,7 @@ def memory_of(
     by_formula = memory_breakdown(model, config, micro_steps, objective=objective)
     if by_formula is not None:
         return by_formula
-    count = _answer(model, config, micro_steps, objective).count
+    count = counted(model, config, micro_steps, objective).count
     return None if count is None else counted_breakdown(model, config, count, objective)
 
 
@@ -43,16 +43,23 @@ def step_time_of(
         return estimate_step_time(model, config, host, objective)
     if config.packing and config.attention == "flash_attention_2":
         return None  # its examples attend to less than the whole rows that are counted
-    count = _answer(model, config, micro_steps, objective).count
+    count = counted(model, config, micro_steps, objective).count
     return None if count is None else counted_step_time(config, count, host)
 
 
 def no_count(model: ModelSpec, config: TrainConfig, micro_steps: int, objective: Objective = Objective.SFT) -> str:
     """Why `memory_of` has no answer, as a part of a sentence."""
-    return printable(_answer(model, config, micro_steps, objective).refused or "it can be counted").rstrip(".")
+    return printable(counted(model, config, micro_steps, objective).refused or "it can be counted").rstrip(".")
 
 
-def _answer(model: ModelSpec, config: TrainConfig, micro_steps: int, objective: Objective) -> DryAnswer:
+def counted(
+    model: ModelSpec,
+    config: TrainConfig,
+    micro_steps: int,
+    objective: Objective = Objective.SFT,
+    depth: int | None = None,
+) -> DryAnswer:
+    """What a dry probe counts of the whole model, or of `depth` of its layers, or why it counts nothing."""
     if model.sees_images:
         return DryAnswer(refused="the images of its rows are not counted")
     if config.attention == "flash_attention_2" and (config.packing or not config.has_mask):
@@ -67,6 +74,7 @@ def _answer(model: ModelSpec, config: TrainConfig, micro_steps: int, objective: 
         model=model.config,
         memory_gib=1.0,
         micro_steps=micro_steps,
+        depth=depth,
         objective=objective,
         trainer=objective.trainers[0],
     )

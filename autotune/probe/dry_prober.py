@@ -31,6 +31,7 @@ from autotune.prediction.depth_extrapolation import count_at_depth, counted_dept
 from autotune.probe.worker_process import child_environment
 
 DRY_VERSION = 7  # raised when a dry probe counts something else than before
+OFFLOAD_VERSION = 2  # the same for configurations whose checkpoints wait in the host's memory
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "trl")
 SHIPPED = "shipped_counts.json.gz"
 UNCOUNTED = ("loader_workers", "allocator", "num_gpus")  # knobs that leave what is counted as it is
@@ -175,4 +176,6 @@ def key_of(request: ProbeRequest, versions: Sequence[str] = ()) -> str:
     about = [request.model, config, request.micro_steps, request.longest.length, request.depth]
     if request.objective is not Objective.SFT:
         about.append(request.objective)
+    if request.config.offloads:
+        about.append(OFFLOAD_VERSION)
     return digest_of([DRY_VERSION, *versions, *about])

@@ -31,6 +31,7 @@ class Monitor:
         self._throttled = throttled
         self._samples: list[Telemetry] = []
         self.phase = Phase.START
+        self.patience_s = 0.0
         self._since = time.monotonic()
 
     def enter(self, phase: Phase) -> None:
@@ -47,8 +48,8 @@ class Monitor:
         self._samples.append(replace(sample, throttle_reasons=(THERMAL,)) if self._throttled else sample)
 
     def deadline_s(self) -> float:
-        """Seconds that the current phase may take."""
-        return DEADLINES[self.phase]
+        """Seconds that the current phase may take: the usual ones, or `patience_s` if that is more."""
+        return max(DEADLINES[self.phase], self.patience_s)
 
     def expired(self) -> bool:
         """Whether the current phase has taken longer than its deadline."""

@@ -189,6 +189,7 @@ class WorkerProber:
         oom_kills = host_oom_kills()
         begin = time.monotonic()
         monitor = self.monitor(log)
+        monitor.patience_s = request.patience_s
         try:
             process = self.ready_process()
             process.send({"request": to_data(request), "log": str(log)} | more)

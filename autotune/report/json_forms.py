@@ -12,6 +12,7 @@ from typing import Any, Literal
 from autotune.catalog import DeviceSpec, ModelSpec, Price, Purchase
 from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.micro_profile import MicroBatchProfile
+from autotune.planning.longest import Attempt, LongestRow
 from autotune.planning.micro_batch import Bound, HostNeed
 from autotune.planning.rent_or_buy import Bought, Purse, SizeCost
 from autotune.planning.trainable import Entry
@@ -407,6 +408,13 @@ def _train() -> Any:
     return _form("Train", study=str, **counts, **seconds, **numbers)
 
 
+def _longest() -> Any:
+    attempt = _form("Attempt", Attempt)
+    row = _form("LongestRow", LongestRow, config=Data, evidence=EVIDENCE, attempts=_rows(attempt), tokens_per_s=Number)
+    texts, limits = dict.fromkeys(("model", "device"), str), dict.fromkeys(("host_limit_gib", "positions"), Number)
+    return _form("Longest", **texts, limit_gib=float, **limits, rows=_rows(row))
+
+
 def _import() -> Any:
     texts = dict.fromkeys(("device", "label"), str)
     row = _form("Row", **texts, model=Text, tokens_per_s=Number, peak_reserved_gib=Number, evidence=EVIDENCE)
@@ -441,6 +449,7 @@ FORMS: dict[str, Callable[[], Any]] = {
     "verify": _verify,
     "learn": _learn,
     "train": _train,
+    "longest": _longest,
     "calibrate": lambda: Calibration,
     "doctor": _doctor,
     "delete": _files,

@@ -168,7 +168,11 @@ def test_kernels_that_stand_in_for_methods_are_taken_out_again() -> None:
 
 
 @pytest.mark.probe
-@pytest.mark.parametrize("knobs", [{"quantization": "fp8"}, {"checkpointing": "offload"}], ids=str)
+@pytest.mark.parametrize(
+    "knobs",
+    [{"quantization": "fp8"}, {"checkpointing": "offload"}, {"checkpointing": "offload", "tiling": "tokens"}],
+    ids=str,
+)
 def test_the_exported_script_applies_the_same_patches(tmp_path: Path, knobs: dict[str, Any]) -> None:
     """Scripts without patches run in test_train_script."""
     pytest.importorskip("torchao")

@@ -1,0 +1,103 @@
+"""`autotune longest`: the longest row that fits a card, by method, tried on it where it is here."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autotune.cli.options import Gpu, Json
+from autotune.cli.stop import stop_on_signals
+from autotune.cli.terminal import print_json, print_note, print_table
+from autotune.core.errors import Cancelled, Interrupted, NothingFits
+from autotune.core.units import DASH, fmt_gib, fmt_seconds
+
+if TYPE_CHECKING:
+    from autotune.planning.longest import Longest, LongestRow
+
+COLUMNS = {"method": "left", "longest row": "right", "known": "left", "step": "right", "tokens/s": "right"} | {
+    "GPU": "right",
+    "host": "right",
+    "limited by": "left",
+}
+
+
+def longest(
+    model: Annotated[str, typer.Option(help="Model: a name of the catalogue, a Hub name or a directory.")],
+    gpu: Gpu = None,
+    method: Annotated[list[str] | None, typer.Option(help="full, lora or qlora; repeatable. [all three]")] = None,
+    rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 16,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="Pin a knob; repeatable.")
+    ] = None,
+    memory_gib: Annotated[float | None, typer.Option("--memory", help="GiB of the card that may be used.")] = None,
+    host_memory_gib: Annotated[
+        float | None, typer.Option("--host-memory", help="GiB of the host. [this host's, if the card is here]")
+    ] = None,
+    most_tokens: Annotated[int | None, typer.Option(help="Look at no longer rows.")] = None,
+    predict: Annotated[bool, typer.Option("--predict", help="Only predict, although the card is here.")] = False,
+    json_: Json = False,
+) -> None:
+    """Print the longest row that fits, by method: predicted without a GPU, and verified by real steps where it is here.
+
+    Raises:
+        UsageError: the model, the card, a method or a knob is unknown or impossible.
+        EnvironmentProblem: the card cannot be probed.
+        NothingFits: no method holds any row.
+        Interrupted: stopped by a signal.
+    """
+    from autotune.api import longest as find
+    from autotune.cli.study_options import pins_of
+    from autotune.planning.longest import longest_data
+
+    with stop_on_signals() as stop:
+        try:
+            asked, rows = find(
+                model,
+                gpu or "auto",
+                methods=method or (),
+                rank=rank,
+                knobs=pins_of(set_ or []),
+                memory_gib=memory_gib,
+                host_memory_gib=host_memory_gib,
+                most_tokens=most_tokens,
+                probe=not predict,
+                progress=print_note,
+                should_stop=stop,
+            )
+        except Cancelled:
+            raise Interrupted("stopped", exit_code=128 + (stop.signal or 2)) from None
+    if json_:
+        print_json(longest_data(asked, rows))
+    else:
+        _print(asked, rows)
+    if not any(row.tokens for row in rows):
+        raise NothingFits(
+            f"no row of {asked.model.short} fits {asked.device.name} by these methods",
+            remedy="try --method qlora, a smaller model, or a larger card (`autotune compare`)",
+        )
+
+
+def _print(asked: "Longest", rows: list["LongestRow"]) -> None:
+    limits = f"{fmt_gib(asked.limit_gib)} for tensors"
+    if asked.host_limit_gib is not None:
+        limits += f", {fmt_gib(asked.host_limit_gib)} of the host for inputs of layers"
+    print_table(f"{asked.model.short} on {asked.device.name}: {limits}", COLUMNS, [_cells(row) for row in rows])
+    for row in rows:
+        if row.problem:
+            print(f"{row.method}: {row.problem}.")
+    positions, most = asked.model.max_seq_len, max((row.tokens or 0 for row in rows), default=0)
+    if positions and most > positions:
+        print(f"The model was trained for {positions:,} positions: what it learns of longer rows is not known.")
+    if any(row.evidence == "estimated" and row.tokens for row in rows):
+        print("Estimated rows were counted without a GPU (1.5 % on the safe side). Their times were never measured.")
+    for card in sorted({row.timed_on for row in rows if row.timed_on and row.timed_on != asked.device.name}):
+        print(f"Times are those of {card}, which stood in under a cap of its memory.")
+
+
+def _cells(row: "LongestRow") -> tuple[str, ...]:
+    if row.tokens is None:
+        return (row.method, DASH, DASH, DASH, DASH, DASH, DASH, DASH)
+    is_range = row.step_s_low != row.step_s_high
+    step = f"{fmt_seconds(row.step_s_low)} to {fmt_seconds(row.step_s_high)}" if is_range else fmt_seconds(row.step_s)
+    speed = DASH if row.tokens_per_s is None else f"{'about ' if is_range else ''}{row.tokens_per_s:,.0f}"
+    memory = fmt_gib(row.gpu_gib), fmt_gib(row.host_gib)
+    return row.method, f"{row.tokens:,}", row.evidence, step, speed, *memory, row.limited_by or DASH

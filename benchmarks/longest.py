@@ -1,0 +1,110 @@
+"""The longest rows that really train: Llama-3.1-8B, QLoRA of rank 32 on all linear layers, on 80 GB and on 24 GB.
+
+    python benchmarks/longest.py                  # an H100 with 80 GB and 110 GiB of host memory
+    python benchmarks/longest.py --marks 24gb     # one of the two
+
+Each row is one real step of the whole model. 24 GB are what an RTX 4090 offers, as a cap on the card that is here. Two
+layers and 65,536 tokens show first which attention kernel is faster, and whether the row fits with it. Where a length
+does not fit, one that is 3 % shorter is tried, once. Attention takes most of the time, since it grows with the square
+of the length: a step of 344,064 tokens has 1.4e17 FLOPs of it, so that the whole benchmark takes minutes.
+"""
+
+import argparse
+import tempfile
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from common import save
+
+from autotune.catalog import resolve_model
+from autotune.core.machine import host_memory_gib
+from autotune.core.memory_budget import memory_limit_gib
+from autotune.core.probe_types import Outcome, ProbeResult
+from autotune.core.train_config import TrainConfig
+from autotune.planning.longest import HEADROOM, HOST_SHARE, STEP, Longest, tried
+from autotune.prediction.memory_formula import CONTEXT_GIB, memory_breakdown
+from autotune.probe.supervisor import WorkerProber
+from autotune.problem.target import Target, find_target
+
+CARDS = {"24gb": "rtx-4090", "80gb": "auto"}
+KERNELS = ("sdpa", "sdpa_cudnn")  # torch's flash attention, as rows have any length, and cuDNN's
+TRIED_AT, FEW = 65_536, 2
+
+
+class Marks:
+    """The benchmark in progress. Each result is written as it comes."""
+
+    def __init__(self, prober: WorkerProber, out: Path | None) -> None:
+        self.prober, self.out = prober, out
+        self.rows: list[dict[str, Any]] = []
+        self.summary: dict[str, Any] = {"tokens_80gb": None, "tokens_24gb": None}
+
+    def run(self, asked: Longest, config: TrainConfig, cap_gib: float, depth: int | None = None) -> ProbeResult:
+        """A probe of this configuration, kept as a row."""
+        began = time.monotonic()
+        request = asked.request(config, cap_gib, depth=depth)
+        result = self.prober.probe(request, self.prober.logs / "longest.log")
+        attempt = tried(result)
+        about = {"attention": config.attention, "cap_gib": cap_gib, "host_gib": asked.host_gib(config)}
+        wall_s = time.monotonic() - began
+        self.rows.append(asdict(attempt) | about | {"reason": result.reason, "wall_s": wall_s})
+        print(self.rows[-1], flush=True)
+        self.write()
+        return result
+
+    def write(self) -> None:
+        save("longest", self.prober.fingerprint, self.summary, self.rows, self.out)
+
+    def mark(self, name: str, target: Target, tokens: int) -> None:
+        """One real step with rows of so many tokens, or 3 % fewer, under the memory of the target."""
+        cap_gib = target.memory_cap_gib(self.prober.memory_gib)
+        limit_gib = memory_limit_gib(cap_gib, HEADROOM, taken_gib=CONTEXT_GIB)
+        asked = Longest(model=resolve_model("llama-3.1-8b"), device=target.device, limit_gib=limit_gib, rank=32)
+        asked = replace(asked, host_limit_gib=HOST_SHARE * host_memory_gib())
+        tokens = min(tokens, asked.bounds("qlora")["host memory"] // STEP * STEP)
+        config = asked.config("qlora", tokens)
+        config = replace(config, attention=self.kernel(asked, config, cap_gib))
+        for length in (tokens, int(tokens * 0.97) // STEP * STEP):
+            attempt = tried(self.run(asked, replace(config, seq_len=length), cap_gib))
+            if attempt.outcome == Outcome.OK.value:
+                named = {"tokens": length, "step_s": attempt.step_s, "need_gib": attempt.need_gib}
+                named |= {"host_gib": asked.host_gib(replace(config, seq_len=length))}
+                self.summary |= {f"{key}_{name}": value for key, value in named.items()}
+                self.write()
+                return
+
+    def kernel(self, asked: Longest, config: TrainConfig, cap_gib: float) -> str:
+        """The faster attention of those with which the row fits, by what two layers of a shorter one need."""
+        whole = memory_breakdown(asked.model, replace(config, checkpointing="full", tiling="none"), 1)
+        assert whole is not None
+        lasting_gib = whole.weights + whole.adapters + whole.optimizer
+        seconds: dict[str, float] = {}
+        for kernel in KERNELS:
+            found = self.run(asked, replace(config, attention=kernel, seq_len=TRIED_AT), cap_gib, depth=FEW)
+            if (measured := found.measurement) is None:
+                continue
+            of_row = measured.peak_reserved_gib - measured.model_gib - measured.adapters_gib - measured.optimizer_gib
+            if lasting_gib + of_row * config.seq_len / TRIED_AT <= asked.limit_gib:
+                seconds[kernel] = measured.kind_s[-1][1]
+        return min(seconds, key=lambda kernel: seconds[kernel], default=KERNELS[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--marks", nargs="+", choices=list(CARDS), default=list(CARDS))
+    parser.add_argument("--tokens-24gb", type=int, default=162_816, help="as `autotune longest --predict` says")
+    parser.add_argument("--tokens-80gb", type=int, default=344_064)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    tokens = {"24gb": args.tokens_24gb, "80gb": args.tokens_80gb}
+    with tempfile.TemporaryDirectory() as logs, WorkerProber("cuda", Path(logs)) as prober:
+        marks = Marks(prober, args.out)
+        for name in args.marks:
+            marks.mark(name, find_target(CARDS[name]), tokens[name])
+        print(marks.summary)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""The longest row: the line through two counts, what bounds it, and the few rows that are tried on a card."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from autotune.catalog import resolve_device, resolve_model
+from autotune.cli.app import app
+from autotune.core.errors import NothingFits, UsageError
+from autotune.core.probe_types import DryCount, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult
+from autotune.core.train_config import TrainConfig
+from autotune.planning import longest as module
+from autotune.planning.counted_memory import DryAnswer
+from autotune.planning.longest import Longest, LongestRow, find_longest, longest_data, verify
+from autotune.prediction.memory_formula import COUNT_ERROR, counted_breakdown
+from autotune.report.json_forms import form_of
+from tests.helpers.factories import measurement, result
+
+MODEL = resolve_model("llama-3.1-8b")
+FIXED, EACH = 6.0, 1e-4  # GiB of the model, and of a token
+
+
+def count_of(config: TrainConfig, depth: int | None = None, bend: int = 10**9) -> DryCount:
+    """What grows by EACH with a token, and by twice as much after `bend` tokens."""
+    model = FIXED if depth is None else 2.0
+    peak = model + EACH * (config.seq_len + max(config.seq_len - bend, 0))
+    return DryCount(
+        model_gib=model,
+        adapters_gib=0.0,
+        gradients_gib=0.0,
+        optimizer_gib=0.0,
+        segment_peak_gib={"backward_layers": peak},
+        peak_allocated_gib=peak,
+        trainable_params=1,
+        total_params=1,
+        flops={"mm": config.seq_len * 10**10, "flash_attention": config.seq_len**2 * 10**4},
+        moved_bytes={"other": config.seq_len * 10**6},
+        operations=1000,
+    )
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts by `count_of`; the lengths that were asked for."""
+    lengths: list[int] = []
+
+    def answer(model: Any, config: TrainConfig, micro_steps: int, *_: Any, depth: int | None = None) -> DryAnswer:
+        lengths.append(config.seq_len)
+        return DryAnswer(count=count_of(config, depth))
+
+    monkeypatch.setattr(module, "counted", answer)
+    return lengths
+
+
+def asked(limit_gib: float = 22.0, **more: Any) -> Longest:
+    return Longest(model=MODEL, device=resolve_device("h100"), limit_gib=limit_gib, rank=32, **more)
+
+
+def need(tokens: int) -> float:
+    config = asked().config("qlora", tokens)
+    return counted_breakdown(MODEL, config, count_of(config)).peak_reserved_gib * (1 + COUNT_ERROR)
+
+
+@pytest.mark.parametrize("limit_gib", [22.0, 60.0, 9.0, 7.0])
+def test_the_prediction_is_the_longest_multiple_that_surely_fits(counted: list[int], limit_gib: float) -> None:
+    row = asked(limit_gib).predict("qlora")
+    assert row.tokens is not None and row.tokens % module.STEP == 0
+    assert need(row.tokens) <= limit_gib < need(row.tokens + 2 * module.STEP)
+    assert (row.limited_by, row.evidence, row.problem) == ("gpu memory", "estimated", None)
+    assert row.step_s_low < row.step_s < row.step_s_high  # type: ignore[operator]
+
+
+def test_a_line_that_bends_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(model: Any, config: TrainConfig, micro_steps: int, *_: Any, depth: int | None = None) -> DryAnswer:
+        return DryAnswer(count=count_of(config, depth, bend=100_000))
+
+    monkeypatch.setattr(module, "counted", answer)
+    row = asked(30.0).predict("qlora")
+    assert row.tokens is not None and row.gpu_gib is not None
+    assert 0.95 * 30.0 < row.gpu_gib * (1 + COUNT_ERROR) <= 30.0
+
+
+def test_the_host_and_the_user_bound_it_too(counted: list[int]) -> None:
+    """32 layers of 4,096 values in 16 bits are 256 KiB a token: 4,096 tokens to a GiB."""
+    row = asked(60.0, host_limit_gib=30.0).predict("qlora")
+    assert (row.tokens, row.limited_by) == (30 * 4096, "host memory") and row.host_gib == pytest.approx(30.0)
+    row = asked(60.0, host_limit_gib=30.0, most_tokens=9_000).predict("qlora")
+    assert (row.tokens, row.limited_by) == (8_192, "what was asked for")
+    assert max(counted[-3:]) <= 8_192
+    assert asked().host_gib(asked().config("full", 4096)) == 2.0  # in 32 bits
+
+
+def test_what_does_not_fit_or_cannot_be_counted_says_so(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    row = asked(5.0).predict("qlora")
+    assert row.tokens is None and row.problem is not None and "are needed for 4,096 tokens" in row.problem
+    monkeypatch.setattr(module, "counted", lambda *_, **__: DryAnswer(refused="no such layers"))
+    monkeypatch.setattr(module, "no_count", lambda *_: "no such layers")
+    row = asked().predict("qlora")
+    assert (row.tokens, row.problem) == (None, "no such layers")
+
+
+def test_attention_is_counted_below_the_diagonal(counted: list[int]) -> None:
+    one, two = (asked().step_s(config, count_of(config)) for config in map(asked_config, (10**6, 2 * 10**6)))
+    of_attention = 10**12 * 10**4 / 2 / (0.35 * 989e12)
+    assert one is not None and two is not None
+    assert two - 2 * one == pytest.approx(2 * of_attention, rel=0.02)
+
+
+def asked_config(tokens: int) -> TrainConfig:
+    return asked().config("qlora", tokens)
+
+
+class Card:
+    """A card on which a token takes `each` GiB, and all that is reserved `more` than what is allocated."""
+
+    def __init__(self, limit_gib: float, each: float = EACH, more: float = 0.05) -> None:
+        self.limit_gib, self.each, self.more = limit_gib, each, more
+        self.seen: list[tuple[int, int | None]] = []
+
+    def probe(self, request: ProbeRequest) -> ProbeResult:
+        tokens = request.config.seq_len
+        self.seen.append((tokens, request.depth))
+        peak = (2.0 if request.depth else FIXED) + self.each * tokens + self.more
+        made = result(request.config, depth=request.depth)
+        if peak <= self.limit_gib:
+            found = measurement(peak_gib=peak / 1.02, kind_s=((0.96, 0.1), (0.04, 5.0)))
+            return replace(made, measurement=found)
+        oom = OomDetail(
+            phase=Phase.BACKWARD, requested_gib=1.0, allocated_gib=peak - 1, reserved_gib=peak, limit_gib=self.limit_gib
+        )
+        return replace(made, outcome=Outcome.OOM, measurement=None, oom=oom)
+
+
+@pytest.mark.parametrize("each", [0.8 * EACH, EACH, 1.02 * EACH, 1.2 * EACH])
+def test_few_rows_are_tried_and_the_longest_that_works_is_kept(counted: list[int], each: float) -> None:
+    """Within 3 % of what the card holds, whatever a token takes there, and with two whole models mostly."""
+    card, predicted = Card(22.0, each), asked().predict("qlora")
+    row = verify(asked(), predicted, card.probe, 24.0, timed_on="h100")
+    possible = (22.0 - FIXED - card.more) / each
+    assert row.tokens is not None and 0.965 * possible < row.tokens <= possible
+    assert (row.evidence, row.step_s, row.tokens_per_s) == ("measured", 5.0, row.tokens / 5.0)
+    assert card.seen[0] == (predicted.tokens, 2) and len(card.seen) <= 4
+    assert row.attempts and row.attempts[-1].step_s in (5.0, None) and row.predicted_tokens == predicted.tokens
+
+
+def test_the_host_bounds_what_is_tried(counted: list[int]) -> None:
+    bounded = asked(host_limit_gib=20.0)
+    card = Card(60.0)
+    row = verify(bounded, bounded.predict("qlora"), card.probe, 24.0, timed_on="h100")
+    assert (row.tokens, row.limited_by) == (20 * 4096, "host memory") and len(card.seen) == 2
+
+
+def test_a_card_that_fails_verifies_nothing(counted: list[int]) -> None:
+    def fail(request: ProbeRequest) -> ProbeResult:
+        return replace(result(request.config), outcome=Outcome.CRASH, measurement=None)
+
+    row = verify(asked(), asked().predict("qlora"), fail, 24.0, timed_on="h100")
+    assert row.tokens is None and row.problem is not None and "ended with crash" in row.problem
+    assert row.predicted_tokens and [one.outcome for one in row.attempts] == ["crash", "crash"]
+    nothing = LongestRow(method="full", config={}, problem="too large")
+    assert verify(asked(), nothing, fail, 24.0, timed_on="h100") is nothing
+
+
+def test_the_request_trains_on_one_long_row_after_a_short_one() -> None:
+    from autotune.probe.schedule import Schedule
+
+    request = asked().request(asked_config(300_000), 80.0)
+    schedule = Schedule.of(request)
+    steps = [schedule.at(step) for step in range(3)]
+    assert [request.kinds[index].length for (index,) in steps] == [1_024, 1_024, 300_000]
+    assert schedule.first_counts(0.04 * 60.0) and schedule.rounds_to_time(request, 30.0, 0.0) == 1
+
+
+def test_the_command_prints_a_table_or_json(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["longest", "--model", "llama-3.1-8b", "--gpu", "rtx-4090", "--method", "qlora", "--predict"]
+    ended = CliRunner().invoke(app, [*options, "--json"])
+    assert ended.exit_code == 0, ended.output
+    form_of("longest").validate_python(json.loads(ended.stdout))
+    (row,) = json.loads(ended.stdout)["rows"]
+    assert row["tokens"] > 131_072 and row["config"]["tiling"] == "tokens"
+    ended = CliRunner().invoke(app, options)
+    assert f"{row['tokens']:,}" in ended.stdout and "trained for 131,072 positions" in ended.stdout
+    ended = CliRunner().invoke(app, [*options, "--memory", "4"])
+    assert isinstance(ended.exception, NothingFits) and "qlora: " in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("methods", "knobs", "expected"),
+    [
+        (["qloar"], {}, "did you mean 'qlora'"),
+        (["lora"], {"tile": 1}, "tile"),
+        (["lora"], {"loss": "no"}, "loss"),
+    ],
+)
+def test_wrong_names_are_usage_errors(methods: list[str], knobs: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UsageError, match=expected):
+        find_longest(MODEL, "h100", methods, knobs=knobs, probe=False)
+
+
+def test_data_has_what_was_asked(counted: list[int]) -> None:
+    wanted = asked(host_limit_gib=100.0)
+    made = longest_data(wanted, [wanted.predict("lora")])
+    form_of("longest").validate_python(made)
+    assert (made["device"], made["host_limit_gib"], made["positions"]) == ("h100-sxm", 100.0, 131_072)
