@@ -362,9 +362,14 @@ def find_longest(
         if method not in METHODS:
             raise UsageError(f"unknown method {method!r}{did_you_mean(method, METHODS)}", remedy=", ".join(METHODS))
         try:
-            asked.config(method, STEP)
+            config = asked.config(method, STEP)
         except (TypeError, ValueError) as error:
             raise UsageError(f"--set: {error}", remedy="docs/knobs.md lists the knobs and their values") from None
+        if config.tiling != (LONG_ROWS | asked.knobs)["tiling"]:
+            raise UsageError(
+                f"--set: layers of {method} with these knobs are not computed in tiles of tokens",
+                remedy="leave dropout, compilation and other kernels out, or give --set tiling=none",
+            )
     rows = []
     for method in methods:
         say(f"{method}: counting without the GPU")

@@ -193,6 +193,7 @@ def test_the_command_prints_a_table_or_json(counted: list[int], monkeypatch: pyt
         (["qloar"], {}, "did you mean 'qlora'"),
         (["lora"], {"tile": 1}, "tile"),
         (["lora"], {"loss": "no"}, "loss"),
+        (["lora"], {"lora_dropout": 0.1}, "not computed in tiles"),
     ],
 )
 def test_wrong_names_are_usage_errors(methods: list[str], knobs: dict[str, Any], expected: str) -> None:

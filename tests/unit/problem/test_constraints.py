@@ -763,3 +763,21 @@ def test_packing_is_searched_for_models_that_were_seen_to_keep_examples_apart(
     """They are those of tests/probe/test_packing.py; two examples of 512 tokens fit into a row of 1,024."""
     workload = Workload(examples=900, lengths=Lengths.constant(512), global_batch=32)
     assert both(packed(workload, model_type, seq_len=(1024,), micro_batch_size=(1,)), "packing") == left
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "reason"),
+    [
+        ("lora_dropout", 0.1, "works only with LoRA dropout 0.0"),
+        ("compile", "per_layer", "works only with compilation none"),
+        ("quantization", "int8", "works only with quantisation none or nf4"),
+        ("checkpointing", "none", "without recomputed layers"),
+    ],
+)
+def test_tiles_are_refused_beside_what_they_would_change(knob: str, value: object, reason: str) -> None:
+    """Otherwise the study would compute whole layers, and nobody would say so."""
+    spec = StudySpec(model="mistral-7b", pins={"tiling": "tokens", knob: value}, allow_quantized=True)
+    with pytest.raises(UsageError, match=reason):
+        set_up(spec, resolve_device("h200"))
+    made = set_up(StudySpec(model="mistral-7b", pins={"tiling": "tokens"}), resolve_device("h200"))
+    assert made.task.space.choices("tiling") == ("tokens",)
