@@ -101,13 +101,24 @@ def run_study(folder: Path, *options: str) -> dict[str, Any]:
 
 
 def speed(
-    prober: WorkerProber, model: ModelSpec, device: DeviceSpec, config: TrainConfig, memory_gib: float
+    prober: WorkerProber,
+    model: ModelSpec,
+    device: DeviceSpec,
+    config: TrainConfig,
+    memory_gib: float,
+    workload: Workload | None = None,
 ) -> dict[str, Any]:
-    """Probe the whole model with this configuration and 32 full rows for each optimizer step."""
-    workload = Workload(examples=10_000, lengths=Lengths.constant(config.seq_len), global_batch=32)
+    """Probe the whole model with this configuration; without a workload, with 32 full rows for each optimizer step."""
+    kinds = workload.micro_batches(config) if workload else ()
+    workload = workload or Workload(examples=10_000, lengths=Lengths.constant(config.seq_len), global_batch=32)
     micro_steps = workload.run_shape(config).probe_micro_steps
     request = ProbeRequest(
-        config=config, model=model.config, device=prober.device, memory_gib=memory_gib, micro_steps=micro_steps
+        config=config,
+        model=model.config,
+        device=prober.device,
+        memory_gib=memory_gib,
+        micro_steps=micro_steps,
+        micro_batches=kinds,
     )
     result = prober.probe(request, prober.logs / "probe.log")
     row: dict[str, Any] = {"model": model.short, "config": config.label(), "outcome": result.outcome.value}

@@ -43,6 +43,7 @@ class TrainConfig:
     loss: str = KNOBS["loss"].default
     kernels: str = KNOBS["kernels"].default
     packing: bool = KNOBS["packing"].default
+    packed_attention: str = KNOBS["packed_attention"].default
     padding: str = KNOBS["padding"].default
     group_by_length: bool = KNOBS["group_by_length"].default
     dora: bool = KNOBS["dora"].default
@@ -93,7 +94,14 @@ class TrainConfig:
     @property
     def has_mask(self) -> bool:
         """Whether attention gets a mask: it keeps packed examples apart, or hides padding, which a single row lacks."""
-        return self.packing or (self.padding == "masked" and self.micro_batch_size > 1)
+        if self.packing:
+            return self.packed_attention == "mask"
+        return self.padding == "masked" and self.micro_batch_size > 1
+
+    @property
+    def attention_implementation(self) -> str:
+        """What transformers is told to compute attention with (`attn_implementation`)."""
+        return "varlen" if self.packed_attention == "varlen" else self.attention
 
     @property
     def has_any_length(self) -> bool:

@@ -41,7 +41,7 @@ def step_time_of(
     """The time of a step on the reference card: by formula, else counted; None where it is not known."""
     if supported(model, config) is not None:
         return estimate_step_time(model, config, host, objective)
-    if config.packing and config.attention == "flash_attention_2":
+    if config.packing and _knows_ends(config):
         return None  # its examples attend to less than the whole rows that are counted
     count = counted(model, config, micro_steps, objective).count
     return None if count is None else counted_step_time(config, count, host)
@@ -62,9 +62,9 @@ def counted(
     """What a dry probe counts of the whole model, or of `depth` of its layers, or why it counts nothing."""
     if model.sees_images:
         return DryAnswer(refused="the images of its rows are not counted")
-    if config.attention == "flash_attention_2" and (config.packing or not config.has_mask):
-        # torch's own flash attention holds the same, and needs no package to be counted. It keeps packed examples apart
-        # without a mask, so that their rows are counted as if each held one.
+    if _knows_ends(config) and (config.packing or not config.has_mask):
+        # torch's own flash attention holds the same, and needs no package to be counted. These keep packed examples
+        # apart without a mask, so that their rows are counted as if each held one.
         config = replace(
             config, attention="sdpa", packing=False, padding="max_length" if config.packing else config.padding
         )
@@ -79,6 +79,11 @@ def counted(
         trainer=objective.trainers[0],
     )
     return _prober().count(request)
+
+
+def _knows_ends(config: TrainConfig) -> bool:
+    """Whether the attention of packed rows knows where their examples end, and computes no more."""
+    return config.attention == "flash_attention_2" or config.packed_attention == "varlen"
 
 
 @functools.cache

@@ -511,6 +511,10 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
             # With a mask keys and values are repeated for each query head.
             # Phi 3 keeps less of these: they are parts of one matrix product.
             keep += 2 * config.seq_len + (0 if sizes.family == "phi3" else 4 * (sizes.queries - sizes.keys))
+        if sizes.family == "phi3" and not compiled and config.packed_attention == "varlen":
+            # Values of their own instead of that product; and no copy of the output, but where adapters cast it.
+            casts = config.method == "lora" and not pure
+            keep -= 2 * (sizes.queries + sizes.keys) + (0 if casts else 2 * sizes.queries)
     if sizes.family == "qwen3":  # which normalises queries and keys of each head
         keep += 4 * (sizes.heads + sizes.key_heads)
     if config.method == "lora":
@@ -531,10 +535,15 @@ def _kept_by_missing_adapters(sizes: Sizes, config: TrainConfig, *, pure: bool) 
     if not pure and not compiled:
         return sum(2.0 * fan_in for name, (fan_in, _) in sizes.matrices.items() if name not in adapted)
     unused = [names for names in _SHARED_INPUTS if not adapted & set(names)]
-    if pure and config.attention != "eager" and (compiled or sizes.family != "phi3"):
+    if pure and (_keeps_output(sizes, config) or (compiled and config.attention != "eager")):
         unused = [names for names in unused if "o_proj" not in names]
     inputs = {name: fan_in for name, (fan_in, _) in sizes.matrices.items()}
     return sum(2.0 * next(inputs[name] for name in names if name in inputs) for names in unused)
+
+
+def _keeps_output(sizes: Sizes, config: TrainConfig) -> bool:
+    """Whether attention in an eager layer keeps what `o_proj` takes. That of Phi 3 is copied for it, unless packed."""
+    return config.attention != "eager" and (sizes.family != "phi3" or config.packed_attention == "varlen")
 
 
 def _kept_by_dropout(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
@@ -549,7 +558,7 @@ def _kept_by_dropout(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
     if not pure:
         return masks
     # Fused attention keeps its output for itself.
-    kept_anyway = {"o_proj"} if config.attention != "eager" and sizes.family != "phi3" else set()
+    kept_anyway = {"o_proj"} if _keeps_output(sizes, config) else set()
     groups = [[name for name in names if name in fan_in and name not in kept_anyway] for names in _SHARED_INPUTS]
     shared = sum(2.0 * fan_in[names[0]] for names in groups if names)
     return masks + 2.0 * masks - shared

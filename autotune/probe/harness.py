@@ -48,7 +48,7 @@ from autotune.probe.model_settings import model_settings
 from autotune.probe.rank import Rank
 from autotune.probe.recorder import MAX_WARMUP_ROUNDS, Recorder, compiled_graphs
 from autotune.probe.resident import ResidentModel, attach, clean, module_names
-from autotune.probe.runtime import images, rows
+from autotune.probe.runtime import images, rows, varlen
 from autotune.probe.runtime.chunked_loss import CHUNK_TOKENS, chunked_loss
 from autotune.probe.runtime.labels import label_loss
 from autotune.probe.runtime.lean_trainer import (
@@ -453,7 +453,7 @@ class Probe:
             trainer = ProbeTrainer(
                 model=self.model,
                 args=TrainingArguments(**settings),
-                data_collator=images.join_rows if any(kind.images for kind in request.kinds) else None,
+                data_collator=self._join_rows(),
                 train_dataset=train,
                 eval_dataset=held_out,
                 compute_loss_func=self._loss,
@@ -466,6 +466,12 @@ class Probe:
         trainer.remove_callback(ProgressCallback)
         trainer.recorder = self.recorder
         return trainer
+
+    def _join_rows(self) -> Callable[[list[Tensors]], dict[str, Any]] | None:
+        """What makes a micro batch of rows; None leaves it to the Trainer, which stacks their tensors."""
+        if any(kind.images for kind in self.request.kinds):
+            return images.join_rows
+        return varlen.join_rows if self.request.config.packed_attention == varlen.VARLEN else None
 
     def _rows(self, order: list[int], seed: int) -> list[Tensors]:
         """The rows of micro batches of these kinds, one after another, for each rank in turn.

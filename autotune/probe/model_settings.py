@@ -12,7 +12,7 @@ def model_settings(
     """The values that `runtime.model_builder` builds a model of this transformers type from."""
     return ModelSettings(
         base_dtype=config.base_dtype,
-        attention=config.attention,
+        attention=config.attention_implementation,
         quantization=config.quantization,
         double_quant=config.double_quant,
         kbit_preparation=config.kbit_preparation,

@@ -75,7 +75,7 @@ def family_of(request: ProbeRequest) -> tuple[Any, ...]:
         config.quantization,
         config.double_quant,
         config.kbit_preparation,
-        config.attention,
+        config.attention_implementation,
     )
 
 

@@ -4,7 +4,7 @@ Every rule narrows the space before the study begins, so that nothing impossible
 """
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,10 @@ NO_FLASH_2 = {"gpt_oss", *NO_ATTENTION}  # of gpt-oss's attention sinks only ker
 PACKED_APART = {"gemma", "gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3"}
 PACKED_APART |= {"qwen3_moe"}
 ATTENTIONS = ("sdpa", "eager")
+# Of these, attention of each example by itself was seen to be the same: a causal softmax without dropout or a cap of
+# its scores, which GPT-2 and Gemma 2 have.
+VARLEN_TYPES = PACKED_APART - {"gemma2", "gpt2"}
+LARGEST_HEAD, HEAD_MULTIPLE = 256, 8  # values of a head, for its kernel
 OFF_BATCH = 0.25  # how far a step of packed rows may be off the global batch
 WORTH_PACKING = 1.05  # examples in a row from which on packing is worth a trial
 MOST_LENGTHS = 16  # each is packed once
@@ -116,6 +120,8 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
     if kind in NO_SDPA:
         _narrow_to_other_attention(narrowing)
     _narrow_tiling(narrowing)
+    if reason := _no_varlen(model.config):
+        narrowing.remove("packed_attention", {"varlen"}, reason)
     checkpoints = narrowing.space.choices("checkpointing")
     if checkpoints == ("offload",):
         narrowing.remove("compile", {"per_layer"}, "layers whose checkpoints are offloaded do not compile")
@@ -201,10 +207,12 @@ def narrow_to_device(narrowing: Narrowing, device: DeviceSpec) -> None:
         narrowing.remove("precision", {"fp16_mixed"}, "fp16 does not train on a CPU")
         narrowing.remove("optimizer", {"lion_8bit"}, "has no CPU kernel")
         narrowing.remove("attention", {"flash_attention_2", "flex_attention", "sdpa_cudnn"}, "needs a GPU")
+        narrowing.remove("packed_attention", {"varlen"}, "needs a GPU")
         narrowing.remove("kernels", {"liger"}, "needs a GPU")
         narrowing.remove("checkpointing", {"offload"}, "there is no other memory to offload to")
     elif not device.has_flash:
         narrowing.remove("attention", {"sdpa_cudnn", "flash_attention_2"}, f"{device.name} is too old for it")
+        narrowing.remove("packed_attention", {"varlen"}, f"{device.name} is too old for it")
 
 
 def narrow_to_packages(narrowing: Narrowing) -> None:
@@ -445,6 +453,20 @@ def narrow_packing(narrowing: Narrowing, workload: Workload, model_type: str) ->
             narrowing.only_with("packing", name, allowed)
             reason = f"not with {name} {', '.join(map(str, excluded))}: {reason}"
             narrowing.removals.append(Removal(knob="packing", values=(True,), reason=reason))
+
+
+def _no_varlen(shape: Mapping[str, Any]) -> str | None:
+    """What of the attention of a model with this config is not computed for each example by itself; None if all is."""
+    if shape["model_type"] not in VARLEN_TYPES:
+        return f"it was not tried with {shape['model_type']}"
+    if shape.get("attention_dropout"):
+        return "it has no dropout, which the model's attention has"
+    size = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    if size > LARGEST_HEAD or size % HEAD_MULTIPLE:
+        return (
+            f"it takes heads of {LARGEST_HEAD} values at most, a multiple of {HEAD_MULTIPLE}; the model's have {size}"
+        )
+    return None
 
 
 def _packing_conditions(

@@ -28,6 +28,7 @@ ORDER = (
     "micro_batch_size",
     "precision",
     "attention",
+    "packed_attention",
     "kernels",
     "compile",
     "quantization",

@@ -16,7 +16,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "precision": ("precision", "quantization", "double_quant"),
     "optimizer": ("optimizer",),
     "kernels": ("attention", "kernels"),
-    "padding or packing": ("padding", "packing", "group_by_length"),
+    "padding or packing": ("padding", "packing", "packed_attention", "group_by_length"),
     "batch": ("micro_batch_size",),
     "recomputation": ("checkpointing",),
     "compilation": ("compile",),

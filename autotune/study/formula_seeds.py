@@ -21,7 +21,10 @@ from autotune.problem.task import Task
 from autotune.problem.workload import RunShape
 from autotune.study.neighbours import by_distance
 
-VARIED = ("micro_batch_size", "checkpointing", "precision", "compile", "loss", "packing", "padding", "sharding")
+VARIED = (
+    *("micro_batch_size", "checkpointing", "precision", "compile", "loss"),
+    *("packing", "packed_attention", "padding", "sharding"),
+)
 HOSTS = (1.0, 0.67, 0.5)  # relative to the host speed that the step time formula assumes
 MAX_CONFIGS = 20_000  # how many configurations the formulas look at: about 5 s
 

@@ -69,12 +69,14 @@ def test_flash_attention_that_sees_no_mask_is_counted_as_torchs_own(monkeypatch:
     config = TrainConfig(attention="flash_attention_2", padding="longest", micro_batch_size=4)
     masked = replace(config, padding="masked")
     packed = replace(config, packing=True)  # its examples are kept apart by their lengths, without a mask
-    for one in (config, masked, packed):
+    alone = replace(packed, attention="sdpa", packed_attention="varlen")
+    for one in (config, masked, packed, alone):
         assert counted_memory.memory_of(resolve_model("gpt2"), one, 2) is None
     whole = replace(config, attention="sdpa", padding="max_length")
-    assert [request.config for request in asked] == [replace(config, attention="sdpa"), masked, whole]
+    assert [request.config for request in asked] == [replace(config, attention="sdpa"), masked, whole, whole]
     # Such rows attend to less than whole ones, so that the time is not known.
-    assert counted_memory.step_time_of(resolve_model("gpt2"), packed, 2, MEASURED_HOST) is None and len(asked) == 3
+    for one in (packed, alone):
+        assert counted_memory.step_time_of(resolve_model("gpt2"), one, 2, MEASURED_HOST) is None and len(asked) == 4
 
 
 def test_a_run_of_another_tool_is_judged_by_a_count(tmp_path: Path) -> None:

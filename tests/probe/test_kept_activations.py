@@ -12,6 +12,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import Sizes, kept_bytes, kept_factors
 from autotune.probe.resident import attach, build_resident
 from autotune.probe.runtime.model_builder import decoder_layers
+from autotune.probe.runtime.varlen import with_segments
 from tests.helpers.factories import TINY
 
 pytestmark = [
@@ -60,16 +61,21 @@ def counted(model: dict[str, Any], config: TrainConfig) -> int:
     for index, layer in enumerate(decoder_layers(resident.base)):
         layer.register_forward_pre_hook(enter(index))
     tokens = torch.randint(0, 64, (config.micro_batch_size, config.seq_len))
-    packed = {"position_ids": torch.arange(config.seq_len // 2).repeat(2).expand(config.micro_batch_size, -1)}
+    packed: dict[str, Any] = {}
+    if config.packing:
+        packed = {"position_ids": torch.arange(config.seq_len // 2).repeat(2).expand(config.micro_batch_size, -1)}
+    if config.packed_attention == "varlen":
+        packed = with_segments(packed)
     with (
         saved_tensors_hooks(pack, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16_mixed"),
     ):
-        trained.train()(input_ids=tokens, labels=tokens, **(packed if config.packing else {}))
+        trained.train()(input_ids=tokens, labels=tokens, **packed)
     return kept
 
 
 USUAL, EAGER_SCORES, PACKED = {"attention": "sdpa"}, {"attention": "eager"}, {"attention": "sdpa", "packing": True}
+BY_ITSELF = PACKED | {"packed_attention": "varlen"}
 CASES = [
     (family, way, EAGER_SCORES if family == "gemma2" else USUAL)
     for family in sorted(kept_factors("eager"))
@@ -79,7 +85,7 @@ CASES += [  # how attention computes, by method; Gemma 2 has no sdpa
     (family, way, how)
     for family in sorted(kept_factors("eager"))
     for way in (WAYS[0], WAYS[3])
-    for how in (EAGER_SCORES, PACKED)
+    for how in (EAGER_SCORES, PACKED, BY_ITSELF)
     if family != "gemma2"
 ]
 CASES += [
@@ -88,6 +94,8 @@ CASES += [
     for way in WAYS[:2]
     for targets in ("attention", "q_v", "down_proj" if family == "phi3" else "gate_proj,o_proj")
 ]
+CASES += [("phi3", way, BY_ITSELF) for way in WAYS[1:3]]  # which keeps less than with a mask
+CASES += [(family, WAYS[1], BY_ITSELF | {"lora_targets": "q_v"}) for family in ("llama", "phi3")]
 
 
 def name_of(value: Any) -> str:

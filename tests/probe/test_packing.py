@@ -1,5 +1,6 @@
 """Packed rows in real models: no example attends to another, and seams and padding are not learned."""
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from autotune.core.probe_types import MicroBatch, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.probe.supervisor import WorkerProber
-from autotune.problem.constraints import ATTENTIONS, NO_SDPA, PACKED_APART
+from autotune.problem.constraints import ATTENTIONS, NO_SDPA, PACKED_APART, VARLEN_TYPES
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.workload import Workload
 
@@ -34,26 +35,81 @@ SHAPE: dict[str, Any] = {
 @pytest.mark.probe
 @pytest.mark.parametrize(
     ("model_type", "attention"),
-    [pair for pair in product(sorted(PACKED_APART), ATTENTIONS) if pair[1] != "sdpa" or pair[0] not in NO_SDPA],
+    [
+        *(pair for pair in product(sorted(PACKED_APART), ATTENTIONS) if pair[1] != "sdpa" or pair[0] not in NO_SDPA),
+        *((model_type, "varlen") for model_type in sorted(VARLEN_TYPES)),
+    ],
 )
 def test_nobody_sees_a_neighbour(model_type: str, attention: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from autotune.probe.harness import random_rows
+    from autotune.probe.runtime.patches import register_attentions
+    from autotune.probe.runtime.varlen import join_rows
 
+    register_attentions()
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SHAPE, use_cache=False)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     kind = MicroBatch(rows=(EXAMPLES, EXAMPLES), length=48, share=1.0)
-    rows = random_rows(kind, 128, torch.Generator().manual_seed(0), packing=True)
-    batch = {key: torch.stack([rows[0][key], rows[1][key]]) for key in rows[0]}
-    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+    batch = join_rows(random_rows(kind, 128, torch.Generator().manual_seed(0), packing=True))
+    segments = {"segments": batch["segments"]} if attention == "varlen" else {}
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], **segments).logits
+    model.set_attn_implementation("sdpa" if attention == "varlen" else attention)
     for row in (0, 1):
         for index, example in enumerate(batch["input_ids"][row].split([*EXAMPLES, 8])[:3]):
             start = sum(EXAMPLES[:index])
             alone = model(input_ids=example[None]).logits[0]
             torch.testing.assert_close(logits[row, start : start + len(example)], alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.probe
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo reads it
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # Inductor's own
+@pytest.mark.parametrize(("compiled", "checkpointing"), [(False, "none"), (False, "full"), (True, "full")])
+def test_what_is_learned_is_the_same_with_a_mask_and_without(compiled: bool, checkpointing: str) -> None:
+    """Micro batches with other numbers of other examples are not compiled anew."""
+    import torch
+
+    from autotune.probe.harness import random_rows
+    from autotune.probe.model_settings import model_settings
+    from autotune.probe.runtime.lean_trainer import compile_layers
+    from autotune.probe.runtime.model_builder import build, config_of, decoder_layers, set_checkpointing
+    from autotune.probe.runtime.varlen import join_rows
+
+    generator = torch.Generator().manual_seed(0)
+    each = (((20, 13, 7), (9, 30, 5)), ((40,), (9, 30, 5, 4)), ((1,) * 6 + (20,), (48,)))
+    kinds = [MicroBatch(rows=rows, length=48, share=1.0) for rows in each]
+    batches = [join_rows(random_rows(kind, 128, generator, packing=True)) for kind in kinds]
+
+    def learned(attention: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        settings = model_settings(TrainConfig(method="full", precision="fp32", checkpointing=checkpointing), "mistral")
+        model = build(
+            config_of(SHAPE | {"model_type": "mistral", "num_hidden_layers": 2}),
+            replace(settings, attention=attention),
+            torch.device("cpu"),
+        )
+        set_checkpointing(model, settings)
+        model.requires_grad_(True).train()
+        if compiled:
+            compile_layers(decoder_layers(model))
+        found = []
+        for batch in batches:
+            model.zero_grad()
+            loss = model(**{key: batch[key] for key in batch if key != "segments" or attention == "varlen"}).loss
+            loss.backward()
+            found += [loss.detach(), *(one.grad.clone() for one in model.parameters())]
+        return found
+
+    torch._dynamo.reset()
+    expected = learned("sdpa")
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        found = learned("varlen")
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.probe
@@ -78,8 +134,9 @@ def test_a_packed_probe_is_a_probe_and_leaves_no_trace(prober: WorkerProber, tmp
 
     workload = Workload(lengths=Lengths.of([20] * 50 + [70] * 20 + [128] * 3, "counted"), global_batch=8)
 
-    def request(packing: bool) -> ProbeRequest:
-        config = TrainConfig(micro_batch_size=2, seq_len=128, precision="fp32", checkpointing="full", packing=packing)
+    def request(packing: bool, **knobs: Any) -> ProbeRequest:
+        values = {"precision": "fp32", "checkpointing": "full", "packing": packing} | knobs
+        config = TrainConfig(micro_batch_size=2, seq_len=128, **values)
         model = resolve_model("demo-3m").config
         kinds = workload.micro_batches(config)
         # How many steps are timed depends on how well they agree, and so would the last loss.
@@ -95,3 +152,10 @@ def test_a_packed_probe_is_a_probe_and_leaves_no_trace(prober: WorkerProber, tmp
     assert packed.micro_step_s and packed.loss_first != before.loss_first
     assert (before.loss_first, before.loss_last) == pytest.approx((after.loss_first, after.loss_last), rel=1e-6)
     assert results[0].request_digest != results[1].request_digest
+    in_16_bits = [
+        prober.probe(request(True, precision="bf16_mixed", packed_attention=how), tmp_path / f"{how}.log").measurement
+        for how in ("mask", "varlen")
+    ]
+    masked, alone = in_16_bits
+    assert masked and alone and prober.starts == starts
+    assert alone.losses[:2] == pytest.approx(masked.losses[:2], rel=1e-3)

@@ -139,9 +139,9 @@ def test_cudnn_attention_is_a_name_of_its_own_and_falls_back_to_nothing() -> Non
     """What another kernel computed would be reported as cuDNN's speed. There is none on a CPU."""
     import torch
 
-    from autotune.probe.runtime.patches import CUDNN_ATTENTION, register_cudnn_attention
+    from autotune.probe.runtime.patches import CUDNN_ATTENTION, register_attentions
 
-    register_cudnn_attention()
+    register_attentions()
     model = built(TINY_LLAMA, CUDNN_ATTENTION)
     assert model.config._attn_implementation == CUDNN_ATTENTION
     with pytest.raises(RuntimeError, match=r"No (viable|available)"):
@@ -170,7 +170,12 @@ def test_kernels_that_stand_in_for_methods_are_taken_out_again() -> None:
 @pytest.mark.probe
 @pytest.mark.parametrize(
     "knobs",
-    [{"quantization": "fp8"}, {"checkpointing": "offload"}, {"checkpointing": "offload", "tiling": "tokens"}],
+    [
+        {"quantization": "fp8"},
+        {"checkpointing": "offload"},
+        {"checkpointing": "offload", "tiling": "tokens"},
+        {"packing": True, "packed_attention": "varlen", "precision": "bf16_mixed", "loader_workers": 2},
+    ],
     ids=str,
 )
 def test_the_exported_script_applies_the_same_patches(tmp_path: Path, knobs: dict[str, Any]) -> None:
@@ -180,14 +185,16 @@ def test_the_exported_script_applies_the_same_patches(tmp_path: Path, knobs: dic
     assert known is not None
 
     def exported(**knobs: Any) -> dict[str, str]:
-        config = TrainConfig(micro_batch_size=8, seq_len=32, precision="fp32", **knobs)
-        workload = Workload(examples=64, lengths=Lengths.constant(32), global_batch=16)
+        config = TrainConfig(**({"micro_batch_size": 8, "seq_len": 32, "precision": "fp32"} | knobs))
+        lengths = Lengths.of([5, 11, 32], "counted") if config.packing else Lengths.constant(32)
+        workload = Workload(examples=64, lengths=lengths, global_batch=16)
         made = replace(known, winner=replace(known.winner, config=config), workload=workload)
         return export_all(replace(made, model=resolve_model("demo-3m")), ["train"])
 
     files = exported(**knobs)
     write(files, tmp_path)
     command = [sys.executable, "train.py", "--random-weights", "--max-steps", "2", "--output-dir", ""]
+    command += ["--held-out", "4", "32"] if knobs.get("packing") else []
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout.splitlines()[-1])["steps"] == 2

@@ -258,6 +258,28 @@ def test_searches_take_as_long_as_the_result_says(monkeypatch: pytest.MonkeyPatc
     )
 
 
+def test_packed_rows_are_compared_with_the_full_rows_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = program("packed_attention", monkeypatch)
+    assert sum(module.SHORT) / len(module.SHORT) == pytest.approx(128, abs=0.5)
+    speeds = {"full": 90.0, "usual, mask": 85.0, "usual, varlen": 101.0, "short, varlen": 120.0, "full again": 110.0}
+    rows: list[dict[str, Any]] = [{"case": case, "outcome": "ok", "tokens_per_s": one} for case, one in speeds.items()]
+    rows += [{"case": "short, mask", "outcome": "oom"}]
+    rows += [{"losses_of": "mask", "losses": [10.0, 4.0]}, {"losses_of": "varlen", "losses": [10.0, 5.0]}]
+    assert module.summarize(rows) == pytest.approx(
+        {
+            "cases": 8,
+            "full_differs": 110 / 90 - 1,
+            "packed_over_full": 1.01,
+            "masked_over_full": 0.85,
+            "packed_over_full_short": 1.2,
+            "loss_first": 10.0,
+            "loss_last": 4.0,
+            "loss_difference_max": 0.2,
+        }
+    )
+    assert module.summarize(rows[:1])["full_differs"] == 0 and module.summarize([]) == {"cases": 0}
+
+
 def test_the_long_tailed_lengths_are_those_that_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     module = program("long_tails", monkeypatch)
     lengths = module.long_tailed_lengths()

@@ -33,7 +33,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
 
 from .images import TOWERS, VISION_PATHS
-from .patches import multiply_in_fp8, offload_checkpoints, register_cudnn_attention
+from .patches import multiply_in_fp8, offload_checkpoints, register_attentions
 from .settings import ModelSettings
 from .tiles import tile_layers
 
@@ -57,7 +57,7 @@ def load(source: str, settings: ModelSettings, device: torch.device, config: Any
     """
     if find_adapter_config_file(source) is not None:
         raise ValueError(f"{source} has adapters (adapter_config.json): merge them into the weights, or move them away")
-    register_cudnn_attention()
+    register_attentions()
     if settings.num_labels is not None:
         config = config or AutoConfig.from_pretrained(source, trust_remote_code=False)
         _set_labels(config, settings.num_labels)
@@ -94,7 +94,7 @@ def outline(config: Any, settings: ModelSettings, device: torch.device, room_gib
     """
     if settings.bitsandbytes_arguments() is not None:
         return None
-    register_cudnn_attention()
+    register_attentions()
     with torch.device(device), no_init_weights(), _matrices_on_meta():
         model = from_config(config, settings)
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -135,7 +135,7 @@ def build(
 
     `quantized_linear` makes a quantised layer of (in, out, bias), where bitsandbytes is not to.
     """
-    register_cudnn_attention()
+    register_attentions()
     if settings.bitsandbytes_arguments() is None:
         with torch.device(device), no_init_weights():
             model = from_config(config, settings)

@@ -1,4 +1,7 @@
-"""What transformers has no single switch for: products in fp8, attention by cuDNN, checkpoints in the host's memory."""
+"""What transformers has no single switch for: products in fp8, attention by cuDNN, checkpoints in the host's memory.
+
+Attention by the lengths of packed examples is in `varlen`.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from . import varlen
 from .host_checkpoints import HostCheckpoints
 
 CUDNN_ATTENTION = "sdpa_cudnn"
@@ -37,13 +41,15 @@ def multiply_in_fp8(model: Any) -> None:
     convert_to_float8_training(model, config=config, module_filter_fn=is_suitable)
 
 
-def register_cudnn_attention() -> None:
-    """Make `attn_implementation="sdpa_cudnn"` known to transformers.
+def register_attentions() -> None:
+    """Make `attn_implementation="sdpa_cudnn"` and `"varlen"` known to transformers.
 
-    It needs a name of its own: Dynamo keeps compiled code by the model's config, and does not see a switch of torch's.
+    cuDNN's needs a name of its own: Dynamo keeps compiled code by the model's config, and does not see a switch of
+    torch's. For varlen no mask is registered, so that transformers makes none.
     """
     AttentionInterface.register(CUDNN_ATTENTION, _attend)
     AttentionMaskInterface.register(CUDNN_ATTENTION, sdpa_mask)
+    AttentionInterface.register(varlen.VARLEN, varlen.attend)
 
 
 def choose_attention(*, any_length: bool, flash: bool = True) -> None:

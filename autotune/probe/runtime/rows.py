@@ -5,10 +5,12 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from . import token_cache
+from .varlen import with_segments
 
 IGNORED = -100  # the label of a token that is not to be predicted
 
@@ -132,9 +134,11 @@ def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
 
 
 def collate(
-    rows: list[Row], padded_lengths: Sequence[int], packing: bool, *, masked: bool = False
-) -> dict[str, torch.Tensor]:
+    rows: list[Row], padded_lengths: Sequence[int], packing: bool, *, masked: bool = False, varlen: bool = False
+) -> dict[str, Any]:
     """A batch (rows x length) of input_ids and labels; with `packing` also position_ids, if `masked` attention_mask.
+
+    With `varlen`, packed rows also have the segments that attention by their lengths needs.
 
     The length is that of the longest row, or the next of `padded_lengths`, which ascend. Positions that restart keep
     packed examples apart: no example attends to another in its row. No token is predicted across a seam, no padding is,
@@ -157,7 +161,7 @@ def collate(
     if masked:
         num_tokens_each = torch.tensor([num_tokens(row) for row in rows])
         batch["attention_mask"] = (torch.arange(length) < num_tokens_each[:, None]).long()
-    return batch
+    return with_segments(batch) if varlen else batch
 
 
 def num_tokens(row: Row) -> int:

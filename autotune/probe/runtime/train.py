@@ -37,6 +37,7 @@ from .patches import choose_attention, load_attention
 from .reading import BadDataset, read_rows
 from .settings import Options, RunSettings
 from .token_cache import CannotKeep, tokenise
+from .varlen import VARLEN
 
 CLASSIFICATION = "classification"  # an objective
 SEED = 0
@@ -307,7 +308,7 @@ def make_trainer(
     )
 
 
-def make_collator(settings: RunSettings, model: nn.Module) -> Callable[[list[Any]], dict[str, torch.Tensor]]:
+def make_collator(settings: RunSettings, model: nn.Module) -> Callable[[list[Any]], dict[str, Any]]:
     """What makes a batch of rows."""
     lengths, masked = settings.padded_lengths, settings.padding == "masked"
     if settings.images:
@@ -315,7 +316,10 @@ def make_collator(settings: RunSettings, model: nn.Module) -> Callable[[list[Any
     if settings.objective == CLASSIFICATION:
         padding = int(model.config.pad_token_id)
         return functools.partial(collate_labels, padded_lengths=lengths, padding=padding, masked=masked)
-    return functools.partial(rows.collate, padded_lengths=lengths, packing=settings.packing, masked=masked)
+    by_segments = settings.model_settings.attention == VARLEN
+    return functools.partial(
+        rows.collate, padded_lengths=lengths, packing=settings.packing, masked=masked, varlen=by_segments
+    )
 
 
 def summary(

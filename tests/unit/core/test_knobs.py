@@ -160,8 +160,9 @@ def test_the_ends_of_a_size():
 def test_what_is_no_choice(knob, value):
     with pytest.raises(ValueError, match=f"{knob} is one of {KNOBS[knob].choices[0]}, "):
         check_value(knob, value)
+    shared = {} if knob == "tiling" else {"num_gpus": 2, "sharding": "fsdp2"}
     with pytest.raises(ValueError, match=f"{knob} is one of "):
-        TrainConfig(**(({} if knob == "tiling" else {"num_gpus": 2, "sharding": "fsdp2"}) | {knob: value}))
+        TrainConfig(**(shared | {"packing": knob == "packed_attention"} | {knob: value}))
 
 
 @pytest.mark.parametrize("knob", names("boolean"))

@@ -25,14 +25,18 @@ def test_knobs_without_effect_are_dropped():
 
 def test_only_what_has_an_effect_is_in_the_digest():
     of_several = {"tiling", "sharding", "copies", "sync_each_batch", "offload"}
-    inactive = {"double_quant", "kbit_preparation", "optimizer_in_backward"} | of_several
+    inactive = {"double_quant", "kbit_preparation", "optimizer_in_backward", "packed_attention"} | of_several
     assert set(KNOBS) - set(TrainConfig().as_dict()) == inactive
     assert set(KNOBS) - set(TrainConfig(method="full").as_dict()) == {
-        *("lora_rank", "lora_targets", "modules_to_save", "dora", "lora_dropout", "rslora"),
+        *("lora_rank", "lora_targets", "modules_to_save", "dora", "lora_dropout", "rslora", "packed_attention"),
         *("quantization", "double_quant", "kbit_preparation"),
         *of_several,
     }
-    assert set(TrainConfig(quantization="nf4").as_dict()) == set(KNOBS) - {"optimizer_in_backward"} - of_several
+    of_nf4 = set(KNOBS) - {"optimizer_in_backward", "packed_attention"} - of_several
+    assert set(TrainConfig(quantization="nf4").as_dict()) == of_nf4
+    assert set(TrainConfig(packing=True).as_dict()) == set(TrainConfig().as_dict()) - {"padding", "group_by_length"} | {
+        "packed_attention"
+    }
     of_fsdp2, of_ddp = (TrainConfig(num_gpus=2, sharding=sharding).as_dict() for sharding in ("fsdp2", "ddp"))
     assert set(KNOBS) - set(of_fsdp2) == (inactive - of_several) | {"tiling"}
     assert set(KNOBS) - set(of_ddp) == inactive - {"sharding"}
@@ -75,15 +79,27 @@ def test_every_knob_changes_the_digest():
     shards = replace(pair, sharding="fsdp2")
     of_shards = ("sync_each_batch", "offload")
     assert len({replace(shards, **{name: True}).digest for name in of_shards} | {shards.digest}) == 3
+    packed = TrainConfig(packing=True)  # not a knob of other rows
+    assert replace(packed, packed_attention="varlen").digest != packed.digest
     full = TrainConfig(method="full")
     assert replace(full, optimizer_in_backward=True).digest != full.digest  # not a knob of adapters
     eight = replace(shards, num_gpus=8)
     assert len({replace(eight, copies=copies).digest for copies in (1, 2, 4)}) == 3
-    apart = {"optimizer_in_backward", "sharding", "copies", *of_shards}
+    apart = {"optimizer_in_backward", "packed_attention", "sharding", "copies", *of_shards}
     assert {*others, *apart} == set(KNOBS) == {field.name for field in fields(TrainConfig)}
     digests = {base.digest} | {replace(base, **{name: value}).digest for name, value in others.items()}
     assert len(digests) == len(others) + 1
     assert all(len(digest) == 12 and int(digest, 16) >= 0 for digest in digests)
+
+
+def test_packed_examples_attend_by_themselves_in_16_bits_and_by_fused_attention():
+    packed = TrainConfig(packing=True, packed_attention="varlen")
+    assert (packed.packed_attention, packed.has_mask, packed.attention_implementation) == ("varlen", False, "varlen")
+    for other in ({"packing": False}, {"precision": "fp32"}, {"attention": "eager"}):
+        assert replace(packed, **other).packed_attention == "mask", other
+    masked = replace(packed, packed_attention="mask")
+    assert (masked.has_mask, masked.attention_implementation) == (True, "sdpa")
+    assert packed.label().endswith("packed varlen") and masked.label().endswith("packed")
 
 
 def test_the_digest_is_stable():
@@ -94,7 +110,7 @@ def test_the_digest_is_stable():
     assert TrainConfig(method="full", compile="per_layer").digest == "312a9eda9656"
     assert (
         TrainConfig(quantization="nf4", double_quant=True, checkpointing="offload", packing=True).digest
-        == "0fe086a10142"
+        == "9cd8f6ad9021"
     )
 
 

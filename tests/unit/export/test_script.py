@@ -36,6 +36,7 @@ CONFIGS = [
     TrainConfig(quantization="nf4", compile="per_layer", packing=True, dora=True, rslora=True, loss="chunked"),
     TrainConfig(loader_workers=2, kernels="liger"),
     TrainConfig(quantization="fp8", attention="sdpa_cudnn", checkpointing="offload"),
+    TrainConfig(packing=True, packed_attention="varlen"),
     TrainConfig(padding="max_length", group_by_length=True),
     TrainConfig(padding="masked"),
     TrainConfig(allocator="fixed"),
@@ -151,6 +152,7 @@ def test_trl_yaml_says_every_knob_or_names_it(config: TrainConfig, transformers:
         "loader_workers": data["dataloader_num_workers"] == config.loader_workers,
         "allocator": ALLOCATORS[config.allocator] in text,
         "packing": data["packing"] is False and not config.packing,
+        "packed_attention": config.packed_attention == "mask",
         "padding": data.get("pad_to_multiple_of")
         == {"longest": None, "masked": None, "max_length": config.seq_len}.get(config.padding, 0),
         "group_by_length": data.get("train_sampling_strategy", "random")
@@ -254,7 +256,9 @@ def test_train_config_holds_every_knob(config: TrainConfig, tmp_path: Path) -> N
     assert files["train_config.json"].isascii()
     knobs = asdict(settings) | asdict(settings.model_settings) | {"checkpointing": config.checkpointing}
     knobs |= {"lora_targets": config.lora_targets, "modules_to_save": config.modules_to_save}
+    knobs |= {"attention": config.attention, "packed_attention": config.packed_attention}
     assert config.as_dict().items() <= knobs.items()
+    assert settings.model_settings.attention == config.attention_implementation
     names = TARGETS[config.lora_targets]
     assert settings.model_settings.lora_targets == (None if names == ["all-linear"] else names)
     assert settings.model_settings.modules_to_save == SAVED[config.modules_to_save]

@@ -40,6 +40,7 @@ CONFIGS = [
     TrainConfig(quantization="fp8", attention="sdpa_cudnn", checkpointing="offload", rslora=True),
     TrainConfig(attention="sdpa_cudnn", packing=True, checkpointing="offload", quantization="nf4", loss="chunked"),
     TrainConfig(tiling="tokens", checkpointing="offload", quantization="nf4", loss="chunked"),
+    TrainConfig(packing=True, packed_attention="varlen", micro_batch_size=4),
     TrainConfig(padding="max_length", seq_len=1000),
     TrainConfig(group_by_length=True),
     TrainConfig(padding="masked"),
@@ -127,7 +128,7 @@ def test_what_axolotl_would_choose_by_itself_is_chosen(config: TrainConfig) -> N
     multiple = data.get("pad_to_multiple_of", 64)
     assert filled is False or multiple * -(-config.seq_len // multiple) == config.seq_len  # what rows are padded to
     assert data["dataloader_num_workers"] == config.loader_workers
-    assert data.get("sdpa_varlen", False) is False
+    assert data.get("sdpa_varlen", False) is (config.packed_attention == "varlen")
     assert data.get("gradient_checkpointing_kwargs", {"use_reentrant": False}) == {"use_reentrant": False}
     assert data.get("lora_alpha") == config.lora_alpha
     assert data.get("peft_autocast_adapter_dtype", True) is (config.precision != "bf16_pure" or config.method == "full")

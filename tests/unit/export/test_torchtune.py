@@ -85,6 +85,7 @@ def test_every_knob_is_said_or_named(config: TrainConfig, name: str) -> None:
         "loader_workers": config.loader_workers == 0,
         "allocator": ALLOCATORS[config.allocator] in text,
         "packing": packed is config.packing,
+        "packed_attention": config.packed_attention == "mask",
         "padding": config.padding == "longest",
         "group_by_length": not config.group_by_length,
         "dora": model.get("use_dora", False) is config.dora,

@@ -73,6 +73,7 @@ def test_every_knob_is_said_or_named(config: TrainConfig, transformers: str) -> 
         "loss": config.loss == "full",
         "kernels": said.get("use_liger_kernel", False) is (config.kernels == "liger"),
         "packing": not config.packing,
+        "packed_attention": config.packed_attention == "mask",
         "group_by_length": said.get("train_sampling_strategy", "random")
         == ("group_by_length" if config.group_by_length else "random"),
         "dora": adapter.get("use_dora", False) is config.dora,

@@ -390,6 +390,9 @@ def summed(*factors: int) -> int:
     return sum(map(math.prod, zip(factors, WIDTHS, strict=True)))
 
 
+VARLEN = {"packing": True, "packed_attention": "varlen"}
+
+
 @pytest.mark.parametrize(
     ("knobs", "kept"),
     [
@@ -409,6 +412,7 @@ def summed(*factors: int) -> int:
         # A mask in bf16, and keys and values in bf16 for each query head.
         ({"packing": True}, summed(18, 8, 6, 4) + OF_HEADS + OF_ADAPTERS + 2 * 1000 + 4 * (4096 - 1024)),
         ({"packing": True, "attention": "flash_attention_2"}, summed(18, 8, 6, 4) + OF_HEADS + OF_ADAPTERS),
+        (VARLEN, summed(18, 8, 6, 4) + OF_HEADS + OF_ADAPTERS),
     ],
     ids=str,
 )
@@ -428,6 +432,8 @@ def test_what_a_layer_keeps_by_hand(knobs: dict[str, Any], kept: int) -> None:
         ("phi3", {}, summed(10, 8, 10, 6) + OF_HEADS + NORMS + 2 * 16 * 4),
         ("phi3", {"attention": "eager"}, summed(10, 8, 10, 0) + 6 * 32_000 + NORMS + 2 * 16 * 4),
         ("phi3", {"packing": True}, summed(10, 8, 10, 6) + OF_HEADS + NORMS + 2 * 16 * 4 + 2 * 1000),
+        # Its values are no longer a part of one product with queries and keys.
+        ("phi3", VARLEN, summed(10, 8, 10 - 2, 6 - 2) + OF_HEADS + NORMS + 2 * 16 * 4),
     ],
     ids=str,
 )

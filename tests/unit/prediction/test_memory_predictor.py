@@ -310,11 +310,24 @@ def test_the_optimizer_of_full_fine_tuning_is_its_own_way() -> None:
     assert reported(model, replace(whole, micro_batch_size=2)).low_gib <= need(replace(whole, micro_batch_size=2))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2", "flex_attention"])
-def test_tokens_count_and_not_how_rows_part_them(attention: str) -> None:
-    basis = replace(ONE, attention=attention)
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        *({"attention": name} for name in ("sdpa", "flash_attention_2", "flex_attention")),
+        {"packing": True, "packed_attention": "varlen"},  # without a mask of each row
+    ],
+    ids=str,
+)
+def test_tokens_count_and_not_how_rows_part_them(knobs: dict[str, Any]) -> None:
+    basis = replace(ONE, **knobs)
     other = replace(basis, micro_batch_size=2, seq_len=2048)
     assert reported(learned([basis]), other).gib == pytest.approx(need(other), rel=1e-6)
+
+
+def test_a_mask_of_packed_rows_is_known_at_its_own_length_alone() -> None:
+    packed = replace(ONE, packing=True)
+    for known in (packed, replace(packed, packed_attention="varlen")):
+        assert learned([known]).predict(replace(packed, micro_batch_size=2, seq_len=2048), 2, OFFERED) is None
 
 
 def test_eager_attention_is_known_at_its_own_length_alone() -> None:
@@ -426,6 +439,7 @@ def test_larger_in_every_knob(change):
         {"quantization": "nf4"},
         {"attention": "eager"},
         {"packing": True},
+        {"packing": True, "packed_attention": "varlen"},
         {"dora": True},
         {"compile": "per_layer"},
         {"loss": "chunked"},
@@ -587,7 +601,7 @@ def test_a_head_in_chunks_has_a_way_to_compute_of_its_own_below_1024_tokens() ->
 def test_the_knobs_that_decide_how_many_bytes_a_token_takes() -> None:
     assert set(_compute_knobs()) == {
         *("method", "precision", "quantization", "double_quant", "checkpointing", "attention", "compile", "loss"),
-        *("kernels", "packing", "dora", "lora_targets", "lora_dropout", "allocator", "num_gpus"),
+        *("kernels", "packing", "packed_attention", "dora", "lora_targets", "lora_dropout", "allocator", "num_gpus"),
         *("sharding", "copies", "sync_each_batch", "offload"),
     }
 

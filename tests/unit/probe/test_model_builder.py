@@ -257,7 +257,7 @@ def test_weights_are_loaded_onto_the_device_and_from_safetensors_alone(
     loader = SimpleNamespace(from_pretrained=lambda source, **how: asked.append((source, how)) or model)
     monkeypatch.setattr(model_builder, "AutoModelForCausalLM", loader)
     monkeypatch.setattr(model_builder, "BitsAndBytesConfig", lambda **arguments: arguments)
-    monkeypatch.setattr(model_builder, "register_cudnn_attention", lambda: done.append("register"))
+    monkeypatch.setattr(model_builder, "register_attentions", lambda: done.append("register"))
     device = torch.device("meta")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert model_builder.load(str(tmp_path), settings(**knobs), device) is model and done == ["register"]
@@ -275,7 +275,7 @@ def test_weights_are_loaded_onto_the_device_and_from_safetensors_alone(
 
 def test_a_model_is_built_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr(model_builder, "register_cudnn_attention", lambda: done.append("register"))
+    monkeypatch.setattr(model_builder, "register_attentions", lambda: done.append("register"))
     model = model_builder.build(model_builder.config_of(LLAMA), settings(), torch.device("meta"))
     assert all(weight.is_meta for weight in model.parameters()) and done == ["register"]
     assert not model.config.use_cache

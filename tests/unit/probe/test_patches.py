@@ -10,7 +10,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from autotune.probe.runtime import patches
+from autotune.probe.runtime import patches, varlen
 
 
 @pytest.fixture
@@ -65,12 +65,12 @@ def test_masked_rows_of_each_alignment_are_attended_to_once(
     assert seen == [(length, size, torch.bfloat16) for length in lengths]
 
 
-def test_cudnns_attention_has_a_name_and_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attentions_have_names_and_that_of_packed_rows_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[Any] = []
     for kind in (AttentionInterface, AttentionMaskInterface):
         monkeypatch.setattr(kind, "register", lambda *asked: registered.append(asked))
-    patches.register_cudnn_attention()
-    assert registered == [("sdpa_cudnn", patches._attend), ("sdpa_cudnn", sdpa_mask)]
+    patches.register_attentions()
+    assert registered == [("sdpa_cudnn", patches._attend), ("sdpa_cudnn", sdpa_mask), ("varlen", varlen.attend)]
 
 
 def test_cudnns_attention_is_torchs_with_that_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:

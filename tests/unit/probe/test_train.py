@@ -330,6 +330,7 @@ def test_everything_that_a_trainer_is_told(
         "padded_lengths": [8, 16],
         "packing": False,
         "masked": False,
+        "varlen": False,
     }
     lengths = [5, 9] if group_by_length or dealt else None
     assert named == {
@@ -421,3 +422,14 @@ def test_a_compiled_run_compiles_for_training_alone(
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     before = done.index("evaluate") + 1
     assert printed["steps"] == 5 and printed["held_out_loss"] == [float(before), 3.5, float(len(done))]
+
+
+def test_packed_rows_say_where_their_examples_end_where_attention_asks_for_it() -> None:
+    examples = [[torch.arange(1, 4), torch.arange(5, 7)], [torch.arange(8)]]
+    made = settings({"packing": True, "padded_lengths": [8]})
+    by_lengths = replace(made, model_settings=replace(made.model_settings, attention="varlen"))
+    model: Any = None
+    plain, told = (train.make_collator(each, model)(examples) for each in (made, by_lengths))
+    assert told.keys() - plain.keys() == {"segments"}
+    assert told["segments"].ends.tolist()[:5] == [0, 3, 5, 8, 16] and told["segments"].counts.tolist() == [4, 8]
+    assert all(plain[name].equal(told[name]) for name in plain)

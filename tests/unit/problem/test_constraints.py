@@ -279,6 +279,7 @@ NOT_ON_A_CPU = {
     "quantization": {"fp8"},
     "optimizer": {"lion_8bit"},
     "attention": {"flash_attention_2", "flex_attention", "sdpa_cudnn"},
+    "packed_attention": {"varlen"},
     "kernels": {"liger"},
     "checkpointing": {"offload"},
     "sharding": {"fsdp2", "fsdp2_keep", "zero1", "zero2", "zero3"},
@@ -287,6 +288,7 @@ NOT_ON_A_T4 = {  # of compute capability 7.5
     "precision": {"bf16_mixed", "bf16_pure"},
     "quantization": {"fp8"},
     "attention": {"flash_attention_2", "sdpa_cudnn"},
+    "packed_attention": {"varlen"},
 }
 
 
@@ -352,6 +354,34 @@ def lost_by(narrow: Callable[[Narrowing], None]) -> dict[str, set[Any]]:
     lost = {knob.name: set(knob.choices()) - left[knob.name] for knob in every.knobs}
     assert removed == {name for name, values in lost.items() if values}
     return {name: values for name, values in lost.items() if values}
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ({}, None),
+        ({"model_type": "gemma2"}, "it was not tried with gemma2"),  # which caps its scores
+        ({"model_type": "gpt_oss"}, "it was not tried with gpt_oss"),  # which has attention sinks
+        ({"model_type": "mamba"}, "it was not tried with mamba"),
+        ({"attention_dropout": 0.1}, "it has no dropout, which the model's attention has"),
+        ({"head_dim": 256}, None),
+        ({"head_dim": 264}, "it takes heads of 256 values at most, a multiple of 8; the model's have 264"),
+        (
+            {"head_dim": None, "hidden_size": 640},
+            "it takes heads of 256 values at most, a multiple of 8; the model's have 20",
+        ),
+    ],
+    ids=str,
+)
+def test_examples_attend_by_themselves_where_attention_is_a_causal_softmax(
+    shape: dict[str, Any], reason: str | None
+) -> None:
+    narrowing = unnarrowed(packed_attention=("mask", "varlen"))
+    mistral = resolve_model("mistral-7b")
+    narrow_to_model(narrowing, replace(mistral, config=mistral.config | shape), WORKLOAD)
+    assert both(narrowing, "packed_attention") == (("mask",) if reason else ("mask", "varlen"))
+    reasons = [one.reason for one in narrowing.removals if one.knob == "packed_attention"]
+    assert reasons == ([reason] if reason else [])
 
 
 def test_what_is_padded_to_the_longest_is_compiled_only_where_it_is_packed():

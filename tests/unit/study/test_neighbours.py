@@ -19,7 +19,7 @@ MIDDLE = TrainConfig(micro_batch_size=4, checkpointing="full", lora_rank=16)
 def differing(config: TrainConfig, other: TrainConfig) -> set[str]:
     """The knobs in which two configurations differ, without those that packing and quantization take with them."""
     found = {name for name, _ in config.as_dict().items() ^ other.as_dict().items()}
-    enabled = {"packing": {"padding", "group_by_length"}, "compile": {"padding"}}
+    enabled = {"packing": {"padding", "group_by_length", "packed_attention"}, "compile": {"padding"}}
     enabled |= {"quantization": {"double_quant", "kbit_preparation"}}
     return found - set().union(*(others for knob, others in enabled.items() if knob in found))
 

@@ -1,0 +1,219 @@
+"""Attention of packed rows by the lengths of their examples: no mask is made, and no example multiplied by another.
+
+The kernel is that of `torch.nn.attention.varlen`. Its own operator takes the length of the longest example as a
+constant of compiled code, and as many examples as the shape of their ends says. Here both are values on the host, so
+that a micro batch with other examples is not compiled anew, and the host waits for nothing.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+VARLEN = "varlen"
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Segments:
+    """Where the examples of a micro batch end, its rows laid one after another. Padding is an example of its own.
+
+    `ends` (tokens of all rows + 1, int32) begins with 0 and the end of each example, and repeats the last one: its
+    shape says nothing of their number. `counts` (2, on the host) are that number and the tokens of the longest.
+    """
+
+    def __init__(self, ends: torch.Tensor, counts: torch.Tensor) -> None:
+        self.ends, self.counts = ends, counts
+
+    def to(self, *args: Any, **kwargs: Any) -> "Segments":
+        """The same with `ends` on a device. accelerate calls it, as of a tensor in a batch."""
+        return Segments(self.ends.to(*args, **kwargs), self.counts)
+
+    def pin_memory(self) -> "Segments":
+        """The same with `ends` in pinned memory. Torch's loader calls it, as of a tensor in a batch."""
+        return Segments(self.ends.pin_memory(), self.counts)
+
+
+def with_segments(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch of packed rows with their segments, which the model hands to its attention beside `position_ids`."""
+    positions = batch["position_ids"].flatten()
+    starts = (positions == 0).nonzero().flatten()
+    ends = torch.full((len(positions) + 1,), len(positions), dtype=torch.int32)
+    ends[: len(starts)] = starts
+    longest = int(ends[: len(starts) + 1].diff().max())
+    return batch | {"segments": Segments(ends, torch.tensor([len(starts), longest]))}
+
+
+def join_rows(rows: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """A micro batch of packed rows that each have their tensors."""
+    return with_segments({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    segments: Segments | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it, to values of rows x length x heads x size.
+
+    Queries are rows x heads x length x size, and so are keys and values, which may have fewer heads. Raises ValueError
+    for rows without segments, and for attention that is more than a causal softmax.
+    """
+    if segments is None or attention_mask is not None:
+        raise ValueError("varlen attention is for packed rows: give the model what with_segments adds to a batch")
+    more = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
+    if dropout or more:
+        raise ValueError(f"varlen attention has no {more[0] if more else 'dropout'}: choose another attention")
+    rows, heads, length, size = query.shape
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    in_turn = (tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in (query, key, value))
+    window = -1 if sliding_window is None else sliding_window - 1
+    scale = size**-0.5 if scaling is None else scaling
+    attended, _ = _attend(*in_turn, segments.ends, segments.counts, scale, window)
+    return attended.view(rows, length, heads, size), None
+
+
+# --- the kernel, and its gradients. An operator of torch hides from compiled code what changes with each micro batch.
+
+
+def _attend_on_gpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    counts: torch.Tensor,
+    scale: float,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention within each segment, of tokens x heads x size, and the logarithms of its sums (heads x tokens).
+
+    A token sees `window` tokens before it, all of them where it is -1.
+    """
+    number, longest = counts.tolist()
+    ends = ends[: number + 1]
+    attended, sums, *_ = torch.ops.aten._flash_attention_forward(
+        *(query, key, value, ends, ends, longest, longest, 0.0, True, False),
+        scale=scale,
+        window_size_left=window,
+        window_size_right=0,
+    )
+    return attended, sums
+
+
+def _differentiate_on_gpu(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attended: torch.Tensor,
+    sums: torch.Tensor,
+    ends: torch.Tensor,
+    counts: torch.Tensor,
+    scale: float,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    number, longest = counts.tolist()
+    ends = ends[: number + 1]
+    # The state of a random generator, which nothing reads without dropout.
+    state, unused = query.new_empty(2, dtype=torch.uint64), query.new_empty(0)
+    of_query, of_key, of_value = torch.ops.aten._flash_attention_backward(
+        *(gradient, query, key, value, attended, sums, ends, ends, longest, longest, 0.0, True, state, unused),
+        scale=scale,
+        window_size_left=window,
+        window_size_right=0,
+    )
+    return of_query, of_key, of_value
+
+
+def _shapes(query: torch.Tensor, *_: Any) -> Tensors:
+    return torch.empty_like(query), query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
+
+
+def _shapes_of_gradients(gradient: torch.Tensor, *differentiated: Any) -> Tensors:
+    query, key, value, *_ = differentiated
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+# --- the same on a CPU, for which torch has no such kernel: it shows there that what a GPU is asked for is right
+
+
+def _attend_on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *segments: Any) -> Tensors:
+    attended, sums = _shapes(query)
+    for part, scores in _scores(query, key, *segments):
+        sums[:, part] = scores.logsumexp(-1)
+        attended[part] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), _for_each_head(value[part], query))
+    return attended, sums
+
+
+def _differentiate_on_cpu(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attended: torch.Tensor,
+    sums: torch.Tensor,
+    *segments: Any,
+) -> Tensors:
+    made = _shapes_of_gradients(gradient, query, key, value)
+    _, _, scale, _ = segments
+    for part, scores in _scores(query, key, *segments):
+        outer = gradient[part].float()
+        weights = (scores - sums[:, part, None]).exp()
+        of_weights = torch.einsum("qhd,khd->hqk", outer, _for_each_head(value[part], query))
+        of_scores = scale * weights * (of_weights - (outer * attended[part]).sum(-1).T[..., None])
+        made[0][part] = torch.einsum("hqk,khd->qhd", of_scores, _for_each_head(key[part], query))
+        of_keys = torch.einsum("hqk,qhd->khd", of_scores, query[part].float())
+        of_values = torch.einsum("hqk,qhd->khd", weights, outer)
+        for gradients, of_each_head in zip(made[1:], (of_keys, of_values), strict=True):
+            gradients[part] = of_each_head.unflatten(1, (key.shape[1], -1)).sum(2)
+    return made
+
+
+def _scores(
+    query: torch.Tensor, key: torch.Tensor, ends: torch.Tensor, counts: torch.Tensor, scale: float, window: int
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """The tokens of each segment, and the products of its queries and keys (heads x tokens x tokens)."""
+    for begin, end in pairwise(ends[: int(counts[0]) + 1].tolist()):
+        part, places = slice(begin, end), torch.arange(end - begin)
+        before = places[:, None] - places
+        unseen = (before < 0) | (before > (window if window >= 0 else end))
+        products = torch.einsum("qhd,khd->hqk", query[part].float(), _for_each_head(key[part], query))
+        yield part, (scale * products).masked_fill_(unseen, -torch.inf)
+
+
+def _for_each_head(keys: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Keys or values in 32 bits, repeated for each query head."""
+    return keys.float().repeat_interleave(query.shape[1] // keys.shape[1], 1)
+
+
+# --- the operators
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    query, key, value, ends, counts, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(query, key, value, *output, ends, counts)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor, of_sums: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return (*_differentiate(gradient, *ctx.saved_tensors, ctx.scale, ctx.window), None, None, None, None)
+
+
+_attend = torch.library.custom_op("packed_rows::attend", _attend_on_gpu, mutates_args=(), device_types="cuda")
+_attend.register_kernel("cpu", _attend_on_cpu)
+_attend.register_fake(_shapes)
+_attend.register_autograd(_backward, setup_context=_keep)
+_differentiate = torch.library.custom_op(
+    "packed_rows::differentiate", _differentiate_on_gpu, mutates_args=(), device_types="cuda"
+)
+_differentiate.register_kernel("cpu", _differentiate_on_cpu)
+_differentiate.register_fake(_shapes_of_gradients)
