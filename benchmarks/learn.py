@@ -28,7 +28,8 @@ import torch
 from common import Rows, save, table
 
 import autotune
-from autotune.core.serialization import to_data
+from autotune.core.probe_types import Fingerprint
+from autotune.core.serialization import from_data, to_data
 from autotune.export import script
 from autotune.export.run.learn import Learner, learn
 from autotune.export.run.process import write_files
@@ -66,7 +67,7 @@ def main() -> None:
         for one in found:
             rows.add(one.result() | {"pretrained_loss": pretrained_loss})
     table(rows.all, COLUMNS)
-    save("learn", None, summarize(rows.all), rows.all, args.out)
+    save("learn", from_data(Fingerprint, rows.all[-1]["fingerprint"]), summarize(rows.all), rows.all, args.out)
     print(summarize(rows.all))
 
 

@@ -39,7 +39,9 @@ def main() -> None:
     measured = json.loads((RESULTS / "objectives.json").read_text())["rows"]
     earlier = json.loads(args.counted.read_text())["rows"] if args.counted else []
     counts = {(row["model"], row["objective"]): row["counted_gib"] for row in earlier}
-    rows = [compare(row, counts) for row in measured if "peak_gib" in row]
+    rows = [
+        compare(row, counts) for row in measured if "peak_gib" in row and not resolve_model(row["model"]).sees_images
+    ]
     table(rows, COLUMNS)
     save("plan_objectives", None, summarize(rows), rows, args.out)
     print(summarize(rows))

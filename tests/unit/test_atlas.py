@@ -39,8 +39,8 @@ def atlas(monkeypatch: pytest.MonkeyPatch) -> Any:
     refused = DryAnswer(refused="PEFT has no <adapters> for it.")
     monkeypatch.setattr(
         counted_memory,
-        "_answer",
-        lambda model, config, steps, objective: refused if config.quantization == "nf4" else DryAnswer(count=COUNT),
+        "counted",
+        lambda model, config, *_: refused if config.quantization == "nf4" else DryAnswer(count=COUNT),
     )
     monkeypatch.setattr(module, "ProcessPoolExecutor", lambda number, mp_context: ThreadPoolExecutor(number))
     return module

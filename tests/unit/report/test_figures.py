@@ -109,7 +109,7 @@ def test_more_gpus_are_shown_as_a_picture_and_a_table(study: StudySummary) -> No
     assert usd["y"][0] == recipe.winner.cost.full_run_usd and len(usd["y"]) == 4
     page = render(study, "out")
     section = page[page.index("<h2>The same run on more GPUs</h2>") :].partition("</section>")[0]
-    assert section.count("<tr") == 5 and section.count("</span> projected</span>") == 3 and "370 GB/s" in section
+    assert section.count("<tr") == 5 and section.count("</span> projected</a>") == 3 and "370 GB/s" in section
     priceless = draw(replace(study, recipe=replace(recipe, price=None)))["scaling"]
     assert priceless is not None and len(priceless["data"]) == 2
     alone = replace(recipe, device=resolve_device("rtx-4090"))  # nobody published what links these

@@ -46,6 +46,7 @@ class Trials:
         self.said: list[str] = []
         self.left = 100
         self.wanted: list[dict[str, Any]] = []
+        self.begun: list[tuple[int, TrainConfig]] = []
         self.optimizer = SimpleNamespace(remember=lambda key, numbers: self.kept.append((key, numbers)))
         self.selection = SimpleNamespace(predicted_speed=lambda config, found: found, prune_reason="the pruner")
         self.evaluator = SimpleNamespace(evaluate_low_fidelity=self.low, evaluate=self.whole)
@@ -101,6 +102,9 @@ class Trials:
 
     def num_missing(self) -> int:
         return self.missing
+
+    def on_begin(self, number: int, config: TrainConfig) -> None:
+        self.begun.append((number, config))
 
     def compiled_s(self) -> float:
         return 7.0
@@ -167,6 +171,7 @@ def test_moves_go_by_what_is_predicted_and_the_best_of_a_pass_is_measured_first(
     assert trials.exempt == {10 + number for number in range(1, len(trials.asked) + 1)}
     assert trials.kept[0] == ("climbed", [11]) and trials.kept[1] == ("climbed", [11, 12])
     assert len(set(trials.asked)) == len(trials.asked)
+    assert trials.begun == [(10 + number, config) for number, config in enumerate(trials.asked, start=1)]
 
 
 def test_the_search_ends_where_a_pass_finds_nothing_better() -> None:
