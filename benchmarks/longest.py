@@ -79,7 +79,7 @@ class Marks:
         """The faster attention of those with which the row fits, by what two layers of a shorter one need."""
         whole = memory_breakdown(asked.model, replace(config, checkpointing="full", tiling="none"), 1)
         assert whole is not None
-        lasting_gib = whole.weights + whole.adapters + whole.optimizer
+        lasting_gib = whole.lasting_gib
         seconds: dict[str, float] = {}
         for kernel in KERNELS:
             found = self.run(asked, replace(config, attention=kernel, seq_len=TRIED_AT), cap_gib, depth=FEW)

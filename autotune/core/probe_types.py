@@ -83,7 +83,7 @@ class ModelShape:
     Liger has kernels for the model, `sdpa` that transformers has SDPA attention for it. `no_adapters` is why PEFT
     refuses adapters on every linear layer. `linear_layers` are the paths of linear modules inside a layer, sorted;
     empty where they are not known. `has_labels` says that transformers can give it a head over labels, `sees_images`
-    that it has a vision tower.
+    that it has a vision tower, `tileable` that its layers can be computed in tiles of tokens.
     """
 
     num_layers: int
@@ -99,6 +99,7 @@ class ModelShape:
     linear_layers: tuple[str, ...] = ()
     has_labels: bool = True
     sees_images: bool = False
+    tileable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,8 @@ HOST_SHARE = 0.8  # of the memory of a host that the inputs of layers may take
 # The share of the peak that flash attention reaches on long rows, counting what a causal mask leaves: FlashAttention-2
 # by its authors on an A100, and on Hopper, whose products it was not written for (the paper of FlashAttention-3).
 ATTENTION_SHARE, ATTENTION_SHARE_HOPPER = 0.7, 0.35
+# Knobs that have an option of their own here.
+PINNED_APART = {"seq_len": "--most-tokens", "method": "--method", "quantization": "--method", "lora_rank": "--rank"}
 TIME_ERROR = 1.3  # a predicted time is taken to be within this factor; it was not compared with measurements
 
 
@@ -122,7 +124,8 @@ class Longest:
 
     def host_gib(self, config: TrainConfig) -> float:
         """GiB of pinned memory that the inputs of all layers take."""
-        element_bytes = 2 if config.base_dtype != "float32" else 4
+        # What prepares a quantised base keeps its embedding and norms, and so what layers hand on, in 32 bits.
+        element_bytes = 4 if config.base_dtype == "float32" or config.kbit_preparation else 2
         each = config.tokens * self.model.hidden_size * element_bytes
         return gib(self.model.num_layers * each) if config.offloads else 0.0
 
@@ -153,9 +156,11 @@ class Longest:
             if tokens >= pair[0]:
                 break
         else:
-            least = f"{needs[0]:.1f} GiB are needed for {pair[0]:,} tokens, and there are {self.limit_gib:.1f}"
             if tokens < STEP:
-                return LongestRow(method=method, config=config.as_dict(), problem=least)
+                least = f"{needs[0]:.1f} GiB are needed for {pair[0]:,} tokens, and there are {self.limit_gib:.1f}"
+                fewer = f"{limited_by} allows fewer than {STEP:,} tokens"
+                problem = least if limited_by == "gpu memory" else fewer
+                return LongestRow(method=method, config=config.as_dict(), limited_by=limited_by, problem=problem)
         need = known[tokens] = self._need(method, tokens)
         if need > self.limit_gib:  # it is no single line
             tokens, limited_by = self._at_limit(method, known)
@@ -223,7 +228,8 @@ class Longest:
             micro_steps=1,
             depth=depth,
             micro_batches=tuple(
-                MicroBatch(rows=((length,),), length=length, share=share) for length, share in shares.items()
+                MicroBatch(rows=((length,),) * config.micro_batch_size, length=length, share=share)
+                for length, share in shares.items()
             ),
             min_timed_micros=1,
             max_timed_steps=1,
@@ -273,9 +279,9 @@ def verify(
 
     config = asked.config(method, tokens)
     count, few = asked.count(config), counted(asked.model, config, 1, depth=FEW_LAYERS).count
-    assert count is not None and few is not None  # it was predicted
+    assert count is not None  # it was predicted
     held = count.model_gib + count.adapters_gib + count.gradients_gib + count.optimizer_gib
-    if (first := attempt(tokens, FEW_LAYERS)).need_gib is not None:
+    if few is not None and (first := attempt(tokens, FEW_LAYERS)).need_gib is not None:
         # What a few layers take beyond what was counted of them, all layers take too.
         beyond = first.need_gib - counted_breakdown(asked.model, config, few).peak_reserved_gib
         tokens = _scaled(tokens, (predicted.gpu_gib or 0.0) + beyond, asked.limit_gib, held, upper)
@@ -358,6 +364,8 @@ def find_longest(
         rank=rank,
         knobs=dict(knobs or {}),
     )
+    for name in PINNED_APART.keys() & asked.knobs.keys():
+        raise UsageError(f"--set {name}: rows have their own", remedy=f"give {PINNED_APART[name]}")
     for method in methods:
         if method not in METHODS:
             raise UsageError(f"unknown method {method!r}{did_you_mean(method, METHODS)}", remedy=", ".join(METHODS))

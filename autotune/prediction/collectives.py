@@ -54,7 +54,7 @@ class Traffic:
 class RankStepTime:
     """Seconds of an optimizer step, 80 % of cases in `interval_s`; `communication_s` is that of all collectives.
 
-    `exposed_s` is how much longer the step takes than its computation.
+    `exposed_s` is how much longer the step takes than its computation, at the pace of the slowest GPU.
     """
 
     step_s: float
@@ -146,7 +146,7 @@ def rank_step_time(
         step_s=step_s,
         interval_s=(fast * (computed_s + rest_s), slowest),
         communication_s=communication_s,
-        exposed_s=step_s - computed_s - rest_s,
+        exposed_s=step_s - (1 + TOGETHER) * computed_s - rest_s,
     )
 
 

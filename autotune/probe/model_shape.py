@@ -15,6 +15,7 @@ from autotune.core.layer_pattern import repetition
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig
 from autotune.probe.model_settings import model_settings
+from autotune.probe.runtime import tiles
 from autotune.probe.runtime.chunked_loss import has_plain_head
 from autotune.probe.runtime.model_builder import config_of, decoder_layers, from_config, to_train
 
@@ -67,6 +68,7 @@ def describe(model: dict[str, Any]) -> ModelShape:
         linear_layers=tuple(sorted(linear_layers)),
         has_labels=type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
         sees_images=sees_images(model),
+        tileable=all(map(tiles.is_plain, layers)),
     )
 
 

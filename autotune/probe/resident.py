@@ -161,8 +161,10 @@ def clean(resident: ResidentModel) -> None:
     # With checkpointing transformers and PEFT each make the embedding's output require gradients, and only the last
     # hook is remembered: the other one would stay for probes without checkpointing.
     base.get_input_embeddings()._forward_hooks.clear()
-    for module in base.modules():  # a chunked loss, autocast, TRL's loss and Liger's kernels replace methods
-        for name in ("forward", "extra_repr", "_get_name"):
+    # A chunked loss, autocast, TRL's loss and Liger's kernels replace methods; checkpoints in the host's memory are
+    # held by what recomputes a layer.
+    for module in base.modules():
+        for name in ("forward", "extra_repr", "_get_name", "_gradient_checkpointing_func"):
             module.__dict__.pop(name, None)
     run_layers_eagerly(decoder_layers(base))
     for model in (base, resident.adapted):

@@ -339,6 +339,8 @@ def narrow_to_layers(narrowing: Narrowing, model: ModelSpec, trainer: str, shape
         _narrow_to_named_layers(narrowing, model, shape.linear_layers)
     if shape is not None and not shape.sdpa:
         _narrow_to_other_attention(narrowing)
+    if shape is not None and not shape.tileable:
+        narrowing.remove("tiling", {"tokens"}, "its layers have no attention and MLP of the usual form")
     if trainer == "transformers" and (shape is None or not shape.plain_head):
         reason = "the model changes its logits after its head, which cannot be done in chunks"
         if shape is None:

@@ -179,3 +179,19 @@ def test_a_tensor_comes_back_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(kept._bring(second), expected.t()) and torch.equal(kept._bring(first), expected)
     with pytest.raises(RuntimeError, match="no second one"):
         kept._bring(first)
+
+
+def test_an_empty_tensor_has_nothing_to_copy() -> None:
+    """torch before 2.13 saves one on the CPU beside a layer's inputs, which must not end the wait for the one before."""
+    kept = HostCheckpoints()
+    leaving, empty = kept._keep(torch.ones(2)), kept._keep(torch.empty(0, requires_grad=True))
+    assert isinstance(empty, torch.Tensor) and kept._bring(empty) is empty
+    assert kept._leaving is leaving and leaving.on_device is not None and kept.held_bytes == 8
+
+
+def test_inputs_of_many_lengths_share_their_blocks() -> None:
+    """Each of 1 to 100 values of 4 bytes: blocks of 4, 8, 16 and so on up to 512 bytes."""
+    kept = HostCheckpoints()
+    for length in range(1, 101):
+        assert kept._bring(kept._keep(torch.ones(length))).sum() == length
+    assert kept.held_bytes == sum(4 << power for power in range(8))

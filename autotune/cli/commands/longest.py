@@ -7,7 +7,7 @@ import typer
 from autotune.cli.options import Gpu, Json
 from autotune.cli.stop import stop_on_signals
 from autotune.cli.terminal import print_json, print_note, print_table
-from autotune.core.errors import Cancelled, Interrupted, NothingFits
+from autotune.core.errors import Cancelled, Interrupted, NothingFits, UsageError
 from autotune.core.units import DASH, fmt_gib, fmt_seconds
 
 if TYPE_CHECKING:
@@ -24,22 +24,22 @@ def longest(
     model: Annotated[str, typer.Option(help="Model: a name of the catalogue, a Hub name or a directory.")],
     gpu: Gpu = None,
     method: Annotated[list[str] | None, typer.Option(help="full, lora or qlora; repeatable. [all three]")] = None,
-    rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 16,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 16,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="Pin a knob; repeatable.")
     ] = None,
-    memory_gib: Annotated[float | None, typer.Option("--memory", help="GiB of the card that may be used.")] = None,
+    memory_gib: Annotated[float | None, typer.Option("--memory-gib", help="GiB of the card that may be used.")] = None,
     host_memory_gib: Annotated[
-        float | None, typer.Option("--host-memory", help="GiB of the host. [this host's, if the card is here]")
+        float | None, typer.Option("--host-memory-gib", help="GiB of the host. [this host's, if the card is here]")
     ] = None,
-    most_tokens: Annotated[int | None, typer.Option(help="Look at no longer rows.")] = None,
+    most_tokens: Annotated[int | None, typer.Option(min=1024, help="Look at no longer rows.")] = None,
     predict: Annotated[bool, typer.Option("--predict", help="Only predict, although the card is here.")] = False,
     json_: Json = False,
 ) -> None:
     """Print the longest row that fits, by method: predicted without a GPU, and verified by real steps where it is here.
 
     Raises:
-        UsageError: the model, the card, a method or a knob is unknown or impossible.
+        UsageError: the model, the card, a method or a knob is unknown or impossible, or the model cannot be counted.
         EnvironmentProblem: the card cannot be probed.
         NothingFits: no method holds any row.
         Interrupted: stopped by a signal.
@@ -69,6 +69,11 @@ def longest(
         print_json(longest_data(asked, rows))
     else:
         _print(asked, rows)
+    if not any(row.tokens or row.limited_by for row in rows):
+        raise UsageError(
+            f"no row of {asked.model.short} can be judged: {rows[0].problem}",
+            remedy="leave tiles out (--set tiling=none), or try another model",
+        )
     if not any(row.tokens for row in rows):
         raise NothingFits(
             f"no row of {asked.model.short} fits {asked.device.name} by these methods",

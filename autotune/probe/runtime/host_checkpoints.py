@@ -35,7 +35,9 @@ class HostCheckpoints:
         with saved_tensors_hooks(self._keep, self._bring):
             yield
 
-    def _keep(self, tensor: torch.Tensor) -> "_Kept":
+    def _keep(self, tensor: torch.Tensor) -> "_Kept | torch.Tensor":
+        if not tensor.nbytes:  # torch before 2.13 keeps an empty one beside the inputs
+            return tensor.detach()
         stream = self._copies_of(tensor.device)
         kept = _Kept(tensor, self._take(tensor), self._give)
         if stream is None:
@@ -55,7 +57,9 @@ class HostCheckpoints:
         self._kept.append(weakref.ref(kept))
         return kept
 
-    def _bring(self, kept: "_Kept") -> torch.Tensor:
+    def _bring(self, kept: "_Kept | torch.Tensor") -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
         stream = self._copies_of(kept.device)
         self._start(kept, stream)
         tensor = kept.on_device
@@ -96,13 +100,16 @@ class HostCheckpoints:
         return self._stream
 
     def _take(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Blocks for all bytes of a tensor. One without values, on the meta device, needs none."""
+        """Blocks for all bytes of a tensor. One without values, on the meta device, needs none.
+
+        Their sizes are powers of two, so that inputs of many lengths share them.
+        """
         if tensor.is_meta:
             return []
-        size = min(tensor.nbytes, BLOCK_BYTES)
+        size = min(1 << (tensor.nbytes - 1).bit_length(), BLOCK_BYTES)
         free, pinned = self._free.setdefault(size, []), tensor.device.type == "cuda"
         blocks = []
-        for _ in range(-(-tensor.nbytes // size) if size else 0):
+        for _ in range(-(-tensor.nbytes // size)):
             if not free:
                 self.held_bytes += size
             blocks.append(free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=pinned))

@@ -25,7 +25,7 @@ def tile_layers(model: nn.Module, layers: list[nn.Module]) -> None:
     where something of it is dropped at random, since a tile that is computed again would drop other values.
     """
     for layer in layers:
-        if not _is_plain(layer):
+        if not is_plain(layer):
             raise ValueError(f"{type(layer).__name__} has no self_attn and mlp that could be computed in tiles")
         if any(isinstance(module, nn.Dropout) and module.p for module in layer.modules()):
             raise ValueError("layers with dropout cannot be computed in tiles of tokens, which are computed twice")
@@ -34,7 +34,8 @@ def tile_layers(model: nn.Module, layers: list[nn.Module]) -> None:
         module.forward = partial(_in_tiles, module, module.forward)
 
 
-def _is_plain(layer: nn.Module) -> bool:
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a layer has attention and an MLP with the usual names."""
     mlp = getattr(layer, "mlp", None)
     linear = isinstance(mlp, nn.Module) and any(hasattr(mlp, name) for name in ("down_proj", "fc2", "dense_4h_to_h"))
     return linear and isinstance(getattr(layer, "self_attn", None), nn.Module)

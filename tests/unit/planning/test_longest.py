@@ -183,7 +183,7 @@ def test_the_command_prints_a_table_or_json(counted: list[int], monkeypatch: pyt
     assert row["tokens"] > 131_072 and row["config"]["tiling"] == "tokens"
     ended = CliRunner().invoke(app, options)
     assert f"{row['tokens']:,}" in ended.stdout and "trained for 131,072 positions" in ended.stdout
-    ended = CliRunner().invoke(app, [*options, "--memory", "4"])
+    ended = CliRunner().invoke(app, [*options, "--memory-gib", "4"])
     assert isinstance(ended.exception, NothingFits) and "qlora: " in ended.stdout
 
 
