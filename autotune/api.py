@@ -432,7 +432,7 @@ def run_study(plan: SessionPlan, *, progress: Progress | None = None, stop: Stop
     ):
         outcome = _probe_configs(session, plan) if plan.spec.configs else _search(session, plan)
     if stop.signal is None and outcome.data is None:
-        missed = "the start of the worker and a first probe: nothing was measured"
+        missed = "the start of the worker and a first probe that fits: nothing was measured"
         return replace(outcome, error=_too_short(plan, missed))
     if outcome.error is not None or stop.signal is None:
         return outcome

@@ -340,7 +340,7 @@ def make_spec(path: Path | None, options: dict[str, Any]) -> StudySpec:
     """The spec of a file, if one is given, with the options that are not None in place of its values.
 
     A suite that comes with the package can be given by its name. Raises UsageError for an impossible value, an unknown
-    key (its line is named), or no model.
+    key (its line is named), or no model. For another card or model than the file's, nothing of it was published.
     """
     given = {name: value for name, value in options.items() if value is not None}
     if path is None:
@@ -355,7 +355,10 @@ def make_spec(path: Path | None, options: dict[str, Any]) -> StudySpec:
     for keys in ALTERNATIVES:  # one option replaces all of the keys
         if any(key in given for key in keys):
             given = dict.fromkeys(keys) | given
-    return replace(base, **given, pins=pins)
+    made = replace(base, **given, pins=pins)
+    if (made.gpu, made.model) != (base.gpu, base.model):  # what was published was of others
+        made = replace(made, source=None, configs=tuple(replace(one, published=None) for one in made.configs))
+    return made
 
 
 def shipped_suites() -> dict[str, Path]:

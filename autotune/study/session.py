@@ -188,6 +188,12 @@ class Leader:
         self.memory_gib = target.memory_cap_gib(
             session.prober.memory_gib, asked_gib=self._asked_gib(), may_exceed=plan.spec.shallow_only
         )
+        held_gib = session.prober.context_gib if target.card is None else 0.0
+        if self.memory_gib * (1 - plan.spec.headroom) <= held_gib:
+            raise UsageError(
+                f"--memory-gib {self.memory_gib:g} leaves nothing for tensors: the libraries hold {fmt_gib(held_gib)}",
+                remedy=f"give more than {fmt_gib(held_gib / (1 - plan.spec.headroom))}, or leave it out",
+            )
         if plan.spec.dataset is not None:
             taken = fmt_seconds(plan.preparation_s)
             note(f"preparing the dataset took {taken}, which does not count against the budget")

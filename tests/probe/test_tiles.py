@@ -182,7 +182,7 @@ def test_a_tensor_comes_back_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_empty_tensor_has_nothing_to_copy() -> None:
-    """torch before 2.13 saves one on the CPU beside a layer's inputs, which must not end the wait for the one before."""
+    """torch before 2.13 saves one on the CPU beside a layer's inputs. The wait for the one before must go on."""
     kept = HostCheckpoints()
     leaving, empty = kept._keep(torch.ones(2)), kept._keep(torch.empty(0, requires_grad=True))
     assert isinstance(empty, torch.Tensor) and kept._bring(empty) is empty

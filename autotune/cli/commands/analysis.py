@@ -13,6 +13,7 @@ from autotune.cli.stop import stop_on_signals
 from autotune.cli.terminal import print_json, print_note
 from autotune.core.errors import Cancelled, EnvironmentProblem, Interrupted, NothingFits, UsageError, VerificationFailed
 from autotune.core.files import write_atomic
+from autotune.core.probe_types import Outcome
 from autotune.core.process import StopToken
 from autotune.study.storage.location import make_writable
 
@@ -84,12 +85,13 @@ def _config_of(result: "StudyResult", trial: int | None) -> "TrainConfig":
     """The configuration of a trial, by default the winner. Raises UsageError and NothingFits where there is none."""
     if trial is None:
         return result.winner
-    found = next((row.config for row in result.summary.trials if row.number == trial), None)
+    listed = "`trials.jsonl` in its directory lists them"
+    found = next((row for row in result.summary.trials if row.number == trial), None)
     if found is None:
-        raise UsageError(
-            f"study {result.summary.study!r} has no trial {trial}", remedy="`trials.jsonl` in its directory lists them"
-        )
-    return found
+        raise UsageError(f"study {result.summary.study!r} has no trial {trial}", remedy=listed)
+    if found.outcome not in (Outcome.OK, Outcome.SLOW):
+        raise UsageError(f"trial {trial} ended with {found.outcome}", remedy=f"name one that fits: {listed}")
+    return found.config
 
 
 def _profile(result: "StudyResult", config: "TrainConfig", *, as_json: bool) -> None:
@@ -116,7 +118,7 @@ def _profile(result: "StudyResult", config: "TrainConfig", *, as_json: bool) -> 
         print_json(profile_data(report))
     print_answer(lambda today: profile_answer(report), html=result.out / "profile.html", silent=as_json)
     if not as_json:
-        print(f"\nwritten: {short_path(result.out / 'profile.html')} and profile.json")
+        print(f"\nwritten: {short_path(result.out / 'profile.html')}, profile.json and {trace.name}")
 
 
 def _profile_report(
