@@ -1,6 +1,7 @@
 """What memory is used for: sizes of tensors, parameters and optimizer state; and what held it when it ran out."""
 
 import ctypes
+import errno
 import math
 import re
 import sys
@@ -95,6 +96,8 @@ def logical_params(model: nn.Module) -> int:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether device or host memory ran out. An illegal memory access is not that."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     messages = (
         "DefaultCPUAllocator: can't allocate memory",

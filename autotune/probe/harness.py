@@ -246,7 +246,7 @@ class Probe:
     def run(self) -> Measurement:
         """Train, time and weigh. Raises what training raises, NotSteady, BadLoss and WrongPrecision."""
         self._prepare()
-        with tempfile.TemporaryDirectory(prefix="autotune-", dir=self.scratch) as scratch:
+        with tempfile.TemporaryDirectory(prefix="autotune-", dir=self.scratch, ignore_cleanup_errors=True) as scratch:
             self.trainer = self._make_trainer(scratch)
             if self.request.parallelism.strategy in FSDP2 and is_outline(self.model):
                 # Losses of random weights would be compared with those of real ones.

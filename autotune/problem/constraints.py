@@ -463,7 +463,11 @@ def _no_varlen(shape: Mapping[str, Any]) -> str | None:
         return f"it was not tried with {shape['model_type']}"
     if shape.get("attention_dropout"):
         return "it has no dropout, which the model's attention has"
-    size = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    width, heads, size = (shape.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
+    if not size and isinstance(width, int) and isinstance(heads, int) and heads > 0:
+        size = width // heads
+    if not isinstance(size, int):
+        return "the size of the model's heads is not known"
     if size > LARGEST_HEAD or size % HEAD_MULTIPLE:
         return (
             f"it takes heads of {LARGEST_HEAD} values at most, a multiple of {HEAD_MULTIPLE}; the model's have {size}"

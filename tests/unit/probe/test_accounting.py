@@ -1,5 +1,6 @@
 """What holds memory, by the sizes of tensors, and what is said of it where it ran out."""
 
+import errno
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +119,8 @@ def test_each_page_of_a_paged_optimizer_is_returned_once(monkeypatch: pytest.Mon
     [
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (MemoryError(), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
         (
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
             True,
