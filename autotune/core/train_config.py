@@ -100,7 +100,7 @@ class TrainConfig:
 
     @property
     def attention_implementation(self) -> str:
-        """What transformers is told to compute attention with (`attn_implementation`)."""
+        """The name of what transformers computes attention with (`attn_implementation`)."""
         return "varlen" if self.packed_attention == "varlen" else self.attention
 
     @property

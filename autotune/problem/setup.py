@@ -101,10 +101,8 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     constraints.narrow_padding(narrowing, workload)
     warnings = (*_notes_of_images(spec, workload), *_warnings(spec, narrowing, workload))
     calibration = calibration_of(spec, target.measured_on or target.device, say)
-    example = example_card(model, target.device)
-    proxy = f"-by-{target.measured_on.name}" if target.measured_on else ""
     task = Task(
-        study=spec.study or f"{target.device.name}{proxy}-{model.short}-{space.name}".lower(),
+        study=spec.study or _study_name(target, model, space),
         model=model,
         device=target.device,
         price=_price(spec, model, target.device),
@@ -117,11 +115,22 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
         run_options=spec.run_options,
         calibration=calibration,
         within_hours=spec.within_hours,
-        example_gib=example.memory_gib if example and spec.memory_gib is None else None,
+        example_gib=_example_gib(spec, model, target.device),
     )
     setup = Setup(task=task, reserve=narrowing.reserve, removals=tuple(narrowing.removals), warnings=warnings)
     shape = None if probes_run_here else known_shape(model)
     return setup if shape is None else adapt_to_layers(setup, shape)
+
+
+def _study_name(target: Target, model: ModelSpec, space: SearchSpace) -> str:
+    proxy = f"-by-{target.measured_on.name}" if target.measured_on else ""
+    return f"{target.device.name}{proxy}-{model.short}-{space.name}".lower()
+
+
+def _example_gib(spec: StudySpec, model: ModelSpec, device: DeviceSpec) -> float | None:
+    """The memory of the example card that the device stands for; None where there is none, or the user gives it."""
+    example = example_card(model, device)
+    return example.memory_gib if example and spec.memory_gib is None else None
 
 
 def _require_formula(model: ModelSpec) -> None:

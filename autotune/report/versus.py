@@ -11,7 +11,7 @@ from autotune.report.infos import CompareRow
 from autotune.study.summary import Recipe, StudySummary
 
 ASKED = "What was asked for"
-CLEAR = 1.1  # from this ratio on it is told as a ratio, below as a percentage
+CLEAR = 1.1  # from here on a ratio is shown as such, below as a percentage
 
 
 def render(first: StudySummary, second: StudySummary) -> str:

@@ -20,6 +20,7 @@ from autotune.problem.length_distribution import SAYS
 from autotune.problem.performance import AGAIN, TIE, Performance, step_time_s
 from autotune.problem.run_cost import TABLE_EXAMPLES, CostProjection, project
 from autotune.problem.task import Task
+from autotune.problem.workload import Workload
 from autotune.study.numerics import BOUND, REFERENCE, deviation, in_question, reference_of
 from autotune.study.ranking import Scored, choose, to_beat, why
 from autotune.study.summary import Candidate, Recipe
@@ -487,6 +488,21 @@ def _made_up(task: Task) -> str:
     return f"{' and '.join(parts)} are made up" if parts else ""
 
 
+def _assumed_examples(workload: Workload) -> list[str]:
+    """What of the examples was not given or counted, in sentences."""
+    caveats, lengths = [], workload.lengths
+    if lengths.source == "assumed":
+        caveats.append(
+            f"the length of an example was not given: {lengths.longest:,} tokens are assumed "
+            "(--dataset, --lengths or --tokens-per-example)"
+        )
+    if lengths.source in ("characters", "summary"):
+        caveats.append(f"the lengths of the examples are {SAYS[lengths.source]}, not counted")
+    if workload.examples_assumed:
+        caveats.append(f"the number of examples was not given: {workload.examples:,} are assumed (--examples)")
+    return caveats
+
+
 def _assumptions(task: Task, winner: Candidate) -> list[str]:
     """What the numbers of a winner assume about data and device, in sentences."""
     config, workload, lengths = winner.config, task.workload, task.workload.lengths
@@ -501,15 +517,7 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
         caveats.append(f"nothing that was tried ends within {fmt_hours(task.within_hours)}: the run takes {late}")
     if made_up := _made_up(task):
         caveats.append(f"an example card stands for a GPU here: {made_up}")
-    if lengths.source == "assumed":
-        caveats.append(
-            f"the length of an example was not given: {lengths.longest:,} tokens are assumed "
-            "(--dataset, --lengths or --tokens-per-example)"
-        )
-    if lengths.source in ("characters", "summary"):
-        caveats.append(f"the lengths of the examples are {SAYS[lengths.source]}, not counted")
-    if workload.examples_assumed:
-        caveats.append(f"the number of examples was not given: {workload.examples:,} are assumed (--examples)")
+    caveats += _assumed_examples(workload)
     if task.measured_on is not None and task.carried is not None:
         faster = f"{task.carried.products:.3g} times as fast, memory {task.carried.bytes:.3g} times"
         ends = [card.name for card in (task.measured_on, task.device) if calibrates(task.calibration, card)]

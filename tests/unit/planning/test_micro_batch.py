@@ -13,6 +13,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.planning.micro_batch import HostNeed, ProfileReport, bounds, host_needs, profile_data
 from autotune.report.json_forms import form_of
 from autotune.report.micro_batch import profile_answer
+from tests.helpers import factories
 
 H100 = resolve_device("h100")
 RATES = DeviceRates(products={"bf16": {1024: 300.0, 8192: 600.0}}, copy_gb_s=2000.0, link_gb_s=50.0, launch_us=5.0)
@@ -34,14 +35,8 @@ def work(kind: KernelClass, seconds: float, part: Part | None = Part.MLP, stage:
     return ProfiledWork(part=part, stage=stage, kind=kind, seconds=seconds, count=1)
 
 
-PROFILE = MicroBatchProfile(
-    on_gpu=True,
-    rows=4,
-    length=2048,
-    micro_s=0.2,
-    profiled_s=0.3,
-    busy_s=0.19,
-    num_kernels=9,
+PROFILE = replace(
+    factories.PROFILE,
     work=(
         work(KernelClass.PRODUCTS, 0.12),
         work(KernelClass.ATTENTION, 0.02, Part.ATTENTION),
@@ -50,7 +45,6 @@ PROFILE = MicroBatchProfile(
         work(KernelClass.OPTIMIZER, 0.01, Part.OPTIMIZER, Stage.OPTIMIZER),
     ),
     longest=(),
-    loader_rows_per_s=1000.0,
 )
 
 
