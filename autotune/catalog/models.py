@@ -92,11 +92,20 @@ class ModelSpec:
     def with_overrides(self, overrides: dict[str, Any]) -> "ModelSpec":
         """A model with other values of these keys of its config, and random weights.
 
-        As of anybody's config.json, what says how it is run is left out. Raises UsageError for what cannot be trained.
+        As of anybody's config.json, what says how it is run is left out. Raises UsageError for what cannot be trained,
+        and for a key that neither its config nor any of the catalogue has: it would change nothing.
         """
         config = self.config | overrides
         _refuse_unsupported(config, f"{self.name} with these overrides")
-        return replace(self, config=_shape_of(config), params=None, weights=None)
+        shape = _shape_of(config)
+        known = set(self.config).union(*(model.config for model in list_models()))
+        if unknown := shape.keys() - known:
+            key = min(unknown)
+            raise UsageError(
+                f"no config of a model that is known here has {key!r}{did_you_mean(key, known)}",
+                remedy="correct the key, or name a directory with such a config.json as the model",
+            )
+        return replace(self, config=shape, params=None, weights=None)
 
     def _needed(self, keys: tuple[str, ...]) -> int:
         size = self.size(*keys)

@@ -260,6 +260,7 @@ def test_a_model_may_differ_from_the_catalogues(probe: Probe) -> None:
         ({"auto_map": {"AutoModel": "x.Y"}}, "remote code is never run"),
         ({"quantization_config": {}}, "already quantised"),
         ({"hidden_size": "wide"}, "no positive integer hidden_size"),
+        ({"num_hidden_layer": 2}, "'num_hidden_layer'; did you mean 'num_hidden_layers'"),
     ],
 )
 def test_overrides_are_checked_like_a_config_of_somebody_else(overrides: dict[str, Any], said: str) -> None:
