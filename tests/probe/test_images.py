@@ -14,7 +14,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import extrapolate
 from autotune.probe.harness import random_image_rows
 from autotune.probe.model_settings import model_settings
-from autotune.probe.runtime import images
+from autotune.probe.runtime import images, varlen
 from autotune.probe.runtime.model_builder import build, config_of, decoder_layers, set_checkpointing, to_train
 from autotune.probe.supervisor import WorkerProber
 from autotune.study.evaluator import shortened
@@ -90,6 +90,26 @@ def test_layers_of_the_language_model_are_compiled(prober: WorkerProber) -> None
         measured(prober, request("qwen2_5_vl", num_layers=2, compile=how)) for how in ("none", "per_layer")
     )
     assert compiled.losses[0] == pytest.approx(eager.losses[0], rel=1e-4)
+
+
+def test_a_tower_computes_its_windows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its features are those of transformers, which computes one window after another."""
+    by_sdpa, by_eager = (
+        build(config_of(seeing("qwen2_5_vl", 2)), model_settings(config, "qwen2_5_vl"), CPU)
+        for config in (TrainConfig(precision="fp32", attention=how) for how in ("sdpa", "eager"))
+    )
+    (kind,) = request("qwen2_5_vl", rows=2).kinds
+    batch = images.join_rows(random_image_rows(kind, by_sdpa.config, torch.Generator().manual_seed(0)))
+    by_eager.load_state_dict(by_sdpa.state_dict())
+    at_once: list[int] = []
+
+    def takes(query: torch.Tensor) -> bool:
+        at_once.append(query.shape[2])
+        return True
+
+    monkeypatch.setattr(varlen, "_flash_takes", takes)
+    torch.testing.assert_close(by_sdpa(**batch).loss, by_eager(**batch).loss, atol=1e-6, rtol=1e-5)
+    assert at_once == [len(batch["pixel_values"])] * 2  # in each layer of the tower, the patches of all rows
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it

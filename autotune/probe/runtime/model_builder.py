@@ -33,7 +33,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
 
 from .images import TOWERS, VISION_PATHS
-from .patches import multiply_in_fp8, offload_checkpoints, register_attentions
+from .patches import attend_windows_at_once, multiply_in_fp8, offload_checkpoints, register_attentions
 from .settings import ModelSettings
 from .tiles import tile_layers
 
@@ -178,6 +178,8 @@ def from_config(config: Any, settings: ModelSettings) -> PreTrainedModel:
 
 def _finish(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
     model.config.use_cache = False
+    if settings.attention.startswith("sdpa"):
+        attend_windows_at_once(model)
     if settings.quantization == "fp8":
         multiply_in_fp8(model)
     model.requires_grad_(False)

@@ -1,6 +1,6 @@
 """What transformers has no single switch for: products in fp8, attention by cuDNN, checkpoints in the host's memory.
 
-Attention by the lengths of packed examples is in `varlen`.
+Attention by the lengths of packed examples, and of a vision tower's windows, is in `varlen`.
 """
 
 from collections.abc import Callable
@@ -42,14 +42,22 @@ def multiply_in_fp8(model: Any) -> None:
 
 
 def register_attentions() -> None:
-    """Make `attn_implementation="sdpa_cudnn"` and `"varlen"` known to transformers.
+    """Make `attn_implementation="sdpa_cudnn"`, `"varlen"` and `"flash_windows"` known to transformers.
 
     cuDNN's needs a name of its own: Dynamo keeps compiled code by the model's config, and does not see a switch of
-    torch's. For varlen no mask is registered, so that transformers makes none.
+    torch's. For the others no mask is registered, so that transformers makes none.
     """
     AttentionInterface.register(CUDNN_ATTENTION, _attend)
     AttentionMaskInterface.register(CUDNN_ATTENTION, sdpa_mask)
     AttentionInterface.register(varlen.VARLEN, varlen.attend)
+    AttentionInterface.register(varlen.WINDOWS, varlen.attend_windows)
+
+
+def attend_windows_at_once(model: nn.Module) -> None:
+    """Have a vision tower that attends within windows (Qwen2.5-VL's) compute all of a micro batch in one kernel."""
+    for tower in model.modules():
+        if hasattr(tower, "fullatt_block_indexes"):
+            tower.config._attn_implementation = varlen.WINDOWS
 
 
 def choose_attention(*, any_length: bool, flash: bool = True) -> None:

@@ -1,4 +1,6 @@
-"""Attention of packed rows by the lengths of their examples: no mask is made, and no example multiplied by another.
+"""Attention by the lengths of what shares a row: no mask is made, and no example multiplied by another.
+
+Packed examples share a row, and so do the windows of all images of a micro batch in Qwen2.5-VL's vision tower.
 
 The kernel is that of `torch.nn.attention.varlen`. Its own operator takes the length of the longest example as a
 constant of compiled code, and as many examples as the shape of their ends says. Here both are values on the host, so
@@ -10,8 +12,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 VARLEN = "varlen"
+# For the windows of a vision tower: transformers gives where they end to attentions that have "flash" in their names.
+WINDOWS = "flash_windows"
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -72,15 +77,66 @@ def attend(
     more = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     if dropout or more:
         raise ValueError(f"varlen attention has no {more[0] if more else 'dropout'}: choose another attention")
+    window = -1 if sliding_window is None else sliding_window - 1
+    return _in_segments(query, key, value, segments, scaling, window, causal=True), None
+
+
+def attend_windows(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention within each window, as transformers calls it, to values of 1 x length x heads x size.
+
+    Queries, keys and values are 1 x heads x length x size; `cu_seq_lens_q` (windows + 1, int32) is where windows end.
+    All windows are one kernel. By itself transformers computes one after another, and waits in each layer for the
+    device to say how long they are; so does this for what FlashAttention does not take.
+    """
+    if _flash_takes(query):
+        counts = torch.tensor([len(cu_seq_lens_q) - 1, max_length_q])
+        segments = Segments(cu_seq_lens_q, counts)
+        return _in_segments(query, key, value, segments, scaling, -1, causal=False), None
+    lengths = cu_seq_lens_q.diff().tolist()
+    windows = zip(*(tensor.split(lengths, 2) for tensor in (query, key, value)), strict=True)
+    attended = [
+        sdpa_attention_forward(module, *window, None, scaling=scaling, is_causal=False)[0] for window in windows
+    ]
+    return torch.cat(attended, 1), None
+
+
+def _flash_takes(query: torch.Tensor) -> bool:
+    device = query.device
+    if device.type != "cuda" or not torch.backends.cuda.flash_sdp_enabled():
+        return False
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
+    return dtype in (torch.float16, torch.bfloat16) and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _in_segments(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    scaling: float | None,
+    window: int,
+    *,
+    causal: bool,
+) -> torch.Tensor:
     rows, heads, length, size = query.shape
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     in_turn = (tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in (query, key, value))
-    window = -1 if sliding_window is None else sliding_window - 1
     scale = size**-0.5 if scaling is None else scaling
-    attended, _ = _attend(*in_turn, segments.ends, segments.counts, scale, window)
-    return attended.view(rows, length, heads, size), None
+    attended, _ = _attend(*in_turn, segments.ends, segments.counts, scale, window, causal)
+    return attended.view(rows, length, heads, size)
 
 
 # --- the kernel, and its gradients. An operator of torch hides from compiled code what changes with each micro batch.
@@ -94,18 +150,19 @@ def _attend_on_gpu(
     counts: torch.Tensor,
     scale: float,
     window: int,
+    causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention within each segment, of tokens x heads x size, and the logarithms of its sums (heads x tokens).
+    """Attention within each segment, of tokens x heads x size, and the logarithms of its sums (heads x tokens).
 
-    A token sees `window` tokens before it, all of them where it is -1.
+    A token sees `window` tokens before it, all of them where it is -1, and where it is not causal those after it too.
     """
     number, longest = counts.tolist()
     ends = ends[: number + 1]
     attended, sums, *_ = torch.ops.aten._flash_attention_forward(
-        *(query, key, value, ends, ends, longest, longest, 0.0, True, False),
+        *(query, key, value, ends, ends, longest, longest, 0.0, causal, False),
         scale=scale,
         window_size_left=window,
-        window_size_right=0,
+        window_size_right=0 if causal else -1,
     )
     return attended, sums
 
@@ -121,16 +178,17 @@ def _differentiate_on_gpu(
     counts: torch.Tensor,
     scale: float,
     window: int,
+    causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     number, longest = counts.tolist()
     ends = ends[: number + 1]
     # The state of a random generator, which nothing reads without dropout.
     state, unused = query.new_empty(2, dtype=torch.uint64), query.new_empty(0)
     of_query, of_key, of_value = torch.ops.aten._flash_attention_backward(
-        *(gradient, query, key, value, attended, sums, ends, ends, longest, longest, 0.0, True, state, unused),
+        *(gradient, query, key, value, attended, sums, ends, ends, longest, longest, 0.0, causal, state, unused),
         scale=scale,
         window_size_left=window,
-        window_size_right=0,
+        window_size_right=0 if causal else -1,
     )
     return of_query, of_key, of_value
 
@@ -165,7 +223,7 @@ def _differentiate_on_cpu(
     *segments: Any,
 ) -> Tensors:
     made = _shapes_of_gradients(gradient, query, key, value)
-    _, _, scale, _ = segments
+    _, _, scale, _, _ = segments
     for part, scores in _scores(query, key, *segments):
         outer = gradient[part].float()
         weights = (scores - sums[:, part, None]).exp()
@@ -180,13 +238,19 @@ def _differentiate_on_cpu(
 
 
 def _scores(
-    query: torch.Tensor, key: torch.Tensor, ends: torch.Tensor, counts: torch.Tensor, scale: float, window: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    ends: torch.Tensor,
+    counts: torch.Tensor,
+    scale: float,
+    window: int,
+    causal: bool,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """The tokens of each segment, and the products of its queries and keys (heads x tokens x tokens)."""
     for begin, end in pairwise(ends[: int(counts[0]) + 1].tolist()):
         part, places = slice(begin, end), torch.arange(end - begin)
         before = places[:, None] - places
-        unseen = (before < 0) | (before > (window if window >= 0 else end))
+        unseen = (before < 0) & causal | (before > (window if window >= 0 else end))
         products = torch.einsum("qhd,khd->hqk", query[part].float(), _for_each_head(key[part], query))
         yield part, (scale * products).masked_fill_(unseen, -torch.inf)
 
@@ -200,12 +264,12 @@ def _for_each_head(keys: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    query, key, value, ends, counts, ctx.scale, ctx.window = inputs
+    query, key, value, ends, counts, *ctx.how = inputs
     ctx.save_for_backward(query, key, value, *output, ends, counts)
 
 
 def _backward(ctx: Any, gradient: torch.Tensor, of_sums: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return (*_differentiate(gradient, *ctx.saved_tensors, ctx.scale, ctx.window), None, None, None, None)
+    return (*_differentiate(gradient, *ctx.saved_tensors, *ctx.how), None, None, None, None, None)
 
 
 _attend = torch.library.custom_op("packed_rows::attend", _attend_on_gpu, mutates_args=(), device_types="cuda")

@@ -70,7 +70,8 @@ def test_attentions_have_names_and_that_of_packed_rows_no_mask(monkeypatch: pyte
     for kind in (AttentionInterface, AttentionMaskInterface):
         monkeypatch.setattr(kind, "register", lambda *asked: registered.append(asked))
     patches.register_attentions()
-    assert registered == [("sdpa_cudnn", patches._attend), ("sdpa_cudnn", sdpa_mask), ("varlen", varlen.attend)]
+    own = [("varlen", varlen.attend), ("flash_windows", varlen.attend_windows)]
+    assert registered == [("sdpa_cudnn", patches._attend), ("sdpa_cudnn", sdpa_mask), *own]
 
 
 def test_cudnns_attention_is_torchs_with_that_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:

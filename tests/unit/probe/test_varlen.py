@@ -82,11 +82,11 @@ def test_the_scale_is_the_root_of_the_size_unless_another_is_given() -> None:
 def test_the_operators_keep_the_rules_of_torch() -> None:
     inputs = [heads(number).transpose(1, 2).flatten(0, 1).contiguous() for number in (4, 2, 2)]
     leaves = [one.requires_grad_() for one in inputs]
-    torch.library.opcheck(varlen._attend, (*leaves, segments().ends, segments().counts, 0.3, -1))
+    torch.library.opcheck(varlen._attend, (*leaves, segments().ends, segments().counts, 0.3, -1, True))
 
 
-@pytest.mark.parametrize("window", [-1, 3])
-def test_torchs_kernels_take_what_they_are_given(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("window", "causal"), [(-1, True), (3, True), (-1, False)])
+def test_torchs_kernels_take_what_they_are_given(window: int, causal: bool) -> None:
     """By the checks and shapes of its meta kernels, in the order of its schemas: no GPU is needed to see them."""
     inputs = [torch.empty(12, number, 8, dtype=torch.bfloat16, device="meta") for number in (4, 2, 2)]
     asked: list[dict[str, Any]] = []
@@ -98,7 +98,7 @@ def test_torchs_kernels_take_what_they_are_given(window: int, monkeypatch: pytes
                 asked.append(dict(zip(names, args, strict=False)) | kwargs)
             return func(*args, **kwargs)
 
-    how = (segments().ends, segments().counts, 0.3, window)
+    how = (segments().ends, segments().counts, 0.3, window, causal)
     with Watch():
         attended, sums = varlen._attend_on_gpu(*inputs, *how)
         gradients = varlen._differentiate_on_gpu(torch.empty_like(attended), *inputs, attended, sums, *how)
@@ -110,12 +110,28 @@ def test_torchs_kernels_take_what_they_are_given(window: int, monkeypatch: pytes
     for call in asked:
         assert call["cum_seq_q"].tolist() == call["cum_seq_k"].tolist() == ENDS
         assert call["cum_seq_q"].dtype is torch.int32 and call["cum_seq_q"].is_contiguous()
-        assert (call["max_q"], call["max_k"], call["dropout_p"], call["is_causal"]) == (6, 6, 0.0, True)
-        assert (call["scale"], call["window_size_left"], call["window_size_right"]) == (0.3, window, 0)
+        assert (call["max_q"], call["max_k"], call["dropout_p"], call["is_causal"]) == (6, 6, 0.0, causal)
+        sides = call["window_size_left"], call["window_size_right"]
+        assert (call["scale"], *sides) == (0.3, window, 0 if causal else -1)
         assert [call[name] is one for name, one in zip(("query", "key", "value"), inputs, strict=True)] == [True] * 3
     assert forward["return_debug_mask"] is False
     assert backward["out"] is attended and backward["logsumexp"] is sums
     assert (backward["rng_state"].dtype, backward["rng_state"].shape) == (torch.uint64, (2,))
+
+
+def test_all_windows_at_once_are_those_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = [torch.randn(1, 4, 12, 8, requires_grad=True) for _ in range(3)]
+    ends = torch.tensor(ENDS, dtype=torch.int32)
+    how: dict[str, Any] = {"scaling": 0.3, "cu_seq_lens_q": ends, "max_length_q": 6, "cu_seq_lens_k": ends}
+    expected, _ = varlen.attend_windows(None, *inputs, None, **how)  # on a CPU as transformers does it
+    monkeypatch.setattr(varlen, "_flash_takes", lambda query: True)
+    found, _ = varlen.attend_windows(None, *inputs, None, **how)
+    assert found.shape == (1, 12, 4, 8)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    outer = torch.randn_like(found)
+    of_found, of_expected = (torch.autograd.grad(one, inputs, outer) for one in (found, expected))
+    for one, other in zip(of_found, of_expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
 def test_autocast_gives_the_kernel_its_16_bits() -> None:
