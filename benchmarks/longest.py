@@ -94,7 +94,7 @@ class Marks:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--marks", nargs="+", choices=list(CARDS), default=list(CARDS))
-    parser.add_argument("--tokens-24gb", type=int, default=162_816, help="as `autotune longest --predict` says")
+    parser.add_argument("--tokens-24gb", type=int, default=152_576)
     parser.add_argument("--tokens-80gb", type=int, default=344_064)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
