@@ -19,6 +19,8 @@ Effect = Literal["memory", "weights", "micro_time", "rest_of_step", "depth_error
 MAX_INTEGER = 2**24
 # The end of a module's path. A single one has a "_" or a ".", or an error in a choice would be one.
 _MODULE, _SINGLE = re.compile(r"\w{1,80}(?:\.\w{1,80}){0,8}"), re.compile(r".*[_.].*")
+# The share of what a compiled layer keeps that it may keep, by the value of checkpointing.
+SELECTIVE = {"selective_80": 0.8, "selective_50": 0.5, "selective_30": 0.3}
 ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit")
 
 
@@ -157,13 +159,15 @@ class KnobSpec:
     def speed_rank(self, value: Any) -> Any:
         """A key by which the fastest value sorts first. Equal for all values where no order is known."""
         if self.form == "checkpointing":
-            return -(checkpoint_every(value) or math.inf), value == "offload"
+            return -(checkpoint_every(value) or math.inf), -SELECTIVE.get(value, 1.0), value == "offload"
         return self.fastest_first.index(value) if value in self.fastest_first else 0
 
     def memory_rank(self, value: Any) -> Any:
         """A key by which the value that needs the least memory sorts first."""
         if self.form == "checkpointing":
-            return checkpoint_every(value) or math.inf, value != "offload"
+            # A budget is what a layer may keep at most: one of a half stands beside every second layer.
+            share = 1 / (1 - SELECTIVE[value]) if value in SELECTIVE else checkpoint_every(value)
+            return share or math.inf, value != "offload"
         if self.form == "modules":  # of names nothing is known
             return self.leanest_first.index(value) if value in self.leanest_first else 0
         return self.leanest_first.index(value) if self.leanest_first else value
@@ -181,6 +185,9 @@ class KnobSpec:
         if self.form == "integer":
             return bool((value or 0) >= (other or 0))
         if self.form == "checkpointing":
+            if SELECTIVE.keys() & {value, other}:
+                shares = {"none": 1.0, "full": 0.0} | SELECTIVE
+                return value in shares and other in shares and shares[value] >= shares[other]
             every, other_every = (checkpoint_every(each) or math.inf for each in (value, other))
             return every >= other_every and value != "offload"
         group, other_group = (_group_of(each, self.surely_leanest_first) for each in (value, other))
@@ -192,14 +199,15 @@ def _is_among(value: Any, wanted: Any) -> bool:
 
 
 def checkpoint_every(checkpointing: str) -> int | None:
-    """'none' -> None, 'full' and 'offload' -> 1, 'every_3' -> 3. Raises ValueError on anything else."""
-    if checkpointing == "none":
+    """'none' and 'selective_50' -> None, 'full' and 'offload' -> 1, 'every_3' -> 3. Raises ValueError on others."""
+    if checkpointing in ("none", *SELECTIVE):
         return None
     if checkpointing in ("full", "offload"):
         return 1
     match = re.fullmatch(r"every_([2-9]|[1-9][0-9]{1,3})", checkpointing) if isinstance(checkpointing, str) else None
     if match is None:
-        raise ValueError(f"checkpointing is none, full, offload or every_K with K of 2 or more, not {checkpointing!r}")
+        names = ", ".join(("none", "full", "offload", *SELECTIVE))
+        raise ValueError(f"checkpointing is {names} or every_K with K of 2 or more, not {checkpointing!r}")
     return int(match.group(1))
 
 

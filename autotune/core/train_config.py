@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.core.knobs import KNOBS, checkpoint_every
+from autotune.core.knobs import KNOBS, SELECTIVE, checkpoint_every
 
 LORA_ALPHA = 32  # at every rank, with which the best learning rate hardly depends on it (`core.learning_rate`)
 RSLORA_ALPHA = 8  # divided by the root of rank 16 it is 2, which is LoRA's scale there
@@ -83,8 +83,13 @@ class TrainConfig:
 
     @property
     def checkpoint_every(self) -> int | None:
-        """1 recomputes every layer, k each k-th; None recomputes nothing."""
+        """1 recomputes every layer, k each k-th; None recomputes no layer as a whole."""
         return checkpoint_every(self.checkpointing)
+
+    @property
+    def activation_budget(self) -> float:
+        """The share of what a compiled layer keeps for its backward pass that it may keep; it recomputes the rest."""
+        return SELECTIVE.get(self.checkpointing, 1.0)
 
     @property
     def offloads(self) -> bool:

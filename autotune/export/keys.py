@@ -116,6 +116,7 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "other_attention": attention != config.attention,
         "checkpoint_every": config.checkpoint_every,
         "skips_layers": (config.checkpoint_every or 1) > 1,
+        "selects": config.activation_budget < 1,
         # Whether the probed transformers can recompute only some layers, and offload what it recomputes from.
         "by_layer": checkpoints_some(recipe.fingerprint.packages.get("transformers", "")),
         "needs_liger": config.kernels == "liger" or config.loss == "chunked",

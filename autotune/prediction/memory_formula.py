@@ -238,6 +238,7 @@ def _uncovered(sizes: Sizes, config: TrainConfig) -> str | None:
         "an optimizer in the backward pass": config.optimizer_in_backward,
         "dropout in compiled adapters": config.lora_dropout > 0 and config.compile != "none",
         "offloaded checkpoints": config.offloads,
+        "selective recomputation": config.activation_budget < 1,
         "tiles of tokens": config.tiling != "none",
     }
     return next((what for what, applies in uncovered.items() if applies), None)

@@ -94,7 +94,7 @@ class CountedStep:
         if self._config.compile == "per_layer":
             if self._config.method == "lora":  # as in a real probe: the first layer is compiled as all others are
                 require_input_gradients(self._base)
-            compile_for_count(decoder_layers(self._model))
+            compile_for_count(decoder_layers(self._model), self._config.activation_budget)
         self._by_trl = None
         if request.trainer == "trl":
             from autotune.probe.dry_trl import DryTrlStep

@@ -4,10 +4,12 @@ AOTAutograd partitions the graph of a layer as it does for Inductor, which decid
 element-wise operation takes no memory where Inductor computes it inside the kernels that use it.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -29,15 +31,18 @@ CASTS = {"convert_element_type", "_to_copy"}
 GRAPHS = 64  # of one function: a few shapes of a few kinds of layer
 
 
-def compile_for_count(layers: list[nn.Module]) -> None:
-    """Compile each layer by itself when it first runs. What an earlier call compiled is forgotten."""
+def compile_for_count(layers: list[nn.Module], activation_budget: float = 1.0) -> None:
+    """Compile each layer by itself when it first runs. What an earlier call compiled is forgotten.
+
+    `activation_budget` is as of `runtime.lean_trainer.compile_layers`.
+    """
     torch._dynamo.reset()
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = dynamo.accumulated_recompile_limit = GRAPHS
     dynamo.fail_on_recompile_limit_hit = True
     torch.compiler.allow_in_graph(functional.scaled_dot_product_attention)
     for layer in layers:
-        layer.compile(dynamic=False, backend=_backend)
+        layer.compile(dynamic=False, backend=_backend(activation_budget))
 
 
 def _compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
@@ -56,12 +61,19 @@ def _compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], 
     return run
 
 
-_backend = aot_autograd(
-    fw_compiler=_compile_graph,
-    bw_compiler=_compile_graph,
-    partition_fn=min_cut_rematerialization_partition,
-    decompositions=select_decomp_table(),
-)
+@functools.cache
+def _backend(activation_budget: float) -> Callable[..., Any]:
+    def partition(*args: Any, **kwargs: Any) -> Any:
+        with torch._functorch.config.patch(activation_memory_budget=activation_budget):
+            return min_cut_rematerialization_partition(*args, **kwargs)
+
+    backend: Callable[..., Any] = aot_autograd(
+        fw_compiler=_compile_graph,
+        bw_compiler=_compile_graph,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )
+    return backend
 
 
 class _Fused(fx.Interpreter):

@@ -318,7 +318,7 @@ class Probe:
         dynamo.recompile_limit = RECOMPILE_LIMIT + compiled_graphs()
         dynamo.accumulated_recompile_limit = dynamo.recompile_limit
         dynamo.fail_on_recompile_limit_hit = True
-        compile_layers(decoder_layers(self.model))
+        compile_layers(decoder_layers(self.model), self.request.config.activation_budget)
 
     def _begin_training(self) -> None:
         """The Trainer has shared out the model among the ranks: what that took is no part of a step."""

@@ -98,7 +98,7 @@ class Learner:
         trainer.args.logging_steps = trainer.state.logging_steps = max(1, asked.steps // LOGGED)
         if self._compiles:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-            compile_layers(self._layers)
+            compile_layers(self._layers, settings.model_settings.activation_budget)
         set_seed(asked.seed)  # of the order of the rows: a Trainer that is made sets another
         trainer.train()
         run_layers_eagerly(self._layers)

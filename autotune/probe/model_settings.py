@@ -26,6 +26,7 @@ def model_settings(
         adapters_in_fp32=config.precision != "bf16_pure",
         checkpoint_every=config.checkpoint_every,
         offload=config.offloads,
+        activation_budget=config.activation_budget,
         tiled=config.tiling == "tokens",
         num_labels=objective.num_labels,
         vision=vision,

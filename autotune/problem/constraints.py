@@ -10,7 +10,7 @@ from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec
 from autotune.core.errors import EnvironmentProblem, UsageError
-from autotune.core.knobs import ADAMW, KNOBS
+from autotune.core.knobs import ADAMW, KNOBS, SELECTIVE
 from autotune.core.lora_targets import ALL_LINEAR, has_own_names, target_modules
 from autotune.core.objective import Objective
 from autotune.core.parallelism import STRATEGIES, ZERO, Parallelism
@@ -256,6 +256,7 @@ def narrow_to_trl(narrowing: Narrowing, *, installed: bool, objective: Objective
     narrowing.remove("optimizer_in_backward", {True}, "TRL's optimizer steps once the backward pass has ended")
     narrowing.remove("attention", {"sdpa_cudnn"}, "a name that TRL does not know")
     narrowing.remove("tiling", {"tokens"}, "TRL computes layers whole")
+    narrowing.remove("checkpointing", SELECTIVE, "TRL's files have no budget of activations for the compiler")
     if "lora" in narrowing.space.choices("method") and "none" in narrowing.space.choices("quantization"):
         narrowing.remove("precision", {"bf16_pure"}, "TRL keeps adapters on an unquantised base in fp32")
 
@@ -331,6 +332,17 @@ def narrow_padding(narrowing: Narrowing, workload: Workload) -> None:
         narrowing.remove("compile", {"per_layer"}, reason)
 
 
+def narrow_checkpointing(narrowing: Narrowing) -> None:
+    """Remove selective recomputation where layers are not compiled, or only with other values of some knob."""
+    compiled = narrowing.space.knob("compile")
+    if compiled is None or "per_layer" not in compiled.choices():
+        reason = "the layers are not compiled, whose compiler chooses what is recomputed"
+        narrowing.remove("checkpointing", SELECTIVE, reason)
+    elif others := set(compiled.when or {}) - {"checkpointing"}:
+        reason = f"the layers are compiled only with some values of {', '.join(sorted(others))}"
+        narrowing.remove("checkpointing", SELECTIVE, reason)
+
+
 def narrow_to_layers(narrowing: Narrowing, model: ModelSpec, trainer: str, shape: ModelShape | None) -> None:
     """Remove what the layers of the model cannot do; None where its shape is not known. Raises UsageError."""
     if shape is not None and shape.no_adapters:
@@ -352,6 +364,7 @@ def narrow_to_layers(narrowing: Narrowing, model: ModelSpec, trainer: str, shape
     if fused and "lora" in narrowing.space.choices("method"):
         reason = "adapters on fused experts replace whole weights in each forward pass, which does not compile"
         narrowing.remove("compile", {"per_layer"}, reason)
+        narrow_checkpointing(narrowing)
 
 
 def _narrow_to_named_layers(narrowing: Narrowing, model: ModelSpec, layers: tuple[str, ...]) -> None:

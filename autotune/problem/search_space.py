@@ -88,7 +88,7 @@ class Knob:
         found = {name: list(_as_list(wanted)) for name, wanted in self.conditions().items()}
         for excluded in KNOBS[self.name].impossible_with.values():
             for name, value in excluded.items():
-                found.setdefault(name, []).append(value)
+                found.setdefault(name, []).extend(_as_list(value))
         if self.divides is not None:
             found["num_gpus"] = list(KNOBS["num_gpus"].choices)
         return found

@@ -99,6 +99,7 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     constraints.apply_floors(narrowing, workload, floors)
     constraints.narrow_packing(narrowing, workload, model.config["model_type"])
     constraints.narrow_padding(narrowing, workload)
+    constraints.narrow_checkpointing(narrowing)
     warnings = (*_notes_of_images(spec, workload), *_warnings(spec, narrowing, workload))
     calibration = calibration_of(spec, target.measured_on or target.device, say)
     task = Task(

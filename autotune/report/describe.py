@@ -251,6 +251,8 @@ def configuration(recipe: Recipe) -> tuple[str, ...]:
     quantized = "Q" if config.quantization == "nf4" else ""
     every, values = config.checkpoint_every, {name: getattr(config, name) for name in KNOBS}
     recomputed = {None: "no activation checkpointing", 1: "activation checkpointing in every layer"}
+    if config.activation_budget < 1:
+        recomputed[None] = f"compiled layers that keep up to {config.activation_budget:.0%} of their activations"
     if config.offloads:
         recomputed[1] += ", with its inputs in host memory"
     return (

@@ -35,13 +35,15 @@ for data in json.loads(sys.argv[1]):
 """
 
 
-def request(compile: str, micro_batch_size: int = 2, depth: int | None = None) -> ProbeRequest:
+def request(
+    compile: str, micro_batch_size: int = 2, depth: int | None = None, checkpointing: str = "none"
+) -> ProbeRequest:
     return ProbeRequest(
         config=TrainConfig(
             micro_batch_size=micro_batch_size,
             seq_len=32,
             precision="fp32",
-            checkpointing="none",
+            checkpointing=checkpointing,
             lora_rank=8,
             compile=compile,
         ),
@@ -74,3 +76,55 @@ def test_layers_are_compiled_once_for_all_depths_and_for_whoever_comes_back() ->
     for (_, found), (_, expected) in zip(compiled, plain, strict=True):
         steps = min(len(found), len(expected))  # how many a probe takes hangs on their time
         assert steps >= 2 and found[:steps] == pytest.approx(expected[:steps], rel=1e-4)
+
+
+def test_each_budget_of_activations_has_code_of_its_own_and_trains_the_same() -> None:
+    values = ("none", "selective_50", "selective_30", "selective_50", "none")
+    served = serve(*(request("per_layer", depth=2, checkpointing=value) for value in values))
+    assert [graphs for graphs, _ in served] == [1, 2, 3, 3, 3]
+    for _, losses in served[1:]:
+        assert losses[:2] == pytest.approx(served[0][1][:2], rel=1e-5)
+
+
+COUNT = """
+import json, torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+from autotune.probe.runtime.lean_trainer import compile_layers
+from autotune.probe.runtime.model_builder import decoder_layers, require_input_gradients
+
+torch.manual_seed(0)
+shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+base = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=100, use_cache=False, **shape))
+model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear"))
+adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+for parameter in adapters:
+    torch.nn.init.normal_(parameter, std=0.1)
+require_input_gradients(base)
+tokens = torch.randint(0, 100, (2, 32))
+for budget in (None, 1.0, 0.8, 0.5, 0.3):
+    if budget is not None:
+        compile_layers(decoder_layers(model), budget)
+    kept = []
+    for _ in range(2):  # compiled in the first
+        model.zero_grad()
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: (kept.append(one), one)[1], lambda one: one):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in kept}
+    size = sum(size for address, size in storages.items() if address not in weights)
+    gradients = [value for parameter in adapters for value in parameter.grad.flatten().tolist()]
+    print(json.dumps([size, float(loss), *gradients]))
+"""
+
+
+def test_a_smaller_budget_keeps_less_and_gradients_stay_the_same() -> None:
+    done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    sizes = [size for size, *_ in rows]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 5
+    for _, *values in rows[1:]:
+        assert values == pytest.approx(rows[0][1:], rel=1e-4, abs=1e-6)

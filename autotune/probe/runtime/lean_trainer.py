@@ -1,5 +1,6 @@
 """transformers' Trainer without the work that it does on every module of a model for every micro batch."""
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -7,6 +8,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch._functorch.config
 from accelerate import ParallelismConfig
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -239,10 +241,27 @@ def visit_modules_on_change(model: nn.Module) -> None:
     model.train = train
 
 
-def compile_layers(layers: list[nn.Module]) -> None:
-    """Compile each decoder layer by itself when it first runs, for the shapes that it then sees."""
+def compile_layers(layers: list[nn.Module], activation_budget: float = 1.0) -> None:
+    """Compile each decoder layer by itself when it first runs, for the shapes that it then sees.
+
+    With a budget below 1 a layer keeps up to that share of what it would keep for the backward pass: torch's
+    partitioner has it compute again what takes the fewest operations for its size.
+    """
+    backend = "inductor" if activation_budget == 1.0 else _inductor_within(activation_budget)
     for layer in layers:
-        layer.compile(dynamic=False)
+        layer.compile(dynamic=False, backend=backend)
+
+
+@functools.cache  # Dynamo tells compiled code of several budgets apart by their backends
+def _inductor_within(activation_budget: float) -> Callable[..., Any]:
+    """Inductor, for layers that keep a share of their activations."""
+    from torch._dynamo import lookup_backend
+
+    def compile_graph(graph: Any, inputs: Any) -> Any:
+        with torch._functorch.config.patch(activation_memory_budget=activation_budget):
+            return lookup_backend("inductor")(graph, inputs)
+
+    return compile_graph
 
 
 def run_layers_eagerly(layers: list[nn.Module]) -> None:

@@ -25,8 +25,9 @@ class ModelSettings:
     the head; modules that end in a name of `modules_to_save` are trained whole. `adapters_in_fp32` keeps adapters in
     fp32 on a base of fewer bits; they drop the share `lora_dropout` of their inputs. `kbit_preparation` has the part of
     the base that is not quantised in fp32. Every `checkpoint_every`-th layer is recomputed in the backward pass, none
-    where it is None; `offload` moves what layers are recomputed from to the host's memory. `tiled` has norms,
-    projections and MLPs computed over tiles of tokens. `num_labels` is the number of values that the head gives for a
+    where it is None; `offload` moves what layers are recomputed from to the host's memory. Compiled layers keep the
+    share `activation_budget` of what they would for the backward pass. `tiled` has norms, projections and MLPs computed
+    over tiles of tokens. `num_labels` is the number of values that the head gives for a
     row; None where it gives one for each token of the vocabulary. `vision`
     says whether a vision tower, and what projects its features, are trained too: frozen or trained.
     """
@@ -46,6 +47,7 @@ class ModelSettings:
     adapters_in_fp32: bool
     checkpoint_every: int | None
     offload: bool
+    activation_budget: float = 1.0
     tiled: bool = False
     num_labels: int | None = None
     vision: str = "frozen"

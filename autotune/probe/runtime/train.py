@@ -131,7 +131,7 @@ def train(
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         if settings.model_settings.lora_rank is not None:
             model_builder.require_input_gradients(base)
-        compile_layers(layers)
+        compile_layers(layers, settings.model_settings.activation_budget)
     torch.cuda.empty_cache()
     num_steps = trainer.train(resume_from_checkpoint=options.checkpoint).global_step
     losses += [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]

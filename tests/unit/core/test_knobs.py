@@ -61,7 +61,10 @@ def test_effects_select_knobs():
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("checkpointing", ["none", "every_4", "every_2", "full", "offload"]),
+        (
+            "checkpointing",
+            ["none", "selective_80", "selective_50", "selective_30", "every_4", "every_2", "full", "offload"],
+        ),
         ("attention", ["flash_attention_2", "sdpa_cudnn", "sdpa", "flex_attention", "eager"]),
         ("packing", [True, False]),
     ],
@@ -74,7 +77,7 @@ def test_values_by_speed(name, values):
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("checkpointing", ["offload", "full", "every_2", "every_4", "none"]),
+        ("checkpointing", ["offload", "full", "selective_30", "every_2", "every_4", "selective_80", "none"]),
         ("double_quant", [True, False]),
         ("packing", [False, True]),
         ("lora_rank", [4, 8, 16]),
@@ -115,6 +118,12 @@ def test_values_by_capability():
         ("checkpointing", "full", "every_2", False),
         ("checkpointing", "every_2", "none", False),
         ("checkpointing", "offload", "full", False),
+        ("checkpointing", "none", "selective_80", True),
+        ("checkpointing", "selective_80", "selective_50", True),
+        ("checkpointing", "selective_50", "full", True),
+        ("checkpointing", "selective_50", "selective_80", False),
+        ("checkpointing", "selective_80", "every_2", False),
+        ("checkpointing", "every_2", "selective_30", False),
         ("attention", "eager", "sdpa", False),
         ("loader_workers", 0, 8, True),
         ("rslora", False, True, True),
@@ -125,10 +134,14 @@ def test_sure_comparison_of_memory(name, value, other, expected):
 
 
 @pytest.mark.parametrize(
-    ("text", "every"), [("none", None), ("full", 1), ("every_2", 2), ("every_10", 10), ("every_9999", 9999)]
+    ("text", "every"),
+    [("none", None), ("selective_50", None), ("full", 1), ("every_2", 2), ("every_10", 10), ("every_9999", 9999)],
 )
 def test_checkpoint_every(text, every):
     assert checkpoint_every(text) == every
+
+
+CHECKPOINTINGS = "none, full, offload, selective_80, selective_50, selective_30 or every_K"
 
 
 @pytest.mark.parametrize(
@@ -137,9 +150,9 @@ def test_checkpoint_every(text, every):
      True, math.nan, ["full"], {"a": 1}, "every_" + "9" * 5000],
 )  # fmt: skip
 def test_what_is_no_checkpointing(text):
-    with pytest.raises(ValueError, match="checkpointing is none, full, offload or every_K with K of 2 or more, not"):
+    with pytest.raises(ValueError, match=f"checkpointing is {CHECKPOINTINGS} with K of 2 or more, not"):
         checkpoint_every(text)
-    with pytest.raises(ValueError, match="checkpointing is none, full, offload or every_K"):
+    with pytest.raises(ValueError, match=f"checkpointing is {CHECKPOINTINGS}"):
         TrainConfig(checkpointing=text)
 
 

@@ -218,6 +218,14 @@ def test_versions_that_recompute_some_layers_only(version, expected):
     assert checkpoints_some(version) is expected
 
 
+def test_selective_recomputation_is_of_compiled_layers() -> None:
+    config = TrainConfig(checkpointing="selective_50", compile="none", padding="longest")
+    assert (config.compile, config.padding, config.checkpoint_every) == ("per_layer", "bucket", None)
+    assert (config.activation_budget, TrainConfig(checkpointing="none").activation_budget) == (0.5, 1.0)
+    assert config.label() == "lora r16 8x1024 bf16_mixed ckpt-selective_50 adamw_torch_fused"
+    assert TrainConfig(**config.as_dict()) == config
+
+
 @pytest.mark.parametrize(("checkpointing", "offloads"), [("none", False), ("full", False), ("offload", True)])
 def test_what_is_offloaded_waits_in_the_hosts_memory(checkpointing: str, offloads: bool) -> None:
     assert TrainConfig(checkpointing=checkpointing).offloads is offloads

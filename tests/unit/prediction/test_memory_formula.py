@@ -176,6 +176,7 @@ UNKNOWN = [
     {"checkpointing": "offload"},
     {"precision": "fp32"},
     {"tiling": "tokens"},
+    {"checkpointing": "selective_50"},
 ]
 
 
@@ -375,7 +376,14 @@ def test_the_state_of_an_optimizer_by_hand(optimizer: str, moments: int) -> None
 def test_what_no_formula_covers_is_named() -> None:
     model = resolve_model("mistral-7b")
     named = [unsupported(model, TrainConfig(**knobs)) for knobs in UNKNOWN]
-    assert named == ["int8 bases", "DoRA", "offloaded checkpoints", "fp32 precision", "tiles of tokens"]
+    assert named == [
+        "int8 bases",
+        "DoRA",
+        "offloaded checkpoints",
+        "fp32 precision",
+        "tiles of tokens",
+        "selective recomputation",
+    ]
     assert unsupported(resolve_model("gpt2"), TrainConfig()) == "gpt2 models"
     assert unsupported(model, TrainConfig()) is None
 

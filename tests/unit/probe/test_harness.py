@@ -525,10 +525,11 @@ def test_layers_are_compiled_alike_and_a_probe_may_compile_as_much_as_a_fresh_pr
     monkeypatch.setattr(torch, "_dynamo", SimpleNamespace(config=dynamo), raising=False)
     monkeypatch.setattr(module, "compiled_graphs", lambda: 5)
     monkeypatch.setattr(module, "decoder_layers", lambda model: [model])
-    monkeypatch.setattr(module, "compile_layers", compiled.extend)
+    monkeypatch.setattr(module, "compile_layers", lambda layers, budget: compiled.extend([*layers, budget]))
     monkeypatch.setattr(module, "require_input_gradients", lambda base: required.append(True))
-    probe_of(request_of(config=TrainConfig(method=method)), base=None, model="model")._compile()
-    assert compiled == ["model"] and required == [True] * (method == "lora")
+    config = TrainConfig(method=method, checkpointing="selective_50")
+    probe_of(request_of(config=config), base=None, model="model")._compile()
+    assert compiled == ["model", 0.5] and required == [True] * (method == "lora")
     assert vars(dynamo) == {
         "recompile_limit": 13,
         "accumulated_recompile_limit": 13,

@@ -176,7 +176,7 @@ def test_layers_are_compiled_alone_for_their_shapes_and_run_eagerly_again(monkey
     monkeypatch.setattr(torch, "compile", compiled)  # the real one takes a minute
     layers: list[nn.Module] = [nn.Identity(), nn.Identity()]
     compile_layers(layers)
-    assert asked == [{"dynamic": False}] * 2 and layers[1](torch.tensor(3)) == 6
+    assert asked == [{"dynamic": False, "backend": "inductor"}] * 2 and layers[1](torch.tensor(3)) == 6
     run_layers_eagerly(layers)
     assert [int(layer(torch.tensor(3))) for layer in layers] == [3, 3]
 

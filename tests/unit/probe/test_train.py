@@ -404,7 +404,7 @@ def test_a_compiled_run_compiles_for_training_alone(
         "chunked_loss": lambda base: done.append("chunked") or "loss",
         "add_adapters": lambda *_: made_model,
         "make_trainer": lambda settings, options, model, loss, *_: done.append(loss) or trainer,
-        "compile_layers": lambda layers: done.append(("compile", *layers)),
+        "compile_layers": lambda layers, activation_budget: done.append(("compile", *layers)),
         "run_layers_eagerly": lambda layers: done.append(("eager", *layers)),
     }.items():
         monkeypatch.setattr(train, name, value)

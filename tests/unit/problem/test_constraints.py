@@ -17,6 +17,7 @@ from autotune.problem.constraints import (
     Floors,
     Narrowing,
     apply_floors,
+    narrow_checkpointing,
     narrow_packing,
     narrow_padding,
     narrow_to_device,
@@ -450,6 +451,25 @@ def test_layers_whose_checkpoints_are_offloaded_do_not_compile() -> None:
     nothing = unnarrowed(checkpointing=("none", "full"), compile=compiled)
     narrow_to_model(nothing, model, WORKLOAD)
     assert when(nothing, "compile") is None and both(nothing, "compile") == compiled
+
+
+def test_selective_recomputation_needs_compiled_layers() -> None:
+    every, compiled = ("none", "selective_50", "full"), ("none", "per_layer")
+    some = unnarrowed(checkpointing=every, compile=compiled)
+    narrow_checkpointing(some)
+    assert both(some, "checkpointing") == every and not some.removals
+    for lacking in (unnarrowed(checkpointing=every), unnarrowed(checkpointing=every, compile=("none",))):
+        narrow_checkpointing(lacking)
+        assert both(lacking, "checkpointing") == ("none", "full")
+        assert [removal.reason for removal in lacking.removals] == [
+            "the layers are not compiled, whose compiler chooses what is recomputed"
+        ]
+    conditional = unnarrowed(checkpointing=every, compile=compiled, packing=(True, False))
+    conditional.only_with("compile", "packing", (True,))
+    narrow_checkpointing(conditional)
+    assert both(conditional, "checkpointing") == ("none", "full")
+    with pytest.raises(UsageError, match="no value of checkpointing is left"):
+        narrow_checkpointing(unnarrowed(checkpointing=("selective_50",), compile=("none",)))
 
 
 NO_SDPA = "transformers has no SDPA attention for this model"

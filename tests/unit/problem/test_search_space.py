@@ -46,10 +46,12 @@ def test_every_shipped_space_loads_and_makes_configurations():
     [
         ("cpu", 2 * 6 * 3 * 3 * 2 * 2 * 3 * 2),  # packed or not
         # Compiled: packed with a mask or without one, or in buckets; else also padded to the longest, likewise.
-        ("lora", 8 * 6 * 4 * 4 * 3 * 3 * 4 * 2),
-        ("qlora", 8 * 2 * 6 * 4 * 4 * 3 * 3 * 4 * 2),
-        ("full", 8 * 6 * 4 * 3 * 5 * 4 * 2),
-        ("default", 8 * 5 * 6 * 4 * 4 * 3 * 3 * 4 * 2 * 2),  # none, fp8, int8, nf4 with and without double_quant
+        # Three values of checkpointing are for compiled layers alone.
+        ("lora", (4 * 8 + 3 * 3) * 6 * 4 * 4 * 3 * 3 * 2),
+        ("qlora", (4 * 8 + 3 * 3) * 2 * 6 * 4 * 4 * 3 * 3 * 2),
+        ("full", (4 * 8 + 3 * 3) * 6 * 4 * 3 * 5 * 2),
+        # none, fp8, int8, nf4 with and without double_quant; flash_attention_2 packs with a mask alone
+        ("default", (4 * 8 + 3 * 3 + 4 * 6 + 3 * 2) * 5 * 6 * 4 * 4 * 3 * 3 * 2),
     ],
 )
 def test_size_is_the_number_of_distinct_configurations(name, size):
@@ -230,7 +232,8 @@ def test_narrow_returns_what_it_removed():
 def test_narrow_leaves_at_least_one():
     with pytest.raises(UsageError) as caught:
         SearchSpace.load("lora").narrow("checkpointing", lambda value: False, "never")
-    reason = "no value of checkpointing is left in the space 'lora': none, every_2, every_4, full: never"
+    values = "none, selective_80, selective_50, selective_30, every_2, every_4, full"
+    reason = f"no value of checkpointing is left in the space 'lora': {values}: never"
     assert str(caught.value) == reason and "--set checkpointing=VALUE" in caught.value.remedy
 
 
@@ -260,8 +263,8 @@ def test_a_pinned_knob_comes_after_the_knobs_it_depends_on():
         ("lora_rank", True, "--set lora_rank: lora_rank is a positive integer, not True"),
         ("seq_len", "1024", "--set seq_len: seq_len is a positive integer, not '1024'"),
         ("method", None, "--set method: method is one of full, lora, not None"),
-        ("checkpointing", "every_1", "--set checkpointing: checkpointing is none, full, offload or every_K with K of 2 "
-         "or more, not 'every_1'"),
+        ("checkpointing", "every_1", "--set checkpointing: checkpointing is none, full, offload, selective_80, "
+         "selective_50, selective_30 or every_K with K of 2 or more, not 'every_1'"),
     ],
 )  # fmt: skip
 def test_an_impossible_pin_is_a_usage_error(knob, value, message):

@@ -132,6 +132,7 @@ def test_the_winners_configuration_in_phrases() -> None:
         ({"quantization": "nf4", "double_quant": True}, "QLoRA of rank 16 on a 4-bit (NF4) base, double quantised"),
         ({"dora": True, "rslora": True}, "rsDoRA of rank 16"),
         ({"checkpointing": "every_3"}, "activation checkpointing in one layer of 3"),
+        ({"checkpointing": "selective_50"}, "compiled layers that keep up to 50% of their activations"),
         ({"checkpointing": "offload"}, "activation checkpointing in every layer, with its inputs in host memory"),
         ({"loss": "chunked"}, "head and cross-entropy in chunks of tokens"),
         ({"compile": "none", "kernels": "liger"}, "Liger's kernels for norms, rotary positions and MLPs"),
