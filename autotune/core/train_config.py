@@ -53,6 +53,7 @@ class TrainConfig:
     allocator: str = KNOBS["allocator"].default
     num_gpus: int = KNOBS["num_gpus"].default
     tiling: str = KNOBS["tiling"].default
+    cuda_graphs: str = KNOBS["cuda_graphs"].default
     sharding: str = KNOBS["sharding"].default
     copies: int = KNOBS["copies"].default
     sync_each_batch: bool = KNOBS["sync_each_batch"].default

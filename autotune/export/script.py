@@ -109,6 +109,7 @@ def settings(recipe: Recipe) -> RunSettings:
         dealt=recipe.workload.deals(config),
         optimizer=config.optimizer,
         optimizer_in_backward=config.optimizer_in_backward,
+        cuda_graphs=config.cuda_graphs,
         loss=config.loss,
         kernels=config.kernels,
         compile=config.compile,

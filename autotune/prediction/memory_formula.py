@@ -310,7 +310,7 @@ def _breakdown(
         trained_bytes,
         base_bytes,
         logits,
-        accumulates=micro_steps > 1,
+        accumulates=micro_steps > 1 or config.cuda_graphs != "none",  # whose buffers of gradients stay
         logit_bytes=logit_bytes,
         objective=objective,
     )
@@ -380,6 +380,7 @@ def beyond_allocated_gib(config: TrainConfig, logits: int, activations_gib: floa
     """GiB that the allocator holds beyond allocated memory; `layer_gib` is what a layer keeps."""
     fragmentation = 0.010 if config.compile == "none" else 0.034
     unused = FIXED_SHARE * layer_gib if config.allocator == "fixed" else 0.0
+    unused += gib(WORKSPACE) if config.cuda_graphs != "none" else 0.0  # graphs are captured on a stream of their own
     return gib(2.4 * logits + 42 * MIB) + fragmentation * activations_gib + unused
 
 

@@ -155,11 +155,11 @@ def counted_step_time(config: TrainConfig, count: DryCount, host: Host = MEASURE
     """The time of a step on the reference card, from the work of the whole model.
 
     None where only memory was counted, where products are not in 16 bits, as those of bases that multiply in 8 bits and
-    of experts but in bf16, and where checkpoints wait in the host's memory.
+    of experts but in bf16, where checkpoints wait in the host's memory, and with CUDA graphs, which nobody timed.
     """
     in_16_bits = config.precision != "fp32" and config.quantization not in ("int8", "fp8")
     in_16_bits = in_16_bits and not any("fallback" in name for name in count.flops)
-    if not count.flops or not in_16_bits or config.offloads:
+    if not count.flops or not in_16_bits or config.offloads or config.cuda_graphs != "none":
         return None
     card = resolve_device(REFERENCE)
     rate, bandwidth = 1e12 * (products_tflops(card) or math.nan), 1e9 * (card.bandwidth_gb_s or math.nan)
@@ -230,12 +230,12 @@ def _other_part(micro_s: float, part_s: float) -> float:
 def estimate_step_time(
     model: ModelSpec, config: TrainConfig, host: Host = MEASURED_HOST, objective: Objective = Objective.SFT
 ) -> StepTimeEstimate | None:
-    """The time of a step on the reference card; None where `supported` is None, or for fp8 without compilation.
+    """The time of a step on the reference card; None where `supported` is None, and for what was not timed.
 
-    All tokens are taken to be trained on.
+    That is fp8 without compilation, and CUDA graphs. All tokens are taken to be trained on.
     """
     sizes = supported(model, config)
-    if sizes is None:
+    if sizes is None or config.cuda_graphs != "none":
         return None
     if config.quantization == "fp8" and config.compile == "none":  # slower than bf16, so nobody chooses it
         return None

@@ -50,6 +50,7 @@ from autotune.probe.recorder import MAX_WARMUP_ROUNDS, Recorder, compiled_graphs
 from autotune.probe.resident import ResidentModel, attach, clean, module_names
 from autotune.probe.runtime import images, rows, varlen
 from autotune.probe.runtime.chunked_loss import CHUNK_TOKENS, chunked_loss
+from autotune.probe.runtime.graphs import is_capturing
 from autotune.probe.runtime.labels import label_loss
 from autotune.probe.runtime.lean_trainer import (
     LeanTrainer,
@@ -175,7 +176,8 @@ class Recorded:
         return loss
 
     def train_unrecorded(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """Train on a micro batch after everything was recorded."""
+        """Train on a micro batch after everything was recorded, as the host issues it, for profilers."""
+        self.cuda_graphs = False
         super().training_step(model, inputs)  # type: ignore[misc]
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +190,7 @@ class Recorded:
         """Record that the backward pass begins."""
         loss = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         if model.training:
-            self.recorder.enter(Phase.BACKWARD)
+            self.recorder.enter(Phase.BACKWARD, timed=not is_capturing())
         return loss
 
 
@@ -458,6 +460,7 @@ class Probe:
                 eval_dataset=held_out,
                 compute_loss_func=self._loss,
                 optimizer_in_backward=config.optimizer_in_backward,
+                cuda_graphs=config.cuda_graphs == "micro_batch",
             )
         trainer.add_callback(_StepEnds(self.recorder))
         if request.parallelism.num_gpus > 1:

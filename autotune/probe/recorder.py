@@ -12,6 +12,7 @@ import torch
 
 from autotune.core.probe_types import Phase, ProbeRequest
 from autotune.probe.meters import Meter
+from autotune.probe.runtime.graphs import MicroBatchGraphs
 from autotune.probe.schedule import Schedule
 
 MAX_WARMUP_ROUNDS = 4
@@ -105,11 +106,14 @@ class Recorder:
         self.phase = phase
         self.emit(phase)
 
-    def enter(self, phase: Phase) -> None:
-        """End the current phase and begin `phase`."""
+    def enter(self, phase: Phase, *, timed: bool = True) -> None:
+        """End the current phase and begin `phase`. In a CUDA graph no times are taken, since a replay takes none."""
         if self.meter.peaks_are_free or self.first_timed is None:
             self.weigh()
             self.meter.reset_peak()
+        if not timed:
+            self.phase, self.segment = phase, ""
+            return
         mark = self.meter.mark()
         if self._mark is not None:
             self.spans.append((self.step, len(self.starts[self.step]), self.phase, self._mark, mark))
@@ -180,7 +184,7 @@ class Recorder:
         num_rounds, each = schedule.in_rounds(self.step), len(schedule.round)
         if not num_rounds and self.step >= len(schedule.lead):
             return
-        graphs = compiled_graphs()
+        graphs = made_graphs()
         settled = not self._largest(float(graphs != self._graphs))
         self._graphs = graphs
         if not num_rounds or (not settled and num_rounds < MAX_WARMUP_ROUNDS):
@@ -265,9 +269,9 @@ class Recorder:
         return total
 
     def check_steady(self) -> None:
-        """Raises NotSteady if anything was compiled during the timed steps."""
-        if compiled_graphs() != self._graphs:
-            raise NotSteady("the compiled model was compiled again while it was timed")
+        """Raises NotSteady if anything was compiled, or captured, during the timed steps."""
+        if made_graphs() != self._graphs:
+            raise NotSteady("the compiled model was compiled again, or a CUDA graph captured, while it was timed")
         if self.request.config.compile != "none" and not compiled_graphs():
             raise NotSteady("nothing was compiled: the compiler left the layers as they are")
 
@@ -337,6 +341,11 @@ class Recorder:
             micro_batches=tuple(means),
             kinds=tuple(kinds),
         )
+
+
+def made_graphs() -> int:
+    """The number of graphs that this process has compiled, and captured, so far."""
+    return compiled_graphs() + MicroBatchGraphs.captured
 
 
 def compiled_graphs() -> int:

@@ -32,6 +32,8 @@ ATTENTIONS = ("sdpa", "eager")
 # its scores, which GPT-2 and Gemma 2 have.
 VARLEN_TYPES = PACKED_APART - {"gemma2", "gpt2"}
 LARGEST_HEAD, HEAD_MULTIPLE = 256, 8  # values of a head, for its kernel
+# Their forward pass reads nothing back from the device, by the code of transformers 5.23.
+GRAPH_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
 OFF_BATCH = 0.25  # how far a step of packed rows may be off the global batch
 WORTH_PACKING = 1.05  # examples in a row from which on packing is worth a trial
 MOST_LENGTHS = 16  # each is packed once
@@ -120,6 +122,7 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
     if kind in NO_SDPA:
         _narrow_to_other_attention(narrowing)
     _narrow_tiling(narrowing)
+    _narrow_graphs(narrowing, kind)
     if reason := _no_varlen(model.config):
         narrowing.remove("packed_attention", {"varlen"}, reason)
     checkpoints = narrowing.space.choices("checkpointing")
@@ -133,11 +136,24 @@ def _narrow_tiling(narrowing: Narrowing) -> None:
     """Remove tiles where no value of some knob goes with them: they would have no effect."""
     if narrowing.space.choices("checkpointing") == ("none",):
         narrowing.remove("tiling", {"tokens"}, "without recomputed layers there is nothing to tile")
-    for name, wanted in KNOBS["tiling"].active_when.items():
+    _remove_without_effect(narrowing, "tiling", "tokens")
+
+
+def _narrow_graphs(narrowing: Narrowing, model_type: str) -> None:
+    """Remove CUDA graphs where they would have no effect, and of models that may read values on the host."""
+    if model_type not in GRAPH_TYPES:
+        reason = f"whether a forward pass of {model_type} reads values on the host was not looked at"
+        narrowing.remove("cuda_graphs", {"micro_batch"}, reason)
+    _remove_without_effect(narrowing, "cuda_graphs", "micro_batch")
+
+
+def _remove_without_effect(narrowing: Narrowing, name: str, value: str) -> None:
+    """Remove a value of a knob where no value of another goes with it."""
+    for other, wanted in KNOBS[name].active_when.items():
         values = wanted if isinstance(wanted, list) else [wanted]
-        if not set(values) & set(narrowing.space.choices(name)):
-            reason = f"works only with {KNOBS[name].label} {' or '.join(map(str, values))}"
-            narrowing.remove("tiling", {"tokens"}, reason)
+        if not set(values) & set(narrowing.space.choices(other)):
+            reason = f"works only with {KNOBS[other].label} {' or '.join(map(str, values))}"
+            narrowing.remove(name, {value}, reason)
 
 
 def _narrow_to_even_batches(narrowing: Narrowing, batch: int) -> None:
@@ -208,6 +224,7 @@ def narrow_to_device(narrowing: Narrowing, device: DeviceSpec) -> None:
         narrowing.remove("optimizer", {"lion_8bit"}, "has no CPU kernel")
         narrowing.remove("attention", {"flash_attention_2", "flex_attention", "sdpa_cudnn"}, "needs a GPU")
         narrowing.remove("packed_attention", {"varlen"}, "needs a GPU")
+        narrowing.remove("cuda_graphs", {"micro_batch"}, "needs an NVIDIA GPU")
         narrowing.remove("kernels", {"liger"}, "needs a GPU")
         narrowing.remove("checkpointing", {"offload"}, "there is no other memory to offload to")
     elif not device.has_flash:
@@ -256,6 +273,7 @@ def narrow_to_trl(narrowing: Narrowing, *, installed: bool, objective: Objective
     narrowing.remove("optimizer_in_backward", {True}, "TRL's optimizer steps once the backward pass has ended")
     narrowing.remove("attention", {"sdpa_cudnn"}, "a name that TRL does not know")
     narrowing.remove("tiling", {"tokens"}, "TRL computes layers whole")
+    narrowing.remove("cuda_graphs", {"micro_batch"}, "TRL's training step reads values on the host")
     narrowing.remove("checkpointing", SELECTIVE, "TRL's files have no budget of activations for the compiler")
     if "lora" in narrowing.space.choices("method") and "none" in narrowing.space.choices("quantization"):
         narrowing.remove("precision", {"bf16_pure"}, "TRL keeps adapters on an unquantised base in fp32")
@@ -266,6 +284,7 @@ def narrow_to_objective(narrowing: Narrowing, objective: Objective) -> None:
     if objective is Objective.SFT:
         return
     narrowing.remove("kernels", {"liger"}, f"Liger's kernels were not tried for {objective}")
+    narrowing.remove("cuda_graphs", {"micro_batch"}, f"CUDA graphs were not tried for {objective}")
     if objective.num_labels is not None:
         narrowing.remove("loss", {"chunked"}, "a value for a row needs no logits of its tokens")
     if objective is Objective.CLASSIFICATION:
@@ -297,6 +316,7 @@ def narrow_to_images(narrowing: Narrowing, workload: Workload) -> None:
     narrowing.remove("checkpointing", {"offload"}, reason)
     narrowing.remove("optimizer_in_backward", {True}, reason)
     narrowing.remove("tiling", {"tokens"}, reason)
+    narrowing.remove("cuda_graphs", {"micro_batch"}, "the sizes of images are read on the host")
 
 
 def _narrow_padding_to_trl(narrowing: Narrowing) -> None:

@@ -31,6 +31,7 @@ ORDER = (
     "packed_attention",
     "kernels",
     "compile",
+    "cuda_graphs",
     "quantization",
 )
 # The same arithmetic in less memory, which later moves may use: taken unless it is slower.

@@ -286,7 +286,8 @@ def test_a_layer_keeps_what_its_budget_lets_it() -> None:
         more = high.segment_peak_gib["forward_head"] - low.segment_peak_gib["forward_head"] - weights
         kept[value] = round(more / 2 * 2**20 / 1024, 1)
         flops[value] = round((sum(high.flops.values()) - sum(low.flops.values())) / 2 / 1e12, 3)
-    assert kept == {"none": 146.8, "every_2": 77.4, "selective_80": 100.3, "selective_50": 74.2, "selective_30": 48.2}
+    expected = {"none": 146.8, "every_2": 77.4, "selective_80": 100.3, "selective_50": 74.2, "selective_30": 48.2}
+    assert kept == pytest.approx(expected, abs=0.11)
     assert flops["selective_80"] == flops["none"] < flops["selective_50"] < flops["every_2"]
     assert flops["selective_30"] == pytest.approx(flops["every_2"], rel=0.001)
 

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, pad
 
+from .graphs import is_capturing
+
 CHUNK_TOKENS = 1024  # with a vocabulary of 128,000 about 1.2 GiB of logits, their fp32 copy and its gradient
 IGNORED = -100
 
@@ -78,6 +80,13 @@ def chunked_loss(model: Any) -> Callable[..., torch.Tensor]:
     return loss
 
 
+def _predicting(targets: torch.Tensor) -> torch.Tensor:
+    """The places of the tokens that are predicted; those of all in a CUDA graph, since the host would read how many."""
+    if is_capturing():
+        return torch.arange(len(targets), device=targets.device)
+    return (targets != IGNORED).nonzero().squeeze(1)
+
+
 class _Chunks(torch.autograd.Function):
     """The sum of the losses of hidden states (N x hidden size) against targets (N); backward scales the gradients."""
 
@@ -92,7 +101,7 @@ class _Chunks(torch.autograd.Function):
         total = torch.zeros((), device=hidden.device)
         needs_gradients = any(ctx.needs_input_grad)
         gradients = [torch.zeros_like(tensor) for tensor in (hidden, *weights)] if needs_gradients else []
-        predicting = (targets != IGNORED).nonzero().squeeze(1)
+        predicting = _predicting(targets)
         for chunk_of in predicting.split(CHUNK_TOKENS):
             with torch.set_grad_enabled(needs_gradients):
                 chunk = hidden[chunk_of].detach().requires_grad_(needs_gradients)

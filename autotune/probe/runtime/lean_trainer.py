@@ -20,8 +20,11 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from .dealing import by_length
+from .graphs import MicroBatchGraphs
 from .model_builder import materialize
 from .settings import LIGER_KERNELS, deepspeed_settings
+
+NUM_ITEMS = "num_items_in_batch"  # the tokens that the losses of a step are divided by, as Trainer calls them
 
 
 def training_arguments(settings: Any, *, accumulation: int, on_cpu: bool) -> dict[str, Any]:
@@ -143,7 +146,8 @@ class LeanTrainer(Trainer):
     micro batch idles.
 
     `row_lengths`, the tokens of each row to train on, put rows of nearly the same length into a micro batch: those of
-    many steps, or with `dealt` those of each step alone. With `optimizer_in_backward` see `step_in_backward`.
+    many steps, or with `dealt` those of each step alone. With `optimizer_in_backward` see `step_in_backward`, with
+    `cuda_graphs` see `graphs`.
     """
 
     def __init__(
@@ -152,6 +156,7 @@ class LeanTrainer(Trainer):
         row_lengths: list[int] | None = None,
         dealt: bool = False,
         optimizer_in_backward: bool = False,
+        cuda_graphs: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -159,6 +164,8 @@ class LeanTrainer(Trainer):
         self.dealt = dealt
         self.optimizer_in_backward = optimizer_in_backward
         self.step_hooks: list[Any] = []
+        self.cuda_graphs = cuda_graphs
+        self.graphs: MicroBatchGraphs | None = None
         self.add_callback(_FreeFirstBuckets(self))
         visit_modules_on_change(self.model)
 
@@ -171,6 +178,27 @@ class LeanTrainer(Trainer):
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             self.step_hooks = step_in_backward(optimizer, partial(kind, **options))
         return optimizer
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """A micro batch, as the Trainer computes it or by a CUDA graph of that."""
+        if not self.cuda_graphs:
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch, **kwargs)
+            return loss
+        if self.graphs is None:
+            step = super().training_step
+
+            def run(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+                items = {NUM_ITEMS: batch.get(NUM_ITEMS)}
+                rows = {name: tensor for name, tensor in batch.items() if name != NUM_ITEMS}
+                made: torch.Tensor = step(model, rows, **items)
+                return made
+
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            self.graphs = MicroBatchGraphs(run, trained)
+        items = {} if num_items_in_batch is None else {NUM_ITEMS: num_items_in_batch}
+        return self.graphs.run(self._prepare_inputs(inputs) | items)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         """The sampler by length where that was asked for, else the Trainer's own choice."""

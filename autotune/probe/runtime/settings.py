@@ -99,7 +99,8 @@ class RunSettings:
     classification. `loss_on` says what is trained on (`examples.Encoder`); None goes by each row; `trained_share` of
     the random tokens are. The learning rate is a common default: it was not tuned. `eval_share` of the examples is held
     out and evaluated every `eval_steps` optimizer steps. `report_to` is none, or the tracker that knows this run as
-    `run_name`. Checkpoints take up to `checkpoints_gib` of the disk, None where that is not known.
+    `run_name`. Checkpoints take up to `checkpoints_gib` of the disk, None where that is not known. `cuda_graphs` is
+    none, or micro_batch where these are replayed.
     """
 
     about: list[str]
@@ -147,6 +148,7 @@ class RunSettings:
     examples: int
     lengths: list[int]
     images: list[list[dict[str, Any]]]
+    cuda_graphs: str = "none"
 
     def to_json(self) -> str:
         """The text of train_config.json, in ASCII, with each list of numbers on one line."""

@@ -151,6 +151,8 @@ def train(
 
 def device_of(settings: RunSettings) -> torch.device:
     """The device of this process, which joins the others of its world. Ends the process where there are too few."""
+    if settings.cuda_graphs != "none" and not torch.cuda.is_available():
+        sys.exit("train.py: error: CUDA graphs need an NVIDIA GPU: set cuda_graphs to none in train_config.json")
     if settings.num_gpus == 1:
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if int(os.environ.get("WORLD_SIZE", "1")) != settings.num_gpus:
@@ -305,6 +307,7 @@ def make_trainer(
         row_lengths=[rows.num_tokens(row) for row in train_rows] if by_length else None,
         dealt=settings.dealt,
         optimizer_in_backward=settings.optimizer_in_backward,
+        cuda_graphs=settings.cuda_graphs == "micro_batch",
     )
 
 

@@ -173,7 +173,8 @@ def test_the_ends_of_a_size():
 def test_what_is_no_choice(knob, value):
     with pytest.raises(ValueError, match=f"{knob} is one of {KNOBS[knob].choices[0]}, "):
         check_value(knob, value)
-    shared = {} if knob == "tiling" else {"num_gpus": 2, "sharding": "fsdp2"}
+    of_one: dict[str, dict[str, str]] = {"tiling": {}, "cuda_graphs": {"checkpointing": "none", "padding": "bucket"}}
+    shared = of_one.get(knob, {"num_gpus": 2, "sharding": "fsdp2"})
     with pytest.raises(ValueError, match=f"{knob} is one of "):
         TrainConfig(**(shared | {"packing": knob == "packed_attention"} | {knob: value}))
 

@@ -24,7 +24,7 @@ def test_knobs_without_effect_are_dropped():
 
 
 def test_only_what_has_an_effect_is_in_the_digest():
-    of_several = {"tiling", "sharding", "copies", "sync_each_batch", "offload"}
+    of_several = {"tiling", "cuda_graphs", "sharding", "copies", "sync_each_batch", "offload"}
     inactive = {"double_quant", "kbit_preparation", "optimizer_in_backward", "packed_attention"} | of_several
     assert set(KNOBS) - set(TrainConfig().as_dict()) == inactive
     assert set(KNOBS) - set(TrainConfig(method="full").as_dict()) == {
@@ -38,7 +38,7 @@ def test_only_what_has_an_effect_is_in_the_digest():
         "packed_attention"
     }
     of_fsdp2, of_ddp = (TrainConfig(num_gpus=2, sharding=sharding).as_dict() for sharding in ("fsdp2", "ddp"))
-    assert set(KNOBS) - set(of_fsdp2) == (inactive - of_several) | {"tiling"}
+    assert set(KNOBS) - set(of_fsdp2) == (inactive - of_several) | {"tiling", "cuda_graphs"}
     assert set(KNOBS) - set(of_ddp) == inactive - {"sharding"}
     assert TrainConfig(tiling="tokens").as_dict()["tiling"] == "tokens"  # listed where it is not the default
     assert TrainConfig(method="full", lora_rank=8).digest == TrainConfig(method="full", lora_rank=64).digest
@@ -74,6 +74,8 @@ def test_every_knob_changes_the_digest():
         "num_gpus": 2,
         "tiling": "tokens",
     }
+    few = TrainConfig(checkpointing="none", padding="bucket")
+    assert replace(few, cuda_graphs="micro_batch").digest != few.digest  # not a knob of layers that are recomputed
     pair = TrainConfig(num_gpus=2)
     assert replace(pair, sharding="fsdp2").digest != pair.digest  # not a knob of one GPU
     shards = replace(pair, sharding="fsdp2")
@@ -85,7 +87,7 @@ def test_every_knob_changes_the_digest():
     assert replace(full, optimizer_in_backward=True).digest != full.digest  # not a knob of adapters
     eight = replace(shards, num_gpus=8)
     assert len({replace(eight, copies=copies).digest for copies in (1, 2, 4)}) == 3
-    apart = {"optimizer_in_backward", "packed_attention", "sharding", "copies", *of_shards}
+    apart = {"cuda_graphs", "optimizer_in_backward", "packed_attention", "sharding", "copies", *of_shards}
     assert {*others, *apart} == set(KNOBS) == {field.name for field in fields(TrainConfig)}
     digests = {base.digest} | {replace(base, **{name: value}).digest for name, value in others.items()}
     assert len(digests) == len(others) + 1
@@ -216,6 +218,23 @@ def test_rank_is_needed_by_lora_alone():
 )
 def test_versions_that_recompute_some_layers_only(version, expected):
     assert checkpoints_some(version) is expected
+
+
+def test_cuda_graphs_go_with_rows_of_few_shapes_that_the_host_does_not_look_at() -> None:
+    graphed = TrainConfig(cuda_graphs="micro_batch", checkpointing="none", padding="bucket")
+    assert graphed.cuda_graphs == graphed.as_dict()["cuda_graphs"] == "micro_batch"
+    assert replace(graphed, checkpointing="selective_30", quantization="nf4").cuda_graphs == "micro_batch"
+    for other in (
+        {"checkpointing": "full"},
+        {"padding": "longest"},
+        {"padding": "masked"},
+        {"packing": True},
+        {"precision": "fp16_mixed"},
+        {"quantization": "int8"},
+        {"attention": "flash_attention_2"},
+        {"num_gpus": 2, "sharding": "ddp"},
+    ):
+        assert replace(graphed, **other).cuda_graphs == "none", other
 
 
 def test_selective_recomputation_is_of_compiled_layers() -> None:

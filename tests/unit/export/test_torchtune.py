@@ -92,6 +92,7 @@ def test_every_knob_is_said_or_named(config: TrainConfig, name: str) -> None:
         "lora_dropout": model.get("lora_dropout") == (config.lora_dropout if config.method == "lora" else None),
         "rslora": not lora or model["lora_alpha"] / model["lora_rank"] == pytest.approx(scale),
         "tiling": config.tiling == "none",
+        "cuda_graphs": config.cuda_graphs == "none",
         "num_gpus": config.num_gpus == 1,
     }
     unsaid = {knob for knob in config.as_dict() if not said[knob]}

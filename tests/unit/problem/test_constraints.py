@@ -281,6 +281,7 @@ NOT_ON_A_CPU = {
     "optimizer": {"lion_8bit"},
     "attention": {"flash_attention_2", "flex_attention", "sdpa_cudnn"},
     "packed_attention": {"varlen"},
+    "cuda_graphs": {"micro_batch"},
     "kernels": {"liger"},
     "checkpointing": {"offload"},
     "sharding": {"fsdp2", "fsdp2_keep", "zero1", "zero2", "zero3"},
@@ -451,6 +452,27 @@ def test_layers_whose_checkpoints_are_offloaded_do_not_compile() -> None:
     nothing = unnarrowed(checkpointing=("none", "full"), compile=compiled)
     narrow_to_model(nothing, model, WORKLOAD)
     assert when(nothing, "compile") is None and both(nothing, "compile") == compiled
+
+
+@pytest.mark.parametrize(
+    ("model", "pins", "reason"),
+    [
+        ("gpt2", {}, "whether a forward pass of gpt2 reads values on the host was not looked at"),
+        (
+            "mistral-7b",
+            {"checkpointing": "full", "padding": "bucket"},
+            "works only with activation checkpointing none or selective_80",
+        ),
+        ("mistral-7b", {"padding": "longest"}, "works only with padding bucket or max_length"),
+    ],
+)
+def test_cuda_graphs_are_refused_for_a_reason(model: str, pins: dict[str, Any], reason: str) -> None:
+    searched = space(**{name: (value,) for name, value in pins.items()})
+    searched = searched.pin("cuda_graphs", "micro_batch").offer("cuda_graphs", ("none", "micro_batch"))
+    narrowing = Narrowing(space=searched, reserve=searched)
+    narrow_to_model(narrowing, resolve_model(model), WORKLOAD)
+    assert both(narrowing, "cuda_graphs") == ("none",)
+    assert any(removal.reason.startswith(reason) for removal in narrowing.removals)
 
 
 def test_selective_recomputation_needs_compiled_layers() -> None:
