@@ -5,6 +5,7 @@ import json
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -278,6 +279,43 @@ def test_packed_rows_are_compared_with_the_full_rows_around_them(monkeypatch: py
         }
     )
     assert module.summarize(rows[:1])["full_differs"] == 0 and module.summarize([]) == {"cases": 0}
+
+
+def test_levers_are_measured_with_and_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = program("lever_sides", monkeypatch)
+    asked = SimpleNamespace(model="mistral-7b", memory_gib=75.0, first=False)
+    every = module.cases(asked)
+    assert len({(part, lever, model, config) for part, lever, model, config, _ in every}) == len(every)
+    for part, lever, _, config, memory_gib in every:  # each configuration is the one that its lever names
+        assert ("CUDA graphs" in lever) is (config.cuda_graphs == "micro_batch")
+        assert memory_gib == {"cap": 22.0, "graphs": 70.0}.get(part, 75.0)
+        if part in ("cap", "long rows"):
+            assert (config.checkpointing, config.compile) == (lever, "per_layer")
+    asked.first = True
+    assert {case[:4] for case in module.cases(asked)} < {case[:4] for case in every}
+    rows: list[dict[str, Any]] = [
+        {"part": "cap", "lever": "every_2", "tokens_per_s": 10.0},
+        {"part": "cap", "lever": "every_2", "outcome": "oom"},
+        {"part": "cap", "lever": "selective_30", "tokens_per_s": 12.0},
+        {"part": "graphs", "lever": "1 x 512", "tokens_per_s": 2.0},
+        {"part": "graphs", "lever": "1 x 512, CUDA graphs", "tokens_per_s": 3.0},
+        {"part": "gradients", "lever": "CUDA graphs", "gradient_difference": 0.01, "loss_difference": 0.02},
+        {"part": "losses", "check": "selective_30", "difference": 0.003},
+        {"part": "losses", "check": "fp8 base", "difference": 0.1},
+    ]
+    summary = module.summarize(rows)
+    known = {key: value for key, value in summary.items() if value is not None}
+    assert known == pytest.approx(
+        {
+            "selective_over_every_2_cap": 1.2,
+            "graphs_over_none": 1.5,
+            "graph_gradient_difference": 0.01,
+            "graph_loss_difference": 0.02,
+            "loss_difference_max": 0.003,
+            "fp8_loss_difference": 0.1,
+        }
+    )
+    assert set(module.summarize([]).values()) == {None}
 
 
 def test_the_long_tailed_lengths_are_those_that_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,140 @@
+"""Measure levers with and without them, side by side, and check what they must leave as it is.
+
+At two ranks and two lengths of rows; selective recomputation also under a cap and on long rows, CUDA graphs on a small
+micro batch, where the host sets the pace. Gradients and the loss of 50 steps are those of `lever_checks`. With
+`--first` it is a short test of selective recomputation and CUDA graphs. Speeds are those of whole models.
+"""
+
+import argparse
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Rows, save, speed, table
+from lever_checks import CONFIG, gradient_difference, loss_differences
+from levers import COLUMNS, TOGETHER
+
+from autotune.catalog import resolve_device, resolve_model
+from autotune.core.probe_types import Fingerprint
+from autotune.core.serialization import from_data, to_data
+from autotune.core.train_config import TrainConfig
+from autotune.probe.supervisor import WorkerProber
+
+# A lever, and what is the same without it.
+COMPILED = {"checkpointing": "none", "compile": "per_layer", "loss": "chunked", "padding": "max_length"}
+SIDES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "together": ({}, TOGETHER),
+    "selective_80": (COMPILED | {"checkpointing": "every_4"}, COMPILED | {"checkpointing": "selective_80"}),
+    "selective_50": (COMPILED | {"checkpointing": "every_2"}, COMPILED | {"checkpointing": "selective_50"}),
+    "selective_30": (COMPILED | {"checkpointing": "every_2"}, COMPILED | {"checkpointing": "selective_30"}),
+    "fp8 base": (COMPILED, COMPILED | {"quantization": "fp8"}),
+}
+RANKS, LENGTHS = (16, 64), (1024, 4096)
+CAP_GIB, LONG_ROW = 22.0, 16384
+RECOMPUTED = ("none", "selective_80", "every_4", "selective_50", "every_2", "selective_30", "full")
+GRAPHS: dict[str, dict[str, Any]] = {
+    "1 x 512": {},
+    "1 x 512, CUDA graphs": {"cuda_graphs": "micro_batch"},
+    "1 x 512, compiled": {"compile": "per_layer"},
+    "1 x 512, compiled, CUDA graphs": {"compile": "per_layer", "cuda_graphs": "micro_batch"},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gpu", default="h200")
+    parser.add_argument("--model", default="mistral-7b")
+    parser.add_argument("--memory-gib", type=float, default=75.0)
+    parser.add_argument("--seconds", type=float, default=540.0, help="start no measurement after this time")
+    parser.add_argument("--rows", type=Path, help="the .jsonl file of an earlier call on the same machine to continue")
+    parser.add_argument("--first", action="store_true", help="selective recomputation and CUDA graphs alone, as a test")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    measure(Rows("lever_sides", args.out, args.rows), args, time.monotonic() + args.seconds)
+
+
+def measure(rows: Rows, args: argparse.Namespace, until: float) -> None:
+    """Measure levers with and without them, and check what they must not change."""
+    device, folder = resolve_device(args.gpu), Path(tempfile.mkdtemp(prefix="autotune-bench-"))
+    kind = "cpu" if device.kind == "cpu" else "cuda"
+    with WorkerProber(kind, folder) as prober:
+        fingerprint = to_data(prober.fingerprint)
+        for part, lever, model, config, memory_gib in cases(args):
+            if time.monotonic() < until and not rows.has(part=part, lever=lever, model=model, config=config.label()):
+                found = speed(prober, resolve_model(model), device, config, memory_gib)
+                rows.add({"part": part, "lever": lever, **found, "fingerprint": fingerprint})
+                table(rows.all[-1:], ["part", *COLUMNS])
+    if kind == "cuda" and not rows.has(part="gradients"):
+        for compiled in ("none", "per_layer"):
+            found = gradient_difference(replace(CONFIG, compile=compiled), torch.device("cuda"))
+            rows.add({"part": "gradients", "lever": f"CUDA graphs, compile {compiled}", **found})
+            print(rows.all[-1], flush=True)
+    if time.monotonic() < until and not rows.has(part="losses"):
+        chosen = ["selective_30", "CUDA graphs", "CUDA graphs, layers compiled"] if args.first else None
+        for row in loss_differences(torch.device(kind), levers=chosen):
+            rows.add({"part": "losses", **row})
+            print(rows.all[-1], flush=True)
+    shown = [{key: value for key, value in row.items() if key != "fingerprint"} for row in rows.all]
+    save("lever_sides", from_data(Fingerprint, fingerprint), summarize(shown), shown, args.out)
+    print(summarize(shown))
+
+
+def cases(args: argparse.Namespace) -> list[tuple[str, str, str, TrainConfig, float]]:
+    """The part, the lever, the model, the configuration and the memory limit of each measurement."""
+    model, recomputed = args.model, ("every_2", "selective_30") if args.first else RECOMPUTED
+    sizes = (2,) if args.first else (1, 2, 4)
+    one = TrainConfig(micro_batch_size=1, seq_len=512, checkpointing="none", loss="chunked", padding="max_length")
+    found = [("graphs", lever, "llama-3.2-1b", replace(one, **changes), 70.0) for lever, changes in GRAPHS.items()]
+    for value in recomputed:
+        short = TrainConfig(**COMPILED | {"checkpointing": value, "seq_len": 1024})
+        found += [("cap", value, model, replace(short, micro_batch_size=size), CAP_GIB) for size in sizes]
+    if args.first:
+        return found
+    for value in recomputed:
+        long = TrainConfig(**COMPILED | {"checkpointing": value, "seq_len": LONG_ROW, "micro_batch_size": 1})
+        found.append(("long rows", value, model, long, args.memory_gib))
+    for rank in RANKS:
+        for length in LENGTHS:
+            size = {"lora_rank": rank, "seq_len": length, "micro_batch_size": 8192 // length}
+            for lever, sides in SIDES.items():
+                for side, changes in zip(("without", "with"), sides, strict=True):
+                    config = TrainConfig(**size | changes)
+                    found.append(("sides", f"{lever}, {side}", model, config, args.memory_gib))
+    return found
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Ratios of speeds, None where one of the two was not measured or did not fit, and the largest differences."""
+
+    def best(part: str, *levers: str) -> float | None:
+        speeds = [row.get("tokens_per_s") for row in rows if row["part"] == part and row["lever"] in levers]
+        return max((value for value in speeds if value), default=None)
+
+    def ratio(part: str, levers: tuple[str, ...], other: str) -> float | None:
+        with_it, without = best(part, *levers), best(part, other)
+        return with_it / without if with_it and without else None
+
+    def largest(part: str, key: str, without: str = "") -> float | None:
+        found = [row[key] for row in rows if row["part"] == part and not (without and row["check"].startswith(without))]
+        return max(found, default=None)
+
+    selective = ("selective_80", "selective_50", "selective_30")
+    return {
+        "selective_over_every_2_cap": ratio("cap", selective, "every_2"),
+        "selective_over_every_2_long": ratio("long rows", selective, "every_2"),
+        "graphs_over_none": ratio("graphs", ("1 x 512, CUDA graphs",), "1 x 512"),
+        "graphs_over_none_compiled": ratio("graphs", ("1 x 512, compiled, CUDA graphs",), "1 x 512, compiled"),
+        "graph_gradient_difference": largest("gradients", "gradient_difference"),
+        "graph_loss_difference": largest("gradients", "loss_difference"),
+        "loss_difference_max": largest("losses", "difference", without="fp8"),
+        "fp8_loss_difference": next(
+            (row["difference"] for row in rows if row.get("check", "").startswith("fp8")), None
+        ),
+    }
+
+
+if __name__ == "__main__":
+    main()
