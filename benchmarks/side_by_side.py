@@ -1,0 +1,265 @@
+"""Speed, memory and losses of autotune's choice beside what other tools reach with their own best configuration.
+
+All train the same weights (random, in the shape of a model) with LoRA of the same rank on all linear layers, on the
+same rows, in bf16 with AdamW, with as many rows in an optimizer step. Each of the others has the same sweep of its
+micro batch, of its kinds of recomputation and, where it offers it, of compiled layers (`side_by_side_tool.py`). Ours
+comes twice: the best of the same three knobs, and the winner of a study of all; both are trained by the exported
+script. Each tool has a process and a folder of packages (`--sites`) of its own.
+
+    python benchmarks/side_by_side.py --check   # does every tool import and train here? A tiny model, all at once
+    python benchmarks/side_by_side.py --seconds 480 --rows earlier.jsonl
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import TINY_MODEL, Rows, now, run_study, save, table
+
+from autotune.catalog import resolve_device, resolve_model
+from autotune.core.probe_types import Fingerprint
+from autotune.core.serialization import from_data
+from autotune.core.train_config import LORA_ALPHA, TrainConfig
+
+CHILD = Path(__file__).parent / "side_by_side_tool.py"
+OTHERS = {
+    "unsloth": "unsloth",
+    "trl": "TRL",
+    "liger": "transformers with Liger's kernels",
+    "llamafactory": "LLaMA-Factory",
+    "axolotl": "Axolotl's kernels in the Trainer",
+    "torchtune": "torchtune",
+}
+EQUAL, STUDY = "ours, the same sweep", "ours, a study's winner"
+# What the others do not sweep either. What is left is the micro batch, recomputation and compiled layers.
+PINS = {"precision": "bf16_mixed", "optimizer": "adamw_torch_fused", "attention": "sdpa", "loss": "chunked"}
+PINS |= {"packing": "false", "padding": "longest"}
+RATE = 2e-4
+COLUMNS = ["tool", "config", "outcome", "tokens_per_s", "mfu", "peak_reserved_gib", "first_loss", "last_loss", "reason"]
+ENOUGH_S = 60.0  # no tool is begun with less time than this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What is trained, in rows and tokens; small where the tools are only tried."""
+
+    rank: int = 16
+    seq_len: int = 2048
+    step_rows: int = 8
+    steps: int = 5
+    micro_batches: tuple[int, ...] = (2, 4, 8)
+    budgets: tuple[str, str] = ("90s", "2m")  # of the two studies
+    trials: int = 100
+
+
+TINY = Sizes(seq_len=256, step_rows=4, steps=3, micro_batches=(2,), budgets=("90s", "90s"), trials=2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--model", default="mistral-7b", help="of Mistral's architecture, for torchtune's builder")
+    parser.add_argument("--gpu", default="auto", help="cpu: try it with a tiny model")
+    parser.add_argument("--check", action="store_true", help="try every tool at once with a tiny model")
+    parser.add_argument("--only", nargs="*", default=[EQUAL, STUDY, *OTHERS], choices=["ours", EQUAL, STUDY, *OTHERS])
+    parser.add_argument("--sites", type=Path, help="a folder with a folder of packages for each tool, and `common`")
+    parser.add_argument("--work", type=Path, help="keeps the weights between calls")
+    parser.add_argument("--micro-batches", nargs="*", type=int)
+    parser.add_argument("--limit", type=float, default=200.0, help="seconds of one tool")
+    parser.add_argument("--rows", type=Path, help="the .jsonl file of an earlier call on the same machine to continue")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="start no tool after this time")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    until = time.monotonic() + args.seconds
+    bench = Bench(args)
+    rows = Rows("side_by_side", args.out, args.rows)
+    wanted = [one for name in args.only for one in ((EQUAL, STUDY) if name == "ours" else (name,))]
+    missing = [name for name in wanted if not any(row["key"] == name for row in rows.all)]
+    if missing and time.monotonic() + ENOUGH_S < until:
+        bench.write_model()
+    if args.check:
+        with ThreadPoolExecutor() as pool:
+            found = list(pool.map(bench.of_tool, missing))
+        for some in found:
+            add(rows, some)
+    else:
+        for name in missing:
+            if time.monotonic() + ENOUGH_S < until:
+                add(rows, bench.of_tool(name, until))
+    shown = [{key: value for key, value in row.items() if key != "fingerprint"} for row in rows.all]
+    fingerprint = next((row["fingerprint"] for row in rows.all if row.get("fingerprint")), None)
+    save("side_by_side", fingerprint and from_data(Fingerprint, fingerprint), summarize(shown), shown, args.out)
+    table(shown, COLUMNS)
+    print(json.dumps(summarize(shown), indent=1))
+
+
+def add(rows: Rows, some: Iterable[dict[str, Any]]) -> None:
+    for row in some:
+        rows.add(row)
+        table([row], COLUMNS)
+        sys.stdout.flush()
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The best of each tool, and ours by the best of the others. A tool without a measurement is not counted."""
+    best = {name: speeds for name in (EQUAL, STUDY, *OTHERS) if (speeds := best_of(rows, name)) is not None}
+    others = {name: best[name] for name in OTHERS if name in best}
+    fastest = max(others.values(), default=None)
+
+    def ratio(name: str) -> float | None:
+        return best[name] / fastest if fastest and name in best else None
+
+    return {
+        "ours_tokens_per_s": best.get(EQUAL),
+        "study_tokens_per_s": best.get(STUDY),
+        "best_other": next((name for name, speed in others.items() if speed == fastest), None),
+        "best_other_tokens_per_s": fastest,
+        "ratio": ratio(EQUAL),
+        "study_ratio": ratio(STUDY),
+        "others": len(others),
+        "tokens_per_s": best,
+        "not_measured": sorted({row["key"] for row in rows} - set(best)),
+    }
+
+
+def best_of(rows: list[dict[str, Any]], name: str) -> float | None:
+    return max((row["tokens_per_s"] for row in rows if row["key"] == name and row.get("tokens_per_s")), default=None)
+
+
+class Bench:
+    """The files that all tools train from, and a run of one tool."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._tiny = args.check or args.gpu == "cpu"
+        self._sizes = TINY if self._tiny else Sizes()
+        self._device = resolve_device(args.gpu)
+        self._work = (args.work or Path(tempfile.mkdtemp(prefix="autotune-bench-"))).absolute()
+        self._work.mkdir(parents=True, exist_ok=True)
+        self._shape = dict(resolve_model(args.model).config)
+        if self._tiny:
+            heads = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+            self._shape |= TINY_MODEL | heads | {"model_type": "mistral", "intermediate_size": 512, "vocab_size": 1024}
+
+    def write_model(self) -> None:
+        """Write the weights, a tokenizer and the rows, unless an earlier call did."""
+        if (self._work / "model" / "config.json").exists():
+            return
+        sizes = self._sizes
+        given = {"shape": self._shape, "rows": sizes.step_rows, "seq_len": sizes.seq_len, "device": self._on}
+        _, log = self._child("model", given, self._work, limit=300.0)
+        if not (self._work / "model" / "config.json").exists():
+            raise SystemExit(f"the weights could not be written:\n{log}")
+
+    def of_tool(self, name: str, until: float = float("inf")) -> list[dict[str, Any]]:
+        """The rows of one tool; one that says why where it could not be run."""
+        beside: dict[str, Any] = {"key": name, "tool": OTHERS.get(name, name), "export": None}
+        tool, described = name, {}
+        if name in (EQUAL, STUDY):
+            try:
+                folder = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
+                summary = run_study(folder, *self._study(name))
+            except SystemExit as error:
+                return [beside | {"outcome": "failed", "reason": f"autotune {error}"[-200:]}]
+            tool, beside["export"] = "ours", str(folder / "study" / "export")
+            described = self._described(summary)
+        limit = min(self._args.limit, until - time.monotonic())
+        task = self._task(beside.pop("export"), limit - ENOUGH_S / 2)
+        if described:
+            task["micro_batches"] = [described["micro_batch"]]
+        out = self._work / f"{name.replace(' ', '-')}.jsonl"
+        out.unlink(missing_ok=True)
+        reason, log = self._child(tool, task, out, limit)
+        found = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+        if reason:
+            found.append({"config": None, "outcome": "failed", "reason": f"{reason}: {log[-600:]}"})
+        return [beside | row | described | {"mfu": self._mfu(row), "date": now()} for row in found]
+
+    @property
+    def _on(self) -> str:
+        return "cpu" if self._device.kind == "cpu" else "cuda"
+
+    def _task(self, export: str | None, seconds: float) -> dict[str, Any]:
+        sizes = self._sizes
+        return {
+            "model": str(self._work / "model"),
+            "rows": str(self._work / "rows.json"),
+            "texts": str(self._work / "rows.jsonl"),
+            "export": export,
+            "device": self._on,
+            "rank": sizes.rank,
+            "alpha": LORA_ALPHA,
+            "every_kind": self._tiny,
+            "seq_len": sizes.seq_len,
+            "steps": sizes.steps,
+            "learning_rate": RATE,
+            "micro_batches": self._args.micro_batches or list(sizes.micro_batches),
+            "seconds": seconds,
+        }
+
+    def _study(self, name: str) -> list[str]:
+        """The options of `autotune run`: the knobs that the others sweep too, or all."""
+        sizes, tiny = self._sizes, self._tiny
+        model = str(self._work / "model") if tiny else self._args.model
+        options = ["--gpu", self._args.gpu, "--model", model, "--tokens-per-example", str(sizes.seq_len)]
+        options += ["--global-batch", str(sizes.step_rows), "--space", "lora", "--out", "study"]
+        options += ["--budget", sizes.budgets[name == STUDY], "--trials", str(sizes.trials)]
+        pins = {"seq_len": str(sizes.seq_len), "lora_rank": str(sizes.rank)} | (PINS if name == EQUAL else {})
+        return options + [option for knob, value in pins.items() for option in ("--set", f"{knob}={value}")]
+
+    def _described(self, summary: dict[str, Any]) -> dict[str, Any]:
+        winner = summary["winner"]
+        return {
+            "config": TrainConfig(**winner["config"]).label(),
+            "micro_batch": winner["config"]["micro_batch_size"],
+            "study_tokens_per_s": winner["performance"]["tokens_per_second"],
+            "study_peak_reserved_gib": winner["memory"]["peak_reserved_gib"],
+            "fingerprint": {key: value for key, value in summary["fingerprint"].items() if key != "digest"},
+        }
+
+    def _mfu(self, row: dict[str, Any]) -> float | None:
+        peak, speed = self._device.bf16_tflops, row.get("tokens_per_s")
+        if self._tiny or not peak or not speed:
+            return None
+        flops = resolve_model(self._args.model).flops_per_token("lora", self._sizes.seq_len)
+        return float(speed * flops / (peak * 1e12))
+
+    def _child(self, tool: str, task: dict[str, Any], out: Path, limit: float) -> tuple[str | None, str]:
+        """Run a tool's part in a process and a folder of its own: why it did not end well, if so, and what it said."""
+        folder = Path(tempfile.mkdtemp(prefix="autotune-bench-"))  # some tools write caches where they are started
+        (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        if sites := self._args.sites:
+            places = [str((sites / name).absolute()) for name in (tool, "common") if (sites / name).is_dir()]
+            environment["PYTHONPATH"] = os.pathsep.join([*places, os.environ.get("PYTHONPATH", "")])
+        log = folder / "log"
+        with log.open("w") as file:
+            try:
+                code = subprocess.run(
+                    [sys.executable, str(CHILD), tool, str(folder / "task.json"), str(out)],
+                    cwd=folder,
+                    env=environment,
+                    check=False,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    timeout=limit,
+                ).returncode
+                reason = f"exit code {code}" if code else None
+            except subprocess.TimeoutExpired:
+                reason = f"stopped after {limit:.0f} s"
+        said = log.read_text(errors="replace")
+        if self._args.check and (reason or '"failed"' in said):
+            print(f"--- {tool}: {reason or 'a configuration failed'}\n{said[-3000:]}", flush=True)
+        return reason, said
+
+
+if __name__ == "__main__":
+    main()
