@@ -10,6 +10,7 @@ of the length: a step of 344,064 tokens has 1.4e17 FLOPs of it, so that the whol
 """
 
 import argparse
+import json
 import tempfile
 import time
 from dataclasses import asdict, replace
@@ -36,10 +37,11 @@ TRIED_AT, FEW = 65_536, 2
 class Marks:
     """The benchmark in progress. Each result is written as it comes."""
 
-    def __init__(self, prober: WorkerProber, out: Path | None) -> None:
+    def __init__(self, prober: WorkerProber, out: Path | None, earlier: Path | None) -> None:
         self.prober, self.out = prober, out
-        self.rows: list[dict[str, Any]] = []
-        self.summary: dict[str, Any] = {"tokens_80gb": None, "tokens_24gb": None}
+        before = json.loads(earlier.read_text(encoding="utf-8")) if earlier else {"rows": [], "summary": {}}
+        self.rows: list[dict[str, Any]] = before["rows"]
+        self.summary: dict[str, Any] = {"tokens_80gb": None, "tokens_24gb": None} | before["summary"]
 
     def run(self, asked: Longest, config: TrainConfig, cap_gib: float, depth: int | None = None) -> ProbeResult:
         """A probe of this configuration, kept as a row."""
@@ -96,11 +98,12 @@ def main() -> None:
     parser.add_argument("--marks", nargs="+", choices=list(CARDS), default=list(CARDS))
     parser.add_argument("--tokens-24gb", type=int, default=152_576)
     parser.add_argument("--tokens-80gb", type=int, default=344_064)
+    parser.add_argument("--earlier", type=Path, help="longest.json of another mark on a machine of the same kind")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     tokens = {"24gb": args.tokens_24gb, "80gb": args.tokens_80gb}
     with tempfile.TemporaryDirectory() as logs, WorkerProber("cuda", Path(logs)) as prober:
-        marks = Marks(prober, args.out)
+        marks = Marks(prober, args.out, args.earlier)
         for name in args.marks:
             marks.mark(name, find_target(CARDS[name]), tokens[name])
         print(marks.summary)
