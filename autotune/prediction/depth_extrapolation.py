@@ -126,6 +126,11 @@ def depths_of(shape: ModelShape, config: TrainConfig) -> tuple[int, int] | None:
     return depths(shape, config.checkpoint_every, sharded=Parallelism.of(config).shards)
 
 
+def least_depth(shape: ModelShape, checkpoint_every: int | None) -> int | None:
+    """The smallest number of layers with one of each kind; None where nothing repeats."""
+    return None if shape.period is None else _whole_period(shape, shape.period, checkpoint_every)[0]
+
+
 def counted_depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int, int] | None:
     """The two smallest depths, for a line through counts, which have no noise; None where there are not two."""
     fitting = [depth for depth in _possible(shape, checkpoint_every) if depth >= 2]
@@ -136,10 +141,16 @@ def _possible(shape: ModelShape, checkpoint_every: int | None) -> range:
     """The numbers of layers, up to half of all, that leave out whole periods."""
     if shape.period is None:
         return range(0)
-    period = math.lcm(shape.period, checkpoint_every or 1)
-    rest = (shape.num_layers - shape.prefix) % period
     # Every kind of layer must be present, since the largest sets the peak.
-    return range(shape.prefix + period + rest, shape.num_layers // 2 + 1, period)
+    least, period = _whole_period(shape, shape.period, checkpoint_every)
+    return range(least, shape.num_layers // 2 + 1, period)
+
+
+def _whole_period(shape: ModelShape, period: int, checkpoint_every: int | None) -> tuple[int, int]:
+    """The smallest depth that leaves out whole periods, each of which is so many layers."""
+    period = math.lcm(period, checkpoint_every or 1)
+    rest = (shape.num_layers - shape.prefix) % period
+    return shape.prefix + period + rest, period
 
 
 def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> Extrapolation:

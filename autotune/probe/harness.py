@@ -278,6 +278,17 @@ class Probe:
                 self.micro_profile = self._profile_parts(measurement, self.trace)
         return measurement
 
+    def run_once(self) -> None:
+        """Train on a micro batch of each length, for the code that this compiles. Raises what training raises."""
+        schedule = self.recorder.schedule
+        self._prepare()
+        with tempfile.TemporaryDirectory(prefix="autotune-", dir=self.scratch, ignore_cleanup_errors=True) as scratch:
+            num_steps = len(schedule.lead) + (len(schedule.round) if schedule.uneven else 0)
+            self.trainer = self._make_trainer(scratch, num_steps)
+            self.recorder.begin(Phase.FIRST_STEP)
+            self.trainer.train()
+            self.meter.synchronize()
+
     def _prepare(self) -> None:
         """Cap the memory; bring checkpointing, adapters, loss and compilation into the state that was asked for."""
         request, meter, config = self.request, self.meter, self.request.config
@@ -422,11 +433,12 @@ class Probe:
 
     # --- the Trainer
 
-    def _make_trainer(self, scratch: str) -> Any:
+    def _make_trainer(self, scratch: str, num_steps: int | None = None) -> Any:
+        """The Trainer for so many steps, by default for as many as may be recorded."""
         request, config = self.request, self.request.config
         schedule = self.recorder.schedule
         each = len(schedule.round)
-        num_steps = len(schedule.lead) + each * (MAX_WARMUP_ROUNDS + 1) + request.max_timed_steps + each
+        num_steps = num_steps or len(schedule.lead) + each * (MAX_WARMUP_ROUNDS + 2) + request.max_timed_steps
         on_cpu = self.meter.torch_device.type == "cpu"
         settings = training_arguments(config, accumulation=request.micro_steps, on_cpu=on_cpu)
         settings |= sharing_arguments(config, decoder_layers(self.model))

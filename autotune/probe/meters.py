@@ -48,11 +48,12 @@ class CudaMeter:
 
     Times are those of device events, peaks those of the caching allocator. `peaks_are_free` is whether reading a peak
     leaves the times undisturbed. `aside_gib` is the memory of models that wait for a later probe: it is neither counted
-    nor capped.
+    nor capped. `others_gib` is what processes hold that compile ahead, which is no part of this one's context.
     """
 
     peaks_are_free = True
     aside_gib = 0.0
+    others_gib = 0.0
 
     def __init__(self) -> None:
         self._nvml = Nvml.open()
@@ -86,7 +87,7 @@ class CudaMeter:
         taken = self.context_gib()
         if taken is None:  # at most all that torch does not hold
             free_bytes, total_bytes = torch.cuda.mem_get_info()
-            taken = max(gib(total_bytes - free_bytes - torch.cuda.memory_reserved()), 0.0)
+            taken = max(gib(total_bytes - free_bytes - torch.cuda.memory_reserved()) - self.others_gib, 0.0)
         taken += managed_gib
         limit = memory_limit_gib(memory_gib, headroom, taken_gib=taken)
         # A few layers may be probed for a larger card than this one.
@@ -144,7 +145,7 @@ class CudaMeter:
             now = self._nvml.used_gib()
             if now is None or self._used_before_gib is None:
                 return None
-            used = now - self._used_before_gib
+            used = now - self._used_before_gib - self.others_gib
         return max(used - reserved, 0.0)
 
     def alloc_retries(self) -> int:
@@ -196,6 +197,7 @@ class CpuMeter:
 
     peaks_are_free = False
     aside_gib = 0.0
+    others_gib = 0.0
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")

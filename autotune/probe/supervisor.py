@@ -20,6 +20,7 @@ from autotune.core.scratch import scratch_directory
 from autotune.core.serialization import from_data, to_data
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
+from autotune.probe.compile_ahead import CompileAhead
 from autotune.probe.fault_injection import throttles
 from autotune.probe.monitor import DEADLINES, Monitor
 from autotune.probe.tiny_probe import tiny_request
@@ -55,6 +56,7 @@ class WorkerProber:
         self.device = device
         self.logs = logs
         self.starts = 0
+        self.ahead: CompileAhead | None = None  # with whom the device is shared; the caller closes it
         self._memory_gib = self._context_gib = 0.0
         self._peak_tflops: float | None = None
         self._should_stop = should_stop
@@ -97,6 +99,11 @@ class WorkerProber:
         return self._context_gib
 
     @property
+    def knows_memory_of_others(self) -> bool:
+        """Whether the driver shows what other processes hold of the device; a CPU's have memory of their own."""
+        return self.device == "cpu" or (self._nvml is not None and self._nvml.used_gib() is not None)
+
+    @property
     def peak_tflops(self) -> float | None:
         """What a CPU reaches in large products of matrices; None for a GPU, which has a data sheet."""
         _ = self.fingerprint
@@ -116,6 +123,8 @@ class WorkerProber:
         result = once(request, log)
         if (doubt := self._doubt(result)) is not None:
             self._check_memory()
+            if self.ahead is not None:
+                self.ahead.make_room()
             result = self._again(once, request, log, result, doubt)
         if result.outcome is Outcome.CRASH:
             self._crashed.add(result.config)
@@ -147,6 +156,8 @@ class WorkerProber:
 
         None for a configuration that crashed before even when tried twice, and while a card stays slow.
         """
+        if self._lacked_room(result):
+            return "tried twice, since the first time processes that compile ahead held memory that it needed"
         reason = result.reason or ""
         unexplained = reason != HOST_OOM and (result.phase is None or "CUDA error" in reason)
         if result.outcome is Outcome.CRASH and unexplained and result.config not in self._crashed:
@@ -154,6 +165,14 @@ class WorkerProber:
         if result.outcome is Outcome.OK and (slowed := _slowed_by(result)) and not self._was_slowed:
             return f"measured twice, since the first time the card was slowed down: {', '.join(slowed)}"
         return None
+
+    def _lacked_room(self, result: ProbeResult) -> bool:
+        """Whether memory ran out below the limit, and the limit was not all there: others compile ahead."""
+        oom = result.oom if result.outcome is Outcome.OOM else None
+        if oom is None or self.ahead is None or not self.ahead.is_running:
+            return False
+        spare_gib = self._memory_gib - self._context_gib - oom.limit_gib
+        return oom.need_gib <= oom.limit_gib and self.ahead.held_gib() > max(spare_gib, 0.0)
 
     def _check_memory(self) -> None:
         """Raises TooManyFailures where the card has counted errors of its memory since this prober was made."""
@@ -192,7 +211,8 @@ class WorkerProber:
         monitor.patience_s = request.patience_s
         try:
             process = self.ready_process()
-            process.send({"request": to_data(request), "log": str(log)} | more)
+            shared = {} if self.ahead is None or not self.ahead.is_running else {"turns": str(self.ahead.folder)}
+            process.send({"request": to_data(request), "log": str(log)} | shared | more)
             message = self._receive(process, monitor)
         except ENDED:
             reason = self.end_of_worker(host_oom_kills() > oom_kills)
@@ -205,6 +225,8 @@ class WorkerProber:
             return failed(request, Outcome.TIMEOUT, monitor.phase, reason, begin, log), {}
         if not message["reusable"]:
             self.close()
+        if message.get("others_are_stuck") and self.ahead is not None:
+            self.ahead.close()
         result = replace(from_data(ProbeResult, message["result"]), log=log.name)
         if result.measurement is not None:
             result = replace(result, measurement=replace(result.measurement, telemetry=monitor.telemetry()))
@@ -292,6 +314,8 @@ class WorkerProber:
         """Start a worker unless one runs, and return; it imports its libraries meanwhile."""
         if self._process is not None:
             return
+        if self.ahead is not None:
+            self.ahead.make_room()  # a worker finds out what its context takes when it starts
         self.logs.mkdir(parents=True, exist_ok=True)
         self._process = WorkerProcess(self.device, self.logs / "worker.log", self._variables)
         self.starts += 1

@@ -15,9 +15,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from datetime import UTC, datetime
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
@@ -37,6 +39,7 @@ from autotune.core.serialization import from_data, to_data
 from autotune.core.units import GIB
 from autotune.probe.fault_injection import strike
 from autotune.probe.tiny_probe import tiny_request
+from autotune.probe.turns import PATIENCE_S, Turns, held_by_others_gib
 
 if TYPE_CHECKING:
     from autotune.core.micro_profile import MicroBatchProfile
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
 
 Rates = TypeVar("Rates")
 CHANCE_GIB = 24 / 1024  # by which what a process holds varies on a CPU
+LEAST_WAIT_S = 0.01  # for a turn: below it nobody else had one
 DESCRIBED_GIB = 8  # of a model without weights; 100,000 linear layers take 3, with adapters
 
 
@@ -92,9 +96,11 @@ def main() -> None:
         worker.log = message["log"]
         worker.seat = from_data(Seat, message["seat"]) if "seat" in message else None
         worker.trace, worker.micro_profile = message.get("trace"), None
+        worker.shared = Path(message["turns"]) if "turns" in message else None
         result, reusable = worker.serve(from_data(ProbeRequest, message["request"]))
         _log_to(worker_log)
         more = {"profile": to_data(worker.micro_profile)} if worker.micro_profile is not None else dict[str, Any]()
+        more |= {"others_are_stuck": True} if worker.others_are_stuck else {}
         send(event="result", result=to_data(result), reusable=reusable, **more)
 
 
@@ -136,6 +142,8 @@ class Worker:
     seat: Seat | None = None  # of the current probe, where it is one of several real ranks
     trace: str | None = None  # the file of the current probe's trace, where a micro batch is profiled in detail
     micro_profile: "MicroBatchProfile | None" = None  # of the current probe
+    shared: Path | None = None  # the folder of those with whom the device is shared in turns in the current probe
+    others_are_stuck = False  # whether one of them did not end its turn
 
     def __init__(self, device: str, send: Callable[..., None], scratch: str | None = None) -> None:
         """Check the device and load the libraries, so that both `ready` and a failed import reach the parent.
@@ -194,19 +202,23 @@ class Worker:
         """The result of one probe, and whether this process is as good as new after it."""
         started = datetime.now(UTC).isoformat(timespec="milliseconds")
         entered = [("total", time.perf_counter())]
-        fields, reusable = self._attempt(request, entered)
-        oom: OomDetail | None = fields.get("oom")
-        if oom is not None and oom.need_gib <= oom.limit_gib and self.meter.aside_gib and reusable:
-            # Less than the limit was needed: waiting models may have taken the room.
-            self._drop([depth for depth in self._residents if depth != request.depth])
+        turns = Turns(self.shared, patience_s=PATIENCE_S, on_wait=partial(_wait, entered))
+        with closing(turns), turns.held(compiles=request.config.compile != "none"):
+            self.meter.others_gib = held_by_others_gib(self.shared) if self.shared else 0.0
             fields, reusable = self._attempt(request, entered)
+            oom: OomDetail | None = fields.get("oom")
+            if oom is not None and oom.need_gib <= oom.limit_gib and self.meter.aside_gib and reusable:
+                # Less than the limit was needed: waiting models may have taken the room.
+                self._drop([depth for depth in self._residents if depth != request.depth])
+                fields, reusable = self._attempt(request, entered)
+        self.others_are_stuck = turns.is_stuck
         self._served += 1
         result = ProbeResult(
             request_digest=request.digest,
             config=request.config,
             rung=request.rung,
             depth=request.depth,
-            seconds=_seconds(entered),
+            seconds=_seconds(entered) | ({"compile": turns.compile_s} if turns.compile_s else {}),
             warm=self._served > 1,
             started_at=started,
             **fields,
@@ -336,6 +348,13 @@ class Worker:
         if isinstance(error, BadLoss):
             return {"outcome": Outcome.NUMERICS, "phase": phase, "reason": first_line}
         return {"outcome": Outcome.CRASH, "phase": phase, "reason": f"{type(error).__name__}: {first_line}"}
+
+
+def _wait(entered: list[tuple[str, float]], begin: float, end: float) -> None:
+    """The phase was interrupted for a turn on the device."""
+    if end - begin > LEAST_WAIT_S:
+        phase = entered[-1][0]
+        entered += [("turn", begin)] if phase == "total" else [("turn", begin), (phase, end)]
 
 
 def _seconds(entered: list[tuple[str, float]]) -> dict[str, float]:

@@ -72,10 +72,18 @@ def child_environment(parent: Mapping[str, str], device: str) -> dict[str, str]:
 class WorkerProcess:
     """A worker that was started on a device. It imports its libraries while the constructor returns."""
 
-    def __init__(self, device: str, log: Path, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        device: str,
+        log: Path,
+        variables: Mapping[str, str] | None = None,
+        *,
+        module: str = "autotune.probe.worker",
+        more: Sequence[str] = (),
+    ) -> None:
         """Start the worker. Until its first probe its output is appended to `log`.
 
-        `variables` are environment variables in place of this process's own.
+        `variables` are environment variables in place of this process's own. Another `module` gets `more` arguments.
         """
         self._channel, theirs = socket.socketpair()
         self._buffer = b""
@@ -83,10 +91,10 @@ class WorkerProcess:
         # What a killed worker leaves behind lies in here.
         self._scratch = contextlib.ExitStack()
         scratch = self._scratch.enter_context(scratch_directory())
-        arguments = [str(theirs.fileno()), device, str(os.getpid()), scratch]
+        arguments = [str(theirs.fileno()), device, str(os.getpid()), scratch, *more]
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [*module_command("autotune.probe.worker"), *arguments],
+                [*module_command(module), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT_IMAGE = "896x672"
 LOSS_ON = ("completion", "assistant", "all")
+COMPILE_AHEAD = ("auto", "always", "never")
 LENGTH_KEYS = ("tokens_per_example", "mean_tokens", "lengths", "dataset")
 ALTERNATIVES = (
     ("tokens", "examples"),
@@ -245,6 +246,12 @@ class StudySpec:
     workers: int = _count(1, "GPUs of this machine that probe one configuration each.")
     ray: str | None = _option(
         None, "Probe on all GPUs of this kind in a Ray cluster (pip install ray).", metavar="ADDRESS"
+    )
+    compile_ahead: str = _option(
+        "auto",
+        "Whether further processes compile what is likely to be tried next: auto (on a GPU, with 4 cores or more),"
+        " always, or never.",
+        allows=COMPILE_AHEAD.__contains__,
     )
     seed: int = _option(0, "Seed of the search.", allows=lambda seed: 0 <= seed < 2**31)
     study: str | None = _option(None, "Name of the study; an existing study is continued.", allows=str.isprintable)

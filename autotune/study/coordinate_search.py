@@ -130,9 +130,11 @@ class CoordinateSearch:
                 chosen = next_move(space, current, name, self._tried)
                 if chosen is None:
                     break
+                self.trials.moving = name, current
                 config, score = self._try(chosen)
                 if score > reached * factor:
                     current, reached = config, score
+        self.trials.moving = None
 
     def _try(self, chosen: dict[str, Any]) -> tuple[TrainConfig, float]:
         """Try one choice on truncated models: its configuration and score. It waits if these decide nothing."""

@@ -50,7 +50,7 @@ class SharedTrials:
     rank are proposed before all others. Of the time left for the search `kept_s` seconds are kept for later.
     `new_rows` returns what others stored since the last call; `on_begin` is called when this worker probes for a
     trial, `on_trial` with every trial that it finished, `on_trial_of_others` with every other. Trials of coordinate
-    search, in `exempt`, do not count as patience.
+    search, in `exempt`, do not count as patience; `moving` is the knob that it turns, and from which configuration.
     """
 
     task: Task
@@ -71,6 +71,7 @@ class SharedTrials:
     too_short_for: list[str] = field(default_factory=list)
     rank: int | None = None
     exempt: set[int] = field(default_factory=set)
+    moving: tuple[str, TrainConfig] | None = None
     kept_s: float = 0.0
     _by_others: set[int] = field(default_factory=set)  # the numbers of the trials that other workers finished
     _open: dict[int, str] = field(default_factory=dict)  # this worker's unfinished trials: number -> config digest
@@ -187,6 +188,10 @@ class SharedTrials:
         """What the search maximizes; 0 for a trial without a speed."""
         return self.task.score(row.config, row.tokens_per_second) if row.tokens_per_second else 0.0
 
+    def open_outcomes(self) -> dict[str, Outcome]:
+        """By digest the configurations of this worker's unfinished trials, as if they had succeeded."""
+        return dict.fromkeys(self._open.values(), Outcome.OK)
+
     def digests(self) -> set[str]:
         """The digests of the configurations of all finished trials."""
         return {row.config.digest for row in self.rows}
@@ -207,13 +212,14 @@ class SharedTrials:
             short = [chosen for chosen in nearest if lasts_s(space.config(chosen)) <= most_s]
             if short and not (best and self.is_hurried()):
                 return self._random.choice(short)
-            promises = {self._promise(space.config(chosen)): chosen for chosen in short}
-            if best and promises and max(promises) >= WORTH * self._promise(best.config):
+            promises = {self.promise(space.config(chosen)): chosen for chosen in short}
+            if best and promises and max(promises) >= WORTH * self.promise(best.config):
                 return promises[max(promises)]
             seen |= {space.config(chosen).digest for chosen in nearest}
         return None
 
-    def _promise(self, config: TrainConfig) -> float:
+    def promise(self, config: TrainConfig) -> float:
+        """The score of a configuration by formula; 0 where there is none."""
         speed = formula_speed(self.task, config, self.task.workload.run_shape(config))
         return self.task.score(config, speed) if speed else 0.0
 

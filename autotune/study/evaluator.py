@@ -28,7 +28,7 @@ from autotune.core.probe_types import (
 )
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
-from autotune.prediction.depth_extrapolation import DepthPredictor, Extrapolation, depths_of
+from autotune.prediction.depth_extrapolation import DepthPredictor, Extrapolation, depths_of, least_depth
 from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, MemoryBreakdown
 from autotune.prediction.memory_predictor import KnownOom, MemoryEstimate, MemoryPredictor, refused_by
 from autotune.study.probe_time import ProbeTimes
@@ -217,6 +217,19 @@ class Evaluator:
             return None
         answer = self._low_fidelity(request, trial)
         return self._decide(trial, answer) if isinstance(answer, ProbeResult) else answer
+
+    def shallowest(self, config: TrainConfig) -> ProbeRequest | None:
+        """The request for as few layers as show each kind; None if the rows do not divide the global batch.
+
+        Also None where nothing is known of the layers.
+        """
+        depth = None if self.shape is None else least_depth(self.shape, config.checkpoint_every)
+        if self.shape is None or depth is None:
+            return None
+        try:
+            return shortened(self.request(config), min(depth, self.shape.num_layers))
+        except ValueError:
+            return None
 
     def confirmation_s(self, config: TrainConfig, micro_steps: int) -> float | None:
         """Seconds that a confirmation will take; None if nothing is known of the configuration."""

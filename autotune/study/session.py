@@ -18,6 +18,8 @@ from zlib import crc32
 
 from autotune.catalog import DeviceSpec
 from autotune.core.errors import Cancelled, EnvironmentProblem, TooManyFailures, UsageError
+from autotune.core.machine import num_cores
+from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.micro_profile import MicroBatchProfile
 from autotune.core.nvml import visible
 from autotune.core.objective import Objective
@@ -28,6 +30,7 @@ from autotune.core.units import fmt_gib, fmt_seconds
 from autotune.prediction.depth_extrapolation import depths, depths_of
 from autotune.prediction.memory_formula import MemoryBreakdown
 from autotune.prediction.sharded_memory import breakdown_of
+from autotune.probe.compile_ahead import CompileAhead, num_helpers
 from autotune.probe.rank_pool import RankPool
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.setup import Setup, adapt_to_layers, open_reserve
@@ -38,7 +41,9 @@ from autotune.study.decomposition import Decomposition, decompose
 from autotune.study.distributed import SharedTrials
 from autotune.study.evaluator import Evaluator
 from autotune.study.feasibility import find_feasible
+from autotune.study.formula_seeds import formula_seeds
 from autotune.study.history import Cards, restore, summarize
+from autotune.study.lookahead import Lookahead, compiled_variants, shallow_requests
 from autotune.study.loop import Study
 from autotune.study.node_health import NodeMonitor
 from autotune.study.nodes import Node, nodes_of
@@ -124,6 +129,18 @@ class Session:
         self.progress.say("starting the probe worker, which loads PyTorch")
         return self.prober.fingerprint
 
+    def compile_ahead(self, number: int) -> CompileAhead | None:
+        """What compiles ahead for the prober in so many processes, which end with this session; None with none.
+
+        The memory that it holds must be known, or that of the worker would not be.
+        """
+        prober = self.prober
+        if number == 0 or not isinstance(prober, WorkerProber) or not prober.knows_memory_of_others:
+            return None
+        prober.ahead = CompileAhead(prober.device, self.logs, number, num_cores())
+        self._opened.callback(prober.ahead.close)
+        return prober.ahead
+
     def optimizer(self, name: str, task: Task, seed: int) -> Optimizer:
         """The optimizer of a study, which is created if it does not exist; it closes with this session."""
         optimizer = Optimizer.create(self.url, name, task.space, seed=seed, outages=self.outages)
@@ -177,6 +194,7 @@ class Leader:
         self.on_resumed = on_resumed
         self.on_trial = on_trial
         self.failure: TooManyFailures | EnvironmentProblem | None = None
+        self._ahead: CompileAhead | None = None
         self._before = read_record(plan.url, plan.study)  # of earlier sessions
         self._earlier_seconds = self._before.wall_seconds if self._before else 0.0
         session.until = plan.started + plan.budget_s
@@ -219,6 +237,7 @@ class Leader:
         session.progress.plan(setup, fits_gib=self.memory_gib, trials=spec.trials, workers=spec.workers)
         evaluator = session.evaluator(setup.task, terms, study=plan.study, shape=shape, shallow_only=spec.shallow_only)
         evaluator.learn_from_others()
+        self._begin_lookahead(setup.task, evaluator)
         tried: list[TrainConfig] = []
         if self._before is not None and self._before.limits is not None:
             opened = self._before.reserve_opened
@@ -290,6 +309,7 @@ class Leader:
                 on_trial=self._on_trial,
                 on_trial_of_others=self._on_trial,
             )
+            self._look_ahead(self.trials)
             study = Study(self.trials)
             self.trials.resume(session.store.of_study(plan.study))
             self.on_resumed(self.trials.rows)
@@ -302,6 +322,7 @@ class Leader:
                     ray_workers(spec.ray, plan.study, plan.url, task.device, progress, session.is_over),
                 ):
                     study.run()
+                    self._end_lookahead()
                     self.update(phase=StudyPhase.CONFIRMING)  # upon which the workers leave
                 self.trials.sync(reap=True)
                 if not stop() and not spec.shallow_only:
@@ -315,6 +336,41 @@ class Leader:
                 self.update(phase=StudyPhase.ENDED, too_short_for=() if stop() else self.trials.too_short_for)
                 self.trials.reap()
                 self.update()
+
+    def _begin_lookahead(self, task: Task, evaluator: Evaluator) -> None:
+        """Have the formula seeds and the baseline compiled ahead, where that pays."""
+        spec = self.plan.spec
+        alone = spec.workers == 1 and spec.ray is None
+        number = num_helpers(num_cores()) if alone and self.session.prober.device == "cuda" else 0
+        wanted = {"auto": number, "always": max(number, 1), "never": 0}[spec.compile_ahead]
+        self._ahead = self.session.compile_ahead(wanted)
+        if self._ahead is not None:
+            limit_gib = memory_limit_gib(self.memory_gib, spec.headroom)
+            seeds = formula_seeds(task, task.baselines[0], limit_gib)
+            likely = compiled_variants(task.space, [*seeds, *task.baselines])
+            self._ahead.want(shallow_requests(evaluator, likely))
+
+    def _look_ahead(self, trials: SharedTrials) -> None:
+        """Have compiled ahead what is likely to be tried next, whenever a trial begins."""
+        if self._ahead is None:
+            return
+        lookahead, trying = Lookahead(trials, self._ahead), trials.on_begin
+
+        def on_begin(number: int, config: TrainConfig) -> None:
+            lookahead.begin(config)
+            trying(number, config)
+
+        trials.on_begin = on_begin
+
+    def _end_lookahead(self) -> None:
+        """Nothing is compiled any more: what is confirmed has the machine to itself."""
+        if self._ahead is None:
+            return
+        compiled = self._ahead.compiled()
+        self._ahead.close()
+        if compiled:
+            each_s = sum(compiled.values()) / len(compiled)
+            self.session.progress.say(f"compiled ahead: {len(compiled)} ways to compute, {fmt_seconds(each_s)} each")
 
     def _decompose(self, evaluator: Evaluator) -> Decomposition | None:
         """What the speed-up consists of, as far as truncated models show it in the time that is left."""

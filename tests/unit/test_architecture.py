@@ -41,6 +41,7 @@ READING = {f"probe.runtime.{name}" for name in ("reading", "examples", "token_ca
 # What runs in the worker's process.
 CHILD = (
     "accounting",
+    "ahead_worker",
     "collective_rates",
     "device_rates",
     "dry",
@@ -66,6 +67,7 @@ CHILD = (
     "tiny_probe",
     "trl_entry",
     "trl_trainer",
+    "turns",
     "worker",
 )
 CHILD_MAY = {"core"}

@@ -16,6 +16,7 @@ from autotune.core.errors import Cancelled, EnvironmentProblem, TooManyFailures,
 from autotune.core.probe_types import (
     DeviceRates,
     ModelShape,
+    OomDetail,
     Outcome,
     Phase,
     ProbeRequest,
@@ -421,3 +422,51 @@ def test_a_worker_that_is_killed_while_it_profiles_is_tried_twice(started: Start
     prober, scripts = started(lost, list(lost), code=-9)
     found, profile = prober.profile(REQUEST, tmp_path / "log", tmp_path / "trace.json.gz")
     assert (found.outcome, profile, len(scripts)) == (Outcome.CRASH, None, 2)
+
+
+class Ahead:
+    """Processes that compile ahead and hold so much memory, until they have to make room."""
+
+    def __init__(self, folder: Path, held_gib: float) -> None:
+        self.folder, self._held_gib, self.is_running, self.is_closed = folder, held_gib, True, False
+
+    def held_gib(self) -> float:
+        return self._held_gib
+
+    def make_room(self) -> None:
+        self.is_running = False
+
+    def close(self) -> None:
+        self.is_closed, self.is_running = True, False
+
+
+@pytest.mark.parametrize(
+    ("need_gib", "held_gib", "again"),
+    [(5.0, 2.0, True), (5.0, 0.5, False), (7.0, 2.0, False)],
+    ids=["the limit was not all there", "the rest of the card sufficed", "it needs more than the limit"],
+)
+def test_a_probe_that_ran_out_beside_others_is_tried_without_them(
+    started: Started, tmp_path: Path, need_gib: float, held_gib: float, again: bool
+) -> None:
+    """A card of 8 GiB with a context of 0.5 and a limit of 6.5 has 1 GiB for others."""
+    oom = OomDetail(
+        phase=Phase.FORWARD, requested_gib=None, allocated_gib=need_gib, reserved_gib=need_gib, limit_gib=6.5
+    )
+    ran_out = result(REQUEST.config, outcome=Outcome.OOM, oom=oom)
+    prober, scripts = started([READY, answer(ran_out), answer(result(REQUEST.config))])
+    assert prober.fingerprint  # which a worker that starts later would make room for
+    ahead = prober.ahead = Ahead(tmp_path, held_gib)  # type: ignore[assignment]
+    found = prober.probe(REQUEST, tmp_path / "one.log")
+    assert found.outcome is (Outcome.OK if again else Outcome.OOM) and ahead.is_running is not again
+    assert scripts[0].told[0]["turns"] == str(tmp_path)
+    assert ["turns" in told for told in scripts[0].told[1:]] == [False] * again
+    assert bool(found.notes) is again
+
+
+def test_others_that_do_not_end_their_turn_are_ended(started: Started, tmp_path: Path) -> None:
+    stuck = answer(result(REQUEST.config)) | {"others_are_stuck": True}
+    prober, _ = started([READY, stuck])
+    assert prober.fingerprint
+    ahead = prober.ahead = Ahead(tmp_path, 0.0)  # type: ignore[assignment]
+    assert prober.probe(REQUEST, tmp_path / "one.log").outcome is Outcome.OK
+    assert ahead.is_closed

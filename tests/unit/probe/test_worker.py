@@ -611,6 +611,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
                 fingerprint=lambda: FINGERPRINT, memory_gib=lambda: 24.0, context_gib=lambda: 0.5
             )
             self.peak_tflops = 0.25
+            self.others_are_stuck = False
 
         def serve(self, request: ProbeRequest) -> Any:
             seen["served"], seen["log"], seen["trace"] = request, self.log, self.trace

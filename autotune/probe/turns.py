@@ -1,0 +1,116 @@
+"""Processes that use one device in turns: one probes on it, others compile ahead for it (`compile_ahead`).
+
+While code is compiled the device is not needed, and is left to the others. So nothing of theirs runs on it while steps
+are timed. A folder holds the lock, and a file for each of the others with the memory that it holds meanwhile.
+"""
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+# Files of the folder: the one that is locked, and what is to be compiled; ends of the names of those with what a
+# process holds, and of those that stand for what a process has begun to compile.
+LOCK, WANTED, HELD, CLAIMED = "turn", "wanted.json", ".held", ".claimed"
+PATIENCE_S = 30.0  # what a turn takes at most: to build a few layers, or to run them once
+POLL_S = 0.002
+
+
+def held_by_others_gib(folder: Path) -> float:
+    """What those that compile ahead hold of the device's memory, their contexts included."""
+    held_gib = 0.0
+    for file in folder.glob(f"*{HELD}"):
+        with suppress(OSError, ValueError):  # it has just ended
+            held_gib += float(file.read_text(encoding="ascii"))
+    return held_gib
+
+
+class Turns:
+    """This process's turns on the device. Without a `folder` nobody else uses it.
+
+    `before_giving` is called before the device is left to others, `on_wait` with the times between which it was waited
+    for. A process that is to wait no longer than `patience_s` goes on without a turn, and `is_stuck` is then true.
+    `compile_s` are the seconds of compilation in the last `held` block.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        patience_s: float | None = None,
+        before_giving: Callable[[], None] = lambda: None,
+        on_wait: Callable[[float, float], None] = lambda begin, end: None,
+    ) -> None:
+        self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) if folder else None
+        self._patience_s = patience_s
+        self._before_giving, self._on_wait = before_giving, on_wait
+        self._began = 0.0
+        self.compile_s = 0.0
+        self.is_stuck = False
+
+    def close(self) -> None:
+        """Leave the device to others for good."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    @contextmanager
+    def held(self, *, compiles: bool) -> Iterator[None]:
+        """Use the device in this block, but for the time in which it `compiles`."""
+        self.compile_s = 0.0
+        self._take()
+        try:
+            if not compiles:
+                yield
+                return
+            with self._around_compilation():
+                yield
+        finally:
+            self._give()
+
+    @contextmanager
+    def _around_compilation(self) -> Iterator[None]:
+        from torch._dynamo.callback import callback_handler
+
+        # Older versions of torch call back without arguments.
+        begin = callback_handler.register_start_callback(lambda *_: self._begin_compiling())
+        end = callback_handler.register_end_callback(lambda *_: self._end_compiling())
+        try:
+            yield
+        finally:
+            with suppress(ValueError):  # who resets Dynamo has removed them
+                callback_handler.remove_start_callback(begin)
+                callback_handler.remove_end_callback(end)
+
+    def _begin_compiling(self) -> None:
+        self._began = time.perf_counter()
+        self._give()
+
+    def _end_compiling(self) -> None:
+        self.compile_s += time.perf_counter() - self._began
+        self._take()
+
+    def _take(self) -> None:
+        if self._file is None:
+            return
+        begin = time.perf_counter()
+        while not self._is_taken():
+            if self._patience_s is not None and time.perf_counter() - begin > self._patience_s:
+                self.is_stuck = True
+                break
+            time.sleep(POLL_S)
+        self._on_wait(begin, time.perf_counter())
+
+    def _is_taken(self) -> bool:
+        assert self._file is not None
+        with suppress(BlockingIOError):
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+
+    def _give(self) -> None:
+        if self._file is not None:
+            self._before_giving()
+            fcntl.flock(self._file, fcntl.LOCK_UN)

@@ -1,0 +1,107 @@
+"""What a search is likely to try next, of what has to be compiled: for processes that compile it ahead."""
+
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+
+from autotune.core.knobs import KNOBS
+from autotune.core.probe_types import Outcome, ProbeRequest
+from autotune.core.train_config import TrainConfig, digest_of
+from autotune.probe.compile_ahead import CompileAhead
+from autotune.problem.search_space import SearchSpace
+from autotune.study.coordinate_search import ORDER, next_move
+from autotune.study.distributed import SharedTrials
+from autotune.study.evaluator import Evaluator
+from autotune.study.neighbours import neighbours
+from autotune.study.ranking import more_capable
+
+MOST = 8  # so many are named at a time: by the next trial the search may have gone elsewhere
+COMPILED = "per_layer"
+NOT_IN_LAYERS = ("loss", "loader_workers", "group_by_length", "optimizer_in_backward")
+
+
+@dataclass(frozen=True, slots=True)
+class Lookahead:
+    """Names what is likely to be tried next whenever a trial begins. Its configurations are those of one GPU."""
+
+    trials: SharedTrials
+    ahead: CompileAhead
+
+    def begin(self, trying: TrainConfig) -> None:
+        """Have compiled ahead what may follow the trial of this configuration."""
+        tried = {code_key(config) for config in (trying, *(row.config for row in self.trials.rows))}
+        configs = likely_next(self.trials, trying)
+        self.ahead.want(shallow_requests(self.trials.evaluator, configs, tried | self.ahead.claimed()))
+
+
+def shallow_requests(
+    evaluator: Evaluator, configs: Iterable[TrainConfig], known: Container[str] = ()
+) -> dict[str, ProbeRequest]:
+    """The requests that compile these configurations of one GPU, by the key of their code; not those `known`."""
+    requests: dict[str, ProbeRequest] = {}
+    for config in configs:
+        key = code_key(config)
+        if key in known or key in requests or config.num_gpus > 1:
+            continue
+        if (request := evaluator.shallowest(config)) is not None:
+            requests[key] = request
+        if len(requests) == MOST:
+            break
+    return requests
+
+
+def compiled_variants(space: SearchSpace, configs: Iterable[TrainConfig]) -> list[TrainConfig]:
+    """The same configurations with compiled layers; none where the space has no such."""
+    if COMPILED not in space.choices("compile"):
+        return []
+    return [space.config(space.clip(replace(config, compile=COMPILED))) for config in configs]
+
+
+def code_key(config: TrainConfig) -> str:
+    """Equal for configurations whose layers have the same compiled code."""
+    others = {name for name, knob in KNOBS.items() if not knob.affects & {"micro_time", "learning"}}
+    same = {name: KNOBS[name].default for name in others.union(NOT_IN_LAYERS, ("optimizer",))}
+    return digest_of(replace(config, **same).as_dict())
+
+
+def likely_next(trials: SharedTrials, trying: TrainConfig) -> Iterator[TrainConfig]:
+    """Configurations that compile and were not tried, the likeliest first.
+
+    A coordinate search goes on from where it stands, or from what it is trying if that is better; eager configurations
+    lead to the same ones compiled. Then come the best with its learning knobs raised, and its neighbours by formula.
+    """
+    space, best = trials.task.space, trials.best()
+    tried = {row.config.digest: row.outcome for row in trials.rows} | trials.open_outcomes()
+    name, current = trials.moving or (ORDER[0], best.config if best else trying)
+    centres = dict.fromkeys((current, trying))
+    compiled = compiled_variants(space, centres)
+    if not compiled:
+        return
+    learned = more_capable(space, best.config) if best else []
+    moves = chain(compiled, _moves([*centres, *compiled], name, trials, tried), learned, _neighbours(trials, tried))
+    for config in moves:
+        is_new = config.digest not in tried
+        if is_new and config.compile == COMPILED and trials.evaluator.should_fit(config):
+            yield config
+
+
+def _moves(
+    centres: list[TrainConfig], name: str, trials: SharedTrials, tried: dict[str, Outcome]
+) -> Iterator[TrainConfig]:
+    """The next move of each knob from each centre, beginning with the knob `name`."""
+    space, place = trials.task.space, ORDER.index(name)
+    for knob in (*ORDER[place:], *ORDER[:place]):
+        for centre in centres:
+            chosen = next_move(space, centre, knob, tried)
+            if chosen is not None:
+                yield space.config(chosen)
+
+
+def _neighbours(trials: SharedTrials, tried: dict[str, Outcome]) -> Iterator[TrainConfig]:
+    """The nearest configurations to the best that compile, the most promising first."""
+    best = trials.best()
+    if best is None:
+        return
+    space = trials.task.space.pin("compile", COMPILED)
+    near = (space.config(chosen) for chosen in neighbours(space, best.config, set(tried), trials.rank))
+    yield from islice(sorted(near, key=trials.promise, reverse=True), MOST)

@@ -1,0 +1,91 @@
+"""The parent of processes that compile ahead: what it asks for, how it counts, and how it ends them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.core.probe_types import ProbeRequest
+from autotune.core.serialization import from_data
+from autotune.probe import compile_ahead
+from autotune.probe.compile_ahead import MAX_STARTS, CompileAhead, num_helpers
+from autotune.probe.turns import CLAIMED, HELD, WANTED
+from tests.helpers.probing import request
+
+
+class Process:
+    """A process that was started, and runs until it is killed or `code` says that it has ended."""
+
+    made: list["Process"]
+
+    def __init__(self, device: str, log: Path, variables: Any, *, module: str, more: list[str]) -> None:
+        self.device, self.log, self.variables, self.module, self.more = device, log, variables, module, more
+        self.code: int | None = None
+        self.told: list[str] = []
+        self.pid = 100 + len(self.made)
+        self.made.append(self)
+
+    def wait_for_exit(self, timeout_s: float) -> int | None:
+        return self.code
+
+    def kill(self) -> None:
+        self.told.append("kill")
+
+    def close(self) -> None:
+        self.told.append("close")
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
+    Process.made = []
+    monkeypatch.setattr(compile_ahead, "WorkerProcess", Process)
+    return Process.made
+
+
+@pytest.mark.parametrize(("cores", "number"), [(0.5, 0), (3.9, 0), (4, 1), (11, 1), (12, 2), (128, 2)])
+def test_few_cores_are_left_to_the_worker(cores: float, number: int) -> None:
+    assert num_helpers(cores) == number
+
+
+def test_what_is_wanted_is_there_for_processes_that_start_when_there_is_something(
+    made: list[Process], tmp_path: Path
+) -> None:
+    ahead, asked = CompileAhead("cuda", tmp_path / "logs", 2, 16.0), request()
+    ahead.want({})
+    assert not made and not ahead.is_running
+    ahead.want({"a": asked})
+    ahead.want({"b": asked})
+    assert ahead.is_running and [one.log.name for one in made] == ["ahead-0.log", "ahead-1.log"]
+    assert made[0].variables == {"TORCHINDUCTOR_COMPILE_THREADS": "4"} and made[0].more == [str(ahead.folder)]
+    (wanted,) = json.loads((ahead.folder / WANTED).read_text())
+    assert wanted["key"] == "b" and from_data(ProbeRequest, wanted["request"]) == asked
+    ahead.close()
+    assert [one.told for one in made] == [["kill", "close"]] * 2 and not ahead.folder.exists()
+
+
+def test_one_that_ended_is_gone_with_what_it_held_and_the_other_goes_on(made: list[Process], tmp_path: Path) -> None:
+    ahead = CompileAhead("cuda", tmp_path / "logs", 2, 16.0)
+    ahead.want({"a": request()})
+    for one, gib in zip(made, (0.75, 0.5), strict=True):
+        (ahead.folder / f"{one.pid}{HELD}").write_text(str(gib))
+    assert ahead.held_gib() == 1.25
+    made[0].code = 1
+    ahead.want({"a": request()})
+    assert ahead.is_running and len(made) == 2 and ahead.held_gib() == 0.5
+    (ahead.folder / f"a{CLAIMED}").touch()
+    (ahead.folder / f"b{CLAIMED}").write_text(json.dumps({"seconds": 7.5, "compile": 6.0}))
+    assert ahead.claimed() == {"a", "b"} and ahead.compiled() == {"b": 7.5}
+    ahead.make_room()
+    assert not ahead.is_running and ahead.held_gib() == 0.0
+    assert ahead.claimed() == {"b"}  # nobody will finish the other
+    ahead.close()
+
+
+def test_processes_start_again_a_few_times(made: list[Process], tmp_path: Path) -> None:
+    ahead = CompileAhead("cpu", tmp_path / "logs", 1, 4.0)
+    for _ in range(MAX_STARTS + 2):
+        ahead.want({"a": request()})
+        ahead.make_room()
+    assert len(made) == MAX_STARTS and not ahead.is_running
+    ahead.close()

@@ -1,0 +1,99 @@
+"""Turns on a device: who has one, what is waited for, and that compilation leaves the device to others."""
+
+import fcntl
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+
+from autotune.probe.turns import HELD, LOCK, Turns, held_by_others_gib
+
+ARGS = CallbackArgs(CallbackTrigger.DYNAMO, "0/0")
+
+
+def is_free(folder: Path) -> bool:
+    """Whether nobody has a turn."""
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
+def take_turn(turns: Turns) -> None:
+    with turns.held(compiles=False):
+        pass
+
+
+def test_a_turn_ends_with_its_block_and_not_while_code_runs(tmp_path: Path) -> None:
+    given: list[str] = []
+    turns = Turns(tmp_path, before_giving=lambda: given.append("settled"))
+    with turns.held(compiles=False):
+        assert not is_free(tmp_path) and not given
+    assert is_free(tmp_path) and given == ["settled"]
+    with pytest.raises(ValueError, match="it failed"), turns.held(compiles=True):
+        raise ValueError("it failed")
+    assert is_free(tmp_path)
+    turns.close()
+
+
+def test_the_device_is_left_to_others_while_code_is_compiled(tmp_path: Path) -> None:
+    turns, before = Turns(tmp_path), len(callback_handler.start_callbacks)
+    with turns.held(compiles=True):
+        for _ in range(2):  # forward and backward
+            callback_handler.run_start_callbacks(ARGS)
+            assert is_free(tmp_path)
+            time.sleep(0.05)
+            callback_handler.run_end_callbacks(ARGS)
+            assert not is_free(tmp_path)
+    assert 0.1 <= turns.compile_s < 5 and is_free(tmp_path)
+    assert len(callback_handler.start_callbacks) == before
+    with turns.held(compiles=True):
+        pass
+    assert turns.compile_s == 0.0
+    turns.close()
+
+
+def test_who_has_the_device_alone_waits_for_nobody_and_knows_how_long_it_compiled() -> None:
+    waits: list[float] = []
+    turns = Turns(None, on_wait=lambda begin, end: waits.append(end))
+    with turns.held(compiles=True):
+        callback_handler.run_start_callbacks(ARGS)
+        time.sleep(0.05)
+        callback_handler.run_end_callbacks(ARGS)
+    turns.close()
+    assert not waits and turns.compile_s >= 0.05 and not turns.is_stuck
+
+
+def test_a_turn_is_waited_for_and_no_longer_than_patience_lasts(tmp_path: Path) -> None:
+    other, waits = Turns(tmp_path), [(0.0, 0.0)]
+    mine = Turns(tmp_path, patience_s=20.0, on_wait=lambda begin, end: waits.append((begin, end)))
+    hasty = Turns(tmp_path, patience_s=0.05)
+    with other.held(compiles=False):
+        with hasty.held(compiles=False):
+            assert hasty.is_stuck  # and goes on
+        assert not is_free(tmp_path)
+        thread = threading.Thread(target=take_turn, args=(mine,))
+        thread.start()
+        time.sleep(0.2)
+        assert thread.is_alive()
+    thread.join(10)
+    assert not thread.is_alive() and not mine.is_stuck and is_free(tmp_path)
+    begin, end = waits[-1]
+    assert 0.1 < end - begin < 10
+    for turns in (other, hasty, mine):
+        turns.close()
+
+
+def test_what_others_hold_is_added_up(tmp_path: Path) -> None:
+    assert held_by_others_gib(tmp_path) == 0.0
+    (tmp_path / f"17{HELD}").write_text("0.75")
+    (tmp_path / f"18{HELD}").write_text("0.5")
+    (tmp_path / f"19{HELD}").write_text("")  # is being written
+    assert held_by_others_gib(tmp_path) == 1.25
