@@ -480,7 +480,11 @@ class OomDetail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """The answer to one request. `seconds` says where its wall time went (load, first_step, steady, cleanup, total)."""
+    """The answer to one request.
+
+    `seconds` says where its wall time went: load, first_step, steady, cleanup, total; `turn` is the wait for others
+    that compile ahead on the same device. Of all that, `compile` is what the worker compiled for.
+    """
 
     request_digest: str
     config: TrainConfig

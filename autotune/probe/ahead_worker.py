@@ -54,6 +54,7 @@ class AheadCompiler:
         self._device, self._folder, self._scratch = device, folder, scratch
         self._nvml = Nvml.open() if device == "cuda" else None
         self._held_gib = self._used_gib = 0.0
+        self._first_gib: float | None = None  # what others held when this process first had the device
         self._meter: Meter | None = None
         self._turns = Turns(folder, before_giving=self._settle, on_wait=lambda begin, end: self._begin())
 
@@ -77,7 +78,12 @@ class AheadCompiler:
 
         Raises RuntimeError where the process cannot use the device any more.
         """
+        from autotune.probe.model_shape import describe
+
         began, reason = time.monotonic(), ""
+        if self._meter is None:
+            with suppress(Exception):  # the run will say it
+                describe(request.model)  # which loads the model's code, and nobody waits for that
         with self._turns.held(compiles=True):
             try:
                 self._run(request)
@@ -100,6 +106,8 @@ class AheadCompiler:
         from autotune.probe.resident import build_resident
 
         meter = self._meter = self._meter or open_meter(self._device)
+        # What others hold more by now is no part of this process's context.
+        meter.others_gib = self._used_gib - self._held_gib - (self._first_gib or 0.0)
         resident = build_resident(request, meter.torch_device)
         rank = Rank(request, meter.torch_device)
         probe = Probe(request, resident, meter, lambda phase: None, self._scratch, rank)
@@ -113,6 +121,8 @@ class AheadCompiler:
 
     def _begin(self) -> None:
         self._used_gib = self._used()
+        if self._first_gib is None:
+            self._first_gib = self._used_gib
 
     def _settle(self) -> None:
         """Let the device finish, and return what is not in use."""

@@ -202,7 +202,8 @@ class Worker:
         """The result of one probe, and whether this process is as good as new after it."""
         started = datetime.now(UTC).isoformat(timespec="milliseconds")
         entered = [("total", time.perf_counter())]
-        turns = Turns(self.shared, patience_s=PATIENCE_S, on_wait=partial(_wait, entered))
+        finish, wait = self.meter.synchronize, partial(_wait, entered)
+        turns = Turns(self.shared, patience_s=PATIENCE_S, before_giving=finish, on_wait=wait)
         with closing(turns), turns.held(compiles=request.config.compile != "none"):
             self.meter.others_gib = held_by_others_gib(self.shared) if self.shared else 0.0
             fields, reusable = self._attempt(request, entered)

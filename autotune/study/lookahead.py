@@ -72,8 +72,11 @@ def likely_next(trials: SharedTrials, trying: TrainConfig) -> Iterator[TrainConf
     """
     space, best = trials.task.space, trials.best()
     tried = {row.config.digest: row.outcome for row in trials.rows} | trials.open_outcomes()
-    name, current = trials.moving or (ORDER[0], best.config if best else trying)
-    centres = dict.fromkeys((current, trying))
+    if trials.moving is None:
+        name, centres = ORDER[0], dict.fromkeys((trying, best.config if best else trying))
+    else:
+        name, current = trials.moving
+        centres = dict.fromkeys((current, trying))
     compiled = compiled_variants(space, centres)
     if not compiled:
         return

@@ -494,3 +494,37 @@ def test_the_committed_recordings_end_with_the_answer(columns: int, monkeypatch:
     assert min(later - sooner for (sooner, _), (later, _) in pairwise(frames)) >= 0.0
     last = "".join(text for _, text in frames).rpartition("\x1b[H")[2]
     assert all(word in last for word in ("winner", "sure", "example card", "next", "autotune explain"))
+
+
+def test_a_cold_study_is_within_the_goal_when_its_trial_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the long study's speeds of the same card: one that a noisy probe found fast does not count."""
+    module = program("cold_study", monkeypatch)
+
+    def study(stage: str, card: str, *trials: tuple[float, str, float | None], compile_s: float) -> dict[str, Any]:
+        keys = ("end_s", "config", "tokens_per_s")
+        found = [dict(zip(keys, one, strict=True)) for one in trials]
+        return {"stage": stage, "card": card, "budget_s": 120.0, "trials": found} | {
+            "compile_s": compile_s,
+            "probe_s": 100.0,
+        }
+
+    card, other = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+    early = (30.0, "noisy", 1200.0), (50.0, "too slow", 970.0), (70.0, "good", 960.0), (70.0, "out of memory", None)
+    rows = [
+        study("ahead", card, *early, (130.0, "late", 999.0), compile_s=8.0),
+        study("never", card, *early[:1], compile_s=60.0),
+        study("long", card, (20.0, "noisy", 900.0), (90.0, "good", 990.0), (200.0, "best", 1000.0), compile_s=0.0),
+        study("ahead", other, *early[:3], compile_s=12.0),
+        {"stage": "beside", "card": card, "micro_change": -0.004, "peak_change": 0.001, "alone_change": 0.003},
+    ]
+    assert module.summarize(rows) == {
+        "h100_seconds_to_2_percent": 70.0,
+        "h200_seconds_to_2_percent": None,  # no long study ran there
+        "judged_in_120_s": 3,
+        "judged_in_120_s_without": 1,
+        "compile_wait_share": 0.12,
+        "compile_wait_share_without": 0.6,
+        "probe_change_max": 0.004,
+        "alone_change_max": 0.003,
+    }
+    assert set(module.summarize([]).values()) == {None}

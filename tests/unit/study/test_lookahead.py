@@ -108,3 +108,10 @@ def test_a_request_has_as_few_layers_as_show_each_kind(session: Session) -> None
     assert evaluator.shallowest(BASELINE) is None
     evaluator.shape = None
     assert evaluator.shallowest(BASELINE) is None
+
+
+def test_before_a_climb_what_is_being_tried_comes_first(session: Session) -> None:
+    """Seeds are tried then, and one of them is likely to lead."""
+    session.study.trials.rows.clear()
+    seed = replace(START, micro_batch_size=2, checkpointing="none")
+    assert next(likely_next(session.study.trials, seed)) == replace(seed, compile="per_layer")
