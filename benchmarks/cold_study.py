@@ -40,8 +40,8 @@ from autotune.probe.supervisor import WorkerProber
 from autotune.study.storage.probe_store import ProbeStore
 
 GOAL = 0.98  # of the long study's best speed
-AROUND_S = 45.0  # that a study takes beside its budget, at most
-BESIDE_S = 90.0
+AROUND_S = 30.0  # that a study takes beside its budget, at most
+BESIDE_S = 50.0
 REPEATS = 3
 CARDS = ("h100", "h200")
 COLUMNS = ["card", "stage", "judged", "best", "seconds_to_2_percent", "compile_wait_share", "compiled_ahead"]
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--model", default="mistral-7b")
     parser.add_argument("--budget", default="120s")
     parser.add_argument("--long-budget", default="240s")
-    parser.add_argument("--stages", nargs="*", default=["ahead", "beside", "long", "never"])
+    parser.add_argument("--stages", nargs="*", default=["ahead", "long", "beside", "never"])
     parser.add_argument("--limit-s", type=float, default=470.0, help="begin no stage that would end after this time")
     parser.add_argument("--earlier", type=Path, help="cold_study.jsonl of an earlier call")
     parser.add_argument("--out", type=Path)
