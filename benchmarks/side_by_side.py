@@ -25,10 +25,11 @@ from typing import Any
 
 from common import TINY_MODEL, Rows, now, run_study, save, table
 
-from autotune.catalog import resolve_device, resolve_model
+from autotune.catalog import resolve_model
 from autotune.core.probe_types import Fingerprint
 from autotune.core.serialization import from_data
 from autotune.core.train_config import LORA_ALPHA, TrainConfig
+from autotune.problem.target import find_target
 
 CHILD = Path(__file__).parent / "side_by_side_tool.py"
 OTHERS = {
@@ -141,7 +142,7 @@ class Bench:
         self._args = args
         self._tiny = args.check or args.gpu == "cpu"
         self._sizes = TINY if self._tiny else Sizes()
-        self._device = resolve_device(args.gpu)
+        self._device = find_target(args.gpu).device
         self._work = (args.work or Path(tempfile.mkdtemp(prefix="autotune-bench-"))).absolute()
         self._work.mkdir(parents=True, exist_ok=True)
         self._shape = dict(resolve_model(args.model).config)

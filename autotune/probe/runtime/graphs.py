@@ -39,8 +39,9 @@ class MicroBatchGraphs:
         if shape not in self._graphs:
             if len(self._graphs) == MOST_SHAPES:
                 raise ValueError(f"micro batches have more than {MOST_SHAPES} shapes, each of which needs a CUDA graph")
-            loss = self._step(batch).clone()
-            self._graphs[shape] = self._capture(batch)
+            with rows_are_whole():  # as in the capture, or layers would be compiled again there, which fails
+                loss = self._step(batch).clone()
+                self._graphs[shape] = self._capture(batch)
             return loss
         graph, inputs, loss = self._graphs[shape]
         for name, tensor in batch.items():
@@ -60,7 +61,7 @@ class MicroBatchGraphs:
         inputs = {name: tensor.clone() for name, tensor in batch.items()}
         graph = torch.cuda.CUDAGraph()
         # Other threads may allocate meanwhile, as those that pin the memory of batches.
-        with rows_are_whole(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             loss = self._step(inputs)
         self._pool = graph.pool()
         MicroBatchGraphs.captured += 1
