@@ -28,7 +28,7 @@ from autotune.report import describe
 from autotune.report.study_directory import TrialLog, write_exports, write_study, write_versus
 from autotune.study.preparation import SessionPlan, prepare_session
 from autotune.study.progress import Progress, TextProgress
-from autotune.study.storage.location import locked, opened_out, storage_url
+from autotune.study.storage.location import existing_url, locked, opened_out
 from autotune.study.storage.study_record import StudyRecord
 from autotune.study.summary import Quality, Recipe, StudySummary, Verification, summary_data
 
@@ -101,7 +101,7 @@ def load_study(name: str | None = None, storage: str | None = None) -> "StudyRes
     """
     from autotune.study.session import find_record
 
-    url = storage_url(storage)
+    url = existing_url(storage)
     return result_of(find_record(name, url), url)
 
 

@@ -398,6 +398,14 @@ def _has_type(value: Any, annotation: Any) -> bool:
 @cache
 def _file_model() -> "type[BaseModel]":
     """The pydantic model of a spec file, made on first use so that listing commands do not pay for pydantic."""
-    from pydantic import RootModel
+    from pydantic import RootModel, model_validator
 
-    return RootModel[StudySpec]
+    class SpecFile(RootModel[StudySpec]):
+        @model_validator(mode="before")
+        @classmethod
+        def _refuse_empty(cls, data: Any) -> Any:
+            if isinstance(data, dict) and data.get("configs") == []:  # a search would be a surprise
+                raise ValueError("configs is empty: name the configurations to probe, or leave the key out to search")
+            return data
+
+    return SpecFile

@@ -12,7 +12,7 @@ import typer
 
 from autotune.cli.options import Storage, StudyName
 from autotune.core.errors import EnvironmentProblem, UsageError
-from autotune.study.storage.location import storage_url
+from autotune.study.storage.location import existing_url
 
 
 def dashboard(
@@ -40,7 +40,7 @@ def dashboard(
             f"--host {host}: the dashboard asks for no password, so it is for this machine alone",
             remedy=f"leave --host out, and on yours: {_tunnel(port or 8080)}",
         )
-    url = read_only(storage_url(storage))
+    url = read_only(existing_url(storage))
     result = load_study(study, url)
     name = result.summary.study
     search = Optimizer.open(url, name, result.task.space)

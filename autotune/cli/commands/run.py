@@ -13,7 +13,7 @@ from autotune.cli.stop import stop_on_signals
 from autotune.cli.study_options import ALL, spec_of, with_study_options
 from autotune.cli.terminal import print_note
 from autotune.core.errors import UsageError
-from autotune.study.storage.location import opened_out, storage_url
+from autotune.study.storage.location import existing_url, opened_out
 
 if TYPE_CHECKING:
     from autotune.problem.study_spec import StudySpec
@@ -46,7 +46,7 @@ def resume(
     """Continue a study with the options it was begun with, except those that are given anew."""
     from autotune.study.session import find_record
 
-    url = storage_url(storage)
+    url = existing_url(storage)
     record = find_record(study, url)
     changes: dict[str, Any] = {"budget": budget, "trials": trials, "workers": workers}
     given = {key: value for key, value in changes.items() if value is not None}

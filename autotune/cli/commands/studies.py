@@ -16,7 +16,7 @@ from autotune.core.errors import AutotuneError, UsageError
 from autotune.core.files import write_atomic
 from autotune.core.text import dashed
 from autotune.core.units import fmt_count, fmt_seconds
-from autotune.study.storage.location import running_process, storage_url
+from autotune.study.storage.location import existing_url, running_process
 
 if TYPE_CHECKING:
     from autotune.api import StudyResult
@@ -91,12 +91,15 @@ def _print_nodes(result: "StudyResult", *, json_dir: Path | None, html: Path | N
 
 
 def list_all(storage: Storage = None, json_: Json = False) -> None:
-    """Print the studies of a database: what they tune, how far they are, and their best."""
+    """Print the studies of a database: what they tune, how far they are, and their best.
+
+    Raises UsageError if there is no database.
+    """
     from autotune.api import result_of
     from autotune.study.storage.optuna_storage import all_attributes
     from autotune.study.storage.study_record import StudyRecord
 
-    url = storage_url(storage)
+    url = existing_url(storage)
     rows = []
     for name, attributes in all_attributes(url).items():
         try:
@@ -254,7 +257,7 @@ def fleet(
     from autotune.export.formats import require_formats
 
     require_formats(format_ or (), SYSTEMS)
-    if storage_url(storage).startswith("sqlite"):
+    if existing_url(storage).startswith("sqlite"):
         raise UsageError(
             "the study is in an SQLite file, which other machines cannot share",
             remedy="run it with --storage postgresql+psycopg://..., or with --workers N on this machine alone",

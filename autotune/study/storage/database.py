@@ -247,18 +247,33 @@ def network_drive(url: str) -> str | None:
 
 def sqlite_folder(url: str) -> Path | None:
     """The directory of the SQLite file of a URL; None for a server."""
+    path = _sqlite_file(url)
+    return path and path.parent.resolve()
+
+
+def _sqlite_file(url: str) -> Path | None:
     path = _parsed(url).database if url.startswith("sqlite") else None
     if not path:
         return None
-    return Path(unquote(path.removeprefix("file:")) if path.startswith("file:") else path).parent.resolve()
+    return Path(unquote(path.removeprefix("file:")) if path.startswith("file:") else path)
+
+
+def require_database(url: str) -> None:
+    """Raises UsageError if there is no such SQLite file, which opening would create."""
+    path = _sqlite_file(url)
+    if path is not None and not path.exists():
+        raise UsageError(
+            f"there is no database {public_url(url)}", remedy="start a study with `autotune run`, or name --storage"
+        )
 
 
 def read_only(url: str) -> str:
     """A URL of the same database with which SQLite and PostgreSQL themselves refuse to write.
 
-    Raises UsageError if there is no such SQLite file, which opening would create.
+    Raises UsageError if there is no such SQLite file.
     """
     with storage_errors(url):
+        require_database(url)
         parsed = _parsed(url)
         backend = parsed.get_backend_name()
         path = parsed.database or ""
@@ -267,9 +282,6 @@ def read_only(url: str) -> str:
             parsed = parsed.update_query_dict({"options": options.strip()})
         elif backend == "sqlite":
             if not path.startswith("file:"):
-                if not Path(path).is_file():
-                    remedy = "start a study with `autotune run`, or name --storage"
-                    raise UsageError(f"there is no database {public_url(url)}", remedy=remedy)
                 parsed = parsed.set(database=f"file:{quote(path)}")
             parsed = parsed.update_query_dict({"mode": "ro", "uri": "true"})
         return parsed.render_as_string(hide_password=False)

@@ -11,6 +11,7 @@ from autotune.core.files import write_errors
 from autotune.core.text import slug
 
 DEFAULT_ROOT = Path("runs")
+DEFAULT_URL = f"sqlite:///{DEFAULT_ROOT / 'autotune.db'}"
 EVIDENCE = DEFAULT_ROOT / "evidence"  # where `autotune import` stores submissions, in the current directory
 FREE_BYTES = 200 * 2**20
 LOCK = ".lock"  # in a study's directory, held by the process that runs it
@@ -18,13 +19,25 @@ LOCK = ".lock"  # in a study's directory, held by the process that runs it
 
 def storage_url(storage: str | None) -> str:
     """The database's URL: `storage`, else AUTOTUNE_STORAGE, else an SQLite file in runs/, which is created."""
-    if storage is None:
-        storage = os.environ.get("AUTOTUNE_STORAGE")
-    if storage is None:
+    named = _named(storage)
+    if named is None:
         with write_errors(DEFAULT_ROOT.absolute()):
             DEFAULT_ROOT.mkdir(exist_ok=True)
-        return f"sqlite:///{DEFAULT_ROOT / 'autotune.db'}"
-    return storage
+    return named or DEFAULT_URL
+
+
+def existing_url(storage: str | None) -> str:
+    """The same URL, where nothing is created. Raises UsageError if there is no such SQLite file."""
+    from autotune.study.storage.database import require_database, storage_errors
+
+    url = _named(storage) or DEFAULT_URL
+    with storage_errors(url):
+        require_database(url)
+    return url
+
+
+def _named(storage: str | None) -> str | None:
+    return os.environ.get("AUTOTUNE_STORAGE") if storage is None else storage
 
 
 def shared_url(storage: str | None) -> str:

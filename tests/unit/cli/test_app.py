@@ -93,8 +93,8 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "misspelt space": ((*RUN, "--space", "misspelt-space.yaml"), ("misspelt-space.yaml:4:", "valeus")),
     "wrong space": ((*RUN, "--space", "wrong-space.yaml"), ("wrong-space.yaml", "lora_rank", "'many'")),
     "unknown knob in a space": ((*RUN, "--space", "unknown-knob.yaml"), ("'micro_batchsize'", "did you mean")),
-    "no study": (("status",), ("no study",)),
-    "no study to export": (("export",), ("no study",)),
+    "no study": (("status",), ("no database sqlite:///runs/autotune.db", "autotune run")),
+    "no study to export": (("export",), ("no database",)),
     "unknown format": (("export", "--format", "unsloth"), ("'unsloth'", "trl")),
     "no URL": ((*RUN, "--storage", f"me:{CANARY}@host"), ("--storage",)),
     "unknown driver": ((*RUN, "--storage", f"nonsense://me:{CANARY}@host/db"), ("--storage", "nonsense")),
@@ -139,12 +139,21 @@ def test_bad_input(
         assert part in answer.err
 
 
-@pytest.mark.parametrize("arguments", [("list",), ("status",), RUN], ids=lambda arguments: arguments[0])
+@pytest.mark.parametrize("command", ["list", "status", "oom", "report", "resume", "dashboard"])
+def test_what_reads_studies_makes_no_database(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    for storage in ((), ("--storage", "sqlite:///a b/no.db")):
+        answer = said(monkeypatch, capsys, command, *storage)
+        assert answer.code == 2 and answer.is_one_error(), answer.err
+        assert "there is no database sqlite:///" in answer.err and not {"runs", "a b"} & set(os.listdir())
+
+
 def test_a_directory_that_cannot_be_written(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir("/proc")  # where not even root can make a directory
-    answer = said(monkeypatch, capsys, *arguments)
+    answer = said(monkeypatch, capsys, *RUN)
     assert answer.code == 6 and answer.is_one_error(), answer.err
     assert "error: cannot write /proc/runs: " in answer.err and answer.out == ""
 

@@ -124,6 +124,8 @@ def test_extreme_values_that_are_possible(name, value):
         ("model: m\npins: &p {a: *p}\n", "FILE: not valid YAML: more than 10,000 values, with its aliases written out"),
         ("model: m\nmodel: n\n", "FILE:2: not valid YAML: 'model' stands twice"),
         ("model: m\nbudget: 900\n", "FILE:2: budget: Input should be a valid string"),
+        ("model: m\nconfigs: []\n",
+         "FILE:2: the file: configs is empty: name the configurations to probe, or leave the key out to search"),
         ("", "FILE:1: the file: Input should be a dictionary or an instance of StudySpec"),
         ("- model", "FILE:1: the file: Input should be a dictionary or an instance of StudySpec"),
     ],
