@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from autotune.catalog import DeviceSpec
-from autotune.core.machine import host_memory_gib, num_cores
+from autotune.core.machine import host_memory_gib
 from autotune.core.micro_profile import KernelClass, MicroBatchProfile
 from autotune.core.probe_types import DeviceRates, DryCount, Evidence, MicroBatch, ProbeRequest
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
+from autotune.core.units import GIB, fmt_gib, gib
 from autotune.planning.slow_parts import LIMITS
 from autotune.prediction.calibration import Calibration
 from autotune.probe.dry_prober import DryAnswer, DryProber
@@ -20,7 +21,9 @@ from autotune.probe.dry_prober import DryAnswer, DryProber
 DTYPES = {"bf16_mixed": "bf16", "bf16_pure": "bf16", "fp16_mixed": "fp16", "fp32": "fp32"}
 NOT_MOVED = (KernelClass.PRODUCTS, KernelClass.ATTENTION, KernelClass.OPTIMIZER, KernelClass.COLLECTIVES)
 LOADER_SHARE = 0.1  # of a micro batch, that a loader in the training's own process may take
-OF_TRAINING = ("cores", "host memory", "disk", "link to the GPU")  # the limits that a run meets, not a card
+OF_TRAINING = ("cores", "link to the GPU")  # the limits that a run of any model meets, not a card
+PROCESS_GIB = 2.0  # of host memory for PyTorch and transformers, which take 0.5 without CUDA
+CHECKPOINT_S = 60.0  # in which a checkpoint should be written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,12 +126,16 @@ def host_needs(
     config: TrainConfig,
     device: DeviceSpec,
     *,
+    count: DryCount | None,
     calibration: Calibration | None,
     disk_mb_s: float | None,
     examples_per_s: float,
     tokenised_per_s: float | None,
 ) -> Iterator[HostNeed]:
-    """What the run needs of the machine; `examples_per_s` are those that it trains on, the rest was measured here."""
+    """What the run needs of the machine: of memory and disk by what was counted of its model.
+
+    `examples_per_s` are those that it trains on, the rest was measured here. Without a count nothing is said of them.
+    """
     apart = config.loader_workers > 0
     rows_per_s = profile.rows / profile.micro_s
     yield HostNeed(
@@ -147,11 +154,29 @@ def host_needs(
         unit="examples/s",
         why="done once, before training: slower than this, it would take longer than a pass over the examples",
     )
-    here = {"cores": num_cores(), "host memory": host_memory_gib(), "disk": disk_mb_s}
     for limit in LIMITS:
         if limit.part in OF_TRAINING and not (limit.part == "link to the GPU" and not profile.on_gpu):
-            found = here.get(limit.part, limit.measured(calibration, device))
+            found = limit.measured(calibration, device)
             yield HostNeed(part=limit.part, found=found, needed=limit.least, unit=limit.unit, why=limit.why)
+    if count is None:  # neither is the size of the model known here
+        return
+    weights_gib = gib(2 * count.total_params)
+    yield HostNeed(
+        part="host memory",
+        found=host_memory_gib(),
+        needed=weights_gib + PROCESS_GIB,
+        unit="GiB",
+        why=f"the model in bf16 has {fmt_gib(weights_gib)}, which pass through it when the model is loaded, and "
+        f"{PROCESS_GIB:.0f} GiB are for PyTorch",
+    )
+    saved_gib = (count.adapters_gib or count.model_gib) + count.optimizer_gib
+    yield HostNeed(
+        part="disk",
+        found=disk_mb_s,
+        needed=saved_gib * GIB / 1e6 / CHECKPOINT_S,
+        unit="MB/s",
+        why=f"a checkpoint has {fmt_gib(saved_gib)}, for which training waits: this writes it in a minute",
+    )
 
 
 def profile_data(report: ProfileReport) -> dict[str, Any]:

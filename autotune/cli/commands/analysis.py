@@ -144,6 +144,7 @@ def _profile_report(
         found,
         config,
         task.measured_on or task.device,
+        count=counted.count,
         calibration=task.calibration,
         disk_mb_s=disk_mb_s(result.out),
         examples_per_s=found.rows * shape.examples_per_row / found.micro_s,

@@ -62,8 +62,8 @@ def report(**changes: Any) -> ProfileReport:
     return ProfileReport(**values | changes)
 
 
-def needs(profile: MicroBatchProfile = PROFILE, **knobs: Any) -> list[HostNeed]:
-    measured: dict[str, Any] = {"calibration": None, "disk_mb_s": 900.0, "tokenised_per_s": None}
+def needs(profile: MicroBatchProfile = PROFILE, count: DryCount | None = COUNT, **knobs: Any) -> list[HostNeed]:
+    measured: dict[str, Any] = {"count": count, "calibration": None, "disk_mb_s": 900.0, "tokenised_per_s": None}
     return list(host_needs(profile, TrainConfig(**knobs), H100, examples_per_s=20.0, **measured))
 
 
@@ -110,6 +110,18 @@ def test_a_loader_in_the_same_process_must_be_ten_times_as_fast() -> None:
     assert by_part["reading and tokenising"].suffices is None and by_part["disk"].suffices
     assert by_part["link to the GPU"].found is None
     assert "link to the GPU" not in {one.part for one in needs(replace(PROFILE, on_gpu=False))}
+
+
+def test_memory_and_disk_are_judged_by_the_studys_own_model() -> None:
+    small = {one.part: one for one in needs()}
+    assert small["host memory"].needed == pytest.approx(2.0, abs=1e-6)  # a model of one parameter, and PyTorch
+    assert small["disk"].needed == pytest.approx(0.2 * 2**30 / 1e6 / 60)  # adapters and their state in a minute
+    seven = replace(COUNT, total_params=7 * 2**30, adapters_gib=0.0, model_gib=28.0, optimizer_gib=56.0)
+    large = {one.part: one for one in needs(count=seven)}
+    assert large["host memory"].needed == pytest.approx(16.0)
+    assert large["disk"].needed == pytest.approx(84 * 2**30 / 1e6 / 60) and large["disk"].suffices is False
+    assert "14.0 GiB" in large["host memory"].why and "84.0 GiB" in large["disk"].why
+    assert {"host memory", "disk"}.isdisjoint(one.part for one in needs(count=None))
 
 
 def test_the_report_as_data_and_as_tables() -> None:
