@@ -25,8 +25,8 @@ def print_answer(make: Callable[[date], "Answer"], *, html: Path | None = None, 
     if silent:
         return
     print(answer.title)
-    for note in answer.notes:
-        print(note)
+    for sentence in (*answer.found, *answer.notes):
+        print(sentence)
     for table in answer.tables:
         print()
         print_table(table.title, table.columns, list(table.rows))

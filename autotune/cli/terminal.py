@@ -73,8 +73,10 @@ def print_table(title: str | None, columns: dict[str, Any], rows: list[tuple[str
     if not screen.is_terminal:
         screen = console(width=_PIPE_WIDTH)
     table = Table(title=title, title_justify="left")
-    for heading, justify in columns.items():
-        table.add_column(heading, justify=justify, overflow="fold")
+    for number, (heading, justify) in enumerate(columns.items()):
+        longest = max((len(row[number]) for row in rows), default=0)
+        whole = number == 0 and longest <= screen.width // 3  # a name of a row that is not folded before the rest is
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=whole)
     for row in rows:
         table.add_row(*map(Text, row))  # no markup: names may hold brackets
     screen.print(table)

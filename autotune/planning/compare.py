@@ -113,6 +113,15 @@ def usd_interval(card: ComparedCard) -> tuple[float, float] | None:
     return card.cost.interval_usd if card.cost else None
 
 
+def spot_interval(card: ComparedCard) -> tuple[float, float] | None:
+    """The same at the cheapest spot price."""
+    rate = card.spot.spot_usd_per_hour if card.spot else None
+    if card.cost is None or rate is None:
+        return None
+    low, high = card.cost.interval_hours
+    return low * rate, high * rate
+
+
 def speed_interval(card: ComparedCard) -> tuple[float, float] | None:
     """The interval of the speed, in useful tokens a second."""
     return card.best.interval if card.best else None
@@ -137,6 +146,12 @@ class Group:
         """The cheapest on demand, the faster of two that cost the same; a guess only where there is nothing else."""
         priced = [card for card in self.cards if card.usd is not None]
         return min(priced, key=lambda card: (card.is_guess, card.usd, -card.tokens_per_s), default=None)
+
+    @property
+    def cheapest_at_spot(self) -> ComparedCard | None:
+        """The same at spot prices, of the cards for which one is published."""
+        priced = [card for card in self.cards if card.spot_usd is not None]
+        return min(priced, key=lambda card: (card.is_guess, card.spot_usd, -card.tokens_per_s), default=None)
 
     @property
     def fastest(self) -> ComparedCard | None:

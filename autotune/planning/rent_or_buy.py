@@ -1,7 +1,8 @@
 """What runs of several sizes cost on each compared card, and when a card that is bought pays against renting.
 
 Hours and USD follow from the speed of the comparison. A bought card costs its purchase, and electricity at its power
-limit; neither the rest of the computer nor what the card is worth later counts.
+limit; neither the rest of the computer nor what the card is worth later counts. Renting is on demand or at spot, where
+the cloud may take a card back: what is computed twice then does not count either.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any
 from autotune.catalog import Purchase, find_purchase, list_devices
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import Evidence
-from autotune.planning.compare import ComparedCard, Group, speed_interval
+from autotune.planning.compare import ComparedCard, Group, speed_interval, spot_interval
 from autotune.problem.run_cost import TABLE_EXAMPLES
 
 WEEKS_PER_MONTH = 365.25 / 7 / 12
@@ -21,7 +22,10 @@ MAX_EXAMPLES = 10**12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeCost:
-    """The run with so many examples on one card; None where no price is known. Field names are keys of the JSON."""
+    """The run with so many examples on one card; None where no price is known. Field names are keys of the JSON.
+
+    `is_guess`: no card of this kind was measured.
+    """
 
     card: str
     examples: int
@@ -32,6 +36,9 @@ class SizeCost:
     usd_low: float | None
     usd_high: float | None
     usd_spot: float | None
+    usd_spot_low: float | None
+    usd_spot_high: float | None
+    is_guess: bool
     evidence: Evidence = Evidence.ESTIMATED
 
 
@@ -40,7 +47,8 @@ class Bought:
     """A card that may be bought for the run. Field names are keys of the JSON output.
 
     It pays after so many hours of use against renting the same card, and against the cheapest of all compared for the
-    same work (`rented`), which take so many months; None where a price is not known or it never pays.
+    same work (`rented`), which take so many months; all of it also against spot prices. `rent_usd_per_hour` is the rent
+    of the same card. None where it never pays; where no price is known, `rented` or the rent is None too.
     """
 
     card: str
@@ -53,10 +61,16 @@ class Bought:
     is_guess: bool
     power_w: float
     electricity_usd_per_hour: float
+    rent_usd_per_hour: float | None
     pays_after_hours_against_itself: float | None
     rented: str | None
     pays_after_hours: float | None
     pays_after_months: float | None
+    spot_usd_per_hour: float | None
+    pays_after_hours_against_its_spot: float | None
+    rented_at_spot: str | None
+    pays_after_hours_at_spot: float | None
+    pays_after_months_at_spot: float | None
     evidence: Evidence = Evidence.ESTIMATED
 
 
@@ -76,6 +90,10 @@ class Purse:
         ):
             if not least <= value <= most:
                 raise UsageError(f"{option} cannot be {value:g}", remedy=f"give a number from {least} to {most:.0f}")
+
+    def months(self, hours: float | None) -> float | None:
+        """The months in which the card is used for so many hours."""
+        return None if hours is None else hours / self.hours_per_week / WEEKS_PER_MONTH
 
 
 def parse_sizes(text: str | None) -> tuple[int, ...]:
@@ -102,6 +120,7 @@ def _size_cost(card: ComparedCard, examples: int) -> SizeCost:
     shape = replace(plan.task.workload.run_shape(best.config), examples=examples)
     part = shape.num_steps / cost.num_steps
     low, high = cost.interval_hours
+    spot_low, spot_high = spot_interval(card) or (None, None)
     hours, price = cost.full_run_hours * part, cost.usd_per_hour
     return SizeCost(
         card=card.device.name,
@@ -113,6 +132,9 @@ def _size_cost(card: ComparedCard, examples: int) -> SizeCost:
         usd_low=None if price is None else low * part * price,
         usd_high=None if price is None else high * part * price,
         usd_spot=None if card.spot_usd is None else card.spot_usd * part,
+        usd_spot_low=None if spot_low is None else spot_low * part,
+        usd_spot_high=None if spot_high is None else spot_high * part,
+        is_guess=card.is_guess,
     )
 
 
@@ -133,11 +155,20 @@ def purchases(group: Group, purse: Purse) -> list[Bought]:
 
 
 def _bought(group: Group, card: ComparedCard, purchase: Purchase, purse: Purse) -> Bought:
-    cost, power_w, cheapest = card.cost, card.device.tdp_w or 0.0, group.cheapest
+    cost, power_w = card.cost, card.device.tdp_w or 0.0
+    cheapest, at_spot = group.cheapest, group.cheapest_at_spot
     assert cost is not None
     electricity = power_w / 1000 * purse.usd_per_kwh
-    same_work = cheapest.usd / cost.full_run_hours if cheapest and cheapest.usd is not None else None
-    after = _pays_after(purchase.usd, same_work, electricity)
+    spot = card.spot.spot_usd_per_hour if card.spot else None
+
+    def pays_after(rent_usd_per_hour: float | None) -> float | None:
+        return _pays_after(purchase.usd, rent_usd_per_hour, electricity)
+
+    def same_work(run_usd: float | None) -> float | None:
+        return None if run_usd is None else pays_after(run_usd / cost.full_run_hours)
+
+    after = same_work(cheapest.usd if cheapest else None)
+    after_spot = same_work(at_spot.spot_usd if at_spot else None)
     low, high = speed_interval(card) or (None, None)
     return Bought(
         card=card.device.name,
@@ -150,10 +181,16 @@ def _bought(group: Group, card: ComparedCard, purchase: Purchase, purse: Purse) 
         is_guess=card.is_guess,
         power_w=power_w,
         electricity_usd_per_hour=electricity,
-        pays_after_hours_against_itself=_pays_after(purchase.usd, cost.usd_per_hour, electricity),
+        rent_usd_per_hour=cost.usd_per_hour,
+        pays_after_hours_against_itself=pays_after(cost.usd_per_hour),
         rented=cheapest.device.name if cheapest else None,
         pays_after_hours=after,
-        pays_after_months=None if after is None else after / purse.hours_per_week / WEEKS_PER_MONTH,
+        pays_after_months=purse.months(after),
+        spot_usd_per_hour=spot,
+        pays_after_hours_against_its_spot=pays_after(spot),
+        rented_at_spot=at_spot.device.name if at_spot else None,
+        pays_after_hours_at_spot=after_spot,
+        pays_after_months_at_spot=purse.months(after_spot),
     )
 
 

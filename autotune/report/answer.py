@@ -1,30 +1,35 @@
 """The answer to one question as tables for a terminal and as a page: what a card trains, rent or buy, how nodes differ.
 
-An answer has sentences, tables and figures, each made once for both. The page opens offline and holds plotly.js.
+An answer has sentences, tables and figures, each made once for both: what is asked for first, then what it rests on.
+The page opens offline and holds plotly.js.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
 
 from autotune.catalog import NO_PRICE, ModelSpec, age, describe_price
-from autotune.core.pages import environment
-from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
+from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_usd
 from autotune.planning.compare import Comparison, Group
 from autotune.planning.device_estimate import how_known
 from autotune.planning.rent_or_buy import Bought, Purse, SizeCost, purchases, size_costs
 from autotune.planning.trainable import METHODS, Entry, Trainable
 from autotune.prediction.transfer import is_measured_kind
-from autotune.problem.run_cost import OOM, TIGHT
+from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.task import Task
 from autotune.report import figures
-from autotune.report.comparison import heading, how_estimated
-from autotune.report.html import script_json
-from autotune.report.style import plotly_js
+from autotune.report.comparison import heading, how_estimated, workload_text
+from autotune.report.html import FEW, answer_glossary, plotly_markup, script_json
+from autotune.report.html import page as html_page
 from autotune.study.nodes import Node
 
-SPOT = "A day is 24 hours and a week 168. Spot prices leave out what interruptions cost; a dash is not known."
+PHONE = 40  # characters of a row of a table
+SPOT = (
+    "At spot the cloud may take the GPU back at any time. The run then goes on from its last checkpoint (autotune "
+    "train --resume, or as the exported cluster jobs do), and what it computes twice is not in these numbers. A day is "
+    "24 hours and a week 168. A dash is not known."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,34 +40,40 @@ class Table:
     columns: dict[str, str]
     rows: tuple[tuple[str, ...], ...]
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether its rows need more characters than a phone shows side by side."""
+        cells = zip(self.columns, *self.rows, strict=True)
+        return sum(max(map(len, column[1:]), default=0) for column in cells) > PHONE
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A question's answer. `figures` are what Plotly.newPlot takes, by their caption."""
+    """What is asked for in sentences (`found`), what that rests on (`notes`), and `figures` by their caption.
+
+    A figure is what Plotly.newPlot takes.
+    """
 
     title: str
+    found: tuple[str, ...]
     notes: tuple[str, ...]
     tables: tuple[Table, ...]
     figures: dict[str, dict[str, Any]]
 
 
 def page(answer: Answer, today: date) -> str:
-    """The answer as one page of HTML."""
-    from markupsafe import Markup
-
-    return (
-        environment("autotune.report")
-        .get_template("answer.html.j2")
-        .render(
-            title=answer.title,
-            notes=answer.notes,
-            tables=answer.tables,
-            figures=answer.figures,
-            figures_json=script_json(answer.figures),
-            plotly_js=Markup(plotly_js() if answer.figures else ""),  # noqa: S704 (the library's own file)
-            today=today,
-        )
-    )
+    """The answer as one page of HTML, with what the words of its tables mean."""
+    words = [text for table in answer.tables for text in (*table.columns, *(row[0] for row in table.rows))]
+    view = {
+        "answer": answer,
+        "drawn": answer.figures,
+        "figures_json": script_json(answer.figures),
+        "plotly_js": plotly_markup(answer.figures),
+        "glossary": answer_glossary(words),
+        "few": FEW,
+        "today": today,
+    }
+    return html_page("answer.html.j2", view)
 
 
 # --- what a card can train
@@ -90,10 +101,24 @@ def trainable_answer(made: Trainable, today: date) -> Answer:
     drawn = figures.trainable(made)
     return Answer(
         title=f"What {made.device.label} can train",
+        found=tuple(_largest(made)),
         notes=tuple(notes),
         tables=tuple(tables),
         figures={"Tokens/s by model and method, with 80 % intervals": drawn} if drawn else {},
     )
+
+
+def _largest(made: Trainable) -> Iterator[str]:
+    """By method, the largest model that surely fits without learning differently."""
+    for method, title in METHODS.items():
+        fits = {one.model for one in made.entries if one.method == method and one.state == FITS}
+        fits -= {one.model for one in made.entries if one.method == method and one.learns_differently}
+        largest = next((model for model in reversed(made.models) if model.name in fits), None)
+        if largest is None:
+            yield f"{title}: none of these models surely fits."
+        else:
+            size = "" if largest.params is None else f" ({largest.params / 1e9:.3g} billion parameters)"
+            yield f"{title}: {largest.short}{size} is the largest of these that surely fits."
 
 
 def _model_row(made: Trainable, model: ModelSpec, method: str) -> tuple[str, ...]:
@@ -128,27 +153,34 @@ def _refusals(entries: Sequence[Entry]) -> list[str]:
 
 def costs_answer(made: Comparison, sizes: Sequence[int], purse: Purse | None, today: date) -> Answer:
     """For each model and method: prices of the cards, the cost of each size on each, and with a purse what to buy."""
-    tables, drawn, notes = [], {}, [f"{how_estimated(made)}.", SPOT]
+    tables: list[Table] = []
+    drawn: dict[str, dict[str, Any]] = {}
+    found, notes = [], [f"{how_estimated(made)}.", SPOT]
     for group in made.groups:
-        costs, name = size_costs(group, sizes), heading(group)
-        tables += [_prices_table(group, name, today), _sizes_table(costs, name)]
-        if figure := figures.sizes(costs):
-            drawn[f"{name}: USD on demand by number of examples, with 80 % intervals"] = figure
+        costs = size_costs(group, sizes)
+        own = [_prices_table(group, today), *(_size_table(costs, examples) for examples in sizes)]
+        named = {"USD by number of examples, on demand and at spot, with 80 % intervals": figures.sizes(costs)}
+        sentences = list(_cheapest(costs, max(sizes)))
         if purse is not None:
             bought = purchases(group, purse)
-            tables.append(_buying_table(bought, purse, name))
-            notes += [*(f"{name}: {sentence}" for sentence in buying_sentences(bought, purse)), _buying_basis(purse)]
-            if figure := figures.buying(bought, group):
-                drawn[f"{name}: USD by hours of use, bought and rented"] = figure
+            own += [_buying_table(bought, purse), _paying_table(bought, purse)]
+            named["USD by hours of use, bought and rented"] = figures.buying(bought, group)
+            sentences += buying_sentences(bought, purse)
+            notes.append(_buying_basis(purse))
+        prefix = f"{heading(group)}: " * (len(made.groups) > 1)
+        tables += [replace(table, title=prefix + table.title) for table in own]
+        drawn |= {prefix + name: figure for name, figure in named.items() if figure}
+        found += [prefix + sentence for sentence in sentences]
+        notes.insert(1, f"{heading(group)}, {workload_text(group)}.")
+    title = "Rent or buy" if purse else "Cost by size"
+    if len(made.groups) == 1:
+        title += f": {made.groups[0].model.rpartition('/')[2]}, {made.groups[0].method}"
     return Answer(
-        title="Rent or buy" if purse else "Cost by size",
-        notes=tuple(dict.fromkeys(notes)),
-        tables=tuple(tables),
-        figures=drawn,
+        title=title, found=tuple(found), notes=tuple(dict.fromkeys(notes)), tables=tuple(tables), figures=drawn
     )
 
 
-def _prices_table(group: Group, name: str, today: date) -> Table:
+def _prices_table(group: Group, today: date) -> Table:
     rows = []
     for card in group.cards:
         price = card.plan.task.price if card.plan else None
@@ -156,75 +188,117 @@ def _prices_table(group: Group, name: str, today: date) -> Table:
         at_spot = (
             DASH if spot is None else f"{fmt_usd(spot.spot_usd_per_hour)} ({spot.provider}, {age(spot.as_of, today)})"
         )
-        longer = (price.usd_per_hour, price.usd_per_day, price.usd_per_week) if price else (None, None, None)
-        source = f"{price.provider}, {age(price.as_of, today)}" if price else NO_PRICE
-        rows.append((card.device.label, *map(fmt_usd, longer), source, at_spot))
-    columns = {"card": "left", "an hour": "right", "a day": "right", "a week": "right", "price": "left"}
-    return Table(title=f"{name}: prices of one GPU", columns=columns | {"an hour at spot": "left"}, rows=tuple(rows))
+        longer = (price.usd_per_day, price.usd_per_week) if price else (None, None)
+        rows.append((card.device.label, describe_price(price, today), *map(fmt_usd, longer), at_spot))
+    columns = {"card": "left", "price": "left", "a day": "right", "a week": "right"}
+    return Table(title="Prices of one GPU", columns=columns | {"an hour at spot": "left"}, rows=tuple(rows))
 
 
-def _sizes_table(costs: Sequence[SizeCost], name: str) -> Table:
-    columns = {"card": "left"} | dict.fromkeys(("examples", "hours (80 %)", "USD (80 %)", "USD at spot"), "right")
+def _usd(usd: float | None, low: float | None, high: float | None) -> str:
+    return DASH if usd is None else f"{fmt_usd(usd)} ({fmt_usd(low)} to {fmt_usd(high)})"
+
+
+def _cheapest(costs: Sequence[SizeCost], examples: int) -> Iterator[str]:
+    """The cheapest card for so many examples on demand, and at spot; of cards that somebody measured, if any is."""
+    rows = [one for one in costs if one.examples == examples]
+    rows = [one for one in rows if not one.is_guess] or rows
+    for how, priced in {
+        "on demand": [(one.card, one.usd, one.usd_low, one.usd_high) for one in rows],
+        "at spot": [(one.card, one.usd_spot, one.usd_spot_low, one.usd_spot_high) for one in rows],
+    }.items():
+        known = [(usd, low or 0.0, high or 0.0, card) for card, usd, low, high in priced if usd is not None]
+        if known:
+            usd, low, high, best = min(known)
+            rivals = [card for _, least, _, card in known if card != best and least <= high]
+            doubt = f"; {' and '.join(rivals)} cannot be told from it" if rivals else ""
+            yield f"Cheapest {how} for {examples:,} examples: {best}, {_usd(usd, low, high)}{doubt}"
+
+
+def _size_table(costs: Sequence[SizeCost], examples: int) -> Table:
+    columns = {"card": "left"} | dict.fromkeys(("hours (80 %)", "USD on demand (80 %)", "USD at spot (80 %)"), "right")
     rows = [
         (
             one.card,
-            f"{one.examples:,}",
-            f"{fmt_hours(one.hours)} ({fmt_hours(one.hours_low)} to {fmt_hours(one.hours_high)})",
-            DASH if one.usd is None else f"{fmt_usd(one.usd)} ({fmt_usd(one.usd_low)} to {fmt_usd(one.usd_high)})",
-            fmt_usd(one.usd_spot),
+            f"{fmt_count(one.hours)} ({fmt_count(one.hours_low)} to {fmt_count(one.hours_high)})",
+            _usd(one.usd, one.usd_low, one.usd_high),
+            _usd(one.usd_spot, one.usd_spot_low, one.usd_spot_high),
         )
         for one in costs
+        if one.examples == examples
     ]
-    return Table(title=f"{name}: cost by size", columns=columns, rows=tuple(rows))
+    return Table(title=f"{examples:,} examples", columns=columns, rows=tuple(rows))
 
 
-def _buying_table(bought: Sequence[Bought], purse: Purse, name: str) -> Table:
+def _buying_table(bought: Sequence[Bought], purse: Purse) -> Table:
     columns = {"card": "left", "USD, at launch": "left", "tokens/s (80 %)": "right", "W": "right"}
-    columns |= dict.fromkeys(("electricity/h", "pays against renting itself", "against the cheapest rented"), "right")
-    columns[f"at {purse.hours_per_week:g} h a week"] = "right"
     rows = []
     for one in bought:
         low, high = map(fmt_count, (one.tokens_per_s_low, one.tokens_per_s_high))
         speed = f"{fmt_count(one.tokens_per_s)} ({low} to {high})" + ", a guess" * one.is_guess
-        after = (_after(one.pays_after_hours_against_itself), _after(one.pays_after_hours))
-        rented = "" if one.pays_after_hours is None else f" ({one.rented})"
-        months = DASH if one.pays_after_months is None else f"{one.pays_after_months:,.1f} months"
         usd = f"{fmt_usd(one.usd)} ({one.as_of[:4]})"
-        cells = (usd, speed, f"{one.power_w:.0f}", fmt_usd(one.electricity_usd_per_hour), after[0], after[1] + rented)
-        rows.append((one.card, *cells, months))
-    return Table(title=f"{name}: what {fmt_usd(purse.budget_usd)} buys", columns=columns, rows=tuple(rows))
+        rows.append((one.card, usd, speed, f"{one.power_w:.0f}", fmt_usd(one.electricity_usd_per_hour)))
+    title = f"What {fmt_usd(purse.budget_usd)} buys"
+    return Table(title=title, columns=columns | {"electricity/h": "right"}, rows=tuple(rows))
 
 
-def _after(hours: float | None) -> str:
-    return DASH if hours is None else f"{hours:,.0f} h"
+def _paying_table(bought: Sequence[Bought], purse: Purse) -> Table:
+    """A row for each card and what it would replace: the same card rented, and the cheapest rented."""
+    rows = []
+    for one in bought:
+        itself = (
+            _pays(one.pays_after_hours_against_itself, purse, known=one.rent_usd_per_hour is not None),
+            _pays(one.pays_after_hours_against_its_spot, purse, known=one.spot_usd_per_hour is not None),
+        )
+        cheapest = (
+            _pays(one.pays_after_hours, purse, known=one.rented is not None, rented=one.rented),
+            _pays(one.pays_after_hours_at_spot, purse, known=bool(one.rented_at_spot), rented=one.rented_at_spot),
+        )
+        rows += [(one.card, "the same card", *itself), (one.card, "the cheapest", *cheapest)]
+    columns = {"card": "left", "against renting": "left", "on demand": "right", "at spot": "right"}
+    title = f"Hours of use after which it pays, and months at {purse.hours_per_week:g} h a week"
+    return Table(title=title, columns=columns, rows=tuple(rows))
+
+
+def _pays(hours: float | None, purse: Purse, *, known: bool, rented: str | None = None) -> str:
+    """'3,863 h, 22.2 months', 'never', or a dash where no price is known; with the card that is rented instead."""
+    if not known:
+        return DASH
+    after = "never" if hours is None else f"{hours:,.0f} h, {purse.months(hours):,.1f} months"
+    return f"{after} ({rented})" if rented else after
 
 
 def buying_sentences(bought: Sequence[Bought], purse: Purse) -> list[str]:
-    """Which card to buy, and what that rests on."""
+    """Which card to buy, and when it pays against renting the cheapest on demand and at spot."""
     if not bought:
-        return [f"nothing that surely fits costs at most {fmt_usd(purse.budget_usd)}"]
+        return [f"Nothing that surely fits costs at most {fmt_usd(purse.budget_usd)}"]
     best = bought[0]
     rivals = [one.card for one in bought[1:] if (one.tokens_per_s_high or 0.0) >= (best.tokens_per_s_low or 0.0)]
-    text = f"buy {best.card}, the fastest for at most {fmt_usd(purse.budget_usd)}"
+    text = f"Buy {best.card}, the fastest for at most {fmt_usd(purse.budget_usd)}"
     text += f"; {' and '.join(rivals)} cannot be told from it" if rivals else ""
-    if best.pays_after_hours is None or best.pays_after_months is None:
-        pays = (
-            f"it never pays against {best.rented} rented"
-            if best.rented
-            else f"whether it pays is not known: {NO_PRICE}"
+    pays = [
+        _pays_sentence(hours, purse, f"{rented} rented {how}")
+        for how, rented, hours in (
+            ("on demand", best.rented, best.pays_after_hours),
+            ("at spot", best.rented_at_spot, best.pays_after_hours_at_spot),
         )
-    else:
-        months = f"{best.pays_after_months:,.1f} months at {purse.hours_per_week:g} h a week"
-        pays = f"it pays after {best.pays_after_hours:,.0f} h of use ({months}) against {best.rented} rented"
-    return [text, pays]
+        if rented
+    ]
+    return [text, *(pays or [f"Whether it pays is not known: {NO_PRICE}"])]
+
+
+def _pays_sentence(hours: float | None, purse: Purse, against: str) -> str:
+    if hours is None:
+        return f"It never pays against {against}"
+    months = f"{purse.months(hours):,.1f} months at {purse.hours_per_week:g} h a week"
+    return f"It pays after {hours:,.0f} h of use ({months}) against {against}"
 
 
 def _buying_basis(purse: Purse) -> str:
     source = "Wikipedia's list; each with its year"
     return (
         f"Cards are bought at the price of their launch ({source}), and take their power limit at "
-        f"{fmt_usd(purse.usd_per_kwh)} a kWh. The rest of the computer and what the card is worth later do not count. "
-        "A dash: it never pays, or no price is known."
+        f"{fmt_usd(purse.usd_per_kwh)} a kWh. The rest of the computer and what the card is worth later do not count; "
+        "hours against the cheapest rest on estimated speeds. A dash: no price is known."
     )
 
 
@@ -232,19 +306,14 @@ def _buying_basis(purse: Purse) -> str:
 
 
 def nodes_answer(nodes: Sequence[Node], task: Task) -> Answer:
-    """A row for each node of a study, with why it is apart from the others."""
-    columns = {"node": "left"} | dict.fromkeys(
-        ("samples/s", "tokens/s", "to others", "USD/1,000 samples", "peak GiB", "reserved GiB"), "right"
-    )
-    columns |= dict.fromkeys(("C", "MHz", "W", "variation", "probes", "failed", "last seen"), "right")
-    table = Table(title="Nodes", columns=columns | {"apart": "left"}, rows=tuple(map(_node_row, nodes)))
+    """Which nodes of a study are apart from the others and why, and a row for each in three tables."""
     measured = next((node.config.label() for node in nodes if node.config), None)
     notes = [
         f"Each node measured the baseline{f', {measured}' if measured else ''}; its latest reading is shown, with what "
         "the driver reported meanwhile. Times are UTC.",
         "to others: its speed against the median of theirs. "
         "variation: the standard deviation of the timed micro batches over their mean. apart: more than 5 % of speed, "
-        "2 % of memory or 10 C from the median of the others. A dash is not known.",
+        "2 % of memory or 10 C from the median of the others, or the baseline fails there. A dash is not known.",
     ]
     if task.device.kind == "cpu":
         notes.append("Nodes on one machine share its processors: only their memory is compared.")
@@ -253,27 +322,61 @@ def nodes_answer(nodes: Sequence[Node], task: Task) -> Answer:
     drawn = figures.nodes(nodes)
     return Answer(
         title=f"Nodes of {task.study}",
+        found=tuple(_apart(nodes)),
         notes=tuple(notes),
-        tables=(table,),
+        tables=(_node_speeds(nodes), _node_memory(nodes), _node_probes(nodes)),
         figures={"Tokens/s of the baseline, with the range of the timed steps": drawn} if drawn else {},
     )
 
 
-def _node_row(node: Node) -> tuple[str, ...]:
-    speed, measured, told = node.performance, node.measurement, node.telemetry
-    slowed = f"slowed down by {', '.join(told.throttle_reasons)}" if told.throttle_reasons else ""
-    return (
-        node.name,
-        DASH if speed is None else f"{speed.samples_per_second:,.2f}",
-        fmt_count(speed.tokens_per_second if speed else None),
-        DASH if node.relative_speed is None else f"{node.relative_speed - 1:+.1%}",
-        fmt_usd(node.cost_per_1000_samples_usd),
-        DASH if measured is None else f"{measured.peak_allocated_gib:,.2f}",
-        DASH if measured is None else f"{measured.peak_reserved_gib:,.2f}",
-        *(DASH if value is None else f"{value:.0f}" for value in (told.temperature_c, told.sm_clock_mhz, told.power_w)),
-        DASH if node.variation is None else f"{node.variation:.1%}",
-        f"{node.num_probes:,}",
-        f"{node.num_failed:,}",
-        DASH if node.last_seen is None else node.last_seen[:16].replace("T", " "),
-        "; ".join(filter(None, (*node.apart, slowed))) or ("no" if measured else "not measured"),
-    )
+def _apart(nodes: Sequence[Node]) -> Iterator[str]:
+    """A sentence for each node that is apart, was slowed down or not measured; one where there is none."""
+    quiet = True
+    for node in nodes:
+        slowed = node.telemetry.throttle_reasons
+        reasons = [*node.apart, *([f"slowed down by {', '.join(slowed)}"] if slowed else [])]
+        if node.unmeasured and not node.apart:
+            reasons.append(f"not measured: {node.unmeasured}")
+        if reasons:
+            quiet = False
+            yield f"{node.name}{' is apart' if node.apart else ''}: {'; '.join(reasons)}"
+    if quiet and len(nodes) > 1:
+        yield f"None of the {len(nodes)} nodes is apart from the others."
+
+
+def _node_speeds(nodes: Sequence[Node]) -> Table:
+    columns = dict.fromkeys(("samples/s", "tokens/s", "to others", "variation", "apart"), "right")
+    rows = [
+        (
+            node.name,
+            DASH if node.performance is None else f"{node.performance.samples_per_second:,.2f}",
+            fmt_count(node.performance.tokens_per_second if node.performance else None),
+            DASH if node.relative_speed is None else f"{node.relative_speed - 1:+.1%}",
+            DASH if node.variation is None else f"{node.variation:.1%}",
+            "yes" if node.apart else DASH if node.unmeasured else "no",
+        )
+        for node in nodes
+    ]
+    return Table(title="Speed", columns={"node": "left"} | columns, rows=tuple(rows))
+
+
+def _node_memory(nodes: Sequence[Node]) -> Table:
+    columns = dict.fromkeys(("peak GiB", "reserved GiB", "USD/1,000 samples"), "right")
+    rows = []
+    for node in nodes:
+        measured = node.measurement
+        peaks = (measured.peak_allocated_gib, measured.peak_reserved_gib) if measured else (None, None)
+        gib = (DASH if peak is None else f"{peak:,.2f}" for peak in peaks)
+        rows.append((node.name, *gib, fmt_usd(node.cost_per_1000_samples_usd)))
+    return Table(title="Memory and cost", columns={"node": "left"} | columns, rows=tuple(rows))
+
+
+def _node_probes(nodes: Sequence[Node]) -> Table:
+    columns = dict.fromkeys(("C", "MHz", "W", "probes", "failed", "last seen"), "right")
+    rows = []
+    for node in nodes:
+        told = (node.telemetry.temperature_c, node.telemetry.sm_clock_mhz, node.telemetry.power_w)
+        card = (DASH if value is None else f"{value:.0f}" for value in told)
+        seen = DASH if node.last_seen is None else node.last_seen[:16].replace("T", " ")
+        rows.append((node.name, *card, f"{node.num_probes:,}", f"{node.num_failed:,}", seen))
+    return Table(title="Card and probes", columns={"node": "left"} | columns, rows=tuple(rows))

@@ -10,21 +10,21 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
-from functools import partial
 from typing import Any
 
 from autotune.catalog import NO_PRICE, describe_price
 from autotune.core.objective import Objective
 from autotune.core.pages import environment
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
-from autotune.planning.compare import ComparedCard, Comparison, Group, speed_interval, usd_interval
+from autotune.planning.compare import ComparedCard, Comparison, Group, speed_interval, spot_interval, usd_interval
 from autotune.planning.device_estimate import NOT_MEASURED, how_sure
 from autotune.planning.plan import ONLY_BASELINE, ONLY_LEANEST
 from autotune.planning.rent_or_buy import Purse, buying_data, size_costs
 from autotune.problem.run_cost import FITS, TABLE_EXAMPLES
+from autotune.report.html import answer_glossary, page
 
 Data = dict[str, Any]
 
@@ -49,7 +49,7 @@ def card_data(group: Group, card: ComparedCard) -> Data:
         "relative_speed": group.relative_speed(card),
         **_ranged("hours", cost.full_run_hours if cost else None, cost.interval_hours if cost else None),
         **_ranged("usd", card.usd, usd_interval(card)),
-        "usd_spot": card.spot_usd,
+        **_ranged("usd_spot", card.spot_usd, spot_interval(card)),
         "spot_usd_per_hour": card.spot and card.spot.spot_usd_per_hour,
         "spot_provider": card.spot and card.spot.provider,
         "spot_as_of": card.spot and card.spot.as_of,
@@ -131,9 +131,9 @@ COLUMNS = (
     Column(title="hours (80 %)", table="speed", numeric=True, text=lambda row: _with_range(row, "hours")),
     Column(title="kWh at most", table="speed", numeric=True, text=lambda row: fmt_count(row["kwh_at_most"])),
     Column(title="USD (80 %)", table="cost", numeric=True, text=lambda row: _with_range(row, "usd", _usd)),
-    Column(title="USD at spot", table="cost", numeric=True, text=lambda row: _usd(row["usd_spot"])),
+    Column(title="USD at spot (80 %)", table="cost", numeric=True, text=lambda row: _with_range(row, "usd_spot", _usd)),
     Column(title="USD/1,000 samples", table="cost", numeric=True, text=lambda row: _usd(row["usd_per_1000_samples"])),
-    Column(title="price", table="cost", text=lambda row: str(row["price"])),
+    Column(title="price", table="prices", text=lambda row: str(row["price"])),
     Column(title="configuration", table="basis", text=lambda row: row["configuration"] or DASH),
     Column(title="evidence", table="basis", text=_evidence),
 )
@@ -186,14 +186,7 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
     """Sentences: the cheapest, the fastest, the smallest, what the budget allows, and the own card."""
     if group.plan is None:
         return list(dict.fromkeys(card.state for card in group.cards))
-    cheapest, fastest = group.cheapest, group.fastest
-    if cheapest is None:
-        held = any(card.holds_it for card in group.cards)
-        why = NO_PRICE if fastest else "no formula knows the speed" if held else "none surely fits"
-        sentences = [f"cheapest: {DASH} ({why})"]
-    else:
-        rivals = _rivals(group.rivals(cheapest, usd_interval))
-        sentences = [f"cheapest: {cheapest.device.name}, {fmt_usd(cheapest.usd)}{rivals}"]
+    sentences, fastest = list(_cheapest(group)), group.fastest
     if fastest is not None:
         rivals = _rivals(group.rivals(fastest, speed_interval))
         speed = fmt_count(fastest.tokens_per_s or None)
@@ -220,6 +213,22 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
     if comparison.owned is not None:
         sentences.append(_own_card(comparison, group))
     return sentences
+
+
+def _cheapest(group: Group) -> Iterator[str]:
+    """The cheapest on demand, and at spot where that is published."""
+    cheapest, at_spot = group.cheapest, group.cheapest_at_spot
+    if cheapest is None:
+        held = any(card.holds_it for card in group.cards)
+        why = NO_PRICE if group.fastest else "no formula knows the speed" if held else "none surely fits"
+        yield f"cheapest: {DASH} ({why})"
+    else:
+        rivals = _rivals(group.rivals(cheapest, usd_interval))
+        yield f"cheapest: {cheapest.device.name}, {fmt_usd(cheapest.usd)}{rivals}"
+    if at_spot is not None and at_spot.spot is not None:
+        rivals = _rivals(group.rivals(at_spot, spot_interval))
+        usd = f"{fmt_usd(at_spot.spot_usd)} ({at_spot.spot.provider})"
+        yield f"cheapest at spot: {at_spot.device.name}, {usd}{rivals}"
 
 
 def _rivals(names: tuple[str, ...]) -> str:
@@ -304,23 +313,26 @@ def _escaped(text: str) -> str:
     return re.sub(r"([\\|`*~$\[\]])", r"\\\1", html.escape(text, quote=False))
 
 
-def _render(comparison: Comparison, today: date, template: str) -> str:
+def _view(comparison: Comparison, today: date) -> Data:
+    """Everything that the templates read."""
     functions = {"heading": heading, "workload": workload_text, "verdicts": verdicts, "cells": cells}
+    numbers = [column for column in COLUMNS if column.table in ("speed", "cost")]
+    texts = [column for column in COLUMNS if column not in numbers]
+    values = {"comparison": comparison, "today": today, "columns": COLUMNS, "fits": FITS, "drawn": {}}
+    values["glossary"] = answer_glossary(column.title for column in COLUMNS)
+    return functions | values | {"how_estimated": how_estimated(comparison), "tables": (numbers, [COLUMNS[0], *texts])}
+
+
+def as_markdown(comparison: Comparison, today: date) -> str:
+    """A table for each group, and sentences."""
     pages = environment("autotune.report")
     pages.filters["markdown"] = _escaped
-    return pages.get_template(template).render(
-        functions,
-        comparison=comparison,
-        today=today,
-        columns=COLUMNS,
-        how_estimated=how_estimated(comparison),
-        fits=FITS,
-    )
+    return pages.get_template("comparison.md.j2").render(_view(comparison, today))
 
 
 FORMATS: dict[str, Callable[[Comparison, date], str]] = {
-    "markdown": partial(_render, template="comparison.md.j2"),
+    "markdown": as_markdown,
     "csv": as_csv,
-    "html": partial(_render, template="comparison.html.j2"),
+    "html": lambda comparison, today: page("comparison.html.j2", _view(comparison, today)),
     "json": lambda comparison, today: json.dumps(comparison_data(comparison), indent=2) + "\n",
 }

@@ -4,6 +4,7 @@ import statistics
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from autotune.catalog import ModelSpec
@@ -37,8 +38,10 @@ LINES = (  # of the parallel coordinates: group, name, colour, opacity; the fast
 )
 METHOD_MARKERS = {"full": (ACCENT, "square"), "lora": (BLUE, "circle"), "qlora": (PURPLE, "diamond")}
 SERIES = (BLUE, ACCENT, PURPLE, YELLOW, GREY, PALE_BLUE)
-DASHES = ("solid", "dash", "dot")
+DASHES = ("solid", "dash")
 LONG_S = 900.0  # a longer time axis is in minutes
+FAR = 15  # times the slowest
+NARROW = 20  # of a label beside a figure that needs its width
 WRAP = 26  # characters of a bar's name on one line: a phone shows a few more
 EDGE = 1.5  # of the limit; a farther miss is drawn at the edge, so that it does not squeeze the rest
 
@@ -268,52 +271,66 @@ def trainable(made: Trainable) -> dict[str, Any] | None:
         )
     last = max(at for at, _ in rows)
     figure.update_yaxes(tickvals=list(range(len(names))), ticktext=names, range=[last + 0.6, -0.6], showgrid=False)
-    figure.update_xaxes(type="log", tickformat="~s", dtick="D2")
+    speeds = [entry.tokens_per_s or 0.0 for _, entry in rows]
+    labelled = 1 if max(speeds) > FAR * min(speeds) else "D2"  # 1, 10, 100, or 1, 2, 5, 10: a phone has room for few
+    figure.update_xaxes(type="log", tickformat="~s", dtick=labelled, minor={"dtick": "D2", "showgrid": True})
     return finish(figure, x="useful tokens/s", height=90 + 34 * (last + 1))
 
 
 def _sized(model: ModelSpec) -> str:
-    return escape(model.short if model.params is None else f"{model.short}, {model.params / 1e9:.3g} B")
+    name = model.short if model.params is None else f"{model.short}, {model.params / 1e9:.3g}\u00a0B"
+    return "<br>".join(map(escape, textwrap.wrap(name, NARROW)))
 
 
 def sizes(costs: Sequence[SizeCost]) -> dict[str, Any] | None:
-    """USD on demand of each number of examples, a line for each card with a price, on log axes."""
-    figure = empty()
-    priced = [one for one in costs if one.usd is not None]
-    for number, card in enumerate(dict.fromkeys(one.card for one in priced)):
-        own = [one for one in priced if one.card == card]
-        usd = [one.usd or 0.0 for one in own]
-        figure.add_scatter(
-            x=[one.examples for one in own],
-            y=usd,
-            mode="lines+markers",
-            line={"color": SERIES[number % len(SERIES)], "dash": DASHES[number // len(SERIES) % len(DASHES)]},
-            error_y=_errors(usd, [(one.usd_low or 0.0, one.usd_high or 0.0) for one in own]),
-            hovertext=[f"{escape(card)}<br><b>{fmt_usd(one.usd)}</b>, {fmt_hours(one.hours)}" for one in own],
-            name=escape(card),
-        )
-    if not priced:
+    """USD of each number of examples on log axes, a line for each card with a price, and a dotted one for its spot."""
+    figure, cards = empty(), list(dict.fromkeys(one.card for one in costs))
+    on_demand = [(one, one.usd, (one.usd_low, one.usd_high)) for one in costs]
+    at_spot = [(one, one.usd_spot, (one.usd_spot_low, one.usd_spot_high)) for one in costs]
+    for card, (rows, how) in product(cards, ((on_demand, ""), (at_spot, " at spot"))):
+        own = [(one, usd, (low or 0.0, high or 0.0)) for one, usd, (low, high) in rows if one.card == card and usd]
+        number, name, usds = cards.index(card), f"{escape(card)}{how}", [usd for _, usd, _ in own]
+        dash = "dot" if how else DASHES[number // len(SERIES) % len(DASHES)]
+        if own:
+            figure.add_scatter(
+                x=[one.examples for one, _, _ in own],
+                y=usds,
+                mode="lines+markers",
+                line={"color": SERIES[number % len(SERIES)], "dash": dash},
+                marker={"symbol": "circle-open" if how else "circle"},
+                error_y=_errors(usds, [interval for _, _, interval in own]),
+                hovertext=[f"{name}<br><b>{fmt_usd(usd)}</b>, {fmt_hours(one.hours)}" for one, usd, _ in own],
+                name=name,
+            )
+    if not figure.data:
         return None
-    figure.update_xaxes(type="log", tickvals=sorted({one.examples for one in priced}), tickformat=",")
+    figure.update_xaxes(type="log", tickvals=sorted({one.examples for one in costs}), tickformat=",")
     figure.update_yaxes(type="log", tickformat="$~g", dtick="D2")
-    return finish(figure, x="examples", y="USD, on demand", height=430)
+    return finish(figure, x="examples", y="USD", height=430)
 
 
 def buying(bought: Sequence[Bought], group: Group) -> dict[str, Any] | None:
-    """USD by hours of use of the card to buy, and of renting the cheapest for the same work; None if it never pays."""
-    best, cheapest = next(iter(bought), None), group.cheapest
+    """USD by hours of use of the card to buy, and of renting the cheapest for the same work, on demand and at spot.
+
+    None if it pays against neither.
+    """
+    best, cheapest, at_spot = next(iter(bought), None), group.cheapest, group.cheapest_at_spot
     own = next((card for card in group.cards if best and card.device.name == best.card), None)
-    if best is None or best.pays_after_hours is None or cheapest is None or cheapest.usd is None:
+    after = [hours for hours in (best.pays_after_hours, best.pays_after_hours_at_spot) if hours] if best else []
+    if best is None or own is None or own.cost is None or not after:
         return None
-    assert own is not None and own.cost is not None
-    figure, hours = empty(), [0.0, best.pays_after_hours, 2 * best.pays_after_hours]
-    rate = cheapest.usd / own.cost.full_run_hours
-    lines = {
-        f"{best.card} bought": ([best.usd + hour * best.electricity_usd_per_hour for hour in hours], ACCENT),
-        f"{cheapest.device.name} rented for the same work": ([hour * rate for hour in hours], BLUE),
-    }
-    for name, (usd, colour) in lines.items():
-        figure.add_scatter(x=hours, y=usd, mode="lines", line={"color": colour, "width": 2}, name=escape(name))
+    figure, hours = empty(), [0.0, 1.5 * max(after)]
+    lines = [(f"{best.card} bought", best.usd, best.electricity_usd_per_hour, ACCENT, "solid")]
+    if cheapest is not None and cheapest.usd is not None:
+        rate = cheapest.usd / own.cost.full_run_hours
+        lines.append((f"{cheapest.device.name} rented for the same work", 0.0, rate, BLUE, "solid"))
+    if at_spot is not None and at_spot.spot_usd is not None:
+        rate = at_spot.spot_usd / own.cost.full_run_hours
+        lines.append((f"{at_spot.device.name} at spot", 0.0, rate, BLUE, "dot"))
+    for name, at_once, rate, colour, dash in lines:
+        usd = [at_once + hour * rate for hour in hours]
+        line = {"color": colour, "width": 2, "dash": dash}
+        figure.add_scatter(x=hours, y=usd, mode="lines", line=line, name=escape(name))
     figure.update_yaxes(tickformat="$,.0f", rangemode="tozero")
     figure.update_xaxes(tickformat=",.0f")
     return finish(figure, x=f"hours of use of {best.card}", y="USD", height=330)

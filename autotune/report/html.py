@@ -4,8 +4,10 @@ Autoescape is on; the only text marked safe is plotly.js and JSON without any `<
 """
 
 import json
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autotune.catalog import describe_price
@@ -54,12 +56,12 @@ def render(summary: StudySummary, out_dir: str) -> str:
 
 
 def page(template: str, view: dict[str, Any]) -> str:
-    """A page about studies; `view` is all that its template reads."""
+    """A page; `view` is all that its template reads. Names in its `glossary`, if it has one, lead to their meanings."""
     pages = environment("autotune.report")
     pages.filters |= {
         "text": infos.value_text,
         "breaks": breaks,
-        "term": term,
+        "term": partial(term, explained={name.casefold() for name in view.get("glossary", ())}),
         "place": place,
         "missed": missed,
         "learned": describe.learned,
@@ -138,11 +140,10 @@ def place(name: str) -> str:
     return f"term-{dashed(name)}"
 
 
-def term(name: str) -> "Markup":
-    """The name of a term or a knob as a link to what it means; plain text where the page does not explain it."""
+def term(name: str, explained: Collection[str]) -> "Markup":
+    """The name of a term or a knob as a link to what it means; plain text where it is not among those explained."""
     from markupsafe import Markup
 
-    explained = {known.casefold() for known in glossary()}
     link = Markup('<a class="term" href="#{}">{}</a>')
     return link.format(place(name), breaks(name)) if name.casefold() in explained else breaks(name)
 
@@ -151,6 +152,13 @@ def glossary() -> dict[str, str]:
     """What each term means, and what each knob is."""
     terms: dict[str, str] = load_data("autotune.report", "terms")
     return terms | {name: knob.description for name, knob in KNOBS.items()}
+
+
+def answer_glossary(words: Iterable[str]) -> dict[str, str]:
+    """What those of the words mean that tables of answers explain."""
+    terms: dict[str, str] = load_data("autotune.report", "answer_terms")
+    known = {word.casefold() for word in words}
+    return {name: meaning for name, meaning in terms.items() if name.casefold() in known}
 
 
 def script_json(data: Any) -> "Markup":

@@ -194,9 +194,11 @@ def _gpu_plan() -> Any:
 
 
 def _compare() -> Any:
-    ranged = {f"{name}{end}": Number for name in ("tokens_per_s", "hours", "usd") for end in ("", "_low", "_high")}
+    ranged = {
+        f"{name}{end}": Number for name in ("tokens_per_s", "hours", "usd", "usd_spot") for end in ("", "_low", "_high")
+    }
     texts = ("own_card", "memory_by", "configuration", "evidence", "calibrated", "provider", "price_as_of")
-    numbers = ("need_gib", "limit_gib", "guides_need_gib", "relative_speed", "usd_spot", "usd_per_1000_samples")
+    numbers = ("need_gib", "limit_gib", "guides_need_gib", "relative_speed", "usd_per_1000_samples")
     usd = ("kwh_at_most", "usd_per_hour", "usd_per_day", "usd_per_week", "spot_usd_per_hour")
     card = _form(
         "Card",
@@ -352,6 +354,7 @@ def _nodes() -> Any:
         read_at=Text,
         config=Data | None,
         apart=list[str],
+        unmeasured=Text,
         performance=speed,
         memory=_form("NodeMemory", unit=Literal["GiB"], **gib),
         card=_form("NodeCard", throttle_reasons=list[str], **told),

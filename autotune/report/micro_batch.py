@@ -1,5 +1,7 @@
 """What a profiled micro batch says, as tables and figures: by class of kernel, by part, at best, and the host."""
 
+from collections.abc import Iterator
+
 from autotune.core.micro_profile import KernelClass, MicroBatchProfile, Part, Stage
 from autotune.core.units import DASH, fmt_count, fmt_seconds
 from autotune.planning.micro_batch import HostNeed, ProfileReport
@@ -18,17 +20,43 @@ def profile_answer(report: ProfileReport) -> Answer:
     drawn = figures.micro_batch(report)
     return Answer(
         title=f"A micro batch of {report.study}: {report.config.label()}",
+        found=tuple(_found(report)),
         notes=tuple(_notes(report, what)),
         tables=(*tables, _host(report.needs)),
         figures={f"Time of its {what}s by part of the model and stage": drawn} if drawn else {},
     )
 
 
+def _found(report: ProfileReport) -> Iterator[str]:
+    """Where most of the time goes, what is lost, and what of the machine is short."""
+    work = report.profile.micro_work
+    total = sum(one.seconds for one in work) or 1.0
+    took = {part: sum(one.seconds for one in work if one.part is part) for part in {one.part for one in work}}
+    most = sorted(took, key=lambda part: -took[part])[:2]
+    named = (f"{part or HIDDEN} ({took[part] / total:.0%})" for part in most)
+    yield f"What takes the most time: {', then '.join(named)}."
+    lost = {one.work: one.lost_s for one in report.bounds} | (
+        {"a GPU that waits": report.idle_s} if report.idle_s else {}
+    )
+    known = {where: seconds for where, seconds in lost.items() if seconds is not None}
+    if len(known) == len(lost):
+        where = max(known, key=lambda where: known[where])
+        of = f"{fmt_seconds(known[where])} of a micro batch of {fmt_seconds(_whole_s(report))}"
+        yield f"Where the most is lost against what this device reaches at best: {where}, {of}."
+    if short := [need.part for need in report.needs if need.suffices is False]:
+        yield f"The run needs more of the machine than is here: {', '.join(short)}."
+
+
+def _whole_s(report: ProfileReport) -> float:
+    """What shares of a micro batch are of: on a CPU, what it took while profiled."""
+    return report.profile.micro_s if report.profile.on_gpu else report.profile.profiled_s
+
+
 def _notes(report: ProfileReport, what: str) -> list[str]:
     profile, micro_s = report.profile, report.profile.micro_s
     notes = [
         f"{profile.rows} rows of {profile.length:,} tokens take {fmt_seconds(micro_s)} when they are not profiled, and "
-        f"took {fmt_seconds(profile.profiled_s)} profiled, since that slows the host."
+        f"took {fmt_seconds(profile.profiled_s)} profiled{', which slows the host' * (profile.profiled_s > micro_s)}."
     ]
     if report.idle_s is None:
         notes.append("This is a CPU: what is divided are its operators, by the time that each took while profiled.")
@@ -92,8 +120,8 @@ def _by_part(profile: MicroBatchProfile) -> Table:
 
 
 def _at_best(report: ProfileReport) -> Table:
-    """With the share of the micro batch that is lost; on a CPU, of what it took while profiled."""
-    whole_s = report.profile.micro_s if report.profile.on_gpu else report.profile.profiled_s
+    """With the share of the micro batch that is lost."""
+    whole_s = _whole_s(report)
     columns = {"work": "left"} | dict.fromkeys(("took", "at best", "lost", "share", "TFLOP", "GB moved"), "right")
     rows = [
         (

@@ -4,7 +4,7 @@ Probes that were stored before they named their node are those of one node witho
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ class Node:
     `num_failed` counts probes that failed for other reasons than memory. `config` is what the reading measured, which
     was at `read_at`. `variation` is the relative standard deviation of the timed micro batches; `relative_speed` is to
     the median of the others. `apart` says how the node differs from that, and is empty where it does not, or where
-    there are no others.
+    there are no others. `unmeasured` says why there is no reading, and is None where there is one.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Node:
     relative_speed: float | None = None
     cost_per_1000_samples_usd: float | None = None
     apart: tuple[str, ...] = ()
+    unmeasured: str | None = None
 
     @property
     def host(self) -> str:
@@ -81,6 +82,7 @@ def nodes_of(task: Task, stored: "Sequence[StoredProbe]") -> tuple[Node, ...]:
             else None,
             last_seen=max((one.started_at for one in results if one.started_at), default=None),
             apart=tuple(apart),
+            unmeasured=None if own else _why_unmeasured(results, {baseline} if baseline else set(task.baselines)),
         )
         found.append(_measured(node, latest[name], task))
     return tuple(found)
@@ -91,6 +93,16 @@ def _baseline(task: Task, results: Sequence[ProbeResult]) -> TrainConfig | None:
     read = [one.config for one in results if one.rung is Rung.NODE]
     whole = {one.config for one in results if _is_whole(one)}
     return next(iter(read), None) or next((config for config in task.baselines if config in whole), None)
+
+
+def _why_unmeasured(results: Sequence[ProbeResult], baselines: Collection[TrainConfig]) -> str:
+    """Why a node has no reading of the baseline: how its last probe of it ended, or that there was none."""
+    last = next((one for one in reversed(results) if one.config in baselines), None)
+    if last is None:
+        return "no probe of the baseline ran here"
+    if last.outcome in (Outcome.OK, Outcome.SLOW):
+        return "only a few layers of the baseline were probed here"
+    return f"the baseline failed here: {last.reason or last.outcome}"
 
 
 def _is_whole(result: ProbeResult) -> bool:
@@ -139,6 +151,7 @@ def node_data(node: Node, task: Task) -> dict[str, Any]:
         "read_at": node.read_at,
         "config": node.config and node.config.as_dict(),
         "apart": list(node.apart),
+        "unmeasured": node.unmeasured,
         "performance": {
             "samples_per_second": speed and speed.samples_per_second,
             "tokens_per_second": speed and speed.tokens_per_second,

@@ -1,5 +1,6 @@
 """A headless Chromium that tests control through its debugging pipe, without further packages."""
 
+import base64
 import json
 import os
 import shutil
@@ -50,11 +51,30 @@ class Page:
     def open(self, url: str) -> None:
         self._ask("Page.navigate", url=url)
 
+    def screen(self, width: int, height: int, *, dark: bool = False, scale: float = 1.0) -> None:
+        """Show what follows on a screen of so many CSS pixels, in light or dark colours."""
+        size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
+        self._ask("Emulation.setDeviceMetricsOverride", **size)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._ask("Emulation.setEmulatedMedia", features=[scheme])
+
+    def picture(self, file: Path, *, whole: bool = False) -> None:
+        """Write what the screen shows, or the whole page, as a PNG."""
+        answer = self._ask("Page.captureScreenshot", captureBeyondViewport=whole)
+        file.write_bytes(base64.b64decode(answer["data"]))
+
     def run(self, script: str) -> Any:
         """Evaluate a JavaScript expression, await it, and return its value."""
         answer = self._ask("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
+
+    def wait(self, condition: str) -> None:
+        """Wait until a JavaScript expression is true."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not self.run(condition):
+            assert time.monotonic() < deadline, condition
+            time.sleep(0.05)
 
     def text(self, *expected: str) -> str:
         """Wait until the page shows all expected strings and return its text."""

@@ -162,7 +162,7 @@ def test_cards_with_overlapping_intervals_are_rivals() -> None:
 def test_an_unknown_price_is_a_dash_and_never_nothing() -> None:
     held = group(entry("l4", 1, None))
     shown = cells(held, held.cards[0], TODAY)
-    assert [shown[name] for name in ("USD (80 %)", "USD at spot", "USD/1,000 samples")] == [DASH] * 3
+    assert [shown[name] for name in ("USD (80 %)", "USD at spot (80 %)", "USD/1,000 samples")] == [DASH] * 3
     assert (
         card_data(held, held.cards[0])["usd"] is None
         and shown["price"] == "– (no price is known)"
@@ -550,7 +550,7 @@ def test_a_hostile_directory_through_the_command(tmp_path: Path) -> None:
     for form in ("table", "markdown", "csv", "html", "json"):
         result = run("--gpus", "l4", "--format", form, model=str(name))
         assert result.exit_code == 0, result.output
-        assert ("<script>" in result.stdout) is (form in ("table", "csv", "json"))
+        assert ("[bold]<script>" in result.stdout) is (form in ("table", "csv", "json"))
         assert form != "table" or "[bold]<script>|=cmd: default" in result.stdout
 
 

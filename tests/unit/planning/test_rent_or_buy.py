@@ -44,7 +44,11 @@ def test_a_size_costs_what_a_plan_of_so_many_examples_does(made: Comparison) -> 
         assert (found.usd, found.usd_low) == pytest.approx((cost.full_run_usd, (cost.interval_usd or (0,))[0]))
         assert (found.hours_low, found.hours_high) == pytest.approx(cost.interval_hours)
     assert costs["h100-sxm", 10_000].usd_spot == pytest.approx(costs["h100-sxm", 10_000].hours * 1.62)
-    assert costs["rtx-4090", 10_000].usd_spot is None
+    at_spot = costs["h100-sxm", 10_000]
+    assert (at_spot.usd_spot_low, at_spot.usd_spot_high) == pytest.approx(
+        (at_spot.hours_low * 1.62, at_spot.hours_high * 1.62)
+    )
+    assert costs["rtx-4090", 10_000].usd_spot is costs["rtx-4090", 10_000].usd_spot_low is None
     a2 = costs["a2", 10_000]
     assert a2.hours > 0 and a2.usd is a2.usd_low is a2.usd_high is a2.usd_spot is None
 
@@ -62,6 +66,22 @@ def test_when_a_card_pays(made: Comparison) -> None:
     assert best.rented == cheapest.device.name
     assert best.pays_after_hours == pytest.approx(runs * own.cost.full_run_hours)
     assert best.pays_after_months == pytest.approx(best.pays_after_hours / 20 / WEEKS_PER_MONTH)
+
+
+def test_when_a_card_pays_against_spot(made: Comparison) -> None:
+    group = made.groups[0]
+    best, own, at_spot = purchases(group, PURSE)[0], group.cards[0], group.cheapest_at_spot
+    assert at_spot is not None and at_spot.spot_usd is not None and at_spot.spot is not None and own.cost is not None
+    assert at_spot.spot_usd == min(card.spot_usd for card in group.cards if card.spot_usd is not None)
+    runs = best.usd / (at_spot.spot_usd - own.cost.full_run_hours * 0.135)
+    assert best.rented_at_spot == at_spot.device.name
+    assert best.pays_after_hours_at_spot == pytest.approx(runs * own.cost.full_run_hours)
+    assert best.pays_after_months_at_spot == PURSE.months(best.pays_after_hours_at_spot)
+    assert best.spot_usd_per_hour is best.pays_after_hours_against_its_spot is None  # nobody publishes it
+    card = purchases(group, replace(PURSE, budget_usd=1e5))
+    priced = next(one for one in card if one.spot_usd_per_hour is not None)
+    saved = priced.spot_usd_per_hour - priced.electricity_usd_per_hour if priced.spot_usd_per_hour else 0.0
+    assert priced.pays_after_hours_against_its_spot == (pytest.approx(priced.usd / saved) if saved > 0 else None)
 
 
 def test_dear_electricity_never_pays_and_no_price_is_unknown(made: Comparison) -> None:
@@ -120,7 +140,11 @@ def test_the_command_has_sizes_by_default() -> None:
     assert result.exit_code == 0, result.output
     assert "Cost by size" in result.stdout and "Rent or buy" not in result.stdout
     rows = [line for line in result.stdout.splitlines() if line.startswith("│ h100-sxm ")]
-    assert [size for size in ("10,000", "50,000", "100,000") if any(f" {size} " in row for row in rows)] != []
+    titles = [f"{size} examples" for size in ("10,000", "50,000", "100,000")]
+    assert set(titles) <= {line.strip() for line in result.stdout.splitlines()} and len(rows) == 6
+    assert "Cheapest on demand for 100,000 examples: " in result.stdout
+    assert "Cheapest at spot for 100,000 examples: h100-sxm, " in result.stdout
+    assert "the cloud may take the GPU back" in result.stdout
     assert any("$64.56" in row and "$451.92" in row and "$1.62 (verda" in row for row in rows)
 
 
@@ -128,9 +152,9 @@ def test_the_command_says_what_to_buy(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     result = run("--gpus", "rtx-4090,rtx-3090", "--buy", "2000", "--electricity", "0.2", "--html", str(file))
     assert result.exit_code == 0, result.output
-    assert "buy rtx-4090, the fastest for at most $2,000.00" in result.stdout and "$0.20 a kWh" in result.stdout
+    assert "Buy rtx-4090, the fastest for at most $2,000.00" in result.stdout and "$0.20 a kWh" in result.stdout
     page = file.read_text(encoding="utf-8")
-    assert "<title>Rent or buy – autotune</title>" in page and page.count("data-figure=") == 2
+    assert "<title>Rent or buy: Qwen2.5-1.5B, default – autotune</title>" in page and page.count("data-figure=") == 2
 
 
 def test_the_command_as_json() -> None:

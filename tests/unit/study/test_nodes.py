@@ -14,6 +14,7 @@ from autotune.core.errors import UsageError
 from autotune.core.probe_types import Outcome, ProbeResult, Rung, Telemetry
 from autotune.core.train_config import TrainConfig
 from autotune.problem.performance import performance
+from autotune.report.answer import nodes_answer
 from autotune.study.nodes import UNNAMED, Node, node_data, nodes_of
 from autotune.study.session import read_nodes
 from autotune.study.storage.location import stored_out
@@ -80,12 +81,26 @@ def test_the_latest_reading_counts_and_one_that_fails_is_apart() -> None:
     assert found["b:1:1"].apart == ()
     failed = found["c:1:1"]
     assert failed.apart == ("the baseline fails here: no room",) and failed.performance is None
+    assert failed.unmeasured == "the baseline failed here: no room" and found["b:1:1"].unmeasured is None
     crashed = named(read("a:1:1"), read("a:1:1", outcome=Outcome.CRASH, rung=Rung.FULL, reason="it broke"))["a:1:1"]
     assert (crashed.num_probes, crashed.num_failed, failed.num_failed) == (2, 1, 0)
     data = node_data(failed, TASK)
     assert data["config"] is data["read_at"] is data["performance"]["relative_to_others"] is None
     assert data["performance"]["tokens_per_second"] is data["memory"]["peak_during_training"] is None
     assert data["cost"]["cost_per_1000_samples_usd"] is None and data["performance"]["evidence"] is None
+
+
+def test_what_was_not_measured_has_a_reason() -> None:
+    other = StoredProbe(trial=1, result=result(replace(BASELINE, lora_rank=64), node="c:1:1"))
+    rows = read("a:1:1", rung=Rung.FULL, outcome=Outcome.OOM, reason="out of memory in forward"), other
+    found = named(*rows, read("d:1:1", rung=Rung.SHALLOW))
+    assert [found[name].unmeasured for name in ("a:1:1", "c:1:1", "d:1:1")] == [
+        "the baseline failed here: out of memory in forward",
+        "no probe of the baseline ran here",
+        "only a few layers of the baseline were probed here",
+    ]
+    node = replace(found["a:1:1"], apart=())
+    assert "not measured: the baseline failed here: out of memory in forward" in str(nodes_answer([node], TASK))
 
 
 def test_probes_of_earlier_versions_have_no_name() -> None:
