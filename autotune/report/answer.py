@@ -159,14 +159,15 @@ def costs_answer(made: Comparison, sizes: Sequence[int], purse: Purse | None, to
     for group in made.groups:
         costs = size_costs(group, sizes)
         own = [_prices_table(group, today), *(_size_table(costs, examples) for examples in sizes)]
-        named = {"USD by number of examples, on demand and at spot, with 80 % intervals": figures.sizes(costs)}
-        sentences = list(_cheapest(costs, max(sizes)))
+        named, sentences = {}, []
         if purse is not None:
             bought = purchases(group, purse)
             own += [_buying_table(bought, purse), _paying_table(bought, purse)]
             named["USD by hours of use, bought and rented"] = figures.buying(bought, group)
             sentences += buying_sentences(bought, purse)
             notes.append(_buying_basis(purse))
+        sentences += _cheapest(costs, max(sizes))
+        named["USD by number of examples, on demand and at spot, with 80 % intervals"] = figures.sizes(costs)
         prefix = f"{heading(group)}: " * (len(made.groups) > 1)
         tables += [replace(table, title=prefix + table.title) for table in own]
         drawn |= {prefix + name: figure for name, figure in named.items() if figure}
@@ -322,14 +323,14 @@ def nodes_answer(nodes: Sequence[Node], task: Task) -> Answer:
     drawn = figures.nodes(nodes)
     return Answer(
         title=f"Nodes of {task.study}",
-        found=tuple(_apart(nodes)),
+        found=tuple(_apart(nodes, timed=task.device.kind != "cpu")),
         notes=tuple(notes),
         tables=(_node_speeds(nodes), _node_memory(nodes), _node_probes(nodes)),
         figures={"Tokens/s of the baseline, with the range of the timed steps": drawn} if drawn else {},
     )
 
 
-def _apart(nodes: Sequence[Node]) -> Iterator[str]:
+def _apart(nodes: Sequence[Node], *, timed: bool) -> Iterator[str]:
     """A sentence for each node that is apart, was slowed down or not measured; one where there is none."""
     quiet = True
     for node in nodes:
@@ -341,7 +342,8 @@ def _apart(nodes: Sequence[Node]) -> Iterator[str]:
             quiet = False
             yield f"{node.name}{' is apart' if node.apart else ''}: {'; '.join(reasons)}"
     if quiet and len(nodes) > 1:
-        yield f"None of the {len(nodes)} nodes is apart from the others."
+        by = "" if timed else " in memory, which is all that is compared on a CPU"
+        yield f"None of the {len(nodes)} nodes is apart from the others{by}."
 
 
 def _node_speeds(nodes: Sequence[Node]) -> Table:

@@ -100,16 +100,15 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
     if made_of := describe.factors(summary.decomposition):
         speedup += f"; {made_of}"
     usd = describe.usd_range(cost) if cost.interval_usd else "no price is known"
-    # A duration is not broken across lines.
-    hours = describe.hours_range(cost).replace(" ", "\u00a0").replace("\u00a0to\u00a0", " to ")
-    time = f"{hours}; {cost.num_steps:,} steps of {text['optimizer step']}"
+    hours = " to ".join(map(_unbroken, describe.hours_range(cost).split(" to ")))
+    time = f"{hours}; {cost.num_steps:,} steps of {_unbroken(text['optimizer step'])}"
     if cost.startup_s is not None:
-        time += f"; about {fmt_seconds(cost.startup_s)} more to start"
+        time += f"; about {_unbroken(fmt_seconds(cost.startup_s))} more to start"
     if between := describe.pauses(cost):
         time += f"; {' and '.join(between)} included"
     mfu = "" if winner.performance.mfu is None else f"; MFU {winner.performance.mfu:.0%}"
     useful = f"without padding and cut-off tokens{trained_on(recipe)}{mfu}"
-    free = f"{text['free below the limit']} free of a limit of {text['limit']}"
+    free = f"{text['free below the limit']} free of a limit of {_unbroken(text['limit'])}"
     free += "" if recipe.example_gib is None else " on an example card"
     search = f"{len(summary.trials):,} trials in {fmt_seconds(summary.wall_seconds)}"
     rows = (
@@ -126,6 +125,11 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
         ("Cost of this search", fmt_usd(summary.search_usd), search, Evidence.MEASURED),
     )
     return tuple(Stat(label=label, value=value, note=note, evidence=kind) for label, value, note, kind in rows)
+
+
+def _unbroken(text: str) -> str:
+    """A number with its unit, which stay on one line."""
+    return text.replace(" ", "\u00a0")
 
 
 def breaks(text: str) -> "Markup":

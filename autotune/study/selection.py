@@ -485,7 +485,7 @@ def _made_up(task: Task) -> str:
     parts = [] if task.example_gib is None else [f"{fmt_gib(task.example_gib)} (--memory-gib)"]
     if task.price is not None and task.price.provider == EXAMPLE:
         parts.append(f"{fmt_usd(task.price.usd_per_hour)}/h (--price)")
-    return f"{' and '.join(parts)} are made up" if parts else ""
+    return f"{' and '.join(parts)} {'are' if len(parts) > 1 else 'is'} made up" if parts else ""
 
 
 def _assumed_examples(workload: Workload) -> list[str]:

@@ -52,16 +52,20 @@ class Page:
         self._ask("Page.navigate", url=url)
 
     def screen(self, width: int, height: int, *, dark: bool = False, scale: float = 1.0) -> None:
-        """Show what follows on a screen of so many CSS pixels, in light or dark colours."""
+        """Show what follows on a screen of so many CSS pixels, in light or dark colours, without scroll bars."""
         size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
         self._ask("Emulation.setDeviceMetricsOverride", **size)
+        self._ask("Emulation.setScrollbarsHidden", hidden=True)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._ask("Emulation.setEmulatedMedia", features=[scheme])
 
-    def picture(self, file: Path, *, whole: bool = False) -> None:
-        """Write what the screen shows, or the whole page, as a PNG."""
-        answer = self._ask("Page.captureScreenshot", captureBeyondViewport=whole)
-        file.write_bytes(base64.b64decode(answer["data"]))
+    def picture(self, file: Path, *, of: str | None = None) -> None:
+        """Write what the screen shows, or the whole element that a selector finds, as a PNG."""
+        clip: dict[str, Any] = {}
+        if of is not None:
+            box = f"(({{x, y, width, height}}) => ({{x, y: y + scrollY, width, height}}))({_box(of)})"
+            clip = {"clip": {**self.run(box), "scale": 1}, "captureBeyondViewport": True}
+        file.write_bytes(base64.b64decode(self._ask("Page.captureScreenshot", **clip)["data"]))
 
     def run(self, script: str) -> Any:
         """Evaluate a JavaScript expression, await it, and return its value."""
@@ -85,6 +89,10 @@ class Page:
                 return shown
             assert time.monotonic() < deadline, (expected, shown)
             time.sleep(0.1)
+
+
+def _box(selector: str) -> str:
+    return f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
 
 
 @contextmanager

@@ -1,0 +1,134 @@
+"""Take the pictures of a study: its report and its dashboard, from any database, and a terminal's last screen.
+
+    python benchmarks/pictures.py STUDY --storage sqlite:///runs/autotune.db
+
+They are README's, and those of `docs/reading-the-report.md`. What the report has no section for is left as it is. The
+terminal's is the last screen of a recording that `benchmarks/first_minutes.py` made. Chromium is needed, but no GPU.
+"""
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from common import ROOT
+from PIL import Image
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+from rich.text import Text
+
+from autotune.api import load_study
+from autotune.core.process import module_command
+from autotune.core.text import short_path
+from autotune.report.html import render
+
+sys.path.insert(0, str(ROOT))
+from tests.helpers.browser import CHROMIUM, Page, chromium
+
+IMAGES = ROOT / "docs" / "images"
+DESK, PHONE = (1280, 1010, 1.5), (390, 844, 2.0)  # width and height in pixels of CSS, and how many pixels each becomes
+# Of the report's pictures: the screen, whether it is dark, and the figure whose section is shown, if not the top.
+REPORT = {
+    "report": (DESK, False, None),
+    "report-dark": (DESK, True, None),
+    "report-phone": (PHONE, False, None),
+    "report-phone-dark": (PHONE, True, None),
+    "report-timeline": (DESK, False, "timeline"),
+    "report-cards": (DESK, False, "cards"),
+}
+DRAWN = "[...document.querySelectorAll('[data-figure]')].every(plot => plot.querySelector('.main-svg'))"
+NAMES = (*REPORT, "dashboard", "dashboard-trial", "terminal")
+RECORDING = ROOT / "docs" / "recordings" / "first-minutes-100.cast"
+
+
+@contextmanager
+def browser() -> Iterator[Page]:
+    """A browser with a profile of its own. Ends the program where there is none."""
+    if CHROMIUM is None:
+        raise SystemExit("chromium is not installed")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, chromium(Path(profile)) as page:
+        yield page
+
+
+def save(page: Page, file: Path, of: str | None = None) -> None:
+    """Write the screen, or the element that a selector finds, with at most 256 colours; print the path."""
+    page.picture(file, of=of)
+    Image.open(file).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)
+    print(file)
+
+
+def take(page: Page, html: Path, name: str, out: Path) -> None:
+    """One picture of a report."""
+    (width, height, scale), dark, figure = REPORT[name]
+    page.screen(width, height, dark=dark, scale=scale)
+    page.open(html.as_uri())
+    page.wait(f"document.readyState === 'complete' && {DRAWN}")
+    section = f"section:has([data-figure={figure}])"
+    if figure is None or page.run(f"document.querySelector('{section}') !== null"):
+        save(page, out / f"{name}.png", of=section if figure else None)
+    else:
+        print(f"{name}: the report has no such section")
+
+
+def take_terminal(page: Page, recording: Path, out: Path) -> None:
+    """What a recording's terminal shows at its end: all that follows the last move to its top."""
+    header, *frames = map(json.loads, recording.read_text(encoding="utf-8").splitlines())
+    shown = "".join(text for _, _, text in frames).rpartition("\x1b[H")[-1].replace("\r", "")
+    screen = Console(record=True, width=header["width"], file=io.StringIO())
+    screen.print(Text.from_ansi(f"$ {header['command']}\n\n{shown}"))
+    lines = screen.export_html(theme=MONOKAI, inline_styles=True, code_format="{code}")
+    html = out / "terminal.html"
+    look = "background: #111417; color: #e9ebee; font: 15px/1.4 monospace; display: inline-block; padding: 20px 26px"
+    html.write_text(f'<meta charset="utf-8"><body style="margin: 0"><pre style="margin: 0; {look}">{lines}</pre>')
+    page.screen(1280, 900, dark=True, scale=1.5)
+    page.open(html.as_uri())
+    page.wait("document.querySelector('pre') !== null")
+    save(page, out / "terminal.png", of="pre")
+    html.unlink()
+
+
+def take_dashboard(page: Page, study: str, storage: str, names: list[str], out: Path) -> None:
+    """The dashboard's first page, and the note of a trial that ran out of memory."""
+    arguments = [*module_command("autotune"), "dashboard", study, "--storage", storage, "--port", "0"]
+    failed = next((row.number for row in load_study(study, storage).summary.trials if row.outcome == "oom"), 0)
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        page.screen(1280, 1000, scale=1.5)
+        places = {"dashboard": (url, "Timeline"), "dashboard-trial": (f"{url}/trials?numbers={failed}", "Note")}
+        for name in names:
+            place, text = places[name]
+            page.open(place)
+            page.text(text)
+            page.run("new Promise(done => setTimeout(done, 2000))")  # its figures grow
+            save(page, out / f"{name}.png")
+        process.terminate()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study")
+    parser.add_argument("--storage", default="sqlite:///runs/autotune.db", metavar="URL")
+    parser.add_argument("--recording", type=Path, default=RECORDING, metavar="FILE")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("--out", type=Path, default=IMAGES, metavar="DIR")
+    args = parser.parse_args()
+    out, result = args.out.absolute(), load_study(args.study, args.storage)
+    with browser() as page, tempfile.TemporaryDirectory() as folder:
+        html = Path(folder) / "report.html"
+        html.write_text(render(result.summary, short_path(result.out)), encoding="utf-8")
+        for name in [name for name in args.only if name in REPORT]:
+            take(page, html, name, out)
+        if of_dashboard := [name for name in args.only if name.startswith("dashboard")]:
+            take_dashboard(page, args.study, args.storage, of_dashboard, out)
+        if "terminal" in args.only:
+            take_terminal(page, args.recording, out)
+
+
+if __name__ == "__main__":
+    main()

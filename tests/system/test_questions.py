@@ -1,0 +1,76 @@
+"""`docs/questions.md`: each command there answers its question, on small studies that really ran on the processors."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotune.report.json_forms import form_of
+from tests.system.test_end_to_end import autotune
+
+pytestmark = pytest.mark.probe
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = (ROOT / "docs" / "questions.md").read_text(encoding="utf-8")
+SECTIONS = re.findall(r"^## (.+?)\n\n```\n(.+?)```\n(.*?)(?=^## |\Z)", DOCUMENT, re.DOTALL | re.MULTILINE)
+COMMANDS = [(question, line) for question, block, _ in SECTIONS for line in block.splitlines() if "--live" not in line]
+SAYS = {  # what a reader looks for in the answer
+    "What does an hour of a GPU cost?": "a week",
+    "What can my card train?": "is the largest of these that surely fits",
+    "What does my run cost on each card?": "Cheapest on demand for ",
+    "Which card should I buy?": "Buy rtx-",
+    "Which node of my study is apart?": "apart from the others in memory",
+    "Where does the time of a micro batch go?": "What takes the most time: ",
+    "Which of two studies is better?": "against-another.html",
+}
+BESIDE = {"explain": "profile.html", "report": "against-another.html"}  # pages that are written beside a study
+FORMS = {"plan": "plan --gpu", "explain": "explain --profile", "status": "status --nodes"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with two studies: one by two processes, and one of all weights."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from questions import DEMO, SPACE, STUDY
+
+    sys.path.remove(str(ROOT / "benchmarks"))
+    folder = tmp_path_factory.mktemp("questions with a space")
+    (folder / "space.yaml").write_text(SPACE)
+    studies = (
+        (*STUDY, "--study", "study", "--workers", "2"),
+        (*DEMO, "--study", "another", "--trials", "2", "--budget", "5m"),
+    )
+    for arguments in studies:
+        ended = autotune(folder, *arguments)
+        assert ended.code == 0, ended.err
+    return folder
+
+
+def test_every_question_has_a_command_and_a_picture() -> None:
+    assert {question for question, _, _ in SECTIONS} == SAYS.keys()
+    assert len(SECTIONS) == len(re.findall(r"^## ", DOCUMENT, re.MULTILINE))
+    for question, _, text in SECTIONS:
+        assert "images/question-" in text or question == "What does an hour of a GPU cost?", question
+
+
+@pytest.mark.parametrize(("question", "line"), COMMANDS, ids=[line for _, line in COMMANDS])
+def test_the_command_answers_the_question(question: str, line: str, folder: Path) -> None:
+    words = {"STUDY": "study", "ANOTHER": "another", "12": "0"}
+    program, *arguments = [words.get(word, word) for word in shlex.split(line)]
+    assert program == "autotune"
+    ended = autotune(folder, *arguments)
+    assert ended.code == 0, ended.err
+    if "--json" not in arguments:
+        assert SAYS[question] in ended.out
+        if any(other == question and "--json" in words for other, words in COMMANDS):
+            return
+        ended = autotune(folder, *arguments, "--json")
+        assert ended.code == 0, ended.err
+    form_of(FORMS.get(arguments[0], arguments[0])).validate_json(ended.out)
+    if name := BESIDE.get(arguments[0]):
+        assert "data-figure=" in (folder / "runs" / "study" / name).read_text(encoding="utf-8")
+    if "--html" in arguments:
+        page = (folder / arguments[arguments.index("--html") + 1]).read_text(encoding="utf-8")
+        assert "<h1" in page and "data-figure=" in page
