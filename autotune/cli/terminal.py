@@ -1,15 +1,19 @@
 """What is printed: the names, configs and messages of other people can do nothing to the terminal.
 
 `guard` puts streams before stdout and stderr that show control characters as question marks. rich writes past them,
-since it colours and moves the cursor itself; `console` cleans each text before rich styles it.
+since it colours and moves the cursor itself; `console` cleans each text before rich styles it. What the encoding of a
+terminal or a pipe lacks is a hyphen for a dash, and a question mark for all else.
 """
 
+import codecs
+import io
 import json
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from autotune.core.text import printable_lines
+from autotune.core.units import DASH
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,10 +37,20 @@ class _Guarded:
         return getattr(self.unguarded, name)
 
 
+def _closest(error: UnicodeError) -> tuple[str, int]:
+    """What is written in place of characters that an encoding lacks."""
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start : error.end]
+    return "".join("-" if char == DASH else "?" for char in lacking), error.end
+
+
 def guard() -> None:
     """Guard stdout and stderr of this process."""
+    codecs.register_error("closest", _closest)
     for name in ("stdout", "stderr"):
         if not isinstance(stream := getattr(sys, name), _Guarded):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="closest")
             setattr(sys, name, _Guarded(stream))
 
 

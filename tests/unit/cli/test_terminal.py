@@ -1,6 +1,7 @@
 """No text of anybody's acts on the terminal: neither printed, nor styled by rich, nor in an error."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -64,3 +65,18 @@ def test_line_ends_and_tabs_pass_and_bytes_do_not(monkeypatch: pytest.MonkeyPatc
     assert sys.stdout.isatty() and sys.stdout.getvalue() == "a\tb\nc"  # type: ignore[attr-defined]
     with pytest.raises(TypeError):  # by which click tells a text stream
         sys.stdout.write(b"")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_what_an_encoding_lacks_ends_no_command(encoding: str, tmp_path: Path) -> None:
+    """A table has dashes where nothing is known, and lines that few encodings have."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "autotune", "plan", "--gpu", "rtx-3060-12gb"],
+        cwd=tmp_path,
+        capture_output=True,
+        check=False,
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+    )
+    assert ended.returncode == 0, ended.stderr
+    row = next(line for line in ended.stdout.decode(encoding).splitlines() if "Llama-3.1-405B" in line)
+    assert row.count("\u2013" if encoding == "cp1252" else " - ") == 2 and "?" not in row
