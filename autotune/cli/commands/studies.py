@@ -16,7 +16,7 @@ from autotune.core.errors import AutotuneError, UsageError
 from autotune.core.files import write_atomic
 from autotune.core.text import dashed
 from autotune.core.units import fmt_count, fmt_seconds
-from autotune.study.storage.location import existing_url, running_process
+from autotune.study.storage.location import existing_url, named_url, running_process
 
 if TYPE_CHECKING:
     from autotune.api import StudyResult
@@ -93,15 +93,21 @@ def _print_nodes(result: "StudyResult", *, json_dir: Path | None, html: Path | N
 def list_all(storage: Storage = None, json_: Json = False) -> None:
     """Print the studies of a database: what they tune, how far they are, and their best.
 
-    Raises UsageError if there is no database.
+    Raises UsageError if `storage` names a database that is not there.
     """
     from autotune.api import result_of
     from autotune.study.storage.optuna_storage import all_attributes
     from autotune.study.storage.study_record import StudyRecord
 
-    url = existing_url(storage)
     rows = []
-    for name, attributes in all_attributes(url).items():
+    try:
+        url = existing_url(storage)
+        found = all_attributes(url)
+    except UsageError:
+        if named_url(storage) is not None:
+            raise
+        url, found = "", {}  # where no study was begun, there is none to list
+    for name, attributes in found.items():
         try:
             record = StudyRecord.from_attributes(name, attributes)
             if record is not None:

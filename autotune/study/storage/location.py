@@ -19,7 +19,7 @@ LOCK = ".lock"  # in a study's directory, held by the process that runs it
 
 def storage_url(storage: str | None) -> str:
     """The database's URL: `storage`, else AUTOTUNE_STORAGE, else an SQLite file in runs/, which is created."""
-    named = _named(storage)
+    named = named_url(storage)
     if named is None:
         with write_errors(DEFAULT_ROOT.absolute()):
             DEFAULT_ROOT.mkdir(exist_ok=True)
@@ -30,13 +30,14 @@ def existing_url(storage: str | None) -> str:
     """The same URL, where nothing is created. Raises UsageError if there is no such SQLite file."""
     from autotune.study.storage.database import require_database, storage_errors
 
-    url = _named(storage) or DEFAULT_URL
+    url = named_url(storage) or DEFAULT_URL
     with storage_errors(url):
         require_database(url)
     return url
 
 
-def _named(storage: str | None) -> str | None:
+def named_url(storage: str | None) -> str | None:
+    """What the user named: `storage`, else AUTOTUNE_STORAGE, else None."""
     return os.environ.get("AUTOTUNE_STORAGE") if storage is None else storage
 
 
