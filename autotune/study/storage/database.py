@@ -261,7 +261,7 @@ def _sqlite_file(url: str) -> Path | None:
 def require_database(url: str) -> None:
     """Raises UsageError if there is no such SQLite file, which opening would create."""
     path = _sqlite_file(url)
-    if path is not None and not path.exists():
+    if url.startswith("sqlite") and (path is None or not path.exists()):
         raise UsageError(
             f"there is no database {public_url(url)}", remedy="start a study with `autotune run`, or name --storage"
         )
