@@ -46,7 +46,6 @@ LEVERS: dict[str, dict[str, Any]] = {
     "selective_50": {"checkpointing": "selective_50"},
     "selective_30": {"checkpointing": "selective_30"},
     "CUDA graphs": {"cuda_graphs": "micro_batch"},
-    "CUDA graphs, layers compiled": COMPILED | {"cuda_graphs": "micro_batch"},
     "fp8 base, layers compiled": COMPILED | {"quantization": "fp8"},
 }
 STEPS, LAST, ACCUMULATION, RATE = 50, 10, 2, 3e-3  # LAST: steps whose losses are averaged

@@ -39,7 +39,6 @@ GRAPHS: dict[str, dict[str, Any]] = {
     "1 x 512": {},
     "1 x 512, CUDA graphs": {"cuda_graphs": "micro_batch"},
     "1 x 512, compiled": {"compile": "per_layer"},
-    "1 x 512, compiled, CUDA graphs": {"compile": "per_layer", "cuda_graphs": "micro_batch"},
 }
 
 
@@ -60,25 +59,24 @@ def measure(rows: Rows, args: argparse.Namespace, until: float) -> None:
     """Measure levers with and without them, and check what they must not change."""
     device, folder = resolve_device(args.gpu), Path(tempfile.mkdtemp(prefix="autotune-bench-"))
     kind = "cpu" if device.kind == "cpu" else "cuda"
-    with WorkerProber(kind, folder) as prober:
-        fingerprint = to_data(prober.fingerprint)
-        for part, lever, model, config, memory_gib in cases(args):
-            if time.monotonic() < until and not rows.has(part=part, lever=lever, model=model, config=config.label()):
-                found = speed(prober, resolve_model(model), device, config, memory_gib)
-                rows.add({"part": part, "lever": lever, **found, "fingerprint": fingerprint})
-                table(rows.all[-1:], ["part", *COLUMNS])
-    if kind == "cuda" and not rows.has(part="gradients"):
-        for compiled in ("none", "per_layer"):
-            found = gradient_difference(replace(CONFIG, compile=compiled), torch.device("cuda"))
-            rows.add({"part": "gradients", "lever": f"CUDA graphs, compile {compiled}", **found})
-            print(rows.all[-1], flush=True)
+    if time.monotonic() < until:
+        with WorkerProber(kind, folder) as prober:
+            for part, lever, model, config, memory_gib in cases(args):
+                short = resolve_model(model).short
+                if time.monotonic() < until and not rows.has(part=part, model=short, config=config.label()):
+                    found = speed(prober, resolve_model(model), device, config, memory_gib)
+                    rows.add({"part": part, "lever": lever, **found, "fingerprint": to_data(prober.fingerprint)})
+                    table(rows.all[-1:], ["part", *COLUMNS])
+    if time.monotonic() < until and kind == "cuda" and not rows.has(part="gradients"):
+        rows.add({"part": "gradients", "lever": "CUDA graphs", **gradient_difference(CONFIG, torch.device("cuda"))})
+        print(rows.all[-1], flush=True)
     if time.monotonic() < until and not rows.has(part="losses"):
-        chosen = ["selective_30", "CUDA graphs", "CUDA graphs, layers compiled"] if args.first else None
+        chosen = ["selective_30", "CUDA graphs"] if args.first else None
         for row in loss_differences(torch.device(kind), levers=chosen):
             rows.add({"part": "losses", **row})
             print(rows.all[-1], flush=True)
     shown = [{key: value for key, value in row.items() if key != "fingerprint"} for row in rows.all]
-    save("lever_sides", from_data(Fingerprint, fingerprint), summarize(shown), shown, args.out)
+    save("lever_sides", from_data(Fingerprint, rows.all[0]["fingerprint"]), summarize(shown), shown, args.out)
     print(summarize(shown))
 
 
@@ -126,7 +124,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "selective_over_every_2_cap": ratio("cap", selective, "every_2"),
         "selective_over_every_2_long": ratio("long rows", selective, "every_2"),
         "graphs_over_none": ratio("graphs", ("1 x 512, CUDA graphs",), "1 x 512"),
-        "graphs_over_none_compiled": ratio("graphs", ("1 x 512, compiled, CUDA graphs",), "1 x 512, compiled"),
+        "graphs_over_compiled": ratio("graphs", ("1 x 512, CUDA graphs",), "1 x 512, compiled"),
         "graph_gradient_difference": largest("gradients", "gradient_difference"),
         "graph_loss_difference": largest("gradients", "loss_difference"),
         "loss_difference_max": largest("losses", "difference", without="fp8"),

@@ -30,6 +30,7 @@ from autotune.probe.supervisor import WorkerProber
 from autotune.problem.target import Target, find_target
 
 CARDS = {"24gb": "rtx-4090", "80gb": "auto"}
+CAPS_GIB = {"24gb": (20.0, 25.0), "80gb": (75.0, 85.0)}  # that belong to a mark
 KERNELS = ("sdpa", "sdpa_cudnn")  # torch's flash attention, as rows have any length, and cuDNN's
 TRIED_AT, FEW = 65_536, 2
 ROOM = 0.93  # of the limit: whole models need more than two layers and a line say, up to the allocator's last blocks
@@ -40,9 +41,8 @@ class Marks:
 
     def __init__(self, prober: WorkerProber, out: Path | None, earlier: Path | None) -> None:
         self.prober, self.out = prober, out
-        before = json.loads(earlier.read_text(encoding="utf-8")) if earlier else {"rows": [], "summary": {}}
+        before = json.loads(earlier.read_text(encoding="utf-8")) if earlier else {"rows": []}
         self.rows: list[dict[str, Any]] = before["rows"]
-        self.summary: dict[str, Any] = {"tokens_80gb": None, "tokens_24gb": None} | before["summary"]
 
     def run(self, asked: Longest, config: TrainConfig, cap_gib: float, depth: int | None = None) -> ProbeResult:
         """A probe of this configuration, kept as a row."""
@@ -58,9 +58,9 @@ class Marks:
         return result
 
     def write(self) -> None:
-        save("longest", self.prober.fingerprint, self.summary, self.rows, self.out)
+        save("longest", self.prober.fingerprint, summarize(self.rows), self.rows, self.out)
 
-    def mark(self, name: str, target: Target, tokens: int) -> None:
+    def mark(self, target: Target, tokens: int) -> None:
         """One real step with rows of so many tokens, or 3 % fewer, under the memory of the target."""
         cap_gib = target.memory_cap_gib(self.prober.memory_gib)
         limit_gib = memory_limit_gib(cap_gib, HEADROOM, taken_gib=CONTEXT_GIB)
@@ -72,10 +72,6 @@ class Marks:
         for length in (tokens, int(tokens * 0.97) // STEP * STEP):
             attempt = tried(self.run(asked, replace(config, seq_len=length), cap_gib))
             if attempt.outcome == Outcome.OK.value:
-                named = {"tokens": length, "step_s": attempt.step_s, "need_gib": attempt.need_gib}
-                named |= {"host_gib": asked.host_gib(replace(config, seq_len=length))}
-                self.summary |= {f"{key}_{name}": value for key, value in named.items()}
-                self.write()
                 return
 
     def kernel(self, asked: Longest, config: TrainConfig, cap_gib: float) -> str:
@@ -94,6 +90,17 @@ class Marks:
         return min(seconds, key=lambda kernel: seconds[kernel], default=KERNELS[0])
 
 
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The longest row of the whole model that was trained under each card's memory, and what its step took."""
+    found: dict[str, Any] = {}
+    for name, (least, most) in CAPS_GIB.items():
+        trained = [row for row in rows if row["depth"] is None and row["outcome"] == Outcome.OK.value]
+        here = [row for row in trained if least <= row["cap_gib"] <= most]
+        longest = max(here, key=lambda row: row["tokens"], default={})
+        found |= {f"{key}_{name}": longest.get(key) for key in ("tokens", "step_s", "need_gib", "host_gib")}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--marks", nargs="+", choices=list(CARDS), default=list(CARDS))
@@ -106,8 +113,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as logs, WorkerProber("cuda", Path(logs)) as prober:
         marks = Marks(prober, args.out, args.earlier)
         for name in args.marks:
-            marks.mark(name, find_target(CARDS[name]), tokens[name])
-        print(marks.summary)
+            marks.mark(find_target(CARDS[name]), tokens[name])
+        print(summarize(marks.rows))
 
 
 if __name__ == "__main__":

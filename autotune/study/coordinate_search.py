@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autotune.core.knobs import KNOBS
+from autotune.core.knobs import KNOBS, SELECTIVE
 from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Knob, SearchSpace
@@ -124,6 +124,8 @@ class CoordinateSearch:
     def _pass_over_knobs(self, best: TrialRecord, *, leave_out: str = "") -> None:
         """Make one move after another by each knob in turn, but the one to leave out."""
         space, current, reached = self.trials.task.space, best.config, self.trials.score(best)
+        if leave_out == "compile" and not set(space.choices("checkpointing")) <= set(SELECTIVE):  # which compiles too
+            space, _ = space.narrow("checkpointing", lambda value: value not in SELECTIVE, "")
         for name in (name for name in ORDER if name != leave_out):
             factor = 1 - MIN_GAIN if name in MAKES_ROOM else 1 + MIN_GAIN
             while not self.trials.is_done():

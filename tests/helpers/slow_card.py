@@ -6,6 +6,7 @@ compiling, the steps before the timed ones, and these.
 
 from dataclasses import dataclass, field, replace
 
+from autotune.core.knobs import SELECTIVE
 from autotune.core.probe_types import ModelShape, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import CONTEXT_GIB, memory_breakdown
@@ -40,9 +41,10 @@ class SlowCard:
     def __call__(self, request: ProbeRequest) -> ProbeResult:
         config, layers = request.config, self.task.model.num_layers
         share = ((request.depth or layers) + HEAD) / (layers + HEAD)
+        known = replace(config, checkpointing="every_2") if config.checkpointing in SELECTIVE else config
         need, time = (
-            memory_breakdown(self.task.model, self.task.workload.at_longest(config), request.micro_steps),
-            estimate_step_time(self.task.model, self.task.workload.at_mean(config)),
+            memory_breakdown(self.task.model, self.task.workload.at_longest(known), request.micro_steps),
+            estimate_step_time(self.task.model, self.task.workload.at_mean(known)),
         )
         assert need is not None and time is not None
         load_s = 0.0 if request.depth in self._loaded else 1.0 + self.layer_load_s * (request.depth or layers)

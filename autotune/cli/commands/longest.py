@@ -93,7 +93,9 @@ def _print(asked: "Longest", rows: list["LongestRow"]) -> None:
     if positions and most > positions:
         print(f"The model was trained for {positions:,} positions: what it learns of longer rows is not known.")
     if any(row.evidence == "estimated" and row.tokens for row in rows):
-        print("Estimated rows were counted without a GPU (1.5 % on the safe side). Their times were never measured.")
+        print(
+            "Estimated rows were counted without a GPU, and leave 6 % for the allocator. Their times are estimates too."
+        )
     for card in sorted({row.timed_on for row in rows if row.timed_on and row.timed_on != asked.device.name}):
         print(f"Times are those of {card}, which stood in under a cap of its memory.")
 

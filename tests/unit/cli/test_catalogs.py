@@ -68,7 +68,7 @@ def test_spaces():
     cells = [cell.strip() for cell in row.strip("│┃ ").split("│")]
     assert cells[:3] == [
         "lora",
-        "70,848",
+        "60,480",
         "micro_batch_size, seq_len, lora_rank, precision, optimizer, checkpointing, compile, loss, packing, "
         "packed_attention, padding",
     ]

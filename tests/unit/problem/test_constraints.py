@@ -461,7 +461,7 @@ def test_layers_whose_checkpoints_are_offloaded_do_not_compile() -> None:
         (
             "mistral-7b",
             {"checkpointing": "full", "padding": "bucket"},
-            "works only with activation checkpointing none or selective_80",
+            "works only with activation checkpointing none",
         ),
         ("mistral-7b", {"padding": "longest"}, "works only with padding bucket or max_length"),
     ],
