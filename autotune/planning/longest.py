@@ -53,8 +53,8 @@ ATTENTION_SHARE, ATTENTION_SHARE_HOPPER = 0.7, 0.35
 # Knobs that have an option of their own here.
 PINNED_APART = {"seq_len": "--most-tokens", "method": "--method", "quantization": "--method", "lora_rank": "--rank"}
 TIME_ERROR = 1.3  # a predicted time is taken to be within this factor: of the one that was measured it was 1.23
-# What the allocator needs beyond a counted peak of few large tensors: on an H100 2.1 % of 39 GiB, and over 3.7 % under a
-# cap of 24 GB, where nothing is left to begin a block anew (`benchmarks/longest.py`).
+# What the allocator needs beyond a counted peak of few large tensors: on an H100 2.1 % of 39 GiB, and over 3.7 % under
+# a cap of 24 GB, where nothing is left to begin a block anew (`benchmarks/longest.py`).
 PIECES = 0.06
 
 
