@@ -46,12 +46,12 @@ def test_every_shipped_space_loads_and_makes_configurations():
     [
         ("cpu", 2 * 6 * 3 * 3 * 2 * 2 * 3 * 2),  # packed or not
         # Compiled: packed with a mask or without one, or in buckets; else also padded to the longest, likewise.
-        # Three values of checkpointing are for compiled layers alone.
-        ("lora", (4 * 8 + 3 * 3) * 6 * 4 * 4 * 3 * 3 * 2),
-        ("qlora", (4 * 8 + 3 * 3) * 2 * 6 * 4 * 4 * 3 * 3 * 2),
-        ("full", (4 * 8 + 3 * 3) * 6 * 4 * 3 * 5 * 2),
+        # One value of checkpointing is for compiled layers alone.
+        ("lora", (4 * 8 + 1 * 3) * 6 * 4 * 4 * 3 * 3 * 2),
+        ("qlora", (4 * 8 + 1 * 3) * 2 * 6 * 4 * 4 * 3 * 3 * 2),
+        ("full", (4 * 8 + 1 * 3) * 6 * 4 * 3 * 5 * 2),
         # none, fp8, int8, nf4 with and without double_quant; flash_attention_2 packs with a mask alone
-        ("default", (4 * 8 + 3 * 3 + 4 * 6 + 3 * 2) * 5 * 6 * 4 * 4 * 3 * 3 * 2),
+        ("default", (4 * 8 + 1 * 3 + 4 * 6 + 1 * 2) * 5 * 6 * 4 * 4 * 3 * 3 * 2),
     ],
 )
 def test_size_is_the_number_of_distinct_configurations(name, size):
