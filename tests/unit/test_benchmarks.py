@@ -528,3 +528,42 @@ def test_a_cold_study_is_within_the_goal_when_its_trial_ends(monkeypatch: pytest
         "alone_change_max": 0.003,
     }
     assert set(module.summarize([]).values()) == {None}
+
+
+def test_knobs_that_change_learning_are_compared_seed_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = program("learning_knobs", monkeypatch)
+    reference = {"data": "a", "knob": "reference", "rate": 1e-3, "losses": {"0.001": [2.0, 4.0]}}
+    wider = {"data": "a", "knob": "rank 64", "rate": 2e-3, "losses": {"0.002": [2.2, 4.0]}}
+    rows = module.with_reference([reference, wider])
+    assert (rows[0]["over_reference"], rows[0]["spread"]) == (0.0, 0.0)
+    assert module.summarize(rows) == pytest.approx(
+        {"data_sets": 1, "rank_64_over_reference": 0.05, "rank_64_spread_max": 0.1 / 2**0.5}
+    )
+
+
+def test_ours_is_compared_with_the_best_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = program("side_by_side", monkeypatch)
+    rows = [
+        {"key": module.EQUAL, "tokens_per_s": 12.0},
+        {"key": module.EQUAL, "tokens_per_s": 15.0},
+        {"key": module.OTHERS[0], "tokens_per_s": 10.0},
+        {"key": module.OTHERS[1], "tokens_per_s": None},
+    ]
+    found = module.summarize(rows)
+    assert (found["ours_tokens_per_s"], found["best_other"], found["ratio"]) == (15.0, module.OTHERS[0], 1.5)
+    assert (found["others"], found["not_measured"]) == (1, [module.OTHERS[1]])
+    assert module.summarize([])["ratio"] is None
+
+
+def test_the_longest_row_counts_under_the_memory_of_its_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = program("longest", monkeypatch)
+    row = {"depth": None, "outcome": "ok", "step_s": 9.0, "need_gib": 20.0, "host_gib": 8.0}
+    rows = [
+        row | {"tokens": 100, "cap_gib": 23.5},
+        row | {"tokens": 200, "cap_gib": 23.5, "outcome": "oom"},
+        row | {"tokens": 300, "cap_gib": 23.5, "depth": 2},
+        row | {"tokens": 400, "cap_gib": 79.2},
+    ]
+    found = module.summarize(rows)
+    assert (found["tokens_24gb"], found["tokens_80gb"]) == (100, 400)
+    assert module.summarize(rows[1:3])["tokens_24gb"] is None
