@@ -9,13 +9,16 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 # Files of the folder: the one that is locked, and what is to be compiled; ends of the names of those with what a
 # process holds, and of those that stand for what a process has begun to compile.
 LOCK, WANTED, HELD, CLAIMED = "turn", "wanted.json", ".held", ".claimed"
 PATIENCE_S = 30.0  # what a turn takes at most: to build a few layers, or to run them once
 POLL_S = 0.002
+TRIES = ("_should_pad", "should_pad_bench")  # functions of Inductor that time a product: the first in newer versions
 
 
 def held_by_others_gib(folder: Path) -> float:
@@ -31,8 +34,8 @@ class Turns:
     """This process's turns on the device. Without a `folder` nobody else uses it.
 
     `before_giving` is called before the device is left to others, `on_wait` with the times between which it was waited
-    for. A process that is to wait no longer than `patience_s` goes on without a turn, and `is_stuck` is then true.
-    `compile_s` are the seconds of compilation in the last `held` block.
+    for. A process that is to wait no longer than `patience_s` goes on without a turn, and `is_stuck` is then true, as it
+    is on a file system without locks. `compile_s` are the seconds of compilation in the last `held` block.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class Turns:
         self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) if folder else None
         self._patience_s = patience_s
         self._before_giving, self._on_wait = before_giving, on_wait
-        self._began = 0.0
+        self._began: float | None = None  # when the compilation in progress began
         self.compile_s = 0.0
         self.is_stuck = False
 
@@ -59,7 +62,7 @@ class Turns:
     @contextmanager
     def held(self, *, compiles: bool) -> Iterator[None]:
         """Use the device in this block, but for the time in which it `compiles`."""
-        self.compile_s = 0.0
+        self.compile_s, self._began = 0.0, None
         self._take()
         try:
             if not compiles:
@@ -78,29 +81,67 @@ class Turns:
         begin = callback_handler.register_start_callback(lambda *_: self._begin_compiling())
         end = callback_handler.register_end_callback(lambda *_: self._end_compiling())
         try:
-            yield
+            with self._products_in_turn():
+                yield
         finally:
             with suppress(ValueError):  # who resets Dynamo has removed them
                 callback_handler.remove_start_callback(begin)
                 callback_handler.remove_end_callback(end)
+
+    @contextmanager
+    def _products_in_turn(self) -> Iterator[None]:
+        """Take a turn where Inductor, while it compiles, tries on the device whether a product is quicker padded.
+
+        It does so for numbers of tokens that are no multiple of 8.
+        """
+        if self._file is None:
+            yield
+            return
+        from torch._inductor.fx_passes import pad_mm
+
+        names = [name for name in TRIES if hasattr(pad_mm, name)]
+        theirs = {name: getattr(pad_mm, name) for name in names}
+        for name, function in theirs.items():
+            setattr(pad_mm, name, partial(self._in_turn, function))
+        try:
+            yield
+        finally:
+            for name, function in theirs.items():
+                setattr(pad_mm, name, function)
+
+    def _in_turn(self, function: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+        if self._began is None:  # it is this process's turn
+            return function(*args, **kwargs)
+        self._end_compiling()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._begin_compiling()
 
     def _begin_compiling(self) -> None:
         self._began = time.perf_counter()
         self._give()
 
     def _end_compiling(self) -> None:
-        self.compile_s += time.perf_counter() - self._began
+        if self._began is not None:
+            self.compile_s += time.perf_counter() - self._began
+        self._began = None
         self._take()
 
     def _take(self) -> None:
         if self._file is None:
             return
         begin = time.perf_counter()
-        while not self._is_taken():
-            if self._patience_s is not None and time.perf_counter() - begin > self._patience_s:
-                self.is_stuck = True
-                break
-            time.sleep(POLL_S)
+        try:
+            while not self._is_taken():
+                if self._patience_s is not None and time.perf_counter() - begin > self._patience_s:
+                    self.is_stuck = True
+                    break
+                time.sleep(POLL_S)
+        except OSError:  # a file system without locks
+            if self._patience_s is None:
+                raise
+            self.is_stuck = True
         self._on_wait(begin, time.perf_counter())
 
     def _is_taken(self) -> bool:
@@ -111,6 +152,10 @@ class Turns:
         return False
 
     def _give(self) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             self._before_giving()
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+        finally:
+            with suppress(OSError):  # as in `_take`
+                fcntl.flock(self._file, fcntl.LOCK_UN)

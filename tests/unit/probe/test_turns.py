@@ -1,5 +1,6 @@
 """Turns on a device: who has one, what is waited for, and that compilation leaves the device to others."""
 
+import errno
 import fcntl
 import os
 import threading
@@ -8,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+from torch._inductor.fx_passes import pad_mm
 
-from autotune.probe.turns import HELD, LOCK, Turns, held_by_others_gib
+from autotune.probe.turns import HELD, LOCK, TRIES, Turns, held_by_others_gib
 
 ARGS = CallbackArgs(CallbackTrigger.DYNAMO, "0/0")
 
@@ -97,3 +99,52 @@ def test_what_others_hold_is_added_up(tmp_path: Path) -> None:
     (tmp_path / f"18{HELD}").write_text("0.5")
     (tmp_path / f"19{HELD}").write_text("")  # is being written
     assert held_by_others_gib(tmp_path) == 1.25
+
+
+def test_a_product_that_the_compiler_tries_on_the_device_is_tried_in_a_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (name,) = (name for name in TRIES if hasattr(pad_mm, name))  # or nothing would be waited for
+    found: list[bool] = []
+
+    def try_product(*args: object) -> bool:
+        found.append(is_free(tmp_path))
+        time.sleep(0.2)
+        return args == (1, 2)
+
+    monkeypatch.setattr(pad_mm, name, try_product)
+    turns = Turns(tmp_path)
+    with turns.held(compiles=True):
+        callback_handler.run_start_callbacks(ARGS)
+        assert getattr(pad_mm, name)(1, 2) and is_free(tmp_path)
+        callback_handler.run_end_callbacks(ARGS)
+        assert not is_free(tmp_path) and turns.compile_s < 0.2
+        getattr(pad_mm, name)()  # not while code is compiled: the turn stays
+        assert not is_free(tmp_path)
+    assert found == [False, False] and getattr(pad_mm, name) is try_product
+    turns.close()
+
+
+def test_without_locks_the_worker_goes_on_and_others_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    worker, other = Turns(tmp_path, patience_s=1.0), Turns(tmp_path)
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with worker.held(compiles=False):
+        assert worker.is_stuck
+    with pytest.raises(OSError, match="no locks"):
+        take_turn(other)
+    for turns in (worker, other):
+        turns.close()
+
+
+def test_a_turn_ends_even_if_the_device_fails(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error")
+
+    turns = Turns(tmp_path, before_giving=fail)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        take_turn(turns)
+    assert is_free(tmp_path)
+    turns.close()
