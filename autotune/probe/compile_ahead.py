@@ -6,7 +6,7 @@ the device with the worker in turns (`turns`), and are expendable: a study goes 
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from autotune.core.files import write_atomic
@@ -39,6 +39,7 @@ class CompileAhead:
         self.folder = Path(self._opened.enter_context(scratch_directory()))
         self._processes: list[WorkerProcess] = []
         self._starts = 0
+        self._is_closed = False
 
     @property
     def is_running(self) -> bool:
@@ -46,14 +47,21 @@ class CompileAhead:
         return bool(self._processes)
 
     def want(self, requests: Mapping[str, ProbeRequest]) -> None:
-        """Compile these next, in this order, instead of what was wanted before. Equal keys have equal code."""
+        """Compile these next, in this order, instead of what was wanted before. Equal keys have equal code.
+
+        Nothing happens once this is closed.
+        """
+        if self._is_closed:
+            return
         wanted = [{"key": key, "request": to_data(request)} for key, request in requests.items()]
         write_atomic(self.folder / WANTED, json.dumps(wanted))
         for process in [one for one in self._processes if one.wait_for_exit(0.0) is not None]:
             self._end([process])
         if wanted and not self._processes and self._starts < MAX_STARTS:
             self._starts += 1
-            self._processes = [self._start(number) for number in range(self._number)]
+            with suppress(OSError):  # the host has no room for it
+                for number in range(self._number):
+                    self._processes.append(self._start(number))
 
     def _start(self, number: int) -> WorkerProcess:
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -80,7 +88,7 @@ class CompileAhead:
 
     def close(self) -> None:
         """End all processes for good."""
-        self._starts = MAX_STARTS
+        self._is_closed = True
         self.make_room()
         self._opened.close()
 

@@ -89,3 +89,28 @@ def test_processes_start_again_a_few_times(made: list[Process], tmp_path: Path) 
         ahead.make_room()
     assert len(made) == MAX_STARTS and not ahead.is_running
     ahead.close()
+
+
+def test_once_closed_nothing_is_asked_for_and_nothing_left_behind(made: list[Process], tmp_path: Path) -> None:
+    ahead = CompileAhead("cpu", tmp_path / "logs", 1, 4.0)
+    ahead.close()  # as when one of the processes does not end its turn, in the midst of a search
+    ahead.want({"a": request()})
+    assert not made and not ahead.is_running and not ahead.folder.exists()
+    assert not ahead.claimed() and not ahead.compiled()
+    ahead.close()
+
+
+def test_a_host_without_room_for_a_process_has_as_many_as_there_are(
+    made: list[Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*args: Any, **named: Any) -> Process:
+        if made:
+            raise BlockingIOError("too many processes")
+        return Process(*args, **named)
+
+    monkeypatch.setattr(compile_ahead, "WorkerProcess", start)
+    ahead = CompileAhead("cuda", tmp_path / "logs", 2, 16.0)
+    ahead.want({"a": request()})
+    assert ahead.is_running and len(made) == 1
+    ahead.close()
+    assert made[0].told == ["kill", "close"]
