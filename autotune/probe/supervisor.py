@@ -68,6 +68,7 @@ class WorkerProber:
         self._nvml = Nvml.open(card) if device == "cuda" else None
         self._memory_errors = self._nvml.uncorrected_errors() if self._nvml else None
         self._start_s: float | None = None  # of a worker that has not probed a whole model yet
+        self._waited_in_vain = False  # in the last try: it went on beside a process that did not end its turn
         self._was_slowed = False  # by heat or hardware, in the last probe with sensors
         self._crashed = set[TrainConfig]()
 
@@ -152,13 +153,17 @@ class WorkerProber:
         return replace(result, notes=notes, seconds=result.seconds | total, started_at=first.started_at)
 
     def _doubt(self, result: ProbeResult) -> str | None:
-        """Why the machine may be to blame: a crash without a known cause, or a card that was slowed down.
+        """Why the machine may be to blame: others on it, a crash without a known cause, or a card that was slowed down.
 
         None for a configuration that crashed before even when tried twice, and while a card stays slow.
         """
         if self._lacked_room(result):
             return "tried twice, since the first time processes that compile ahead held memory that it needed"
+        if self._waited_in_vain:
+            return "measured twice, since the first time a process that compiles ahead did not leave the device"
         reason = result.reason or ""
+        if reason == HOST_OOM and self.ahead is not None and self.ahead.is_running:
+            return "tried twice, since the first time processes that compile ahead held memory of the host"
         unexplained = reason != HOST_OOM and (result.phase is None or "CUDA error" in reason)
         if result.outcome is Outcome.CRASH and unexplained and result.config not in self._crashed:
             return f"tried twice, since the first time {reason}"
@@ -206,6 +211,7 @@ class WorkerProber:
     def _exchange(self, request: ProbeRequest, log: Path, **more: str) -> tuple[ProbeResult, dict[str, Any]]:
         """The result of one try, whatever comes of it, and the worker's message; empty where there is none."""
         oom_kills = host_oom_kills()
+        self._waited_in_vain = False
         begin = time.monotonic()
         monitor = self.monitor(log)
         monitor.patience_s = request.patience_s
@@ -226,6 +232,7 @@ class WorkerProber:
         if not message["reusable"]:
             self.close()
         if message.get("others_are_stuck") and self.ahead is not None:
+            self._waited_in_vain = True
             self.ahead.close()
         result = replace(from_data(ProbeResult, message["result"]), log=log.name)
         if result.measurement is not None:

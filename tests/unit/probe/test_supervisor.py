@@ -463,10 +463,26 @@ def test_a_probe_that_ran_out_beside_others_is_tried_without_them(
     assert bool(found.notes) is again
 
 
-def test_others_that_do_not_end_their_turn_are_ended(started: Started, tmp_path: Path) -> None:
+def test_others_that_do_not_end_their_turn_are_ended_and_what_ran_beside_them_is_measured_again(
+    started: Started, tmp_path: Path
+) -> None:
     stuck = answer(result(REQUEST.config)) | {"others_are_stuck": True}
-    prober, _ = started([READY, stuck])
+    prober, scripts = started([READY, stuck, answer(result(REQUEST.config)), answer(result(REQUEST.config))])
     assert prober.fingerprint
     ahead = prober.ahead = Ahead(tmp_path, 0.0)  # type: ignore[assignment]
-    assert prober.probe(REQUEST, tmp_path / "one.log").outcome is Outcome.OK
-    assert ahead.is_closed
+    found = prober.probe(REQUEST, tmp_path / "one.log")
+    assert found.outcome is Outcome.OK and "did not leave the device" in found.notes[0]
+    assert ahead.is_closed and ["turns" in told for told in scripts[0].told] == [True, False]
+    assert not prober.probe(REQUEST, tmp_path / "two.log").notes
+
+
+def test_a_worker_that_lacked_memory_of_the_host_beside_others_is_tried_without_them(
+    started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = answer(result(REQUEST.config, outcome=Outcome.CRASH, reason=HOST_OOM))
+    prober, _ = started([READY, killed, answer(result(REQUEST.config)), killed])
+    assert prober.fingerprint
+    ahead = prober.ahead = Ahead(tmp_path, 0.0)  # type: ignore[assignment]
+    found = prober.probe(REQUEST, tmp_path / "one.log")
+    assert found.outcome is Outcome.OK and "memory of the host" in found.notes[0] and not ahead.is_running
+    assert prober.probe(REQUEST, tmp_path / "two.log").outcome is Outcome.CRASH  # nobody was beside it
