@@ -34,8 +34,8 @@ class Turns:
     """This process's turns on the device. Without a `folder` nobody else uses it.
 
     `before_giving` is called before the device is left to others, `on_wait` with the times between which it was waited
-    for. A process that is to wait no longer than `patience_s` goes on without a turn, and `is_stuck` is then true, as it
-    is on a file system without locks. `compile_s` are the seconds of compilation in the last `held` block.
+    for. A process that is to wait no longer than `patience_s` goes on without a turn, and `is_stuck` is then true; also
+    on a file system without locks. `compile_s` are the seconds of compilation in the last `held` block.
     """
 
     def __init__(

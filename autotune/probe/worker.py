@@ -202,10 +202,10 @@ class Worker:
         """The result of one probe, and whether this process is as good as new after it."""
         started = datetime.now(UTC).isoformat(timespec="milliseconds")
         entered = [("total", time.perf_counter())]
-        finish, wait = self.meter.synchronize, partial(_wait, entered)
-        turns = Turns(self.shared, patience_s=PATIENCE_S, before_giving=finish, on_wait=wait)
+        finish, take = self.meter.synchronize, partial(self._take_turn, entered)
+        turns = Turns(self.shared, patience_s=PATIENCE_S, before_giving=finish, on_wait=take)
+        self.meter.others_gib = 0.0
         with closing(turns), turns.held(compiles=request.config.compile != "none"):
-            self.meter.others_gib = held_by_others_gib(self.shared) if self.shared else 0.0
             fields, reusable = self._attempt(request, entered)
             oom: OomDetail | None = fields.get("oom")
             if oom is not None and oom.need_gib <= oom.limit_gib and self.meter.aside_gib and reusable:
@@ -225,6 +225,12 @@ class Worker:
             **fields,
         )
         return result, reusable
+
+    def _take_turn(self, entered: list[tuple[str, float]], begin: float, end: float) -> None:
+        """This process has the device again, on which others may hold more by now, or less."""
+        assert self.shared is not None
+        self.meter.others_gib = held_by_others_gib(self.shared)
+        _wait(entered, begin, end)
 
     def _attempt(self, request: ProbeRequest, entered: list[tuple[str, float]]) -> tuple[dict[str, Any], bool]:
         """The outcome of one try as fields of the result, and whether this process is as good as new after it.

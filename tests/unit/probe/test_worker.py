@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
 from autotune.catalog import resolve_model
 from autotune.core.probe_types import DeviceRates, Fingerprint, OomDetail, Outcome, Phase, ProbeRequest, Rung, Seat
@@ -26,6 +27,7 @@ from autotune.probe import device_rates, harness, health, model_shape, resident,
 from autotune.probe import meters as meter_module
 from autotune.probe.harness import BadLoss
 from autotune.probe.tiny_probe import tiny_request
+from autotune.probe.turns import HELD
 from tests.helpers.factories import FINGERPRINT, PROFILE, measurement, result
 
 
@@ -261,6 +263,26 @@ def test_where_waiting_models_may_have_taken_the_room_it_is_tried_without_them(
     assert (result.outcome, is_reusable) == (answers[tries - 1][0]["outcome"], answers[tries - 1][1])
     assert list(made._residents) == ([None, 2, 4] if tries == 1 else [2])
     assert (result.depth, result.rung) == (2, Rung.SHALLOW) and "total" in result.seconds
+
+
+def test_what_others_hold_is_read_whenever_this_process_has_the_device_again(tmp_path: Path) -> None:
+    made, held = worker_on(Meter()), list[float]()
+    made.shared, compiling = tmp_path, CallbackArgs(CallbackTrigger.DYNAMO, "0/0")
+
+    def attempt(request: ProbeRequest, entered: Any) -> Any:
+        held.append(made.meter.others_gib)
+        callback_handler.run_start_callbacks(compiling)
+        (tmp_path / f"17{HELD}").write_text("1.5")  # another builds a model meanwhile
+        callback_handler.run_end_callbacks(compiling)
+        held.append(made.meter.others_gib)
+        return {"outcome": Outcome.OK}, True
+
+    made._attempt = attempt
+    made.serve(replace(REQUEST, config=replace(REQUEST.config, compile="per_layer")))
+    assert held == [0.0, 1.5]
+    made.shared, made._attempt = None, lambda request, entered: ({"outcome": Outcome.OK}, True)
+    made.serve(REQUEST)
+    assert made.meter.others_gib == 0.0
 
 
 def test_the_first_probe_of_a_worker_is_not_warm() -> None:
