@@ -51,10 +51,9 @@ def shallow_requests(
 
 
 def compiled_variants(space: SearchSpace, configs: Iterable[TrainConfig]) -> list[TrainConfig]:
-    """The same configurations with compiled layers; none where the space has no such."""
-    if COMPILED not in space.choices("compile"):
-        return []
-    return [space.config(space.clip(replace(config, compile=COMPILED))) for config in configs]
+    """The same configurations with compiled layers, of those that the space has so."""
+    variants = [space.config(space.clip(replace(config, compile=COMPILED))) for config in configs]
+    return [config for config in variants if config.compile == COMPILED]
 
 
 def code_key(config: TrainConfig) -> str:
@@ -77,9 +76,9 @@ def likely_next(trials: SharedTrials, trying: TrainConfig) -> Iterator[TrainConf
     else:
         name, current = trials.moving
         centres = dict.fromkeys((current, trying))
-    compiled = compiled_variants(space, centres)
-    if not compiled:
+    if COMPILED not in space.choices("compile"):
         return
+    compiled = compiled_variants(space, centres)
     learned = more_capable(space, best.config) if best else []
     moves = chain(compiled, _moves([*centres, *compiled], name, trials, tried), learned, _neighbours(trials, tried))
     for config in moves:

@@ -48,6 +48,13 @@ def session(tmp_path: Path) -> Iterator[Session]:
         one.close()
 
 
+def test_what_has_no_compiled_layers_has_no_compiled_variant() -> None:
+    offloading = space(checkpointing=("full", "offload"), compile=("none", "per_layer"))
+    offloaded, recomputed = replace(START, checkpointing="offload"), replace(START, checkpointing="full")
+    (found,) = compiled_variants(offloading, [offloaded, recomputed])
+    assert (found.checkpointing, found.compile) == ("full", "per_layer")
+
+
 def test_a_climb_is_looked_ahead_of_from_both_outcomes_of_its_trial(session: Session) -> None:
     """An eager climb will compile what it reaches: its centre if the trial fails, the trial's own if not."""
     trying = replace(START, micro_batch_size=8)
