@@ -55,13 +55,17 @@ class CompileAhead:
             return
         wanted = [{"key": key, "request": to_data(request)} for key, request in requests.items()]
         write_atomic(self.folder / WANTED, json.dumps(wanted))
-        for process in [one for one in self._processes if one.wait_for_exit(0.0) is not None]:
-            self._end([process])
+        self.reap()
         if wanted and not self._processes and self._starts < MAX_STARTS:
             self._starts += 1
             with suppress(OSError):  # the host has no room for it
                 for number in range(self._number):
                     self._processes.append(self._start(number))
+
+    def reap(self) -> None:
+        """Forget the processes that have ended, and what they held of the device's memory."""
+        for process in [one for one in self._processes if one.wait_for_exit(0.0) is not None]:
+            self._end([process])
 
     def _start(self, number: int) -> WorkerProcess:
         self._logs.mkdir(parents=True, exist_ok=True)

@@ -217,6 +217,8 @@ class WorkerProber:
         monitor.patience_s = request.patience_s
         try:
             process = self.ready_process()
+            if self.ahead is not None:
+                self.ahead.reap()  # the worker reads what the others hold
             shared = {} if self.ahead is None or not self.ahead.is_running else {"turns": str(self.ahead.folder)}
             process.send({"request": to_data(request), "log": str(log)} | shared | more)
             message = self._receive(process, monitor)

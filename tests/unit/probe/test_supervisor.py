@@ -429,12 +429,16 @@ class Ahead:
 
     def __init__(self, folder: Path, held_gib: float) -> None:
         self.folder, self._held_gib, self.is_running, self.is_closed = folder, held_gib, True, False
+        self.has_ended = False
 
     def held_gib(self) -> float:
         return self._held_gib
 
     def make_room(self) -> None:
         self.is_running = False
+
+    def reap(self) -> None:
+        self.is_running = self.is_running and not self.has_ended
 
     def close(self) -> None:
         self.is_closed, self.is_running = True, False
@@ -486,3 +490,12 @@ def test_a_worker_that_lacked_memory_of_the_host_beside_others_is_tried_without_
     found = prober.probe(REQUEST, tmp_path / "one.log")
     assert found.outcome is Outcome.OK and "memory of the host" in found.notes[0] and not ahead.is_running
     assert prober.probe(REQUEST, tmp_path / "two.log").outcome is Outcome.CRASH  # nobody was beside it
+
+
+def test_a_worker_shares_the_device_with_nobody_who_has_ended(started: Started, tmp_path: Path) -> None:
+    prober, scripts = started([READY, answer(result(REQUEST.config)), answer(result(REQUEST.config))])
+    assert prober.fingerprint
+    ahead = prober.ahead = Ahead(tmp_path, 1.0)  # type: ignore[assignment]
+    for ahead.has_ended in (False, True):
+        assert prober.probe(REQUEST, tmp_path / "one.log").outcome is Outcome.OK
+    assert ["turns" in told for told in scripts[0].told] == [True, False]
