@@ -25,7 +25,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     "nf4": {"quantization": "nf4", "double_quant": True},
     "packed": {"packing": True},
 }
-RATES = (8e-4, 3.2e-3, 1.28e-2)
+RATES = (3.2e-3, 1.28e-2, 5.12e-2)
 SEEDS = (0, 1, 2)
 COLUMNS = ["data", "knob", "steps", "rate", "loss", "over_reference", "spread"]
 
@@ -33,7 +33,7 @@ COLUMNS = ["data", "knob", "steps", "rate", "loss", "over_reference", "spread"]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pretrain-s", type=float, default=240.0)
-    parser.add_argument("--budget", default="10s", help="of each study")
+    parser.add_argument("--budget", default="30s", help="of each study")
     parser.add_argument("--data", nargs="*", default=["headers", "docstrings"], choices=list(TEXTS))
     parser.add_argument("--rows", type=Path, help="learning_knobs.jsonl of an earlier call")
     parser.add_argument("--out", type=Path)
