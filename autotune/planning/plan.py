@@ -33,7 +33,7 @@ from autotune.study.ranking import Scored, choose, why
 MAX_CONFIGS = 10_000  # estimated in about two seconds
 MAX_STRIDE = 300  # between two configurations of a large space: a longer walk takes longer than the estimates
 BATCHES = (1, 2, 4, 8, 16, 32)
-NO_SPEED = "no formula knows the speed of such models: `autotune run` measures it"
+NO_SPEED = "no formula knows the speed of such a training: `autotune run` measures it"
 ONLY_BASELINE = "only the baseline was counted, since each count takes seconds: `autotune run` looks for the best"
 ONLY_LEANEST = (
     "the baseline does not fit, and of all others only the one that needs the least memory was counted, since each "
@@ -147,7 +147,7 @@ def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] 
         return _counted_plan(task, limit_gib, observations, baseline)
     space = distinguishable(task.space, baseline.config)
     configs = candidates(space)
-    estimates = _fitting(task, configs, limit_gib, observations)
+    estimates, no_speed = _fitting(task, configs, limit_gib, observations)
     made = replace(
         _plan_of(task, limit_gib, observations, baseline), num_estimated=len(configs), space_size=space.size()
     )
@@ -158,8 +158,10 @@ def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] 
         ]
         winner = choose(scored, task.floors.slack)
         reason = why(winner, scored, task.floors.slack, task.space, configs)
+        if no_speed:
+            reason += f"; {no_speed:,} more fit whose speed no formula knows: `autotune run` measures it"
         return replace(made, best=estimates[winner.config], reason=reason)
-    return made
+    return replace(made, reason=NO_SPEED) if no_speed else made
 
 
 @functools.lru_cache(maxsize=32)
@@ -172,9 +174,13 @@ def candidates(space: SearchSpace) -> tuple[TrainConfig, ...]:
 
 def _fitting(
     task: Task, configs: Sequence[TrainConfig], limit_gib: float, observations: Sequence[Observation]
-) -> dict[TrainConfig, DeviceEstimate]:
-    """Those that surely fit and whose speed is known. Most of a card's do not, and are left out by what others need."""
+) -> tuple[dict[TrainConfig, DeviceEstimate], int]:
+    """Those that surely fit and whose speed is known, and the number of those whose speed is not.
+
+    Most of a card's do not fit, and are left out by what others need.
+    """
     found: dict[TrainConfig, DeviceEstimate] = {}
+    no_speed = 0
     too_large: dict[tuple[Any, ...], int] = {}  # the smallest micro batch without room, of configurations else alike
     hopeless = set()  # by what decides the memory between steps, which alone has no room
     for config in configs:
@@ -186,11 +192,13 @@ def _fitting(
             continue
         if estimated.state == FITS and estimated.tokens_per_s:
             found[config] = estimated
+        elif estimated.state == FITS:
+            no_speed += 1
         elif estimated.state == OOM:
             too_large[alike] = config.micro_batch_size
             if (memory := estimated.memory) and memory_state(memory.lasting_gib, limit_gib, memory.error) == OOM:
                 hopeless.add(lasting)
-    return found
+    return found, no_speed
 
 
 def alike_but_for_rows(task: Task, config: TrainConfig) -> tuple[Any, ...]:

@@ -206,7 +206,7 @@ def test_what_is_left_out_for_what_others_need_does_not_fit(model: str, batch: i
     configs, limit_gib = candidates(case.space), device_limit_gib(case.device, 0.05)
     each = {config: estimate(case, config, limit_gib) for config in configs}
     fits = {config: one for config, one in each.items() if one and one.state == FITS and one.tokens_per_s}
-    assert plan_module._fitting(case, configs, limit_gib, ()) == fits
+    assert plan_module._fitting(case, configs, limit_gib, ()) == (fits, 0)
     assert len(fits) < len(configs)
 
 
@@ -389,6 +389,18 @@ def test_the_reserve_is_opened_only_where_nothing_else_fits() -> None:
     assert whole.best and not whole.from_reserve and whole.best.config.quantization == "none"
     assert too_small.best is None and not too_small.from_reserve
     assert too_small.leanest.quantization == "nf4" != closed.leanest.quantization
+
+
+def test_what_fits_at_an_unknown_speed_is_not_said_not_to_fit() -> None:
+    pins = SMALL | {"cuda_graphs": "micro_batch"}
+    spec = StudySpec(model="llama-3.2-1b", gpu="h100", pins=pins)
+    some = plan(spec, device=H100)
+    assert some.best and some.best.config.cuda_graphs == "none" and not some.from_reserve
+    assert re.search(r"; [1-9][0-9,]* more fit whose speed no formula knows: `autotune run` measures it$", some.reason)
+    pins |= {"compile": "none", "checkpointing": "none", "padding": "bucket"}
+    none = plan(replace(spec, pins=pins), device=H100)
+    assert none.best is None and none.reason == plan_module.NO_SPEED and not none.from_reserve
+    assert none.baseline.config.cuda_graphs == "micro_batch" and none.baseline.state == FITS
 
 
 def test_tables_are_as_long_as_the_context_and_of_the_precision_of_the_card() -> None:
