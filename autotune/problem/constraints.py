@@ -219,12 +219,13 @@ def narrow_to_device(narrowing: Narrowing, device: DeviceSpec) -> None:
         narrowing.remove("precision", {"fp16_mixed"}, f"{device.name} has bf16, which needs no loss scaling")
     if not device.supports_fp8:
         narrowing.remove("quantization", {"fp8"}, f"{device.name} does not multiply 8-bit floats")
+    if device.kind == "cpu" or device.vendor != "nvidia":
+        narrowing.remove("cuda_graphs", {"micro_batch"}, "needs an NVIDIA GPU")
     if device.kind == "cpu":
         narrowing.remove("precision", {"fp16_mixed"}, "fp16 does not train on a CPU")
         narrowing.remove("optimizer", {"lion_8bit"}, "has no CPU kernel")
         narrowing.remove("attention", {"flash_attention_2", "flex_attention", "sdpa_cudnn"}, "needs a GPU")
         narrowing.remove("packed_attention", {"varlen"}, "needs a GPU")
-        narrowing.remove("cuda_graphs", {"micro_batch"}, "needs an NVIDIA GPU")
         narrowing.remove("kernels", {"liger"}, "needs a GPU")
         narrowing.remove("checkpointing", {"offload"}, "there is no other memory to offload to")
     elif not device.has_flash:

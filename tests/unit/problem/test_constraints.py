@@ -475,6 +475,14 @@ def test_cuda_graphs_are_refused_for_a_reason(model: str, pins: dict[str, Any], 
     assert any(removal.reason.startswith(reason) for removal in narrowing.removals)
 
 
+@pytest.mark.parametrize(("device", "left"), [("h100", "micro_batch"), ("mi300x", "none"), ("cpu", "none")])
+def test_cuda_graphs_need_a_gpu_of_nvidias(device: str, left: str) -> None:
+    searched = space().offer("cuda_graphs", ("none", "micro_batch"))
+    narrowing = Narrowing(space=searched, reserve=searched)
+    narrow_to_device(narrowing, resolve_device(device))
+    assert both(narrowing, "cuda_graphs")[-1] == left
+
+
 def test_selective_recomputation_needs_compiled_layers() -> None:
     every, compiled = ("none", "selective_50", "full"), ("none", "per_layer")
     some = unnarrowed(checkpointing=every, compile=compiled)
