@@ -202,17 +202,16 @@ def _usd(usd: float | None, low: float | None, high: float | None) -> str:
 def _cheapest(costs: Sequence[SizeCost], examples: int) -> Iterator[str]:
     """The cheapest card for so many examples on demand, and at spot; of cards that somebody measured, if any is."""
     rows = [one for one in costs if one.examples == examples]
-    rows = [one for one in rows if not one.is_guess] or rows
     for how, priced in {
-        "on demand": [(one.card, one.usd, one.usd_low, one.usd_high) for one in rows],
-        "at spot": [(one.card, one.usd_spot, one.usd_spot_low, one.usd_spot_high) for one in rows],
+        "on demand": [(one, one.usd, one.usd_low, one.usd_high) for one in rows],
+        "at spot": [(one, one.usd_spot, one.usd_spot_low, one.usd_spot_high) for one in rows],
     }.items():
-        known = [(usd, low or 0.0, high or 0.0, card) for card, usd, low, high in priced if usd is not None]
+        known = [(usd, low or 0.0, high or 0.0, one) for one, usd, low, high in priced if usd is not None]
         if known:
-            usd, low, high, best = min(known)
-            rivals = [card for _, least, _, card in known if card != best and least <= high]
+            usd, low, high, best = min(known, key=lambda row: (row[-1].is_guess, row[0], row[-1].hours))
+            rivals = [one.card for _, least, most, one in known if one != best and least <= high and low <= most]
             doubt = f"; {' and '.join(rivals)} cannot be told from it" if rivals else ""
-            yield f"Cheapest {how} for {examples:,} examples: {best}, {_usd(usd, low, high)}{doubt}"
+            yield f"Cheapest {how} for {examples:,} examples: {best.card}, {_usd(usd, low, high)}{doubt}"
 
 
 def _size_table(costs: Sequence[SizeCost], examples: int) -> Table:

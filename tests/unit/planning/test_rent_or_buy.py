@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from autotune.catalog import Price, find_price, find_purchase, resolve_device
 from autotune.cli.app import app
 from autotune.core.errors import NothingFits, UsageError
-from autotune.planning.compare import Comparison, compare
+from autotune.planning.compare import Comparison, compare, usd_interval
 from autotune.planning.plan import plan
 from autotune.planning.rent_or_buy import (
     WEEKS_PER_MONTH,
@@ -22,6 +22,7 @@ from autotune.planning.rent_or_buy import (
     within,
 )
 from autotune.problem.study_spec import StudySpec
+from autotune.report.answer import _cheapest
 
 SPEC = StudySpec(model="qwen2.5-1.5b", space="lora", tokens_per_example=512, examples=20_000)
 PURSE = Purse(budget_usd=2000, usd_per_kwh=0.30, hours_per_week=20)
@@ -51,6 +52,20 @@ def test_a_size_costs_what_a_plan_of_so_many_examples_does(made: Comparison) -> 
     assert costs["rtx-4090", 10_000].usd_spot is costs["rtx-4090", 10_000].usd_spot_low is None
     a2 = costs["a2", 10_000]
     assert a2.hours > 0 and a2.usd is a2.usd_low is a2.usd_high is a2.usd_spot is None
+
+
+def test_the_cheapest_of_a_size_has_the_rivals_that_the_comparison_names() -> None:
+    """A card of a kind that nobody measured may be cheaper, though it is not named as the cheapest."""
+    group = compare([replace(SPEC, model="llama-3.2-1b")], gpus=["h100", "mi300x"]).groups[0]
+    best = group.cheapest
+    assert best and [card.is_guess for card in group.cards] == [False, True]
+    assert group.rivals(best, usd_interval) == ("mi300x",)
+    costs = size_costs(group, (20_000,))
+    on_demand, at_spot = _cheapest(costs, 20_000)
+    assert on_demand.startswith("Cheapest on demand for 20,000 examples: h100-sxm, ")
+    assert on_demand.endswith("; mi300x cannot be told from it") and "told" not in at_spot
+    cheaper = [replace(one, usd_low=0.001, usd_high=0.002) if one.is_guess else one for one in costs]
+    assert "told" not in next(_cheapest(cheaper, 20_000))  # it can be told: it is cheaper, if the guess is right
 
 
 def test_when_a_card_pays(made: Comparison) -> None:
