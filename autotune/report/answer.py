@@ -42,9 +42,9 @@ class Table:
 
     @property
     def is_wide(self) -> bool:
-        """Whether its rows need more characters than a phone shows side by side."""
-        cells = zip(self.columns, *self.rows, strict=True)
-        return sum(max(map(len, column[1:]), default=0) for column in cells) > PHONE
+        """Whether its rows need more characters than a phone shows side by side; names of columns wrap at spaces."""
+        columns = zip(self.columns, *self.rows, strict=True)
+        return sum(max(map(len, (*name.split(), *cells))) for name, *cells in columns) > PHONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,8 +317,6 @@ def nodes_answer(nodes: Sequence[Node], task: Task) -> Answer:
     ]
     if task.device.kind == "cpu":
         notes.append("Nodes on one machine share its processors: only their memory is compared.")
-    if len(nodes) < 2:
-        notes.append("There is one node, and nothing to compare it with.")
     drawn = figures.nodes(nodes)
     return Answer(
         title=f"Nodes of {task.study}",
@@ -343,6 +341,8 @@ def _apart(nodes: Sequence[Node], *, timed: bool) -> Iterator[str]:
     if quiet and len(nodes) > 1:
         by = "" if timed else " in memory, which is all that is compared on a CPU"
         yield f"None of the {len(nodes)} nodes is apart from the others{by}."
+    if len(nodes) == 1:
+        yield "There is one node, and nothing to compare it with."
 
 
 def _node_speeds(nodes: Sequence[Node]) -> Table:

@@ -103,6 +103,15 @@ def test_what_was_not_measured_has_a_reason() -> None:
     assert "not measured: the baseline failed here: out of memory in forward" in str(nodes_answer([node], TASK))
 
 
+def test_what_was_found_stands_first_and_wide_rows_are_cards_on_a_phone() -> None:
+    one = nodes_of(TASK, [read("vm:31984:6716306", started_at="2026-11-26T10:00:00")])
+    two = nodes_of(TASK, [read("a:1:1"), read("b:1:1")])
+    assert nodes_answer(two, TASK).found == ("None of the 2 nodes is apart from the others.",)
+    alone = nodes_answer(one, TASK)
+    assert alone.found == ("There is one node, and nothing to compare it with.",)
+    assert [table.is_wide for table in alone.tables] == [True, False, True]  # for the names of their columns
+
+
 def test_probes_of_earlier_versions_have_no_name() -> None:
     assert list(named(read(None, rung=Rung.FULL))) == [UNNAMED]
     assert nodes_of(TASK, []) == ()
