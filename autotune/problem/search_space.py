@@ -167,9 +167,12 @@ class SearchSpace:
         if knob is None or not removed:
             return self, []
         if len(removed) == len(knob.choices()):
+            remedy = f"add values of {name} to the space, or pin one with --set {name}=VALUE"
+            if len(removed) == 1:  # it may be pinned already
+                remedy = f"give another value (--set {name}=VALUE), or change what excludes it"
             raise UsageError(
                 f"no value of {name} is left in the space {self.name!r}: {_listed(removed)}: {reason}",
-                remedy=f"add values of {name} to the space, or pin one with --set {name}=VALUE",
+                remedy=remedy,
             )
         return self._with(knob.keep(allowed)), [Removal(knob=name, values=removed, reason=reason)]
 

@@ -235,6 +235,10 @@ def test_narrow_leaves_at_least_one():
     values = "none, selective_50, every_2, every_4, full"
     reason = f"no value of checkpointing is left in the space 'lora': {values}: never"
     assert str(caught.value) == reason and "--set checkpointing=VALUE" in caught.value.remedy
+    assert caught.value.remedy.startswith("add values")
+    with pytest.raises(UsageError) as caught:
+        SearchSpace.load("lora").pin("cuda_graphs", "micro_batch").narrow("cuda_graphs", lambda value: False, "never")
+    assert caught.value.remedy.startswith("give another value (--set cuda_graphs=VALUE)")
 
 
 def test_pin():
