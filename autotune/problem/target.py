@@ -79,6 +79,8 @@ def device_cap_gib(device: DeviceSpec, asked_gib: float | None = None) -> float:
     """What a run may use of an idle device by its data sheet; `asked_gib` can only lessen it. Raises UsageError."""
     known = [size for size in (asked_gib, device.usable_gib) if size is not None]
     if not known or device.kind == "cpu":
+        if device.kind == "cpu":
+            raise UsageError(f"no plan can be made for {device.name}: its memory is the host's", remedy="name a GPU")
         raise UsageError(
             f"no plan can be made for {device.name}: its memory is not known", remedy="name a GPU, or give --memory-gib"
         )

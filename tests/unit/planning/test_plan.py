@@ -238,8 +238,12 @@ def test_no_more_is_planned_for_than_the_card_has() -> None:
 
 
 def test_a_card_without_memory_cannot_be_planned_for() -> None:
-    with pytest.raises(UsageError, match="its memory is not known"):
-        device_limit_gib(resolve_device("cpu"), 0.05)
+    with pytest.raises(UsageError, match="its memory is not known") as unknown:
+        device_limit_gib(replace(A10, memory_gib=None), 0.05)
+    assert "--memory-gib" in (unknown.value.remedy or "")
+    with pytest.raises(UsageError, match="its memory is the host's") as host:  # which --memory-gib does not change
+        device_limit_gib(resolve_device("cpu"), 0.05, 4.0)
+    assert host.value.remedy == "name a GPU"
 
 
 def test_near_the_limit_the_state_is_tight() -> None:
