@@ -11,6 +11,7 @@ from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_device
 from autotune.core.errors import EnvironmentProblem, UsageError, did_you_mean
+from autotune.core.knobs import KNOBS
 from autotune.core.machine import host_memory_gib as host_memory_gib_here
 from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.probe_types import DryCount, Evidence, MicroBatch, Outcome, ProbeRequest, ProbeResult
@@ -381,6 +382,9 @@ def find_longest(
                 f"--set: layers of {method} with these knobs are not computed in tiles of tokens",
                 remedy="leave dropout, compilation and other kernels out, or give --set tiling=none",
             )
+        for name, value in asked.knobs.items():
+            if getattr(config, name) == KNOBS[name].default != value:
+                say(f"warning: {method}: {name} has no effect with these knobs")
     rows = []
     for method in methods:
         say(f"{method}: counting without the GPU")

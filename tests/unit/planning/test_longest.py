@@ -183,6 +183,9 @@ def test_the_command_prints_a_table_or_json(counted: list[int], monkeypatch: pyt
     assert row["tokens"] > 131_072 and row["config"]["tiling"] == "tokens"
     ended = CliRunner().invoke(app, options)
     assert f"{row['tokens']:,}" in ended.stdout and "trained for 131,072 positions" in ended.stdout
+    assert "cuDNN" not in ended.stdout
+    ended = CliRunner().invoke(app, [*options, "--set", "attention=sdpa_cudnn"])
+    assert "cuDNN's attention needs more than was counted" in ended.stdout
     ended = CliRunner().invoke(app, [*options, "--memory-gib", "4"])
     assert isinstance(ended.exception, NothingFits) and "qlora: " in ended.stdout
 
@@ -199,6 +202,15 @@ def test_the_command_prints_a_table_or_json(counted: list[int], monkeypatch: pyt
 def test_wrong_names_are_usage_errors(methods: list[str], knobs: dict[str, Any], expected: str) -> None:
     with pytest.raises(UsageError, match=expected):
         find_longest(MODEL, "h100", methods, knobs=knobs, probe=False)
+
+
+def test_a_knob_without_effect_is_said_to_have_none(counted: list[int]) -> None:
+    said: list[str] = []
+    knobs = {"cuda_graphs": "micro_batch", "attention": "sdpa_cudnn", "dora": False}
+    find_longest(MODEL, "h100", ["lora"], knobs=knobs, probe=False, say=said.append)
+    assert [text for text in said if text.startswith("warning")] == [
+        "warning: lora: cuda_graphs has no effect with these knobs"
+    ]
 
 
 def test_data_has_what_was_asked(counted: list[int]) -> None:
