@@ -47,6 +47,12 @@ CROSSING = """[...document.querySelectorAll('.plot')].flatMap(plot => {
     return labels.filter(([, a], i) => labels.some(([, b], j) =>
       i < j && a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom))
       .map(([text]) => `${plot.dataset.figure}: ${text}`); })"""
+# Lines of a grid in other colours than the page's own lines.
+LOUD = """[...document.querySelectorAll('.plot [class*="gridlayer"] path')]
+    .map(one => [one, getComputedStyle(one).stroke]).filter(([one, stroke]) => {
+      const line = document.createElement('hr'); one.closest('.plot').append(line);
+      line.style.color = 'var(--line)'; const wanted = getComputedStyle(line).color; line.remove();
+      return stroke !== wanted; }).map(([, stroke]) => stroke)"""
 # WCAG's contrast of each text to what is painted behind it; below 4.5 it is hard to read.
 PALE = """(() => {
   const channels = colour => colour.match(/[0-9.]+/g).map(Number);
@@ -134,6 +140,7 @@ def test_a_page_is_readable_on_every_screen(
             "clipped": browser.run(CLIPPED),
             "crossing": browser.run(CROSSING),
             "pale": browser.run(PALE),
+            "loud": browser.run(LOUD),
         }
         assert not any(seen.values()), (screen, seen)
         background = browser.run("getComputedStyle(document.body).backgroundColor")
