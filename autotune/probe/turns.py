@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Files of the folder: the one that is locked, and what is to be compiled; ends of the names of those with what a
-# process holds, and of those that stand for what a process has begun to compile.
-LOCK, WANTED, HELD, CLAIMED = "turn", "wanted.json", ".held", ".claimed"
+# Files of the folder: the one that is locked, the one that is while the prober waits for it, and what is to be
+# compiled; ends of the names of those with what a process holds, and of those for what one has begun to compile.
+LOCK, NEXT, WANTED, HELD, CLAIMED = "turn", "next", "wanted.json", ".held", ".claimed"
 PATIENCE_S = 30.0  # what a turn takes at most: to build a few layers, or to run them once
 POLL_S = 0.002
 TRIES = ("_should_pad", "should_pad_bench")  # functions of Inductor that time a product: the first in newer versions
@@ -34,8 +34,9 @@ class Turns:
     """This process's turns on the device. Without a `folder` nobody else uses it.
 
     `before_giving` is called before the device is left to others, `on_wait` with the times between which it was waited
-    for. A process that is to wait no longer than `patience_s` goes on without a turn, and `is_stuck` is then true; also
-    on a file system without locks. `compile_s` are the seconds of compilation in the last `held` block.
+    for. A process that is to wait no longer than `patience_s`, the one that probes, has the next turn before all
+    others; after that time it goes on without one, and `is_stuck` is then true, also on a file system without locks.
+    `compile_s` are the seconds of compilation in the last `held` block.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Turns:
         before_giving: Callable[[], None] = lambda: None,
         on_wait: Callable[[float, float], None] = lambda begin, end: None,
     ) -> None:
-        self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) if folder else None
+        self._file, self._next = (_opened(folder / name) if folder else None for name in (LOCK, NEXT))
         self._patience_s = patience_s
         self._before_giving, self._on_wait = before_giving, on_wait
         self._began: float | None = None  # when the compilation in progress began
@@ -55,9 +56,10 @@ class Turns:
 
     def close(self) -> None:
         """Leave the device to others for good."""
-        if self._file is not None:
+        if self._file is not None and self._next is not None:
             os.close(self._file)
-            self._file = None
+            os.close(self._next)
+            self._file = self._next = None
 
     @contextmanager
     def held(self, *, compiles: bool) -> Iterator[None]:
@@ -129,10 +131,12 @@ class Turns:
         self._take()
 
     def _take(self) -> None:
-        if self._file is None:
+        if self._file is None or self._next is None:
             return
         begin = time.perf_counter()
         try:
+            if self._patience_s is not None:
+                fcntl.flock(self._next, fcntl.LOCK_EX)  # others lock it for a moment alone
             while not self._is_taken():
                 if self._patience_s is not None and time.perf_counter() - begin > self._patience_s:
                     self.is_stuck = True
@@ -142,11 +146,16 @@ class Turns:
             if self._patience_s is None:
                 raise
             self.is_stuck = True
+        with suppress(OSError):
+            fcntl.flock(self._next, fcntl.LOCK_UN)
         self._on_wait(begin, time.perf_counter())
 
     def _is_taken(self) -> bool:
-        assert self._file is not None
+        assert self._file is not None and self._next is not None
         with suppress(BlockingIOError):
+            if self._patience_s is None:  # while the one that probes waits, this raises
+                fcntl.flock(self._next, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                fcntl.flock(self._next, fcntl.LOCK_UN)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         return False
@@ -159,3 +168,7 @@ class Turns:
         finally:
             with suppress(OSError):  # as in `_take`
                 fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

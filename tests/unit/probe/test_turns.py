@@ -93,6 +93,25 @@ def test_a_turn_is_waited_for_and_no_longer_than_patience_lasts(tmp_path: Path) 
         turns.close()
 
 
+def test_the_one_that_probes_has_the_next_turn(tmp_path: Path) -> None:
+    """However many others wait, and for however long."""
+    holder, others = Turns(tmp_path), [Turns(tmp_path) for _ in range(3)]
+    order: list[str] = []
+    prober = Turns(tmp_path, patience_s=20.0, on_wait=lambda begin, end: order.append("prober"))
+    for other in others:
+        other._on_wait = lambda begin, end: order.append("other")
+    threads = [threading.Thread(target=take_turn, args=(one,)) for one in (*others, prober)]
+    with holder.held(compiles=False):
+        for thread in threads:
+            thread.start()
+            time.sleep(0.1)
+    for thread in threads:
+        thread.join(10)
+    assert order == ["prober", "other", "other", "other"]
+    for turns in (holder, *others, prober):
+        turns.close()
+
+
 def test_what_others_hold_is_added_up(tmp_path: Path) -> None:
     assert held_by_others_gib(tmp_path) == 0.0
     (tmp_path / f"17{HELD}").write_text("0.75")
