@@ -84,7 +84,7 @@ def test_trials_are_plain_values_and_figures_are_plotly_figures() -> None:
 
 def test_unknown_names_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match="no study"):
+    with pytest.raises(UsageError, match="there is no database"):
         load_study("none")
     with pytest.raises(TypeError, match="budgets"):
         tune("demo-3m", gpu="cpu", budgets="60s")

@@ -22,6 +22,7 @@ from autotune.problem.study_spec import StudySpec
 from autotune.problem.workload import Workload
 from autotune.report import describe
 from autotune.report.html import render
+from autotune.study.storage.probe_store import ProbeStore
 from autotune.study.summary import Recipe, Verification, summary_data
 from tests.helpers.factories import summary
 
@@ -265,6 +266,9 @@ def test_weights_larger_than_the_disk_are_refused(tmp_path: Path, monkeypatch: p
 
 def test_an_unknown_study_format_or_number_is_a_usage_error(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'a.db'}"
+    with pytest.raises(UsageError, match="there is no database"):
+        command.verify("nobody", storage=url)
+    ProbeStore(url).close()
     with pytest.raises(UsageError, match="there is no study"):
         command.verify("nobody", storage=url)
     with pytest.raises(UsageError, match="--format cannot be 'axolotl'"):

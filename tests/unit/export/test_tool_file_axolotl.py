@@ -40,6 +40,7 @@ CONFIGS = [
     TrainConfig(quantization="fp8", attention="sdpa_cudnn", checkpointing="offload", rslora=True),
     TrainConfig(attention="sdpa_cudnn", packing=True, checkpointing="offload", quantization="nf4", loss="chunked"),
     TrainConfig(tiling="tokens", checkpointing="offload", quantization="nf4", loss="chunked"),
+    TrainConfig(cuda_graphs="micro_batch", checkpointing="none", padding="bucket"),
     TrainConfig(packing=True, packed_attention="varlen", micro_batch_size=4),
     TrainConfig(padding="max_length", seq_len=1000),
     TrainConfig(group_by_length=True),
