@@ -56,7 +56,7 @@ PINNED_APART = {"seq_len": "--most-tokens", "method": "--method", "quantization"
 TIME_ERROR = 1.3  # a predicted time is taken to be within this factor: of the one that was measured it was 1.23
 # What the allocator needs beyond a counted peak of few large tensors: on an H100 2.1 % of 39 GiB, and over 3.7 % under
 # a cap of 24 GB, where nothing is left to begin a block anew (`benchmarks/longest.py`).
-PIECES = 0.06
+ALLOCATOR_SHARE = 0.06
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,12 +171,12 @@ class Longest:
         return self._predicted(method, tokens, limited_by)
 
     def _need(self, method: str, tokens: int) -> Any:
-        """GiB that a row needs at most, with what the allocator's pieces take; None where it cannot be counted."""
+        """GiB that a row needs at most, with what the allocator takes beyond that; None where it cannot be counted."""
         config = self.config(method, tokens)
         count = self.count(config)
         if count is None:
             return None
-        return counted_breakdown(self.model, config, count).peak_reserved_gib * (1 + PIECES)
+        return counted_breakdown(self.model, config, count).peak_reserved_gib * (1 + ALLOCATOR_SHARE)
 
     def _at_limit(self, method: str, known: Mapping[int, float]) -> tuple[int, str]:
         """The tokens at which the line through the two known needs nearest to the limit meets it, and what limits."""
@@ -371,20 +371,7 @@ def find_longest(
     for name in PINNED_APART.keys() & asked.knobs.keys():
         raise UsageError(f"--set {name}: rows have their own", remedy=f"give {PINNED_APART[name]}")
     for method in methods:
-        if method not in METHODS:
-            raise UsageError(f"unknown method {method!r}{did_you_mean(method, METHODS)}", remedy=", ".join(METHODS))
-        try:
-            config = asked.config(method, STEP)
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"--set: {error}", remedy="docs/knobs.md lists the knobs and their values") from None
-        if config.tiling != (LONG_ROWS | asked.knobs)["tiling"]:
-            raise UsageError(
-                f"--set: layers of {method} with these knobs are not computed in tiles of tokens",
-                remedy="leave dropout, compilation and other kernels out, or give --set tiling=none",
-            )
-        for name, value in asked.knobs.items():
-            if getattr(config, name) == KNOBS[name].default != value:
-                say(f"warning: {method}: {name} has no effect with these knobs")
+        _require_possible(asked, method, say)
     rows = []
     for method in methods:
         say(f"{method}: counting without the GPU")
@@ -400,6 +387,24 @@ def find_longest(
             return prober.probe(request, Path(folder, "longest.log"))
 
         return asked, [verify(asked, row, run, cap, timed_on=timed_on, say=say) for row in rows]
+
+
+def _require_possible(asked: Longest, method: str, say: Callable[[str], None]) -> None:
+    """Raises UsageError for an unknown method or an impossible knob, and says which knobs have no effect."""
+    if method not in METHODS:
+        raise UsageError(f"unknown method {method!r}{did_you_mean(method, METHODS)}", remedy=", ".join(METHODS))
+    try:
+        config = asked.config(method, STEP)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--set: {error}", remedy="docs/knobs.md lists the knobs and their values") from None
+    if config.tiling != (LONG_ROWS | asked.knobs)["tiling"]:
+        raise UsageError(
+            f"--set: layers of {method} with these knobs are not computed in tiles of tokens",
+            remedy="leave dropout, compilation and other kernels out, or give --set tiling=none",
+        )
+    for name, value in asked.knobs.items():
+        if getattr(config, name) == KNOBS[name].default != value:
+            say(f"warning: {method}: {name} has no effect with these knobs")
 
 
 def _target_here(gpu: str) -> Target | None:

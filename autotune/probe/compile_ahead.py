@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from autotune.core.errors import StorageError
 from autotune.core.files import write_atomic
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.scratch import scratch_directory
@@ -49,12 +50,16 @@ class CompileAhead:
     def want(self, requests: Mapping[str, ProbeRequest]) -> None:
         """Compile these next, in this order, instead of what was wanted before. Equal keys have equal code.
 
-        Nothing happens once this is closed.
+        Nothing happens once this is closed. Where the folder takes no file any more, all processes end for good.
         """
         if self._is_closed:
             return
         wanted = [{"key": key, "request": to_data(request)} for key, request in requests.items()]
-        write_atomic(self.folder / WANTED, json.dumps(wanted))
+        try:
+            write_atomic(self.folder / WANTED, json.dumps(wanted))
+        except StorageError:  # a full disk is no reason to end the study
+            self.close()
+            return
         self.reap()
         if wanted and not self._processes and self._starts < MAX_STARTS:
             self._starts += 1

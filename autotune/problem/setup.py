@@ -72,8 +72,7 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     if not probes_run_here:
         _require_formula(model)
     target = target if isinstance(target, Target) else Target(device=target)
-    cpu_or_gpu = "cpu" if target.device.kind == "cpu" else "default"
-    space = spec.space if isinstance(spec.space, SearchSpace) else SearchSpace.load(spec.space or cpu_or_gpu)
+    space = _space_of(spec, target.device)
     lengths, pictured, end = (
         _rows_with_images(spec, model, say) if model.sees_images else (_lengths(spec, model, space, say), (), 0)
     )
@@ -121,6 +120,12 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     setup = Setup(task=task, reserve=narrowing.reserve, removals=tuple(narrowing.removals), warnings=warnings)
     shape = None if probes_run_here else known_shape(model)
     return setup if shape is None else adapt_to_layers(setup, shape)
+
+
+def _space_of(spec: StudySpec, device: DeviceSpec) -> SearchSpace:
+    if isinstance(spec.space, SearchSpace):
+        return spec.space
+    return SearchSpace.load(spec.space or ("cpu" if device.kind == "cpu" else "default"))
 
 
 def _study_name(target: Target, model: ModelSpec, space: SearchSpace) -> str:

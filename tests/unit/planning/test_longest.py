@@ -14,7 +14,7 @@ from autotune.core.probe_types import DryCount, OomDetail, Outcome, Phase, Probe
 from autotune.core.train_config import TrainConfig
 from autotune.planning import longest as module
 from autotune.planning.counted_memory import DryAnswer
-from autotune.planning.longest import PIECES, Longest, LongestRow, find_longest, longest_data, verify
+from autotune.planning.longest import ALLOCATOR_SHARE, Longest, LongestRow, find_longest, longest_data, verify
 from autotune.prediction.memory_formula import counted_breakdown
 from autotune.report.json_forms import form_of
 from tests.helpers.factories import measurement, result
@@ -61,7 +61,7 @@ def asked(limit_gib: float = 22.0, **more: Any) -> Longest:
 
 def need(tokens: int) -> float:
     config = asked().config("qlora", tokens)
-    return counted_breakdown(MODEL, config, count_of(config)).peak_reserved_gib * (1 + PIECES)
+    return counted_breakdown(MODEL, config, count_of(config)).peak_reserved_gib * (1 + ALLOCATOR_SHARE)
 
 
 @pytest.mark.parametrize("limit_gib", [22.0, 60.0, 9.0, 7.0])
@@ -80,7 +80,7 @@ def test_a_line_that_bends_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "counted", answer)
     row = asked(30.0).predict("qlora")
     assert row.tokens is not None and row.gpu_gib is not None
-    assert 0.95 * 30.0 < row.gpu_gib * (1 + PIECES) <= 30.0
+    assert 0.95 * 30.0 < row.gpu_gib * (1 + ALLOCATOR_SHARE) <= 30.0
 
 
 def test_the_host_and_the_user_bound_it_too(counted: list[int]) -> None:

@@ -1,11 +1,13 @@
 """The parent of processes that compile ahead: what it asks for, how it counts, and how it ends them."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from autotune.core.files import write_errors
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.serialization import from_data
 from autotune.probe import compile_ahead
@@ -91,6 +93,23 @@ def test_processes_start_again_a_few_times(made: list[Process], tmp_path: Path) 
         ahead.make_room()
     assert len(made) == MAX_STARTS and not ahead.is_running
     ahead.close()
+
+
+def test_a_full_disk_ends_the_processes_and_not_the_study(
+    made: list[Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        with write_errors(ahead.folder):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    ahead = CompileAhead("cuda", tmp_path / "logs", 1, 16.0)
+    ahead.want({"a": request()})
+    monkeypatch.setattr(compile_ahead, "write_atomic", full)
+    ahead.want({"b": request()})
+    assert not ahead.is_running and made[0].told == ["kill", "close"]
+    ahead.want({"c": request()})
+    ahead.close()  # as a session does at its end
+    assert len(made) == 1 and ahead.claimed() == set()
 
 
 def test_once_closed_nothing_is_asked_for_and_nothing_left_behind(made: list[Process], tmp_path: Path) -> None:
