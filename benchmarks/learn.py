@@ -166,27 +166,26 @@ class Tuned:
     with_judges: Path
 
 
-def tuned(name: str, folder: Path, args: argparse.Namespace, study: str | None = None, **more: Any) -> Tuned:
-    """A short study of a data set, with `more` pinned."""
+def tuned(name: str, folder: Path, args: argparse.Namespace) -> Tuned:
     examples = [example for example, _ in zip(TEXTS[name](), range(3 * EXAMPLES), strict=False)]
     number = EXAMPLES if args.gpu != "cpu" else EXAMPLES // 3
     chosen = random.Random(0).sample(examples, min(number + HELD_OUT, len(examples)))
     data, both = folder / f"{name}.jsonl", folder / f"{name}-all.jsonl"
     data.write_text("\n".join(map(json.dumps, chosen[:-HELD_OUT])) + "\n")
     both.write_text("\n".join(map(json.dumps, chosen)) + "\n")
-    pins = {"seq_len": ROW, "micro_batch_size": 32, "lora_rank": 16, "quantization": "none", "packing": False} | more
-    won = autotune.tune(
+    pins = {"seq_len": ROW, "micro_batch_size": 32, "lora_rank": 16, "quantization": "none", "packing": False}
+    study = autotune.tune(
         str(folder / "model"),
         gpu=args.gpu,
         dataset=str(data),
         epochs=2,
         budget=args.budget,
         pins=pins,
-        study=study or name,
-        out=str(folder / (study or name)),
+        study=name,
+        out=str(folder / name),
         storage=f"sqlite:///{folder / 'studies.db'}",
     )
-    return Tuned(name, won.recipe, data, both)
+    return Tuned(name, study.recipe, data, both)
 
 
 def compare(one: Tuned, args: argparse.Namespace) -> dict[str, Any]:

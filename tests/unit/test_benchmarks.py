@@ -530,17 +530,6 @@ def test_a_cold_study_is_within_the_goal_when_its_trial_ends(monkeypatch: pytest
     assert set(module.summarize([]).values()) == {None}
 
 
-def test_knobs_that_change_learning_are_compared_seed_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = program("learning_knobs", monkeypatch)
-    reference = {"data": "a", "knob": "reference", "rate": 1e-3, "losses": {"0.001": [2.0, 4.0]}}
-    wider = {"data": "a", "knob": "rank 64", "rate": 2e-3, "losses": {"0.002": [2.2, 4.0]}}
-    rows = module.with_reference([reference, wider])
-    assert (rows[0]["over_reference"], rows[0]["spread"]) == (0.0, 0.0)
-    assert module.summarize(rows) == pytest.approx(
-        {"data_sets": 1, "rank_64_over_reference": 0.05, "rank_64_spread_max": 0.1 / 2**0.5}
-    )
-
-
 def test_ours_is_compared_with_the_best_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     module = program("side_by_side", monkeypatch)
     rows = [
