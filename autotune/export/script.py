@@ -44,7 +44,7 @@ LAUNCHER = """\
 # Run train.py beside this file with the interpreter in $PYTHON, or python3; options are passed on.
 set -euo pipefail
 export {allocator}
-exec "${{PYTHON:-python3}}" {through} "$(dirname -- "${{BASH_SOURCE[0]}}")/train.py" "$@"
+exec "${{PYTHON:-python3}}" -- "$(dirname -- "${{BASH_SOURCE[0]}}")/train.py" "$@"
 """
 
 
@@ -53,20 +53,13 @@ def export(recipe: Recipe) -> dict[str, str]:
 
     Names that users gave, or a model has, are in the JSON files only.
     """
-    module = launcher(recipe.config.num_gpus)
-    through = f"-m {' '.join(module)}" if module else "--"
     return {
         "train.py": ENCODING + SCRIPT,
         "train_config.json": settings(recipe).to_json(),
-        "launch.sh": LAUNCHER.format(allocator="=".join(allocator(recipe)), through=through),
+        "launch.sh": LAUNCHER.format(allocator="=".join(allocator(recipe))),
         "model_config.json": json.dumps(recipe.model.config, indent=2) + "\n",
         **runtime_files(),
     }
-
-
-def launcher(num_gpus: int) -> list[str]:
-    """The module, with its arguments, that starts a script once for each of several GPUs: torchrun."""
-    return ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_gpus}"] if num_gpus > 1 else []
 
 
 @cache

@@ -83,7 +83,7 @@ def train(
         options += ["--other-device"] * other_device
         options += ["--storage", public_url(storage)] if storage else []
         again = _command([*options, "--resume"], recipe.study)
-        raise interruption(output, again, 128 + stop.signal if stop.signal else PREEMPTED)
+        raise interruption(output, again, 128 + signal.SIGINT if stop.signal == signal.SIGINT else PREEMPTED)
     raise AutotuneError(f"training failed: {error or f'exit code {code}'}", remedy=f"read {run.log}")
 
 

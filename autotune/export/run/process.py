@@ -30,19 +30,9 @@ def time_limit_s(steps: int, step_s: float) -> float:
     return START_S + SLOWER * steps * step_s
 
 
-def command(
-    script: str,
-    arguments: Sequence[str],
-    on_parents_death: signal.Signals = signal.SIGKILL,
-    *,
-    launcher: Sequence[str] = (),
-) -> list[str]:
-    """The command that runs a script (a path to a .py file) or a module; it gets the signal if this process dies.
-
-    `launcher` is a module that starts the script, with its arguments.
-    """
-    parent = [str(int(on_parents_death)), str(os.getpid())]
-    return [sys.executable, child.__file__, *parent, *launcher, script, *arguments]
+def command(script: str, arguments: Sequence[str], on_parents_death: signal.Signals = signal.SIGKILL) -> list[str]:
+    """The command that runs a script (a path to a .py file) or a module; it gets the signal if this process dies."""
+    return [sys.executable, child.__file__, str(int(on_parents_death)), str(os.getpid()), script, *arguments]
 
 
 @contextmanager
@@ -90,25 +80,25 @@ def run_exported(
     limit_s: float,
     should_stop: Callable[[], bool],
     script: str = "train.py",
-    launcher: Sequence[str] = (),
+    num_gpus: int = 1,
     environment: Mapping[str, str] | None = None,
     while_running: Callable[[], None] = lambda: None,
 ) -> dict[str, Any] | str:
     """Run a script of `folder`, or a module, and return the JSON object that it prints last, or why there is none.
 
-    The script, started by `launcher` if there is one, gets the environment of a probe and `environment`. Its stderr
-    goes to `log`. It is killed after `limit_s` seconds. `while_running` is called ten times a second. Raises Cancelled
+    The script gets the environment of a probe, with all GPUs if it takes several, and `environment`. Its stderr goes to
+    `log`. It is killed after `limit_s` seconds. `while_running` is called ten times a second. Raises Cancelled
     if `should_stop` returned true.
     """
     started = time.monotonic()
     stdout = folder / "stdout"
     # As for a probe on CUDA: the settings that make a CPU's memory peaks repeat would cost time.
     variables = child_environment(os.environ, "cuda") | dict(environment or {})
-    if launcher:  # which gives each process a GPU of its own
+    if num_gpus > 1:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, visible()))
     with stdout.open("wb") as out, log.open("wb") as err:
         process = subprocess.Popen(
-            command(script, arguments, launcher=launcher),
+            command(script, arguments),
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -133,7 +123,7 @@ def run_exported(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process with all that it started: torchrun gives each rank a session of its own."""
+    """Kill a process with all that it started: each rank has a session of its own."""
     import psutil
 
     started: list[psutil.Process] = []

@@ -15,7 +15,6 @@ from typing import IO, Any
 from autotune.core.errors import UsageError
 from autotune.core.files import write_atomic
 from autotune.export.run.process import AddedLines, command, last_error
-from autotune.export.script import launcher
 from autotune.probe.worker_process import passed_on
 from autotune.study.summary import Recipe
 
@@ -80,7 +79,7 @@ class Run:
         self._steps = output / "progress.jsonl"
         # When this process dies, the run gets SIGTERM and saves a checkpoint.
         arguments = [*arguments, "--progress", str(self._steps)]
-        self._command = command(str(script), arguments, signal.SIGTERM, launcher=launcher(recipe.config.num_gpus))
+        self._command = command(str(script), arguments, signal.SIGTERM)
         self._added = AddedLines(self._steps)
         self._sessions: dict[float, float] = {}  # seconds trained, by the session's time of start
         self._first: dict[str, Any] | None = None  # the first line of this session

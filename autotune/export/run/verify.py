@@ -173,7 +173,7 @@ def _run_train(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | No
     if lengths:
         write_files(folder, {"lengths.txt": "\n".join(map(str, lengths))})
         arguments += ["--lengths", "lengths.txt"]
-    return run(arguments, launcher=script.launcher(config.num_gpus))
+    return run(arguments, num_gpus=config.num_gpus)
 
 
 def _run_trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None, run: Run) -> dict[str, Any] | str:

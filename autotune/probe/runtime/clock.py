@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from .ranks import AGAIN_S
+
 STOP = "stop after step"  # what ranks tell each other
 PREEMPTED = 75  # the exit code after SIGTERM: a checkpoint was saved, and `--resume` continues from it
 GIB = 2**30
@@ -22,7 +24,8 @@ GIB = 2**30
 class Clock(TrainerCallback):
     """Measures each optimizer step, on a GPU by events, so that the host does not wait for it.
 
-    SIGINT and SIGTERM stop the run after the current step, on several GPUs two steps later, a second one at once.
+    SIGINT and SIGTERM stop the run after the current step, on several GPUs two steps later. A second one, over
+    AGAIN_S seconds later, ends it at once.
     """
 
     def __init__(self, saves: bool, progress: str | None = None) -> None:
@@ -46,13 +49,16 @@ class Clock(TrainerCallback):
         self._peaks_reserved: list[float] = []
         self._loss: float | None = None
         self._signal: int | None = None
+        self._signalled = 0.0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
 
     def _stop(self, number: int, frame: Any) -> None:
-        if self._signal is not None:
+        now = time.monotonic()
+        if self._signal is None:
+            self._signal, self._signalled = number, now
+        elif now - self._signalled > AGAIN_S:
             os._exit(128 + number)
-        self._signal = number
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
         """Count the tokens of each micro batch from now on."""

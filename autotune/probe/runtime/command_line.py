@@ -1,27 +1,28 @@
 """The command line of train.py. torch and transformers are imported only once its options are known to be right."""
 
 import argparse
-import ctypes
 import gc
 import importlib.util
+import os
 import shutil
-import signal
 import sys
 from pathlib import Path
 
+from . import ranks
 from .settings import Options, RunSettings, prepare_environment
 
 DEFAULT_OUTPUT = "out"
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 TRACKERS = ("none", "wandb", "mlflow", "tensorboard", "trackio")
 
 
 def start(folder: Path) -> None:
-    """Run the command: train as train_config.json in `folder` says."""
+    """Run the command: train as train_config.json in `folder` says, on several GPUs by a process for each."""
     settings = RunSettings.read(folder / "train_config.json")
     options = parse_options(settings)
     if settings.num_gpus > 1:
-        stop_with_launcher()
+        if "LOCAL_RANK" not in os.environ:
+            sys.exit(ranks.run(settings.num_gpus))
+        ranks.end_with_launcher()
     prepare_environment(settings)
     gc.disable()  # collections among the million objects of the libraries take a fifth of the time to load them
     from .train import main
@@ -29,12 +30,6 @@ def start(folder: Path) -> None:
     gc.freeze()
     gc.enable()
     main(settings, options, folder / "model_config.json")
-
-
-def stop_with_launcher() -> None:
-    """Have Linux send SIGTERM to this process when torchrun dies, which starts each rank in a session of its own."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def parse_options(settings: RunSettings, arguments: list[str] | None = None) -> Options:

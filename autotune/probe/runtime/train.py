@@ -156,7 +156,8 @@ def device_of(settings: RunSettings) -> torch.device:
     if settings.num_gpus == 1:
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if int(os.environ.get("WORLD_SIZE", "1")) != settings.num_gpus:
-        sys.exit(f"train.py: error: it trains on {settings.num_gpus} GPUs: start it by launch.sh, or by torchrun")
+        count = settings.num_gpus
+        sys.exit(f"train.py: error: it trains on {count} GPUs: leave torchrun out, or give it --nproc-per-node={count}")
     if settings.offload:  # the norm of gradients is added up where they are
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cuda:nccl,cpu:gloo")

@@ -41,7 +41,7 @@ def test_an_allocator_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_each_process_of_several_sees_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun says which one is its own."""
+    """LOCAL_RANK says which one is its own."""
     pair = script.settings(recipe(TrainConfig(num_gpus=2)))
     for use_cpu, visible in ((False, "5,1"), (True, "")):
         environment = {"CUDA_VISIBLE_DEVICES": "5,1"}

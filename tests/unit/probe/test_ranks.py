@@ -1,0 +1,123 @@
+"""The launcher of ranks, with real processes that need no torch."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from autotune.probe.runtime.ranks import AGAIN_S
+
+PROGRAM = """\
+import os, signal, sys, time
+sys.path.insert(0, {home!r})
+from autotune.probe.runtime import ranks
+
+if "LOCAL_RANK" not in os.environ:
+    sys.exit(ranks.run(2))
+ranks.end_with_launcher()
+rank, name = int(os.environ["RANK"]), os.environ["LOCAL_RANK"]
+seen = []
+
+
+def stop(number, frame):
+    seen.append(number)
+
+
+def tell(text):
+    open(name, "a").write(text + "\\n")
+
+
+{body}
+"""
+HOME = str(Path(__file__).parents[3])
+WAITS = """
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+tell("begun")
+while not seen:
+    time.sleep(0.01)
+"""
+
+
+def program(folder: Path, body: str) -> list[str]:
+    (folder / "program.py").write_text(PROGRAM.format(home=HOME, body=body))
+    return [sys.executable, "program.py", "an argument"]
+
+
+def run(folder: Path, body: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(program(folder, body), cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+@contextmanager
+def begun(folder: Path, body: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """The launcher, once both ranks have told that they began."""
+    with subprocess.Popen(program(folder, body), cwd=folder, start_new_session=True) as launcher:
+        try:
+            until = time.monotonic() + 30
+            while not all((folder / name).exists() for name in "01"):
+                assert launcher.poll() is None and time.monotonic() < until
+                time.sleep(0.02)
+            yield launcher
+        finally:
+            launcher.kill()
+
+
+def test_ranks_meet_by_the_variables_of_torch_and_get_the_arguments(tmp_path: Path) -> None:
+    names = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    done = run(tmp_path, f"tell(' '.join(os.environ[name] for name in {names}) + ' ' + sys.argv[1])")
+    assert done.returncode == 0, done.stderr
+    told = [(tmp_path / name).read_text().split() for name in "01"]
+    assert [words[0] for words in told] == ["0", "1"] and told[0][1:] == told[1][1:]
+    assert told[0][1:4] == ["2", "2", "127.0.0.1"] and told[0][5:] == ["an", "argument"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_stop_is_passed_on_once_and_each_rank_ends_in_its_own_time(number: int, code: int, tmp_path: Path) -> None:
+    """A rank that saves for long is not killed because the other has ended."""
+    body = WAITS + f"time.sleep(2 * rank)\ntell(f'saved {{len(seen)}}')\nsys.exit({code})"
+    with begun(tmp_path, body) as launcher:
+        for _ in range(2):  # as a scheduler signals each process
+            launcher.send_signal(number)
+        assert launcher.wait(30) == code
+    assert [(tmp_path / name).read_text() for name in "01"] == ["begun\nsaved 1\n"] * 2
+
+
+def test_a_second_signal_ends_ranks_that_do_not_answer(tmp_path: Path) -> None:
+    with begun(tmp_path, WAITS.replace("not seen", "True")) as launcher:
+        launcher.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            launcher.wait(AGAIN_S + 0.5)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(10) == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize(("ends", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
+def test_ranks_that_wait_for_a_failed_one_are_ended(ends: str, code: int, tmp_path: Path) -> None:
+    """They have some seconds to say what they saw."""
+    body = f"if rank:\n    {ends}\ntime.sleep(1)\ntell('lost the other')\ntime.sleep(600)"
+    done = run(tmp_path, body)
+    assert done.returncode == code, done.stderr
+    assert (tmp_path / "0").read_text() == "lost the other\n"
+
+
+def test_ranks_end_with_the_launcher(tmp_path: Path) -> None:
+    with begun(tmp_path, WAITS + "tell('stopped')") as launcher:
+        ranks = psutil.Process(launcher.pid).children()
+        os.killpg(launcher.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(ranks, timeout=20)
+        assert not alive
+    assert [(tmp_path / name).read_text() for name in "01"] == ["begun\nstopped\n"] * 2
+
+
+def test_a_rank_whose_launcher_is_dead_does_not_begin(tmp_path: Path) -> None:
+    variables = os.environ | {"LOCAL_RANK": "0", "RANK": "0", "AUTOTUNE_LAUNCHER": "1"}
+    command = program(tmp_path, "tell('begun')")
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "the launcher is dead\n") and not (tmp_path / "0").exists()
