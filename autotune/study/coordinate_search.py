@@ -16,6 +16,7 @@ from autotune.problem.search_space import Knob, SearchSpace
 from autotune.study.distributed import COORDINATE_TRIALS, SharedTrials
 from autotune.study.evaluator import Evaluation
 from autotune.study.formula_seeds import formula_seeds
+from autotune.study.neighbours import COMPILED, compiled_variants
 from autotune.study.optimizer import Proposal
 from autotune.study.summary import TrialRecord
 
@@ -52,11 +53,13 @@ class CoordinateSearch:
     num_gpus: int
     _tried: dict[str, Outcome] = field(default_factory=dict)  # by the digest of the configuration
     _waiting: list[tuple[float, Proposal]] = field(default_factory=list)
+    _seeds: list[TrainConfig] = field(default_factory=list)  # what formulas find best
 
     def run(self) -> None:
         """Try the formula seeds, then move from the best until a pass over all knobs finds nothing better.
 
-        In a hurry, first without compilation: it takes as long as several other candidates.
+        In a hurry, first without compilation, which takes as long as several other candidates, until the seeds are
+        compiled ahead.
         """
         self._tried = {row.config.digest: row.outcome for row in self.trials.rows}
         self._carry_over()
@@ -91,15 +94,20 @@ class CoordinateSearch:
             self._end_waiting()
 
     def _try_without_compiling(self) -> None:
-        """Try seeds, moves, and neighbours of the best, until the time left is for compiling the best of them."""
+        """Try seeds, moves, and neighbours of the best, until the time left is for compiling the best of them.
+
+        This ends as soon as one that was compiled ahead is the best.
+        """
         trials = self.trials
         self._try_seeds(compile="none")
         best = self._best()
-        if best is None:
+        if best is None or self._try_compiled_ahead():
             return
         self._pass_over_knobs(best, leave_out="compile")
         self._end_waiting(whole=False)
         best = self._best() or best
+        if best.config.compile == COMPILED:
+            return
         kept = {
             knob.name: getattr(best.config, knob.name)
             for knob in trials.task.space.knobs
@@ -110,19 +118,36 @@ class CoordinateSearch:
             if chosen is None:
                 break
             self._try(chosen)
-            self._end_waiting(whole=False)
+            if self._try_compiled_ahead():
+                break
+
+    def _try_compiled_ahead(self) -> bool:
+        """Try what was compiled ahead of the seeds, and of the best: whether the best is one that compiles now."""
+        self._end_waiting(whole=False)
+        trials, best = self.trials, self._best()
+        space = trials.task.space
+        for config in compiled_variants(space, [*self._seeds, *([best.config] if best else [])]):
+            if config.digest not in self._tried and trials.is_compiled(config) and not trials.is_done():
+                self._try(space.clip(config))
+                self._end_waiting(whole=False)
+        best = self._best()
+        return best is not None and best.config.compile == COMPILED
 
     def _try_seeds(self, **changes: Any) -> None:
         """Try what the formulas find best, with these changes; what is changed is not measured as a whole."""
         best, task = self._best(), self.trials.task
-        for config in formula_seeds(task, best.config, best.limit_gib or 0.0) if best else ():
+        self._seeds = list(formula_seeds(task, best.config, best.limit_gib or 0.0)) if best else []
+        for config in self._seeds:
             chosen = task.space.clip(replace(config, **changes))
             if task.space.config(chosen).digest not in self._tried and not self.trials.is_done():
                 self._try(chosen)
         self._end_waiting(whole=not changes)
 
     def _pass_over_knobs(self, best: TrialRecord, *, leave_out: str = "") -> None:
-        """Make one move after another by each knob in turn, but the one to leave out."""
+        """Make one move after another by each knob in turn, but the one to leave out.
+
+        Without compilation this ends as soon as one that was compiled ahead is the best.
+        """
         space, current, reached = self.trials.task.space, best.config, self.trials.score(best)
         if leave_out == "compile" and not set(space.choices("checkpointing")) <= set(SELECTIVE):  # which compiles too
             space, _ = space.narrow("checkpointing", lambda value: value not in SELECTIVE, "")
@@ -136,6 +161,9 @@ class CoordinateSearch:
                 config, score = self._try(chosen)
                 if score > reached * factor:
                     current, reached = config, score
+                if leave_out == "compile" and self._try_compiled_ahead():
+                    self.trials.moving = None
+                    return
         self.trials.moving = None
 
     def _try(self, chosen: dict[str, Any]) -> tuple[TrainConfig, float]:

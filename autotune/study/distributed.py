@@ -51,6 +51,7 @@ class SharedTrials:
     `new_rows` returns what others stored since the last call; `on_begin` is called when this worker probes for a
     trial, `on_trial` with every trial that it finished, `on_trial_of_others` with every other. Trials of coordinate
     search, in `exempt`, do not count as patience; `moving` is the knob that it turns, and from which configuration.
+    `is_compiled` says of a configuration whether its code was compiled ahead.
     """
 
     task: Task
@@ -72,6 +73,7 @@ class SharedTrials:
     rank: int | None = None
     exempt: set[int] = field(default_factory=set)
     moving: tuple[str, TrainConfig] | None = None
+    is_compiled: Callable[[TrainConfig], bool] = lambda config: False
     kept_s: float = 0.0
     _by_others: set[int] = field(default_factory=set)  # the numbers of the trials that other workers finished
     _open: dict[int, str] = field(default_factory=dict)  # this worker's unfinished trials: number -> config digest

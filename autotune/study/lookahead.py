@@ -8,15 +8,13 @@ from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Outcome, ProbeRequest
 from autotune.core.train_config import TrainConfig, digest_of
 from autotune.probe.compile_ahead import CompileAhead
-from autotune.problem.search_space import SearchSpace
 from autotune.study.coordinate_search import ORDER, next_move
 from autotune.study.distributed import SharedTrials
 from autotune.study.evaluator import Evaluator
-from autotune.study.neighbours import neighbours
+from autotune.study.neighbours import COMPILED, compiled_variants, neighbours
 from autotune.study.ranking import more_capable
 
 MOST = 8  # so many are named at a time: by the next trial the search may have gone elsewhere
-COMPILED = "per_layer"
 NOT_IN_LAYERS = ("loss", "loader_workers", "group_by_length", "optimizer_in_backward")
 
 
@@ -48,12 +46,6 @@ def shallow_requests(
         if len(requests) == MOST:
             break
     return requests
-
-
-def compiled_variants(space: SearchSpace, configs: Iterable[TrainConfig]) -> list[TrainConfig]:
-    """The same configurations with compiled layers, of those that the space has so."""
-    variants = [space.config(space.clip(replace(config, compile=COMPILED))) for config in configs]
-    return [config for config in variants if config.compile == COMPILED]
 
 
 def code_key(config: TrainConfig) -> str:

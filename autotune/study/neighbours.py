@@ -1,10 +1,13 @@
 """Which configurations of a space differ least from a given one: made by edits of knobs, however large it is."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import SearchSpace
+
+COMPILED = "per_layer"
 
 
 def neighbours(
@@ -32,6 +35,12 @@ def _nearest_unseen(space: SearchSpace, centre: TrainConfig, seen: set[str]) -> 
         if unseen:
             return unseen
     return []
+
+
+def compiled_variants(space: SearchSpace, configs: Iterable[TrainConfig]) -> list[TrainConfig]:
+    """The same configurations with compiled layers, of those that the space has so."""
+    variants = [space.config(space.clip(replace(config, compile=COMPILED))) for config in configs]
+    return [config for config in variants if config.compile == COMPILED]
 
 
 def by_distance(space: SearchSpace, centre: TrainConfig) -> Iterator[dict[str, Any]]:

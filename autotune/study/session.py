@@ -43,8 +43,9 @@ from autotune.study.evaluator import Evaluator
 from autotune.study.feasibility import find_feasible
 from autotune.study.formula_seeds import formula_seeds
 from autotune.study.history import Cards, restore, summarize
-from autotune.study.lookahead import Lookahead, compiled_variants, shallow_requests
+from autotune.study.lookahead import Lookahead, code_key, shallow_requests
 from autotune.study.loop import Study
+from autotune.study.neighbours import compiled_variants
 from autotune.study.node_health import NodeMonitor
 from autotune.study.nodes import Node, nodes_of
 from autotune.study.optimizer import Optimizer
@@ -352,15 +353,17 @@ class Leader:
 
     def _look_ahead(self, trials: SharedTrials) -> None:
         """Have compiled ahead what is likely to be tried next, whenever a trial begins."""
-        if self._ahead is None:
+        ahead = self._ahead
+        if ahead is None:
             return
-        lookahead, trying = Lookahead(trials, self._ahead), trials.on_begin
+        lookahead, trying = Lookahead(trials, ahead), trials.on_begin
 
         def on_begin(number: int, config: TrainConfig) -> None:
             lookahead.begin(config)
             trying(number, config)
 
         trials.on_begin = on_begin
+        trials.is_compiled = lambda config: code_key(config) in ahead.compiled()
 
     def _end_lookahead(self) -> None:
         """Nothing is compiled any more: what is confirmed has the machine to itself."""

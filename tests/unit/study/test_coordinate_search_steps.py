@@ -45,6 +45,7 @@ class Trials:
         self.kept: list[tuple[str, list[int]]] = []
         self.said: list[str] = []
         self.left = 100
+        self.ready: dict[TrainConfig, int] = {}  # how many are asked for before a configuration is compiled ahead
         self.wanted: list[dict[str, Any]] = []
         self.begun: list[tuple[int, TrainConfig]] = []
         self.optimizer = SimpleNamespace(remember=lambda key, numbers: self.kept.append((key, numbers)))
@@ -108,6 +109,9 @@ class Trials:
 
     def compiled_s(self) -> float:
         return 7.0
+
+    def is_compiled(self, config: TrainConfig) -> bool:
+        return len(self.asked) >= self.ready.get(config, 1000)
 
     def say(self, text: str) -> None:
         self.said.append(text)
@@ -235,6 +239,43 @@ def test_in_a_hurry_nothing_is_compiled_and_no_whole_model_measured_at_first(see
     nothing = Trials({}, hurried=True)
     nothing.rows.clear()
     assert ran(nothing) == [] and nothing.wanted == []
+
+
+LARGE = replace(COMPILED, micro_batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("ready", "first"),
+    [
+        ({LARGE: 0}, [EIGHT, LARGE]),
+        ({LARGE: 2}, [EIGHT, replace(EIGHT, loss="chunked"), LARGE]),
+        ({replace(LARGE, loss="chunked"): 2}, [EIGHT, replace(EIGHT, loss="chunked"), replace(LARGE, loss="chunked")]),
+    ],
+)
+def test_in_a_hurry_what_was_compiled_ahead_is_tried_at_once_and_the_moves_begin_there(
+    seeds: list[TrainConfig], ready: dict[TrainConfig, int], first: list[TrainConfig]
+) -> None:
+    seeds += [LARGE]
+    speeds = {
+        EIGHT: 1500.0,
+        replace(EIGHT, loss="chunked"): 1600.0,
+        LARGE: 2500.0,
+        replace(LARGE, loss="chunked"): 2600.0,
+    }
+    trials = Trials(speeds, hurried=True)
+    trials.ready = ready
+    tried = ran(trials)
+    assert tried[: len(first)] == first
+    assert trials.wanted == []
+    assert all(config.compile == "per_layer" for config in tried[len(first) :]) and len(tried) > len(first)
+    assert [whole for config, whole in trials.ended if config in first[:2]] == [False, False]
+
+
+def test_what_was_compiled_ahead_and_is_slower_does_not_end_the_search_without(seeds: list[TrainConfig]) -> None:
+    trials = Trials({EIGHT: 1500.0}, hurried=True)
+    trials.ready = {COMPILED: 0}
+    tried = ran(trials)
+    assert tried[:3] == [COMPILED, CHUNKED, EIGHT] and len(trials.wanted) == 1
 
 
 def test_in_a_hurry_each_neighbour_is_judged_before_the_next_is_chosen() -> None:

@@ -10,7 +10,8 @@ import pytest
 from autotune.core.probe_types import ModelShape, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.study.coordinate_search import next_move
-from autotune.study.lookahead import Lookahead, code_key, compiled_variants, likely_next, shallow_requests
+from autotune.study.lookahead import Lookahead, code_key, likely_next, shallow_requests
+from autotune.study.neighbours import compiled_variants
 from tests.helpers.sessions import BASELINE, Session, space, starter, subject_of
 
 SPACE = space(
