@@ -70,7 +70,7 @@ class CudaMeter:
         """All libraries are loaded: memory that a later probe does not return is lost. Torch knows it exactly."""
 
     def rebase(self, resident_gib: float) -> None:
-        """Count all that the process holds now, except the resident model, as context, which is read at any time."""
+        """Leave what the process holds now, the resident model excepted, out of peaks: torch counts tensors alone."""
 
     def keep_freed(self) -> None:
         """From now on only times matter: let freed memory be kept, as in the full run. Torch always does."""
@@ -187,7 +187,10 @@ class CudaMeter:
 
 
 class CpuMeter:
-    """The host's processors, with the methods of CudaMeter. The context is what libraries hold before a model is built.
+    """The host's processors, with the methods of CudaMeter. The context is what libraries hold once they are loaded.
+
+    What the process gains later, from probe to probe, is no context: a run of one configuration does not have it, and a
+    limit that shrank by it would differ between the trials of a study. Peaks leave it out too (`rebase`).
 
     Peaks repeat to 1 % only if large blocks come straight from the kernel and go straight back, as the parent sets
     malloc for the process. The full run keeps them, and can be twice as fast: while steps are timed, so does this.
@@ -214,7 +217,7 @@ class CpuMeter:
 
     def rebase(self, resident_gib: float) -> None:
         resident = int(resident_gib * GIB)
-        self._context = self._status("RssAnon") - resident
+        self._before = self._status("RssAnon") - resident
         self._data = self._status("VmData") - resident
 
     def cap(self, memory_gib: float, headroom: float, managed_gib: float) -> float:
@@ -240,7 +243,7 @@ class CpuMeter:
         self.uncap()
 
     def return_freed(self, resident_gib: float) -> None:
-        """Let large blocks go straight back to the kernel again. What malloc has kept until now counts as context."""
+        """Let large blocks go straight back to the kernel again. What malloc has kept is no part of peaks."""
         if self._capped_at is None:
             return
         self._hold_free_blocks()
@@ -281,7 +284,7 @@ class CpuMeter:
         pass
 
     def allocated_gib(self) -> float:
-        return gib(max(self._status("RssAnon") - self._context, 0))
+        return gib(max(self._status("RssAnon") - self._before, 0))
 
     def reserved_gib(self) -> float:
         return gib(max(self._status("VmData") - self._data, 0))
@@ -293,11 +296,11 @@ class CpuMeter:
     def peak_gib(self) -> tuple[float, float]:
         """The same number twice: a CPU has no allocator reserve that outlives a tensor."""
         file_backed = self._status("RssFile") + self._status("RssShmem")
-        peak = gib(max(self._status("VmHWM") - file_backed - self._context, 0))
+        peak = gib(max(self._status("VmHWM") - file_backed - self._before, 0))
         return peak, peak
 
     def context_gib(self) -> float:
-        return max(gib(self._context) - self.aside_gib, 0.0)
+        return gib(self._first)
 
     def alloc_retries(self) -> int:
         return 0

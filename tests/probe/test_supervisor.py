@@ -12,7 +12,7 @@ from autotune.core.errors import EnvironmentProblem
 from autotune.core.probe_types import Outcome, Phase, ProbeRequest, Rung
 from autotune.probe.supervisor import WorkerProber, check_worker
 from autotune.study.evaluator import shortened
-from tests.helpers.probing import LARGE, MODEL, WIDE, pid_of, request
+from tests.helpers.probing import LARGE, MODEL, WIDE, measured, pid_of, request
 
 pytestmark = pytest.mark.probe
 
@@ -44,6 +44,15 @@ def test_a_probe_comes_through(prober: WorkerProber) -> None:
     with_dora = prober.probe(request(dora=True, rslora=True), log)
     dora = with_dora.measurement  # a magnitude for each of 512 outputs a layer
     assert with_dora.warm and dora is not None and dora.trainable_params == (16 * 1024 + 512) * 2
+
+
+def test_the_limit_stays_while_the_worker_grows(prober: WorkerProber) -> None:
+    """What a worker keeps of earlier probes is nobody else's: all trials of a study have one limit."""
+    small, long = {"optimizer": "adafactor"}, {"seq_len": 256, "precision": "bf16_mixed"}
+    found = [measured(prober, request(**knobs)) for knobs in ({}, small, long, small | long, {})]
+    assert len({(one.limit_gib, one.context_gib) for one in found}) == 1
+    assert found[0].context_gib == prober.context_gib
+    assert found[0].limit_gib == pytest.approx(4.0 * 0.95 - prober.context_gib)
 
 
 def test_confirming_evaluates_and_saves_too(prober: WorkerProber) -> None:

@@ -255,14 +255,10 @@ def test_what_a_host_holds_is_what_it_gained_since_the_last_count(monkeypatch: p
     made = CpuMeter()
     monkeypatch.setattr(made, "_status", status.__getitem__)
     made.rebase(0.5)
-    assert (made.context_gib(), made.allocated_gib(), made.reserved_gib()) == (1.5, 0.5, 0.5)
+    assert (made.allocated_gib(), made.reserved_gib()) == (0.5, 0.5)
     assert made.peak_gib() == (6.0, 6.0)
     status |= {"RssAnon": GIB, "VmData": 3 * GIB, "VmHWM": GIB}
     assert (made.allocated_gib(), made.reserved_gib(), made.peak_gib()) == (0.0, 0.0, (0.0, 0.0))
-    made.aside_gib = 1.0
-    assert made.context_gib() == 0.5
-    made.aside_gib = 2.0
-    assert made.context_gib() == 0.0
 
 
 def test_a_host_has_its_memory_back_but_for_what_python_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,11 +287,16 @@ def test_a_limit_of_a_host_is_on_top_of_what_it_has_reserved(monkeypatch: pytest
     monkeypatch.setattr(meters.resource, "setrlimit", lambda which, pair: limits.append(pair))
     made = CpuMeter()
     monkeypatch.setattr(made, "_status", status.__getitem__)
-    made.rebase(0.0)
+    made.settle()
     assert made.cap(8.0, 0.25, managed_gib=0.5) == 6.0 - 1.0 - 0.5
     made.cap(1.0, 0.5, managed_gib=0.0)
     made.uncap()
     assert limits == [(int(7.5 * GIB), 2**50), (int(0.01 * GIB) + 3 * GIB, 2**50), (2**50, 2**50)]
+    # What the process gains between probes changes no limit; the next probe gets as much above it.
+    status |= {"RssAnon": 2 * GIB, "VmData": 5 * GIB}
+    made.rebase(0.0)
+    assert (made.context_gib(), made.cap(8.0, 0.25, managed_gib=0.5)) == (1.0, 4.5)
+    assert limits[-1] == (int(9.5 * GIB), 2**50)
 
 
 def test_a_card_is_looked_at_before_the_process_has_a_context_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,7 +392,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Heap, list[Any]]:
     monkeypatch.setattr(made, "_status", {"RssAnon": 2 * GIB, "VmData": 4 * GIB}.__getitem__)
     made._libc = heap = Heap(2**25, 2**20, 2**20, 2**16, 2**15)
     monkeypatch.setattr(meters, "return_from", heap.return_from)
-    made._context, made._data = GIB, 3 * GIB
+    made._before, made._data = GIB, 3 * GIB
     return made, heap, limits
 
 
@@ -410,7 +411,7 @@ def test_freed_memory_is_kept_without_a_cap_and_then_returned_under_it(
     # Free blocks are held, so that no tensor comes to lie in them; one from the kernel is not.
     assert len(made._held) == len(heap.memory) == 4 and set(made._held) == set(heap.memory)
     assert heap.blocks == [2**15]  # no tensor that small comes from the kernel
-    assert (made._context, made._data) == (1.5 * GIB, 3.5 * GIB) and peaks == [True]
+    assert (made._before, made._data) == (1.5 * GIB, 3.5 * GIB) and peaks == [True]
     assert limits[2:] == [5.5 * GIB]  # as much more as is reserved since
     made.return_freed(0.5)
     assert len(limits) == 3
