@@ -3,6 +3,7 @@
 The score of a configuration is its useful tokens per second (`performance.score`).
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,18 +21,27 @@ ROOMY = 0.1
 class Scored:
     """A configuration that fits, with its score and the share of the memory limit it leaves free.
 
-    `noise` is by which share the score would differ if it were measured again.
+    `noise` is by which share the score would differ if it were measured again, `spread` the range of the timed steps
+    relative to the reported one (`Performance`); where it is not known, nothing is told apart by it.
     """
 
     config: TrainConfig
     score: float
     free_fraction: float
     noise: float = 0.0
+    spread: tuple[float, float] = (-1.0, math.inf)
 
     def ties(self, other: "Scored") -> bool:
-        """Whether the two scores cannot be told apart."""
+        """Whether the two scores cannot be told apart.
+
+        A few long steps on a busy machine make much noise, and yet all steps of one may be slower than the other's.
+        """
         ratio = max(self.score, other.score) / min(self.score, other.score)
-        return ratio - 1 <= max(self.noise, other.noise)
+        return ratio - 1 <= max(self.noise, other.noise) and not (self.beats(other) or other.beats(self))
+
+    def beats(self, other: "Scored") -> bool:
+        """Whether the score is higher even by the slowest step, against the fastest of the other's."""
+        return self.score * (1 + other.spread[0]) > other.score * (1 + self.spread[1])
 
 
 def choose(candidates: Sequence[Scored], slack: float) -> Scored:

@@ -177,8 +177,8 @@ class Selection:
         return [config for config in configs if self.record(config).measured is None]
 
     def leader(self) -> TrainConfig | None:
-        """The winner among the confirmed configurations so far."""
-        pool = self._confirmed()
+        """The winner among the confirmed configurations so far, and the baseline."""
+        pool = self._with_baseline(self._confirmed())
         return choose(pool, self.task.floors.slack).config if pool else None
 
     def may_win(self, config: TrainConfig) -> bool:
@@ -328,6 +328,7 @@ class Selection:
             pool = self._confirmed()
         else:  # the study was cut short before its likely winner was confirmed
             pool = self._scored((record, record.best_known) for record in self._contenders())
+        pool = self._with_baseline(pool)
         if not pool:
             return None
         winner = choose(pool, self.task.floors.slack)
@@ -404,6 +405,17 @@ class Selection:
     def _confirmed(self) -> list[Scored]:
         return self._scored((record, record.confirmed) for record in self.records.values() if record.confirmed)
 
+    def _with_baseline(self, pool: list[Scored]) -> list[Scored]:
+        """The pool, and the baseline where all that is known of it, confirmed or not, beats the pool's winner.
+
+        No time may be left to confirm it. What was confirmed, and is slower than it by that, must not win over it.
+        """
+        baseline = self.baseline()
+        if not pool or baseline is None or any(scored.config == baseline for scored in pool):
+            return pool
+        winner, record = choose(pool, self.task.floors.slack), self.record(baseline)
+        return pool + [scored for scored in self._scored([(record, record.best_known)]) if scored.beats(winner)]
+
     def _scored(self, known: Iterable[tuple[CandidateRecord, list[Measurement]]]) -> list[Scored]:
         """Score the records that can win by these measurements."""
         pool = []
@@ -418,7 +430,8 @@ class Selection:
             if self.task.within_hours is not None:
                 hours = self._project(record.config, performance, largest, of=measurements).full_run_hours
             score = self.task.score(record.config, performance.tokens_per_second, hours)
-            pool.append(Scored(config=record.config, score=score, free_fraction=1.0 - used, noise=noise))
+            spread = performance.own_spread or performance.spread
+            pool.append(Scored(config=record.config, score=score, free_fraction=1.0 - used, noise=noise, spread=spread))
         return pool
 
     def _doubts(self, winner: Scored, pool: list[Scored]) -> list[str]:

@@ -198,6 +198,13 @@ def test_the_budget_ends_it_at_any_point(start: Start, budget_s: float, order: s
     assert session.study.trials.too_short_for == ["measuring the finalists again"] * (budget_s < 60.0)
 
 
+def test_a_baseline_that_was_not_measured_again_wins_over_what_turns_out_slower(start: Start) -> None:
+    """It had 700 tokens/s in the search. The budget is over when A, which had 1,000 there, is confirmed with 600."""
+    session, _ = searched(start, {A: 1000.0, B: 700.0}, {A: (600.0, 600.0)}, took_s=10.0, budget_s=10.0, rounds=1)
+    assert confirmed(session) == ["A1+"] and session.winner() == B
+    assert session.study.trials.too_short_for == ["measuring the finalists again"]
+
+
 @pytest.mark.parametrize(("batch", "steps"), [(32, 4), (16, 2), (8, 1)])
 def test_a_step_has_up_to_four_micro_batches(start: Start, batch: int, steps: int) -> None:
     """As many as in the run: four of A's eight rows come to 32, four of D's two rows to 8."""

@@ -98,6 +98,16 @@ def test_a_tie_in_speed_goes_to_what_needs_less_memory(score, noise, free, rank,
         assert to_beat(other, [fast], 0.05) == pytest.approx(100.0 / (1 + noise))
 
 
+@pytest.mark.parametrize(("fastest_of_slow", "tied"), [(-0.04, True), (-0.01, False)])
+def test_long_steps_on_a_busy_machine_tie_with_nothing_that_is_faster_in_all(fastest_of_slow, tied):
+    """3 % slower within 20 % of noise, but by long steps alone: no step was as fast as the other's slowest."""
+    fast = replace(scored(100.0, 0.3, micro_batch_size=16), noise=0.01, spread=(-0.005, 0.01))
+    slow = replace(scored(97.0, 0.6), noise=0.2, spread=(fastest_of_slow, 0.8))
+    assert slow.ties(fast) is fast.ties(slow) is tied
+    assert fast.beats(slow) is not tied and not slow.beats(fast)
+    assert choose([fast, slow], 0.05) is (slow if tied else fast)
+
+
 def test_nobody_wins_an_empty_list():
     with pytest.raises(ValueError, match="empty"):
         choose([], 0.05)

@@ -605,6 +605,44 @@ def test_a_study_cut_short_before_its_likely_winner_was_confirmed():
     assert recipe.winner.config == FAST and recipe.caveats[-1].startswith("the winner was not measured a second time")
 
 
+@pytest.mark.parametrize(("again_s", "wins"), [(0.9, True), (1.01, True), (1.1, False)])
+def test_what_is_confirmed_slower_than_a_baseline_that_was_not_confirmed_does_not_win(again_s, wins):
+    """The machine was busy when FAST was measured again, and no time was left for the baseline."""
+    made = selection()
+    for _ in range(2):
+        made.confirm(FAST, steady(again_s))
+    recipe = made.recipe(FINGERPRINT)
+    assert made.leader() == recipe.winner.config == (FAST if wins else SLOW)
+    assert recipe.speedup == pytest.approx(1.0 / again_s if wins else 1.0)
+    assert recipe.differs is (again_s == 0.9)
+    if not wins:
+        assert recipe.caveats == ("the winner was not measured a second time: the study was cut short",)
+
+
+def test_a_baseline_that_was_pruned_wins_over_what_is_confirmed_slower_if_that_is_certain():
+    """It was extrapolated at 1 s, with an error, and given up since FAST needed 0.5 s by the search."""
+    for error, winner in ((0.01, SLOW), (0.15, FAST)):
+        made = Selection(SUBJECT)
+        add_measured(made, FAST, steady(0.5))
+        extrapolated(made, SLOW, 1.0, error)
+        made.confirm(FAST, steady(1.1))
+        assert made.recipe(FINGERPRINT).winner.config == winner
+
+
+def test_a_winner_is_not_slower_than_the_baseline_by_noise_alone():
+    """FAST frees more memory. A few steps of it are long: the others are 3 % slower than each of the baseline's."""
+    made = Selection(SUBJECT)
+    again = {
+        FAST: steady(1.03, step_s=(2.06, 2.06, 2.06, 4.0), peak_reserved_gib=10.0),
+        SLOW: steady(1.0, peak_reserved_gib=30.0),
+    }
+    for config, found in again.items():
+        add_measured(made, config, found)
+        made.confirm(config, found)
+    recipe = made.recipe(FINGERPRINT)
+    assert made.noise(FAST) > 0.3 and recipe.winner.config == SLOW
+
+
 def test_a_probe_without_a_number_is_known_as_tried_only():
     made, measured = Selection(SUBJECT), result(FAST)
     made.add_result(replace(measured, outcome=Outcome.OOM))
