@@ -34,6 +34,9 @@ def print_gpu_plan(made: GpuPlan) -> None:
     for reason in dict.fromkeys(row.problem for row in made.rows if row.problem):
         rows = [f"{row.num_gpus} {row.parallelism.name}" for row in made.rows if row.problem == reason]
         print(f"{', '.join(rows)}: {reason}")
+    for number, strategy, unknown in ((row.num_gpus, row.parallelism.name, row.num_without_speed) for row in made.rows):
+        if unknown:
+            print(f"{number} {strategy}: {unknown:,} more fit whose speed no formula knows: `autotune run` measures it")
     if task.device.link_gb_s is None and any(row.num_gpus > 1 and row.estimate and not row.step for row in made.rows):
         print(f"no speed for several: {NO_LINK}")
     price = describe_price(task.price, date.today()) if task.price else f"{NO_PRICE}: --price USD_PER_HOUR"

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
 
 # `none` is one GPU; `ddp` has the whole model on each. fsdp2 shards weights, gradients and optimizer state by torch's
@@ -13,6 +14,7 @@ STRATEGIES = ("none", "ddp", *FSDP2, *ZERO)
 # FSDP2 (as accelerate sets it) and DeepSpeed compute in bf16 without autocast, and keep fp32 masters of what is
 # trained. That is neither bf16_mixed, whose activations are larger, nor bf16_pure, which has no masters.
 SHARDED_PRECISION = "bf16_sharded"
+OF_ONE_GPU = tuple(knob for knob in KNOBS.values() if knob.active_when.get("num_gpus") == 1)
 BITSANDBYTES = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
 
 
@@ -89,6 +91,10 @@ class Parallelism:
         """Why this strategy cannot train the configuration; None if it can."""
         if self.num_gpus > 1 and config.optimizer_in_backward:
             return "an optimizer in the backward pass would step before the GPUs have shared their gradients"
+        if self.num_gpus > 1:
+            for knob in OF_ONE_GPU:
+                if (value := getattr(config, knob.name)) != knob.default:
+                    return f"{knob.name} {value} works only with {KNOBS['num_gpus'].label} 1"
         if not self.shards:
             return None
         tried = ("bf16_mixed", "fp32") if self.strategy in FSDP2 else ("bf16_mixed",)

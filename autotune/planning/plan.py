@@ -105,9 +105,14 @@ def plan(
     """
     device = device or planned_device(spec.gpu)
     setup = planned_setup(spec, device, say)
+    say_removals(setup, say)
+    return plan_setup(setup, limit_of(spec, device), observations, counted=counted)
+
+
+def say_removals(setup: Setup, say: Say) -> None:
+    """Say what is left out of the space, and why."""
     for removal in setup.removals:
         say(f"left out: {removal}")
-    return plan_setup(setup, limit_of(spec, device), observations, counted=counted)
 
 
 def planned_setup(spec: StudySpec, device: DeviceSpec, say: Say = silent) -> Setup:

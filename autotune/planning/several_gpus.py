@@ -25,7 +25,7 @@ from autotune.planning.device_estimate import (
     with_step_time,
 )
 from autotune.planning.observations import Observation, Say, silent
-from autotune.planning.plan import candidates, distinguishable, estimate_data, planned_setup
+from autotune.planning.plan import candidates, distinguishable, estimate_data, planned_setup, say_removals
 from autotune.prediction.collectives import SLOWEST_LINK, RankStepTime, between_copies, rank_step_time, traffic
 from autotune.prediction.memory_formula import unsupported
 from autotune.prediction.sharded_memory import rank_breakdown
@@ -62,7 +62,7 @@ class RankPlan:
     """The best configuration of one strategy on so many GPUs of `hosts`, each of which has as many.
 
     `estimate` is of one GPU, but for its cost, which is of all; None where `problem` says why nothing can be trained.
-    `step` and `accumulation` are those of each GPU.
+    `step` and `accumulation` are those of each GPU. `num_without_speed` more fit whose speed no formula knows.
     """
 
     parallelism: Parallelism
@@ -71,6 +71,7 @@ class RankPlan:
     step: RankStepTime | None = None
     accumulation: int | None = None
     problem: str | None = None
+    num_without_speed: int = 0
 
     @property
     def num_gpus(self) -> int:
@@ -207,10 +208,11 @@ def plan_spec(
         raise UsageError("--nodes: what links the hosts?", remedy=f"give --network GB_PER_S, or {', '.join(NETWORKS)}")
     of_ranks = {knob: value for knob, value in spec.pins.items() if knob in OF_RANKS}
     pins = {knob: value for knob, value in spec.pins.items() if knob not in OF_RANKS}
-    task = planned_setup(replace(spec, gpu=gpu, gpus=None, pins=pins), device, say).task
+    setup = planned_setup(replace(spec, gpu=gpu, gpus=None, pins=pins), device, say)
+    say_removals(setup, say)
     links = {number: network_gb_s if number > 1 else None for number in hosts}
     limit_gib = limit_of(spec, device)
-    return plan_gpus(task, limit_gib, counts, observations, within_hours=hours, hosts=links, of_ranks=of_ranks)
+    return plan_gpus(setup.task, limit_gib, counts, observations, within_hours=hours, hosts=links, of_ranks=of_ranks)
 
 
 def plan_gpus(
@@ -299,7 +301,9 @@ def _plan_rank(
     }
     if scored:
         winner = choose(list(scored.values()), task.floors.slack)
-        return next(row for row, one in fitting if one.config == winner.config)
+        best = next(row for row, one in fitting if one.config == winner.config)
+        unknown = sum(step_times(config) is None for config in scored if config != winner.config)
+        return replace(best, num_without_speed=unknown)
     least = min(rows, key=lambda row: row.estimate.need_gib if row.estimate else 0.0, default=None)
     return least or RankPlan(parallelism=parallelism, problem=problem or "no formula covers it")
 
@@ -410,6 +414,7 @@ def _row_data(made: GpuPlan, row: RankPlan) -> dict[str, Any]:
         "accumulation": row.accumulation,
         "state": row.state,
         "problem": row.problem,
+        "num_without_speed": row.num_without_speed,
         "tokens_per_s": row.tokens_per_s,
         "interval_tokens_per_s": row.interval,
         "efficiency": made.efficiency(row),

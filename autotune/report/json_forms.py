@@ -167,6 +167,7 @@ def _gpu_plan() -> Any:
         accumulation=Count,
         state=Text,
         problem=Text,
+        num_without_speed=Count,
         tokens_per_s=Number,
         interval_tokens_per_s=Interval,
         efficiency=Number,

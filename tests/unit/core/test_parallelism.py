@@ -9,6 +9,8 @@ from autotune.core.knobs import KNOBS
 from autotune.core.parallelism import FSDP2, STRATEGIES, ZERO, Parallelism
 from autotune.core.train_config import TrainConfig
 
+GRAPHS: dict[str, Any] = {"cuda_graphs": "micro_batch", "padding": "bucket", "checkpointing": "none"}
+
 
 def refusal(strategy: str, **knobs: Any) -> str | None:
     return Parallelism(num_gpus=2, strategy=strategy).refusal(TrainConfig(**knobs))
@@ -65,6 +67,8 @@ def test_sharded_training_has_a_precision_of_its_own() -> None:
         ({"loss": "chunked"}, "loss in chunks", ("zero3",)),
         ({"optimizer": "adamw_torch"}, "", ()),
         ({"method": "full", "optimizer_in_backward": True}, "step before", STRATEGIES[1:]),
+        (GRAPHS, "cuda_graphs micro_batch works only with number of GPUs 1", STRATEGIES[1:]),
+        ({"tiling": "tokens", "checkpointing": "full"}, "tiling tokens works only with", STRATEGIES[1:]),
         ({"method": "full"}, "", ()),
         ({}, "", ()),
     ],

@@ -151,6 +151,7 @@ def test_as_data() -> None:
         [2 * end for end in last["of_one_gpu"]["interval_tokens_per_s"]]
     )
     assert last["step"]["exposed_s"] > 0 and last["of_one_gpu"]["memory_gib"]["nccl"] == 0.76
+    assert first["num_without_speed"] == 0
     assert last["hours"] == last["of_one_gpu"]["cost"]["full_run_hours"] and last["problem"] is None
     refused = gpu_plan_data(planned((2,), space="qlora"))["rows"][1]
     assert refused["precision"] is refused["of_one_gpu"] is refused["accumulation"] is None and refused["problem"]
@@ -202,6 +203,19 @@ def test_what_is_asked_of_fsdp2_is_planned(capsys: pytest.CaptureFixture[str]) -
     assert names == {(2, "fsdp2"), (2, "fsdp2_keep"), (8, "hsdp"), (8, "hsdp_keep")}  # two GPUs cannot hold four copies
 
 
+GRAPHS = """version: 1
+description: CUDA graphs, which one GPU has and several have not
+knobs:
+  method: lora
+  micro_batch_size: {values: [1, 2]}
+  seq_len: 512
+  checkpointing: none
+  padding: bucket
+  cuda_graphs: {values: [none, micro_batch]}
+  tiling: {values: [none, tokens]}
+"""
+
+
 # The command
 
 
@@ -232,6 +246,20 @@ def test_the_command_prints_a_table_and_the_choices(monkeypatch: Any, capsys: An
     assert "cheapest: 1 GPU (lora r" in out and "fastest: 2 GPUs, ddp (lora r" in out
     assert "cheapest within 5 h: 1 GPU (" in out and "it may take" not in out
     assert "no speed for several" not in out and "price of a GPU: $2.00/h" in out
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_one_gpu_alone_can_do_is_said(monkeypatch: Any, capsys: Any) -> None:
+    """No formula knows the speed of CUDA graphs, and several GPUs have none."""
+    Path("graphs.yaml").write_text(GRAPHS)
+    asked = ("--gpu", "h100", "--gpus", "1,2", "--space", "graphs.yaml")
+    code, out, err = run(monkeypatch, capsys, *asked)
+    assert code == 0 and "left out: tiling tokens: " in err
+    assert "\n1 none: 2 more fit whose speed no formula knows: `autotune run` measures it\n" in out
+    assert out.count("no formula knows") == 1
+    _, out, _ = run(monkeypatch, capsys, *asked, "--set", "cuda_graphs=micro_batch")
+    refused = ", ".join(f"2 {strategy}" for strategy in STRATEGIES[1:])
+    assert f"{refused}: cuda_graphs micro_batch works only with number of GPUs 1\n" in out
 
 
 @pytest.mark.usefixtures("folder")
