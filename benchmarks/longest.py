@@ -4,8 +4,9 @@
     python benchmarks/longest.py --marks 24gb     # one of the two
 
 Each row is one real step of the whole model. 24 GB are what an RTX 4090 offers, as a cap on the card that is here. Two
-layers and 65,536 tokens show first which attention kernel is faster, and whether the row fits with it. Where a length
-does not fit, one that is 3 % shorter is tried, once. Attention takes most of the time, since it grows with the square
+layers and 65,536 tokens show first which attention kernel is faster, and whether the row fits with it; cuDNN's may need
+more on longer rows than these show, and `--attention sdpa` leaves it out. Where a length does not fit, one that is 3 %
+shorter is tried, once. Attention takes most of the time, since it grows with the square
 of the length: a step of 344,064 tokens has 1.4e17 FLOPs of it, so that the whole benchmark takes minutes.
 """
 
@@ -60,7 +61,7 @@ class Marks:
     def write(self) -> None:
         save("longest", self.prober.fingerprint, summarize(self.rows), self.rows, self.out)
 
-    def mark(self, target: Target, tokens: int) -> None:
+    def mark(self, target: Target, tokens: int, attention: str | None) -> None:
         """One real step with rows of so many tokens, or 3 % fewer, under the memory of the target."""
         cap_gib = target.memory_cap_gib(self.prober.memory_gib)
         limit_gib = memory_limit_gib(cap_gib, HEADROOM, taken_gib=CONTEXT_GIB)
@@ -68,7 +69,7 @@ class Marks:
         asked = replace(asked, host_limit_gib=HOST_SHARE * host_memory_gib())
         tokens = min(tokens, asked.bounds("qlora")["host memory"] // STEP * STEP)
         config = asked.config("qlora", tokens)
-        config = replace(config, attention=self.kernel(asked, config, cap_gib))
+        config = replace(config, attention=attention or self.kernel(asked, config, cap_gib))
         for length in (tokens, int(tokens * 0.97) // STEP * STEP):
             attempt = tried(self.run(asked, replace(config, seq_len=length), cap_gib))
             if attempt.outcome == Outcome.OK.value:
@@ -106,6 +107,7 @@ def main() -> None:
     parser.add_argument("--marks", nargs="+", choices=list(CARDS), default=list(CARDS))
     parser.add_argument("--tokens-24gb", type=int, default=139_264)
     parser.add_argument("--tokens-80gb", type=int, default=344_064)
+    parser.add_argument("--attention", choices=KERNELS, help="by default the faster one that fits")
     parser.add_argument("--earlier", type=Path, help="longest.json of another mark on a machine of the same kind")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -113,7 +115,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as logs, WorkerProber("cuda", Path(logs)) as prober:
         marks = Marks(prober, args.out, args.earlier)
         for name in args.marks:
-            marks.mark(find_target(CARDS[name]), tokens[name])
+            marks.mark(find_target(CARDS[name]), tokens[name], args.attention)
         print(summarize(marks.rows))
 
 
