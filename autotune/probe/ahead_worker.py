@@ -4,7 +4,6 @@ What is wanted stands in a file of the folder that it shares with the others (`c
 probe's own code on as few layers as a probe does, so that the caches' keys are the same, and keeps no result.
 """
 
-import gc
 import json
 import os
 import select
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from autotune.core.nvml import Nvml
 from autotune.core.probe_types import ProbeRequest
-from autotune.core.process import die_with_parent, take_group_along
+from autotune.core.process import die_with_parent, loading, take_group_along
 from autotune.core.serialization import from_data
 from autotune.probe.turns import CLAIMED, HELD, WANTED, Turns
 
@@ -46,11 +45,8 @@ class AheadCompiler:
 
     def __init__(self, device: str, folder: Path, scratch: str | None = None) -> None:
         """Load the libraries. The device is first used when something is wanted."""
-        gc.disable()
-        from autotune.probe.harness import Probe  # noqa: F401
-
-        gc.freeze()
-        gc.enable()
+        with loading():
+            from autotune.probe.harness import Probe  # noqa: F401
         self._device, self._folder, self._scratch = device, folder, scratch
         self._nvml = Nvml.open() if device == "cuda" else None
         self._held_gib = self._used_gib = 0.0

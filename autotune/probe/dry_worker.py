@@ -9,12 +9,13 @@ import os
 import resource
 import sys
 import warnings
+from functools import cache
 from typing import Any
 
 import psutil
 
 from autotune.core.probe_types import ProbeRequest
-from autotune.core.process import die_with_parent
+from autotune.core.process import die_with_parent, loading
 from autotune.core.serialization import from_data, to_data
 from autotune.core.units import GIB
 
@@ -34,8 +35,16 @@ def main() -> None:
         answers.flush()
 
 
+@cache  # once: what a later request makes may be collected
+def _load() -> None:
+    with loading():
+        import autotune.probe.dry
+        import autotune.probe.model_shape  # noqa: F401
+
+
 def _answer(message: dict[str, Any]) -> dict[str, Any]:
     try:
+        _load()
         if "describe" in message:
             from autotune.probe.model_shape import describe
 

@@ -6,6 +6,7 @@ their lengths in turn; `held_out`, the lengths of the rows in the test split. Wi
 token rows are of letters, a token each, and `trained_share` is the share of a row that is an answer.
 """
 
+import gc
 import itertools
 import json
 import random
@@ -43,6 +44,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def main() -> None:
     """Write the model and the data. The weights are bf16, as published ones are."""
+    gc.freeze()  # at its end Python would walk the libraries' objects for as long as all the rest takes
     wanted = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.manual_seed(0)
     random.seed(0)

@@ -9,7 +9,7 @@ import json
 import runpy
 import sys
 
-from autotune.core.process import die_with_parent
+from autotune.core.process import die_with_parent, loading
 
 STEPS = "steps.jsonl"  # where it reports its progress, in the current folder
 
@@ -18,9 +18,10 @@ def main() -> None:
     """Train as the command line says, and print what was measured."""
     die_with_parent()  # the launcher ends with autotune, and this with the launcher
     # torch loads only now: until then nothing else would end this process with its launcher
-    from transformers import trainer
+    with loading():
+        from transformers import trainer
 
-    from autotune.probe.trl_trainer import TrlClock
+        from autotune.probe.trl_trainer import TrlClock
 
     clock = TrlClock(saves=False, progress=STEPS)
     trainer.DEFAULT_CALLBACKS.append(clock)

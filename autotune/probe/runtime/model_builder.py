@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
-from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -203,6 +201,10 @@ def to_train(base: PreTrainedModel, settings: ModelSettings, device: torch.devic
             if frozen and re.fullmatch(VISION_PATHS, name):
                 parameter.requires_grad_(False)
         return base
+    # Only now: PEFT loads bitsandbytes, and with it torch's compiler, which a base alone does not need.
+    from peft import LoraConfig, get_peft_model
+    from peft.utils import ModulesToSaveWrapper
+
     if frozen:
         arguments["exclude_modules"] = VISION_PATHS
     with torch.device(device):

@@ -291,3 +291,14 @@ def test_the_shell_completes_commands_options_and_names(typed: list[str], offere
         check=False,
     )
     assert set(done.stdout.split()) == offered, done.stderr
+
+
+def test_nothing_is_collected_at_the_end_of_a_command() -> None:
+    """The first function that is registered for the end is called last."""
+    code = "import atexit, gc, sys\n"
+    code += "atexit.register(lambda: print(gc.get_freeze_count() > 10_000, gc.get_threshold()[0]))\n"
+    code += "from autotune.cli.app import main; sys.argv = ['autotune', 'list']; main()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    frozen, threshold = ended.stdout.split()[-2:]
+    assert frozen == "True" and int(threshold) >= 100_000

@@ -1,8 +1,10 @@
 """A stop is requested once, and ends what it interrupts without an error. Processes load no foreign modules."""
 
+import gc
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import autotune
 from autotune.core import process
 from autotune.core.errors import Cancelled, StorageError
-from autotune.core.process import StopToken, module_command
+from autotune.core.process import StopToken, loading, module_command
 
 
 def test_a_stop_is_seen_after_it_was_requested() -> None:
@@ -133,3 +135,17 @@ def test_a_worker_goes_on_after_its_watchdog_began(said: list[Any], monkeypatch:
     monkeypatch.setattr(process.os, "fork", lambda: 42)
     process.take_group_along(7, scratch="/nowhere")
     assert said == []
+
+
+@pytest.mark.parametrize("raised", [None, ImportError])
+def test_what_was_loaded_is_not_collected_again(raised: type[Exception] | None) -> None:
+    """Also where a library could not be imported."""
+    frozen = gc.get_freeze_count()
+    try:
+        with nullcontext() if raised is None else pytest.raises(raised), loading():
+            during = gc.isenabled()
+            if raised is not None:
+                raise raised
+        assert not during and gc.isenabled() and gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
