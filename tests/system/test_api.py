@@ -31,6 +31,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "python.md"
 def test_the_documented_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AUTOTUNE_STORAGE", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # on all cores, as a user's study runs
     names: dict[str, Any] = {}
     examples = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     assert len(examples) == 4

@@ -40,7 +40,7 @@ knobs:
 """
 TRIALS = 12
 ARGUMENTS = ("--gpu", "cpu", "--model", "demo-3m", "--memory-gib", "0.7", "--space", "space.yaml")
-ARGUMENTS += ("--global-batch", "512", "--examples", "2000", "--price", "0.5", "--budget", "10m", "--seed", "8")
+ARGUMENTS += ("--global-batch", "256", "--examples", "2000", "--price", "0.5", "--budget", "10m", "--seed", "8")
 
 
 @dataclass(frozen=True, kw_only=True)
