@@ -390,7 +390,9 @@ def _cell(rows: list[TrialRecord]) -> MapCell:
     else:
         state = "failed" if rows else "untried"
     speeds = [row.tokens_per_second for row in rows if row.outcome is Outcome.OK and row.tokens_per_second is not None]
-    return MapCell(state=state, num_tried=len(rows), best_tokens_per_second=max(speeds, default=None))
+    return MapCell(
+        state=state, num_tried=len({row.config for row in rows}), best_tokens_per_second=max(speeds, default=None)
+    )
 
 
 def _order(value: Any) -> tuple[bool, bool, Any]:

@@ -97,6 +97,11 @@ class OomReport:
     num_trials: int
     entries: tuple[OomEntry, ...]
 
+    @property
+    def configurations(self) -> tuple[OomEntry, ...]:
+        """The first entry of each configuration, for readers: a search may propose one again."""
+        return tuple({tuple(entry.config.items()): entry for entry in reversed(self.entries)}.values())[::-1]
+
     def count(self, outcome: Outcome) -> int:
         """The number of entries with this outcome."""
         return sum(entry.outcome == outcome.value for entry in self.entries)

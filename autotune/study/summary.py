@@ -296,6 +296,15 @@ class StudySummary:
         """The seconds of all stored probes, summed up."""
         return sum(probe.seconds.get("total", 0.0) for probe in self.probes)
 
+    @property
+    def configurations(self) -> tuple[TrialRecord, ...]:
+        """One trial for each configuration, for readers: the last that was probed, or else the first."""
+        rows: dict[TrainConfig, TrialRecord] = {}
+        for row in self.trials:
+            if row.config not in rows or not row.reused:
+                rows[row.config] = row
+        return tuple(sorted(rows.values(), key=lambda row: row.number))
+
     def counts(self) -> dict[str, int]:
         """`judged` counts distinct configurations with a real probe; refusals are counted apart."""
         judged = {row.config.digest for row in self.trials if row.outcome not in (Outcome.REFUSED, Outcome.CRASH)}

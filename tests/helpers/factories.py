@@ -189,7 +189,7 @@ def summary(
             micro_batch_size=2 ** (number % 6),
             seq_len=(512, 1024, 2048)[number % 3],
             checkpointing=("none", "every_2", "full")[number % 3],
-            lora_rank=(16, 32)[number % 2],
+            lora_rank=(16, 32)[number % 2] + number // 6,
         )
         outcome = (Outcome.OK, Outcome.OK, Outcome.OOM, Outcome.OK, Outcome.REFUSED)[number % 5]
         ok = outcome is Outcome.OK

@@ -10,6 +10,8 @@ import pytest
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.report import describe, style
 from autotune.report.html import render, script_json, stats
+from autotune.report.infos import feasibility
+from autotune.report.oom import oom_report
 from autotune.study.decomposition import Decomposition, Factor
 from autotune.study.summary import Recipe, StudySummary
 from tests.helpers.factories import FINGERPRINT, summary
@@ -128,7 +130,9 @@ def test_the_directory_is_quoted_for_the_shell(study: StudySummary) -> None:
 def test_every_section_and_trial_is_there(page: str) -> None:
     for title in ("Winner against baseline", "What fits", "How the search went"):
         assert f"<h2>{title}</h2>" in page
-    trials = page[page.index("<h2>Every trial</h2>") : page.index("<h2>Out of memory and refused</h2>")]
+    trials = page[
+        page.index("<h2>Every configuration that was tried</h2>") : page.index("<h2>Out of memory and refused</h2>")
+    ]
     assert trials.count("<tr>") == 1 + 12
     assert set(figures_in(page)) == {"scatter", "history", "timeline", "parallel", "memory", "scaling"}
 
@@ -187,11 +191,28 @@ def test_each_link_leads_to_a_place_of_the_page(study: StudySummary, page: str) 
     assert all(f'href="#{one}"' in page for one in wanted)
 
 
+def test_a_configuration_that_was_proposed_again_has_one_row(study: StudySummary) -> None:
+    """Answered from memory it tells nothing new; measured again it does. An OOM is a row of two tables."""
+    fits, too_large = study.trials[0], study.trials[2]
+    again = [replace(fits, number=12 + number, reused=True, tokens_per_second=1.0) for number in range(6)]
+    anew = replace(study.trials[1], number=18, tokens_per_second=7654.0)
+    more = replace(study, trials=(*study.trials, *again, anew, replace(too_large, number=19)))
+    page = render(more, "out")
+    tried = page[page.index("<h2>Every configuration") : page.index("<h2>Out of memory and refused</h2>")]
+    refused = page[page.index("<h2>Out of memory and refused</h2>") :]
+    assert "All 12 configurations" in tried and tried.count("<tr>") == 1 + 12 and "7,654" in tried
+    label = f'<span class="label">{too_large.config.label()}</span>'
+    assert tried.count(label) == refused.count(label) == 1
+    report = oom_report(more)
+    assert len(report.data()["entries"]) == 5 and report.markdown().count("## Trial") == 4
+    assert feasibility(more)["1"]["512"].num_tried == feasibility(study)["1"]["512"].num_tried
+
+
 def test_the_first_screen_has_the_picture_and_long_tables_are_folded(study: StudySummary, page: str) -> None:
     assert page.index("<header>") < page.index('data-figure="scatter"') < page.index("</header>")
-    assert re.findall(r"<details( open)?><summary>All 12 trials</summary>", page) == [" open"]
+    assert re.findall(r"<details( open)?><summary>All 12 configurations</summary>", page) == [" open"]
     long = render(summary(trials=40), "out")
-    assert re.findall(r"<details( open)?><summary>All 40 trials</summary>", long) == [""]
+    assert re.findall(r"<details( open)?><summary>All 40 configurations</summary>", long) == [""]
     same = re.search(r"<summary>(\d+) more settings, the same in both</summary>(.*?)</details>", page, re.DOTALL)
     assert same and int(same[1]) == same[2].count("<tr>") > 5 and "changed" not in same[2]
 
