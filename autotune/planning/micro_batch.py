@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from autotune.catalog import DeviceSpec
-from autotune.core.machine import host_memory_gib
+from autotune.core.machine import host_memory_gib, num_cores
 from autotune.core.micro_profile import KernelClass, MicroBatchProfile
 from autotune.core.probe_types import DeviceRates, DryCount, Evidence, MicroBatch, ProbeRequest
 from autotune.core.serialization import to_data
@@ -21,7 +21,6 @@ from autotune.probe.dry_prober import DryAnswer, DryProber
 DTYPES = {"bf16_mixed": "bf16", "bf16_pure": "bf16", "fp16_mixed": "fp16", "fp32": "fp32"}
 NOT_MOVED = (KernelClass.PRODUCTS, KernelClass.ATTENTION, KernelClass.OPTIMIZER, KernelClass.COLLECTIVES)
 LOADER_SHARE = 0.1  # of a micro batch, that a loader in the training's own process may take
-OF_TRAINING = ("cores", "link to the GPU")  # the limits that a run of any model meets, not a card
 PROCESS_GIB = 2.0  # of host memory for PyTorch and transformers, which take 0.5 without CUDA
 CHECKPOINT_S = 60.0  # in which a checkpoint should be written
 
@@ -154,8 +153,9 @@ def host_needs(
         unit="examples/s",
         why="done once, before training: slower than this, it would take longer than a pass over the examples",
     )
+    yield _cores(config)
     for limit in LIMITS:
-        if limit.part in OF_TRAINING and not (limit.part == "link to the GPU" and not profile.on_gpu):
+        if limit.part == "link to the GPU" and profile.on_gpu:
             found = limit.measured(calibration, device)
             yield HostNeed(part=limit.part, found=found, needed=limit.least, unit=limit.unit, why=limit.why)
     if count is None:  # neither is the size of the model known here
@@ -177,6 +177,16 @@ def host_needs(
         unit="MB/s",
         why=f"a checkpoint has {fmt_gib(saved_gib)}, for which training waits: this writes it in a minute",
     )
+
+
+def _cores(config: TrainConfig) -> HostNeed:
+    """A processor for each that works at the same time."""
+    busy = ["the loop that issues the work"]
+    busy += ["the processes of the loader"] if config.loader_workers else []
+    busy += ["the compiler"] if config.compile != "none" else []
+    *others, last = busy
+    why = f"one for {', '.join(others)}{' and ' * bool(others)}{last}"
+    return HostNeed(part="cores", found=num_cores(), needed=len(busy), unit="processors", why=why)
 
 
 def profile_data(report: ProfileReport) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from autotune.catalog import resolve_device
+from autotune.core.machine import num_cores
 from autotune.core.micro_profile import KernelClass, MicroBatchProfile, Part, ProfiledWork, Stage
 from autotune.core.probe_types import DeviceRates, DryCount
 from autotune.core.train_config import TrainConfig
@@ -110,6 +111,24 @@ def test_a_loader_in_the_same_process_must_be_ten_times_as_fast() -> None:
     assert by_part["reading and tokenising"].suffices is None and by_part["disk"].suffices
     assert by_part["link to the GPU"].found is None
     assert "link to the GPU" not in {one.part for one in needs(replace(PROFILE, on_gpu=False))}
+
+
+@pytest.mark.parametrize(
+    ("knobs", "needed", "why"),
+    [
+        ({}, 1, "one for the loop that issues the work"),
+        ({"compile": "per_layer"}, 2, "one for the loop that issues the work and the compiler"),
+        ({"loader_workers": 2}, 2, "one for the loop that issues the work and the processes of the loader"),
+        (
+            {"loader_workers": 2, "compile": "per_layer"},
+            3,
+            "one for the loop that issues the work, the processes of the loader and the compiler",
+        ),
+    ],
+)
+def test_only_what_works_needs_a_processor(knobs: dict[str, Any], needed: int, why: str) -> None:
+    cores = next(one for one in needs(**knobs) if one.part == "cores")
+    assert (cores.needed, cores.why) == (needed, why) and cores.found == num_cores()
 
 
 def test_memory_and_disk_are_judged_by_the_studys_own_model() -> None:
