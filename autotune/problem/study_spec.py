@@ -3,7 +3,7 @@
 import math
 import os
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -46,12 +46,14 @@ class Option:
 
     `metavar` is the placeholder of the value, None where its type is enough. `shown_default` stands in brackets after
     the help. `allows` says whether a value of the right type is possible; None is possible wherever the type has it.
+    `choices` are all values, where they can be listed.
     """
 
     help: str
     metavar: str | None = None
     shown_default: str | None = None
     allows: Callable[[Any], bool] = lambda value: True
+    choices: tuple[str, ...] = ()
 
 
 def _option(default: Any, help: str, **details: Any) -> Any:
@@ -64,6 +66,12 @@ def _option(default: Any, help: str, **details: Any) -> Any:
 def _count(default: int | None, help: str, **details: Any) -> Any:
     """A field for a number from 1 on."""
     return _option(default, help, allows=lambda value: 1 <= value <= MAX_COUNT, **details)
+
+
+def _choice(default: str | None, choices: Iterable[str], help: str, **details: Any) -> Any:
+    """A field for one of these words."""
+    words = tuple(map(str, choices))
+    return _option(default, help, allows=words.__contains__, choices=words, **details)
 
 
 def _share(default: float | None, help: str, **details: Any) -> Any:
@@ -139,16 +147,16 @@ class StudySpec:
     model: str = _option(MISSING, "Catalogue name, local directory, or hub id.")
     gpu: str = _option("auto", "Target GPU: a name, auto (the one in this machine), cpu, or a card of your own.")
     space: str | SearchSpace | None = _option(None, "Search space: a name (`autotune spaces`) or a file.")  # noqa: RUF009
-    objective: str = _option(
+    objective: str = _choice(
         "sft",
+        Objective,
         "What is learned: sft (the next token), dpo or kto (wanted answers), reward (a score), or classification.",
-        allows=list(Objective).__contains__,
     )
-    trainer: str | None = _option(
+    trainer: str | None = _choice(
         None,
+        ("transformers", "trl"),
         "What trains: transformers, or trl (its SFTTrainer; for dpo, kto and reward always).",
         shown_default="as the objective needs",
-        allows=("transformers", "trl").__contains__,
     )
     pins: dict[str, Any] = field(default_factory=dict)
     configs: tuple[NamedConfig, ...] = ()  # to be probed as they are, instead of a search
@@ -167,10 +175,10 @@ class StudySpec:
         metavar="PATH",
     )
     split: str | None = _option(None, "Part of --dataset to take.", metavar="NAME", shown_default="train, if any")
-    loss_on: str | None = _option(
+    loss_on: str | None = _choice(
         None,
+        LOSS_ON,
         "What is trained on: completion, assistant (what the assistant says), or all.",
-        allows=LOSS_ON.__contains__,
         shown_default="completions or what the assistant says, where the rows have them; else all",
     )
     tokenizer: str | None = _option(
@@ -182,10 +190,10 @@ class StudySpec:
         metavar="WxH",
         shown_default=f"{DEFAULT_IMAGE} pixels",
     )
-    vision: str = _option(
+    vision: str = _choice(
         "frozen",
+        ("frozen", "trained"),
         "Whether a vision tower, and what projects its features, is frozen or trained.",
-        allows=("frozen", "trained").__contains__,
     )
     global_batch: int | None = _count(None, "Examples in each optimizer step.", shown_default="32")
     global_batch_tokens: int | None = _count(
@@ -202,10 +210,10 @@ class StudySpec:
     save_steps: int | None = _count(
         None, "Optimizer steps from one checkpoint to the next.", shown_default="about half an hour"
     )
-    report_to: str = _option(
+    report_to: str = _choice(
         "none",
+        TRACKERS,
         f"Tracker that the full run reports to: {', '.join(TRACKERS)}.",
-        allows=TRACKERS.__contains__,
     )
     budget: str = _option("15m", "Wall time from the start of the worker to the last confirmation: 90s, 15m, 1h.")
     trials: int | None = _count(None, "Largest number of trials, refused ones included.")
@@ -247,11 +255,11 @@ class StudySpec:
     ray: str | None = _option(
         None, "Probe on all GPUs of this kind in a Ray cluster (pip install ray).", metavar="ADDRESS"
     )
-    compile_ahead: str = _option(
+    compile_ahead: str = _choice(
         "auto",
+        COMPILE_AHEAD,
         "Whether further processes compile what is likely to be tried next: auto (on a GPU, with 4 cores or more),"
         " always, or never.",
-        allows=COMPILE_AHEAD.__contains__,
     )
     seed: int = _option(0, "Seed of the search.", allows=lambda seed: 0 <= seed < 2**31)
     study: str | None = _option(None, "Name of the study; an existing study is continued.", allows=str.isprintable)
@@ -264,7 +272,9 @@ class StudySpec:
             option = item.metadata.get("option")
             value = getattr(self, item.name)
             if option and not (_has_type(value, item.type) and (value is None or option.allows(value))):
-                raise InvalidSpec(f"{item.name} cannot be {value!r}")
+                *others, last = option.choices or ("",)
+                only = f": it is {', '.join(others)} or {last}" if others else ""
+                raise InvalidSpec(f"{item.name} cannot be {value!r}{only}")
         if not isinstance(self.pins, dict):
             raise InvalidSpec(f"pins maps knobs to values, it cannot be {self.pins!r}")
         _check_suite(self.configs, self.source)

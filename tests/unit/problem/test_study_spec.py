@@ -96,6 +96,21 @@ def test_an_impossible_value_is_a_usage_error(name, value):
 
 
 @pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("compile_ahead", "auto, always or never"),
+        ("trainer", "transformers or trl"),
+        ("objective", "sft, dpo, kto, reward or classification"),
+        ("loss_on", "completion, assistant or all"),
+        ("vision", "frozen or trained"),
+        ("report_to", "none, "),
+    ],
+)
+def test_of_a_few_words_a_wrong_one_is_answered_with_all(name, choices):
+    assert failure(None, {"model": "m", name: "sometimes"}).startswith(f"{name} cannot be 'sometimes': it is {choices}")
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [("headroom", 0.0), ("price", 0.0), ("slack", 1.0), ("max_truncated", 1.0), ("seed", 0), ("study", "a'; echo ä")],
 )
