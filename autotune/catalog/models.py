@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,8 @@ class ModelSpec:
         config = self.config | overrides
         _refuse_unsupported(config, f"{self.name} with these overrides")
         shape = _shape_of(config)
-        known = set(self.config).union(*(model.config for model in list_models()))
-        if unknown := shape.keys() - known:
+        known = set(_paths(self.config)).union(*(_paths(model.config) for model in list_models()))
+        if unknown := set(_paths(_shape_of(overrides))) - known:
             key = min(unknown)
             raise UsageError(
                 f"no config of a model that is known here has {key!r}{did_you_mean(key, known)}",
@@ -305,6 +306,14 @@ def _refuse_unsupported(config: dict[str, Any], shown: str) -> None:
             f"{shown} is of a {config['model_type']} model, in which a token sees those after it",
             remedy="pass a causal language model",
         )
+
+
+def _paths(config: dict[str, Any], within: str = "") -> Iterator[str]:
+    """Each key at every depth: 'rope_parameters', 'rope_parameters.rope_theta'."""
+    for key, value in config.items():
+        yield f"{within}{key}"
+        if isinstance(value, dict):
+            yield from _paths(value, f"{within}{key}.")
 
 
 def _shape_of(value: Any) -> Any:

@@ -261,6 +261,7 @@ def test_a_model_may_differ_from_the_catalogues(probe: Probe) -> None:
         ({"quantization_config": {}}, "already quantised"),
         ({"hidden_size": "wide"}, "no positive integer hidden_size"),
         ({"num_hidden_layer": 2}, "'num_hidden_layer'; did you mean 'num_hidden_layers'"),
+        ({"rope_parameters": {"rope_thet": 2.0}}, "'rope_parameters.rope_thet'; did you mean 'rope_parameters.rope_th"),
     ],
 )
 def test_overrides_are_checked_like_a_config_of_somebody_else(overrides: dict[str, Any], said: str) -> None:
