@@ -162,12 +162,12 @@ def costs_answer(made: Comparison, sizes: Sequence[int], purse: Purse | None, to
         named, sentences = {}, []
         if purse is not None:
             bought = purchases(group, purse)
-            own += [_buying_table(bought, purse), _paying_table(bought, purse)]
+            own += [_buying_table(bought, purse), _paying_table(bought, purse)] if bought else []
             named["USD by hours of use, bought and rented"] = figures.buying(bought, group)
             sentences += buying_sentences(bought, purse)
             notes.append(_buying_basis(purse))
         sentences += _cheapest(costs, max(sizes))
-        named["USD by number of examples, on demand and at spot, with 80 % intervals"] = figures.sizes(costs)
+        named["USD by number of examples, on demand and at spot, with 80 % intervals"] = figures.sizes(costs, group)
         prefix = f"{heading(group)}: " * (len(made.groups) > 1)
         tables += [replace(table, title=prefix + table.title) for table in own]
         drawn |= {prefix + name: figure for name, figure in named.items() if figure}
@@ -270,7 +270,7 @@ def _pays(hours: float | None, purse: Purse, *, known: bool, rented: str | None 
 def buying_sentences(bought: Sequence[Bought], purse: Purse) -> list[str]:
     """Which card to buy, and when it pays against renting the cheapest on demand and at spot."""
     if not bought:
-        return [f"Nothing that surely fits costs at most {fmt_usd(purse.budget_usd)}"]
+        return [f"Nothing that surely fits is known to cost at most {fmt_usd(purse.budget_usd)}"]
     best = bought[0]
     rivals = [one.card for one in bought[1:] if (one.tokens_per_s_high or 0.0) >= (best.tokens_per_s_low or 0.0)]
     text = f"Buy {best.card}, the fastest for at most {fmt_usd(purse.budget_usd)}"
@@ -311,10 +311,13 @@ def nodes_answer(nodes: Sequence[Node], task: Task) -> Answer:
     notes = [
         f"Each node measured the baseline{f', {measured}' if measured else ''}; its latest reading is shown, with what "
         "the driver reported meanwhile. Times are UTC.",
-        "to others: its speed against the median of theirs. "
-        "variation: the standard deviation of the timed micro batches over their mean. apart: more than 5 % of speed, "
-        "2 % of memory or 10 C from the median of the others, or the baseline fails there. A dash is not known.",
+        "variation: the standard deviation of the timed micro batches over their mean. A dash is not known.",
     ]
+    if len(nodes) > 1:
+        notes.append(
+            "to others: its speed against the median of theirs. apart: more than 5 % of speed, 2 % of memory or 10 C "
+            "from the median of the others, or the baseline fails there."
+        )
     if task.device.kind == "cpu":
         notes.append("Nodes on one machine share its processors: only their memory is compared.")
     drawn = figures.nodes(nodes)
@@ -346,19 +349,21 @@ def _apart(nodes: Sequence[Node], *, timed: bool) -> Iterator[str]:
 
 
 def _node_speeds(nodes: Sequence[Node]) -> Table:
-    columns = dict.fromkeys(("samples/s", "tokens/s", "to others", "variation", "apart"), "right")
-    rows = [
-        (
-            node.name,
-            DASH if node.performance is None else f"{node.performance.samples_per_second:,.2f}",
-            fmt_count(node.performance.tokens_per_second if node.performance else None),
-            DASH if node.relative_speed is None else f"{node.relative_speed - 1:+.1%}",
-            DASH if node.variation is None else f"{node.variation:.1%}",
-            "yes" if node.apart else DASH if node.unmeasured else "no",
-        )
+    columns = ["node", "samples/s", "tokens/s", "variation"]
+    columns += ["to others", "apart"] if len(nodes) > 1 else []  # one alone has no others
+    cells = [
+        {
+            "node": node.name,
+            "samples/s": DASH if node.performance is None else f"{node.performance.samples_per_second:,.2f}",
+            "tokens/s": fmt_count(node.performance.tokens_per_second if node.performance else None),
+            "variation": DASH if node.variation is None else f"{node.variation:.1%}",
+            "to others": DASH if node.relative_speed is None else f"{node.relative_speed - 1:+.1%}",
+            "apart": "yes" if node.apart else DASH if node.unmeasured else "no",
+        }
         for node in nodes
     ]
-    return Table(title="Speed", columns={"node": "left"} | columns, rows=tuple(rows))
+    rows = [tuple(row[column] for column in columns) for row in cells]
+    return Table(title="Speed", columns=dict.fromkeys(columns, "right") | {"node": "left"}, rows=tuple(rows))
 
 
 def _node_memory(nodes: Sequence[Node]) -> Table:

@@ -282,21 +282,26 @@ def _sized(model: ModelSpec) -> str:
     return "<br>".join(map(escape, textwrap.wrap(name, NARROW)))
 
 
-def sizes(costs: Sequence[SizeCost]) -> dict[str, Any] | None:
+def _card_line(group: Group, card: str, how: str = "") -> dict[str, Any]:
+    """The line of a card of the group, in the card's colour in all figures; `how` is its dash where that says more."""
+    number = [one.device.name for one in group.cards if one.cost].index(card)
+    return {"color": SERIES[number % len(SERIES)], "dash": how or DASHES[number // len(SERIES) % len(DASHES)]}
+
+
+def sizes(costs: Sequence[SizeCost], group: Group) -> dict[str, Any] | None:
     """USD of each number of examples on log axes, a line for each card with a price, and a dotted one for its spot."""
     figure, cards = empty(), list(dict.fromkeys(one.card for one in costs))
     on_demand = [(one, one.usd, (one.usd_low, one.usd_high)) for one in costs]
     at_spot = [(one, one.usd_spot, (one.usd_spot_low, one.usd_spot_high)) for one in costs]
     for card, (rows, how) in product(cards, ((on_demand, ""), (at_spot, " at spot"))):
         own = [(one, usd, (low or 0.0, high or 0.0)) for one, usd, (low, high) in rows if one.card == card and usd]
-        number, name, usds = cards.index(card), f"{escape(card)}{how}", [usd for _, usd, _ in own]
-        dash = "dot" if how else DASHES[number // len(SERIES) % len(DASHES)]
+        name, usds = f"{escape(card)}{how}", [usd for _, usd, _ in own]
         if own:
             figure.add_scatter(
                 x=[one.examples for one, _, _ in own],
                 y=usds,
                 mode="lines+markers",
-                line={"color": SERIES[number % len(SERIES)], "dash": dash},
+                line=_card_line(group, card, "dot" if how else ""),
                 marker={"symbol": "circle-open" if how else "circle"},
                 error_y=_errors(usds, [interval for _, _, interval in own]),
                 hovertext=[f"{name}<br><b>{fmt_usd(usd)}</b>, {fmt_hours(one.hours)}" for one, usd, _ in own],
@@ -320,16 +325,16 @@ def buying(bought: Sequence[Bought], group: Group) -> dict[str, Any] | None:
     if best is None or own is None or own.cost is None or not after:
         return None
     figure, hours = empty(), [0.0, 1.5 * max(after)]
-    lines = [(f"{best.card} bought", best.usd, best.electricity_usd_per_hour, ACCENT, "solid")]
+    lines = [(f"{best.card} bought", best.usd, best.electricity_usd_per_hour, best.card, "solid")]
     if cheapest is not None and cheapest.usd is not None:
         rate = cheapest.usd / own.cost.full_run_hours
-        lines.append((f"{cheapest.device.name} rented for the same work", 0.0, rate, BLUE, "solid"))
+        lines.append((f"{cheapest.device.name} rented for the same work", 0.0, rate, cheapest.device.name, "dash"))
     if at_spot is not None and at_spot.spot_usd is not None:
         rate = at_spot.spot_usd / own.cost.full_run_hours
-        lines.append((f"{at_spot.device.name} at spot", 0.0, rate, BLUE, "dot"))
-    for name, at_once, rate, colour, dash in lines:
+        lines.append((f"{at_spot.device.name} at spot", 0.0, rate, at_spot.device.name, "dot"))
+    for name, at_once, rate, card, how in lines:
         usd = [at_once + hour * rate for hour in hours]
-        line = {"color": colour, "width": 2, "dash": dash}
+        line = _card_line(group, card, how) | {"width": 2}
         figure.add_scatter(x=hours, y=usd, mode="lines", line=line, name=escape(name))
     figure.update_yaxes(tickformat="$,.0f", rangemode="tozero")
     figure.update_xaxes(tickformat=",.0f")

@@ -83,13 +83,16 @@ def compare_command(
         observations=known_observations(evidence, print_note),
         say=print_note,
     )
-    _show(made, form, numbers, purse, out=out, html=html)
-    if unmet := made.unmet():
+    unmet = made.unmet()
+    buys_nothing = purse is not None and not any(purchases(group, purse) for group in made.groups)
+    if unmet or not buys_nothing or form != "table":  # else tables would come before what is wrong
+        _show(made, form, numbers, purse, out=out, html=html)
+    if unmet:
         raise NothingFits(unmet, remedy=made.remedy())
-    if purse is not None and not any(purchases(group, purse) for group in made.groups):
+    if buys_nothing:
         raise NothingFits(
-            f"of nothing that surely fits is it known that it costs at most {fmt_usd(buy)}",
-            remedy="allow more, or rent; `autotune gpus` has the prices of cards, where they are known",
+            f"nothing that surely fits is known to cost at most {fmt_usd(buy)}",
+            remedy="allow more, or rent (without --buy); `autotune gpus` has the prices of cards, where they are known",
         )
 
 

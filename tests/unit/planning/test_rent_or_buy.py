@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from autotune.planning.rent_or_buy import (
     within,
 )
 from autotune.problem.study_spec import StudySpec
-from autotune.report.answer import _cheapest
+from autotune.report.answer import _cheapest, costs_answer
+from autotune.report.figures import buying, sizes
 
 SPEC = StudySpec(model="qwen2.5-1.5b", space="lora", tokens_per_example=512, examples=20_000)
 PURSE = Purse(budget_usd=2000, usd_per_kwh=0.30, hours_per_week=20)
@@ -172,6 +174,27 @@ def test_the_command_says_what_to_buy(tmp_path: Path) -> None:
     assert "<title>Rent or buy: Qwen2.5-1.5B, default – autotune</title>" in page and page.count("data-figure=") == 2
 
 
+def test_a_card_has_one_colour_in_both_figures(made: Comparison) -> None:
+    """The card to buy is also rented, and two cards are the cheapest, on demand and at spot."""
+    group = made.groups[0]
+    drawn = buying(purchases(group, PURSE), group), sizes(size_costs(group), group)
+    colours: dict[str, set[str]] = {}
+    for figure in drawn:
+        assert figure is not None
+        for line in figure["data"]:
+            colours.setdefault(line["name"].split()[0], set()).add(line["line"]["color"])
+    assert len(colours) > 2 and all(len(found) == 1 for found in colours.values())
+    assert len(set.union(*colours.values())) == len(colours)
+    looks = [(line["line"]["color"], line["line"]["dash"]) for line in (drawn[0] or {})["data"]]
+    assert len(looks) == len(set(looks)) > 1
+
+
+def test_a_model_without_a_card_to_buy_has_no_table_of_cards(made: Comparison) -> None:
+    answer = costs_answer(made, (10_000,), replace(PURSE, budget_usd=10.0), date(2026, 11, 1))
+    assert [table.title for table in answer.tables] == ["Prices of one GPU", "10,000 examples"]
+    assert "Nothing that surely fits is known to cost at most $10.00" in answer.found
+
+
 def test_the_command_as_json() -> None:
     data = json.loads(run("--gpus", "rtx-4090,h100", "--sizes", "7", "--buy", "1600", "--json").stdout)
     group = data["groups"][0]
@@ -183,7 +206,9 @@ def test_the_command_as_json() -> None:
 def test_what_the_command_refuses() -> None:
     assert isinstance(run().exception, UsageError)
     nothing = run("--gpus", "h100", "--buy", "500")
-    assert isinstance(nothing.exception, NothingFits) and "it costs at most $500" in str(nothing.exception)
+    assert isinstance(nothing.exception, NothingFits)
+    assert "nothing that surely fits is known to cost at most $500" in str(nothing.exception)
+    assert "┃" not in nothing.stdout  # what is wrong, and no table of nothing
     assert isinstance(run("--buy", "-3").exception, UsageError)
     for unseen in (["--buy", "3000"], ["--sizes", "10000"]):
         assert "shows neither --sizes nor --buy" in str(run("--format", "markdown", *unseen).exception)

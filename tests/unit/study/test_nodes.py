@@ -108,6 +108,8 @@ def test_what_was_found_stands_first_and_wide_rows_are_cards_on_a_phone() -> Non
     two = nodes_of(TASK, [read("a:1:1"), read("b:1:1")])
     assert nodes_answer(two, TASK).found == ("None of the 2 nodes is apart from the others.",)
     alone = nodes_answer(one, TASK)
+    assert "apart" in nodes_answer(two, TASK).tables[0].columns and "apart:" in " ".join(nodes_answer(two, TASK).notes)
+    assert {"apart", "to others"}.isdisjoint(alone.tables[0].columns) and "apart" not in " ".join(alone.notes)
     assert alone.found == ("There is one node, and nothing to compare it with.",)
     assert [table.is_wide for table in alone.tables] == [True, False, True]  # for the names of their columns
 
