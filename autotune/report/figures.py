@@ -144,7 +144,7 @@ def horizontal_bars(
 ) -> dict[str, Any]:
     """One bar below another; `x` titles the axis and `ticks` is its format in d3's language.
 
-    `line_at` draws a vertical line; with `end` the axis reaches from 0 to it.
+    `line_at` draws a vertical line; with `end` the axis reaches from 0 to it, and as far beyond as its label does.
     """
     figure, names = empty(), [[escape(line) for line in textwrap.wrap(bar.name, WRAP)] for bar in bars]
     figure.add_bar(
@@ -162,7 +162,7 @@ def horizontal_bars(
     if line_at is not None:
         figure.add_vline(x=line_at, line={"color": ACCENT, "width": 1.5})
     if end is not None:
-        figure.update_xaxes(range=[0.0, end])
+        figure.update_xaxes(range=[0.0, 1.04 * end])
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     figure.update_xaxes(tickformat=ticks, nticks=5, tickangle=0)
     return finish(figure, x=x, height=70 + max(row_px, 18 * max(map(len, names))) * len(bars))

@@ -94,7 +94,7 @@ def test_horizontal_bars() -> None:
     assert trace["error_x"]["array"] == pytest.approx([0.2, 0.0])
     assert (trace["hovertext"], trace["text"], trace["hoverinfo"]) == (["one", ""], ["1", ""], "text")
     assert trace["marker"]["color"] == [style.ACCENT, style.BLUE]
-    assert rich["layout"]["shapes"][0]["x0"] == 1.5 and rich["layout"]["xaxis"]["range"] == [0.0, 3.0]
+    assert rich["layout"]["shapes"][0]["x0"] == 1.5 and rich["layout"]["xaxis"]["range"] == [0.0, 3.12]
 
 
 def test_more_gpus_are_shown_as_a_picture_and_a_table(study: StudySummary) -> None:
