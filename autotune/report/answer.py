@@ -307,18 +307,16 @@ def _buying_basis(purse: Purse) -> str:
 
 def nodes_answer(nodes: Sequence[Node], task: Task) -> Answer:
     """Which nodes of a study are apart from the others and why, and a row for each in three tables."""
-    measured = next((node.config.label() for node in nodes if node.config), None)
+    measured, several = next((node.config.label() for node in nodes if node.config), None), len(nodes) > 1
     notes = [
         f"Each node measured the baseline{f', {measured}' if measured else ''}; its latest reading is shown, with what "
         "the driver reported meanwhile. Times are UTC.",
-        "variation: the standard deviation of the timed micro batches over their mean. A dash is not known.",
+        "to others: its speed against the median of theirs. " * several
+        + "variation: the standard deviation of the timed micro batches over their mean. "
+        + "apart: more than 5 % of speed, 2 % of memory or 10 C from the median of the others, or the baseline fails "
+        "there. " * several + "A dash is not known.",
     ]
-    if len(nodes) > 1:
-        notes.append(
-            "to others: its speed against the median of theirs. apart: more than 5 % of speed, 2 % of memory or 10 C "
-            "from the median of the others, or the baseline fails there."
-        )
-    if task.device.kind == "cpu":
+    if several and task.device.kind == "cpu":
         notes.append("Nodes on one machine share its processors: only their memory is compared.")
     drawn = figures.nodes(nodes)
     return Answer(
@@ -349,19 +347,19 @@ def _apart(nodes: Sequence[Node], *, timed: bool) -> Iterator[str]:
 
 
 def _node_speeds(nodes: Sequence[Node]) -> Table:
-    columns = ["node", "samples/s", "tokens/s", "variation"]
-    columns += ["to others", "apart"] if len(nodes) > 1 else []  # one alone has no others
     cells = [
         {
             "node": node.name,
             "samples/s": DASH if node.performance is None else f"{node.performance.samples_per_second:,.2f}",
             "tokens/s": fmt_count(node.performance.tokens_per_second if node.performance else None),
-            "variation": DASH if node.variation is None else f"{node.variation:.1%}",
             "to others": DASH if node.relative_speed is None else f"{node.relative_speed - 1:+.1%}",
+            "variation": DASH if node.variation is None else f"{node.variation:.1%}",
             "apart": "yes" if node.apart else DASH if node.unmeasured else "no",
         }
         for node in nodes
     ]
+    of_others = () if len(nodes) > 1 else ("to others", "apart")  # which one alone has not
+    columns = [column for column in cells[0] if column not in of_others] if cells else ["node"]
     rows = [tuple(row[column] for column in columns) for row in cells]
     return Table(title="Speed", columns=dict.fromkeys(columns, "right") | {"node": "left"}, rows=tuple(rows))
 
