@@ -39,32 +39,38 @@ def _tokens_in_a_folder_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
-# These start real probes and real training, and take minutes.
+# These start real probes and real training, and take minutes: by the processor time of the whole file.
 LONGEST = (
-    "system/faults/test_struck_worker",
+    "system/test_several_gpus",
+    "probe/test_worlds",
     "system/test_end_to_end",
-    "probe/test_supervisor",
-    "system/test_canary",
-    "system/test_studies_command",
-    "system/test_api",
+    "system/test_objectives",
     "system/test_quality",
-    "probe/test_truncation",
+    "probe/test_images",
+    "probe/test_compile",
+    "probe/test_objectives",
+    "system/test_questions",
+    "system/faults/test_struck_worker",
+    "system/faults/test_sessions",
+    "probe/test_supervisor",
     "system/test_worker_process",
+    "system/test_api",
+    "system/test_canary",
+    "probe/test_compile_ahead",
+    "probe/test_truncation",
     "probe/test_train_script",
+    "system/test_images",
     "system/test_verify",
+    "probe/test_chunked_loss",
+    "system/test_fuzz",
+    "system/test_train",
+    "probe/test_packing",
+    "system/test_studies_command",
     "probe/test_patches",
     "probe/test_trl_trainer",
     "unit/study/test_distributed",
-    "probe/test_compile",
-    "system/test_train",
-    "probe/test_chunked_loss",
-    "system/faults/test_sessions",
-    "system/test_fuzz",
     "system/test_named_configs",
-    "probe/test_packing",
     "contract/test_optimizer",
-    "system/test_loop",
-    "system/test_resume",
 )
 
 
@@ -78,7 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest files first, so that all workers of pytest-xdist end at about the same time."""
     tests = Path(__file__).parent
     order = {tests / f"{name}.py": index for index, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path, len(order)))
+    items.sort(key=lambda item: (order.get(item.path, len(order)), tests / "unit" in item.path.parents))
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.probe
 
 LARGER = MODEL | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 8}
 LARGER |= {"num_key_value_heads": 8, "vocab_size": 8000}
+OF_LARGER: dict[str, Any] = {"model": LARGER, "seq_len": 16}  # few tokens, since its weights alone are the point
 STOPPED_S = 1.0  # after a rank has said that it failed
 
 
@@ -132,7 +133,7 @@ def test_a_model_larger_than_a_rank_is_shared_out_before_it_has_memory(
 ) -> None:
     """A rank holds what it would if the whole model had been there first, and its limit is below that."""
     roomy, tight = (
-        measured(prober.probe(shared(8, "fsdp2", model=LARGER, method=method, memory_gib=gib), prober.logs / "l.log"))
+        measured(prober.probe(shared(8, "fsdp2", **OF_LARGER, method=method, memory_gib=gib), prober.logs / "l.log"))
         for gib in (8.0, memory_gib)
     )
     assert tight.limit_gib < roomy.total_params * 4 / 2**30 < roomy.limit_gib
@@ -254,7 +255,7 @@ def test_real_ranks_train_a_model_that_neither_holds_as_a_whole(tmp_path: Path) 
 
     Their processes are new, since the libraries that others have loaded leave less of the limit.
     """
-    asked = shared(2, "fsdp2", World.REAL, model=LARGER, memory_gib=1.25)
+    asked = shared(2, "fsdp2", World.REAL, **OF_LARGER, memory_gib=1.25)
     with RankPool("cpu", 2, tmp_path) as fresh:
         found = measured(fresh.probe(asked, tmp_path / "larger.log"))
     assert found.limit_gib < found.total_params * 4 / 2**30
@@ -271,16 +272,23 @@ def test_a_fake_rank_holds_what_a_real_one_does(pool: RankPool) -> None:
             assert getattr(fake, name) == getattr(real, name)
 
 
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Four real ranks, which start only once."""
+    with RankPool("cpu", 4, tmp_path_factory.mktemp("four")) as started:
+        yield started
+
+
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_a_played_rank_of_two_copies_holds_what_a_real_one_does(method: str, tmp_path: Path) -> None:
+def test_a_played_rank_of_two_copies_holds_what_a_real_one_does(method: str, four: RankPool) -> None:
     """Four ranks hold the model twice (HSDP), each half of a copy, as the formula says; and learn as one does."""
     model = resolve_model("demo-3m")
     knobs: dict[str, Any] = {"method": method, "precision": "bf16_mixed", "model": model.config}
     asked = [shared(4, "fsdp2", world, 2, copies=2, **knobs) for world in World]
-    with RankPool("cpu", 4, tmp_path) as four:
-        real, fake = (measured(four.probe(one, tmp_path / "copies.log")) for one in asked)
-        learning = measured(four.probe(shared(4, "fsdp2", World.REAL, method=method, copies=2), tmp_path / "learn.log"))
-        alone = measured(four.probe(shared(1, "none", micro_steps=4, method=method), tmp_path / "alone.log"))
+    log = four.logs / "copies.log"
+    real, fake = (measured(four.probe(one, log)) for one in asked)
+    learning = measured(four.probe(shared(4, "fsdp2", World.REAL, method=method, copies=2), log))
+    alone = measured(four.probe(shared(1, "none", micro_steps=4, method=method), log))
     by_formula = breakdown_of(model, asked[0].config)
     assert by_formula is not None
     for name in ("model_gib", "adapters_gib", "gradients_gib", "optimizer_gib"):
