@@ -29,6 +29,7 @@ pytestmark = pytest.mark.probe
 LARGER = MODEL | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 8}
 LARGER |= {"num_key_value_heads": 8, "vocab_size": 8000}
 OF_LARGER: dict[str, Any] = {"model": LARGER, "seq_len": 16}  # few tokens, since its weights alone are the point
+LESS_GIB = 1.2  # leaves less, beside the libraries, than the weights of the larger model in fp32
 STOPPED_S = 1.0  # after a rank has said that it failed
 
 
@@ -127,14 +128,12 @@ def test_what_fsdp2_trains_with(prober: WorkerProber, knobs: dict[str, Any]) -> 
     assert prober.starts == starts
 
 
-@pytest.mark.parametrize(("method", "memory_gib"), [("lora", 1.2), ("full", 1.25)])
-def test_a_model_larger_than_a_rank_is_shared_out_before_it_has_memory(
-    prober: WorkerProber, method: str, memory_gib: float
-) -> None:
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_model_larger_than_a_rank_is_shared_out_before_it_has_memory(prober: WorkerProber, method: str) -> None:
     """A rank holds what it would if the whole model had been there first, and its limit is below that."""
     roomy, tight = (
         measured(prober.probe(shared(8, "fsdp2", **OF_LARGER, method=method, memory_gib=gib), prober.logs / "l.log"))
-        for gib in (8.0, memory_gib)
+        for gib in (8.0, LESS_GIB)
     )
     assert tight.limit_gib < roomy.total_params * 4 / 2**30 < roomy.limit_gib
     assert tight.peak_allocated_gib == pytest.approx(roomy.peak_allocated_gib, rel=0.01)
@@ -255,7 +254,7 @@ def test_real_ranks_train_a_model_that_neither_holds_as_a_whole(tmp_path: Path) 
 
     Their processes are new, since the libraries that others have loaded leave less of the limit.
     """
-    asked = shared(2, "fsdp2", World.REAL, **OF_LARGER, memory_gib=1.25)
+    asked = shared(2, "fsdp2", World.REAL, **OF_LARGER, memory_gib=LESS_GIB)
     with RankPool("cpu", 2, tmp_path) as fresh:
         found = measured(fresh.probe(asked, tmp_path / "larger.log"))
     assert found.limit_gib < found.total_params * 4 / 2**30
