@@ -18,6 +18,7 @@ LAUNCHER = "AUTOTUNE_LAUNCHER"  # a variable: the process id of what started a r
 ENDED = (0, 75, 130)  # exit codes of ranks that did all they should: the end, and a stop by SIGTERM or SIGINT
 GRACE_S = 5.0  # seconds in which the other ranks may say what went wrong, once one has failed
 AGAIN_S = 1.0  # a scheduler signals each process of a job: what comes sooner is the same signal
+WHY = {"SIGKILL": ": the host may have run out of memory"}
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 PORTS = (20_000, 30_000)  # from which Linux gives none to who asks for any
 
@@ -54,7 +55,19 @@ def _variables(rank: int, count: int, port: int) -> dict[str, str]:
 def _wait(ranks: Sequence["subprocess.Popen[bytes]"], signals: Sequence[tuple[float, int]]) -> int:
     """Wait for the end of all ranks; the first exit code that is not 0, negative for a signal."""
     code, passed_on, until = 0, False, float("inf")
-    while running := [rank for rank in ranks if rank.poll() is None]:
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        if not code and any(codes):
+            number = next(number for number, ended in enumerate(codes) if ended)
+            code = codes[number] or 0
+            if code < 0 and not signals:  # it could not say so itself
+                name = signal.Signals(-code).name
+                print(f"train.py: error: rank {number} was ended by {name}{WHY.get(name, '')}", file=sys.stderr)
+            if code not in ENDED:
+                until = time.monotonic() + GRACE_S
+        running = [rank for rank, ended in zip(ranks, codes, strict=True) if ended is None]
+        if not running:
+            return code
         if signals and not passed_on:
             passed_on = True
             for rank in running:
@@ -63,10 +76,6 @@ def _wait(ranks: Sequence["subprocess.Popen[bytes]"], signals: Sequence[tuple[fl
             for rank in running:
                 rank.kill()
         time.sleep(0.05)
-        code = code or next((rank.returncode for rank in ranks if rank.poll()), 0)
-        if code not in ENDED:
-            until = min(until, time.monotonic() + GRACE_S)
-    return code
 
 
 def end_with_launcher() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from autotune.probe.runtime import ranks
 from autotune.probe.runtime.ranks import AGAIN_S
 
 PROGRAM = """\
@@ -98,20 +99,47 @@ def test_a_second_signal_ends_ranks_that_do_not_answer(tmp_path: Path) -> None:
         assert launcher.wait(10) == 128 + signal.SIGKILL
 
 
-@pytest.mark.parametrize(("ends", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
-def test_ranks_that_wait_for_a_failed_one_are_ended(ends: str, code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ("sys.exit(3)", 3, ""),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            137,
+            "train.py: error: rank 1 was ended by SIGKILL: the host may have run out of memory\n",
+        ),
+    ],
+)
+def test_ranks_that_wait_for_a_failed_one_are_ended(ends: str, code: int, said: str, tmp_path: Path) -> None:
     """They have some seconds to say what they saw."""
     body = f"if rank:\n    {ends}\ntime.sleep(1)\ntell('lost the other')\ntime.sleep(600)"
     done = run(tmp_path, body)
-    assert done.returncode == code, done.stderr
+    assert (done.returncode, done.stderr) == (code, said)
     assert (tmp_path / "0").read_text() == "lost the other\n"
+
+
+class Ended:
+    """A rank that has ended by the second time it is asked."""
+
+    def __init__(self, code: int) -> None:
+        self.returncode: int | None = None
+        self._codes = iter([None, code])
+
+    def poll(self) -> int | None:
+        self.returncode = next(self._codes, self.returncode)
+        return self.returncode
+
+
+@pytest.mark.parametrize("codes", [(0, 0), (0, 1), (75, 75), (1, 0)])
+def test_no_code_is_lost_of_ranks_that_end_between_two_looks(codes: tuple[int, int]) -> None:
+    assert ranks._wait([Ended(code) for code in codes], []) == max(codes)  # type: ignore[misc]
 
 
 def test_ranks_end_with_the_launcher(tmp_path: Path) -> None:
     with begun(tmp_path, WAITS + "tell('stopped')") as launcher:
-        ranks = psutil.Process(launcher.pid).children()
+        started = psutil.Process(launcher.pid).children()
         os.killpg(launcher.pid, signal.SIGKILL)
-        _, alive = psutil.wait_procs(ranks, timeout=20)
+        _, alive = psutil.wait_procs(started, timeout=20)
         assert not alive
     assert [(tmp_path / name).read_text() for name in "01"] == ["begun\nstopped\n"] * 2
 
