@@ -22,7 +22,7 @@ class Scored:
     """A configuration that fits, with its score and the share of the memory limit it leaves free.
 
     `noise` is by which share the score would differ if it were measured again, `spread` the range of the timed steps
-    relative to the reported one (`Performance`); where it is not known, nothing is told apart by it.
+    relative to the reported one (`Performance`); where it is not known, it tells nothing apart.
     """
 
     config: TrainConfig

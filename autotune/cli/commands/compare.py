@@ -27,6 +27,7 @@ KWH_HELP = (
     "What electricity costs, in USD a kWh. The default is a round number between what households paid in the US (0.16, "
     "EIA, 2024) and in Italy (0.43, Statista, March 2025)."
 )
+BUY_REMEDY = "allow more, or rent (without --buy); `autotune gpus` has the prices of cards, where they are known"
 BY_SUFFIX = {".md": "markdown", ".csv": "csv", ".html": "html", ".json": "json"}
 
 
@@ -90,10 +91,7 @@ def compare_command(
     if unmet:
         raise NothingFits(unmet, remedy=made.remedy())
     if buys_nothing:
-        raise NothingFits(
-            f"nothing that surely fits is known to cost at most {fmt_usd(buy)}",
-            remedy="allow more, or rent (without --buy); `autotune gpus` has the prices of cards, where they are known",
-        )
+        raise NothingFits(f"nothing that surely fits is known to cost at most {fmt_usd(buy)}", remedy=BUY_REMEDY)
 
 
 def _form(named: str | None, out: Path | None, *, needs_page: bool) -> str:
