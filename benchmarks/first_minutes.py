@@ -1,7 +1,8 @@
 """Record the first minutes: README's first line in a terminal of 100 and of 160 columns, by a real clock.
 
 Writes an asciinema recording of each (`asciinema play FILE`), and when the first speed and the answer were on screen.
-Options of `autotune run` after `--` record another line: `-- --gpu auto --model mistral-7b --budget 5m`.
+Options of `autotune run` after `--` record another line. Its rows and recordings have a name of their own:
+`--name h100 --earlier first_minutes.json -- --gpu auto --model mistral-7b --budget 90s`.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import pty
 import re
 import select
 import shlex
+import shutil
 import signal
 import socket
 import struct
@@ -26,6 +28,8 @@ from typing import Any
 from common import ROOT, save, table
 
 from autotune.core.files import write_atomic
+from autotune.core.probe_types import Fingerprint
+from autotune.core.serialization import from_data, to_data
 from autotune.probe.supervisor import WorkerProber
 
 SIZES = ((100, 30), (160, 50))  # columns and rows
@@ -38,6 +42,7 @@ MOMENTS = {
     "first_oom_s": r"(?m)^ *[0-9]+ .* oom ",
     "answer_s": r"(?m)^ +next  ",
 }
+README = "readme"  # the name of its first line
 USER, HOST, HOME = "you", "gpu-box", "/home/you"  # in place of this machine's
 
 
@@ -61,22 +66,31 @@ class Recording:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="the folder of the result and the recordings")
+    parser.add_argument("--name", default=README, help="of the recorded line")
+    parser.add_argument("--earlier", type=Path, help="the result to which these rows are added")
+    parser.add_argument("--keep", type=Path, help="a folder for the last study")
     parser.add_argument("options", nargs="*", metavar="-- OPTIONS", help="of `autotune run`, instead of README's")
     args = parser.parse_args()
-    options, rows = args.options or readme_options(), []
+    options = args.options or readme_options()
+    on_cpu = "cpu" in options
+    rows = json.loads(args.earlier.read_text(encoding="utf-8"))["rows"] if args.earlier else []
+    rows = [row for row in rows if row["name"] != args.name]
+    with tempfile.TemporaryDirectory() as folder, WorkerProber("cpu" if on_cpu else "cuda", Path(folder)) as prober:
+        fingerprint = to_data(prober.fingerprint)
     for columns, lines in SIZES:
         load = os.getloadavg()[0]  # of other work on this machine, per minute
         with tempfile.TemporaryDirectory() as folder:
             recording = record(["run", *options], Path(folder).resolve(), columns, lines)
-        file = (args.out or ROOT / "docs" / "recordings") / f"first-minutes-{columns}.cast"
+            if args.keep:
+                shutil.copytree(folder, args.keep, dirs_exist_ok=True)
+        called = f"first-minutes-{columns}" if args.name == README else f"first-minutes-{args.name}-{columns}"
+        file = (args.out or ROOT / "docs" / "recordings") / f"{called}.cast"
         write_atomic(file, as_cast(recording, columns, lines, shlex.join(["autotune", "run", *options])))
-        moments = {name: recording.moment(pattern) for name, pattern in MOMENTS.items()}
-        rows.append({"columns": columns, "lines": lines, "load_before": load, **moments, "seconds": recording.seconds})
-    on_cpu = "cpu" in options
-    with tempfile.TemporaryDirectory() as folder, WorkerProber("cpu" if on_cpu else "cuda", Path(folder)) as prober:
-        fingerprint = prober.fingerprint
-    save("first_minutes", fingerprint, summarize(rows), rows, args.out)
-    table(rows, list(rows[0]))
+        row = {"name": args.name, "columns": columns, "lines": lines, "load_before": load}
+        row |= {name: recording.moment(pattern) for name, pattern in MOMENTS.items()}
+        rows.append(row | {"seconds": recording.seconds, "fingerprint": fingerprint})
+        save("first_minutes", from_data(Fingerprint, rows[0]["fingerprint"]), summarize(rows), rows, args.out)
+    table(rows, [name for name in rows[0] if name != "fingerprint"])
 
 
 def readme_options() -> list[str]:
@@ -87,7 +101,8 @@ def readme_options() -> list[str]:
 
 def record(arguments: list[str], folder: Path, columns: int, lines: int) -> Recording:
     """Run autotune in `folder` on a terminal of this size. Raises SystemExit if it fails."""
-    environment = {"TERM": "xterm-256color", "LOGNAME": USER, "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {"TERM": "xterm-256color", "LOGNAME": USER, "PYTHONPATH": path}
     dropped = ("COLUMNS", "LINES", "NO_COLOR", "DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION", "AUTOTUNE_STORAGE")
     process, terminal = pty.fork()
     if process == 0:
@@ -136,8 +151,13 @@ def as_cast(recording: Recording, columns: int, lines: int, command: str) -> str
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The longest of both terminals."""
-    return {name: max(row[name] for row in rows) for name in ("first_number_s", "answer_s")}
+    """The longest of both terminals: of README's line, and of each other by its name."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(row["name"] for row in rows):
+        for key in ("first_number_s", "answer_s"):
+            seconds = [row[key] for row in rows if row["name"] == name and row[key] is not None]
+            found[key if name == README else f"{name}_{key}"] = max(seconds, default=None)
+    return found
 
 
 if __name__ == "__main__":
