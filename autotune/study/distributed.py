@@ -16,6 +16,7 @@ from autotune.core.probe_types import Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.step_time import estimate_step_time
 from autotune.problem.performance import margins
+from autotune.problem.search_space import SearchSpace
 from autotune.problem.task import Task
 from autotune.study.evaluator import Evaluation, Evaluator, Pruner
 from autotune.study.formula_seeds import formula_speed
@@ -33,8 +34,11 @@ AWAIT_S, REAP_EVERY_S = 0.2, 15.0
 # what the baseline may take; what is reserved for the confirmation; and for its first probe where that takes longer.
 WHOLE_SHARE, BASELINE_SHARE, CONFIRMATION_SHARE, LEAST_SHARE = 0.1, 0.2, 0.15, 1 / 3
 MANY, COMPILING_S = 15, 5.0  # a search should judge so many candidates, each of which may compile for so long
+PLENTY = 40  # before so many are judged, what is compiled already comes before what the sampler would propose
 ENOUGH = 12  # before so many are judged by a few layers, nothing is reserved for measuring the best as a whole
-WORTH = 0.5  # by formula; in a hurry no candidate below this share of the speed of the best is tried
+# Shares of the best's speed, by formula, which a candidate should reach in a hurry: of all, and of those whose code is
+# compiled already, which come first.
+WORTH, ALIKE = 0.5, 0.9
 LATE = 1.2  # probes may take this much longer than predicted
 LEAST_NOISE = 0.005  # relative
 COORDINATE_TRIALS = "climbed"  # the study's attribute with the numbers of the trials of coordinate searches
@@ -51,7 +55,7 @@ class SharedTrials:
     `new_rows` returns what others stored since the last call; `on_begin` is called when this worker probes for a
     trial, `on_trial` with every trial that it finished, `on_trial_of_others` with every other. Trials of coordinate
     search, in `exempt`, do not count as patience; `moving` is the knob that it turns, and from which configuration.
-    `is_compiled` says of a configuration whether its code was compiled ahead.
+    `is_compiled` says of a configuration that compiles whether its code is there, by an earlier trial or ahead of any.
     """
 
     task: Task
@@ -202,23 +206,37 @@ class SharedTrials:
         """A choice that differs least from the best, of those that nobody has tried or is trying.
 
         It takes no longer than the time left for the search, of which `keep_s` are kept. In a hurry it is the most
-        promising by formula, or None where none promises half of the best's speed. With `pinned` it has these values,
-        which the space must have.
+        promising by formula, of those first whose code is compiled already, or None where none promises half of the
+        best's speed. With `pinned` it has these values, which the space must have.
         """
-        best = self.best()
-        space, lasts_s, most_s = self.task.space, self.lasting(), self.candidate_s() - keep_s
-        seen = self.coordinator.taken() | self.digests() | set(self._open.values())
+        best, space = self.best(), self.task.space
         for name, value in pinned.items():
             space = space.pin(name, value)
-        while nearest := neighbours(space, best.config if best else None, seen, self.rank):
-            short = [chosen for chosen in nearest if lasts_s(space.config(chosen)) <= most_s]
-            if short and not (best and self.is_hurried()):
-                return self._random.choice(short)
-            promises = {self.promise(space.config(chosen)): chosen for chosen in short}
-            if best and promises and max(promises) >= WORTH * self.promise(best.config):
-                return promises[max(promises)]
+        groups = self._nearest(space, best.config if best else None, self.candidate_s() - keep_s)
+        if best is None or not self.lacks_plenty():
+            return next((self._random.choice(near) for near in groups if near), None)
+        found, best_promise = None, self.promise(best.config)
+        for near in groups:
+            promises = {self.promise(space.config(chosen)): chosen for chosen in near}
+            alike = sorted((one for one in promises if one >= ALIKE * best_promise), reverse=True)
+            ready = next((promises[one] for one in alike if self._is_ready(space.config(promises[one]))), None)
+            if ready is not None or found is not None:  # no nearer one was ready: look for that one step further
+                return ready or found
+            if promises and max(promises) >= WORTH * best_promise:
+                found = promises[max(promises)]
+        return found
+
+    def _nearest(self, space: SearchSpace, centre: TrainConfig | None, most_s: float) -> Iterator[list[dict[str, Any]]]:
+        """Yield the choices that nobody has tried or is trying and that last no longer, the nearest ones first."""
+        seen = self.coordinator.taken() | self.digests() | set(self._open.values())
+        lasts_s = self.lasting()
+        while nearest := neighbours(space, centre, seen, self.rank):
+            yield [chosen for chosen in nearest if lasts_s(space.config(chosen)) <= most_s]
             seen |= {space.config(chosen).digest for chosen in nearest}
-        return None
+
+    def _is_ready(self, config: TrainConfig) -> bool:
+        """Whether it needs no compilation."""
+        return config.compile == "none" or self.is_compiled(config)
 
     def promise(self, config: TrainConfig) -> float:
         """The score of a configuration by formula; 0 where there is none."""
@@ -349,6 +367,11 @@ class SharedTrials:
         """Whether the time left might not suffice for judging MANY candidates, if those to come compile."""
         return self.num_missing() * self.compiled_s() > self.search_s()
 
+    def lacks_plenty(self) -> bool:
+        """Whether it is in a hurry, or might not judge PLENTY of candidates if each of them were to be compiled."""
+        compiles = len(self.task.space.choices("compile")) > 1
+        return self.is_hurried() or (compiles and self.num_missing(PLENTY) * self.compiled_s() > self.search_s())
+
     def num_missing(self, wanted: int = MANY) -> int:
         """How many candidates are missing to those that are wanted."""
         return max(wanted - sum(row.outcome is not Outcome.REFUSED for row in self.rows) - len(self._open), 0)
@@ -371,7 +394,8 @@ class SharedTrials:
 
         def lasts_s(config: TrainConfig) -> float:
             own_s = 0.0 if config in known else micro_s(config)
-            return max(line.intercept + line.slope * own_s, 0.0) + _compiling_s(config) if own_s else 0.0
+            compiling_s = 0.0 if self._is_ready(config) else COMPILING_S
+            return max(line.intercept + line.slope * own_s, 0.0) + compiling_s if own_s else 0.0
 
         return lasts_s
 

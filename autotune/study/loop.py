@@ -99,7 +99,7 @@ class Study:
         self._hold_rank()
         while not trials.is_done():
             known = trials.digests()
-            wanted = trials.untried() if trials.is_hurried() else None  # the sampler has little to go by yet
+            wanted = trials.untried() if trials.lacks_plenty() else None  # the sampler has little to go by yet
             row = trials.run_one(trials.selection.prune_reason, wanted)
             if row is None:
                 if not trials.await_others():

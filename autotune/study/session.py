@@ -352,18 +352,21 @@ class Leader:
             self._ahead.want(shallow_requests(evaluator, likely))
 
     def _look_ahead(self, trials: SharedTrials) -> None:
-        """Have compiled ahead what is likely to be tried next, whenever a trial begins."""
-        ahead = self._ahead
-        if ahead is None:
-            return
-        lookahead, trying = Lookahead(trials, ahead), trials.on_begin
+        """Have compiled ahead what is likely to be tried next, whenever a trial begins; keep in mind what is there."""
+        ahead, trying, tried = self._ahead, trials.on_begin, set[str]()
+        lookahead = Lookahead(trials, ahead) if ahead else None
 
         def on_begin(number: int, config: TrainConfig) -> None:
-            lookahead.begin(config)
+            if lookahead is not None:
+                lookahead.begin(config)
             trying(number, config)
+            tried.add(code_key(config))
 
-        trials.on_begin = on_begin
-        trials.is_compiled = lambda config: code_key(config) in ahead.compiled()
+        def is_compiled(config: TrainConfig) -> bool:
+            key = code_key(config)
+            return key in tried or (ahead is not None and key in ahead.compiled())
+
+        trials.on_begin, trials.is_compiled = on_begin, is_compiled
 
     def _end_lookahead(self) -> None:
         """Nothing is compiled any more: what is confirmed has the machine to itself."""

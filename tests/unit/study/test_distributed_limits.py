@@ -10,6 +10,7 @@ from autotune.core.errors import Cancelled
 from autotune.core.probe_types import Outcome, Rung
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.step_time import StepTimeEstimate
+from autotune.problem.search_space import Knob, SearchSpace
 from autotune.study import distributed as module
 from autotune.study.distributed import SharedTrials
 from autotune.study.evaluator import Evaluator
@@ -397,6 +398,50 @@ def test_in_a_hurry_the_most_promising_is_tried_if_it_may_be_half_as_fast_as_the
     made._open = {1: SPACE.config(chosen).digest} if chosen else {}
     again = made.untried(lora_rank=16, checkpointing="full")
     assert again is None  # the others are too slow
+
+
+def test_in_a_hurry_what_is_compiled_comes_first_if_it_promises_about_as_much(
+    trials: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best compiles. Other micro batches promise more than other optimizers, whose code it shares."""
+
+    def promise(task: object, config: TrainConfig, shape: object) -> float:
+        return 0.9 + 0.02 * config.micro_batch_size + 0.01 * len(config.optimizer)
+
+    monkeypatch.setattr(module, "formula_speed", promise)
+    made = trials(800.0)
+    space = SearchSpace(
+        name="compiling",
+        knobs=(
+            Knob(name="compile", values=("none", "per_layer")),
+            Knob(name="micro_batch_size", values=(1, 2)),
+            Knob(name="optimizer", values=("adamw_torch_fused", "adamw_8bit")),
+            Knob(name="padding", values=("max_length",)),
+        ),
+    )
+    made.task = replace(made.task, space=space)
+    best = space.config(space.clip(TrainConfig(compile="per_layer", micro_batch_size=1, optimizer="adamw_torch_fused")))
+    made.evaluator.truncated_s = {best: 4.0}
+    made.rows = [row(number, 1000.0, config=best) for number in range(15)]
+    assert made.lacks_plenty() and not made.is_hurried()
+    compiled = {1}
+    made.is_compiled = lambda config: config.micro_batch_size in compiled
+
+    def next_one() -> tuple[Any, ...]:
+        chosen = made.untried()
+        assert chosen is not None
+        config = space.config(chosen)
+        made.rows.append(row(len(made.rows), 900.0, config=config))
+        return config.micro_batch_size, config.optimizer, config.compile
+
+    assert next_one() == (1, "adamw_torch_fused", "none")  # needs no compilation
+    assert next_one() == (1, "adamw_8bit", "per_layer")  # whose code is there
+    assert next_one() == (2, "adamw_torch_fused", "none")  # a step further than what would have to be compiled
+    compiled.clear()
+    made.rows = [row(0, 1000.0, config=best)]
+    assert next_one()[2] == "none"
+    monkeypatch.setattr(module, "ALIKE", 3.0)
+    assert next_one() == (2, "adamw_torch_fused", "per_layer")  # nothing is ready: the most promising
 
 
 def test_what_nobody_tried_is_one_step_from_the_best_wherever_that_is(trials: Make) -> None:
