@@ -44,6 +44,9 @@ SAID = [
     ),
     ("first_minutes", "The first speed was on screen after {first_number_s:.0f} s and the answer"),
     ("first_minutes", "after {answer_s:.0f} s, the later of the two each"),
+    ("first_minutes", "the first speed after {h100_first_number_s:.0f} s and the answer after {h100_answer_s:.0f} s"),
+    ("longest", "A row of {tokens_80gb:,} tokens was trained in {step_s_80gb:.0f} s on 80 GB."),
+    ("longest", "Under the cap of an RTX 4090 a row of {tokens_24gb:,} tokens was trained in {step_s_24gb:.0f} s"),
     ("verify", "({winners_within_3_percent} of {winners} within 3%); memory {peak_error_max:.2%} worst"),
     ("depth_extrapolation", "memory {reserved_error_median:.2%} median, {reserved_error_max:.1%} worst; time"),
     ("depth_extrapolation", "time {time_error_median:.1%} median and {time_error_max:.1%} worst undisturbed,"),
@@ -483,17 +486,21 @@ def test_a_recording_has_the_moments_and_nothing_of_the_machine(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("columns", [100, 160])
-def test_the_committed_recordings_end_with_the_answer(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "file"), [("readme", "first-minutes"), ("h100", "first-minutes-h100")])
+def test_the_committed_recordings_end_with_the_answer(
+    name: str, file: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = program("first_minutes", monkeypatch)
-    lines = (ROOT / "docs" / "recordings" / f"first-minutes-{columns}.cast").read_text().splitlines()
+    lines = (ROOT / "docs" / "recordings" / f"{file}-{columns}.cast").read_text().splitlines()
     frames = [(seconds, text) for seconds, _, text in map(json.loads, lines[1:])]
     made = module.Recording(frames=frames)
-    row = next(one for one in RESULTS["first_minutes"]["rows"] if (one["name"], one["columns"]) == ("readme", columns))
-    for name, pattern in module.MOMENTS.items():
-        assert made.moment(pattern) == row[name], name
+    row = next(one for one in RESULTS["first_minutes"]["rows"] if (one["name"], one["columns"]) == (name, columns))
+    for moment, pattern in module.MOMENTS.items():
+        assert made.moment(pattern) == row[moment], moment
     assert min(later - sooner for (sooner, _), (later, _) in pairwise(frames)) >= 0.0
     last = "".join(text for _, text in frames).rpartition("\x1b[H")[2]
-    assert all(word in last for word in ("winner", "sure", "example card", "next", "autotune explain"))
+    assert all(word in last for word in ("winner", "sure", "next", "autotune explain"))
+    assert ("example card" in last) == (name == "readme")
 
 
 def test_a_cold_study_is_within_the_goal_when_its_trial_ends(monkeypatch: pytest.MonkeyPatch) -> None:
