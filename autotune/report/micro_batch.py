@@ -19,7 +19,7 @@ def profile_answer(report: ProfileReport) -> Answer:
     tables = [_by_class(profile, what), _by_part(profile), _at_best(report), _longest(profile, what)]
     drawn = figures.micro_batch(report)
     return Answer(
-        title=f"A micro batch of {report.study}: {report.config.label()}",
+        title=f"A micro batch of {report.study}",
         found=tuple(_found(report)),
         notes=tuple(_notes(report, what)),
         tables=(*tables, _host(report.needs)),
@@ -29,12 +29,16 @@ def profile_answer(report: ProfileReport) -> Answer:
 
 def _found(report: ProfileReport) -> Iterator[str]:
     """Where most of the time goes, what is lost, and what of the machine is short."""
+    yield f"It is of {report.config.label()}."
     work = report.profile.micro_work
     total = sum(one.seconds for one in work) or 1.0
-    took = {part: sum(one.seconds for one in work if one.part is part) for part in {one.part for one in work}}
-    most = sorted(took, key=lambda part: -took[part])[:2]
-    named = (f"{part or HIDDEN} ({took[part] / total:.0%})" for part in most)
-    yield f"What takes the most time: {', then '.join(named)}."
+    hidden = any(one.part is None for one in work)  # then kinds of kernels say more than parts of the model
+    took: dict[str, float] = {}
+    for one in work:
+        of = one.kind if hidden or one.part is None else one.part
+        took[of] = took.get(of, 0.0) + one.seconds
+    most = sorted(took, key=lambda of: -took[of])[:2]
+    yield f"What takes the most time: {', then '.join(f'{of} ({took[of] / total:.0%})' for of in most)}."
     lost = {one.work: one.lost_s for one in report.bounds} | (
         {"a GPU that waits": report.idle_s} if report.idle_s else {}
     )

@@ -149,6 +149,7 @@ def test_the_report_as_data_and_as_tables() -> None:
         form_of("explain --profile").validate_json(json.dumps(data))
         assert data["of"] == ("kernels" if made.profile.on_gpu else "operators")
     answer = profile_answer(report())
+    assert answer.found[1].startswith("What takes the most time: matrix products (63%), then ")
     text = "\n".join(answer.notes)
     assert "10 ms (5%), it waits" in text and "once in 8 micro batches" in text and "Layers are compiled" in text
     by_class, by_part, at_best, *_ = answer.tables
