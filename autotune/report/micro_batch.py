@@ -35,7 +35,7 @@ def _found(report: ProfileReport) -> Iterator[str]:
     hidden = any(one.part is None for one in work)  # then kinds of kernels say more than parts of the model
     took: dict[str, float] = {}
     for one in work:
-        of = one.kind if hidden or one.part is None else one.part
+        of: str = one.kind if hidden or one.part is None else one.part
         took[of] = took.get(of, 0.0) + one.seconds
     most = sorted(took, key=lambda of: -took[of])[:2]
     yield f"What takes the most time: {', then '.join(f'{of} ({took[of] / total:.0%})' for of in most)}."
