@@ -405,8 +405,8 @@ class SharedTrials:
         return statistics.median(took) + COMPILING_S if took else 0.0
 
     def spare_s(self) -> float:
-        """Seconds that the search may take now for one whole model: none while it is in a hurry."""
-        if self.is_hurried():
+        """Seconds that the search may take now for one whole model: none before plenty were judged by a few layers."""
+        if self.lacks_plenty():
             return 0.0
         unspent_s = WHOLE_SHARE * self.limits.budget_s - sum(self.evaluator.whole_s.values())
         return max(min(unspent_s, self.search_s()), 0.0)
