@@ -303,8 +303,6 @@ class Worker:
         # Libraries come first: their memory is context, not the model's.
         if request.config.quantization in ("int8", "nf4") or request.config.optimizer.endswith("8bit"):
             import bitsandbytes  # noqa: F401
-        if request.config.quantization == "fp8":
-            import torchao.float8  # noqa: F401
         family = family_of(request)
         self._drop([depth for depth, resident in self._residents.items() if resident.family != family])
         if request.config.method == "full":

@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
 
+from .float8 import Float8Linear, multiply_in_fp8
 from .images import TOWERS, VISION_PATHS
-from .patches import attend_windows_at_once, multiply_in_fp8, offload_checkpoints, register_attentions
+from .patches import attend_windows_at_once, offload_checkpoints, register_attentions
 from .settings import ModelSettings
 from .tiles import tile_layers
 
@@ -63,15 +64,18 @@ def load(source: str, settings: ModelSettings, device: torch.device, config: Any
     kind = _class_of(settings, config or AutoConfig.from_pretrained(source, trust_remote_code=False))
     if (quantization := settings.bitsandbytes_arguments()) is not None:
         arguments["quantization_config"] = BitsAndBytesConfig(**quantization)
+    in_fp8 = settings.quantization == "fp8"
     model: PreTrainedModel = kind.from_pretrained(
         source,
         dtype=base_dtype(settings),
         attn_implementation=settings.attention,
-        device_map={"": device},
+        device_map=None if in_fp8 else {"": device},  # without one weights stay in their files until they are cast
         use_safetensors=True,
         trust_remote_code=False,
         **arguments,
     )
+    if in_fp8:
+        multiply_in_fp8(model, device)
     return _finish(model, settings)
 
 
@@ -134,12 +138,12 @@ def build(
     `quantized_linear` makes a quantised layer of (in, out, bias), where bitsandbytes is not to.
     """
     register_attentions()
-    if settings.bitsandbytes_arguments() is None:
-        with torch.device(device), no_init_weights():
-            model = from_config(config, settings)
-    else:
-        with torch.device(device), no_init_weights(), _linear_layers_on_meta():
-            model = from_config(config, settings)
+    in_few_bits = settings.quantization != "none"
+    with torch.device(device), no_init_weights(), _linear_layers_on_meta() if in_few_bits else nullcontext():
+        model = from_config(config, settings)
+    if settings.quantization == "fp8":
+        multiply_in_fp8(model, device)
+    elif in_few_bits:
         _quantize(model, settings, device, quantized_linear or _copies_of_one(device))
     _fill(model)
     return _finish(model, settings)
@@ -178,8 +182,6 @@ def _finish(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
     model.config.use_cache = False
     if settings.attention.startswith("sdpa"):
         attend_windows_at_once(model)
-    if settings.quantization == "fp8":
-        multiply_in_fp8(model)
     model.requires_grad_(False)
     if settings.kbit_preparation:  # peft's prepare_model_for_kbit_training, which also sets checkpointing
         for parameter in model.parameters():
@@ -212,6 +214,11 @@ def to_train(base: PreTrainedModel, settings: ModelSettings, device: torch.devic
             base, LoraConfig(**arguments), autocast_adapter_dtype=settings.adapters_in_fp32
         )
     _unhook_towers(base)
+    if settings.quantization == "fp8":
+        # DDP would send the first rank's weights to all others, which have the same; and gloo knows no 8-bit floats.
+        layers = [name for name, module in model.named_modules() if isinstance(module, Float8Linear)]
+        kept = [f"{name}.{one}" for name in layers for one in ("kept", "scale")]
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, kept)
     if settings.num_labels is not None and settings.adapters_in_fp32:
         for module in model.modules():
             if isinstance(module, ModulesToSaveWrapper):  # a head over labels: PEFT copies it in the base's dtype
@@ -304,7 +311,10 @@ def _fill(model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if parameter.is_meta or not parameter.is_floating_point():
                 continue  # it has no memory yet, or is quantised already
-            if parameter.ndim > 1:
+            layer = model.get_submodule(name.rpartition(".")[0])
+            if isinstance(layer, Float8Linear) and parameter is layer.kept:
+                layer.keep(torch.empty_like(parameter, dtype=layer.dtype).normal_(0.0, 0.02))
+            elif parameter.ndim > 1:
                 parameter.normal_(0.0, 0.02)
             elif not name.endswith("weight"):
                 parameter.zero_()

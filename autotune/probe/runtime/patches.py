@@ -1,10 +1,10 @@
-"""What transformers has no single switch for: products in fp8, attention by cuDNN, checkpoints in the host's memory.
+"""What transformers has no single switch for: attention by cuDNN, checkpoints in the host's memory.
 
-Attention by the lengths of packed examples, and of a vision tower's windows, is in `varlen`.
+Attention by the lengths of packed examples, and of a vision tower's windows, is in `varlen`; products in fp8 are in
+`float8`.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,26 +19,8 @@ from . import varlen
 from .host_checkpoints import HostCheckpoints
 
 CUDNN_ATTENTION = "sdpa_cudnn"
-FP8_RECIPE = "tensorwise"  # one scale a factor, from its largest value: on an H200 5 % faster than one a row
-FP8_MULTIPLE = 16  # both sides of a matrix must be multiples of it
 # The largest of these that divides a length chooses cuDNN's kernels for masked rows (tried on an H100).
 ALIGNMENTS = (1, 2, 4, 8, 64, 128)
-
-
-def multiply_in_fp8(model: Any) -> None:
-    """Have linear layers but the head multiply 8-bit floats, forward and backward. Their weights stay as they are.
-
-    Call it before adapters are added, which keep their precision. On a CPU it is emulated.
-    """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    head = model.get_output_embeddings()
-
-    def is_suitable(layer: nn.Module, name: str) -> bool:
-        return layer is not head and not any(side % FP8_MULTIPLE for side in layer.weight.shape)
-
-    config = replace(Float8LinearConfig.from_recipe_name(FP8_RECIPE), emulate=model.device.type == "cpu")
-    convert_to_float8_training(model, config=config, module_filter_fn=is_suitable)
 
 
 def register_attentions() -> None:

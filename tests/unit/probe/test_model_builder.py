@@ -12,6 +12,7 @@ from torch import nn
 from autotune.core.train_config import TrainConfig
 from autotune.probe.model_settings import model_settings
 from autotune.probe.runtime import model_builder, patches
+from autotune.probe.runtime.float8 import Float8Linear
 from autotune.probe.runtime.settings import ModelSettings
 from tests.helpers.factories import TINY
 
@@ -143,12 +144,42 @@ def test_the_statistics_of_nf4_are_quantized_on_request(double_quant: bool) -> N
 
 
 def test_fp8_is_for_layers_whose_sides_are_multiples_of_16_but_not_the_head() -> None:
-    float8 = pytest.importorskip("torchao.float8.float8_linear")
-    model = built(LLAMA | {"intermediate_size": 72}, quantization="fp8")
-    converted = {name for name, module in model.model.layers[0].named_modules() if type(module) is float8.Float8Linear}
+    shape = LLAMA | {"intermediate_size": 72}
+    model, plain = built(shape, quantization="fp8"), built(shape)
+    converted = {name for name, module in model.model.layers[0].named_modules() if type(module) is Float8Linear}
     assert converted == {f"self_attn.{one}_proj" for one in "qkvo"}  # 72 is none
-    assert type(model.lm_head) is nn.Linear
-    assert model.model.layers[0].self_attn.q_proj.config.emulate
+    assert type(model.lm_head) is nn.Linear and type(model.model.layers[0].mlp.up_proj) is nn.Linear
+    assert not any(weight.is_meta or weight.requires_grad for weight in model.parameters())
+    assert not plain.model.layers[0].mlp.up_proj.weight.is_meta
+
+
+@pytest.mark.parametrize("more", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}], ids=str)
+def test_random_weights_are_the_same_in_8_bits(more: dict[str, Any]) -> None:
+    """So that losses and gradients of both can be compared."""
+    torch.manual_seed(0)
+    plain = built(LLAMA | more)
+    torch.manual_seed(0)
+    model = built(LLAMA | more, quantization="fp8")
+    for (name, expected), found in zip(plain.named_parameters(), model.parameters(), strict=True):
+        if found.dtype is not torch.float8_e4m3fn:
+            assert torch.equal(found, expected), name
+        else:
+            weight = model.get_submodule(name.removesuffix(".weight")).weight
+            assert (weight - expected).norm() < 0.04 * expected.norm(), name
+
+
+def test_real_weights_are_kept_in_8_bits_and_the_model_is_on_its_device(tmp_path: Path) -> None:
+    saved = built(LLAMA, precision="bf16_pure")
+    saved.save_pretrained(tmp_path)
+    wanted = settings(precision="bf16_pure", quantization="fp8")
+    model: Any = model_builder.load(str(tmp_path), wanted, CPU)
+    found, expected = (one.model.layers[3].mlp.down_proj.weight for one in (model, saved))
+    assert found.dtype == torch.bfloat16 and (found - expected).norm() < 0.04 * expected.norm()
+    assert torch.equal(model.lm_head.weight, saved.lm_head.weight)
+    # Trainer takes a model with such a map to be shared out among devices.
+    assert getattr(model, "hf_device_map", None) is None and not any(one.requires_grad for one in model.parameters())
+    elsewhere = model_builder.load(str(tmp_path), wanted, torch.device("meta"))
+    assert all(one.is_meta for one in (*elsewhere.parameters(), *elsewhere.buffers()))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "strange"])
