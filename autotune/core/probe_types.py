@@ -226,6 +226,7 @@ class ProbeRequest:
                 **({} if self.flash else {"flash": False}),
                 **({} if self.vision == "frozen" else {"vision": self.vision}),
                 **({} if self.objective is Objective.SFT else {"objective": self.objective}),
+                **({"kept": "fp8"} if self.config.quantization == "fp8" else {}),  # earlier probes kept 16 bits
             }
         )
 

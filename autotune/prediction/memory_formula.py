@@ -473,6 +473,8 @@ def _weights(sizes: Sizes, config: TrainConfig, base_bytes: int) -> float:
     linear = sizes.linear_params
     if config.quantization == "nf4":
         return linear * (0.5 + NF4_STATISTICS[config.double_quant]) + (sizes.params - linear) * base_bytes
+    if config.quantization == "fp8":  # a scale for each matrix is nothing beside it
+        return linear + (sizes.params - linear) * base_bytes
     return sizes.params * base_bytes
 
 

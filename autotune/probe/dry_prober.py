@@ -32,7 +32,8 @@ from autotune.probe.worker_process import child_environment
 
 DRY_VERSION = 7  # raised when a dry probe counts something else than before
 OFFLOAD_VERSION = 2  # the same for configurations whose checkpoints wait in the host's memory
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "trl")
+FP8_VERSION = 2  # and for bases in fp8
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "trl")
 SHIPPED = "shipped_counts.json.gz"
 UNCOUNTED = ("loader_workers", "allocator", "num_gpus")  # knobs that leave what is counted as it is
 LONGEST_S = 300.0  # for one answer, the start of the process included
@@ -178,4 +179,6 @@ def key_of(request: ProbeRequest, versions: Sequence[str] = ()) -> str:
         about.append(request.objective)
     if request.config.offloads:
         about.append(OFFLOAD_VERSION)
+    if request.config.quantization == "fp8":
+        about.append(["fp8", FP8_VERSION])
     return digest_of([DRY_VERSION, *versions, *about])

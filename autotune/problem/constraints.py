@@ -245,8 +245,6 @@ def narrow_to_packages(narrowing: Narrowing) -> None:
         narrowing.remove("optimizer", {"adamw_8bit", "paged_adamw_8bit", "lion_8bit"}, reason)
     if find_spec("liger_kernel") is None:
         narrowing.remove("kernels", {"liger"}, "liger-kernel is not installed")
-    if find_spec("torchao") is None:
-        narrowing.remove("quantization", {"fp8"}, "torchao is not installed")
     if find_spec("deepspeed") is None:
         narrowing.remove("sharding", set(ZERO), "DeepSpeed is not installed")
 
@@ -446,9 +444,6 @@ def apply_floors(narrowing: Narrowing, workload: Workload, floors: Floors) -> No
             when = "where nothing else fits" if in_reserve else "where it is asked for"
             reason = f"{what}: used only {when} (--{floor.replace('_', '-')})"
             narrowing.prefer(name, may_win, reason, reserve=not in_reserve)
-    bases = narrowing.reserve.knob("quantization")
-    if not floors.allow_quantized and bases and "none" in bases.choices():  # fp8 saves no memory
-        narrowing.reserve, _ = narrowing.reserve.narrow("quantization", lambda value: value != "fp8", "")
 
 
 def _apply_floor_of_length(narrowing: Narrowing, workload: Workload, max_truncated: float | None) -> None:

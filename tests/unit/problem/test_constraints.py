@@ -334,7 +334,6 @@ def test_fp16_trains_on_no_cpu_even_where_a_space_has_no_bf16() -> None:
             {"quantization": {"int8", "nf4"}, "optimizer": {"adamw_8bit", "paged_adamw_8bit", "lion_8bit"}},
         ),
         ("liger_kernel", {"kernels": {"liger"}}),
-        ("torchao", {"quantization": {"fp8"}}),
         ("no such package", {}),
     ],
 )
@@ -749,13 +748,12 @@ def test_the_reserve_keeps_what_only_the_floors_forbid() -> None:
     assert {knob.name: knob.choices() for knob in reserve.knobs} == {
         "seq_len": (1024,),
         "lora_rank": (16,),
-        "quantization": ("none", "nf4"),
+        "quantization": ("none", "fp8", "nf4"),
         "optimizer": ("adamw_torch", "adafactor"),
         "precision": ("bf16_mixed",),
     }
     allowed = floored(searched, allow_quantized=True)
     assert both(allowed, "quantization") == ("none", "fp8", "nf4")
-    assert floored(space(quantization=("fp8", "nf4"))).reserve.choices("quantization") == ("fp8", "nf4")
 
 
 def test_a_floor_may_be_all_that_the_space_has() -> None:

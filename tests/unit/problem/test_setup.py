@@ -29,7 +29,7 @@ def installed(monkeypatch):
 
     def pretend(*names):
         def find(name, package=None):
-            if name in ("flash_attn", "bitsandbytes", "torchao", "liger_kernel", "trl"):
+            if name in ("flash_attn", "bitsandbytes", "liger_kernel", "trl"):
                 return object() if name in names else None
             return real(name, package)
 
@@ -59,7 +59,7 @@ def test_a_task(installed):
     }
     assert "attention flash_attention_2: flash-attn is not installed" in map(str, setup.removals)
     assert task.space.knob("quantization").values == ("none",)
-    assert setup.reserve.knob("quantization").values == ("none", "int8", "nf4")
+    assert setup.reserve.knob("quantization").values == ("none", "fp8", "int8", "nf4")
     assert setup.reserve.knob("lora_rank").values == (16, 32, 64)  # a floor, not a reserve
     opened = open_reserve(setup)
     assert opened.task.space == setup.reserve
@@ -79,10 +79,9 @@ def test_a_cpu_loses_what_it_cannot_do(installed):
 @pytest.mark.parametrize(
     ("packages", "attention", "quantization"),
     [
-        ((), ("sdpa",), ("none",)),
-        (("bitsandbytes",), ("sdpa",), ("none", "int8", "nf4")),
-        (("flash_attn", "bitsandbytes"), ("sdpa", "flash_attention_2"), ("none", "int8", "nf4")),
-        (("bitsandbytes", "torchao"), ("sdpa",), ("none", "int8", "nf4")),  # fp8 saves no memory
+        ((), ("sdpa",), ("none", "fp8")),
+        (("bitsandbytes",), ("sdpa",), ("none", "fp8", "int8", "nf4")),
+        (("flash_attn", "bitsandbytes"), ("sdpa", "flash_attention_2"), ("none", "fp8", "int8", "nf4")),
     ],
 )
 def test_what_needs_a_missing_package_is_not_searched(installed, packages, attention, quantization):
@@ -91,7 +90,6 @@ def test_what_needs_a_missing_package_is_not_searched(installed, packages, atten
     assert reserve.knob("attention").values == attention
     assert reserve.knob("quantization").values == quantization
     allowed = set_up(StudySpec(model="mistral-7b", allow_quantized=True), HERE)
-    assert ("fp8" in allowed.task.space.knob("quantization").values) == ("torchao" in packages)
     assert allowed.reserve.knob("quantization") == allowed.task.space.knob("quantization")
 
 
@@ -415,7 +413,7 @@ def test_what_is_known_of_layers_without_a_worker():
 
 def test_what_only_the_reserve_has_is_told_in_words(installed):
     setup = set_up(StudySpec(model="mistral-7b"), HERE)
-    assert setup.reserved == "quantization int8 or nf4"
+    assert setup.reserved == "quantization fp8 or int8 or nf4"
     assert open_reserve(setup).reserved == ""
 
 
