@@ -27,7 +27,7 @@ from autotune.prediction.memory_formula import (
 )
 from autotune.prediction.transfer import REFERENCE, USUAL_SHARE, SpeedTransfer, products_tflops
 
-FP8 = 1.36  # that rate with factors in 8 bits, relative to bf16
+FP8 = 1.36  # that rate with factors in 8 bits, relative to bf16: measured while weights were cast for each product
 # Bytes moved for each byte that a layer keeps, with temporary tensors; for each logit; for each byte of a 4-bit base.
 EAGER, COMPILED = (10.5, 560.0, 8.5), (5.0, 260.0, 5.0)
 FULL = 0.7  # share of these bytes in full fine-tuning, which has no adapters

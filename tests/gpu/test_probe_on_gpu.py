@@ -113,8 +113,9 @@ def test_memory_that_runs_out_is_reported(prober: WorkerProber) -> None:
         {"modules_to_save": "embedding_and_head"},
         {"quantization": "nf4", "kbit_preparation": True, "checkpointing": "full"},
         {"quantization": "nf4", "kbit_preparation": True, "modules_to_save": "head", "loss": "chunked"},
+        {"quantization": "fp8", "compile": "per_layer"},
     ],
-    ids=["saved", "prepared", "both"],
+    ids=["saved", "prepared", "both", "fp8"],
 )
 def test_what_a_dry_probe_counts_is_taken(prober: WorkerProber, knobs: dict[str, Any], tmp_path: Path) -> None:
     asked = request(prober.memory_gib, **knobs)
@@ -122,6 +123,25 @@ def test_what_a_dry_probe_counts_is_taken(prober: WorkerProber, knobs: dict[str,
         count = dry.count(asked).count
     assert count is not None
     assert answer(prober, asked, "counted").peak_allocated_gib == pytest.approx(count.peak_allocated_gib, rel=0.01)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_both_products_in_8_bits_are_those_of_the_weight(compiled: bool) -> None:
+    """Sides differ, so that a factor in the wrong layout fails; a weight that is not turned over is off by 1.4."""
+    import torch
+
+    from autotune.probe.runtime.float8 import Float8Linear
+
+    plain = torch.nn.Linear(256, 512, bias=False, dtype=torch.bfloat16, device="cuda").requires_grad_(False)
+    layer: Any = Float8Linear(plain, plain.weight.device)
+    run = torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
+    inputs = torch.randn(2, 40, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    gradients = torch.randn(2, 40, 512, dtype=torch.bfloat16, device="cuda")
+    outputs = run(inputs)
+    outputs.backward(gradients)
+    assert inputs.grad is not None
+    for found, expected in (outputs, inputs @ plain.weight.t()), (inputs.grad, gradients @ plain.weight):
+        assert 0.01 < float((found - expected).norm() / expected.norm()) < 0.1
 
 
 def test_a_worker_is_healthy() -> None:

@@ -13,7 +13,7 @@ from autotune.core.units import fmt_gib, gib
 from autotune.study.storage.location import storage_url
 
 NEEDED = ("transformers", "peft", "accelerate", "optuna")
-OPTIONAL = ("bitsandbytes", "torchao", "trl", "liger-kernel", "deepspeed", "optuna-dashboard", "flash-attn")
+OPTIONAL = ("bitsandbytes", "trl", "liger-kernel", "deepspeed", "optuna-dashboard", "flash-attn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
