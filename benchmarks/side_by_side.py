@@ -131,6 +131,26 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def readme_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """README's table: the fastest configuration of each tool, the fastest tool first."""
+    measured = [row for row in rows if row.get("tokens_per_s")]
+    best = [
+        max((row for row in measured if row["key"] == key), key=speed_of) for key in {row["key"] for row in measured}
+    ]
+    lines = ["| tool | its best | tokens/s | peak reserved | loss, first and last step |", "|---|---|---|---|---|"]
+    for row in sorted(best, key=speed_of, reverse=True):
+        ours = row["key"] in (EQUAL, STUDY)
+        config = f"`{row['config']}`" if ours else row["config"]
+        cells = [f"**{row['tool']}**" if ours else row["tool"], config, f"{row['tokens_per_s']:,.0f}"]
+        cells += [f"{row['peak_reserved_gib']:.1f} GiB", f"{row['first_loss']:.2f}, {row['last_loss']:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def speed_of(row: dict[str, Any]) -> float:
+    return float(row["tokens_per_s"])
+
+
 def best_of(rows: list[dict[str, Any]], name: str) -> float | None:
     return max((row["tokens_per_s"] for row in rows if row["key"] == name and row.get("tokens_per_s")), default=None)
 

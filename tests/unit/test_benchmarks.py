@@ -44,6 +44,8 @@ SAID = [
     ),
     ("first_minutes", "The first speed was on screen after {first_number_s:.0f} s and the answer"),
     ("first_minutes", "after {answer_s:.0f} s, the later of the two each"),
+    ("cold_study", "was found after {h100_seconds_to_2_percent:.0f} s. {judged_in_120_s} configurations were judged"),
+    ("cold_study", "compiled for {compile_wait_share:.0%} of the time of its probes"),
     ("first_minutes", "the first speed after {h100_first_number_s:.0f} s and the answer after {h100_answer_s:.0f} s"),
     ("longest", "A row of {tokens_80gb:,} tokens was trained in {step_s_80gb:.0f} s on 80 GB."),
     ("longest", "Under the cap of an RTX 4090 a row of {tokens_24gb:,} tokens was trained in {step_s_24gb:.0f} s"),
@@ -501,6 +503,15 @@ def test_the_committed_recordings_end_with_the_answer(
     last = "".join(text for _, text in frames).rpartition("\x1b[H")[2]
     assert all(word in last for word in ("winner", "sure", "next", "autotune explain"))
     assert ("example card" in last) == (name == "readme")
+
+
+def test_readme_shows_what_was_measured_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = RESULTS["side_by_side"]["rows"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = program("side_by_side", monkeypatch).readme_lines(rows)
+    assert "\n".join(lines) in readme and len(lines) >= 2 + 4
+    recomputed = {row["config"]: row.get("tokens_per_s") for row in rows if row["key"] == "trl"}
+    assert f"has {recomputed['micro batch 8, recomputation full']:,.0f}\ntokens/s then" in readme
 
 
 def test_a_cold_study_is_within_the_goal_when_its_trial_ends(monkeypatch: pytest.MonkeyPatch) -> None:
