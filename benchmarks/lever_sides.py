@@ -1,11 +1,12 @@
 """Measure levers with and without them, side by side, and check what they must leave as it is.
 
-At two ranks and two lengths of rows; selective recomputation also under a cap and on long rows, CUDA graphs on a small
+At two ranks and two lengths of rows; selective recomputation also on long rows and under a cap, CUDA graphs on a small
 micro batch, where the host sets the pace. Gradients and the loss of 50 steps are those of `lever_checks`. With
 `--first` it is a short test of selective recomputation and CUDA graphs. Speeds are those of whole models.
 """
 
 import argparse
+import itertools
 import tempfile
 import time
 from dataclasses import replace
@@ -27,10 +28,8 @@ from autotune.probe.supervisor import WorkerProber
 COMPILED = {"checkpointing": "none", "compile": "per_layer", "loss": "chunked", "padding": "max_length"}
 SIDES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "together": ({}, TOGETHER),
-    "selective_80": (COMPILED | {"checkpointing": "every_4"}, COMPILED | {"checkpointing": "selective_80"}),
-    "selective_50": (COMPILED | {"checkpointing": "every_2"}, COMPILED | {"checkpointing": "selective_50"}),
-    "selective_30": (COMPILED | {"checkpointing": "every_2"}, COMPILED | {"checkpointing": "selective_30"}),
     "fp8 base": (COMPILED, COMPILED | {"quantization": "fp8"}),
+    "selective_50": (COMPILED | {"checkpointing": "every_2"}, COMPILED | {"checkpointing": "selective_50"}),
 }
 RANKS, LENGTHS = (16, 64), (1024, 4096)
 CAP_GIB, LONG_ROW = 22.0, 16384
@@ -85,22 +84,38 @@ def cases(args: argparse.Namespace) -> list[tuple[str, str, str, TrainConfig, fl
     model, recomputed = args.model, ("every_2", "selective_30") if args.first else RECOMPUTED
     sizes = (2,) if args.first else (1, 2, 4)
     one = TrainConfig(micro_batch_size=1, seq_len=512, checkpointing="none", loss="chunked", padding="max_length")
-    found = [("graphs", lever, "llama-3.2-1b", replace(one, **changes), 70.0) for lever, changes in GRAPHS.items()]
+    graphs = [("graphs", lever, "llama-3.2-1b", replace(one, **changes), 70.0) for lever, changes in GRAPHS.items()]
+    capped = []
     for value in recomputed:
         short = TrainConfig(**COMPILED | {"checkpointing": value, "seq_len": 1024})
-        found += [("cap", value, model, replace(short, micro_batch_size=size), CAP_GIB) for size in sizes]
+        capped += [("cap", value, model, replace(short, micro_batch_size=size), CAP_GIB) for size in sizes]
     if args.first:
-        return found
+        return graphs + capped
+    found = []
+    for rank, length in itertools.product(RANKS, LENGTHS):
+        for lever in SIDES:
+            for side, config in zip(("without", "with"), sides_of(lever, rank, length), strict=True):
+                found.append(("sides", f"{lever}, {side}", model, config, args.memory_gib))
     for value in recomputed:
         long = TrainConfig(**COMPILED | {"checkpointing": value, "seq_len": LONG_ROW, "micro_batch_size": 1})
         found.append(("long rows", value, model, long, args.memory_gib))
-    for rank in RANKS:
-        for length in LENGTHS:
-            size = {"lora_rank": rank, "seq_len": length, "micro_batch_size": 8192 // length}
-            for lever, sides in SIDES.items():
-                for side, changes in zip(("without", "with"), sides, strict=True):
-                    config = TrainConfig(**size | changes)
-                    found.append(("sides", f"{lever}, {side}", model, config, args.memory_gib))
+    return found + graphs + capped
+
+
+def sides_of(lever: str, rank: int, length: int) -> list[TrainConfig]:
+    """The configurations without and with a lever, for 8,192 tokens in a micro batch."""
+    size = {"lora_rank": rank, "seq_len": length, "micro_batch_size": 8192 // length}
+    return [TrainConfig(**size | changes) for changes in SIDES[lever]]
+
+
+def worth(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The speed with each lever over that without it, by lever, rank and length."""
+    speeds = {row["config"]: row["tokens_per_s"] for row in rows if row["part"] == "sides" and row.get("tokens_per_s")}
+    found = {}
+    for lever, rank, length in itertools.product(SIDES, RANKS, LENGTHS):
+        without, with_it = (speeds.get(config.label()) for config in sides_of(lever, rank, length))
+        if without and with_it:
+            found[f"{lever}, r{rank}, {length}"] = with_it / without
     return found
 
 
@@ -119,8 +134,16 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         found = [row[key] for row in rows if row["part"] == part and not (without and row["check"].startswith(without))]
         return max(found, default=None)
 
+    def winner(*, in_fp8: bool) -> float | None:
+        found = [row for row in rows if row["part"] == "sides" and row.get("tokens_per_s")]
+        found = [row for row in found if "lora r16 " in row["config"] and (" fp8 " in row["config"]) == in_fp8]
+        return max((row["tokens_per_s"] for row in found), default=None)
+
     selective = ("selective_80", "selective_50", "selective_30")
     return {
+        "winner_tokens_per_s": winner(in_fp8=False),
+        "fp8_winner_tokens_per_s": winner(in_fp8=True),
+        "worth": worth(rows) or None,
         "selective_over_every_2_cap": ratio("cap", selective, "every_2"),
         "selective_over_every_2_long": ratio("long rows", selective, "every_2"),
         "graphs_over_none": ratio("graphs", ("1 x 512, CUDA graphs",), "1 x 512"),

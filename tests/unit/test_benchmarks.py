@@ -308,10 +308,16 @@ def test_levers_are_measured_with_and_without_them(monkeypatch: pytest.MonkeyPat
         {"part": "losses", "check": "selective_30", "difference": 0.003},
         {"part": "losses", "check": "fp8 base", "difference": 0.1},
     ]
+    without, with_it = (one.label() for one in module.sides_of("fp8 base", 16, 1024))
+    rows += [{"part": "sides", "lever": "", "config": without, "tokens_per_s": 4.0}]
+    rows += [{"part": "sides", "lever": "", "config": with_it, "tokens_per_s": 5.0}]
     summary = module.summarize(rows)
     known = {key: value for key, value in summary.items() if value is not None}
+    assert known.pop("worth") == {"fp8 base, r16, 1024": 1.25}
     assert known == pytest.approx(
         {
+            "winner_tokens_per_s": 4.0,
+            "fp8_winner_tokens_per_s": 5.0,
             "selective_over_every_2_cap": 1.2,
             "graphs_over_none": 1.5,
             "graph_gradient_difference": 0.01,
