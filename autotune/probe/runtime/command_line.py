@@ -1,6 +1,7 @@
 """The command line of train.py. torch and transformers are imported only once its options are known to be right."""
 
 import argparse
+import functools
 import gc
 import importlib.util
 import os
@@ -29,7 +30,10 @@ def start(folder: Path) -> None:
 
     gc.freeze()
     gc.enable()
-    main(settings, options, folder / "model_config.json")
+    train = functools.partial(main, settings, options, folder / "model_config.json")
+    if settings.num_gpus > 1:
+        ranks.end_after(train)
+    train()
 
 
 def parse_options(settings: RunSettings, arguments: list[str] | None = None) -> Options:

@@ -4,6 +4,7 @@ torchrun kills a rank that has not saved its checkpoint 30 seconds after a signa
 with, and raises an exception wherever a signal finds it, after which it may wait for a minute.
 """
 
+import atexit
 import ctypes
 import os
 import random
@@ -12,7 +13,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 LAUNCHER = "AUTOTUNE_LAUNCHER"  # a variable: the process id of what started a rank
 ENDED = (0, 75, 130)  # exit codes of ranks that did all they should: the end, and a stop by SIGTERM or SIGINT
@@ -76,6 +79,29 @@ def _wait(ranks: Sequence["subprocess.Popen[bytes]"], signals: Sequence[tuple[fl
             for rank in running:
                 rank.kill()
         time.sleep(0.05)
+
+
+def end_after(train: Callable[[], object]) -> NoReturn:
+    """Run a rank, and end this process at once, with the exit code that `train` ends with.
+
+    The interpreter is not taken down. Meanwhile a thread of gloo that drops the last work may wait for the interpreter,
+    which waits for that thread, or ends the process with SIGABRT (both seen with torch 2.13).
+    """
+    code: object = 0
+    try:
+        train()
+    except SystemExit as error:
+        code = error.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if isinstance(code, str):  # as the interpreter would do
+        print(code, file=sys.stderr)
+        code = 1
+    atexit._run_exitfuncs()  # trackers end their runs so
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 0)
 
 
 def end_with_launcher() -> None:
