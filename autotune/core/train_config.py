@@ -54,6 +54,7 @@ class TrainConfig:
     num_gpus: int = KNOBS["num_gpus"].default
     tiling: str = KNOBS["tiling"].default
     cuda_graphs: str = KNOBS["cuda_graphs"].default
+    lora_kernels: str = KNOBS["lora_kernels"].default
     sharding: str = KNOBS["sharding"].default
     copies: int = KNOBS["copies"].default
     sync_each_batch: bool = KNOBS["sync_each_batch"].default

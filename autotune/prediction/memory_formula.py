@@ -49,6 +49,7 @@ SCORES = {"gemma2": 8}
 SCORES_DEFAULT, SCORES_COMPILED = 6, 4
 QWEN3_EAGER = {"lora": (12, 4), "full": (14, 6)}
 _NORMS = {"gemma2": 4}  # norms in a layer; 2 in all other families
+JOINED_MULTIPLE = 64  # columns that joined adapters add to matrices and their inputs (`runtime.joined_lora`)
 # Matrices that share an input
 _SHARED_INPUTS = (
     ("q_proj", "k_proj", "v_proj", "qkv_proj"),
@@ -317,13 +318,13 @@ def _breakdown(
     moment = max(moments, key=lambda name: sum(moments[name]))
     gradients, activations, head = moments[moment]
     return MemoryBreakdown(
-        weights=gib(_weights(sizes, config, base_bytes) + untrained * base_bytes),
+        weights=gib(_weights(sizes, config, base_bytes) + untrained * base_bytes + joined_bytes(sizes, config)),
         adapters=gib(0.0 if full else trained_bytes),
         gradients=gib(gradients),
         optimizer=gib(_optimizer_state(sizes, config, trained, trained_bytes)),
         activations=gib(activations),
         logits=gib(head),
-        workspace=gib(WORKSPACE),
+        workspace=gib(WORKSPACE + side_workspace(config)),
         reserved=beyond_allocated_gib(config, logits, gib(activations + head), kept_gib(sizes, config)),
         phase={"forward": Phase.FORWARD, "optimizer": Phase.OPTIMIZER}.get(moment, Phase.BACKWARD),
         # DDP copies gradients into buckets, of which Trainer cannot make views.
@@ -338,7 +339,7 @@ def counted_breakdown(
 
     Activations include the logits, which a count does not tell apart.
     """
-    peak, workspace = count.peak_allocated_gib, gib(WORKSPACE)
+    peak, workspace = count.peak_allocated_gib, gib(WORKSPACE + side_workspace(config))
     held = count.model_gib + count.adapters_gib + count.optimizer_gib
     segment = max(count.segment_peak_gib, key=lambda name: count.segment_peak_gib[name])
     # In the forward pass they are those of an earlier micro batch.
@@ -412,7 +413,7 @@ def step_moments(
     labels = objective.num_labels is not None
     embeddings = sizes.embedding * (1 if sizes.tied or labels else 2)
     cast = trained - (embeddings if full and (labels or config.loss == "chunked") else 0)
-    casts = 0.0 if config.precision == "bf16_pure" else 2.0 * cast
+    casts = 0.0 if config.precision == "bf16_pure" or config.lora_kernels == "joined" else 2.0 * cast
     kept_casts = casts * (1 - recomputed / sizes.layers)
     if config.compile != "none":
         casts = kept_casts
@@ -487,6 +488,37 @@ def _optimizer_state(sizes: Sizes, config: TrainConfig, trained: int, trained_by
     return moments * ((trained - in_32_bits) * (1 + 4 / _BLOCK) + in_32_bits * 4)
 
 
+def side_workspace(config: TrainConfig) -> float:
+    """Bytes of cuBLAS's workspace on the stream on which joined layers take the gradients of adapters."""
+    return WORKSPACE / 2 if config.lora_kernels == "joined" else 0.0
+
+
+def joined_bytes(sizes: Sizes, config: TrainConfig) -> float:
+    """Bytes of what joined adapters add to the base: copies of A and B in 16 bits, and in wide matrices those again."""
+    total = 0
+    for (fan_in, fan_out), rank in _joined_groups(sizes, config):
+        pad = _joined_pad(rank)
+        total += (fan_out + pad) * (fan_in + pad) - fan_out * fan_in + rank * (fan_in + fan_out)
+    return 2.0 * sizes.layers * total
+
+
+def _joined_groups(sizes: Sizes, config: TrainConfig) -> list[tuple[tuple[int, int], int]]:
+    """The (in, out) of joined matrices that share an input, and the ranks of their adapters together."""
+    if config.lora_kernels != "joined":
+        return []
+    adapted = sizes.adapted(config)
+    groups = [[sizes.matrices[name] for name in names if name in adapted] for names in _SHARED_INPUTS]
+    return [
+        ((group[0][0], sum(fan_out for _, fan_out in group)), (config.lora_rank or 0) * len(group))
+        for group in groups
+        if group
+    ]
+
+
+def _joined_pad(rank: int) -> int:
+    return -(-rank // JOINED_MULTIPLE) * JOINED_MULTIPLE
+
+
 def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
     """Bytes that a layer keeps for its backward pass, for each token, unless the layer is recomputed."""
     compiled = config.compile != "none"
@@ -525,7 +557,17 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
         keep -= _kept_by_missing_adapters(sizes, config, pure=pure)
         keep += _kept_by_dropout(sizes, config, pure=pure) if config.lora_dropout else 0.0
         keep += 2 * (config.lora_rank or 1) * len(sizes.adapted(config))
-    return keep
+    return keep + _kept_by_joining(sizes, config, pure=pure)
+
+
+def _kept_by_joining(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
+    """More bytes for each token where adapters are joined: what they write beside their inputs.
+
+    For that they have a copy of attention's output, which is kept too, and which autocast would make of it anyway.
+    """
+    groups = _joined_groups(sizes, config)
+    copies = groups and pure and config.attention != "eager" and "o_proj" in sizes.adapted(config)
+    return sum(2.0 * _joined_pad(rank) for _, rank in groups) + (2.0 * sizes.queries if copies else 0.0)
 
 
 def _kept_by_missing_adapters(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:

@@ -265,7 +265,8 @@ def _step_time(
         products += (6 + 2 * again + 2 * own) * sizes.adapter_params(config)
     attention = 6 * config.seq_len * sizes.queries * sizes.layers * (1 + (again + passes) / 3)
     adapted = len(sizes.adapted(config)) / len(sizes.matrices)
-    with_adapters = FULL + adapted * (1 - FULL)
+    # Joined adapters read no outputs again to add to them: of what is left of their bytes nothing is counted.
+    with_adapters = FULL + (adapted * (1 - FULL) if config.lora_kernels == "peft" else 0.0)
     moved = of_kept * sizes.layers * kept_bytes(sizes, config) * (with_adapters * (2 + again + own) + FULL * untrained)
     moved = tokens * (moved + of_logits * sizes.vocab)
     if config.quantization == "nf4":  # unpacked for every product

@@ -25,6 +25,7 @@ from autotune.probe.meta_device import cuda_on_meta
 from autotune.probe.model_settings import model_settings
 from autotune.probe.model_shape import truncate
 from autotune.probe.runtime.chunked_loss import chunked_loss
+from autotune.probe.runtime.joined_lora import Joined
 from autotune.probe.runtime.labels import label_loss
 from autotune.probe.runtime.model_builder import (
     base_dtype,
@@ -41,6 +42,7 @@ from autotune.probe.storage_counter import StorageCounter, blocks
 
 META = torch.device("meta")
 WORKSPACE = 64 * MIB  # cuBLAS's: 32 MiB on Hopper for each of its two libraries; less on older cards
+SIDE_WORKSPACE = WORKSPACE // 2  # of the stream on which joined layers take the gradients of adapters
 NF4_BLOCK, NESTED_BLOCK = 64, 256  # bitsandbytes: weights to a scale, and scales to a scale of theirs
 SIXTEEN_BITS = {"bf16_mixed": torch.bfloat16, "fp16_mixed": torch.float16}
 
@@ -61,7 +63,8 @@ def dry_probe(request: ProbeRequest) -> DryCount:
 
             stack.enter_context(trl_on_meta(padded=padded))
             request = replace(request, config=in_16_bits(config))
-        return CountedStep(request, META, cuda_workspace).count(WORKSPACE)
+        always = WORKSPACE if config.lora_kernels == "peft" else WORKSPACE + SIDE_WORKSPACE
+        return CountedStep(request, META, cuda_workspace).count(always)
 
 
 class CountedStep:
@@ -86,6 +89,11 @@ class CountedStep:
             _give_dtype(trained_parameters(self._model), base_dtype(settings))
         if settings.tiled:
             compute_in_tiles(self._base)
+        before = self._counter.live
+        self._joined = Joined(self._base, decoder_layers(self._base)) if settings.joined else None
+        if self._joined is not None:
+            self._counter.hold(self._joined.tensors())
+            self._model_bytes += self._counter.live - before
         self._loss: Callable[..., torch.Tensor] | None = None
         if request.objective is Objective.CLASSIFICATION:
             self._loss = label_loss
@@ -132,6 +140,8 @@ class CountedStep:
                 for parameter, step in zip(trained, steps, strict=True):
                     parameter.register_post_accumulate_grad_hook(partial(_step_and_free, step))
             self._divide_step()
+            if self._joined is not None:
+                self._joined.follow()
             counter.begin()
             batches = [self._batch() for _ in range(self._request.micro_steps)]  # Trainer fetches those of a step
             self._enter("forward")

@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
+from autotune.probe.runtime.lean_trainer import within_budget
 from autotune.probe.storage_counter import (
     FALLBACKS,
     GROUPED_PRODUCT,
@@ -64,7 +65,7 @@ def _compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], 
 @functools.cache
 def _backend(activation_budget: float) -> Callable[..., Any]:
     def partition(*args: Any, **kwargs: Any) -> Any:
-        with torch._functorch.config.patch(activation_memory_budget=activation_budget):
+        with torch._functorch.config.patch(**within_budget(activation_budget)):
             return min_cut_rematerialization_partition(*args, **kwargs)
 
     backend: Callable[..., Any] = aot_autograd(

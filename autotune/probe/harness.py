@@ -51,6 +51,7 @@ from autotune.probe.resident import ResidentModel, attach, clean, module_names
 from autotune.probe.runtime import images, rows, varlen
 from autotune.probe.runtime.chunked_loss import CHUNK_TOKENS, chunked_loss
 from autotune.probe.runtime.graphs import is_capturing
+from autotune.probe.runtime.joined_lora import Joined
 from autotune.probe.runtime.labels import label_loss
 from autotune.probe.runtime.lean_trainer import (
     LeanTrainer,
@@ -304,6 +305,8 @@ class Probe:
         self.model = attach(self.resident, config, meter.torch_device, *how)
         if settings.tiled:
             compute_in_tiles(self.base)
+        if settings.joined:
+            self.resident.joined = Joined(self.base, decoder_layers(self.base))
         if config.optimizer.startswith("paged_") and meter.torch_device.type == "cuda":
             self.managed_gib = paged_state_gib(self.model)
         if self.managed_gib:
@@ -398,8 +401,10 @@ class Probe:
         return self._weights_gib() + self.resident.adapters_gib() + optimizer_gib(self.trainer)[0]
 
     def _weights_gib(self) -> float:
-        """The size of the base's weights, and of those of an untrained model beside it."""
-        return self.resident.model_gib + (0.0 if self._reference is None else parameter_gib(self._reference))
+        """The size of the base's weights, of what joined layers add, and of an untrained model beside it."""
+        joined_gib = 0.0 if self.resident.joined is None else gib(self.resident.joined.extra_bytes())
+        reference_gib = 0.0 if self._reference is None else parameter_gib(self._reference)
+        return self.resident.model_gib + joined_gib + reference_gib
 
     def allocated_by(self) -> dict[str, float]:
         """What holds the memory that is allocated now. Activations are the rest; logits among them are by formula."""
@@ -473,6 +478,7 @@ class Probe:
                 compute_loss_func=self._loss,
                 optimizer_in_backward=config.optimizer_in_backward,
                 cuda_graphs=config.cuda_graphs == "micro_batch",
+                joined=self.resident.joined,
             )
         trainer.add_callback(_StepEnds(self.recorder))
         if request.parallelism.num_gpus > 1:

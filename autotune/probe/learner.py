@@ -21,6 +21,7 @@ from autotune.core.process import die_with_parent
 from autotune.probe.runtime import model_builder, rows
 from autotune.probe.runtime.chunked_loss import chunked_loss
 from autotune.probe.runtime.command_line import parse_options
+from autotune.probe.runtime.joined_lora import Joined
 from autotune.probe.runtime.lean_trainer import compile_layers, run_layers_eagerly
 from autotune.probe.runtime.patches import choose_attention, load_attention
 from autotune.probe.runtime.settings import Options, RunSettings
@@ -75,8 +76,9 @@ class Learner:
             load_attention(base, device)
         model_builder.set_checkpointing(base, settings.model_settings)
         self._model = add_adapters(base, settings, device)
-        self._loss = chunked_loss(base) if settings.loss == "chunked" else None
         self._layers = model_builder.decoder_layers(self._model)
+        self._joined = Joined(base, self._layers) if settings.model_settings.joined else None
+        self._loss = chunked_loss(base) if settings.loss == "chunked" else None
         self._compiles = settings.compile == "per_layer"
         if self._compiles and settings.model_settings.lora_rank is not None:
             model_builder.require_input_gradients(base)
@@ -92,7 +94,8 @@ class Learner:
         self._begin(asked.seed)
         settings = replace(self._settings, learning_rate=asked.learning_rate, warmup_steps=asked.warmup_steps)
         options, curve = replace(self._options, max_steps=asked.steps), _Curve()
-        trainer = make_trainer(settings, options, self._model, self._loss, curve, self._rows, self._held_out)
+        data = self._rows, self._held_out
+        trainer = make_trainer(settings, options, self._model, self._loss, curve, *data, self._joined)
         trainer.args.disable_tqdm = True
         trainer.args.per_device_eval_batch_size = settings.micro_batch_size
         trainer.args.logging_steps = trainer.state.logging_steps = max(1, asked.steps // LOGGED)

@@ -28,6 +28,7 @@ def model_settings(
         offload=config.offloads,
         activation_budget=config.activation_budget,
         tiled=config.tiling == "tokens",
+        joined=config.lora_kernels == "joined",
         num_labels=objective.num_labels,
         vision=vision,
     )

@@ -19,6 +19,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe.accounting import parameter_gib, tensor_gib
 from autotune.probe.model_settings import model_settings
 from autotune.probe.model_shape import truncate
+from autotune.probe.runtime.joined_lora import Joined
 from autotune.probe.runtime.lean_trainer import run_layers_eagerly
 from autotune.probe.runtime.model_builder import (
     build,
@@ -39,7 +40,7 @@ class ResidentModel:
     """A base model on the device, and its adapters, which stay for the next probe that wants the same ones.
 
     `family` says which requests of its depth it can serve. `model_gib` is the size of the base's weights and buffers,
-    `base_gib` what building it took of the device's memory.
+    `base_gib` what building it took of the device's memory. Layers are `joined` during a probe alone.
     """
 
     family: tuple[Any, ...]
@@ -48,6 +49,7 @@ class ResidentModel:
     base_gib: float = 0.0
     adapted: PeftModel | None = None
     adapted_for: tuple[Any, ...] = ()
+    joined: Joined | None = None
 
     def cached_gib(self) -> float:
         """The device memory taken between probes."""
@@ -172,6 +174,9 @@ def clean(resident: ResidentModel) -> None:
             if model is not None:
                 model.__dict__.pop(name, None)
     base.zero_grad()
+    if resident.joined is not None:
+        resident.joined.undo()
+        resident.joined = None
     base.eval()
 
 

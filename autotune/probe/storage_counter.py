@@ -36,6 +36,9 @@ WIDEST_IN_REGISTERS = 128  # values of a head: memory-efficient attention keeps 
 UNPACKED_PRODUCT, PRODUCT_IN_8_BITS, GROUPED_PRODUCT = "gemm_4bit", "int8_scaled_mm", "_grouped_mm"
 # The latter where experts are not in bf16, with the number of products: backward makes both gradients.
 FALLBACKS = {"grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
+# Of adapters that are joined with the base (`runtime.joined_lora`): the place of each argument that a narrow product of
+# the operation reads beside the wide one.
+NARROW = {"joined_backward": (0, 0, 1)}
 BLOCK = 512  # bytes: the CUDA allocator rounds each request up to a multiple
 
 
@@ -161,6 +164,9 @@ class StorageCounter(TorchDispatchMode):
             if name in PRODUCTS and not _is_aligned((args, out)):
                 name += f" {UNALIGNED}"
             self._count_product(name, flops, moved)
+            narrow = [args[place] for place in NARROW.get(name, ())]
+            self.moved[THIN] += num_bytes(narrow)
+            self.operations += len(narrow)
         elif name == UNPACKED_PRODUCT:
             # The weight is unpacked first: it is read in 4 bits, and written as the product reads it.
             inputs, packed, (fan_out, fan_in) = args[:3]

@@ -34,6 +34,8 @@ VARLEN_TYPES = PACKED_APART - {"gemma2", "gpt2"}
 LARGEST_HEAD, HEAD_MULTIPLE = 256, 8  # values of a head, for its kernel
 # Their forward pass reads nothing back from the device, by the code of transformers 5.23.
 GRAPH_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
+# Attention and MLP of these hand their input to their projections alone, by the code of transformers 5.23.
+JOINED_TYPES = {"llama", "mistral", "phi3", "qwen2", "qwen3"}
 OFF_BATCH = 0.25  # how far a step of packed rows may be off the global batch
 WORTH_PACKING = 1.05  # examples in a row from which on packing is worth a trial
 MOST_LENGTHS = 16  # each is packed once
@@ -123,6 +125,7 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
         _narrow_to_other_attention(narrowing)
     _narrow_tiling(narrowing)
     _narrow_graphs(narrowing, kind)
+    _narrow_joined(narrowing, kind)
     if reason := _no_varlen(model.config):
         narrowing.remove("packed_attention", {"varlen"}, reason)
     checkpoints = narrowing.space.choices("checkpointing")
@@ -145,6 +148,14 @@ def _narrow_graphs(narrowing: Narrowing, model_type: str) -> None:
         reason = f"whether a forward pass of {model_type} reads values on the host was not looked at"
         narrowing.remove("cuda_graphs", {"micro_batch"}, reason)
     _remove_without_effect(narrowing, "cuda_graphs", "micro_batch")
+
+
+def _narrow_joined(narrowing: Narrowing, model_type: str) -> None:
+    """Remove joined products of adapters where they would have no effect, and of models not looked at."""
+    if model_type not in JOINED_TYPES:
+        reason = f"whether the layers of {model_type} can be joined was not looked at"
+        narrowing.remove("lora_kernels", {"joined"}, reason)
+    _remove_without_effect(narrowing, "lora_kernels", "joined")
 
 
 def _remove_without_effect(narrowing: Narrowing, name: str, value: str) -> None:
@@ -273,6 +284,7 @@ def narrow_to_trl(narrowing: Narrowing, *, installed: bool, objective: Objective
     narrowing.remove("attention", {"sdpa_cudnn"}, "a name that TRL does not know")
     narrowing.remove("tiling", {"tokens"}, "TRL computes layers whole")
     narrowing.remove("cuda_graphs", {"micro_batch"}, "TRL's training step reads values on the host")
+    narrowing.remove("lora_kernels", {"joined"}, "TRL computes adapters as PEFT does")
     narrowing.remove("checkpointing", SELECTIVE, "TRL's files have no budget of activations for the compiler")
     if "lora" in narrowing.space.choices("method") and "none" in narrowing.space.choices("quantization"):
         narrowing.remove("precision", {"bf16_pure"}, "TRL keeps adapters on an unquantised base in fp32")
@@ -284,6 +296,7 @@ def narrow_to_objective(narrowing: Narrowing, objective: Objective) -> None:
         return
     narrowing.remove("kernels", {"liger"}, f"Liger's kernels were not tried for {objective}")
     narrowing.remove("cuda_graphs", {"micro_batch"}, f"CUDA graphs were not tried for {objective}")
+    narrowing.remove("lora_kernels", {"joined"}, f"joined products of adapters were not tried for {objective}")
     if objective.num_labels is not None:
         narrowing.remove("loss", {"chunked"}, "a value for a row needs no logits of its tokens")
     if objective is Objective.CLASSIFICATION:
@@ -315,6 +328,7 @@ def narrow_to_images(narrowing: Narrowing, workload: Workload) -> None:
     narrowing.remove("checkpointing", {"offload"}, reason)
     narrowing.remove("optimizer_in_backward", {True}, reason)
     narrowing.remove("tiling", {"tokens"}, reason)
+    narrowing.remove("lora_kernels", {"joined"}, reason)
     narrowing.remove("cuda_graphs", {"micro_batch"}, "the sizes of images are read on the host")
 
 

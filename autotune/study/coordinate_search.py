@@ -32,6 +32,7 @@ ORDER = (
     "packed_attention",
     "kernels",
     "compile",
+    "lora_kernels",
     "cuda_graphs",
     "quantization",
 )

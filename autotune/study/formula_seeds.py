@@ -23,7 +23,7 @@ from autotune.study.neighbours import by_distance
 
 VARIED = (
     *("micro_batch_size", "checkpointing", "precision", "compile", "loss"),
-    *("packing", "packed_attention", "padding", "sharding"),
+    *("packing", "packed_attention", "padding", "sharding", "lora_kernels"),
 )
 HOSTS = (1.0, 0.67, 0.5)  # relative to the host speed that the step time formula assumes
 MAX_CONFIGS = 20_000  # how many configurations the formulas look at: about 5 s

@@ -36,14 +36,20 @@ for data in json.loads(sys.argv[1]):
 
 
 def request(
-    compile: str, micro_batch_size: int = 2, depth: int | None = None, checkpointing: str = "none"
+    compile: str,
+    micro_batch_size: int = 2,
+    depth: int | None = None,
+    checkpointing: str = "none",
+    precision: str = "fp32",
+    lora_kernels: str = "peft",
 ) -> ProbeRequest:
     return ProbeRequest(
         config=TrainConfig(
             micro_batch_size=micro_batch_size,
             seq_len=32,
-            precision="fp32",
+            precision=precision,
             checkpointing=checkpointing,
+            lora_kernels=lora_kernels,
             lora_rank=8,
             compile=compile,
         ),
@@ -76,6 +82,16 @@ def test_layers_are_compiled_once_for_all_depths_and_for_whoever_comes_back() ->
     for (_, found), (_, expected) in zip(compiled, plain, strict=True):
         steps = min(len(found), len(expected))  # how many a probe takes hangs on their time
         assert steps >= 2 and found[:steps] == pytest.approx(expected[:steps], rel=1e-4)
+
+
+def test_joined_adapters_have_code_of_their_own_for_all_depths_and_leave_nothing_behind() -> None:
+    asked = [("peft", 2), ("joined", 2), ("joined", None), ("peft", None), ("peft", 2), ("joined", 2)]
+    served = serve(*(request("per_layer", 2, depth, "none", "bf16_mixed", kernels) for kernels, depth in asked))
+    assert [graphs for graphs, _ in served] == [1, 2, 2, 2, 2, 2]
+    by_case = dict(zip(asked, (losses[:2] for _, losses in served), strict=True))
+    for depth in (2, None):
+        assert by_case["joined", depth] == pytest.approx(by_case["peft", depth], rel=1e-3)
+    assert served[4][1][:2] == pytest.approx(served[0][1][:2]) and served[5][1][:2] == pytest.approx(served[1][1][:2])
 
 
 def test_each_budget_of_activations_has_code_of_its_own_and_trains_the_same() -> None:

@@ -34,14 +34,17 @@ def train(folder):
     from runtime.settings import RunSettings
     from runtime.train import main
     import torch
-    fed, train_on = [], LeanTrainer.training_step
+    fed, losses, train_on = [], [], LeanTrainer.training_step
     def feed(trainer, model, batch, *others):
         fed.append([batch["input_ids"].shape[1], [1 + int((row >= 0).sum()) for row in batch["labels"]]])
-        return train_on(trainer, model, batch, *others)
+        loss = train_on(trainer, model, batch, *others)
+        losses.append(float(loss))
+        return loss
     LeanTrainer.training_step = feed
     settings = RunSettings.read(folder / "train_config.json")
     model = main(settings, parse_options(settings), folder / "model_config.json")
     (folder / "fed.json").write_text(json.dumps(fed))
+    (folder / "losses.json").write_text(json.dumps(losses))
     (folder / "cudnn").write_text(str(torch.backends.cuda.cudnn_sdp_enabled()))
     print(json.dumps([[type(module).__name__, getattr(module, "gradient_checkpointing", None),
         [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in module.named_parameters(recurse=False)]]
@@ -65,6 +68,8 @@ _TRAINED: list[dict[str, Any]] = [
     {"precision": "fp32", "dora": True, "rslora": True},
     {"quantization": "nf4", "kbit_preparation": True, "modules_to_save": "embedding_and_head", "loss": "chunked"},
 ]
+_COMPILED = {"compile": "per_layer", "padding": "bucket", "checkpointing": "none"}
+_TRAINED += [_COMPILED, _COMPILED | {"lora_kernels": "joined"}]
 _PADDED: list[dict[str, Any]] = [
     {"padding": "longest"},
     {"padding": "bucket", "micro_batch_size": 1},  # eight lengths: some must be padded
@@ -135,6 +140,13 @@ def test_train_py_trains_the_model_that_is_probed(knobs: dict[str, Any], trained
         for module in attach(resident, config, device, seed=0).modules()
     ]
     assert modules == expected
+
+
+@pytest.mark.probe
+def test_train_py_trains_joined_adapters_to_the_losses_of_pefts(trained: Path) -> None:
+    of_peft, of_joined = (json.loads((trained / str(len(_TRAINED) - n) / "losses.json").read_text()) for n in (2, 1))
+    assert len(of_joined) >= 4 and of_joined == pytest.approx(of_peft, rel=2e-3)
+    assert of_joined != of_peft  # it rounds otherwise
 
 
 @pytest.mark.probe

@@ -21,6 +21,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from .dealing import by_length
 from .graphs import MicroBatchGraphs
+from .joined_lora import Joined
 from .model_builder import materialize
 from .settings import LIGER_KERNELS, deepspeed_settings
 
@@ -147,7 +148,7 @@ class LeanTrainer(Trainer):
 
     `row_lengths`, the tokens of each row to train on, put rows of nearly the same length into a micro batch: those of
     many steps, or with `dealt` those of each step alone. With `optimizer_in_backward` see `step_in_backward`, with
-    `cuda_graphs` see `graphs`.
+    `cuda_graphs` see `graphs`. Layers that are `joined` learn of the optimizer's steps.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class LeanTrainer(Trainer):
         dealt: bool = False,
         optimizer_in_backward: bool = False,
         cuda_graphs: bool = False,
+        joined: Joined | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -166,6 +168,7 @@ class LeanTrainer(Trainer):
         self.step_hooks: list[Any] = []
         self.cuda_graphs = cuda_graphs
         self.graphs: MicroBatchGraphs | None = None
+        self.joined = joined
         self.add_callback(_FreeFirstBuckets(self))
         visit_modules_on_change(self.model)
 
@@ -177,6 +180,8 @@ class LeanTrainer(Trainer):
                 raise ValueError("the optimizer can step in the backward pass if a step has one micro batch alone")
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             self.step_hooks = step_in_backward(optimizer, partial(kind, **options))
+        if self.joined is not None:
+            self.joined.watch(optimizer)
         return optimizer
 
     def training_step(
@@ -280,13 +285,21 @@ def compile_layers(layers: list[nn.Module], activation_budget: float = 1.0) -> N
         layer.compile(dynamic=False, backend=backend)
 
 
+def within_budget(activation_budget: float) -> dict[str, Any]:
+    """Values of torch's configuration with which its partitioner keeps a share of the activations.
+
+    It would take operations that are not torch's own, as those of joined adapters, for as cheap as element-wise ones.
+    """
+    return {"activation_memory_budget": activation_budget, "is_non_builtin_to_include": True}
+
+
 @functools.cache  # Dynamo tells compiled code of several budgets apart by their backends
 def _inductor_within(activation_budget: float) -> Callable[..., Any]:
     """Inductor, for layers that keep a share of their activations."""
     from torch._dynamo import lookup_backend
 
     def compile_graph(graph: Any, inputs: Any) -> Any:
-        with torch._functorch.config.patch(activation_memory_budget=activation_budget):
+        with torch._functorch.config.patch(**within_budget(activation_budget)):
             return lookup_backend("inductor")(graph, inputs)
 
     return compile_graph

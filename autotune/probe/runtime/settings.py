@@ -27,9 +27,9 @@ class ModelSettings:
     the base that is not quantised in fp32. Every `checkpoint_every`-th layer is recomputed in the backward pass, none
     where it is None; `offload` moves what layers are recomputed from to the host's memory. Compiled layers keep the
     share `activation_budget` of what they would for the backward pass. `tiled` has norms, projections and MLPs computed
-    over tiles of tokens. `num_labels` is the number of values that the head gives for a
-    row; None where it gives one for each token of the vocabulary. `vision`
-    says whether a vision tower, and what projects its features, are trained too: frozen or trained.
+    over tiles of tokens, `joined` products of adapters together with the base's. `num_labels` is the number of values
+    that the head gives for a row; None where it gives one for each token of the vocabulary. `vision` says whether a
+    vision tower, and what projects its features, are trained too: frozen or trained.
     """
 
     base_dtype: str
@@ -49,6 +49,7 @@ class ModelSettings:
     offload: bool
     activation_budget: float = 1.0
     tiled: bool = False
+    joined: bool = False
     num_labels: int | None = None
     vision: str = "frozen"
 

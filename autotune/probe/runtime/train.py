@@ -23,6 +23,7 @@ from .chunked_loss import chunked_loss
 from .clock import Clock
 from .examples import label_names
 from .image_rows import SeenRows, collate_seen, random_seen
+from .joined_lora import Joined
 from .labels import LabelEncoder, collate_labels, label_loss
 from .lean_trainer import (
     LeanTrainer,
@@ -118,9 +119,10 @@ def train(
     model = add_adapters(base, settings, torch.device("cpu") if from_one(settings, options) else device)
     if settings.model_settings.tiled:
         model_builder.compute_in_tiles(base)
+    joined = Joined(base, model_builder.decoder_layers(model)) if settings.model_settings.joined else None
     loss = loss_of(settings, base)  # with the head that is trained
     clock = Clock(options.saves, options.progress)
-    trainer = make_trainer(settings, options, model, loss, clock, train_rows, eval_rows)
+    trainer = make_trainer(settings, options, model, loss, clock, train_rows, eval_rows, joined)
 
     if model_builder.is_outline(model) and not from_one(settings, options):
         shard_outline(trainer, torch.device("cpu") if settings.offload else device)
@@ -137,6 +139,8 @@ def train(
     losses += [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     clock.exit_if_stopped()
     run_layers_eagerly(layers)
+    if joined is not None:
+        joined.undo()
     if options.saves:
         trainer.save_model(options.output_dir)
     if evaluates:
@@ -271,6 +275,7 @@ def make_trainer(
     clock: TrainerCallback,
     train_rows: Any,
     eval_rows: Any,
+    joined: Joined | None = None,
 ) -> LeanTrainer:
     """The Trainer of this run. Only a run on a dataset saves checkpoints, and not where it stops after some steps."""
     evaluates = held_out_share(settings, options) > 0
@@ -309,6 +314,7 @@ def make_trainer(
         dealt=settings.dealt,
         optimizer_in_backward=settings.optimizer_in_backward,
         cuda_graphs=settings.cuda_graphs == "micro_batch",
+        joined=joined,
     )
 
 

@@ -68,9 +68,9 @@ def test_spaces():
     cells = [cell.strip() for cell in row.strip("│┃ ").split("│")]
     assert cells[:3] == [
         "lora",
-        "60,480",
-        "micro_batch_size, seq_len, lora_rank, precision, optimizer, checkpointing, compile, loss, packing, "
-        "packed_attention, padding",
+        "77,760",
+        "micro_batch_size, seq_len, lora_rank, precision, optimizer, checkpointing, compile, lora_kernels, loss, "
+        "packing, packed_attention, padding",
     ]
     assert cells[3].endswith("search_spaces/lora.yaml")
 

@@ -53,7 +53,7 @@ def test_learning_knobs_are_those_that_change_what_is_learned():
 
 def test_effects_select_knobs():
     of_base = ("precision", "quantization", "double_quant", "kbit_preparation")
-    of_rank = ("num_gpus", "sharding", "copies", "offload")
+    of_rank = ("num_gpus", "lora_kernels", "sharding", "copies", "offload")
     assert affecting("weights") == ("method", "lora_targets", "modules_to_save", *of_base, "dora", *of_rank)
     assert set(affecting("rest_of_step")) - set(affecting("micro_time")) == {"optimizer"}
 
@@ -174,6 +174,7 @@ def test_what_is_no_choice(knob, value):
     with pytest.raises(ValueError, match=f"{knob} is one of {KNOBS[knob].choices[0]}, "):
         check_value(knob, value)
     of_one: dict[str, dict[str, str]] = {"tiling": {}, "cuda_graphs": {"checkpointing": "none", "padding": "bucket"}}
+    of_one["lora_kernels"] = {"compile": "per_layer", "padding": "bucket"}
     shared = of_one.get(knob, {"num_gpus": 2, "sharding": "fsdp2"})
     with pytest.raises(ValueError, match=f"{knob} is one of "):
         TrainConfig(**(shared | {"packing": knob == "packed_attention"} | {knob: value}))

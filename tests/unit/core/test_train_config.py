@@ -24,7 +24,7 @@ def test_knobs_without_effect_are_dropped():
 
 
 def test_only_what_has_an_effect_is_in_the_digest():
-    of_several = {"tiling", "cuda_graphs", "sharding", "copies", "sync_each_batch", "offload"}
+    of_several = {"tiling", "cuda_graphs", "lora_kernels", "sharding", "copies", "sync_each_batch", "offload"}
     inactive = {"double_quant", "kbit_preparation", "optimizer_in_backward", "packed_attention"} | of_several
     assert set(KNOBS) - set(TrainConfig().as_dict()) == inactive
     assert set(KNOBS) - set(TrainConfig(method="full").as_dict()) == {
@@ -38,7 +38,7 @@ def test_only_what_has_an_effect_is_in_the_digest():
         "packed_attention"
     }
     of_fsdp2, of_ddp = (TrainConfig(num_gpus=2, sharding=sharding).as_dict() for sharding in ("fsdp2", "ddp"))
-    assert set(KNOBS) - set(of_fsdp2) == (inactive - of_several) | {"tiling", "cuda_graphs"}
+    assert set(KNOBS) - set(of_fsdp2) == (inactive - of_several) | {"tiling", "cuda_graphs", "lora_kernels"}
     assert set(KNOBS) - set(of_ddp) == inactive - {"sharding"}
     assert TrainConfig(tiling="tokens").as_dict()["tiling"] == "tokens"  # listed where it is not the default
     assert TrainConfig(method="full", lora_rank=8).digest == TrainConfig(method="full", lora_rank=64).digest
@@ -76,6 +76,8 @@ def test_every_knob_changes_the_digest():
     }
     few = TrainConfig(checkpointing="none", padding="bucket")
     assert replace(few, cuda_graphs="micro_batch").digest != few.digest  # not a knob of layers that are recomputed
+    layers = replace(few, compile="per_layer")
+    assert replace(layers, lora_kernels="joined").digest != layers.digest  # a knob of compiled layers alone
     pair = TrainConfig(num_gpus=2)
     assert replace(pair, sharding="fsdp2").digest != pair.digest  # not a knob of one GPU
     shards = replace(pair, sharding="fsdp2")
@@ -88,6 +90,7 @@ def test_every_knob_changes_the_digest():
     eight = replace(shards, num_gpus=8)
     assert len({replace(eight, copies=copies).digest for copies in (1, 2, 4)}) == 3
     apart = {"cuda_graphs", "optimizer_in_backward", "packed_attention", "sharding", "copies", *of_shards}
+    apart |= {"lora_kernels"}
     assert {*others, *apart} == set(KNOBS) == {field.name for field in fields(TrainConfig)}
     digests = {base.digest} | {replace(base, **{name: value}).digest for name, value in others.items()}
     assert len(digests) == len(others) + 1
@@ -236,6 +239,26 @@ def test_cuda_graphs_go_with_rows_of_few_shapes_that_the_host_does_not_look_at()
         {"num_gpus": 2, "sharding": "ddp"},
     ):
         assert replace(graphed, **other).cuda_graphs == "none", other
+
+
+def test_joined_adapters_are_of_compiled_layers_on_a_base_of_16_bits() -> None:
+    joined = TrainConfig(lora_kernels="joined", compile="per_layer", padding="bucket")
+    assert joined.lora_kernels == joined.as_dict()["lora_kernels"] == "joined"
+    assert joined.label().endswith(" joined-lora")
+    for other in (
+        {"compile": "none"},
+        {"method": "full"},
+        {"quantization": "nf4"},
+        {"quantization": "fp8"},
+        {"precision": "fp32"},
+        {"precision": "fp16_mixed"},
+        {"lora_dropout": 0.05},
+        {"dora": True},
+        {"num_gpus": 2, "sharding": "fsdp2"},
+    ):
+        assert replace(joined, **other).lora_kernels == "peft", other
+    for other in ({"checkpointing": "selective_50"}, {"rslora": True}, {"lora_targets": "q_v"}, {"packing": True}):
+        assert replace(joined, **other).lora_kernels == "joined", other
 
 
 def test_selective_recomputation_is_of_compiled_layers() -> None:

@@ -93,6 +93,7 @@ def test_every_knob_is_said_or_named(config: TrainConfig, name: str) -> None:
         "rslora": not lora or model["lora_alpha"] / model["lora_rank"] == pytest.approx(scale),
         "tiling": config.tiling == "none",
         "cuda_graphs": config.cuda_graphs == "none",
+        "lora_kernels": config.lora_kernels == "peft",
         "num_gpus": config.num_gpus == 1,
     }
     unsaid = {knob for knob in config.as_dict() if not said[knob]}

@@ -602,7 +602,7 @@ def test_the_knobs_that_decide_how_many_bytes_a_token_takes() -> None:
     assert set(_compute_knobs()) == {
         *("method", "precision", "quantization", "double_quant", "checkpointing", "attention", "compile", "loss"),
         *("kernels", "packing", "packed_attention", "dora", "lora_targets", "lora_dropout", "allocator", "num_gpus"),
-        *("cuda_graphs", "sharding", "copies", "sync_each_batch", "offload"),
+        *("cuda_graphs", "lora_kernels", "sharding", "copies", "sync_each_batch", "offload"),
     }
 
 

@@ -299,7 +299,7 @@ def test_what_holds_memory_adds_up_to_what_is_allocated(
     probe = probe_of(
         request_of(),
         model=model_with_gradients(),
-        resident=SimpleNamespace(model_gib=8 * KIB, adapters_gib=lambda: 4 * KIB),
+        resident=SimpleNamespace(model_gib=8 * KIB, joined=None, adapters_gib=lambda: 4 * KIB),
         trainer=trainer_of(2048),
         meter=SimpleNamespace(allocated_gib=lambda: allocated_kib * KIB),
         _logits_gib=lambda: logits_kib * KIB,
@@ -339,7 +339,7 @@ def test_adapters_are_saved_as_the_run_does_where_that_is_small(
         trainer=trainer,
         model=None,
         meter=SimpleNamespace(synchronize=lambda: done.append("wait"), seconds=lambda begin, end: end - begin),
-        resident=SimpleNamespace(model_gib=20.0, adapters_gib=lambda: adapters_gib),
+        resident=SimpleNamespace(model_gib=20.0, joined=None, adapters_gib=lambda: adapters_gib),
         _checkpoint_s=None,
     )
     monkeypatch.setattr(module.time, "perf_counter", iter([10.0, 12.5]).__next__)
@@ -375,7 +375,7 @@ def test_a_measurement_is_what_was_recorded(device: str) -> None:
         meter=SimpleNamespace(torch_device=SimpleNamespace(type=device), alloc_retries=lambda: 2),
         model=model_with_gradients(),
         trainer=trainer_of(1024, paged=True),
-        resident=SimpleNamespace(model_gib=2.0, adapters_gib=lambda: 1.0),
+        resident=SimpleNamespace(model_gib=2.0, joined=None, adapters_gib=lambda: 1.0),
         limit_gib=7.0,
         context_gib=0.25,
         _is_made_up=False,
@@ -667,6 +667,7 @@ def making(device: str = "cpu", **wanted: Any) -> Any:
         meter=meter,
         model=model,
         base=SimpleNamespace(config=LlamaConfig(vocab_size=100)),
+        resident=SimpleNamespace(joined=None),
         recorder=Recorder(meter, request, lambda phase: None, lambda: 0.0),
         _loss=lambda outputs, labels, num_items_in_batch: None,
     )

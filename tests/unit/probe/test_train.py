@@ -340,6 +340,7 @@ def test_everything_that_a_trainer_is_told(
         "dealt": dealt,
         "optimizer_in_backward": False,
         "cuda_graphs": False,
+        "joined": None,
     }
     plain = training_arguments(made, accumulation=made.accumulation, on_cpu=True) | {"report_to": "trackio"}
     assert args == plain | {

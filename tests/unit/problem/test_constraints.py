@@ -474,6 +474,25 @@ def test_cuda_graphs_are_refused_for_a_reason(model: str, pins: dict[str, Any], 
     assert any(removal.reason.startswith(reason) for removal in narrowing.removals)
 
 
+@pytest.mark.parametrize(
+    ("model", "pins", "reason"),
+    [
+        ("gpt2", {}, "whether the layers of gpt2 can be joined was not looked at"),
+        ("mistral-7b", {"compile": "none"}, "works only with compilation per_layer"),
+        ("mistral-7b", {"quantization": "nf4"}, "works only with quantisation none"),
+    ],
+)
+def test_joined_adapters_are_refused_for_a_reason(model: str, pins: dict[str, Any], reason: str) -> None:
+    searched = space(compile=("none", "per_layer"), padding=("bucket",))
+    for name, value in pins.items():
+        searched = searched.pin(name, value)
+    searched = searched.offer("lora_kernels", ("peft", "joined"))
+    narrowing = Narrowing(space=searched, reserve=searched)
+    narrow_to_model(narrowing, resolve_model(model), WORKLOAD)
+    assert both(narrowing, "lora_kernels") == ("peft",)
+    assert any(removal.reason.startswith(reason) for removal in narrowing.removals)
+
+
 @pytest.mark.parametrize(("device", "left"), [("h100", "micro_batch"), ("mi300x", "none"), ("cpu", "none")])
 def test_cuda_graphs_need_a_gpu_of_nvidias(device: str, left: str) -> None:
     searched = space().offer("cuda_graphs", ("none", "micro_batch"))

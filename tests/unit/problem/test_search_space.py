@@ -47,11 +47,12 @@ def test_every_shipped_space_loads_and_makes_configurations():
         ("cpu", 2 * 6 * 3 * 3 * 2 * 2 * 3 * 2),  # packed or not
         # Compiled: packed with a mask or without one, or in buckets; else also padded to the longest, likewise.
         # One value of checkpointing is for compiled layers alone.
-        ("lora", (4 * 8 + 1 * 3) * 6 * 4 * 4 * 3 * 3 * 2),
+        # The compiled ones in bf16, of two precisions, with joined adapters too.
+        ("lora", ((4 * 8 + 1 * 3) * 3 + 5 * 3 * 2) * 6 * 4 * 4 * 3 * 2),
         ("qlora", (4 * 8 + 1 * 3) * 2 * 6 * 4 * 4 * 3 * 3 * 2),
         ("full", (4 * 8 + 1 * 3) * 6 * 4 * 3 * 5 * 2),
         # none, fp8, int8, nf4 with and without double_quant; flash_attention_2 packs with a mask alone
-        ("default", (4 * 8 + 1 * 3 + 4 * 6 + 1 * 2) * 5 * 6 * 4 * 4 * 3 * 3 * 2),
+        ("default", ((4 * 8 + 1 * 3 + 4 * 6 + 1 * 2) * 5 * 3 + 5 * (3 + 2) * 2) * 6 * 4 * 4 * 3 * 2),
     ],
 )
 def test_size_is_the_number_of_distinct_configurations(name, size):
@@ -115,7 +116,7 @@ def test_a_file(tmp_path):
     ("text", "message"),
     [
         (HEAD + "  method: lora\n  lora_rnk: 8\n", "FILE:4: knobs.lora_rnk: there is no knob 'lora_rnk'; did you mean "
-         "'lora_rank' or 'lora_targets' or 'lora_dropout'?"),
+         "'lora_rank' or 'lora_kernels' or 'lora_targets'?"),
         (HEAD + "  lora_rank: {values: [8], kid: x}\n", "FILE:3: knobs.lora_rank.kid: Extra inputs are not permitted"),
         (HEAD + "  lora_rank: {values: [8], kind: system}\n",
          "FILE:3: knobs.lora_rank.kind: lora_rank is a learning knob: leave kind: out"),
@@ -261,7 +262,7 @@ def test_a_pinned_knob_comes_after_the_knobs_it_depends_on():
 @pytest.mark.parametrize(
     ("knob", "value", "message"),
     [
-        ("lora_rnk", 8, "there is no knob 'lora_rnk'; did you mean 'lora_rank' or 'lora_targets' or 'lora_dropout'?"),
+        ("lora_rnk", 8, "there is no knob 'lora_rnk'; did you mean 'lora_rank' or 'lora_kernels' or 'lora_targets'?"),
         ("zzz", 8, "there is no knob 'zzz'"),
         ("lora_rank", 0, "--set lora_rank: lora_rank is a positive integer, not 0"),
         ("lora_rank", True, "--set lora_rank: lora_rank is a positive integer, not True"),

@@ -22,7 +22,7 @@ from tests.helpers.replay import machine
 from tests.helpers.sessions import Start, by_tokens, subject_of
 
 HERE = TrainConfig(seq_len=512)
-COMPILED = replace(HERE, compile="per_layer", precision="bf16_pure", loss="chunked")
+COMPILED = replace(HERE, compile="per_layer", lora_kernels="joined", precision="bf16_pure", loss="chunked")
 
 
 def task(**changes: object) -> Task:
@@ -36,7 +36,8 @@ def test_where_memory_is_short_each_pace_of_the_host_has_its_own() -> None:
     """The three that an H200 under the cap of a 24 GB card was measured with: 12,200, about 14,000, 15,700 tokens/s."""
     slow, middle, quick = formula_seeds(task(), HERE, 19.6)
     assert slow == replace(COMPILED, micro_batch_size=16, checkpointing="full")
-    assert middle == replace(COMPILED, micro_batch_size=4, checkpointing="every_2")
+    # Joined adapters would take a little more than there is.
+    assert middle == replace(COMPILED, lora_kernels="peft", micro_batch_size=4, checkpointing="every_2")
     assert replace(quick, loss="chunked") == replace(COMPILED, micro_batch_size=2, checkpointing="none")
 
 
