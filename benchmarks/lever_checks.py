@@ -22,6 +22,7 @@ from autotune.probe.model_settings import model_settings
 from autotune.probe.runtime import model_builder, rows
 from autotune.probe.runtime.chunked_loss import chunked_loss
 from autotune.probe.runtime.graphs import MicroBatchGraphs
+from autotune.probe.runtime.joined_lora import Joined
 from autotune.probe.runtime.lean_trainer import LeanTrainer, compile_layers, training_arguments
 
 SHAPE: dict[str, Any] = {
@@ -46,27 +47,29 @@ LEVERS: dict[str, dict[str, Any]] = {
     "selective_50": {"checkpointing": "selective_50"},
     "selective_30": {"checkpointing": "selective_30"},
     "CUDA graphs": {"cuda_graphs": "micro_batch"},
+    "joined adapters, layers compiled": COMPILED | {"lora_kernels": "joined"},
     "fp8 base, layers compiled": COMPILED | {"quantization": "fp8"},
 }
 STEPS, LAST, ACCUMULATION, RATE = 50, 10, 2, 3e-3  # LAST: steps whose losses are averaged
 
 
-def built(config: TrainConfig, device: torch.device) -> tuple[Any, nn.Module]:
-    """The base and the model to train: the same random values for each configuration."""
+def built(config: TrainConfig, device: torch.device) -> tuple[Any, nn.Module, Joined | None]:
+    """The base, the model to train, and its joined layers: the same random values for each configuration."""
     set_seed(0)
     settings = model_settings(config, SHAPE["model_type"])
     base = model_builder.build(model_builder.config_of(SHAPE), settings, device)
     model_builder.set_checkpointing(base, settings)
     model = model_builder.to_train(base, settings, device)
+    joined = Joined(base, model_builder.decoder_layers(model)) if settings.joined else None
     if config.compile == "per_layer":
         model_builder.require_input_gradients(base)
         compile_layers(model_builder.decoder_layers(model), config.activation_budget)
-    return base, model
+    return base, model, joined
 
 
 def losses(config: TrainConfig, device: torch.device, steps: int = STEPS) -> list[float]:
     """The loss of each step of a training on real text."""
-    base, model = built(config, device)
+    base, model, joined = built(config, device)
     arguments = training_arguments(config, accumulation=ACCUMULATION, on_cpu=device.type == "cpu")
     arguments |= {"learning_rate": RATE, "logging_steps": 1}
     with tempfile.TemporaryDirectory() as folder:
@@ -77,6 +80,7 @@ def losses(config: TrainConfig, device: torch.device, steps: int = STEPS) -> lis
             text(steps * ACCUMULATION * config.micro_batch_size, config.seq_len),
             compute_loss_func=chunked_loss(base) if config.loss == "chunked" else None,
             cuda_graphs=config.cuda_graphs == "micro_batch",
+            joined=joined,
         )
         trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -103,25 +107,26 @@ def loss_differences(device: torch.device, steps: int = STEPS, levers: list[str]
     return found
 
 
-def gradient_difference(config: TrainConfig, device: torch.device) -> dict[str, float]:
-    """Losses and gradients of two micro batches, replayed and as the host issues them: relative differences.
+def gradient_difference(
+    config: TrainConfig, device: torch.device, lever: dict[str, Any] | None = None
+) -> dict[str, float]:
+    """Losses and gradients of two micro batches with a lever, by default CUDA graphs: relative differences.
 
-    The model is as of `losses`. Gradients add up, from zero, after the graph was captured with another micro batch.
+    The model is as of `losses`. Gradients add up, from zero, after another micro batch, with which a graph is captured.
     """
     first, second = (batch.unsqueeze(0).to(device) for batch in text(2, config.seq_len))
-    (plain_losses, plain), (replayed_losses, replayed) = (
-        _gradients(replace(config, cuda_graphs=value), device, first, second) for value in ("none", "micro_batch")
-    )
+    with_it = replace(config, **(LEVERS["CUDA graphs"] if lever is None else lever))
+    (plain_losses, plain), (its_losses, its) = (_gradients(one, device, first, second) for one in (config, with_it))
     return {
-        "loss_difference": max(abs(a / b - 1) for a, b in zip(replayed_losses, plain_losses, strict=True)),
-        "gradient_difference": float((replayed - plain).norm() / plain.norm()),
+        "loss_difference": max(abs(a / b - 1) for a, b in zip(its_losses, plain_losses, strict=True)),
+        "gradient_difference": float((its - plain).norm() / plain.norm()),
     }
 
 
 def _gradients(
     config: TrainConfig, device: torch.device, first: torch.Tensor, second: torch.Tensor
 ) -> tuple[list[float], torch.Tensor]:
-    _, model = built(config, device)
+    _, model, _ = built(config, device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     autocast = torch.autocast(device.type, torch.bfloat16) if config.precision == "bf16_mixed" else nullcontext()
     for parameter in trained:  # those that begin at zero would leave half of the gradients at zero

@@ -28,6 +28,7 @@ from autotune.probe.supervisor import WorkerProber
 COMPILED = {"checkpointing": "none", "compile": "per_layer", "loss": "chunked", "padding": "max_length"}
 SIDES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "together": ({}, TOGETHER),
+    "joined adapters": (COMPILED, COMPILED | {"lora_kernels": "joined"}),
     "fp8 base": (COMPILED, COMPILED | {"quantization": "fp8"}),
     "selective_50": (COMPILED | {"checkpointing": "every_2"}, COMPILED | {"checkpointing": "selective_50"}),
 }
