@@ -7,6 +7,7 @@ micro batch, where the host sets the pace. Gradients and the loss of 50 steps ar
 
 import argparse
 import itertools
+import re
 import tempfile
 import time
 from dataclasses import replace
@@ -32,6 +33,7 @@ SIDES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp8 base": (COMPILED, COMPILED | {"quantization": "fp8"}),
     "selective_50": (COMPILED | {"checkpointing": "every_2"}, COMPILED | {"checkpointing": "selective_50"}),
 }
+IN_COMPILED = re.compile("selective|, layers compiled")  # checks of levers in compiled layers
 RANKS, LENGTHS = (16, 64), (1024, 4096)
 CAP_GIB, LONG_ROW = 22.0, 16384
 RECOMPUTED = ("none", "selective_80", "every_4", "selective_50", "every_2", "selective_30", "full")
@@ -141,6 +143,8 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         return max((row["tokens_per_s"] for row in found), default=None)
 
     selective = ("selective_80", "selective_50", "selective_30")
+    ended = {row["check"]: row["last_loss"] for row in rows if row["part"] == "losses" and "last_loss" in row}
+    compiled = ended.get("layers compiled")
     return {
         "winner_tokens_per_s": winner(in_fp8=False),
         "fp8_winner_tokens_per_s": winner(in_fp8=True),
@@ -152,6 +156,11 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "graph_gradient_difference": largest("gradients", "gradient_difference"),
         "graph_loss_difference": largest("gradients", "loss_difference"),
         "loss_difference_max": largest("losses", "difference", without="fp8"),
+        "loss_difference_to_compiled": {
+            check: abs(loss / compiled - 1) for check, loss in ended.items() if IN_COMPILED.search(check)
+        }
+        if compiled
+        else None,
         "fp8_loss_difference": next(
             (row["difference"] for row in rows if row.get("check", "").startswith("fp8")), None
         ),
