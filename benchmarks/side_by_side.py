@@ -4,10 +4,18 @@ All train the same weights (random, in the shape of a model) with LoRA of the sa
 same rows, in bf16 with AdamW, with as many rows in an optimizer step. Each of the others has the same sweep of its
 micro batch, of its kinds of recomputation and, where it offers it, of compiled layers (`side_by_side_tool.py`). Ours
 comes twice: the best of the same three knobs, and the winner of a study of all; both are trained by the exported
-script. Each tool has a process and a folder of packages (`--sites`) of its own.
+script. Each tool has a process and a folder of packages (`--sites`) of its own, beside those that autotune needs:
 
-    python benchmarks/side_by_side.py --check   # does every tool import and train here? A tiny model, all at once
-    python benchmarks/side_by_side.py --seconds 480 --rows earlier.jsonl
+    into() { python -m pip install --no-deps --upgrade --target "sites/$1" "${@:2}"; }
+    into unsloth unsloth==2026.10.9 unsloth_zoo==2026.10.9 trl==1.15.0 datasets==4.8.5 msgspec==0.22.0
+    into unsloth cut_cross_entropy==25.1.1
+    into liger liger_kernel==0.8.5
+    into axolotl axolotl==0.21.0 addict==2.4.0 liger_kernel==0.8.5
+    into llamafactory llamafactory==0.9.5 trl==0.24.0 omegaconf==2.4.0 liger_kernel==0.8.5
+    into torchtune torchtune==0.6.1 torchao==0.15.0 torchdata==0.11.0 omegaconf==2.4.0
+
+    python benchmarks/side_by_side.py --sites sites --check   # does every tool train here? A tiny model, all at once
+    python benchmarks/side_by_side.py --sites sites --seconds 480 --rows earlier.jsonl
 """
 
 import argparse
