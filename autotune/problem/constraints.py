@@ -301,7 +301,7 @@ def narrow_to_objective(narrowing: Narrowing, objective: Objective) -> None:
         narrowing.remove("loss", {"chunked"}, "a value for a row needs no logits of its tokens")
     if objective is Objective.CLASSIFICATION:
         narrowing.remove("packing", {True}, "each row has one label")
-        narrowing.remove("quantization", {"fp8"}, "the head over labels is too narrow for fp8")
+        narrowing.remove("quantization", {"fp8"}, "fp8 was not tried with a head over labels")
         return
     narrowing.remove("compile", {"per_layer"}, f"compilation was not tried with TRL's trainer for {objective}")
     if objective.has_reference:

@@ -244,7 +244,7 @@ def configuration(recipe: Recipe) -> tuple[str, ...]:
     kind = ("rs" if config.rslora else "") + ("DoRA" if config.dora else "LoRA")
     base = {
         "none": "",
-        "fp8": " on a base that multiplies in 8-bit floats",
+        "fp8": " on a base that is kept, and multiplies, in 8-bit floats",
         "int8": " on an 8-bit base",
         "nf4": " on a 4-bit (NF4) base" + (", double quantised" if config.double_quant else ""),
     }[config.quantization]

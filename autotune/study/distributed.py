@@ -21,7 +21,7 @@ from autotune.problem.task import Task
 from autotune.study.evaluator import Evaluation, Evaluator, Pruner
 from autotune.study.formula_seeds import formula_speed
 from autotune.study.history import restore, to_record
-from autotune.study.neighbours import neighbours
+from autotune.study.neighbours import COMPILED, neighbours
 from autotune.study.optimizer import Optimizer, Proposal
 from autotune.study.selection import Selection
 from autotune.study.storage.leases import Coordinator, SingleWorker
@@ -202,28 +202,29 @@ class SharedTrials:
         """The digests of the configurations of all finished trials."""
         return {row.config.digest for row in self.rows}
 
-    def untried(self, *, keep_s: float = 0.0, **pinned: Any) -> dict[str, Any] | None:
+    def untried(self, *, keep_s: float = 0.0, promising: bool = True, **pinned: Any) -> dict[str, Any] | None:
         """A choice that differs least from the best, of those that nobody has tried or is trying.
 
         It takes no longer than the time left for the search, of which `keep_s` are kept. In a hurry it is the most
         promising by formula, of those first whose code is compiled already, or None where none promises half of the
-        best's speed. With `pinned` it has these values, which the space must have.
+        best's speed; unless `promising`, any will do. With `pinned` it has these values, which the space must have.
         """
         best, space = self.best(), self.task.space
         for name, value in pinned.items():
             space = space.pin(name, value)
         groups = self._nearest(space, best.config if best else None, self.candidate_s() - keep_s)
-        if best is None or not self.lacks_plenty():
+        if best is None or not promising or not self.lacks_plenty():
             return next((self._random.choice(near) for near in groups if near), None)
         found, best_promise = None, self.promise(best.config)
         for near in groups:
-            promises = {self.promise(space.config(chosen)): chosen for chosen in near}
-            alike = sorted((one for one in promises if one >= ALIKE * best_promise), reverse=True)
-            ready = next((promises[one] for one in alike if self._is_ready(space.config(promises[one]))), None)
-            if ready is not None or found is not None:  # no nearer one was ready: look for that one step further
-                return ready or found
-            if promises and max(promises) >= WORTH * best_promise:
-                found = promises[max(promises)]
+            promised = [(self.promise(space.config(chosen)), chosen) for chosen in near]
+            alike = [one for one in promised if one[0] >= ALIKE * best_promise]
+            ready = [one for one in alike if self._is_ready(space.config(one[1]))]
+            if ready or found is not None:  # no nearer one was ready: look for that one step further
+                return max(ready, key=lambda one: one[0])[1] if ready else found
+            worth = [one for one in promised if one[0] >= WORTH * best_promise]
+            if worth:
+                found = max(worth, key=lambda one: one[0])[1]
         return found
 
     def _nearest(self, space: SearchSpace, centre: TrainConfig | None, most_s: float) -> Iterator[list[dict[str, Any]]]:
@@ -369,7 +370,7 @@ class SharedTrials:
 
     def lacks_plenty(self) -> bool:
         """Whether it is in a hurry, or might not judge PLENTY of candidates if each of them were to be compiled."""
-        compiles = len(self.task.space.choices("compile")) > 1
+        compiles = COMPILED in self.task.space.choices("compile")
         return self.is_hurried() or (compiles and self.num_missing(PLENTY) * self.compiled_s() > self.search_s())
 
     def num_missing(self, wanted: int = MANY) -> int:
@@ -387,7 +388,8 @@ class SharedTrials:
             return 0.0 if time is None else time.micro_s
 
         known = self.evaluator.truncated_s
-        points = [(micro_s(one), max(took_s - _compiling_s(one), 0.0)) for one, took_s in known.items()]
+        compiled_s = self.evaluator.compiled_s
+        points = [(micro_s(one), took_s - compiled_s.get(one, 0.0)) for one, took_s in known.items()]
         if len({x for x, _ in points}) < 2:
             return lambda config: 0.0
         line = statistics.linear_regression(*zip(*points, strict=True))
@@ -448,7 +450,3 @@ class SharedTrials:
         shape = self.task.workload.run_shape(config)
         took_s = self.evaluator.confirmation_s(config, shape.confirmation_micro_steps) or 0.0
         return shape.confirmation_micro_steps if 2 * took_s <= self.left_s() else shape.probe_micro_steps
-
-
-def _compiling_s(config: TrainConfig) -> float:
-    return 0.0 if config.compile == "none" else COMPILING_S

@@ -109,7 +109,7 @@ class Study:
                 had_best = True
                 self._climb()
             if row.config.digest in known and not trials.is_done():
-                untried = trials.untried()
+                untried = trials.untried(promising=False)
                 if untried is None:
                     others = " or is being tried by another worker" if trials.coordinator.taken() else ""
                     trials.say(f"every configuration of the space has been tried{others}")

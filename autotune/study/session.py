@@ -353,18 +353,19 @@ class Leader:
 
     def _look_ahead(self, trials: SharedTrials) -> None:
         """Have compiled ahead what is likely to be tried next, whenever a trial begins; keep in mind what is there."""
-        ahead, trying, tried = self._ahead, trials.on_begin, set[str]()
+        ahead, trying, keys = self._ahead, trials.on_begin, dict[int, str]()
         lookahead = Lookahead(trials, ahead) if ahead else None
 
         def on_begin(number: int, config: TrainConfig) -> None:
             if lookahead is not None:
                 lookahead.begin(config)
             trying(number, config)
-            tried.add(code_key(config))
 
         def is_compiled(config: TrainConfig) -> bool:
+            new = [row for row in trials.rows if row.number not in keys and row.outcome is not Outcome.REFUSED]
+            keys.update({row.number: code_key(row.config) for row in new})
             key = code_key(config)
-            return key in tried or (ahead is not None and key in ahead.compiled())
+            return key in keys.values() or (ahead is not None and key in ahead.compiled())
 
         trials.on_begin, trials.is_compiled = on_begin, is_compiled
 

@@ -48,7 +48,7 @@ SAID = [
     ("cold_study", "compiled for {compile_wait_share:.0%} of the time of its probes"),
     ("lever_sides", "within {loss_difference_max:.1%} of the loss of layers that are not compiled"),
     ("lever_sides", "joined adapters end within {loss_difference_to_compiled[joined adapters, layers compiled]:.1%}"),
-    ("lever_sides", "selective recomputation within {loss_difference_to_compiled[selective_50]:.2%} and fp8"),
+    ("lever_sides", "selective recomputation within {loss_difference_to_compiled[selective_80]:.2%} and fp8"),
     ("lever_sides", "and fp8 within {loss_difference_to_compiled[fp8 base, layers compiled]:.1%}"),
     ("lever_sides", "{winner_tokens_per_s:,.0f} tokens/s at rank 16 and rows of 1,024"),
     (

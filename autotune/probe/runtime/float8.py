@@ -115,4 +115,6 @@ def _in_8_bits(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
     least, most = values.aminmax()  # without a tensor of absolute values
     largest = torch.maximum(-least, most).float().clamp(min=LEAST)
     limit = torch.finfo(dtype).max
-    return (values * (limit / largest)).clamp(-limit, limit).to(dtype), largest / limit
+    # A GPU rounds a factor of no dimensions to the dtype of the values before it multiplies them.
+    factor = (limit / largest).clamp(max=torch.finfo(values.dtype).max).to(values.dtype)
+    return (values * factor).clamp(-limit, limit).to(dtype), 1 / factor.float()

@@ -92,6 +92,8 @@ def end_after(train: Callable[[], object]) -> NoReturn:
         train()
     except SystemExit as error:
         code = error.code
+    except KeyboardInterrupt:  # before the run handles signals itself
+        code = 128 + signal.SIGINT
     except BaseException:
         traceback.print_exc()
         code = 1

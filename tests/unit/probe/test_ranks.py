@@ -149,3 +149,31 @@ def test_a_rank_whose_launcher_is_dead_does_not_begin(tmp_path: Path) -> None:
     command = program(tmp_path, "tell('begun')")
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (1, "the launcher is dead\n") and not (tmp_path / "0").exists()
+
+
+@pytest.mark.parametrize(
+    ("train", "code", "said"),
+    [
+        ("lambda: None", 0, ""),
+        ("lambda: sys.exit(75)", 75, ""),
+        ("lambda: sys.exit()", 0, ""),
+        ("lambda: sys.exit('no such file')", 1, "no such file\n"),
+        ("lambda: signal.raise_signal(signal.SIGINT)", 130, ""),
+        ("lambda: 1 / 0", 1, "ZeroDivisionError: division by zero\n"),
+    ],
+)
+def test_a_rank_ends_at_once_with_the_code_that_training_ends_with(train: str, code: int, said: str) -> None:
+    """Nothing waits for a thread that would hold up the interpreter; what was to run at the end runs."""
+    body = f"""
+import atexit, signal, sys, threading, time
+sys.path.insert(0, {HOME!r})
+from autotune.probe.runtime import ranks
+
+threading.Thread(target=time.sleep, args=(50,)).start()
+atexit.register(print, "at the end")
+print("trained")
+ranks.end_after({train})
+"""
+    ended = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=30)
+    assert (ended.returncode, ended.stdout) == (code, "trained\nat the end\n")
+    assert ended.stderr.endswith(said) and (said or not ended.stderr)
