@@ -164,9 +164,9 @@ class StorageCounter(TorchDispatchMode):
             if name in PRODUCTS and not _is_aligned((args, out)):
                 name += f" {UNALIGNED}"
             self._count_product(name, flops, moved)
-            narrow = [args[place] for place in NARROW.get(name, ())]
-            self.moved[THIN] += num_bytes(narrow)
-            self.operations += len(narrow)
+            for place in NARROW.get(name, ()):
+                self.moved[THIN] += num_bytes([args[place]])
+                self.operations += 1
         elif name == UNPACKED_PRODUCT:
             # The weight is unpacked first: it is read in 4 bits, and written as the product reads it.
             inputs, packed, (fan_out, fan_in) = args[:3]

@@ -115,7 +115,8 @@ def test_what_is_zero_stays_zero_and_the_largest_is_not_lost() -> None:
         for values in torch.tensor([[-3.0, 1.0], [2.9, -1.0], [1e4, 0.0]], dtype=torch.bfloat16):
             cast, scale = float8._in_8_bits(values, dtype)
             largest = float((cast.float() * scale).abs().max())
-            assert scale.dtype == torch.float32 and largest == pytest.approx(float(values.abs().max()), rel=1e-3)
+            assert scale.dtype == torch.float32
+            assert largest == pytest.approx(float(values.abs().max()), rel=2**-8)  # a factor is rounded to bf16
 
 
 def test_a_layer_without_values_takes_memory_and_gets_them_later() -> None:
