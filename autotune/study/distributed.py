@@ -387,9 +387,8 @@ class SharedTrials:
             time = estimate_step_time(self.task.model, self.task.workload.at_mean(config))
             return 0.0 if time is None else time.micro_s
 
-        known = self.evaluator.truncated_s
-        compiled_s = self.evaluator.compiled_s
-        points = [(micro_s(one), took_s - compiled_s.get(one, 0.0)) for one, took_s in known.items()]
+        known, compiled = self.evaluator.truncated_s, self.evaluator.compiling_s
+        points = [(micro_s(one), took_s - compiled.get(one, 0.0)) for one, took_s in known.items()]
         if len({x for x, _ in points}) < 2:
             return lambda config: 0.0
         line = statistics.linear_regression(*zip(*points, strict=True))

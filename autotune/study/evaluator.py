@@ -93,7 +93,7 @@ class Evaluator:
     its layers repeat; without it there is no low fidelity. With `shallow_only` low fidelity is the last stage. `saved`
     has the configurations that did, in this session, what a full run does between steps: an evaluation and a save.
     `truncated_s` and `whole_s` are the seconds that probes of each configuration took in this session, without what a
-    new worker loads once, and `compiled_s` what of them compilation took.
+    new worker loads once, and `compiling_s` what of them compilation took.
     """
 
     prober: Prober
@@ -110,7 +110,7 @@ class Evaluator:
     saved: set[TrainConfig] = field(default_factory=set)
     truncated_s: dict[TrainConfig, float] = field(default_factory=dict)
     whole_s: dict[TrainConfig, float] = field(default_factory=dict)
-    compiled_s: dict[TrainConfig, float] = field(default_factory=dict)
+    compiling_s: dict[TrainConfig, float] = field(default_factory=dict)
     _known_ooms: list[KnownOom] = field(default_factory=list)
     _memory: MemoryPredictor = field(default_factory=MemoryPredictor)
     _depths: DepthPredictor = field(init=False)
@@ -393,8 +393,8 @@ class Evaluator:
             once_s = max(result.seconds.get("first_step", 0.0) - warm_s, 0.0)
         spent[result.config] = spent.get(result.config, 0.0) + seconds - once_s
         if result.depth is not None:
-            compiled_s = result.seconds.get("compile", 0.0)
-            self.compiled_s[result.config] = self.compiled_s.get(result.config, 0.0) + compiled_s
+            compiling_s = result.seconds.get("compile", 0.0)
+            self.compiling_s[result.config] = self.compiling_s.get(result.config, 0.0) + compiling_s
         return seconds
 
     def _with_parts(self, result: ProbeResult) -> ProbeResult:

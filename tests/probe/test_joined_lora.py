@@ -261,7 +261,7 @@ def test_a_count_adds_what_the_formula_adds(model: str, knobs: dict[str, Any]) -
 
 
 def test_what_is_computed_again_is_chosen_by_its_operations() -> None:
-    """The partitioner knows nothing of operations that are not torch's own, unless it is told to look at them."""
+    """The partitioner knows nothing of operations that are not torch's own, unless a setting has it look at them."""
     spec = resolve_model("mistral-7b")
     found = {}
     for value in ("none", "selective_50"):

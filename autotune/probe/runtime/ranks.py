@@ -100,10 +100,12 @@ def end_after(train: Callable[[], object]) -> NoReturn:
     if isinstance(code, str):  # as the interpreter would do
         print(code, file=sys.stderr)
         code = 1
-    atexit._run_exitfuncs()  # trackers end their runs so
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 0)
+    try:
+        atexit._run_exitfuncs()  # trackers end their runs so
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # also where nobody reads what is said any more
+        os._exit(code if isinstance(code, int) else 0)
 
 
 def end_with_launcher() -> None:

@@ -151,6 +151,19 @@ def test_a_rank_whose_launcher_is_dead_does_not_begin(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "the launcher is dead\n") and not (tmp_path / "0").exists()
 
 
+def test_a_rank_ends_with_its_code_where_nobody_reads_what_it_says() -> None:
+    body = f"""
+import os, sys
+sys.path.insert(0, {HOME!r})
+from autotune.probe.runtime import ranks
+
+print("trained")
+os.close(1)
+ranks.end_after(lambda: sys.exit(75))
+"""
+    assert subprocess.run([sys.executable, "-c", body], capture_output=True, timeout=30).returncode == 75
+
+
 @pytest.mark.parametrize(
     ("train", "code", "said"),
     [

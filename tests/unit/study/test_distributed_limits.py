@@ -304,7 +304,7 @@ def test_candidates_last_as_a_line_over_the_formula_says(trials: Make, monkeypat
     assert made.lasting()(OTHER) == 0.0
     made.evaluator.truncated_s = {replace(BASELINE, micro_batch_size=1): 6.0}
     assert made.lasting()(OTHER) == 0.0  # no line leads through one point
-    made.evaluator.truncated_s[compiled], made.evaluator.compiled_s[compiled] = 17.0, 5.0
+    made.evaluator.truncated_s[compiled], made.evaluator.compiling_s[compiled] = 17.0, 5.0
     lasts_s = made.lasting()
     assert lasts_s(replace(BASELINE, micro_batch_size=8)) == pytest.approx(20.0)
     assert lasts_s(replace(BASELINE, micro_batch_size=16, compile="per_layer")) == pytest.approx(41.0)
