@@ -1,13 +1,19 @@
 """What levers must leave as it is: the gradients of a micro batch, and the loss of 50 steps on real text.
 
+The reference of losses has the same values and computes in 32 bits, so it also says what bf16 itself changes. One training
+ends a little higher or lower by chance, so a difference is the mean over several, each with values and text of its own.
+`arriving` looks at one cause: bf16 loses an update of an adapter that is small beside the output of the base.
+
 The text is the source of Python's standard library, a token for each byte. The loop is the exported script's.
 `lever_sides.py` calls it; by itself it compares two levers on this machine, in a few steps.
 """
 
+import math
 import random
 import statistics
 import sysconfig
 import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -38,8 +44,10 @@ CONFIG = TrainConfig(
     micro_batch_size=4, seq_len=512, lora_rank=16, checkpointing="none", padding="max_length", loss="chunked"
 )
 COMPILED = {"compile": "per_layer"}
-# Each alone, and against the same without it.
+EXACT: dict[str, Any] = {"precision": "fp32"}  # of the values in bf16
+# Each alone; the first is what all others change.
 LEVERS: dict[str, dict[str, Any]] = {
+    "none": {},
     "layers compiled": COMPILED,
     "whole loss": {"loss": "full"},
     "every second layer": {"checkpointing": "every_2"},
@@ -51,12 +59,15 @@ LEVERS: dict[str, dict[str, Any]] = {
     "fp8 base, layers compiled": COMPILED | {"quantization": "fp8"},
 }
 STEPS, LAST, ACCUMULATION, RATE = 50, 10, 2, 3e-3  # LAST: steps whose losses are averaged
+SEEDS = (0, 1, 2, 3)
+UPDATED = ("none", "layers compiled", "joined adapters, layers compiled")
+UPDATES = (1e-5, 3e-5, 1e-4, 1e-3)  # of each value of B, as a first step of Adam at such a rate
 
 
-def built(config: TrainConfig, device: torch.device) -> tuple[Any, nn.Module, Joined | None]:
+def built(config: TrainConfig, device: torch.device, seed: int = 0) -> tuple[Any, nn.Module, Joined | None]:
     """The base, the model to train, and its joined layers: the same random values for each configuration."""
-    set_seed(0)
-    settings = model_settings(config, SHAPE["model_type"])
+    set_seed(seed)
+    settings = model_settings(replace(config, precision=CONFIG.precision), SHAPE["model_type"])
     base = model_builder.build(model_builder.config_of(SHAPE), settings, device)
     model_builder.set_checkpointing(base, settings)
     model = model_builder.to_train(base, settings, device)
@@ -64,12 +75,12 @@ def built(config: TrainConfig, device: torch.device) -> tuple[Any, nn.Module, Jo
     if config.compile == "per_layer":
         model_builder.require_input_gradients(base)
         compile_layers(model_builder.decoder_layers(model), config.activation_budget)
-    return base, model, joined
+    return base, model.float() if config.precision == "fp32" else model, joined
 
 
-def losses(config: TrainConfig, device: torch.device, steps: int = STEPS) -> list[float]:
+def losses(config: TrainConfig, device: torch.device, steps: int = STEPS, seed: int = 0) -> list[float]:
     """The loss of each step of a training on real text."""
-    base, model, joined = built(config, device)
+    base, model, joined = built(config, device, seed)
     arguments = training_arguments(config, accumulation=ACCUMULATION, on_cpu=device.type == "cpu")
     arguments |= {"learning_rate": RATE, "logging_steps": 1}
     with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +88,7 @@ def losses(config: TrainConfig, device: torch.device, steps: int = STEPS) -> lis
             model,
             TrainingArguments(output_dir=folder, max_steps=steps, save_strategy="no", disable_tqdm=True, **arguments),
             lambda examples: rows.collate([[one] for one in examples], [config.seq_len], False),
-            text(steps * ACCUMULATION * config.micro_batch_size, config.seq_len),
+            text(steps * ACCUMULATION * config.micro_batch_size, config.seq_len, seed),
             compute_loss_func=chunked_loss(base) if config.loss == "chunked" else None,
             cuda_graphs=config.cuda_graphs == "micro_batch",
             joined=joined,
@@ -86,25 +97,79 @@ def losses(config: TrainConfig, device: torch.device, steps: int = STEPS) -> lis
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def text(number: int, length: int) -> list[torch.Tensor]:
-    """Rows of bytes of the standard library, always the same."""
+def text(number: int, length: int, seed: int = 0) -> list[torch.Tensor]:
+    """Rows of bytes of the standard library, always the same of one seed."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    random.Random(0).shuffle(paths)
+    random.Random(seed).shuffle(paths)
     data = b"".join(path.read_bytes() for path in paths)[: number * length]
     return [torch.tensor(list(data[begin : begin + length])) for begin in range(0, len(data) - length + 1, length)]
 
 
-def loss_differences(device: torch.device, steps: int = STEPS, levers: list[str] | None = None) -> list[dict[str, Any]]:
-    """For each lever the mean loss of the last steps, and its relative difference to the reference's."""
-    reference = losses(CONFIG, device, steps)
-    expected = statistics.fmean(reference[-LAST:])
-    found = [{"check": "reference", "first_loss": reference[0], "last_loss": expected, "difference": 0.0}]
-    for lever in levers or LEVERS:
-        curve = losses(replace(CONFIG, **LEVERS[lever]), device, steps)
-        last = statistics.fmean(curve[-LAST:])
-        row = {"check": lever, "first_loss": curve[0], "last_loss": last, "difference": abs(last / expected - 1)}
+def loss_differences(
+    device: torch.device, steps: int = STEPS, levers: Sequence[str] = tuple(LEVERS), seeds: Sequence[int] = SEEDS
+) -> list[dict[str, Any]]:
+    """For each lever the mean loss of the last steps, and its relative difference to the reference's with its error."""
+
+    def ends(config: TrainConfig) -> tuple[float, list[float]]:
+        curves = [losses(config, device, steps, seed) for seed in seeds]
+        return curves[0][0], [statistics.fmean(curve[-LAST:]) for curve in curves]
+
+    first, expected = ends(replace(CONFIG, **EXACT))
+    found: list[dict[str, Any]] = [
+        {"check": "in 32 bits", "first_loss": first, "last_loss": statistics.fmean(expected)}
+    ]
+    for lever in levers:
+        first, ended = ends(replace(CONFIG, **LEVERS[lever]))
+        differences = [one / other - 1 for one, other in zip(ended, expected, strict=True)]
+        row = {"check": lever, "first_loss": first, "last_loss": statistics.fmean(ended)}
+        row["difference"] = abs(statistics.fmean(differences))
+        row["difference_error"] = statistics.stdev(differences) / math.sqrt(len(differences)) if seeds[1:] else None
         found.append(row)
     return found
+
+
+def arriving(device: torch.device, ways: Sequence[str] = UPDATED) -> list[dict[str, Any]]:
+    """How much of what an update of the adapters' B lowers the loss by in 32 bits is left, by its size and the way."""
+    directions, exact = _lowered(replace(CONFIG, **EXACT), device)
+    found = []
+    for way in ways:
+        _, lowered = _lowered(replace(CONFIG, **LEVERS[way]), device, directions)
+        found += [
+            {"check": way, "update": size, "share": one / other}
+            for size, one, other in zip(UPDATES, lowered, exact, strict=True)
+        ]
+    return found
+
+
+def _lowered(
+    config: TrainConfig, device: torch.device, directions: list[torch.Tensor] | None = None
+) -> tuple[list[torch.Tensor], list[float]]:
+    """The signs of the gradients of each B, and what a step of each size against `directions` lowers the loss by."""
+    _, model, _ = built(config, device)
+    ups = [parameter for name, parameter in model.named_parameters() if "lora_B" in name]
+    tokens = torch.stack(text(config.micro_batch_size, config.seq_len)).to(device)
+    loss_of = _loss_of(model, config, device)
+    before = loss_of(tokens)
+    before.backward()
+    signs = [up.grad.sign() for up in ups if up.grad is not None]
+    lowered = []
+    for size in UPDATES:
+        with torch.no_grad():
+            for up, sign in zip(ups, directions or signs, strict=True):  # each B is zero at first
+                up.copy_(-size * sign)
+            lowered.append(float(before.detach() - loss_of(tokens)))
+    return signs, lowered
+
+
+def _loss_of(model: nn.Module, config: TrainConfig, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The model's own loss of some tokens, in the precision of a configuration."""
+
+    def loss_of(tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16) if config.precision == "bf16_mixed" else nullcontext():
+            loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+    return loss_of
 
 
 def gradient_difference(
@@ -128,25 +193,23 @@ def _gradients(
 ) -> tuple[list[float], torch.Tensor]:
     _, model, _ = built(config, device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    autocast = torch.autocast(device.type, torch.bfloat16) if config.precision == "bf16_mixed" else nullcontext()
+    loss_of = _loss_of(model, config, device)
     for parameter in trained:  # those that begin at zero would leave half of the gradients at zero
         nn.init.normal_(parameter, std=0.02)
 
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        with autocast:
-            loss: torch.Tensor = model(**batch).loss
+        loss = loss_of(batch["tokens"])
         loss.backward()
         return loss.detach()
 
     run = MicroBatchGraphs(step, trained).run if config.cuda_graphs == "micro_batch" else step
-    run({"input_ids": first, "labels": first})
+    run({"tokens": first})
     model.zero_grad()
-    found = [float(run({"input_ids": tokens, "labels": tokens})) for tokens in (second, first)]
+    found = [float(run({"tokens": tokens})) for tokens in (second, first)]
     return found, torch.cat([parameter.grad.flatten() for parameter in trained if parameter.grad is not None])
 
 
 if __name__ == "__main__":
-    for row in loss_differences(
-        torch.device("cuda" if torch.cuda.is_available() else "cpu"), 4, ["selective_50", "every second layer"]
-    ):
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for row in loss_differences(here, 4, ["none", "selective_50", "every second layer"], [0]) + arriving(here):
         print(row)

@@ -7,7 +7,6 @@ micro batch, where the host sets the pace. Gradients and the loss of 50 steps ar
 
 import argparse
 import itertools
-import re
 import tempfile
 import time
 from dataclasses import replace
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 from common import Rows, save, speed, table
-from lever_checks import CONFIG, gradient_difference, loss_differences
+from lever_checks import CONFIG, LEVERS, arriving, gradient_difference, loss_differences
 from levers import COLUMNS, TOGETHER
 
 from autotune.catalog import resolve_device, resolve_model
@@ -33,7 +32,6 @@ SIDES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp8 base": (COMPILED, COMPILED | {"quantization": "fp8"}),
     "selective_50": (COMPILED | {"checkpointing": "every_2"}, COMPILED | {"checkpointing": "selective_50"}),
 }
-IN_COMPILED = re.compile("selective|, layers compiled")  # checks of levers in compiled layers
 RANKS, LENGTHS = (16, 64), (1024, 4096)
 CAP_GIB, LONG_ROW = 22.0, 16384
 RECOMPUTED = ("none", "selective_80", "every_4", "selective_50", "every_2", "selective_30", "full")
@@ -73,10 +71,13 @@ def measure(rows: Rows, args: argparse.Namespace, until: float) -> None:
         rows.add({"part": "gradients", "lever": "CUDA graphs", **gradient_difference(CONFIG, torch.device("cuda"))})
         print(rows.all[-1], flush=True)
     if time.monotonic() < until and not rows.has(part="losses"):
-        chosen = ["selective_30", "CUDA graphs"] if args.first else None
-        for row in loss_differences(torch.device(kind), levers=chosen):
+        for row in loss_differences(torch.device(kind), levers=["selective_30"] if args.first else list(LEVERS)):
             rows.add({"part": "losses", **row})
             print(rows.all[-1], flush=True)
+    if time.monotonic() < until and not rows.has(part="updates"):
+        for row in arriving(torch.device(kind)):
+            rows.add({"part": "updates", **row})
+        table([row for row in rows.all if row["part"] == "updates"], ["check", "update", "share"])
     shown = [{key: value for key, value in row.items() if key != "fingerprint"} for row in rows.all]
     save("lever_sides", from_data(Fingerprint, rows.all[0]["fingerprint"]), summarize(shown), shown, args.out)
     print(summarize(shown))
@@ -133,18 +134,14 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         with_it, without = best(part, *levers), best(part, other)
         return with_it / without if with_it and without else None
 
-    def largest(part: str, key: str, without: str = "") -> float | None:
-        found = [row[key] for row in rows if row["part"] == part and not (without and row["check"].startswith(without))]
-        return max(found, default=None)
-
     def winner(*, in_fp8: bool) -> float | None:
         found = [row for row in rows if row["part"] == "sides" and row.get("tokens_per_s")]
         found = [row for row in found if "lora r16 " in row["config"] and (" fp8 " in row["config"]) == in_fp8]
         return max((row["tokens_per_s"] for row in found), default=None)
 
     selective = ("selective_80", "selective_50", "selective_30")
-    ended = {row["check"]: row["last_loss"] for row in rows if row["part"] == "losses" and "last_loss" in row}
-    compiled = ended.get("layers compiled")
+    gradients = next((row for row in rows if row["part"] == "gradients"), {})
+    differences = {row["check"]: row["difference"] for row in rows if row["part"] == "losses" and "difference" in row}
     return {
         "winner_tokens_per_s": winner(in_fp8=False),
         "fp8_winner_tokens_per_s": winner(in_fp8=True),
@@ -153,17 +150,12 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "selective_over_every_2_long": ratio("long rows", selective, "every_2"),
         "graphs_over_none": ratio("graphs", ("1 x 512, CUDA graphs",), "1 x 512"),
         "graphs_over_compiled": ratio("graphs", ("1 x 512, CUDA graphs",), "1 x 512, compiled"),
-        "graph_gradient_difference": largest("gradients", "gradient_difference"),
-        "graph_loss_difference": largest("gradients", "loss_difference"),
-        "loss_difference_max": largest("losses", "difference", without="fp8"),
-        "loss_difference_to_compiled": {
-            check: abs(loss / compiled - 1) for check, loss in ended.items() if IN_COMPILED.search(check)
-        }
-        if compiled
-        else None,
-        "fp8_loss_difference": next(
-            (row["difference"] for row in rows if row.get("check", "").startswith("fp8")), None
-        ),
+        "graph_gradient_difference": gradients.get("gradient_difference"),
+        "graph_loss_difference": gradients.get("loss_difference"),
+        "loss_differences": differences or None,
+        "loss_difference_max": max((value for check, value in differences.items() if "fp8" not in check), default=None),
+        "arriving": {f"{row['check']}, {row['update']:g}": row["share"] for row in rows if row["part"] == "updates"}
+        or None,
     }
 
 

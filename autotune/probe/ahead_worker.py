@@ -105,8 +105,9 @@ class AheadCompiler:
         # What others hold more by now is no part of this process's context.
         meter.others_gib = self._used_gib - self._held_gib - (self._first_gib or 0.0)
         resident = build_resident(request, meter.torch_device)
+        self._turns.offer()
         rank = Rank(request, meter.torch_device)
-        probe = Probe(request, resident, meter, lambda phase: None, self._scratch, rank)
+        probe = Probe(request, resident, meter, lambda phase: self._turns.offer(), self._scratch, rank)
         try:
             probe.run_once()
         finally:

@@ -130,6 +130,12 @@ class Turns:
         self._began = None
         self._take()
 
+    def offer(self) -> None:
+        """Leave the device to the one that probes, if it waits, and go on when it has had its turn."""
+        if self._file is not None and self._began is None and self._prober_waits():
+            self._give()
+            self._take()
+
     def _take(self) -> None:
         if self._file is None or self._next is None:
             return
@@ -151,14 +157,21 @@ class Turns:
         self._on_wait(begin, time.perf_counter())
 
     def _is_taken(self) -> bool:
-        assert self._file is not None and self._next is not None
+        assert self._file is not None
+        if self._patience_s is None and self._prober_waits():
+            return False
         with suppress(BlockingIOError):
-            if self._patience_s is None:  # while the one that probes waits, this raises
-                fcntl.flock(self._next, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                fcntl.flock(self._next, fcntl.LOCK_UN)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         return False
+
+    def _prober_waits(self) -> bool:
+        assert self._next is not None
+        with suppress(BlockingIOError):
+            fcntl.flock(self._next, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(self._next, fcntl.LOCK_UN)
+            return False
+        return True
 
     def _give(self) -> None:
         if self._file is None:

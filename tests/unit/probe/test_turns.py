@@ -112,6 +112,31 @@ def test_the_one_that_probes_has_the_next_turn(tmp_path: Path) -> None:
         turns.close()
 
 
+def test_who_offers_the_device_leaves_it_to_the_one_that_probes_alone(tmp_path: Path) -> None:
+    order: list[str] = []
+    holder = Turns(tmp_path, before_giving=lambda: order.append("given"))
+    other = Turns(tmp_path, on_wait=lambda begin, end: order.append("other"))
+    prober = Turns(tmp_path, patience_s=20.0, on_wait=lambda begin, end: order.append("prober"))
+    threads = [threading.Thread(target=take_turn, args=(one,)) for one in (other, prober)]
+    with holder.held(compiles=True):
+        threads[0].start()
+        time.sleep(0.1)
+        holder.offer()  # another waits that compiles ahead too
+        assert not order
+        threads[1].start()
+        time.sleep(0.1)
+        holder.offer()
+        threads[1].join(10)
+        assert order[:2] == ["given", "prober"] and not is_free(tmp_path)
+        callback_handler.run_start_callbacks(ARGS)
+        holder.offer()  # it has no turn to leave
+        callback_handler.run_end_callbacks(ARGS)
+    threads[0].join(10)
+    assert is_free(tmp_path) and order.count("prober") == order.count("other") == 1
+    for turns in (holder, other, prober):
+        turns.close()
+
+
 def test_what_others_hold_is_added_up(tmp_path: Path) -> None:
     assert held_by_others_gib(tmp_path) == 0.0
     (tmp_path / f"17{HELD}").write_text("0.75")
