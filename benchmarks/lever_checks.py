@@ -1,7 +1,8 @@
 """What levers must leave as it is: the gradients of a micro batch, and the loss of 50 steps on real text.
 
-The reference of losses has the same values and computes in 32 bits, so it also says what bf16 itself changes. One training
-ends a little higher or lower by chance, so a difference is the mean over several, each with values and text of its own.
+The reference of losses has the same values and computes in 32 bits, so it also says what bf16 itself changes. One
+training ends a little higher or lower by chance, so a difference is the mean over several, each with values and text of
+its own.
 `arriving` looks at one cause: bf16 loses an update of an adapter that is small beside the output of the base.
 
 The text is the source of Python's standard library, a token for each byte. The loop is the exported script's.

@@ -4,10 +4,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import SearchSpace
 
 COMPILED = "per_layer"
+FASTEST = {"compile": COMPILED, "lora_kernels": KNOBS["lora_kernels"].fastest_first[0]}
 
 
 def neighbours(
@@ -38,8 +40,8 @@ def _nearest_unseen(space: SearchSpace, centre: TrainConfig, seen: set[str]) -> 
 
 
 def compiled_variants(space: SearchSpace, configs: Iterable[TrainConfig]) -> list[TrainConfig]:
-    """The same configurations with compiled layers, of those that the space has so."""
-    variants = [space.config(space.clip(replace(config, compile=COMPILED))) for config in configs]
+    """The same configurations with compiled layers and the fastest adapters, of those that the space has so."""
+    variants = [space.config(space.clip(replace(config, **FASTEST))) for config in configs]
     return [config for config in variants if config.compile == COMPILED]
 
 

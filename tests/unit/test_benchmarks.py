@@ -323,6 +323,8 @@ def test_levers_are_measured_with_and_without_them(monkeypatch: pytest.MonkeyPat
         {"part": "gradients", "lever": "CUDA graphs", "gradient_difference": 0.01, "loss_difference": 0.02},
         {"part": "losses", "check": "selective_30", "difference": 0.003},
         {"part": "losses", "check": "fp8 base", "difference": 0.1},
+        {"part": "losses", "check": "in 32 bits", "last_loss": 4.0},
+        {"part": "updates", "check": "none", "update": 1e-5, "share": 0.1},
     ]
     without, with_it = (one.label() for one in module.sides_of("fp8 base", 16, 1024))
     rows += [{"part": "sides", "lever": "", "config": without, "tokens_per_s": 4.0}]
@@ -330,6 +332,8 @@ def test_levers_are_measured_with_and_without_them(monkeypatch: pytest.MonkeyPat
     summary = module.summarize(rows)
     known = {key: value for key, value in summary.items() if value is not None}
     assert known.pop("worth") == {"fp8 base, r16, 1024": 1.25}
+    assert known.pop("loss_differences") == {"selective_30": 0.003, "fp8 base": 0.1}
+    assert known.pop("arriving") == {"none, 1e-05": 0.1}
     assert known == pytest.approx(
         {
             "winner_tokens_per_s": 4.0,
@@ -339,7 +343,6 @@ def test_levers_are_measured_with_and_without_them(monkeypatch: pytest.MonkeyPat
             "graph_gradient_difference": 0.01,
             "graph_loss_difference": 0.02,
             "loss_difference_max": 0.003,
-            "fp8_loss_difference": 0.1,
         }
     )
     assert set(module.summarize([]).values()) == {None}

@@ -56,6 +56,13 @@ def test_what_has_no_compiled_layers_has_no_compiled_variant() -> None:
     assert (found.checkpointing, found.compile) == ("full", "per_layer")
 
 
+def test_what_is_compiled_ahead_computes_its_adapters_the_fastest_way_that_the_space_has() -> None:
+    both = space(compile=("none", "per_layer"), lora_kernels=("peft", "joined"))
+    assert [config.lora_kernels for config in compiled_variants(both, [START])] == ["joined"]
+    asked = space(compile=("none", "per_layer"), lora_kernels=("peft",))
+    assert [config.lora_kernels for config in compiled_variants(asked, [START])] == ["peft"]
+
+
 def test_a_climb_is_looked_ahead_of_from_both_outcomes_of_its_trial(session: Session) -> None:
     """An eager climb will compile what it reaches: its centre if the trial fails, the trial's own if not."""
     trying = replace(START, micro_batch_size=8)
