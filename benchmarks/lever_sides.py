@@ -71,7 +71,7 @@ def measure(rows: Rows, args: argparse.Namespace, until: float) -> None:
         rows.add({"part": "gradients", "lever": "CUDA graphs", **gradient_difference(CONFIG, torch.device("cuda"))})
         print(rows.all[-1], flush=True)
     if time.monotonic() < until and not rows.has(part="losses"):
-        for row in loss_differences(torch.device(kind), levers=["selective_30"] if args.first else list(LEVERS)):
+        for row in loss_differences(torch.device(kind), levers=["selective_50"] if args.first else list(LEVERS)):
             rows.add({"part": "losses", **row})
             print(rows.all[-1], flush=True)
     if time.monotonic() < until and not rows.has(part="updates"):

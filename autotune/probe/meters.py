@@ -160,6 +160,7 @@ class CudaMeter:
     def release(self) -> None:
         """Return all memory that is not in use, and reset the statistics."""
         gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()  # of other streams too, for which nobody will ask again
         torch.cuda.empty_cache()
         getattr(torch.accelerator, "empty_host_cache", lambda: None)()  # where checkpoints were offloaded to
         torch.cuda.reset_accumulated_memory_stats()

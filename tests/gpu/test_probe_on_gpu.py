@@ -29,6 +29,8 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": {"method": "lora", "precision": "bf16_mixed"},
     "paged": {"method": "full", "precision": "bf16_mixed", "optimizer": "paged_adamw_8bit"},
     "nf4": {"method": "lora", "precision": "bf16_mixed", "quantization": "nf4"},
+    "graphs": {"cuda_graphs": "micro_batch", "loss": "chunked", "padding": "max_length"},
+    "joined": {"compile": "per_layer", "lora_kernels": "joined", "loss": "chunked", "padding": "max_length"},
 }
 
 
