@@ -14,7 +14,7 @@ import random
 import statistics
 import sysconfig
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -105,7 +105,7 @@ def text(number: int, length: int, seed: int = 0) -> list[torch.Tensor]:
 
 def loss_differences(
     device: torch.device, steps: int = STEPS, levers: Sequence[str] = tuple(LEVERS), seeds: Sequence[int] = SEEDS
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """For each lever the mean loss of the last steps, and its relative difference to the reference's with its error."""
 
     def ends(config: TrainConfig) -> tuple[float, list[float]]:
@@ -113,17 +113,14 @@ def loss_differences(
         return curves[0][0], [statistics.fmean(curve[-LAST:]) for curve in curves]
 
     first, expected = ends(replace(CONFIG, **EXACT))
-    found: list[dict[str, Any]] = [
-        {"check": "in 32 bits", "first_loss": first, "last_loss": statistics.fmean(expected)}
-    ]
+    yield {"check": "in 32 bits", "first_loss": first, "last_loss": statistics.fmean(expected)}
     for lever in levers:
         first, ended = ends(replace(CONFIG, **LEVERS[lever]))
         differences = [one / other - 1 for one, other in zip(ended, expected, strict=True)]
-        row = {"check": lever, "first_loss": first, "last_loss": statistics.fmean(ended)}
+        row: dict[str, Any] = {"check": lever, "first_loss": first, "last_loss": statistics.fmean(ended)}
         row["difference"] = abs(statistics.fmean(differences))
         row["difference_error"] = statistics.stdev(differences) / math.sqrt(len(differences)) if seeds[1:] else None
-        found.append(row)
-    return found
+        yield row
 
 
 def arriving(device: torch.device, ways: Sequence[str] = UPDATED) -> list[dict[str, Any]]:
@@ -209,5 +206,5 @@ def _gradients(
 
 if __name__ == "__main__":
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for row in loss_differences(here, 4, ["none", "selective_50"], [0]) + arriving(here):
+    for row in (*loss_differences(here, 4, ["none", "selective_50"], [0]), *arriving(here)):
         print(row)

@@ -4,6 +4,7 @@ What is wanted stands in a file of the folder that it shares with the others (`c
 probe's own code on as few layers as a probe does, so that the caches' keys are the same, and keeps no result.
 """
 
+import gc
 import json
 import os
 import select
@@ -87,6 +88,8 @@ class AheadCompiler:
                 traceback.print_exc()
                 reason = str(error) or type(error).__name__
             # Nothing refers to the frames of what failed any more, so that its memory can be returned.
+            gc.collect()
+        gc.freeze()  # compiled code: later collections leave it out
         if "CUDA error" in reason:
             raise RuntimeError(reason)
         if reason:
@@ -122,10 +125,10 @@ class AheadCompiler:
             self._first_gib = self._used_gib
 
     def _settle(self) -> None:
-        """Let the device finish, and return what is not in use."""
+        """Let the device finish, and return what is not in use. A collection would take longer than many a turn."""
         if self._meter is not None:
             self._meter.synchronize()
-            self._meter.release()
+            self._meter.release(collect=False)
         self._held_gib += self._used() - self._used_gib
         (self._folder / f"{os.getpid()}{HELD}").write_text(f"{self._held_gib:.4f}", encoding="ascii")
 

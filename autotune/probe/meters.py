@@ -157,9 +157,10 @@ class CudaMeter:
         torch.cuda.empty_cache()
         torch.cuda.memory._set_allocator_settings(ALLOCATORS[allocator])
 
-    def release(self) -> None:
-        """Return all memory that is not in use, and reset the statistics."""
-        gc.collect()
+    def release(self, *, collect: bool = True) -> None:
+        """Return all memory that is not in use, and reset the statistics. Garbage in cycles stays unless `collect`."""
+        if collect:
+            gc.collect()
         torch._C._cuda_clearCublasWorkspaces()  # of other streams too, for which nobody will ask again
         torch.cuda.empty_cache()
         getattr(torch.accelerator, "empty_host_cache", lambda: None)()  # where checkpoints were offloaded to
@@ -306,11 +307,12 @@ class CpuMeter:
     def alloc_retries(self) -> int:
         return 0
 
-    def release(self) -> None:
+    def release(self, *, collect: bool = True) -> None:
         if self._capped_at is not None:  # a probe failed while it was timed
             self._capped_at = None
             self._hold_free_blocks()
-        gc.collect()
+        if collect:
+            gc.collect()
         self._libc.malloc_trim(0)
 
     def returned_to(self, baseline_gib: float) -> bool:

@@ -291,9 +291,13 @@ class Worker:
         resident = self._residents.get(request.depth)
         baseline_gib = self._empty_gib + (resident.cached_gib() if resident else 0.0)
         if succeeded and not self.meter.returned_to(baseline_gib):
+            gc.unfreeze()  # what is frozen may refer to it
+            self.meter.release()
+        if succeeded and not self.meter.returned_to(baseline_gib):
             kept_mib = 1024 * (self.meter.allocated_gib() - baseline_gib)
             fields["notes"] = (f"the worker is replaced, since it did not return all memory ({kept_mib:+.0f} MiB)",)
             return False
+        gc.freeze()  # compiled code, and what else the next probe will use too: collections leave it out
         return succeeded
 
     def _resident_for(self, request: ProbeRequest) -> "ResidentModel":
@@ -333,8 +337,6 @@ class Worker:
         if self.meter.allocated_gib() > left_gib + CHANCE_GIB:
             gc.unfreeze()  # what is frozen may refer to it
             self.meter.release()
-        if not self._residents:
-            gc.freeze()  # what was imported meanwhile, and no model, which could not be collected then
 
     def _failure(self, error: Exception, probe: "Probe | None") -> dict[str, Any]:
         """What failed, as fields of the result. Holds no reference to the error."""

@@ -126,6 +126,7 @@ def test_compiled_layers_are_one_graph_with_the_same_gradients(family: str, chec
     expected, of_peft = gradients(family, config, joined=False)
     losses, found = gradients(family, config, joined=True, compiled=True)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert not counters["aot_autograd"]["autograd_cache_bypass"]  # the next process finds it on disk
     assert losses == pytest.approx(expected, rel=1e-5)
     assert difference(found, of_peft) < ROUNDING
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
@@ -47,6 +48,8 @@ class Joined:
 
     def __init__(self, base: Any, layers: list[nn.Module]) -> None:
         """Join what can be joined in these layers of the base. Raises ValueError where that is nothing."""
+        # The graph of a layer says all that `_Products` computes: compiled code may be kept on disk.
+        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
         self._groups: list[_Group] = []
         self._hooks: list[Any] = []
         try:
