@@ -293,11 +293,12 @@ class Worker:
         if succeeded and not self.meter.returned_to(baseline_gib):
             gc.unfreeze()  # what is frozen may refer to it
             self.meter.release()
-        if succeeded and not self.meter.returned_to(baseline_gib):
-            kept_mib = 1024 * (self.meter.allocated_gib() - baseline_gib)
-            fields["notes"] = (f"the worker is replaced, since it did not return all memory ({kept_mib:+.0f} MiB)",)
-            return False
-        gc.freeze()  # compiled code, and what else the next probe will use too: collections leave it out
+            if not self.meter.returned_to(baseline_gib):
+                kept_mib = 1024 * (self.meter.allocated_gib() - baseline_gib)
+                fields["notes"] = (f"the worker is replaced, since it did not return all memory ({kept_mib:+.0f} MiB)",)
+                return False
+        if gc.isenabled():  # not as the worker starts: of the tiny model nothing is to stay
+            gc.freeze()  # compiled code, and what else the next probe will use too: collections leave it out
         return succeeded
 
     def _resident_for(self, request: ProbeRequest) -> "ResidentModel":
@@ -337,6 +338,8 @@ class Worker:
         if self.meter.allocated_gib() > left_gib + CHANCE_GIB:
             gc.unfreeze()  # what is frozen may refer to it
             self.meter.release()
+        if not self._residents:
+            gc.freeze()  # what was imported meanwhile, and no model, which could not be collected then
 
     def _failure(self, error: Exception, probe: "Probe | None") -> dict[str, Any]:
         """What failed, as fields of the result. Holds no reference to the error."""

@@ -230,6 +230,20 @@ def test_a_base_model_is_kept_unless_it_was_changed(
     assert made.meter.said.index("uncap") < len(made.meter.said) - 1 - made.meter.said[::-1].index("release")
 
 
+def test_what_an_earlier_probe_left_is_frozen_and_collected_where_memory_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    collector = SimpleNamespace(freeze=lambda: done.append("freeze"), unfreeze=lambda: done.append("thaw"))
+    monkeypatch.setattr(worker, "gc", collector)
+    collector.isenabled = lambda: True
+    made = worker_on(meter := Meter(3.5), whole=Base(3.0))
+    assert made._restore(REQUEST, {"outcome": Outcome.OK}) and done == ["freeze"]
+    meter.returned_to = lambda baseline_gib: "thaw" in done  # type: ignore[method-assign]
+    fields: dict[str, Any] = {"outcome": Outcome.OK}
+    assert made._restore(REQUEST, fields) and done == ["freeze", "thaw", "freeze"] and "notes" not in fields
+    collector.isenabled = lambda: False  # as the worker starts
+    assert made._restore(REQUEST, {"outcome": Outcome.OK}) and done == ["freeze", "thaw", "freeze"]
+
+
 def test_memory_that_is_not_returned_is_named() -> None:
     made = worker_on(Meter(allocated=3.75, returned=False), whole=Base(3.0))
     made._empty_gib = 0.5
