@@ -6,9 +6,10 @@ its own.
 `arriving` looks at one cause: bf16 loses an update of an adapter that is small beside the output of the base.
 
 The text is the source of Python's standard library, a token for each byte. The loop is the exported script's.
-`lever_sides.py` calls it; by itself it compares two levers on this machine, in a few steps.
+`lever_sides.py` calls it; by itself it makes the comparison on any machine.
 """
 
+import argparse
 import math
 import random
 import statistics
@@ -17,10 +18,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import Rows, save
 from torch import nn
 from transformers import TrainingArguments, set_seed
 
@@ -31,6 +34,7 @@ from autotune.probe.runtime.chunked_loss import chunked_loss
 from autotune.probe.runtime.graphs import MicroBatchGraphs
 from autotune.probe.runtime.joined_lora import Joined
 from autotune.probe.runtime.lean_trainer import LeanTrainer, compile_layers, training_arguments
+from autotune.probe.supervisor import WorkerProber
 
 SHAPE: dict[str, Any] = {
     "model_type": "llama",
@@ -204,7 +208,33 @@ def _gradients(
     return found, torch.cat([parameter.grad.flatten() for parameter in trained if parameter.grad is not None])
 
 
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The relative difference of each lever's loss to the reference's; the largest, without fp8; what arrives."""
+    differences = {row["check"]: row["difference"] for row in rows if "difference" in row}
+    return {
+        "loss_differences": differences or None,
+        "loss_difference_max": max((one for check, one in differences.items() if "fp8" not in check), default=None),
+        "arriving": {f"{row['check']}, {row['update']:g}": row["share"] for row in rows if "update" in row} or None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--gpu", default="auto", help="or cpu")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
+    parser.add_argument("--levers", nargs="*", default=list(LEVERS), choices=list(LEVERS))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    device = "cpu" if args.gpu == "cpu" else "cuda"
+    with tempfile.TemporaryDirectory(prefix="autotune-bench-") as logs, WorkerProber(device, Path(logs)) as prober:
+        fingerprint = prober.fingerprint
+    here, rows = torch.device(device), Rows("lever_checks", args.out, None)
+    for row in chain(arriving(here), loss_differences(here, args.steps, args.levers, args.seeds)):
+        rows.add(row)
+        print(row, flush=True)
+        save("lever_checks", fingerprint, summarize(rows.all), rows.all, args.out)
+
+
 if __name__ == "__main__":
-    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for row in (*loss_differences(here, 4, ["none", "selective_50"], [0]), *arriving(here)):
-        print(row)
+    main()

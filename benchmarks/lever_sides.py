@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lever_checks
 import torch
 from common import Rows, save, speed, table
 from lever_checks import CONFIG, LEVERS, arriving, gradient_difference, loss_differences
@@ -70,8 +71,10 @@ def measure(rows: Rows, args: argparse.Namespace, until: float) -> None:
     if time.monotonic() < until and kind == "cuda" and not rows.has(part="gradients"):
         rows.add({"part": "gradients", "lever": "CUDA graphs", **gradient_difference(CONFIG, torch.device("cuda"))})
         print(rows.all[-1], flush=True)
-    if time.monotonic() < until and not rows.has(part="losses"):
-        for row in loss_differences(torch.device(kind), levers=["selective_50"] if args.first else list(LEVERS)):
+    levers = ["selective_50"] if args.first else list(LEVERS)
+    missing = [lever for lever in levers if not rows.has(part="losses", check=lever)]
+    if time.monotonic() < until and missing:
+        for row in loss_differences(torch.device(kind), levers=missing):
             rows.add({"part": "losses", **row})
             print(rows.all[-1], flush=True)
     if time.monotonic() < until and not rows.has(part="updates"):
@@ -141,7 +144,6 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
     selective = ("selective_80", "selective_50", "selective_30")
     gradients = next((row for row in rows if row["part"] == "gradients"), {})
-    differences = {row["check"]: row["difference"] for row in rows if row["part"] == "losses" and "difference" in row}
     return {
         "winner_tokens_per_s": winner(in_fp8=False),
         "fp8_winner_tokens_per_s": winner(in_fp8=True),
@@ -152,10 +154,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "graphs_over_compiled": ratio("graphs", ("1 x 512, CUDA graphs",), "1 x 512, compiled"),
         "graph_gradient_difference": gradients.get("gradient_difference"),
         "graph_loss_difference": gradients.get("loss_difference"),
-        "loss_differences": differences or None,
-        "loss_difference_max": max((value for check, value in differences.items() if "fp8" not in check), default=None),
-        "arriving": {f"{row['check']}, {row['update']:g}": row["share"] for row in rows if row["part"] == "updates"}
-        or None,
+        **lever_checks.summarize([row for row in rows if row["part"] in ("losses", "updates")]),
     }
 
 
