@@ -1,8 +1,8 @@
 """What levers must leave as it is: the gradients of a micro batch, and the loss of 50 steps on real text.
 
-The reference of losses has the same values and computes in 32 bits, so it also says what bf16 itself changes. One
-training ends a little higher or lower by chance, so a difference is the mean over several, each with values and text of
-its own.
+The reference of losses has the same values and computes in 32 bits: with bf16 itself it is compared too, as lever
+"none". One training ends a little higher or lower by chance, so a difference is the mean over several, each with values
+and text of its own.
 `arriving` looks at one cause: bf16 loses an update of an adapter that is small beside the output of the base.
 
 The text is the source of Python's standard library, a token for each byte. The loop is the exported script's.
@@ -110,7 +110,10 @@ def text(number: int, length: int, seed: int = 0) -> list[torch.Tensor]:
 def loss_differences(
     device: torch.device, steps: int = STEPS, levers: Sequence[str] = tuple(LEVERS), seeds: Sequence[int] = SEEDS
 ) -> Iterator[dict[str, Any]]:
-    """For each lever the mean loss of the last steps, and its relative difference to the reference's with its error."""
+    """For each lever the mean loss of the last steps, and its relative difference to the reference's with its error.
+
+    The first row is the reference.
+    """
 
     def ends(config: TrainConfig) -> tuple[float, list[float]]:
         curves = [losses(config, device, steps, seed) for seed in seeds]
@@ -122,7 +125,7 @@ def loss_differences(
         first, ended = ends(replace(CONFIG, **LEVERS[lever]))
         differences = [one / other - 1 for one, other in zip(ended, expected, strict=True)]
         row: dict[str, Any] = {"check": lever, "first_loss": first, "last_loss": statistics.fmean(ended)}
-        row["difference"] = abs(statistics.fmean(differences))
+        row["difference"] = statistics.fmean(differences)
         row["difference_error"] = statistics.stdev(differences) / math.sqrt(len(differences)) if seeds[1:] else None
         yield row
 
@@ -209,11 +212,13 @@ def _gradients(
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The relative difference of each lever's loss to the reference's; the largest, without fp8; what arrives."""
+    """The relative difference of each lever's loss to the reference's; the largest, fp8 left out; what arrives."""
     differences = {row["check"]: row["difference"] for row in rows if "difference" in row}
     return {
         "loss_differences": differences or None,
-        "loss_difference_max": max((one for check, one in differences.items() if "fp8" not in check), default=None),
+        "loss_difference_max": max(
+            (abs(one) for check, one in differences.items() if "fp8" not in check), default=None
+        ),
         "arriving": {f"{row['check']}, {row['update']:g}": row["share"] for row in rows if "update" in row} or None,
     }
 

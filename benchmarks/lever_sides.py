@@ -75,8 +75,11 @@ def measure(rows: Rows, args: argparse.Namespace, until: float) -> None:
     missing = [lever for lever in levers if not rows.has(part="losses", check=lever)]
     if time.monotonic() < until and missing:
         for row in loss_differences(torch.device(kind), levers=missing):
-            rows.add({"part": "losses", **row})
-            print(rows.all[-1], flush=True)
+            if not rows.has(part="losses", check=row["check"]):
+                rows.add({"part": "losses", **row})
+                print(rows.all[-1], flush=True)
+            if time.monotonic() > until:
+                break
     if time.monotonic() < until and not rows.has(part="updates"):
         for row in arriving(torch.device(kind)):
             rows.add({"part": "updates", **row})

@@ -105,8 +105,7 @@ class AheadCompiler:
         from autotune.probe.resident import build_resident
 
         meter = self._meter = self._meter or open_meter(self._device)
-        # What others hold more by now is no part of this process's context.
-        meter.others_gib = self._used_gib - self._held_gib - (self._first_gib or 0.0)
+        self._note_others()
         resident = build_resident(request, meter.torch_device)
         self._turns.offer()
         rank = Rank(request, meter.torch_device)
@@ -123,6 +122,12 @@ class AheadCompiler:
         self._used_gib = self._used()
         if self._first_gib is None:
             self._first_gib = self._used_gib
+        self._note_others()
+
+    def _note_others(self) -> None:
+        """What others hold more by now than at first is no part of this process's context."""
+        if self._meter is not None:
+            self._meter.others_gib = self._used_gib - self._held_gib - (self._first_gib or 0.0)
 
     def _settle(self) -> None:
         """Let the device finish, and return what is not in use. A collection would take longer than many a turn."""

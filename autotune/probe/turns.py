@@ -131,7 +131,7 @@ class Turns:
         self._take()
 
     def offer(self) -> None:
-        """Leave the device to the one that probes, if it waits, and go on when it has had its turn."""
+        """In a `held` block: leave the device to the one that probes, if it waits, and go on after its turn."""
         if self._file is not None and self._began is None and self._prober_waits():
             self._give()
             self._take()

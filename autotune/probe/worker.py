@@ -287,18 +287,29 @@ class Worker:
         if changed or not succeeded or fields.get("phase") is Phase.LOAD:
             self._drop([request.depth])
         self.meter.uncap()
-        self.meter.release()
         resident = self._residents.get(request.depth)
         baseline_gib = self._empty_gib + (resident.cached_gib() if resident else 0.0)
-        if succeeded and not self.meter.returned_to(baseline_gib):
-            gc.unfreeze()  # what is frozen may refer to it
+        if not succeeded or not gc.isenabled():  # as the worker starts: of its tiny model nothing is to be frozen
             self.meter.release()
-            if not self.meter.returned_to(baseline_gib):
-                kept_mib = 1024 * (self.meter.allocated_gib() - baseline_gib)
-                fields["notes"] = (f"the worker is replaced, since it did not return all memory ({kept_mib:+.0f} MiB)",)
-                return False
-        if gc.isenabled():  # not as the worker starts: of the tiny model nothing is to stay
-            gc.freeze()  # compiled code, and what else the next probe will use too: collections leave it out
+        elif not self._release_until(lambda: self.meter.returned_to(baseline_gib)):
+            kept_mib = 1024 * (self.meter.allocated_gib() - baseline_gib)
+            fields["notes"] = (f"the worker is replaced, since it did not return all memory ({kept_mib:+.0f} MiB)",)
+            return False
+        return succeeded
+
+    def _release_until(self, is_back: Callable[[], bool]) -> bool:
+        """Return all memory that is not in use, and whether that is as much as it should be.
+
+        What is left is frozen, compiled code above all: later collections leave it out. If memory is missing, something
+        that was frozen earlier may refer to it.
+        """
+        self.meter.release()
+        succeeded = is_back()
+        if not succeeded:
+            gc.unfreeze()
+            self.meter.release()
+            succeeded = is_back()
+        gc.freeze()
         return succeeded
 
     def _resident_for(self, request: ProbeRequest) -> "ResidentModel":
@@ -334,12 +345,7 @@ class Worker:
         left_gib = self.meter.allocated_gib() - held_gib
         for depth in depths:
             self._residents.pop(depth, None)
-        self.meter.release()
-        if self.meter.allocated_gib() > left_gib + CHANCE_GIB:
-            gc.unfreeze()  # what is frozen may refer to it
-            self.meter.release()
-        if not self._residents:
-            gc.freeze()  # what was imported meanwhile, and no model, which could not be collected then
+        self._release_until(lambda: self.meter.allocated_gib() <= left_gib + CHANCE_GIB)
 
     def _failure(self, error: Exception, probe: "Probe | None") -> dict[str, Any]:
         """What failed, as fields of the result. Holds no reference to the error."""

@@ -19,7 +19,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "padding or packing": ("padding", "packing", "packed_attention", "group_by_length"),
     "batch": ("micro_batch_size",),
     "recomputation": ("checkpointing",),
-    "compilation": ("compile", "lora_kernels", "cuda_graphs"),
+    "compilation": ("compile",),
+    "joined adapters": ("lora_kernels",),
+    "CUDA graphs": ("cuda_graphs",),
     "GPUs": ("num_gpus", "sharding"),
 }
 OTHER = "other knobs"

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
@@ -48,8 +47,6 @@ class Joined:
 
     def __init__(self, base: Any, layers: list[nn.Module]) -> None:
         """Join what can be joined in these layers of the base. Raises ValueError where that is nothing."""
-        # The graph of a layer says all that `_Products` computes: compiled code may be kept on disk.
-        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
         self._groups: list[_Group] = []
         self._hooks: list[Any] = []
         try:
@@ -294,6 +291,9 @@ class _Products(torch.autograd.Function):
         return of_inputs.to(of_inputs_dtype), None, None, None, None, None, *of_down, *of_up
 
 
+# Compiled code on disk knows these operations by their names: if a shape or a number of operations below ever changes,
+# so must the name.
+#
 # Both operations write into columns of their first argument that nothing else reads: h, and dh. That is not declared,
 # or the compiler would copy the argument. What is computed again writes the same values again.
 

@@ -280,6 +280,9 @@ def compile_layers(layers: list[nn.Module], activation_budget: float = 1.0) -> N
     With a budget below 1 a layer keeps up to that share of what it would keep for the backward pass: torch's
     partitioner has it compute again what takes the fewest operations for its size.
     """
+    # The graphs of our own functions (joined adapters, products in 8 bits) say all that they compute: their code may be
+    # kept on disk. This setting is part of the key there, and so the same for all layers.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     backend = "inductor" if activation_budget == 1.0 else _inductor_within(activation_budget)
     for layer in layers:
         layer.compile(dynamic=False, backend=backend)

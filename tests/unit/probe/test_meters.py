@@ -194,15 +194,19 @@ def test_a_gpu_is_given_back_what_is_cached_and_its_statistics_begin_anew(monkey
     for name in ("empty_cache", "reset_accumulated_memory_stats", "reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: done.append(name))
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: done.append("host"), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: done.append("workspaces"), raising=False)
     monkeypatch.setattr(meters.gc, "collect", lambda: collected.append(len(done)))
     collected: list[int] = []
     made = meter(None)
     made.release()
     assert collected == [0]  # before anything is given back
-    assert done == ["empty_cache", "host", "reset_accumulated_memory_stats", "reset_peak_memory_stats"]
+    given_back = ["workspaces", "empty_cache", "host", "reset_accumulated_memory_stats", "reset_peak_memory_stats"]
+    assert done == given_back
     made.reset_peak()
     made.synchronize()
-    assert done[4:] == ["reset_peak_memory_stats", "synchronize"]
+    assert done[5:] == ["reset_peak_memory_stats", "synchronize"]
+    made.release(collect=False)
+    assert collected == [0] and done[7:] == given_back
 
 
 def test_the_time_of_a_gpu_is_that_of_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
