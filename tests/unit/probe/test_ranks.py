@@ -182,6 +182,7 @@ import atexit, signal, sys, threading, time
 sys.path.insert(0, {HOME!r})
 from autotune.probe.runtime import ranks
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
 threading.Thread(target=time.sleep, args=(50,)).start()
 atexit.register(print, "at the end")
 print("trained")
