@@ -28,13 +28,13 @@ from torch import nn
 from transformers import TrainingArguments, set_seed
 
 from autotune.core.train_config import TrainConfig
+from autotune.probe.meters import open_meter
 from autotune.probe.model_settings import model_settings
 from autotune.probe.runtime import model_builder, rows
 from autotune.probe.runtime.chunked_loss import chunked_loss
 from autotune.probe.runtime.graphs import MicroBatchGraphs
 from autotune.probe.runtime.joined_lora import Joined
 from autotune.probe.runtime.lean_trainer import LeanTrainer, compile_layers, training_arguments
-from autotune.probe.supervisor import WorkerProber
 
 SHAPE: dict[str, Any] = {
     "model_type": "llama",
@@ -232,8 +232,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = "cpu" if args.gpu == "cpu" else "cuda"
-    with tempfile.TemporaryDirectory(prefix="autotune-bench-") as logs, WorkerProber(device, Path(logs)) as prober:
-        fingerprint = prober.fingerprint
+    fingerprint = open_meter(device).fingerprint()
     here, rows = torch.device(device), Rows("lever_checks", args.out, None)
     for row in chain(arriving(here), loss_differences(here, args.steps, args.levers, args.seeds)):
         rows.add(row)
