@@ -107,6 +107,11 @@ def text(number: int, length: int, seed: int = 0) -> list[torch.Tensor]:
     return [torch.tensor(list(data[begin : begin + length])) for begin in range(0, len(data) - length + 1, length)]
 
 
+def levers_of(device: torch.device) -> list[str]:
+    """The levers that this device has."""
+    return [lever for lever, changes in LEVERS.items() if device.type == "cuda" or "cuda_graphs" not in changes]
+
+
 def loss_differences(
     device: torch.device, steps: int = STEPS, levers: Sequence[str] = tuple(LEVERS), seeds: Sequence[int] = SEEDS
 ) -> Iterator[dict[str, Any]]:
@@ -227,14 +232,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--gpu", default="auto", help="or cpu")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
-    parser.add_argument("--levers", nargs="*", default=list(LEVERS), choices=list(LEVERS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--levers", nargs="+", choices=list(LEVERS), help="by default those that the device has")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = "cpu" if args.gpu == "cpu" else "cuda"
     fingerprint = open_meter(device).fingerprint()
     here, rows = torch.device(device), Rows("lever_checks", args.out, None)
-    for row in chain(arriving(here), loss_differences(here, args.steps, args.levers, args.seeds)):
+    levers = args.levers or levers_of(here)
+    for row in chain(arriving(here), loss_differences(here, args.steps, levers, args.seeds)):
         rows.add(row)
         print(row, flush=True)
         save("lever_checks", fingerprint, summarize(rows.all), rows.all, args.out)

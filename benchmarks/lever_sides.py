@@ -16,7 +16,7 @@ from typing import Any
 import lever_checks
 import torch
 from common import Rows, save, speed, table
-from lever_checks import CONFIG, LEVERS, arriving, gradient_difference, loss_differences
+from lever_checks import CONFIG, arriving, gradient_difference, levers_of, loss_differences
 from levers import COLUMNS, TOGETHER
 
 from autotune.catalog import resolve_device, resolve_model
@@ -71,7 +71,7 @@ def measure(rows: Rows, args: argparse.Namespace, until: float) -> None:
     if time.monotonic() < until and kind == "cuda" and not rows.has(part="gradients"):
         rows.add({"part": "gradients", "lever": "CUDA graphs", **gradient_difference(CONFIG, torch.device("cuda"))})
         print(rows.all[-1], flush=True)
-    levers = ["selective_50"] if args.first else list(LEVERS)
+    levers = ["selective_50"] if args.first else levers_of(torch.device(kind))
     missing = [lever for lever in levers if not rows.has(part="losses", check=lever)]
     if time.monotonic() < until and missing:
         for row in loss_differences(torch.device(kind), levers=missing):

@@ -314,6 +314,9 @@ def test_levers_are_measured_with_and_without_them(monkeypatch: pytest.MonkeyPat
         assert memory_gib == {"cap": 22.0, "graphs": 70.0}.get(part, 75.0)
         if part in ("cap", "long rows"):
             assert (config.checkpointing, config.compile) == (lever, "per_layer")
+    checks = program("lever_checks", monkeypatch)  # where there is no GPU, there are no graphs
+    assert set(checks.LEVERS) - set(checks.levers_of(checks.torch.device("cpu"))) == {"CUDA graphs"}
+    assert checks.levers_of(checks.torch.device("cuda")) == list(checks.LEVERS)
     asked.first = True
     assert {case[:4] for case in module.cases(asked)} < {case[:4] for case in every}
     rows: list[dict[str, Any]] = [
