@@ -55,6 +55,8 @@ def parse_options(settings: RunSettings, arguments: list[str] | None = None) -> 
     checkpoint = last_checkpoint(given.output_dir) if saves else None
     if checkpoint and not given.resume:
         parser.error(f"{checkpoint} exists: continue it with --resume, or give another --output-dir")
+    if checkpoint and 0 < given.max_steps <= (step := step_of(checkpoint)):  # the Trainer would take one more step
+        parser.error(f"{checkpoint} has been trained for {step} steps: give a larger --max-steps, or none")
     if given.dataset and saves and given.max_steps < 1:
         free = free_gib(given.output_dir)
         if settings.checkpoints_gib is not None and settings.checkpoints_gib > free:
@@ -124,7 +126,10 @@ def free_gib(folder: str) -> float:
 
 def last_checkpoint(folder: str) -> str | None:
     """The last complete checkpoint in `folder`. One that was interrupted has no trainer_state.json yet."""
-    complete = [path.parent for path in Path(folder).glob("checkpoint-*/trainer_state.json")]
-    if not complete:
-        return None
-    return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2])))
+    complete = [str(path.parent) for path in Path(folder).glob("checkpoint-*/trainer_state.json")]
+    return max(complete, key=step_of, default=None)
+
+
+def step_of(checkpoint: str) -> int:
+    """The optimizer step after which a checkpoint was saved, by its name."""
+    return int(checkpoint.rpartition("-")[2])

@@ -115,6 +115,10 @@ def test_a_checkpoint_is_continued_only_on_request(capsys: pytest.CaptureFixture
     assert "continue it with --resume" in refused(capsys, *arguments)
     assert parsed(*arguments, "--resume").checkpoint == str(tmp_path / "checkpoint-10")
     assert last_checkpoint(str(tmp_path / "nowhere")) is None
+    for steps in ("9", "10"):  # less than the checkpoint has, or as many
+        message = refused(capsys, *arguments, "--resume", "--max-steps", steps)
+        assert "checkpoint-10 has been trained for 10 steps: give a larger --max-steps" in message
+    assert parsed(*arguments, "--resume", "--max-steps", "11").max_steps == 11
 
 
 def test_a_tracker_must_be_installed_before_anything_is_loaded(
