@@ -22,12 +22,14 @@ class Scored:
     """A configuration that fits, with its score and the share of the memory limit it leaves free.
 
     `noise` is by which share the score would differ if it were measured again, `spread` the range of the timed steps
-    relative to the reported one (`Performance`); where it is not known, it tells nothing apart.
+    relative to the reported one (`Performance`); where it is not known, it tells nothing apart. `host_bound` says
+    whether the host sets the pace.
     """
 
     config: TrainConfig
     score: float
     free_fraction: float
+    host_bound: bool = False
     noise: float = 0.0
     spread: tuple[float, float] = (-1.0, math.inf)
 
@@ -47,11 +49,12 @@ class Scored:
 def choose(candidates: Sequence[Scored], slack: float) -> Scored:
     """The winner: the cheapest candidate, or a more capable one that costs at most the share `slack` more.
 
-    Of those as capable whose speeds cannot be told apart, it is the one that needs the least memory. Raises ValueError
+    Of those as capable whose speeds cannot be told apart, it is the one that needs the least memory, but none whose
+    host sets the pace if another's does not: whatever else the host does makes that one slower. Raises ValueError
     without candidates.
     """
     leaders = _leaders(candidates, slack)
-    return max((one for one in leaders if one.ties(leaders[0])), key=lambda one: (_free(one), one.score))
+    return max((one for one in leaders if one.ties(leaders[0])), key=lambda one: (_among_equals(one), one.score))
 
 
 def to_beat(candidate: Scored, others: Sequence[Scored], slack: float) -> float:
@@ -62,8 +65,8 @@ def to_beat(candidate: Scored, others: Sequence[Scored], slack: float) -> float:
     cheapest = max(other.score for other in others)
     fastest = _leaders(others, slack)[0]
     if _class(candidate) == _class(fastest):
-        smaller = _free(candidate) > _free(choose(others, slack))
-        return fastest.score / (1.0 + (max(candidate.noise, fastest.noise) if smaller else 0.0))
+        preferred = _among_equals(candidate) > _among_equals(choose(others, slack))
+        return fastest.score / (1.0 + (max(candidate.noise, fastest.noise) if preferred else 0.0))
     return cheapest / (1.0 + slack) if _class(candidate) > _class(fastest) else cheapest
 
 
@@ -79,9 +82,9 @@ def _class(candidate: Scored) -> tuple[Any, ...]:
     return candidate.config.capability, candidate.free_fraction >= ROOMY
 
 
-def _free(candidate: Scored) -> float:
-    """The free memory in whole percent, since a smaller difference is none."""
-    return round(candidate.free_fraction, 2)
+def _among_equals(candidate: Scored) -> tuple[bool, float]:
+    """What decides between equals in speed: larger is better. Free memory in whole percent: less is no difference."""
+    return not candidate.host_bound, round(candidate.free_fraction, 2)
 
 
 def why(
@@ -107,8 +110,10 @@ def why(
         larger = "nothing more capable was tried"
     else:
         larger = "the space has nothing more capable"
-    advantage = f"{best} above the floors" if winner is cheapest else f"it leaves more memory free, {cost}"
-    return f"{advantage}; {larger}"
+    if winner is cheapest:
+        return f"{best} above the floors; {larger}"
+    steadier = cheapest.host_bound and not winner.host_bound
+    return f"{'the host does not set its pace' if steadier else 'it leaves more memory free'}, {cost}; {larger}"
 
 
 def more_capable(space: SearchSpace, config: TrainConfig) -> list[TrainConfig]:

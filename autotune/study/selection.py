@@ -177,8 +177,8 @@ class Selection:
         return [config for config in configs if self.record(config).measured is None]
 
     def leader(self) -> TrainConfig | None:
-        """The winner among the confirmed configurations so far, and the baseline."""
-        pool = self._with_baseline(self._confirmed())
+        """The winner among the confirmed configurations so far, and those that are certainly faster than it."""
+        pool = self._with_faster(self._confirmed())
         return choose(pool, self.task.floors.slack).config if pool else None
 
     def may_win(self, config: TrainConfig) -> bool:
@@ -189,6 +189,19 @@ class Selection:
             for scored in self._confirmed()
         ]
         return bool(tilted) and choose(tilted, self.task.floors.slack).config == config
+
+    def rival(self) -> TrainConfig | None:
+        """Who wins by all that is known, if it is not confirmed and does not equal the leader of those that are.
+
+        None before anything is confirmed.
+        """
+        confirmed = self._confirmed()
+        if not confirmed:
+            return None
+        slack = self.task.floors.slack
+        likely, leader = choose(self._known_contenders(), slack), choose(confirmed, slack)
+        is_new = all(scored.config != likely.config for scored in confirmed)
+        return likely.config if is_new and not likely.ties(leader) else None
 
     def missing_reference(self, config: TrainConfig) -> TrainConfig | None:
         """The reference that must be measured before the losses of this configuration can be compared."""
@@ -324,21 +337,14 @@ class Selection:
     def recipe(self, fingerprint: Fingerprint) -> Recipe | None:
         """The winner with everything that is said about it; None if nothing was measured or extrapolated."""
         likely = self.finalists(1)
-        if likely and self.record(likely[0]).confirmed:
-            pool = self._confirmed()
-        else:  # the study was cut short before its likely winner was confirmed
-            pool = self._scored((record, record.best_known) for record in self._contenders())
-        pool = self._with_baseline(pool)
+        in_time = likely and self.record(likely[0]).confirmed  # or else the study was cut short before that
+        pool = self._with_faster(self._confirmed() if in_time else self._known_contenders())
         if not pool:
             return None
         winner = choose(pool, self.task.floors.slack)
         task, baseline, best = self.task, self.baseline(), self.candidate(winner.config)
         everything = self._scored((record, record.best_known) for record in self._by_evidence())
-        others = [
-            scored
-            for scored in self._scored((record, record.best_known) for record in self._contenders())
-            if scored.config.num_gpus != winner.config.num_gpus
-        ]
+        others = [one for one in self._known_contenders() if one.config.num_gpus != winner.config.num_gpus]
         of_numbers = sorted([winner, *self._best_of_numbers(others)], key=lambda scored: scored.config.num_gpus)
         device, most = task.device, Parallelism.of(of_numbers[-1].config)
         if most.num_gpus > 1:
@@ -405,16 +411,23 @@ class Selection:
     def _confirmed(self) -> list[Scored]:
         return self._scored((record, record.confirmed) for record in self.records.values() if record.confirmed)
 
-    def _with_baseline(self, pool: list[Scored]) -> list[Scored]:
-        """The pool, and the baseline where all that is known of it, confirmed or not, beats the pool's winner.
+    def _known_contenders(self) -> list[Scored]:
+        """The records that may win, by the best that is known of each."""
+        return self._scored((record, record.best_known) for record in self._contenders())
 
-        No time may be left to confirm it. What was confirmed, and is slower than it by that, must not win over it.
+    def _with_faster(self, pool: list[Scored]) -> list[Scored]:
+        """The pool, and of other contenders and the baseline those that beat its winner by all that is known of them.
+
+        No time may be left to confirm them. What was confirmed, and is slower than one by that, must not win over it.
         """
-        baseline = self.baseline()
-        if not pool or baseline is None or any(scored.config == baseline for scored in pool):
+        if not pool:
             return pool
-        winner, record = choose(pool, self.task.floors.slack), self.record(baseline)
-        return pool + [scored for scored in self._scored([(record, record.best_known)]) if scored.beats(winner)]
+        winner, present = choose(pool, self.task.floors.slack), {scored.config for scored in pool}
+        baseline = self.baseline()
+        records = [*self._contenders(), *([self.record(baseline)] if baseline else [])]
+        others = {record.config: record for record in records if record.config not in present}
+        known = self._scored((record, record.best_known) for record in others.values())
+        return pool + [scored for scored in known if scored.beats(winner)]
 
     def _scored(self, known: Iterable[tuple[CandidateRecord, list[Measurement]]]) -> list[Scored]:
         """Score the records that can win by these measurements."""
@@ -430,8 +443,16 @@ class Selection:
             if self.task.within_hours is not None:
                 hours = self._project(record.config, performance, largest, of=measurements).full_run_hours
             score = self.task.score(record.config, performance.tokens_per_second, hours)
-            spread = performance.own_spread or performance.spread
-            pool.append(Scored(config=record.config, score=score, free_fraction=1.0 - used, noise=noise, spread=spread))
+            pool.append(
+                Scored(
+                    config=record.config,
+                    score=score,
+                    free_fraction=1.0 - used,
+                    host_bound=any(measurement.host_bound for measurement in measurements),
+                    noise=noise,
+                    spread=performance.own_spread or performance.spread,
+                )
+            )
         return pool
 
     def _doubts(self, winner: Scored, pool: list[Scored]) -> list[str]:

@@ -98,6 +98,21 @@ def test_a_tie_in_speed_goes_to_what_needs_less_memory(score, noise, free, rank,
         assert to_beat(other, [fast], 0.05) == pytest.approx(100.0 / (1 + noise))
 
 
+def test_of_equals_none_wins_whose_host_sets_the_pace():
+    """It needs less memory, but whatever else the host does makes it slower."""
+    steady, hosted = scored(100.0, 0.3, micro_batch_size=4), scored(100.5, 0.6, micro_batch_size=1)
+    steady, hosted = (replace(one, noise=0.02, host_bound=one is hosted) for one in (steady, hosted))
+    assert choose([steady, hosted], 0.05) is steady
+    assert why(steady, [steady, hosted], 0.05, RANKS, ()) == (
+        "the host does not set its pace, at no measurable cost; nothing more capable was tried"
+    )
+    assert to_beat(steady, [hosted], 0.05) == pytest.approx(100.5 / 1.02)
+    assert to_beat(hosted, [steady], 0.05) == 100.0
+    faster = replace(hosted, score=104.0)
+    assert choose([steady, faster], 0.05) is faster
+    assert choose([replace(steady, host_bound=True), hosted], 0.05) is hosted
+
+
 @pytest.mark.parametrize(("fastest_of_slow", "tied"), [(-0.04, True), (-0.01, False)])
 def test_long_steps_on_a_busy_machine_tie_with_nothing_that_is_faster_in_all(fastest_of_slow, tied):
     """3 % slower within 20 % of noise, but by long steps alone: no step was as fast as the other's slowest."""

@@ -557,6 +557,31 @@ def test_who_was_extrapolated_and_not_pruned_may_win():
     )
 
 
+@pytest.mark.parametrize(
+    ("again_s", "error", "rival", "wins"),
+    [
+        (0.405, 0.02, False, False),  # cannot be told apart
+        (0.44, 0.12, True, False),  # likely faster: to be confirmed next
+        (0.44, 0.02, True, True),  # surely faster
+    ],
+)
+def test_who_was_extrapolated_rivals_what_is_confirmed_slower(again_s, error, rival, wins):
+    """FAST was ahead in the search, with 0.39 s. What was extrapolated to 0.4 s may not have been confirmed in time."""
+    made, near = Selection(SUBJECT), replace(FAST, compile="per_layer")
+    add_measured(made, FAST, steady(0.39))
+    found = steady(0.4, time_error=error)
+    made.add_result(result(near, measurement=found, evidence=Evidence.EXTRAPOLATED))
+    assert made.rival() is None
+    made.confirm(FAST, steady(again_s))
+    assert made.rival() == (near if rival else None)
+    recipe = made.recipe(FINGERPRINT)
+    assert made.leader() == recipe.winner.config == (near if wins else FAST)
+    said = "the winner was not probed at full depth: its numbers are extrapolated from a few layers"
+    assert (said in recipe.caveats) is wins
+    made.confirm(near, steady(0.42))
+    assert made.rival() is None and made.recipe(FINGERPRINT).winner.evidence is Evidence.MEASURED
+
+
 @pytest.mark.parametrize(("error", "kept"), [(0.04, True), (0.03, False)])
 def test_what_cannot_win_is_pruned_with_the_speed_that_it_needs(error, kept):
     """FAST does 8 x 1,024 tokens in 0.5 s, so 16,384 a second. 0.52 s is 4 % more."""
