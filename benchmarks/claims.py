@@ -1,11 +1,11 @@
 """Hold what guides claim against stored measurements: pairs of configurations that differ in one thing alone.
 
 The pairs are of the 240 whole models of the search table (Mistral-7B, LoRA of rank 16, rows of 512 tokens), of
-`levers` (Mistral-7B and Llama 3.1 8B, rows of 2,048) and of `warm_vs_cold` for the rank. Those of packing are winners
-of studies (`packing`, `real_data`), which differ in more. Where a micro batch has few tokens the host sets the pace,
-which varies: `large` pairs are those of the search table with 4,096 tokens or more in the smaller micro batch. `speed`
-and `memory` are those of the configuration that the claim is about, divided by those of the other. No GPU is needed:
-`docs/claims.md` has what follows.
+`reference_levers` (Mistral-7B and Llama 3.1 8B, rows of 2,048) and of `warm_vs_cold` for the rank. Those of packing are
+winners of studies (`packing`, `real_data`), which differ in more. Where a micro batch has few tokens the host sets the
+pace, which varies: `large` pairs are those of the search table with 4,096 tokens or more in the smaller micro batch.
+`speed` and `memory` are those of the configuration that the claim is about, divided by those of the other. No GPU is
+needed: `docs/claims.md` has what follows.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def _reserved_gib(measured: Table, config: TrainConfig) -> float | None:
 
 def of_levers() -> Iterator[dict[str, Any]]:
     """Every pair of the levers."""
-    rows = [row for row in _rows("levers") if row.get("outcome") == "ok"]
+    rows = [row for row in _rows("reference_levers") if row.get("outcome") == "ok"]
     by_lever = {(row["model"], row["config"].split()[0], row["lever"]): row for row in rows}
     for claim, levers in OF_LEVERS.items():
         for model, method, lever in by_lever:
@@ -88,7 +88,7 @@ def of_levers() -> Iterator[dict[str, Any]]:
                     "speed": row["tokens_per_s"] / other["tokens_per_s"],
                     "memory": row["peak_reserved_gib"] / other["peak_reserved_gib"],
                 }
-                yield {"claim": claim, "data": "levers", "model": model, "config": row["config"]} | ratios
+                yield {"claim": claim, "data": "reference_levers", "model": model, "config": row["config"]} | ratios
 
 
 def of_rank() -> Iterator[dict[str, Any]]:
@@ -127,7 +127,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         of_method = row["config"].split()[0]
-        names = [row["data"], *["large"] * bool(row.get("large")), *[of_method] * (row["data"] == "levers")]
+        names = [row["data"], *["large"] * bool(row.get("large")), *[of_method] * (row["data"] == "reference_levers")]
         for name in names:
             groups.setdefault(f"{row['claim']}_{name}", []).append(row)
     return {

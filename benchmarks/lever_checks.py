@@ -9,7 +9,7 @@ The text is the source of Python's standard library, a token for each byte. For 
 modules first, as no weights are at hand, and then tuned on its packages, by the exported script's loop. A base of
 random values would not do: in 8 bits it is another base of random values, whose losses end 2 % higher or lower by
 chance. For gradients and updates it is better: there they are large beside what bf16 rounds.
-`lever_sides.py` calls it; by itself it makes the comparison on any machine.
+`levers.py` calls it; by itself it makes the comparison on any machine.
 """
 
 import argparse

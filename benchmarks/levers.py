@@ -1,17 +1,25 @@
-"""Measure the effect of each lever on the guides' reference configuration: alone, together, and in a study's winner.
+"""Measure levers with and without them, side by side, and check what they must leave as it is.
 
-The studies are plain calls of `autotune run` for LoRA of rank 16 on rows of 2,048 tokens: one with the defaults and one
-that also allows 8-bit floats. All measurements are at full depth.
+At two ranks and two lengths of rows; selective recomputation also on long rows and under a cap, CUDA graphs on a small
+micro batch, where the host sets the pace, and packed rows beside full ones (`packed_attention`). Gradients and the loss
+of 50 steps are those of `lever_checks`. With `--first` it is a short test of selective recomputation and CUDA graphs.
+Speeds are those of whole models. A row names its card, so that rows of several are one result (`--rows`).
 """
 
 import argparse
+import itertools
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import Rows, run_study, save, speed, table
+import lever_checks
+import packed_attention
+import torch
+from common import Rows, save, speed, table
+from lever_checks import CONFIG, arriving, gradient_difference, levers_of, loss_differences
+from reference_levers import COLUMNS, TOGETHER
 
 from autotune.catalog import resolve_device, resolve_model
 from autotune.core.probe_types import Fingerprint
@@ -19,119 +27,169 @@ from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.probe.supervisor import WorkerProber
 
-MODELS = ("mistral-7b", "llama-3.1-8b")
-# The reference recomputes every layer and uses autocast over a bf16 base, with rank 16 on all linear layers.
-LORA = TrainConfig(micro_batch_size=4, seq_len=2048)
-FULL = TrainConfig(method="full", micro_batch_size=4, seq_len=2048, precision="bf16_pure")
-TOGETHER = {"checkpointing": "none", "compile": "per_layer", "loss": "chunked"}  # no other number format
-LEVERS: dict[str, dict[str, Any]] = {
-    "reference": {},
-    "no checkpointing": {"checkpointing": "none"},
-    "offloaded checkpoints": {"checkpointing": "offload"},
-    "bf16 adapters": {"precision": "bf16_pure"},
-    "layers compiled": {"compile": "per_layer"},
-    "loss in chunks": {"loss": "chunked"},
-    "cuDNN's attention": {"attention": "sdpa_cudnn"},
-    "Liger's kernels": {"kernels": "liger"},
-    "fp8 base": {"quantization": "fp8"},
-    "8-bit AdamW": {"optimizer": "adamw_8bit"},
-    "micro batch of 1": {"micro_batch_size": 1},
-    "together": TOGETHER,
-    "together, bf16 adapters": TOGETHER | {"precision": "bf16_pure"},
-    "together, cuDNN's attention": TOGETHER | {"attention": "sdpa_cudnn"},
-    "together, fp8 base": TOGETHER | {"quantization": "fp8"},
-    "together, Liger's kernels, not compiled": TOGETHER | {"kernels": "liger", "compile": "none"},
-    "together, micro batch of 1": TOGETHER | {"micro_batch_size": 1},
-    "together, micro batch of 8": TOGETHER | {"micro_batch_size": 8},
+# A lever, and what is the same without it.
+COMPILED = {"checkpointing": "none", "compile": "per_layer", "loss": "chunked", "padding": "max_length"}
+SIDES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "together": ({}, TOGETHER),
+    "joined adapters": (COMPILED, COMPILED | {"lora_kernels": "joined"}),
+    "fp8 base": (COMPILED, COMPILED | {"quantization": "fp8"}),
+    "selective_50": (COMPILED | {"checkpointing": "every_2"}, COMPILED | {"checkpointing": "selective_50"}),
 }
-# As a person would call it; what is learnt changes with 8-bit floats, which is why they have to be allowed.
-STUDIES: dict[str, list[str]] = {
-    "the study's winner": [],
-    "the study's winner, fp8 allowed": ["--allow-quantized"],
+RANKS, LENGTHS = (16, 64), (1024, 4096)
+CAP_GIB, LONG_ROW = 22.0, 16384
+RECOMPUTED = ("none", "selective_80", "every_4", "selective_50", "every_2", "selective_30", "full")
+GRAPHS: dict[str, dict[str, Any]] = {
+    "1 x 512": {},
+    "1 x 512, CUDA graphs": {"cuda_graphs": "micro_batch"},
+    "1 x 512, compiled": {"compile": "per_layer"},
 }
-COLUMNS = ["lever", "config", "tokens_per_s", "mfu", "peak_reserved_gib"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpu", default="h200")
-    parser.add_argument("--models", nargs="*", default=list(MODELS))
-    parser.add_argument("--memory-gib", type=float, default=135.0)
-    parser.add_argument("--budget", default="4m", help="time for each of the two studies")
-    parser.add_argument("--rows", type=Path, help="the .jsonl file of an earlier call on the same machine to continue")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="start no measurement after this time")
+    parser.add_argument("--model", default="mistral-7b")
+    parser.add_argument("--memory-gib", type=float, default=75.0)
+    parser.add_argument("--seconds", type=float, default=540.0, help="start no measurement after this time")
+    parser.add_argument("--rows", type=Path, help="the .jsonl file of an earlier call to continue, or of other cards")
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(12)), help="of the losses")
+    parser.add_argument("--first", action="store_true", help="selective recomputation and CUDA graphs alone, as a test")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    until = time.monotonic() + args.seconds
     rows = Rows("levers", args.out, args.rows)
-    # The studies run right after the first reference, so that both are measured within the same minutes.
-    first, *others = [(name, reference) for name in args.models for reference in (LORA, FULL)]
-    levers(rows, args, [first], until)
-    for name, options in STUDIES.items():
-        if time.monotonic() < until and not rows.has(lever=name):
-            rows.add(study(args, name, options))
-            table(rows.all[-1:], COLUMNS)
-    levers(rows, args, others, until)
+    measure(rows, args, time.monotonic() + args.seconds)
     shown = [{key: value for key, value in row.items() if key != "fingerprint"} for row in rows.all]
-    summary = summarize(shown)
-    save("levers", from_data(Fingerprint, rows.all[0]["fingerprint"]), summary, shown, args.out)
-    print(summary)
+    save("levers", from_data(Fingerprint, rows.all[0]["fingerprint"]), summarize(shown), shown, args.out)
+    print(summarize(shown))
+
+
+def measure(rows: Rows, args: argparse.Namespace, until: float) -> None:
+    """Measure levers with and without them, and check what they must not change. Nothing begins after `until`."""
+    if time.monotonic() > until:
+        return
+    device, folder = resolve_device(args.gpu), Path(tempfile.mkdtemp(prefix="autotune-bench-"))
+    here = torch.device("cpu" if device.kind == "cpu" else "cuda")
+    with WorkerProber(here.type, folder) as prober:
+        fingerprint = to_data(prober.fingerprint)
+        card = {"card": prober.fingerprint.device}
+        for part, lever, model, config, memory_gib in cases(args):
+            short = resolve_model(model).short
+            if time.monotonic() < until and not rows.has(**card, part=part, model=short, config=config.label()):
+                found = speed(prober, resolve_model(model), device, config, memory_gib)
+                rows.add({"part": part, "lever": lever, **found, **card, "fingerprint": fingerprint})
+                table(rows.all[-1:], ["part", *COLUMNS])
+        for case in [] if args.first else packed_attention.cases(packed_attention.CONFIG.seq_len):
+            if time.monotonic() < until and not rows.has(**card, part="packed", case=case):
+                found = packed_attention.speed_of(case, prober, resolve_model(args.model), device, args.memory_gib)
+                rows.add({"part": "packed", **found, **card, "fingerprint": fingerprint})
+                table(rows.all[-1:], ["part", *packed_attention.COLUMNS])
+    if time.monotonic() < until and here.type == "cuda" and not rows.has(**card, part="gradients"):
+        found = gradient_difference(CONFIG, here)
+        rows.add({"part": "gradients", "lever": "CUDA graphs", **found, **card, "fingerprint": fingerprint})
+        print(found, flush=True)
+    check(rows, args, until, here, card | {"fingerprint": fingerprint})
+
+
+def check(rows: Rows, args: argparse.Namespace, until: float, here: torch.device, card: dict[str, Any]) -> None:
+    """Compare losses, and what arrives of small updates."""
+    of_card = {"card": card["card"]}
+    levers = ["selective_50"] if args.first else levers_of(here)
+    missing = [lever for lever in levers if not rows.has(**of_card, part="losses", check=lever)]
+    if time.monotonic() < until and missing:
+        for row in loss_differences(here, levers=missing, seeds=args.seeds):
+            if not rows.has(**of_card, part="losses", check=row["check"]):
+                rows.add({"part": "losses", **row, **card})
+                print(row, flush=True)
+            if time.monotonic() > until:
+                break
+    if time.monotonic() < until and not rows.has(**of_card, part="updates"):
+        for row in arriving(here):
+            rows.add({"part": "updates", **row, **card})
+        table([row for row in rows.all if row["part"] == "updates"], ["check", "update", "share"])
+
+
+def cases(args: argparse.Namespace) -> list[tuple[str, str, str, TrainConfig, float]]:
+    """The part, the lever, the model, the configuration and the memory limit of each measurement."""
+    model, recomputed = args.model, ("every_2", "selective_30") if args.first else RECOMPUTED
+    sizes = (2,) if args.first else (1, 2, 4)
+    one = TrainConfig(micro_batch_size=1, seq_len=512, checkpointing="none", loss="chunked", padding="max_length")
+    graphs = [("graphs", lever, "llama-3.2-1b", replace(one, **changes), 70.0) for lever, changes in GRAPHS.items()]
+    capped = []
+    for value in recomputed:
+        short = TrainConfig(**COMPILED | {"checkpointing": value, "seq_len": 1024})
+        capped += [("cap", value, model, replace(short, micro_batch_size=size), CAP_GIB) for size in sizes]
+    if args.first:
+        return graphs + capped
+    found = []
+    for rank, length in itertools.product(RANKS, LENGTHS):
+        for lever in SIDES:
+            for side, config in zip(("without", "with"), sides_of(lever, rank, length), strict=True):
+                found.append(("sides", f"{lever}, {side}", model, config, args.memory_gib))
+    for value in recomputed:
+        long = TrainConfig(**COMPILED | {"checkpointing": value, "seq_len": LONG_ROW, "micro_batch_size": 1})
+        found.append(("long rows", value, model, long, args.memory_gib))
+    return found + graphs + capped
+
+
+def sides_of(lever: str, rank: int, length: int) -> list[TrainConfig]:
+    """The configurations without and with a lever, for 8,192 tokens in a micro batch."""
+    size = {"lora_rank": rank, "seq_len": length, "micro_batch_size": 8192 // length}
+    return [TrainConfig(**size | changes) for changes in SIDES[lever]]
+
+
+def worth(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The speed with each lever over that without it, by lever, rank and length."""
+    speeds = {row["config"]: row["tokens_per_s"] for row in rows if row["part"] == "sides" and row.get("tokens_per_s")}
+    found = {}
+    for lever, rank, length in itertools.product(SIDES, RANKS, LENGTHS):
+        without, with_it = (speeds.get(config.label()) for config in sides_of(lever, rank, length))
+        if without and with_it:
+            found[f"{lever}, r{rank}, {length}"] = with_it / without
+    return found
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    by_lever = {row["lever"]: row for row in reversed(rows)}  # the first row of a lever: LoRA of the first model
-    winner, reference = by_lever.get("the study's winner", {}), by_lever["reference"]
-    in_fp8 = by_lever.get("the study's winner, fp8 allowed", {})
-
-    def ratio(row: dict[str, Any]) -> float | None:
-        return row["tokens_per_s"] / reference["tokens_per_s"] if row and reference.get("tokens_per_s") else None
-
-    return {
-        "winner_tokens_per_s": winner.get("tokens_per_s"),
-        "reference_tokens_per_s": reference.get("tokens_per_s"),
-        "ratio": ratio(winner),
-        "mfu": winner.get("mfu"),
-        "winner": winner.get("config"),
-        "fp8_winner_tokens_per_s": in_fp8.get("tokens_per_s"),
-        "fp8_ratio": ratio(in_fp8),
-        "fp8_winner": in_fp8.get("config"),
+    """What was found on each card, and of all the first that is known."""
+    names = dict.fromkeys(row["card"] for row in rows)
+    cards = {name: summarize_card([row for row in rows if row["card"] == name]) for name in names}
+    first = {
+        key: next((one[key] for one in cards.values() if one[key] is not None), None) for key in summarize_card([])
     }
+    return first | {"cards": cards}
 
 
-def levers(rows: Rows, args: argparse.Namespace, cases: list[tuple[str, TrainConfig]], until: float) -> None:
-    """Measure each lever on each of these references, unless its row exists or the time is over."""
-    device, folder = resolve_device(args.gpu), Path(tempfile.mkdtemp(prefix="autotune-bench-"))
-    missing: dict[tuple[str, str], tuple[str, TrainConfig]] = {}  # several levers may give the same configuration
-    for name, reference in cases:
-        for lever, changes in LEVERS.items():
-            config = replace(reference, **changes)
-            if not rows.has(model=resolve_model(name).short, config=config.label()):
-                missing.setdefault((name, config.label()), (lever, config))
-    if not missing or time.monotonic() > until:
-        return
-    with WorkerProber("cpu" if device.kind == "cpu" else "cuda", folder) as prober:
-        fingerprint = to_data(prober.fingerprint)
-        for (name, _), (lever, config) in missing.items():
-            if time.monotonic() < until:
-                measured = speed(prober, resolve_model(name), device, config, args.memory_gib)
-                rows.add({"lever": lever, **measured, "fingerprint": fingerprint})
-                table(rows.all[-1:], COLUMNS)
+def summarize_card(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Ratios of speeds, None where one of the two was not measured or did not fit, and the largest differences."""
 
+    def best(part: str, *levers: str) -> float | None:
+        speeds = [row.get("tokens_per_s") for row in rows if row["part"] == part and row["lever"] in levers]
+        return max((value for value in speeds if value), default=None)
 
-def study(args: argparse.Namespace, name: str, options: list[str]) -> dict[str, Any]:
-    """Run a study and return its winner with the study's own measurements as a row."""
-    task = ["--gpu", args.gpu, "--model", args.models[0], "--tokens-per-example", "2048", "--budget", args.budget]
-    task += ["--set", "seq_len=2048", "--set", "lora_rank=16", "--out", "study", *options]
-    summary = run_study(Path(tempfile.mkdtemp(prefix="autotune-bench-")), *task)
-    winner = summary["winner"]
+    def ratio(part: str, levers: tuple[str, ...], other: str) -> float | None:
+        with_it, without = best(part, *levers), best(part, other)
+        return with_it / without if with_it and without else None
+
+    def winner(*, in_fp8: bool) -> float | None:
+        found = [row for row in rows if row["part"] == "sides" and row.get("tokens_per_s")]
+        found = [row for row in found if "lora r16 " in row["config"] and (" fp8 " in row["config"]) == in_fp8]
+        return max((row["tokens_per_s"] for row in found), default=None)
+
+    selective = ("selective_80", "selective_50", "selective_30")
+    gradients = next((row for row in rows if row["part"] == "gradients"), {})
+    packed = packed_attention.summarize([row for row in rows if row["part"] == "packed"])
     return {
-        "lever": name,
-        "model": args.models[0],
-        "config": TrainConfig(**winner["config"]).label(),
-        "tokens_per_s": winner["performance"]["tokens_per_second"],
-        "mfu": winner["performance"]["mfu"],
-        "peak_reserved_gib": winner["memory"]["peak_reserved_gib"],
-        "fingerprint": {key: value for key, value in summary["fingerprint"].items() if key != "digest"},
+        "winner_tokens_per_s": winner(in_fp8=False),
+        "fp8_winner_tokens_per_s": winner(in_fp8=True),
+        "packed_over_full": packed.get("packed_over_full"),
+        "packed_over_full_short": packed.get("packed_over_full_short"),
+        "worth": worth(rows) or None,
+        "selective_over_every_2_cap": ratio("cap", selective, "every_2"),
+        "selective_over_every_2_long": ratio("long rows", selective, "every_2"),
+        "graphs_over_none": ratio("graphs", ("1 x 512, CUDA graphs",), "1 x 512"),
+        "graphs_over_compiled": ratio("graphs", ("1 x 512, CUDA graphs",), "1 x 512, compiled"),
+        "graph_gradient_difference": gradients.get("gradient_difference"),
+        "graph_loss_difference": gradients.get("loss_difference"),
+        **lever_checks.summarize([row for row in rows if row["part"] in ("losses", "updates")]),
     }
 
 

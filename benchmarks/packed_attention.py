@@ -14,7 +14,7 @@ from typing import Any
 
 from common import Rows, save, speed, table
 
-from autotune.catalog import ModelSpec, resolve_device, resolve_model
+from autotune.catalog import DeviceSpec, ModelSpec, resolve_device, resolve_model
 from autotune.core.probe_types import Fingerprint
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
@@ -48,14 +48,10 @@ def main() -> None:
     device = resolve_device(args.gpu)
     with WorkerProber("cpu" if device.kind == "cpu" else "cuda", Path(tempfile.mkdtemp())) as prober:
         fingerprint = to_data(prober.fingerprint)
-        for case, (knobs, lengths) in cases(args.seq_len).items():
+        for case in cases(args.seq_len):
             if time.monotonic() < until and not rows.has(case=case):
-                began = time.monotonic()
-                workload = Workload(
-                    examples=10_000, lengths=lengths, global_batch=round(32 * args.seq_len / lengths.mean)
-                )
-                found = speed(prober, model, device, replace(config, **knobs), args.memory_gib, workload)
-                rows.add({"case": case, **found, "seconds": time.monotonic() - began, "fingerprint": fingerprint})
+                found = speed_of(case, prober, model, device, args.memory_gib, config)
+                rows.add(found | {"fingerprint": fingerprint})
                 table(rows.all[-1:], COLUMNS)
     for way in WAYS:
         if time.monotonic() < until and not rows.has(losses_of=way):
@@ -66,6 +62,21 @@ def main() -> None:
     summary = summarize(shown)
     save("packed_attention", from_data(Fingerprint, rows.all[0]["fingerprint"]), summary, shown, args.out)
     print(summary)
+
+
+def speed_of(
+    case: str,
+    prober: WorkerProber,
+    model: ModelSpec,
+    device: DeviceSpec,
+    memory_gib: float,
+    config: TrainConfig = CONFIG,
+) -> dict[str, Any]:
+    """The row of a case: its useful tokens/s, and how long the measurement took."""
+    began, (knobs, lengths) = time.monotonic(), cases(config.seq_len)[case]
+    workload = Workload(examples=10_000, lengths=lengths, global_batch=round(32 * config.seq_len / lengths.mean))
+    found = speed(prober, model, device, replace(config, **knobs), memory_gib, workload)
+    return {"case": case, **found, "seconds": time.monotonic() - began}
 
 
 def cases(seq_len: int) -> dict[str, tuple[dict[str, Any], Lengths]]:

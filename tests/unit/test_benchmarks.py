@@ -44,29 +44,34 @@ SAID = [
     ),
     ("first_minutes", "The first speed was on screen after {first_number_s:.0f} s and the answer"),
     ("first_minutes", "after {answer_s:.0f} s, the later of the two each"),
-    ("cold_study", "was found after {h100_seconds_to_2_percent:.0f} s. {judged_in_120_s} configurations were judged"),
-    ("cold_study", "compiled for {compile_wait_share:.0%} of the time of its probes"),
-    ("cold_study", "on the same machine, {judged_in_120_s_without} were judged in one run"),
+    (
+        "cold_study",
+        "after {h100_seconds_to_2_percent:.0f} s on the H100 and after {h200_seconds_to_2_percent:.0f} s on the H200",
+    ),
+    ("cold_study", "and {judged_in_120_s} configurations were judged"),
+    ("cold_study", "and {compile_wait_share:.0%} of the time of its probes"),
+    ("cold_study", "on the same H100, {judged_in_120_s_without} were judged in one run"),
     ("cold_study", "compiled for up to {compile_wait_share_without:.0%} of the time."),
     ("cold_study", "within 5% of the best after {large_seconds_to_5_percent:.0f} s"),
-    ("lever_sides", "the furthest, {loss_difference_max:.2%} (0.56)"),
+    ("levers", "all end within {loss_difference_max:.2%} of the loss in 32 bits"),
+    ("levers", "one series ended {cards[NVIDIA H100 80GB HBM3][loss_difference_max]:.2%} lower"),
     ("lever_checks", "compiled layers, the furthest of all, within {loss_difference_max:.2%}. An fp8 base ends"),
     ("lever_checks", "ends {loss_differences[fp8 base, layers compiled]:.2%} higher"),
     ("lever_checks", "lowers the loss by {arriving[none, 1e-05]:.0%} of what it does in 32 bits"),
     ("lever_checks", "one of 3e-5 by {arriving[none, 3e-05]:.0%}, and"),
     ("lever_checks", "one of 1e-4 by {arriving[none, 0.0001]:.0%}."),
-    ("lever_sides", "{winner_tokens_per_s:,.0f} tokens/s at rank 16 and rows of 1,024"),
+    ("levers", "on the H100: {winner_tokens_per_s:,.0f} tokens/s and"),
+    ("levers", "and {cards[NVIDIA H100 80GB HBM3][winner_tokens_per_s]:,.0f} at rank 16 and rows of 1,024"),
+    ("levers", "kept in fp8 gives {worth[fp8 base, r16, 4096]:.2f} to {worth[fp8 base, r64, 1024]:.2f} times"),
+    ("levers", "times ({fp8_winner_tokens_per_s:,.0f}) and"),
+    ("levers", "times ({cards[NVIDIA H100 80GB HBM3][fp8_winner_tokens_per_s]:,.0f}) and needs"),
     (
-        "lever_sides",
-        "kept in fp8 gives {worth[fp8 base, r64, 4096]:.2f} to {worth[fp8 base, r16, 1024]:.2f} times",
+        "levers",
+        "give {worth[joined adapters, r64, 4096]:.2f} to {worth[joined adapters, r16, 1024]:.2f} times on the H200",
     ),
-    ("lever_sides", "times ({fp8_winner_tokens_per_s:,.0f}) and"),
-    (
-        "lever_sides",
-        "give {worth[joined adapters, r64, 4096]:.2f} to {worth[joined adapters, r64, 1024]:.2f} times",
-    ),
-    ("lever_sides", "is {worth[selective_50, r16, 4096]:.2f} to {worth[selective_50, r64, 1024]:.2f} times as fast as"),
-    ("lever_sides", "selective ones {selective_over_every_2_long:.2f} times on a row of 16,384"),
+    ("levers", "is {worth[selective_50, r16, 4096]:.2f} to {worth[selective_50, r16, 1024]:.2f} times, and on"),
+    ("levers", "selective ones is {selective_over_every_2_long:.2f} and"),
+    ("levers", "a cap of 22 GiB {selective_over_every_2_cap:.2f} and"),
     ("first_minutes", "the first speed after {h100_first_number_s:.0f} s and the answer after {h100_answer_s:.0f} s"),
     ("longest", "A row of {tokens_80gb:,} tokens was trained in {step_s_80gb:.0f} s on 80 GB."),
     ("longest", "Under the cap of an RTX 4090 a row of {tokens_24gb:,} tokens was trained in {step_s_24gb:.0f} s"),
@@ -307,8 +312,11 @@ def test_packed_rows_are_compared_with_the_full_rows_around_them(monkeypatch: py
     assert module.summarize(rows[:1])["full_differs"] == 0 and module.summarize([]) == {"cases": 0}
 
 
+PACKED = {"full": 9.0, "usual, varlen": 12.0, "full again": 11.0}
+
+
 def test_levers_are_measured_with_and_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = program("lever_sides", monkeypatch)
+    module = program("levers", monkeypatch)
     asked = SimpleNamespace(model="mistral-7b", memory_gib=75.0, first=False)
     every = module.cases(asked)
     assert len({(part, lever, model, config) for part, lever, model, config, _ in every}) == len(every)
@@ -337,7 +345,10 @@ def test_levers_are_measured_with_and_without_them(monkeypatch: pytest.MonkeyPat
     without, with_it = (one.label() for one in module.sides_of("fp8 base", 16, 1024))
     rows += [{"part": "sides", "lever": "", "config": without, "tokens_per_s": 4.0}]
     rows += [{"part": "sides", "lever": "", "config": with_it, "tokens_per_s": 5.0}]
-    summary = module.summarize(rows)
+    rows += [{"part": "packed", "case": case, "outcome": "ok", "tokens_per_s": speed} for case, speed in PACKED.items()]
+    other = {"part": "graphs", "lever": "1 x 512, compiled", "tokens_per_s": 1.0, "card": "another"}
+    summary = module.summarize([*[row | {"card": "one"} for row in rows], other])
+    assert set(summary.pop("cards")) == {"one", "another"}
     known = {key: value for key, value in summary.items() if value is not None}
     assert known.pop("worth") == {"fp8 base, r16, 1024": 1.25}
     assert known.pop("loss_differences") == {"selective_30": -0.003, "fp8 base": -0.002}
@@ -346,6 +357,7 @@ def test_levers_are_measured_with_and_without_them(monkeypatch: pytest.MonkeyPat
         {
             "winner_tokens_per_s": 4.0,
             "fp8_winner_tokens_per_s": 5.0,
+            "packed_over_full": 1.2,
             "selective_over_every_2_cap": 1.2,
             "graphs_over_none": 1.5,
             "graph_gradient_difference": 0.01,
@@ -353,7 +365,9 @@ def test_levers_are_measured_with_and_without_them(monkeypatch: pytest.MonkeyPat
             "loss_difference_max": 0.003,
         }
     )
-    assert set(module.summarize([]).values()) == {None}
+    alone = module.summarize([other | {"lever": "1 x 512, CUDA graphs"}, rows[3] | {"card": "one"}])
+    assert alone["graphs_over_none"] is None  # two cards are not compared
+    assert module.summarize([]).pop("cards") == {}
 
 
 def test_the_long_tailed_lengths_are_those_that_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
