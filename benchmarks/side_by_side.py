@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=200.0, help="seconds of one tool")
     parser.add_argument("--rows", type=Path, help="the .jsonl file of an earlier call on the same machine to continue")
     parser.add_argument("--seconds", type=float, default=3600.0, help="start no tool after this time")
-    parser.add_argument("--card", type=int, default=1, help="number of the card, where rows are of several of a kind")
+    parser.add_argument("--card", help="name of the card, where rows are of several of a kind: 'h100-sxm 2'")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     until = time.monotonic() + args.seconds
@@ -119,21 +119,33 @@ def add(rows: Rows, some: Iterable[dict[str, Any]]) -> None:
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The best of each tool, and ours by the best of the others. A tool without a measurement is not counted."""
+    """The best of each tool on the first card that it was measured on, and ours by the best of the others.
+
+    Ratios are those of one card, of the first for ours. A tool without a measurement is not counted.
+    """
     best = {name: speeds for name in (EQUAL, STUDY, *OTHERS) if (speeds := best_of(rows, name)) is not None}
     others = {name: best[name] for name in OTHERS if name in best}
     fastest = max(others.values(), default=None)
+    cards = sorted({row["card"] for row in rows})
 
-    def ratio(name: str) -> float | None:
-        return best[name] / fastest if fastest and name in best else None
+    def ratios(name: str) -> dict[str, float]:
+        """Our speed over the best of the others, by card."""
+        found = {}
+        for card in cards:
+            on_card = [row for row in rows if row["card"] == card]
+            rivals = [speed for other in OTHERS if (speed := best_of(on_card, other))]
+            if rivals and (ours := best_of(on_card, name)):
+                found[card] = ours / max(rivals)
+        return found
 
     return {
         "ours_tokens_per_s": best.get(EQUAL),
         "study_tokens_per_s": best.get(STUDY),
         "best_other": next((name for name, speed in others.items() if speed == fastest), None),
         "best_other_tokens_per_s": fastest,
-        "ratio": ratio(EQUAL),
-        "study_ratio": ratio(STUDY),
+        "ratio": next(iter(ratios(EQUAL).values()), None),
+        "ratios": ratios(EQUAL),
+        "study_ratio": next(iter(ratios(STUDY).values()), None),
         "others": len(others),
         "tokens_per_s": best,
         "not_measured": sorted({row["key"] for row in rows} - set(best)),
@@ -141,17 +153,17 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def readme_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """README's table: the fastest configuration of each tool on each card, the fastest first."""
-    measured = [row for row in rows if row.get("tokens_per_s")]
-    best: dict[tuple[str, int], dict[str, Any]] = {}
+    """README's table: the fastest configuration of each tool on each card in the same sweep, the fastest first."""
+    measured = [row for row in rows if row.get("tokens_per_s") and row["key"] != STUDY]
+    best: dict[tuple[str, str], dict[str, Any]] = {}
     for row in sorted(measured, key=speed_of):
         best[row["key"], row["card"]] = row
     heads = ["tool", "its best", "card", "tokens/s", "peak reserved", "loss, first and last step"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in sorted(best.values(), key=speed_of, reverse=True):
-        ours = row["key"] in (EQUAL, STUDY)
+        ours = row["key"] == EQUAL
         config = f"`{row['config']}`" if ours else row["config"]
-        cells = [f"**{row['tool']}**" if ours else row["tool"], config, str(row["card"]), f"{row['tokens_per_s']:,.0f}"]
+        cells = [f"**{row['tool']}**" if ours else row["tool"], config, row["card"], f"{row['tokens_per_s']:,.0f}"]
         cells += [f"{row['peak_reserved_gib']:.1f} GiB", f"{row['first_loss']:.2f}, {row['last_loss']:.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -215,7 +227,7 @@ class Bench:
         found = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
         if reason:
             found.append({"config": None, "outcome": "failed", "reason": f"{reason}: {log[-600:]}"})
-        measured = {"card": self._args.card, "date": now()}
+        measured = {"card": self._args.card or self._device.name, "date": now()}
         return [beside | row | described | {"mfu": self._mfu(row)} | measured for row in found]
 
     @property

@@ -70,6 +70,9 @@ SAID = [
         "give {worth[joined adapters, r64, 4096]:.2f} to {worth[joined adapters, r16, 1024]:.2f} times on the H200",
     ),
     ("levers", "is {worth[selective_50, r16, 4096]:.2f} to {worth[selective_50, r16, 1024]:.2f} times, and on"),
+    ("side_by_side", "ours is {ratios[h100-sxm 1]:.2f} times as fast as the fastest of the others on an H100"),
+    ("side_by_side", "and {ratios[h200-sxm]:.2f} times on an H200"),
+    ("side_by_side", "the exported run had {study_tokens_per_s:,.0f} tokens/s, {study_ratio:.2f} times torchtune's"),
     ("levers", "selective ones is {selective_over_every_2_long:.2f} and"),
     ("levers", "a cap of 22 GiB {selective_over_every_2_cap:.2f} and"),
     ("first_minutes", "the first speed after {h100_first_number_s:.0f} s and the answer after {h100_answer_s:.0f} s"),
@@ -614,14 +617,16 @@ def test_a_cold_study_is_within_the_goal_when_its_trial_ends(monkeypatch: pytest
 def test_ours_is_compared_with_the_best_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     module = program("side_by_side", monkeypatch)
     rows = [
-        {"key": module.EQUAL, "card": 1, "tokens_per_s": 12.0},
-        {"key": module.EQUAL, "card": 1, "tokens_per_s": 15.0},
-        {"key": "trl", "card": 1, "tokens_per_s": 10.0},
-        {"key": "trl", "card": 2, "tokens_per_s": 11.0},  # a faster card, on which ours was not measured
-        {"key": "unsloth", "card": 1, "tokens_per_s": None},
+        {"key": module.EQUAL, "card": "1", "tokens_per_s": 12.0},
+        {"key": module.EQUAL, "card": "1", "tokens_per_s": 15.0},
+        {"key": module.STUDY, "card": "2", "tokens_per_s": 22.0},
+        {"key": "trl", "card": "1", "tokens_per_s": 10.0},
+        {"key": "trl", "card": "2", "tokens_per_s": 11.0},  # a faster card, on which ours was not measured
+        {"key": "unsloth", "card": "1", "tokens_per_s": None},
     ]
     found = module.summarize(rows)
     assert (found["ours_tokens_per_s"], found["best_other"], found["ratio"]) == (15.0, "trl", 1.5)
+    assert (found["ratios"], found["study_ratio"]) == ({"1": 1.5}, 2.0)
     assert (found["others"], found["not_measured"]) == (1, ["unsloth"])
     assert module.summarize([])["ratio"] is None
 
