@@ -280,7 +280,8 @@ class Selection:
         speed, measurement = self.predicted_speed(config, extrapolation), extrapolation.measurement
         free_fraction = 1 - measurement.peak_reserved_gib / measurement.limit_gib
         score = task.score(config, speed)
-        bar = to_beat(Scored(config=config, score=score, free_fraction=free_fraction), others, task.floors.slack)
+        own = Scored(config=config, score=score, free_fraction=free_fraction, host_bound=measurement.host_bound)
+        bar = to_beat(own, others, task.floors.slack)
         if task.score(config, speed * (1 + error)) >= bar:
             return None
         if task.is_late(config, speed) and bar > 2 * score:  # others are in time

@@ -593,6 +593,14 @@ def test_what_cannot_win_is_pruned_with_the_speed_that_it_needs(error, kept):
     assert Selection(SUBJECT).prune_reason(config, prediction) is None
 
 
+@pytest.mark.parametrize(("host_share", "kept"), [(0.7, True), (0.9, False)])
+def test_a_prediction_that_needs_less_memory_may_equal_the_best_unless_its_host_sets_the_pace(host_share, kept):
+    """FAST does 8 rows in 0.5 s and takes 20.4 GiB. One row in 0.063 s is 1 % slower."""
+    made, config = selection(), replace(FAST, micro_batch_size=1)
+    found = steady(0.063, peak_reserved_gib=10.0, host_share=host_share)
+    assert (made.prune_reason(config, Extrapolation(measurement=found)) is None) is kept
+
+
 def test_a_prediction_that_leaves_room_beats_what_is_tight():
     """FAST takes 97 of 100 GiB: what leaves a tenth free wins within the slack of 5 %, at 0.52 s for 0.5."""
     made, config = Selection(SUBJECT), replace(FAST, compile="per_layer")
