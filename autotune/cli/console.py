@@ -49,7 +49,7 @@ class Display(AbstractContextManager["Display"]):
         self._best: TrialRecord | None = None
         self._task: Task | None = None
         self._step = "starting"
-        self._has_heading = False
+        self._shown = set[TrainConfig]()  # the configurations that have a line
         self._usd_per_hour: float | None = None
         self._ended = threading.Event()
 
@@ -152,18 +152,23 @@ class Display(AbstractContextManager["Display"]):
         self._step = f"trial {number}: {config.label()}"
 
     def trial(self, row: TrialRecord) -> None:
-        """Print one line for a finished trial: its numbers and outcome, its configuration, details."""
+        """Print one line for a finished trial: its numbers and outcome, its configuration, details.
+
+        None for a configuration that was proposed again and has its line.
+        """
         self._event("trial", **to_data(row))
         self._compare(row)
-        if not self._has_heading:
-            self._has_heading = True
+        self._step = "searching"
+        if row.reused and row.config in self._shown:
+            return
+        if not self._shown:
             self._print(f"\n{'trial':>5}  {'tok/s':>7}  {'GiB':>5}  outcome  configuration", "dim")
         verdict = "best" if row is self._best else row.outcome.value
         gib = fmt_gib(describe.memory_gib(row)).removesuffix(" GiB")
         start = f"{row.number:>5}  {fmt_count(row.tokens_per_second):>7}  {gib:>5}  {verdict:<7}  "
         text = ": ".join(filter(None, (row.config.label(), "; ".join(_details(row)))))
         self._hang(start, text, _STYLES.get(row.outcome, "red"))
-        self._step = "searching"
+        self._shown.add(row.config)
 
     def result(self, summary: StudySummary, out_dir: str) -> None:
         """Print the winner against the baseline, what it will cost, where the files are and what to do next."""

@@ -230,12 +230,12 @@ def memory_gib(row: TrialRecord) -> float | None:
 
 
 def breakdown(summary: StudySummary) -> str:
-    """'12 trials: 8 fit, 2 out of memory, 2 refused'."""
-    labels = LABELS | {Outcome.OK: "fit"}
-    counts = Counter(row.outcome for row in summary.trials)
+    """'12 configurations: 8 fit, 2 out of memory, 2 refused'. What was proposed again counts once."""
+    labels, tried = LABELS | {Outcome.OK: "fit"}, summary.configurations
+    counts = Counter(row.outcome for row in tried)
     parts = [f"{counts[outcome]:,} {label}" for outcome, label in labels.items() if counts[outcome]]
-    trials = "1 trial" if len(summary.trials) == 1 else f"{len(summary.trials):,} trials"
-    return f"{trials}: {', '.join(parts)}" if parts else "no trial was run"
+    number = "1 configuration" if len(tried) == 1 else f"{len(tried):,} configurations"
+    return f"{number}: {', '.join(parts)}" if parts else "nothing was tried"
 
 
 def configuration(recipe: Recipe) -> tuple[str, ...]:

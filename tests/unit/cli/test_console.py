@@ -122,6 +122,17 @@ def test_a_resumed_study_is_compared_with_the_best_so_far(capsys: pytest.Capture
     assert capsys.readouterr().err == ""
 
 
+def test_what_is_proposed_again_has_its_line_already(capsys: pytest.CaptureFixture[str]) -> None:
+    first = summary().trials[0]
+    with Display(budget_s=600.0) as one:
+        one.trial(replace(first, reused=True))  # as a baseline that was tried before the study began
+        one.trial(replace(first, number=8, reused=True))
+        one.trial(replace(first, number=9))  # probed again
+    said = capsys.readouterr().err
+    assert re.findall(r"(?m)^ +(\d+) +\S+ +\S+  (?:ok|best) ", said) == ["0", "9"]
+    assert said.count("reused") == 1
+
+
 class Terminal(io.StringIO):
     """A terminal of 80 columns."""
 

@@ -264,7 +264,7 @@ def test_no_winner_renders(study: StudySummary) -> None:
     rows = tuple(row for row in study.trials if row.outcome is not Outcome.OK)
     page = render(replace(study, recipe=None, trials=rows, probes=()), "out")
     assert "<h1>Nothing fits</h1>" in page
-    assert "4 trials: 2 out of memory, 2 refused" in page
+    assert "4 configurations: 2 out of memory, 2 refused" in page
     assert "Trial 2 came closest" in page
     assert "launch.sh" not in page
     for title in ("How the search went", "What the fastest have in common", "Where the memory goes"):
@@ -281,7 +281,7 @@ def test_no_winner_for_reasons_other_than_memory(study: StudySummary) -> None:
 
 def test_an_empty_study_renders(study: StudySummary) -> None:
     page = render(replace(study, recipe=None, trials=(), search_usd=None), "out")
-    assert "no trial was run" in page
+    assert "nothing was tried" in page
 
 
 def test_no_baseline_and_no_price_render(study: StudySummary) -> None:
