@@ -291,6 +291,7 @@ def memory_tables(made: Plan) -> dict[str, list[Cell]]:
     precision, baseline = task.device.usual_precision, task.baselines[0]
     lora = TrainConfig(precision=precision, attention=baseline.attention, lora_targets=baseline.lora_targets)
     full = replace(lora, method="full")
+    lora = replace(lora, lora_rank=baseline.lora_rank or lora.lora_rank)
     bases = [
         lora,
         replace(lora, quantization="nf4", double_quant=True),

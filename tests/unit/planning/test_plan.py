@@ -303,6 +303,8 @@ def test_tables_are_of_what_guides_write() -> None:
         "full fine-tuning, bf16_mixed, adamw_torch_fused",
         "full fine-tuning, bf16_pure, adamw_8bit",
     ]
+    pinned = memory_tables(planned(task("h100", model="llama-2-7b", pins={"lora_rank": 48})))
+    assert [name.partition(",")[0] for name in pinned][:2] == ["LoRA r48", "LoRA r48 on nf4"]
     sdpa = task("t4", model="gemma-2-2b", pins={"attention": "eager"})
     for cells in memory_tables(planned(sdpa)).values():
         assert {cell.plain.config.attention for cell in cells} == {sdpa.baselines[0].attention}
