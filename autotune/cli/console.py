@@ -49,7 +49,7 @@ class Display(AbstractContextManager["Display"]):
         self._best: TrialRecord | None = None
         self._task: Task | None = None
         self._step = "starting"
-        self._shown = set[TrainConfig]()  # the configurations that have a line
+        self._shown = dict[TrainConfig, Outcome]()  # the outcomes in the lines of configurations
         self._usd_per_hour: float | None = None
         self._ended = threading.Event()
 
@@ -159,7 +159,7 @@ class Display(AbstractContextManager["Display"]):
         self._event("trial", **to_data(row))
         self._compare(row)
         self._step = "searching"
-        if row.reused and row.config in self._shown:
+        if row.reused and row is not self._best and self._shown.get(row.config) is row.outcome:
             return
         if not self._shown:
             self._print(f"\n{'trial':>5}  {'tok/s':>7}  {'GiB':>5}  outcome  configuration", "dim")
@@ -168,7 +168,7 @@ class Display(AbstractContextManager["Display"]):
         start = f"{row.number:>5}  {fmt_count(row.tokens_per_second):>7}  {gib:>5}  {verdict:<7}  "
         text = ": ".join(filter(None, (row.config.label(), "; ".join(_details(row)))))
         self._hang(start, text, _STYLES.get(row.outcome, "red"))
-        self._shown.add(row.config)
+        self._shown[row.config] = row.outcome
 
     def result(self, summary: StudySummary, out_dir: str) -> None:
         """Print the winner against the baseline, what it will cost, where the files are and what to do next."""

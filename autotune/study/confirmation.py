@@ -14,9 +14,9 @@ def confirm_finalists(trials: SharedTrials) -> None:
     """Measure the finalists and the baseline again; in later rounds only those that may still win.
 
     The likely winner and the baseline come first, since the budget may end it: who would not fit into what is left is
-    not begun. Where the likely winner falls behind another's measurement of the search, that one is the likely winner.
-    A finalist that fails is replaced by the next best. A full run also evaluates and saves: the winner must have done
-    both.
+    not begun. Where the likely winner falls behind another's measurement of the search, that one is the likely winner,
+    as often as there are finalists. A finalist that fails is replaced by the next best. A full run also evaluates and
+    saves: who wins has done both, where time is left for it.
     """
     entries = trials.selection.finalists(trials.limits.finalists)
     likely, baseline = entries[:1], trials.selection.baseline()
@@ -49,7 +49,8 @@ def _run_round(trials: SharedTrials, round_: int, entries: list[TrainConfig], li
             next_best = [finalist for finalist in finalists if finalist not in entries][:1]
             entries += smaller or next_best
             waiting += smaller or next_best
-        elif (rival := trials.selection.rival()) is not None:
+        rival = trials.selection.rival()
+        if rival is not None and len(likely) < trials.limits.finalists:
             entries += [rival] * (rival not in entries)
             likely.append(rival)
             waiting = [rival, *(other for other in waiting if other != rival)]
@@ -92,7 +93,8 @@ def _confirm_leader(trials: SharedTrials, round_: int) -> None:
         if twice and leader in trials.evaluator.saved:
             return
         round_ += 1
-        if _confirm(trials, leader, "once more, since it leads", round_, whole=True) is None:
+        again = "once more, " if trials.selection.record(leader).confirmed else ""
+        if _confirm(trials, leader, f"{again}since it leads", round_, whole=True) is None:
             return
 
 

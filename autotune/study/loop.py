@@ -133,7 +133,7 @@ class Study:
                 self._try_sizes(config)
 
     def _about_as_fast(self, best: TrialRecord) -> list[TrainConfig]:
-        """Of all that tie with the best the three with the least memory, with the likely winner's learning knobs."""
+        """Of all that tie with the best the three that would win, with the likely winner's learning knobs."""
         likely = next(iter(self.trials.selection.finalists(1)), None)
         if likely is None:
             return []
@@ -141,7 +141,8 @@ class Study:
         learned = {knob.name: getattr(likely, knob.name) for knob in space.knobs if knob.kind == "learning"}
         rows = [row for row in self.trials.rows if row.outcome is Outcome.OK and row.config.method == likely.method]
         fast = [row for row in rows if self.trials.score(row) >= min_score]
-        fast.sort(key=lambda row: row.peak_reserved_gib or math.inf)
+        host_bound = self.trials.selection.is_host_bound
+        fast.sort(key=lambda row: (host_bound(row.config), row.peak_reserved_gib or math.inf))
         return list(dict.fromkeys(space.config(space.clip(replace(row.config, **learned))) for row in fast))[:3]
 
     def _try_sizes(self, config: TrainConfig) -> None:

@@ -45,6 +45,10 @@ class Scored:
         """Whether the score is higher even by the slowest step, against the fastest of the other's."""
         return self.score * (1 + other.spread[0]) > other.score * (1 + self.spread[1])
 
+    def equals(self, other: "Scored") -> bool:
+        """Whether the two tie, and neither is preferred to the other before speed is compared."""
+        return _class(self) == _class(other) and self.ties(other)
+
 
 def choose(candidates: Sequence[Scored], slack: float) -> Scored:
     """The winner: the cheapest candidate, or a more capable one that costs at most the share `slack` more.
@@ -112,7 +116,7 @@ def why(
         larger = "the space has nothing more capable"
     if winner is cheapest:
         return f"{best} above the floors; {larger}"
-    steadier = cheapest.host_bound and not winner.host_bound
+    steadier = winner.equals(cheapest) and cheapest.host_bound and not winner.host_bound
     return f"{'the host does not set its pace' if steadier else 'it leaves more memory free'}, {cost}; {larger}"
 
 

@@ -193,15 +193,15 @@ class Selection:
     def rival(self) -> TrainConfig | None:
         """Who wins by all that is known, if it is not confirmed and does not equal the leader of those that are.
 
-        None before anything is confirmed.
+        None before anything is confirmed, and where there is a deadline: confirmations alone know what pauses take.
         """
         confirmed = self._confirmed()
-        if not confirmed:
+        if not confirmed or self.task.within_hours is not None:
             return None
         slack = self.task.floors.slack
         likely, leader = choose(self._known_contenders(), slack), choose(confirmed, slack)
         is_new = all(scored.config != likely.config for scored in confirmed)
-        return likely.config if is_new and not likely.ties(leader) else None
+        return likely.config if is_new and not likely.equals(leader) else None
 
     def missing_reference(self, config: TrainConfig) -> TrainConfig | None:
         """The reference that must be measured before the losses of this configuration can be compared."""
@@ -280,7 +280,8 @@ class Selection:
         speed, measurement = self.predicted_speed(config, extrapolation), extrapolation.measurement
         free_fraction = 1 - measurement.peak_reserved_gib / measurement.limit_gib
         score = task.score(config, speed)
-        own = Scored(config=config, score=score, free_fraction=free_fraction, host_bound=measurement.host_bound)
+        host_bound = self._is_host_bound(config, [measurement])
+        own = Scored(config=config, score=score, free_fraction=free_fraction, host_bound=host_bound)
         bar = to_beat(own, others, task.floors.slack)
         if task.score(config, speed * (1 + error)) >= bar:
             return None
@@ -419,16 +420,32 @@ class Selection:
     def _with_faster(self, pool: list[Scored]) -> list[Scored]:
         """The pool, and of other contenders and the baseline those that beat its winner by all that is known of them.
 
-        No time may be left to confirm them. What was confirmed, and is slower than one by that, must not win over it.
+        No time may be left to confirm them. What was confirmed, and is slower than one by that, must not win over it,
+        unless it is more capable and the other's slowest steps are within the slack. With a deadline it is the baseline
+        alone, since confirmations know what pauses take.
         """
         if not pool:
             return pool
-        winner, present = choose(pool, self.task.floors.slack), {scored.config for scored in pool}
-        baseline = self.baseline()
-        records = [*self._contenders(), *([self.record(baseline)] if baseline else [])]
+        slack, baseline, present = self.task.floors.slack, self.baseline(), {scored.config for scored in pool}
+        winner = choose(pool, slack)
+        records = [] if self.task.within_hours is not None else self._contenders()
+        records += [self.record(baseline)] if baseline else []
         others = {record.config: record for record in records if record.config not in present}
         known = self._scored((record, record.best_known) for record in others.values())
-        return pool + [scored for scored in known if scored.beats(winner)]
+        slowest = {scored.config: replace(scored, score=scored.score / (1 + scored.spread[1])) for scored in known}
+        return pool + [
+            scored
+            for scored in known
+            if scored.beats(winner) and choose([winner, slowest[scored.config]], slack).config == scored.config
+        ]
+
+    def _is_host_bound(self, config: TrainConfig, measurements: list[Measurement]) -> bool:
+        """Whether the host sets the pace; unknown, and so not, where another card stood in."""
+        return not self.task.is_projected(config) and any(measurement.host_bound for measurement in measurements)
+
+    def is_host_bound(self, config: TrainConfig) -> bool:
+        """Whether the host sets the pace of a configuration, as far as that is known."""
+        return self._is_host_bound(config, self.record(config).best_known)
 
     def _scored(self, known: Iterable[tuple[CandidateRecord, list[Measurement]]]) -> list[Scored]:
         """Score the records that can win by these measurements."""
@@ -449,7 +466,7 @@ class Selection:
                     config=record.config,
                     score=score,
                     free_fraction=1.0 - used,
-                    host_bound=any(measurement.host_bound for measurement in measurements),
+                    host_bound=self._is_host_bound(record.config, measurements),
                     noise=noise,
                     spread=performance.own_spread or performance.spread,
                 )

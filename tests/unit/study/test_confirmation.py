@@ -221,6 +221,14 @@ def test_who_is_ahead_of_the_likely_winner_once_that_is_confirmed_comes_before_t
     assert session.winner() == D
 
 
+def test_the_baseline_waits_for_as_many_as_there_are_finalists(start: Start) -> None:
+    """Each turns out slower than the next was in the search, as if the card had become slower meanwhile."""
+    search = {A: 1000.0, C: 960.0, D: 955.0, E: 950.0, B: 400.0}
+    again: dict[TrainConfig, tuple[Found, ...]] = {A: (900.0,), C: (890.0,), D: (880.0,)}
+    session, _ = searched(start, search, again, rounds=1, finalists=3)
+    assert confirmed(session)[:4] == ["A1+", "C1+", "D1+", "B1+"]
+
+
 def test_who_was_ahead_and_could_not_be_confirmed_wins_by_its_measurement_of_the_search(start: Start) -> None:
     session, _ = searched(start, {A: 1000.0, D: 950.0, B: 400.0}, {A: (850.0,)}, took_s=10.0, budget_s=10.0)
     assert confirmed(session) == ["A1+"] and session.winner() == D
@@ -255,7 +263,7 @@ def test_what_would_not_end_is_not_begun(
     assert session.study.trials.too_short_for == ["measuring the finalists again"]
 
 
-@pytest.mark.parametrize(("loss", "order"), [(3.09, "B1 C1+ C2"), (3.0, "A1+ B1 A2")])
+@pytest.mark.parametrize(("loss", "order"), [(3.09, "B1 C1 C2+"), (3.0, "A1+ B1 A2")])
 def test_a_finalist_with_other_losses_than_its_reference_is_not_confirmed(
     start: Start, loss: float, order: str
 ) -> None:

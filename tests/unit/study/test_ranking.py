@@ -108,6 +108,8 @@ def test_of_equals_none_wins_whose_host_sets_the_pace():
     )
     assert to_beat(steady, [hosted], 0.05) == pytest.approx(100.5 / 1.02)
     assert to_beat(hosted, [steady], 0.05) == 100.0
+    tight = replace(hosted, free_fraction=0.05)
+    assert "it leaves more memory free" in why(steady, [steady, tight], 0.05, RANKS, ())
     faster = replace(hosted, score=104.0)
     assert choose([steady, faster], 0.05) is faster
     assert choose([replace(steady, host_bound=True), hosted], 0.05) is hosted

@@ -582,6 +582,44 @@ def test_who_was_extrapolated_rivals_what_is_confirmed_slower(again_s, error, ri
     assert made.rival() is None and made.recipe(FINGERPRINT).winner.evidence is Evidence.MEASURED
 
 
+def test_with_a_deadline_only_confirmations_know_what_pauses_take():
+    made, near = Selection(replace(SUBJECT, within_hours=0.2)), replace(FAST, compile="per_layer")
+    add_measured(made, FAST, steady(0.39))
+    made.add_result(result(near, measurement=steady(0.4), evidence=Evidence.EXTRAPOLATED))
+    made.confirm(FAST, steady(0.6))
+    assert made.rival() is None and made.recipe(FINGERPRINT).winner.config == FAST
+    made.task = replace(made.task, within_hours=None)
+    assert made.rival() == made.recipe(FINGERPRINT).winner.config == near
+
+
+@pytest.mark.parametrize(("micro_s", "wins"), [(0.475, False), (0.46, True)])
+def test_what_is_more_capable_and_confirmed_stays_unless_the_other_is_beyond_the_slack_for_certain(micro_s, wins):
+    """FAST was confirmed with 0.5 s. Without its rank, 0.475 s would be 5.3 % faster, and uncertain by 2.5 %."""
+    made, less = Selection(SUBJECT), replace(FAST, lora_rank=8)
+    add_measured(made, FAST, steady(0.45))
+    made.add_result(result(less, measurement=steady(micro_s, time_error=0.025), evidence=Evidence.EXTRAPOLATED))
+    made.confirm(FAST, steady(0.5))
+    assert made.recipe(FINGERPRINT).winner.config == (less if wins else FAST)
+
+
+def test_who_is_more_capable_is_a_rival_though_it_ties():
+    made, able = Selection(SUBJECT), replace(FAST, lora_rank=64)
+    add_measured(made, FAST, steady(0.45))
+    made.add_result(result(able, measurement=steady(0.5), evidence=Evidence.EXTRAPOLATED))
+    made.confirm(FAST, steady(0.495))
+    assert made.rival() == able
+
+
+def test_whether_the_host_sets_the_pace_of_a_projection_is_unknown():
+    made = Selection(SUBJECT)
+    add_measured(made, FAST, steady(0.5, host_share=0.9))
+    assert made.is_host_bound(FAST)
+    made.task = replace(
+        made.task, carried=SpeedTransfer(products=0.5, bytes=0.4, error=0.1), measured_on=resolve_device("h100")
+    )
+    assert not made.is_host_bound(FAST)
+
+
 @pytest.mark.parametrize(("error", "kept"), [(0.04, True), (0.03, False)])
 def test_what_cannot_win_is_pruned_with_the_speed_that_it_needs(error, kept):
     """FAST does 8 x 1,024 tokens in 0.5 s, so 16,384 a second. 0.52 s is 4 % more."""
