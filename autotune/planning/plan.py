@@ -289,9 +289,8 @@ def memory_tables(made: Plan) -> dict[str, list[Cell]]:
     longest = task.model.max_seq_len or max(LENGTHS)
     lengths = [length for length in LENGTHS if length <= longest] or [longest]
     precision, baseline = task.device.usual_precision, task.baselines[0]
-    lora = TrainConfig(precision=precision, attention=baseline.attention, lora_targets=baseline.lora_targets)
-    full = replace(lora, method="full")
-    lora = replace(lora, lora_rank=baseline.lora_rank or lora.lora_rank)
+    usual = TrainConfig(precision=precision, attention=baseline.attention, lora_targets=baseline.lora_targets)
+    full, lora = replace(usual, method="full"), replace(usual, lora_rank=baseline.lora_rank or usual.lora_rank)
     bases = [
         lora,
         replace(lora, quantization="nf4", double_quant=True),

@@ -133,7 +133,10 @@ class Study:
                 self._try_sizes(config)
 
     def _about_as_fast(self, best: TrialRecord) -> list[TrainConfig]:
-        """Of all that tie with the best the three that would win, with the likely winner's learning knobs."""
+        """Of all that tie with the best three, with the likely winner's learning knobs.
+
+        Those whose pace the host sets come last, and of the others those with the least memory first.
+        """
         likely = next(iter(self.trials.selection.finalists(1)), None)
         if likely is None:
             return []

@@ -280,7 +280,7 @@ class Selection:
         speed, measurement = self.predicted_speed(config, extrapolation), extrapolation.measurement
         free_fraction = 1 - measurement.peak_reserved_gib / measurement.limit_gib
         score = task.score(config, speed)
-        host_bound = self._is_host_bound(config, [measurement])
+        host_bound = self.is_host_bound(config, [measurement])
         own = Scored(config=config, score=score, free_fraction=free_fraction, host_bound=host_bound)
         bar = to_beat(own, others, task.floors.slack)
         if task.score(config, speed * (1 + error)) >= bar:
@@ -439,13 +439,10 @@ class Selection:
             if scored.beats(winner) and choose([winner, slowest[scored.config]], slack).config == scored.config
         ]
 
-    def _is_host_bound(self, config: TrainConfig, measurements: list[Measurement]) -> bool:
-        """Whether the host sets the pace; unknown, and so not, where another card stood in."""
-        return not self.task.is_projected(config) and any(measurement.host_bound for measurement in measurements)
-
-    def is_host_bound(self, config: TrainConfig) -> bool:
-        """Whether the host sets the pace of a configuration, as far as that is known."""
-        return self._is_host_bound(config, self.record(config).best_known)
+    def is_host_bound(self, config: TrainConfig, measurements: list[Measurement] | None = None) -> bool:
+        """Whether the host sets the pace, by these measurements or the best known; False if other GPUs stood in."""
+        known = self.record(config).best_known if measurements is None else measurements
+        return not self.task.is_projected(config) and any(measurement.host_bound for measurement in known)
 
     def _scored(self, known: Iterable[tuple[CandidateRecord, list[Measurement]]]) -> list[Scored]:
         """Score the records that can win by these measurements."""
@@ -466,7 +463,7 @@ class Selection:
                     config=record.config,
                     score=score,
                     free_fraction=1.0 - used,
-                    host_bound=self._is_host_bound(record.config, measurements),
+                    host_bound=self.is_host_bound(record.config, measurements),
                     noise=noise,
                     spread=performance.own_spread or performance.spread,
                 )
