@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from autotune.core.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from autotune.api import StudyResult, calibrate, check, compare, load_study, plan, tune
     from autotune.core.errors import AutotuneError
@@ -9,7 +11,6 @@ if TYPE_CHECKING:
     from autotune.problem.search_space import SearchSpace
     from autotune.problem.study_spec import StudySpec
 
-__version__ = "0.1.0"
 __all__ = [
     "AutotuneError",
     "SearchSpace",

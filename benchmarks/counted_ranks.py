@@ -32,12 +32,12 @@ from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
+from autotune.dry.counting import META, WORKSPACE, CountedStep, cuda_workspace
+from autotune.dry.meta_device import cuda_on_meta
+from autotune.dry.storage_counter import StorageCounter, blocks
 from autotune.prediction.sharded_memory import rank_breakdown
 from autotune.probe.accounting import trained_parameters
-from autotune.probe.dry import META, WORKSPACE, CountedStep, cuda_workspace
-from autotune.probe.meta_device import cuda_on_meta
-from autotune.probe.runtime.model_builder import decoder_layers
-from autotune.probe.storage_counter import StorageCounter, blocks
+from autotune.trainer.model_builder import decoder_layers
 
 MODELS = {"mistral-7b": (4, 16), "llama-3.1-8b": (8,), "gemma-2b": (6,), "qwen2.5-7b": (8,), "tinyllama": (22,)}
 COPIED, COPIES = ("mistral-7b", "gemma-2b"), ((4, 2), (16, 2))  # under HSDP: numbers of GPUs, and of copies

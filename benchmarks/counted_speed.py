@@ -23,9 +23,9 @@ from autotune.catalog import resolve_device, resolve_model
 from autotune.core.probe_types import Fingerprint, ProbeRequest
 from autotune.core.serialization import from_data
 from autotune.core.train_config import TrainConfig
+from autotune.dry.prober import DryProber
 from autotune.prediction.step_time import counted_step_time, estimate_step_time
 from autotune.prediction.transfer import EIGHTY_PERCENT, REFERENCE, speed_transfer
-from autotune.probe.dry_prober import DryProber
 
 DATA = Path(__file__).parent / "data"
 WHOLE, TRUNCATED = DATA / "heldout_h200.jsonl", DATA / "truncated_h100.jsonl"

@@ -1,10 +1,10 @@
 """Compare dry probes with real probes of many families, at two depths.
 
-A dry probe counts a training step on the meta device, without a GPU (`autotune/probe/dry.py`). Each family is a small
-model of its kind, made from a config in this file, so that nothing is downloaded. It is probed by the product's own
-worker with two and with four layers, in three ways: LoRA, LoRA on an nf4 base with every layer recomputed, and full
-fine-tuning. Some families are probed with compiled layers, and some on an int8 base too. What PEFT or transformers
-refuses is left out and counted.
+A dry probe counts a training step on the meta device, without a GPU (`autotune/dry/counting.py`). Each family is a
+small model of its kind, made from a config in this file, so that nothing is downloaded. It is probed by the product's
+own worker with two and with four layers, in three ways: LoRA, LoRA on an nf4 base with every layer recomputed, and
+full fine-tuning. Some families are probed with compiled layers, and some on an int8 base too. What PEFT or
+transformers refuses is left out and counted.
 
 The counts were developed with the families in `DEVELOPED`. All others are held out: nothing was fitted on them.
 
@@ -26,7 +26,7 @@ from common import Rows, run_python, save, table
 from autotune.core.probe_types import DryCount, Fingerprint, Outcome, ProbeRequest
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
-from autotune.probe.dry_prober import DryProber
+from autotune.dry.prober import DryProber
 from autotune.probe.supervisor import WorkerProber
 
 DEVELOPED = ("mistral", "llama", "gemma2", "phi3", "mixtral", "nemotron")

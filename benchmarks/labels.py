@@ -124,8 +124,8 @@ def compared(tool: str, ours: dict[str, Labelled], theirs: dict[str, Labelled]) 
 
 def make_cases(folder: Path) -> dict[str, Labelled]:
     """Write rows and tokenizer of each case, and label them as train.py does."""
-    from autotune.probe.runtime import rows as runtime
-    from autotune.probe.runtime.token_cache import tokenise
+    from autotune.trainer import rows as runtime
+    from autotune.trainer.token_cache import tokenise
 
     labelled = {}
     for number, (case, (form, chat_template, _)) in enumerate(CASES.items()):

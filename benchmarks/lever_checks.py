@@ -35,12 +35,12 @@ from transformers import TrainingArguments, set_seed
 from autotune.core.train_config import TrainConfig
 from autotune.probe.meters import open_meter
 from autotune.probe.model_settings import model_settings
-from autotune.probe.runtime import model_builder, rows
-from autotune.probe.runtime.chunked_loss import chunked_loss
-from autotune.probe.runtime.float8 import Float8Linear
-from autotune.probe.runtime.graphs import MicroBatchGraphs
-from autotune.probe.runtime.joined_lora import Joined
-from autotune.probe.runtime.lean_trainer import LeanTrainer, compile_layers, training_arguments
+from autotune.trainer import model_builder, rows
+from autotune.trainer.chunked_loss import chunked_loss
+from autotune.trainer.float8 import Float8Linear
+from autotune.trainer.graphs import MicroBatchGraphs
+from autotune.trainer.joined_lora import Joined
+from autotune.trainer.lean_trainer import LeanTrainer, compile_layers, training_arguments
 
 SHAPE: dict[str, Any] = {
     "model_type": "llama",

@@ -100,8 +100,8 @@ def train(model: ModelSpec, config: TrainConfig, kind: str) -> list[float]:
     from autotune.core.probe_types import MicroBatch
     from autotune.probe.harness import random_rows
     from autotune.probe.model_settings import model_settings
-    from autotune.probe.runtime.model_builder import build, config_of, to_train
-    from autotune.probe.runtime.varlen import join_rows
+    from autotune.trainer.model_builder import build, config_of, to_train
+    from autotune.trainer.varlen import join_rows
 
     device = torch.device("cpu" if kind == "cpu" else "cuda:0")
     torch.manual_seed(0)

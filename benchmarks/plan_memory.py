@@ -35,11 +35,11 @@ from autotune.core.probe_types import Fingerprint, Outcome, ProbeRequest
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
+from autotune.dry.prober import DryProber
 from autotune.planning.device_estimate import device_limit_gib
 from autotune.prediction.memory_formula import NF4_STATISTICS, Sizes, kept_bytes, memory_breakdown, moving_bytes
 from autotune.prediction.step_time import estimate_step_time
 from autotune.prediction.transfer import interval
-from autotune.probe.dry_prober import DryProber
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.study_spec import make_spec
 

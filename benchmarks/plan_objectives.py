@@ -82,7 +82,7 @@ def count(model: ModelSpec, config: TrainConfig, objective: Objective) -> float:
     """The peak in GiB as a dry probe of the whole model counts it."""
     from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
-    from autotune.probe.dry import dry_probe
+    from autotune.dry.counting import dry_probe
 
     shape = dict(model.config)
     if shape["model_type"] == "gemma2":

@@ -1,4 +1,4 @@
-"""Write `autotune/probe/shipped_counts.json.gz`: what dry probes answer to default plans of the catalogue's models.
+"""Write `autotune/dry/shipped_counts.json.gz`: what dry probes answer to default plans of the catalogue's models.
 
     python benchmarks/shipped_counts.py
 
@@ -24,18 +24,18 @@ from autotune.catalog import ModelSpec, list_devices, list_models
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.serialization import to_data
+from autotune.dry.prober import DRY_VERSION, DryAnswer, DryProber, key_of, library_versions
 from autotune.planning import counted_memory
 from autotune.planning.device_estimate import limit_of
 from autotune.planning.plan import plan_setup, planned_setup
 from autotune.prediction.memory_formula import Sizes
-from autotune.probe.dry_prober import DRY_VERSION, DryAnswer, DryProber, key_of, library_versions
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.study_spec import StudySpec
 
 SPACES = ("default", "lora", "qlora", "full")
 DIGITS = 6  # of each number
 OF_THIS_MACHINE = ("it took longer than", "the process that counts it ended", "installed")  # a refusal
-FILE = ROOT / "autotune" / "probe" / "shipped_counts.json.gz"
+FILE = ROOT / "autotune" / "dry" / "shipped_counts.json.gz"
 
 
 class Recorder(DryProber):

@@ -20,9 +20,9 @@ from typing import Any
 from common import largest, save, table
 
 from autotune.core.train_config import TrainConfig
-from autotune.probe.runtime.dealing import by_length
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.workload import Workload
+from autotune.trainer.dealing import by_length
 
 EXAMPLES, GLOBAL_BATCH, STEPS, SEEDS = 4000, 64, 3000, 5
 GROUPED = ((1000, 64), (3000, 128), (10_000, 64))  # examples, global batch

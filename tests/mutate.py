@@ -35,29 +35,29 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "autotune"
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.yaml")
 # What computes, decides, stores and exports.
-PACKAGES = ("core", "catalog", "prediction", "problem", "probe", "study", "export", "planning")
+PACKAGES = ("core", "catalog", "prediction", "problem", "trainer", "probe", "dry", "study", "export", "planning")
 # A module is asked about by the unit tests of its package, and where these see nothing by the first of these that fits.
 MORE_TESTS = {
     "prediction/": "unit/test_benchmarks.py",
     "study/storage/": "contract",
     "study/optimizer": "contract/test_optimizer.py",
     "study/": "unit/test_benchmarks.py",
-    "probe/runtime/patches": "probe/test_patches.py",
-    "probe/runtime/chunked_loss": "probe/test_chunked_loss.py",
-    "probe/runtime/rows": "probe/test_packing.py",
-    "probe/runtime/": "probe/test_train_script.py",
+    "trainer/patches": "probe/test_patches.py",
+    "trainer/chunked_loss": "probe/test_chunked_loss.py",
+    "trainer/rows": "probe/test_packing.py",
+    "trainer/": "probe/test_train_script.py",
     "probe/trl": "probe/test_trl_trainer.py",
     "probe/health": "probe/test_health.py",
     "probe/synthetic_model": "system/test_verify.py",
     "probe/supervisor": "probe/test_supervisor.py",
     "probe/worker": "probe/test_supervisor.py",
     "probe/calibrate": "probe/test_calibrate_command.py",
-    "probe/dry_prober": "probe/test_dry_prober.py",
-    "probe/dry_worker": "probe/test_dry_prober.py",
-    "probe/dry_trl": "probe/test_dry_objectives.py",
-    "probe/dry": "probe/test_dry.py",
-    "probe/meta_device": "probe/test_meta_device.py",
-    "probe/storage_counter": "probe/test_storage_counter.py",
+    "dry/prober": "probe/test_dry_prober.py",
+    "dry/worker": "probe/test_dry_prober.py",
+    "dry/preference": "probe/test_dry_objectives.py",
+    "dry/": "probe/test_dry.py",
+    "dry/meta_device": "probe/test_meta_device.py",
+    "dry/storage_counter": "probe/test_storage_counter.py",
     "planning/counted_memory": "probe/test_counted_plan.py",
     "probe/": "probe/test_truncation.py",
     "export/run/quality": "system/test_quality.py",

@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from autotune import __version__
 from autotune.cli.terminal import guard
 from autotune.core.errors import AutotuneError, StorageError
+from autotune.core.version import __version__
 
 # Of each command: its function as module:name in autotune.cli.commands, and its help.
 COMMANDS = {

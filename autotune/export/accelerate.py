@@ -7,8 +7,8 @@ from autotune.core.parallelism import ZERO, Parallelism
 from autotune.export import tool_file
 from autotune.export.header import environment, on_cpu, sectioned, summary_lines
 from autotune.prediction.sharded_memory import Shares
-from autotune.probe.runtime.settings import deepspeed_settings
 from autotune.study.summary import Recipe
+from autotune.trainer.settings import deepspeed_settings
 
 SIZES = "parallelism_config_"  # the prefix of its keys
 MIXED = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}  # of accelerate; anything else is "no"

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autotune import __version__
 from autotune.catalog import DeviceSpec
 from autotune.core.errors import PREEMPTED
 from autotune.core.files import load_data
 from autotune.core.probe_types import Fingerprint
 from autotune.core.text import dashed
+from autotune.core.version import __version__
 from autotune.export.header import allocator, comment, has_published_weights, sectioned, summary_lines
 from autotune.export.script import runtime_files
 from autotune.study.summary import Recipe

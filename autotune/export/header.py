@@ -5,8 +5,8 @@ from typing import Any
 
 from autotune.core.text import printable
 from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
-from autotune.probe.runtime.settings import ALLOCATOR_VARIABLE, ALLOCATORS
 from autotune.study.summary import Recipe
+from autotune.trainer.settings import ALLOCATOR_VARIABLE, ALLOCATORS
 
 WARMUP_SHARE = 0.03
 

@@ -19,10 +19,10 @@ from autotune.export.header import (
     warmup_steps,
 )
 from autotune.probe.model_settings import model_settings
-from autotune.probe.runtime.settings import UNSHARDED_SHARE, RunSettings
 from autotune.problem.images import images_of
 from autotune.problem.run_options import KEPT_CHECKPOINTS
 from autotune.study.summary import Recipe
+from autotune.trainer.settings import UNSHARDED_SHARE, RunSettings
 
 SAMPLED = 1024  # lengths that stand for all; with fewer, the longest, which is always there, would be too frequent
 ENCODING = "# -*- coding: utf-8 -*-\n"  # in the first line: the second is then no place for another one
@@ -64,8 +64,8 @@ def export(recipe: Recipe) -> dict[str, str]:
 
 @cache
 def runtime_files() -> dict[str, str]:
-    """The modules of `probe.runtime` by their names in the exported folder."""
-    files = sorted(resources.files("autotune.probe.runtime").iterdir(), key=lambda file: file.name)
+    """The modules of `trainer` by their names in the exported folder."""
+    files = sorted(resources.files("autotune.trainer").iterdir(), key=lambda file: file.name)
     python = [file for file in files if file.name.endswith(".py")]
     return {f"runtime/{file.name}": ENCODING + file.read_text(encoding="utf-8") for file in python}
 

@@ -8,10 +8,10 @@ from autotune.core.objective import Objective
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
+from autotune.dry.prober import DryAnswer, DryProber
 from autotune.prediction.memory_formula import MemoryBreakdown, counted_breakdown, memory_breakdown, supported
 from autotune.prediction.sharded_memory import TRAINER, Stack, breakdown_of
 from autotune.prediction.step_time import Host, StepTimeEstimate, counted_step_time, estimate_step_time
-from autotune.probe.dry_prober import DryAnswer, DryProber
 
 
 def memory_of(

@@ -14,9 +14,9 @@ from autotune.core.probe_types import DeviceRates, DryCount, Evidence, MicroBatc
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB, fmt_gib, gib
+from autotune.dry.prober import DryAnswer, DryProber
 from autotune.planning.slow_parts import LIMITS
 from autotune.prediction.calibration import Calibration
-from autotune.probe.dry_prober import DryAnswer, DryProber
 
 DTYPES = {"bf16_mixed": "bf16", "bf16_pure": "bf16", "fp16_mixed": "fp16", "fp32": "fp32"}
 NOT_MOVED = (KernelClass.PRODUCTS, KernelClass.ATTENTION, KernelClass.OPTIMIZER, KernelClass.COLLECTIVES)

@@ -13,12 +13,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from autotune import __version__
 from autotune.catalog import list_devices, list_models, match_device
 from autotune.core.errors import UsageError
 from autotune.core.objective import Objective
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig, digest_of
+from autotune.core.version import __version__
 from autotune.study.summary import Candidate, Recipe
 
 AGREEMENT = 0.01  # by how much tokens/s may differ from what batch and step time give, as a share

@@ -16,7 +16,7 @@ from autotune.core.train_config import TrainConfig
 
 LINE_DOUBT = 0.02  # relative error of what a line adds beyond its points; assumed, checked by `benchmarks/oom_gate.py`
 
-HEAD_CHUNK = 1024  # tokens whose logits a chunked loss holds; equals `CHUNK_TOKENS` of probe/runtime/chunked_loss
+HEAD_CHUNK = 1024  # tokens whose logits a chunked loss holds; equals `CHUNK_TOKENS` of trainer/chunked_loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,27 +48,27 @@ from autotune.probe.model_settings import model_settings
 from autotune.probe.rank import Rank
 from autotune.probe.recorder import MAX_WARMUP_ROUNDS, Recorder, compiled_graphs
 from autotune.probe.resident import ResidentModel, attach, clean, module_names
-from autotune.probe.runtime import images, rows, varlen
-from autotune.probe.runtime.chunked_loss import CHUNK_TOKENS, chunked_loss
-from autotune.probe.runtime.graphs import is_capturing
-from autotune.probe.runtime.joined_lora import Joined
-from autotune.probe.runtime.labels import label_loss
-from autotune.probe.runtime.lean_trainer import (
+from autotune.probe.schedule import NEW_LENGTHS, NEW_LENGTHS_S
+from autotune.trainer import images, rows, varlen
+from autotune.trainer.chunked_loss import CHUNK_TOKENS, chunked_loss
+from autotune.trainer.graphs import is_capturing
+from autotune.trainer.joined_lora import Joined
+from autotune.trainer.labels import label_loss
+from autotune.trainer.lean_trainer import (
     LeanTrainer,
     compile_layers,
     shard_outline,
     sharing_arguments,
     training_arguments,
 )
-from autotune.probe.runtime.model_builder import (
+from autotune.trainer.model_builder import (
     compute_in_tiles,
     decoder_layers,
     is_outline,
     require_input_gradients,
     set_checkpointing,
 )
-from autotune.probe.runtime.patches import choose_attention
-from autotune.probe.schedule import NEW_LENGTHS, NEW_LENGTHS_S
+from autotune.trainer.patches import choose_attention
 
 RECORDED_LOSSES = 8
 LOADER_S = 0.3

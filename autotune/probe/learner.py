@@ -18,15 +18,15 @@ from torch import nn
 from transformers import TrainerCallback, set_seed
 
 from autotune.core.process import die_with_parent
-from autotune.probe.runtime import model_builder, rows
-from autotune.probe.runtime.chunked_loss import chunked_loss
-from autotune.probe.runtime.command_line import parse_options
-from autotune.probe.runtime.joined_lora import Joined
-from autotune.probe.runtime.lean_trainer import compile_layers, run_layers_eagerly
-from autotune.probe.runtime.patches import choose_attention, load_attention
-from autotune.probe.runtime.settings import Options, RunSettings
-from autotune.probe.runtime.train import RECOMPILE_LIMIT, add_adapters, device_of, load, make_rows, make_trainer
-from autotune.probe.runtime.train import read_examples as read
+from autotune.trainer import model_builder, rows
+from autotune.trainer.chunked_loss import chunked_loss
+from autotune.trainer.command_line import parse_options
+from autotune.trainer.joined_lora import Joined
+from autotune.trainer.lean_trainer import compile_layers, run_layers_eagerly
+from autotune.trainer.patches import choose_attention, load_attention
+from autotune.trainer.settings import Options, RunSettings
+from autotune.trainer.train import RECOMPILE_LIMIT, add_adapters, device_of, load, make_rows, make_trainer
+from autotune.trainer.train import read_examples as read
 
 LOGGED = 20  # losses that a curve has, about
 LOST = 1.5  # times the first loss, from which on a training is taken for diverged

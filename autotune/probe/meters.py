@@ -23,8 +23,8 @@ from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.nvml import Nvml
 from autotune.core.probe_types import PROBE_VERSION, Fingerprint
 from autotune.core.units import GIB, gib
-from autotune.probe.runtime.malloc import KEPT_BYTES, return_from
-from autotune.probe.runtime.settings import ALLOCATOR_VARIABLE, ALLOCATORS
+from autotune.trainer.malloc import KEPT_BYTES, return_from
+from autotune.trainer.settings import ALLOCATOR_VARIABLE, ALLOCATORS
 
 MAX_LOST_GIB = 0.5  # of the host, over all probes of a process
 WORKSPACE_GIB = 8 / 1024  # of libraries on a GPU: some keep 2 MiB from their first use of a large matrix on

@@ -3,7 +3,7 @@
 from autotune.core.lora_targets import saved_modules, target_modules
 from autotune.core.objective import Objective
 from autotune.core.train_config import TrainConfig
-from autotune.probe.runtime.settings import ModelSettings
+from autotune.trainer.settings import ModelSettings
 
 
 def model_settings(

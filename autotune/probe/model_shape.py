@@ -15,9 +15,9 @@ from autotune.core.layer_pattern import repetition
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig
 from autotune.probe.model_settings import model_settings
-from autotune.probe.runtime import tiles
-from autotune.probe.runtime.chunked_loss import has_plain_head
-from autotune.probe.runtime.model_builder import config_of, decoder_layers, from_config, to_train
+from autotune.trainer import tiles
+from autotune.trainer.chunked_loss import has_plain_head
+from autotune.trainer.model_builder import config_of, decoder_layers, from_config, to_train
 
 SHAPE_ONLY = TrainConfig(precision="bf16_pure", attention="eager")
 # The Liger kernels that `resident` can take out of a model again. Others replace names in transformers or torch.

@@ -12,8 +12,8 @@ import torch
 
 from autotune.core.probe_types import Phase, ProbeRequest
 from autotune.probe.meters import Meter
-from autotune.probe.runtime.graphs import MicroBatchGraphs
 from autotune.probe.schedule import Schedule
+from autotune.trainer.graphs import MicroBatchGraphs
 
 MAX_WARMUP_ROUNDS = 4
 # Relative spread of the times of rounds: below the first, more of them add nothing; above the second, more are taken.

@@ -19,9 +19,9 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe.accounting import parameter_gib, tensor_gib
 from autotune.probe.model_settings import model_settings
 from autotune.probe.model_shape import truncate
-from autotune.probe.runtime.joined_lora import Joined
-from autotune.probe.runtime.lean_trainer import run_layers_eagerly
-from autotune.probe.runtime.model_builder import (
+from autotune.trainer.joined_lora import Joined
+from autotune.trainer.lean_trainer import run_layers_eagerly
+from autotune.trainer.model_builder import (
     build,
     config_of,
     decoder_layers,
@@ -30,7 +30,7 @@ from autotune.probe.runtime.model_builder import (
     stop_checkpointing,
     to_train,
 )
-from autotune.probe.runtime.settings import UNSHARDED_SHARE
+from autotune.trainer.settings import UNSHARDED_SHARE
 
 CONTEXT_GIB = 0.9  # about, of a process
 

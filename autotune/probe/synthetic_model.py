@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from autotune.core.objective import Objective
 from autotune.core.train_config import TrainConfig
 from autotune.probe.model_settings import model_settings
-from autotune.probe.runtime.model_builder import build, config_of
+from autotune.trainer.model_builder import build, config_of
 
 PAD = "<pad>"
 

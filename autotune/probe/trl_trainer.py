@@ -8,10 +8,10 @@ from torch import nn
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from autotune.core.objective import Objective
-from autotune.probe.runtime.clock import Clock
-from autotune.probe.runtime.patches import load_attention
-from autotune.probe.runtime.rows import IGNORED
 from autotune.probe.synthetic_model import tokenizer
+from autotune.trainer.clock import Clock
+from autotune.trainer.patches import load_attention
+from autotune.trainer.rows import IGNORED
 
 KINDS: dict[Objective, tuple[Any, Any]] = {
     Objective.SFT: (SFTConfig, SFTTrainer),

@@ -20,7 +20,7 @@ from autotune.core.errors import Cancelled
 from autotune.core.process import module_command
 from autotune.core.scratch import scratch_directory
 from autotune.probe.monitor import Monitor
-from autotune.probe.runtime.settings import ALLOCATOR_VARIABLE, ALLOCATORS, one_gpu
+from autotune.trainer.settings import ALLOCATOR_VARIABLE, ALLOCATORS, one_gpu
 
 SAMPLE_EVERY_S = 0.1
 END_WITHIN_S = 3.0  # after SIGTERM, before SIGKILL

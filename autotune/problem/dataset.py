@@ -12,12 +12,12 @@ from autotune.core.errors import EnvironmentProblem, StorageError, UsageError
 from autotune.core.files import refuse_special_files
 from autotune.core.images import Picture
 from autotune.core.objective import Objective
-from autotune.probe.runtime.examples import FORMS, Chat, Encoder, label_names, label_of, parsed, with_images
-from autotune.probe.runtime.reading import BadDataset, Located, files_of, read_rows
-from autotune.probe.runtime.token_cache import CannotKeep, read_about, read_ends, tokenise
 from autotune.problem.image_files import flat, pictures_of, text_of
 from autotune.problem.images import Pictured, pictured, taken
 from autotune.problem.length_distribution import Lengths
+from autotune.trainer.examples import FORMS, Chat, Encoder, label_names, label_of, parsed, with_images
+from autotune.trainer.reading import BadDataset, Located, files_of, read_rows
+from autotune.trainer.token_cache import CannotKeep, read_about, read_ends, tokenise
 
 COLUMNS = {
     Objective.DPO: "chosen, rejected and, unless both begin with it, prompt",

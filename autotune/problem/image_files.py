@@ -1,6 +1,6 @@
 """The images of a dataset's rows: their sizes, from the first bytes of each file, and the rows' text without them.
 
-`probe.runtime.examples` finds what names them. A file may also be in the row itself, as `datasets` writes it.
+`trainer.examples` finds what names them. A file may also be in the row itself, as `datasets` writes it.
 """
 
 import io
@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from autotune.core.errors import UsageError
 from autotune.core.files import refuse_special_files
 from autotune.core.images import Picture
-from autotune.probe.runtime.examples import Chat, Plain, is_image
+from autotune.trainer.examples import Chat, Plain, is_image
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from autotune.probe.runtime.dealing import deal
 from autotune.problem.length_distribution import Lengths
+from autotune.trainer.dealing import deal
 
 MAX_BUCKETS = 4  # each is compiled by itself
 WORTH_A_BUCKET = 0.01  # the relative gain in padded tokens from which on a further bucket is made

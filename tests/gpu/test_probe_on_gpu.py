@@ -10,7 +10,7 @@ import pytest
 from autotune.core.nvml import list_gpus
 from autotune.core.probe_types import Measurement, Outcome, ProbeRequest
 from autotune.core.train_config import TrainConfig
-from autotune.probe.dry_prober import DryProber
+from autotune.dry.prober import DryProber
 from autotune.probe.supervisor import WorkerProber, check_worker
 
 pytestmark = pytest.mark.skipif(not list_gpus(), reason="needs an NVIDIA GPU")
@@ -132,7 +132,7 @@ def test_both_products_in_8_bits_are_those_of_the_weight(compiled: bool) -> None
     """Sides differ, so that a factor in the wrong layout fails; a weight that is not turned over is off by 1.4."""
     import torch
 
-    from autotune.probe.runtime.float8 import Float8Linear
+    from autotune.trainer.float8 import Float8Linear
 
     plain = torch.nn.Linear(256, 512, bias=False, dtype=torch.bfloat16, device="cuda").requires_grad_(False)
     layer: Any = Float8Linear(plain, plain.weight.device)

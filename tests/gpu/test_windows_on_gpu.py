@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.probe.runtime import varlen
+from autotune.trainer import varlen
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 

@@ -106,8 +106,8 @@ COUNT = """
 import json, torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
-from autotune.probe.runtime.lean_trainer import compile_layers
-from autotune.probe.runtime.model_builder import decoder_layers, require_input_gradients
+from autotune.trainer.lean_trainer import compile_layers
+from autotune.trainer.model_builder import decoder_layers, require_input_gradients
 
 torch.manual_seed(0)
 shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}

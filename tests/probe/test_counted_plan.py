@@ -10,11 +10,11 @@ from autotune.cli.plan_text import print_plan
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
+from autotune.dry.prober import DryAnswer, DryProber
 from autotune.planning import counted_memory
 from autotune.planning.plan import ONLY_BASELINE, ONLY_LEANEST, plan
 from autotune.planning.run_check import check
 from autotune.prediction.step_time import MEASURED_HOST
-from autotune.probe.dry_prober import DryAnswer, DryProber
 from autotune.problem.run_cost import FITS, OOM
 from autotune.problem.study_spec import make_spec
 

@@ -16,11 +16,9 @@ from torch import fx, nn
 from autotune.catalog import resolve_model
 from autotune.core.probe_types import DryCount, MicroBatch, ProbeRequest
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.memory_formula import Sizes, kept_bytes, memory_breakdown
-from autotune.probe import dry as module
-from autotune.probe import dry_compile
-from autotune.probe.accounting import trained_parameters
-from autotune.probe.dry import (
+from autotune.dry import compiled as dry_compile
+from autotune.dry import counting as module
+from autotune.dry.counting import (
     META,
     CountedStep,
     _moments,
@@ -29,12 +27,14 @@ from autotune.probe.dry import (
     make_optimizer,
     quantized_linear,
 )
-from autotune.probe.dry_prober import DryProber
-from autotune.probe.meta_device import cuda_on_meta
+from autotune.dry.meta_device import cuda_on_meta
+from autotune.dry.prober import DryProber
+from autotune.dry.storage_counter import StorageCounter, blocks
+from autotune.prediction.memory_formula import Sizes, kept_bytes, memory_breakdown
+from autotune.probe.accounting import trained_parameters
 from autotune.probe.model_settings import model_settings
-from autotune.probe.runtime.float8 import Float8Linear
-from autotune.probe.runtime.model_builder import build, config_of
-from autotune.probe.storage_counter import StorageCounter, blocks
+from autotune.trainer.float8 import Float8Linear
+from autotune.trainer.model_builder import build, config_of
 from tests.helpers.factories import TINY
 
 pytestmark = [

@@ -14,10 +14,10 @@ from autotune.catalog import ModelSpec, resolve_model
 from autotune.core.objective import Objective
 from autotune.core.probe_types import DryCount, MicroBatch, ProbeRequest
 from autotune.core.train_config import TrainConfig
+from autotune.dry.counting import dry_probe
+from autotune.dry.preference import trl_on_meta
+from autotune.dry.prober import DryProber
 from autotune.prediction.memory_formula import memory_breakdown
-from autotune.probe.dry import dry_probe
-from autotune.probe.dry_prober import DryProber
-from autotune.probe.dry_trl import trl_on_meta
 from tests.helpers.factories import TINY
 from tests.unit.prediction.test_sharded_memory import truncated
 

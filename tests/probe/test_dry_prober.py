@@ -14,9 +14,9 @@ import pytest
 from autotune.core.probe_types import DryCount, ModelShape, ProbeRequest
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
-from autotune.probe import dry_prober as module
-from autotune.probe import dry_worker
-from autotune.probe.dry_prober import DryAnswer, DryProber
+from autotune.dry import prober as module
+from autotune.dry import worker as dry_worker
+from autotune.dry.prober import DryAnswer, DryProber
 from tests.helpers.factories import TINY
 
 pytestmark = pytest.mark.probe
@@ -229,7 +229,7 @@ def test_the_worker_is_limited_and_ends_with_the_prober(tmp_path: Path) -> None:
         assert prober._ask({"describe": {"model_type": "t5"}})["refused"].endswith("of type t5")
         assert prober._process is not None
         worker = psutil.Process(prober._process.pid)
-        assert worker.cmdline()[-2:] == ["autotune.probe.dry_worker", str(os.getpid())]
+        assert worker.cmdline()[-2:] == ["autotune.dry.worker", str(os.getpid())]
         assert worker.environ()["OMP_NUM_THREADS"] == "1" and worker.environ()["MALLOC_ARENA_MAX"] == "1"
         limit, _ = worker.rlimit(psutil.RLIMIT_DATA)
         assert 8 * 2**30 < limit < 10 * 2**30

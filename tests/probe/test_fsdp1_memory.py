@@ -18,9 +18,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from autotune.core.parallelism import Parallelism
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
+from autotune.dry.storage_counter import StorageCounter, blocks
 from autotune.prediction.memory_formula import Sizes
 from autotune.prediction.sharded_memory import Stack, _sharded
-from autotune.probe.storage_counter import StorageCounter, blocks
 
 CPU = torch.device("cpu")
 LAYERS, HIDDEN, INNER, HEADS, TOKENS = 6, 256, 704, 4, 8

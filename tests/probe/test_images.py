@@ -14,10 +14,10 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import extrapolate
 from autotune.probe.harness import random_image_rows
 from autotune.probe.model_settings import model_settings
-from autotune.probe.runtime import images, varlen
-from autotune.probe.runtime.model_builder import build, config_of, decoder_layers, set_checkpointing, to_train
 from autotune.probe.supervisor import WorkerProber
 from autotune.study.evaluator import shortened
+from autotune.trainer import images, varlen
+from autotune.trainer.model_builder import build, config_of, decoder_layers, set_checkpointing, to_train
 from tests.helpers.probing import measured
 from tests.helpers.seeing import FAMILIES, seeing
 

@@ -13,16 +13,16 @@ from torch._dynamo.utils import counters
 from autotune.catalog import resolve_model
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
+from autotune.dry.counting import dry_probe
 from autotune.prediction.memory_formula import memory_breakdown
 from autotune.prediction.step_time import counted_step_time, estimate_step_time
-from autotune.probe.dry import dry_probe
 from autotune.probe.model_settings import model_settings
 from autotune.probe.resident import attach, build_resident, clean
-from autotune.probe.runtime import joined_lora
-from autotune.probe.runtime.chunked_loss import chunked_loss
-from autotune.probe.runtime.joined_lora import Joined
-from autotune.probe.runtime.lean_trainer import compile_layers
-from autotune.probe.runtime.model_builder import (
+from autotune.trainer import joined_lora
+from autotune.trainer.chunked_loss import chunked_loss
+from autotune.trainer.joined_lora import Joined
+from autotune.trainer.lean_trainer import compile_layers
+from autotune.trainer.model_builder import (
     build,
     config_of,
     decoder_layers,

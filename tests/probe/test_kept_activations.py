@@ -11,8 +11,8 @@ from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import Sizes, kept_bytes, kept_factors
 from autotune.probe.resident import attach, build_resident
-from autotune.probe.runtime.model_builder import decoder_layers
-from autotune.probe.runtime.varlen import with_segments
+from autotune.trainer.model_builder import decoder_layers
+from autotune.trainer.varlen import with_segments
 from tests.helpers.factories import TINY
 
 pytestmark = [

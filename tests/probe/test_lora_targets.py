@@ -16,8 +16,8 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe.model_settings import model_settings
 from autotune.probe.model_shape import truncate
 from autotune.probe.resident import ResidentModel, attach
-from autotune.probe.runtime.model_builder import config_of, decoder_layers, from_config, to_train
-from autotune.probe.runtime.settings import ModelSettings
+from autotune.trainer.model_builder import config_of, decoder_layers, from_config, to_train
+from autotune.trainer.settings import ModelSettings
 
 pytestmark = [
     pytest.mark.probe,

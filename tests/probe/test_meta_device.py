@@ -14,9 +14,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from autotune.probe.meta_device import FP32, FP32_OUTPUT, LOWER, PROMOTE, cuda_on_meta
-from autotune.probe.runtime.host_checkpoints import HostCheckpoints
-from autotune.probe.storage_counter import StorageCounter
+from autotune.dry.meta_device import FP32, FP32_OUTPUT, LOWER, PROMOTE, cuda_on_meta
+from autotune.dry.storage_counter import StorageCounter
+from autotune.trainer.host_checkpoints import HostCheckpoints
 
 pytestmark = pytest.mark.probe
 

@@ -12,9 +12,9 @@ from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import extrapolate
 from autotune.probe.model_settings import model_settings
-from autotune.probe.runtime.model_builder import build, config_of
 from autotune.probe.supervisor import WorkerProber
 from autotune.study.evaluator import shortened
+from autotune.trainer.model_builder import build, config_of
 from tests.helpers.factories import TINY
 from tests.helpers.probing import measured
 

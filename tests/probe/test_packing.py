@@ -45,8 +45,8 @@ def test_nobody_sees_a_neighbour(model_type: str, attention: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from autotune.probe.harness import random_rows
-    from autotune.probe.runtime.patches import register_attentions
-    from autotune.probe.runtime.varlen import join_rows
+    from autotune.trainer.patches import register_attentions
+    from autotune.trainer.varlen import join_rows
 
     register_attentions()
     torch.manual_seed(0)
@@ -74,9 +74,9 @@ def test_what_is_learned_is_the_same_with_a_mask_and_without(compiled: bool, che
 
     from autotune.probe.harness import random_rows
     from autotune.probe.model_settings import model_settings
-    from autotune.probe.runtime.lean_trainer import compile_layers
-    from autotune.probe.runtime.model_builder import build, config_of, decoder_layers, set_checkpointing
-    from autotune.probe.runtime.varlen import join_rows
+    from autotune.trainer.lean_trainer import compile_layers
+    from autotune.trainer.model_builder import build, config_of, decoder_layers, set_checkpointing
+    from autotune.trainer.varlen import join_rows
 
     generator = torch.Generator().manual_seed(0)
     each = (((20, 13, 7), (9, 30, 5)), ((40,), (9, 30, 5, 4)), ((1,) * 6 + (20,), (48,)))

@@ -60,7 +60,7 @@ def built(model: dict[str, Any], attention: str = "sdpa") -> Any:
 def test_fp8_multiplies_differently_and_leaves_the_rest_and_the_head_alone() -> None:
     import torch
 
-    from autotune.probe.runtime.float8 import multiply_in_fp8
+    from autotune.trainer.float8 import multiply_in_fp8
 
     model = built(FITS_FP8)
     tokens = torch.randint(0, 128, (2, 16))
@@ -82,7 +82,7 @@ def test_fp8_multiplies_differently_and_leaves_the_rest_and_the_head_alone() -> 
 def test_fp8_needs_matrices_whose_sides_are_multiples_of_16() -> None:
     import torch
 
-    from autotune.probe.runtime.float8 import multiply_in_fp8
+    from autotune.trainer.float8 import multiply_in_fp8
 
     model = built(TINY_LLAMA | {"intermediate_size": 72})
     multiply_in_fp8(model)
@@ -109,8 +109,8 @@ def test_offloaded_checkpoints_learn_the_same_and_stay_on_the_host() -> None:
     import torch
 
     from autotune.probe.model_settings import model_settings
-    from autotune.probe.runtime.host_checkpoints import HostCheckpoints
-    from autotune.probe.runtime.model_builder import decoder_layers, set_checkpointing
+    from autotune.trainer.host_checkpoints import HostCheckpoints
+    from autotune.trainer.model_builder import decoder_layers, set_checkpointing
 
     model = built(TINY_LLAMA).train()
     tokens = torch.randint(0, 128, (2, 16))
@@ -141,7 +141,7 @@ def test_cudnn_attention_is_a_name_of_its_own_and_falls_back_to_nothing() -> Non
     """What another kernel computed would be reported as cuDNN's speed. There is none on a CPU."""
     import torch
 
-    from autotune.probe.runtime.patches import CUDNN_ATTENTION, register_attentions
+    from autotune.trainer.patches import CUDNN_ATTENTION, register_attentions
 
     register_attentions()
     model = built(TINY_LLAMA, CUDNN_ATTENTION)
@@ -277,7 +277,7 @@ def test_a_lean_trainer_walks_over_the_modules_only_when_the_mode_changes(tmp_pa
     import torch
     from transformers import TrainingArguments
 
-    from autotune.probe.runtime.lean_trainer import LeanTrainer
+    from autotune.trainer.lean_trainer import LeanTrainer
 
     class Watched(torch.nn.Module):
         walks: ClassVar[list[bool]] = []

@@ -13,12 +13,12 @@ from autotune.catalog import list_models, resolve_device, resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.serialization import from_data, to_data
+from autotune.dry import prober as dry_prober
+from autotune.dry.prober import DRY_VERSION, DryAnswer, DryProber, key_of, shipped_answers
 from autotune.planning import counted_memory
 from autotune.planning.device_estimate import limit_of
 from autotune.planning.plan import plan_setup, planned_setup
 from autotune.prediction.memory_formula import Sizes
-from autotune.probe import dry_prober
-from autotune.probe.dry_prober import DRY_VERSION, DryAnswer, DryProber, key_of, shipped_answers
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.study_spec import StudySpec
 

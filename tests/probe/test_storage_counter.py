@@ -10,7 +10,7 @@ from torch import nn
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.profiler import profile
 
-from autotune.probe.storage_counter import (
+from autotune.dry.storage_counter import (
     GROUPED_PRODUCT,
     INDEXED,
     OTHER,

@@ -9,12 +9,12 @@ from torch import nn
 
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
-from autotune.probe.dry import dry_probe
+from autotune.dry.counting import dry_probe
 from autotune.probe.model_settings import model_settings
-from autotune.probe.runtime import host_checkpoints, tiles
-from autotune.probe.runtime.chunked_loss import chunked_loss
-from autotune.probe.runtime.host_checkpoints import HostCheckpoints
-from autotune.probe.runtime.model_builder import build, compute_in_tiles, config_of, set_checkpointing, to_train
+from autotune.trainer import host_checkpoints, tiles
+from autotune.trainer.chunked_loss import chunked_loss
+from autotune.trainer.host_checkpoints import HostCheckpoints
+from autotune.trainer.model_builder import build, compute_in_tiles, config_of, set_checkpointing, to_train
 from tests.helpers.factories import TINY
 
 pytestmark = [

@@ -111,7 +111,7 @@ def test_train_py_trains_the_model_that_is_probed(knobs: dict[str, Any], trained
 
     from autotune.probe.model_settings import model_settings
     from autotune.probe.resident import attach, build_resident
-    from autotune.probe.runtime.model_builder import set_checkpointing
+    from autotune.trainer.model_builder import set_checkpointing
 
     made = _small(knobs)
     config = made.winner.config

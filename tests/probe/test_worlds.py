@@ -146,7 +146,7 @@ def test_vectors_of_a_model_without_memory_have_values() -> None:
     import torch
 
     from autotune.probe.model_settings import model_settings
-    from autotune.probe.runtime.model_builder import config_of, is_outline, outline
+    from autotune.trainer.model_builder import config_of, is_outline, outline
 
     spoiled = [torch.full((size,), torch.nan) for size in (32, 64, 128, 256) for _ in range(200)]
     del spoiled

@@ -17,8 +17,8 @@ from autotune.cli.commands.run import resume
 from autotune.core.errors import Interrupted, NothingFits, UsageError
 from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
+from autotune.dry.prober import DryAnswer
 from autotune.planning import counted_memory
-from autotune.probe.dry_prober import DryAnswer
 from autotune.problem.study_spec import NamedConfig, StudySpec
 from tests.helpers.factories import summary
 from tests.helpers.sessions import record_of

@@ -179,7 +179,7 @@ def weights_and_examples(folder: Path) -> tuple[Any, tuple[str, ...]]:
     from transformers import AutoModelForCausalLM
 
     from autotune.catalog import resolve_model
-    from autotune.probe.runtime.model_builder import config_of
+    from autotune.trainer.model_builder import config_of
 
     base = AutoModelForCausalLM.from_config(config_of(resolve_model("demo-3m").config))
     base.save_pretrained(folder / "weights")

@@ -12,8 +12,8 @@ import pytest
 
 from autotune.catalog import list_models
 from autotune.core.probe_types import DryCount
+from autotune.dry.prober import DryAnswer
 from autotune.planning import counted_memory
-from autotune.probe.dry_prober import DryAnswer
 
 ROOT = Path(__file__).parents[2]
 COUNT = DryCount(

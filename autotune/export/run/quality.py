@@ -19,11 +19,11 @@ from autotune.catalog import ModelSpec
 from autotune.core.errors import Cancelled, UsageError
 from autotune.export import script
 from autotune.export.run.process import run_exported, scratch_folder, time_limit_s, write_files
-from autotune.probe.runtime.examples import COLUMNS
-from autotune.probe.runtime.reading import read_rows
 from autotune.problem.dataset import dataset_errors
 from autotune.problem.workload import Workload
 from autotune.study.summary import Candidate, Learned, Quality, Recipe
+from autotune.trainer.examples import COLUMNS
+from autotune.trainer.reading import read_rows
 
 FINALISTS = 4
 STEPS = 20  # optimizer steps of each finalist, fewer of a small dataset

@@ -16,13 +16,13 @@ from autotune.catalog import list_models, resolve_device, resolve_model
 from autotune.cli.check_text import verdict
 from autotune.cli.commands.check import check_command
 from autotune.core.errors import NothingFits, UsageError
+from autotune.dry.prober import DryAnswer
 from autotune.planning import counted_memory
 from autotune.planning.device_estimate import device_limit_gib
 from autotune.planning.foreign_config import read_file
 from autotune.planning.observations import published_observations
 from autotune.planning.run_check import CheckReport, check, find_model
 from autotune.prediction.memory_formula import ERROR
-from autotune.probe.dry_prober import DryAnswer
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 
 # What the projects publish, reduced to the keys that matter (`test_foreign.py` names the files).

@@ -9,11 +9,11 @@ import yaml
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
 from autotune.export import header, keys, tool_file, torchtune
-from autotune.probe.runtime.settings import LIGER_KERNELS
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_options import TRACKERS, RunOptions
 from autotune.problem.workload import Workload
 from autotune.study.summary import Recipe
+from autotune.trainer.settings import LIGER_KERNELS
 from tests.helpers.refresh_export_keys import KEYS
 from tests.unit.export.test_tool_file_axolotl import CONFIGS, recipe
 

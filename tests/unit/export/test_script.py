@@ -18,11 +18,11 @@ from autotune.core.train_config import TrainConfig
 from autotune.export import keys, script
 from autotune.export.formats import FORMATS, USUAL, export_all
 from autotune.planning.foreign_config import for_model, read_file
-from autotune.probe.runtime.settings import ALLOCATORS, ModelSettings, RunSettings
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_options import RunOptions
 from autotune.problem.workload import Workload
 from autotune.study.summary import Recipe
+from autotune.trainer.settings import ALLOCATORS, ModelSettings, RunSettings
 from tests.helpers.factories import summary
 from tests.helpers.hostile import NAMES
 
@@ -313,7 +313,7 @@ def test_every_setting_is_used_by_the_script() -> None:
 
 def test_the_script_is_the_code_that_the_probe_runs() -> None:
     files = export_all(recipe(TrainConfig()), ["train"])
-    runtime = Path(script.__file__).parents[1] / "probe" / "runtime"
+    runtime = Path(script.__file__).parents[1] / "trainer"
     copied = {name.removeprefix("runtime/"): text for name, text in files.items() if name.startswith("runtime/")}
     assert copied == {path.name: script.ENCODING + path.read_text() for path in runtime.glob("*.py")}
     assert not any("autotune." in text for text in copied.values())

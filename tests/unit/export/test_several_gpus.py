@@ -15,8 +15,8 @@ from autotune.core.train_config import TrainConfig
 from autotune.export.formats import FORMATS, export_all, usual
 from autotune.planning.foreign_config import for_model, read_file
 from autotune.planning.foreign_sharding import shared_out
-from autotune.probe.runtime.lean_trainer import sharing_arguments
-from autotune.probe.runtime.settings import deepspeed_settings
+from autotune.trainer.lean_trainer import sharing_arguments
+from autotune.trainer.settings import deepspeed_settings
 from tests.unit.export.test_script import recipe
 
 STRATEGIES = ("ddp", "fsdp2", "fsdp2_keep", "zero1", "zero2", "zero3")

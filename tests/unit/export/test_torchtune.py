@@ -11,8 +11,8 @@ from autotune.core.files import load_data
 from autotune.core.train_config import TrainConfig
 from autotune.export import keys, torchtune
 from autotune.export.formats import USUAL
-from autotune.probe.runtime.settings import ALLOCATORS
 from autotune.study.summary import Recipe
+from autotune.trainer.settings import ALLOCATORS
 from tests.unit.export.test_tool_file_axolotl import HOSTILE, KEYS, each_config, named, recipe
 
 OPTIMIZERS = next(row.torchtune["optimizer"] for row in keys.sections()["schedule"] if row.of == "optimizer")

@@ -16,8 +16,8 @@ from autotune.catalog import resolve_device
 from autotune.core.train_config import TrainConfig
 from autotune.export import header
 from autotune.export import transformers as exporter
-from autotune.probe.runtime import rows
-from autotune.probe.runtime.settings import ALLOCATORS
+from autotune.trainer import rows
+from autotune.trainer.settings import ALLOCATORS
 from tests.probe.test_train_script import _save_demo
 from tests.unit.export.test_script import HOSTILE, SAVED, TARGETS, demo, each_config, recipe, write
 

@@ -22,6 +22,7 @@ from autotune.core.errors import NothingFits, UsageError
 from autotune.core.probe_types import DryCount
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import DASH
+from autotune.dry.prober import DryAnswer
 from autotune.planning import compare as rules
 from autotune.planning import counted_memory
 from autotune.planning.compare import (
@@ -38,7 +39,6 @@ from autotune.planning.compare import (
 )
 from autotune.planning.device_estimate import ACCURACY, COUNTED, device_limit_gib, estimate, memory_state
 from autotune.planning.plan import ONLY_BASELINE, ONLY_LEANEST, Plan, plan_data, plan_task, planned_setup
-from autotune.probe.dry_prober import DryAnswer
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import FITS, OOM, project
 from autotune.problem.study_spec import NamedConfig, StudySpec

@@ -17,6 +17,7 @@ from autotune.core.objective import Objective
 from autotune.core.probe_types import DryCount
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
+from autotune.dry.prober import DryAnswer
 from autotune.planning import counted_memory
 from autotune.planning.device_estimate import COUNTED, OF_OBJECTIVES, device_limit_gib
 from autotune.planning.fixes import FixSearch, edited
@@ -41,7 +42,6 @@ from autotune.prediction.memory_formula import (
     memory_breakdown,
 )
 from autotune.prediction.step_time import DEVICE_ERROR, UNKNOWN_HOST, estimate_step_time
-from autotune.probe.dry_prober import DryAnswer
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.workload import Workload

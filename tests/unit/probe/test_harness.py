@@ -22,8 +22,8 @@ from autotune.probe.kernels import Kernel
 from autotune.probe.model_settings import model_settings
 from autotune.probe.recorder import Recorder, StepTimes
 from autotune.probe.resident import build_resident, module_names
-from autotune.probe.runtime.chunked_loss import CHUNK_TOKENS
 from autotune.probe.schedule import Schedule
+from autotune.trainer.chunked_loss import CHUNK_TOKENS
 from tests.helpers.factories import TINY
 from tests.helpers.factories import measurement as measured
 

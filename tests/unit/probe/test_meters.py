@@ -17,9 +17,9 @@ from autotune.core.probe_types import PROBE_VERSION
 from autotune.core.units import GIB
 from autotune.probe import meters
 from autotune.probe.meters import CpuMeter, CudaMeter
-from autotune.probe.runtime import malloc
-from autotune.probe.runtime.settings import ALLOCATOR_VARIABLE
 from autotune.probe.worker_process import child_environment
+from autotune.trainer import malloc
+from autotune.trainer.settings import ALLOCATOR_VARIABLE
 
 
 class Driver:

@@ -6,7 +6,7 @@ import pytest
 
 from autotune.core.train_config import TrainConfig
 from autotune.probe.model_settings import model_settings
-from autotune.probe.runtime.settings import ModelSettings
+from autotune.trainer.settings import ModelSettings
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from datasets import Dataset
 
 from autotune.probe import trl_entry
 from autotune.probe import trl_trainer as module
-from autotune.probe.runtime.clock import Clock
 from autotune.probe.trl_trainer import TrlClock
+from autotune.trainer.clock import Clock
 
 
 def row(*labels: int) -> dict[str, torch.Tensor]:

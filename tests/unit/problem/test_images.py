@@ -14,13 +14,13 @@ from autotune.core.errors import UsageError
 from autotune.core.images import Picture, picture_of
 from autotune.core.train_config import TrainConfig
 from autotune.planning.counted_memory import memory_of, no_count
-from autotune.probe.runtime.examples import Chat, with_images
-from autotune.probe.runtime.reading import BadDataset
 from autotune.problem.image_files import flat, pictures_of, size_of, text_of
 from autotune.problem.images import MOST_KINDS, images_of, pictured
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import InvalidSpec, StudySpec
 from autotune.problem.target import Target
+from autotune.trainer.examples import Chat, with_images
+from autotune.trainer.reading import BadDataset
 from tests.helpers.seeing import seeing
 
 ASK = {"role": "user", "content": "what?"}

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 
-from autotune.probe.runtime.dealing import by_length
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.padding import (
     Draw,
@@ -23,6 +22,7 @@ from autotune.problem.padding import (
     stand_ins,
     waiting,
 )
+from autotune.trainer.dealing import by_length
 
 GENERATOR = random.Random(0)
 LONG_TAIL = [min(int(GENERATOR.lognormvariate(5.5, 1)) + 5, 6000) for _ in range(3000)]

@@ -130,7 +130,7 @@ class DryProber:
 
 def _start() -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*module_command("autotune.probe.dry_worker"), str(os.getpid())],
+        [*module_command("autotune.dry.worker"), str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -158,7 +158,7 @@ def shipped_answers() -> dict[str, Any]:
     There are none where an older transformers is installed than counted them: with 5.17 state-space models hold five
     times as much as with 5.23.
     """
-    data = json.loads(gzip.decompress(files("autotune.probe").joinpath(SHIPPED).read_bytes()))
+    data = json.loads(gzip.decompress(files("autotune.dry").joinpath(SHIPPED).read_bytes()))
     counted_with = dict(map(str.split, data["versions"]))["transformers"]
     with suppress(metadata.PackageNotFoundError):
         if _release(metadata.version("transformers")) < _release(counted_with):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from autotune.probe.runtime.dealing import by_length, deal
+from autotune.trainer.dealing import by_length, deal
 
 
 def test_the_longest_of_neighbours_is_for_the_rank_with_the_least_until_then() -> None:

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 
-from autotune.probe.runtime import chunked_loss as chunks
-from autotune.probe.runtime.graphs import MOST_SHAPES, MicroBatchGraphs, is_capturing, rows_are_whole
+from autotune.trainer import chunked_loss as chunks
+from autotune.trainer.graphs import MOST_SHAPES, MicroBatchGraphs, is_capturing, rows_are_whole
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 

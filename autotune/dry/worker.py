@@ -38,7 +38,7 @@ def main() -> None:
 @cache  # once: what a later request makes may be collected
 def _load() -> None:
     with loading():
-        import autotune.probe.dry
+        import autotune.dry.counting
         import autotune.probe.model_shape  # noqa: F401
 
 
@@ -49,7 +49,7 @@ def _answer(message: dict[str, Any]) -> dict[str, Any]:
             from autotune.probe.model_shape import describe
 
             return {"shape": to_data(describe(message["describe"]))}
-        from autotune.probe.dry import dry_probe
+        from autotune.dry.counting import dry_probe
 
         return {"count": to_data(dry_probe(from_data(ProbeRequest, message["count"])))}
     except MemoryError:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from autotune.probe.runtime.examples import (
+from autotune.trainer.examples import (
     ALPACA,
     Chat,
     Encoder,
@@ -14,7 +14,7 @@ from autotune.probe.runtime.examples import (
     parse,
     parsed,
 )
-from autotune.probe.runtime.reading import BadDataset
+from autotune.trainer.reading import BadDataset
 from tests.helpers.tokenizers import CHATML, byte_level, template
 
 TURNS = [

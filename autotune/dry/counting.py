@@ -19,15 +19,16 @@ from autotune.core.objective import Objective
 from autotune.core.probe_types import DryCount, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import MIB, gib
+from autotune.dry.compiled import compile_for_count
+from autotune.dry.meta_device import cuda_on_meta
+from autotune.dry.storage_counter import StorageCounter, blocks
 from autotune.probe.accounting import logical_params, trained_parameters
-from autotune.probe.dry_compile import compile_for_count
-from autotune.probe.meta_device import cuda_on_meta
 from autotune.probe.model_settings import model_settings
 from autotune.probe.model_shape import truncate
-from autotune.probe.runtime.chunked_loss import chunked_loss
-from autotune.probe.runtime.joined_lora import Joined
-from autotune.probe.runtime.labels import label_loss
-from autotune.probe.runtime.model_builder import (
+from autotune.trainer.chunked_loss import chunked_loss
+from autotune.trainer.joined_lora import Joined
+from autotune.trainer.labels import label_loss
+from autotune.trainer.model_builder import (
     base_dtype,
     build,
     compute_in_tiles,
@@ -37,8 +38,7 @@ from autotune.probe.runtime.model_builder import (
     set_checkpointing,
     to_train,
 )
-from autotune.probe.runtime.settings import ModelSettings
-from autotune.probe.storage_counter import StorageCounter, blocks
+from autotune.trainer.settings import ModelSettings
 
 META = torch.device("meta")
 WORKSPACE = 64 * MIB  # cuBLAS's: 32 MiB on Hopper for each of its two libraries; less on older cards
@@ -59,7 +59,7 @@ def dry_probe(request: ProbeRequest) -> DryCount:
     with ExitStack() as stack:
         stack.enter_context(cuda_on_meta(packed=config.packing, padded=padded))
         if request.trainer == "trl":
-            from autotune.probe.dry_trl import in_16_bits, trl_on_meta
+            from autotune.dry.preference import in_16_bits, trl_on_meta
 
             stack.enter_context(trl_on_meta(padded=padded))
             request = replace(request, config=in_16_bits(config))
@@ -105,7 +105,7 @@ class CountedStep:
             compile_for_count(decoder_layers(self._model), self._config.activation_budget)
         self._by_trl = None
         if request.trainer == "trl":
-            from autotune.probe.dry_trl import DryTrlStep
+            from autotune.dry.preference import DryTrlStep
 
             self._by_trl = DryTrlStep(request, self._base, self._model)
             if self._by_trl.reference is not None:

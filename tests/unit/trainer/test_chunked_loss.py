@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autotune.prediction.memory_predictor import HEAD_CHUNK
-from autotune.probe.runtime import chunked_loss
+from autotune.trainer import chunked_loss
 from tests.helpers.factories import TINY
 
 SMALL = TINY | {"num_hidden_layers": 2}

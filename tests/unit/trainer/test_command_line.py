@@ -10,10 +10,10 @@ import pytest
 
 from autotune.core.train_config import TrainConfig
 from autotune.export.script import settings
-from autotune.probe.runtime import command_line
-from autotune.probe.runtime.command_line import _parser, last_checkpoint, parse_options
-from autotune.probe.runtime.settings import Options, one_gpu
 from autotune.problem.run_options import TRACKERS, RunOptions
+from autotune.trainer import command_line
+from autotune.trainer.command_line import _parser, last_checkpoint, parse_options
+from autotune.trainer.settings import Options, one_gpu
 from tests.unit.export.test_script import demo, recipe
 
 
@@ -191,7 +191,7 @@ def test_the_environment_is_set_before_anything_is_loaded(tmp_path: Path, monkey
         lambda settings: done.append(("prepare", settings)),
     )
     loaded = SimpleNamespace(main=lambda *asked: done.append(asked))
-    monkeypatch.setitem(sys.modules, "autotune.probe.runtime.train", loaded)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "autotune.trainer.train", loaded)  # type: ignore[arg-type]
     monkeypatch.setattr(sys, "argv", ["train.py", "--random-weights", "--max-steps", "3"])
     command_line.start(tmp_path)
     options = parse_options(made, ["--random-weights", "--max-steps", "3"])

@@ -15,11 +15,11 @@ from transformers import TrainerCallback
 
 from autotune.core.train_config import TrainConfig
 from autotune.export import script
-from autotune.probe.runtime import model_builder, rows, train
-from autotune.probe.runtime.clock import Clock
-from autotune.probe.runtime.lean_trainer import training_arguments
-from autotune.probe.runtime.reading import BadDataset
-from autotune.probe.runtime.settings import Options, RunSettings
+from autotune.trainer import model_builder, rows, train
+from autotune.trainer.clock import Clock
+from autotune.trainer.lean_trainer import training_arguments
+from autotune.trainer.reading import BadDataset
+from autotune.trainer.settings import Options, RunSettings
 from tests.helpers.factories import TINY
 from tests.unit.export.test_script import demo
 

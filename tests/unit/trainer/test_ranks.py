@@ -12,13 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from autotune.probe.runtime import ranks
-from autotune.probe.runtime.ranks import AGAIN_S
+from autotune.trainer import ranks
+from autotune.trainer.ranks import AGAIN_S
 
 PROGRAM = """\
 import os, signal, sys, time
 sys.path.insert(0, {home!r})
-from autotune.probe.runtime import ranks
+from autotune.trainer import ranks
 
 if "LOCAL_RANK" not in os.environ:
     sys.exit(ranks.run(2))
@@ -155,7 +155,7 @@ def test_a_rank_ends_with_its_code_where_nobody_reads_what_it_says() -> None:
     body = f"""
 import os, sys
 sys.path.insert(0, {HOME!r})
-from autotune.probe.runtime import ranks
+from autotune.trainer import ranks
 
 print("trained")
 os.close(1)
@@ -180,7 +180,7 @@ def test_a_rank_ends_at_once_with_the_code_that_training_ends_with(train: str, c
     body = f"""
 import atexit, signal, sys, threading, time
 sys.path.insert(0, {HOME!r})
-from autotune.probe.runtime import ranks
+from autotune.trainer import ranks
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
 threading.Thread(target=time.sleep, args=(50,)).start()

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from autotune.probe.runtime import token_cache
-from autotune.probe.runtime.reading import BadDataset
-from autotune.probe.runtime.rows import Stored
-from autotune.probe.runtime.token_cache import CannotKeep, cache_folder, read_about, tokenise
+from autotune.trainer import token_cache
+from autotune.trainer.reading import BadDataset
+from autotune.trainer.rows import Stored
+from autotune.trainer.token_cache import CannotKeep, cache_folder, read_about, tokenise
 from tests.helpers.tokenizers import CHATML, byte_level
 
 

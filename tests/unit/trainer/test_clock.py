@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from autotune.probe.runtime.clock import PREEMPTED, Clock
+from autotune.trainer.clock import PREEMPTED, Clock
 
 
 @pytest.fixture(autouse=True)

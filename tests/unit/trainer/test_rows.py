@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from autotune.probe.runtime import rows
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.packing import packed_rows
+from autotune.trainer import rows
 
 
 def test_rows_are_packed_as_the_workload_counts_them() -> None:

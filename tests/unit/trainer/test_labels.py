@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autotune.probe.runtime.examples import label_names
-from autotune.probe.runtime.labels import LabelEncoder, collate_labels, label_loss
-from autotune.probe.runtime.reading import BadDataset
-from autotune.probe.runtime.rows import num_targets
+from autotune.trainer.examples import label_names
+from autotune.trainer.labels import LabelEncoder, collate_labels, label_loss
+from autotune.trainer.reading import BadDataset
+from autotune.trainer.rows import num_targets
 
 
 def located(*rows: tuple[object, object]) -> list[tuple[str, dict[str, object]]]:

@@ -11,11 +11,11 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from autotune.core.images import picture_of
-from autotune.probe.runtime.examples import with_parts
-from autotune.probe.runtime.image_rows import SeenRows, _pieces, collate_seen
-from autotune.probe.runtime.model_builder import config_of
-from autotune.probe.runtime.reading import BadDataset
 from autotune.problem.dataset import image_lengths
+from autotune.trainer.examples import with_parts
+from autotune.trainer.image_rows import SeenRows, _pieces, collate_seen
+from autotune.trainer.model_builder import config_of
+from autotune.trainer.reading import BadDataset
 from tests.helpers.seeing import seeing
 from tests.unit.problem.test_images import png
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate.utils import send_to_device
 
-from autotune.probe.runtime import varlen
+from autotune.trainer import varlen
 
 EXAMPLES = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])  # the positions of two rows: 3, 2 and 1; 6
 ENDS = [0, 3, 5, 6, 12]

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from autotune.core.train_config import TrainConfig
 from autotune.export import script
-from autotune.probe.runtime.lean_trainer import (
+from autotune.trainer.lean_trainer import (
     LeanTrainer,
     compile_layers,
     run_layers_eagerly,

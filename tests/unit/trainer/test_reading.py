@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from autotune.probe.runtime import reading
-from autotune.probe.runtime.reading import BadDataset, files_of, read_rows
+from autotune.trainer import reading
+from autotune.trainer.reading import BadDataset, files_of, read_rows
 
 ROWS: list[dict[str, Any]] = [{"text": f"row {index}", "more": [{"a": index}]} for index in range(3)]
 

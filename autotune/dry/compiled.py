@@ -18,14 +18,14 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
-from autotune.probe.runtime.lean_trainer import within_budget
-from autotune.probe.storage_counter import (
+from autotune.dry.storage_counter import (
     FALLBACKS,
     GROUPED_PRODUCT,
     UNPACKED_PRODUCT,
     StorageCounter,
     num_bytes,
 )
+from autotune.trainer.lean_trainer import within_budget
 
 REDUCTIONS = {"sum", "mean", "amax", "amin", "var", "var_mean", "prod"}
 CASTS = {"convert_element_type", "_to_copy"}

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
+from autotune.dry.meta_device import replaced
 from autotune.probe.harness import random_rows
-from autotune.probe.meta_device import replaced
-from autotune.probe.runtime.lean_trainer import training_arguments
 from autotune.probe.trl_trainer import examples_of, trl_trainer
+from autotune.trainer.lean_trainer import training_arguments
 
 META = torch.device("meta")
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from autotune.core.train_config import TrainConfig
 from autotune.probe.model_settings import model_settings
-from autotune.probe.runtime import model_builder, patches
-from autotune.probe.runtime.float8 import Float8Linear
-from autotune.probe.runtime.settings import ModelSettings
+from autotune.trainer import model_builder, patches
+from autotune.trainer.float8 import Float8Linear
+from autotune.trainer.settings import ModelSettings
 from tests.helpers.factories import TINY
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks with a name from before transformers 5.23

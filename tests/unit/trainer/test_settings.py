@@ -8,7 +8,7 @@ import pytest
 from autotune.core.train_config import TrainConfig
 from autotune.export import script
 from autotune.probe.model_settings import model_settings
-from autotune.probe.runtime import settings
+from autotune.trainer import settings
 from tests.unit.export.test_script import recipe
 
 

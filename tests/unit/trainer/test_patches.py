@@ -10,7 +10,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from autotune.probe.runtime import patches, varlen
+from autotune.trainer import patches, varlen
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from torch import nn
 
 from autotune.core.train_config import TrainConfig
 from autotune.probe.model_settings import model_settings
-from autotune.probe.runtime import float8, model_builder
-from autotune.probe.runtime.float8 import Float8Linear
+from autotune.trainer import float8, model_builder
+from autotune.trainer.float8 import Float8Linear
 from tests.helpers.factories import TINY
 
 pytestmark = [
