@@ -6,7 +6,7 @@ from functools import partial
 from autotune.core.errors import UsageError
 from autotune.core.objective import Objective
 from autotune.core.parallelism import ZERO
-from autotune.export import accelerate, clusters, recipe_yaml, script, tool_file, torchtune, transformers
+from autotune.export import accelerate, clusters, recipe_yaml, script, tool_file, transformers
 from autotune.export.header import on_cpu
 from autotune.study.summary import Recipe
 
@@ -21,7 +21,6 @@ FORMATS: dict[str, Callable[[Recipe], dict[str, str]]] = {
     "kubernetes": partial(clusters.export, system="kubernetes"),
     "skypilot": partial(clusters.export, system="skypilot"),
     "slurm": partial(clusters.export, system="slurm"),
-    "torchtune": torchtune.export,
 }
 USUAL = ("recipe", "trl", "train", "axolotl", "llamafactory")  # what a study writes unasked
 # What is written of a training for another objective than the next token, by what trains for it.
@@ -64,16 +63,20 @@ def _obstacle(name: str, recipe: Recipe) -> str | None:
         return f"for {objective} it was not tried"
     if recipe.config.num_gpus == 1:
         return None
-    if name == "torchtune":
-        return "torchtune has other recipes for several GPUs"
     if on_cpu(recipe) and name in (*BY_ACCELERATE, "accelerate", "axolotl"):
         return "accelerate starts a single process on a processor"
     return None
 
 
 def require_formats(wanted: Iterable[str], known: Iterable[str]) -> None:
-    """Raises UsageError for a format that is not known."""
+    """Raise UsageError for an unknown or a removed format."""
     names = list(known)
     for name in wanted:
+        if name == "torchtune" and "trl" in names:
+            raise UsageError(
+                "the format torchtune was removed: its project has ended, and autotune 0.1.0 was the last version "
+                "that wrote its file",
+                remedy="take trl, axolotl or llamafactory",
+            )
         if name not in names:
             raise UsageError(f"there is no format {name!r}", remedy=f"the formats are {', '.join(names)}")

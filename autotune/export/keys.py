@@ -1,4 +1,4 @@
-"""The key table: how TRL, Axolotl, LLaMA-Factory and torchtune write each knob and each setting of a run.
+"""The key table: how TRL, Axolotl and LLaMA-Factory write each knob and each setting of a run.
 
 The table is `keys.yaml`. The exporters write their files from it, and `planning.foreign_config` reads other people's
 files by it. A new knob needs a row for the tools that can express it. Where a tool cannot, its file says so, with the
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotune.core.files import load_data
-from autotune.core.knobs import KNOBS
 from autotune.core.lora_targets import ALL_LINEAR, saved_modules, target_modules
 from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
@@ -21,7 +20,7 @@ from autotune.export.header import eval_steps, model_source, on_cpu, save_steps,
 from autotune.problem.run_options import KEPT_CHECKPOINTS
 from autotune.study.summary import Recipe
 
-TOOLS = {"trl": "TRL", "axolotl": "Axolotl", "llamafactory": "LLaMA-Factory", "torchtune": "torchtune"}
+TOOLS = {"trl": "TRL", "axolotl": "Axolotl", "llamafactory": "LLaMA-Factory"}
 
 Entries = dict[str, Any]  # a tool's keys with their values; a dot in a key stands for a mapping inside a mapping
 
@@ -39,7 +38,6 @@ class Row:
     trl: str | Entries | None = None
     axolotl: str | Entries | None = None
     llamafactory: str | Entries | None = None
-    torchtune: str | Entries | None = None
     defaults: Entries = field(default_factory=dict)
 
     def entries(self, tool: str, values: Mapping[str, Any]) -> Entries:
@@ -73,8 +71,7 @@ def gaps() -> dict[str, list[Entries]]:
 def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
     """What rows and gaps refer to: the knobs that have an effect, and what follows from them and from the run."""
     config, report_to, evaluates = recipe.config, recipe.run_options.report_to, recipe.workload.held_out() > 0
-    attention, rank, alpha = attention_of(tool, config), config.lora_rank or 1, config.lora_alpha
-    scale = None if alpha is None else alpha / (rank**0.5 if config.rslora else rank)
+    attention = attention_of(tool, config)
     modules = target_modules(recipe.model.config["model_type"], config.lora_targets)
     if modules and config.lora_targets == ALL_LINEAR:  # PEFT refuses some of the layers that tools find
         config = replace(config, lora_targets=",".join(modules))
@@ -87,9 +84,7 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "base_dtype": config.base_dtype,
         "target_modules": ", ".join(modules) if modules and tool == "llamafactory" else modules,
         "saved_modules": ", ".join(saved) if saved and tool == "llamafactory" else saved,
-        "names_targets": config.lora_targets not in KNOBS["lora_targets"].choices,
-        "lora_alpha": alpha,
-        "lora_alpha_of_rank": None if scale is None else scale * rank,  # for torchtune, which divides by the rank
+        "lora_alpha": config.lora_alpha,
         "accumulation": recipe.accumulation,
         "dealt": recipe.workload.deals(config),
         "shares_out": config.num_gpus > 1,
@@ -107,7 +102,7 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "eval_share": recipe.workload.eval_share if evaluates else None,
         "eval_steps": eval_steps(recipe) if evaluates else None,
         "report_to": report_to,
-        # LLaMA-Factory and torchtune read their files with OmegaConf, which fills in what stands in ${...}.
+        # LLaMA-Factory reads its file with OmegaConf, which fills in what stands in ${...}.
         "run_name": recipe.study.replace("${", "{") if report_to != "none" else None,
         # Where it fills rows, Axolotl does so to multiples of 64.
         "unusual_seq_len": config.seq_len if config.padding == "max_length" and config.seq_len % 64 else None,
@@ -137,8 +132,6 @@ def _padded_multiple(recipe: Recipe) -> int | None:
 
 def attention_of(tool: str, config: TrainConfig) -> str:
     """The attention that the tool uses for this configuration, by the tool's own name."""
-    if tool == "torchtune":
-        return "flex_attention" if config.packing else "sdpa"  # flex_attention for the mask of packed rows
     if tool != "llamafactory":
         return "sdpa" if config.attention == "sdpa_cudnn" else config.attention
     if config.attention == "eager":

@@ -1,10 +1,9 @@
-"""The YAML file that TRL, Axolotl, LLaMA-Factory or torchtune takes, with what it cannot express in its head.
+"""The YAML file that TRL, Axolotl or LLaMA-Factory takes, with what it cannot express in its head.
 
 The keys are those of `keys.yaml`, heads and notes are in `tools.yaml`.
 """
 
 import json
-import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,25 +14,14 @@ from autotune.study.summary import Recipe
 
 SECTIONS = ("model", "data", "adapters", "batch", "memory", "schedule")
 
-Section = dict[str, Any]
 
-
-def export(
-    recipe: Recipe, tool: str, *, sections: Mapping[str, Section] | None = None, settings: Section | None = None
-) -> dict[str, str]:
-    """The file of a tool of `keys.TOOLS`, and other files that it reads.
-
-    `sections` come first, in place of those of the same name in the key table. `settings` are further values for the
-    conditions and texts of `tools.yaml`.
-    """
+def export(recipe: Recipe, tool: str) -> dict[str, str]:
+    """The file of a tool of `keys.TOOLS`, and other files that it reads."""
     about = load_data("autotune.export", "tools")[tool]
-    values = settings_of(recipe, tool) | (settings or {})
-    warnings = texts(about.get("warnings", ()), values)
+    values = settings_of(recipe, tool)
     head = [
         *summary_lines(recipe),
         "",
-        *warnings,
-        *([""] if warnings else []),
         about["run"].format_map(values),
         *(f"  {line}" for line in texts(about["commands"], values)),
         "",
@@ -41,13 +29,10 @@ def export(
         *(f"- {text}" for text in texts(about["differences"], values)),
         *(f"not expressed: {item}" for item in keys.inexpressible(tool, recipe)),
     ]
-    written = dict(sections or {})
-    for name in SECTIONS:
-        written.setdefault(name, keys.write(tool, name, recipe))
     with_notes = []
-    for name, section in written.items():
+    for name in SECTIONS:
         notes = texts([note for note in about["notes"] if note["section"] == name], values)
-        with_notes.append((" ".join(notes), section))
+        with_notes.append((" ".join(notes), keys.write(tool, name, recipe)))
     kinds = about.get("json_files", {}).items()
     more = {name: json.dumps(of.get(values["form"], of["other"]), indent=2) + "\n" for name, of in kinds}
     return {file_of(recipe, tool): sectioned(head, with_notes), **more}
@@ -67,15 +52,12 @@ def training_command(recipe: Recipe, tool: str) -> str:
 def settings_of(recipe: Recipe, tool: str) -> dict[str, Any]:
     """What texts are filled in from, and `when` compares."""
     about = load_data("autotune.export", "tools")[tool]
-    is_published, num_gpus = has_published_weights(recipe), recipe.config.num_gpus
+    num_gpus = recipe.config.num_gpus
     return keys.settings(tool, recipe) | {
         "version": about.get("version"),
         "transformers": about.get("transformers"),
         "probed_transformers": recipe.fingerprint.packages.get("transformers", "another version"),
-        "model_type": recipe.model.config["model_type"],
-        "quoted_name": shlex.quote(recipe.model.name),
-        "has_published_weights": is_published,
-        "downloads": is_published and recipe.model.weights is None,
+        "has_published_weights": has_published_weights(recipe),
         "environment": environment(recipe),
         "place": "on the processor" if on_cpu(recipe) else f"on {num_gpus} GPUs" if num_gpus > 1 else "on one GPU",
         "launch_arguments": " ".join(launch_arguments(recipe)),

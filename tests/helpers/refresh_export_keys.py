@@ -1,4 +1,4 @@
-"""Write export_keys.yaml, the keys that Axolotl, LLaMA-Factory and torchtune accept, and let them check the exports.
+"""Write export_keys.yaml, the keys that Axolotl and LLaMA-Factory accept, and let them check the exports.
 
 These tools pin other versions of the same packages than autotune, so that the tests cannot install them. This program
 installs each without its dependencies into its own directory, together with the transformers that it pins. All other
@@ -28,10 +28,6 @@ TOOLS = {
     "llamafactory": (
         *("llamafactory==0.9.5", "transformers==5.6.0", "tokenizers==0.22.2", "omegaconf==2.3.0"),
         *("antlr4-python3-runtime==4.9.3", *BOTH),
-    ),
-    "torchtune": (
-        *("torchtune==0.6.1", "torchao==0.9.0", "torchdata==0.11.0", "omegaconf==2.3.0"),
-        *("antlr4-python3-runtime==4.9.3", "tiktoken", "sentencepiece", "blobfile", "pillow"),
     ),
 }
 # Options that Axolotl switches on by itself and that do not affect a training step.
@@ -166,119 +162,9 @@ def _llamafactory(files: list[str]) -> dict[str, list[str]]:
     }
 
 
-def _torchtune(files: list[str]) -> dict[str, list[str]]:
-    import inspect
-
-    from omegaconf import OmegaConf
-    from torchtune import config
-    from torchtune.config._utils import _get_component_from_path
-
-    llama = ("llama-2-13b", "llama-3-8b", "llama-3.1-8b", "llama-3.2-1b")
-    for name in (*llama, "mistral-7b", "gemma-7b", "phi-3-mini", "phi-4", "qwen2.5-3b", "qwen2.5-7b"):
-        _torchtune_logits(name)
-    arguments: dict[str, list[str]] = {}
-    for file in [*files, *_torchtune_models(Path(files[0]).parent)]:
-        cfg = OmegaConf.load(file)
-        if OmegaConf.to_container(cfg, resolve=True) != yaml.safe_load(Path(file).read_text(encoding="utf-8")):
-            raise SystemExit(f"{file}: OmegaConf reads it differently")
-        config.validate(cfg)  # binds each component's arguments to its signature
-        for path in (part["_component_"] for part in cfg.values() if OmegaConf.is_dict(part) and "_component_" in part):
-            parameters = inspect.signature(_get_component_from_path(path)).parameters.values()
-            arguments[path] = [one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
-    lora, full = (_recipe_keys(f"{method}_finetune_single_device") for method in ("lora", "full"))
-    return {
-        "keys": [*lora["keys"], *full["keys"]],
-        "lora_required": lora["required"],
-        "full_required": full["required"],
-        **arguments,
-    }
-
-
-def _torchtune_models(directory: Path) -> list[Path]:
-    """Write a file for each model with a builder, and check its published number of parameters on the meta device."""
-    import torch
-    from omegaconf import OmegaConf
-    from torchtune import config
-
-    from autotune.catalog import list_models
-    from autotune.core.train_config import TrainConfig
-    from autotune.export import torchtune
-    from tests.unit.export.test_tool_file_axolotl import recipe
-
-    files = []
-    for model in list_models():
-        for tried in (TrainConfig(method="full", precision="fp32"), TrainConfig(dora=True), TrainConfig()):
-            made = recipe(tried, model=model)
-            if torchtune.obstacle(made):
-                continue
-            files.append(directory / f"torchtune-{model.short}-{len(files)}.yaml")
-            files[-1].write_text(torchtune.export(made)["torchtune.yaml"], encoding="utf-8")
-            with torch.device("meta"):
-                built = config.instantiate(OmegaConf.load(files[-1]).model)
-            adapters = ("lora_a", "lora_b", "magnitude")
-            own = {id(one): one for name, one in built.named_parameters() if not any(part in name for part in adapters)}
-            if (count := sum(one.numel() for one in own.values())) != model.params:
-                raise SystemExit(f"{files[-1]}: {count:,} parameters, and not {model.params:,}")
-    return files
-
-
-def _torchtune_logits(name: str) -> None:
-    """Check that torchtune and transformers compute the same logits with a small model of this family."""
-    from dataclasses import replace
-
-    import torch
-    import transformers
-    from omegaconf import OmegaConf
-    from torchtune import config
-
-    from autotune.catalog import resolve_model
-    from autotune.core.train_config import TrainConfig
-    from autotune.export import torchtune
-    from tests.unit.export.test_tool_file_axolotl import recipe
-
-    model = resolve_model(name)
-    shape = model.config | {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512}
-    groups = 1 + (model.config["num_attention_heads"] > model.config["num_key_value_heads"])
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 4 // groups}
-    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**shape)).eval()
-    for one in theirs.parameters():
-        torch.nn.init.normal_(one, 1.0 if one.dim() == 1 else 0.0, 0.1)
-    ids = torch.randint(model.vocab_size, (2, 300))
-    with tempfile.TemporaryDirectory() as weights, torch.no_grad():
-        theirs.save_pretrained(weights)
-        made = recipe(TrainConfig(method="full"), model=replace(model, config=shape, weights=weights))
-        cfg = OmegaConf.create(yaml.safe_load(torchtune.export(made)["torchtune.yaml"]))
-        ours = config.instantiate(cfg.model).eval()
-        ours.load_state_dict(config.instantiate(cfg.checkpointer).load_checkpoint()["model"])
-        torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-3, rtol=1e-3)
-
-
-def _recipe_keys(name: str) -> dict[str, list[str]]:
-    """The keys that a recipe reads: required ones as cfg.key, optional ones as cfg.get("key")."""
-    import ast
-
-    import torchtune
-
-    source = (Path(torchtune.__file__).parents[1] / "recipes" / f"{name}.py").read_text(encoding="utf-8")
-    required, asked = set(), set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "cfg":
-            required.add(node.attr)
-        if (
-            isinstance(node, ast.Call)
-            and ast.unparse(node.func) == "cfg.get"
-            and isinstance(node.args[0], ast.Constant)
-        ):
-            asked.add(node.args[0].value)
-    required -= {"get"}
-    return {"keys": sorted(required | asked), "required": sorted(required)}
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--inside"]:
-        inside = {"axolotl": _axolotl, "llamafactory": _llamafactory, "torchtune": _torchtune}[sys.argv[2]](
-            sys.argv[3:]
-        )
+        inside = {"axolotl": _axolotl, "llamafactory": _llamafactory}[sys.argv[2]](sys.argv[3:])
         print("---")
         print(yaml.safe_dump({name: sorted(set(values)) for name, values in inside.items()}))
     elif len(sys.argv) > 1:

@@ -66,7 +66,7 @@ page = render(study, "out")
 assert "fp32 products with TF32" in page and "matmul_precision" in page
 
 # the exports: a tool that has no key for it names it
-for name in ("trl", "llamafactory", "torchtune"):
+for name in ("trl", "llamafactory"):
     text = "".join(FORMATS[name](recipe).values())
     assert "matmul_precision" in text and "has no key for it" in text, name
 text = "".join(FORMATS["axolotl"](recipe).values())

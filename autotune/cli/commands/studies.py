@@ -26,7 +26,7 @@ Formats = Annotated[
     typer.Option(
         "--format",
         help="recipe, trl, train, axolotl, llamafactory (these by default), transformers, accelerate, kubernetes, "
-        "skypilot, slurm, torchtune; repeatable.",
+        "skypilot, slurm; repeatable.",
     ),
 ]
 

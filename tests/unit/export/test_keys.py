@@ -8,7 +8,7 @@ import yaml
 
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
-from autotune.export import header, keys, tool_file, torchtune
+from autotune.export import header, keys, tool_file
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_options import TRACKERS, RunOptions
 from autotune.problem.workload import Workload
@@ -80,12 +80,12 @@ def test_a_reader_finds_the_key_of_each_tool(what: str, names: tuple[str, ...]) 
 
 
 def test_a_reader_fails_for_a_knob_without_a_key() -> None:
-    with pytest.raises(KeyError, match="kernels"):
-        keys.key_of("torchtune", "kernels")
+    with pytest.raises(KeyError, match="tiling"):
+        keys.key_of("trl", "tiling")
 
 
 def test_a_reader_finds_the_defaults() -> None:
-    assert [keys.default_of(tool, "seq_len") for tool in keys.TOOLS] == [1024, 512, 2048, None]
+    assert [keys.default_of(tool, "seq_len") for tool in keys.TOOLS] == [1024, 512, 2048]
     assert keys.default_of("trl", "optimizer") is None
 
 
@@ -101,17 +101,17 @@ def test_writing_leaves_the_table_as_it_is(tool: str, config: TrainConfig) -> No
 @pytest.mark.parametrize(
     ("config", "names"),
     [
-        (TrainConfig(attention="sdpa"), ("sdpa", "sdpa", "sdpa", "sdpa")),
-        (TrainConfig(attention="sdpa_cudnn"), ("sdpa", "sdpa", "sdpa", "sdpa")),
-        (TrainConfig(attention="eager"), ("eager", "eager", "disabled", "sdpa")),
-        (TrainConfig(attention="flash_attention_2"), ("flash_attention_2", "flash_attention_2", "fa2", "sdpa")),
+        (TrainConfig(attention="sdpa"), ("sdpa", "sdpa", "sdpa")),
+        (TrainConfig(attention="sdpa_cudnn"), ("sdpa", "sdpa", "sdpa")),
+        (TrainConfig(attention="eager"), ("eager", "eager", "disabled")),
+        (TrainConfig(attention="flash_attention_2"), ("flash_attention_2", "flash_attention_2", "fa2")),
         (
             TrainConfig(attention="flash_attention_2", packing=True, micro_batch_size=1),
-            ("flash_attention_2", "flash_attention_2", "fa2", "flex_attention"),
+            ("flash_attention_2", "flash_attention_2", "fa2"),
         ),
         (
             TrainConfig(attention="flash_attention_2", packing=True, micro_batch_size=2),
-            ("flash_attention_2", "flash_attention_2", "sdpa", "flex_attention"),
+            ("flash_attention_2", "flash_attention_2", "sdpa"),
         ),
     ],
 )
@@ -142,26 +142,26 @@ PADDING_KEYS = {"pad_to_sequence_len", "pad_to_multiple_of"}
             {"padding": "max_length"},
             {"pad_to_multiple_of": 1024},
             {"pad_to_sequence_len": True},
-            "llamafactory torchtune",
+            "llamafactory",
         ),
         (
             {"padding": "max_length", "seq_len": 1000},
             {"pad_to_multiple_of": 1000},
             {"pad_to_sequence_len": True, "pad_to_multiple_of": 1000},
-            "llamafactory torchtune",
+            "llamafactory",
         ),
         # Axolotl would not pad to multiples with pad_to_sequence_len: false.
         (
             {"padding": "bucket"},
             {"pad_to_multiple_of": 450},
             {"pad_to_multiple_of": 450},
-            "trl axolotl llamafactory torchtune",
+            "trl axolotl llamafactory",
         ),
         (
             {"padding": "longest", "compile": "per_layer"},  # means bucket
             {"pad_to_multiple_of": 450},
             {"pad_to_multiple_of": 450},
-            "trl axolotl llamafactory torchtune",
+            "trl axolotl llamafactory",
         ),
         ({"packing": True}, {}, {"pad_to_sequence_len": True}, ""),
     ],
@@ -169,7 +169,7 @@ PADDING_KEYS = {"pad_to_sequence_len", "pad_to_multiple_of"}
 )
 def test_how_rows_are_padded(config: dict[str, Any], trl: Any, axolotl: Any, unsaid: str) -> None:
     made = with_lengths(TrainConfig(micro_batch_size=1, **config), 300, 900)
-    expected = {"trl": trl, "axolotl": axolotl, "llamafactory": {}, "torchtune": {}}
+    expected = {"trl": trl, "axolotl": axolotl, "llamafactory": {}}
     for tool in keys.TOOLS:
         batch = keys.write(tool, "batch", made)
         assert {key: batch[key] for key in PADDING_KEYS & set(batch)} == expected[tool], tool
@@ -189,11 +189,9 @@ def test_a_multiple_of_the_padded_length_is_never_longer_than_seq_len() -> None:
         ("trl", {"train_sampling_strategy": "group_by_length"}),
         ("axolotl", {"group_by_length": True}),
         ("llamafactory", {"train_sampling_strategy": "group_by_length"}),
-        ("torchtune", {}),
     ],
 )
 def test_examples_are_grouped_by_length(tool: str, written: dict[str, Any]) -> None:
-    """Of torchtune's recipes none can."""
     for config, grouped in ((TrainConfig(group_by_length=True), True), (TrainConfig(), False)):
         batch = keys.write(tool, "batch", recipe(config))
         found = {key: batch[key] for key in ("group_by_length", "train_sampling_strategy") if batch.get(key)}
@@ -216,11 +214,11 @@ def test_values_that_follow_from_a_configuration() -> None:
     assert keys.settings("trl", recipe(config))["unusual_seq_len"] is None  # rows are not filled
     config = replace(config, padding="max_length")
     found = keys.settings("trl", recipe(config))
-    expected = {"lora_alpha": 8, "lora_alpha_of_rank": 32.0, "unusual_seq_len": 520, "skips_layers": True}
-    assert {name: found[name] for name in expected} == expected  # 8 / sqrt(16) = 2 = 32 / 16
+    expected = {"lora_alpha": 8, "unusual_seq_len": 520, "skips_layers": True}
+    assert {name: found[name] for name in expected} == expected
     assert found["needs_liger"] and found["by_layer"] is False and not found["probed_with_trl"]
     plain = keys.settings("trl", recipe(TrainConfig(method="full", seq_len=512, checkpointing="full")))
-    expected = {"lora_alpha": None, "lora_alpha_of_rank": None, "unusual_seq_len": None, "skips_layers": False}
+    expected = {"lora_alpha": None, "unusual_seq_len": None, "skips_layers": False}
     assert {name: plain[name] for name in expected} == expected and not plain["needs_liger"]
     assert keys.settings("trl", recipe(TrainConfig(loss="chunked")))["needs_liger"]
     assert keys.settings("trl", recipe(TrainConfig(checkpointing="none")))["skips_layers"] is False
@@ -282,18 +280,11 @@ def test_the_tools_report_to_the_tracker(tracker: str) -> None:
     expected = {f"use_{tracker}": True} if tracker != "none" else {}
     expected |= {own[tracker]: "a {b}"} if tracker in own else {}
     assert {key: found[key] for key in found if any(one in key for one in TRACKERS)} == expected
-    logger = written("torchtune", made)["metric_logger"]
-    loggers = {"wandb": "WandBLogger", "mlflow": "MLFlowLogger", "tensorboard": "TensorBoardLogger"}
-    assert logger.pop("_component_").rpartition(".")[2] == loggers.get(tracker, "DiskLogger")
-    logs = {} if tracker == "mlflow" else {"log_dir": "out/logs"}
-    assert logger == logs | {"wandb": {"name": "a {b}"}, "mlflow": {"run_name": "a {b}"}}.get(tracker, {})
 
 
 def test_what_a_tool_cannot_evaluate_or_report_is_in_its_head() -> None:
     text = tool_file.export(evaluating("trackio"), "trl")["trl_sft.yaml"]
     assert "leaves out the last batch" in text and "draws the examples that are held out anew" in text
-    text = torchtune.export(evaluating("trackio"))["torchtune.yaml"]
-    assert "It cannot evaluate on one GPU" in text and "no logger for trackio" in text
     assert "evaluat" not in tool_file.export(recipe(TrainConfig()), "trl")["trl_sft.yaml"]
 
 

@@ -332,10 +332,14 @@ def test_formats_are_chosen_by_name() -> None:
     usual |= {"axolotl.yaml", "llamafactory.yaml", "dataset_info.json"}
     asked = {"accelerate.yaml", "deepspeed.json", "training_args.json", "adapter_config.json", "transformers_notes.md"}
     assert set(export_all(made, USUAL)) == usual
-    assert set(export_all(made, FORMATS)) == usual | asked | {"job.yaml", "sky.yaml", "train.sbatch", "torchtune.yaml"}
+    assert set(export_all(made, FORMATS)) == usual | asked | {"job.yaml", "sky.yaml", "train.sbatch"}
     assert set(export_all(made, ["trl"])) == {"trl_sft.yaml"}
     with pytest.raises(UsageError, match="unsloth"):
         export_all(made, ["unsloth"])
+    with pytest.raises(UsageError, match="the format torchtune was removed") as removed:
+        export_all(made, ["torchtune"])
+    assert "0.1.0 was the last version" in str(removed.value)
+    assert removed.value.remedy == "take trl, axolotl or llamafactory"
 
 
 def test_a_published_model_needs_data_or_random_weights(tmp_path: Path) -> None:

@@ -184,8 +184,6 @@ def test_arguments_of_a_script_of_ones_own_come_with_the_file_of_accelerate() ->
 
 def test_what_cannot_say_it_is_refused_with_the_reason() -> None:
     made = recipe(config("fsdp2"))
-    with pytest.raises(UsageError, match="torchtune is not written: torchtune has other recipes"):
-        export_all(made, ["torchtune"])
     assert usual(made) == ["recipe", "trl", "train", "axolotl", "llamafactory"]
     on_cpu = replace(made, device=resolve_device("cpu"))
     assert usual(on_cpu) == ["recipe", "train"]
@@ -193,4 +191,4 @@ def test_what_cannot_say_it_is_refused_with_the_reason() -> None:
         export_all(on_cpu, ["trl"])
     assert refused.value.remedy == "take one of recipe, train, kubernetes, skypilot, slurm"
     one = replace(on_cpu, winner=replace(made.winner, config=TrainConfig()))
-    assert set(export_all(one, FORMATS)) >= {"torchtune.yaml", "trl_sft.yaml", "deepspeed.json"}
+    assert set(export_all(one, FORMATS)) >= {"trl_sft.yaml", "deepspeed.json"}

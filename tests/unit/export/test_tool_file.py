@@ -8,14 +8,12 @@ from autotune.core.train_config import TrainConfig
 from autotune.export import keys, tool_file
 from tests.unit.export.test_tool_file_axolotl import recipe
 
-OF_TORCHTUNE = {"has_builder": True, "obstacle": "", "looks_back_less": False}
-
 
 @pytest.mark.parametrize("tool", keys.TOOLS)
 def test_conditions_and_texts_name_settings_that_exist(tool: str) -> None:
     about = load_data("autotune.export", "tools")[tool]
-    settings = tool_file.settings_of(recipe(TrainConfig()), tool) | (OF_TORCHTUNE if tool == "torchtune" else {})
-    lists = ("warnings", "commands", "differences", "notes")
+    settings = tool_file.settings_of(recipe(TrainConfig()), tool)
+    lists = ("commands", "differences", "notes")
     items = [item for name in lists for item in about.get(name, ())]
     assert len(items) > 5 and "{" not in about["run"].format_map(settings)
     for item in items:
