@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shlex
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -238,15 +239,45 @@ def program(name: str, patch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module(name)
 
 
+def mode_of(result: str, patch: pytest.MonkeyPatch) -> Any:
+    """The mode that a stored result names in its command; programs without modes name none."""
+    python, path, *words = shlex.split(RESULTS[result]["command"])
+    assert python == "python" and Path(path).parent == Path("benchmarks") and (ROOT / path).exists()
+    module = program(Path(path).stem, patch)
+    if not hasattr(module, "MODES"):
+        assert module.__name__ == result
+        return module
+    return module.MODES[""] if "" in module.MODES else module.MODES[words[0]]
+
+
+def run_mode(result: str, arguments: list[str], patch: pytest.MonkeyPatch) -> None:
+    """Run the mode of a stored result with these arguments."""
+    _, path, *words = shlex.split(RESULTS[result]["command"])
+    module = program(Path(path).stem, patch)
+    if not hasattr(module, "MODES"):
+        patch.setattr(sys, "argv", [path, *arguments])
+        module.main()
+        return
+    patch.setattr(sys, "argv", [path, *([] if "" in module.MODES else words[:1]), *arguments])
+    program("bench", patch).run_program(module.MODES)
+
+
 def rounded(value: Any) -> Any:
     """As it is stored, to seven digits: sums depend on the machine in the last ones."""
     return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.7g}"))
 
 
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.stem)
+def test_each_mode_that_saves_a_result_is_named_by_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = program(path.stem, monkeypatch)
+    for mode in getattr(module, "MODES", {}).values():
+        assert mode.result is None or mode_of(mode.result, monkeypatch) == mode
+
+
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_summary_follows_from_its_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stored, beside = RESULTS[name]["summary"], BESIDE_ROWS.get(name, set())
-    computed = program(name, monkeypatch).summarize(RESULTS[name]["rows"])
+    computed = mode_of(name, monkeypatch).summarize(RESULTS[name]["rows"])
     assert beside <= stored.keys()
     assert rounded(computed) == rounded({key: value for key, value in stored.items() if key not in beside})
 
@@ -272,12 +303,11 @@ def test_rows_follow_from_what_was_measured(
 ) -> None:
     """Where formulas of the package are part of a row, a change of these shows here."""
     options = ["--rows", str(BENCHMARKS / "data" / measured), "--seconds", "0"] if measured else []
-    options = ["compare"] if name == "transfer" else options
+    options = ["compare"] if name == "transfer" else options  # TRANSITION
     options = ["--counted", str(BENCHMARKS / "results" / f"{name}.json")] if name == "counted_ranks" else options
     if name in ("plan_memory", "plan_objectives"):
         options += ["--counted", str(BENCHMARKS / "results" / f"{name}.json")]
-    monkeypatch.setattr(sys, "argv", [name, *options, "--out", str(tmp_path)])
-    program(name, monkeypatch).main()
+    run_mode(name, [*options, "--out", str(tmp_path)], monkeypatch)
     made = json.loads((tmp_path / f"{name}.json").read_text())
     for key in ("fingerprint", "summary", "rows"):
         assert rounded(made[key]) == rounded(RESULTS[name][key]), key

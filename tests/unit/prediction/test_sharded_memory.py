@@ -210,7 +210,7 @@ def test_stage_3_keeps_two_layers_gathered_or_as_far_as_its_default_goes() -> No
 def test_ranks_of_deepspeed_that_were_measured(
     strategy: str, knobs: dict[str, Any], micro_steps: int, measured_gib: float
 ) -> None:
-    """Four layers of Mistral 7B in real worlds of two H100s, by `benchmarks/world.py`."""
+    """Four layers of Mistral 7B in real worlds of two H100s, by `benchmarks/world.py ranks`."""
     knobs = {"micro_batch_size": 4, "seq_len": 1024, "checkpointing": "none", "loss": "full"} | knobs
     found = rank(layers=4, strategy=strategy, num_gpus=2, micro_steps=micro_steps, **knobs)
     assert found.peak_gib == pytest.approx(measured_gib, rel=0.015)
@@ -240,7 +240,7 @@ def test_ddp_holds_the_whole_model_and_buckets_of_its_gradients() -> None:
     ],
 )
 def test_ranks_of_ddp_that_were_measured(knobs: dict[str, Any], micro_steps: int, measured_gib: float) -> None:
-    """Four layers of Mistral 7B in real worlds of two H100s, by `benchmarks/world.py`."""
+    """Four layers of Mistral 7B in real worlds of two H100s, by `benchmarks/world.py ranks`."""
     knobs = {"micro_batch_size": 4, "seq_len": 1024, "checkpointing": "none", "loss": "full"} | knobs
     found = rank(layers=4, strategy="ddp", num_gpus=2, micro_steps=micro_steps, **knobs)
     assert found.peak_gib == pytest.approx(measured_gib, rel=0.016)
@@ -285,7 +285,7 @@ def test_more_gpus_need_less_of_each(strategy: str) -> None:
     assert peaks == sorted(peaks, reverse=True) and peaks[0] > peaks[2] + MIB_20
 
 
-# Reserved by the allocator, in segments that can grow: two real H100s, `benchmarks/world.py`.
+# Reserved by the allocator, in segments that can grow: two real H100s, `benchmarks/world.py ranks`.
 @pytest.mark.parametrize(
     ("gib", "knobs"),
     [
