@@ -20,6 +20,7 @@ from autotune.study.storage.location import stored_out
 from autotune.study.storage.study_record import start_record
 from autotune.study.summary import learning_data, summary_data
 from tests.helpers.factories import FINGERPRINT, calibration, summary
+from tests.helpers.json_contract import KEYS, SCHEMAS, differences, keys
 from tests.helpers.replay import machine
 from tests.helpers.sessions import Start, by_tokens, record_of, whole
 
@@ -55,8 +56,11 @@ OF_STUDY = {
 
 
 def printed(*args: str) -> str:
+    """What a command prints, which has the keys that it always had."""
     result = CliRunner().invoke(app, [*args, "--json"])
     assert result.stdout, result.output
+    if (line := " ".join(args)) in KEYS:
+        assert sorted(set(keys(json.loads(result.stdout)))) == KEYS[line]
     return result.stdout
 
 
@@ -148,6 +152,36 @@ def test_schemas() -> None:
     result = CliRunner().invoke(app, ["schema", "prices"])
     assert json.loads(result.stdout) == schema("prices")
     assert CliRunner().invoke(app, ["schema"]).stdout.splitlines() == list(FORMS)
+
+
+@pytest.mark.parametrize("command", SCHEMAS)
+def test_the_stored_schemas_hold(command: str) -> None:
+    assert differences(SCHEMAS[command], schema(command)) == []
+
+
+def test_a_broken_schema_is_noticed() -> None:
+    text = {"type": "string"}
+    number = {"anyOf": [{"type": "number"}, {"type": "null"}]}
+    stored = {
+        "type": "object",
+        "properties": {"a": text, "b": number, "c": {"type": "object", "additionalProperties": True}, "d": {}},
+        "required": ["a", "b", "c", "d"],
+        "additionalProperties": False,
+    }
+    parts: dict[str, Any] = stored["properties"]  # type: ignore[assignment]
+    more = {"a": {"type": "string", "enum": ["x"]}, "c": {"type": "object", "properties": {}}, "d": text, "b": number}
+    assert differences(stored, stored | {"properties": more, "required": ["d", "c", "b", "a"], "title": "A"}) == []
+    for change in (
+        {"properties": {name: parts[name] for name in "abc"}},
+        {"properties": parts | {"e": text}},
+        {"properties": parts | {"a": number}},
+        {"properties": parts | {"b": {"type": "number"}}},
+        {"properties": parts | {"b": {"anyOf": [*number["anyOf"], text]}}},
+        {"properties": parts | {"c": text}},
+        {"required": ["a", "b", "c"]},
+        {"additionalProperties": True},
+    ):
+        assert differences(stored, stored | change)
 
 
 def test_docs_list_every_schema() -> None:
