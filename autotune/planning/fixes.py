@@ -8,12 +8,13 @@ from typing import Any
 
 from autotune.core.errors import UsageError
 from autotune.core.files import load_data
-from autotune.planning.foreign_config import FP32_BASE, V1, ForeignConfig, for_model, parse, tool_key
+from autotune.export.keys import key_of
+from autotune.planning.foreign_config import FP32_BASE, ForeignConfig, for_model, parse
 from autotune.planning.run_estimate import CheckContext, CheckedRun, Edits, check_run
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 
 MAX_MICRO_BATCH, MIN_LENGTH = 1024, 256  # of what is tried
-NESTED = ("model_init_kwargs", "bnb_config_kwargs", "peft_config")  # keys that stand there are changed there
+NESTED = ("model_init_kwargs", "bnb_config_kwargs")  # keys that stand there are changed there
 CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
 # How much a change of a file changes what is learned: nothing; the optimizer's state, or DoRA; the base, or the fp32
 # master weights; the sequence; adapters are trained instead of all parameters.
@@ -49,7 +50,7 @@ def fixes_of(run: ForeignConfig) -> Iterator[Fix]:
     if config.optimizer in ("adamw_torch", "adamw_torch_fused") and "optimizer" in table:
         yield OTHER_OPTIMIZER, table["optimizer"]
     if config.dora:
-        yield OTHER_OPTIMIZER, {tool_key(tool, "dora"): False}
+        yield OTHER_OPTIMIZER, {key_of(tool, "dora"): False}
     quantized = _switching_off(table["quantized"], values, "load_in_8bit")
     if config.method == "lora":
         if config.quantization != "nf4":
@@ -168,7 +169,7 @@ class FixSearch:
 
     def _resized(self, run: ForeignConfig, size: Edits) -> ForeignConfig:
         rows = run.config.micro_batch_size * run.accumulation
-        micro = size.get(tool_key(run.format, "micro_batch_size"), run.config.micro_batch_size)
+        micro = size.get(key_of(run.format, "micro_batch_size"), run.config.micro_batch_size)
         config = replace(run.config, micro_batch_size=micro, seq_len=size.get(self._length_key, run.config.seq_len))
         return replace(run, config=config, accumulation=rows // micro)
 
@@ -177,9 +178,7 @@ class FixSearch:
         micro = run.config.micro_batch_size
         rows = micro * run.accumulation
         sizes = [size for size in range(min(micro - 1, MAX_MICRO_BATCH), 0, -1) if rows % size == 0]
-        batch_key, accumulation_key = tool_key(run.format, "micro_batch_size"), tool_key(run.format, "accumulation")
-        if run.format == V1:  # which counts the rows of all GPUs
-            return [{batch_key: size, accumulation_key: rows * (run.num_gpus or 1)} for size in sizes]
+        batch_key, accumulation_key = key_of(run.format, "micro_batch_size"), key_of(run.format, "accumulation")
         return [{batch_key: size, accumulation_key: rows // size} for size in sizes]
 
     def _shorter(self, run: ForeignConfig) -> list[Edits]:
@@ -190,7 +189,7 @@ class FixSearch:
     @property
     def _length_key(self) -> str:
         run = self.checked.run
-        key = tool_key(run.format, "seq_len")
+        key = key_of(run.format, "seq_len")
         return "max_seq_length" if key not in run.values and "max_seq_length" in run.values else key
 
 

@@ -28,8 +28,7 @@ OUTSIDE_LAYERS = {"lm_head", "embed_tokens", "wte"}  # their adapters are not co
 USUAL_ALPHAS = (16, 32)  # at any rank
 MAX_COUNT = 10**15  # some write "all examples" as a large number
 
-V1 = "llamafactory-v1"  # LLaMA-Factory's next format, which its folder src/llamafactory/v1 reads
-TOOLS = ("trl", "axolotl", "llamafactory", V1)
+TOOLS = ("trl", "axolotl", "llamafactory")
 _FLAGS = dict.fromkeys((True, "true", "yes", "on", "1", "auto"), True)  # auto: what a recent GPU supports
 _FLAGS |= dict.fromkeys((False, "false", "no", "off", "0"), False)
 _TRAINING = "pass the YAML that you train with, of TRL, Axolotl or LLaMA-Factory"
@@ -38,7 +37,6 @@ FP32_BASE = (
     "What is frozen and not quantised stays in float32, TRL's default for dtype: 2 bytes a parameter more than in"
     " bfloat16, and slower; `dtype: bfloat16` avoids that."
 )
-LOGITS_COPY = "LLaMA-Factory v1 copies the logits of several rows once more, in float32: 4 bytes each are added."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +76,6 @@ def for_model(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:
     config, kind = run.config, model.config["model_type"]
     if kind in NO_SDPA and config.attention == "sdpa":
         config = replace(config, attention="eager")
-    if run.format == V1 and not kind.startswith("qwen3"):  # the only family that its Liger patches
-        config = replace(config, kernels="torch")
     targets, note = _known_targets(config, model)
     notes = (*run.notes, note) if note and note not in run.notes else run.notes
     return replace(run, config=replace(config, lora_targets=targets), notes=notes)
@@ -170,6 +166,8 @@ def _tool_of(path: Path, values: dict[str, Any]) -> str:
     for other in _table("other_files"):
         if not values.get("do_train") and any(values.get(key) for key in other["keys"]):
             raise UsageError(f"{path} is {other['what']}: it describes no training", remedy=_TRAINING)
+    if any(key in values for key in _table("marks_of_v1")):
+        raise UsageError(f"{path}: the format of LLaMA-Factory v1 is not supported", remedy=_TRAINING)
     all_marks = _table("marks")
     present = {tool: [key for key in marks if key in values] for tool, marks in all_marks.items()}
     first, second, *_ = sorted(TOOLS, key=lambda tool: len(present[tool]), reverse=True)
@@ -273,17 +271,6 @@ def _table(name: str) -> Any:
     return load_data("autotune.planning", "foreign_keys")[name]
 
 
-def tool_key(tool: str, what: str) -> str:
-    """The key by which a tool knows a knob or a setting."""
-    own = _table("own_keys").get(tool)
-    return str(own[what][0]) if own else key_of(tool, what)
-
-
-def _default(tool: str, what: str) -> Any:
-    own = _table("own_keys").get(tool)
-    return own[what][1] if own else default_of(tool, what)
-
-
 def _shown(value: Any) -> str:
     try:
         text = repr(value)
@@ -295,16 +282,15 @@ def _shown(value: Any) -> str:
 def _read(file: _File, tool: str) -> ForeignConfig:
     for nested in ("model_init_kwargs", "bnb_config_kwargs"):  # tools prefer their values to those of the top level
         file = replace(file, values=file.values | file.inside(nested).values)
-    file = _plugins_in_line(file) if tool == V1 else file
     for refused in _table("refused"):
         if key := next(filter(file.has, refused["keys"]), None):
             raise _Refused(key, refused["reason"], _REMEDY)
-    model_key = tool_key(tool, "model")
-    model = file.text(model_key, default=_default(tool, "model") or "")
+    model_key = key_of(tool, "model")
+    model = file.text(model_key)
     if not model:
         raise _Refused(model_key, "is missing", "say which model is trained")
-    objective = {"trl": _of_trl, "axolotl": _of_axolotl, "llamafactory": _of_llamafactory}.get(tool, _of_sft)(file)
-    knobs = {"trl": _trl, "axolotl": _axolotl, "llamafactory": _llamafactory, V1: _llamafactory_v1}[tool](file)
+    objective = {"trl": _of_trl, "axolotl": _of_axolotl, "llamafactory": _of_llamafactory}[tool](file)
+    knobs = {"trl": _trl, "axolotl": _axolotl, "llamafactory": _llamafactory}[tool](file)
     if tool != "trl" and file.has(*_table("noted")["own_loss"]):
         knobs["loss"] = "full"  # it replaces one that is fused
     if objective is not Objective.SFT:
@@ -313,18 +299,16 @@ def _read(file: _File, tool: str) -> ForeignConfig:
     if knobs["method"] == "lora":
         knobs |= _adapters(file, tool)
     elif knobs["quantization"] != "none":
-        quantized = next(
-            key for key in ("load_in_4bit", "load_in_8bit", "quantization_bit", "quant_config") if file.has(key)
-        )
+        quantized = next(key for key in ("load_in_4bit", "load_in_8bit", "quantization_bit") if file.has(key))
         raise _Refused(quantized, "a quantised base is trained by adapters alone", "ask for LoRA, or do not quantise")
     knobs |= _compute(file, tool)
     micro_batch = _whole(file, tool, "micro_batch_size")
     max_steps = file.whole("max_steps", default=-1, least=-MAX_COUNT, most=MAX_COUNT)
-    epochs = file.number(tool_key(tool, "epochs"), default=_default(tool, "epochs"), least=0.001, most=MAX_COUNT)
-    datasets = file.names("datasets", "pretraining_dataset", "dataset_name", "dataset", "train_dataset")
+    epochs = file.number(key_of(tool, "epochs"), default=default_of(tool, "epochs"), least=0.001, most=MAX_COUNT)
+    datasets = file.names("datasets", "pretraining_dataset", "dataset_name", "dataset")
     samples = file.whole("max_samples", default=0, most=MAX_COUNT)  # of each dataset
-    double_quant = file.flag(tool_key(tool, "double_quant"), default=bool(_default(tool, "double_quant")))
-    seq_len = file.whole(tool_key(tool, "seq_len"), "max_seq_length", default=_default(tool, "seq_len"))
+    double_quant = file.flag(key_of(tool, "double_quant"), default=bool(default_of(tool, "double_quant")))
+    seq_len = file.whole(key_of(tool, "seq_len"), "max_seq_length", default=default_of(tool, "seq_len"))
     padded = "longest" if objective is Objective.SFT else "masked"  # the trainers for pairs give all rows a mask
     knobs["padding"] = "max_length" if _fills_rows(file, tool, seq_len) else padded
     gpus = _table("data_parallel") + _table("parallel")
@@ -341,13 +325,6 @@ def _read(file: _File, tool: str) -> ForeignConfig:
         objective=objective,
         notes=tuple(dict.fromkeys(file.notes)),
     )
-
-
-def _of_sft(file: _File) -> Objective:
-    if file.has("pref_loss", "pref_beta"):
-        key = file.get("pref_loss", "pref_beta")[0]
-        raise _Refused(key, "it trains by pairs: no probe trains for them as version 1 does", _REMEDY)
-    return Objective.SFT
 
 
 def _of_trl(file: _File) -> Objective:
@@ -395,11 +372,11 @@ def _known_objective(key: str, name: str, known: dict[str, str]) -> Objective:
 def _for_objective(file: _File, tool: str, objective: Objective, *, packing: bool) -> dict[str, Any]:
     """Knobs that another objective than the next token decides, and notes on what its trainer does otherwise."""
     if packing:
-        key = tool_key(tool, "packing")
+        key = key_of(tool, "packing")
         raise _Refused(key, f"rows of {objective} are not packed", "switch it off")
     compares = tool != "llamafactory" and file.names("loss_type") != ("apo_zero_unpaired",)  # answers and prompts
     if objective is Objective.KTO and compares and _whole(file, tool, "micro_batch_size") < 2:
-        key = tool_key(tool, "micro_batch_size")
+        key = key_of(tool, "micro_batch_size")
         raise _Refused(key, "TRL compares the answers of a micro batch for KTO, which takes two", "write 2 or more")
     whole = tool == "llamafactory" or (tool == "axolotl" and objective is not Objective.REWARD)
     if whole and objective is Objective.REWARD:
@@ -413,17 +390,14 @@ def _for_objective(file: _File, tool: str, objective: Objective, *, packing: boo
 
 
 def _accumulation(file: _File, tool: str, micro_batch: int) -> int:
-    """Micro batches of a step; an older key of Axolotl and that of LLaMA-Factory's v1 hold the rows of a step."""
-    if tool == V1:
-        rows = micro_batch * file.whole("dp_size", default=1)
-        return max(1, file.whole(tool_key(tool, "accumulation"), default=rows) // rows)
+    """Micro batches of a step. An older key of Axolotl holds the rows of a step."""
     default = max(1, file.whole("batch_size", default=micro_batch) // micro_batch)
-    return file.whole(tool_key(tool, "accumulation"), default=default)
+    return file.whole(key_of(tool, "accumulation"), default=default)
 
 
 def _fills_rows(file: _File, tool: str, seq_len: int) -> bool:
     """Whether rows are padded to seq_len, rather than to the longest of a micro batch or a little more."""
-    if tool in ("llamafactory", V1):
+    if tool == "llamafactory":
         return False
     if tool == "axolotl" and file.values.get("pad_to_sequence_len") is not None:
         return file.flag("pad_to_sequence_len")
@@ -432,7 +406,7 @@ def _fills_rows(file: _File, tool: str, seq_len: int) -> bool:
 
 def _whole(file: _File, tool: str, what: str) -> int:
     """The whole number that the tool's key for a knob holds, else the tool's default."""
-    return file.whole(tool_key(tool, what), default=_default(tool, what))
+    return file.whole(key_of(tool, what), default=default_of(tool, what))
 
 
 def _compute(file: _File, tool: str) -> dict[str, Any]:
@@ -446,17 +420,15 @@ def _compute(file: _File, tool: str) -> dict[str, Any]:
     split = _table("parallel") + _table("split")
     file.note(any(file.whole(key, default=1) > 1 for key in split), "sharded")
     older = next((name for name in _table("attention_flags") if file.flag(f"{name}_attention")), "")
-    attention = file.text(tool_key(tool, "attention"), default=older)
+    attention = file.text(key_of(tool, "attention"), default=older)
     attentions = {name: name for name in KNOBS["attention"].choices} | _table("attentions")
     file.note(attention not in attentions, "attention", name=_shown(attention))
-    optimizer = file.text(
-        tool_key(tool, "optimizer"), default=_default(tool, "optimizer") or str(KNOBS["optimizer"].default)
-    )
+    optimizer = file.text(key_of(tool, "optimizer"), default=str(KNOBS["optimizer"].default))
     optimizers = {name: name for name in KNOBS["optimizer"].choices} | _table("optimizers")
     similar = (known for part, known in _table("similar_optimizers").items() if part in optimizer)
     state = next(similar, "adamw_torch")
     file.note(optimizer not in optimizers, "optimizer", name=_shown(optimizer), state=state)
-    workers = file.whole(tool_key(tool, "loader_workers"), default=_default(tool, "loader_workers") or 0, least=0)
+    workers = file.whole(key_of(tool, "loader_workers"), default=0, least=0)
     choices = KNOBS["loader_workers"].choices
     strategy = file.text("train_sampling_strategy")
     return {
@@ -472,13 +444,11 @@ def _compute(file: _File, tool: str) -> dict[str, Any]:
 def _adapters(file: _File, tool: str) -> dict[str, Any]:
     rank = _whole(file, tool, "lora_rank")
     if not rank:
-        raise _Refused(tool_key(tool, "lora_rank"), "is missing, and has no default", "say the rank of the adapters")
-    rslora, alpha = file.flag(tool_key(tool, "rslora")), file.number("lora_alpha", default=2 * rank, least=0)
+        raise _Refused(key_of(tool, "lora_rank"), "is missing, and has no default", "say the rank of the adapters")
+    rslora, alpha = file.flag(key_of(tool, "rslora")), file.number("lora_alpha", default=2 * rank, least=0)
     usual = rank / 4 <= alpha <= 4 * rank or alpha in USUAL_ALPHAS
     file.note(not (rslora or usual), "alpha", alpha=alpha)
-    key, default = {"llamafactory": ("lora_target", ("all",)), V1: ("target_modules", ("all",))}.get(
-        tool, ("lora_target_modules", ())
-    )
+    key, default = ("lora_target", ("all",)) if tool == "llamafactory" else ("lora_target_modules", ())
     targets = set(file.names(key) or default)
     all_linear = file.flag("lora_target_linear") or targets & {"all", ALL_LINEAR}
     file.note(tool == "trl" and len(targets - {ALL_LINEAR}) == 1, "single_target")
@@ -486,7 +456,7 @@ def _adapters(file: _File, tool: str) -> dict[str, Any]:
         "lora_rank": rank,
         "lora_targets": ALL_LINEAR if all_linear else _targets(file, targets),
         "modules_to_save": _trained_whole(file),
-        "dora": file.flag(tool_key(tool, "dora")),
+        "dora": file.flag(key_of(tool, "dora")),
         "rslora": rslora,
         "lora_dropout": _dropout(file, tool),
     }
@@ -494,7 +464,7 @@ def _adapters(file: _File, tool: str) -> dict[str, Any]:
 
 def _dropout(file: _File, tool: str) -> float:
     """The knob's value that is nearest to the file's; a share above zero never becomes zero, as it takes memory."""
-    share = file.number(tool_key(tool, "lora_dropout"), default=_default(tool, "lora_dropout"), least=0, most=1)
+    share = file.number(key_of(tool, "lora_dropout"), default=default_of(tool, "lora_dropout"), least=0, most=1)
     choices = [choice for choice in KNOBS["lora_dropout"].choices if choice or not share]
     return float(min(choices, key=lambda choice: abs(choice - share)))
 
@@ -516,7 +486,7 @@ def _targets(file: _File, names: set[str]) -> str:
 def _trained_whole(file: _File) -> str:
     """What is trained beside the adapters, as the knob `modules_to_save` says it; a note on what else is."""
     known = _table("ends")
-    keys = ("lora_modules_to_save", "additional_target", "modules_to_save")
+    keys = ("lora_modules_to_save", "additional_target")
     key, value = file.get(*keys)
     if value is None and file.has(*_table("resized")):
         return "embedding_and_head"
@@ -650,54 +620,4 @@ def _llamafactory(file: _File) -> dict[str, Any]:
         "loss": "chunked" if liger else "full",
         "kernels": "liger" if liger else "torch",
         "packing": packing,
-    }
-
-
-def _plugins_in_line(file: _File) -> _File:
-    """A v1 file whose plugins, mappings with a name, are keys with that name, and their options keys beside them."""
-    values = dict(file.values)
-    for plugin in _table("plugins"):
-        options = file.inside(plugin).values
-        values |= {key: value for key, value in options.items() if key != "name"}
-        values[plugin] = options.get("name")
-    return replace(file, values=values)
-
-
-def _llamafactory_v1(file: _File) -> dict[str, Any]:
-    if file.has("export_dir"):
-        raise _Refused("export_dir", "the file merges adapters into a model and trains nothing", _REMEDY)
-    if file.text("model_class", default="llm") != "llm":
-        raise _Refused("model_class", "llm alone is supported; other heads are not counted", _REMEDY)
-    if any(
-        re.search(r"(?:^|[^a-z])(?:dpo|rm|reward)(?:[^a-z]|$)", name.lower()) for name in file.names("train_dataset")
-    ):
-        raise _Refused("train_dataset", "it names pairs: no probe trains for them as version 1 does", _REMEDY)
-    adapter, bits = file.text("peft_config"), file.whole("quantization_bit", default=4)
-    if adapter not in ("", "lora"):
-        raise _Refused("peft_config", f"lora or none is supported, not {_shown(adapter)}", _REMEDY)
-    quantizer = file.text("quant_config")
-    if quantizer == "auto" and not file.has("quantization_bit"):
-        quantizer = ""  # it quantises nothing then
-    if quantizer not in ("", "auto", "bnb") or bits not in (4, 8):
-        raise _Refused("quant_config", f"bnb with 4 or 8 bits is supported, not {_shown(quantizer)}, {bits}", _REMEDY)
-    sharded, kernels = file.text("dist_config"), file.names("kernel_config")
-    batching = file.text("batching_strategy", default="normal")
-    # Only what shards the model casts to bf16: without it the base is as published, and what is trained is in fp32.
-    cast = sharded == "deepspeed" or (sharded != "" and file.flag("bf16", default=True))
-    file.note(True, "command")
-    if not batching.endswith("padding_free") and _whole(file, V1, "micro_batch_size") > 1:
-        file.notes.append(LOGITS_COPY)
-    file.note(sharded == "deepspeed", "deepspeed_precision")
-    file.note(not sharded, "no_cast")
-    file.note(bool(adapter and sharded and not cast), "gathered_fp32")
-    file.note(batching == "padding_free", "padding_free")
-    file.note(batching == "dynamic_batching", "dynamic_batching")
-    return {
-        "method": "lora" if adapter else "full",
-        "precision": "bf16_mixed" if cast or (adapter and not sharded) else "fp32",
-        "quantization": _quantization(bool(quantizer) and bits == 4, bool(quantizer) and bits == 8),
-        "checkpointing": "full" if file.flag("enable_activation_checkpointing", default=True) else "none",
-        "loss": "full",  # its trainer takes the logits, also with Liger
-        "kernels": "liger" if "liger_kernel" in kernels else "torch",
-        "packing": batching.startswith("dynamic"),
     }

@@ -24,12 +24,11 @@ def strategy_of(values: Mapping[str, Any]) -> str | None:
 
     FSDP 1 is called FSDP2, whose successor that is.
     """
-    for key in ("accelerate_config", "dist_config"):
-        name = str(values.get(key) or "")
-        if name.startswith("fsdp"):
-            return "fsdp2"
-        if name in _BY_STAGE:
-            return name
+    name = str(values.get("accelerate_config") or "")
+    if name.startswith("fsdp"):
+        return "fsdp2"
+    if name in _BY_STAGE:
+        return name
     deepspeed = values.get("deepspeed")
     if isinstance(deepspeed, dict):
         number = _count(_zero(values).get("stage"))
@@ -120,7 +119,7 @@ def _of_fsdp(values: Mapping[str, Any], key: str, *, default: Any = None) -> Any
 
 
 def _is_fsdp_1(values: Mapping[str, Any]) -> bool:
-    named = str(values.get("accelerate_config") or values.get("dist_config") or "")
+    named = str(values.get("accelerate_config") or "")
     return named == "fsdp1" or (not named and str(_of_fsdp(values, "version", default=1)) == "1")
 
 

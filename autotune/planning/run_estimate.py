@@ -14,7 +14,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.planning.counted_memory import memory_of, step_time_of
 from autotune.planning.device_estimate import observed_transfer, with_speed, with_step_time
-from autotune.planning.foreign_config import FP32_BASE, LOGITS_COPY, ForeignConfig
+from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
 from autotune.planning.foreign_sharding import stack_of
 from autotune.planning.observations import Observation
 from autotune.prediction.calibration import Calibration
@@ -157,23 +157,19 @@ def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
     if low is None or high is None:
         return None
     if sizes is None or (is_int8 and low.counted):
-        return _bounded_count(model, run, low)
+        return _bounded_count(run, low)
     if FP32_BASE in run.notes:
         low, high = (_with_fp32_base(sizes, _checkpoints_on_gpu(config), memory) for memory in (low, high))
-    if LOGITS_COPY in run.notes:
-        copy = gib(4 * config.tokens * sizes.vocab)
-        low, high = (replace(memory, logits=memory.logits + copy if memory.logits else 0.0) for memory in (low, high))
     if config.offloads:
         in_host_memory = gib(config.tokens * sizes.layers * sizes.hidden * (2 if config.method == "lora" else 4))
         low = replace(low, activations=max(low.activations - in_host_memory, 0.0))
     return MemoryBounds(least=low, most=None if config.dora or is_int8 or run.needs_more else high)
 
 
-def _bounded_count(model: ModelSpec, run: ForeignConfig, counted: MemoryBreakdown) -> MemoryBounds:
-    """What a run needs that is only counted: counts know no offloading, and no base and copy of logits in float32."""
+def _bounded_count(run: ForeignConfig, counted: MemoryBreakdown) -> MemoryBounds:
+    """What a run needs that is only counted: counts know no offloading, and no base in float32."""
     in_fp32 = FP32_BASE in run.notes
-    copy = gib(4 * run.config.tokens * model.vocab_size) if LOGITS_COPY in run.notes else 0.0
-    low = high = replace(counted, activations=counted.activations + copy)
+    low = high = counted
     if in_fp32 and run.config.quantization == "none":
         low = replace(low, weights=2 * low.weights)  # 4 bytes a value instead of 2, and casts of them besides
     if run.config.offloads:

@@ -20,7 +20,7 @@ from autotune.planning.fixes import (
     edited,
     fixes_of,
 )
-from autotune.planning.foreign_config import V1, parse
+from autotune.planning.foreign_config import parse
 from autotune.planning.run_check import CheckReport, check
 from autotune.prediction.memory_formula import CONTEXT_GIB
 from autotune.problem.run_cost import FITS, TIGHT
@@ -240,29 +240,6 @@ def test_a_run_is_resized_by_the_keys_of_its_tool(search: Callable[..., FixSearc
     other = found._resized(run, size)
     assert (other.config.micro_batch_size, other.accumulation, other.config.seq_len) == (4, 4, 300)
     assert replace(other, config=run.config, accumulation=run.accumulation) == run
-
-
-def test_changes_of_a_v1_file_are_in_its_own_keys(search: Callable[..., FixSearch]) -> None:
-    """It has neither an 8-bit optimizer nor a fused loss, and counts the rows of all GPUs."""
-    text = (
-        "model: Qwen/Qwen3-4B\npeft_config: {name: lora, use_dora: true}\nmicro_batch_size: 4\nglobal_batch_size: 16\n"
-    )
-    found = search(f"{text}dp_size: 2\n")
-    run = found.checked.run
-    quantized = {"quant_config": {"name": "bnb", "quantization_bit": 4}}
-    assert list(fixes_of(run)) == [(OTHER_OPTIMIZER, {"use_dora": False}), (QUANTIZED, quantized)]
-    smaller = {"micro_batch_size": 2, "global_batch_size": 16}
-    assert found._smaller_batches(run)[0] == smaller
-    assert found._resized(run, smaller) == found._parse(smaller)
-    without = found._parse({"use_dora": False})
-    assert without is not None and without.config.dora is False and without.config.method == "lora"
-    full = parse({"model_class": "llm", "enable_activation_checkpointing": False}, V1)
-    adapters = {"peft_config": {"name": "lora", "r": 8, "target_modules": "all"}}
-    assert list(fixes_of(full)) == [
-        (SAME_RESULT, {"enable_activation_checkpointing": True}),
-        (ADAPTERS, adapters),
-        (ADAPTERS, adapters | quantized),
-    ]
 
 
 def test_edits_of_a_mapping_that_is_empty_stand_at_the_top() -> None:

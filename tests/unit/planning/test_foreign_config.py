@@ -13,15 +13,13 @@ from autotune.core.files import MAX_BYTES
 from autotune.core.objective import Objective
 from autotune.core.train_config import TrainConfig
 from autotune.export import tool_file
-from autotune.planning.foreign_config import FP32_BASE, LOGITS_COPY, V1, ForeignConfig, for_model, parse, read_file
+from autotune.planning.foreign_config import FP32_BASE, ForeignConfig, for_model, parse, read_file
 from tests.helpers.factories import summary
 
 TRL = "model_name_or_path: org/m\ndataset_name: org/d\n"
 AXOLOTL = "base_model: org/m\nmicro_batch_size: 2\n"
 FACTORY = "model_name_or_path: org/m\nstage: sft\ndo_train: true\n"
-FACTORY_V1 = "model: org/m\nmodel_class: llm\ntrain_dataset: d\n"
 LORA = {"trl": f"{TRL}use_peft: true\n", "axolotl": f"{AXOLOTL}adapter: lora\nlora_r: 16\n", "llamafactory": FACTORY}
-LORA[V1] = f"{FACTORY_V1}peft_config: {{name: lora}}\ndist_config: {{name: fsdp2}}\n"
 SHARDED = "Sharding and offloading of the model are not counted: each GPU is taken to hold all of it."
 CROSSED = "Examples that share a row attend to one another; they are counted as kept apart, which may be slower."
 FUSED = "A cross-entropy that is fused with the head is counted as autotune's loss in chunks."
@@ -29,7 +27,6 @@ IMAGES = (
     "Images, video and sound are not counted, nor the parts of the model that read them: the run needs more memory than"
     " estimated."
 )
-COMMAND = "The command, not the file, says what a v1 file trains by: `llamafactory-cli sft` is assumed."
 CHUNKS = "The loss is counted in chunks, as TRL computes it since 1.7; older ones hold all logits."
 KERNELS = "Axolotl's fused LoRA kernels, its default, are not counted: they take less time and memory."
 BF16 = "With bf16 Axolotl loads the weights themselves in bf16: counted as bf16_pure."
@@ -152,42 +149,6 @@ def test_other_factory_examples(read):
     assert run.notes == ("use_galore is not counted: the run needs less memory than estimated.",)
 
 
-def test_factory_v1_example(read):
-    """Its examples/v1/train_qlora/quantization.yaml."""
-    run = read(
-        "model: Qwen/Qwen3-0.6B\nmodel_class: llm\npeft_config:\n  name: lora\n  r: 16\n  lora_alpha: 32\n"
-        "  lora_dropout: 0.05\n  target_modules: all\nkernel_config:\n  name: auto\ndist_config:\n  name: fsdp2\n"
-        "  dcp_path: null\nquant_config:\n  name: bnb\n  quantization_bit: 4\ntrain_dataset: data/v1_sft_demo.yaml\n"
-        "micro_batch_size: 1\ncutoff_len: 2048\nlearning_rate: 1.0e-4\nmax_steps: 10\nsample_backend: hf\n"
-    )
-    assert run.config.label() == "lora r16 nf4-double 1x2048 bf16_mixed ckpt-full adamw_torch loader-8 dropout-0.05"
-    assert (run.format, run.model, run.dataset) == (V1, "Qwen/Qwen3-0.6B", "data/v1_sft_demo.yaml")
-    assert (run.accumulation, run.max_steps, run.num_gpus) == (1, 10, None)
-    assert run.notes == (COMMAND, SHARDED)
-    assert read("model_class: llm\ncutoff_len: 9\n").model == "Qwen/Qwen3-4B-Instruct-2507"  # its default
-
-
-def test_where_v1_computes_in_bf16(read):
-    """What shards the model casts it; LoRA's base is as published without it."""
-    full = read(FACTORY_V1)
-    assert (full.config.precision, full.notes[1][:35]) == ("fp32", "Without dist_config nothing is cast")
-    assert read(f"{FACTORY_V1}peft_config: {{name: lora}}\n").config.precision == "bf16_mixed"
-    assert read(f"{FACTORY_V1}dist_config: {{name: fsdp2}}\nbf16: false\n").config.precision == "fp32"
-    gathered = read(f"{LORA[V1]}bf16: false\n")
-    assert (gathered.config.precision, gathered.notes[1][:34]) == ("fp32", "With bf16: false the base is count")
-    deepspeed = read(f"{FACTORY_V1}dist_config: {{name: deepspeed, config_file: z3.json}}\nbf16: false\n")
-    assert (deepspeed.config.precision, deepspeed.notes[1][:27]) == ("bf16_mixed", "DeepSpeed's own file says t")
-
-
-def test_rows_of_a_v1_step(read):
-    """global_batch_size counts those of all GPUs; a copy of the logits is made of several padded rows."""
-    run = read(f"{LORA[V1]}micro_batch_size: 4\nglobal_batch_size: 64\ndp_size: 8\ncp_size: 2\n")
-    assert (run.accumulation, run.num_gpus, LOGITS_COPY in run.notes) == (2, 8, True)
-    free = read(f"{LORA[V1]}micro_batch_size: 4\nbatching_strategy: padding_free\n")
-    assert (free.config.packing, LOGITS_COPY in free.notes) == (False, False)
-    assert free.notes[1].startswith("padding_free joins rows without padding")
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -302,19 +263,6 @@ llamafactory attention sdpa: flash_attn: auto
 llamafactory kernels liger: use_liger_kernel: true
 llamafactory packing True: packing: true / stage: pt
 llamafactory packing False: {stage: pt, packing: false}
-llamafactory-v1 quantization int8: quant_config: {name: bnb, quantization_bit: '8'}
-llamafactory-v1 quantization nf4: quant_config: {name: bnb} / quant_config: {name: auto, quantization_bit: 4}
-llamafactory-v1 quantization none: quant_config: {name: auto} / quant_config:
-llamafactory-v1 double_quant False: quant_config: {name: bnb, double_quantization: false}
-llamafactory-v1 checkpointing none: enable_activation_checkpointing: false
-llamafactory-v1 attention flash_attention_2: flash_attn: flash_attention_2
-llamafactory-v1 kernels liger: kernel_config: {name: 'auto, liger_kernel'}
-llamafactory-v1 loss full: kernel_config: {name: liger_kernel}
-llamafactory-v1 packing True: batching_strategy: dynamic_batching / batching_strategy: dynamic_padding_free
-llamafactory-v1 lora_targets down_proj,q_proj: peft_config: {name: lora, target_modules: [q_proj, down_proj]}
-llamafactory-v1 modules_to_save head: peft_config: {name: lora, modules_to_save: [lm_head]}
-llamafactory-v1 dora True: peft_config: {name: lora, use_dora: true}
-llamafactory-v1 lora_rank 8: peft_config: {name: lora}
 """.strip().splitlines()
 
 
@@ -373,7 +321,6 @@ ONE_NOTE = {
     ("axolotl", "use_eaft: true"): "use_eaft takes its loss from all logits at once: the run needs more memory than",
     ("llamafactory", "use_dft_loss: true"): "use_dft_loss takes its loss from all logits at once: the run needs more",
     ("trl", "padding_free: true"): "padding_free joins rows without padding: counted as padded, the run takes less",
-    (V1, "dist_config:"): "Without dist_config nothing is cast to bf16",
     ("llamafactory", "packing: true"): CROSSED,
     ("llamafactory", "enable_liger_kernel: true"): FUSED,
     ("llamafactory", "{quantization_bit: 4, quantization_method: hqq}"): "The base, quantised by 'hqq', is counted as",
@@ -495,7 +442,6 @@ def test_what_needs_no_note(read):
 # --- what is refused
 
 
-PAIRS = "no probe trains for them as version 1 does"
 QUANTISED = "a quantised base is trained by adapters alone"
 REFUSED = {
     ("llamafactory", "stage: ppo"): "'ppo', another objective than dpo, kto, pt, rm, sft: its answers are generated"
@@ -510,12 +456,6 @@ REFUSED = {
     ("axolotl", "adapter: qlora"): "Axolotl refuses qlora without load_in_4bit: true",
     ("axolotl", "lora_r:"): "is missing, and has no default",
     ("axolotl", "gptq: true"): "it is not supported",
-    (V1, "peft_config: {name: freeze}"): "lora or none is supported, not 'freeze'",
-    (V1, "peft_config: lora"): "keys with values are needed, not 'lora'",
-    (V1, "model_class: cls"): "llm alone is supported; other heads are not counted",
-    (V1, "train_dataset: data/v1_dpo_demo.yaml"): f"it names pairs: {PAIRS}",
-    (V1, "pref_beta: 0.2"): f"it trains by pairs: {PAIRS}",
-    (V1, "quant_config: {name: gptq}"): "bnb with 4 or 8 bits is supported, not 'gptq', 4",
     ("axolotl", "diffusion: {eps: 0.1}"): "it trains by another objective than the next token, which is not supported",
     ("axolotl", "max_packed_sequence_len: 2048"): "Axolotl no longer takes it",
     ("llamafactory", "mixture_of_depths: convert"): "it is not supported",
@@ -576,12 +516,13 @@ def test_what_is_refused(tool, line, failure):
         ("", "FILE holds no keys with values"),
         ("- base_model\n", "FILE holds no keys with values"),
         ("model_name_or_path: m\n", "FILE: cannot tell which tool it is for: it has none of dataset_name, use_peft"),
-        ("cutoff_len: 2048\n",
-         "FILE: cannot tell which tool it is for: it has both cutoff_len of llamafactory; cutoff_len of llamafac"),
-        # LLaMA-Factory's examples/v1/train_lora/export_lora.yaml
+        ("cutoff_len: 2048\nbase_model: m\n",
+         "FILE: cannot tell which tool it is for: it has both base_model of axolotl; cutoff_len of llamafactory"),
+        # LLaMA-Factory's examples/v1/train_lora/export_lora.yaml, and one that trains
         ("model: m\npeft_config:\n  name: lora\n  export_dir: out\n",
-         "FILE:4: export_dir: the file merges adapters into a model and trains nothing"),
-        (f"{FACTORY_V1}quant_config: {{name: bnb}}\n", f"FILE:4: quant_config: {QUANTISED}"),
+         "FILE: the format of LLaMA-Factory v1 is not supported"),
+        ("model: m\nmodel_class: llm\ntrain_dataset: d\ncutoff_len: 2048\nmicro_batch_size: 1\n",
+         "FILE: the format of LLaMA-Factory v1 is not supported"),
         ("base_model: !!python/object/apply:os.system [touch CANARY]\n", "FILE:1: not valid YAML: could not determine"),
         ("base_model: m\nsequence_len: !!bool maybe\n", "FILE: not valid YAML: a value is not of its tag"),
         (f"base_model: m\nsequence_len: {'9' * 5000}\n", "FILE: not valid YAML: Exceeds the limit"),

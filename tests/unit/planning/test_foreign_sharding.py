@@ -49,8 +49,6 @@ SHARDED = "Sharding and offloading of the model are not counted: each GPU is tak
         ({"accelerate_config": "fsdp2"}, "fsdp2"),
         ({"accelerate_config": "zero3"}, "zero3"),
         ({"accelerate_config": "multi_gpu"}, None),
-        ({"dist_config": "fsdp2"}, "fsdp2"),
-        ({"dist_config": "deepspeed"}, None),
         ({"fsdp": ["full_shard", "auto_wrap"]}, "fsdp2"),
         ({"fsdp": "no_shard"}, "ddp"),
         ({"fsdp": "shard_grad_op auto_wrap"}, "fsdp2_keep"),

@@ -21,7 +21,7 @@ from autotune.dry.prober import DryAnswer
 from autotune.planning import counted_memory
 from autotune.planning.device_estimate import COUNTED, OF_OBJECTIVES, device_limit_gib
 from autotune.planning.fixes import FixSearch, edited
-from autotune.planning.foreign_config import FP32_BASE, LOGITS_COPY, V1, ForeignConfig, for_model
+from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
 from autotune.planning.observations import published_observations
 from autotune.planning.run_check import CheckReport, check, find_model, report_data
 from autotune.planning.run_estimate import (
@@ -462,33 +462,12 @@ def test_casts_of_a_base_in_fp32_take_the_time_to_read_and_write_them() -> None:
     assert _cast_s(resolve_model("mistral-7b"), four) == pytest.approx(6 * head / 4.8e12, rel=1e-12)
 
 
-def test_a_copy_of_the_logits_is_counted_with_them() -> None:
-    """Two rows of 2,048 tokens; Qwen3 has 151,936 words. None where the peak is another moment."""
-    model = resolve_model("qwen3-4b")
-    for config, added in (
-        (TrainConfig(micro_batch_size=2, seq_len=2048), 4 * 4096 * 151936 / 2**30),
-        (TrainConfig(method="full", optimizer="adamw_torch", seq_len=64, micro_batch_size=1), 0),
-    ):
-        plain, copied = (memory_bounds(model, replace(RUN, config=config, notes=note)) for note in ((), (LOGITS_COPY,)))
-        assert plain and copied and copied.most == copied.least
-        assert copied.least.peak_reserved_gib - plain.least.peak_reserved_gib == pytest.approx(added)
-
-
 def test_what_a_note_says_is_not_counted_leaves_the_need_open_above() -> None:
     model = resolve_model("mistral-7b")
     closed, opened = (memory_bounds(model, replace(RUN, notes=notes)) for notes in ((), ("the run needs more memory",)))
     assert closed and opened
     assert (closed.least, closed.most, opened.most) == (opened.least, opened.least, None)
     assert (closed.state(80), opened.state(80)) == (FITS, TIGHT)
-
-
-def test_v1_has_ligers_kernels_for_qwen3_alone() -> None:
-    run = replace(RUN, format=V1, config=TrainConfig(kernels="liger"))
-    assert [for_model(run, resolve_model(name)).config.kernels for name in ("qwen3-4b", "mistral-7b")] == [
-        "liger",
-        "torch",
-    ]
-    assert for_model(replace(run, format="trl"), resolve_model("mistral-7b")).config.kernels == "liger"
 
 
 @pytest.mark.parametrize(
@@ -704,11 +683,6 @@ def test_an_int8_base_is_counted_though_the_model_has_a_formula(
     assert found.faster is None and answer(eight, "rtx-4080").checked.state == OOM
     dora = answer(changed(eight, peft_use_dora=True), "a100-40gb-sxm").checked.bounds
     assert dora.most is None and dora.least == bounds.least
-    copied = memory_bounds(resolve_model("mistral-7b"), replace(RUN, config=INT8, notes=(LOGITS_COPY,)))
-    plain = memory_bounds(resolve_model("mistral-7b"), replace(RUN, config=INT8))
-    assert copied is not None and plain is not None
-    copy = (copied.least.activations - plain.least.activations) * GIB
-    assert copy == pytest.approx(4 * INT8.tokens * 32_768)
 
 
 def test_what_cannot_be_counted_has_no_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
