@@ -39,6 +39,14 @@ def _tokens_in_a_folder_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _a_processor_without_fast_bf16() -> Iterator[None]:
+    """Every machine that tests is taken for one without AVX-512. A test of the other kind patches the same name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autotune.catalog.devices.multiplies_bf16", lambda: False)
+        yield
+
+
 # These start real probes and real training, and take minutes: by the processor time of the whole file.
 LONGEST = (
     "system/test_several_gpus",

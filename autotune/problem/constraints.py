@@ -102,6 +102,11 @@ class Narrowing:
         self.space = self.space.divide(batch)
         self.reserve = self.reserve.divide(batch)
 
+    def offer(self, name: str, values: tuple[Any, ...]) -> None:
+        """Let a knob have these values."""
+        self.space = self.space.offer(name, values)
+        self.reserve = self.reserve.offer(name, values)
+
     def pin(self, name: str, value: Any) -> None:
         """Fix a knob, be it in the space or not."""
         self.space = self.space.pin(name, value)
@@ -222,18 +227,12 @@ def narrow_to_device(narrowing: Narrowing, device: DeviceSpec) -> None:
     """Remove what the device that is tuned for cannot do."""
     if device.kind == "cpu" and max(narrowing.space.choices("num_gpus")) > 1:
         narrowing.remove("sharding", set(STRATEGIES) - {"ddp"}, "accelerate shares out models on GPUs alone")
-    if not device.supports_bf16:
-        slow = "this processor multiplies bf16 far slower than fp32 (without AVX-512)"
-        reason = slow if device.kind == "cpu" else f"{device.name} has no bf16"
-        narrowing.remove("precision", {"bf16_mixed", "bf16_pure"}, reason)
-    elif "bf16_mixed" in narrowing.space.choices("precision"):
-        narrowing.remove("precision", {"fp16_mixed"}, f"{device.name} has bf16, which needs no loss scaling")
+    _narrow_precision(narrowing, device)
     if not device.supports_fp8:
         narrowing.remove("quantization", {"fp8"}, f"{device.name} does not multiply 8-bit floats")
     if device.kind == "cpu" or device.vendor != "nvidia":
         narrowing.remove("cuda_graphs", {"micro_batch"}, "needs an NVIDIA GPU")
     if device.kind == "cpu":
-        narrowing.remove("precision", {"fp16_mixed"}, "fp16 does not train on a CPU")
         narrowing.remove("optimizer", {"lion_8bit"}, "has no CPU kernel")
         narrowing.remove("attention", {"flash_attention_2", "flex_attention", "sdpa_cudnn"}, "needs a GPU")
         narrowing.remove("packed_attention", {"varlen"}, "needs a GPU")
@@ -242,6 +241,31 @@ def narrow_to_device(narrowing: Narrowing, device: DeviceSpec) -> None:
     elif not device.has_flash:
         narrowing.remove("attention", {"sdpa_cudnn", "flash_attention_2"}, f"{device.name} is too old for it")
         narrowing.remove("packed_attention", {"varlen"}, f"{device.name} is too old for it")
+
+
+def _narrow_precision(narrowing: Narrowing, device: DeviceSpec) -> None:
+    """Remove the precisions that the device does not train in, or trains in slowly.
+
+    A processor without fast bf16 trains in fp32, even if the space does not list it. A single
+    precision is the user's choice: it is refused, not replaced.
+    """
+    choices = narrowing.space.choices("precision")
+    bf16, reason = {"bf16_mixed", "bf16_pure"}, f"{device.name} has no bf16"
+
+    if device.kind == "cpu":
+        reason = "this processor multiplies bf16 far slower than fp32 (without AVX-512)"
+        if not device.supports_bf16 and len(choices) > 1 and set(choices) <= {*bf16, "fp16_mixed"}:
+            narrowing.offer("precision", (*choices, "fp32"))
+            reason += "; fp32 takes its place"
+
+    if not device.supports_bf16:
+        narrowing.remove("precision", bf16, reason)
+    elif "bf16_mixed" in choices:
+        reason = f"{device.name} has bf16, which needs no loss scaling"
+        narrowing.remove("precision", {"fp16_mixed"}, reason)
+
+    if device.kind == "cpu":
+        narrowing.remove("precision", {"fp16_mixed"}, "fp16 does not train on a CPU")
 
 
 def narrow_to_packages(narrowing: Narrowing) -> None:

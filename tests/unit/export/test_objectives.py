@@ -34,6 +34,7 @@ def setup(objective: str, **options: Any) -> Setup:
     )
 
 
+@pytest.mark.parametrize(("bf16", "precision"), [(True, "bf16_mixed"), (False, "fp32")])
 @pytest.mark.parametrize(
     ("objective", "trainer", "sizes", "loss"),
     [
@@ -41,9 +42,12 @@ def setup(objective: str, **options: Any) -> Setup:
         *(("reward", "trl", 1, "full"), ("classification", "transformers", 1, "full")),
     ],
 )
-def test_an_objective_has_its_trainer_and_what_that_can_do(objective: str, trainer: str, sizes: int, loss: str) -> None:
-    found = setup(objective, space="lora")
-    task = found.task
+def test_an_objective_has_its_trainer_and_what_that_can_do(
+    monkeypatch: pytest.MonkeyPatch, objective: str, trainer: str, sizes: int, loss: str, bf16: bool, precision: str
+) -> None:
+    monkeypatch.setattr("autotune.catalog.devices.multiplies_bf16", lambda: bf16)
+    task = setup(objective, space="lora").task
+    assert task.space.choices("precision") == (precision,)
     assert task.trainer == trainer and task.workload.objective == objective
     assert min(task.space.choices("micro_batch_size")) == sizes and task.space.choices("loss") == (loss,)
     assert True not in task.space.choices("packing")

@@ -1,6 +1,7 @@
 """Floors are never given up unasked, and packing is searched only where it is possible."""
 
 import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -308,12 +309,42 @@ def test_what_a_device_cannot_do(monkeypatch: pytest.MonkeyPatch, device: str, l
     assert lost_by(lambda narrowing: narrow_to_device(narrowing, resolve_device(device))) == lost
 
 
-def test_a_processor_that_emulates_bf16_is_left_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+SLOW_BF16 = "this processor multiplies bf16 far slower than fp32 (without AVX-512)"
+NO_FP16 = "fp16 does not train on a CPU"
+
+
+@pytest.mark.parametrize(
+    ("precisions", "left", "removals"),
+    [
+        (("fp32", "bf16_mixed"), ("fp32",), [f"precision bf16_mixed: {SLOW_BF16}"]),
+        (
+            ("bf16_mixed", "bf16_pure", "fp16_mixed"),
+            ("fp32",),
+            [
+                f"precision bf16_mixed, bf16_pure: {SLOW_BF16}; fp32 takes its place",
+                f"precision fp16_mixed: {NO_FP16}",
+            ],
+        ),
+        (("fp16_mixed", "fp32"), ("fp32",), [f"precision fp16_mixed: {NO_FP16}"]),
+    ],
+)
+def test_a_processor_without_fast_bf16_trains_in_fp32(
+    monkeypatch: pytest.MonkeyPatch, precisions: tuple[str, ...], left: tuple[str, ...], removals: list[str]
+) -> None:
     monkeypatch.setattr("autotune.catalog.devices.multiplies_bf16", lambda: False)
-    narrowing = unnarrowed(precision=("fp32", "bf16_mixed"))
+    narrowing = unnarrowed(precision=precisions)
     narrow_to_device(narrowing, resolve_device("cpu"))
-    assert both(narrowing, "precision") == ("fp32",)
-    assert "far slower than fp32" in narrowing.removals[0].reason
+    assert both(narrowing, "precision") == left
+    assert [str(removal) for removal in narrowing.removals] == removals
+
+
+@pytest.mark.parametrize(("precision", "reason"), [("bf16_mixed", SLOW_BF16), ("fp16_mixed", NO_FP16)])
+def test_a_precision_that_was_asked_for_is_refused_and_not_replaced(
+    monkeypatch: pytest.MonkeyPatch, precision: str, reason: str
+) -> None:
+    monkeypatch.setattr("autotune.catalog.devices.multiplies_bf16", lambda: False)
+    with pytest.raises(UsageError, match=f"{precision}: {re.escape(reason)}$"):
+        narrow_to_device(unnarrowed(precision=(precision,)), resolve_device("cpu"))
 
 
 def test_fp16_trains_on_no_cpu_even_where_a_space_has_no_bf16() -> None:

@@ -76,6 +76,18 @@ def test_a_cpu_loses_what_it_cannot_do(installed):
         set_up(StudySpec(model="demo-3m", pins={"precision": "fp16_mixed"}), CPU)
 
 
+@pytest.mark.parametrize(("bf16", "precision"), [(True, "bf16_mixed"), (False, "fp32")])
+@pytest.mark.parametrize("space", ["cpu", "default", "everything", "full", "lora", "qlora"])
+def test_every_shipped_space_has_a_precision_on_either_kind_of_processor(
+    installed, monkeypatch: pytest.MonkeyPatch, space: str, bf16: bool, precision: str
+) -> None:
+    monkeypatch.setattr("autotune.catalog.devices.multiplies_bf16", lambda: bf16)
+    installed("bitsandbytes")
+    task = set_up(StudySpec(model="demo-3m", space=space), CPU).task
+    assert precision in task.space.choices("precision")
+    assert {config.precision for config in task.baselines} == {precision}
+
+
 @pytest.mark.parametrize(
     ("packages", "attention", "quantization"),
     [
