@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -237,6 +238,16 @@ def test_imports_follow_the_order_of_packages():
         if layer(module) != layer(target) and (PACKAGES.index(layer(target)) > PACKAGES.index(layer(module)))
     ]
     assert wrong == []
+
+
+def test_the_top_level_is_short_and_no_package_outgrows_the_others():
+    top = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
+    assert len(top) <= 16
+    lines = Counter[str]()
+    for path in PACKAGE.rglob("*.py"):
+        lines[layer(module_name(path))] += len(path.read_text().splitlines())
+    largest, count = lines.most_common(1)[0]
+    assert count <= 0.18 * lines.total(), f"{largest} has {count / lines.total():.0%} of the lines"
 
 
 def test_there_is_no_circle_among_modules():
