@@ -33,6 +33,7 @@ from autotune.study.evaluator import shortened
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "benchmarks" / "data"
 RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT))  # for tests.helpers, which some benchmarks import after this module
 
 # Options that several programs have. A mode adds its default.
 SHARED_OPTIONS: dict[str, dict[str, Any]] = {
@@ -115,7 +116,7 @@ def save(
     """
     summary: dict[str, Any] = args.mode.summarize(rows) | beside
     if isinstance(fingerprint, dict):
-        fingerprint = from_data(Fingerprint, {key: fingerprint[key] for key in fingerprint if key != "digest"})
+        fingerprint = from_data(Fingerprint, fingerprint)
     data = {
         "schema_version": 1,
         "command": command(),
@@ -193,6 +194,11 @@ def run_study(folder: Path, *options: str) -> dict[str, Any]:
     """Run `autotune run` with these options in this folder and return its summary."""
     summary: dict[str, Any] = json.loads(run_python(["-m", "autotune", "run", *options, "--json"], folder))
     return summary
+
+
+def fingerprint_of(study: dict[str, Any]) -> dict[str, Any]:
+    """Return the fingerprint in the summary of a study, without its digest."""
+    return {key: value for key, value in study["fingerprint"].items() if key != "digest"}
 
 
 def run_exported(folder: Path, *options: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, save, table
-from search_table import TABLE, Table
+from search import TABLE, Table
 
 from autotune.core.train_config import TrainConfig
 

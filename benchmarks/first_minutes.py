@@ -1,9 +1,4 @@
-"""Record the first minutes: README's first line in a terminal of 100 and of 160 columns, by a real clock.
-
-Writes an asciinema recording of each (`asciinema play FILE`), and when the first speed and the answer were on screen.
-Options of `autotune run` after `--` record another line. Its rows and recordings have a name of their own:
-`--name h100 --earlier first_minutes.json -- --gpu auto --model mistral-7b --budget 90s`.
-"""
+"""Run README's first command: record its screen, and check the speed that it predicts."""
 
 import argparse
 import fcntl
@@ -16,6 +11,7 @@ import shlex
 import shutil
 import signal
 import socket
+import statistics
 import struct
 import sys
 import tempfile
@@ -25,12 +21,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, save, table
+from bench import (
+    ROOT,
+    Mode,
+    fingerprint_of,
+    finish,
+    load,
+    run_exported,
+    run_program,
+    run_study,
+    save,
+    scratch,
+    table,
+    worker,
+)
 
 from autotune.core.files import write_atomic
-from autotune.core.probe_types import Fingerprint
-from autotune.core.serialization import from_data, to_data
-from autotune.probe.supervisor import WorkerProber
+from autotune.core.serialization import to_data
+
+# --- record
 
 SIZES = ((100, 30), (160, 50))  # columns and rows
 FRAME_S = 0.2  # what is drawn within this time is one frame
@@ -63,22 +72,22 @@ class Recording:
         return None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="the folder of the result and the recordings")
-    parser.add_argument("--name", default=README, help="of the recorded line")
-    parser.add_argument("--earlier", type=Path, help="the result to which these rows are added")
-    parser.add_argument("--keep", type=Path, help="a folder for the last study")
-    parser.add_argument("options", nargs="*", metavar="-- OPTIONS", help="of `autotune run`, instead of README's")
-    args = parser.parse_args()
+def run_record(args: argparse.Namespace) -> None:
+    """Record the first minutes: README's first command in terminals of 100 and of 160 columns, by a real clock.
+
+    It writes an asciinema recording of each (`asciinema play FILE`) and the seconds until the first speed and the
+    answer were on screen. Options of `autotune run` after `--` record another command. Its rows and recordings have a
+    name of their own:
+
+        record --name h100 --rows first_minutes.json -- --gpu auto --model mistral-7b --budget 90s
+    """
     options = args.options or readme_options()
-    on_cpu = "cpu" in options
-    rows = json.loads(args.earlier.read_text(encoding="utf-8"))["rows"] if args.earlier else []
+    rows = load(args.rows) if args.rows else []
     rows = [row for row in rows if row["name"] != args.name]
-    with tempfile.TemporaryDirectory() as folder, WorkerProber("cpu" if on_cpu else "cuda", Path(folder)) as prober:
+    with worker("cpu" if "cpu" in options else "cuda") as prober:
         fingerprint = to_data(prober.fingerprint)
     for columns, lines in SIZES:
-        load = os.getloadavg()[0]  # of other work on this machine, per minute
+        load_before = os.getloadavg()[0]  # of other work on this machine, per minute
         with tempfile.TemporaryDirectory() as folder:
             recording = record(["run", *options], Path(folder).resolve(), columns, lines)
             if args.keep:
@@ -86,15 +95,15 @@ def main() -> None:
         called = f"first-minutes-{columns}" if args.name == README else f"first-minutes-{args.name}-{columns}"
         file = (args.out or ROOT / "docs" / "recordings") / f"{called}.cast"
         write_atomic(file, as_cast(recording, columns, lines, shlex.join(["autotune", "run", *options])))
-        row = {"name": args.name, "columns": columns, "lines": lines, "load_before": load}
+        row = {"name": args.name, "columns": columns, "lines": lines, "load_before": load_before}
         row |= {name: recording.moment(pattern) for name, pattern in MOMENTS.items()}
         rows.append(row | {"seconds": recording.seconds, "fingerprint": fingerprint})
-        save("first_minutes", from_data(Fingerprint, rows[0]["fingerprint"]), summarize(rows), rows, args.out)
+        save(args, rows[0]["fingerprint"], rows)
     table(rows, [name for name in rows[0] if name != "fingerprint"])
 
 
 def readme_options() -> list[str]:
-    """What README's first command line gives to `autotune run`."""
+    """Return the options of `autotune run` in README's first command."""
     line = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("pip install"))
     return shlex.split(line.partition("&& autotune run ")[2])
 
@@ -150,7 +159,7 @@ def as_cast(recording: Recording, columns: int, lines: int, command: str) -> str
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in [header, *events])
 
 
-def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize_record(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The longest of both terminals: of README's line, and of each other by its name."""
     found: dict[str, Any] = {}
     for name in dict.fromkeys(row["name"] for row in rows):
@@ -160,5 +169,65 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+# --- truth
+
+
+def run_truth(args: argparse.Namespace) -> None:
+    """Compare the speed that README's first command predicts on a CPU with the speed of the script that it exports.
+
+    Each repetition is a study of its own and passes over all examples. The machine should do nothing else. `ratio` is
+    the predicted speed divided by the measured speed, both in useful tokens per second: the median of the repetitions.
+    """
+    rows: list[dict[str, Any]] = []
+    for _ in range(args.repeats):
+        folder = scratch()
+        study = run_study(folder, *readme_options(), "--out", "out")
+        rows.append(truth_of(study["winner"], run_exported(folder, "--output-dir", "")))
+        table(rows[-1:], ["config", "said", "measured", "ratio", "low", "high"])
+    finish(args, fingerprint_of(study), rows)
+
+
+def summarize_truth(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    ratios = [row["ratio"] for row in rows]
+    return {
+        "repeats": len(rows),
+        "ratio": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "inside": sum(row["low"] <= row["measured"] <= row["high"] for row in rows),
+    }
+
+
+def truth_of(winner: dict[str, Any], done: dict[str, Any]) -> dict[str, Any]:
+    """Return the predicted speed of a winner with its interval, and the measured one, in tokens per second."""
+    said, found = winner["performance"]["tokens_per_second"], done["tokens_per_second"]
+    hours, interval = winner["cost"]["full_run_hours"], winner["cost"]["interval_hours"]
+    return {
+        "config": winner["config"],
+        "said": said,
+        "low": said * hours / interval[1],
+        "high": said * hours / interval[0],
+        "measured": found,
+        "steps": done["steps"],
+        "ratio": said / found,
+    }
+
+
+MODES = {
+    "record": Mode(
+        run=run_record,
+        result="first_minutes",
+        summarize=summarize_record,
+        options={
+            "--name": {"default": README, "help": "name of the recorded command"},
+            "--rows": {"help": "the result to which these rows are added"},
+            "--keep": {"help": "a folder for the last study"},
+            "options": {"nargs": "*", "metavar": "-- OPTIONS", "help": "of `autotune run`, instead of README's"},
+        },
+    ),
+    "truth": Mode(run=run_truth, result="cpu_truth", summarize=summarize_truth, options={"--repeats": 3}),
+}
+
+
 if __name__ == "__main__":
-    main()
+    run_program(MODES, __doc__)

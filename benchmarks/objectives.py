@@ -1,35 +1,37 @@
-"""Predict whole models from two truncated depths, for each objective and several families, and measure them.
-
-Each is trained through the trainer that people use for it: TRL's for pairs and wanted answers, transformers' for the
-next token and for labels. A micro batch has 16 rows of 1,024 tokens, half of which are an answer; a pair has two of
-them. Models that take images are trained on 256 tokens beside an image of 896 by 672 pixels, with the vision tower
-frozen. Every layer is recomputed. An error is the prediction divided by what the whole model took, minus 1: of the
-allocated peak, and of the time of a step of four micro batches. Where the host sets the pace (`host_bound`) no line in
-depth holds for times, and a search measures them whole.
-
-On a CPU it is a trial run with tiny models of the same families.
-"""
+"""Compare predictions with measurements for each objective: whole models, and exported runs."""
 
 import argparse
-import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from common import Failed, Rows, largest, save, table
+from bench import (
+    Failed,
+    Mode,
+    Rows,
+    fingerprint_of,
+    finish,
+    largest,
+    measured,
+    predicted,
+    run_program,
+    run_study,
+    scratch,
+    table,
+    worker,
+)
 
 from autotune.catalog import resolve_model
 from autotune.core.errors import AutotuneError
 from autotune.core.images import picture_of, sees_images
 from autotune.core.objective import Objective
-from autotune.core.probe_types import Measurement, MicroBatch, Outcome, ProbeRequest
+from autotune.core.probe_types import MicroBatch, ProbeRequest
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.depth_extrapolation import depths, extrapolate
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.performance import step_time_s
-from autotune.study.evaluator import shortened
+
+# --- depth
 
 MICROS = 4  # micro batches of a step
 MODELS = ("llama-3.2-3b", "qwen2.5-3b", "qwen3-4b", "gemma-2-2b", "phi-3.5-mini", "mistral-7b")
@@ -45,32 +47,44 @@ SMALL_TEXT: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}},
     "gemma3": {"layer_types": ["sliding_attention", "full_attention"] * 4},
 }
-COLUMNS = ["model", "objective", "peak_gib", "memory_error", "step_s", "time_error", "host_share", "seconds", "failed"]
+DEPTH_COLUMNS = [
+    "model",
+    "objective",
+    "peak_gib",
+    "memory_error",
+    "step_s",
+    "time_error",
+    "host_share",
+    "seconds",
+    "failed",
+]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: try it with tiny models")
-    parser.add_argument("--models", nargs="*", default=[*MODELS, *SEEING])
-    parser.add_argument("--limit-s", type=float, default=3600.0, help="begin no other model after this time")
-    parser.add_argument("--earlier", type=Path, help="objectives.jsonl of an earlier call")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    rows, began = Rows("objectives", args.out, args.earlier), time.monotonic()
-    with WorkerProber(args.device, Path(tempfile.mkdtemp(prefix="autotune-bench-"))) as prober:
+def run_depth(args: argparse.Namespace) -> None:
+    """Predict whole models from two truncated depths, for each objective and several families, and measure them.
+
+    The exported runs use the same trainers: TRL's for pairs and for wanted answers, transformers' for next-token
+    training and for labels. A micro batch has 16 rows of 1,024 tokens, and half of each row is an answer; a pair has
+    two rows. Models with images train on 256 tokens beside an image of 896 by 672 pixels, with a frozen vision tower.
+    Every layer is recomputed. An error is the prediction divided by the measurement of the whole model, minus 1, for
+    the allocated peak and for the time of a step of four micro batches. Times of CPU-bound configurations
+    (`host_bound`) follow no line in depth, and a search measures them on the whole model.
+
+    On a CPU it makes a trial run with tiny models of the same families.
+    """
+    rows, began = Rows.of(args), time.monotonic()
+    with worker(args.device) as prober:
         for name in args.models:
             for objective in (Objective.SFT,) if resolve_model(name).sees_images else Objective:
-                if time.monotonic() - began > args.limit_s or rows.has(model=name, objective=str(objective)):
+                if time.monotonic() - began > args.seconds or rows.has(model=name, objective=str(objective)):
                     continue
                 rows.add(compare(prober, name, objective))
-                print(", ".join(f"{key} {rows.all[-1].get(key)}" for key in COLUMNS), flush=True)
-        table(rows.all, COLUMNS)
-        save("objectives", prober.fingerprint, summarize(rows.all), rows.all, args.out)
-    print(summarize(rows.all))
+                print(", ".join(f"{key} {rows.all[-1].get(key)}" for key in DEPTH_COLUMNS), flush=True)
+        finish(args, prober.fingerprint, rows.all, DEPTH_COLUMNS)
 
 
 def compare(prober: WorkerProber, name: str, objective: Objective) -> dict[str, Any]:
-    """A row with the errors of a prediction; where a probe fails, with its reason."""
+    """Return a row with the errors of a prediction, or with the reason of a failed probe."""
     began, on_cpu = time.monotonic(), prober.device == "cpu"
     model = dict(resolve_model(name).config)
     knobs: dict[str, Any] = {"precision": "fp32", "seq_len": 64} if on_cpu else {"seq_len": LENGTH}
@@ -90,29 +104,25 @@ def compare(prober: WorkerProber, name: str, objective: Objective) -> dict[str, 
         shape = prober.describe(request.model)
         if shape is not None and not shape.sdpa:
             request = replace(request, config=replace(request.config, attention="eager"))
-        pair = depths(shape, request.config.checkpoint_every) if shape else None
-        if shape is None or pair is None:
-            raise Failed("no two depths are known for this model")
-        found = extrapolate([(depth, measured(prober, shortened(request, depth))) for depth in pair], shape.num_layers)
+        from_two, found_at = predicted(prober, request)
         whole = measured(prober, replace(request, min_timed_s=2.0))
     except (Failed, AutotuneError) as error:
         return row | {"failed": str(error), "seconds": time.monotonic() - began}
-    predicted = found.measurement
-    pace = "host_bound_" if predicted.host_bound else ""
+    pace = "host_bound_" if from_two.host_bound else ""
     return row | {
-        "depths": [*pair, shape.num_layers],
+        "depths": found_at,
         "peak_gib": whole.peak_allocated_gib,
-        "memory_error": predicted.peak_allocated_gib / whole.peak_allocated_gib - 1,
+        "memory_error": from_two.peak_allocated_gib / whole.peak_allocated_gib - 1,
         "step_s": step_time_s(whole, MICROS),
-        "host_share": predicted.host_share,
-        f"{pace}time_error": step_time_s(predicted, MICROS) / step_time_s(whole, MICROS) - 1,
+        "host_share": from_two.host_share,
+        f"{pace}time_error": step_time_s(from_two, MICROS) / step_time_s(whole, MICROS) - 1,
         "seconds": time.monotonic() - began,
         "fingerprint": to_data(prober.fingerprint),
     }
 
 
 def _with_images(request: ProbeRequest) -> ProbeRequest:
-    """The same with an image in each row, and room for it."""
+    """Add an image, and room for it, to each row."""
     size = SMALL_IMAGE if request.device == "cpu" else IMAGE
     picture, rows = picture_of(request.model, *size), request.config.micro_batch_size
     length = picture.length + TEXT
@@ -133,20 +143,12 @@ def _small(model: dict[str, Any]) -> dict[str, Any]:
     return kept | SMALL
 
 
-def measured(prober: WorkerProber, request: ProbeRequest) -> Measurement:
-    """What a probe measured. Raises Failed."""
-    result = prober.probe(request, prober.logs / "probe.log")
-    if result.outcome is not Outcome.OK or result.measurement is None:
-        raise Failed(f"{result.outcome}: {result.reason}")
-    return result.measurement
-
-
-def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    measured = [row for row in rows if "memory_error" in row]
+def summarize_depth(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    compared = [row for row in rows if "memory_error" in row]
     return {
-        "families": len({row["model"] for row in measured}),
-        "objectives": len({row["objective"] for row in measured}),
-        "configs": len(measured),
+        "families": len({row["model"] for row in compared}),
+        "objectives": len({row["objective"] for row in compared}),
+        "configs": len(compared),
         "failed": sum("failed" in row for row in rows),
         "host_bound": sum("host_bound_time_error" in row for row in rows),
         "memory_error_max": largest(rows, "memory_error"),
@@ -155,5 +157,77 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+# --- exported
+
+EXPORTED_COLUMNS = ["objective", "file", "promised_tokens_per_s", "tokens_per_s", "speed_error", "promised_gib"]
+EXPORTED_COLUMNS += ["reserved_gib", "memory_error"]
+
+
+def run_exported(args: argparse.Namespace) -> None:
+    """Search with other objectives, run the exported files, and compare predicted with measured speed and memory.
+
+    Each objective is one call of `autotune run --objective X --verify`, whose exported file trains for 200 micro
+    batches. An error is the prediction divided by the measurement, minus 1.
+    """
+    rows = Rows.of(args)
+    for objective in args.objectives:
+        if not rows.has(objective=objective):
+            rows.add(exported(objective, args))
+            table(rows.all[-1:], EXPORTED_COLUMNS)
+    finish(args, rows.fingerprint, rows.plain)
+
+
+def exported(objective: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return a row with the study's prediction for its winner and the measurement of the exported run."""
+    options = ["--gpu", args.gpu, "--model", args.model, "--objective", objective, "--budget", args.budget, "--verify"]
+    study = run_study(scratch(), *options, "--out", "out")
+    done = study["verification"]
+    speed = done["promised_tokens_per_s"] * done["promised_step_s"] / done["seconds_per_step"]
+    return {
+        "objective": objective,
+        "model": args.model,
+        "config": TrainConfig(**done["config"]).label(),
+        "file": done["file"],
+        "micro_steps": done["micro_steps"],
+        "promised_tokens_per_s": done["promised_tokens_per_s"],
+        "tokens_per_s": speed,
+        "speed_error": done["promised_tokens_per_s"] / speed - 1,
+        "promised_gib": done["promised_gib"],
+        "reserved_gib": done["reserved_gib"],
+        "memory_error": done["promised_gib"] / done["reserved_gib"] - 1,
+        "fingerprint": fingerprint_of(study),
+    }
+
+
+def summarize_exported(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "objectives": len(rows),
+        "speed_error_max": largest(rows, "speed_error"),
+        "memory_error_max": largest(rows, "memory_error"),
+    }
+
+
+MODES = {
+    "depth": Mode(
+        run=run_depth,
+        result="objectives",
+        summarize=summarize_depth,
+        options={"--device": "cuda", "--models": [*MODELS, *SEEING], "--seconds": 3600.0, "--rows": None},
+    ),
+    "exported": Mode(
+        run=run_exported,
+        result="exported_objectives",
+        summarize=summarize_exported,
+        options={
+            "--gpu": "auto",
+            "--model": "qwen2.5-3b",
+            "--budget": "55s",
+            "--objectives": {"nargs": "*", "default": ["reward", "classification", "dpo"]},
+            "--rows": None,
+        },
+    ),
+}
+
+
 if __name__ == "__main__":
-    main()
+    run_program(MODES, __doc__)

@@ -1,22 +1,15 @@
-"""Take the pictures of a study: its report and its dashboard, from any database, and a terminal's last screen.
-
-    python benchmarks/pictures.py STUDY --storage sqlite:///runs/autotune.db
-
-They are README's, and those of `docs/reading-the-report.md`. What the report has no section for is left as it is. The
-terminal's is the last screen of a recording that `benchmarks/first_minutes.py` made. Chromium is needed, but no GPU.
-"""
+"""Take the pictures of the documents with Chromium."""
 
 import argparse
 import io
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from common import ROOT
+from bench import ROOT, Mode, run_program
 from PIL import Image
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
@@ -26,9 +19,10 @@ from autotune.api import load_study
 from autotune.core.process import module_command
 from autotune.core.text import short_path
 from autotune.report.html import render
-
-sys.path.insert(0, str(ROOT))
 from tests.helpers.browser import CHROMIUM, Page, chromium
+
+# --- report
+
 
 IMAGES = ROOT / "docs" / "images"
 DESK, PHONE = (1280, 1010, 1.5), (390, 844, 2.0)  # width and height in pixels of CSS, and how many pixels each becomes
@@ -55,7 +49,7 @@ def browser() -> Iterator[Page]:
         yield page
 
 
-def save(page: Page, file: Path, of: str | None = None) -> None:
+def save_picture(page: Page, file: Path, of: str | None = None) -> None:
     """Write the screen, or the element that a selector finds, with at most 256 colours; print the path."""
     page.picture(file, of=of)
     Image.open(file).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)
@@ -70,7 +64,7 @@ def take(page: Page, html: Path, name: str, out: Path) -> None:
     page.wait(f"document.readyState === 'complete' && {DRAWN}")
     section = f"section:has([data-figure={figure}])"
     if figure is None or page.run(f"document.querySelector('{section}') !== null"):
-        save(page, out / f"{name}.png", of=section if figure else None)
+        save_picture(page, out / f"{name}.png", of=section if figure else None)
     else:
         print(f"{name}: the report has no such section")
 
@@ -88,7 +82,7 @@ def take_terminal(page: Page, recording: Path, out: Path) -> None:
     page.screen(1280, 900, dark=True, scale=1.5)
     page.open(html.as_uri())
     page.wait("document.querySelector('pre') !== null")
-    save(page, out / "terminal.png", of="pre")
+    save_picture(page, out / "terminal.png", of="pre")
     html.unlink()
 
 
@@ -106,18 +100,18 @@ def take_dashboard(page: Page, study: str, storage: str, names: list[str], out: 
             page.open(place)
             page.text(text)
             page.run("new Promise(done => setTimeout(done, 2000))")  # its figures grow
-            save(page, out / f"{name}.png")
+            save_picture(page, out / f"{name}.png")
         process.terminate()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study")
-    parser.add_argument("--storage", default="sqlite:///runs/autotune.db", metavar="URL")
-    parser.add_argument("--recording", type=Path, default=RECORDING, metavar="FILE")
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
-    parser.add_argument("--out", type=Path, default=IMAGES, metavar="DIR")
-    args = parser.parse_args()
+def run_report(args: argparse.Namespace) -> None:
+    """Take the pictures of a study: its report and its dashboard, from any database, and a terminal's last screen.
+
+    README and `docs/reading-the-report.md` show them. A section that the report lacks is left out. The picture of the
+    terminal is the last screen of a recording by `first_minutes.py record`. Chromium is needed, but no GPU:
+
+        python benchmarks/pictures.py report STUDY --storage sqlite:///runs/autotune.db
+    """
     out, result = args.out.absolute(), load_study(args.study, args.storage)
     with browser() as page, tempfile.TemporaryDirectory() as folder:
         html = Path(folder) / "report.html"
@@ -130,5 +124,89 @@ def main() -> None:
             take_terminal(page, args.recording, out)
 
 
+# --- questions
+
+WIDTH = 1080
+SPACE = """\
+version: 1
+knobs:
+  micro_batch_size: {values: [1, 2, 4]}
+  seq_len: 16
+  lora_rank: {values: [16, 32, 64]}
+  precision: fp32
+"""
+ON_CPU = ("run", "--gpu", "cpu", "--model", "demo-3m", "--global-batch", "4", "--examples", "100")
+STUDY = (*ON_CPU, "--memory-gib", "1", "--budget", "5m", "--space", "space.yaml", "--trials", "10")
+DEMO = (*ON_CPU, "--tokens-per-example", "128", "--budget", "1m")
+CARDS = "rtx-3090,rtx-4090,rtx-5090,a100-80gb,h100"
+COMPARE = ("compare", "--model", "llama-3.1-8b", "--gpus", CARDS)
+PAGE = ("--html", "page.html")
+# Of each picture: the commands, the page that the last of them writes, and the height that is shown, in pixels.
+QUESTIONS: dict[str, tuple[list[tuple[str, ...]], str, int]] = {
+    "card": ([("plan", "--gpu", "rtx-4090", "--tokens-per-example", "1024", *PAGE)], "page.html", 960),
+    "costs": ([(*COMPARE, *PAGE)], "page.html", 900),
+    "buy": ([(*COMPARE, "--buy", "2000", *PAGE)], "page.html", 860),
+    "nodes": (
+        [(*STUDY, "--study", "two-processes", "--workers", "2"), ("status", "two-processes", "--nodes", *PAGE)],
+        "page.html",
+        1160,
+    ),
+    "profile": ([(*DEMO, "--study", "demo"), ("explain", "demo", "--profile")], "runs/demo/profile.html", 1160),
+    "studies": (
+        [
+            (*DEMO, "--study", "adapters", "--set", "method=lora"),
+            (*DEMO, "--study", "all-weights", "--set", "method=full"),
+            ("report", "adapters", "all-weights"),
+        ],
+        "runs/adapters/against-all-weights.html",
+        1160,
+    ),
+}
+
+
+def make_page(name: str, folder: Path) -> Path:
+    """Run the commands of a picture in `folder`. Returns the page that the last writes."""
+    commands, page, _ = QUESTIONS[name]
+    (folder / "space.yaml").write_text(SPACE)
+    for arguments in commands:
+        subprocess.run([*module_command("autotune"), *arguments], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    return folder / page
+
+
+def run_questions(args: argparse.Namespace) -> None:
+    """Take the pictures of `docs/questions.md`: the pages that its commands write, as Chromium shows them.
+
+    The last three are of small studies on this machine's processors. Chromium is needed, but no GPU.
+    """
+    with browser() as screen:
+        for name in args.names:
+            with tempfile.TemporaryDirectory() as folder:
+                screen.screen(WIDTH, QUESTIONS[name][-1])
+                screen.open(make_page(name, Path(folder)).as_uri())
+                screen.wait(f"document.readyState === 'complete' && {DRAWN}")
+                save_picture(screen, args.out.absolute() / f"question-{name}.png")
+
+
+MODES = {
+    "report": Mode(
+        run=run_report,
+        options={
+            "study": {},
+            "--storage": {"default": "sqlite:///runs/autotune.db", "metavar": "URL"},
+            "--recording": RECORDING,
+            "--only": {"nargs": "+", "choices": NAMES, "default": NAMES, "metavar": "NAME", "help": ", ".join(NAMES)},
+            "--out": IMAGES,
+        },
+    ),
+    "questions": Mode(
+        run=run_questions,
+        options={
+            "names": {"nargs": "*", "default": list(QUESTIONS), "metavar": "NAME", "help": ", ".join(QUESTIONS)},
+            "--out": IMAGES,
+        },
+    ),
+}
+
+
 if __name__ == "__main__":
-    main()
+    run_program(MODES, __doc__)

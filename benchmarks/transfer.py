@@ -1,40 +1,257 @@
-"""Predict the speed of one card from probes on another, for the same configurations on both.
-
-`measure` runs on a card: it calibrates the card and its host, then probes a few layers of three models, and writes each
-row at once to a file that a further call can continue. `compare` needs no GPU: it takes the rows of two cards, predicts
-each card's micro batches from the other's probes, and divides the pairs by whether the host sets the pace. What was
-fitted here was fitted on one model; the summary is of the others.
-"""
+"""Measure how well speeds transfer from one GPU to another: published pairs, and profiles of the same probes."""
 
 import argparse
+import itertools
 import json
 import math
 import statistics
-import tempfile
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common import Rows, save, table
+import numpy as np
+from bench import DATA, Mode, Rows, finish, run_program, table, worker
 from plan_speed import HOST_BOUND
 
 from autotune.catalog import DeviceSpec, resolve_device, resolve_model
+from autotune.core.files import load_yaml
 from autotune.core.probe_types import HOST_SHARE, Measurement, Outcome, ProbeRequest, Rung
 from autotune.core.serialization import from_data, to_data
 from autotune.core.text import dashed
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.calibration import Calibration
 from autotune.prediction.step_time import StepTimeEstimate, divide_step_time, estimate_step_time
-from autotune.prediction.transfer import REFERENCE, SpeedTransfer, host_transfer, interval, speed_transfer
+from autotune.prediction.transfer import (
+    OF_MEMORY,
+    REFERENCE,
+    USUAL_SHARE,
+    SpeedTransfer,
+    host_transfer,
+    interval,
+    peak_tflops,
+    same_chip,
+    speed_transfer,
+)
 from autotune.probe.calibrate import calibrate_by
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.target import find_target
 from autotune.problem.workload import Workload
 
-DATA = Path(__file__).parent / "data"
+# --- pairs
+
+EXPONENTS = [round(0.1 * step, 1) for step in range(11)]
+SHARES = EXPONENTS[1:-1]
+PAIRS = Path(__file__).with_name("data") / "published_pairs.yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One workload of a set on two cards; `ratio` is the speed on `target` over that on `source`."""
+
+    set: str
+    workload: str
+    precision: str
+    source: str
+    target: str
+    ratio: float
+
+
+def run_pairs(args: argparse.Namespace) -> None:
+    """Measure how well a speed on one GPU predicts the speed on another, with published pairs of measurements.
+
+    Uncalibrated projections use data sheets only. The published tables do not give the share of the time in matrix
+    products. The fit assumes one share on the reference GPU for all of them, and finds it together with the exponents
+    of peak and power, by least absolute deviations. In the fit each pair of GPUs of a set counts once. The benchmark
+    repeats the fit without each set and reports the error on that set. Calibrated projections also use one other row of
+    the same set, and so of the same method, on the same two GPUs. No GPU is needed.
+    """
+    pairs = read_pairs()
+    predicted = grid(pairs)
+    fits = {name: fit([pair.set != name for pair in pairs], pairs, predicted) for name in {pair.set for pair in pairs}}
+    rows = [compare_pair(pair, pairs, math.exp(predicted[fits[pair.set]][index])) for index, pair in enumerate(pairs)]
+    table(
+        [
+            {
+                "set": name,
+                "pairs": len(members),
+                "error": statistics.fmean(abs(row["error"]) for row in members),
+                "bias": statistics.fmean(row["error"] for row in members),
+                "inside": statistics.fmean(row["inside"] for row in members),
+                "calibrated": statistics.fmean(
+                    [error for row in members for error in row["calibrated_errors"]] or [math.nan]
+                ),
+            }
+            for name, members in by_set(rows).items()
+        ],
+        ["set", "pairs", "error", "bias", "inside", "calibrated"],
+    )
+    *exponents, share = fit([True] * len(pairs), pairs, predicted)
+    finish(args, None, rows, exponents_of_all_sets=exponents, share_of_all_sets=share)
+
+
+def by_set(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    return {name: [row for row in rows if row["set"] == name] for name in dict.fromkeys(row["set"] for row in rows)}
+
+
+def summarize_pairs(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Summarize all pairs, where large sets count most; `_of_sets` is the mean over sets, each of which counts once.
+
+    The next user's method is a set of its own, unlike the pairs of a set: `_of_unseen_sets` also takes the exponents
+    from the other sets.
+    """
+    errors = [abs(row["error"]) for row in rows]
+    calibrated = [error for row in rows for error in row["calibrated_errors"]]
+    inside = [inside for row in rows for inside in row["calibrated_inside"]]
+
+    def of_sets(name: str) -> float:
+        """The mean over sets of a column, whose cells are numbers or lists of numbers."""
+        cells = [[row[name] for row in members] for members in by_set(rows).values()]
+        flat = [
+            [value for cell in of_set for value in (cell if isinstance(cell, list) else [cell])] for of_set in cells
+        ]
+        return statistics.fmean(statistics.fmean(map(abs, values)) for values in flat if values)
+
+    return {
+        "pairs": len(rows),
+        "sets": len(by_set(rows)),
+        "error_mean_uncalibrated": statistics.fmean(errors),
+        "error_mean_of_sets_uncalibrated": of_sets("error"),
+        "error_mean_of_unseen_sets": statistics.fmean(abs(row["unseen_error"]) for row in rows),
+        "error_mean_of_sets_of_unseen_sets": of_sets("unseen_error"),
+        "error_median_uncalibrated": statistics.median(errors),
+        "error_max_uncalibrated": max(errors),
+        "error_mean_calibrated": statistics.fmean(calibrated),
+        "error_mean_of_sets_calibrated": of_sets("calibrated_errors"),
+        "calibrations": len(calibrated),
+        "coverage_80": statistics.fmean(row["inside"] for row in rows),
+        "coverage_80_of_sets": of_sets("inside"),
+        "coverage_80_of_unseen_sets": of_sets("unseen_inside"),
+        "coverage_80_calibrated": statistics.fmean(inside),
+        "coverage_80_of_sets_calibrated": of_sets("calibrated_inside"),
+        "half_width_median": statistics.median(row["half_width"] for row in rows),
+        "half_width_median_calibrated": statistics.median(row["half_width_calibrated"] for row in rows),
+        "error_mean_by_geometric_mean": statistics.fmean(abs(row["geometric_mean_error"]) for row in rows),
+        "error_mean_by_flops": statistics.fmean(abs(row["flops_error"]) for row in rows),
+    }
+
+
+def read_pairs() -> list[Pair]:
+    """Read every pair of cards of every workload. The card with the better data sheet is the target."""
+    pairs = []
+    for published in load_yaml(PAIRS.read_text(encoding="utf-8"))["sets"]:
+        workloads: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for row in published["rows"]:
+            workloads[row["workload"]].append(row)
+        for workload, rows in workloads.items():
+            for first, second in itertools.combinations(rows, 2):
+                precision = published["precision"] if published["precision"] == "fp8" else "bf16"
+                expected = speed_transfer(
+                    resolve_device(first["device"]), resolve_device(second["device"]), precision=precision
+                )
+                if expected is None:
+                    continue
+                if expected.ratio(0.5) < 1:
+                    first, second = second, first
+                pairs.append(
+                    Pair(
+                        set=published["name"],
+                        workload=workload,
+                        precision=precision,
+                        source=first["device"],
+                        target=second["device"],
+                        ratio=second["throughput"] / first["throughput"],
+                    )
+                )
+    return pairs
+
+
+def grid(pairs: list[Pair]) -> dict[tuple[float, ...], Any]:
+    """The logarithms of the ratios by exponents of peak and power, and the share of products on the reference card."""
+    at = [np.array([rates(pair, name) for pair in pairs]).T for name in ("source", "target")]
+    alike = [same_chip(resolve_device(pair.source), resolve_device(pair.target)) for pair in pairs]
+    at[1][2] = at[0][2] * (at[1][2] / at[0][2]) ** np.where(alike, OF_MEMORY, 1.0)
+    found = {}
+    for of_peak, of_power, share in itertools.product(EXPONENTS, EXPONENTS, SHARES):
+        slow, fast = (share / (peak**of_peak * power**of_power) + (1 - share) / moved for peak, power, moved in at)
+        found[of_peak, of_power, share] = np.log(slow / fast)
+    return found
+
+
+def rates(pair: Pair, name: str) -> tuple[float, float, float]:
+    """Peak, power and bandwidth of a card, over those of the reference card."""
+    card, reference = (
+        [peak_tflops(device, pair.precision) or math.nan, device.tdp_w or math.nan, device.bandwidth_gb_s or math.nan]
+        for device in (resolve_device(getattr(pair, name)), resolve_device(REFERENCE))
+    )
+    peak, power, bandwidth = (one / other for one, other in zip(card, reference, strict=True))
+    return peak, power, bandwidth
+
+
+def fit(chosen: list[bool], pairs: list[Pair], predicted: dict[tuple[float, ...], Any]) -> tuple[float, ...]:
+    """The exponents and the share with the least absolute deviations from the chosen pairs."""
+    counts = Counter((pair.set, pair.source, pair.target) for pair in pairs)
+    weights = [one / counts[pair.set, pair.source, pair.target] for one, pair in zip(chosen, pairs, strict=True)]
+    ratios = np.log([pair.ratio for pair in pairs])
+    return min(predicted, key=lambda one: float(np.array(weights) @ np.abs(predicted[one] - ratios)))
+
+
+def projected(transfer: SpeedTransfer, source: DeviceSpec, precision: str) -> float:
+    """The ratio of speeds for work that spends the usual share of its time on the reference card in products."""
+    on_source = speed_transfer(resolve_device(REFERENCE), source, precision=precision)
+    assert on_source is not None
+    products, rest = USUAL_SHARE / on_source.products, (1 - USUAL_SHARE) / on_source.bytes
+    return transfer.ratio(products / (products + rest))
+
+
+def compare_pair(pair: Pair, pairs: list[Pair], unseen: float) -> dict[str, Any]:
+    """Compare projections with a published ratio: from data sheets, and calibrated by each similar row.
+
+    `unseen` is the ratio by a fit without the set of this pair.
+    """
+    source, target = resolve_device(pair.source), resolve_device(pair.target)
+    alike = [
+        other
+        for other in pairs
+        if other != pair and (other.set, other.source, other.target) == (pair.set, pair.source, pair.target)
+    ]
+    uncalibrated = speed_transfer(source, target, precision=pair.precision)
+    assert uncalibrated is not None
+    ratio = projected(uncalibrated, source, pair.precision)
+    transfers = [speed_transfer(source, target, [other.ratio / ratio], precision=pair.precision) for other in alike]
+    calibrated = [
+        (projected(transfer, source, pair.precision), transfer.error) for transfer in transfers if transfer is not None
+    ]
+    flops = (target.fp16_tflops or math.nan) / (source.fp16_tflops or math.nan)
+    bandwidth = (target.bandwidth_gb_s or math.nan) / (source.bandwidth_gb_s or math.nan)
+    low, high = interval(ratio, uncalibrated.error)
+    narrow = interval(1.0, calibrated[0][1] if calibrated else uncalibrated.error)
+    low_unseen, high_unseen = interval(unseen, uncalibrated.error)
+    return {
+        "set": pair.set,
+        "workload": pair.workload,
+        "source": pair.source,
+        "target": pair.target,
+        "ratio": pair.ratio,
+        "projected": ratio,
+        "error": ratio / pair.ratio - 1,
+        "inside": low <= pair.ratio <= high,
+        "unseen_error": unseen / pair.ratio - 1,
+        "unseen_inside": low_unseen <= pair.ratio <= high_unseen,
+        "half_width": (high - low) / 2 / ratio,
+        "calibrated_errors": [abs(value / pair.ratio - 1) for value, _ in calibrated],
+        "calibrated_inside": [low <= pair.ratio <= high for low, high in itertools.starmap(interval, calibrated)],
+        "half_width_calibrated": (narrow[1] - narrow[0]) / 2,
+        "geometric_mean_error": math.sqrt(flops * bandwidth) / pair.ratio - 1,
+        "flops_error": flops / pair.ratio - 1,
+    }
+
+
+# --- profiles
+
 STORED = [DATA / "transfer_h100.jsonl", DATA / "transfer_h200.jsonl"]
 # Each model with the layers that are probed: enough that they, not the head, take most of the time.
 MODELS = {"llama-3.2-1b": 8, "qwen2.5-1.5b": 8, "mistral-7b": 4}
@@ -126,33 +343,18 @@ def cases(models: dict[str, int], precision: str | None = None) -> Iterator[Case
     yield case(*first, SETTINGS[0], "after all profiles")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    phases = parser.add_subparsers(dest="phase", required=True)
-    measuring = phases.add_parser("measure", help="probe on the card of this machine")
-    measuring.add_argument("--gpu", default="auto")
-    measuring.add_argument("--models", nargs="*", default=list(MODELS))
-    measuring.add_argument("--memory-gib", type=float, default=MEMORY_GIB)
-    measuring.add_argument("--rows", type=Path, help="the .jsonl file of an earlier call on this card to continue")
-    measuring.add_argument("--seconds", type=float, default=270.0, help="start no probe after this time")
-    measuring.add_argument("--out", type=Path, help="directory of the .jsonl file")
-    comparing = phases.add_parser("compare", help="predict each of two cards from the rows of the other")
-    comparing.add_argument("rows", type=Path, nargs="*", default=STORED, help="the .jsonl files of two cards")
-    comparing.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    measure(args) if args.phase == "measure" else compare(args)
+def run_measure(args: argparse.Namespace) -> None:
+    """Probe truncated models on the GPU of this machine, with profiles.
 
-
-def measure(args: argparse.Namespace) -> None:
-    """Probe what the rows of earlier calls do not hold, and print a short table of all rows."""
+    The rows continue those of earlier calls. A short table shows all rows.
+    """
     until = time.monotonic() + args.seconds
     target = find_target(args.gpu)
     on_cpu = target.card is None
     stored = Rows(f"transfer-{dashed(target.device.name)}", args.out, args.rows)
-    logs = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
     models = {name: MODELS.get(name, 2) for name in args.models}
     missing = [case for case in cases(models, "fp32" if on_cpu else None) if not stored.has(**case.key)]
-    with WorkerProber("cpu" if on_cpu else "cuda", logs) as prober:
+    with worker("cpu" if on_cpu else "cuda") as prober:
         if not any("calibration" in row for row in stored.all):
             calibration = calibrate_by(prober, target, say=print)
             stored.add({"calibration": to_data(calibration), "fingerprint": to_data(prober.fingerprint)})
@@ -212,7 +414,7 @@ class Measured:
         return resolve_device(self.calibration.device)
 
 
-def read(path: Path) -> Measured:
+def read_card(path: Path) -> Measured:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     (calibration,) = (row["calibration"] for row in rows if "calibration" in row)
     found = {
@@ -223,20 +425,25 @@ def read(path: Path) -> Measured:
     return Measured(calibration=from_data(Calibration, calibration), found=found)
 
 
-def compare(args: argparse.Namespace) -> None:
-    """Predict each card from the other, print the pairs and save them with a summary."""
-    one, other = map(read, args.rows)
+def run_compare(args: argparse.Namespace) -> None:
+    """Predict the speed on each of two GPUs from probes on the other, for the same configurations.
+
+    `measure` made the rows: it calibrates the GPU and its host, and probes a few layers of three models. The pairs are
+    divided by CPU-bound and GPU-bound configurations. The constants were fitted on one of the models, and the summary
+    covers the other two. No GPU is needed.
+    """
+    one, other = map(read_card, args.files)
     rows = [
-        predict(key, source, target) for source, target in ((one, other), (other, one)) for key in common(one, other)
+        predict(key, source, target)
+        for source, target in ((one, other), (other, one))
+        for key in profiled_on_both(one, other)
     ]
-    rows += [again(machine) for machine in (one, other)]
     columns = ["source", "target", "model", "config", "error", "old_error", "calibrated_error", "inside", "host_bound"]
-    table([row for row in rows if "target" in row], columns)
-    save("transfer", None, summarize(rows), rows, args.out)
-    print(summarize(rows))
+    table(rows, columns)
+    finish(args, None, rows + [again(machine) for machine in (one, other)])
 
 
-def common(one: Measured, other: Measured) -> list[tuple[str, str, str | None]]:
+def profiled_on_both(one: Measured, other: Measured) -> list[tuple[str, str, str | None]]:
     """What was profiled on both."""
     profiled = [{key for key, (_, found) in cards.found.items() if found.kernels} for cards in (one, other)]
     return [key for key in one.found if all(key in keys for keys in profiled)]
@@ -306,7 +513,7 @@ def again(machine: Measured) -> dict[str, Any]:
     return {"machine": machine.card.name, "took_ms": took_ms, "drift": max(took_ms) / min(took_ms) - 1}
 
 
-def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize_profiles(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Errors of the models that nothing was fitted on, and what was fitted on the other.
 
     A pair is host-bound where the host sets the pace on either card: its part is at least `HOST_SHARE` of the time, by
@@ -352,5 +559,27 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+MODES = {
+    "measure": Mode(
+        run=run_measure,
+        options={
+            "--gpu": "auto",
+            "--models": list(MODELS),
+            "--memory-gib": MEMORY_GIB,
+            "--rows": None,
+            "--seconds": 270.0,
+            "--out": {"type": Path, "help": "folder of the .jsonl file"},
+        },
+    ),
+    "compare": Mode(
+        run=run_compare,
+        result="transfer",
+        summarize=summarize_profiles,
+        options={"files": {"type": Path, "nargs": "*", "default": STORED, "help": "the .jsonl files of two GPUs"}},
+    ),
+    "pairs": Mode(run=run_pairs, result="projection", summarize=summarize_pairs),
+}
+
+
 if __name__ == "__main__":
-    main()
+    run_program(MODES, __doc__)

@@ -43,7 +43,7 @@ ACCURACY = (
     "others (LoRA, nf4, full fine-tuning); speed by another, 12 % off in the median of these"
 )
 NOT_MEASURED = "Nothing was measured here. Estimated"
-# What `benchmarks/dry_probe.py` and `benchmarks/counted_speed.py` found.
+# What `benchmarks/counts.py probes` and `benchmarks/counts.py speed` found.
 COUNTED = (
     "memory by counting a training step without a GPU, 0.2 % off in the median and 0.5 % at worst for 36 kinds of "
     "model on an H100 (whole models on int8 bases with random weights held up to 9 % more); speed by its arithmetic "

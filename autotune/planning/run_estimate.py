@@ -26,7 +26,7 @@ from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
 from autotune.problem.workload import RunShape, Workload
 
 Edits = dict[str, Any]
-OFFLOADED = 1.06  # times as long: measured by `benchmarks/reference_levers.py`, Mistral-7B on an H200
+OFFLOADED = 1.06  # times as long: measured by `benchmarks/levers.py reference`, Mistral-7B on an H200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

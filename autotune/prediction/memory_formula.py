@@ -25,7 +25,7 @@ NO_TERMS = ("phase", "counted", "own_error", "pools")  # fields of MemoryBreakdo
 CONTEXT_GIB = 0.81  # the CUDA context of a worker: 0.74 to 0.81 on an H200 with CUDA 13
 WORKSPACE = 64.2 * MIB  # cuBLAS's, twice 32 MiB on Hopper; less on older cards
 # The share of what a layer keeps that lies unused in segments that cannot grow: the largest of nine configurations on
-# an H100 (`benchmarks/allocator.py`). Four, of full fine-tuning or with large logits, had none.
+# an H100 (`benchmarks/memory.py allocator`). Four, of full fine-tuning or with large logits, had none.
 FIXED_SHARE = 0.9
 # Relative error of an estimated peak, about two standard deviations (`benchmarks/plan_memory.py`).
 ERROR = 0.04

@@ -14,7 +14,9 @@ from autotune.core.knobs import KNOBS, affecting
 from autotune.core.probe_types import Measurement, OomDetail, Phase
 from autotune.core.train_config import TrainConfig
 
-LINE_DOUBT = 0.02  # relative error of what a line adds beyond its points; assumed, checked by `benchmarks/oom_gate.py`
+LINE_DOUBT = (
+    0.02  # relative error of what a line adds beyond its points; assumed, checked by `benchmarks/memory.py gate`
+)
 
 HEAD_CHUNK = 1024  # tokens whose logits a chunked loss holds; equals `CHUNK_TOKENS` of trainer/chunked_loss
 

@@ -1,6 +1,6 @@
 """The time of a micro batch, by formula: products at the rate of large ones, all else at the memory's bandwidth.
 
-The constants were measured on an H200 (`benchmarks/depth_extrapolation.py`, `benchmarks/search_efficiency.py`), and
+The constants were measured on an H200 (`benchmarks/depth_extrapolation.py`, `benchmarks/search.py replay`), and
 `transfer` converts both parts to other cards. The host's time to issue the work is a lower bound of its own, which no
 card changes, and the least certain number: hosts differ by a factor of two, unless a calibration measured this one.
 """
@@ -42,7 +42,7 @@ TILE_FORWARD, TILE_BACKWARD = 4.0, 10.0
 LAYERS_ALONE = 1.45
 DEVICE_ERROR = 0.08  # relative standard deviation of the device's time
 # What a dry probe counts, held against the kernels of profiled micro batches of three models on an H200
-# (`benchmarks/counted_speed.py`): products that are not thin are faster than all products together; kernels that move
+# (`benchmarks/counts.py speed`): products that are not thin are faster than all products together; kernels that move
 # bytes reach a share of the memory's bandwidth, those of thin products another; attention by positions is slower than
 # products; and the host takes so long for an operation.
 THICK, MOVED_SHARE, THIN_SHARE, BY_POSITION, OPERATION_US = 1.14, 0.665, 0.73, 2.2, 23.0

@@ -4,9 +4,9 @@ Memory is the same on every card, speed is not. What multiplies matrices goes wi
 the 0.3rd of the power that the card may draw: newer cards multiply faster than training can use, and cards with little
 power cannot keep their clocks. What moves bytes goes with the bandwidth; between cards that differ in their memory
 alone it goes with a lower power of that. The host's time to issue the work stays what it is, unless both hosts were
-calibrated. The exponents were fitted on 574 published pairs (`benchmarks/projection.py`), that of memory alone on one
-model on an H100 and an H200 (`benchmarks/transfer.py`). On one pair of cards a method deviates from this by about
-`BETWEEN`, the same for every configuration of the method, so one measurement on the target helps; `WITHIN` is the
+calibrated. The exponents were fitted on 574 published pairs (`benchmarks/transfer.py pairs`), that of memory alone on
+one model on an H100 and an H200 (`benchmarks/transfer.py compare`). On one pair of cards a method deviates from this by
+about `BETWEEN`, the same for every configuration of the method, so one measurement on the target helps; `WITHIN` is the
 scatter that remains. What a calibration measured of a card replaces its data sheet.
 """
 

@@ -33,7 +33,7 @@ FORMS = {"plan": "plan --gpu", "explain": "explain --profile", "status": "status
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with two studies: one by two processes, and one of all weights."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from questions import DEMO, SPACE, STUDY
+    from pictures import DEMO, SPACE, STUDY
 
     sys.path.remove(str(ROOT / "benchmarks"))
     folder = tmp_path_factory.mktemp("questions with a space")

@@ -303,7 +303,6 @@ def test_rows_follow_from_what_was_measured(
 ) -> None:
     """Where formulas of the package are part of a row, a change of these shows here."""
     options = ["--rows", str(BENCHMARKS / "data" / measured), "--seconds", "0"] if measured else []
-    options = ["compare"] if name == "transfer" else options  # TRANSITION
     options = ["--counted", str(BENCHMARKS / "results" / f"{name}.json")] if name == "counted_ranks" else options
     if name in ("plan_memory", "plan_objectives"):
         options += ["--counted", str(BENCHMARKS / "results" / f"{name}.json")]
@@ -315,7 +314,7 @@ def test_rows_follow_from_what_was_measured(
 
 def test_searches_take_as_long_as_the_result_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one seed, which ours does not depend on. A change of how the product searches shows here."""
-    search = program("search_efficiency", monkeypatch)
+    search = program("search", monkeypatch)
     table, row = search.Table(search.TABLE), RESULTS["search_efficiency"]["rows"][0]
     goal = table.best() * (1 - search.WITHIN)
     assert {name: run(table, row["seed"], goal) for name, run in search.SEARCHES.items()} == pytest.approx(
@@ -324,13 +323,13 @@ def test_searches_take_as_long_as_the_result_says(monkeypatch: pytest.MonkeyPatc
 
 
 def test_packed_rows_are_compared_with_the_full_rows_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = program("packed_attention", monkeypatch)
+    module = program("packing", monkeypatch)
     assert sum(module.SHORT) / len(module.SHORT) == pytest.approx(128, abs=0.5)
     speeds = {"full": 90.0, "usual, mask": 85.0, "usual, varlen": 101.0, "short, varlen": 120.0, "full again": 110.0}
     rows: list[dict[str, Any]] = [{"case": case, "outcome": "ok", "tokens_per_s": one} for case, one in speeds.items()]
     rows += [{"case": "short, mask", "outcome": "oom"}]
     rows += [{"losses_of": "mask", "losses": [10.0, 4.0]}, {"losses_of": "varlen", "losses": [10.0, 5.0]}]
-    assert module.summarize(rows) == pytest.approx(
+    assert module.summarize_attention(rows) == pytest.approx(
         {
             "cases": 8,
             "full_differs": 110 / 90 - 1,
@@ -342,7 +341,7 @@ def test_packed_rows_are_compared_with_the_full_rows_around_them(monkeypatch: py
             "loss_difference_max": 0.2,
         }
     )
-    assert module.summarize(rows[:1])["full_differs"] == 0 and module.summarize([]) == {"cases": 0}
+    assert module.summarize_attention(rows[:1])["full_differs"] == 0 and module.summarize_attention([]) == {"cases": 0}
 
 
 PACKED = {"full": 9.0, "usual, varlen": 12.0, "full again": 11.0}
@@ -351,18 +350,18 @@ PACKED = {"full": 9.0, "usual, varlen": 12.0, "full again": 11.0}
 def test_levers_are_measured_with_and_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     module = program("levers", monkeypatch)
     asked = SimpleNamespace(model="mistral-7b", memory_gib=75.0, first=False)
-    every = module.cases(asked)
+    every = module.side_cases(asked)
     assert len({(part, lever, model, config) for part, lever, model, config, _ in every}) == len(every)
     for part, lever, _, config, memory_gib in every:  # each configuration is the one that its lever names
         assert ("CUDA graphs" in lever) is (config.cuda_graphs == "micro_batch")
         assert memory_gib == {"cap": 22.0, "graphs": 70.0}.get(part, 75.0)
         if part in ("cap", "long rows"):
             assert (config.checkpointing, config.compile) == (lever, "per_layer")
-    checks = program("lever_checks", monkeypatch)  # where there is no GPU, there are no graphs
-    assert set(checks.LEVERS) - set(checks.levers_of(checks.torch.device("cpu"))) == {"CUDA graphs"}
-    assert checks.levers_of(checks.torch.device("cuda")) == list(checks.LEVERS)
+    # A CPU has no CUDA graphs.
+    assert set(module.CHECKS_LEVERS) - set(module.levers_of(module.torch.device("cpu"))) == {"CUDA graphs"}
+    assert module.levers_of(module.torch.device("cuda")) == list(module.CHECKS_LEVERS)
     asked.first = True
-    assert {case[:4] for case in module.cases(asked)} < {case[:4] for case in every}
+    assert {case[:4] for case in module.side_cases(asked)} < {case[:4] for case in every}
     rows: list[dict[str, Any]] = [
         {"part": "cap", "lever": "every_2", "tokens_per_s": 10.0},
         {"part": "cap", "lever": "every_2", "outcome": "oom"},
@@ -380,7 +379,7 @@ def test_levers_are_measured_with_and_without_them(monkeypatch: pytest.MonkeyPat
     rows += [{"part": "sides", "lever": "", "config": with_it, "tokens_per_s": 5.0}]
     rows += [{"part": "packed", "case": case, "outcome": "ok", "tokens_per_s": speed} for case, speed in PACKED.items()]
     other = {"part": "graphs", "lever": "1 x 512, compiled", "tokens_per_s": 1.0, "card": "another"}
-    summary = module.summarize([*[row | {"card": "one"} for row in rows], other])
+    summary = module.summarize_sides([*[row | {"card": "one"} for row in rows], other])
     assert set(summary.pop("cards")) == {"one", "another"}
     known = {key: value for key, value in summary.items() if value is not None}
     assert known.pop("worth") == {"fp8 base, r16, 1024": 1.25}
@@ -398,13 +397,13 @@ def test_levers_are_measured_with_and_without_them(monkeypatch: pytest.MonkeyPat
             "loss_difference_max": 0.003,
         }
     )
-    alone = module.summarize([other | {"lever": "1 x 512, CUDA graphs"}, rows[3] | {"card": "one"}])
+    alone = module.summarize_sides([other | {"lever": "1 x 512, CUDA graphs"}, rows[3] | {"card": "one"}])
     assert alone["graphs_over_none"] is None  # two cards are not compared
-    assert module.summarize([]).pop("cards") == {}
+    assert module.summarize_sides([]).pop("cards") == {}
 
 
 def test_the_long_tailed_lengths_are_those_that_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = program("long_tails", monkeypatch)
+    module = program("packing", monkeypatch)
     lengths = module.long_tailed_lengths()
     assert lengths == module.long_tailed_lengths() and len(lengths) == 3000
     assert sum(lengths) / 3000 == pytest.approx(376, abs=0.5) and max(lengths) == 4096 and min(lengths) >= 16
@@ -413,7 +412,7 @@ def test_the_long_tailed_lengths_are_those_that_are_told(monkeypatch: pytest.Mon
 def test_who_sets_the_pace_of_a_pair_follows_from_how_long_the_cards_were_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host has 0.8 of a micro batch where the device is busy for the fourth root of 1 - 0.8^4 of it: 0.8765."""
     transfer = program("transfer", monkeypatch)
-    cards = [transfer.read(path) for path in transfer.STORED]
+    cards = [transfer.read_card(path) for path in transfer.STORED]
     rows = [row for row in RESULTS["transfer"]["rows"] if "target" in row]
     assert {row["host_bound"] for row in rows} == {True, False}
     for row in rows:
@@ -596,7 +595,7 @@ def test_readme_shows_what_was_measured_side_by_side(monkeypatch: pytest.MonkeyP
 
 def test_a_cold_study_is_within_the_goal_when_its_trial_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the long study's speeds of the same card: one that a noisy probe found fast does not count."""
-    module = program("cold_study", monkeypatch)
+    module = program("study", monkeypatch)
 
     def study(
         stage: str,
@@ -630,7 +629,7 @@ def test_a_cold_study_is_within_the_goal_when_its_trial_ends(monkeypatch: pytest
             "alone_change": 0.003,
         },
     ]
-    assert module.summarize(rows) == {
+    assert module.summarize_cold(rows) == {
         "h100_seconds_to_2_percent": 70.0,
         "h200_seconds_to_2_percent": None,  # no long study ran there
         "judged_in_120_s": 3,
@@ -641,7 +640,7 @@ def test_a_cold_study_is_within_the_goal_when_its_trial_ends(monkeypatch: pytest
         "probe_change_max": 0.004,
         "alone_change_max": 0.003,
     }
-    assert set(module.summarize([]).values()) == {None}
+    assert set(module.summarize_cold([]).values()) == {None}
 
 
 def test_ours_is_compared_with_the_best_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
