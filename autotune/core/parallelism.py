@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
+from autotune.core.untested import untested_in
 
 # `none` is one GPU; `ddp` has the whole model on each. fsdp2 shards weights, gradients and optimizer state by torch's
 # fully_shard, fsdp2_keep the same without resharding after the forward pass; zero1 to zero3 are DeepSpeed's stages.
@@ -97,39 +98,25 @@ class Parallelism:
                     return f"{knob.name} {value} works only with {KNOBS['num_gpus'].label} 1"
         if not self.shards:
             return None
-        tried = ("bf16_mixed", "fp32") if self.strategy in FSDP2 else ("bf16_mixed",)
-        shared = {
-            f"{config.precision} was not tried under {self.strategy}, which computes in bf16 with fp32 masters": (
-                config.precision not in tried
-            ),
-            f"an {config.quantization} base was not tried under {self.strategy}": config.quantization == "fp8",
-            "DoRA was not tried with sharded weights": config.dora,
-        }
-        of_strategy = _fsdp2_refusals(config) if self.strategy in FSDP2 else _zero_refusals(self.strategy, config)
-        return next((reason for reason, applies in (shared | of_strategy).items() if applies), None)
+
+        for pair in untested_in("sharding", self.strategy):
+            if (value := getattr(config, pair.setting)) in pair.values:
+                return pair.sentence(self.strategy, value)
+
+        if self.strategy == "zero3" and config.loss == "chunked":
+            return "the loss in chunks needs the whole head, which zero3 shards"
+        return _fsdp2_refusal(config) if self.strategy in FSDP2 else None
 
 
-def _fsdp2_refusals(config: TrainConfig) -> dict[str, bool]:
-    """Reasons why FSDP2 cannot train a configuration, and whether each applies.
+def _fsdp2_refusal(config: TrainConfig) -> str | None:
+    """Return the reason why FSDP2 cannot train a configuration; None if it can.
 
-    bitsandbytes#1945, #1633 and transformers' Trainer on two ranks show them.
+    bitsandbytes#1945, #1633 and transformers' Trainer on two ranks show these failures.
     """
-    return {
-        f"FSDP2 loses the statistics of {config.quantization} weights": config.quantization in ("nf4", "int8"),
-        f"{config.optimizer} of bitsandbytes has no code for sharded tensors, and breaks the GPU's context": (
-            config.optimizer in BITSANDBYTES
-        ),
-        "Adafactor mixes whole and sharded tensors, and fails under FSDP2": config.optimizer == "adafactor",
-    }
-
-
-def _zero_refusals(strategy: str, config: TrainConfig) -> dict[str, bool]:
-    """Reasons why a stage of DeepSpeed does not train a configuration, and whether each applies."""
-    return {
-        f"{config.quantization} weights were not tried under {strategy}: ddp takes as little": (
-            config.quantization in ("nf4", "int8")
-        ),
-        f"{config.optimizer} was not tried under DeepSpeed": not config.optimizer.startswith("adamw_torch"),
-        "compiled layers were not tried under DeepSpeed": config.compile != "none",
-        "the loss in chunks needs the whole head, which zero3 shards": strategy == "zero3" and config.loss == "chunked",
-    }
+    if config.quantization in ("nf4", "int8"):
+        return f"FSDP2 loses the statistics of {config.quantization} weights"
+    if config.optimizer in BITSANDBYTES:
+        return f"{config.optimizer} of bitsandbytes has no code for sharded tensors, and breaks the GPU's context"
+    if config.optimizer == "adafactor":
+        return "Adafactor mixes whole and sharded tensors, and fails under FSDP2"
+    return None

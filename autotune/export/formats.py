@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from autotune.core.errors import UsageError
-from autotune.core.objective import Objective
 from autotune.core.parallelism import ZERO
+from autotune.core.untested import untested
 from autotune.export import accelerate, clusters, recipe_yaml, script, tool_file, transformers
 from autotune.export.header import on_cpu
 from autotune.study.summary import Recipe
@@ -23,9 +23,6 @@ FORMATS: dict[str, Callable[[Recipe], dict[str, str]]] = {
     "slurm": partial(clusters.export, system="slurm"),
 }
 USUAL = ("recipe", "trl", "train", "axolotl", "llamafactory")  # what a study writes unasked
-# What is written of a training for another objective than the next token, by what trains for it.
-BY_TRAINER = {"trl": ("recipe", "trl"), "transformers": ("recipe", "train", "kubernetes", "skypilot", "slurm")}
-OF_IMAGES = ("recipe", "train", "kubernetes", "skypilot", "slurm")  # what is written of a training on images
 # accelerate.yaml says how several GPUs share out a training that these start; Axolotl's file has keys of its own.
 BY_ACCELERATE = ("trl", "llamafactory", "transformers")
 
@@ -56,11 +53,10 @@ def export_all(recipe: Recipe, formats: Iterable[str]) -> dict[str, str]:
 
 def _obstacle(name: str, recipe: Recipe) -> str | None:
     """Why a format cannot say what is learned, or how several processes share out the training; None where it can."""
-    objective = recipe.workload.objective
-    if recipe.model.sees_images and name not in OF_IMAGES:
-        return "with models that take images it was not tried"
-    if objective is not Objective.SFT and name not in BY_TRAINER[objective.trainers[0]]:
-        return f"for {objective} it was not tried"
+    for setting, value in (("images", recipe.model.sees_images), ("objective", recipe.workload.objective)):
+        if reason := untested(setting, value, "format", name):
+            return reason
+
     if recipe.config.num_gpus == 1:
         return None
     if on_cpu(recipe) and name in (*BY_ACCELERATE, "accelerate", "axolotl"):

@@ -12,10 +12,10 @@ from typing import Any
 
 from autotune.catalog import resolve_device
 from autotune.core.errors import UsageError
-from autotune.core.objective import Objective
 from autotune.core.parallelism import FSDP2, STRATEGIES, Parallelism
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
+from autotune.core.untested import untested
 from autotune.planning.device_estimate import (
     limit_of,
     memory_estimate,
@@ -198,10 +198,8 @@ def plan_spec(
         raise UsageError(
             "--gpus plans a search space, and the spec names configurations", remedy="leave out one of them"
         )
-    if spec.objective != Objective.SFT:
-        raise UsageError(
-            f"--objective {spec.objective} was not tried on several GPUs", remedy="leave out --gpus, or plan for sft"
-        )
+    if reason := untested("objective", spec.objective, "several_gpus"):
+        raise UsageError(reason, remedy="leave out --gpus, or plan for sft")
     counts, hosts, hours, device = parse_gpus(numbers), parse_nodes(nodes), parse_within(within), planned_device(gpu)
     network_gb_s = parse_network(network)
     if hosts[-1] > 1 and network_gb_s is None:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autotune.core.parallelism import ZERO
 from autotune.core.probe_types import ProbeRequest, Seat
+from autotune.core.untested import untested
 
 
 def refusal(request: ProbeRequest) -> str | None:
@@ -27,9 +28,7 @@ def refusal(request: ProbeRequest) -> str | None:
         return None
     if parallelism.strategy in ZERO and find_spec("deepspeed") is None:
         return f"{parallelism.strategy} needs DeepSpeed: pip install deepspeed"
-    if request.trainer != "transformers":
-        return f"{request.trainer} was not tried on several GPUs"
-    return parallelism.refusal(request.config)
+    return untested("trainer", request.trainer, "several_gpus") or parallelism.refusal(request.config)
 
 
 class Rank:

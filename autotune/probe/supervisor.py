@@ -390,8 +390,8 @@ class WorkerProber:
 def check_worker(device: str) -> tuple[Fingerprint, str | None]:
     """Start a worker on `device`, which trains a tiny model to become ready; on a GPU also train one of 4-bit weights.
 
-    Returns the fingerprint, and why 4-bit weights of bitsandbytes do not train (None where they do, or were not tried).
-    Raises EnvironmentProblem and TooManyFailures where no worker can probe on this machine.
+    Returns the fingerprint, and the reason why 4-bit weights of bitsandbytes do not train: None if
+    they do, or on a CPU. Raises EnvironmentProblem and TooManyFailures where no worker can probe on this machine.
     """
     with scratch_directory() as logs, WorkerProber(device, Path(logs)) as prober:
         fingerprint = prober.fingerprint

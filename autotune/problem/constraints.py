@@ -16,6 +16,7 @@ from autotune.core.objective import Objective
 from autotune.core.parallelism import STRATEGIES, ZERO, Parallelism
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig, checkpoints_some
+from autotune.core.untested import untested, untested_in
 from autotune.problem.images import LEAST_TEXT
 from autotune.problem.search_space import Removal, SearchSpace
 from autotune.problem.workload import Workload
@@ -23,19 +24,7 @@ from autotune.problem.workload import Workload
 NO_ATTENTION = {"falcon_mamba", "mamba", "mamba2"}
 NO_SDPA = {"gemma2", "gpt_oss", *NO_ATTENTION}  # transformers refuses SDPA for them
 NO_FLASH_2 = {"gpt_oss", *NO_ATTENTION}  # of gpt-oss's attention sinks only kernels of other versions know
-# The model types and attentions that keep packed examples apart, by tests/probe/test_packing.py. With flash_attention_2
-# transformers keeps them apart only in micro batches of one row.
-PACKED_APART = {"gemma", "gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3"}
-PACKED_APART |= {"qwen3_moe"}
-ATTENTIONS = ("sdpa", "eager")
-# Of these, attention of each example by itself was seen to be the same: a causal softmax without dropout or a cap of
-# its scores, which GPT-2 and Gemma 2 have.
-VARLEN_TYPES = PACKED_APART - {"gemma2", "gpt2"}
 LARGEST_HEAD, HEAD_MULTIPLE = 256, 8  # values of a head, for its kernel
-# Their forward pass reads nothing back from the device, by the code of transformers 5.23.
-GRAPH_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
-# Attention and MLP of these hand their input to their projections alone, by the code of transformers 5.23.
-JOINED_TYPES = {"llama", "mistral", "phi3", "qwen2", "qwen3"}
 OFF_BATCH = 0.25  # how far a step of packed rows may be off the global batch
 WORTH_PACKING = 1.05  # examples in a row from which on packing is worth a trial
 MOST_LENGTHS = 16  # each is packed once
@@ -86,6 +75,11 @@ class Narrowing:
         """Remove these values of a knob. Raises UsageError if no other is left."""
         self.keep(name, lambda value: value not in impossible, reason)
 
+    def remove_untested(self, context: str, member: str = "") -> None:
+        """Remove the values that are untested in a context. Raises UsageError if no other is left."""
+        for pair in untested_in(context, member):
+            self.remove(pair.setting, pair.values, pair.sentence(member))
+
     def prefer(self, name: str, allowed: Callable[[Any], bool], reason: str, *, reserve: bool = False) -> None:
         """Remove the values that are not allowed, unless none is allowed or the user fixed the knob."""
         choices = self.space.choices(name)
@@ -128,9 +122,10 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
         narrowing.remove("attention", {"flash_attention_2"}, "transformers has no FlashAttention 2 for this model")
     if kind in NO_SDPA:
         _narrow_to_other_attention(narrowing)
+    narrowing.remove_untested("model_type", kind)
     _narrow_tiling(narrowing)
-    _narrow_graphs(narrowing, kind)
-    _narrow_joined(narrowing, kind)
+    _remove_without_effect(narrowing, "cuda_graphs", "micro_batch")
+    _remove_without_effect(narrowing, "lora_kernels", "joined")
     if reason := _no_varlen(model.config):
         narrowing.remove("packed_attention", {"varlen"}, reason)
     checkpoints = narrowing.space.choices("checkpointing")
@@ -145,22 +140,6 @@ def _narrow_tiling(narrowing: Narrowing) -> None:
     if narrowing.space.choices("checkpointing") == ("none",):
         narrowing.remove("tiling", {"tokens"}, "without recomputed layers there is nothing to tile")
     _remove_without_effect(narrowing, "tiling", "tokens")
-
-
-def _narrow_graphs(narrowing: Narrowing, model_type: str) -> None:
-    """Remove CUDA graphs where they would have no effect, and of models that may read values on the host."""
-    if model_type not in GRAPH_TYPES:
-        reason = f"whether a forward pass of {model_type} reads values on the host was not looked at"
-        narrowing.remove("cuda_graphs", {"micro_batch"}, reason)
-    _remove_without_effect(narrowing, "cuda_graphs", "micro_batch")
-
-
-def _narrow_joined(narrowing: Narrowing, model_type: str) -> None:
-    """Remove joined products of adapters where they would have no effect, and of models not looked at."""
-    if model_type not in JOINED_TYPES:
-        reason = f"whether the layers of {model_type} can be joined was not looked at"
-        narrowing.remove("lora_kernels", {"joined"}, reason)
-    _remove_without_effect(narrowing, "lora_kernels", "joined")
 
 
 def _remove_without_effect(narrowing: Narrowing, name: str, value: str) -> None:
@@ -301,7 +280,7 @@ def narrow_to_trl(narrowing: Narrowing, *, installed: bool, objective: Objective
     if objective.num_labels is None:
         narrowing.keep("loss", lambda value: value == "chunked", "TRL has a chunked loss of its own, and no other")
         narrowing.pin("loss", "chunked")
-    narrowing.remove("packing", {True}, "TRL lays packed rows out as one, which is not probed yet")
+    narrowing.remove_untested("trainer", "trl")
     _narrow_padding_to_trl(narrowing)
     narrowing.remove("quantization", {"fp8"}, "TRL has no fp8 base")
     narrowing.remove("optimizer_in_backward", {True}, "TRL's optimizer steps once the backward pass has ended")
@@ -315,19 +294,12 @@ def narrow_to_trl(narrowing: Narrowing, *, installed: bool, objective: Objective
 
 
 def narrow_to_objective(narrowing: Narrowing, objective: Objective) -> None:
-    """Remove what trainings for other objectives than the next token cannot do, or were never seen to do."""
-    if objective is Objective.SFT:
-        return
-    narrowing.remove("kernels", {"liger"}, f"Liger's kernels were not tried for {objective}")
-    narrowing.remove("cuda_graphs", {"micro_batch"}, f"CUDA graphs were not tried for {objective}")
-    narrowing.remove("lora_kernels", {"joined"}, f"joined products of adapters were not tried for {objective}")
+    """Remove the values that an objective excludes, and those that are untested with it."""
+    narrowing.remove_untested("objective", objective)
     if objective.num_labels is not None:
         narrowing.remove("loss", {"chunked"}, "a value for a row needs no logits of its tokens")
     if objective is Objective.CLASSIFICATION:
         narrowing.remove("packing", {True}, "each row has one label")
-        narrowing.remove("quantization", {"fp8"}, "fp8 was not tried with a head over labels")
-        return
-    narrowing.remove("compile", {"per_layer"}, f"compilation was not tried with TRL's trainer for {objective}")
     if objective.has_reference:
         reason = "TRL switches recomputation off and on again, for all layers alike, where the untrained model computes"
         narrowing.keep("checkpointing", lambda value: value in ("none", "full"), reason)
@@ -337,8 +309,8 @@ def narrow_to_objective(narrowing: Narrowing, objective: Objective) -> None:
 
 
 def narrow_to_images(narrowing: Narrowing, workload: Workload) -> None:
-    """Remove what models that take images cannot do, or were never seen to do."""
-    tokens, reason = workload.image_tokens, "not tried with models that take images"
+    """Remove the values that images exclude, and those that are untested with them."""
+    tokens = workload.image_tokens
     if tokens:
         least = max(tokens + LEAST_TEXT, workload.images_end)
         room = f"the images of an example take {tokens} tokens, which are never cut"
@@ -346,14 +318,8 @@ def narrow_to_images(narrowing: Narrowing, workload: Workload) -> None:
         narrowing.keep("seq_len", lambda length: length >= least, room)
     narrowing.remove("packing", {True}, "rows with images are not packed")
     narrowing.remove("group_by_length", {True}, "images are read when a micro batch is made, and not before")
-    narrowing.remove("attention", {"flash_attention_2", "flex_attention", "sdpa_cudnn"}, reason)
-    narrowing.remove("kernels", {"liger"}, reason)
-    narrowing.remove("quantization", {"fp8", "int8"}, reason)
-    narrowing.remove("checkpointing", {"offload"}, reason)
-    narrowing.remove("optimizer_in_backward", {True}, reason)
-    narrowing.remove("tiling", {"tokens"}, reason)
-    narrowing.remove("lora_kernels", {"joined"}, reason)
     narrowing.remove("cuda_graphs", {"micro_batch"}, "the sizes of images are read on the host")
+    narrowing.remove_untested("images")
 
 
 def _narrow_padding_to_trl(narrowing: Narrowing) -> None:
@@ -502,12 +468,12 @@ def _apply_floor_of_length(narrowing: Narrowing, workload: Workload, max_truncat
     narrowing.prefer("seq_len", lambda length: length <= shortest, reason, reserve=True)
 
 
-def narrow_packing(narrowing: Narrowing, workload: Workload, model_type: str) -> None:
+def narrow_packing(narrowing: Narrowing, workload: Workload) -> None:
     """Search packing only with values that it goes with. Raises UsageError if it was asked for and is impossible."""
     if True not in narrowing.space.choices("packing"):
         return
     asked_for = narrowing.space.choices("packing") == (True,)
-    conditions = _packing_conditions(narrowing, workload, model_type, asked_for)
+    conditions = _packing_conditions(narrowing, workload, asked_for)
     if isinstance(conditions, str):
         if asked_for:
             remedy = "leave packing out, or change what it names"
@@ -526,8 +492,6 @@ def narrow_packing(narrowing: Narrowing, workload: Workload, model_type: str) ->
 
 def _no_varlen(shape: Mapping[str, Any]) -> str | None:
     """What of the attention of a model with this config is not computed for each example by itself; None if all is."""
-    if shape["model_type"] not in VARLEN_TYPES:
-        return f"it was not tried with {shape['model_type']}"
     if shape.get("attention_dropout"):
         return "it has no dropout, which the model's attention has"
     width, heads, size = (shape.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
@@ -543,17 +507,17 @@ def _no_varlen(shape: Mapping[str, Any]) -> str | None:
 
 
 def _packing_conditions(
-    narrowing: Narrowing, workload: Workload, model_type: str, asked_for: bool
+    narrowing: Narrowing, workload: Workload, asked_for: bool
 ) -> dict[str, tuple[tuple[Any, ...], str]] | str:
     """For other knobs the values that packing goes with, and why not with others; only the reason if with none."""
-    if model_type not in PACKED_APART:
-        return f"whether {model_type} keeps packed examples apart was not tried"
     if workload.lengths.source == "assumed" and not asked_for:
         return "how long the examples are was not given (--dataset, --lengths)"
-    attentions = tuple(value for value in narrowing.space.choices("attention") if value in ATTENTIONS)
-    untried = f"it was tried with {' and '.join(ATTENTIONS)} attention alone"
+    # With flash_attention_2 transformers keeps examples apart only in micro batches of one row.
+    reasons = {value: untested("packing", True, "attention", value) for value in narrowing.space.choices("attention")}
+    attentions = tuple(value for value, reason in reasons.items() if reason is None)
+    untested_attentions = "; ".join(filter(None, reasons.values()))
     if not attentions:
-        return untried
+        return untested_attentions
     lengths, sizes = narrowing.space.choices("seq_len"), narrowing.space.choices("micro_batch_size")
     if len(lengths) > MOST_LENGTHS:
         return f"the space has more than {MOST_LENGTHS} values of seq_len (--seq-len)"
@@ -578,7 +542,7 @@ def _packing_conditions(
     if not allowed_lengths:
         return f"{reason}: a row holds {min(examples_per_row.values()):.1f} examples"
     return {
-        "attention": (attentions, untried),
+        "attention": (attentions, untested_attentions),
         "seq_len": (tuple(allowed_lengths), reason),
         "micro_batch_size": (tuple(size for size in sizes if size in allowed_sizes), reason),
     }

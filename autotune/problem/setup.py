@@ -16,6 +16,7 @@ from autotune.core.objective import Objective
 from autotune.core.parallelism import PROBED
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig
+from autotune.core.untested import untested
 from autotune.prediction.calibration import Calibration, read_calibration
 from autotune.prediction.memory_formula import Sizes
 from autotune.prediction.transfer import SpeedTransfer, host_transfer, speed_transfer
@@ -96,7 +97,7 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     constraints.narrow_to_objective(narrowing, workload.objective)
     floors = Floors(**{item.name: getattr(spec, item.name) for item in fields(Floors)})
     constraints.apply_floors(narrowing, workload, floors)
-    constraints.narrow_packing(narrowing, workload, model.config["model_type"])
+    constraints.narrow_packing(narrowing, workload)
     constraints.narrow_padding(narrowing, workload)
     constraints.narrow_checkpointing(narrowing)
     warnings = (*_notes_of_images(spec, workload), *_warnings(spec, narrowing, workload))
@@ -149,20 +150,21 @@ def _require_formula(model: ModelSpec) -> None:
 
 
 def _refuse_images(spec: StudySpec, model: ModelSpec, space: SearchSpace) -> None:
-    """Raises UsageError for what needs a model that takes images, and for what was not tried with one."""
+    """Raise UsageError for options that need a model with images, and for those untested with one."""
     if not model.sees_images:
         if spec.image_size is not None or spec.vision != "frozen":
             raise UsageError(f"{model.short} takes no images", remedy="leave --image-size and --vision out")
         return
-    for option, refused in (
-        ("--objective", spec.objective != Objective.SFT),
-        ("--trainer trl", spec.trained_by == "trl"),
-        ("--quality", spec.quality),
-        ("--eval-share", spec.eval_share > 0),
-        ("--gpus", space.choices("num_gpus") != (1,)),
-    ):
-        if refused:
-            raise UsageError(f"{option} was not tried with models that take images", remedy=f"leave {option} out")
+    options = {
+        "objective": spec.objective,
+        "trainer": spec.trained_by,
+        "quality": spec.quality,
+        "eval_share": spec.eval_share > 0,
+        "gpus": space.choices("num_gpus") != (1,),
+    }
+    for option, value in options.items():
+        if reason := untested(option, value, "images"):
+            raise UsageError(reason, remedy=f"leave --{option.replace('_', '-')} out")
 
 
 def _carried(spec: StudySpec, target: Target, calibration: Calibration | None) -> SpeedTransfer | None:
@@ -197,10 +199,9 @@ def _shared_out(space: SearchSpace, spec: StudySpec, target: Target) -> SearchSp
         reason = f"{target.measured_on.name} stands in for {target.device.name} alone, and not for several"
         listed = ",".join(map(str, numbers))
         raise UsageError(f"--gpus {listed}: {reason}", remedy="give --gpu auto, or leave --gpus out")
-    if spec.objective != Objective.SFT:
-        raise UsageError(f"--objective {spec.objective} was not tried on several GPUs", remedy="leave --gpus out")
-    if spec.trained_by != "transformers":
-        raise UsageError(f"--trainer {spec.trainer} was not tried on several GPUs", remedy="leave --trainer out")
+    for option, value in (("objective", spec.objective), ("trainer", spec.trained_by)):
+        if refused := untested(option, value, "several_gpus"):
+            raise UsageError(refused, remedy=f"leave --gpus or --{option} out")
     space = space if space.knob("sharding") else space.offer("sharding", PROBED)
     return space.condition("sharding", "num_gpus", tuple(number for number in numbers if number > 1))
 

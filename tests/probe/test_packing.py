@@ -9,8 +9,9 @@ import pytest
 
 from autotune.core.probe_types import MicroBatch, ProbeRequest
 from autotune.core.train_config import TrainConfig
+from autotune.core.untested import untested_pairs
 from autotune.probe.supervisor import WorkerProber
-from autotune.problem.constraints import ATTENTIONS, NO_SDPA, PACKED_APART, VARLEN_TYPES
+from autotune.problem.constraints import NO_SDPA
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.workload import Workload
 
@@ -32,12 +33,21 @@ SHAPE: dict[str, Any] = {
 }
 
 
+def tested(setting: str, context: str) -> tuple[str, ...]:
+    """The model types or attentions in which a setting is tested: by the test below."""
+    (pair,) = (pair for pair in untested_pairs() if (pair.setting, pair.context) == (setting, context))
+    return pair.tested
+
+
+PACKED = product(tested("packing", "model_type"), tested("packing", "attention"))
+
+
 @pytest.mark.probe
 @pytest.mark.parametrize(
     ("model_type", "attention"),
     [
-        *(pair for pair in product(sorted(PACKED_APART), ATTENTIONS) if pair[1] != "sdpa" or pair[0] not in NO_SDPA),
-        *((model_type, "varlen") for model_type in sorted(VARLEN_TYPES)),
+        *(pair for pair in PACKED if pair[1] != "sdpa" or pair[0] not in NO_SDPA),
+        *((model_type, "varlen") for model_type in tested("packed_attention", "model_type")),
     ],
 )
 def test_nobody_sees_a_neighbour(model_type: str, attention: str) -> None:

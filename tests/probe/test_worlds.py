@@ -176,7 +176,7 @@ def test_what_runs_out_of_memory_in_a_fake_world_leaves_nothing_behind(prober: W
     ("asked", "words"),
     [
         (shared(2, "fsdp2", optimizer="adafactor"), "Adafactor mixes whole and sharded tensors"),
-        (replace(shared(2, "ddp"), trainer="trl"), "trl was not tried on several GPUs"),
+        (replace(shared(2, "ddp"), trainer="trl"), "--trainer trl is untested on several GPUs"),
     ],
 )
 def test_what_is_not_tried_is_refused(prober: WorkerProber, asked: ProbeRequest, words: str) -> None:

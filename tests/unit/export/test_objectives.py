@@ -68,7 +68,7 @@ def test_what_does_not_go_together_is_refused() -> None:
         StudySpec(model="demo-3m", objective="sfft")
     with pytest.raises(UsageError, match="loss_on is for sft"):
         StudySpec(model="demo-3m", objective="classification", loss_on="all")
-    with pytest.raises(UsageError, match="was not tried on several GPUs"):
+    with pytest.raises(UsageError, match="classification is untested on several GPUs"):
         setup("classification", gpus=2)
 
 
@@ -146,7 +146,7 @@ def test_trl_takes_the_file_of_an_objective(objective: Objective, tmp_path: Path
     assert training.learning_rate == default_learning_rate("lora", objective) and model.lora_alpha == 32
     assert f"trl {objective} --config trl_{objective}.yaml" in text and "Loss:" not in text
     assert (yaml.safe_load(text).get("lora_task_type") == "SEQ_CLS") is (objective is Objective.REWARD)
-    with pytest.raises(UsageError, match=f"axolotl is not written: for {objective} it was not tried"):
+    with pytest.raises(UsageError, match=f"axolotl is not written: {objective} is untested in axolotl files"):
         export_all(made, ["axolotl"])
 
 

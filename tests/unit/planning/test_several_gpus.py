@@ -343,5 +343,5 @@ def test_python_refuses_what_the_command_refuses() -> None:
 
 def test_other_objectives_have_no_plan_of_several_gpus() -> None:
     """Their speeds would be those of the next token."""
-    with pytest.raises(UsageError, match="--objective kto was not tried on several GPUs"):
+    with pytest.raises(UsageError, match="--objective kto is untested on several GPUs"):
         plan_spec(StudySpec(model="mistral-7b", gpu="h100", objective="kto"), "4")

@@ -1,0 +1,81 @@
+"""The pairs of features that are untested together: a row of `untested.yaml` for each.
+
+Constraints, error messages and docs/knobs.md read these rows. A pair that is known to fail is no
+row: the code that refuses it says why.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.core.files import load_data
+
+# The other feature of a pair, in words; {} is the member of the context.
+CONTEXTS = {
+    "attention": "with {}",
+    "format": "in {} files",
+    "images": "with images",
+    "model_type": "on {}",
+    "objective": "with {}",
+    "several_gpus": "on several GPUs",
+    "sharding": "under {}",
+    "trainer": "with {}",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UntestedPair:
+    """A setting that is untested in a context.
+
+    Attributes:
+        setting: A knob, or an option of `autotune run`.
+        values: The untested values; `true` for any use of an option, as of `--quality`.
+        feature: The setting in words, with its verb; `{value}` stands for the value.
+        context: A key of `CONTEXTS`.
+        among: The members of the context in which the setting is untested, as `dpo` of `objective`.
+        tested: Instead of `among`, the only members in which the setting is tested.
+        reason: The reason for the doubt, if there is one.
+    """
+
+    setting: str
+    values: tuple[Any, ...]
+    feature: str
+    context: str
+    among: tuple[str, ...] = ()
+    tested: tuple[str, ...] = ()
+    reason: str = ""
+
+    def applies(self, member: str) -> bool:
+        """Whether the setting is untested in this member of the context."""
+        return member in self.among if self.among else member not in self.tested
+
+    def sentence(self, member: str = "", value: Any = "") -> str:
+        """The message that refuses the setting: 'CUDA graphs are untested with dpo'."""
+        context = CONTEXTS[self.context].format(member)
+        untested = f"{self.feature.format(value=value)} untested {context}"
+
+        return f"{untested}: {self.reason}" if self.reason else untested
+
+
+@functools.cache
+def untested_pairs() -> tuple[UntestedPair, ...]:
+    """All rows of the table."""
+    return tuple(map(_pair, load_data("autotune.core", "untested")))
+
+
+def _pair(row: dict[str, Any]) -> UntestedPair:
+    lists = {key: tuple(value) for key, value in row.items() if isinstance(value, list)}
+    return UntestedPair(**row | lists)
+
+
+@functools.cache
+def untested_in(context: str, member: str = "") -> tuple[UntestedPair, ...]:
+    """The rows that apply in a member of a context; `images` and `several_gpus` have none."""
+    pairs = (pair for pair in untested_pairs() if pair.context == context)
+    return tuple(pair for pair in pairs if pair.applies(member))
+
+
+def untested(setting: str, value: Any, context: str, member: str = "") -> str | None:
+    """The message that refuses a setting in a context; None if no row does."""
+    pairs = (pair for pair in untested_in(context, member) if pair.setting == setting)
+    return next((pair.sentence(member, value) for pair in pairs if value in pair.values), None)
