@@ -28,7 +28,7 @@ from autotune.report import describe
 from autotune.report.study_directory import TrialLog, write_exports, write_study, write_versus
 from autotune.study.preparation import SessionPlan, prepare_session
 from autotune.study.progress import Progress, TextProgress
-from autotune.study.storage.location import existing_url, locked, opened_out
+from autotune.study.storage.location import existing_url, opened_out
 from autotune.study.storage.study_record import StudyRecord
 from autotune.study.summary import Quality, Recipe, StudySummary, Verification, summary_data
 
@@ -420,6 +420,7 @@ def run_study(plan: SessionPlan, *, progress: Progress | None = None, stop: Stop
         AutotuneError: the study could not begin. A later error is in the outcome, after the files are written.
     """
     from autotune.study.session import Session
+    from autotune.study.storage.study_lock import locked
 
     stop = stop or StopToken()
     outcome = RunOutcome()

@@ -57,6 +57,8 @@ class Nvml:
     @classmethod
     def open(cls, card: int | str | None = None) -> "Nvml | None":
         """The card with this index or UUID (with or without its 'GPU-' prefix); the first visible one by default."""
+        if not has_driver():
+            return None
         import pynvml
 
         try:
@@ -137,8 +139,21 @@ class Nvml:
         return found
 
 
+def has_driver() -> bool:
+    """Whether NVIDIA's driver is here. Without it, pynvml (0.1 s to import) has nothing to read."""
+    import ctypes
+
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def list_gpus() -> list[GpuInfo]:
     """Every NVIDIA card of this machine; empty where there is no driver."""
+    if not has_driver():
+        return []
     import pynvml
 
     try:

@@ -19,6 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from autotune.core.child_environment import child_environment
 from autotune.core.errors import StorageError
 from autotune.core.files import cache_directory, write_atomic
 from autotune.core.lora_targets import ALL_LINEAR
@@ -28,7 +29,6 @@ from autotune.core.process import module_command
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import digest_of
 from autotune.prediction.depth_extrapolation import count_at_depth, counted_depths
-from autotune.probe.worker_process import child_environment
 
 DRY_VERSION = 7  # raised when a dry probe counts something else than before
 OFFLOAD_VERSION = 2  # the same for configurations whose checkpoints wait in the host's memory

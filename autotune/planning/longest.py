@@ -15,7 +15,6 @@ from autotune.core.knobs import KNOBS
 from autotune.core.machine import host_memory_gib as host_memory_gib_here
 from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.probe_types import DryCount, Evidence, MicroBatch, Outcome, ProbeRequest, ProbeResult
-from autotune.core.scratch import scratch_directory
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.planning.counted_memory import counted, no_count
@@ -23,7 +22,6 @@ from autotune.planning.device_estimate import device_limit_gib, planned_device
 from autotune.prediction.memory_formula import CONTEXT_GIB, counted_breakdown
 from autotune.prediction.step_time import counted_step_time
 from autotune.prediction.transfer import REFERENCE, speed_transfer
-from autotune.probe.supervisor import WorkerProber
 from autotune.problem.target import Target, find_target
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -378,6 +376,11 @@ def find_longest(
         rows.append(asked.predict(method))
     if target is None:
         return asked, rows
+
+    # A prediction alone needs neither the prober nor its libraries.
+    from autotune.core.scratch import scratch_directory
+    from autotune.probe.supervisor import WorkerProber
+
     with scratch_directory() as folder, WorkerProber("cuda", Path(folder), should_stop=should_stop) as prober:
         cap = target.memory_cap_gib(prober.memory_gib, asked_gib=memory_gib)
         asked = replace(asked, limit_gib=min(asked.limit_gib, memory_limit_gib(cap, HEADROOM, taken_gib=CONTEXT_GIB)))

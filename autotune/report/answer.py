@@ -4,9 +4,10 @@ An answer has sentences, tables and figures, each made once for both: what is as
 The page opens offline and holds plotly.js.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from typing import Any
 
 from autotune.catalog import NO_PRICE, ModelSpec, age, describe_price
@@ -49,26 +50,32 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What is asked for in sentences (`found`), what that rests on (`notes`), and `figures` by their caption.
+    """What is asked for in sentences (`found`), what that rests on (`notes`), and figures by their caption.
 
-    A figure is what Plotly.newPlot takes.
+    `drawings` make the figures, because a terminal shows no figure and needs no Plotly. A drawing returns the
+    arguments of Plotly.newPlot, or None if it has no data.
     """
 
     title: str
     found: tuple[str, ...]
     notes: tuple[str, ...]
     tables: tuple[Table, ...]
-    figures: dict[str, dict[str, Any]]
+    drawings: dict[str, Callable[[], dict[str, Any] | None]]
+
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """The figures that have data, by their caption."""
+        return {caption: figure for caption, draw in self.drawings.items() if (figure := draw())}
 
 
 def page(answer: Answer, today: date) -> str:
     """The answer as one page of HTML, with what the words of its tables mean."""
     words = [text for table in answer.tables for text in (*table.columns, *(row[0] for row in table.rows))]
+    drawn = answer.figures()
     view = {
         "answer": answer,
-        "drawn": answer.figures,
-        "figures_json": script_json(answer.figures),
-        "plotly_js": plotly_markup(answer.figures),
+        "drawn": drawn,
+        "figures_json": script_json(drawn),
+        "plotly_js": plotly_markup(drawn),
         "glossary": answer_glossary(words),
         "few": FEW,
         "today": today,
@@ -98,13 +105,12 @@ def trainable_answer(made: Trainable, today: date) -> Answer:
         Table(title=title, columns=columns, rows=tuple(_model_row(made, model, method) for model in made.models))
         for method, title in METHODS.items()
     ]
-    drawn = figures.trainable(made)
     return Answer(
         title=f"What {made.device.label} can train",
         found=tuple(_largest(made)),
         notes=tuple(notes),
         tables=tuple(tables),
-        figures={"Tokens/s by model and method, with 80 % intervals": drawn} if drawn else {},
+        drawings={"Tokens/s by model and method, with 80 % intervals": partial(figures.trainable, made)},
     )
 
 
@@ -154,30 +160,36 @@ def _refusals(entries: Sequence[Entry]) -> list[str]:
 def costs_answer(made: Comparison, sizes: Sequence[int], purse: Purse | None, today: date) -> Answer:
     """For each model and method: prices of the cards, the cost of each size on each, and with a purse what to buy."""
     tables: list[Table] = []
-    drawn: dict[str, dict[str, Any]] = {}
+    drawings: dict[str, Callable[[], dict[str, Any] | None]] = {}
     found, notes = [], [f"{how_estimated(made)}.", SPOT]
     for group in made.groups:
         costs = size_costs(group, sizes)
         own = [_prices_table(group, today), *(_size_table(costs, examples) for examples in sizes)]
-        named, sentences = {}, []
+        named: dict[str, Callable[[], dict[str, Any] | None]] = {}
+        sentences: list[str] = []
         if purse is not None:
             bought = purchases(group, purse)
             own += [_buying_table(bought, purse), _paying_table(bought, purse)] if bought else []
-            named["USD by hours of use, bought and rented"] = figures.buying(bought, group)
+            named["USD by hours of use, bought and rented"] = partial(figures.buying, bought, group)
             sentences += buying_sentences(bought, purse)
             notes.append(_buying_basis(purse))
         sentences += _cheapest(costs, max(sizes))
-        named["USD by number of examples, on demand and at spot, with 80 % intervals"] = figures.sizes(costs, group)
+        caption = "USD by number of examples, on demand and at spot, with 80 % intervals"
+        named[caption] = partial(figures.sizes, costs, group)
         prefix = f"{heading(group)}: " * (len(made.groups) > 1)
         tables += [replace(table, title=prefix + table.title) for table in own]
-        drawn |= {prefix + name: figure for name, figure in named.items() if figure}
+        drawings |= {prefix + name: draw for name, draw in named.items()}
         found += [prefix + sentence for sentence in sentences]
         notes.insert(1, f"{heading(group)}, {workload_text(group)}.")
     title = "Rent or buy" if purse else "Cost by size"
     if len(made.groups) == 1:
         title += f": {made.groups[0].model.rpartition('/')[2]}, {made.groups[0].method}"
     return Answer(
-        title=title, found=tuple(found), notes=tuple(dict.fromkeys(notes)), tables=tuple(tables), figures=drawn
+        title=title,
+        found=tuple(found),
+        notes=tuple(dict.fromkeys(notes)),
+        tables=tuple(tables),
+        drawings=drawings,
     )
 
 
@@ -318,13 +330,12 @@ def nodes_answer(nodes: Sequence[Node], task: Task) -> Answer:
     ]
     if several and task.device.kind == "cpu":
         notes.append("Nodes on one machine share its processors: only their memory is compared.")
-    drawn = figures.nodes(nodes)
     return Answer(
         title=f"Nodes of {task.study}",
         found=tuple(_apart(nodes, timed=task.device.kind != "cpu")),
         notes=tuple(notes),
         tables=(_node_speeds(nodes), _node_memory(nodes), _node_probes(nodes)),
-        figures={"Tokens/s of the baseline, with the range of the timed steps": drawn} if drawn else {},
+        drawings={"Tokens/s of the baseline, with the range of the timed steps": partial(figures.nodes, nodes)},
     )
 
 

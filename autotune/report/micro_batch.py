@@ -1,6 +1,7 @@
 """What a profiled micro batch says, as tables and figures: by class of kernel, by part, at best, and the host."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from autotune.core.micro_profile import KernelClass, MicroBatchProfile, Part, Stage
 from autotune.core.units import DASH, fmt_count, fmt_seconds
@@ -17,13 +18,12 @@ def profile_answer(report: ProfileReport) -> Answer:
     profile = report.profile
     what = "kernel" if profile.on_gpu else "operator"
     tables = [_by_class(profile, what), _by_part(profile), _at_best(report), _longest(profile, what)]
-    drawn = figures.micro_batch(report)
     return Answer(
         title=f"A micro batch of {report.study}",
         found=tuple(_found(report)),
         notes=tuple(_notes(report, what)),
         tables=(*tables, _host(report.needs)),
-        figures={f"Time of its {what}s by part of the model and stage": drawn} if drawn else {},
+        drawings={f"Time of its {what}s by part of the model and stage": partial(figures.micro_batch, report)},
     )
 
 

@@ -15,8 +15,6 @@ from autotune.core.probe_types import Evidence, Outcome, ProbeRequest, ProbeResu
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import DASH, GIB, fmt_count
-from autotune.probe.rank_pool import RankPool
-from autotune.probe.supervisor import WorkerProber
 from autotune.problem.constraints import refusal
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_cost import FITS, TIGHT
@@ -26,6 +24,8 @@ from autotune.problem.workload import Workload
 from autotune.study.ranking import ROOMY
 
 if TYPE_CHECKING:
+    from autotune.probe.rank_pool import RankPool
+    from autotune.probe.supervisor import WorkerProber
     from autotune.study.storage.probe_store import ProbeStore
 
 
@@ -158,7 +158,7 @@ def cases(spec: StudySpec, task: Task) -> Iterator[tuple[NamedConfig, TrainConfi
 def probe_configs(
     spec: StudySpec,
     task: Task,
-    prober: WorkerProber | RankPool,
+    prober: "WorkerProber | RankPool",
     store: "ProbeStore",
     out: Path,
     *,

@@ -360,21 +360,23 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
 # --- what the quick commands load
 
 
-def run(code: str, directory: Path, *args: str) -> tuple[int, set[str], str]:
-    """(exit status, the top-level modules that were loaded in the end, stderr) of a fresh interpreter."""
+def run(code: str, directory: Path, *args: str) -> tuple[int, set[str], str, str]:
+    """(exit status, the top-level modules that were loaded in the end, stderr, stdout) of a fresh interpreter."""
     code = f"import atexit, sys\natexit.register(lambda: print('LOADED', *sys.modules))\n{code}"
     # A command may look for a Hub or a card; there is none, and no network is waited for.
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"PYTHONPATH": os.pathsep.join((str(directory), str(ROOT)))}
+    environment |= {"XDG_CACHE_HOME": str(directory / "cache")}  # of counted steps
     done = subprocess.run(
         [sys.executable, "-c", code, *args], cwd=directory, env=environment, capture_output=True, text=True, check=False
     )
-    loaded = done.stdout.rpartition("LOADED ")[2].split()
-    assert "autotune" in loaded, done.stderr
-    return done.returncode, {layer(name) for name in loaded}, done.stderr
+    printed, _, loaded = done.stdout.rpartition("LOADED ")
+    assert "autotune" in loaded.split(), done.stderr
+    return done.returncode, {layer(name) for name in loaded.split()}, done.stderr, printed
 
 
 def test_the_command_line_is_light(tmp_path):
-    status, loaded, _ = run("import autotune.cli.app", tmp_path)
+    status, loaded, _, _ = run("import autotune.cli.app", tmp_path)
     assert status == 0
     assert loaded & (HEAVY | {"yaml", "rich", "pynvml", "psutil"}) <= {"rich"}  # typer brings rich
     assert "typer" in loaded
@@ -392,7 +394,7 @@ def test_the_command_line_is_light(tmp_path):
     ],
 )
 def test_quick_commands_load_nothing_heavy(tmp_path, args, status, says):
-    code, loaded, errors = run("from autotune.cli.app import main; main()", tmp_path, *args)
+    code, loaded, errors, _ = run("from autotune.cli.app import main; main()", tmp_path, *args)
     assert code == status, errors
     assert errors.startswith(says)
     assert "Traceback" not in errors
@@ -402,10 +404,65 @@ def test_quick_commands_load_nothing_heavy(tmp_path, args, status, says):
 
 @pytest.mark.parametrize("command", [*COMMANDS, "dev inject"])
 def test_the_help_of_every_command_loads_nothing_heavy(tmp_path, command):
-    code, loaded, errors = run("from autotune.cli.app import main; main()", tmp_path, *command.split(), "--help")
+    code, loaded, errors, _ = run("from autotune.cli.app import main; main()", tmp_path, *command.split(), "--help")
     assert code == 0, errors
     assert loaded & HEAVY <= {"pydantic"}
     assert list(tmp_path.iterdir()) == []
+
+
+# What planning needs none of: it answers on a laptop, by formula.
+BLOCKED = ("torch", "optuna", "sqlalchemy", "plotly", "numpy", "PIL", "fcntl", "resource", "pynvml")
+BLOCKING = f"""
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {BLOCKED}:
+            raise ModuleNotFoundError(name + " is blocked", name=name)
+
+assert not set(sys.modules) & set({BLOCKED})
+sys.meta_path.insert(0, Blocked())
+from autotune.cli.app import main
+main()
+"""
+RUN = ("--model", "mistral-7b", "--mean-tokens", "300", "--p99-tokens", "900")
+RUN += ("--set", "checkpointing=full", "--set", "compile=none", "--set", "packing=false", "--set", "attention=sdpa")
+H100, CARDS = (*RUN, "--gpu", "h100"), (*RUN, "--gpus", "h100")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("gpus",), "h100-sxm"),
+        (("models", "--json"), "mistralai/Mistral-7B-v0.3"),
+        (("prices",), "h100-sxm"),
+        (("suites", "--json"), "a10-mistral-7b"),
+        (("plan", *H100), "tokens/s"),
+        (("plan", *H100, "--json"), '"tokens_per_s"'),
+        (("plan", *H100, "--gpus", "2", "--set", "kernels=torch"), "fsdp2"),
+        (("plan", "--spec", "a10-mistral-7b"), "optimised"),
+        (("compare", *CARDS, "--sizes", "10000"), "h100-sxm"),
+        (("compare", *CARDS, "--json"), '"usd_per_1000_samples"'),
+        (("compare", *CARDS, "--format", "markdown"), "| h100-sxm "),
+        (("check", "run.yaml", "--gpu", "h100"), "fits"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_planning_answers_without_what_trains_searches_draws_or_locks(tmp_path, args, says):
+    (tmp_path / "run.yaml").write_text("base_model: mistralai/Mistral-7B-v0.3\nadapter: lora\nlora_r: 16\n")
+    # The process that counts steps loads torch. If torch is not installed, a formula answers.
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('torch')\n")
+    status, loaded, errors, printed = run(BLOCKING, tmp_path, *args)
+    assert status == 0, errors
+    assert says in printed
+    assert not loaded & set(BLOCKED)
+
+
+def test_the_longest_row_is_only_counted_by_a_process_of_its_own(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('torch')\n")
+    asked = ("longest", "--model", "mistral-7b", "--gpu", "h100", "--method", "lora", "--predict")
+    status, loaded, errors, printed = run(BLOCKING, tmp_path, *asked)
+    assert status == 2 and "no row of Mistral-7B-v0.3 can be judged: torch" in errors
+    assert "limited by" in printed
+    assert not loaded & set(BLOCKED)
 
 
 def test_commands_load_other_packages_when_they_run():

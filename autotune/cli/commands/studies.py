@@ -16,7 +16,7 @@ from autotune.core.errors import AutotuneError, UsageError
 from autotune.core.files import write_atomic
 from autotune.core.text import dashed
 from autotune.core.units import fmt_count, fmt_seconds
-from autotune.study.storage.location import existing_url, named_url, running_process
+from autotune.study.storage.location import existing_url, named_url
 
 if TYPE_CHECKING:
     from autotune.api import StudyResult
@@ -49,6 +49,7 @@ def status(
     """
     from autotune.api import load_study
     from autotune.report.describe import candidate_line
+    from autotune.study.storage.study_lock import running_process
 
     if not nodes and (json_dir or html):
         raise UsageError("--json-dir and --html are for --nodes", remedy="`autotune report` writes a study's page")
@@ -130,6 +131,8 @@ def list_all(storage: Storage = None, json_: Json = False) -> None:
 
 
 def _row(study: "StudyResult") -> dict[str, Any]:
+    from autotune.study.storage.study_lock import running_process
+
     recipe = study.summary.recipe
     return {
         "study": study.summary.study,

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from autotune.core.child_environment import child_environment
 from autotune.core.errors import AutotuneError, Cancelled, UsageError
 from autotune.core.objective import Objective
 from autotune.core.process import module_command
@@ -22,7 +23,6 @@ from autotune.export import script
 from autotune.export.header import warmup_steps_of
 from autotune.export.run.process import last_error, scratch_folder, time_limit_s, write_files
 from autotune.export.run.quality import impossible, num_held_out, sample
-from autotune.probe.worker_process import child_environment
 from autotune.study import learning
 from autotune.study.learning import Attempt, Compared, Learning
 from autotune.study.summary import Candidate, Recipe

@@ -13,10 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from autotune.core.child_environment import child_environment
 from autotune.core.errors import Cancelled
 from autotune.core.nvml import visible
 from autotune.export.run import child
-from autotune.probe.worker_process import child_environment
 
 ERROR = re.compile(r"(?m)^(?:[\w.]*(?:Error|Exception|Exit)\b|[\w.]+: error: ).*")
 OF_LAUNCHER = "torch.distributed.elastic"  # torchrun says last that a process of it failed, and not why

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from autotune.core.child_environment import passed_on
 from autotune.core.errors import UsageError
 from autotune.core.files import write_atomic
 from autotune.export.run.process import AddedLines, command, last_error
-from autotune.probe.worker_process import passed_on
 from autotune.study.summary import Recipe
 
 SETTLED_STEPS = 20  # steps of a session before its speed is compared with the measured one

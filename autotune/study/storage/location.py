@@ -1,9 +1,6 @@
-"""Where a study is kept: its database and its directory, and the lock of the process that runs it."""
+"""The URL of a study's database, and the study's directory."""
 
-import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from autotune.core.errors import StorageError, UsageError
@@ -14,7 +11,6 @@ DEFAULT_ROOT = Path("runs")
 DEFAULT_URL = f"sqlite:///{DEFAULT_ROOT / 'autotune.db'}"
 EVIDENCE = DEFAULT_ROOT / "evidence"  # where `autotune import` stores submissions, in the current directory
 FREE_BYTES = 200 * 2**20
-LOCK = ".lock"  # in a study's directory, held by the process that runs it
 
 
 def storage_url(storage: str | None) -> str:
@@ -94,34 +90,3 @@ def make_writable(directory: Path) -> None:
         raise StorageError(
             f"less than {FREE_BYTES >> 20} MiB are free at {directory}", remedy="free some, or give another --out"
         )
-
-
-@contextmanager
-def locked(directory: Path, study: str) -> Iterator[None]:
-    """Hold the lock of a study's directory, which ends with the process. Raises UsageError if another holds it."""
-    with (directory / LOCK).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            raise UsageError(
-                f"study {study!r} is being run by process {file.read().strip() or '?'}",
-                remedy="wait for it, or give another name with --study",
-            ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
-
-
-def running_process(directory: Path) -> str | None:
-    """The id of the process that runs the study of this directory; None if there is none on this host."""
-    try:
-        with (directory / LOCK).open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                return file.read().strip() or "?"
-    except OSError:
-        pass
-    return None

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
+from autotune.core import nvml
 from autotune.core.nvml import THROTTLE_REASONS, Nvml, first_visible, list_gpus, visible
 from autotune.core.probe_types import Telemetry
 from autotune.core.units import GIB
@@ -23,6 +24,7 @@ def no_driver(monkeypatch):
     def missing():
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
+    monkeypatch.setattr(nvml, "has_driver", lambda: True)
     monkeypatch.setattr(pynvml, "nvmlInit", missing)
 
 
@@ -48,6 +50,7 @@ def driver(monkeypatch):
         SimpleNamespace(pid=2**22 + 1, usedGpuMemory=None),
     ]
     started = []
+    monkeypatch.setattr(nvml, "has_driver", lambda: True)
 
     def after_init(call):
         def checked(*args, **kwargs):

@@ -157,7 +157,7 @@ def test_the_report_as_data_and_as_tables() -> None:
     assert ("unknown, in compiled layers", "30 ms", "–", "–", "30 ms", "15.8%") in by_part.rows
     assert at_best.rows[0] == ("matrix products", "120 ms", "100 ms", "20 ms", "10.0%", "60", "2")
     assert at_best.rows[-1][:5] == ("the GPU waits", "10 ms", "0 ms", "10 ms", "5.0%")
-    (figure,) = answer.figures.values()
+    (figure,) = answer.figures().values()
     assert sum(sum(bar["x"]) for bar in figure["data"]) == pytest.approx(1000 * (0.19 + 0.01))
     on_cpu = profile_answer(report(profile=replace(PROFILE, on_gpu=False)))
     assert "This is a CPU" in "\n".join(on_cpu.notes) and "operators" in on_cpu.tables[0].title

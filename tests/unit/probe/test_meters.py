@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from autotune.core.child_environment import child_environment
 from autotune.core.probe_types import PROBE_VERSION
 from autotune.core.units import GIB
 from autotune.probe import meters
 from autotune.probe.meters import CpuMeter, CudaMeter
-from autotune.probe.worker_process import child_environment
 from autotune.trainer import malloc
 from autotune.trainer.settings import ALLOCATOR_VARIABLE
 

@@ -1,8 +1,6 @@
 """Where a study is kept, and by what URL: directories that move together, locks, and read-only databases."""
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from autotune.core.errors import StorageError, UsageError
-from autotune.study.storage import database, location
+from autotune.study.storage import database
 from autotune.study.storage.database import (
     Outages,
     engine_options,
@@ -26,10 +24,8 @@ from autotune.study.storage.database import (
     with_tables,
 )
 from autotune.study.storage.location import (
-    locked,
     make_writable,
     opened_out,
-    running_process,
     shared_url,
     storage_url,
     stored_out,
@@ -88,33 +84,6 @@ def test_a_directory_is_checked_before_it_is_used(here: Path, monkeypatch: pytes
         else:
             with pytest.raises(StorageError, match="less than 200 MiB are free at"):
                 make_writable(here / "one")
-
-
-HOLD = """
-import sys
-from pathlib import Path
-from autotune.study.storage.location import locked
-with locked(Path(sys.argv[1]), "mine"):
-    print("held", flush=True)
-    input()
-"""
-
-
-def test_one_process_runs_a_study(here: Path) -> None:
-    assert running_process(here) is None
-    (here / location.LOCK).write_text("99999999")  # of a process that was killed
-    assert running_process(here) is None
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(here)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert other.stdout is not None and other.stdout.readline() == "held\n"
-    assert running_process(here) == str(other.pid)
-    with pytest.raises(UsageError, match=f"study 'mine' is being run by process {other.pid}"), locked(here, "mine"):
-        pass
-    other.communicate("\n")
-    assert running_process(here) is None
-    with locked(here, "mine"):
-        assert (here / location.LOCK).read_text() == str(os.getpid())
 
 
 # --- URLs
