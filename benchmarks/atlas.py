@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-from common import ROOT
+from bench import ROOT
 
 from autotune.catalog import DeviceSpec, ModelSpec, find_price, list_models, resolve_device, resolve_model
 from autotune.core.files import write_atomic

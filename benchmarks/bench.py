@@ -108,6 +108,7 @@ def save(
     args: argparse.Namespace,
     fingerprint: Fingerprint | dict[str, Any] | None,
     rows: list[dict[str, Any]],
+    /,
     **beside: Any,
 ) -> dict[str, Any]:
     """Write the result of a mode and return its summary. `beside` holds the keys that no row has.
@@ -134,6 +135,7 @@ def finish(
     fingerprint: Fingerprint | dict[str, Any] | None,
     rows: list[dict[str, Any]],
     columns: Iterable[str] = (),
+    /,
     **beside: Any,
 ) -> None:
     """Save the result of a mode, and print these columns of its rows and its summary."""
@@ -202,7 +204,7 @@ def fingerprint_of(study: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_exported(folder: Path, *options: str) -> dict[str, Any]:
-    """Run the exported train.py of a study with random weights, without saving, and return what it prints."""
+    """Run the exported train.py of a study with random weights and return its last line of output."""
     script = ["out/export/train.py", "--random-weights", *options]
     done: dict[str, Any] = json.loads(run_python(script, folder).splitlines()[-1])
     return done
@@ -273,7 +275,7 @@ class Rows:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Rows":
-        """Open the rows of a mode. They continue those of `--rows`."""
+        """Open the rows of a mode. They continue the rows of `--rows`."""
         return cls(args.mode.result, args.out, args.rows)
 
     @property
@@ -379,7 +381,7 @@ def collect(
 
 
 def largest(rows: Iterable[dict[str, Any]], key: str) -> float | None:
-    """Return the largest absolute value of a key; None if no row has one."""
+    """Return the largest absolute value of a key, or None without a value."""
     return max((abs(row[key]) for row in rows if row.get(key) is not None), default=None)
 
 

@@ -8,14 +8,10 @@ after.
 import argparse
 import json
 import random
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import run_python, run_study, save, table
-
-from autotune.core.probe_types import Fingerprint
-from autotune.core.serialization import from_data
+from bench import Mode, fingerprint_of, finish, run_program, run_python, run_study, scratch, set_options
 
 NUM_ROWS, HELD_OUT, SEED = 3_000, 256, 22
 TEMPLATE = (
@@ -28,44 +24,6 @@ THINGS = ["apples", "books", "coins", "stones", "boats", "lamps", "keys", "birds
 PINS = {"micro_batch_size": "8", "seq_len": "512", "packing": "false", "padding": "longest", "compile": "none"}
 PINS |= {"checkpointing": "none", "loss": "full", "optimizer": "adamw_torch_fused"}
 COLUMNS = ["tool", "before", "after", "steps", "seconds"]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gpu", default="h200")
-    parser.add_argument("--rows", type=int, default=NUM_ROWS)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--precision", default="bf16_mixed")
-    parser.add_argument("--trl", type=Path, help=argparse.SUPPRESS)  # train in this folder with TRL, for `main` itself
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    if args.trl:
-        print(json.dumps(train_with_trl(args.trl)))
-        return
-    folder = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
-    data, model = folder / "chat.jsonl", folder / "model"
-    conversations = made_conversations(args.rows + HELD_OUT)
-    data.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
-    make_model(model, conversations, args.layers, args.hidden)
-    pins = PINS | {"precision": args.precision}
-    options = ["--gpu", args.gpu, "--model", str(model), "--dataset", str(data), "--space", "full", "--trials", "1"]
-    options += ["--budget", "90s", "--examples", str(args.rows), "--out", "out"]
-    options += [word for name, value in pins.items() for word in ("--set", f"{name}={value}")]
-    study = run_study(folder, *options)
-    script = ["out/export/train.py", "--model", str(model), "--dataset", str(data), "--output-dir", ""]
-    ours = json.loads(run_python([*script, "--held-out", str(HELD_OUT), "512"], folder).splitlines()[-1])
-    theirs = json.loads(run_python([str(Path(__file__).absolute()), "--trl", str(folder)], folder).splitlines()[-1])
-    rows = [
-        {"tool": "train.py", "before": ours["held_out_loss"][0], "after": ours["held_out_loss"][-1]}
-        | {"steps": ours["steps"], "tokens_per_s": ours["tokens_per_second"]},
-        {"tool": "trl", **theirs},
-    ]
-    table(rows, COLUMNS)
-    summary = {"rows": args.rows, "held_out": HELD_OUT} | summarize(rows)
-    fingerprint = {key: value for key, value in study["fingerprint"].items() if key != "digest"}
-    save("chat_training", from_data(Fingerprint, fingerprint), summary, rows, args.out)
-    print(summary)
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -170,5 +128,46 @@ def train_with_trl(folder: Path) -> dict[str, Any]:
     }
 
 
+def run(args: argparse.Namespace) -> None:
+    """Train with train.py and with TRL, and compare the losses."""
+    if args.trl:
+        print(json.dumps(train_with_trl(args.trl)))
+        return
+    folder = scratch()
+    data, model = folder / "chat.jsonl", folder / "model"
+    conversations = made_conversations(args.rows + HELD_OUT)
+    data.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    make_model(model, conversations, args.layers, args.hidden)
+    options = ["--gpu", args.gpu, "--model", str(model), "--dataset", str(data), "--space", "full", "--trials", "1"]
+    options += ["--budget", "90s", "--examples", str(args.rows), "--out", "out"]
+    study = run_study(folder, *options, *set_options(PINS | {"precision": args.precision}))
+    script = ["out/export/train.py", "--model", str(model), "--dataset", str(data), "--output-dir", ""]
+    ours = json.loads(run_python([*script, "--held-out", str(HELD_OUT), "512"], folder).splitlines()[-1])
+    theirs = json.loads(run_python([str(Path(__file__).absolute()), "--trl", str(folder)], folder).splitlines()[-1])
+    rows = [
+        {"tool": "train.py", "before": ours["held_out_loss"][0], "after": ours["held_out_loss"][-1]}
+        | {"steps": ours["steps"], "tokens_per_s": ours["tokens_per_second"]},
+        {"tool": "trl", **theirs},
+    ]
+    finish(args, fingerprint_of(study), rows, COLUMNS, rows=args.rows, held_out=HELD_OUT)
+
+
+MODES = {
+    "": Mode(
+        run=run,
+        result="chat_training",
+        summarize=summarize,
+        options={
+            "--gpu": "h200",
+            "--rows": {"default": NUM_ROWS, "type": int, "help": "number of conversations", "metavar": "N"},
+            "--layers": 8,
+            "--hidden": 512,
+            "--precision": "bf16_mixed",
+            "--trl": {"type": Path, "help": argparse.SUPPRESS},
+        },
+    )
+}
+
+
 if __name__ == "__main__":
-    main()
+    run_program(MODES, __doc__)

@@ -1,8 +1,8 @@
 """What `autotune check` answers to the example files that Axolotl, LLaMA-Factory and TRL ship.
 
 Each file is checked on one H100, as the command does it, but without a GPU and without the Hub: a model that is not in
-the catalogue counts as refused. The answers need `examples` of the three repositories, in folders of their own. What
-has no formula is counted once and kept in the user's cache.
+the catalogue counts as refused. The answers need `examples` of the three repositories, in folders of their own. A model
+without a formula is counted once, and the count stays in the user's cache.
 """
 
 import argparse
@@ -13,15 +13,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from bench import Mode, finish, run_program, table
+
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported
 
-from common import save, table
 
 from autotune.core.errors import AutotuneError
 from autotune.planning.run_check import VERDICTS, check
 
 CARD, SAMPLED = "h100", 20
-# By what a refusal says, in this order; what is left is a value that is not supported.
+# Kinds of refusals by their text, in this order. Any other text is a value that is not supported.
 REASONS = {
     "no training": "describes no training|trains nothing",
     "tool": "cannot tell which tool",
@@ -40,24 +41,8 @@ BY_HAND = (
 )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="of the repositories")
-    parser.add_argument("--out", type=Path, metavar="DIR")
-    args = parser.parse_args()
-    rows = [
-        row_of(folder, file)
-        for folder in args.folders
-        for file in sorted(path for path in folder.rglob("*") if path.suffix in (".yml", ".yaml"))
-    ]
-    summary = summarize(rows)
-    save("check_examples", None, summary, rows, args.out)
-    print(summary)
-    table(sample(rows), ["file", "label", "verdict"])
-
-
 def row_of(folder: Path, file: Path) -> dict[str, Any]:
-    """The answer to one file: what was read with its verdict, or why there is none."""
+    """Return the answer to one file: the settings and the verdict, or the reason of a refusal."""
     row: dict[str, Any] = {"file": str(Path(folder.name) / file.relative_to(folder))}
     try:
         report = check(file, {"gpu": CARD})
@@ -101,5 +86,26 @@ def sample(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return random.Random(0).sample([row for row in rows if row["outcome"] == "answered"], SAMPLED)
 
 
+def run(args: argparse.Namespace) -> None:
+    """Check all files of the folders."""
+    rows = [
+        row_of(folder, file)
+        for folder in args.folders
+        for file in sorted(path for path in folder.rglob("*") if path.suffix in (".yml", ".yaml"))
+    ]
+    finish(args, None, rows)
+    table(sample(rows), ["file", "label", "verdict"])
+
+
+MODES = {
+    "": Mode(
+        run=run,
+        result="check_examples",
+        summarize=summarize,
+        options={"folders": {"type": Path, "nargs": "+", "metavar": "DIR", "help": "folders of the repositories"}},
+    )
+}
+
+
 if __name__ == "__main__":
-    main()
+    run_program(MODES, __doc__)

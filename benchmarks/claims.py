@@ -1,27 +1,25 @@
-"""Hold what guides claim against stored measurements: pairs of configurations that differ in one thing alone.
+"""Compare the claims of guides with stored measurements: pairs of configurations that differ in one knob.
 
 The pairs are of the 240 whole models of the search table (Mistral-7B, LoRA of rank 16, rows of 512 tokens), of
 `reference_levers` (Mistral-7B and Llama 3.1 8B, rows of 2,048) and of `warm_vs_cold` for the rank. Those of packing are
-winners of studies (`packing`, `real_data`), which differ in more. Where a micro batch has few tokens the host sets the
-pace, which varies: `large` pairs are those of the search table with 4,096 tokens or more in the smaller micro batch.
-`speed` and `memory` are those of the configuration that the claim is about, divided by those of the other. No GPU is
-needed: `docs/claims.md` has what follows.
+winners of studies (`packing`, `real_data`), which differ in more. Micro batches with few tokens are CPU-bound, and
+their speed varies: `large` pairs of the search table have at least 4,096 tokens in the smaller micro batch. `speed` and
+`memory` are ratios: the configuration of the claim divided by the other one. No GPU is needed. `docs/claims.md` has the
+conclusions.
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from common import RESULTS, save, table
+from bench import Mode, finish, result_rows, run_program
 from search import TABLE, Table
 
 from autotune.core.train_config import TrainConfig
 
-# Of each claim, what the configuration has that it is about, and what the other has.
+# The knobs of each claim: in its configuration, and in the other one.
 OF_TABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nf4": ({"quantization": "nf4"}, {"quantization": "none"}),
     "checkpointing": ({"checkpointing": "full"}, {"checkpointing": "none"}),
@@ -29,7 +27,7 @@ OF_TABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "adamw_8bit": ({"optimizer": "adamw_8bit"}, {"optimizer": "adamw_torch_fused"}),
     **{f"micro_batch_{size}": ({"micro_batch_size": size}, {"micro_batch_size": size // 2}) for size in (2, 4, 8, 16)},
 }
-# The same of the levers. What is switched on in each: the claim's, and the other's.
+# The same of the levers. The lever of the claim's configuration, and of the other one.
 OF_LEVERS = {
     "checkpointing": ("reference", "no checkpointing"),
     "compile": ("layers compiled", "reference"),
@@ -44,18 +42,8 @@ LARGE = 4096
 COLUMNS = ["claim", "data", "model", "config", "speed", "memory"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    rows = [*of_table(), *of_levers(), *of_rank(), *of_packing()]
-    table(rows, COLUMNS)
-    save("claims", None, summarize(rows), rows, args.out)
-    print(json.dumps(summarize(rows), indent=1))
-
-
 def of_table() -> Iterator[dict[str, Any]]:
-    """Every pair of the search table that differs in what a claim is about."""
+    """Yield every pair of the search table that differs in the knob of a claim."""
     measured = Table(TABLE)
     for claim, (about, other) in OF_TABLE.items():
         for config in measured.configs:
@@ -77,7 +65,7 @@ def _reserved_gib(measured: Table, config: TrainConfig) -> float | None:
 
 def of_levers() -> Iterator[dict[str, Any]]:
     """Every pair of the levers."""
-    rows = [row for row in _rows("reference_levers") if row.get("outcome") == "ok"]
+    rows = [row for row in result_rows("reference_levers") if row.get("outcome") == "ok"]
     by_lever = {(row["model"], row["config"].split()[0], row["lever"]): row for row in rows}
     for claim, levers in OF_LEVERS.items():
         for model, method, lever in by_lever:
@@ -93,7 +81,7 @@ def of_levers() -> Iterator[dict[str, Any]]:
 
 def of_rank() -> Iterator[dict[str, Any]]:
     """Rank 64 against rank 16: the steps of two probes that followed each other in one process."""
-    ranks = {row["config"].split()[1]: row for row in _rows("warm_vs_cold") if row["after"] == "another rank"}
+    ranks = {row["config"].split()[1]: row for row in result_rows("warm_vs_cold") if row["after"] == "another rank"}
     speed = ranks["r16"]["warm_step_s"] / ranks["r64"]["warm_step_s"]
     memory = ranks["r64"]["warm_peak_gib"] / ranks["r16"]["warm_peak_gib"]
     config = ranks["r64"]["config"]
@@ -105,8 +93,8 @@ def of_rank() -> Iterator[dict[str, Any]]:
 
 def of_packing() -> Iterator[dict[str, Any]]:
     """Useful tokens/s of exported runs: packed rows against others, padded in three ways."""
-    runs = {row["case"]: row["tokens_per_s"] for row in _rows("packing")}
-    passes = {row["way"]: row["measured_tokens_per_s"] for row in _rows("real_data")}
+    runs = {row["case"]: row["tokens_per_s"] for row in result_rows("packing")}
+    passes = {row["way"]: row["measured_tokens_per_s"] for row in result_rows("real_data")}
     padded_to = {
         "seq_len": ("packing", "mistral-7b", runs["packed"] / runs["padded"]),
         "lengths": ("real_data", "llama-3.2-3b", passes["packed"] / passes["bucketed"]),
@@ -115,11 +103,6 @@ def of_packing() -> Iterator[dict[str, Any]]:
     for to, (data, model, speed) in padded_to.items():
         row = {"claim": f"packing_against_{to}", "data": data, "model": model, "config": "packed"}
         yield row | {"speed": speed, "memory": None}
-
-
-def _rows(name: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-    return rows
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -143,5 +126,13 @@ def _spread(group: list[dict[str, Any]], key: str) -> dict[str, float]:
     return {f"{key}_min": min(values), f"{key}_median": statistics.median(values), f"{key}_max": max(values)}
 
 
+def run(args: argparse.Namespace) -> None:
+    """Compare all pairs."""
+    finish(args, None, [*of_table(), *of_levers(), *of_rank(), *of_packing()], COLUMNS)
+
+
+MODES = {"": Mode(run=run, result="claims", summarize=summarize)}
+
+
 if __name__ == "__main__":
-    main()
+    run_program(MODES, __doc__)

@@ -321,7 +321,7 @@ def judged(prober: DryProber, row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def judged_unknown(prober: DryProber, row: dict[str, Any]) -> dict[str, Any] | None:
-    """One truncated model against its counted time and peak on its card; None where it has a formula."""
+    """Compare a truncated model with its counted time and peak on its GPU. Return None if it has a formula."""
     config, model = TrainConfig(**row["config"]), resolve_model(row["model"])
     if estimate_step_time(model, config) is not None:
         return None
@@ -348,7 +348,7 @@ def judged_unknown(prober: DryProber, row: dict[str, Any]) -> dict[str, Any] | N
 
 
 def summarize_speed(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Errors by what sets the pace, of models with a formula and of those without."""
+    """Summarize models with a formula, GPU-bound or CPU-bound, and models without one (`unknown_`)."""
     known = [row for row in rows if "formula_error" in row]
     found: dict[str, Any] = {"configs": len(known), "models": len({row["model"] for row in known})}
     for name, bound in (("device_bound", True), ("host_bound", False)):
@@ -511,7 +511,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def fsdp2_on_meta(num_gpus: int) -> Iterator[StorageCounter]:
-    """Let `fully_shard` work on the meta device in a fake world, and count what it frees by resizing storages."""
+    """Let `fully_shard` work on the meta device in a simulated world, and count the storages that it resizes."""
     counter = StorageCounter(META, cuda_workspace)
     param, handle = fsdp._fsdp_param, fsdp._fsdp_param_group._get_device_handle
 
@@ -552,7 +552,7 @@ def fsdp2_on_meta(num_gpus: int) -> Iterator[StorageCounter]:
 
 
 def summarize_ranks(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarize all ranks, and those of models that the formula was not written with (`other_models_`)."""
+    """Summarize all ranks, and the ranks of models that the formula was not written with (`other_models_`)."""
     errors = [abs(row["error"]) for row in rows]
     others = [row for row in rows if row["model"] not in ("mistral-7b", "llama-3.1-8b")]
     return {

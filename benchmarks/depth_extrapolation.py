@@ -1,8 +1,8 @@
 """Measure how well probes at two truncated depths predict the peak memory and step time of the whole model.
 
 The product's own worker probes each configuration at two truncated depths and at full depth. The benchmark compares the
-extrapolation with the whole model. Times are those of a full step with four micro batches. If the host needs as long to
-launch the operations as the device needs to compute them, the probe reports that the host is the bottleneck.
+extrapolation with the whole model. A time is the duration of a full step with four micro batches. If the host launches
+the operations no faster than the device computes them, the probe reports a CPU-bound configuration.
 
 Other users of the host can slow it down for seconds, at any depth, and can disturb two probes in a row. If the host's
 share of a step is not small, the three depths are therefore probed in turns, until at each depth the shortest steps of
@@ -15,17 +15,15 @@ holds the error of a prediction from the first turn only, and how much the media
 import argparse
 import itertools
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from common import Rows, save, table
+from bench import Mode, Rows, finish, run_program, table, worker
 
 from autotune.catalog import resolve_model
-from autotune.core.probe_types import Fingerprint, Measurement, Outcome, ProbeRequest
+from autotune.core.probe_types import Measurement, Outcome, ProbeRequest
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import DEVICE_BOUND, Extrapolation, depths, extrapolate
@@ -63,48 +61,10 @@ CONFIGS: list[dict[str, Any]] = [
 ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="*", default=list(MODELS))
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--memory-gib", type=float, default=135.0)
-    parser.add_argument("--rows", type=Path, help="the .jsonl file of an earlier call to continue")
-    parser.add_argument("--turns", type=int, default=8, help="maximum number of turns")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=540.0,
-        help="start no probe after this time; 0 only evaluates the rows in --rows",
-    )
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    until = time.monotonic() + args.seconds
-    logs = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
-    stored = Rows("depth_extrapolation", args.out, args.rows)
-    done = {key(row) for row in stored.all if finished(row)}
-    wanted = [
-        (name, TrainConfig(**settings, **({"attention": "eager"} if name in EAGER else {})))
-        for name, settings in itertools.product(args.models, CONFIGS)
-    ]
-    missing = [(name, config) for name, config in wanted if (name, config.label()) not in done]
-    if missing and args.seconds:
-        with WorkerProber(args.device, logs) as prober:
-            for name, config in missing:
-                if time.monotonic() < until:
-                    stored.add(probe_depths(prober, args, name, config, logs))
-                    table([compared(stored.all[-1])], ["model", "config", "peak_error", "reserved_error", "time_error"])
-    latest = {key(row): row for row in stored.all}.values()  # a row measured again comes later
-    shown = [compared(row) | {"disturbed": not finished(row)} for row in latest]
-    summary = summarize(shown)
-    fingerprint = from_data(Fingerprint, stored.all[0]["fingerprint"])
-    save("depth_extrapolation", fingerprint, summary, shown, args.out)
-    print(summary)
-
-
 def summarize(shown: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarize the undisturbed rows; of the disturbed ones, what a study would have seen is summarised too.
+    """Summarize the undisturbed rows, and the view of a study on all rows.
 
-    A study probes each depth once: `first_` errors are those of the first turn, over all rows with `_of_all`.
+    A study probes each depth once: `first_` errors compare the first turn, and `_of_all` includes the disturbed rows.
     """
     succeeded = [row for row in shown if "failed" not in row]
     rows, disturbed = ([row for row in succeeded if row["disturbed"] is side] for side in (False, True))
@@ -152,9 +112,7 @@ def summarize(shown: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def probe_depths(
-    prober: WorkerProber, args: argparse.Namespace, name: str, config: TrainConfig, logs: Path
-) -> dict[str, Any]:
+def probe_depths(prober: WorkerProber, args: argparse.Namespace, name: str, config: TrainConfig) -> dict[str, Any]:
     """Probe a configuration at three depths, in turns. Return the measurements, or the first failure, as a row."""
     model = dict(resolve_model(name).config)
     if MODELS.get(name):
@@ -174,7 +132,7 @@ def probe_depths(
     by_depth: list[list[Measurement]] = [[], [], []]
     for _ in range(args.turns):
         for request, measurements in zip(requests, by_depth, strict=True):
-            result = prober.probe(request, logs / "probe.log")
+            result = prober.probe(request, prober.logs / "probe.log")
             about["seconds"] += result.seconds.get("total", 0.0)
             if result.outcome is not Outcome.OK or result.measurement is None:
                 return about | {"failed": f"at depth {request.depth}: {result.outcome}, {result.reason}"}
@@ -271,5 +229,42 @@ def pooled(probes: Sequence[Measurement]) -> Measurement:
     )
 
 
+def run(args: argparse.Namespace) -> None:
+    """Probe the missing configurations, and compare all."""
+    until = time.monotonic() + args.seconds
+    stored = Rows.of(args)
+    done = {key(row) for row in stored.all if finished(row)}
+    wanted = [
+        (name, TrainConfig(**settings, **({"attention": "eager"} if name in EAGER else {})))
+        for name, settings in itertools.product(args.models, CONFIGS)
+    ]
+    missing = [(name, config) for name, config in wanted if (name, config.label()) not in done]
+    if missing and args.seconds:
+        with worker(args.device) as prober:
+            for name, config in missing:
+                if time.monotonic() < until:
+                    stored.add(probe_depths(prober, args, name, config))
+                    table([compared(stored.all[-1])], ["model", "config", "peak_error", "reserved_error", "time_error"])
+    latest = {key(row): row for row in stored.all}.values()  # a row measured again comes later
+    finish(args, stored.fingerprint, [compared(row) | {"disturbed": not finished(row)} for row in latest])
+
+
+MODES = {
+    "": Mode(
+        run=run,
+        result="depth_extrapolation",
+        summarize=summarize,
+        options={
+            "--models": list(MODELS),
+            "--device": "cuda",
+            "--memory-gib": 135.0,
+            "--rows": None,
+            "--turns": {"default": 8, "help": "maximum number of turns"},
+            "--seconds": 540.0,
+        },
+    )
+}
+
+
 if __name__ == "__main__":
-    main()
+    run_program(MODES, __doc__)

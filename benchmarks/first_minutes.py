@@ -42,9 +42,9 @@ from autotune.core.serialization import to_data
 # --- record
 
 SIZES = ((100, 30), (160, 50))  # columns and rows
-FRAME_S = 0.2  # what is drawn within this time is one frame
+FRAME_S = 0.2  # output within this time is one frame
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
-# What is on screen at each moment that a reader waits for.
+# The text on screen at each moment that a reader waits for.
 MOMENTS = {
     "plan_s": r"(?m)^ baseline  ",
     "first_number_s": r"[0-9,]+ tokens/s",
@@ -57,13 +57,13 @@ USER, HOST, HOME = "you", "gpu-box", "/home/you"  # in place of this machine's
 
 @dataclass(slots=True)
 class Recording:
-    """What a terminal was sent: pairs of a time in seconds since the start, and text."""
+    """The output to a terminal: pairs of a time in seconds since the start, and text."""
 
     frames: list[tuple[float, str]] = field(default_factory=list)
     seconds: float = 0.0
 
     def moment(self, pattern: str) -> float | None:
-        """When the text so far first matched; None if it never did."""
+        """Return the time of the first match of the text so far, if any."""
         text = ""
         for seconds, drawn in self.frames:
             text += CONTROL.sub("", drawn).replace("\r", "\n")
@@ -133,7 +133,7 @@ def record(arguments: list[str], folder: Path, columns: int, lines: int) -> Reco
 
 
 def _frame(terminal: int) -> bytes:
-    """What the terminal is sent within FRAME_S of the first character; empty at the end."""
+    """Return the output within FRAME_S of the first character. It is empty at the end."""
     drawn, until = b"", None
     while until is None or (left := until - time.monotonic()) > 0:
         if until is not None and not select.select([terminal], [], [], left)[0]:
@@ -149,7 +149,7 @@ def _frame(terminal: int) -> bytes:
 
 
 def as_cast(recording: Recording, columns: int, lines: int, command: str) -> str:
-    """An asciinema file, version 2. Raises SystemExit where it would tell of this machine."""
+    """An asciinema file, version 2. Raises SystemExit if it would describe this machine."""
     text = "".join(drawn for _, drawn in recording.frames)
     private = {str(Path.home()), str(ROOT), tempfile.gettempdir(), socket.gethostname()}
     if found := [word for word in private if len(word) > 2 and word in text]:
@@ -187,17 +187,6 @@ def run_truth(args: argparse.Namespace) -> None:
     finish(args, fingerprint_of(study), rows)
 
 
-def summarize_truth(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    ratios = [row["ratio"] for row in rows]
-    return {
-        "repeats": len(rows),
-        "ratio": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-        "inside": sum(row["low"] <= row["measured"] <= row["high"] for row in rows),
-    }
-
-
 def truth_of(winner: dict[str, Any], done: dict[str, Any]) -> dict[str, Any]:
     """Return the predicted speed of a winner with its interval, and the measured one, in tokens per second."""
     said, found = winner["performance"]["tokens_per_second"], done["tokens_per_second"]
@@ -213,6 +202,17 @@ def truth_of(winner: dict[str, Any], done: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def summarize_truth(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    ratios = [row["ratio"] for row in rows]
+    return {
+        "repeats": len(rows),
+        "ratio": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "inside": sum(row["low"] <= row["measured"] <= row["high"] for row in rows),
+    }
+
+
 MODES = {
     "record": Mode(
         run=run_record,
@@ -220,7 +220,7 @@ MODES = {
         summarize=summarize_record,
         options={
             "--name": {"default": README, "help": "name of the recorded command"},
-            "--rows": {"help": "the result to which these rows are added"},
+            "--rows": {"help": "the result that gets these rows"},
             "--keep": {"help": "a folder for the last study"},
             "options": {"nargs": "*", "metavar": "-- OPTIONS", "help": "of `autotune run`, instead of README's"},
         },

@@ -95,6 +95,53 @@ def summarize_workers(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def run_fleet(url: str, workers: int, trials: int, killed: int) -> dict[str, Any]:
+    """Run one study to its end and count the trials in its database and in the logs of its workers."""
+    folder = scratch()
+    ProbeStore(url).close()
+    Optimizer.create(url, FLEET, SearchSpace.load("lora"), seed=0).close()
+
+    # Start all workers, wait for their imports, and kill some while they work.
+    logs = [folder / f"{number}.log" for number in range(workers)]
+    line = [sys.executable, __file__, "workers", "--trials", str(trials)]
+    environment = os.environ | {"AUTOTUNE_STORAGE": url}
+    started = [
+        subprocess.Popen([*line, "--as-worker", str(number), "--log", str(log)], env=environment)
+        for number, log in enumerate(logs)
+    ]
+    while not all(log.exists() for log in logs):
+        time.sleep(0.05)
+    begin = time.monotonic()
+    (folder / "go").touch()
+    chosen = random.Random(0).sample(started, killed)
+    for count, process in enumerate(chosen, 1):
+        time.sleep(5 * count)
+        process.send_signal(signal.SIGKILL)
+    codes = [process.wait() for process in started]
+    seconds = time.monotonic() - begin
+    assert all(code == 0 for code, process in zip(codes, started, strict=True) if process not in chosen), codes
+
+    storage = optuna.storages.RDBStorage(url)
+    states = Counter(trial.state.name for trial in optuna.load_study(storage=storage, study_name=FLEET).trials)
+    storage.engine.dispose()
+    done = states["COMPLETE"] + states["PRUNED"]
+    probed = Counter(word for log in logs for word in log.read_text().split())
+    store = ProbeStore(url)
+    stored = {row.result.config.digest for row in store.of_study(FLEET)}
+    store.close()
+    return {
+        "trials": done,
+        "seconds": seconds,
+        "trials_per_s": done / seconds,
+        "killed": killed,
+        "probed": len(probed),
+        "duplicates": sum(count > 1 for count in probed.values()),
+        # Another worker repeats the probe of a killed worker. Every answered probe is stored.
+        "lost": len(probed.keys() - stored) if not killed else max(trials - done, 0),
+        "stuck": states["RUNNING"],
+    }
+
+
 def work(url: str, number: int, trials: int, log: Path) -> None:
     """Run one of the workers. Number 0 is the leader."""
     model, device, space = resolve_model("mistral-7b"), resolve_device("h200"), SearchSpace.load("lora")
@@ -371,53 +418,6 @@ class FaultStudy:
     def whole_models(self) -> set[str]:
         """The logs of probes of whole models so far."""
         return {log.name for log in (self.folder / "out" / "logs").glob("trial-*.log") if WHOLE.fullmatch(log.name)}
-
-
-def run_fleet(url: str, workers: int, trials: int, killed: int) -> dict[str, Any]:
-    """Run one study to its end and count the trials in its database and in the logs of its workers."""
-    folder = scratch()
-    ProbeStore(url).close()
-    Optimizer.create(url, FLEET, SearchSpace.load("lora"), seed=0).close()
-
-    # Start all workers, wait for their imports, and kill some while they work.
-    logs = [folder / f"{number}.log" for number in range(workers)]
-    line = [sys.executable, __file__, "workers", "--trials", str(trials)]
-    environment = os.environ | {"AUTOTUNE_STORAGE": url}
-    started = [
-        subprocess.Popen([*line, "--as-worker", str(number), "--log", str(log)], env=environment)
-        for number, log in enumerate(logs)
-    ]
-    while not all(log.exists() for log in logs):
-        time.sleep(0.05)
-    begin = time.monotonic()
-    (folder / "go").touch()
-    chosen = random.Random(0).sample(started, killed)
-    for count, process in enumerate(chosen, 1):
-        time.sleep(5 * count)
-        process.send_signal(signal.SIGKILL)
-    codes = [process.wait() for process in started]
-    seconds = time.monotonic() - begin
-    assert all(code == 0 for code, process in zip(codes, started, strict=True) if process not in chosen), codes
-
-    storage = optuna.storages.RDBStorage(url)
-    states = Counter(trial.state.name for trial in optuna.load_study(storage=storage, study_name=FLEET).trials)
-    storage.engine.dispose()
-    done = states["COMPLETE"] + states["PRUNED"]
-    probed = Counter(word for log in logs for word in log.read_text().split())
-    store = ProbeStore(url)
-    stored = {row.result.config.digest for row in store.of_study(FLEET)}
-    store.close()
-    return {
-        "trials": done,
-        "seconds": seconds,
-        "trials_per_s": done / seconds,
-        "killed": killed,
-        "probed": len(probed),
-        "duplicates": sum(count > 1 for count in probed.values()),
-        # Another worker repeats the probe of a killed worker. Every answered probe is stored.
-        "lost": len(probed.keys() - stored) if not killed else max(trials - done, 0),
-        "stuck": states["RUNNING"],
-    }
 
 
 MODES = {

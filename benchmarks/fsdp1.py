@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import save, table
+from bench import Mode, finish, run_program
 
 from autotune.catalog import resolve_model
 from autotune.core.parallelism import Parallelism
@@ -41,19 +41,6 @@ CONFIG = TrainConfig(
     allocator="fixed",
 )
 COLUMNS = ["layers", "offload", "peak_gib", "predicted_gib", "memory_error", "reserved_gib", "device_gib"]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rank-of", nargs=2, type=int, metavar=("LAYERS", "OFFLOAD"), help="what torchrun starts")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    if args.rank_of:
-        train(args.rank_of[0], bool(args.rank_of[1]), args.out)
-        return
-    rows = [measured(layers, offload) for offload in (False, True) for layers in LAYERS]
-    table(rows, COLUMNS)
-    save("fsdp1", open_meter("cuda").fingerprint(), summarize(rows), rows, args.out)
 
 
 def measured(layers: int, offload: bool) -> dict[str, Any]:
@@ -191,5 +178,24 @@ def quantised(linear: torch.nn.Linear, layers: Any) -> torch.nn.Module:
     return made
 
 
+def run(args: argparse.Namespace) -> None:
+    """Train each number of layers, with and without offload."""
+    if args.rank_of:
+        train(args.rank_of[0], bool(args.rank_of[1]), args.out)
+        return
+    rows = [measured(layers, offload) for offload in (False, True) for layers in LAYERS]
+    finish(args, open_meter("cuda").fingerprint(), rows, COLUMNS)
+
+
+MODES = {
+    "": Mode(
+        run=run,
+        result="fsdp1",
+        summarize=summarize,
+        options={"--rank-of": {"nargs": 2, "type": int, "metavar": ("LAYERS", "OFFLOAD"), "help": argparse.SUPPRESS}},
+    )
+}
+
+
 if __name__ == "__main__":
-    main()
+    run_program(MODES, __doc__)

@@ -1,12 +1,11 @@
-"""Compare the tokens and labels of `train.py` with those of other trainers' own code, token by token.
+"""Compare the tokens and labels of `train.py` with the output of other trainers' own code, token by token.
 
 Rows of each form are made at random. Each tool tokenises them with its own functions and collator, set as the exported
 files set it, in a process of its own: TRL as it is installed; Axolotl and LLaMA-Factory from the folders of `--axolotl`
 and `--llamafactory`, into which their wheels were unpacked (`pip download --no-deps`, `unzip`), without being
-installed. What they import beyond text (images, sound, telemetry) is replaced by nothing.
+installed. Their imports beyond text (images, sound, telemetry) are replaced by empty modules.
 
-A row of the result is a form with a tool. `said` is true where the head of the exported file says that its labels
-differ.
+A row of the result is a form with a tool. `said` is true if the head of the exported file says that its labels differ.
 """
 
 import argparse
@@ -24,9 +23,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from common import ROOT, run_python, save, table
+from bench import Mode, finish, run_program, run_python
 
-sys.path.insert(0, str(ROOT))
 from tests.helpers.tokenizers import WORDS, byte_level, template
 
 NUMBER = 200  # rows of each form
@@ -52,35 +50,6 @@ EOS = {"llama3": "<|eot_id|>", "qwen3_instruct_2507": "<|im_end|>", "qwen2_5": "
 Labelled = list[tuple[list[int], list[int]]]  # tokens and labels of each row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--axolotl", type=Path, metavar="DIR", help="where its wheel was unpacked")
-    parser.add_argument("--llamafactory", type=Path, metavar="DIR", help="where its wheel was unpacked")
-    parser.add_argument("--more", type=Path, metavar="DIR", help="pure Python packages that these two import")
-    parser.add_argument("--out", type=Path, metavar="DIR")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child:
-        label_with(args.child[0], Path(args.child[1]))
-        return
-    folders = {"trl": None, "axolotl": args.axolotl, "llamafactory": args.llamafactory}
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        ours = make_cases(folder)
-        rows = []
-        for tool, code in folders.items():
-            if tool != "trl" and code is None:
-                continue
-            path = [str(one.absolute()) for one in (code, args.more) if one]
-            (folder / "path.json").write_text(json.dumps(path))
-            run_python([str(Path(__file__).absolute()), "--child", tool, str(folder)], folder)
-            rows += compared(tool, ours, json.loads((folder / f"{tool}.json").read_text()))
-    summary = summarize(rows)
-    save("labels", None, summary, rows, args.out)
-    table(rows, ["tool", "case", "rows", "tokens", "mismatches", "mismatched_tokens", "said"])
-    print(json.dumps(summary))
-
-
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "rows": sum(row["rows"] for row in rows),
@@ -94,7 +63,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def compared(tool: str, ours: dict[str, Labelled], theirs: dict[str, Labelled]) -> list[dict[str, Any]]:
     rows = []
     for case, labelled in theirs.items():
-        # The label of the first token is never used: nothing predicts it.
+        # The label of the first token is never used, because no token precedes it.
         pairs = [
             [(a, b) for a, b in ((us[0], them[0]), (us[1][1:], them[1][1:]))]
             for us, them in zip(ours[case], labelled, strict=True)
@@ -200,7 +169,7 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def label_with(tool: str, folder: Path) -> None:
-    """Write what this tool makes of the rows of its cases to <tool>.json."""
+    """Tokenise the rows of a tool's cases with its own code, and write the result to <tool>.json."""
     from transformers import AutoTokenizer
 
     sys.path[:0] = json.loads((folder / "path.json").read_text())
@@ -332,5 +301,40 @@ LABEL: dict[str, Callable[..., Iterator[Any]]] = {
 }
 
 
+def run(args: argparse.Namespace) -> None:
+    """Label the rows with each tool and compare."""
+    if args.child:
+        label_with(args.child[0], Path(args.child[1]))
+        return
+    folders = {"trl": None, "axolotl": args.axolotl, "llamafactory": args.llamafactory}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        ours = make_cases(folder)
+        rows = []
+        for tool, code in folders.items():
+            if tool != "trl" and code is None:
+                continue
+            path = [str(one.absolute()) for one in (code, args.more) if one]
+            (folder / "path.json").write_text(json.dumps(path))
+            run_python([str(Path(__file__).absolute()), "--child", tool, str(folder)], folder)
+            rows += compared(tool, ours, json.loads((folder / f"{tool}.json").read_text()))
+    finish(args, None, rows, ["tool", "case", "rows", "tokens", "mismatches", "mismatched_tokens", "said"])
+
+
+MODES = {
+    "": Mode(
+        run=run,
+        result="labels",
+        summarize=summarize,
+        options={
+            "--axolotl": {"type": Path, "metavar": "DIR", "help": "the folder of its unpacked wheel"},
+            "--llamafactory": {"type": Path, "metavar": "DIR", "help": "the folder of its unpacked wheel"},
+            "--more": {"type": Path, "metavar": "DIR", "help": "pure Python packages that these two import"},
+            "--child": {"nargs": 2, "help": argparse.SUPPRESS},
+        },
+    )
+}
+
+
 if __name__ == "__main__":
-    main()
+    run_program(MODES, __doc__)

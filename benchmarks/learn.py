@@ -4,9 +4,9 @@ First a model of 17 M parameters is trained on the source of Python's standard l
 forget. It is then fine-tuned with LoRA on three kinds of text that lie on this machine too: C++ headers of torch,
 descriptions and licences of installed packages, and docstrings to be written for a signature. All runs of the sweep are
 as long as the full run, and are judged by the same examples, which neither they nor the search train on.
-`loss_over_best` is the mean loss of the chosen rate over that of the best one, minus 1; `default_over_best` that of the
-fixed default; `cost_share` the optimizer steps of the search over those of the sweep. Adapters of other ranks are
-trained at the chosen rate: `ranks_diverged` counts those that were lost.
+`loss_over_best` is the mean loss of the chosen rate divided by the loss of the best rate, minus 1. `default_over_best`
+is the same for the fixed default. `cost_share` is the number of optimizer steps of the search divided by the steps of
+the sweep. Adapters of other ranks are trained at the chosen rate: `ranks_diverged` counts the diverged ones.
 """
 
 import argparse
@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Rows, save, table
+from bench import Mode, Rows, finish, run_program, scratch
 
 import autotune
-from autotune.core.probe_types import Fingerprint
-from autotune.core.serialization import from_data, to_data
+from autotune.core.serialization import to_data
 from autotune.export import script
 from autotune.export.run.learn import Learner, learn
 from autotune.export.run.process import write_files
@@ -47,30 +46,6 @@ LIBRARY, TORCH = Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent
 COLUMNS = ["data", "chosen", "loss", "best", "best_loss", "loss_over_best", "default_over_best", "cost_share"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gpu", default="auto", help="cpu: try it, with fewer and smaller runs")
-    parser.add_argument("--pretrain-s", type=float, default=25.0)
-    parser.add_argument("--budget", default="15s", help="of each study")
-    parser.add_argument("--share", type=float, default=4.5, help="of the full run that a search may take")
-    parser.add_argument("--data", nargs="*", default=list(TEXTS), choices=list(TEXTS))
-    parser.add_argument("--earlier", type=Path, help="learn.jsonl of an earlier call")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    rows = Rows("learn", args.out, args.earlier)
-    folder = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
-    began = time.monotonic()
-    pretrained_loss = pretrain(folder / "model", args)
-    print(f"pretrained to a loss of {pretrained_loss:.3f} in {time.monotonic() - began:.0f} s", flush=True)
-    with ThreadPoolExecutor() as pool:  # while a study searches, trainings for the one before run
-        found = [pool.submit(compare, tuned(name, folder, args), args) for name in args.data]
-        for one in found:
-            rows.add(one.result() | {"pretrained_loss": pretrained_loss})
-    table(rows.all, COLUMNS)
-    save("learn", from_data(Fingerprint, rows.all[-1]["fingerprint"]), summarize(rows.all), rows.all, args.out)
-    print(summarize(rows.all))
-
-
 # --- text that lies on every machine
 
 
@@ -83,7 +58,7 @@ def files(folder: Path, *patterns: str) -> Iterator[str]:
 
 
 def pieces(texts: Iterator[str]) -> Iterator[dict[str, str]]:
-    """Examples of as many characters, in their order."""
+    """Yield examples of CHARACTERS characters, in their order."""
     for text in texts:
         for begin in range(0, min(len(text), 20 * CHARACTERS) - CHARACTERS, CHARACTERS):
             yield {"text": text[begin : begin + CHARACTERS]}
@@ -158,7 +133,7 @@ def pretrain(folder: Path, args: argparse.Namespace) -> float:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A study's winner, the examples that it was tuned for, and those of the sweep, the last of which judge."""
+    """A study's winner, its examples, and the examples of the sweep. The last ones of the sweep judge."""
 
     name: str
     recipe: Recipe
@@ -259,5 +234,36 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def run(args: argparse.Namespace) -> None:
+    """Pretrain a model, tune it on each data set, and compare the rates."""
+    rows = Rows.of(args)
+    folder = scratch()
+    began = time.monotonic()
+    pretrained_loss = pretrain(folder / "model", args)
+    print(f"pretrained to a loss of {pretrained_loss:.3f} in {time.monotonic() - began:.0f} s", flush=True)
+    with ThreadPoolExecutor() as pool:  # while one study searches, the trainings of the study before run
+        found = [pool.submit(compare, tuned(name, folder, args), args) for name in args.data]
+        for one in found:
+            rows.add(one.result() | {"pretrained_loss": pretrained_loss})
+    finish(args, rows.all[-1]["fingerprint"], rows.all, COLUMNS)
+
+
+MODES = {
+    "": Mode(
+        run=run,
+        result="learn",
+        summarize=summarize,
+        options={
+            "--gpu": "auto",
+            "--pretrain-s": 25.0,
+            "--budget": "15s",
+            "--share": {"default": 4.5, "help": "multiple of the full run that a search may take"},
+            "--data": {"nargs": "*", "default": list(TEXTS), "choices": list(TEXTS)},
+            "--rows": None,
+        },
+    )
+}
+
+
 if __name__ == "__main__":
-    main()
+    run_program(MODES, __doc__)

@@ -1,4 +1,4 @@
-"""Measure what levers are worth, alone, side by side and together, and check what they must not change."""
+"""Measure the speed of levers, alone, side by side and together, and check that they keep gradients and losses."""
 
 import argparse
 import functools
@@ -76,11 +76,14 @@ REFERENCE_LEVERS: dict[str, dict[str, Any]] = {
     "together, micro batch of 1": TOGETHER | {"micro_batch_size": 1},
     "together, micro batch of 8": TOGETHER | {"micro_batch_size": 8},
 }
-# As a person would call it; what is learnt changes with 8-bit floats, which is why they have to be allowed.
+# As a user would call it. 8-bit floats change the training, so they need consent.
 STUDIES: dict[str, list[str]] = {
     "the study's winner": [],
     "the study's winner, fp8 allowed": ["--allow-quantized"],
 }
+
+
+LEVER_COLUMNS = ["lever", "config", "tokens_per_s", "mfu", "peak_reserved_gib"]
 
 
 def run_reference(args: argparse.Namespace) -> None:
@@ -122,9 +125,46 @@ def summarize_reference(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def measure_reference(rows: Rows, args: argparse.Namespace, cases: list[tuple[str, TrainConfig]], until: float) -> None:
+    """Measure each lever on each of these references, unless its row exists or the time is over."""
+    device = resolve_device(args.gpu)
+    missing: dict[tuple[str, str], tuple[str, TrainConfig]] = {}  # several levers may give the same configuration
+    for name, reference in cases:
+        for lever, changes in REFERENCE_LEVERS.items():
+            config = replace(reference, **changes)
+            if not rows.has(model=resolve_model(name).short, config=config.label()):
+                missing.setdefault((name, config.label()), (lever, config))
+    if not missing or time.monotonic() > until:
+        return
+    with worker(device_of(device)) as prober:
+        fingerprint = to_data(prober.fingerprint)
+        for (name, _), (lever, config) in missing.items():
+            if time.monotonic() < until:
+                found = speed(prober, resolve_model(name), device, config, args.memory_gib)
+                rows.add({"lever": lever, **found, "fingerprint": fingerprint})
+                table(rows.all[-1:], LEVER_COLUMNS)
+
+
+def reference_study(args: argparse.Namespace, name: str, options: list[str]) -> dict[str, Any]:
+    """Run a study and return its winner with the study's own measurements as a row."""
+    task = ["--gpu", args.gpu, "--model", args.models[0], "--tokens-per-example", "2048", "--budget", args.budget]
+    task += [*set_options({"seq_len": 2048, "lora_rank": 16}), "--out", "study", *options]
+    summary = run_study(scratch(), *task)
+    winner = summary["winner"]
+    return {
+        "lever": name,
+        "model": args.models[0],
+        "config": TrainConfig(**winner["config"]).label(),
+        "tokens_per_s": winner["performance"]["tokens_per_second"],
+        "mfu": winner["performance"]["mfu"],
+        "peak_reserved_gib": winner["memory"]["peak_reserved_gib"],
+        "fingerprint": fingerprint_of(summary),
+    }
+
+
 # --- sides
 
-# A lever, and what is the same without it.
+# Each lever: the configuration without it, and with it.
 SIDES_COMPILED = {"checkpointing": "none", "compile": "per_layer", "loss": "chunked", "padding": "max_length"}
 SIDES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "together": ({}, TOGETHER),
@@ -143,12 +183,13 @@ GRAPHS: dict[str, dict[str, Any]] = {
 
 
 def run_sides(args: argparse.Namespace) -> None:
-    """Measure whole models with and without each lever, and check what a lever must not change.
+    """Measure whole models with and without each lever, and check gradients and losses.
 
     The pairs have two ranks and two row lengths. Selective recomputation is also measured on long rows and under a
     memory cap, CUDA graphs on a small, CPU-bound micro batch, and packed rows beside full ones (`packing.py
-    attention`). Gradients and losses are those of the mode `checks`. `--first` makes a short test of selective
-    recomputation and CUDA graphs. Each row names its GPU, so one result can hold rows of several GPUs (`--rows`).
+    attention`). The mode `checks` explains the checks of gradients and losses. `--first` makes a short test of
+    selective recomputation and CUDA graphs. Each row names its GPU, so one result can hold rows of several GPUs
+    (`--rows`).
     """
     rows = Rows.of(args)
     measure_sides(rows, args, time.monotonic() + args.seconds)
@@ -156,7 +197,7 @@ def run_sides(args: argparse.Namespace) -> None:
 
 
 def measure_sides(rows: Rows, args: argparse.Namespace, until: float) -> None:
-    """Measure with and without each lever, and check what a lever must not change. Nothing begins after `until`."""
+    """Measure with and without each lever, and check gradients and losses. Start no measurement after `until`."""
     if time.monotonic() > until:
         return
     device = resolve_device(args.gpu)
@@ -254,7 +295,7 @@ def summarize_sides(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def summarize_card(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Ratios of speeds, None where one of the two was not measured or did not fit, and the largest differences."""
+    """Return ratios of speeds, and the largest differences. A ratio is None without both speeds."""
 
     def best(part: str, *levers: str) -> float | None:
         speeds = [row.get("tokens_per_s") for row in rows if row["part"] == part and row["lever"] in levers]
@@ -304,7 +345,7 @@ CONFIG = TrainConfig(
 )
 CHECKS_COMPILED = {"compile": "per_layer"}
 EXACT: dict[str, Any] = {"precision": "fp32"}  # of the values in bf16
-# Each alone; the first is what all others change.
+# Each lever alone. All others change the first.
 CHECKS_LEVERS: dict[str, dict[str, Any]] = {
     "none": {},
     "layers compiled": CHECKS_COMPILED,
@@ -315,7 +356,7 @@ CHECKS_LEVERS: dict[str, dict[str, Any]] = {
     "fp8 base, layers compiled": CHECKS_COMPILED | {"quantization": "fp8"},
 }
 STEPS, LAST, ACCUMULATION, RATE = 50, 10, 2, 3e-3  # LAST: steps whose losses are averaged
-BASE_STEPS, BASE_RATE = 300, 1e-3  # in which the base is trained
+BASE_STEPS, BASE_RATE = 300, 1e-3  # of training the base
 SEEDS = (0, 1, 2)
 UPDATED = ("none", "layers compiled", "joined adapters, layers compiled")
 UPDATES = (1e-5, 3e-5, 1e-4, 1e-3)  # of each value of B, as a first step of Adam at such a rate
@@ -429,7 +470,7 @@ def loss_differences(
 
 
 def arriving(device: torch.device, ways: Sequence[str] = UPDATED) -> list[dict[str, Any]]:
-    """How much of what an update of the adapters' B lowers the loss by in 32 bits is left, by its size and the way."""
+    """Return the share of the loss reduction in 32 bits that an update of the adapters' B keeps, by size and way."""
     directions, exact = _lowered(replace(CONFIG, **EXACT), device)
     found = []
     for way in ways:
@@ -444,7 +485,7 @@ def arriving(device: torch.device, ways: Sequence[str] = UPDATED) -> list[dict[s
 def _lowered(
     config: TrainConfig, device: torch.device, directions: list[torch.Tensor] | None = None
 ) -> tuple[list[torch.Tensor], list[float]]:
-    """The signs of the gradients of each B, and what a step of each size against `directions` lowers the loss by."""
+    """Return the gradient signs of each B, and the loss reduction of a step of each size against `directions`."""
     _, model, _ = built(config, device)
     ups = [parameter for name, parameter in model.named_parameters() if "lora_B" in name]
     tokens = torch.stack(text(config.micro_batch_size, config.seq_len)).to(device)
@@ -477,7 +518,7 @@ def gradient_difference(
 ) -> dict[str, float]:
     """Losses and gradients of two micro batches with a lever, by default CUDA graphs: relative differences.
 
-    The model is as of `losses`. Gradients add up, from zero, after another micro batch, with which a graph is captured.
+    The model is as of `losses`. Gradients add up from zero, after another micro batch that captures the graph.
     """
     first, second = (batch.unsqueeze(0).to(device) for batch in text(2, config.seq_len))
     with_it = replace(config, **(CHECKS_LEVERS["CUDA graphs"] if lever is None else lever))
@@ -494,7 +535,7 @@ def _gradients(
     _, model, _ = built(config, device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     loss_of = _loss_of(model, config, device)
-    for parameter in trained:  # those that begin at zero would leave half of the gradients at zero
+    for parameter in trained:  # parameters at zero would leave half of the gradients at zero
         nn.init.normal_(parameter, std=0.02)
 
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -541,46 +582,6 @@ def run_checks(args: argparse.Namespace) -> None:
         rows.add(row)
         print(row, flush=True)
         save(args, fingerprint, rows.all)
-
-
-LEVER_COLUMNS = ["lever", "config", "tokens_per_s", "mfu", "peak_reserved_gib"]
-
-
-def measure_reference(rows: Rows, args: argparse.Namespace, cases: list[tuple[str, TrainConfig]], until: float) -> None:
-    """Measure each lever on each of these references, unless its row exists or the time is over."""
-    device = resolve_device(args.gpu)
-    missing: dict[tuple[str, str], tuple[str, TrainConfig]] = {}  # several levers may give the same configuration
-    for name, reference in cases:
-        for lever, changes in REFERENCE_LEVERS.items():
-            config = replace(reference, **changes)
-            if not rows.has(model=resolve_model(name).short, config=config.label()):
-                missing.setdefault((name, config.label()), (lever, config))
-    if not missing or time.monotonic() > until:
-        return
-    with worker(device_of(device)) as prober:
-        fingerprint = to_data(prober.fingerprint)
-        for (name, _), (lever, config) in missing.items():
-            if time.monotonic() < until:
-                found = speed(prober, resolve_model(name), device, config, args.memory_gib)
-                rows.add({"lever": lever, **found, "fingerprint": fingerprint})
-                table(rows.all[-1:], LEVER_COLUMNS)
-
-
-def reference_study(args: argparse.Namespace, name: str, options: list[str]) -> dict[str, Any]:
-    """Run a study and return its winner with the study's own measurements as a row."""
-    task = ["--gpu", args.gpu, "--model", args.models[0], "--tokens-per-example", "2048", "--budget", args.budget]
-    task += [*set_options({"seq_len": 2048, "lora_rank": 16}), "--out", "study", *options]
-    summary = run_study(scratch(), *task)
-    winner = summary["winner"]
-    return {
-        "lever": name,
-        "model": args.models[0],
-        "config": TrainConfig(**winner["config"]).label(),
-        "tokens_per_s": winner["performance"]["tokens_per_second"],
-        "mfu": winner["performance"]["mfu"],
-        "peak_reserved_gib": winner["memory"]["peak_reserved_gib"],
-        "fingerprint": fingerprint_of(summary),
-    }
 
 
 MODES = {

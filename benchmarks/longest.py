@@ -1,24 +1,21 @@
-"""The longest rows that really train: Llama-3.1-8B, QLoRA of rank 32 on all linear layers, on 80 GB and on 24 GB.
+"""Train the longest rows: Llama-3.1-8B, QLoRA of rank 32 on all linear layers, on 80 GB and on 24 GB.
 
     python benchmarks/longest.py                  # an H100 with 80 GB and 110 GiB of host memory
     python benchmarks/longest.py --marks 24gb     # one of the two
 
-Each row is one real step of the whole model. 24 GB are what an RTX 4090 offers, as a cap on the card that is here. Two
-layers and 65,536 tokens show first which attention kernel is faster, and whether the row fits with it; cuDNN's may need
-more on longer rows than these show, and `--attention sdpa` leaves it out. Where a length does not fit, one that is 3 %
-shorter is tried, once. Attention takes most of the time, since it grows with the square
-of the length: a step of 344,064 tokens has 1.4e17 FLOPs of it, so that the whole benchmark takes minutes.
+Each row is one real step of the whole model. 24 GB is the memory of an RTX 4090, as a cap on the local GPU. First two
+layers with 65,536 tokens show which attention kernel is faster and fits. cuDNN's kernel may need more memory on longer
+rows, and `--attention sdpa` leaves it out. If a length does not fit, the program tries one that is 3 % shorter, once.
+Attention takes most of the time, because it grows with the square of the length: a step of 344,064 tokens has 1.4e17
+FLOPs of attention, so the whole benchmark takes minutes.
 """
 
 import argparse
-import json
-import tempfile
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
-from common import save
+from bench import Mode, load, run_program, save, worker
 
 from autotune.catalog import resolve_model
 from autotune.core.machine import host_memory_gib
@@ -38,15 +35,14 @@ ROOM = 0.93  # of the limit: whole models need more than two layers and a line s
 
 
 class Marks:
-    """The benchmark in progress. Each result is written as it comes."""
+    """The benchmark in progress. It saves each result at once."""
 
-    def __init__(self, prober: WorkerProber, out: Path | None, earlier: Path | None) -> None:
-        self.prober, self.out = prober, out
-        before = json.loads(earlier.read_text(encoding="utf-8")) if earlier else {"rows": []}
-        self.rows: list[dict[str, Any]] = before["rows"]
+    def __init__(self, prober: WorkerProber, args: argparse.Namespace) -> None:
+        self.prober, self.args = prober, args
+        self.rows: list[dict[str, Any]] = load(args.rows) if args.rows else []
 
     def run(self, asked: Longest, config: TrainConfig, cap_gib: float, depth: int | None = None) -> ProbeResult:
-        """A probe of this configuration, kept as a row."""
+        """Probe this configuration and keep the result as a row."""
         began = time.monotonic()
         request = asked.request(config, cap_gib, depth=depth)
         result = self.prober.probe(request, self.prober.logs / "longest.log")
@@ -55,28 +51,25 @@ class Marks:
         wall_s = time.monotonic() - began
         self.rows.append(asdict(attempt) | about | {"reason": result.reason, "wall_s": wall_s})
         print(self.rows[-1], flush=True)
-        self.write()
+        save(self.args, self.prober.fingerprint, self.rows)
         return result
 
-    def write(self) -> None:
-        save("longest", self.prober.fingerprint, summarize(self.rows), self.rows, self.out)
-
-    def mark(self, target: Target, tokens: int, attention: str | None) -> None:
-        """One real step with rows of so many tokens, or 3 % fewer, under the memory of the target."""
+    def mark(self, target: Target, tokens: int) -> None:
+        """Run one real step with rows of this length, or 3 % shorter, in the memory of the target."""
         cap_gib = target.memory_cap_gib(self.prober.memory_gib)
         limit_gib = memory_limit_gib(cap_gib, HEADROOM, taken_gib=CONTEXT_GIB)
         asked = Longest(model=resolve_model("llama-3.1-8b"), device=target.device, limit_gib=limit_gib, rank=32)
         asked = replace(asked, host_limit_gib=HOST_SHARE * host_memory_gib())
         tokens = min(tokens, asked.bounds("qlora")["host memory"] // STEP * STEP)
         config = asked.config("qlora", tokens)
-        config = replace(config, attention=attention or self.kernel(asked, config, cap_gib))
+        config = replace(config, attention=self.args.attention or self.kernel(asked, config, cap_gib))
         for length in (tokens, int(tokens * 0.97) // STEP * STEP):
             attempt = tried(self.run(asked, replace(config, seq_len=length), cap_gib))
             if attempt.outcome == Outcome.OK.value:
                 return
 
     def kernel(self, asked: Longest, config: TrainConfig, cap_gib: float) -> str:
-        """The faster attention of those with which the row fits, by what two layers of a shorter one need."""
+        """Return the faster attention kernel that fits, judged by two layers and shorter rows."""
         whole = memory_breakdown(asked.model, replace(config, checkpointing="full", tiling="none"), 1)
         assert whole is not None
         lasting_gib = whole.lasting_gib
@@ -92,7 +85,7 @@ class Marks:
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The longest row of the whole model that was trained under each card's memory, and what its step took."""
+    """Return the longest row of the whole model that was trained in the memory of each GPU, and its step time."""
     found: dict[str, Any] = {}
     for name, (least, most) in CAPS_GIB.items():
         trained = [row for row in rows if row["depth"] is None and row["outcome"] == Outcome.OK.value]
@@ -102,22 +95,31 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--marks", nargs="+", choices=list(CARDS), default=list(CARDS))
-    parser.add_argument("--tokens-24gb", type=int, default=139_264)
-    parser.add_argument("--tokens-80gb", type=int, default=344_064)
-    parser.add_argument("--attention", choices=KERNELS, help="by default the faster one that fits")
-    parser.add_argument("--earlier", type=Path, help="longest.json of another mark on a machine of the same kind")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+def run(args: argparse.Namespace) -> None:
+    """Try the longest rows by real steps."""
     tokens = {"24gb": args.tokens_24gb, "80gb": args.tokens_80gb}
-    with tempfile.TemporaryDirectory() as logs, WorkerProber("cuda", Path(logs)) as prober:
-        marks = Marks(prober, args.out, args.earlier)
+    with worker("cuda") as prober:
+        marks = Marks(prober, args)
         for name in args.marks:
-            marks.mark(find_target(CARDS[name]), tokens[name], args.attention)
+            marks.mark(find_target(CARDS[name]), tokens[name])
         print(summarize(marks.rows))
 
 
+MODES = {
+    "": Mode(
+        run=run,
+        result="longest",
+        summarize=summarize,
+        options={
+            "--marks": {"nargs": "+", "choices": list(CARDS), "default": list(CARDS)},
+            "--tokens-24gb": 139264,
+            "--tokens-80gb": 344064,
+            "--attention": {"choices": KERNELS, "help": "[the faster one that fits]"},
+            "--rows": None,
+        },
+    )
+}
+
+
 if __name__ == "__main__":
-    main()
+    run_program(MODES, __doc__)

@@ -1,4 +1,4 @@
-"""Check what the product says about memory limits: caps, the gate against OOM, and kinds of memory segments."""
+"""Check the product's answers about memory limits: caps, the gate against OOM, and kinds of memory segments."""
 
 import argparse
 import itertools
@@ -56,8 +56,8 @@ def run_cap(args: argparse.Namespace) -> None:
     Each configuration is probed twice: with the memory cap of an A10, as `autotune run --gpu a10` does, and without a
     cap. The memory reserved without a cap plus the CUDA context shows whether the configuration fits. If that sum
     differs from the limit by more than 2 %, the capped probe must give the same outcome. About half of the
-    configurations are the published suite of the A10. The others need about as much memory as an A10 has, according to
-    the formula of `autotune plan`.
+    configurations are the published suite of the A10. The others need about the memory of an A10, according to the
+    formula of `autotune plan`.
     """
     cap_gib = args.cap_gib or round(resolve_device(TARGET).usable_gib or 0.0, 2)
     spec = make_spec(SUITE, {})
@@ -84,6 +84,41 @@ def summarize_cap(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "published": len(published),
         "published_disagreements": sum(row["under_cap"] != row["published"] for row in published),
     }
+
+
+def probe_with_cap(
+    prober: WorkerProber, args: argparse.Namespace, cap_gib: float, model: str, config: TrainConfig
+) -> dict[str, Any]:
+    """Probe one configuration with and without the cap. Return the memory it needs and both outcomes as a row."""
+    free, capped = (
+        prober.probe(
+            ProbeRequest(
+                config=config,
+                model=resolve_model(model).config,
+                device=args.device,
+                memory_gib=memory_gib,
+                headroom=HEADROOM,
+            ),
+            prober.logs / "probe.log",
+        )
+        for memory_gib in (args.memory_gib, cap_gib)
+    )
+    row: dict[str, Any] = {
+        "model": model,
+        "config": config.label(),
+        "under_cap": capped.outcome.value,
+        "reason": capped.reason,
+        "needs_gib": None,
+        "needs_over_limit": None,
+        "fits": False,
+    }
+    found = free.measurement
+    if free.outcome is Outcome.OK and found is not None:
+        assert found.context_gib is not None, "the memory of the CUDA context was not measured"
+        needed_gib = found.peak_reserved_gib + found.context_gib + found.managed_gib
+        over = needed_gib / (cap_gib * (1 - HEADROOM)) - 1
+        row |= {"needs_gib": needed_gib, "needs_over_limit": over, "fits": over <= 0}
+    return row
 
 
 # --- advice
@@ -177,6 +212,9 @@ def summarize_gate(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "do_not_fit": sum(not row["fits"] for row in rows),
         "by_rung_and_outcome": dict(Counter(f"{row['rung']} {row['outcome']}" for row in rows)),
     }
+
+
+NEAR_LIMIT = 0.1
 
 
 def configs() -> list[TrainConfig]:
@@ -276,57 +314,6 @@ def run_allocator(args: argparse.Namespace) -> None:
     finish(args, stored.fingerprint, rows, ["model", "config", "expandable_gib", "fixed_gib", "planned_gib", "error"])
 
 
-def summarize_allocator(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    def unused_max(kind: str) -> float:
-        return max(row[kind][1] / row[kind][0] - 1 for row in rows)
-
-    return {
-        "configs": len(rows),
-        "unused_max_expandable": unused_max("expandable_gib"),
-        "unused_max_fixed": unused_max("fixed_gib"),
-        "error_min": min(row["error"] for row in rows),
-        "error_max": max(row["error"] for row in rows),
-    }
-
-
-NEAR_LIMIT = 0.1
-
-
-def probe_with_cap(
-    prober: WorkerProber, args: argparse.Namespace, cap_gib: float, model: str, config: TrainConfig
-) -> dict[str, Any]:
-    """Probe one configuration with and without the cap. Return the memory it needs and both outcomes as a row."""
-    free, capped = (
-        prober.probe(
-            ProbeRequest(
-                config=config,
-                model=resolve_model(model).config,
-                device=args.device,
-                memory_gib=memory_gib,
-                headroom=HEADROOM,
-            ),
-            prober.logs / "probe.log",
-        )
-        for memory_gib in (args.memory_gib, cap_gib)
-    )
-    row: dict[str, Any] = {
-        "model": model,
-        "config": config.label(),
-        "under_cap": capped.outcome.value,
-        "reason": capped.reason,
-        "needs_gib": None,
-        "needs_over_limit": None,
-        "fits": False,
-    }
-    found = free.measurement
-    if free.outcome is Outcome.OK and found is not None:
-        assert found.context_gib is not None, "the memory of the CUDA context was not measured"
-        needed_gib = found.peak_reserved_gib + found.context_gib + found.managed_gib
-        over = needed_gib / (cap_gib * (1 - HEADROOM)) - 1
-        row |= {"needs_gib": needed_gib, "needs_over_limit": over, "fits": over <= 0}
-    return row
-
-
 def measure_allocator(args: argparse.Namespace, stored: Rows) -> None:
     """Probe the cases that no stored row has."""
     until = time.monotonic() + args.seconds
@@ -374,6 +361,19 @@ def compare_allocator(row: dict[str, Any]) -> dict[str, Any]:
         "config": config.label(),
         "planned_gib": planned.peak_reserved_gib,
         "error": planned.peak_reserved_gib / row["fixed_gib"][1] - 1,
+    }
+
+
+def summarize_allocator(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    def unused_max(kind: str) -> float:
+        return max(row[kind][1] / row[kind][0] - 1 for row in rows)
+
+    return {
+        "configs": len(rows),
+        "unused_max_expandable": unused_max("expandable_gib"),
+        "unused_max_fixed": unused_max("fixed_gib"),
+        "error_min": min(row["error"] for row in rows),
+        "error_max": max(row["error"] for row in rows),
     }
 
 

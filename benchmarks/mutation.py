@@ -1,35 +1,13 @@
-"""Measure which share of single changes of meaning, in the modules that matter, the tests notice."""
+"""Measure the share of single changes of meaning, in the modules that matter, that the tests notice."""
 
 import argparse
-import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-from common import save
+from bench import Mode, finish, run_program
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests import mutate
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    start = time.monotonic()
-    chosen, equivalent = mutate.choose(mutate.mutants(), args.seed, args.count)
-    answers = [*mutate.ask(chosen, args.jobs), *((mutant, None) for mutant in equivalent)]
-    rows = [
-        {"killed": killed, "file": mutant.file, "scope": mutant.scope, "was": mutant.was, "now": mutant.now}
-        for mutant, killed in sorted(answers, key=lambda answer: (answer[1] is not False, answer[0].name))
-    ]
-    summary = summarize(rows) | {"seed": args.seed, "minutes": (time.monotonic() - start) / 60}
-    save("mutation", None, summary, rows, args.out)
-    print(summary)
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -45,5 +23,20 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def run(args: argparse.Namespace) -> None:
+    """Ask the tests about single changes of meaning, and measure the share that they notice."""
+    start = time.monotonic()
+    chosen, equivalent = mutate.choose(mutate.mutants(), args.seed, args.count)
+    answers = [*mutate.ask(chosen, args.jobs), *((mutant, None) for mutant in equivalent)]
+    rows = [
+        {"killed": killed, "file": mutant.file, "scope": mutant.scope, "was": mutant.was, "now": mutant.now}
+        for mutant, killed in sorted(answers, key=lambda answer: (answer[1] is not False, answer[0].name))
+    ]
+    finish(args, None, rows, seed=args.seed, minutes=(time.monotonic() - start) / 60)
+
+
+MODES = {"": Mode(run=run, result="mutation", summarize=summarize, options={"--seed": 0, "--count": 200, "--jobs": 2})}
+
+
 if __name__ == "__main__":
-    main()
+    run_program(MODES, __doc__)

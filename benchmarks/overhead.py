@@ -16,6 +16,13 @@ from autotune.cli import app
 from autotune.core.probe_types import Fingerprint
 from tests.helpers.factories import summary as make_summary
 
+
+def cpu_fingerprint() -> Fingerprint:
+    """Return the fingerprint of this machine's processors."""
+    with worker("cpu") as prober:
+        return prober.fingerprint
+
+
 # --- startup
 
 COMMANDS = {
@@ -77,12 +84,6 @@ def summarize_report(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "bytes": rows[0]["bytes"],
         "seconds_again": statistics.median(row["seconds"] for row in rows[1:]),
     }
-
-
-def cpu_fingerprint() -> Fingerprint:
-    """Return the fingerprint of this machine's processors."""
-    with worker("cpu") as prober:
-        return prober.fingerprint
 
 
 MODES = {

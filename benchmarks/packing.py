@@ -40,6 +40,8 @@ from autotune.problem.workload import Workload
 # --- padding
 
 SKEWED = DATA / "skewed_lengths.txt"  # log-normal: 327 tokens on average, 2,058 at the 99th percentile
+
+
 PINS = {"method": "lora", "lora_rank": 16, "optimizer": "adamw_torch_fused", "attention": "sdpa"}
 CASES: dict[str, dict[str, Any]] = {
     "padded": {"micro_batch_size": 4, "checkpointing": "none", "compile": "per_layer"},
@@ -50,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def run_padding(args: argparse.Namespace) -> None:
-    """Compare the useful tokens per second that a study predicts for examples of many lengths with the exported run.
+    """Compare the useful tokens/s that a study predicts for examples of many lengths with the exported run.
 
     Each case pins one configuration, calls `autotune run`, and then runs the exported `train.py` on random tokens. The
     examples have the lengths in `benchmarks/data/skewed_lengths.txt`, drawn from a log-normal distribution: 327
@@ -397,6 +399,13 @@ def run_studies(args: argparse.Namespace) -> None:
     finish(args, fingerprint_of(study), rows)
 
 
+def write_lengths(folder: Path) -> Path:
+    """Write the long-tailed lengths to a file and return its path."""
+    path = folder / "lengths.txt"
+    path.write_text("".join(f"{length}\n" for length in long_tailed_lengths()))
+    return path
+
+
 def long_tailed_lengths() -> list[int]:
     """Draw log-normal lengths of at least 16 tokens, scaled to the mean MEAN. The longest has LONGEST tokens."""
     generator = random.Random(SEED)
@@ -442,13 +451,6 @@ def summarize_studies(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "small_speedup": small.get("speedup"),
         "large_speedup": large.get("speedup"),
     }
-
-
-def write_lengths(folder: Path) -> Path:
-    """Write the long-tailed lengths to a file and return its path."""
-    path = folder / "lengths.txt"
-    path.write_text("".join(f"{length}\n" for length in long_tailed_lengths()))
-    return path
 
 
 MODES = {

@@ -42,7 +42,7 @@ RECORDING = ROOT / "docs" / "recordings" / "first-minutes-100.cast"
 
 @contextmanager
 def browser() -> Iterator[Page]:
-    """A browser with a profile of its own. Ends the program where there is none."""
+    """A browser with a profile of its own. Ends the program without one."""
     if CHROMIUM is None:
         raise SystemExit("chromium is not installed")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, chromium(Path(profile)) as page:
@@ -70,7 +70,7 @@ def take(page: Page, html: Path, name: str, out: Path) -> None:
 
 
 def take_terminal(page: Page, recording: Path, out: Path) -> None:
-    """What a recording's terminal shows at its end: all that follows the last move to its top."""
+    """Take the last screen of a recorded terminal: all output after its last move to the top."""
     header, *frames = map(json.loads, recording.read_text(encoding="utf-8").splitlines())
     shown = "".join(text for _, _, text in frames).rpartition("\x1b[H")[-1].replace("\r", "")
     screen = Console(record=True, width=header["width"], file=io.StringIO())

@@ -159,6 +159,63 @@ def _slim(data: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in slim.items() if key not in ("log", "started_at", "notes")}
 
 
+def run_measure(args: argparse.Namespace) -> None:
+    """Measure every configuration of a search space for Mistral-7B, as the table that `replay` searches.
+
+    Each line holds one configuration: probes at two truncated depths and of the whole model, by the product's own
+    worker, with their seconds. A later call with the same file measures the missing configurations, until the time is
+    over. A few configurations are also probed in a process of their own, to check the time that a replay charges for
+    such probes.
+    """
+    until = time.monotonic() + args.seconds
+    model = resolve_model(args.model)
+    out = (args.out or TABLE.parent) / TABLE.name
+    out.parent.mkdir(parents=True, exist_ok=True)
+    table = Table(args.table)
+    if args.table.exists() and args.table != out:
+        out.write_text(args.table.read_text())
+    logs = scratch()
+    with WorkerProber(args.device, logs) as first:
+        first.fingerprint  # noqa: B018 (loads the files into the page cache)
+
+    with WorkerProber(args.device, logs) as prober, out.open("a") as file:
+        start = time.monotonic()
+        fingerprint = prober.fingerprint
+        start_s = time.monotonic() - start
+        shape = prober.describe(model.config)
+        if table.about and fingerprint != table.fingerprint:
+            differences = "; ".join(table.fingerprint.differences(fingerprint))
+            raise SystemExit(f"the table was measured on a different machine: {differences}")
+        if not table.about:
+            about = {"start_s": start_s, "memory_gib": args.memory_gib, "shape": to_data(shape)}
+            file.write(json.dumps({"fingerprint": to_data(fingerprint), **about}) + "\n")
+        assert shape is not None
+
+        missing = [config for config in map(SPACE.config, SPACE.enumerate()) if (config, None) not in table.results]
+        sample = random.Random(1).sample(missing, len(missing))[: args.cold]
+        for config in missing:
+            if time.monotonic() > until:
+                break
+            whole = request_of(config, model.config, args.memory_gib, args.device)
+            requests = [shortened(whole, depth) for depth in depths(shape, config.checkpoint_every) or ()] + [whole]
+            results = [prober.probe(request, logs / "probe.log") for request in requests]
+            file.write(json.dumps({"results": [_slim(to_data(result)) for result in results]}) + "\n")
+            file.flush()
+            seconds = sum(result.seconds["total"] for result in results)
+            print(f"{config.label():<70} {results[-1].outcome} {seconds:.1f} s", flush=True)
+
+        # A few again, each in a process of its own, to check the time that a replay charges.
+        prober.close()
+        for config in sample:
+            if time.monotonic() > until:
+                break
+            use_empty_compile_cache()
+            start = time.monotonic()
+            with WorkerProber(args.device, logs) as fresh:
+                fresh.probe(request_of(config, model.config, args.memory_gib, args.device), logs / "probe.log")
+            file.write(json.dumps({"config": config.as_dict(), "cold_seconds": time.monotonic() - start}) + "\n")
+
+
 # --- replay
 
 WITHIN = 0.02
@@ -326,7 +383,7 @@ SEARCHES: dict[str, Callable[[Table, int, float], float]] = {
 def summarize_replay(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over seeds, and their ratios to ours.
 
-    `ratio_to_optuna` includes what a process for each trial costs; `ratio_to_warm_tpe` compares the searches alone.
+    `ratio_to_optuna` includes the cost of a process for each trial; `ratio_to_warm_tpe` compares the searches alone.
     `ours_distinct` counts the different results of ours: it is deterministic, so that all seeds are a single sample.
     """
     median = {name: statistics.median(row[name] for row in rows) for name in SEARCHES}
@@ -341,6 +398,20 @@ def summarize_replay(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "ours_distinct": len({row["ours"] for row in rows}),
         "censored": {name: sum(row[name] >= LONGEST_S for row in rows) for name in SEARCHES},
     }
+
+
+def run_live(args: argparse.Namespace) -> None:
+    """Run our search and plain Optuna on a real GPU, one after the other, until each reaches the goal of the table."""
+    table = Table(args.table)
+    goal = table.best() * (1 - WITHIN)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    data: dict[str, Any] = {"command": command(), "date": now(), "rows": []}
+    with worker(args.device) as prober:
+        data["fingerprint"] = to_data(prober.fingerprint)
+    for name, run in {"ours": live_ours, "optuna_cold": live_optuna}.items():
+        data["rows"].append({"search": name, **run(args, table, goal)})
+        print(data["rows"][-1], flush=True)
+    write_atomic((args.out or LIVE_RUN.parent) / LIVE_RUN.name, json.dumps(data, indent=1) + "\n")
 
 
 class LiveProber(TableProber):
@@ -425,77 +496,6 @@ def run_replay(args: argparse.Namespace) -> None:
         live=json.loads(LIVE_RUN.read_text()) if LIVE_RUN.exists() else None,
         cold_charge_over_measured=statistics.median(charged / real for charged, real in cold) if cold else None,
     )
-
-
-def run_measure(args: argparse.Namespace) -> None:
-    """Measure every configuration of a search space for Mistral-7B, as the table that `replay` searches.
-
-    Each line holds one configuration: probes at two truncated depths and of the whole model, by the product's own
-    worker, with their seconds. A later call with the same file measures what the table lacks, until the time is over. A
-    few configurations are also probed in a process of their own, to check the time that a replay charges for such
-    probes.
-    """
-    until = time.monotonic() + args.seconds
-    model = resolve_model(args.model)
-    out = (args.out or TABLE.parent) / TABLE.name
-    out.parent.mkdir(parents=True, exist_ok=True)
-    table = Table(args.table)
-    if args.table.exists() and args.table != out:
-        out.write_text(args.table.read_text())
-    logs = scratch()
-    with WorkerProber(args.device, logs) as first:
-        first.fingerprint  # noqa: B018 (loads the files into the page cache)
-
-    with WorkerProber(args.device, logs) as prober, out.open("a") as file:
-        start = time.monotonic()
-        fingerprint = prober.fingerprint
-        start_s = time.monotonic() - start
-        shape = prober.describe(model.config)
-        if table.about and fingerprint != table.fingerprint:
-            differences = "; ".join(table.fingerprint.differences(fingerprint))
-            raise SystemExit(f"the table was measured on a different machine: {differences}")
-        if not table.about:
-            about = {"start_s": start_s, "memory_gib": args.memory_gib, "shape": to_data(shape)}
-            file.write(json.dumps({"fingerprint": to_data(fingerprint), **about}) + "\n")
-        assert shape is not None
-
-        missing = [config for config in map(SPACE.config, SPACE.enumerate()) if (config, None) not in table.results]
-        sample = random.Random(1).sample(missing, len(missing))[: args.cold]
-        for config in missing:
-            if time.monotonic() > until:
-                break
-            whole = request_of(config, model.config, args.memory_gib, args.device)
-            requests = [shortened(whole, depth) for depth in depths(shape, config.checkpoint_every) or ()] + [whole]
-            results = [prober.probe(request, logs / "probe.log") for request in requests]
-            file.write(json.dumps({"results": [_slim(to_data(result)) for result in results]}) + "\n")
-            file.flush()
-            seconds = sum(result.seconds["total"] for result in results)
-            print(f"{config.label():<70} {results[-1].outcome} {seconds:.1f} s", flush=True)
-
-        # A few again, each in a process of its own, to check the time that a replay charges.
-        prober.close()
-        for config in sample:
-            if time.monotonic() > until:
-                break
-            use_empty_compile_cache()
-            start = time.monotonic()
-            with WorkerProber(args.device, logs) as fresh:
-                fresh.probe(request_of(config, model.config, args.memory_gib, args.device), logs / "probe.log")
-            file.write(json.dumps({"config": config.as_dict(), "cold_seconds": time.monotonic() - start}) + "\n")
-
-
-def run_live(args: argparse.Namespace) -> None:
-    """Run our search and plain Optuna on a real GPU, one after the other, until each reaches the goal of the table."""
-    table = Table(args.table)
-    goal = table.best() * (1 - WITHIN)
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    data: dict[str, Any] = {"command": command(), "date": now(), "rows": []}
-    with worker(args.device) as prober:
-        data["fingerprint"] = to_data(prober.fingerprint)
-    for name, run in {"ours": live_ours, "optuna_cold": live_optuna}.items():
-        data["rows"].append({"search": name, **run(args, table, goal)})
-        print(data["rows"][-1], flush=True)
-    write_atomic((args.out or LIVE_RUN.parent) / LIVE_RUN.name, json.dumps(data, indent=1) + "\n")
 
 
 MODES = {

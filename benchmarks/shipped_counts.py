@@ -1,10 +1,10 @@
-"""Write `autotune/dry/shipped_counts.json.gz`: what dry probes answer to default plans of the catalogue's models.
+"""Write `autotune/dry/shipped_counts.json.gz`: the answers of dry probes to default plans of the catalogue's models.
 
     python benchmarks/shipped_counts.py
 
 Each model without a formula is planned for each card of the catalogue, with the default search space and those of LoRA,
-QLoRA and full fine-tuning. No GPU is needed. Answers are kept in the user's cache, so that a run that was interrupted
-goes on where it was. A file that was shipped before does not count.
+QLoRA and full fine-tuning. No GPU is needed. Answers stay in the user's cache, so an interrupted run continues. A file
+that was shipped before does not count.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, command, now
+from bench import ROOT, command, now
 
 from autotune.catalog import ModelSpec, list_devices, list_models
 from autotune.core.errors import UsageError
@@ -64,7 +64,7 @@ class Recorder(DryProber):
 
 
 def count_plans(models: Sequence[ModelSpec], path: Path) -> None:
-    """Write what all plans of these models ask for, after each card anew. Progress is printed."""
+    """Write the answers to all plans of these models, after each GPU again. Progress is printed."""
     started, spaces = time.monotonic(), [SearchSpace.load(name) for name in SPACES]
     devices = sorted(list_devices(), key=lambda device: device.usual_precision)  # bf16 first: most people have it
     with Recorder() as recorder:
@@ -80,7 +80,7 @@ def count_plans(models: Sequence[ModelSpec], path: Path) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """Data of an answer, its numbers to DIGITS digits and without what is empty."""
+    """Return the data of an answer, with numbers of DIGITS digits and without empty values."""
     if isinstance(value, dict):
         return {name: rounded(item) for name, item in value.items() if item is not None}
     if isinstance(value, float | int):
@@ -91,7 +91,7 @@ def rounded(value: Any) -> Any:
 def write(answers: dict[str, DryAnswer], path: Path) -> int:
     """Write the file; the same answers give the same bytes but for the date. Returns how many."""
     data = {
-        "command": command("shipped_counts"),
+        "command": command(),
         "date": now(),
         "dry_version": DRY_VERSION,
         "versions": library_versions(),

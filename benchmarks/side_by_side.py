@@ -23,7 +23,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,11 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import TINY_MODEL, Rows, now, run_study, save, table
+from bench import TINY_MODEL, Mode, Rows, finish, now, run_program, run_study, scratch, table
 
 from autotune.catalog import resolve_model
-from autotune.core.probe_types import Fingerprint
-from autotune.core.serialization import from_data
 from autotune.core.train_config import LORA_ALPHA, TrainConfig
 from autotune.problem.target import find_target
 
@@ -73,44 +70,6 @@ class Sizes:
 TINY = Sizes(seq_len=256, step_rows=4, steps=3, micro_batches=(2,), budgets=("90s", "90s"), trials=2)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--model", default="mistral-7b", help="of Mistral's architecture, for torchtune's builder")
-    parser.add_argument("--gpu", default="auto", help="cpu: try it with a tiny model")
-    parser.add_argument("--check", action="store_true", help="try every tool at once with a tiny model")
-    parser.add_argument("--only", nargs="*", default=[EQUAL, STUDY, *OTHERS], choices=["ours", EQUAL, STUDY, *OTHERS])
-    parser.add_argument("--sites", type=Path, help="a folder with a folder of packages for each tool, and `common`")
-    parser.add_argument("--work", type=Path, help="keeps the weights between calls")
-    parser.add_argument("--micro-batches", nargs="*", type=int)
-    parser.add_argument("--limit", type=float, default=200.0, help="seconds of one tool")
-    parser.add_argument("--rows", type=Path, help="the .jsonl file of an earlier call on the same machine to continue")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="start no tool after this time")
-    parser.add_argument("--card", help="name of the card, where rows are of several of a kind: 'h100-sxm 2'")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    until = time.monotonic() + args.seconds
-    bench = Bench(args)
-    rows = Rows("side_by_side", args.out, args.rows)
-    wanted = [one for name in args.only for one in ((EQUAL, STUDY) if name == "ours" else (name,))]
-    missing = [name for name in wanted if not any(row["key"] == name for row in rows.all)]
-    if missing and time.monotonic() + ENOUGH_S < until:
-        bench.write_model()
-    if args.check:
-        with ThreadPoolExecutor() as pool:
-            found = list(pool.map(bench.of_tool, missing))
-        for some in found:
-            add(rows, some)
-    else:
-        for name in missing:
-            if time.monotonic() + ENOUGH_S < until:
-                add(rows, bench.of_tool(name, until))
-    shown = [{key: value for key, value in row.items() if key != "fingerprint"} for row in rows.all]
-    fingerprint = next((row["fingerprint"] for row in rows.all if row.get("fingerprint")), None)
-    save("side_by_side", fingerprint and from_data(Fingerprint, fingerprint), summarize(shown), shown, args.out)
-    table(shown, COLUMNS)
-    print(json.dumps(summarize(shown), indent=1))
-
-
 def add(rows: Rows, some: Iterable[dict[str, Any]]) -> None:
     for row in some:
         rows.add(row)
@@ -121,7 +80,7 @@ def add(rows: Rows, some: Iterable[dict[str, Any]]) -> None:
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The best of each tool on the first card that it was measured on, and ours by the best of the others.
 
-    Ratios are those of one card, of the first for ours. A tool without a measurement is not counted.
+    A ratio compares one GPU, the first of ours. A tool without a measurement is not counted.
     """
     best = {name: speeds for name in (EQUAL, STUDY, *OTHERS) if (speeds := best_of(rows, name)) is not None}
     others = {name: best[name] for name in OTHERS if name in best}
@@ -188,7 +147,7 @@ class Bench:
         self._tiny = args.check or args.gpu == "cpu"
         self._sizes = TINY if self._tiny else Sizes()
         self._device = find_target(args.gpu).device
-        self._work = (args.work or Path(tempfile.mkdtemp(prefix="autotune-bench-"))).absolute()
+        self._work = (args.work or scratch()).absolute()
         self._work.mkdir(parents=True, exist_ok=True)
         self._shape = dict(resolve_model(args.model).config)
         if self._tiny:
@@ -206,12 +165,12 @@ class Bench:
             raise SystemExit(f"the weights could not be written:\n{log}")
 
     def of_tool(self, name: str, until: float = float("inf")) -> list[dict[str, Any]]:
-        """The rows of one tool; one that says why where it could not be run."""
+        """Return the rows of one tool, or a row with the reason of its failure."""
         beside: dict[str, Any] = {"key": name, "tool": OTHERS.get(name, name), "export": None}
         tool, described = name, {}
         if name in (EQUAL, STUDY):
             try:
-                folder = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
+                folder = scratch()
                 summary = run_study(folder, *self._study(name))
             except SystemExit as error:
                 return [beside | {"outcome": "failed", "reason": f"autotune {error}"[-200:]}]
@@ -281,7 +240,7 @@ class Bench:
 
     def _child(self, tool: str, task: dict[str, Any], out: Path, limit: float) -> tuple[str | None, str]:
         """Run a tool's part in a process and a folder of its own: why it did not end well, if so, and what it said."""
-        folder = Path(tempfile.mkdtemp(prefix="autotune-bench-"))  # some tools write caches where they are started
+        folder = scratch()  # some tools write caches where they are started
         (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
         environment = os.environ | {"PYTHONUNBUFFERED": "1"}
         if sites := self._args.sites:
@@ -308,5 +267,48 @@ class Bench:
         return reason, said
 
 
+def run(args: argparse.Namespace) -> None:
+    """Run each tool that has no row yet."""
+    until = time.monotonic() + args.seconds
+    bench = Bench(args)
+    rows = Rows.of(args)
+    wanted = [one for name in args.only for one in ((EQUAL, STUDY) if name == "ours" else (name,))]
+    missing = [name for name in wanted if not any(row["key"] == name for row in rows.all)]
+    if missing and time.monotonic() + ENOUGH_S < until:
+        bench.write_model()
+    if args.check:
+        with ThreadPoolExecutor() as pool:
+            found = list(pool.map(bench.of_tool, missing))
+        for some in found:
+            add(rows, some)
+    else:
+        for name in missing:
+            if time.monotonic() + ENOUGH_S < until:
+                add(rows, bench.of_tool(name, until))
+    finish(args, rows.fingerprint, rows.plain, COLUMNS)
+
+
+MODES = {
+    "": Mode(
+        run=run,
+        result="side_by_side",
+        summarize=summarize,
+        options={
+            "--model": {"default": "mistral-7b", "help": "of Mistral's architecture, for torchtune's builder"},
+            "--gpu": "auto",
+            "--check": {"default": False, "help": "try every tool at once with a tiny model"},
+            "--only": {"nargs": "*", "default": [EQUAL, STUDY, *OTHERS], "choices": ["ours", EQUAL, STUDY, *OTHERS]},
+            "--sites": {"type": Path, "help": "a folder with a folder of packages for each tool, and `common`"},
+            "--work": {"type": Path, "help": "keeps the weights between calls"},
+            "--micro-batches": {"nargs": "*", "type": int},
+            "--limit": {"default": 200.0, "help": "seconds of one tool"},
+            "--rows": None,
+            "--seconds": 3600.0,
+            "--card": {"help": "name of the GPU if rows are of several of a kind: 'h100-sxm 2'"},
+        },
+    )
+}
+
+
 if __name__ == "__main__":
-    main()
+    run_program(MODES, __doc__)

@@ -81,6 +81,18 @@ def run_whole(args: argparse.Namespace) -> None:
     )
 
 
+def phases_of(probes: list[ProbeResult]) -> list[dict[str, Any]]:
+    """Return a row for each kind of probe, with the mean seconds of each phase."""
+    by_kind: dict[tuple[str, int | None, bool], list[ProbeResult]] = defaultdict(list)
+    for probe in probes:
+        by_kind[probe.rung.value, probe.depth, probe.config.compile != "none"].append(probe)
+    rows: list[dict[str, Any]] = []
+    for (rung, depth, compiled), of_kind in by_kind.items():
+        row: dict[str, Any] = {"rung": rung, "depth": depth, "compiled": compiled, "probes": len(of_kind)}
+        rows.append(row | {phase: sum(p.seconds.get(phase, 0.0) for p in of_kind) / len(of_kind) for phase in PHASES})
+    return rows
+
+
 def summarize_whole(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"probing_seconds": sum(row["probes"] * row["total"] for row in rows)}
 
@@ -104,8 +116,8 @@ def run_cold(args: argparse.Namespace) -> None:
     it. `long` is a longer study with the caches that `ahead` left: its best speed is the goal. The seconds to the goal
     count from the start of the process until the end of the first trial within 2 % of it, or 5 % with the large model.
     A configuration has the speed of the long study if that tried it. A study judged the configurations that it ended
-    within its budget, without refused and repeated trials. The share of waiting is the time in which the worker
-    compiled, divided by the time of all its probes.
+    within its budget, without refused and repeated trials. The share of waiting is the worker's time of compilation,
+    divided by the time of all its probes.
 
     `beside` probes a few configurations of few layers alone, and then while other processes compile beside it. It
     reports the largest relative change of the time of a micro batch and of the allocated peak. `alone_change_max` is
@@ -258,7 +270,7 @@ def judged(row: Mapping[str, Any]) -> int:
 
 
 def seconds_to_goal(row: Mapping[str, Any], rows: list[dict[str, Any]]) -> float | None:
-    """Return the seconds until a study judged a configuration within 2 % or 5 % of the best; None if it did not.
+    """Return the seconds until a study judged a configuration within 2 % or 5 % of the best, if it did.
 
     It is also None without a long study of the same model on the same GPU.
     """
@@ -302,18 +314,6 @@ def summarize_cold(rows: list[dict[str, Any]]) -> dict[str, Any]:
         ),
         "alone_change_max": largest(apart, "alone_change"),
     }
-
-
-def phases_of(probes: list[ProbeResult]) -> list[dict[str, Any]]:
-    """Return a row for each kind of probe, with the mean seconds of each phase."""
-    by_kind: dict[tuple[str, int | None, bool], list[ProbeResult]] = defaultdict(list)
-    for probe in probes:
-        by_kind[probe.rung.value, probe.depth, probe.config.compile != "none"].append(probe)
-    rows: list[dict[str, Any]] = []
-    for (rung, depth, compiled), of_kind in by_kind.items():
-        row: dict[str, Any] = {"rung": rung, "depth": depth, "compiled": compiled, "probes": len(of_kind)}
-        rows.append(row | {phase: sum(p.seconds.get(phase, 0.0) for p in of_kind) / len(of_kind) for phase in PHASES})
-    return rows
 
 
 MODES = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from bench import DATA, Mode, Rows, finish, run_program, table, worker
-from plan_speed import HOST_BOUND
+from plan import HOST_BOUND
 
 from autotune.catalog import DeviceSpec, resolve_device, resolve_model
 from autotune.core.files import load_yaml
@@ -98,7 +98,7 @@ def by_set(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def summarize_pairs(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarize all pairs, where large sets count most; `_of_sets` is the mean over sets, each of which counts once.
+    """Summarize all pairs. Large sets count most; in a mean over sets (`_of_sets`) each set counts once.
 
     The next user's method is a set of its own, unlike the pairs of a set: `_of_unseen_sets` also takes the exponents
     from the other sets.
@@ -182,7 +182,7 @@ def grid(pairs: list[Pair]) -> dict[tuple[float, ...], Any]:
 
 
 def rates(pair: Pair, name: str) -> tuple[float, float, float]:
-    """Peak, power and bandwidth of a card, over those of the reference card."""
+    """Return peak, power and bandwidth of a GPU, relative to the reference GPU."""
     card, reference = (
         [peak_tflops(device, pair.precision) or math.nan, device.tdp_w or math.nan, device.bandwidth_gb_s or math.nan]
         for device in (resolve_device(getattr(pair, name)), resolve_device(REFERENCE))
@@ -298,7 +298,7 @@ def lengths_of(config: TrainConfig) -> Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One configuration of a model of which `depth` layers are probed. `again` names a repetition, in words."""
+    """One configuration of a model, probed with `depth` layers. `again` names a repetition, in words."""
 
     model: str
     depth: int
@@ -327,7 +327,7 @@ class Case:
 def cases(models: dict[str, int], precision: str | None = None) -> Iterator[Case]:
     """All configurations, the cheapest first; before and after them one that is not profiled.
 
-    The two show whether profiles disturb what is timed after them.
+    The two show whether profiles disturb later timings.
     """
     first = next(iter(models.items()))
 
@@ -346,7 +346,7 @@ def cases(models: dict[str, int], precision: str | None = None) -> Iterator[Case
 def run_measure(args: argparse.Namespace) -> None:
     """Probe truncated models on the GPU of this machine, with profiles.
 
-    The rows continue those of earlier calls. A short table shows all rows.
+    The rows continue the file of an earlier call. A short table shows all rows.
     """
     until = time.monotonic() + args.seconds
     target = find_target(args.gpu)
@@ -444,7 +444,7 @@ def run_compare(args: argparse.Namespace) -> None:
 
 
 def profiled_on_both(one: Measured, other: Measured) -> list[tuple[str, str, str | None]]:
-    """What was profiled on both."""
+    """List the keys that were profiled on both."""
     profiled = [{key for key, (_, found) in cards.found.items() if found.kernels} for cards in (one, other)]
     return [key for key in one.found if all(key in keys for keys in profiled)]
 
@@ -514,10 +514,10 @@ def again(machine: Measured) -> dict[str, Any]:
 
 
 def summarize_profiles(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Errors of the models that nothing was fitted on, and what was fitted on the other.
+    """Summarize the errors of the models that no constant was fitted on, and the fit on the other model.
 
-    A pair is host-bound where the host sets the pace on either card: its part is at least `HOST_SHARE` of the time, by
-    how long the card was busy. `device_alone` are those where it has less than a tenth of the pace on both.
+    A pair is host-bound if it is CPU-bound on either GPU: the host's part is at least `HOST_SHARE` of the time, judged
+    by the busy time of the GPU. The pairs of `device_alone` have a host's part below a tenth on both.
     """
     pairs = [row for row in rows if "target" in row]
     unseen, fitted = ([row for row in pairs if (row["model"] == FITTED) is of_it] for of_it in (False, True))

@@ -1,10 +1,10 @@
 """Compare predicted speed and memory with exported runs: short runs of many winners, and one complete long run.
 
-Each case pins one configuration and calls `autotune run` and `autotune verify`. Every case counts. Those whose pace the
-host sets are also summarised apart, by the rule with which the study itself warns (`Measurement.host_bound`), before
-the exported run starts. Rows of an earlier version without `host_share` do not tell; they are measured again by a call
-that names them in `--rows`. The long run (`--long SECONDS`) trains for about that many seconds and compares its
-duration with the hours that the study projected. An error is the prediction divided by the measurement, minus 1.
+Each case pins one configuration and calls `autotune run` and `autotune verify`. Every case counts. CPU-bound cases are
+also summarised on their own, by the rule with which the study itself warns (`Measurement.host_bound`) before the
+exported run starts. Rows of an earlier version have no `host_share`; a call that names them in `--rows` measures them
+again. The long run (`--long SECONDS`) trains for about this time and compares its duration with the hours that the
+study projected. An error is the prediction divided by the measurement, minus 1.
 """
 
 import argparse
@@ -13,20 +13,30 @@ import math
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from common import Rows, run_python, run_study, save, table
+from bench import (
+    DATA,
+    Mode,
+    Rows,
+    fingerprint_of,
+    finish,
+    run_exported,
+    run_program,
+    run_study,
+    scratch,
+    set_options,
+    table,
+)
 
-from autotune.core.probe_types import HOST_SHARE, Fingerprint
-from autotune.core.serialization import from_data
+from autotune.core.probe_types import HOST_SHARE
 from autotune.core.train_config import TrainConfig
 
 VERIFIED = ["file", "micro_steps", "promised_tokens_per_s", "tokens_per_s", "promised_gib", "reserved_gib", "reason"]
-LENGTHS = Path(__file__).parent.absolute() / "data" / "skewed_lengths.txt"
+LENGTHS = DATA / "skewed_lengths.txt"
 PINS = {"method": "lora", "lora_rank": 16, "precision": "bf16_mixed", "optimizer": "adamw_torch_fused"}
 PINS |= {"attention": "sdpa", "micro_batch_size": 2, "seq_len": 1024, "checkpointing": "none", "compile": "none"}
 PINS |= {"loss": "full", "packing": False}
@@ -64,48 +74,6 @@ COLUMNS = ["case", "model", "promised_tokens_per_s", "tokens_per_s", "error", "p
 COLUMNS += ["peak_error", "host_share", "reason"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gpu", default="h200")
-    parser.add_argument("--model", help="use this for all cases")
-    parser.add_argument("--precision", help="use this for all cases")
-    parser.add_argument("--seq-len", type=int, help="use this for all cases")
-    parser.add_argument("--global-batch", type=int, default=32)
-    parser.add_argument("--micro-steps", type=int, default=200)
-    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
-    parser.add_argument(
-        "--long", type=float, metavar="SECONDS", help="also run a complete run of about this duration, e.g. 490"
-    )
-    parser.add_argument("--work", type=Path, help="directory that keeps the study of the long run between calls")
-    parser.add_argument("--rows", type=Path, help="the .jsonl file of an earlier call on the same machine to continue")
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="start nothing that would not end within this time"
-    )
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    until = time.monotonic() + args.seconds
-    rows = Rows("verify", args.out, args.rows)
-    for case in args.cases:
-        if any(row["case"] == case and "host_share" in row for row in rows.all):
-            continue
-        if CASES[case][1] == "trl" and find_spec("trl") is None:
-            print(f"skipped {case}: TRL is not installed", flush=True)
-        elif time.monotonic() + STUDY_S > until:
-            print(f"no time left for {case}: call again with --rows", flush=True)
-        else:
-            rows.add(run_case(case, args))
-            table(rows.all[-1:], COLUMNS)
-    if args.long and not rows.has(case="long run") and (row := long_run(args, rows, until)):
-        rows.add(row)
-    latest = list({row["case"]: row for row in rows.all}.values())  # a row measured again comes later
-    totals = summarize(latest)
-    shown = [{key: value for key, value in row.items() if key != "fingerprint"} for row in latest]
-    fingerprints = [row["fingerprint"] for row in latest if row.get("fingerprint")]
-    save("verify", from_data(Fingerprint, fingerprints[0]) if fingerprints else None, totals, shown, args.out)
-    table(shown, COLUMNS)
-    print(json.dumps(totals, indent=1))
-
-
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Summarize the successful rows. The other rows hold the reason of their failure."""
     done = [row for row in rows if row["case"] in CASES and row["error"] is not None]
@@ -132,7 +100,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def run_case(case: str, args: argparse.Namespace) -> dict[str, Any]:
     """Study one configuration, verify its export, and return both results as a row."""
-    folder = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
+    folder = scratch()
     row: dict[str, Any] = {
         "case": case,
         "model": args.model or CASES[case][0],
@@ -155,47 +123,23 @@ def run_case(case: str, args: argparse.Namespace) -> dict[str, Any]:
         "error": done["speed_error"],
         "peak_error": done["memory_error"],
         **{name: done[name] for name in VERIFIED},
-        "fingerprint": fingerprint(study),
+        "fingerprint": fingerprint_of(study),
     }
 
 
 def run_options(case: str, args: argparse.Namespace, examples: int = 10_000) -> list[str]:
-    """The options of `autotune run` for a case."""
+    """Return the options of `autotune run` for a case."""
     model, trainer, changes = CASES[case]
     pins = PINS | changes
     pins |= {"precision": args.precision} if args.precision else {}
     pins |= {"seq_len": args.seq_len} if args.seq_len else {}
     space = "full" if pins["method"] == "full" else "qlora" if "quantization" in pins else "lora"
-    options = [
-        "--gpu",
-        args.gpu,
-        "--model",
-        args.model or model,
-        "--trainer",
-        trainer,
-        "--space",
-        space,
-        "--out",
-        "out",
-    ]
-    options += [
-        "--trials",
-        "1",
-        "--budget",
-        "4m",
-        "--global-batch",
-        str(args.global_batch),
-        "--examples",
-        str(examples),
-    ]
+    options = ["--gpu", args.gpu, "--model", args.model or model, "--trainer", trainer, "--space", space]
+    options += ["--out", "out", "--trials", "1", "--budget", "4m", "--global-batch", str(args.global_batch)]
+    options += ["--examples", str(examples)]
     rows = ["--lengths", str(LENGTHS), "--max-truncated", "1"]
     options += rows if pins["packing"] else ["--tokens-per-example", str(pins["seq_len"])]
-    written = {knob: json.dumps(value).strip('"') for knob, value in pins.items() if value is not None}
-    return options + [option for knob, value in written.items() for option in ("--set", f"{knob}={value}")]
-
-
-def fingerprint(study: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in study["fingerprint"].items() if key != "digest"}
+    return options + set_options({knob: value for knob, value in pins.items() if value is not None})
 
 
 def long_run(args: argparse.Namespace, rows: Rows, until: float) -> dict[str, Any] | None:
@@ -204,7 +148,7 @@ def long_run(args: argparse.Namespace, rows: Rows, until: float) -> dict[str, An
     The examples last about `args.long` seconds at the measured speed of the case. Returns None if the case has no row
     yet, or if too little time is left.
     """
-    folder = (args.work or Path(tempfile.mkdtemp(prefix="autotune-bench-"))).absolute() / "long"
+    folder = (args.work or scratch()).absolute() / "long"
     summary, progress = folder / "out" / "summary.json", folder / "progress.jsonl"
     if not summary.exists():
         speed = next((row.get("tokens_per_s") for row in rows.all if row["case"] == LONG), None)
@@ -221,8 +165,7 @@ def long_run(args: argparse.Namespace, rows: Rows, until: float) -> dict[str, An
         return None
     progress.unlink(missing_ok=True)
     begin = time.monotonic()
-    script = ["out/export/train.py", "--random-weights", "--output-dir", "", "--progress", str(progress)]
-    done = json.loads(run_python(script, folder).splitlines()[-1])
+    done = run_exported(folder, "--output-dir", "", "--progress", str(progress))
     lines = [json.loads(line) for line in progress.read_text().splitlines()]
     # The projected hours cover training only. The first step, which compiles, counts as start-up.
     seconds = (lines[-1]["seconds"] - lines[0]["seconds"]) * done["steps"] / (done["steps"] - 1)
@@ -239,9 +182,55 @@ def long_run(args: argparse.Namespace, rows: Rows, until: float) -> dict[str, An
         "with_start_s": wall,
         "error": projected / seconds - 1.0,
         "error_with_start": None if startup is None else (projected + startup) / wall - 1.0,
-        "fingerprint": fingerprint(study),
+        "fingerprint": fingerprint_of(study),
     }
 
 
+def run(args: argparse.Namespace) -> None:
+    """Run all cases, and the long run if asked."""
+    until = time.monotonic() + args.seconds
+    rows = Rows.of(args)
+    for case in args.cases:
+        if any(row["case"] == case and "host_share" in row for row in rows.all):
+            continue
+        if CASES[case][1] == "trl" and find_spec("trl") is None:
+            print(f"skipped {case}: TRL is not installed", flush=True)
+        elif time.monotonic() + STUDY_S > until:
+            print(f"no time left for {case}: call again with --rows", flush=True)
+        else:
+            rows.add(run_case(case, args))
+            table(rows.all[-1:], COLUMNS)
+    if args.long and not rows.has(case="long run") and (row := long_run(args, rows, until)):
+        rows.add(row)
+    latest = {row["case"]: row for row in rows.plain}.values()  # a row measured again comes later
+    finish(args, rows.fingerprint, list(latest), COLUMNS)
+
+
+MODES = {
+    "": Mode(
+        run=run,
+        result="verify",
+        summarize=summarize,
+        options={
+            "--gpu": "h200",
+            "--model": {"help": "use this for all cases"},
+            "--precision": {"help": "use this for all cases"},
+            "--seq-len": {"type": int, "help": "use this for all cases"},
+            "--global-batch": 32,
+            "--micro-steps": 200,
+            "--cases": {"nargs": "*", "default": list(CASES), "choices": list(CASES)},
+            "--long": {
+                "type": float,
+                "metavar": "SECONDS",
+                "help": "also run a complete run of about this duration, e.g. 490",
+            },
+            "--work": {"type": Path, "help": "folder that keeps the study of the long run between calls"},
+            "--rows": None,
+            "--seconds": {"default": math.inf, "help": "start nothing that would not end within this time"},
+        },
+    )
+}
+
+
 if __name__ == "__main__":
-    main()
+    run_program(MODES, __doc__)

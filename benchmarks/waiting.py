@@ -1,10 +1,10 @@
 """Compare how long GPUs wait for the one with the longest rows, by formula, with trainings that are simulated.
 
 Lengths are of three distributions. A simulated step has micro batches of examples as trainers make them: drawn apart,
-or in the order of transformers' own sampler by length; or the same examples as train.py deals them out. A share is the
-time of a step over that of GPUs that never wait, minus 1, where time is proportional to padded tokens; an error is the
-formula's share minus the simulated one. `of_drawn` is the time of a step that is dealt out over that of the same
-examples in the order in which they were drawn.
+or in the order of transformers' own sampler by length; or the same examples as train.py deals them out. Time is
+proportional to padded tokens. A share is the time of a step divided by its time on GPUs that never wait, minus 1. An
+error is the formula's share minus the simulated one. `of_drawn` is the time of a step that is dealt out, divided by the
+time of the same examples in the order of drawing.
 """
 
 import argparse
@@ -14,10 +14,9 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from common import largest, save, table
+from bench import Mode, finish, largest, run_program
 
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
@@ -26,32 +25,6 @@ from autotune.trainer.dealing import by_length
 
 EXAMPLES, GLOBAL_BATCH, STEPS, SEEDS = 4000, 64, 3000, 5
 GROUPED = ((1000, 64), (3000, 128), (10_000, 64))  # examples, global batch
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, metavar="DIR")
-    args = parser.parse_args()
-    generator = random.Random(3)
-    kinds = {
-        "lognormal": lambda: int(min(2048, max(8, generator.lognormvariate(5.5, 0.7)))),
-        "uniform": lambda: generator.randint(10, 2048),
-        "two": lambda: generator.choice([128, 1024]),
-    }
-    rows = []
-    for name, draw in kinds.items():
-        lengths = [draw() for _ in range(EXAMPLES)]
-        shared = [(1, "none"), *itertools.product((2, 4, 8), ("fsdp2", "ddp"))]
-        for size, (number, sharding), padding in itertools.product((1, 4), shared, ("longest", "bucket")):
-            knobs = {"micro_batch_size": size, "num_gpus": number, "sharding": sharding, "padding": padding}
-            rows += _drawn(name, lengths, TrainConfig(**knobs, seq_len=2048), generator)
-    for (examples, batch), size in itertools.product(GROUPED, (4, 8)):
-        lengths = [int(min(4096, max(8, generator.lognormvariate(6.0, 0.8)))) for _ in range(examples)]
-        rows.append(_grouped(lengths, batch, size))
-    summary = summarize(rows)
-    save("waiting", None, summary, rows, args.out)
-    print(summary)
-    table(rows, ["lengths", "config", "dealt", "accumulation", "simulated", "formula", "error", "of_drawn"])
 
 
 def _drawn(name: str, lengths: list[int], config: TrainConfig, generator: random.Random) -> Iterator[dict[str, Any]]:
@@ -136,5 +109,30 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def run(args: argparse.Namespace) -> None:
+    """Simulate all cases."""
+    generator = random.Random(3)
+    kinds = {
+        "lognormal": lambda: int(min(2048, max(8, generator.lognormvariate(5.5, 0.7)))),
+        "uniform": lambda: generator.randint(10, 2048),
+        "two": lambda: generator.choice([128, 1024]),
+    }
+    rows = []
+    for name, draw in kinds.items():
+        lengths = [draw() for _ in range(EXAMPLES)]
+        shared = [(1, "none"), *itertools.product((2, 4, 8), ("fsdp2", "ddp"))]
+        for size, (number, sharding), padding in itertools.product((1, 4), shared, ("longest", "bucket")):
+            knobs = {"micro_batch_size": size, "num_gpus": number, "sharding": sharding, "padding": padding}
+            rows += _drawn(name, lengths, TrainConfig(**knobs, seq_len=2048), generator)
+    for (examples, batch), size in itertools.product(GROUPED, (4, 8)):
+        lengths = [int(min(4096, max(8, generator.lognormvariate(6.0, 0.8)))) for _ in range(examples)]
+        rows.append(_grouped(lengths, batch, size))
+    columns = ["lengths", "config", "dealt", "accumulation", "simulated", "formula", "error", "of_drawn"]
+    finish(args, None, rows, columns)
+
+
+MODES = {"": Mode(run=run, result="waiting", summarize=summarize)}
+
+
 if __name__ == "__main__":
-    main()
+    run_program(MODES, __doc__)

@@ -229,7 +229,7 @@ def compare_depth(
 def unseen_step_s(
     pool: RankPool, args: argparse.Namespace, name: str, whole: ProbeRequest, fake: Measurement | None
 ) -> float | None:
-    """Return the step time of a simulated rank plus the predicted communication; None if either is unknown."""
+    """Return the step time of a simulated rank plus the predicted communication, if both are known."""
     on_cpu, config = args.device == "cpu", whole.config
     spec = replace(resolve_model("demo-3m" if on_cpu else name), config=whole.model)
     link_gb_s = resolve_device("cpu" if on_cpu else pool.fingerprint.device).link_gb_s
@@ -421,7 +421,7 @@ def expected_step_s(
 
 
 def stop_after_oom(pool: RankPool, args: argparse.Namespace, number: int) -> dict[str, Any]:
-    """Return a row about a probe in which one rank runs out of memory."""
+    """Return a row about a probe that runs out of memory on one rank."""
     whole = scaling_request(args, args.ranks, *SCALED[0])
     result = pool.probe(whole, pool.logs / f"trial-{number:04d}.log")
     if result.outcome is not Outcome.OOM:
@@ -518,7 +518,7 @@ PROBES = 20
 PLANTED = {7: ("first_step", 1), 10: ("steady", 0), 13: ("load", 1), 18: ("steady", 1)}
 REAL = 15  # the number of the probe whose limit is too low
 LIMIT_GIB = {"cuda": 16.0, "cpu": 0.3}
-# Strategy, number of GPUs, world and knobs. None of these models stays in memory, which would count as growth.
+# Strategy, number of GPUs, world and knobs. A model that stays in memory would count as growth; these do not.
 KINDS: list[tuple[str, int, World, dict[str, Any]]] = [
     ("ddp", RANKS, World.REAL, NONE),
     ("fsdp2", RANKS, World.REAL, FULL),
@@ -530,7 +530,7 @@ KINDS: list[tuple[str, int, World, dict[str, Any]]] = [
 
 
 def run_oom(args: argparse.Namespace) -> None:
-    """Run twenty mixed probes on two real ranks, of which five run out of memory, and time how soon all ranks stop.
+    """Run twenty mixed probes on two real ranks, let five run out of memory, and time how soon all ranks stop.
 
     `stopped_s` is the time from the report of a rank until no process of the pool is left. Four failures are planted in
     one rank, at the beginning or between steps, while the other waits in a collective. The fifth is real: its limit is

@@ -50,7 +50,7 @@ COUNTED = (
     "and the bytes it moves, 1.7 % off in the median of 10 dense models on an H200 where the device sets the pace, and "
     "4.3 % of 11 others on an H100 (14 % before it was mended for these)"
 )
-# What `benchmarks/plan_objectives.py` found.
+# What `benchmarks/plan.py objectives` found.
 OF_OBJECTIVES = (
     "memory by a formula that was within 0.9 % of 24 trainings for dpo, kto, reward and classification on an H200 "
     "(six models, LoRA, all recomputed); speed by another, 10 % off in the median of these and 25 % at worst"

@@ -3,7 +3,7 @@
 The peaks of a training step are affine in the tokens of a micro batch, with coefficients that are sums of the model's
 sizes. The bytes that a layer keeps for its backward pass are those of the autograd graph, where
 `tests/probe/test_kept_activations.py` counts them. The head, temporary tensors and what Inductor keeps were measured
-on whole models on an H200 (`benchmarks/plan_memory.py`). Families and configurations that were not measured give None.
+on whole models on an H200 (`benchmarks/plan.py memory`). Families and configurations that were not measured give None.
 """
 
 import functools
@@ -27,9 +27,9 @@ WORKSPACE = 64.2 * MIB  # cuBLAS's, twice 32 MiB on Hopper; less on older cards
 # The share of what a layer keeps that lies unused in segments that cannot grow: the largest of nine configurations on
 # an H100 (`benchmarks/memory.py allocator`). Four, of full fine-tuning or with large logits, had none.
 FIXED_SHARE = 0.9
-# Relative error of an estimated peak, about two standard deviations (`benchmarks/plan_memory.py`).
+# Relative error of an estimated peak, about two standard deviations (`benchmarks/plan.py memory`).
 ERROR = 0.04
-COUNT_ERROR = 0.015  # of a counted peak: the largest of 296 was 0.8 % (`benchmarks/plan_memory.py`)
+COUNT_ERROR = 0.015  # of a counted peak: the largest of 296 was 0.8 % (`benchmarks/plan.py memory`)
 # That of an int8 base. Outliers are not counted: with random weights, which make most inputs of `down_proj` outliers,
 # whole probes of three models on an H200 held up to 9 % more.
 INT8_ERROR = 0.09

@@ -39,7 +39,7 @@ FAILED = (Outcome.CRASH, Outcome.TIMEOUT)
 # If a configuration that offloads to the host runs out with this share of the device's limit free, the host ran out.
 HOST_BAND = 0.1
 # Within this share of the limit, the gate leaves the decision to the truncated models. In the rows of
-# `benchmarks/plan_memory.py` a formula corrected by another micro batch of the same configuration is 1.3 % off at most.
+# `benchmarks/plan.py memory` a formula corrected by another micro batch of the same configuration is 1.3 % off at most.
 GATE_BAND = 0.03
 FORMULA_BAND = 2 * ERROR  # the same for what only the formula knows: four of its standard deviations
 

@@ -127,7 +127,7 @@ def test_the_readme_says_how_estimates_compare(name: str) -> None:
 
 
 def test_speeds_stand_once_in_the_suites() -> None:
-    """`benchmarks/plan_speed.py` has rows of its own, whose settings were made before anything was predicted."""
+    """`benchmarks/plan.py speed` has rows of its own, whose settings were made before anything was predicted."""
     rows = yaml.safe_load((ROOT / "benchmarks" / "data" / "published_speeds.yaml").read_text())["rows"]
     specs = [make_spec(path, {}) for path in shipped_suites().values()]
     listed = {case.published.tokens_per_s for spec in specs for case in spec.configs if case.published}

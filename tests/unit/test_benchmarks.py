@@ -240,26 +240,19 @@ def program(name: str, patch: pytest.MonkeyPatch) -> Any:
 
 
 def mode_of(result: str, patch: pytest.MonkeyPatch) -> Any:
-    """The mode that a stored result names in its command; programs without modes name none."""
+    """Return the mode that a stored result names in its command. A program with a single mode names none."""
     python, path, *words = shlex.split(RESULTS[result]["command"])
     assert python == "python" and Path(path).parent == Path("benchmarks") and (ROOT / path).exists()
-    module = program(Path(path).stem, patch)
-    if not hasattr(module, "MODES"):
-        assert module.__name__ == result
-        return module
-    return module.MODES[""] if "" in module.MODES else module.MODES[words[0]]
+    modes = program(Path(path).stem, patch).MODES
+    return modes[""] if "" in modes else modes[words[0]]
 
 
 def run_mode(result: str, arguments: list[str], patch: pytest.MonkeyPatch) -> None:
     """Run the mode of a stored result with these arguments."""
     _, path, *words = shlex.split(RESULTS[result]["command"])
-    module = program(Path(path).stem, patch)
-    if not hasattr(module, "MODES"):
-        patch.setattr(sys, "argv", [path, *arguments])
-        module.main()
-        return
-    patch.setattr(sys, "argv", [path, *([] if "" in module.MODES else words[:1]), *arguments])
-    program("bench", patch).run_program(module.MODES)
+    modes = program(Path(path).stem, patch).MODES
+    patch.setattr(sys, "argv", [path, *([] if "" in modes else words[:1]), *arguments])
+    program("bench", patch).run_program(modes)
 
 
 def rounded(value: Any) -> Any:
