@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from autotune.planning.plan import Plan
     from autotune.planning.run_check import CheckReport
     from autotune.planning.several_gpus import GpuPlan
-    from autotune.prediction.calibration import Calibration
+    from autotune.problem.calibration import Calibration
     from autotune.study.named_configs import ConfigResult
     from autotune.study.session import Leader, Session
 
@@ -254,8 +254,8 @@ def calibrate(
         AutotuneError: there is no such device here, it cannot be measured, or the result cannot be kept.
         Cancelled: `should_stop` returned True; nothing is kept.
     """
-    from autotune.prediction.calibration import kept_path, write_calibration
     from autotune.probe.calibrate import calibrate as measure
+    from autotune.problem.calibration import kept_path, write_calibration
     from autotune.problem.target import find_target
 
     target = find_target(gpu)

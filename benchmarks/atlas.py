@@ -20,11 +20,11 @@ from pathlib import Path
 from bench import ROOT
 
 from autotune.catalog import DeviceSpec, ModelSpec, find_price, list_models, resolve_device, resolve_model
+from autotune.catalog.model_sizes import Sizes
 from autotune.core.files import write_atomic
 from autotune.core.units import DASH, fmt_count, fmt_usd
 from autotune.planning.observations import published_observations
 from autotune.planning.trainable import METHODS, Entry, entry_of
-from autotune.prediction.memory_formula import Sizes
 from autotune.prediction.transfer import is_measured_kind
 from autotune.problem.run_cost import FITS, TIGHT
 from autotune.problem.study_spec import StudySpec

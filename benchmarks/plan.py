@@ -18,6 +18,7 @@ from objectives import LENGTH, MICROS, ROWS
 from search import TABLE, Table
 
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_device, resolve_model
+from autotune.catalog.model_sizes import Sizes
 from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Fingerprint, Outcome, ProbeRequest
@@ -28,19 +29,13 @@ from autotune.dry.prober import DryProber
 from autotune.planning.device_estimate import device_limit_gib
 from autotune.planning.named_estimates import estimate_named_configs
 from autotune.prediction.collectives import rank_step_time, traffic
-from autotune.prediction.memory_formula import (
-    CONTEXT_GIB,
-    NF4_STATISTICS,
-    Sizes,
-    kept_bytes,
-    memory_breakdown,
-    moving_bytes,
-)
+from autotune.prediction.memory_formula import CONTEXT_GIB, NF4_STATISTICS, kept_bytes, memory_breakdown, moving_bytes
 from autotune.prediction.sharded_memory import Stack, rank_breakdown
 from autotune.prediction.step_time import UNKNOWN_HOST, estimate_step_time
-from autotune.prediction.transfer import REFERENCE, SpeedTransfer, interval, speed_transfer
+from autotune.prediction.transfer import REFERENCE, interval, speed_transfer
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.run_cost import FITS, OOM, TIGHT
+from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.problem.study_spec import Published, make_spec, shipped_suites
 
 

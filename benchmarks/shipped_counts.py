@@ -21,6 +21,7 @@ from typing import Any
 from bench import ROOT, command, now
 
 from autotune.catalog import ModelSpec, list_devices, list_models
+from autotune.catalog.model_sizes import Sizes
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.serialization import to_data
@@ -28,7 +29,6 @@ from autotune.dry.prober import DRY_VERSION, DryAnswer, DryProber, key_of, libra
 from autotune.planning import counted_memory
 from autotune.planning.device_estimate import limit_of
 from autotune.planning.plan import plan_setup, planned_setup
-from autotune.prediction.memory_formula import Sizes
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.study_spec import StudySpec
 

@@ -35,6 +35,7 @@ from autotune.core.probe_types import Evidence, Measurement, Outcome, ProbeReque
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import parse_duration
+from autotune.prediction.projection import run_tokens_per_s
 from autotune.probe.compile_ahead import CompileAhead, num_helpers
 from autotune.probe.supervisor import WorkerProber
 from autotune.study.storage.probe_store import ProbeStore
@@ -177,7 +178,7 @@ def cold_study(args: argparse.Namespace, stage: str, budget: str) -> dict[str, A
             ends[row.trial] = start + result.seconds["total"]
         if row.trial is not None and result.depth is None and result.outcome is not Outcome.REFUSED:
             end = ends.get(row.trial, ends.get(None) if row.trial == 0 else None)  # the first may be tried before
-            speed = task.tokens_per_s(result) if result.outcome in (Outcome.OK, Outcome.SLOW) else None
+            speed = run_tokens_per_s(task, result) if result.outcome in (Outcome.OK, Outcome.SLOW) else None
             trials.append(
                 {"end_s": end, "config": result.config.label(), "tokens_per_s": speed, "outcome": result.outcome}
             )

@@ -22,13 +22,11 @@ from autotune.core.probe_types import HOST_SHARE, Measurement, Outcome, ProbeReq
 from autotune.core.serialization import from_data, to_data
 from autotune.core.text import dashed
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.calibration import Calibration
 from autotune.prediction.step_time import StepTimeEstimate, divide_step_time, estimate_step_time
 from autotune.prediction.transfer import (
     OF_MEMORY,
     REFERENCE,
     USUAL_SHARE,
-    SpeedTransfer,
     host_transfer,
     interval,
     peak_tflops,
@@ -37,7 +35,9 @@ from autotune.prediction.transfer import (
 )
 from autotune.probe.calibrate import calibrate_by
 from autotune.probe.supervisor import WorkerProber
+from autotune.problem.calibration import Calibration
 from autotune.problem.length_distribution import Lengths
+from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.problem.target import find_target
 from autotune.problem.workload import Workload
 

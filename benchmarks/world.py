@@ -27,6 +27,7 @@ from bench import (
 
 from autotune.catalog import resolve_device, resolve_model
 from autotune.core.errors import AutotuneError
+from autotune.core.memory_budget import nccl_gib
 from autotune.core.nvml import Nvml, visible
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Measurement, Outcome, ProbeRequest, World
@@ -34,7 +35,7 @@ from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.prediction.collectives import added_s, traffic
-from autotune.prediction.sharded_memory import nccl_gib
+from autotune.prediction.projection import run_performance
 from autotune.probe.fault_injection import VARIABLE
 from autotune.probe.rank_pool import RankPool
 from autotune.problem.performance import step_time_s
@@ -415,7 +416,7 @@ def expected_step_s(
     )
     found = set_up(spec, device).task
     task = replace(found, model=replace(found.model, config=whole.model), world=World.FAKE)
-    speed = task.performance(config, [fake])
+    speed = run_performance(task, config, [fake])
     low, high = speed.spread
     return speed.step_time_s, (speed.step_time_s * (1 + low), speed.step_time_s * (1 + high))
 

@@ -75,6 +75,11 @@ class DeviceSpec:
         return None if self.memory_gib is None else self.memory_gib * USABLE
 
     @property
+    def has_rates(self) -> bool:
+        """Whether its peak and its bandwidth are known, without which no speed is estimated."""
+        return bool((self.bf16_tflops or self.fp16_tflops) and self.bandwidth_gb_s)
+
+    @property
     def supports_bf16(self) -> bool:
         """Multiplies bf16 at speed: NVIDIA from compute capability 8.0 on; a CPU is the one of this machine."""
         if self.kind == "cpu":

@@ -7,7 +7,8 @@ from autotune.cli.terminal import print_table
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.planning.device_estimate import how_known
 from autotune.planning.plan import LITTLE_KNOWN, Cell, Plan, memory_tables
-from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
+from autotune.prediction.estimate import Estimate
+from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.task import Task
 
 
@@ -59,7 +60,7 @@ def _cell(cell: Cell) -> str:
     return f"{chosen.need_gib:.1f} {mark}".strip()
 
 
-def _lines(estimated: DeviceEstimate, task: Task) -> dict[str, str]:
+def _lines(estimated: Estimate, task: Task) -> dict[str, str]:
     """What is estimated of a configuration, by what it is about."""
     need = f"{fmt_gib(estimated.need_gib)} of {fmt_gib(estimated.limit_gib)}, {estimated.state}"
     terms = memory_terms(estimated)
@@ -80,13 +81,13 @@ def _lines(estimated: DeviceEstimate, task: Task) -> dict[str, str]:
     return lines
 
 
-def memory_terms(estimated: DeviceEstimate) -> str:
+def memory_terms(estimated: Estimate) -> str:
     """'weights 13.5 + adapters 0.2 + ...': what the memory is made of, without what is too little to show."""
     terms = estimated.memory.terms() if estimated.memory else {}
     return " + ".join(f"{name} {value:.1f}" for name, value in terms.items() if value >= 0.05)
 
 
-def speed_text(estimated: DeviceEstimate, unit: str = "useful tokens/s") -> str:
+def speed_text(estimated: Estimate, unit: str = "useful tokens/s") -> str:
     """'1,109 useful tokens/s (934 to 1,318, tightened by 2 measured on this card)', or what was calibrated and when."""
     low, high = map(fmt_count, estimated.interval or (None, None))
     count = estimated.num_observations

@@ -22,6 +22,7 @@ from autotune.catalog import (
     resolve_device,
     resolve_model,
 )
+from autotune.catalog.model_sizes import Sizes
 from autotune.catalog.own_devices import split_names
 from autotune.core.errors import UsageError
 from autotune.core.knobs import KNOBS
@@ -38,8 +39,9 @@ from autotune.planning.device_estimate import (
 )
 from autotune.planning.observations import Observation, Say, silent
 from autotune.planning.plan import Plan, alike_but_for_rows, candidates, count_leanest, plan_setup, planned_setup
-from autotune.prediction.memory_formula import ERROR, Sizes
-from autotune.problem.run_cost import FITS, CostProjection, DeviceEstimate
+from autotune.prediction.estimate import Estimate
+from autotune.prediction.memory_formula import ERROR
+from autotune.problem.run_cost import FITS, CostProjection
 from autotune.problem.search_space import SearchSpace, ways_to_fit
 from autotune.problem.setup import Setup, open_reserve
 from autotune.problem.study_spec import StudySpec
@@ -58,12 +60,12 @@ class ComparedCard:
 
     device: DeviceSpec
     plan: Plan | None = None
-    least: DeviceEstimate | None = None
+    least: Estimate | None = None
     problem: str | None = None
     spot: Price | None = None  # the cheapest that is published, maybe of another provider
 
     @property
-    def best(self) -> DeviceEstimate | None:
+    def best(self) -> Estimate | None:
         """The best configuration; None where nothing surely fits."""
         return self.plan.best if self.plan else None
 
@@ -460,7 +462,7 @@ def compare_card(setup: Setup, limit_gib: float, observations: Sequence[Observat
     return ComparedCard(device=setup.task.device, plan=made, least=least)
 
 
-def least_memory(task: Task, limit_gib: float) -> DeviceEstimate | None:
+def least_memory(task: Task, limit_gib: float) -> Estimate | None:
     """The configuration of the space that needs the least memory; None where that is not known.
 
     Where no formula covers any, the leanest is counted.
@@ -480,7 +482,7 @@ def least_memory(task: Task, limit_gib: float) -> DeviceEstimate | None:
     return estimate(task, min(needs, key=lambda config: needs[config].peak_reserved_gib), limit_gib)
 
 
-def _least_by_bf16(spec: StudySpec, compared: Sequence[ComparedCard], say: Say) -> dict[bool, DeviceEstimate]:
+def _least_by_bf16(spec: StudySpec, compared: Sequence[ComparedCard], say: Say) -> dict[bool, Estimate]:
     """What needs the least memory on cards with bf16 (True) and without it; one card stands for all of its kind."""
     needs = {card.device.supports_bf16: card.least for card in compared if card.least}
     missing = {True, False} - {card.device.supports_bf16 for card in compared}
@@ -495,7 +497,7 @@ def _least_by_bf16(spec: StudySpec, compared: Sequence[ComparedCard], say: Say) 
     return needs
 
 
-def smallest_holding(needs: Mapping[bool, DeviceEstimate], headroom: float) -> DeviceSpec | None:
+def smallest_holding(needs: Mapping[bool, Estimate], headroom: float) -> DeviceSpec | None:
     """The card with the least memory that surely holds what is needed; `needs` is by whether a card has bf16."""
 
     def fits(card: DeviceSpec) -> bool:

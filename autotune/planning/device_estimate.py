@@ -19,20 +19,14 @@ from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.planning.counted_memory import memory_of, no_count, step_time_of
 from autotune.planning.observations import Observation
-from autotune.prediction.calibration import Calibration
+from autotune.prediction.estimate import Estimate
 from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, MemoryBreakdown, memory_breakdown, unsupported
 from autotune.prediction.step_time import UNKNOWN_HOST, Host, StepTimeEstimate, estimate_step_time, host_of
-from autotune.prediction.transfer import (
-    BETWEEN,
-    REFERENCE,
-    WITHIN,
-    SpeedTransfer,
-    calibrated_parts,
-    interval,
-    speed_transfer,
-)
+from autotune.prediction.transfer import BETWEEN, REFERENCE, WITHIN, calibrated_parts, interval, speed_transfer
+from autotune.problem.calibration import Calibration
 from autotune.problem.performance import Performance
-from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate, run_cost
+from autotune.problem.run_cost import FITS, OOM, TIGHT, run_cost
+from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import device_cap_gib, find_target
 from autotune.problem.task import Task
@@ -115,10 +109,10 @@ def memory_state(need_gib: float, limit_gib: float, error: float = ERROR) -> str
     return TIGHT if need_gib * (1 + error) > limit_gib else FITS
 
 
-def memory_estimate(task: Task, config: TrainConfig, memory: MemoryBreakdown, limit_gib: float) -> DeviceEstimate:
+def memory_estimate(task: Task, config: TrainConfig, memory: MemoryBreakdown, limit_gib: float) -> Estimate:
     """Whether a configuration that needs this memory fits the task's device; without a speed."""
     need = memory.peak_reserved_gib
-    return DeviceEstimate(
+    return Estimate(
         device=task.device,
         config=config,
         state=memory_state(need, limit_gib, memory.error),
@@ -136,7 +130,7 @@ def estimate(
     observations: Sequence[Observation] = (),
     *,
     counted: bool = False,
-) -> DeviceEstimate | None:
+) -> Estimate | None:
     """Estimate one configuration of a task on the task's device; None where no formula covers it.
 
     With `counted`, a dry probe counts what no formula covers, in seconds.
@@ -183,14 +177,14 @@ def no_estimate(task: Task, config: TrainConfig, *, counted: bool) -> str:
 
 
 def with_speed(
-    estimated: DeviceEstimate,
+    estimated: Estimate,
     step_time: StepTimeEstimate | None,
     shape: RunShape,
     observations: Sequence[Observation] = (),
     *,
     num_steps: int | None = None,
     calibration: Calibration | None = None,
-) -> DeviceEstimate:
+) -> Estimate:
     """Add speed and cost to an estimate of memory; unchanged where it does not fit, or no formula knows the speed.
 
     `step_time` is that of the reference card with the host in question. `num_steps` is given for a run that ends after
@@ -210,13 +204,13 @@ def with_speed(
 
 
 def with_step_time(
-    estimated: DeviceEstimate,
+    estimated: Estimate,
     shape: RunShape,
     step_s: float,
     interval_s: tuple[float, float],
     *,
     num_steps: int | None = None,
-) -> DeviceEstimate:
+) -> Estimate:
     """Add the speed and cost of a run of this shape whose optimizer steps take so many seconds."""
     shortest_s, longest_s = interval_s
     speed = Performance.of_steps(shape, step_s, spread=(shortest_s / step_s - 1, longest_s / step_s - 1))

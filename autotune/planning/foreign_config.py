@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.catalog import ModelSpec
+from autotune.catalog.model_sizes import Sizes
 from autotune.core.errors import UsageError
 from autotune.core.files import load_data, read_user_text, read_user_yaml
 from autotune.core.knobs import KNOBS, check_value
@@ -20,7 +21,6 @@ from autotune.core.lora_targets import ALL_LINEAR, target_modules
 from autotune.core.objective import NOT_OFFERED, Objective
 from autotune.core.train_config import TrainConfig
 from autotune.export.keys import default_of, key_of
-from autotune.prediction.memory_formula import Sizes
 from autotune.problem.constraints import NO_SDPA
 
 MAX_KNOB = 2**24  # the most that TrainConfig takes

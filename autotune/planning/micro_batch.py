@@ -16,7 +16,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB, fmt_gib, gib
 from autotune.dry.prober import DryAnswer, DryProber
 from autotune.planning.slow_parts import LIMITS
-from autotune.prediction.calibration import Calibration
+from autotune.problem.calibration import Calibration
 
 DTYPES = {"bf16_mixed": "bf16", "bf16_pure": "bf16", "fp16_mixed": "fp16", "fp32": "fp32"}
 NOT_MOVED = (KernelClass.PRODUCTS, KernelClass.ATTENTION, KernelClass.OPTIMIZER, KernelClass.COLLECTIVES)

@@ -16,10 +16,11 @@ from autotune.core.train_config import TrainConfig
 from autotune.planning.device_estimate import memory_state, observed_transfer, with_step_time
 from autotune.planning.several_gpus import RankPlan
 from autotune.prediction.collectives import RankStepTime, rank_step_time, traffic
+from autotune.prediction.estimate import Estimate
 from autotune.prediction.sharded_memory import rank_breakdown
 from autotune.prediction.step_time import StepTimeEstimate, estimate_step_time, host_of
 from autotune.prediction.transfer import EIGHTY_PERCENT, REFERENCE, interval
-from autotune.problem.run_cost import FITS, DeviceEstimate
+from autotune.problem.run_cost import FITS
 from autotune.problem.workload import RunShape
 from autotune.study.summary import Candidate, Recipe
 
@@ -82,7 +83,7 @@ def _as_measured(recipe: Recipe, candidate: Candidate) -> RankPlan:
     alone = _alone(recipe, config)
     return RankPlan(
         parallelism=Parallelism.of(config),
-        estimate=DeviceEstimate(
+        estimate=Estimate(
             device=recipe.device,
             config=config,
             state=FITS,
@@ -124,7 +125,7 @@ def _on(recipe: Recipe, parallelism: Parallelism, ratio: float) -> RankPlan:
     if memory is None:
         raise ValueError("no formula covers it")
     limit_gib = recipe.winner.measurement.limit_gib
-    estimated = DeviceEstimate(
+    estimated = Estimate(
         device=recipe.device,
         config=config,
         state=memory_state(memory.peak_reserved_gib, limit_gib, memory.error),

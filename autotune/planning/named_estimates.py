@@ -10,9 +10,10 @@ from autotune.planning.device_estimate import estimate, limit_of, no_estimate
 from autotune.planning.observations import Observation, Say, silent
 from autotune.planning.plan import planned_setup
 from autotune.planning.several_gpus import estimate_rank
+from autotune.prediction.estimate import Estimate
 from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR
 from autotune.problem.constraints import refusal
-from autotune.problem.run_cost import OOM, TIGHT, DeviceEstimate
+from autotune.problem.run_cost import OOM, TIGHT
 from autotune.problem.setup import known_shape
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
@@ -52,7 +53,7 @@ def estimate_named_configs(
 
 def _estimate(
     task: Task, config: TrainConfig, limit_gib: float, observations: Sequence[Observation], *, counted: bool
-) -> tuple[DeviceEstimate | None, str | None]:
+) -> tuple[Estimate | None, str | None]:
     """The estimate of one configuration, or why there is none."""
     if config.num_gpus == 1:
         estimated = estimate(task, config, limit_gib, observations, counted=counted)
@@ -64,7 +65,7 @@ def _estimate(
     return estimated, None if estimated else no_estimate(task, config, counted=False)
 
 
-def _with_numbers(result: ConfigResult, task: Task, estimated: DeviceEstimate) -> ConfigResult:
+def _with_numbers(result: ConfigResult, task: Task, estimated: Estimate) -> ConfigResult:
     """The result with what was estimated: memory of a GPU, speed of all."""
     config, need_gib, memory = result.config, estimated.need_gib, estimated.memory
     error = memory.error if memory else ERROR

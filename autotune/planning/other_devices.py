@@ -13,13 +13,15 @@ from autotune.core.probe_types import Evidence, Measurement
 from autotune.core.train_config import TrainConfig
 from autotune.planning.device_estimate import device_limit_gib, memory_state, observed_transfer
 from autotune.planning.observations import published_observations
-from autotune.problem.run_cost import FITS, DeviceEstimate, project
+from autotune.prediction.estimate import Estimate
+from autotune.prediction.projection import run_performance
+from autotune.problem.run_cost import FITS, project
 from autotune.problem.task import Task
 from autotune.study.selection import Selection
 from autotune.study.summary import Candidate
 
 
-def estimate_other_devices(selection: Selection, winner: Candidate, headroom: float) -> tuple[DeviceEstimate, ...]:
+def estimate_other_devices(selection: Selection, winner: Candidate, headroom: float) -> tuple[Estimate, ...]:
     """The winner on each card, the study's own among them: the cheapest first, those where it does not fit last.
 
     Cards of another vendor have other kernels, and are left out, as all others are for several GPUs. A study on a CPU
@@ -29,7 +31,7 @@ def estimate_other_devices(selection: Selection, winner: Candidate, headroom: fl
     device, source = task.device, task.measured_on or task.device
     if device.kind == "cpu":
         return ()
-    own = DeviceEstimate(
+    own = Estimate(
         device=device,
         config=winner.config,
         state=FITS,
@@ -57,17 +59,16 @@ def _estimate_on(
     winner: Candidate,
     measurements: Sequence[Measurement],
     headroom: float,
-) -> DeviceEstimate:
+) -> Estimate:
     need, limit, price = winner.measurement.peak_reserved_gib, device_limit_gib(card, headroom), find_price(card.name)
     # The error of the formula is allowed for measured memory too: contexts and workspaces differ from card to card.
     state = _missing_feature(card, winner.config) or memory_state(need, limit)
-    estimated = DeviceEstimate(
-        device=card, config=winner.config, state=state, need_gib=need, limit_gib=limit, price=price
-    )
+    estimated = Estimate(device=card, config=winner.config, state=state, need_gib=need, limit_gib=limit, price=price)
     transfer = observed_transfer(source, card, winner.config, published_observations(), task.calibration)
     if state != FITS or transfer is None:
         return estimated
-    speed = replace(task, device=card, measured_on=source, carried=transfer).performance(winner.config, measurements)
+    there = replace(task, device=card, measured_on=source, carried=transfer)
+    speed = run_performance(there, winner.config, measurements)
     cost = project(task.workload, winner.config, speed, price)
     return replace(
         estimated,
@@ -87,7 +88,7 @@ def _missing_feature(card: DeviceSpec, config: TrainConfig) -> str | None:
     return None
 
 
-def _rank(estimated: DeviceEstimate) -> tuple[bool, float, float, float]:
+def _rank(estimated: Estimate) -> tuple[bool, float, float, float]:
     cost = estimated.cost
     usd = cost.full_run_usd if cost else None
     hours = cost.full_run_hours if cost else math.inf

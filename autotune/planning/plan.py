@@ -19,10 +19,11 @@ from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.planning.device_estimate import estimate, how_sure, limit_of, memory_state, no_estimate, planned_device
 from autotune.planning.observations import Observation, Say, silent
+from autotune.prediction.estimate import Estimate
 from autotune.prediction.memory_formula import unsupported
 from autotune.prediction.transfer import calibrated_parts
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.run_cost import FITS, OOM, DeviceEstimate
+from autotune.problem.run_cost import FITS, OOM
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.setup import Setup, open_reserve, set_up
 from autotune.problem.study_spec import StudySpec
@@ -59,8 +60,8 @@ class Plan:
 
     task: Task
     limit_gib: float
-    best: DeviceEstimate | None
-    baseline: DeviceEstimate
+    best: Estimate | None
+    baseline: Estimate
     reason: str
     num_estimated: int
     space_size: int
@@ -80,11 +81,11 @@ class Cell:
 
     micro_batch_size: int
     seq_len: int
-    plain: DeviceEstimate
-    recomputed: DeviceEstimate
+    plain: Estimate
+    recomputed: Estimate
 
     @property
-    def chosen(self) -> DeviceEstimate:
+    def chosen(self) -> Estimate:
         """Without recomputation where that fits."""
         return self.plain if self.plain.state == FITS else self.recomputed
 
@@ -179,12 +180,12 @@ def candidates(space: SearchSpace) -> tuple[TrainConfig, ...]:
 
 def _fitting(
     task: Task, configs: Sequence[TrainConfig], limit_gib: float, observations: Sequence[Observation]
-) -> tuple[dict[TrainConfig, DeviceEstimate], int]:
+) -> tuple[dict[TrainConfig, Estimate], int]:
     """Those that surely fit and whose speed is known, and the number of those whose speed is not.
 
     Most of a card's do not fit, and are left out by what others need.
     """
-    found: dict[TrainConfig, DeviceEstimate] = {}
+    found: dict[TrainConfig, Estimate] = {}
     no_speed = 0
     too_large: dict[tuple[Any, ...], int] = {}  # the smallest micro batch without room, of configurations else alike
     hopeless = set()  # by what decides the memory between steps, which alone has no room
@@ -211,7 +212,7 @@ def alike_but_for_rows(task: Task, config: TrainConfig) -> tuple[Any, ...]:
     return *_ALL_BUT_ROWS(config), task.workload.accumulation(config) > 1  # gradients then wait in the forward pass
 
 
-def _plan_of(task: Task, limit_gib: float, observations: Sequence[Observation], baseline: DeviceEstimate) -> Plan:
+def _plan_of(task: Task, limit_gib: float, observations: Sequence[Observation], baseline: Estimate) -> Plan:
     """A plan that knows the baseline alone."""
     return Plan(
         task=task,
@@ -226,7 +227,7 @@ def _plan_of(task: Task, limit_gib: float, observations: Sequence[Observation], 
     )
 
 
-def _counted_plan(task: Task, limit_gib: float, observations: Sequence[Observation], baseline: DeviceEstimate) -> Plan:
+def _counted_plan(task: Task, limit_gib: float, observations: Sequence[Observation], baseline: Estimate) -> Plan:
     """The plan where no formula covers the baseline, which was counted."""
     made = _plan_of(task, limit_gib, observations, baseline)
     found, reason = baseline, ONLY_BASELINE
@@ -238,7 +239,7 @@ def _counted_plan(task: Task, limit_gib: float, observations: Sequence[Observati
     return replace(made, best=found, reason=reason) if found.tokens_per_s else replace(made, reason=NO_SPEED)
 
 
-def count_leanest(task: Task, limit_gib: float, observations: Sequence[Observation] = ()) -> DeviceEstimate | None:
+def count_leanest(task: Task, limit_gib: float, observations: Sequence[Observation] = ()) -> Estimate | None:
     """Count what the configuration that needs the least memory needs; None where it cannot be counted."""
     spaces = [task.space]
     if "full" in task.space.choices("loss"):
@@ -248,7 +249,7 @@ def count_leanest(task: Task, limit_gib: float, observations: Sequence[Observati
     return next((counted for counted in counts if counted is not None), None)
 
 
-def _baseline(task: Task, limit_gib: float, observations: Sequence[Observation], *, counted: bool) -> DeviceEstimate:
+def _baseline(task: Task, limit_gib: float, observations: Sequence[Observation], *, counted: bool) -> Estimate:
     """What guides give, with the largest micro batch that fits, else with their own. Raises UsageError."""
     first = None
     for number, config in enumerate(task.baselines):
@@ -351,7 +352,7 @@ def plan_data(made: Plan) -> dict[str, Any]:
     }
 
 
-def estimate_data(estimated: DeviceEstimate) -> dict[str, Any]:
+def estimate_data(estimated: Estimate) -> dict[str, Any]:
     """One configuration on one device, as `--json` prints it."""
     return {
         "config": estimated.config.as_dict(),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price, resolve_device
+from autotune.catalog.model_sizes import Sizes
 from autotune.core.parallelism import Parallelism
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
@@ -17,12 +18,13 @@ from autotune.planning.device_estimate import observed_transfer, with_speed, wit
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
 from autotune.planning.foreign_sharding import stack_of
 from autotune.planning.observations import Observation
-from autotune.prediction.calibration import Calibration
 from autotune.prediction.collectives import rank_step_time, traffic
-from autotune.prediction.memory_formula import MemoryBreakdown, Sizes
+from autotune.prediction.estimate import Estimate
+from autotune.prediction.memory_formula import MemoryBreakdown
 from autotune.prediction.step_time import StepTimeEstimate, host_of
 from autotune.prediction.transfer import REFERENCE
-from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
+from autotune.problem.calibration import Calibration
+from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.workload import RunShape, Workload
 
 Edits = dict[str, Any]
@@ -83,7 +85,7 @@ class CheckedRun:
 
     run: ForeignConfig
     bounds: MemoryBounds
-    estimate: DeviceEstimate
+    estimate: Estimate
     edits: Edits
 
     @property
@@ -97,7 +99,7 @@ def check_run(context: CheckContext, run: ForeignConfig, edits: Edits | None = N
     bounds = context.bounds(run)
     if bounds is None:
         return None
-    without_speed = DeviceEstimate(
+    without_speed = Estimate(
         device=context.device,
         config=run.config,
         state=bounds.state(context.limit_gib),
@@ -126,10 +128,10 @@ def check_run(context: CheckContext, run: ForeignConfig, edits: Edits | None = N
 def _with_rank_speed(
     context: CheckContext,
     run: ForeignConfig,
-    estimated: DeviceEstimate,
+    estimated: Estimate,
     step_time: StepTimeEstimate | None,
     shape: RunShape,
-) -> DeviceEstimate:
+) -> Estimate:
     """Add speed and cost on several GPUs, where their link is known."""
     device, config, link_gb_s = context.device, run.config, context.device.link_gb_s
     parallelism = Parallelism.of(config)

@@ -26,7 +26,15 @@ from autotune.planning.device_estimate import (
 )
 from autotune.planning.observations import Observation, Say, silent
 from autotune.planning.plan import candidates, distinguishable, estimate_data, planned_setup, say_removals
-from autotune.prediction.collectives import SLOWEST_LINK, RankStepTime, between_copies, rank_step_time, traffic
+from autotune.prediction.collectives import (
+    SLOWEST_LINK,
+    RankStepTime,
+    between_copies,
+    rank_step_time,
+    slowest_link,
+    traffic,
+)
+from autotune.prediction.estimate import Estimate
 from autotune.prediction.memory_formula import unsupported
 from autotune.prediction.sharded_memory import rank_breakdown
 from autotune.prediction.step_time import StepTimeEstimate, estimate_step_time, host_of
@@ -41,7 +49,7 @@ from autotune.problem.gpu_counts import (
     parse_within,
     split_count,
 )
-from autotune.problem.run_cost import FITS, TIGHT, DeviceEstimate
+from autotune.problem.run_cost import FITS, TIGHT
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
 from autotune.study.ranking import Scored, choose
@@ -67,7 +75,7 @@ class RankPlan:
 
     parallelism: Parallelism
     hosts: int = 1
-    estimate: DeviceEstimate | None = None
+    estimate: Estimate | None = None
     step: RankStepTime | None = None
     accumulation: int | None = None
     problem: str | None = None
@@ -306,7 +314,7 @@ def _plan_rank(
     return least or RankPlan(parallelism=parallelism, problem=problem or "no formula covers it")
 
 
-def _score(estimated: DeviceEstimate, step_times: StepTimes) -> float:
+def _score(estimated: Estimate, step_times: StepTimes) -> float:
     """What configurations of a strategy are ordered by: their speed, or where that is unknown that of one GPU alone."""
     if estimated.tokens_per_s is not None:
         return estimated.tokens_per_s
@@ -316,7 +324,7 @@ def _score(estimated: DeviceEstimate, step_times: StepTimes) -> float:
 
 def estimate_rank(
     task: Task, config: TrainConfig, limit_gib: float, observations: Sequence[Observation] = ()
-) -> DeviceEstimate | None:
+) -> Estimate | None:
     """Estimate a configuration of several GPUs of one host, for each of them; its cost is that of all.
 
     None where no formula covers it. Raises ValueError for what its strategy cannot train.
@@ -352,7 +360,7 @@ def _rank_plan(
         return replace(row, estimate=with_step_time(estimated, shape, step_s, interval(step_s, alone.error)))
     sent, link_gb_s, slowest = traffic(task.model, config, parallelism), task.device.link_gb_s, SLOWEST_LINK
     if network_gb_s is None:
-        link_gb_s, slowest = task.link_gb_s(parallelism), task.slowest_link(parallelism)
+        link_gb_s, slowest = task.link_gb_s(parallelism), slowest_link(task, parallelism)
     elif sent is not None and link_gb_s is not None and parallelism.copies > 1:
         of_copy = traffic(task.model, config, parallelism.of_copy)
         sent = of_copy and between_copies(of_copy, parallelism, link_gb_s / network_gb_s)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from autotune.catalog import DeviceSpec
 from autotune.core.machine import host_memory_gib, num_cores
 from autotune.core.units import fmt_count
-from autotune.prediction.calibration import Calibration
 from autotune.prediction.step_time import MEASURED_HOST, host_of
 from autotune.prediction.transfer import COPIED, IN_TRAINING, products_tflops
+from autotune.problem.calibration import Calibration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

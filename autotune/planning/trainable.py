@@ -11,6 +11,7 @@ from itertools import takewhile
 from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price, list_models, resolve_model
+from autotune.catalog.model_sizes import Sizes
 from autotune.core.errors import UsageError
 from autotune.core.objective import Objective
 from autotune.core.probe_types import Evidence
@@ -20,9 +21,9 @@ from autotune.planning.compare import DEPENDENT, QUIET_S, ComparedCard, compare_
 from autotune.planning.device_estimate import ACCURACY, limit_of, memory_state
 from autotune.planning.observations import Observation, Say, silent
 from autotune.planning.plan import candidates, planned_setup
-from autotune.prediction.calibration import Calibration
-from autotune.prediction.memory_formula import Sizes, memory_breakdown
+from autotune.prediction.memory_formula import memory_breakdown
 from autotune.prediction.transfer import calibrated_parts
+from autotune.problem.calibration import Calibration
 from autotune.problem.run_cost import FITS
 from autotune.problem.setup import Setup, open_reserve
 from autotune.problem.study_spec import StudySpec

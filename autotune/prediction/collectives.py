@@ -9,13 +9,14 @@ with the longest rows is in the computation that is given (`Workload.waiting_sha
 from dataclasses import dataclass, replace
 
 from autotune.catalog import ModelSpec
+from autotune.catalog.model_sizes import Sizes
 from autotune.core.parallelism import FSDP2, Parallelism
 from autotune.core.probe_types import Measurement
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.memory_formula import Sizes
 from autotune.prediction.sharded_memory import Shares
 from autotune.prediction.step_time import StepTimeEstimate
 from autotune.prediction.transfer import interval
+from autotune.problem.task import Task
 
 # The share of hidden communication that lengthens the step: 0.40 (LoRA) and 0.57 (full) for 32 layers of a 7B under
 # FSDP2 on two H200s, from real steps and steps without communication.
@@ -148,6 +149,11 @@ def rank_step_time(
         communication_s=communication_s,
         exposed_s=step_s - (1 + TOGETHER) * computed_s - rest_s,
     )
+
+
+def slowest_link(task: Task, parallelism: Parallelism) -> float:
+    """How many times slower than `Task.link_gb_s` the link may be: less if it was calibrated."""
+    return SLOWEST_LINK if task.calibrated_link_gb_s(parallelism) is None else SLOWEST_MEASURED_LINK
 
 
 def added_s(micro_s: float, config: TrainConfig, sent: Traffic, link_gb_s: float) -> tuple[float, float]:

@@ -11,6 +11,8 @@ import functools
 from dataclasses import dataclass, replace
 
 from autotune.catalog import ModelSpec
+from autotune.catalog.model_sizes import Sizes
+from autotune.core.memory_budget import nccl_of
 from autotune.core.objective import Objective
 from autotune.core.parallelism import FSDP2, Parallelism
 from autotune.core.probe_types import Measurement, Phase
@@ -22,7 +24,6 @@ from autotune.prediction.memory_formula import (
     NF4_STATISTICS,
     WORKSPACE,
     MemoryBreakdown,
-    Sizes,
     beyond_allocated_gib,
     kept_gib,
     live_logits,
@@ -31,9 +32,6 @@ from autotune.prediction.memory_formula import (
     supported,
 )
 
-# What NCCL takes beside torch's allocator: measured with 2 ranks on an H200 and 4 on H100s. Others saw 0.7 GiB on
-# four A100s and 1.06 GB on eight H100s.
-NCCL_OF_4_GIB, NCCL_GIB = 0.76, 1.0
 # The largest error of the formula is 3 %, and 1.5 % under DeepSpeed. Streams of their own have pools of their own,
 # whose free blocks serve no other until memory is short: ranks held 20 to 55 % more than they had allocated where the
 # card had room for it.
@@ -157,16 +155,6 @@ def rank_breakdown(
     if memory is None or parallelism.num_gpus == 1:
         return memory
     return replace(memory, nccl=nccl_of(parallelism), own_error=RANK_ERROR)
-
-
-def nccl_of(parallelism: Parallelism) -> float:
-    """What NCCL takes on each GPU, in GiB: for those that share out a copy, and for those with the same shard."""
-    return sum(nccl_gib(number) for number in (parallelism.num_shards, parallelism.copies) if number > 1)
-
-
-def nccl_gib(num_gpus: int) -> float:
-    """What NCCL takes on each of so many GPUs that form a group."""
-    return NCCL_OF_4_GIB if num_gpus <= 4 else NCCL_GIB
 
 
 @functools.lru_cache(maxsize=KEPT_ANSWERS)

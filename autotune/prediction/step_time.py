@@ -11,21 +11,22 @@ import statistics
 from dataclasses import dataclass, replace
 
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_device
+from autotune.catalog.model_sizes import Sizes
 from autotune.core.objective import Objective
 from autotune.core.probe_types import UNALIGNED, WIDE, DryCount, Measurement
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
-from autotune.prediction.calibration import Calibration
 from autotune.prediction.memory_formula import (
     KEPT_ANSWERS,
     MemoryBreakdown,
-    Sizes,
     kept_bytes,
     memory_breakdown,
     rows_of,
     supported,
 )
-from autotune.prediction.transfer import REFERENCE, USUAL_SHARE, SpeedTransfer, products_tflops
+from autotune.prediction.transfer import REFERENCE, USUAL_SHARE, products_tflops
+from autotune.problem.calibration import Calibration
+from autotune.problem.speed_transfer import SpeedTransfer
 
 FP8 = 1.36  # that rate with factors in 8 bits, relative to bf16: measured while weights were cast for each product
 # Bytes moved for each byte that a layer keeps, with temporary tensors; for each logit; for each byte of a 4-bit base.

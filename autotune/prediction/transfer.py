@@ -12,10 +12,10 @@ scatter that remains. What a calibration measured of a card replaces its data sh
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from autotune.catalog import DeviceSpec
-from autotune.prediction.calibration import Calibration
+from autotune.problem.calibration import Calibration
+from autotune.problem.speed_transfer import SpeedTransfer
 
 REFERENCE = "h200-sxm"  # the card that the formulas were fitted on
 PEAK, POWER_W, REACHED = 989.4, 700.0, 0.67  # its own, and the share of its dense peak that products reach
@@ -42,28 +42,6 @@ EIGHTY_PERCENT = 1.2816  # standard deviations that hold 80 % of a normal distri
 # of the peak with the largest products, 0.89 and 0.88 of the bandwidth. The training in a calibration corrects what is
 # wrong with both together.
 IN_TRAINING, COPIED = REACHED / 0.72, 0.88
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedTransfer:
-    """How many times as fast the target multiplies and moves bytes as the source.
-
-    `fp8` is the same of products in 8 bits, None where one of the cards has none, and `host` of the hosts, None unless
-    both were calibrated. `error` is the standard deviation of the logarithm of the device's speed, and `profiled_error`
-    the same where a profile tells what the device does. `basis` counts the measurements on the target that it rests on.
-    """
-
-    products: float
-    bytes: float
-    error: float
-    fp8: float | None = None
-    host: float | None = None
-    profiled_error: float | None = None
-    basis: int = 0
-
-    def ratio(self, share: float) -> float:
-        """The speed of the target over that of the source, for work of which this share of its time is in products."""
-        return 1 / (share / self.products + (1 - share) / self.bytes)
 
 
 def same_chip(one: DeviceSpec, other: DeviceSpec) -> bool:

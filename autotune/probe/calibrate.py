@@ -17,13 +17,13 @@ from autotune.core.probe_types import ProbeRequest, ProbeResult, Rung
 from autotune.core.scratch import scratch_directory
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
-from autotune.prediction.calibration import Calibration
 from autotune.prediction.depth_extrapolation import extrapolate
 from autotune.prediction.memory_formula import CONTEXT_GIB, memory_breakdown
 from autotune.prediction.step_time import StepTimeEstimate, divide_step_time, estimate_step_time, host_of
 from autotune.prediction.transfer import REFERENCE, speed_transfer
 from autotune.probe.rank_pool import RankPool
 from autotune.probe.supervisor import WorkerProber
+from autotune.problem.calibration import Calibration
 from autotune.problem.target import Target
 
 HEADROOM = 0.05

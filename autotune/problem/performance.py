@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from autotune.core.probe_types import Measurement, Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.transfer import interval
 from autotune.problem.workload import RunShape, Workload
 
 # Times differ from one probe to the next by this share, however well the steps of each agree: on an H200 two
@@ -49,11 +48,6 @@ class Performance:
             spread=spread,
             mfu=mfu,
         )
-
-    def projected(self, error: float) -> "Performance":
-        """With the error of a projection from another device, a deviation of the logarithm, added to the spread."""
-        less, more = interval(1.0, error)
-        return replace(self.widened(less - 1, more - 1), mfu=None, own_spread=self.spread)
 
     def widened(self, low: float, high: float) -> "Performance":
         """With another range of step times, relative to `step_time_s`, added to the spread."""

@@ -10,6 +10,7 @@ from os.path import expanduser
 from pathlib import Path
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price, example_card, find_price, load_prices, resolve_model
+from autotune.catalog.model_sizes import Sizes
 from autotune.core.errors import UsageError
 from autotune.core.images import Picture, picture_of
 from autotune.core.objective import Objective
@@ -17,10 +18,8 @@ from autotune.core.parallelism import PROBED
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig
 from autotune.core.untested import untested
-from autotune.prediction.calibration import Calibration, read_calibration
-from autotune.prediction.memory_formula import Sizes
-from autotune.prediction.transfer import SpeedTransfer, host_transfer, speed_transfer
 from autotune.problem import constraints
+from autotune.problem.calibration import Calibration, read_calibration
 from autotune.problem.constraints import Floors, Narrowing
 from autotune.problem.dataset import dataset_lengths, form_of, image_lengths
 from autotune.problem.images import LEAST_TEXT, Pictured, taken
@@ -112,7 +111,6 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
         space=narrowing.space,
         trainer=spec.trained_by,
         measured_on=target.measured_on,
-        carried=_carried(spec, target, calibration),
         run_options=spec.run_options,
         calibration=calibration,
         within_hours=spec.within_hours,
@@ -165,15 +163,6 @@ def _refuse_images(spec: StudySpec, model: ModelSpec, space: SearchSpace) -> Non
     for option, value in options.items():
         if reason := untested(option, value, "images"):
             raise UsageError(reason, remedy=f"leave --{option.replace('_', '-')} out")
-
-
-def _carried(spec: StudySpec, target: Target, calibration: Calibration | None) -> SpeedTransfer | None:
-    """How the speed of what probes transfers to the device; by what was calibrated, where something was."""
-    if target.measured_on is None or calibration is None:
-        return target.carried
-    carried = speed_transfer(target.measured_on, target.device, calibration=calibration)
-    here = kept_calibration(target.measured_on) if spec.calibration is not None else None
-    return carried and replace(carried, host=host_transfer(here, calibration))
 
 
 def _pinned(space: SearchSpace, spec: StudySpec) -> SearchSpace:

@@ -14,8 +14,7 @@ from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.machine import processor_name
 from autotune.core.text import dashed, printable
 from autotune.core.units import fmt_gib
-from autotune.prediction.calibration import HERE, Calibration, kept_path, read_calibration
-from autotune.prediction.transfer import SpeedTransfer, speed_transfer
+from autotune.problem.calibration import HERE, Calibration, kept_path, read_calibration
 
 IGNORED_GIB = 0.5  # what other processes hold of a GPU is ignored up to here: a display server, a monitor
 HOST_SHARE = 0.8  # share of a host's memory that a run on its CPU may use: the host's other work needs some
@@ -25,14 +24,13 @@ HOST_SHARE = 0.8  # share of a host's memory that a run on its CPU may use: the 
 class Target:
     """The device that is tuned for, and what probes for it.
 
-    `card` is the GPU of this machine, None for a CPU. `measured_on` is its data sheet and `carried` the speed of
-    `device` relative to it, where the GPU is another product than `device`; else both are None.
+    `card` is the GPU of this machine, None for a CPU. `measured_on` is its data sheet if the GPU is another product,
+    else None.
     """
 
     device: DeviceSpec
     card: nvml.GpuInfo | None = None
     measured_on: DeviceSpec | None = None
-    carried: SpeedTransfer | None = None
 
     @property
     def cap_gib(self) -> float | None:
@@ -160,8 +158,7 @@ def find_target(name: str) -> Target:
     if wanted is None:
         return Target(device=present, card=card)
     lack = _lack(wanted, present, card)
-    carried = speed_transfer(present, wanted)
-    if lack is not None or carried is None:
+    if lack is not None or not (wanted.has_rates and present.has_rates):
         reason = ", whose rates are not known" if lack is None else f", which cannot stand in for it: {lack}"
         raise EnvironmentProblem(
             f"{wanted.name} was asked for, but the GPU here is {card.name} ({present.name}, "
@@ -170,7 +167,7 @@ def find_target(name: str) -> Target:
             f"plan --gpu {shlex.quote(wanted.option)}`; a few layers can be probed here too: --gpu {present.name} "
             f"--memory-gib {wanted.memory_gib or 0:.0f} --shallow-only",
         )
-    return Target(device=wanted, card=card, measured_on=present, carried=carried)
+    return Target(device=wanted, card=card, measured_on=present)
 
 
 def _lack(wanted: DeviceSpec, present: DeviceSpec, card: nvml.GpuInfo) -> str | None:

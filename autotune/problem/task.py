@@ -1,33 +1,20 @@
 """Task: a study with all names resolved, and what follows from it for a probe and for its result."""
 
 import itertools
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price, resolve_device
+from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price
+from autotune.core.memory_budget import nccl_of
 from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
-from autotune.core.probe_types import Measurement, ProbeRequest, ProbeResult, World
+from autotune.core.probe_types import ProbeRequest, World
 from autotune.core.train_config import TrainConfig, digest_of
-from autotune.prediction.calibration import Calibration
-from autotune.prediction.collectives import (
-    SLOWEST_LINK,
-    SLOWEST_MEASURED_LINK,
-    TOGETHER,
-    Traffic,
-    added_s,
-    counted_traffic,
-    traffic,
-)
-from autotune.prediction.sharded_memory import nccl_of
-from autotune.prediction.step_time import divide_step_time, estimate_step_time
-from autotune.prediction.transfer import REFERENCE, SpeedTransfer, peak_tflops, speed_transfer
+from autotune.problem.calibration import Calibration
 from autotune.problem.constraints import Floors
-from autotune.problem.performance import Performance, performance, tokens_per_s
 from autotune.problem.run_options import RunOptions
 from autotune.problem.search_space import SearchSpace
+from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.problem.workload import Workload
 
 # What guides give, with the rows of the usual trainers. It is measured first, and the winner is compared with it.
@@ -93,31 +80,6 @@ class Task:
         price = self.price if self.measured_on is None else find_price(self.measured_on.name)
         return price and price.of_gpus(self.probing_gpus)
 
-    def performance(self, config: TrainConfig, measurements: Sequence[Measurement]) -> Performance:
-        """The performance of the full run on the device; projected where another device measured."""
-        # With an fp8 base some of the arithmetic runs at twice the rate, so that no single peak applies. What other
-        # objectives compute is not counted.
-        is_counted = config.quantization != "fp8" and self.workload.objective is Objective.SFT
-        peak = (self.peak_tflops or peak_tflops(self.device)) if is_counted else None
-        speed = performance(
-            config,
-            [self._on_device(config, measurement)[0] for measurement in measurements],
-            self.workload,
-            flops_per_token=self.model.flops_per_token(config.method, self.workload.attended(config)),
-            peak_tflops=peak,
-        )
-        if self.is_played(config):
-            waiting = self._with_waiting(config, measurements[0])
-            linked = speed.widened(*self._link_error(config, speed.step_time_s, waiting))
-            return linked.widened(-TOGETHER, TOGETHER)
-        return speed if self.carried is None else speed.projected(self._on_device(config, measurements[0])[1])
-
-    def tokens_per_s(self, result: ProbeResult) -> float | None:
-        """Useful tokens per second of the full run on the device; None where the probe gave no measurement."""
-        if result.measurement is not None:
-            result = replace(result, measurement=self._on_device(result.config, result.measurement)[0])
-        return tokens_per_s(result, self.workload)
-
     def score(self, config: TrainConfig, tokens_per_s: float, hours: float | None = None) -> float:
         """What the search maximizes for a configuration of this speed; `hours` of the run, where more than steps count.
 
@@ -141,69 +103,12 @@ class Task:
         shape = self.workload.run_shape(config)
         return shape.num_steps * shape.useful_tokens_per_step / tokens_per_s / 3600
 
-    def _on_device(self, config: TrainConfig, measurement: Measurement) -> tuple[Measurement, float]:
-        """The times of a measurement as they are expected on the device, and the error of that."""
-        if config.num_gpus > 1:
-            waiting = self._with_waiting(config, measurement)
-            return self._with_communication(config, waiting) if self.is_played(config) else waiting, 0.0
-        if self.carried is None:
-            return measurement, 0.0
-        mean, objective = self.workload.at_mean(config), self.workload.objective
-        by_formula = estimate_step_time(self.model, mean, objective=objective)
-        source = self.measured_on or self.device
-        to_source = speed_transfer(resolve_device(REFERENCE), source, calibration=self.calibration)
-        if by_formula is not None and to_source is not None:
-            by_formula = by_formula.on(to_source)
-        here = divide_step_time(measurement, by_formula)
-        there = here.on(self.carried)
-        slower = there.micro_s / here.micro_s
-        expected = replace(
-            measurement,
-            micro_step_s=tuple(slower * seconds for seconds in measurement.micro_step_s),
-            rest_s=tuple(seconds / self.carried.bytes for seconds in measurement.rest_s),
-        )
-        return expected, there.error
-
-    def _with_waiting(self, config: TrainConfig, measurement: Measurement) -> Measurement:
-        """The times of ranks whose rows differ in length: in a probe all have the same kind of micro batch at once."""
-        share = self.workload.waiting_share(config)
-        longer = tuple((1 + share) * seconds for seconds in measurement.micro_step_s)
-        return replace(measurement, micro_step_s=longer) if share else measurement
-
-    def _with_communication(self, config: TrainConfig, measurement: Measurement) -> Measurement:
-        """The times of a rank that was played, with what ranks send each other."""
-        sent, link = self._sent(config, measurement)
-        each_s, once_s = added_s(statistics.median(measurement.micro_step_s), config, sent, link)
-        return replace(
-            measurement,
-            micro_step_s=tuple(seconds + each_s for seconds in measurement.micro_step_s),
-            rest_s=tuple(seconds + once_s for seconds in measurement.rest_s or (0.0,)),
-        )
-
-    def _link_error(self, config: TrainConfig, step_s: float, played: Measurement) -> tuple[float, float]:
-        """How far a step may be from `step_s`, relative to it: all communication hidden, or none on a slow link."""
-        (sent, link), accumulation = self._sent(config, played), self.workload.run_shape(config).accumulation
-        each_s, once_s = added_s(statistics.median(played.micro_step_s), config, sent, link)
-        computed_s = step_s - accumulation * each_s - once_s
-        slowest_s = computed_s + self.slowest_link(Parallelism.of(config)) * sent.of_step(accumulation) / (1e9 * link)
-        return computed_s / step_s - 1, max(slowest_s / step_s - 1, 0.0)
-
-    def _sent(self, config: TrainConfig, measurement: Measurement) -> tuple[Traffic, float]:
-        """What ranks send each other in a step, and the GB/s of the link between them."""
-        sent, link = traffic(self.model, config, Parallelism.of(config)), self.link_gb_s(Parallelism.of(config))
-        if link is None:
-            raise ValueError("a rank is played only where the link is known")
-        return sent or counted_traffic(self.model, config, measurement), link
-
     def link_gb_s(self, parallelism: Parallelism) -> float | None:
         """The bus bandwidth between so many GPUs of one host: as calibrated, or else as the catalogue has it."""
-        return self._calibrated_link(parallelism) or self.device.link_gb_s
+        return self.calibrated_link_gb_s(parallelism) or self.device.link_gb_s
 
-    def slowest_link(self, parallelism: Parallelism) -> float:
-        """How many times as slow as that it may be."""
-        return SLOWEST_LINK if self._calibrated_link(parallelism) is None else SLOWEST_MEASURED_LINK
-
-    def _calibrated_link(self, parallelism: Parallelism) -> float | None:
+    def calibrated_link_gb_s(self, parallelism: Parallelism) -> float | None:
+        """The calibrated bus bandwidth of these GPUs; None without a calibration of the device with this number."""
         calibration = self.calibration
         return calibration.bus_gb_s(parallelism) if calibration and calibration.device == self.device.name else None
 

@@ -18,7 +18,7 @@ from autotune.planning.more_gpus import Scaling
 from autotune.planning.rent_or_buy import Bought, SizeCost
 from autotune.planning.several_gpus import RankPlan
 from autotune.planning.trainable import METHODS, Trainable
-from autotune.problem.run_cost import DeviceEstimate
+from autotune.prediction.estimate import Estimate
 from autotune.report.describe import LABELS, ablation_effect, memory_gib
 from autotune.report.infos import TERMS, CellRow, Importance, ParallelInfo
 from autotune.report.style import ACCENT, BLUE, GREY, MARKERS, PALE_BLUE, PURPLE, YELLOW, empty, escape, finish
@@ -190,7 +190,7 @@ def capability(rows: tuple[CellRow, ...]) -> dict[str, Any] | None:
     return horizontal_bars(bars, x="cost against winner", ticks="+.3~%", row_px=38, line_at=0)
 
 
-def cards(estimates: tuple[DeviceEstimate, ...], own: str | None = None) -> dict[str, Any] | None:
+def cards(estimates: tuple[Estimate, ...], own: str | None = None) -> dict[str, Any] | None:
     """USD of the winner's run on each card with a known price, the cheapest on top; the study's `own` stands out."""
     bars = []
     for card in estimates:

@@ -16,7 +16,7 @@ from autotune.planning.longest import Attempt, LongestRow
 from autotune.planning.micro_batch import Bound, HostNeed
 from autotune.planning.rent_or_buy import Bought, Purse, SizeCost
 from autotune.planning.trainable import Entry
-from autotune.prediction.calibration import Calibration
+from autotune.problem.calibration import Calibration
 from autotune.problem.run_cost import CostProjection
 from autotune.study.ablation import Ablation
 from autotune.study.learning import Learning

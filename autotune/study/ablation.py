@@ -11,6 +11,7 @@ from autotune.core.errors import EnvironmentProblem
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence, Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
+from autotune.prediction.projection import run_performance
 from autotune.problem.task import Task
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def to_ablated_knob(task: Task, knob: str, result: ProbeResult) -> AblatedKnob:
         ablated = replace(ablated, peak_gib=result.oom.need_gib, limit_gib=result.oom.limit_gib)
     if result.outcome is not Outcome.OK or measurement is None:
         return ablated
-    performance = task.performance(result.config, [measurement])
+    performance = run_performance(task, result.config, [measurement])
     return replace(
         ablated,
         tokens_per_s=performance.tokens_per_second,

@@ -14,6 +14,7 @@ from typing import Any
 from autotune.core.errors import Cancelled
 from autotune.core.probe_types import Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
+from autotune.prediction.projection import run_tokens_per_s
 from autotune.prediction.step_time import estimate_step_time
 from autotune.problem.performance import margins
 from autotune.problem.search_space import SearchSpace
@@ -300,7 +301,7 @@ class SharedTrials:
 
     def _finish(self, number: int, evaluation: Evaluation) -> bool:
         result = evaluation.result
-        speed = self.task.tokens_per_s(result)
+        speed = run_tokens_per_s(self.task, result)
         return self.optimizer.tell(
             number,
             result.outcome,

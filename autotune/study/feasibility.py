@@ -9,6 +9,7 @@ from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
+from autotune.prediction.projection import run_performance
 from autotune.problem.constraints import Narrowing, narrow_to_sharing
 from autotune.problem.search_space import SearchSpace, ways_to_fit
 from autotune.problem.task import Task
@@ -87,7 +88,7 @@ def nothing_fits(result: ProbeResult, task: Task) -> NothingFits:
         if result.measurement is not None:
             need = f"{least} of the {limit} there are (extrapolated from a few layers)"
     if result.measurement is not None:
-        speed = task.performance(result.config, [result.measurement]).tokens_per_second
+        speed = run_performance(task, result.config, [result.measurement]).tokens_per_second
         speed_note = f"; it would train {speed:,.0f} tokens/s here if it fitted"
     return NothingFits(
         f"nothing in the search space fits: the leanest configuration, {result.config.label()}, needs {need}"

@@ -16,7 +16,8 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.collectives import rank_step_time, traffic
 from autotune.prediction.sharded_memory import breakdown_of
 from autotune.prediction.step_time import MEASURED_HOST, Host, estimate_step_time, host_of
-from autotune.prediction.transfer import REFERENCE, SpeedTransfer, speed_transfer
+from autotune.prediction.transfer import REFERENCE, speed_transfer
+from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.problem.task import Task
 from autotune.problem.workload import RunShape
 from autotune.study.neighbours import by_distance

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from autotune.core.probe_types import ProbeResult, Rung
+from autotune.prediction.estimate import Estimate
+from autotune.prediction.projection import run_tokens_per_s
 from autotune.problem.performance import margins
-from autotune.problem.run_cost import DeviceEstimate
 from autotune.problem.task import Task
 from autotune.study.decomposition import Decomposition
 from autotune.study.evaluator import Evaluation
@@ -16,7 +17,7 @@ from autotune.study.storage.study_record import StudyRecord
 from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord
 
 # What a configuration takes on other devices, with the share of their memory that stays free.
-Cards = Callable[[Selection, Candidate, float], tuple[DeviceEstimate, ...]]
+Cards = Callable[[Selection, Candidate, float], tuple[Estimate, ...]]
 NOT_SEARCHED = (Rung.CONFIRM, Rung.REFERENCE, Rung.NODE)
 
 
@@ -32,7 +33,7 @@ def to_record(number: int, evaluation: Evaluation, task: Task) -> TrialRecord:
         evidence=result.evidence,
         reused=evaluation.reused,
         reason="; ".join(filter(None, (result.reason, *result.notes))) or None,
-        tokens_per_second=task.tokens_per_s(result),
+        tokens_per_second=run_tokens_per_s(task, result),
         peak_reserved_gib=measurement.peak_reserved_gib if measurement else None,
         limit_gib=measurement.limit_gib if measurement else limit_gib,
         margin=margins(result)["memory"] if measurement or oom else None,

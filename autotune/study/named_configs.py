@@ -15,6 +15,7 @@ from autotune.core.probe_types import Evidence, Outcome, ProbeRequest, ProbeResu
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import DASH, GIB, fmt_count
+from autotune.prediction.projection import run_performance
 from autotune.problem.constraints import refusal
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_cost import FITS, TIGHT
@@ -225,7 +226,7 @@ def to_config_result(case: NamedConfig, config: TrainConfig, task: Task, result:
     evidence = Evidence.PROJECTED if task.is_projected(config) else Evidence.MEASURED
     if result.outcome is not Outcome.OK or found is None:
         return ConfigResult(case=case, config=config, outcome=result.outcome, evidence=evidence, reason=result.reason)
-    speed = task.performance(config, [found])
+    speed = run_performance(task, config, [found])
     low, high = speed.spread
     tokens_per_s = speed.samples_per_second / task.workload.examples_per_row(config) * config.seq_len
     reserved_gib = found.peak_reserved_gib + found.managed_gib

@@ -12,6 +12,7 @@ from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import World
 from autotune.core.units import parse_duration
+from autotune.prediction.projection import with_transfer
 from autotune.problem.gpu_counts import split_count
 from autotune.problem.setup import Setup, set_up
 from autotune.problem.study_spec import StudySpec
@@ -76,7 +77,7 @@ def prepare_session(
     target = find_target(spec.gpu)
     _check_combination(spec, target)
     searched = replace(spec, pins={}) if spec.configs else spec  # pins are of the cases
-    setup = adjust(set_up(searched, target, say))
+    setup = adjust(with_transfer(set_up(searched, target, say), spec))
     setup = _with_ranks(setup, spec, target, say)
     require_ray(spec.ray)
     shared = spec.workers > 1 or spec.ray is not None

@@ -14,6 +14,7 @@ from autotune.core.probe_types import Evidence, Fingerprint, Measurement, Outcom
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, fmt_hours, fmt_usd
 from autotune.prediction.depth_extrapolation import Extrapolation
+from autotune.prediction.projection import run_performance
 from autotune.prediction.transfer import calibrates
 from autotune.problem.constraints import UNASKED
 from autotune.problem.length_distribution import SAYS
@@ -269,7 +270,7 @@ class Selection:
 
     def predicted_speed(self, config: TrainConfig, extrapolation: Extrapolation) -> float:
         """Useful tokens/s of the full run, as truncated models predict it."""
-        return self.task.performance(config, [extrapolation.measurement]).tokens_per_second
+        return run_performance(self.task, config, [extrapolation.measurement]).tokens_per_second
 
     def prune_reason(self, config: TrainConfig, extrapolation: Extrapolation) -> str | None:
         """Why an extrapolated configuration cannot be the best of as many GPUs; None while it can."""
@@ -293,7 +294,7 @@ class Selection:
     def candidate(self, config: TrainConfig) -> Candidate:
         """Everything that is known of a configuration with a measurement."""
         task, record = self.task, self.record(config)
-        performance = task.performance(config, record.best_known)
+        performance = run_performance(task, config, record.best_known)
         largest = max(record.best_known, key=lambda measurement: measurement.peak_reserved_gib)
         cost = self._project(config, performance, largest)
         evidence = Evidence.PROJECTED if task.is_projected(config) else record.evidence
@@ -450,7 +451,7 @@ class Selection:
         for record, measurements in known:
             if record.cannot_win:
                 continue
-            performance = self.task.performance(record.config, measurements)
+            performance = run_performance(self.task, record.config, measurements)
             used = max(measurement.peak_reserved_gib / measurement.limit_gib for measurement in measurements)
             noise = max(TIE, self.noise(record.config))
             largest = max(measurements, key=lambda measurement: measurement.peak_reserved_gib)

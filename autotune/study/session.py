@@ -29,6 +29,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, fmt_seconds
 from autotune.prediction.depth_extrapolation import depths, depths_of
 from autotune.prediction.memory_formula import MemoryBreakdown
+from autotune.prediction.projection import run_performance
 from autotune.prediction.sharded_memory import breakdown_of
 from autotune.probe.compile_ahead import CompileAhead, num_helpers
 from autotune.probe.rank_pool import RankPool
@@ -397,7 +398,7 @@ class Leader:
                 measured = apart.evaluate(config, None).result.measurement
             except (Cancelled, TooManyFailures, ValueError):  # ValueError: its rows do not divide the global batch
                 return None
-            return None if measured is None else trials.task.performance(config, [measured]).tokens_per_second
+            return None if measured is None else run_performance(trials.task, config, [measured]).tokens_per_second
 
         return decompose(recipe.config, recipe.baseline.config, recipe.speedup, speed)
 

@@ -9,8 +9,9 @@ from autotune.core.learning_rate import default_learning_rate
 from autotune.core.probe_types import Evidence, Fingerprint, Measurement, OomDetail, Outcome, ProbeResult, Rung
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
+from autotune.prediction.estimate import Estimate
 from autotune.problem.performance import Performance
-from autotune.problem.run_cost import CostProjection, DeviceEstimate
+from autotune.problem.run_cost import CostProjection
 from autotune.problem.run_options import RunOptions
 from autotune.problem.workload import RunShape, Workload
 from autotune.study.ablation import Ablation
@@ -281,7 +282,7 @@ class StudySummary:
     wall_seconds: float
     search_usd: float | None
     probes: tuple[ProbeResult, ...] = ()
-    cards: tuple[DeviceEstimate, ...] = ()  # what the winner's run would be elsewhere
+    cards: tuple[Estimate, ...] = ()  # what the winner's run would be elsewhere
     quality: Quality | None = None
     learning: Learning | None = None
     verification: Verification | None = None
@@ -359,7 +360,7 @@ def learning_data(found: Learning | None) -> dict[str, Any] | None:
     return data | derived | {"seconds": found.seconds, "notes": found.notes()}
 
 
-def device_estimate_data(card: DeviceEstimate) -> dict[str, Any]:
+def device_estimate_data(card: Estimate) -> dict[str, Any]:
     """One of `cards` in summary.json."""
     return {
         "card": card.device.name,

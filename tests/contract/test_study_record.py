@@ -9,7 +9,7 @@ import pytest
 from autotune.catalog import resolve_device
 from autotune.core.errors import StorageError, UsageError
 from autotune.core.serialization import to_data
-from autotune.prediction.transfer import SpeedTransfer
+from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.study.optimizer import Optimizer
 from autotune.study.storage.optuna_storage import all_attributes, delete_study, read_record, study_names
 from autotune.study.storage.study_record import (

@@ -19,7 +19,7 @@ from autotune.core.probe_types import (
     Telemetry,
 )
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.calibration import Calibration
+from autotune.problem.calibration import Calibration
 from autotune.problem.performance import performance
 from autotune.problem.run_cost import TABLE_EXAMPLES, project
 from autotune.problem.workload import Workload

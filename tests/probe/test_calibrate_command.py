@@ -12,7 +12,7 @@ import pytest
 
 from autotune.cli.commands.doctor import _calibration
 from autotune.core.machine import processor_name
-from autotune.prediction.calibration import read_calibration
+from autotune.problem.calibration import read_calibration
 from tests.helpers.probing import alive, until
 
 pytestmark = pytest.mark.probe

@@ -14,6 +14,7 @@ from accelerate.utils import convert_to_fp32
 from torch import fx, nn
 
 from autotune.catalog import resolve_model
+from autotune.catalog.model_sizes import Sizes
 from autotune.core.probe_types import DryCount, MicroBatch, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.dry import compiled as dry_compile
@@ -30,7 +31,7 @@ from autotune.dry.counting import (
 from autotune.dry.meta_device import cuda_on_meta
 from autotune.dry.prober import DryProber
 from autotune.dry.storage_counter import StorageCounter, blocks
-from autotune.prediction.memory_formula import Sizes, kept_bytes, memory_breakdown
+from autotune.prediction.memory_formula import kept_bytes, memory_breakdown
 from autotune.probe.accounting import trained_parameters
 from autotune.probe.model_settings import model_settings
 from autotune.trainer.float8 import Float8Linear

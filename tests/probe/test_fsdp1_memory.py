@@ -15,11 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from autotune.catalog.model_sizes import Sizes
 from autotune.core.parallelism import Parallelism
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
 from autotune.dry.storage_counter import StorageCounter, blocks
-from autotune.prediction.memory_formula import Sizes
 from autotune.prediction.sharded_memory import Stack, _sharded
 
 CPU = torch.device("cpu")

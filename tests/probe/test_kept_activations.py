@@ -7,9 +7,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from autotune.catalog import ModelSpec
+from autotune.catalog.model_sizes import Sizes
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.memory_formula import Sizes, kept_bytes, kept_factors
+from autotune.prediction.memory_formula import kept_bytes, kept_factors
 from autotune.probe.resident import attach, build_resident
 from autotune.trainer.model_builder import decoder_layers
 from autotune.trainer.varlen import with_segments

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from autotune.catalog import list_models, resolve_device, resolve_model
+from autotune.catalog.model_sizes import Sizes
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.serialization import from_data, to_data
@@ -18,7 +19,6 @@ from autotune.dry.prober import DRY_VERSION, DryAnswer, DryProber, key_of, shipp
 from autotune.planning import counted_memory
 from autotune.planning.device_estimate import limit_of
 from autotune.planning.plan import plan_setup, planned_setup
-from autotune.prediction.memory_formula import Sizes
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.study_spec import StudySpec
 

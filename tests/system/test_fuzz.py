@@ -25,9 +25,9 @@ from autotune.planning.observations import load_evidence, store_submission
 from autotune.planning.plan import plan_task
 from autotune.planning.run_check import check
 from autotune.planning.submission import submission_of
-from autotune.prediction.calibration import read_calibration
 from autotune.prediction.step_time import host_of
 from autotune.prediction.transfer import speed_transfer
+from autotune.problem.calibration import read_calibration
 from autotune.problem.dataset import dataset_lengths
 from autotune.problem.length_distribution import read_lengths
 from autotune.problem.search_space import SearchSpace

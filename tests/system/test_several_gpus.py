@@ -22,6 +22,7 @@ from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.export.formats import export_all
 from autotune.prediction.collectives import added_s, traffic
+from autotune.prediction.projection import run_performance
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.performance import step_time_s
 from autotune.problem.target import find_target
@@ -108,7 +109,7 @@ def test_one_device_plays_a_rank_of_four(tmp_path: Path, linked: dict[str, Any])
     accumulation = recipe.accumulation
     computed_s = step_time_s(played, accumulation)
     each_s, once_s = added_s(statistics.median(played.micro_step_s), recipe.config, sent, 1.0)
-    projected_s = task.performance(recipe.config, [played]).step_time_s
+    projected_s = run_performance(task, recipe.config, [played]).step_time_s
     assert projected_s == pytest.approx(computed_s + accumulation * each_s + once_s)
     assert recipe.winner.performance.spread[1] > 0
     exported = tmp_path / "runs" / "played" / "export" / "train_config.json"

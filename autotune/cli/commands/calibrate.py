@@ -13,7 +13,7 @@ from autotune.core.text import printable, short_path
 from autotune.core.units import DASH, fmt_count, fmt_gib
 
 if TYPE_CHECKING:
-    from autotune.prediction.calibration import Calibration
+    from autotune.problem.calibration import Calibration
 
 
 def calibrate(
@@ -32,7 +32,7 @@ def calibrate(
     from autotune.api import calibrate as measure
     from autotune.core.serialization import to_data
     from autotune.planning.slow_parts import slow_parts
-    from autotune.prediction.calibration import kept_path, write_calibration
+    from autotune.problem.calibration import kept_path, write_calibration
     from autotune.problem.target import find_target
 
     device = find_target(gpu or "auto").device

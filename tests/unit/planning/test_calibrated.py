@@ -19,8 +19,8 @@ from autotune.planning.compare import compare
 from autotune.planning.device_estimate import device_limit_gib, estimate, planned_device
 from autotune.planning.plan import plan_data, plan_task, planned_setup
 from autotune.planning.run_check import check, report_data
-from autotune.prediction.calibration import Calibration, kept_path, write_calibration
-from autotune.problem.run_cost import DeviceEstimate
+from autotune.prediction.estimate import Estimate
+from autotune.problem.calibration import Calibration, kept_path, write_calibration
 from autotune.problem.study_spec import NamedConfig, StudySpec
 from autotune.problem.task import Task
 from autotune.report.comparison import FORMATS, card_data, how_estimated
@@ -68,7 +68,7 @@ def task(device: Any = A10, **spec: Any) -> Task:
     return planned_setup(StudySpec(**{"model": "mistral-7b", "gpu": device.name} | spec), device).task
 
 
-def estimated(case: Task, config: TrainConfig) -> DeviceEstimate:
+def estimated(case: Task, config: TrainConfig) -> Estimate:
     found = estimate(case, config, device_limit_gib(case.device, 0.05))
     assert found is not None and found.tokens_per_s and found.interval
     return found

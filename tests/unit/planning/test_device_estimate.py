@@ -25,11 +25,13 @@ from autotune.planning.device_estimate import (
 )
 from autotune.planning.observations import Observation
 from autotune.planning.run_estimate import MemoryBounds
+from autotune.prediction.estimate import Estimate
 from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, memory_breakdown
 from autotune.prediction.step_time import UNKNOWN_HOST, StepTimeEstimate, estimate_step_time
-from autotune.prediction.transfer import BETWEEN, REFERENCE, WITHIN, SpeedTransfer, interval, speed_transfer
+from autotune.prediction.transfer import BETWEEN, REFERENCE, WITHIN, interval, speed_transfer
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
+from autotune.problem.run_cost import FITS, OOM, TIGHT
+from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.workload import RunShape, Workload
 from tests.helpers.factories import calibration
@@ -52,9 +54,9 @@ SHAPE = RunShape(
 STEP = StepTimeEstimate(products_s=1.0, bytes_s=1.0, host_s=0.0, rest_s=4.0, device_error=0.1)
 
 
-def without_speed(**changes: Any) -> DeviceEstimate:
+def without_speed(**changes: Any) -> Estimate:
     values = {"device": H200, "config": TrainConfig(), "state": FITS, "need_gib": 1.0, "limit_gib": 2.0, "price": PRICE}
-    return DeviceEstimate(**values | changes)
+    return Estimate(**values | changes)
 
 
 def test_speed_and_cost_on_the_reference_card_by_hand() -> None:

@@ -12,9 +12,11 @@ from autotune.core.probe_types import Evidence, Measurement
 from autotune.core.train_config import TrainConfig
 from autotune.planning.device_estimate import device_limit_gib
 from autotune.planning.other_devices import _rank, estimate_other_devices
+from autotune.prediction.estimate import Estimate
 from autotune.prediction.memory_formula import ERROR
+from autotune.prediction.projection import run_performance
 from autotune.prediction.transfer import speed_transfer
-from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate, project
+from autotune.problem.run_cost import FITS, OOM, TIGHT, project
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 from autotune.report import figures
@@ -33,8 +35,8 @@ def task(**changes: Any) -> Task:
     return subject_of(**values)
 
 
-def found(task: Task, config: TrainConfig = CONFIG, measurement: Measurement = MEASURED) -> dict[str, DeviceEstimate]:
-    speed = task.performance(config, [measurement])
+def found(task: Task, config: TrainConfig = CONFIG, measurement: Measurement = MEASURED) -> dict[str, Estimate]:
+    speed = run_performance(task, config, [measurement])
     reported = Evidence.MEASURED if task.carried is None else Evidence.PROJECTED
     cost = replace(project(task.workload, config, speed, task.price), evidence=reported)
     winner = Candidate(config=config, performance=speed, measurement=measurement, cost=cost, evidence=reported)
@@ -51,7 +53,7 @@ def test_the_own_card_is_measured_and_others_are_projected() -> None:
     carried = speed_transfer(resolve_device("h200"), resolve_device("h100"))
     assert carried is not None and own.tokens_per_s is not None and own.cost is not None
     there = replace(task(), measured_on=resolve_device("h200"), carried=carried)
-    assert other.tokens_per_s == pytest.approx(there.performance(CONFIG, [MEASURED]).tokens_per_second)
+    assert other.tokens_per_s == pytest.approx(run_performance(there, CONFIG, [MEASURED]).tokens_per_second)
     assert carried.bytes < other.tokens_per_s / own.tokens_per_s < 1  # an H100 multiplies as fast
     low, high = other.cost.interval_hours
     assert low < other.cost.full_run_hours < high

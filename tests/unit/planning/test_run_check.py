@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from autotune.catalog import ModelSpec, list_devices, resolve_device, resolve_model
+from autotune.catalog.model_sizes import Sizes
 from autotune.cli.check_text import edits_text, lines, verdict
 from autotune.core.errors import UsageError
 from autotune.core.objective import Objective
@@ -37,7 +38,6 @@ from autotune.prediction.memory_formula import (
     ERROR,
     INT8_ERROR,
     MemoryBreakdown,
-    Sizes,
     counted_breakdown,
     memory_breakdown,
 )

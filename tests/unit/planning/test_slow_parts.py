@@ -8,8 +8,8 @@ import pytest
 from autotune.catalog import resolve_device
 from autotune.planning import slow_parts as module
 from autotune.planning.slow_parts import LIMITS, slow_parts
-from autotune.prediction.calibration import Calibration
 from autotune.prediction.transfer import products_tflops
+from autotune.problem.calibration import Calibration
 from tests.helpers.factories import calibration
 
 A10, CPU = resolve_device("a10"), resolve_device("cpu")

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from autotune.catalog import ModelSpec, resolve_model
+from autotune.catalog.model_sizes import Sizes
 from autotune.core.parallelism import STRATEGIES, Parallelism
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.collectives import (
@@ -20,7 +21,6 @@ from autotune.prediction.collectives import (
     rank_step_time,
     traffic,
 )
-from autotune.prediction.memory_formula import Sizes
 from autotune.prediction.step_time import StepTimeEstimate, estimate_step_time
 from autotune.prediction.transfer import interval
 from tests.helpers.factories import measurement

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from autotune.catalog import list_models, resolve_model
+from autotune.catalog.model_sizes import Sizes
 from autotune.core.objective import Objective
 from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
@@ -18,7 +19,6 @@ from autotune.prediction.memory_formula import (
     ERROR,
     NF4_STATISTICS,
     WORKSPACE,
-    Sizes,
     kept_bytes,
     kept_factors,
     live_logits,

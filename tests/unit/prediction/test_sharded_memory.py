@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 
 from autotune.catalog import ModelSpec, resolve_model
+from autotune.catalog.model_sizes import Sizes
+from autotune.core.memory_budget import nccl_gib
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
-from autotune.prediction.memory_formula import ERROR, MemoryBreakdown, Sizes, memory_breakdown
-from autotune.prediction.sharded_memory import MAX_LIVE, RANK_ERROR, TRAINER, Shares, Stack, nccl_gib, rank_breakdown
+from autotune.prediction.memory_formula import ERROR, MemoryBreakdown, memory_breakdown
+from autotune.prediction.sharded_memory import MAX_LIVE, RANK_ERROR, TRAINER, Shares, Stack, rank_breakdown
 
 # Model, layers, method, checkpointing, GPUs, strategy, micro batches, and GiB allocated at the peak of a rank: the
 # operations of torch 2.13's fully_shard in a fake world, counted on the meta device with 4 x 1,024 tokens.

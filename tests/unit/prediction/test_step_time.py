@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from autotune.catalog import resolve_model
+from autotune.catalog.model_sizes import Sizes
 from autotune.core.objective import Objective
 from autotune.core.probe_types import DryCount, KernelTimes
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
-from autotune.prediction.memory_formula import Sizes, kept_bytes
+from autotune.prediction.memory_formula import kept_bytes
 from autotune.prediction.step_time import (
     BY_POSITION,
     COUNTED_ERROR,
@@ -34,7 +35,8 @@ from autotune.prediction.step_time import (
     divide_step_time,
     estimate_step_time,
 )
-from autotune.prediction.transfer import USUAL_SHARE, SpeedTransfer, interval
+from autotune.prediction.transfer import USUAL_SHARE, interval
+from autotune.problem.speed_transfer import SpeedTransfer
 from tests.helpers.factories import measurement
 
 LARGE = {"micro_batch_size": 4, "seq_len": 2048}

@@ -21,13 +21,13 @@ from autotune.prediction.transfer import (
     USUAL_SHARE,
     WITHIN,
     WITHOUT_POWER,
-    SpeedTransfer,
     host_transfer,
     interval,
     peak_tflops,
     products_tflops,
     speed_transfer,
 )
+from autotune.problem.speed_transfer import SpeedTransfer
 from tests.helpers.factories import calibration
 
 PAIRS = Path(__file__).parents[3] / "benchmarks" / "data" / "published_pairs.yaml"

@@ -9,9 +9,10 @@ import pytest
 from autotune.catalog import Price, resolve_device
 from autotune.core.probe_types import Evidence, Measurement
 from autotune.core.train_config import TrainConfig
+from autotune.prediction.estimate import Estimate
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.performance import Performance
-from autotune.problem.run_cost import TABLE_EXAMPLES, DeviceEstimate, Pauses, checkpoint_gib, project, run_cost
+from autotune.problem.run_cost import TABLE_EXAMPLES, Pauses, checkpoint_gib, project, run_cost
 from autotune.problem.run_options import RunOptions
 from autotune.problem.workload import Workload
 from tests.helpers.factories import calibration, measurement
@@ -65,7 +66,7 @@ def test_a_price_of_zero_is_a_known_price():
 def test_a_speed_of_a_kind_of_card_that_nobody_measured_is_a_guess(
     gpu: str, interval: tuple[float, float] | None, observations: int, guess: bool
 ) -> None:
-    estimate = DeviceEstimate(
+    estimate = Estimate(
         device=resolve_device(gpu),
         config=TrainConfig(),
         state="fits",
@@ -146,7 +147,7 @@ def test_packed_examples_are_evaluated_in_packed_rows() -> None:
 
 def test_a_margin_is_negative_where_there_is_room() -> None:
     device = resolve_device("t4")
-    estimate = DeviceEstimate(device=device, config=TrainConfig(), state="fits", need_gib=3.0, limit_gib=4.0)
+    estimate = Estimate(device=device, config=TrainConfig(), state="fits", need_gib=3.0, limit_gib=4.0)
     assert estimate.margin == -0.25 and replace(estimate, need_gib=5.0).margin == 0.25
     assert estimate.calibrated is None and not estimate.is_guess
     assert replace(estimate, interval=(1.0, 2.0)).is_guess  # nobody measured this kind

@@ -13,8 +13,9 @@ from autotune.core.probe_types import Evidence
 from autotune.core.serialization import from_data, to_data
 from autotune.planning.device_estimate import corrected_by_observations
 from autotune.planning.observations import published_observations
-from autotune.prediction.calibration import HERE, kept_path, write_calibration
+from autotune.prediction.projection import with_transfer
 from autotune.prediction.transfer import interval, speed_transfer
+from autotune.problem.calibration import HERE, kept_path, write_calibration
 from autotune.problem.setup import calibration_of, set_up
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import Target, _lack, device_cap_gib, find_target, kept_calibration
@@ -112,7 +113,8 @@ def test_a_larger_card_stands_in_for_a_smaller_one(cards, name):
     cards(card())
     target, device = find_target(name), resolve_device(name)
     assert (target.device, target.measured_on, target.card) == (device, H200, card())
-    assert target.carried == speed_transfer(H200, device) and target.carried.ratio(0.5) < 1
+    task = with_transfer(set_up(StudySpec(model="mistral-7b"), target), StudySpec(model="mistral-7b")).task
+    assert task.carried == speed_transfer(H200, device) and task.carried.ratio(0.5) < 1
     assert 0.95 * device.memory_gib < target.cap_gib < device.memory_gib
 
 
@@ -123,8 +125,10 @@ def test_a_gpu_stands_in_for_a_card_of_the_users_own(cards):
     cards(card())
     target = find_target(WORDS)
     assert (target.device, target.measured_on) == (resolve_device(WORDS), H200)
-    assert target.cap_gib == target.device.usable_gib and target.carried is not None
-    setup = set_up(StudySpec(model="mistral-7b", gpu=WORDS), target)
+    assert target.cap_gib == target.device.usable_gib
+    spec = StudySpec(model="mistral-7b", gpu=WORDS)
+    setup = with_transfer(set_up(spec, target), spec)
+    assert setup.task.carried is not None
     assert setup.task.study.startswith("card-24gb-by-h200-sxm") and setup.task.price is None
     cards()
     with pytest.raises(EnvironmentProblem) as caught:
@@ -154,7 +158,7 @@ def test_a_study_of_a_card_of_the_users_own_goes_on_with_the_same_data_sheet():
 
 def test_the_card_itself_is_not_capped(cards):
     cards(card())
-    assert find_target("h200").cap_gib is None and find_target("h200").carried is None
+    assert find_target("h200").cap_gib is None and find_target("h200").measured_on is None
 
 
 @pytest.mark.parametrize(
@@ -176,7 +180,7 @@ def test_a_gpu_that_cannot_stand_in_is_an_error_with_the_reason(cards, here, wan
 
 def emulated(name="a10"):
     device = resolve_device(name)
-    return Target(device=device, card=card(), measured_on=H200, carried=speed_transfer(H200, device))
+    return Target(device=device, card=card(), measured_on=H200)
 
 
 def test_values_that_the_target_cannot_do_are_removed():
@@ -192,7 +196,7 @@ def test_values_that_the_target_cannot_do_are_removed():
 def test_values_that_the_measuring_gpu_cannot_try_are_removed_too(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: object())
     l4, a100 = resolve_device("l4"), resolve_device("a100")
-    target = Target(device=l4, card=card(), measured_on=a100, carried=speed_transfer(a100, l4))
+    target = Target(device=l4, card=card(), measured_on=a100)
     setup = set_up(StudySpec(model="mistral-7b", allow_quantized=True), target)
     assert "fp8" not in setup.task.space.knob("quantization").choices()
     assert any("a100-80gb-sxm cannot try it" in str(removal) for removal in setup.removals)
@@ -237,11 +241,12 @@ def test_an_emulated_study_is_stored_and_is_not_continued_on_the_target_itself()
 def test_a_calibration_of_either_card_changes_the_projection(tmp_path, calibrated):
     """Of cards that reach a tenth of what their data sheets lead to expect: ten times less there, or more."""
     a100 = resolve_device("a100")
-    target = Target(device=A10, card=card(), measured_on=a100, carried=speed_transfer(a100, A10))
+    target = Target(device=A10, card=card(), measured_on=a100)
     made = calibration(calibrated, products={"bf16": {1024: 8.0}}, copy_gb_s=50.0)
     write_calibration(made, tmp_path / "file.json")
-    task = set_up(StudySpec(model="mistral-7b", calibration=str(tmp_path / "file.json")), target).task
-    ratio = task.carried.ratio(0.5) / target.carried.ratio(0.5)
+    spec = StudySpec(model="mistral-7b", calibration=str(tmp_path / "file.json"))
+    task = with_transfer(set_up(spec, target), spec).task
+    ratio = task.carried.ratio(0.5) / speed_transfer(a100, A10).ratio(0.5)
     assert ratio < 0.3 if calibrated == "a10" else ratio > 3
     assert from_data(type(task), to_data(task)) == task
     selection = Selection(task)
@@ -254,15 +259,16 @@ def test_the_host_of_the_target_is_projected_where_both_machines_were_calibrated
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cards(card(name="NVIDIA A10", memory_gib=22.5))
     l4 = resolve_device("l4")
-    target = Target(device=l4, card=card(name="NVIDIA A10"), measured_on=A10, carried=speed_transfer(A10, l4))
+    target = Target(device=l4, card=card(name="NVIDIA A10"), measured_on=A10)
     write_calibration(calibration("l4", layer_ms=10.0), tmp_path / "l4.json")
     spec = StudySpec(model="mistral-7b", calibration=str(tmp_path / "l4.json"))
-    assert set_up(spec, target).task.carried.host is None  # nothing is known of the host here
+    assert with_transfer(set_up(spec, target), spec).task.carried.host is None  # nothing is known of the host here
     kept_path(A10.name).parent.mkdir(parents=True, exist_ok=True)
     write_calibration(calibration(processor=processor_name(), layer_ms=8.0), kept_path(A10.name))
-    task = set_up(spec, target).task
+    task = with_transfer(set_up(spec, target), spec).task
     assert task.carried.host == pytest.approx(0.8)
-    assert set_up(StudySpec(model="mistral-7b"), target).task.carried.host is None
+    plain = StudySpec(model="mistral-7b")
+    assert with_transfer(set_up(plain, target), plain).task.carried.host is None
     selection = Selection(task)
     add_measured(selection, BASELINE, measurement())
     caveats = selection.recipe(FINGERPRINT).caveats
@@ -274,7 +280,8 @@ def test_the_host_of_the_target_is_projected_where_both_machines_were_calibrated
 
 
 def test_measurements_on_the_target_tighten_the_projection():
-    task = set_up(StudySpec(model="mistral-7b"), emulated()).task
+    spec = StudySpec(model="mistral-7b")
+    task = with_transfer(set_up(spec, emulated()), spec).task
     tight = corrected_by_observations(task, published_observations())
     assert tight.carried.basis == 2 and tight.carried.error < task.carried.error
     assert replace(tight, carried=task.carried) == task

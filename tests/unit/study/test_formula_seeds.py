@@ -10,9 +10,9 @@ from autotune.core.knobs import SELECTIVE
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import memory_breakdown
 from autotune.prediction.step_time import StepTimeEstimate
-from autotune.prediction.transfer import SpeedTransfer
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.search_space import SearchSpace
+from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 from autotune.study import formula_seeds as module

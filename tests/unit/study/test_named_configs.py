@@ -11,8 +11,8 @@ import pytest
 from autotune.core.errors import Cancelled, UsageError
 from autotune.core.probe_types import Evidence, Outcome, ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.transfer import SpeedTransfer
 from autotune.problem.length_distribution import Lengths
+from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.problem.study_spec import NamedConfig, Published, StudySpec
 from autotune.problem.workload import Workload
 from autotune.study.named_configs import ConfigResult, agreement, cases, probe_configs, to_config_result

@@ -8,10 +8,10 @@ from autotune.catalog import find_price, resolve_device, resolve_model
 from autotune.core.probe_types import Evidence, Outcome, ProbeResult, Rung, Telemetry
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import Extrapolation
-from autotune.prediction.transfer import SpeedTransfer
 from autotune.problem.constraints import Floors
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.search_space import SearchSpace
+from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.problem.task import BASELINE, Task
 from autotune.problem.workload import Workload
 from autotune.study.selection import Selection

@@ -18,8 +18,8 @@ from autotune.core.nvml import GpuInfo
 from autotune.core.objective import Objective
 from autotune.core.probe_types import ModelShape, Outcome, ProbeRequest, ProbeResult, Rung
 from autotune.prediction.memory_formula import memory_breakdown
-from autotune.prediction.transfer import SpeedTransfer
 from autotune.problem.setup import Setup
+from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import Target
 from autotune.problem.task import Task

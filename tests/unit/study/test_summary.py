@@ -9,7 +9,7 @@ import pytest
 from autotune.catalog import find_price, resolve_device
 from autotune.core.probe_types import Evidence, Outcome, Rung
 from autotune.core.train_config import TrainConfig
-from autotune.problem.run_cost import DeviceEstimate
+from autotune.prediction.estimate import Estimate
 from autotune.study.summary import (
     Learned,
     Quality,
@@ -140,9 +140,7 @@ def test_a_winner_says_what_it_drew_and_how_much_its_host_does():
 
 
 def test_a_card_that_is_not_quoted_has_no_cost():
-    card = DeviceEstimate(
-        device=resolve_device("a100-80gb"), config=TrainConfig(), state="OOM", need_gib=9.0, limit_gib=8.0
-    )
+    card = Estimate(device=resolve_device("a100-80gb"), config=TrainConfig(), state="OOM", need_gib=9.0, limit_gib=8.0)
     assert device_estimate_data(replace(card, tokens_per_s=7.0, num_observations=3)) == {
         "card": card.device.name,
         "state": "OOM",

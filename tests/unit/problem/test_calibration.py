@@ -15,7 +15,6 @@ from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import CollectiveRates
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.calibration import Calibration, kept_path, read_calibration, write_calibration
 from autotune.prediction.step_time import MEASURED_HOST, UNKNOWN_HOST, estimate_step_time, host_of
 from autotune.prediction.transfer import (
     BETWEEN,
@@ -27,6 +26,7 @@ from autotune.prediction.transfer import (
     products_tflops,
     speed_transfer,
 )
+from autotune.problem.calibration import Calibration, kept_path, read_calibration, write_calibration
 from tests.helpers.factories import calibration
 
 H200, A10, T4, CPU = map(resolve_device, ("h200", "a10", "t4", "cpu"))

@@ -1,0 +1,109 @@
+"""The sizes of a model's layers, by name, for the families whose layers are known."""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autotune.catalog.models import ModelSpec
+from autotune.core.lora_targets import target_modules
+from autotune.core.objective import Objective
+from autotune.core.train_config import TrainConfig
+
+# The families with formulas: `kept_factors.yaml` has a row for each.
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "gemma", "gemma2", "phi3", "qwen3"})
+
+
+@dataclass(frozen=True, kw_only=True)  # without slots, so that what follows from the sizes is kept
+class Sizes:
+    """The sizes of a model from which its memory follows.
+
+    `tied`: the head is the embedding; `capped`: the logits are capped after the head. `params` counts all parameters.
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    capped: bool
+    params: int = 0
+
+    @classmethod
+    @functools.lru_cache(maxsize=256)
+    def of(cls, model: ModelSpec) -> "Sizes | None":
+        """The sizes of the model; None for a family that has no formula."""
+        config: dict[str, Any] = model.config
+        family, heads = config["model_type"], model.size("num_attention_heads")
+        intermediate = model.size("intermediate_size")
+        if family not in FAMILIES or heads is None or intermediate is None:
+            return None
+        sizes = cls(
+            family=family,
+            layers=model.num_layers,
+            hidden=model.hidden_size,
+            intermediate=intermediate,
+            heads=heads,
+            key_heads=model.size("num_key_value_heads") or heads,
+            head_dim=model.size("head_dim") or model.hidden_size // heads,
+            vocab=model.vocab_size,
+            tied=bool(config.get("tie_word_embeddings", family.startswith("gemma"))),
+            capped=family == "gemma2" and config.get("final_logit_softcapping", 30.0) is not None,
+        )
+        ends = sizes.embedding * (1 if sizes.tied else 2)
+        return replace(sizes, params=model.params or ends + sizes.linear_params)
+
+    @property
+    def queries(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Width of all key heads together."""
+        return self.key_heads * self.head_dim
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, or of the head."""
+        return self.vocab * self.hidden
+
+    @functools.cached_property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """The (in, out) of each matrix of a layer, by its name."""
+        hidden, inner, queries, keys = self.hidden, self.intermediate, self.queries, self.keys
+        out, down = {"o_proj": (queries, hidden)}, {"down_proj": (inner, hidden)}
+        if self.family == "phi3":  # queries, keys and values in one matrix, both halves of the MLP in another
+            return {"qkv_proj": (hidden, queries + 2 * keys)} | out | {"gate_up_proj": (hidden, 2 * inner)} | down
+        attention = {"q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys)} | out
+        return attention | {"gate_proj": (hidden, inner), "up_proj": (hidden, inner)} | down
+
+    @functools.cached_property
+    def linear_params(self) -> int:
+        """Parameters of the matrices of all layers."""
+        return self.layers * sum(fan_in * fan_out for fan_in, fan_out in self.matrices.values())
+
+    def for_objective(self, objective: Objective) -> "Sizes":
+        """The same model with the head that an objective trains: one over labels takes the place of the vocabulary's.
+
+        It is so small that it counts for nothing, and shares nothing with the embedding.
+        """
+        if objective.num_labels is None:
+            return self
+        head = 0 if self.tied else self.embedding
+        return replace(self, tied=False, capped=False, params=self.params - head)
+
+    def adapted(self, config: TrainConfig) -> set[str]:
+        """The names of the matrices that get adapters, and other names that `lora_targets` has."""
+        if config.method == "full":
+            return set()
+        names = target_modules(self.family, config.lora_targets)
+        return set(self.matrices) if names is None else set(names)
+
+    def adapter_params(self, config: TrainConfig) -> int:
+        """Parameters of the adapters in all layers."""
+        sides = sum(sum(self.matrices[name]) for name in self.adapted(config))
+        return self.layers * (config.lora_rank or 0) * sides

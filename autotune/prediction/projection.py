@@ -1,0 +1,132 @@
+"""The speed of the full run from probes that ran elsewhere: on another card, or on one GPU that simulates a rank."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autotune.catalog import resolve_device
+from autotune.core.objective import Objective
+from autotune.core.parallelism import Parallelism
+from autotune.core.probe_types import Measurement, ProbeResult
+from autotune.core.train_config import TrainConfig
+from autotune.prediction.collectives import TOGETHER, Traffic, added_s, counted_traffic, slowest_link, traffic
+from autotune.prediction.step_time import divide_step_time, estimate_step_time
+from autotune.prediction.transfer import REFERENCE, host_transfer, interval, peak_tflops, speed_transfer
+from autotune.problem.performance import Performance, performance, tokens_per_s
+from autotune.problem.setup import Setup
+from autotune.problem.study_spec import StudySpec
+from autotune.problem.target import kept_calibration
+from autotune.problem.task import Task
+
+
+def with_transfer(setup: Setup, spec: StudySpec) -> Setup:
+    """Add to a study how the speed of the card that probes converts to the device, if these are two cards.
+
+    If the spec names a calibration of the device, the kept calibration of this machine adds the ratio of the hosts.
+    """
+    task = setup.task
+    if task.measured_on is None:
+        return setup
+    carried = speed_transfer(task.measured_on, task.device, calibration=task.calibration)
+    if carried is not None and spec.calibration is not None:
+        here = kept_calibration(task.measured_on)
+        carried = replace(carried, host=host_transfer(here, task.calibration))
+    return replace(setup, task=replace(task, carried=carried))
+
+
+def run_performance(task: Task, config: TrainConfig, measurements: Sequence[Measurement]) -> Performance:
+    """Return the performance of the full run on the task's device, from probes of one configuration."""
+    # Part of the arithmetic of an fp8 base runs at twice the rate, so no single peak applies. The operations of
+    # objectives other than SFT are not counted.
+    is_counted = config.quantization != "fp8" and task.workload.objective is Objective.SFT
+    peak = (task.peak_tflops or peak_tflops(task.device)) if is_counted else None
+    speed = performance(
+        config,
+        [_on_device(task, config, measurement)[0] for measurement in measurements],
+        task.workload,
+        flops_per_token=task.model.flops_per_token(config.method, task.workload.attended(config)),
+        peak_tflops=peak,
+    )
+
+    if task.is_played(config):
+        waiting = _with_waiting(task, config, measurements[0])
+        linked = speed.widened(*_link_error(task, config, speed.step_time_s, waiting))
+        return linked.widened(-TOGETHER, TOGETHER)
+    if task.carried is None:
+        return speed
+    return projected(speed, _on_device(task, config, measurements[0])[1])
+
+
+def projected(speed: Performance, error: float) -> Performance:
+    """Add the error of a conversion, a standard deviation of the logarithm, to the spread of a performance."""
+    less, more = interval(1.0, error)
+    return replace(speed.widened(less - 1, more - 1), mfu=None, own_spread=speed.spread)
+
+
+def run_tokens_per_s(task: Task, result: ProbeResult) -> float | None:
+    """Return useful tokens per second of the full run on the device; None if the probe gave no measurement."""
+    if result.measurement is not None:
+        result = replace(result, measurement=_on_device(task, result.config, result.measurement)[0])
+    return tokens_per_s(result, task.workload)
+
+
+def _on_device(task: Task, config: TrainConfig, measurement: Measurement) -> tuple[Measurement, float]:
+    """The measurement with the times expected on the device, and the error of the conversion."""
+    if config.num_gpus > 1:
+        waiting = _with_waiting(task, config, measurement)
+        return _with_communication(task, config, waiting) if task.is_played(config) else waiting, 0.0
+    if task.carried is None:
+        return measurement, 0.0
+
+    mean, objective = task.workload.at_mean(config), task.workload.objective
+    by_formula = estimate_step_time(task.model, mean, objective=objective)
+    source = task.measured_on or task.device
+    to_source = speed_transfer(resolve_device(REFERENCE), source, calibration=task.calibration)
+    if by_formula is not None and to_source is not None:
+        by_formula = by_formula.on(to_source)
+
+    here = divide_step_time(measurement, by_formula)
+    there = here.on(task.carried)
+    slower = there.micro_s / here.micro_s
+    expected = replace(
+        measurement,
+        micro_step_s=tuple(slower * seconds for seconds in measurement.micro_step_s),
+        rest_s=tuple(seconds / task.carried.bytes for seconds in measurement.rest_s),
+    )
+    return expected, there.error
+
+
+def _with_waiting(task: Task, config: TrainConfig, measurement: Measurement) -> Measurement:
+    """Add the wait for the rank with the longest rows; in a probe, all ranks have rows of the same lengths."""
+    share = task.workload.waiting_share(config)
+    longer = tuple((1 + share) * seconds for seconds in measurement.micro_step_s)
+    return replace(measurement, micro_step_s=longer) if share else measurement
+
+
+def _with_communication(task: Task, config: TrainConfig, measurement: Measurement) -> Measurement:
+    """Add the communication between ranks to the times of a simulated rank."""
+    sent, link = _sent(task, config, measurement)
+    each_s, once_s = added_s(statistics.median(measurement.micro_step_s), config, sent, link)
+    return replace(
+        measurement,
+        micro_step_s=tuple(seconds + each_s for seconds in measurement.micro_step_s),
+        rest_s=tuple(seconds + once_s for seconds in measurement.rest_s or (0.0,)),
+    )
+
+
+def _link_error(task: Task, config: TrainConfig, step_s: float, played: Measurement) -> tuple[float, float]:
+    """The range of a step relative to `step_s`: all communication hidden, or fully exposed on a slow link."""
+    (sent, link), accumulation = _sent(task, config, played), task.workload.run_shape(config).accumulation
+    each_s, once_s = added_s(statistics.median(played.micro_step_s), config, sent, link)
+    computed_s = step_s - accumulation * each_s - once_s
+    slowest_s = computed_s + slowest_link(task, Parallelism.of(config)) * sent.of_step(accumulation) / (1e9 * link)
+    return computed_s / step_s - 1, max(slowest_s / step_s - 1, 0.0)
+
+
+def _sent(task: Task, config: TrainConfig, measurement: Measurement) -> tuple[Traffic, float]:
+    """The bytes that ranks send each other in a step, and the GB/s of the link between them."""
+    parallelism = Parallelism.of(config)
+    sent, link = traffic(task.model, config, parallelism), task.link_gb_s(parallelism)
+    if link is None:
+        raise ValueError("a rank is played only where the link is known")
+    return sent or counted_traffic(task.model, config, measurement), link
