@@ -44,10 +44,11 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
     yield (
         "how",
         how_known(
-            report.context.calibration,
+            report.context.task.calibration,
             report.context.device,
             counted=checked.bounds.reported.counted,
             objective=report.context.workload.objective,
+            num_gpus=run.config.num_gpus,
         ),
     )
 
@@ -81,7 +82,7 @@ def _duration_lines(report: CheckReport) -> Iterator[tuple[str, str]]:
     if report.runnable is None:
         return
     estimated, run = report.runnable.estimate, report.checked.run
-    cost, price, workload = estimated.cost, report.context.price, report.context.workload
+    cost, price, workload = estimated.cost, report.context.task.price, report.context.workload
     changed = ", with that change" if report.checked.state == OOM else ""
     if cost is None:
         yield "speed", f"unknown: no formula knows it{changed}"

@@ -5,7 +5,8 @@ from datetime import date
 from autotune.catalog import NO_PRICE, describe_price
 from autotune.cli.terminal import print_table
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
-from autotune.planning.several_gpus import BASIS, NO_LINK, GpuPlan, RankPlan
+from autotune.planning.device_estimate import RANK_ACCURACY
+from autotune.planning.several_gpus import NO_LINK, GpuPlan, RankPlan
 from autotune.prediction.memory_formula import CONTEXT_GIB
 from autotune.report import describe
 
@@ -29,7 +30,7 @@ def print_gpu_plan(made: GpuPlan) -> None:
     hosts = "one host" if all(row.hosts == 1 for row in made.rows) else "hosts"
     print(f"{task.model.name} on {hosts} of {task.device.label}: {memory}")
     shape = f"{task.workload.trained:,} examples x {task.workload.epochs}, global batch {task.workload.global_batch}"
-    print(f"{shape}. Every number is projected, nothing was measured here: {BASIS}.")
+    print(f"{shape}. Every number is projected, nothing was measured here: {RANK_ACCURACY}.")
     print_table(None, COLUMNS, [_cells(made, row) for row in made.rows])
     for reason in dict.fromkeys(row.problem for row in made.rows if row.problem):
         rows = [f"{row.num_gpus} {row.parallelism.name}" for row in made.rows if row.problem == reason]

@@ -94,6 +94,11 @@ class TrainConfig:
         return SELECTIVE.get(self.checkpointing, 1.0)
 
     @property
+    def knows_ends(self) -> bool:
+        """Whether the attention of packed rows knows where their examples end, and computes no more."""
+        return self.attention == "flash_attention_2" or self.packed_attention == "varlen"
+
+    @property
     def offloads(self) -> bool:
         """Whether the inputs of recomputed layers wait in the host's memory."""
         return self.checkpointing == "offload"

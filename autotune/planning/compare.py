@@ -29,18 +29,12 @@ from autotune.core.knobs import KNOBS
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig, learning_differences
 from autotune.core.units import fmt_hours, fmt_usd
-from autotune.planning.device_estimate import (
-    device_limit_gib,
-    estimate,
-    limit_of,
-    memory_state,
-    smallest_card,
-    task_memory,
-)
-from autotune.planning.observations import Observation, Say, silent
+from autotune.planning.device_estimate import device_limit_gib, limit_of, smallest_card
+from autotune.planning.observations import Say, silent
 from autotune.planning.plan import Plan, alike_but_for_rows, candidates, count_leanest, plan_setup, planned_setup
-from autotune.prediction.estimate import Estimate
-from autotune.prediction.memory_formula import ERROR
+from autotune.prediction.estimate import Estimate, estimate, memory_of, memory_state
+from autotune.prediction.memory_formula import ERROR, MemoryBreakdown
+from autotune.prediction.observed_speed import Observation
 from autotune.problem.run_cost import FITS, CostProjection
 from autotune.problem.search_space import SearchSpace, ways_to_fit
 from autotune.problem.setup import Setup, open_reserve
@@ -476,10 +470,17 @@ def least_memory(task: Task, limit_gib: float) -> Estimate | None:
     for config in configs:
         alike = alike_but_for_rows(task, config)
         smallest[alike] = min(smallest.get(alike, config), config, key=lambda one: one.micro_batch_size)
-    needs = {config: memory for config in smallest.values() if (memory := task_memory(task, config)) is not None}
+    needs = {config: memory for config in smallest.values() if (memory := _memory(task, config)) is not None}
     if not needs:
         return count_leanest(task, limit_gib)
     return estimate(task, min(needs, key=lambda config: needs[config].peak_reserved_gib), limit_gib)
+
+
+def _memory(task: Task, config: TrainConfig) -> MemoryBreakdown | None:
+    """The memory of a configuration with the longest rows, by formula."""
+    micro_steps = task.workload.run_shape(config).probe_micro_steps
+    longest, objective = task.workload.at_longest(config), task.workload.objective
+    return memory_of(task.model, longest, micro_steps, objective=objective)
 
 
 def _least_by_bf16(spec: StudySpec, compared: Sequence[ComparedCard], say: Say) -> dict[bool, Estimate]:

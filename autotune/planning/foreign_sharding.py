@@ -12,7 +12,8 @@ from autotune.core.knobs import KNOBS
 from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
-from autotune.prediction.sharded_memory import MAX_LIVE, Stack, breakdown_of
+from autotune.prediction.estimate import memory_of
+from autotune.prediction.sharded_memory import MAX_LIVE, Stack
 
 _STAGE = re.compile(r"z(?:ero)?[-_]?([0-3])(?!\d)")  # in the name of a file, as zero3_bf16.json or ds_z2_config.json
 _BY_STAGE = ("ddp", "zero1", "zero2", "zero3")
@@ -73,7 +74,7 @@ def shared_out(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreig
     reason = parallelism.refusal(config)
     if reason is None and parallelism.shards and FP32_BASE in run.notes:
         reason = "no formula covers a base in float32 that is shared out"
-    if reason is None and breakdown_of(model, config) is None:
+    if reason is None and memory_of(model, config) is None:
         reason = "no formula covers a rank of this run"
     if reason is not None:
         return replace(run, notes=(*run.notes, notes["not_shared"].format(reason=reason)))

@@ -8,20 +8,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from autotune.catalog import resolve_device
 from autotune.core.objective import Objective
 from autotune.core.parallelism import PROBED, Parallelism
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
-from autotune.planning.device_estimate import memory_state, observed_transfer, with_step_time
 from autotune.planning.several_gpus import RankPlan
-from autotune.prediction.collectives import RankStepTime, rank_step_time, traffic
-from autotune.prediction.estimate import Estimate
-from autotune.prediction.sharded_memory import rank_breakdown
-from autotune.prediction.step_time import StepTimeEstimate, estimate_step_time, host_of
-from autotune.prediction.transfer import EIGHTY_PERCENT, REFERENCE, interval
+from autotune.prediction.collectives import RankStepTime
+from autotune.prediction.estimate import Estimate, estimate
+from autotune.prediction.step_time import StepTimeEstimate
+from autotune.prediction.transfer import EIGHTY_PERCENT
+from autotune.problem.constraints import Floors
 from autotune.problem.run_cost import FITS
-from autotune.problem.workload import RunShape
+from autotune.problem.search_space import SearchSpace
+from autotune.problem.task import Task
 from autotune.study.summary import Candidate, Recipe
 
 NUMBERS = (1, 2, 4, 8)
@@ -67,6 +66,7 @@ def on_other_numbers(recipe: Recipe) -> Scaling:
     if len(recipe.by_gpus) > 1:
         rows = [_as_measured(recipe, candidate) for candidate in recipe.by_gpus]
         return Scaling(own=own, known=tuple(row.num_gpus for row in rows), rows=tuple(rows))
+
     known = _as_measured(recipe, recipe.winner)
     if known.step is None:
         return Scaling(own=own)
@@ -75,12 +75,24 @@ def on_other_numbers(recipe: Recipe) -> Scaling:
     return Scaling(own=own, known=(own,), rows=tuple(rows))
 
 
+def _task(recipe: Recipe) -> Task:
+    """The study of a recipe, as far as an estimate depends on it; the price is that of one GPU."""
+    return Task(
+        study=recipe.study,
+        model=recipe.model,
+        device=recipe.device,
+        price=recipe.price and recipe.price.of_gpus(1 / recipe.config.num_gpus),
+        workload=recipe.workload,
+        floors=Floors(),
+        space=SearchSpace.of(),
+    )
+
+
 def _as_measured(recipe: Recipe, candidate: Candidate) -> RankPlan:
     """What the study knows of a candidate, as each GPU's share; its step is by formula, where there is one."""
     config, shape = candidate.config, recipe.workload.run_shape(candidate.config)
     each = candidate.performance.tokens_per_second / config.num_gpus
     slowest, fastest = candidate.performance.spread  # of step times: the shortest first
-    alone = _alone(recipe, config)
     return RankPlan(
         parallelism=Parallelism.of(config),
         estimate=Estimate(
@@ -93,9 +105,17 @@ def _as_measured(recipe: Recipe, candidate: Candidate) -> RankPlan:
             interval=(each / (1 + fastest), each / (1 + slowest)),
             cost=candidate.cost,
         ),
-        step=None if alone is None else _step(recipe, config, shape, alone),
+        step=_step_by_formula(recipe, config),
         accumulation=shape.accumulation,
     )
+
+
+def _step_by_formula(recipe: Recipe, config: TrainConfig) -> RankStepTime | None:
+    """The time of a step by formula; None where none covers it."""
+    if recipe.workload.objective is not Objective.SFT:
+        return None
+    by_formula = estimate(_task(recipe), config, math.inf)
+    return None if by_formula is None else by_formula.step
 
 
 def _best(recipe: Recipe, number: int, ratio: float) -> RankPlan:
@@ -104,7 +124,7 @@ def _best(recipe: Recipe, number: int, ratio: float) -> RankPlan:
     for strategy in PROBED if number > 1 else ("none",):
         parallelism = Parallelism(num_gpus=number, strategy=strategy)
         try:
-            rows.append(_on(recipe, parallelism, ratio))
+            rows.append(_scaled_plan(recipe, parallelism, ratio))
         except ValueError as error:
             problem = str(error)
     known = [row for row in rows if row.estimate is not None]
@@ -115,39 +135,30 @@ def _best(recipe: Recipe, number: int, ratio: float) -> RankPlan:
     return least or RankPlan(parallelism=Parallelism(num_gpus=number, strategy=strategy), problem=problem)
 
 
-def _on(recipe: Recipe, parallelism: Parallelism, ratio: float) -> RankPlan:
+def _scaled_plan(recipe: Recipe, parallelism: Parallelism, ratio: float) -> RankPlan:
     """The winner under a strategy; without a speed where it may not fit. Raises ValueError for what cannot be."""
-    config, shape = _divided(recipe, parallelism)
-    parallelism = Parallelism.of(config)  # with what else the winner asks of FSDP2
-    if (reason := parallelism.refusal(config)) is not None:
-        raise ValueError(reason)
-    memory = rank_breakdown(recipe.model, recipe.workload.at_longest(config), parallelism, shape.probe_micro_steps)
-    if memory is None:
+    config = _divided(recipe, parallelism)
+    task, limit_gib = _task(recipe), recipe.winner.measurement.limit_gib
+    by_formula = estimate(task, config, math.inf)
+
+    def measured_pace() -> StepTimeEstimate | None:
+        """The formula's time of one GPU, times the ratio of the measured time to it."""
+        single = by_formula.single_gpu if by_formula else None
+        return single and _corrected(recipe, single, ratio, config)
+
+    estimated = estimate(task, config, limit_gib, clock=measured_pace)
+    if estimated is None:
         raise ValueError("no formula covers it")
-    limit_gib = recipe.winner.measurement.limit_gib
-    estimated = Estimate(
-        device=recipe.device,
-        config=config,
-        state=memory_state(memory.peak_reserved_gib, limit_gib, memory.error),
-        need_gib=memory.peak_reserved_gib,
-        limit_gib=limit_gib,
-        price=recipe.price and recipe.price.of_gpus(1 / recipe.config.num_gpus),
-        memory=memory,
-    )
-    row = RankPlan(parallelism=parallelism, estimate=estimated, accumulation=shape.accumulation)
-    alone = _alone(recipe, config)
-    if estimated.state != FITS or alone is None:
-        return row
-    step = _step(recipe, config, shape, _corrected(recipe, alone, ratio, config))
-    if step is None:
-        return row
-    estimated = with_step_time(estimated, shape, step.step_s, step.interval_s)
-    assert estimated.cost is not None
+
+    row = RankPlan(parallelism=Parallelism.of(config), accumulation=estimated.accumulation)
+    if estimated.state != FITS or estimated.cost is None:
+        without_speed = replace(estimated, tokens_per_s=None, interval=None, samples_per_s=None, cost=None, step=None)
+        return replace(row, estimate=without_speed)
     cost = replace(estimated.cost, evidence=Evidence.PROJECTED)
-    return replace(row, step=step, estimate=replace(estimated, cost=cost))
+    return replace(row, estimate=replace(estimated, cost=cost), step=estimated.step)
 
 
-def _divided(recipe: Recipe, parallelism: Parallelism) -> tuple[TrainConfig, RunShape]:
+def _divided(recipe: Recipe, parallelism: Parallelism) -> TrainConfig:
     """The winner with as many GPUs, and the largest micro batch by which the global batch stays what it is."""
     own, largest = recipe.config, LARGER_BATCH * max(recipe.shape.examples_per_step, recipe.workload.global_batch)
     for micro_batch_size in _halves(own.micro_batch_size):
@@ -162,7 +173,7 @@ def _divided(recipe: Recipe, parallelism: Parallelism) -> tuple[TrainConfig, Run
         except ValueError:
             continue
         if shape.examples_per_step <= largest:
-            return config, shape
+            return config
     raise ValueError(f"a global batch of {recipe.workload.global_batch} cannot be divided so")
 
 
@@ -172,15 +183,6 @@ def _halves(number: int) -> Iterator[int]:
         number //= 2
 
 
-def _alone(recipe: Recipe, config: TrainConfig) -> StepTimeEstimate | None:
-    """The time of one GPU by formula; None where none covers it."""
-    on_reference = estimate_step_time(recipe.model, recipe.workload.at_mean(config), host_of(None))
-    if on_reference is None or recipe.workload.objective is not Objective.SFT:
-        return None
-    transfer = observed_transfer(resolve_device(REFERENCE), recipe.device, config, (), side=on_reference.side)
-    return None if transfer is None else on_reference.on(transfer)
-
-
 def _corrected(recipe: Recipe, alone: StepTimeEstimate, ratio: float, config: TrainConfig) -> StepTimeEstimate:
     """The formula's time, as many times as long as what was measured. With another micro batch its error stays."""
     scaled = alone.longer(ratio, rest=ratio)
@@ -188,16 +190,3 @@ def _corrected(recipe: Recipe, alone: StepTimeEstimate, ratio: float, config: Tr
         return scaled
     error = max(math.log1p(abs(end)) for end in recipe.winner.performance.spread) / EIGHTY_PERCENT
     return replace(scaled, device_error=error, host_error=error)
-
-
-def _step(recipe: Recipe, config: TrainConfig, shape: RunShape, alone: StepTimeEstimate) -> RankStepTime | None:
-    """The time of a step, with what several GPUs send each other; None where that, or their link, is unknown."""
-    if config.num_gpus == 1:
-        step_s = shape.accumulation * alone.micro_s + alone.rest_s
-        return RankStepTime(step_s=step_s, interval_s=interval(step_s, alone.error), communication_s=0.0, exposed_s=0.0)
-    parallelism, link = Parallelism.of(config), recipe.device.link_gb_s
-    sent = traffic(recipe.model, config, parallelism)
-    if sent is None or link is None:
-        return None
-    waiting = alone.longer(1 + recipe.workload.waiting_share(config))
-    return rank_step_time(waiting, config, parallelism, sent, accumulation=shape.accumulation, link_gb_s=link)

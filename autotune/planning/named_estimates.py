@@ -6,12 +6,13 @@ from dataclasses import replace
 from autotune.catalog import DeviceSpec
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
-from autotune.planning.device_estimate import estimate, limit_of, no_estimate
-from autotune.planning.observations import Observation, Say, silent
+from autotune.planning.counted_memory import count
+from autotune.planning.device_estimate import limit_of, no_estimate
+from autotune.planning.observations import Say, silent
 from autotune.planning.plan import planned_setup
-from autotune.planning.several_gpus import estimate_rank
-from autotune.prediction.estimate import Estimate
+from autotune.prediction.estimate import Estimate, estimate
 from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR
+from autotune.prediction.observed_speed import Observation
 from autotune.problem.constraints import refusal
 from autotune.problem.run_cost import OOM, TIGHT
 from autotune.problem.setup import known_shape
@@ -55,14 +56,11 @@ def _estimate(
     task: Task, config: TrainConfig, limit_gib: float, observations: Sequence[Observation], *, counted: bool
 ) -> tuple[Estimate | None, str | None]:
     """The estimate of one configuration, or why there is none."""
-    if config.num_gpus == 1:
-        estimated = estimate(task, config, limit_gib, observations, counted=counted)
-        return estimated, None if estimated else no_estimate(task, config, counted=counted)
     try:
-        estimated = estimate_rank(task, config, limit_gib, observations)
+        estimated = estimate(task, config, limit_gib, observations, count=count if counted else None)
     except ValueError as error:
         return None, str(error)
-    return estimated, None if estimated else no_estimate(task, config, counted=False)
+    return estimated, None if estimated else no_estimate(task, config, counted=counted)
 
 
 def _with_numbers(result: ConfigResult, task: Task, estimated: Estimate) -> ConfigResult:

@@ -6,15 +6,14 @@
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.core.errors import UsageError
 from autotune.core.files import load_data, read_regular, write_atomic
-from autotune.core.probe_types import Evidence
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
+from autotune.prediction.observed_speed import Observation
 from autotune.study.storage.location import EVIDENCE
 
 if TYPE_CHECKING:
@@ -25,30 +24,6 @@ Say = Callable[[str], None]
 
 def silent(text: str) -> None:
     """Report nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
-    """One measurement that somebody made of a configuration on a card.
-
-    `tokens_per_s` counts whole rows, padding included: how many tokens are useful depends on somebody's data.
-    `tokens_per_row` is their mean length, None where all have seq_len. `model` is a name of the catalogue; None for
-    another model, of which `model_digest` describes the shape.
-    """
-
-    device: str
-    model: str | None
-    model_digest: str | None
-    config: TrainConfig
-    accumulation: int
-    tokens_per_s: float
-    step_time_s: float | None
-    peak_reserved_gib: float | None
-    source: str
-    as_of: str | None
-    tokens_per_row: float | None = None
-    trainer: str = "transformers"
-    evidence: Evidence = Evidence.MEASURED
 
 
 @functools.cache

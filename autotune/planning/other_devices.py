@@ -11,9 +11,10 @@ from dataclasses import replace
 from autotune.catalog import DeviceSpec, find_price, list_devices
 from autotune.core.probe_types import Evidence, Measurement
 from autotune.core.train_config import TrainConfig
-from autotune.planning.device_estimate import device_limit_gib, memory_state, observed_transfer
+from autotune.planning.device_estimate import device_limit_gib
 from autotune.planning.observations import published_observations
-from autotune.prediction.estimate import Estimate
+from autotune.prediction.estimate import Estimate, memory_state
+from autotune.prediction.observed_speed import observed_transfer
 from autotune.prediction.projection import run_performance
 from autotune.problem.run_cost import FITS, project
 from autotune.problem.task import Task

@@ -17,10 +17,12 @@ from autotune.core.knobs import KNOBS
 from autotune.core.objective import Objective
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
-from autotune.planning.device_estimate import estimate, how_sure, limit_of, memory_state, no_estimate, planned_device
-from autotune.planning.observations import Observation, Say, silent
-from autotune.prediction.estimate import Estimate
+from autotune.planning.counted_memory import count
+from autotune.planning.device_estimate import how_sure, limit_of, no_estimate, planned_device
+from autotune.planning.observations import Say, silent
+from autotune.prediction.estimate import Estimate, estimate, memory_state
 from autotune.prediction.memory_formula import unsupported
+from autotune.prediction.observed_speed import Observation
 from autotune.prediction.transfer import calibrated_parts
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_cost import FITS, OOM
@@ -245,20 +247,20 @@ def count_leanest(task: Task, limit_gib: float, observations: Sequence[Observati
     if "full" in task.space.choices("loss"):
         spaces.append(task.space.pin("loss", "full"))  # the logits of some heads cannot be made in chunks
     configs = dict.fromkeys(space.config(space.leanest()) for space in spaces)
-    counts = (estimate(task, config, limit_gib, observations, counted=True) for config in configs)
-    return next((counted for counted in counts if counted is not None), None)
+    estimates = (estimate(task, config, limit_gib, observations, count=count) for config in configs)
+    return next((found for found in estimates if found is not None), None)
 
 
 def _baseline(task: Task, limit_gib: float, observations: Sequence[Observation], *, counted: bool) -> Estimate:
     """What guides give, with the largest micro batch that fits, else with their own. Raises UsageError."""
     first = None
     for number, config in enumerate(task.baselines):
-        estimated = estimate(task, config, limit_gib, observations, counted=counted)
+        estimated = estimate(task, config, limit_gib, observations, count=count if counted else None)
         if estimated is not None and estimated.state == FITS:
             return estimated
         first = first or estimated
         if counted and number == 0:  # a count takes seconds, and where the smallest does not fit, none does
-            smallest = estimate(task, task.baselines[-1], limit_gib, observations, counted=True)
+            smallest = estimate(task, task.baselines[-1], limit_gib, observations, count=count)
             first = first or smallest
             if smallest is not None and smallest.state != FITS:
                 break

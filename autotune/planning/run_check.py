@@ -30,10 +30,11 @@ from autotune.planning.device_estimate import (
 from autotune.planning.fixes import FixSearch
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig, for_model, read_file
 from autotune.planning.foreign_sharding import shared_out
-from autotune.planning.observations import Observation, Say, silent
+from autotune.planning.observations import Say, silent
 from autotune.planning.plan import plan_task
 from autotune.planning.run_estimate import CheckContext, CheckedRun, check_run
 from autotune.prediction.memory_formula import unsupported
+from autotune.prediction.observed_speed import Observation
 from autotune.prediction.transfer import calibrated_parts
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_cost import FITS, OOM, TIGHT
@@ -114,13 +115,9 @@ def check(
     spec = make_spec(None, options | {"gpu": device.option, "model": model.name if assumption else name})
     task, warnings = _task(spec, device, run, say)
     context = CheckContext(
-        model=model,
-        device=device,
+        task=replace(task, model=model, workload=_workload(task.workload, spec, run)),
         limit_gib=limit_of(spec, device),
-        workload=_workload(task.workload, spec, run),
-        price=task.price,
         observations=tuple(observations),
-        calibration=task.calibration,
     )
     if without := unsupported(model, _alike(run.config)) or unsupported(model, run.config):
         say(f"counting what it needs, since there is no formula for {without}")
@@ -231,7 +228,7 @@ def _faster(task: Task, spec: StudySpec, context: CheckContext, run: ForeignConf
     by_formula = not unsupported(context.model, _alike(config))
     if config.num_gpus > 1 or run.objective is not Objective.SFT or not by_formula:
         return None
-    checked = check_run(replace(context, workload=workload), run)
+    checked = check_run(replace(context, task=replace(context.task, workload=workload)), run)
     tokens_per_s = checked.estimate.tokens_per_s if checked else None
     no_bf16 = config.precision.startswith("bf16") and not context.device.supports_bf16
     if tokens_per_s is None or no_bf16 or config.seq_len > (context.model.max_seq_len or config.seq_len):
@@ -346,14 +343,18 @@ def report_data(report: CheckReport) -> dict[str, Any]:
         "epochs": run.epochs,
         "max_steps": run.max_steps,
         "workload": {name: workload[name] for name in ("examples", "examples_assumed", "tokens_per_example")},
-        "price": asdict(context.price) if context.price else None,
+        "price": asdict(context.task.price) if context.task.price else None,
         "change": report.fix and _fixed_data(report.fix),
         "each_change": [_fixed_data(fixed) | {"saves_gib": saved} for fixed, saved in report.fixes],
         "smallest_card": report.smallest_card.name if report.smallest_card else None,
         "faster": faster and asdict(faster) | {"config": faster.config.as_dict()},
         "notes": list(report.notes),
-        "how_sure": how_sure(counted=report.checked.bounds.reported.counted, objective=context.workload.objective),
-        "calibrated": calibrated_parts(context.calibration, context.device),
+        "how_sure": how_sure(
+            counted=report.checked.bounds.reported.counted,
+            objective=context.workload.objective,
+            num_gpus=run.config.num_gpus,
+        ),
+        "calibrated": calibrated_parts(context.task.calibration, context.device),
         "evidence": Evidence.ESTIMATED,
     }
 

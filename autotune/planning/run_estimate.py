@@ -8,64 +8,47 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune.catalog import DeviceSpec, ModelSpec, Price, resolve_device
+from autotune.catalog import DeviceSpec, ModelSpec, resolve_device
 from autotune.catalog.model_sizes import Sizes
-from autotune.core.parallelism import Parallelism
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
-from autotune.planning.counted_memory import memory_of, step_time_of
-from autotune.planning.device_estimate import observed_transfer, with_speed, with_step_time
+from autotune.planning.counted_memory import count
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
 from autotune.planning.foreign_sharding import stack_of
-from autotune.planning.observations import Observation
-from autotune.prediction.collectives import rank_step_time, traffic
-from autotune.prediction.estimate import Estimate
+from autotune.prediction.estimate import Estimate, MemoryBounds, estimate, memory_of, on_device, step_time_of
 from autotune.prediction.memory_formula import MemoryBreakdown
+from autotune.prediction.observed_speed import Observation
 from autotune.prediction.step_time import StepTimeEstimate, host_of
 from autotune.prediction.transfer import REFERENCE
-from autotune.problem.calibration import Calibration
-from autotune.problem.run_cost import FITS, OOM, TIGHT
-from autotune.problem.workload import RunShape, Workload
+from autotune.problem.task import Task
+from autotune.problem.workload import Workload
 
 Edits = dict[str, Any]
 OFFLOADED = 1.06  # times as long: measured by `benchmarks/levers.py reference`, Mistral-7B on an H200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryBounds:
-    """The least and the most that a run may need at the peak of a step.
+class CheckContext:
+    """What the verdict depends on besides the run. The examples of `task` count; its space and global batch do not."""
 
-    They are equal where a formula covers the configuration, or a dry probe counts it; `most` is None where nothing
-    bounds it.
-    """
-
-    least: MemoryBreakdown
-    most: MemoryBreakdown | None
+    task: Task
+    limit_gib: float
+    observations: tuple[Observation, ...] = ()
 
     @property
-    def reported(self) -> MemoryBreakdown:
-        """The upper bound where there is one."""
-        return self.most or self.least
+    def model(self) -> ModelSpec:
+        """The model that is trained."""
+        return self.task.model
 
-    def state(self, limit_gib: float) -> str:
-        """FITS or OOM beyond the error of what is known, or TIGHT where neither is certain."""
-        if self.least.peak_reserved_gib * (1 - self.least.error) > limit_gib:
-            return OOM
-        certain = self.most is not None and self.most.peak_reserved_gib * (1 + self.most.error) <= limit_gib
-        return FITS if certain else TIGHT
+    @property
+    def device(self) -> DeviceSpec:
+        """The GPU."""
+        return self.task.device
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckContext:
-    """What the verdict depends on besides the run. `workload` holds the examples; its global batch is not used."""
-
-    model: ModelSpec
-    device: DeviceSpec
-    limit_gib: float
-    workload: Workload
-    price: Price | None = None
-    observations: tuple[Observation, ...] = ()
-    calibration: Calibration | None = None
+    @property
+    def workload(self) -> Workload:
+        """The examples."""
+        return self.task.workload
 
     def bounds(self, run: ForeignConfig) -> MemoryBounds | None:
         """What a run needs with these examples; None where that is not known."""
@@ -99,63 +82,30 @@ def check_run(context: CheckContext, run: ForeignConfig, edits: Edits | None = N
     bounds = context.bounds(run)
     if bounds is None:
         return None
-    without_speed = Estimate(
-        device=context.device,
-        config=run.config,
-        state=bounds.state(context.limit_gib),
-        need_gib=bounds.reported.peak_reserved_gib,
-        limit_gib=context.limit_gib,
-        price=context.price,
-        memory=bounds.reported,
+    task, config, seen = context.task, run.config, context.observations
+    shape = context.workload.run_shape(config, accumulation=run.accumulation, world_size=run.num_gpus or 1)
+    estimated = estimate(
+        task,
+        config,
+        context.limit_gib,
+        shape=replace(shape, epochs=run.epochs or 1),
+        num_steps=run.max_steps,
+        memory=bounds,
+        clock=lambda: on_device(task, config, _step_time(context, run), seen),
     )
-    shape = context.workload.run_shape(run.config, accumulation=run.accumulation, world_size=run.num_gpus or 1)
-    shape = replace(shape, epochs=run.epochs or 1)
-    step_time = _step_time(context, run) if without_speed.state in (FITS, TIGHT) else None
-    if run.config.num_gpus > 1:
-        estimated = _with_rank_speed(context, run, without_speed, step_time, shape)
-    else:
-        estimated = with_speed(
-            without_speed,
-            step_time,
-            shape,
-            context.observations,
-            num_steps=run.max_steps,
-            calibration=context.calibration,
-        )
+    assert estimated is not None  # its memory is known
     return CheckedRun(run=run, bounds=bounds, estimate=estimated, edits=edits or {})
-
-
-def _with_rank_speed(
-    context: CheckContext,
-    run: ForeignConfig,
-    estimated: Estimate,
-    step_time: StepTimeEstimate | None,
-    shape: RunShape,
-) -> Estimate:
-    """Add speed and cost on several GPUs, where their link is known."""
-    device, config, link_gb_s = context.device, run.config, context.device.link_gb_s
-    parallelism = Parallelism.of(config)
-    sent = traffic(context.model, config, parallelism)
-    if step_time is None or sent is None or link_gb_s is None:
-        return estimated
-    reference, given = resolve_device(REFERENCE), (context.observations, context.calibration)
-    transfer = observed_transfer(reference, device, config, *given, side=step_time.side)
-    if transfer is None:
-        return estimated
-    here = step_time.on(transfer)
-    step = rank_step_time(here, config, parallelism, sent, accumulation=shape.accumulation, link_gb_s=link_gb_s)
-    timed = with_step_time(estimated, shape, step.step_s, step.interval_s, num_steps=run.max_steps)
-    return replace(timed, num_observations=transfer.basis, calibration=context.calibration)
 
 
 def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
     """What a run needs at least and at most; None where no formula covers the model and it cannot be counted."""
     config, steps, sizes = run.config, min(run.accumulation, 2), Sizes.of(model)
     known = replace(_checkpoints_on_gpu(config), dora=False)  # DoRA takes more; how much was not measured
-    low = high = memory_of(model, known, steps, stack_of(run), objective=run.objective)
+    low = high = memory_of(model, known, steps, stack=stack_of(run), objective=run.objective, count=count)
     is_int8 = config.quantization == "int8"
     if is_int8 and low is None:
-        low = high = memory_of(model, replace(known, quantization="nf4"), steps, objective=run.objective)
+        in_4_bits = replace(known, quantization="nf4")
+        low = high = memory_of(model, in_4_bits, steps, objective=run.objective, count=count)
     if low is None or high is None:
         return None
     if sizes is None or (is_int8 and low.counted):
@@ -209,8 +159,8 @@ def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | 
     config = context.workload.at_mean(run.config)
     if FP32_BASE in run.notes and Sizes.of(context.model) is None:
         return None  # what its casts take is not counted
-    steps, host = min(run.accumulation, 2), host_of(context.calibration)
-    step_time = step_time_of(context.model, _checkpoints_on_gpu(config), steps, host, run.objective)
+    steps, host, known = min(run.accumulation, 2), host_of(context.task.calibration), _checkpoints_on_gpu(config)
+    step_time = step_time_of(context.model, known, steps, host, objective=run.objective, count=count)
     if step_time is None:
         return None
     cast = _cast_s(context.model, run)

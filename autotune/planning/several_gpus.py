@@ -3,42 +3,26 @@
 Every number is projected. Between hosts collectives run at the pace of the network, if that is the slower.
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from autotune.catalog import resolve_device
 from autotune.core.errors import UsageError
 from autotune.core.parallelism import FSDP2, STRATEGIES, Parallelism
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.core.untested import untested
-from autotune.planning.device_estimate import (
-    limit_of,
-    memory_estimate,
-    no_estimate,
-    observed_transfer,
-    planned_device,
-    with_step_time,
-)
-from autotune.planning.observations import Observation, Say, silent
+from autotune.planning.device_estimate import RANK_ACCURACY, limit_of, no_estimate, planned_device
+from autotune.planning.observations import Say, silent
 from autotune.planning.plan import candidates, distinguishable, estimate_data, planned_setup, say_removals
 from autotune.prediction.collectives import (
-    SLOWEST_LINK,
     RankStepTime,
-    between_copies,
-    rank_step_time,
-    slowest_link,
-    traffic,
 )
-from autotune.prediction.estimate import Estimate
+from autotune.prediction.estimate import Estimate, estimate
 from autotune.prediction.memory_formula import unsupported
-from autotune.prediction.sharded_memory import rank_breakdown
-from autotune.prediction.step_time import StepTimeEstimate, estimate_step_time, host_of
-from autotune.prediction.transfer import REFERENCE, interval
+from autotune.prediction.observed_speed import Observation
 from autotune.problem.gpu_counts import (
     MOST_GPUS,
     NETWORKS,
@@ -49,20 +33,14 @@ from autotune.problem.gpu_counts import (
     parse_within,
     split_count,
 )
-from autotune.problem.run_cost import FITS, TIGHT
+from autotune.problem.run_cost import FITS
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
 from autotune.study.ranking import Scored, choose
 
-BASIS = (
-    "memory of FSDP2 by a formula that was within 2.7 % of four measured ranks and 2.1 % of 192 counted ones, of DDP "
-    "within 1.6 % of six, of ZeRO within 1.5 % of eight; speeds of several by formulas that little was measured for"
-)
 NO_LINK = "nobody published how fast these cards exchange data: link_gb_s of a card of your own says it"
 
 OF_RANKS = ("sharding", "copies", "sync_each_batch", "offload")  # knobs that candidates for one GPU do not have
-
-StepTimes = Callable[[TrainConfig], StepTimeEstimate | None]  # of one GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,9 +223,8 @@ def plan_gpus(
             remedy="leave out --gpus: `autotune plan` counts what one GPU needs",
         )
     configs = candidates(distinguishable(task.space, baseline))
-    step_times = functools.cache(functools.partial(_step_time, task, tuple(observations)))
     rows = [
-        replace(_plan_rank(task, limit_gib, parallelism, configs, step_times, network_gb_s), hosts=number_of_hosts)
+        replace(_plan_rank(task, limit_gib, parallelism, configs, observations, network_gb_s), hosts=number_of_hosts)
         for number_of_hosts, network_gb_s in hosts.items()
         for number in numbers
         for parallelism in _parallelisms(number, number_of_hosts, of_ranks)
@@ -271,114 +248,51 @@ def _parallelisms(number: int, hosts: int, of_ranks: Mapping[str, Any]) -> Itera
         yield Parallelism(num_gpus=total, strategy="fsdp2", copies=hosts, **of_shards)
 
 
-def _step_time(task: Task, observations: tuple[Observation, ...], config: TrainConfig) -> StepTimeEstimate | None:
-    """The time of one GPU of the task's kind; None where it is not known."""
-    on_reference = estimate_step_time(task.model, task.workload.at_mean(config), host_of(task.calibration))
-    if on_reference is None:
-        return None
-    reference, side = resolve_device(REFERENCE), on_reference.side
-    transfer = observed_transfer(reference, task.device, config, observations, task.calibration, side=side)
-    return None if transfer is None else on_reference.on(transfer)
-
-
 def _plan_rank(
     task: Task,
     limit_gib: float,
     parallelism: Parallelism,
     configs: Sequence[TrainConfig],
-    step_times: StepTimes,
+    observations: Sequence[Observation],
     network_gb_s: float | None,
 ) -> RankPlan:
     """The best configuration of a strategy, or the one that needs least if none surely fits, or why there is none."""
     problem = None
-    rows = []
+    found: dict[TrainConfig, Estimate] = {}
     for config in configs:
         try:
-            row = _rank_plan(task, limit_gib, parallelism, config, step_times, network_gb_s)
+            estimated = estimate(
+                task, config, limit_gib, observations, parallelism=parallelism, network_gb_s=network_gb_s
+            )
         except ValueError as error:
             problem = problem or str(error)
             continue
-        if row is not None:
-            rows.append(row)
-    fitting = [(row, row.estimate) for row in rows if row.estimate and row.estimate.state == FITS]
-    scored = {
-        one.config: Scored(config=one.config, score=_score(one, step_times), free_fraction=-one.margin)
-        for _, one in fitting
-    }
-    if scored:
-        winner = choose(list(scored.values()), task.floors.slack)
-        best = next(row for row, one in fitting if one.config == winner.config)
-        unknown = sum(step_times(config) is None for config in scored if config != winner.config)
-        return replace(best, num_without_speed=unknown)
-    least = min(rows, key=lambda row: row.estimate.need_gib if row.estimate else 0.0, default=None)
-    return least or RankPlan(parallelism=parallelism, problem=problem or "no formula covers it")
+        if estimated is not None:
+            found[config] = estimated
+
+    fitting = [one for one in found.values() if one.state == FITS]
+    if fitting:
+        scored = [Scored(config=one.config, score=_score(one), free_fraction=-one.margin) for one in fitting]
+        winner = choose(scored, task.floors.slack).config
+        unknown = sum(one.single_gpu is None for one in fitting if one.config != winner)
+        return replace(_row(parallelism, found[winner]), num_without_speed=unknown)
+    if found:
+        return _row(parallelism, min(found.values(), key=lambda one: one.need_gib))
+    return RankPlan(parallelism=parallelism, problem=problem or "no formula covers it")
 
 
-def _score(estimated: Estimate, step_times: StepTimes) -> float:
-    """What configurations of a strategy are ordered by: their speed, or where that is unknown that of one GPU alone."""
+def _row(parallelism: Parallelism, estimated: Estimate) -> RankPlan:
+    """The row of an estimate; the step of one GPU alone has no communication to show."""
+    step = estimated.step if parallelism.num_gpus > 1 else None
+    return RankPlan(parallelism=parallelism, estimate=estimated, step=step, accumulation=estimated.accumulation)
+
+
+def _score(estimated: Estimate) -> float:
+    """What orders the configurations of a strategy: their speed, or that of one GPU alone if their link is unknown."""
     if estimated.tokens_per_s is not None:
         return estimated.tokens_per_s
-    alone = step_times(estimated.config)
+    alone = estimated.single_gpu
     return estimated.config.tokens / alone.micro_s if alone else 1.0
-
-
-def estimate_rank(
-    task: Task, config: TrainConfig, limit_gib: float, observations: Sequence[Observation] = ()
-) -> Estimate | None:
-    """Estimate a configuration of several GPUs of one host, for each of them; its cost is that of all.
-
-    None where no formula covers it. Raises ValueError for what its strategy cannot train.
-    """
-    step_times = functools.partial(_step_time, task, tuple(observations))
-    row = _rank_plan(task, limit_gib, Parallelism.of(config), config, step_times, None)
-    return None if row is None else row.estimate
-
-
-def _rank_plan(
-    task: Task,
-    limit_gib: float,
-    parallelism: Parallelism,
-    config: TrainConfig,
-    step_times: StepTimes,
-    network_gb_s: float | None,
-) -> RankPlan | None:
-    """One configuration under one strategy; None where no formula covers it. Raises ValueError for what cannot be."""
-    if (reason := parallelism.refusal(config)) is not None:
-        raise ValueError(reason)
-    gpus, workload = parallelism.num_gpus, task.workload
-    shape = workload.run_shape(config, world_size=gpus)
-    memory = rank_breakdown(task.model, workload.at_longest(config), parallelism, shape.probe_micro_steps)
-    if memory is None:
-        return None
-    estimated = memory_estimate(task, config, memory, limit_gib)
-    row = RankPlan(parallelism=parallelism, estimate=estimated, accumulation=shape.accumulation)
-    alone = step_times(config) if estimated.state in (FITS, TIGHT) else None
-    if alone is None:
-        return row
-    if gpus == 1:
-        step_s = shape.accumulation * alone.micro_s + alone.rest_s
-        return replace(row, estimate=with_step_time(estimated, shape, step_s, interval(step_s, alone.error)))
-    sent, link_gb_s, slowest = traffic(task.model, config, parallelism), task.device.link_gb_s, SLOWEST_LINK
-    if network_gb_s is None:
-        link_gb_s, slowest = task.link_gb_s(parallelism), slowest_link(task, parallelism)
-    elif sent is not None and link_gb_s is not None and parallelism.copies > 1:
-        of_copy = traffic(task.model, config, parallelism.of_copy)
-        sent = of_copy and between_copies(of_copy, parallelism, link_gb_s / network_gb_s)
-    elif link_gb_s is not None:  # a ring passes through both, at the pace of the slower
-        link_gb_s = min(link_gb_s, network_gb_s)
-    if sent is None or link_gb_s is None:
-        return row
-    waiting = alone.longer(1 + workload.waiting_share(config, parallelism))
-    step = rank_step_time(
-        waiting,
-        config,
-        parallelism,
-        sent,
-        accumulation=shape.accumulation,
-        link_gb_s=link_gb_s,
-        slowest_link=slowest,
-    )
-    return replace(row, step=step, estimate=with_step_time(estimated, shape, step.step_s, step.interval_s))
 
 
 # --- as plain data
@@ -394,7 +308,7 @@ def gpu_plan_data(made: GpuPlan) -> dict[str, Any]:
         "price": asdict(task.price) if task.price else None,
         "limit_gib": made.limit_gib,
         "link_gb_s": task.device.link_gb_s,
-        "how_sure": BASIS,
+        "how_sure": RANK_ACCURACY,
         "rows": [_row_data(made, row) for row in made.rows],
         "cheapest": _named(made.cheapest),
         "fastest": _named(made.fastest),

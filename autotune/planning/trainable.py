@@ -18,10 +18,11 @@ from autotune.core.probe_types import Evidence
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
 from autotune.planning.compare import DEPENDENT, QUIET_S, ComparedCard, compare_card
-from autotune.planning.device_estimate import ACCURACY, limit_of, memory_state
-from autotune.planning.observations import Observation, Say, silent
+from autotune.planning.device_estimate import ACCURACY, limit_of
+from autotune.planning.observations import Say, silent
 from autotune.planning.plan import candidates, planned_setup
-from autotune.prediction.memory_formula import memory_breakdown
+from autotune.prediction.estimate import memory_of, memory_state
+from autotune.prediction.observed_speed import Observation
 from autotune.prediction.transfer import calibrated_parts
 from autotune.problem.calibration import Calibration
 from autotune.problem.run_cost import FITS
@@ -195,7 +196,7 @@ def longest_row(setup: Setup, limit_gib: float) -> int | None:
     lengths = [*takewhile(lambda length: length < most, (SHORTEST << power for power in range(20))), most]
 
     def fits(config: TrainConfig, length: int) -> bool:
-        need = memory_breakdown(task.model, replace(config, seq_len=length))
+        need = memory_of(task.model, replace(config, seq_len=length))
         return need is not None and memory_state(need.peak_reserved_gib, limit_gib, need.error) == FITS
 
     num_fitting = 0

@@ -1,13 +1,66 @@
-"""The estimate of one configuration, without a probe."""
+"""The estimate of one configuration without a probe: memory, step time and cost, on any number of GPUs and hosts.
 
-from dataclasses import dataclass
+`estimate` is the one place that computes them. It uses a formula if one covers the configuration, else the count of a
+dry probe, if the caller passes a counter (`dry` is a later package). A caller that knows more, because
+it read another tool's file or measured the run, passes its own memory or step time.
+"""
 
-from autotune.catalog import DeviceSpec, Price
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from autotune.catalog import DeviceSpec, ModelSpec, Price, resolve_device
+from autotune.core.objective import Objective
+from autotune.core.parallelism import Parallelism
+from autotune.core.probe_types import DryCount, Evidence
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.memory_formula import MemoryBreakdown
-from autotune.prediction.transfer import calibrated_parts, calibrates, is_measured_kind
+from autotune.prediction.collectives import (
+    SLOWEST_LINK,
+    RankStepTime,
+    Traffic,
+    between_copies,
+    rank_step_time,
+    slowest_link,
+    traffic,
+)
+from autotune.prediction.memory_formula import ERROR, MemoryBreakdown, counted_breakdown, memory_breakdown, supported
+from autotune.prediction.observed_speed import Observation, observed_transfer
+from autotune.prediction.sharded_memory import TRAINER, Stack, rank_breakdown
+from autotune.prediction.step_time import Host, StepTimeEstimate, counted_step_time, estimate_step_time, host_of
+from autotune.prediction.transfer import REFERENCE, calibrated_parts, calibrates, interval, is_measured_kind
 from autotune.problem.calibration import Calibration
-from autotune.problem.run_cost import CostProjection
+from autotune.problem.performance import Performance
+from autotune.problem.run_cost import FITS, OOM, TIGHT, CostProjection, run_cost
+from autotune.problem.task import Task
+from autotune.problem.workload import RunShape
+
+# Counts a training step of a whole model: model, configuration, micro batches in a step, objective. None: no count.
+Counter = Callable[[ModelSpec, TrainConfig, int, Objective], DryCount | None]
+Clock = Callable[[], StepTimeEstimate | None]  # the step time of one GPU, computed only if the run may fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBounds:
+    """The least and the most memory that a run may need at the peak of a step.
+
+    They are equal if a formula covers the configuration or a dry probe counted it; `most` is None without an upper
+    bound.
+    """
+
+    least: MemoryBreakdown
+    most: MemoryBreakdown | None
+
+    @property
+    def reported(self) -> MemoryBreakdown:
+        """The upper bound if there is one, else the lower."""
+        return self.most or self.least
+
+    def state(self, limit_gib: float) -> str:
+        """FITS or OOM beyond the error of the bounds, TIGHT if neither is certain."""
+        if memory_state(self.least.peak_reserved_gib, limit_gib, self.least.error) == OOM:
+            return OOM
+        most = self.most
+        certain = most and memory_state(most.peak_reserved_gib, limit_gib, most.error) == FITS
+        return FITS if certain else TIGHT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +70,8 @@ class Estimate:
     `state` is FITS, TIGHT, OOM, or what the device lacks. `need_gib` is reserved at the peak, of the `limit_gib` that
     tensors may take; `memory` is what it consists of, None where it was measured. `tokens_per_s` are useful tokens of
     one device, and 80 % of cases lie in `interval`. Unknown speeds and costs are None. `num_observations` counts the
-    measurements by others on this device that the speed rests on; `calibration` is what it rests on too.
+    measurements by others on this device that the speed rests on; `calibration` is what it rests on too. `step` and
+    `accumulation` are those of each GPU, `single_gpu` is the time of one GPU alone, known even if their link is not.
     """
 
     device: DeviceSpec
@@ -33,6 +87,9 @@ class Estimate:
     cost: CostProjection | None = None
     num_observations: int = 0
     calibration: Calibration | None = None
+    accumulation: int | None = None
+    single_gpu: StepTimeEstimate | None = None
+    step: RankStepTime | None = None
 
     @property
     def margin(self) -> float:
@@ -54,3 +111,214 @@ class Estimate:
     def calibrated(self) -> str | None:
         """What of the speed a calibration measured, and when; None without one."""
         return calibrated_parts(self.calibration, self.device)
+
+
+def memory_state(need_gib: float, limit_gib: float, error: float = ERROR) -> str:
+    """FITS, OOM, or TIGHT: the need is nearer to the limit than its relative error, by default the formula's."""
+    if need_gib * (1 - error) > limit_gib:
+        return OOM
+    return TIGHT if need_gib * (1 + error) > limit_gib else FITS
+
+
+def refusal(config: TrainConfig, parallelism: Parallelism, objective: Objective) -> str | None:
+    """Why several GPUs cannot train a configuration like this; None if they can."""
+    if parallelism.num_gpus > 1 and objective is not Objective.SFT:
+        return f"objective {objective} is estimated for one GPU only"
+    return parallelism.refusal(config)
+
+
+def memory_of(
+    model: ModelSpec,
+    config: TrainConfig,
+    micro_steps: int = 2,
+    *,
+    objective: Objective = Objective.SFT,
+    parallelism: Parallelism | None = None,
+    stack: Stack = TRAINER,
+    count: Counter | None = None,
+) -> MemoryBreakdown | None:
+    """Return the memory of each GPU at the peak of a step, by formula, else counted; None if neither covers it.
+
+    `parallelism` replaces the configuration's. Several GPUs have formulas only; None also if they cannot train this.
+    """
+    parallelism = parallelism or Parallelism.of(config)
+    if parallelism.num_gpus > 1:
+        refused = refusal(config, parallelism, objective)
+        return None if refused else rank_breakdown(model, config, parallelism, micro_steps, stack)
+
+    by_formula = memory_breakdown(model, config, micro_steps, objective=objective)
+    if by_formula is not None or count is None:
+        return by_formula
+    counted = count(model, config, micro_steps, objective)
+    return None if counted is None else counted_breakdown(model, config, counted, objective)
+
+
+def step_time_of(
+    model: ModelSpec,
+    config: TrainConfig,
+    micro_steps: int,
+    host: Host,
+    *,
+    objective: Objective = Objective.SFT,
+    count: Counter | None = None,
+) -> StepTimeEstimate | None:
+    """Return the step time of one reference GPU, by formula, else counted; None if neither covers it."""
+    if supported(model, config) is not None:
+        return estimate_step_time(model, config, host, objective)
+    if count is None or (config.packing and config.knows_ends):
+        return None  # the rows are counted whole, but their examples attend to less
+    counted = count(model, config, micro_steps, objective)
+    return None if counted is None else counted_step_time(config, counted, host)
+
+
+def on_device(
+    task: Task, config: TrainConfig, on_reference: StepTimeEstimate | None, observations: Sequence[Observation] = ()
+) -> StepTimeEstimate | None:
+    """Convert a step time of the reference GPU to the task's device; None if a rate of the device is unknown."""
+    if on_reference is None:
+        return None
+    transfer = observed_transfer(
+        resolve_device(REFERENCE), task.device, config, observations, task.calibration, side=on_reference.side
+    )
+    return None if transfer is None else on_reference.on(transfer)
+
+
+def estimate(
+    task: Task,
+    config: TrainConfig,
+    limit_gib: float,
+    observations: Sequence[Observation] = (),
+    *,
+    parallelism: Parallelism | None = None,
+    network_gb_s: float | None = None,
+    host: Host | None = None,
+    count: Counter | None = None,
+    shape: RunShape | None = None,
+    num_steps: int | None = None,
+    memory: MemoryBounds | None = None,
+    clock: Clock | None = None,
+) -> Estimate | None:
+    """Estimate a configuration of a task on the task's device, for each GPU; the cost is that of all GPUs.
+
+    `parallelism` replaces the configuration's, and `network_gb_s` links its hosts. `host` replaces the calibrated or
+    unknown host. `count` counts what no formula covers, in seconds. `shape` and `num_steps` are given for a run that
+    another tool's file describes. `memory`, and `clock` with the time of one GPU on this device, replace the formulas.
+
+    Returns None if neither a formula nor a count covers the configuration. Raises ValueError if the GPUs cannot train
+    it.
+    """
+    workload, parallelism = task.workload, parallelism or Parallelism.of(config)
+    if memory is None and (reason := refusal(config, parallelism, workload.objective)) is not None:
+        raise ValueError(reason)
+
+    shape = shape or workload.run_shape(config, world_size=parallelism.num_gpus)
+    micro_steps = shape.probe_micro_steps
+    if memory is None:
+        need = memory_of(
+            task.model,
+            workload.at_longest(config),
+            micro_steps,
+            objective=workload.objective,
+            parallelism=parallelism,
+            count=count,
+        )
+        if need is None:
+            return None
+        memory = MemoryBounds(least=need, most=need)
+    estimated = Estimate(
+        device=task.device,
+        config=config,
+        state=memory.state(limit_gib),
+        need_gib=memory.reported.peak_reserved_gib,
+        limit_gib=limit_gib,
+        price=task.price,
+        memory=memory.reported,
+        accumulation=shape.accumulation,
+    )
+    if estimated.state == OOM:
+        return estimated
+
+    if clock is None:
+        host = host or host_of(task.calibration)
+        mean, objective = workload.at_mean(config), workload.objective
+        on_reference = step_time_of(task.model, mean, micro_steps, host, objective=objective, count=count)
+        single = on_device(task, config, on_reference, observations)
+    else:
+        single = clock()
+    if single is None:
+        return estimated
+    basis, calibration = single.num_observations, task.calibration
+    known = replace(estimated, single_gpu=single, num_observations=basis, calibration=calibration)
+    return _with_speed(task, known, single, shape, parallelism, network_gb_s, num_steps)
+
+
+def _with_speed(
+    task: Task,
+    estimated: Estimate,
+    single: StepTimeEstimate,
+    shape: RunShape,
+    parallelism: Parallelism,
+    network_gb_s: float | None,
+    num_steps: int | None,
+) -> Estimate:
+    """Add speed and cost; unchanged if the traffic of several GPUs or their link is unknown."""
+    config = estimated.config
+    if parallelism.num_gpus == 1:
+        step_s = shape.accumulation * single.micro_s + single.rest_s
+        between = interval(step_s, single.error)
+        alone = RankStepTime(step_s=step_s, interval_s=between, communication_s=0.0, exposed_s=0.0)
+        return _with_step(estimated, shape, alone, num_steps)
+
+    link = _link(task, config, parallelism, network_gb_s)
+    if link is None:
+        return estimated
+    sent, link_gb_s, slowest = link
+    waiting = task.workload.waiting_share(config, parallelism, shape.accumulation)
+    step = rank_step_time(
+        single.longer(1 + waiting),
+        config,
+        parallelism,
+        sent,
+        accumulation=shape.accumulation,
+        link_gb_s=link_gb_s,
+        slowest_link=slowest,
+    )
+    return _with_step(estimated, shape, step, num_steps)
+
+
+def _link(
+    task: Task, config: TrainConfig, parallelism: Parallelism, network_gb_s: float | None
+) -> tuple[Traffic, float, float] | None:
+    """What a rank sends in a step, the GB/s of the link, and how many times slower that may be; None if unknown."""
+    sent, link_gb_s = traffic(task.model, config, parallelism), task.device.link_gb_s
+    if network_gb_s is None:
+        link_gb_s, slowest = task.link_gb_s(parallelism), slowest_link(task, parallelism)
+        return None if sent is None or link_gb_s is None else (sent, link_gb_s, slowest)
+    if sent is None or link_gb_s is None:
+        return None
+
+    # Copies of the shards exchange gradients over the network; a single ring runs at the pace of the slower link.
+    if parallelism.copies == 1:
+        return sent, min(link_gb_s, network_gb_s), SLOWEST_LINK
+    of_copy = traffic(task.model, config, parallelism.of_copy)
+    if of_copy is None:
+        return None
+    return between_copies(of_copy, parallelism, link_gb_s / network_gb_s), link_gb_s, SLOWEST_LINK
+
+
+def _with_step(estimated: Estimate, shape: RunShape, step: RankStepTime, num_steps: int | None) -> Estimate:
+    """Add the speed and cost of a run of this shape with this step time."""
+    step_s, (shortest_s, longest_s) = step.step_s, step.interval_s
+    speed = Performance.of_steps(shape, step_s, spread=(shortest_s / step_s - 1, longest_s / step_s - 1))
+    gpus, price, power_w = shape.world_size, estimated.price, estimated.device.tdp_w
+    price = price and price.of_gpus(gpus)
+    cost = run_cost(shape, speed, price, None if power_w is None else gpus * power_w, num_steps=num_steps)
+    tokens_per_s = speed.tokens_per_second / gpus
+    return replace(
+        estimated,
+        step=step,
+        tokens_per_s=tokens_per_s,
+        interval=(tokens_per_s * step_s / longest_s, tokens_per_s * step_s / shortest_s),
+        samples_per_s=speed.samples_per_second / gpus,
+        cost=replace(cost, evidence=Evidence.ESTIMATED),
+    )

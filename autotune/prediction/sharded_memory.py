@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from autotune.catalog import ModelSpec
 from autotune.catalog.model_sizes import Sizes
 from autotune.core.memory_budget import nccl_of
-from autotune.core.objective import Objective
 from autotune.core.parallelism import FSDP2, Parallelism
 from autotune.core.probe_types import Measurement, Phase
 from autotune.core.train_config import TrainConfig
@@ -115,23 +114,6 @@ class Shares:
             trained=trained,
             trained_layer=layer if full else trained / model.num_layers,
         )
-
-
-def breakdown_of(
-    model: ModelSpec,
-    config: TrainConfig,
-    micro_steps: int = 2,
-    stack: Stack = TRAINER,
-    objective: Objective = Objective.SFT,
-) -> MemoryBreakdown | None:
-    """The memory of each GPU at the peak of a step, on as many as the configuration names and shared out as it says.
-
-    None where no formula covers that, or nothing can train it: several GPUs train for the next token alone.
-    """
-    if objective is not Objective.SFT:
-        return memory_breakdown(model, config, micro_steps, objective=objective) if config.num_gpus == 1 else None
-    parallelism = Parallelism.of(config)
-    return None if parallelism.refusal(config) else rank_breakdown(model, config, parallelism, micro_steps, stack)
 
 
 def rank_breakdown(

@@ -88,7 +88,8 @@ class StepTimeEstimate:
 
     The device multiplies, and moves bytes. With `profiled` a profile divided its time, and tells products in 8 bits
     apart (`fp8_s`). Errors are standard deviations of the logarithms. `side` is that of square matrices whose product
-    has as many multiply-adds as those of the layers have in the mean; None where it is unknown.
+    has as many multiply-adds as those of the layers have in the mean; None where it is unknown. `num_observations`
+    counts the measurements by others that a conversion to another card rests on.
     """
 
     products_s: float
@@ -100,6 +101,7 @@ class StepTimeEstimate:
     device_error: float = DEVICE_ERROR
     host_error: float = MEASURED_HOST.error
     side: float | None = None
+    num_observations: int = 0
 
     @property
     def device_s(self) -> float:
@@ -149,6 +151,7 @@ class StepTimeEstimate:
             rest_s=self.rest_s / transfer.bytes,
             device_error=math.hypot(self.device_error, transfer.error if error is None else error),
             host_error=self.host_error if transfer.host is None else MEASURED_HOST.error,
+            num_observations=transfer.basis,
         )
 
 

@@ -99,6 +99,7 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     constraints.narrow_packing(narrowing, workload)
     constraints.narrow_padding(narrowing, workload)
     constraints.narrow_checkpointing(narrowing)
+    _require_quantization(spec, narrowing)
     warnings = (*_notes_of_images(spec, workload), *_warnings(spec, narrowing, workload))
     calibration = calibration_of(spec, target.measured_on or target.device, say)
     task = Task(
@@ -163,6 +164,17 @@ def _refuse_images(spec: StudySpec, model: ModelSpec, space: SearchSpace) -> Non
     for option, value in options.items():
         if reason := untested(option, value, "images"):
             raise UsageError(reason, remedy=f"leave --{option.replace('_', '-')} out")
+
+
+def _require_quantization(spec: StudySpec, narrowing: Narrowing) -> None:
+    """Raises UsageError for a pinned quantisation of the base that no configuration of the space can have."""
+    value = spec.pins.get("quantization", "none")
+    need = narrowing.space.idle("quantization")
+    if value != "none" and need and narrowing.reserve.idle("quantization"):
+        raise UsageError(
+            f"quantization {value} has no effect in this space: it needs {need}",
+            remedy="leave --set quantization out, or take a space with adapters: --space lora",
+        )
 
 
 def _pinned(space: SearchSpace, spec: StudySpec) -> SearchSpace:

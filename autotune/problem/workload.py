@@ -203,12 +203,14 @@ class Workload:
             return config.seq_len
         return padded_tokens(self._draw(config), bucketed=config.padding == "bucket")
 
-    def waiting_share(self, config: TrainConfig, parallelism: Parallelism | None = None) -> float:
+    def waiting_share(
+        self, config: TrainConfig, parallelism: Parallelism | None = None, accumulation: int | None = None
+    ) -> float:
         """By which share micro batches take longer on several GPUs, which wait for the one with the longest rows.
 
         Their time is taken for proportional to their tokens. Shards are gathered in each micro batch; DDP waits once a
         step, whose sums differ less, and so do hosts with copies of the shards, here taken for waiting in each micro
-        batch. `parallelism` takes the place of the configuration's.
+        batch. `parallelism` takes the place of the configuration's, `accumulation` that of the global batch's.
         """
         parallelism = parallelism or Parallelism.of(config)
         number = parallelism.num_gpus
@@ -216,7 +218,7 @@ class Workload:
             return 0.0
         # Rows that are grouped by length are not dealt out: one rank has the longest of each micro batch.
         each_waits = parallelism.shards or config.group_by_length
-        each = 1 if each_waits else self.run_shape(config, world_size=number).accumulation
+        each = 1 if each_waits else accumulation or self.run_shape(config, world_size=number).accumulation
         return waiting(self._draw(config), number, each, bucketed=config.padding == "bucket")
 
     def longest_row(self, config: TrainConfig) -> int:

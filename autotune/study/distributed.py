@@ -242,7 +242,7 @@ class SharedTrials:
 
     def promise(self, config: TrainConfig) -> float:
         """The score of a configuration by formula; 0 where there is none."""
-        speed = formula_speed(self.task, config, self.task.workload.run_shape(config))
+        speed = formula_speed(self.task, config)
         return self.task.score(config, speed) if speed else 0.0
 
     def await_others(self) -> bool:

@@ -6,20 +6,18 @@ recomputation pay. Probes tell which of these seeds is right, and coordinate sea
 in VARIED change.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 
 from autotune.catalog import resolve_device
 from autotune.core.parallelism import Parallelism
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.collectives import rank_step_time, traffic
-from autotune.prediction.sharded_memory import breakdown_of
-from autotune.prediction.step_time import MEASURED_HOST, Host, estimate_step_time, host_of
+from autotune.prediction.estimate import Estimate, estimate, refusal
+from autotune.prediction.step_time import MEASURED_HOST, Host, host_of
 from autotune.prediction.transfer import REFERENCE, speed_transfer
-from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.problem.task import Task
-from autotune.problem.workload import RunShape
 from autotune.study.neighbours import by_distance
 
 VARIED = (
@@ -36,29 +34,21 @@ def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterato
     Nothing is yielded if the formulas do not know the model or the card.
     """
     device, calibration = task.measured_on or task.device, task.calibration
-    transfer = speed_transfer(resolve_device(REFERENCE), device, calibration=calibration)
-    if transfer is None:
+    if speed_transfer(resolve_device(REFERENCE), device, calibration=calibration) is None:
         return
+    probing = replace(task, device=device)
     own_host = calibration is not None and calibration.device == device.name
-    hosts = (host_of(calibration).scale,) if own_host else HOSTS
-    fitting: dict[TrainConfig, tuple[RunShape, float]] = {}  # with the memory that it needs, in GiB
-    for config in _candidates(task, current):
-        shape = task.workload.run_shape(config)
-        need = breakdown_of(
-            task.model,
-            task.workload.at_longest(config),
-            shape.probe_micro_steps,
-            objective=task.workload.objective,
-        )
-        if need is not None and need.peak_reserved_gib <= limit_gib:
-            fitting[config] = shape, need.peak_reserved_gib
-    yielded = {current}
-    for host in hosts:
+    scales = (host_of(calibration).scale,) if own_host else HOSTS
+    fitting = dict.fromkeys(_fitting(task, _candidates(task, current), limit_gib))
 
-        def predicted(config: TrainConfig, scale: float = host) -> tuple[float, float]:
-            """Useful tokens/s; of equals the configuration that needs less memory."""
-            shape, need_gib = fitting[config]
-            return formula_speed(task, config, shape, replace(MEASURED_HOST, scale=scale), transfer), -need_gib
+    yielded = {current}
+    for scale in scales:
+        host = replace(MEASURED_HOST, scale=scale)
+
+        def predicted(config: TrainConfig, host: Host = host) -> tuple[float, float]:
+            """Useful tokens/s; ties go to the configuration that needs less memory."""
+            found = estimate(probing, config, limit_gib, host=host)
+            return (_tokens_per_s(probing, found), -found.need_gib) if found else (0.0, 0.0)
 
         best = max(fitting, key=predicted, default=current)
         if best not in yielded:
@@ -66,27 +56,34 @@ def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterato
             yield best
 
 
-def formula_speed(
-    task: Task,
-    config: TrainConfig,
-    shape: RunShape,
-    host: Host = MEASURED_HOST,
-    transfer: SpeedTransfer | None = None,
-) -> float:
-    """Useful tokens/s by formula, on the reference card or where `transfer` leads; 0 for what it does not know."""
-    time = estimate_step_time(task.model, task.workload.at_mean(config), host, task.workload.objective)
-    if time is None:
+def _fitting(task: Task, configs: Iterable[TrainConfig], limit_gib: float) -> Iterator[TrainConfig]:
+    """The configurations whose need is within the limit, by formula."""
+    for config in configs:
+        if refusal(config, Parallelism.of(config), task.workload.objective) is None:
+            found = estimate(task, config, limit_gib, clock=lambda: None)
+            if found is not None and found.need_gib <= limit_gib:
+                yield config
+
+
+def formula_speed(task: Task, config: TrainConfig) -> float:
+    """Predicted useful tokens/s on the reference GPU, with the link of the device; 0 without a prediction."""
+    link_gb_s = task.link_gb_s(Parallelism.of(config))
+    reference = replace(task, device=replace(resolve_device(REFERENCE), link_gb_s=link_gb_s), calibration=None)
+    if refusal(config, Parallelism.of(config), task.workload.objective) is not None:
         return 0.0
-    if transfer is not None:
-        time = time.on(transfer)
-    time = time.longer(1 + task.workload.waiting_share(config))
-    parallelism = Parallelism.of(config)
-    link_gb_s = task.link_gb_s(parallelism)
-    sent = traffic(task.model, config, parallelism)
-    if sent is None or link_gb_s is None:
-        return shape.useful_tokens_per_step / (shape.accumulation * time.micro_s + time.rest_s)
-    step = rank_step_time(time, config, parallelism, sent, accumulation=shape.accumulation, link_gb_s=link_gb_s)
-    return shape.useful_tokens_per_step / step.step_s
+    return _tokens_per_s(reference, estimate(reference, config, math.inf, host=MEASURED_HOST))
+
+
+def _tokens_per_s(task: Task, found: Estimate | None) -> float:
+    """Useful tokens/s of all GPUs, without communication if their link is unknown; 0 without a prediction."""
+    if found is None or found.single_gpu is None:
+        return 0.0
+    config = found.config
+    if found.tokens_per_s is not None:
+        return config.num_gpus * found.tokens_per_s
+    shape = task.workload.run_shape(config)
+    computed = found.single_gpu.longer(1 + task.workload.waiting_share(config))
+    return shape.useful_tokens_per_step / (shape.accumulation * computed.micro_s + computed.rest_s)
 
 
 def _candidates(task: Task, current: TrainConfig) -> dict[TrainConfig, None]:

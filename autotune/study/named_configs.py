@@ -146,6 +146,7 @@ def cases(spec: StudySpec, task: Task) -> Iterator[tuple[NamedConfig, TrainConfi
             examples=task.workload.examples,
             lengths=lengths,
             global_batch=config.micro_batch_size * case.accumulation * config.num_gpus,
+            objective=task.workload.objective,
         )
         model = resolve_model(case.model) if case.model else task.model
         if case.model_overrides:

@@ -28,9 +28,9 @@ from autotune.core.process import StopToken
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, fmt_seconds
 from autotune.prediction.depth_extrapolation import depths, depths_of
+from autotune.prediction.estimate import memory_of
 from autotune.prediction.memory_formula import MemoryBreakdown
 from autotune.prediction.projection import run_performance
-from autotune.prediction.sharded_memory import breakdown_of
 from autotune.probe.compile_ahead import CompileAhead, num_helpers
 from autotune.probe.rank_pool import RankPool
 from autotune.probe.supervisor import WorkerProber
@@ -172,7 +172,7 @@ class Session:
 def _breakdown(task: Task, config: TrainConfig, micro_steps: int) -> MemoryBreakdown | None:
     """What a probe of a configuration needs, by formula. For a played rank that is without NCCL."""
     objective = task.workload.objective
-    found = breakdown_of(task.model, task.workload.with_mask(config), micro_steps, objective=objective)
+    found = memory_of(task.model, task.workload.with_mask(config), micro_steps, objective=objective)
     return replace(found, nccl=0.0) if found is not None and task.is_played(config) else found
 
 

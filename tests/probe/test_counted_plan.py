@@ -14,6 +14,7 @@ from autotune.dry.prober import DryAnswer, DryProber
 from autotune.planning import counted_memory
 from autotune.planning.plan import ONLY_BASELINE, ONLY_LEANEST, plan
 from autotune.planning.run_check import check
+from autotune.prediction.estimate import memory_of, step_time_of
 from autotune.prediction.step_time import MEASURED_HOST
 from autotune.problem.run_cost import FITS, OOM
 from autotune.problem.study_spec import make_spec
@@ -71,12 +72,13 @@ def test_flash_attention_that_sees_no_mask_is_counted_as_torchs_own(monkeypatch:
     packed = replace(config, packing=True)  # its examples are kept apart by their lengths, without a mask
     alone = replace(packed, attention="sdpa", packed_attention="varlen")
     for one in (config, masked, packed, alone):
-        assert counted_memory.memory_of(resolve_model("gpt2"), one, 2) is None
+        assert memory_of(resolve_model("gpt2"), one, 2, count=counted_memory.count) is None
     whole = replace(config, attention="sdpa", padding="max_length")
     assert [request.config for request in asked] == [replace(config, attention="sdpa"), masked, whole, whole]
     # Such rows attend to less than whole ones, so that the time is not known.
     for one in (packed, alone):
-        assert counted_memory.step_time_of(resolve_model("gpt2"), one, 2, MEASURED_HOST) is None and len(asked) == 4
+        step_time = step_time_of(resolve_model("gpt2"), one, 2, MEASURED_HOST, count=counted_memory.count)
+        assert step_time is None and len(asked) == 4
 
 
 def test_a_run_of_another_tool_is_judged_by_a_count(tmp_path: Path) -> None:

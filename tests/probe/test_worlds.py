@@ -16,7 +16,7 @@ from autotune.catalog import resolve_model
 from autotune.core.errors import Cancelled, UsageError
 from autotune.core.parallelism import ZERO
 from autotune.core.probe_types import Measurement, Outcome, Phase, ProbeRequest, ProbeResult, World
-from autotune.prediction.sharded_memory import breakdown_of
+from autotune.prediction.estimate import memory_of
 from autotune.probe.fault_injection import VARIABLE
 from autotune.probe.monitor import DEADLINES
 from autotune.probe.rank_pool import RankPool
@@ -288,7 +288,7 @@ def test_a_played_rank_of_two_copies_holds_what_a_real_one_does(method: str, fou
     real, fake = (measured(four.probe(one, log)) for one in asked)
     learning = measured(four.probe(shared(4, "fsdp2", World.REAL, method=method, copies=2), log))
     alone = measured(four.probe(shared(1, "none", micro_steps=4, method=method), log))
-    by_formula = breakdown_of(model, asked[0].config)
+    by_formula = memory_of(model, asked[0].config)
     assert by_formula is not None
     for name in ("model_gib", "adapters_gib", "gradients_gib", "optimizer_gib"):
         assert getattr(fake, name) == getattr(real, name), name

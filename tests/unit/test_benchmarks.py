@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from autotune.core.probe_types import DryCount
-from autotune.planning.device_estimate import ACCURACY, COUNTED, OF_OBJECTIVES
-from autotune.planning.several_gpus import BASIS
+from autotune.planning.device_estimate import ACCURACY, COUNTED, OF_OBJECTIVES, RANK_ACCURACY
 from autotune.prediction.depth_extrapolation import count_at_depth
 from autotune.prediction.transfer import OF_MEMORY
 from tests.system.faults.conftest import table
@@ -492,7 +491,7 @@ def test_plan_says_how_accurate_counts_are() -> None:
 def test_plans_of_several_gpus_say_how_accurate_they_are() -> None:
     own, counted = (RESULTS[name]["summary"] for name in ("plan_world", "counted_ranks"))
     said = f"within {own['own_memory_error_max']:.1%} of four measured ranks and {counted['error_max']:.1%} of"
-    assert f"{said} {counted['ranks']} counted ones" in BASIS.replace(" %", "%")
+    assert f"{said} {counted['ranks']} counted ones" in RANK_ACCURACY.replace(" %", "%")
     of_counted = f"{counted['error_median']:.1%} off in the median and {counted['error_max']:.1%} at worst of"
     document = " ".join((ROOT / "docs" / "many-gpus.md").read_text(encoding="utf-8").split()).replace(" %", "%")
     assert f"{of_counted} {counted['ranks']} ranks" in document

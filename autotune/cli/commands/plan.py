@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from autotune.catalog import DeviceSpec
-    from autotune.planning.observations import Observation
+    from autotune.prediction.observed_speed import Observation
     from autotune.report.answer import Answer
 
 ANY_MODEL = "demo-3m"  # stands in a spec where each model is planned

@@ -15,7 +15,7 @@ from autotune.core.units import fmt_count, fmt_gib
 from autotune.study.storage.location import EVIDENCE, storage_url
 
 if TYPE_CHECKING:
-    from autotune.planning.observations import Observation
+    from autotune.prediction.observed_speed import Observation
 
 
 def submit(

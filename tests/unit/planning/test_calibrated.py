@@ -16,10 +16,10 @@ from autotune.core.machine import processor_name
 from autotune.core.nvml import GpuInfo
 from autotune.core.train_config import TrainConfig
 from autotune.planning.compare import compare
-from autotune.planning.device_estimate import device_limit_gib, estimate, planned_device
+from autotune.planning.device_estimate import device_limit_gib, planned_device
 from autotune.planning.plan import plan_data, plan_task, planned_setup
 from autotune.planning.run_check import check, report_data
-from autotune.prediction.estimate import Estimate
+from autotune.prediction.estimate import Estimate, estimate
 from autotune.problem.calibration import Calibration, kept_path, write_calibration
 from autotune.problem.study_spec import NamedConfig, StudySpec
 from autotune.problem.task import Task

@@ -37,8 +37,9 @@ from autotune.planning.compare import (
     least_memory,
     smallest_holding,
 )
-from autotune.planning.device_estimate import ACCURACY, COUNTED, device_limit_gib, estimate, memory_state
+from autotune.planning.device_estimate import ACCURACY, COUNTED, device_limit_gib
 from autotune.planning.plan import ONLY_BASELINE, ONLY_LEANEST, Plan, plan_data, plan_task, planned_setup
+from autotune.prediction.estimate import estimate, memory_state
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import FITS, OOM, project
 from autotune.problem.study_spec import NamedConfig, StudySpec

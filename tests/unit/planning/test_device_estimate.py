@@ -13,20 +13,14 @@ from autotune.core.train_config import TrainConfig
 from autotune.planning.device_estimate import (
     corrected_by_observations,
     device_limit_gib,
-    estimate,
     how_known,
     limit_of,
-    measured_ratios,
-    memory_state,
-    observed_transfer,
     planned_device,
     smallest_card,
-    with_speed,
 )
-from autotune.planning.observations import Observation
-from autotune.planning.run_estimate import MemoryBounds
-from autotune.prediction.estimate import Estimate
+from autotune.prediction.estimate import Estimate, MemoryBounds, estimate, memory_state, on_device
 from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, memory_breakdown
+from autotune.prediction.observed_speed import Observation, measured_ratios, observed_transfer
 from autotune.prediction.step_time import UNKNOWN_HOST, StepTimeEstimate, estimate_step_time
 from autotune.prediction.transfer import BETWEEN, REFERENCE, WITHIN, interval, speed_transfer
 from autotune.problem.length_distribution import Lengths
@@ -54,14 +48,29 @@ SHAPE = RunShape(
 STEP = StepTimeEstimate(products_s=1.0, bytes_s=1.0, host_s=0.0, rest_s=4.0, device_error=0.1)
 
 
-def without_speed(**changes: Any) -> Estimate:
-    values = {"device": H200, "config": TrainConfig(), "state": FITS, "need_gib": 1.0, "limit_gib": 2.0, "price": PRICE}
-    return Estimate(**values | changes)
+def with_speed(
+    step: StepTimeEstimate | None, *, state: str = FITS, num_steps: int | None = None, **facts: Any
+) -> Estimate:
+    """The estimate of a run of SHAPE whose step time on the reference GPU is known."""
+    task = subject_of(**{"device": H200, "price": PRICE} | facts)
+    memory = memory_of()
+    limit_gib = memory.peak_reserved_gib * {FITS: 2.0, TIGHT: 1.0, OOM: 0.5}[state]
+    found = estimate(
+        task,
+        TrainConfig(),
+        limit_gib,
+        shape=SHAPE,
+        num_steps=num_steps,
+        memory=MemoryBounds(least=memory, most=memory),
+        clock=lambda: on_device(task, TrainConfig(), step),
+    )
+    assert found is not None and found.state == state
+    return found
 
 
 def test_speed_and_cost_on_the_reference_card_by_hand() -> None:
     """A step takes 3 x 2 + 4 = 10 s: 600 useful tokens, of which each of two devices has half; 100 steps, 1,000 s."""
-    found = with_speed(without_speed(), STEP, SHAPE)
+    found = with_speed(STEP)
     assert (found.tokens_per_s, found.samples_per_s) == (30.0, 0.6)
     assert found.interval == interval(30.0, 0.1)
     cost = found.cost
@@ -76,23 +85,23 @@ def test_speed_and_cost_on_the_reference_card_by_hand() -> None:
 
 
 def test_a_run_may_end_before_its_examples_do() -> None:
-    cost = with_speed(without_speed(), STEP, SHAPE, num_steps=36).cost
+    cost = with_speed(STEP, num_steps=36).cost
     assert cost is not None and (cost.num_steps, cost.full_run_hours) == (36, pytest.approx(0.1))
 
 
 def test_what_has_no_price_or_power_has_no_cost() -> None:
-    unpriced = with_speed(without_speed(price=None, device=replace(H200, tdp_w=None)), STEP, SHAPE).cost
+    unpriced = with_speed(STEP, price=None, device=replace(H200, tdp_w=None)).cost
     assert unpriced is not None and (unpriced.full_run_usd, unpriced.spot_usd, unpriced.kwh) == (None, None, None)
-    on_demand = with_speed(without_speed(price=replace(PRICE, spot_usd_per_hour=None)), STEP, SHAPE).cost
+    on_demand = with_speed(STEP, price=replace(PRICE, spot_usd_per_hour=None)).cost
     assert on_demand is not None and on_demand.spot_usd is None and on_demand.usd_per_hour == 6.0
 
 
 def test_only_what_fits_has_a_speed() -> None:
-    for estimated in (without_speed(state=OOM), without_speed(device=replace(A10, bandwidth_gb_s=None))):
-        assert with_speed(estimated, STEP, SHAPE) is estimated
-    assert with_speed(without_speed(), None, SHAPE) == without_speed()
-    assert with_speed(without_speed(state=TIGHT), STEP, SHAPE).tokens_per_s == 30.0
-    slower = with_speed(without_speed(device=A10), STEP, SHAPE)
+    unknown = with_speed(STEP, device=replace(A10, bandwidth_gb_s=None))
+    for estimated in (with_speed(STEP, state=OOM), unknown, with_speed(None)):
+        assert (estimated.tokens_per_s, estimated.interval, estimated.cost, estimated.step) == (None,) * 4
+    assert with_speed(STEP, state=TIGHT).tokens_per_s == 30.0
+    slower = with_speed(STEP, device=A10)
     assert slower.tokens_per_s is not None and slower.tokens_per_s < 10.0
 
 
@@ -239,10 +248,7 @@ def test_a_calibrated_card_transfers_by_precision_size_and_training() -> None:
     for quantization, expected in zip(("none", "fp8"), by_precision, strict=True):
         config = TrainConfig(quantization=quantization, compile="per_layer")
         assert observed_transfer(H200, l4, config, []) == expected
-    small, large = (
-        with_speed(without_speed(device=h100), replace(STEP, side=side), SHAPE, calibration=made)
-        for side in (1024, 8192)
-    )
+    small, large = (with_speed(replace(STEP, side=side), device=h100, calibration=made) for side in (1024, 8192))
     assert small.calibration is made and small.tokens_per_s and large.tokens_per_s
     assert small.tokens_per_s < 0.7 * large.tokens_per_s
 

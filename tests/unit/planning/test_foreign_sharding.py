@@ -160,7 +160,7 @@ def test_check_judges_each_gpu(tmp_path: Path) -> None:
     notes = " ".join(shared.notes)
     assert "each of 8 GPUs of one host: the model shared out among the GPUs (FSDP2)." in notes
     assert shared.faster is None and shared.checked.estimate.tokens_per_s
-    cost, price = shared.checked.estimate.cost, shared.context.price
+    cost, price = shared.checked.estimate.cost, shared.context.task.price
     assert cost is not None and price is not None and cost.usd_per_hour == 8 * price.usd_per_hour
 
 

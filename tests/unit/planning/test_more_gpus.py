@@ -9,7 +9,7 @@ from autotune.catalog import resolve_device, resolve_model
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.planning.more_gpus import Scaling, on_other_numbers
-from autotune.prediction.sharded_memory import breakdown_of
+from autotune.prediction.estimate import memory_of
 from autotune.problem.run_cost import FITS
 from autotune.problem.workload import Lengths
 from autotune.study.summary import Recipe
@@ -58,7 +58,7 @@ def test_a_study_of_two_gpus_is_scaled_both_ways() -> None:
     one, eight = row_of(found, 1), row_of(found, 8)
     assert one.estimate.cost.usd_per_hour == pytest.approx(made.price.usd_per_hour / 2)  # type: ignore[union-attr]
     assert one.parallelism.strategy == "none" and eight.parallelism.strategy in ("ddp", "fsdp2", "fsdp2_keep")
-    memory = breakdown_of(made.model, replace(made.config, num_gpus=8, sharding=eight.parallelism.strategy))
+    memory = memory_of(made.model, replace(made.config, num_gpus=8, sharding=eight.parallelism.strategy))
     assert memory is not None and eight.estimate.need_gib < one.estimate.need_gib
     assert found.efficiency(one) == 1.0 and found.waits(row_of(found, 2)) > 0
 

@@ -89,7 +89,7 @@ def test_the_card_that_probed_for_another_counts_as_measured() -> None:
     assert cards["a100-80gb-sxm"].num_observations == 1 and cards["h200-sxm"].num_observations == 0
     there = cards["h200-sxm"]
     assert there.cost is not None and there.cost.evidence is Evidence.MEASURED
-    assert there.tokens_per_s == pytest.approx(task().performance(CONFIG, [MEASURED]).tokens_per_second)
+    assert there.tokens_per_s == pytest.approx(run_performance(task(), CONFIG, [MEASURED]).tokens_per_second)
     assert cards["a100-80gb-sxm"].cost is not None
     assert cards["a100-80gb-sxm"].cost.evidence is Evidence.PROJECTED
 
@@ -142,7 +142,7 @@ def test_every_card_of_the_vendor_is_estimated_once_with_its_own_limit_and_price
             assert (one.cost is None) is (one.tokens_per_s is None) is (one.state != FITS)
     own = cards["h200-sxm"]
     assert own.price == case.price is not None and own.num_observations == 0
-    speed = case.performance(CONFIG, [MEASURED])
+    speed = run_performance(case, CONFIG, [MEASURED])
     assert (own.state, own.tokens_per_s) == (FITS, speed.tokens_per_second)
     measured = project(case.workload, CONFIG, speed, case.price)
     assert own.cost == replace(measured, evidence=Evidence.MEASURED)

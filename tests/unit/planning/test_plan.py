@@ -17,16 +17,9 @@ from autotune.core.objective import Objective
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.planning import plan as plan_module
-from autotune.planning.device_estimate import (
-    corrected_by_observations,
-    device_limit_gib,
-    estimate,
-    measured_ratios,
-    observed_transfer,
-    planned_device,
-)
+from autotune.planning.device_estimate import corrected_by_observations, device_limit_gib, planned_device
 from autotune.planning.named_estimates import estimate_named_configs
-from autotune.planning.observations import Observation, known_observations, published_observations
+from autotune.planning.observations import known_observations, published_observations
 from autotune.planning.plan import (
     BATCHES,
     Plan,
@@ -41,7 +34,9 @@ from autotune.planning.plan import (
     table_cells,
 )
 from autotune.prediction import memory_formula, step_time
+from autotune.prediction.estimate import estimate
 from autotune.prediction.memory_formula import CONTEXT_GIB, memory_breakdown
+from autotune.prediction.observed_speed import Observation, measured_ratios, observed_transfer
 from autotune.prediction.transfer import speed_transfer
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.search_space import SearchSpace

@@ -46,6 +46,7 @@ from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.workload import Workload
 from tests.helpers.factories import calibration
+from tests.helpers.sessions import subject_of
 from tests.unit.cli.test_check import AXOLOTL, AXOLOTL_FULL, FACTORY, FACTORY_FULL, TRL, TRL_7B, changed
 
 RUN = ForeignConfig(
@@ -542,13 +543,13 @@ def test_bounds_are_those_of_the_nearest_configurations_with_a_formula() -> None
 
 
 def context(**changes: Any) -> CheckContext:
-    values: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "model": resolve_model("mistral-7b"),
         "device": resolve_device("h200"),
-        "limit_gib": 130.0,
         "workload": Workload(examples=960, lengths=Lengths.constant(1024, "given")),
+        "price": None,
     }
-    return CheckContext(**values | changes)
+    return CheckContext(task=subject_of(**facts | changes), limit_gib=130.0)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "offload"])

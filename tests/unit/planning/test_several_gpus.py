@@ -14,7 +14,7 @@ from autotune.catalog import resolve_device
 from autotune.cli import app
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.parallelism import FSDP2, STRATEGIES, Parallelism
-from autotune.planning.device_estimate import estimate, limit_of
+from autotune.planning.device_estimate import limit_of
 from autotune.planning.plan import planned_setup
 from autotune.planning.several_gpus import (
     GpuPlan,
@@ -23,6 +23,7 @@ from autotune.planning.several_gpus import (
     plan_gpus,
     plan_spec,
 )
+from autotune.prediction.estimate import estimate
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.study_spec import StudySpec
 

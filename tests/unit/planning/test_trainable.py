@@ -12,9 +12,10 @@ from autotune.catalog import list_models, resolve_device, resolve_model
 from autotune.catalog.model_sizes import Sizes
 from autotune.cli.app import app
 from autotune.core.errors import NothingFits, UsageError
-from autotune.planning.device_estimate import limit_of, memory_state
+from autotune.planning.device_estimate import limit_of
 from autotune.planning.plan import plan, planned_setup
 from autotune.planning.trainable import METHODS, STEP, Trainable, longest_row, sizes, trainable, trainable_data
+from autotune.prediction.estimate import memory_state
 from autotune.prediction.memory_formula import memory_breakdown
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.study_spec import StudySpec

@@ -13,7 +13,8 @@ from autotune.catalog import resolve_device, resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.images import Picture, picture_of
 from autotune.core.train_config import TrainConfig
-from autotune.planning.counted_memory import memory_of, no_count
+from autotune.planning.counted_memory import count, no_count
+from autotune.prediction.estimate import memory_of
 from autotune.problem.image_files import flat, pictures_of, size_of, text_of
 from autotune.problem.images import MOST_KINDS, images_of, pictured
 from autotune.problem.setup import set_up
@@ -240,4 +241,4 @@ def test_no_formula_is_asked_about_a_model_that_takes_images() -> None:
         set_up(StudySpec(model="gemma-3-4b", gpu="h100"), resolve_device("h100"))
     model = resolve_model("gemma-3-4b")
     assert model.flops_per_token("lora", 512) is None
-    assert memory_of(model, TrainConfig(), 1) is None and "images" in no_count(model, TrainConfig(), 1)
+    assert memory_of(model, TrainConfig(), 1, count=count) is None and "images" in no_count(model, TrainConfig(), 1)

@@ -385,7 +385,7 @@ def test_what_nobody_tried_has_the_values_asked_for_and_leaves_the_time_to_keep(
 def test_in_a_hurry_the_most_promising_is_tried_if_it_may_be_half_as_fast_as_the_best(
     trials: Make, monkeypatch: pytest.MonkeyPatch, promised: dict[int, float], size: int | None
 ) -> None:
-    def promise(task: object, config: TrainConfig, shape: object) -> float:
+    def promise(task: object, config: TrainConfig) -> float:
         return (promised | {8: 2.0})[config.micro_batch_size]
 
     monkeypatch.setattr(module, "formula_speed", promise)
@@ -406,7 +406,7 @@ def test_in_a_hurry_what_is_compiled_comes_first_if_it_promises_about_as_much(
 ) -> None:
     """The best compiles. Larger micro batches promise more; of what promises the same, some need no compilation."""
 
-    def promise(task: object, config: TrainConfig, shape: object) -> float:
+    def promise(task: object, config: TrainConfig) -> float:
         return 0.9 + 0.02 * config.micro_batch_size
 
     monkeypatch.setattr(module, "formula_speed", promise)

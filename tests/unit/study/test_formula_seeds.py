@@ -8,11 +8,11 @@ import pytest
 from autotune.catalog import resolve_device, resolve_model
 from autotune.core.knobs import SELECTIVE
 from autotune.core.train_config import TrainConfig
+from autotune.prediction import estimate as prediction
 from autotune.prediction.memory_formula import memory_breakdown
 from autotune.prediction.step_time import StepTimeEstimate
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.search_space import SearchSpace
-from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 from autotune.study import formula_seeds as module
@@ -105,9 +105,10 @@ def test_a_space_with_too_many_configurations_is_bounded_to_the_nearest(monkeypa
         asked.append(config)
         return memory_breakdown(resolve_model("mistral-7b"), config, micro_steps)
 
-    monkeypatch.setattr(module, "breakdown_of", counted)
+    monkeypatch.setattr(prediction, "memory_of", counted)
     wide = replace(task(), space=task().space.pin("seq_len", 512))
     found = list(formula_seeds(wide, HERE, 75.0))
+    asked = list(dict.fromkeys(asked))  # first all of them, then those that fit for each host
     assert found and len(asked) == 60
     taken_along = {"per_layer": {("padding", "bucket")}, "none": set()}  # which compiled layers need
     alone = [c for c in asked if c.checkpointing not in SELECTIVE]  # which takes compilation along
@@ -118,14 +119,11 @@ def test_a_space_with_too_many_configurations_is_bounded_to_the_nearest(monkeypa
 def test_a_speed_by_formula_is_of_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four micro batches of eight rows of 512 tokens, 2 s each, and 4 s for the rest: 16,384 tokens in 12 s."""
     known, case = StepTimeEstimate(products_s=1.0, bytes_s=1.0, host_s=0.0, rest_s=4.0), task()
-    monkeypatch.setattr(module, "estimate_step_time", lambda *asked: known)
-    shape = case.workload.run_shape(HERE)
-    assert formula_speed(case, HERE, shape) == pytest.approx(16_384 / 12)
-    # Products at a quarter of the speed, bytes at half: 4 s and 2 s, and the rest moves bytes.
-    slower = SpeedTransfer(products=0.25, bytes=0.5, error=0.1)
-    assert formula_speed(case, HERE, shape, transfer=slower) == pytest.approx(16_384 / (4 * 6 + 8))
-    monkeypatch.setattr(module, "estimate_step_time", lambda *asked: None)
-    assert formula_speed(case, HERE, shape) == 0.0
+    monkeypatch.setattr(prediction, "estimate_step_time", lambda *asked: known)
+    assert formula_speed(case, HERE) == pytest.approx(16_384 / 12)
+    assert formula_speed(replace(case, device=resolve_device("a10")), HERE) == pytest.approx(16_384 / 12)
+    monkeypatch.setattr(prediction, "estimate_step_time", lambda *asked: None)
+    assert formula_speed(case, HERE) == 0.0
 
 
 def test_the_paces_of_hosts_that_are_tried() -> None:
