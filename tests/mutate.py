@@ -38,6 +38,8 @@ EQUIVALENT = Path(__file__).with_name("equivalent_mutants.yaml")
 PACKAGES = ("core", "catalog", "prediction", "problem", "trainer", "probe", "dry", "study", "export", "planning")
 # A module is asked about by the unit tests of its package, and where these see nothing by the first of these that fits.
 MORE_TESTS = {
+    "prediction/estimate": "unit/planning/test_one_estimate.py",
+    "prediction/observed_speed": "unit/planning/test_device_estimate.py",
     "prediction/": "unit/test_benchmarks.py",
     "study/storage/": "contract",
     "study/optimizer": "contract/test_optimizer.py",

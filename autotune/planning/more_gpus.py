@@ -111,7 +111,7 @@ def _as_measured(recipe: Recipe, candidate: Candidate) -> RankPlan:
 
 
 def _step_by_formula(recipe: Recipe, config: TrainConfig) -> RankStepTime | None:
-    """The time of a step by formula; None where none covers it."""
+    """The step time by formula; None if no formula covers it."""
     if recipe.workload.objective is not Objective.SFT:
         return None
     by_formula = estimate(_task(recipe), config, math.inf)

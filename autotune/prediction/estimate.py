@@ -13,6 +13,7 @@ from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import DryCount, Evidence
 from autotune.core.train_config import TrainConfig
+from autotune.core.untested import untested
 from autotune.prediction.collectives import (
     SLOWEST_LINK,
     RankStepTime,
@@ -65,13 +66,13 @@ class MemoryBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """One configuration on one device: whether it fits, how fast it trains, and what the full run costs.
+    """One configuration on one device: the verdict on memory, the speed, and the cost of the full run.
 
-    `state` is FITS, TIGHT, OOM, or what the device lacks. `need_gib` is reserved at the peak, of the `limit_gib` that
-    tensors may take; `memory` is what it consists of, None where it was measured. `tokens_per_s` are useful tokens of
-    one device, and 80 % of cases lie in `interval`. Unknown speeds and costs are None. `num_observations` counts the
-    measurements by others on this device that the speed rests on; `calibration` is what it rests on too. `step` and
-    `accumulation` are those of each GPU, `single_gpu` is the time of one GPU alone, known even if their link is not.
+    `state` is FITS, TIGHT, OOM, or the feature that the device lacks. `need_gib` is reserved at the peak, out of the
+    `limit_gib` for tensors; `memory` has its terms, None if it was measured. `tokens_per_s` counts useful tokens of one
+    device, and 80 % of cases lie in `interval`. Unknown speeds and costs are None. The speed rests on
+    `num_observations` measurements by others on this device, and on `calibration`. `step` and `accumulation` are those
+    of each GPU; `single_gpu` is the time of one GPU alone, known even if the link is not.
     """
 
     device: DeviceSpec
@@ -98,7 +99,7 @@ class Estimate:
 
     @property
     def memory_by(self) -> str | None:
-        """What `need_gib` rests on: the formula, or the count of a dry probe; None where it was measured."""
+        """The source of `need_gib`: "formula", "counted" for a dry probe, or None if it was measured."""
         return None if self.memory is None else "counted" if self.memory.counted else "formula"
 
     @property
@@ -122,8 +123,8 @@ def memory_state(need_gib: float, limit_gib: float, error: float = ERROR) -> str
 
 def refusal(config: TrainConfig, parallelism: Parallelism, objective: Objective) -> str | None:
     """Why several GPUs cannot train a configuration like this; None if they can."""
-    if parallelism.num_gpus > 1 and objective is not Objective.SFT:
-        return f"objective {objective} is estimated for one GPU only"
+    if parallelism.num_gpus > 1 and (reason := untested("objective", objective, "several_gpus")):
+        return reason
     return parallelism.refusal(config)
 
 
@@ -289,7 +290,7 @@ def _with_speed(
 def _link(
     task: Task, config: TrainConfig, parallelism: Parallelism, network_gb_s: float | None
 ) -> tuple[Traffic, float, float] | None:
-    """What a rank sends in a step, the GB/s of the link, and how many times slower that may be; None if unknown."""
+    """The traffic of a rank, the GB/s of its link, and how many times slower the link may be; None if unknown."""
     sent, link_gb_s = traffic(task.model, config, parallelism), task.device.link_gb_s
     if network_gb_s is None:
         link_gb_s, slowest = task.link_gb_s(parallelism), slowest_link(task, parallelism)

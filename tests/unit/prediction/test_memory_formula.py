@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autotune.catalog import list_models, resolve_model
-from autotune.catalog.model_sizes import Sizes
+from autotune.catalog.model_sizes import FAMILIES, Sizes
 from autotune.core.objective import Objective
 from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
@@ -527,3 +527,7 @@ def test_adapters_on_a_quantised_base_are_in_16_bits_under_trl() -> None:
     sft, dpo, labels = (of(one, quantization="nf4").adapters for one in kinds)
     assert dpo == sft / 2 and labels == sft
     assert of(Objective.DPO).adapters == of(Objective.SFT).adapters
+
+
+def test_each_family_of_the_catalog_has_its_factors() -> None:
+    assert set(kept_factors("eager")) == set(kept_factors("compiled")) == FAMILIES
