@@ -103,7 +103,7 @@ def make_cases(folder: Path) -> dict[str, Labelled]:
         (folder / f"{case}.jsonl").write_text("\n".join(map(json.dumps, made)))
         tokenizer = byte_level(template(chat_template) if chat_template else None, EOS.get(chat_template, "</s>"))
         tokenizer.save_pretrained(folder / f"{case} tokenizer")
-        stored = runtime.Stored(tokenise(folder / f"{case}.jsonl", tokenizer))
+        stored = runtime.StoredExamples(tokenise(folder / f"{case}.jsonl", tokenizer))
         batches = [runtime.collate([[example]], [], False) for example in stored]
         labelled[case] = [(batch["input_ids"][0].tolist(), batch["labels"][0].tolist()) for batch in batches]
     return labelled

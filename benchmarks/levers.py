@@ -46,7 +46,7 @@ from autotune.trainer import model_builder, rows
 from autotune.trainer.chunked_loss import chunked_loss
 from autotune.trainer.float8 import Float8Linear
 from autotune.trainer.graphs import MicroBatchGraphs
-from autotune.trainer.joined_lora import Joined
+from autotune.trainer.joined_lora import JoinedLayers
 from autotune.trainer.lean_trainer import LeanTrainer, compile_layers, training_arguments
 
 # --- reference
@@ -364,7 +364,7 @@ UPDATES = (1e-5, 3e-5, 1e-4, 1e-3)  # of each value of B, as a first step of Ada
 
 def built(
     config: TrainConfig, device: torch.device, seed: int = 0, weights: dict[str, torch.Tensor] | None = None
-) -> tuple[Any, nn.Module, Joined | None]:
+) -> tuple[Any, nn.Module, JoinedLayers | None]:
     """The base, the model to train, and its joined layers: the same values for each configuration of a seed.
 
     The base has these weights, or random values.
@@ -376,8 +376,8 @@ def built(
         _set_weights(base, weights)
         set_seed(seed)
     model_builder.set_checkpointing(base, settings)
-    model = model_builder.to_train(base, settings, device)
-    joined = Joined(base, model_builder.decoder_layers(model)) if settings.joined else None
+    model = model_builder.trainable_model(base, settings, device)
+    joined = JoinedLayers(base, model_builder.decoder_layers(model)) if settings.joined else None
     if config.compile == "per_layer":
         model_builder.require_input_gradients(base)
         compile_layers(model_builder.decoder_layers(model), config.activation_budget)

@@ -167,14 +167,14 @@ def train_packed(model: ModelSpec, config: TrainConfig, kind: str) -> list[float
     from autotune.core.probe_types import MicroBatch
     from autotune.probe.harness import random_rows
     from autotune.probe.model_settings import model_settings
-    from autotune.trainer.model_builder import build, config_of, to_train
+    from autotune.trainer.model_builder import build, config_of, trainable_model
     from autotune.trainer.varlen import join_rows
 
     device = torch.device("cpu" if kind == "cpu" else "cuda:0")
     torch.manual_seed(0)
     settings = model_settings(config, model.config["model_type"])
     base = build(config_of(model.config), settings, device)
-    trained = to_train(base, settings, device).train()
+    trained = trainable_model(base, settings, device).train()
     optimizer = torch.optim.AdamW([one for one in trained.parameters() if one.requires_grad], lr=RATE)
     packed = packed_rows(Lengths.of(SHORT, "counted"), config.seq_len)
     examples = [rows.examples for rows in packed for _ in range(rows.number)][:DIFFERENT_ROWS]

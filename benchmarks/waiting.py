@@ -21,7 +21,7 @@ from bench import Mode, finish, largest, run_program
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.workload import Workload
-from autotune.trainer.dealing import by_length
+from autotune.trainer.dealing import balance_rows
 
 EXAMPLES, GLOBAL_BATCH, STEPS, SEEDS = 4000, 64, 3000, 5
 GROUPED = ((1000, 64), (3000, 128), (10_000, 64))  # examples, global batch
@@ -37,7 +37,7 @@ def _drawn(name: str, lengths: list[int], config: TrainConfig, generator: random
         ends = workload.padded_lengths(config)
         taken = alone = 0.0
         for step in steps:
-            rows = [step[place] for place in by_length(step, size, ranks)] if workload.dealt else step
+            rows = [step[place] for place in balance_rows(step, size, ranks)] if workload.dealt else step
             padded = [max(rows[at : at + size]) for at in range(0, GLOBAL_BATCH, size)]
             padded = [ends[bisect_left(ends, longest)] if ends else longest for longest in padded]
             alone += sum(padded) / ranks

@@ -25,7 +25,7 @@ from autotune.dry.storage_counter import (
     StorageCounter,
     num_bytes,
 )
-from autotune.trainer.lean_trainer import within_budget
+from autotune.trainer.lean_trainer import budget_options
 
 REDUCTIONS = {"sum", "mean", "amax", "amin", "var", "var_mean", "prod"}
 CASTS = {"convert_element_type", "_to_copy"}
@@ -65,7 +65,7 @@ def _compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], 
 @functools.cache
 def _backend(activation_budget: float) -> Callable[..., Any]:
     def partition(*args: Any, **kwargs: Any) -> Any:
-        with torch._functorch.config.patch(**within_budget(activation_budget)):
+        with torch._functorch.config.patch(**budget_options(activation_budget)):
             return min_cut_rematerialization_partition(*args, **kwargs)
 
     backend: Callable[..., Any] = aot_autograd(

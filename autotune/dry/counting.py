@@ -26,7 +26,7 @@ from autotune.probe.accounting import logical_params, trained_parameters
 from autotune.probe.model_settings import model_settings
 from autotune.probe.model_shape import truncate
 from autotune.trainer.chunked_loss import chunked_loss
-from autotune.trainer.joined_lora import Joined
+from autotune.trainer.joined_lora import JoinedLayers
 from autotune.trainer.labels import label_loss
 from autotune.trainer.model_builder import (
     base_dtype,
@@ -36,7 +36,7 @@ from autotune.trainer.model_builder import (
     decoder_layers,
     require_input_gradients,
     set_checkpointing,
-    to_train,
+    trainable_model,
 )
 from autotune.trainer.settings import ModelSettings
 
@@ -84,13 +84,13 @@ class CountedStep:
         self._counter.hold_module(self._base)
         self._model_bytes = self._counter.live
         set_checkpointing(self._base, settings)
-        self._model = to_train(self._base, settings, device)
+        self._model = trainable_model(self._base, settings, device)
         if not settings.adapters_in_fp32:
             _give_dtype(trained_parameters(self._model), base_dtype(settings))
         if settings.tiled:
             compute_in_tiles(self._base)
         before = self._counter.live
-        self._joined = Joined(self._base, decoder_layers(self._base)) if settings.joined else None
+        self._joined = JoinedLayers(self._base, decoder_layers(self._base)) if settings.joined else None
         if self._joined is not None:
             self._counter.hold(self._joined.tensors())
             self._model_bytes += self._counter.live - before

@@ -52,7 +52,7 @@ from autotune.probe.schedule import NEW_LENGTHS, NEW_LENGTHS_S
 from autotune.trainer import images, rows, varlen
 from autotune.trainer.chunked_loss import CHUNK_TOKENS, chunked_loss
 from autotune.trainer.graphs import is_capturing
-from autotune.trainer.joined_lora import Joined
+from autotune.trainer.joined_lora import JoinedLayers
 from autotune.trainer.labels import label_loss
 from autotune.trainer.lean_trainer import (
     LeanTrainer,
@@ -104,7 +104,7 @@ def random_rows(
     """
 
     def example(length: int) -> torch.Tensor:
-        return rows.with_prompt(torch.randint(0, vocab_size, (length,), generator=generator), trained_share)
+        return rows.mask_prompt(torch.randint(0, vocab_size, (length,), generator=generator), trained_share)
 
     examples = [[example(length) for length in lengths] for lengths in kind.rows]
     batch = rows.collate(examples, [kind.length], packing, masked=masked)
@@ -119,7 +119,7 @@ def random_image_rows(
         [images.random_example(lengths[0], pictures, config, generator, trained_share)]
         for lengths, pictures in zip(kind.rows, kind.images, strict=True)
     ]
-    batch = images.with_token_types(rows.collate(examples, [kind.length], packing=False, masked=masked), config)
+    batch = images.add_token_types(rows.collate(examples, [kind.length], packing=False, masked=masked), config)
     text = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     each = [images.random_values(pictures, config.model_type, generator) for pictures in kind.images]
     return [words | values for words, values in zip(text, each, strict=True)]
@@ -306,7 +306,7 @@ class Probe:
         if settings.tiled:
             compute_in_tiles(self.base)
         if settings.joined:
-            self.resident.joined = Joined(self.base, decoder_layers(self.base))
+            self.resident.joined = JoinedLayers(self.base, decoder_layers(self.base))
         if config.optimizer.startswith("paged_") and meter.torch_device.type == "cuda":
             self.managed_gib = paged_state_gib(self.model)
         if self.managed_gib:
@@ -549,7 +549,7 @@ class Probe:
         known_s = times.kinds[timed.index(frequent)][1] if times.kinds else statistics.fmean(times.micro_batches)
         _SEEN_LENGTHS.update(_lengths(request))
         precision, size = request.config.precision, request.config.micro_batch_size
-        shortest = max((images.length_of(row) + 1 for row in frequent.images), default=1)
+        shortest = max((images.count_tokens(row) + 1 for row in frequent.images), default=1)
         odd = (length for length in range(frequent.length - 1, shortest, -1) if length % 2)
         new = (length for length in odd if (precision, size, length) not in _SEEN_LENGTHS)
         generator = torch.Generator().manual_seed(request.seed)

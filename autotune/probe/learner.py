@@ -21,11 +21,11 @@ from autotune.core.process import die_with_parent
 from autotune.trainer import model_builder, rows
 from autotune.trainer.chunked_loss import chunked_loss
 from autotune.trainer.command_line import parse_options
-from autotune.trainer.joined_lora import Joined
+from autotune.trainer.joined_lora import JoinedLayers
 from autotune.trainer.lean_trainer import compile_layers, run_layers_eagerly
 from autotune.trainer.patches import choose_attention, load_attention
 from autotune.trainer.settings import Options, RunSettings
-from autotune.trainer.train import RECOMPILE_LIMIT, add_adapters, device_of, load, make_rows, make_trainer
+from autotune.trainer.train import RECOMPILE_LIMIT, add_adapters, initialize_device, load, make_rows, make_trainer
 from autotune.trainer.train import read_examples as read
 
 LOGGED = 20  # losses that a curve has, about
@@ -65,7 +65,7 @@ class Learner:
     def __init__(self, settings: RunSettings, options: Options) -> None:
         """Read the examples and load the weights."""
         self._settings, self._options = settings, replace(options, saves=False, checkpoint=None)
-        device = device_of(settings)
+        device = initialize_device(settings)
         trained, self._held_out = rows.split(
             read(settings, options), settings.seq_len, options.held_out, options.held_out_tokens
         )
@@ -77,7 +77,7 @@ class Learner:
         model_builder.set_checkpointing(base, settings.model_settings)
         self._model = add_adapters(base, settings, device)
         self._layers = model_builder.decoder_layers(self._model)
-        self._joined = Joined(base, self._layers) if settings.model_settings.joined else None
+        self._joined = JoinedLayers(base, self._layers) if settings.model_settings.joined else None
         self._loss = chunked_loss(base) if settings.loss == "chunked" else None
         self._compiles = settings.compile == "per_layer"
         if self._compiles and settings.model_settings.lora_rank is not None:

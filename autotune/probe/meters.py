@@ -23,7 +23,7 @@ from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.nvml import Nvml
 from autotune.core.probe_types import PROBE_VERSION, Fingerprint
 from autotune.core.units import GIB, gib
-from autotune.trainer.malloc import KEPT_BYTES, return_from
+from autotune.trainer.malloc import KEPT_BYTES, set_release_threshold
 from autotune.trainer.settings import ALLOCATOR_VARIABLE, ALLOCATORS
 
 MAX_LOST_GIB = 0.5  # of the host, over all probes of a process
@@ -240,7 +240,7 @@ class CpuMeter:
         """Let malloc keep freed blocks, as the exported run does. Nothing is capped meanwhile."""
         while self._held:
             self._libc.free(self._held.pop())
-        return_from(KEPT_BYTES)
+        set_release_threshold(KEPT_BYTES)
         self._capped_at, _ = resource.getrlimit(resource.RLIMIT_DATA)
         self.uncap()
 
@@ -259,7 +259,7 @@ class CpuMeter:
 
     def _hold_free_blocks(self) -> None:
         """Return the pages of all free blocks, and allocate these, untouched: a tensor there would not be returned."""
-        return_from(RETURNED_BYTES)
+        set_release_threshold(RETURNED_BYTES)
         self._libc.malloc_trim(0)
         size = KEPT_BYTES
         while size >= RETURNED_BYTES:

@@ -17,7 +17,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe.model_settings import model_settings
 from autotune.trainer import tiles
 from autotune.trainer.chunked_loss import has_plain_head
-from autotune.trainer.model_builder import config_of, decoder_layers, from_config, to_train
+from autotune.trainer.model_builder import config_of, decoder_layers, from_config, trainable_model
 
 SHAPE_ONLY = TrainConfig(precision="bf16_pure", attention="eager")
 # The Liger kernels that `resident` can take out of a model again. Others replace names in transformers or torch.
@@ -105,7 +105,7 @@ def _wrapped_parameters(built: nn.Module) -> set[int]:
 
     Raises ValueError where PEFT refuses adapters on every linear layer.
     """
-    adapted = to_train(built, model_settings(TrainConfig(), built.config.model_type), torch.device("meta"))
+    adapted = trainable_model(built, model_settings(TrainConfig(), built.config.model_type), torch.device("meta"))
     wrappers = [module for module in adapted.modules() if isinstance(module, ParamWrapper)]
     return {id(getattr(wrapper.get_base_layer(), wrapper.parameter_name)) for wrapper in wrappers}
 

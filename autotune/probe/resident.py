@@ -19,7 +19,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe.accounting import parameter_gib, tensor_gib
 from autotune.probe.model_settings import model_settings
 from autotune.probe.model_shape import truncate
-from autotune.trainer.joined_lora import Joined
+from autotune.trainer.joined_lora import JoinedLayers
 from autotune.trainer.lean_trainer import run_layers_eagerly
 from autotune.trainer.model_builder import (
     build,
@@ -28,7 +28,7 @@ from autotune.trainer.model_builder import (
     load,
     outline,
     stop_checkpointing,
-    to_train,
+    trainable_model,
 )
 from autotune.trainer.settings import UNSHARDED_SHARE
 
@@ -49,7 +49,7 @@ class ResidentModel:
     base_gib: float = 0.0
     adapted: PeftModel | None = None
     adapted_for: tuple[Any, ...] = ()
-    joined: Joined | None = None
+    joined: JoinedLayers | None = None
 
     def cached_gib(self) -> float:
         """The device memory taken between probes."""
@@ -118,13 +118,13 @@ def attach(
     """
     settings = model_settings(config, resident.base.config.model_type, objective, vision)
     if config.method == "full":
-        return to_train(resident.base, settings, device)
+        return trainable_model(resident.base, settings, device)
     scale, pure = (config.lora_alpha, config.rslora, config.lora_dropout), config.precision == "bf16_pure"
     wanted = (config.lora_rank, config.lora_targets, config.modules_to_save, *scale, config.dora, pure, vision)
     if resident.adapted is None or resident.adapted_for != wanted:
         if resident.adapted is not None:
             _unload(resident.base, resident.adapted)
-        resident.adapted = to_train(resident.base, settings, device)
+        resident.adapted = trainable_model(resident.base, settings, device)
         # DoRA's magnitudes are computed from the weights, and modules trained whole, as heads over labels, are copies
         # of the base's: what was trained cannot be reused.
         trained_whole = settings.modules_to_save or settings.num_labels is not None

@@ -26,7 +26,7 @@ def main() -> None:
     clock = TrlClock(saves=False, progress=STEPS)
     trainer.DEFAULT_CALLBACKS.append(clock)
     runpy.run_module(f"trl.scripts.{sys.argv.pop(1)}", run_name="__main__", alter_sys=True)
-    measured = clock.measured()
+    measured = clock.measurements()
     seconds = measured["seconds_per_step"]
     tokens_per_second = clock.tokens_per_step / seconds if seconds else None
     print(json.dumps(measured | {"steps": clock.num_steps, "tokens_per_second": tokens_per_second}))

@@ -15,8 +15,8 @@ from autotune.core.objective import Objective
 from autotune.problem.image_files import flat, pictures_of, text_of
 from autotune.problem.images import Pictured, pictured, taken
 from autotune.problem.length_distribution import Lengths
-from autotune.trainer.examples import FORMS, Chat, Encoder, label_names, label_of, parsed, with_images
-from autotune.trainer.reading import BadDataset, Located, files_of, read_rows
+from autotune.trainer.examples import FORMS, Chat, Encoder, label_names, label_of, parse_image_row, parse_row
+from autotune.trainer.reading import BadDataset, Located, find_files, read_rows
 from autotune.trainer.token_cache import CannotKeep, read_about, read_ends, tokenise
 
 COLUMNS = {
@@ -80,7 +80,7 @@ def image_lengths(
 
     def texts() -> Iterator[Located]:
         for where, row in read_rows(path, split):
-            form, named = with_images(where, row)
+            form, named = parse_image_row(where, row)
             pictures.append(pictures_of(where, named, folder, picture))
             if named and isinstance(form, Chat):
                 before.append((where, text_of(form, whole=False)))
@@ -88,9 +88,9 @@ def image_lengths(
 
     with dataset_errors():
         if tokenizer is None:
-            counted = [_bytes(where, flat(parsed(where, row)), loss_on) for where, row in texts()]
+            counted = [_bytes(where, flat(parse_row(where, row)), loss_on) for where, row in texts()]
             rows = [(round(sum(size) / BYTES_PER_TOKEN), size[1] / BYTES_PER_TOKEN) for size in counted]
-            begun = [sum(_bytes(where, flat(parsed(where, row)), "all")) / BYTES_PER_TOKEN for where, row in before]
+            begun = [sum(_bytes(where, flat(parse_row(where, row)), "all")) / BYTES_PER_TOKEN for where, row in before]
         else:
             loaded = _load(tokenizer)
             encoded = Encoder(loaded, loss_on, parts=True).encode(texts())
@@ -157,7 +157,7 @@ def _lengths_for(objective: Objective, path: Path, tokenizer: Any, split: str | 
     if not texts:
         raise BadDataset(f"{path} has no rows")
     if tokenizer is None:
-        counted = [_bytes(where, parsed(where, row), None) for where, row in texts]
+        counted = [_bytes(where, parse_row(where, row), None) for where, row in texts]
         rows = [(round(sum(size) / BYTES_PER_TOKEN), size[1] / (sum(size) or 1)) for size in counted]
     else:
         encoded = Encoder(tokenizer, None).encode(texts)
@@ -208,7 +208,7 @@ def form_of(path: Path, split: str | None, objective: Objective = Objective.SFT)
         first = next(read_rows(path, split), None)
         if first is None:
             raise BadDataset(f"{path} has no rows")
-        form = parsed(*first)
+        form = parse_row(*first)
     columns = {name for name, value in first[1].items() if value is not None}
     if not isinstance(form, Chat):
         return "text" if form.prompt is None else "prompt_completion"
@@ -219,7 +219,7 @@ def form_of(path: Path, split: str | None, objective: Objective = Objective.SFT)
 def check_exists(path: Path, split: str | None) -> None:
     """Raises UsageError where there is no such dataset."""
     with dataset_errors():
-        files_of(path, split)
+        find_files(path, split)
 
 
 def _load(directory: str) -> Any:
@@ -238,7 +238,7 @@ def _load(directory: str) -> Any:
 def _estimated(path: Path, split: str | None, loss_on: str | None) -> Lengths:
     lengths, read, trained = [], 0, 0
     for where, row in read_rows(path, split):
-        form = parsed(where, row)
+        form = parse_row(where, row)
         before, after = _bytes(where, form, loss_on)
         lengths.append(max(1, round((before + after) / BYTES_PER_TOKEN)))
         read, trained = read + before + after, trained + after

@@ -1,4 +1,5 @@
-"""The training itself: this folder is exported beside train.py exactly as it is, and the probe runs the same files.
+"""The training. The probe runs these files, and the export copies them beside train.py unchanged.
 
-Nothing in it imports autotune, and its modules import each other relatively, so that it works under both names.
+They import no other package of ours. Imports within the folder are relative, so that they work
+under both names.
 """

@@ -1,7 +1,8 @@
-"""Cross-entropy without the logits of all tokens: head, loss and their gradients, one chunk of tokens at a time.
+"""Cross-entropy without the logits of all tokens.
 
-Positions that nothing is predicted at (padding, prompts) do not reach the head.
-Each chunk's gradients are computed at once, so that nothing is computed twice. With a frozen head only the gradients of
+The head, the loss and their gradients are computed for one chunk of tokens at a time. Positions
+without a target (padding, prompts) do not reach the head. The gradients of a chunk are computed
+together with its loss, so that each product runs once. With a frozen head, only the gradients of
 the hidden states are kept.
 """
 
@@ -15,30 +16,33 @@ from torch.nn.functional import cross_entropy, pad
 
 from .graphs import is_capturing
 
-CHUNK_TOKENS = 1024  # with a vocabulary of 128,000 about 1.2 GiB of logits, their fp32 copy and its gradient
+# With a vocabulary of 128,000: about 1.2 GiB of logits, their fp32 copy and its gradient
+CHUNK_TOKENS = 1024
 IGNORED = -100
 
 
 class _Outputs(tuple[torch.Tensor, ...]):
-    """Stands in for what any model's layers return: the hidden states, and nothing else."""
+    """Replaces the output of any model's layers; it holds the hidden states only."""
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
         return self[0] if name == "last_hidden_state" else None
 
 
 def has_plain_head(model: Any) -> bool:
-    """Whether the model's logits are exactly what its head returns: not capped, scaled or shifted, nothing added.
+    """Return whether the model returns the head's output unchanged as its logits.
 
-    The model's layers are not run.
+    Some models cap, scale or shift them, or add a loss. The model's layers do not run.
     """
     head = model.get_output_embeddings()
     layers = model.base_model
     weight = next(head.parameters(), None) if isinstance(head, nn.Module) else None
     if weight is None or layers is model or getattr(model.config, "output_router_logits", False):
         return False
-    # What stands in for them needs their dimensions, on the model's device, and no size.
+
+    # The substitutes need the right number of dimensions and the model's device; any size will do.
     hidden = weight.new_zeros(1, 1, 1)
-    tokens, logits = hidden[..., 0].long(), hidden.clone()
+    tokens = hidden[..., 0].long()
+    logits = hidden.clone()
     layers.forward = lambda *_, **__: _Outputs((hidden,))
     head.forward = lambda _: logits
     try:
@@ -48,47 +52,65 @@ def has_plain_head(model: Any) -> bool:
 
 
 def chunked_loss(model: Any) -> Callable[..., torch.Tensor]:
-    """The `compute_loss_func` of a Trainer for this causal language model. From now on the loss runs the head.
+    """Return a Trainer's `compute_loss_func` for this causal language model.
 
-    Raises ValueError where the model changes its logits after the head.
+    From now on the loss runs the head. Raises ValueError if the model changes its logits after the
+    head.
     """
     if not has_plain_head(model):
-        raise ValueError(f"{type(model).__name__} changes its logits after its head, which cannot be done in chunks")
+        name = type(model).__name__
+        raise ValueError(f"{name} changes its logits after its head, so chunks are impossible")
+
     head = model.get_output_embeddings()
     compute_logits = partial(type(head).forward, head)
-    waiting: list[tuple[torch.Tensor, torch.autocast]] = []
+    pending: list[tuple[torch.Tensor, torch.autocast]] = []
 
-    def keep_input(hidden: torch.Tensor) -> torch.Tensor:
-        """Replaces the head's forward. Keeps its input and the autocast state, which ends with the model's call."""
+    def store_input(hidden: torch.Tensor) -> torch.Tensor:
+        """Replace the head's forward: store its input and the autocast state.
+
+        The autocast context ends with the model's call, before the loss is computed.
+        """
         device = hidden.device.type
-        autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        waiting.clear()
-        waiting.append((hidden, autocast))
+        dtype = torch.get_autocast_dtype(device)
+        autocast = torch.autocast(device, dtype, torch.is_autocast_enabled(device))
+        pending.clear()
+        pending.append((hidden, autocast))
         return hidden[..., :1]
 
-    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None) -> torch.Tensor:
-        hidden, autocast = waiting.pop()
+    def loss(
+        outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        hidden, autocast = pending.pop()
         targets = pad(labels, (0, 1), value=IGNORED)[..., 1:].flatten()
-        trained = [weight for weight in head.parameters() if weight.requires_grad and torch.is_grad_enabled()]
+        has_grad = torch.is_grad_enabled()
+        trained = [weight for weight in head.parameters() if weight.requires_grad and has_grad]
         with autocast:
-            total: torch.Tensor = _Chunks.apply(compute_logits, hidden.flatten(0, -2), targets, *trained)
+            total: torch.Tensor = _ChunkedCrossEntropy.apply(
+                compute_logits, hidden.flatten(0, -2), targets, *trained
+            )
         if num_items_in_batch is None:
             return total / (targets != IGNORED).sum()
         return total / num_items_in_batch
 
-    head.forward = keep_input
+    head.forward = store_input
     return loss
 
 
-def _predicting(targets: torch.Tensor) -> torch.Tensor:
-    """The places of the tokens that are predicted; those of all in a CUDA graph, since the host would read how many."""
+def _target_positions(targets: torch.Tensor) -> torch.Tensor:
+    """Return the positions that have a target.
+
+    In a CUDA graph these are all positions, because the host would have to read their number.
+    """
     if is_capturing():
         return torch.arange(len(targets), device=targets.device)
     return (targets != IGNORED).nonzero().squeeze(1)
 
 
-class _Chunks(torch.autograd.Function):
-    """The sum of the losses of hidden states (N x hidden size) against targets (N); backward scales the gradients."""
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Sums the losses of hidden states (N x hidden size) against targets (N).
+
+    The forward pass computes the gradients, and the backward pass scales them.
+    """
 
     @staticmethod
     def forward(
@@ -100,19 +122,26 @@ class _Chunks(torch.autograd.Function):
     ) -> torch.Tensor:
         total = torch.zeros((), device=hidden.device)
         needs_gradients = any(ctx.needs_input_grad)
-        gradients = [torch.zeros_like(tensor) for tensor in (hidden, *weights)] if needs_gradients else []
-        predicting = _predicting(targets)
-        for chunk_of in predicting.split(CHUNK_TOKENS):
+        gradients = []
+        if needs_gradients:
+            gradients = [torch.zeros_like(tensor) for tensor in (hidden, *weights)]
+
+        for positions in _target_positions(targets).split(CHUNK_TOKENS):
             with torch.set_grad_enabled(needs_gradients):
-                chunk = hidden[chunk_of].detach().requires_grad_(needs_gradients)
-                # Not by a name of their own: logits must be freed before the next chunk's.
-                loss = cross_entropy(compute_logits(chunk).float(), targets[chunk_of], reduction="sum")
+                chunk = hidden[positions].detach().requires_grad_(needs_gradients)
+                # The logits have no name, so that they are freed before the next chunk's.
+                loss = cross_entropy(
+                    compute_logits(chunk).float(), targets[positions], reduction="sum"
+                )
+
             if needs_gradients:
                 of_hidden, *of_weights = torch.autograd.grad(loss, [chunk, *weights])
-                gradients[0][chunk_of] = of_hidden
+                gradients[0][positions] = of_hidden
                 for gradient in gradients[1:]:
-                    gradient += of_weights.pop(0)  # no name keeps it: the next chunk's would be a third copy
+                    # A name would keep this chunk's gradient beside the next one, as a third copy.
+                    gradient += of_weights.pop(0)
             total += loss.detach()
+
         ctx.save_for_backward(*gradients)
         return total
 

@@ -1,4 +1,4 @@
-"""A callback that times the steps of a run, reads its peaks, reports its progress, and stops it when asked to."""
+"""A callback that times the steps of a run, reads its peaks, reports its progress and stops it."""
 
 import json
 import os
@@ -16,48 +16,55 @@ from transformers import TrainerCallback
 
 from .ranks import AGAIN_S
 
-STOP = "stop after step"  # what ranks tell each other
-PREEMPTED = 75  # the exit code after SIGTERM: a checkpoint was saved, and `--resume` continues from it
+STOP = "stop after step"  # the key under which ranks agree on their last step
+# The exit code after SIGTERM: a checkpoint was saved, and `--resume` continues from it.
+PREEMPTED = 75
 GIB = 2**30
 
 
 class Clock(TrainerCallback):
-    """Measures each optimizer step, on a GPU by events, so that the host does not wait for it.
+    """Measures each optimizer step. On a GPU it records events, so that the host does not wait.
 
-    SIGINT and SIGTERM stop the run after the current step, on several GPUs two steps later. A second one, over
-    AGAIN_S seconds later, ends it at once.
+    SIGINT and SIGTERM stop the run after the current step, or two steps later on several GPUs. A
+    second signal ends it at once if it comes more than AGAIN_S seconds after the first.
     """
 
     def __init__(self, saves: bool, progress: str | None = None) -> None:
         """Handle signals from now on.
 
         Args:
-            saves: whether a run that is stopped saves a checkpoint.
-            progress: a file to which a line of JSON is appended after each step.
+            saves: whether a stopped run saves a checkpoint.
+            progress: a file that gets a line of JSON after each step.
         """
         self._saves = saves
-        self._progress = open(progress, "a", encoding="utf-8", buffering=1) if progress else None  # noqa: SIM115
-        self._began = time.time()
+        self._progress = None
+        if progress:
+            self._progress = open(progress, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._start_time = time.time()
+
+        # One entry for the start of each step:
         self._starts: list[float] = []
-        self._events: list[Any] = []  # the same moments in the device's time; on a CPU there is no other
-        self._tokens = [0]  # of the micro batches between two starts, padding included
-        self._graphs: list[int] = []  # that were compiled until each start
-        self._paused: list[float] = []  # seconds of evaluations and saves since each start, which are not the step's
-        self._ends: list[Any] = []  # by start the moment where evaluations or saves began, None where none did
-        self._step_ended: float | None = None  # where an evaluation or a save follows
-        self._peaks_allocated: list[float] = []  # GiB, of what ended at each start
+        self._events: list[Any] = []  # the same times on the device's clock; a CPU has one clock
+        self._tokens = [0]  # tokens of the micro batches since the start before, with padding
+        self._graphs: list[int] = []  # number of graphs compiled until then
+        self._pauses: list[float] = []  # seconds of evaluations and saves since then
+        self._ends: list[Any] = []  # when evaluations or saves began, None for a step without them
+        self._peaks_allocated: list[float] = []  # GiB, of the step that ended there
         self._peaks_reserved: list[float] = []
+
+        self._step_ended: float | None = None  # set if an evaluation or a save follows
         self._loss: float | None = None
         self._signal: int | None = None
-        self._signalled = 0.0
+        self._signal_time = 0.0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
 
     def _stop(self, number: int, frame: Any) -> None:
         now = time.monotonic()
         if self._signal is None:
-            self._signal, self._signalled = number, now
-        elif now - self._signalled > AGAIN_S:
+            self._signal = number
+            self._signal_time = now
+        elif now - self._signal_time > AGAIN_S:
             os._exit(128 + number)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
@@ -65,21 +72,23 @@ class Clock(TrainerCallback):
         model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, model: Any, args: Any, inputs: dict[str, Any]) -> None:
-        if model.training and torch.is_grad_enabled():  # an untrained model may compute beside it
+        # An evaluation also calls the model, without training it.
+        if model.training and torch.is_grad_enabled():
             self._tokens[-1] += inputs["input_ids"].numel()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin a step, at which the one before ends."""
+        """Begin a step, which ends the step before it."""
         self.mark()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End the last step, and report what followed it."""
-        if any(self._paused[-1:]):  # no step at all is left for a run that continues from its end
+        """End the last step, and report the pause after it."""
+        # A run that continues from its own end has no steps left.
+        if any(self._pauses[-1:]):
             self._report(state)
         self.mark()
 
     def mark(self) -> None:
-        """Note the time and the peaks since the last mark."""
+        """Record the time, and the peaks since the last mark."""
         if torch.cuda.is_available():
             self._peaks_allocated.append(torch.cuda.max_memory_allocated() / GIB)
             self._peaks_reserved.append(torch.cuda.max_memory_reserved() / GIB)
@@ -87,16 +96,18 @@ class Clock(TrainerCallback):
         else:
             pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
             self._peaks_allocated.append(pages * os.sysconf("SC_PAGE_SIZE") / GIB)
+
         utils = sys.modules.get("torch._dynamo.utils")
         self._graphs.append(int(utils.counters["stats"]["unique_graphs"]) if utils else 0)
+
         self._starts.append(time.perf_counter())
         self._events.append(self._event(self._starts[-1]))
         self._tokens.append(0)
-        self._paused.append(0.0)
+        self._pauses.append(0.0)
         self._ends.append(None)
 
     def _event(self, now: float) -> Any:
-        """The moment when the device has done all work issued until `now`."""
+        """Return the moment when the device has done all work issued until `now`."""
         if not torch.cuda.is_available():
             return now
         event = torch.cuda.Event(enable_timing=True)
@@ -107,14 +118,17 @@ class Clock(TrainerCallback):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
         """Keep the last training loss that was logged."""
         self._loss = (logs or {}).get("loss", self._loss)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report the step, and stop the run if a signal came."""
+        """Report the step, and stop the run after a signal."""
         self._report(state)
-        if self._is_to_stop(state.global_step):
+
+        if self._should_stop(state.global_step):
             control.should_training_stop = True
             control.should_save = self._saves
         if control.should_evaluate or control.should_save:
@@ -122,13 +136,17 @@ class Clock(TrainerCallback):
             self._step_ended = time.perf_counter()
             self._ends[-1] = self._event(self._step_ended)
 
-    def _is_to_stop(self, step: int) -> bool:
-        """Whether a signal came, and on several GPUs whether all stop here: after the same step, or some would wait."""
+    def _should_stop(self, step: int) -> bool:
+        """Return whether the run stops after this step.
+
+        All ranks stop after the same step, because a rank that went on would wait for the others.
+        """
         if not dist.is_initialized():
             return self._signal is not None
+
         store = dist.distributed_c10d._get_default_store()
-        if self._signal is not None:  # no rank is more than a step ahead
-            store.compare_set(STOP, "", str(step + 2))
+        if self._signal is not None:
+            store.compare_set(STOP, "", str(step + 2))  # no rank is more than one step ahead
         if not store.check([STOP]) or step < int(store.get(STOP)):
             return False
         self._signal = self._signal or signal.SIGTERM
@@ -137,11 +155,11 @@ class Clock(TrainerCallback):
     def _report(self, state: Any) -> None:
         if self._progress and state.is_world_process_zero:
             line = {
-                "began": self._began,
+                "began": self._start_time,
                 "step": state.global_step,
                 "of": state.max_steps,
                 "seconds": time.perf_counter() - self._starts[0],
-                "paused": sum(self._paused),
+                "paused": sum(self._pauses),
                 "loss": self._loss,
             }
             self._progress.write(json.dumps(line) + "\n")
@@ -157,41 +175,53 @@ class Clock(TrainerCallback):
     def _pause(self) -> None:
         if self._step_ended is not None:
             now = time.perf_counter()
-            self._paused[-1] += now - self._step_ended
+            self._pauses[-1] += now - self._step_ended
             self._step_ended = now
 
     def exit_if_stopped(self) -> None:
-        """End the process if a signal stopped the run, with the exit code that says which."""
+        """End the process if a signal stopped the run. The exit code identifies the signal."""
         if self._signal == signal.SIGTERM:
             sys.exit(PREEMPTED)
         if self._signal is not None:
             sys.exit(128 + self._signal)
 
-    def measured(self) -> dict[str, Any]:
-        """Mean seconds of a step, and its tokens with padding; the reserved peak, and the allocated one by quarter.
+    def measurements(self) -> dict[str, Any]:
+        """Return the mean seconds and padded tokens of a step, and the peaks in GiB.
 
-        The first step and those that compile something do not count as time, nor do evaluations and saves between two
-        steps, but their peaks do. Peaks are in GiB. A value is None where nothing was measured, as reserved memory on a
-        CPU.
+        `peak_reserved_gib` is the peak of the run; `peaks_gib` are the allocated peaks of its
+        quarters. The mean leaves out the first step and steps that compile code. It leaves out
+        evaluations and saves between two steps, but the peaks include them. A value is None if it
+        was not measured, for example reserved memory on a CPU.
         """
         self._synchronize()
-        marks = list(zip(self._events, self._ends, self._tokens[1:], self._graphs, strict=False))[1:]
+
+        # A step is timed if no graph was compiled in it.
+        marks = list(zip(self._events, self._ends, self._tokens[1:], self._graphs, strict=False))[
+            1:
+        ]
         timed = [
             (_seconds(start, next_start if end is None else end), tokens)
             for (start, end, tokens, before), (next_start, *_, after) in pairwise(marks)
             if before == after
         ]
+
         peaks = self._peaks_allocated[1:]
         bounds = [len(peaks) * quarter // 4 for quarter in range(5)]
         quarters = [peaks[start:end] for start, end in pairwise(bounds)]
         return {
-            "seconds_per_step": statistics.fmean(seconds for seconds, _ in timed) if timed else None,
-            "padded_tokens_per_step": statistics.fmean(tokens for _, tokens in timed) if timed else None,
+            "seconds_per_step": statistics.fmean(seconds for seconds, _ in timed)
+            if timed
+            else None,
+            "padded_tokens_per_step": statistics.fmean(tokens for _, tokens in timed)
+            if timed
+            else None,
             "peak_reserved_gib": max(self._peaks_reserved[1:], default=None),
             "peaks_gib": [max(quarter) for quarter in quarters] if all(quarters) else None,
         }
 
 
 def _seconds(start: Any, end: Any) -> float:
-    """Seconds between two moments of the device, or of a CPU."""
-    return float(end - start) if isinstance(start, float | int) else float(start.elapsed_time(end)) / 1000
+    """Return the seconds between two times of a device or a CPU."""
+    if isinstance(start, float | int):
+        return float(end - start)
+    return float(start.elapsed_time(end)) / 1000

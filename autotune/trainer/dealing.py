@@ -1,29 +1,33 @@
-"""The order in which the micro batches of an optimizer step are dealt out to ranks. No torch here."""
+"""Orders the rows of an optimizer step so that its ranks get equal work. It needs no torch."""
 
 from collections.abc import Sequence
 
 
-def by_length(lengths: Sequence[int], size: int, ranks: int) -> list[int]:
-    """The rows of a step, by their places in `lengths` (tokens), as micro batches of `size` rows take them in turn.
+def balance_rows(lengths: Sequence[int], size: int, ranks: int) -> list[int]:
+    """Return the indices of a step's rows, ordered as its micro batches take them.
 
-    Rows of nearly the same length share a micro batch, so that little is padded, and ranks have micro batches of nearly
-    the same length at once, so that none waits long. The step learns what it learns in any other order.
+    `lengths` are in tokens, and each micro batch takes `size` rows. Rows of similar length share a
+    micro batch, which keeps padding small. The ranks then compute micro batches of similar length
+    at the same time, which keeps waits short. The gradients of the step do not depend on the order.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    micro_batches = [order[place : place + size] for place in range(0, len(order), size)]
+    micro_batches = [order[start : start + size] for start in range(0, len(order), size)]
     dealt = deal([lengths[rows[0]] for rows in micro_batches], ranks)
-    return [row for place in dealt for row in micro_batches[place]]
+    return [row for index in dealt for row in micro_batches[index]]
 
 
 def deal(longest: Sequence[int], ranks: int) -> list[int]:
-    """The places of micro batches of these lengths, the longest first, in the order in which ranks take one in turn.
+    """Return the indices of micro batches, ordered as the ranks take them in turn.
 
-    Each rank takes one of `ranks` neighbours, the longest of them the rank with the least until then.
+    `longest` holds the length of each micro batch, in descending order. Each group of `ranks`
+    neighbours has one micro batch for each rank. The rank with the fewest tokens gets the longest.
     """
-    totals, dealt = [0] * ranks, []
+    totals = [0] * ranks
+    dealt = []
     for first in range(0, len(longest), ranks):
-        places = range(first, min(first + ranks, len(longest)))
-        for rank, place in sorted(zip(sorted(range(ranks), key=totals.__getitem__), places, strict=False)):
-            totals[rank] += longest[place]
-            dealt.append(place)
+        indices = range(first, min(first + ranks, len(longest)))
+        by_total = sorted(range(ranks), key=totals.__getitem__)
+        for rank, index in sorted(zip(by_total, indices, strict=False)):
+            totals[rank] += longest[index]
+            dealt.append(index)
     return dealt

@@ -1,7 +1,8 @@
-"""Examples: what the rows of a dataset say as tokens, and which of these tokens are trained on.
+"""Turns the rows of a dataset into tokens, and marks the tokens to train on.
 
-A row has messages, a prompt and its completion, an instruction and its output (Alpaca), a conversation (ShareGPT), or
-text. A token that the model only reads is stored as its complement, -1 - token.
+A row has messages, a prompt and its completion, an instruction and its output (Alpaca), a
+conversation (ShareGPT), or text. A token that the model only reads is stored as its complement,
+-1 - token.
 """
 
 import json
@@ -9,32 +10,43 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
 
 from .reading import BadDataset, Located
 
-BATCH = 1000  # rows that are tokenised at once, since a tokenizer takes several in parallel
-COLUMNS = (  # that are read
-    *("messages", "conversations", "system", "tools", "chat_template_kwargs", "prompt", "completion"),
-    *("instruction", "input", "output", "history", "text"),
+BATCH = 1000  # rows to tokenise at once, because a tokenizer works on several in parallel
+COLUMNS = (
+    "messages",
+    "conversations",
+    "system",
+    "tools",
+    "chat_template_kwargs",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "history",
+    "text",
 )
 FORMS = "messages, conversations, prompt and completion, instruction and output, or text"
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
-PLACEHOLDER = "<image>"  # in a text, where LLaMA-Factory puts an image
-MARK = "[[the answer stands here]]"  # takes the place of an answer to find it in a rendered conversation
+PLACEHOLDER = "<image>"  # LLaMA-Factory's marker for an image in a text
+MARK = "[[the answer stands here]]"  # replaces an answer, to find it in a rendered conversation
 
-# Stanford Alpaca's own prompts, for tokenizers without a chat template.
+# Stanford Alpaca's own prompts, for tokenizers without a chat template
 ALPACA = (
-    "Below is an instruction that describes a task{given}. Write a response that appropriately completes the request."
+    "Below is an instruction that describes a task{given}."
+    " Write a response that appropriately completes the request."
 )
 ALPACA_GIVEN = ", paired with an input that provides further context"
 
-Ranges = list[tuple[int, int]]  # the characters that are trained on, from and to
+Ranges = list[tuple[int, int]]  # the start and end of the characters to train on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plain:
-    """Text to train on, after a prompt where there is one."""
+    """Text to train on, after an optional prompt."""
 
     prompt: str | None = None
     completion: str
@@ -42,7 +54,10 @@ class Plain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """Messages for the tokenizer's chat template. Those from `completion` on answer the ones before."""
+    """Messages for the tokenizer's chat template.
+
+    The messages from the index `completion` on answer the messages before it.
+    """
 
     messages: list[dict[str, Any]]
     completion: int | None = None
@@ -51,189 +66,223 @@ class Chat:
 
 
 def parse(row: dict[str, Any], *, has_template: bool = True) -> Plain | Chat:
-    """The form of a row; columns that are null count as missing.
+    """Parse a row. Columns that are null count as missing.
 
-    Raises KeyError, TypeError, AttributeError, ValueError and RecursionError for a row of no known form.
+    Raises KeyError, TypeError, AttributeError, ValueError and RecursionError for a row of unknown
+    form.
     """
-    columns = _without_nulls(row)
+    columns = _drop_nulls(row)
     tools = columns.get("tools") or None
     beside = {
         "tools": json.loads(tools) if isinstance(tools, str) else tools,
         "options": columns.get("chat_template_kwargs", {}),
     }
+
     if "messages" in columns:
-        return Chat(messages=_messages(columns["messages"]), **beside)
+        return Chat(messages=_parse_messages(columns["messages"]), **beside)
     if "conversations" in columns:
-        return Chat(messages=_system(columns) + _messages(columns["conversations"]), **beside)
+        return Chat(
+            messages=_system_messages(columns) + _parse_messages(columns["conversations"]), **beside
+        )
     if "prompt" in columns and "completion" in columns:
-        prompt, completion = columns["prompt"], columns["completion"]
+        prompt = columns["prompt"]
+        completion = columns["completion"]
         if isinstance(prompt, str):
-            return Plain(prompt=prompt, completion=_text(completion))
-        before = _messages(prompt)
-        return Chat(messages=before + _messages(completion), completion=len(before), **beside)
+            return Plain(prompt=prompt, completion=_check_text(completion))
+        before = _parse_messages(prompt)
+        return Chat(messages=before + _parse_messages(completion), completion=len(before), **beside)
     if "instruction" in columns and "output" in columns:
-        return _alpaca(columns, has_template=has_template)
+        return _parse_alpaca(columns, has_template=has_template)
     if "text" in columns:
-        return Plain(completion=_text(columns["text"]))
+        return Plain(completion=_check_text(columns["text"]))
     raise KeyError(f"its columns: {', '.join(map(str, row)) or 'none'}")
 
 
-def _without_nulls(value: Any) -> Any:
-    """`value` without the keys whose value is null, which a table adds to rows that do not have them."""
+def _drop_nulls(value: Any) -> Any:
+    """Return `value` without keys of null values. A table adds them to rows without these keys."""
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: _drop_nulls(one) for key, one in value.items() if one is not None}
+    return [_drop_nulls(one) for one in value] if isinstance(value, list) else value
 
 
-def _text(value: Any) -> str:
+def _check_text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.40} is not text")
     return value
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
-    messages = [_message(one) for one in (json.loads(given) if isinstance(given, str) else given)]
+def _parse_messages(given: Any) -> list[dict[str, Any]]:
+    messages = [
+        _parse_message(one) for one in (json.loads(given) if isinstance(given, str) else given)
+    ]
     if not messages:
         raise ValueError("there are no messages")
     return messages
 
 
-def _message(given: dict[str, Any]) -> dict[str, Any]:
-    """A message by the names of chat templates. The arguments of a tool call are a mapping there."""
+def _parse_message(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with the names of chat templates. They take tool arguments as a mapping."""
     message = dict(given)
     for theirs, ours in (("from", "role"), ("value", "content")):
         if theirs in message:
             message[ours] = message.pop(theirs)
     if message["role"] == "function_call":
         calls = json.loads(message.pop("content"))
-        message["tool_calls"] = [{"type": "function", "function": call} for call in _listed(calls)]
+        message["tool_calls"] = [{"type": "function", "function": call} for call in _to_list(calls)]
     message["role"] = ROLES.get(message["role"], message["role"])
-    if not message.get("tool_calls"):
-        message.pop("tool_calls", None)
-        message["content"]  # a KeyError without
-    else:
-        message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_parse_call(call) for call in message["tool_calls"]]
+        return message
+    message.pop("tool_calls", None)
+    if "content" not in message:
+        raise KeyError("content")
     return message
 
 
-def _listed(value: Any) -> list[Any]:
+def _to_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _call(call: dict[str, Any]) -> dict[str, Any]:
+def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
     inside = call.get("function", call)
     if isinstance(inside.get("arguments"), str):
         inside = inside | {"arguments": json.loads(inside["arguments"] or "{}")}
     return call | {"function": inside} if "function" in call else inside
 
 
-def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose tool calls have their arguments as JSON."""
+def _serialize_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose tool calls have their arguments as JSON."""
     calls = []
     for call in message.get("tool_calls", []):
         inside = call.get("function", call)
-        written = inside | {"arguments": json.dumps(inside.get("arguments", {}), ensure_ascii=False)}
+        arguments = json.dumps(inside.get("arguments", {}), ensure_ascii=False)
+        written = inside | {"arguments": arguments}
         calls.append(call | {"function": written} if "function" in call else written)
     return message | {"tool_calls": calls} if calls else message
 
 
-def _system(columns: dict[str, Any]) -> list[dict[str, Any]]:
+def _system_messages(columns: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": columns["system"]}] if columns.get("system") else []
 
 
-def _alpaca(columns: dict[str, Any], *, has_template: bool) -> Plain | Chat:
-    """A question and its answer for the chat template; Alpaca's own prompt for a tokenizer that has none."""
-    instruction, given, output = columns["instruction"], columns.get("input"), _text(columns["output"])
+def _parse_alpaca(columns: dict[str, Any], *, has_template: bool) -> Plain | Chat:
+    """Parse an instruction and its output. Without a template, use Alpaca's own prompt."""
+    instruction = columns["instruction"]
+    given = columns.get("input")
+    output = _check_text(columns["output"])
     if not has_template:
         prompt = columns.get("system") or ALPACA.format(given=ALPACA_GIVEN if given else "")
         prompt += f"\n\n### Instruction:\n{instruction}\n\n"
         prompt += f"### Input:\n{given}\n\n" if given else ""
         return Plain(prompt=prompt + "### Response:\n", completion=output)
-    messages = _system(columns)
-    for asked, answered in columns.get("history", []):
-        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+
+    messages = _system_messages(columns)
+    for question, answer in columns.get("history", []):
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
     messages.append({"role": "user", "content": "\n".join(filter(None, (instruction, given)))})
-    return Chat(messages=[*messages, {"role": "assistant", "content": output}], completion=len(messages))
+    reply = {"role": "assistant", "content": output}
+    return Chat(messages=[*messages, reply], completion=len(messages))
 
 
-def with_parts(messages: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
-    """Messages whose content is a list of parts, as chat templates of these models take it.
+def split_parts(messages: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """Return messages whose content is a list of parts, for the chat templates of image models.
 
-    Where no image has a place in them, the `number` of images come first in the first message of the user. Raises
-    ValueError for a part that is neither text nor an image.
+    If the messages have no place for an image, the first user message begins with `number` images.
+    Raises ValueError for a part that is neither text nor an image.
     """
-    made = [message | {"content": _parts(message.get("content") or "")} for message in messages]
+    made = [
+        message | {"content": _parse_parts(message.get("content") or "")} for message in messages
+    ]
     if number and not any(is_image(part) for message in made for part in message["content"]):
         first = next((message for message in made if message["role"] == "user"), made[0])
         first["content"][:0] = [{"type": "image"}] * number
     return made
 
 
-def _parts(content: Any) -> list[dict[str, Any]]:
+def _parse_parts(content: Any) -> list[dict[str, Any]]:
     if not isinstance(content, str):
-        return [{"type": "image"} if is_image(part) else _text_part(part) for part in content]
+        return [{"type": "image"} if is_image(part) else _check_part(part) for part in content]
     parts: list[dict[str, Any]] = []
     for place, text in enumerate(content.split(PLACEHOLDER)):
         parts += [{"type": "image"}] * (place > 0) + [{"type": "text", "text": text}] * bool(text)
     return parts
 
 
-def _text_part(part: Any) -> dict[str, Any]:
-    if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+def _check_part(part: Any) -> Any:
+    is_text = isinstance(part, dict) and part.get("type") == "text"
+    if not is_text or not isinstance(part.get("text"), str):
         raise ValueError(f"the part {part!r:.60} of a message is neither text nor of type image")
     return part
 
 
-def with_images(where: str, row: dict[str, Any]) -> tuple[Plain | Chat, list[Any]]:
-    """The form of a row, its messages in parts, and what names its images, in the order of their places.
+def parse_image_row(where: str, row: dict[str, Any]) -> tuple[Plain | Chat, list[Any]]:
+    """Parse a row with messages in parts, and return its images in the order of their places.
 
-    The columns `images` and `image` name them, or without these the parts of messages do. Raises BadDataset, which
-    names the row, where not every image has a place, or not every place an image.
+    The columns `images` and `image` name the images; without these columns, the parts of messages
+    do. Raises BadDataset with the location if the images and the places do not match.
     """
     listed = row.get("images") or row.get("image") or []
     named = list(listed) if isinstance(listed, list | tuple) else [listed]
-    form = parsed(where, {name: value for name, value in row.items() if name not in ("image", "images")})
+    others = {name: value for name, value in row.items() if name not in ("image", "images")}
+    form = parse_row(where, others)
     if isinstance(form, Plain):
         if named or PLACEHOLDER in (form.prompt or "") + form.completion:
-            raise BadDataset(f"{where}: a row with images needs messages, or what becomes messages")
+            raise BadDataset(
+                f"{where}: a row with images needs messages, or columns that become messages"
+            )
         return form, []
+
     if not named:
-        contents = [message.get("content") for message in form.messages]
-        inside = [part for content in contents if isinstance(content, list) for part in content if is_image(part)]
-        named = [one for part in inside if (one := part.get("image") or part.get("path"))]
+        named = _named_images(form)
     try:
-        form.messages[:] = with_parts(form.messages, len(named))
+        form.messages[:] = split_parts(form.messages, len(named))
     except ValueError as error:
         raise BadDataset(f"{where}: {error}") from None
+
     places = sum(is_image(part) for message in form.messages for part in message["content"])
     if places != len(named):
-        raise BadDataset(f"{where}: its messages have places for {places} images, and it names {len(named)}")
+        raise BadDataset(
+            f"{where}: its messages have places for {places} images, and it names {len(named)}"
+        )
     return form, named
 
 
+def _named_images(form: Chat) -> list[Any]:
+    """Return the images that the parts of messages name."""
+    contents = [message.get("content") for message in form.messages]
+    lists = [content for content in contents if isinstance(content, list)]
+    images = [part for content in lists for part in content if is_image(part)]
+    return [name for part in images if (name := part.get("image") or part.get("path"))]
+
+
 def is_image(part: Any) -> bool:
-    """Whether this part of a message is the place of an image."""
+    """Return whether this part of a message is the place of an image."""
     return isinstance(part, dict) and part.get("type") == "image"
 
 
 class Encoder:
     """Makes examples of rows with a tokenizer of transformers.
 
-    `loss_on` says which tokens are trained on: `completion` (a row of messages has its last answer for one),
-    `assistant` (what the assistant says), `all`; None for completions or what the assistant says where a row has them.
-    With `parts` messages are given to the chat template in parts, as those of models that take images want them.
+    `loss_on` selects the tokens to train on: `completion`, `assistant` (all text of the assistant)
+    or `all`. The completion of a row of messages is its last answer. None selects completions, or
+    the assistant's text in rows without one. With `parts`, the chat template gets messages in
+    parts, as models with images need them.
     """
 
     def __init__(self, tokenizer: Any, loss_on: str | None, *, parts: bool = False) -> None:
-        self.tokenizer, self.parts = tokenizer, parts
-        self.loss_on = self.key = loss_on
+        self.tokenizer = tokenizer
+        self.parts = parts
+        self.loss_on = loss_on
+        self.key = loss_on
         template = tokenizer.chat_template
         self._template = (template.get("default") if isinstance(template, dict) else template) or ""
-        # Such a template says itself what the assistant says.
+        # Such a template marks the assistant's text itself.
         self._is_marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", self._template))
 
     def encode(self, rows: Iterable[Located]) -> Iterator[list[int]]:
-        """Yield the tokens of each row. Raises BadDataset, which names the row."""
+        """Yield the tokens of each row. Raises BadDataset with the row's location."""
         remaining = iter(rows)
         while batch := list(islice(remaining, BATCH)):
             yield from self._encode_batch(batch)
@@ -241,120 +290,159 @@ class Encoder:
     def _encode_batch(self, batch: list[Located]) -> list[list[int]]:
         examples: list[list[int]] = [[] for _ in batch]
         texts: dict[bool, list[tuple[int, str, Ranges | None]]] = {False: [], True: []}
+
+        # Rows without marks are rendered one by one, and tokenised together.
         for index, (where, row) in enumerate(batch):
-            form = parsed(where, row, has_template=bool(self._template))
+            form = parse_row(where, row, has_template=bool(self._template))
             try:
                 if self.parts and isinstance(form, Chat):
-                    form.messages[:] = with_parts(form.messages, 0)
-                if isinstance(form, Chat) and self._is_marked and self._range_of(form) == "assistant":
-                    examples[index] = self._by_marks(form)
+                    form.messages[:] = split_parts(form.messages, 0)
+                if self._uses_marks(form):
+                    examples[index] = self._encode_marked(form)
                 else:
-                    text, ranges = self._rendered(form)
+                    text, ranges = self.render(form)
                     text.encode()
                     texts[isinstance(form, Chat)].append((index, text, ranges))
             except UnicodeEncodeError:
                 raise BadDataset(f"{where}: half of a surrogate pair is not a character") from None
-            except Exception as error:  # chat templates raise errors of all kinds
+            except Exception as error:  # chat templates raise many kinds of errors
                 reason = str(error).strip().partition("\n")[0] or type(error).__name__
-                raise BadDataset(f"{where}: the tokenizer's chat template refuses it: {reason}") from None
+                raise BadDataset(
+                    f"{where}: the tokenizer's chat template refuses it: {reason}"
+                ) from None
+
         for is_chat, found in texts.items():
-            for index, tokens in self._tokenised(found, is_chat=is_chat):
+            for index, tokens in self._tokenise(found, is_chat=is_chat):
                 examples[index] = tokens
         return examples
 
-    def _tokenised(
+    def _uses_marks(self, form: Plain | Chat) -> TypeGuard[Chat]:
+        """Return whether the template itself marks the tokens to train on."""
+        return isinstance(form, Chat) and self._is_marked and self._target(form) == "assistant"
+
+    def _tokenise(
         self, found: list[tuple[int, str, Ranges | None]], *, is_chat: bool
     ) -> Iterator[tuple[int, list[int]]]:
         if not found:
             return
         needs_offsets = any(ranges is not None for _, _, ranges in found)
         if needs_offsets and not self.tokenizer.is_fast:
-            raise BadDataset("this tokenizer cannot tell which text a token is: only loss_on all is possible with it")
-        # A chat template writes its own special tokens.
+            raise BadDataset(
+                "this tokenizer does not return the text of a token: only loss_on all is possible"
+            )
+
+        # A chat template writes special tokens itself.
         encoded = self.tokenizer(
-            [text for _, text, _ in found], add_special_tokens=not is_chat, return_offsets_mapping=needs_offsets
+            [text for _, text, _ in found],
+            add_special_tokens=not is_chat,
+            return_offsets_mapping=needs_offsets,
         )
         for place, (index, _, ranges) in enumerate(found):
             tokens = encoded["input_ids"][place]
             if ranges is None:
                 yield index, tokens
                 continue
-            # Only ends count: a token that reaches into an answer belongs to it, as in TRL. Starts may leave out space.
+            # Only the ends count: a token that reaches into an answer belongs to it, as in TRL. The
+            # start may leave out a space.
             ends = [end for _, end in encoded["offset_mapping"][place]]
-            yield index, _masked(tokens, [any(start < end <= stop for start, stop in ranges) for end in ends])
+            is_trained = [any(start < end <= stop for start, stop in ranges) for end in ends]
+            yield index, _mask(tokens, is_trained)
 
-    def _range_of(self, form: Plain | Chat) -> str:
-        """What of this example is trained on: completion, assistant or all."""
+    def _target(self, form: Plain | Chat) -> str:
+        """Return the part of this example to train on: completion, assistant or all."""
         if isinstance(form, Plain):
             if self.loss_on in ("completion", "assistant") and form.prompt is None:
-                raise ValueError(f"text alone has no {self.loss_on} to train on: loss_on is {self.loss_on}")
+                raise ValueError(
+                    f"plain text has no {self.loss_on} to train on: loss_on is {self.loss_on}"
+                )
             return "all" if self.loss_on == "all" or form.prompt is None else "completion"
         return self.loss_on or ("assistant" if form.completion is None else "completion")
 
-    def _rendered(self, form: Plain | Chat) -> tuple[str, Ranges | None]:
-        """The text of an example, and the characters that are trained on; None for all of them."""
-        trained = self._range_of(form)
+    def render(self, form: Plain | Chat) -> tuple[str, Ranges | None]:
+        """Return the text of an example, and the characters to train on, or None for all."""
+        target = self._target(form)
         if isinstance(form, Plain):
             text = (form.prompt or "") + form.completion
             end = self.tokenizer.eos_token or ""
             text += "" if text.endswith(end) else end
-            return text, None if trained == "all" else [(len(form.prompt or ""), len(text))]
+            return text, None if target == "all" else [(len(form.prompt or ""), len(text))]
+
         text = self._render(form, form.messages)
-        if trained == "all":
+        if target == "all":
             return text, None
         messages = form.messages
-        if trained == "completion":
+        if target == "completion":
             first = len(messages) - 1 if form.completion is None else form.completion
             if messages[first]["role"] != "assistant" and form.completion is None:
                 raise ValueError("its last message is not the assistant's")
             prompt = self._render(form, messages[:first], add_generation_prompt=True)
-            # Some templates end a prompt with what a whole conversation does not have.
-            return text, [(_shared(prompt, text), len(text))]
-        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        return text, [self._answer(form, text, index) for index in answers]
+            # Some templates end a prompt with text that a whole conversation does not have.
+            return text, [(_common_length(prompt, text), len(text))]
+
+        roles = [message["role"] for message in messages]
+        answers = [index for index, role in enumerate(roles) if role == "assistant"]
+        return text, [self._find_answer(form, text, index) for index in answers]
 
     def _render(self, form: Chat, messages: list[dict[str, Any]], **options: Any) -> str:
         settings = {"tools": form.tools, "tokenize": False, **form.options, **options}
         try:
             text: str = self.tokenizer.apply_chat_template(messages, **settings)
-        except TypeError:  # a few templates, as DeepSeek's, add the arguments of a tool call to text
-            text = self.tokenizer.apply_chat_template([_with_text_arguments(one) for one in messages], **settings)
+        except TypeError:
+            # A few templates, for example DeepSeek's, add the arguments of a tool call to text.
+            messages = [_serialize_arguments(one) for one in messages]
+            text = self.tokenizer.apply_chat_template(messages, **settings)
         return text
 
-    def _answer(self, form: Chat, text: str, index: int) -> tuple[int, int]:
-        """Where the answer `index` stands: from after the prompt that asks for it until after its end of turn."""
+    def _find_answer(self, form: Chat, text: str, index: int) -> tuple[int, int]:
+        """Return the start and the end of the answer `index`.
+
+        The start is after the prompt, and the end is after the end of turn.
+        """
         messages = form.messages
         prompt = self._render(form, messages[:index], add_generation_prompt=True) if index else None
         through = self._render(form, messages[: index + 1])
         if prompt is not None and text.startswith(prompt) and text.startswith(through):
             return len(prompt), len(through)
-        # This template renders what came before in another way when more follows: its neighbours show the answer.
-        marked = {"role": "assistant", "content": MARK}
-        head, mark, tail = self._render(form, [*messages[:index], marked, *messages[index + 1 :]]).partition(MARK)
-        head_alone, _, tail_alone = self._render(form, [*messages[:index], marked]).partition(MARK)
-        # What the template writes between the prompt and an answer, such as an empty thought, is the model's.
-        preamble = head_alone[_shared(prompt, head_alone) :] if prompt is not None else ""
+
+        # This template renders messages differently if more messages follow. The text around the
+        # answer locates it.
+        mark_message = {"role": "assistant", "content": MARK}
+        marked = [*messages[:index], mark_message]
+        whole = self._render(form, [*marked, *messages[index + 1 :]])
+        head, mark, tail = whole.partition(MARK)
+        head_alone, _, tail_alone = self._render(form, marked).partition(MARK)
+
+        # Text between the prompt and an answer, for example an empty thought, belongs to the model.
+        preamble = ""
+        if prompt is not None:
+            preamble = head_alone[_common_length(prompt, head_alone) :]
         start = len(head) - (len(preamble) if head.endswith(preamble) else 0)
         if not mark or not text.endswith(tail):
-            raise ValueError(f"message {index + 1} cannot be told apart from its neighbours in the rendered text")
-        return min(start, _shared(head, text)), len(text) - len(tail) + _shared(tail, tail_alone)
+            raise ValueError(f"message {index + 1} cannot be located in the rendered text")
+        end = len(text) - len(tail) + _common_length(tail, tail_alone)
+        return min(start, _common_length(head, text)), end
 
-    def _by_marks(self, form: Chat) -> list[int]:
+    def _encode_marked(self, form: Chat) -> list[int]:
         encoded = self.tokenizer.apply_chat_template(
-            form.messages, tools=form.tools, return_dict=True, return_assistant_tokens_mask=True, **form.options
+            form.messages,
+            tools=form.tools,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **form.options,
         )
-        return _masked(encoded["input_ids"], encoded["assistant_masks"])
+        return _mask(encoded["input_ids"], encoded["assistant_masks"])
 
 
-def _shared(left: str, right: str) -> int:
-    """How many characters two texts begin with alike."""
+def _common_length(left: str, right: str) -> int:
+    """Return the length of the longest common prefix."""
     if right.startswith(left):
         return len(left)
-    return next((index for index, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), len(right))
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), len(right))
 
 
-def parsed(where: str, row: dict[str, Any], *, has_template: bool = True) -> Plain | Chat:
-    """The form of a row. Raises BadDataset with the place of one that has none."""
+def parse_row(where: str, row: dict[str, Any], *, has_template: bool = True) -> Plain | Chat:
+    """Parse a row. Raises BadDataset with the location of a row of unknown form."""
     try:
         return parse(row, has_template=has_template)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
@@ -362,9 +450,13 @@ def parsed(where: str, row: dict[str, Any], *, has_template: bool = True) -> Pla
 
 
 def label_of(row: dict[str, Any]) -> int | str:
-    """The label of a row, a number or text. Raises KeyError and TypeError for a row without one."""
+    """Return the label of a row, a number or text.
+
+    Raises KeyError and TypeError for a row without one.
+    """
     label = row["label"]
-    if isinstance(label, float) and label.is_integer():  # a table with gaps has its numbers so
+    # A table with gaps stores whole numbers as floats.
+    if isinstance(label, float) and label.is_integer():
         return int(label)
     if not isinstance(label, int | str):
         raise TypeError(f"the label {label!r:.40} is neither a whole number nor text")
@@ -372,20 +464,26 @@ def label_of(row: dict[str, Any]) -> int | str:
 
 
 def label_names(rows: Iterable[Located]) -> list[Any]:
-    """The labels of a dataset in their order. Raises BadDataset where there are no two, or some rows have none."""
+    """Return the sorted labels of a dataset.
+
+    Raises BadDataset if there are fewer than two, or if a row has none.
+    """
     found: set[int | str] = set()
     for where, row in rows:
         try:
-            _text(row["text"])
+            _check_text(row["text"])
             found.add(label_of(row))
         except (KeyError, TypeError) as error:
             raise BadDataset(f"{where}: classification needs text and label: {error!r}") from None
+
     if len({isinstance(label, str) for label in found}) > 1:
         raise BadDataset("some labels are numbers, and others text")
     if len(found) < 2:
-        raise BadDataset(f"there is nothing to tell apart: {len(found)} label(s)")
+        raise BadDataset(f"classification needs at least two labels, and there are {len(found)}")
     return sorted(found, key=lambda label: (isinstance(label, str), label))
 
 
-def _masked(tokens: list[int], is_trained: list[Any]) -> list[int]:
-    return [token if trained else -1 - token for token, trained in zip(tokens, is_trained, strict=True)]
+def _mask(tokens: list[int], is_trained: list[Any]) -> list[int]:
+    return [
+        token if trained else -1 - token for token, trained in zip(tokens, is_trained, strict=True)
+    ]

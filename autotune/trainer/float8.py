@@ -1,6 +1,7 @@
-"""Frozen linear layers whose weights are kept in 8-bit floats, and whose products are of 8-bit floats, both ways.
+"""Frozen linear layers with weights in 8-bit floats, and 8-bit products in both passes.
 
-A weight is cast once. Inputs are cast in each forward pass, gradients in each backward pass, by their largest value.
+A weight is cast once. Inputs are cast in each forward pass and gradients in each backward pass,
+scaled by their largest value.
 """
 
 from typing import Any
@@ -9,19 +10,22 @@ import torch
 from torch import nn
 
 MULTIPLE = 16  # both sides of a matrix must be multiples of it
-KEPT, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2  # of weights and inputs; gradients need a wider range
-LEAST = 1e-12  # as the largest value: what is zero throughout stays zero
+VALUE_DTYPE = torch.float8_e4m3fn  # of weights and inputs
+GRADIENT_DTYPE = torch.float8_e5m2  # gradients need a wider range
+LEAST = 1e-12  # a lower bound of the largest value: a tensor of zeros stays zero
 
 
 def multiply_in_fp8(model: Any, device: torch.device | None = None) -> None:
-    """Have linear layers but the head keep their weights in 8-bit floats and multiply such. The model goes to `device`.
+    """Store the weights of all linear layers but the head as 8-bit floats, and multiply in 8 bits.
 
-    Weights go there one by one, so that it never holds all of them in 16 bits. Those that have no memory get some, and
-    no values. Call it before adapters are added: those stay as they are. Adapters are merged into a base loaded anew,
-    since this one takes no changes.
+    The model moves to `device`. Weights move one by one, so that the device never holds all of them
+    in 16 bits. Weights on the meta device get memory, but no values. Call this before adapters are
+    added, because adapters stay unchanged. Adapters cannot be merged into this base: merge them
+    into a base that is loaded anew.
     """
     device = model.device if device is None else device
     head = model.get_output_embeddings()
+
     for name, layer in list(model.named_modules()):
         if not isinstance(layer, nn.Linear):
             continue
@@ -34,87 +38,104 @@ def multiply_in_fp8(model: Any, device: torch.device | None = None) -> None:
 
 
 class Float8Linear(nn.Linear):
-    """A frozen linear layer: `kept` [out, in], in 8 bits, times `scale` (fp32, of no dimensions) is its weight.
+    """A frozen linear layer whose weight is `weight_fp8` [out, in] times `scale` (fp32, a scalar).
 
-    There is one copy, of half the size of 16 bits. Tensor cores take the second factor column by column, and the
-    transpose of `kept` is laid out so. Its own columns, which the backward pass needs, are laid out anew for each
-    product: that moves two bytes for each value. A second copy would take all of the memory that 8 bits save.
+    There is one copy, of half the size of 16 bits. Tensor cores read the second factor column by
+    column, and the transpose of `weight_fp8` has this layout. The backward pass needs `weight_fp8`
+    itself column by column, so each product copies it, which moves two bytes for each value. A
+    stored second copy would take all the memory that 8 bits save.
     """
 
-    kept: nn.Parameter
+    weight_fp8: nn.Parameter
     scale: torch.Tensor
 
     def __init__(self, layer: nn.Linear, device: torch.device) -> None:
-        """Take the place of `layer`. Without values of its own it gets some by `keep`."""
-        nn.Module.__init__(self)  # not nn.Linear's, which would make a weight
-        self.in_features, self.out_features = layer.in_features, layer.out_features
+        """Replace `layer`. If its weight is on the meta device, call `store` afterwards."""
+        nn.Module.__init__(self)  # nn.Linear's own would make a weight
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
         self.dtype = layer.weight.dtype
-        self.kept = nn.Parameter(torch.empty(layer.weight.shape, dtype=KEPT, device=device), requires_grad=False)
+        self.weight_fp8 = nn.Parameter(
+            torch.empty(layer.weight.shape, dtype=VALUE_DTYPE, device=device), requires_grad=False
+        )
         self.register_buffer("scale", torch.ones((), dtype=torch.float32, device=device))
+
         bias = layer.bias
+        if bias is not None and bias.is_meta:
+            bias = torch.empty_like(bias, device=device)
+        elif bias is not None:
+            bias = bias.detach().to(device)
         if bias is not None:
-            values = torch.empty_like(bias, device=device) if bias.is_meta else bias.detach().to(device)
-            bias = nn.Parameter(values, requires_grad=False)
+            bias = nn.Parameter(bias, requires_grad=False)
         self.register_parameter("bias", bias)
         if not layer.weight.is_meta:
-            self.keep(layer.weight.detach().to(device))
+            self.store(layer.weight.detach().to(device))
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight in the dtype of the base, computed anew: PEFT asks for its dtype, and DoRA for its norms."""
-        return (self.kept.float() * self.scale).to(self.dtype)
+        """Compute the weight in the dtype of the base.
 
-    def keep(self, weight: torch.Tensor) -> None:
-        """Cast a weight [out, in] and keep it."""
-        kept, scale = _in_8_bits(weight.float(), KEPT)
-        self.kept.copy_(kept)
+        PEFT reads its dtype, and DoRA reads its norms.
+        """
+        return (self.weight_fp8.float() * self.scale).to(self.dtype)
+
+    def store(self, weight: torch.Tensor) -> None:
+        """Cast a weight [out, in] and store it."""
+        values, scale = _cast(weight.float(), VALUE_DTYPE)
+        self.weight_fp8.copy_(values)
         self.scale.copy_(scale)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The outputs [..., out] of inputs [..., in], in the dtype that autocast has, or that of the inputs."""
+        """Return outputs [..., out] for inputs [..., in]. Autocast may change their dtype."""
         kind = inputs.device.type
         if torch.is_autocast_enabled(kind):
             inputs = inputs.to(torch.get_autocast_dtype(kind))
-        outputs: torch.Tensor = _Product.apply(inputs, self.kept, self.scale)
+        outputs: torch.Tensor = _Product.apply(inputs, self.weight_fp8, self.scale)
         return outputs if self.bias is None else outputs + self.bias.to(outputs.dtype)
 
 
 class _Product(torch.autograd.Function):
-    """Inputs times a frozen weight in 8 bits. Nothing but the weight is kept for the backward pass."""
+    """Multiplies inputs by a frozen 8-bit weight, and saves only that for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, kept: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(kept, scale)
-        return _multiply(inputs, KEPT, kept.t(), scale, fast=True)
+    def forward(
+        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight, scale)
+        return _multiply(inputs, VALUE_DTYPE, weight.t(), scale, fast=True)
 
     @staticmethod
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        kept, scale = ctx.saved_tensors
-        turned = kept.t().contiguous().t()  # [out, in] as before, but column by column
-        return _multiply(gradients, GRADIENTS, turned, scale, fast=False), None, None
+        weight, scale = ctx.saved_tensors
+        by_column = weight.t().contiguous().t()  # still [out, in]
+        return _multiply(gradients, GRADIENT_DTYPE, by_column, scale, fast=False), None, None
 
 
 def _multiply(
     rows: torch.Tensor, dtype: torch.dtype, factor: torch.Tensor, scale: torch.Tensor, *, fast: bool
 ) -> torch.Tensor:
-    """Rows [..., k], cast to an 8-bit dtype, times a factor [k, n] of 8 bits and its scale.
+    """Cast rows [..., k] to an 8-bit dtype, and multiply them by an 8-bit factor [k, n].
 
-    `fast` sums in fewer bits, as is usual for forward passes, where gradients would lose more.
+    `scale` belongs to the factor. `fast` accumulates in fewer bits, as is usual in forward passes.
+    Gradients would lose more.
     """
-    cast, of_rows = _in_8_bits(rows.reshape(-1, rows.shape[-1]), dtype)
-    # The first factor must be row by row, the second column by column.
-    product = torch._scaled_mm(cast.contiguous(), factor, of_rows, scale, out_dtype=rows.dtype, use_fast_accum=fast)
+    values, row_scale = _cast(rows.reshape(-1, rows.shape[-1]), dtype)
+    # The first factor must be stored row by row, the second column by column.
+    product = torch._scaled_mm(
+        values.contiguous(), factor, row_scale, scale, out_dtype=rows.dtype, use_fast_accum=fast
+    )
     return product.reshape(*rows.shape[:-1], factor.shape[1])
 
 
-def _in_8_bits(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values in an 8-bit dtype, and the scale (fp32, of no dimensions) that makes them what they were.
+def _cast(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the values in an 8-bit dtype, and the scale (fp32, a scalar) that restores them.
 
-    The largest becomes the largest of the dtype. One scale a tensor was 5 % faster than one a row on an H200.
+    The largest value becomes the largest value of the dtype. On an H200, one scale for each tensor
+    was 5 % faster than one for each row.
     """
-    least, most = values.aminmax()  # without a tensor of absolute values
+    least, most = values.aminmax()  # abs() would allocate a tensor
     largest = torch.maximum(-least, most).float().clamp(min=LEAST)
     limit = torch.finfo(dtype).max
-    # A GPU rounds a factor of no dimensions to the dtype of the values before it multiplies them.
+    # A GPU rounds a scalar factor to the dtype of the values before it multiplies them.
     factor = (limit / largest).clamp(max=torch.finfo(values.dtype).max).to(values.dtype)
     return (values * factor).clamp(-limit, limit).to(dtype), 1 / factor.float()

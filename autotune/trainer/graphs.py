@@ -1,7 +1,8 @@
-"""The forward and backward pass of a micro batch as a CUDA graph: captured once for each shape, then replayed.
+"""Runs the forward and backward pass of a micro batch as a CUDA graph.
 
-A replay costs the host one call, where it issues thousands of kernels otherwise. With a small micro batch, or a small
-model, the device waits for the host.
+The graph of each shape is captured once and then replayed. A replay costs the host one call instead
+of thousands of kernel launches. With a small micro batch or a small model, a step is CPU-bound
+without it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,55 +13,71 @@ import torch
 from torch import nn
 from transformers import masking_utils
 
-MOST_SHAPES = 4  # as many as lengths that rows are padded to
+MOST_SHAPES = 4  # the number of lengths that rows are padded to
 Batch = dict[str, torch.Tensor]
 
 
 class MicroBatchGraphs:
-    """Runs a step by CUDA graphs. It takes the tensors of a micro batch, adds up gradients, and returns the loss.
+    """Runs micro batches with CUDA graphs: adds up their gradients and returns their losses.
 
-    The first micro batch of a shape runs as usual, in which libraries load kernels and layers are compiled; then its
-    graph is captured, and later ones are replayed. Gradients are added up in buffers that stay, since a graph knows
-    addresses: where the optimizer has let go of them they come back as zeros. All graphs share one pool of memory.
+    The first micro batch of a shape runs without a graph, so that libraries load their kernels and
+    layers are compiled. Then its graph is captured, and later micro batches replay it. A graph
+    stores addresses, so gradients are added up in permanent buffers. If the optimizer has released
+    the buffers, they are filled with zeros and used again. All graphs share one memory pool.
     """
 
-    captured = 0  # graphs of this process so far
+    captured = 0  # number of graphs in this process
 
-    def __init__(self, step: Callable[[Batch], torch.Tensor], parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self, step: Callable[[Batch], torch.Tensor], parameters: Iterable[nn.Parameter]
+    ) -> None:
         self._step = step
         self._buffers = [(parameter, torch.zeros_like(parameter)) for parameter in parameters]
         self._graphs: dict[Any, tuple[Any, Batch, torch.Tensor]] = {}
         self._pool: Any = None
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """The loss of a micro batch, whose gradients are added up. Raises ValueError for a fifth shape."""
+        """Add up the gradients of a micro batch and return its loss.
+
+        Raises ValueError for a fifth shape.
+        """
         self._offer_buffers()
         shape = tuple((name, tensor.shape, tensor.dtype) for name, tensor in sorted(batch.items()))
+
+        # The first micro batch of a shape
         if shape not in self._graphs:
             if len(self._graphs) == MOST_SHAPES:
-                raise ValueError(f"micro batches have more than {MOST_SHAPES} shapes, each of which needs a CUDA graph")
-            with rows_are_whole():  # as in the capture, or layers would be compiled again there, which fails
+                raise ValueError(
+                    f"micro batches have more than {MOST_SHAPES} shapes, and each shape"
+                    " needs a CUDA graph"
+                )
+            # The capture skips the check too. If the check ran here, the capture would compile the
+            # layers again and fail.
+            with skip_packing_check():
                 loss = self._step(batch).clone()
                 self._graphs[shape] = self._capture(batch)
             return loss
+
         graph, inputs, loss = self._graphs[shape]
         for name, tensor in batch.items():
             inputs[name].copy_(tensor, non_blocking=True)
         graph.replay()
-        return loss.clone()  # its memory is another graph's too
+        return loss.clone()  # other graphs use the same memory
 
     def _offer_buffers(self) -> None:
-        absent = [(parameter, buffer) for parameter, buffer in self._buffers if parameter.grad is None]
+        absent = [
+            (parameter, buffer) for parameter, buffer in self._buffers if parameter.grad is None
+        ]
         if absent:
             torch._foreach_zero_([buffer for _, buffer in absent])
         for parameter, buffer in absent:
             parameter.grad = buffer
 
     def _capture(self, batch: Batch) -> tuple[Any, Batch, torch.Tensor]:
-        """A graph, the inputs that it reads and the loss that it writes. Nothing runs on the device."""
+        """Return a graph, its inputs, and its loss. The device runs no kernel here."""
         inputs = {name: tensor.clone() for name, tensor in batch.items()}
         graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate meanwhile, as those that pin the memory of batches.
+        # Other threads may allocate meanwhile, for example to pin the memory of batches.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             loss = self._step(inputs)
         self._pool = graph.pool()
@@ -69,10 +86,11 @@ class MicroBatchGraphs:
 
 
 @contextmanager
-def rows_are_whole() -> Iterator[None]:
-    """Inside, transformers takes no row for a packed one.
+def skip_packing_check() -> Iterator[None]:
+    """Stop transformers from checking whether rows are packed.
 
-    It reads from the device whether positions begin anew, and under capture, where it cannot, makes a mask.
+    The check reads from the device whether positions restart. During a capture it cannot read, and
+    makes a mask instead.
     """
     find = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
@@ -83,5 +101,5 @@ def rows_are_whole() -> Iterator[None]:
 
 
 def is_capturing() -> bool:
-    """Whether what is issued now becomes part of a graph."""
+    """Return whether kernels that are issued now become part of a graph."""
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

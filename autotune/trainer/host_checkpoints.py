@@ -1,7 +1,7 @@
-"""The inputs of recomputed layers in the host's memory, copied while layers compute.
+"""Keeps the inputs of recomputed layers in the host's memory, and copies them while layers compute.
 
-A layer's input leaves the device while the next layer computes, and comes back before the layer is computed again. Both
-copies run on a stream of their own, from and to pinned memory, which later steps use again.
+A layer's input leaves the device while the next layer computes, and returns before the layer is
+recomputed. Both copies run on a separate stream, from and to pinned memory that later steps reuse.
 """
 
 import weakref
@@ -12,124 +12,147 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-# torch's allocator of pinned memory rounds up to powers of two: these blocks waste nothing, whole inputs up to half.
+# torch's allocator of pinned memory rounds up to powers of two. These blocks waste no memory, but
+# whole inputs would waste up to half.
 BLOCK_BYTES = 64 * 2**20
-# Smaller inputs come back while the layer behind computes, which takes a second one on the device. The copy of an input
-# takes about a fortieth of its layer's time, for an 8B with 32,000 tokens on an H100, and less of longer rows.
+# Smaller inputs return while the layer behind computes, which needs a second input on the device.
+# For an 8B model with 32,000 tokens on an H100, copying an input takes about a fortieth of its
+# layer's time, and less for longer rows.
 PREFETCHED_BYTES = 2**28
 
 
 class HostCheckpoints:
-    """Keeps tensors that the backward pass needs in reverse order. One for all layers of a model."""
+    """Stores tensors for the backward pass, which reads them in reverse order, for all layers."""
 
     def __init__(self) -> None:
-        self.held_bytes = 0  # pinned memory, in use or free
-        self._free: dict[int, list[torch.Tensor]] = {}
-        self._kept: list[weakref.ref[_Kept]] = []
+        self.held_bytes = 0  # pinned memory, used or free
+        self._free_blocks: dict[int, list[torch.Tensor]] = {}  # by size
+        self._stored: list[weakref.ref[_HostTensor]] = []
         self._stream: Any = None
-        self._leaving: _Kept | None = None  # its copy may not have ended
+        self._last: _HostTensor | None = None  # its copy may still run
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """What is kept for the backward pass inside goes to the host."""
-        with saved_tensors_hooks(self._keep, self._bring):
+        """Move each tensor that is saved for the backward pass to the host."""
+        with saved_tensors_hooks(self._store, self._restore):
             yield
 
-    def _keep(self, tensor: torch.Tensor) -> "_Kept | torch.Tensor":
-        if not tensor.nbytes:  # torch before 2.13 keeps an empty one beside the inputs
+    def _store(self, tensor: torch.Tensor) -> "_HostTensor | torch.Tensor":
+        # torch before 2.13 saves an empty tensor beside the inputs.
+        if not tensor.nbytes:
             return tensor.detach()
-        stream = self._copies_of(tensor.device)
-        kept = _Kept(tensor, self._take(tensor), self._give)
+
+        stream = self._copy_stream(tensor.device)
+        stored = _HostTensor(tensor, self._allocate(tensor), self._recycle)
         if stream is None:
-            kept.copy_out(tensor)
+            stored.copy_out(tensor)
         else:
             current = torch.cuda.current_stream(tensor.device)
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                kept.copy_out(tensor)
-                kept.copied = stream.record_event()
-            if self._leaving is not None and self._leaving.on_device is not None:
-                current.wait_event(self._leaving.copied)  # before its memory is used again
-        if self._leaving is not None:
-            self._leaving.on_device = None
-        kept.on_device, self._leaving = tensor.detach(), kept
-        self._kept = [one for one in self._kept if one() is not None]
-        self._kept.append(weakref.ref(kept))
-        return kept
+                stored.copy_out(tensor)
+                stored.copy_event = stream.record_event()
+            # The last tensor's copy must end before its memory is reused.
+            if self._last is not None and self._last.device_tensor is not None:
+                current.wait_event(self._last.copy_event)
 
-    def _bring(self, kept: "_Kept | torch.Tensor") -> torch.Tensor:
-        if isinstance(kept, torch.Tensor):
-            return kept
-        stream = self._copies_of(kept.device)
-        self._start(kept, stream)
-        tensor = kept.on_device
+        if self._last is not None:
+            self._last.device_tensor = None
+        stored.device_tensor = tensor.detach()
+        self._last = stored
+        self._stored = [one for one in self._stored if one() is not None]
+        self._stored.append(weakref.ref(stored))
+        return stored
+
+    def _restore(self, stored: "_HostTensor | torch.Tensor") -> torch.Tensor:
+        if isinstance(stored, torch.Tensor):
+            return stored
+
+        stream = self._copy_stream(stored.device)
+        self._start_copy(stored, stream)
+        tensor = stored.device_tensor
         assert tensor is not None
-        if stream is not None and kept.copied is not None:
-            torch.cuda.current_stream(kept.device).wait_event(kept.copied)
-        kept.on_device = None
-        kept.release()
+        if stream is not None and stored.copy_event is not None:
+            torch.cuda.current_stream(stored.device).wait_event(stored.copy_event)
+        stored.device_tensor = None
+        stored.release()
+
+        # Prefetch the input of the layer before this one.
         before = [
-            one for each in self._kept if (one := each()) is not None and one.blocks is not None and one is not kept
+            one
+            for each in self._stored
+            if (one := each()) is not None and one.blocks is not None and one is not stored
         ]
-        self._kept = [weakref.ref(one) for one in before]
+        self._stored = [weakref.ref(one) for one in before]
         if before and before[-1].num_bytes <= PREFETCHED_BYTES:
-            self._start(before[-1], stream)
+            self._start_copy(before[-1], stream)
         return tensor
 
-    def _start(self, kept: "_Kept", stream: Any) -> None:
-        """Begin to bring a tensor back, unless it is on the device."""
-        if kept.on_device is not None:
+    def _start_copy(self, stored: "_HostTensor", stream: Any) -> None:
+        """Start the copy of a tensor to the device, unless it is there already."""
+        if stored.device_tensor is not None:
             return
-        if kept.blocks is None:
-            raise RuntimeError("the input of a layer was freed after its first backward pass: there is no second one")
-        kept.on_device = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device)
-        if stream is None:
-            kept.copy_in(kept.on_device)
-            return
-        stream.wait_stream(torch.cuda.current_stream(kept.device))  # which may still use this memory
-        with torch.cuda.stream(stream):
-            kept.copy_in(kept.on_device)
-            kept.copied = stream.record_event()
+        if stored.blocks is None:
+            raise RuntimeError(
+                "the input of a layer was freed after its backward pass: a second one is impossible"
+            )
 
-    def _copies_of(self, device: torch.device) -> Any:
-        """The stream of the copies; None where there are no streams."""
+        stored.device_tensor = torch.empty(stored.shape, dtype=stored.dtype, device=stored.device)
+        if stream is None:
+            stored.copy_in(stored.device_tensor)
+            return
+        # The current stream may still use this memory.
+        stream.wait_stream(torch.cuda.current_stream(stored.device))
+        with torch.cuda.stream(stream):
+            stored.copy_in(stored.device_tensor)
+            stored.copy_event = stream.record_event()
+
+    def _copy_stream(self, device: torch.device) -> Any:
+        """Return the stream of the copies, or None on a device without streams."""
         if device.type != "cuda":
             return None
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         return self._stream
 
-    def _take(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Blocks for all bytes of a tensor. One without values, on the meta device, needs none.
+    def _allocate(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return blocks for all bytes of a tensor. A tensor on the meta device needs no blocks.
 
-        Their sizes are powers of two, so that inputs of many lengths share them.
+        Block sizes are powers of two, so that inputs of many lengths share blocks.
         """
         if tensor.is_meta:
             return []
+
         size = min(1 << (tensor.nbytes - 1).bit_length(), BLOCK_BYTES)
-        free, pinned = self._free.setdefault(size, []), tensor.device.type == "cuda"
+        is_pinned = tensor.device.type == "cuda"
+        free = self._free_blocks.setdefault(size, [])
         blocks = []
         for _ in range(-(-tensor.nbytes // size)):
-            if not free:
+            if free:
+                blocks.append(free.pop())
+            else:
                 self.held_bytes += size
-            blocks.append(free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
+                blocks.append(torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned))
         return blocks
 
-    def _give(self, blocks: list[torch.Tensor]) -> None:
-        """Blocks that are free again. A later copy into them waits for those before it, on the same stream."""
+    def _recycle(self, blocks: list[torch.Tensor]) -> None:
+        """Mark blocks as free. Copies run in order on one stream, so reuse needs no wait."""
         for block in blocks:
-            self._free[block.nbytes].append(block)
+            self._free_blocks[block.nbytes].append(block)
 
 
-class _Kept:
-    """A tensor in blocks of the host's memory, which are given back when it is brought back, or forgotten."""
+class _HostTensor:
+    """A tensor in blocks of host memory. Its blocks are recycled when it is restored or deleted."""
 
-    def __init__(self, tensor: torch.Tensor, blocks: list[torch.Tensor], give: Any) -> None:
-        self.shape, self.dtype, self.device, self.num_bytes = tensor.shape, tensor.dtype, tensor.device, tensor.nbytes
+    def __init__(self, tensor: torch.Tensor, blocks: list[torch.Tensor], recycle: Any) -> None:
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.device = tensor.device
+        self.num_bytes = tensor.nbytes
         self.blocks: list[torch.Tensor] | None = blocks
-        self.on_device: torch.Tensor | None = None
-        self.copied: Any = None  # an event, once the last copy was issued
-        self._give = weakref.finalize(self, give, blocks)
+        self.device_tensor: torch.Tensor | None = None
+        self.copy_event: Any = None  # of the last copy
+        self._recycle = weakref.finalize(self, recycle, blocks)
 
     def copy_out(self, tensor: torch.Tensor) -> None:
         """Copy the values to the host."""
@@ -137,18 +160,18 @@ class _Kept:
             block[: part.numel()].copy_(part, non_blocking=True)
 
     def copy_in(self, tensor: torch.Tensor) -> None:
-        """Copy the values back."""
+        """Copy the values to the device."""
         for part, block in self._parts(tensor):
             part.copy_(block[: part.numel()], non_blocking=True)
 
     def _parts(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each part of a tensor, as bytes, with its block."""
+        """Yield each part of a tensor, as bytes, with its block."""
         if not self.blocks:
             return
         data = tensor.view(-1).view(torch.uint8)
         yield from zip(data.split(self.blocks[0].numel()), self.blocks, strict=True)
 
     def release(self) -> None:
-        """Give the blocks back."""
+        """Release the blocks."""
         self.blocks = None
-        self._give()
+        self._recycle()

@@ -1,4 +1,7 @@
-"""Rows with images: random ones, or those of a dataset, whose images are read when a micro batch needs them."""
+"""Rows with images: random rows, or rows of a dataset.
+
+The images of a dataset are read when a micro batch needs them.
+"""
 
 import io
 import random
@@ -13,121 +16,154 @@ from typing import Any
 import torch
 
 from . import rows
-from .examples import Encoder, Plain, with_images
-from .images import Tensors, join_values, random_example, random_values, with_token_types
+from .examples import Encoder, Plain, parse_image_row
+from .images import Tensors, add_token_types, join_values, random_example, random_values
 from .reading import BadDataset, read_rows
 
-Seen = tuple[torch.Tensor, Tensors]  # an example, as of `rows`, and the values of its images
-RANDOM_ROWS = 16  # different ones; a longer run repeats them
+ImageExample = tuple[torch.Tensor, Tensors]  # an example (see `rows`), and the values of its images
+RANDOM_ROWS = 16  # number of different random rows; a longer run repeats them
 VALUES = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
-TAGS = re.compile("image|global-img|vision|row_[0-9]+_col_[0-9]+")  # in the names of tokens that stand for images
+# Parts of the names of tokens that mark images
+TAGS = re.compile("image|global-img|vision|row_[0-9]+_col_[0-9]+")
 
 
-def random_seen(settings: Any, config: Any) -> list[Seen]:
-    """As many examples as the run has, of random tokens and images, with the lengths and sizes that were measured."""
+def random_image_examples(settings: Any, config: Any) -> list[ImageExample]:
+    """Return random examples for the whole run, with the measured lengths and image sizes."""
     measured = [
         (length, [SimpleNamespace(**picture) for picture in pictures])
         for length, pictures in zip(settings.lengths, settings.images, strict=True)
     ]
-    # The longest comes first: it is always there.
+
+    # The sample always has the longest.
     measured.sort(key=lambda one: -one[0])
-    chosen = [measured[0], *random.Random(0).sample(measured[1:], min(RANDOM_ROWS, len(measured)) - 1)]  # noqa: S311
+    num_others = min(RANDOM_ROWS, len(measured)) - 1
+    others = random.Random(0).sample(measured[1:], num_others)  # noqa: S311
+    chosen = [measured[0], *others]
     chosen *= max(1, RANDOM_ROWS // len(chosen))
-    made: list[Seen] = [
+
+    share = settings.trained_share
+    examples: list[ImageExample] = [
         (
-            random_example(length, pictures, config, None, settings.trained_share),
+            random_example(length, pictures, config, None, share),
             random_values(pictures, config.model_type, None),
         )
         for length, pictures in chosen
     ]
     number: int = settings.examples
-    return (made * (number // len(made) + 1))[:number]
+    return (examples * (number // len(examples) + 1))[:number]
 
 
-def collate_seen(batch: list[Seen], config: Any, padded_lengths: Sequence[int], *, masked: bool) -> Tensors:
-    """A micro batch of these examples. `config` is the model's."""
-    text = rows.collate([[example] for example, _ in batch], padded_lengths, packing=False, masked=masked)
-    return with_token_types(text, config) | join_values([values for _, values in batch])
+def collate_image_examples(
+    batch: list[ImageExample], config: Any, padded_lengths: Sequence[int], *, masked: bool
+) -> Tensors:
+    """Return a micro batch of these examples. `config` is the model's."""
+    text = rows.collate(
+        [[example] for example, _ in batch], padded_lengths, packing=False, masked=masked
+    )
+    return add_token_types(text, config) | join_values([values for _, values in batch])
 
 
-class SeenRows(Sequence[Seen]):
-    """The examples of a dataset. A processor makes each anew whenever it is asked for."""
+class ImageRows(Sequence[ImageExample]):
+    """The examples of a dataset. A processor makes an example each time it is read."""
 
-    def __init__(self, dataset: Path, processor: Any, *, split: str | None, loss_on: str | None, seq_len: int) -> None:
-        """Read the rows, and no image. Raises BadDataset."""
+    def __init__(
+        self, dataset: Path, processor: Any, *, split: str | None, loss_on: str | None, seq_len: int
+    ) -> None:
+        """Read the rows without their images. Raises BadDataset."""
         self._rows = list(read_rows(dataset, split))
         if not self._rows:
             raise BadDataset(f"{dataset} has no rows")
+
         self._folder = dataset if dataset.is_dir() else dataset.parent
-        self._processor, self._seq_len = processor, seq_len
+        self._processor = processor
+        self._seq_len = seq_len
         if processor.tokenizer.chat_template is None:
             processor.tokenizer.chat_template = processor.chat_template
+
         self._encoder = Encoder(processor.tokenizer, loss_on)
-        tags = [token for text, token in processor.tokenizer.get_added_vocab().items() if TAGS.search(text)]
+        tags = [
+            token
+            for text, token in processor.tokenizer.get_added_vocab().items()
+            if TAGS.search(text)
+        ]
         self._tags = torch.tensor([*tags, processor.image_token_id])
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> Seen:  # type: ignore[override]
+    def __getitem__(self, index: int) -> ImageExample:  # type: ignore[override]
         where, row = self._rows[index]
         try:
-            example, values = self._encoded(where, row)
+            example, values = self._encode(where, row)
         except BadDataset as error:
             sys.exit(f"train.py: error: {error}")
         return example, values
 
-    def _encoded(self, where: str, row: dict[str, Any]) -> Seen:
-        form, named = with_images(where, row)
+    def _encode(self, where: str, row: dict[str, Any]) -> ImageExample:
+        form, named = parse_image_row(where, row)
         if isinstance(form, Plain):
-            (alone,) = self._encoder.encode([(where, row)])
-            return torch.tensor(alone, dtype=torch.int)[: self._seq_len], {}
-        pictures = [self._opened(where, one) for one in named]
-        text, ranges = self._encoder._rendered(form)
+            (tokens_alone,) = self._encoder.encode([(where, row)])
+            return torch.tensor(tokens_alone, dtype=torch.int)[: self._seq_len], {}
+
+        pictures = [self._open(where, one) for one in named]
+        text, ranges = self._encoder.render(form)
         tokens: list[torch.Tensor] = []
         values: list[Tensors] = []
-        end = read = 0  # tokens up to the last one of an image, and of all pieces
-        for piece, is_trained in _pieces(text, ranges):
+        num_tokens = 0
+        images_end = 0  # the number of tokens up to the last one of an image
+        for piece, is_trained in _split(text, ranges):
             number = piece.count(self._processor.image_token)
             if number > len(pictures):
                 raise BadDataset(f"{where}: its messages have places for more images than it has")
-            ids, more = self._processed(piece, pictures[:number])
+            ids, more = self._process(piece, pictures[:number])
             pictures = pictures[number:]
-            of_images = self._of_images(ids)
+            is_image = self._find_image_tokens(ids)
             if number:
-                end = read + int(of_images.nonzero().max()) + 1
-            read += len(ids)
-            tokens.append(torch.where(of_images, -1 - ids, ids) if is_trained else -1 - ids)
+                images_end = num_tokens + int(is_image.nonzero().max()) + 1
+            num_tokens += len(ids)
+            tokens.append(torch.where(is_image, -1 - ids, ids) if is_trained else -1 - ids)
             values.append(more)
+
         if pictures:
-            raise BadDataset(f"{where}: it has {len(pictures)} more images than places for them in its messages")
-        if end > self._seq_len:
-            raise BadDataset(f"{where}: its images end at token {end}, and rows are cut at {self._seq_len}")
-        joined = {name: torch.cat([one[name] for one in values if name in one]) for one in values for name in one}
+            raise BadDataset(
+                f"{where}: it has {len(pictures)} more images than places for them in its messages"
+            )
+        if images_end > self._seq_len:
+            raise BadDataset(
+                f"{where}: its images end at token {images_end}, but rows are truncated to"
+                f" {self._seq_len} tokens"
+            )
+        names = dict.fromkeys(name for one in values for name in one)
+        joined = {name: torch.cat([one[name] for one in values if name in one]) for name in names}
         return torch.cat(tokens).int()[: self._seq_len], joined
 
-    def _of_images(self, ids: torch.Tensor) -> torch.Tensor:
-        """Which of these tokens are an image's: its placeholders, and the tags around and between them."""
+    def _find_image_tokens(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return a mask of image tokens: the placeholders, and the tags around and between them."""
         found = torch.isin(ids, self._tags)
-        places = found.nonzero().flatten().tolist()
-        for before, after in (pair for pair in pairwise(places) if pair[1] - pair[0] > 1):
-            # The tags of tiles are text in some vocabularies, and a line break ends a row of tiles.
+        positions = found.nonzero().flatten().tolist()
+        gaps = [pair for pair in pairwise(positions) if pair[1] - pair[0] > 1]
+        for before, after in gaps:
+            # In some vocabularies, the tags of tiles are text. A line break ends a row of tiles.
             is_break = not self._processor.tokenizer.decode(ids[before + 1 : after]).strip()
             if is_break or ids[after] == self._processor.image_token_id:
                 found[before + 1 : after] = True
         return found
 
-    def _processed(self, text: str, pictures: list[Any]) -> tuple[torch.Tensor, Tensors]:
-        """The tokens of a piece of text, and the values of the images that it has places for."""
+    def _process(self, text: str, pictures: list[Any]) -> tuple[torch.Tensor, Tensors]:
+        """Return the tokens of a piece of text, and the values of the images in it."""
         if not pictures:
             encoded = self._processor.tokenizer(text, add_special_tokens=False)
             return torch.tensor(encoded["input_ids"], dtype=torch.long), {}
-        made = self._processor(text=[text], images=[pictures], add_special_tokens=False, return_tensors="pt")
-        in_rows = "pixel_attention_mask" in made  # one more dimension, for the rows of a micro batch
+
+        made = self._processor(
+            text=[text], images=[pictures], add_special_tokens=False, return_tensors="pt"
+        )
+        # With this mask, the values have one more dimension: the rows of a micro batch.
+        in_rows = "pixel_attention_mask" in made
         values = {name: made[name][0] if in_rows else made[name] for name in VALUES if name in made}
         return made["input_ids"][0], values
 
-    def _opened(self, where: str, named: Any) -> Any:
+    def _open(self, where: str, named: Any) -> Any:
         from PIL import Image
 
         content = named.get("bytes") if isinstance(named, dict) else None
@@ -139,11 +175,16 @@ class SeenRows(Sequence[Seen]):
             raise BadDataset(f"{where}: its image cannot be read: {error}") from None
 
 
-def _pieces(text: str, ranges: list[tuple[int, int]] | None) -> list[tuple[str, bool]]:
-    """A text in pieces, each trained on or only read. Without `ranges` all of it is trained on."""
+def _split(text: str, ranges: list[tuple[int, int]] | None) -> list[tuple[str, bool]]:
+    """Split a text into pieces, each with whether it is trained on.
+
+    Without `ranges`, the whole text is trained on.
+    """
     if ranges is None:
         return [(text, True)]
-    ends, pieces = 0, list[tuple[str, bool]]()
+
+    pieces: list[tuple[str, bool]] = []
+    ends = 0
     for start, stop in ranges:
         pieces += [(text[ends:start], False), (text[start:stop], True)]
         ends = stop

@@ -1,15 +1,15 @@
-"""LoRA's narrow products together with those of the frozen base, for layers of PEFT that are compiled.
+"""Joins LoRA's narrow products with the products of the frozen base, in compiled layers of PEFT.
 
-PEFT computes `y = x W' + s (x A') B'` in three products, and reads and writes all of y again for the sum; its backward
-pass does so with the gradient of x. Here both sums are part of the large product, whose inner dimension is a little
-longer:
+PEFT computes `y = x W' + s (x A') B'` in three products, and reads and writes all of y again for
+the sum. Its backward pass does the same with the gradient of x. Here both sums are part of the
+large product, whose inner dimension is slightly longer.
 
-    forward     y  = [x | h] [W | sB]'      with h  = x A'
-    backward    dx = [dy | dh] [W ; A]      with dh = dy sB
+    Forward:    y  = [x | h] [W | sB]'      with h  = x A'.
+    Backward:   dx = [dy | dh] [W ; A]      with dh = dy sB.
 
-`[x | h]` and `[dy | dh]` are wide tensors: the kernels that compute x and dy write into them, and the narrow products
-write h and dh beside these. One wide matrix holds W, sB and A. Linear layers that read the same input, as those of
-queries, keys and values, are one product.
+`[x | h]` and `[dy | dh]` are wide tensors. The kernels that compute x and dy write into them, and
+the narrow products write h and dh beside these. One wide matrix holds W, sB and A. Linear layers
+with the same input, for example queries, keys and values, are one product.
 """
 
 import functools
@@ -22,7 +22,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-# By the part of a decoder layer that holds them: linear layers that read the same input, in the order of their calls.
+# Linear layers with the same input, in the order of their calls, by the part of a decoder layer
+# that holds them
 GROUPS = (
     ("self_attn", ("q_proj", "k_proj", "v_proj")),
     ("self_attn", ("qkv_proj",)),
@@ -31,52 +32,61 @@ GROUPS = (
     ("mlp", ("gate_up_proj",)),
     ("mlp", ("down_proj",)),
 )
-MULTIPLE = 64  # of the columns that are added: rows stay aligned as the kernels of products want them
-ONE_PRODUCT = 64  # up to so many columns, gradients of h of several members take no longer in one product
-ADAPTER = "default"  # PEFT's name of the only one
+MULTIPLE = 64  # of added columns, because the kernels of products need aligned rows
+# Up to this number of columns, one product for the gradients of all members' h takes no longer.
+ONE_PRODUCT = 64
+ADAPTER = "default"  # PEFT's name of a single adapter
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-class Joined:
-    """The joined layers of a model. PEFT's modules and parameters stay what and where they are.
+class JoinedLayers:
+    """The joined layers of a model. PEFT's modules and parameters keep their values and places.
 
-    The weights of the base become views of the wide matrices until `undo`. The copies of A and sB in the base's dtype
-    are made again before a forward pass if A or B have changed since the last one: torch counts the changes that it
-    makes itself. Of those by other libraries' optimizers it knows nothing: `watch` these.
+    Until `undo`, the weights of the base are views of the wide matrices. A and sB are copied in the
+    base's dtype. The copies are made again before a forward pass if A or B have changed. torch
+    counts only its own changes, so call `watch` for an optimizer of another library.
     """
 
     def __init__(self, base: Any, layers: list[nn.Module]) -> None:
-        """Join what can be joined in these layers of the base. Raises ValueError where that is nothing."""
+        """Join the suitable linear layers in these layers of the base.
+
+        Raises ValueError if there are none.
+        """
         self._groups: list[_Group] = []
         self._hooks: list[Any] = []
         try:
-            for found in (found for layer in layers for found in _groups(layer)):
-                self._groups.append(_Group(*found))
+            for layer in layers:
+                for part, members, others in _find_groups(layer):
+                    self._groups.append(_Group(part, members, others))
         except torch.OutOfMemoryError:
             self.undo()
             raise
         if not self._groups:
-            raise ValueError(f"{type(base).__name__} has no linear layers with adapters that could be joined")
+            raise ValueError(f"{type(base).__name__} has no linear layers with adapters to join")
+
         self._down = [weight for group in self._groups for weight in group.down]
         self._trained = [*self._down, *(weight for group in self._groups for weight in group.up)]
         self._changes = -1
         self._hooks.append(base.base_model.register_forward_pre_hook(lambda *_: self.follow()))
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have the copies made again after each step of this optimizer."""
+        """Make the copies again after each step of this optimizer."""
         self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._forget()))
 
     def tensors(self) -> list[torch.Tensor]:
-        """The wide matrices and the copies of A and sB."""
+        """Return the wide matrices, and the copies of A and sB."""
         return [tensor for group in self._groups for tensor in (group.wide, group.a, group.b)]
 
     def extra_bytes(self) -> int:
-        """What they take beyond the weights of the base."""
+        """Return the memory of these tensors beyond the weights of the base."""
         weights = (module.base_layer.weight for group in self._groups for module in group.members)
-        return int(sum(tensor.nbytes for tensor in self.tensors()) - sum(weight.nbytes for weight in weights))
+        return int(
+            sum(tensor.nbytes for tensor in self.tensors())
+            - sum(weight.nbytes for weight in weights)
+        )
 
     def undo(self) -> None:
-        """Give the base weights of their own again, layer by layer, and PEFT's modules their own computation."""
+        """Restore separate base weights, layer by layer, and the computation of PEFT's modules."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -102,32 +112,42 @@ class Joined:
 
 
 class _Group:
-    """Linear layers of PEFT that read the same input of K values, and have N outputs together.
+    """Linear layers of PEFT that have the same input of K values, and N outputs together.
 
-    `wide` (N + P x K + P) is [[W, sB], [A, 0]]: P is the number R of the adapters' values, rounded up. `a` (R x K) is A
-    and `b` (N x R) is sB, a block for each member, both packed for the narrow products.
+    `wide` (N + P x K + P) is [[W, sB], [A, 0]]. P is R, the sum of the adapters' ranks, rounded up.
+    `a` (R x K) is A, and `b` (N x R) is sB with a block for each member. Both are contiguous for
+    the narrow products.
     """
 
     def __init__(self, part: nn.Module, members: list[Any], others: list[Any]) -> None:
-        """Move the weights into the wide matrix: both exist for this group alone.
+        """Move the weights into the wide matrix. Only this group's weights exist twice meanwhile.
 
-        `part` calls all members, and `others`, which read the same input and have no adapters.
+        `part` calls all members, and also `others`, which have the same input and no adapters.
         """
-        self.members, self.kind = members, type(members[0])
+        self.members = members
+        self.kind = type(members[0])
         self.down = [module.lora_A[ADAPTER].weight for module in members]
         self.up = [module.lora_B[ADAPTER].weight for module in members]
         self.biases = [module.base_layer.bias for module in members]
-        self.rank, self.scale = len(self.down[0]), float(members[0].scaling[ADAPTER])
+        self.rank = len(self.down[0])
+        self.scale = float(members[0].scaling[ADAPTER])
         self.sizes = [module.out_features for module in members]
+
+        # The matrices
         weights = [module.base_layer.weight for module in members]
-        fan_in, fan_out, rank = members[0].in_features, sum(self.sizes), self.rank * len(members)
+        fan_in = members[0].in_features
+        fan_out = sum(self.sizes)
+        rank = self.rank * len(members)
         pad = _padding(rank)
         self.wide = weights[0].new_zeros(fan_out + pad, fan_in + pad)
-        self.a, self.b = weights[0].new_zeros(rank, fan_in), weights[0].new_zeros(fan_out, rank)
+        self.a = weights[0].new_zeros(rank, fan_in)
+        self.b = weights[0].new_zeros(fan_out, rank)
         for weight, rows in zip(weights, _spans(self.sizes), strict=True):
-            own = self.wide[rows, :fan_in]
-            own.copy_(weight)
-            weight.data = own
+            view = self.wide[rows, :fan_in]
+            view.copy_(weight)
+            weight.data = view
+
+        # The modules
         self._replaced: list[tuple[nn.Module, type]] = []
         if len(members) == 1:
             self._replace(members[0], _lone_class)
@@ -143,31 +163,38 @@ class _Group:
         module.__dict__["joined"] = self
 
     def refresh(self) -> None:
-        """Bring sB, and A from its copy, to where the products read them."""
-        (fan_out, rank), fan_in = self.b.shape, self.a.shape[1]
+        """Copy sB and A into the matrices that the products read."""
+        fan_out, rank = self.b.shape
+        fan_in = self.a.shape[1]
         columns = _spans([self.rank] * len(self.sizes))
-        for up, rows, own in zip(torch._foreach_mul(self.up, self.scale), _spans(self.sizes), columns, strict=True):
+        scaled = torch._foreach_mul(self.up, self.scale)
+        for up, rows, own in zip(scaled, _spans(self.sizes), columns, strict=True):
             self.b[rows, own] = up
         self.wide[:fan_out, fan_in : fan_in + rank] = self.b
         self.wide[fan_out : fan_out + rank, :fan_in] = self.a
 
     def undo(self) -> None:
-        """Give the members weights of their own, and their own computation."""
+        """Restore the members' separate weights and their own computation."""
         for module in self.members:
-            module.base_layer.weight.data = module.base_layer.weight.data.clone(memory_format=torch.contiguous_format)
+            module.base_layer.weight.data = module.base_layer.weight.data.clone(
+                memory_format=torch.contiguous_format
+            )
         for replaced, kind in self._replaced:
             replaced.__class__ = kind
             replaced.__dict__.pop("joined")
             replaced.__dict__.pop("place", None)
 
 
-def _groups(layer: nn.Module) -> Iterator[tuple[nn.Module, list[Any], list[Any]]]:
-    """Arguments of the groups of a decoder layer: what can be joined, and reads the same input."""
+def _find_groups(layer: nn.Module) -> Iterator[tuple[nn.Module, list[Any], list[Any]]]:
+    """Yield the groups of a decoder layer: a part, its members, and others with the same input."""
     for name, names in GROUPS:
         part: Any = getattr(layer, name, None)
         found = [module for name in names if (module := getattr(part, name, None)) is not None]
         members = [module for module in found if _is_plain(module)]
-        kinds = {(len(one.lora_A[ADAPTER].weight), one.scaling[ADAPTER], one.in_features) for one in members}
+        kinds = {
+            (len(one.lora_A[ADAPTER].weight), one.scaling[ADAPTER], one.in_features)
+            for one in members
+        }
         if len(kinds) == 1:
             yield part, members, [module for module in found if module not in members]
         else:
@@ -175,48 +202,56 @@ def _groups(layer: nn.Module) -> Iterator[tuple[nn.Module, list[Any], list[Any]]
 
 
 def _is_plain(module: Any) -> bool:
-    """Whether this is a linear layer with one adapter of plain LoRA, without dropout, on a frozen base of floats."""
+    """Return whether this is a linear layer with one plain LoRA adapter.
+
+    It has no dropout, and its base is frozen and not quantised.
+    """
     from peft.tuners.lora import Linear
 
     if type(module) is not Linear or type(module.base_layer) is not nn.Linear:
         return False
-    is_only = list(module.lora_A) == [ADAPTER] and not module.lora_variant and module.lora_B[ADAPTER].bias is None
-    is_kept = isinstance(module.lora_dropout[ADAPTER], nn.Identity)
+    is_only = (
+        list(module.lora_A) == [ADAPTER]
+        and not module.lora_variant
+        and module.lora_B[ADAPTER].bias is None
+    )
+    has_no_dropout = isinstance(module.lora_dropout[ADAPTER], nn.Identity)
     weight = module.base_layer.weight
-    return is_only and is_kept and not weight.requires_grad and weight.is_floating_point()
+    return is_only and has_no_dropout and not weight.requires_grad and weight.is_floating_point()
 
 
 def _padding(rank: int) -> int:
-    """P of R."""
+    """Return P for R."""
     return -(-rank // MULTIPLE) * MULTIPLE
 
 
 def _spans(sizes: list[int]) -> list[slice]:
-    """Where each of some parts, one after another, begins and ends."""
+    """Return the slices of consecutive parts of these sizes."""
     ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
     return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
-class _Read:
-    """The input of a group, in the place of that tensor, with the outputs of the group's members."""
+class _GroupInput:
+    """Replaces the input of a group; holds this tensor and the outputs of the members."""
 
     def __init__(self, inputs: torch.Tensor, outputs: list[torch.Tensor]) -> None:
-        self.shape = inputs.shape  # all that attention and MLP ask it for
-        self.inputs, self.outputs = inputs, outputs
+        self.shape = inputs.shape  # the only attribute that attention and MLP read
+        self.inputs = inputs
+        self.outputs = outputs
 
 
-# Subclasses, of which each kind of module has one: compiled code of one layer serves all, and would be made again for
-# each function that a single module had in the place of its `forward`.
+# Each kind of module has one subclass, so that compiled code of one layer serves all layers. A new
+# `forward` in a single module would be compiled again.
 
 
 @functools.cache
 def _part_class(kind: Any) -> Any:
     class Part(kind):
-        """Attention or an MLP, which hands its input to no module but the members of `joined`."""
+        """Attention or an MLP that passes its input only to the members of `joined`."""
 
         def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            read = _Read(hidden_states, _compute(self.joined, hidden_states))
-            return super().forward(read, *args, **kwargs)
+            group_input = _GroupInput(hidden_states, _compute(self.joined, hidden_states))
+            return super().forward(group_input, *args, **kwargs)
 
     return Part
 
@@ -224,10 +259,10 @@ def _part_class(kind: Any) -> Any:
 @functools.cache
 def _member_class(kind: Any) -> Any:
     class Member(kind):
-        """A linear layer that reads the input of a group: at a `place` in it, or on its own where that is None."""
+        """A linear layer with a group's input. `place` is None if it is not a member."""
 
-        def forward(self, inputs: "_Read | torch.Tensor") -> Any:
-            if isinstance(inputs, _Read):
+        def forward(self, inputs: "_GroupInput | torch.Tensor") -> Any:
+            if isinstance(inputs, _GroupInput):
                 if self.place is not None:
                     return inputs.outputs[self.place]
                 inputs = inputs.inputs
@@ -239,7 +274,7 @@ def _member_class(kind: Any) -> Any:
 @functools.cache
 def _lone_class(kind: Any) -> Any:
     class Lone(kind):
-        """A linear layer with an adapter that no other one shares its input with."""
+        """A linear layer with an adapter and an input of its own."""
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             return _compute(self.joined, inputs)[0]
@@ -248,17 +283,25 @@ def _lone_class(kind: Any) -> Any:
 
 
 def _compute(group: _Group, inputs: torch.Tensor) -> list[torch.Tensor]:
-    """The outputs (... x size) of each member for inputs (... x K)."""
+    """Return the outputs (... x size) of each member for inputs (... x K)."""
     if group.members[0].disable_adapters or group.members[0].merged:
         return [group.kind.forward(module, inputs) for module in group.members]
+
     rows = inputs.reshape(-1, inputs.shape[-1])
-    made = _Products.apply(rows, group.wide, group.a, group.b, group.sizes, group.scale, *group.down, *group.up)
+    made = _Products.apply(
+        rows, group.wide, group.a, group.b, group.sizes, group.scale, *group.down, *group.up
+    )
     shaped = [one.reshape(*inputs.shape[:-1], one.shape[-1]) for one in made]
-    return [one if bias is None else one + bias for one, bias in zip(shaped, group.biases, strict=True)]
+    return [
+        one if bias is None else one + bias for one, bias in zip(shaped, group.biases, strict=True)
+    ]
 
 
 class _Products(torch.autograd.Function):
-    """The outputs (M x size) of each member for inputs (M x K), and gradients for `trained`: each A, then each B."""
+    """Returns the outputs (M x size) of each member for inputs (M x K).
+
+    `trained` are each A, then each B. The backward pass returns their gradients too.
+    """
 
     @staticmethod
     def forward(
@@ -274,36 +317,48 @@ class _Products(torch.autograd.Function):
         padded = functional.pad(inputs.to(wide.dtype), (0, wide.shape[1] - a.shape[1]))
         hidden = torch.mm(padded[:, : a.shape[1]], a.t())
         ends = [(rows.start, rows.stop) for rows in _spans(sizes)]
-        outputs = [torch.ops.lora.joined_forward(padded, hidden, wide, begin, end) for begin, end in ends]
+        outputs = [
+            torch.ops.lora.joined_forward(padded, hidden, wide, begin, end) for begin, end in ends
+        ]
         ctx.save_for_backward(padded, hidden, wide, a, b)
-        ctx.sizes, ctx.scale, ctx.dtypes = sizes, scale, (inputs.dtype, trained[0].dtype)
+        ctx.sizes = sizes
+        ctx.scale = scale
+        ctx.dtypes = (inputs.dtype, trained[0].dtype)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         padded, hidden, wide, a, b = ctx.saved_tensors
         pad = padded.new_zeros(padded.shape[0], wide.shape[0] - b.shape[0])
-        gradient = torch.cat([*gradients, pad], 1)  # the compiler writes all of it where it is computed
-        of_inputs, of_a, of_b = torch.ops.lora.joined_backward(gradient, padded, hidden, wide, a, b, ctx.sizes)
+        # The compiler computes each part directly in the joined tensor.
+        gradient = torch.cat([*gradients, pad], 1)
+        of_inputs, of_a, of_b = torch.ops.lora.joined_backward(
+            gradient, padded, hidden, wide, a, b, ctx.sizes
+        )
+
         of_inputs_dtype, dtype = ctx.dtypes
         of_down = [one.to(dtype) for one in of_a.split(a.shape[0] // len(ctx.sizes))]
         of_up = [one.to(dtype) * ctx.scale for one in of_b.split(ctx.sizes)]
         return of_inputs.to(of_inputs_dtype), None, None, None, None, None, *of_down, *of_up
 
 
-# Compiled code on disk knows these operations by their names: if a shape or a number of operations below ever changes,
-# so must the name.
+# Compiled code on disk refers to these operations by name. If a shape or the number of operations
+# below changes, the name must change too.
 #
-# Both operations write into columns of their first argument that nothing else reads: h, and dh. That is not declared,
-# or the compiler would copy the argument. What is computed again writes the same values again.
+# Both operations write into columns of their first argument that are not read elsewhere: h and dh.
+# The mutation is not declared, because the compiler would copy the argument. A recomputation writes
+# the same values again.
 
 
 @torch.library.custom_op("lora::joined_forward", mutates_args=())  # type: ignore[untyped-decorator]
-def _products(padded: torch.Tensor, hidden: torch.Tensor, wide: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """The outputs (M x size) of the member with these rows of `wide`, of [x | 0] (M x K + P) and h (M x R).
+def _products(
+    padded: torch.Tensor, hidden: torch.Tensor, wide: torch.Tensor, begin: int, end: int
+) -> torch.Tensor:
+    """Return the outputs (M x size) of one member from [x | 0] (M x K + P) and h (M x R).
 
-    Each member has an operation of its own: a tensor of all outputs would live as long as any part of it is kept, as
-    values are, and the compiler takes one of several outputs for free where it chooses what to compute again.
+    `begin` and `end` are the member's rows of `wide`. Each member has a separate operation for two
+    reasons. A tensor of all outputs would live as long as any part of it is saved, and values are
+    saved. For one of several outputs, the compiler would assume that its recomputation is free.
     """
     fan_in = padded.shape[1] - _padding(hidden.shape[1])
     padded[:, fan_in : fan_in + hidden.shape[1]].copy_(hidden)
@@ -311,7 +366,9 @@ def _products(padded: torch.Tensor, hidden: torch.Tensor, wide: torch.Tensor, be
 
 
 @_products.register_fake  # type: ignore[untyped-decorator]
-def _products_shape(padded: torch.Tensor, hidden: torch.Tensor, wide: Any, begin: int, end: int) -> torch.Tensor:
+def _products_shape(
+    padded: torch.Tensor, hidden: torch.Tensor, wide: Any, begin: int, end: int
+) -> torch.Tensor:
     return padded.new_empty(padded.shape[0], end - begin)
 
 
@@ -325,20 +382,28 @@ def _gradients(
     b: torch.Tensor,
     sizes: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of inputs (M x K), of A (R x K) and of B before its scale (N x r) from [dy | 0] (M x N + P)."""
-    (fan_out, rank), fan_in = b.shape, a.shape[1]
-    own, of_hidden = gradient[:, :fan_out], gradient[:, fan_out : fan_out + rank]
+    """Return the gradients of inputs (M x K), A (R x K), and B before its scale (N x r).
+
+    `gradient` is [dy | 0] (M x N + P).
+    """
+    fan_out, rank = b.shape
+    fan_in = a.shape[1]
+    own = gradient[:, :fan_out]
+    of_hidden = gradient[:, fan_out : fan_out + rank]
     columns = _spans([rank // len(sizes)] * len(sizes))
     if rank <= ONE_PRODUCT:
         torch.mm(own, b, out=of_hidden)
     else:
         for rows, part in zip(_spans(sizes), columns, strict=True):
             torch.mm(own[:, rows], b[rows, part], out=of_hidden[:, part])
-    of_a, of_b = torch.empty_like(a), b.new_empty(fan_out, rank // len(sizes))
-    at_once = rank <= ONE_PRODUCT and len(sizes) > 1
-    blocks = torch.empty_like(b) if at_once else of_b  # made here: a stream keeps what is freed on it for itself
 
-    def narrow() -> None:
+    of_a = torch.empty_like(a)
+    of_b = b.new_empty(fan_out, rank // len(sizes))
+    at_once = rank <= ONE_PRODUCT and len(sizes) > 1
+    # Allocated here, because a side stream would keep memory that is freed on it.
+    blocks = torch.empty_like(b) if at_once else of_b
+
+    def run_narrow() -> None:
         torch.mm(of_hidden.t(), padded[:, :fan_in], out=of_a)
         if at_once:
             torch.mm(own.t(), hidden, out=blocks)
@@ -348,8 +413,9 @@ def _gradients(
             else:
                 torch.mm(own[:, rows].t(), hidden[:, part], out=of_b[rows])
 
-    # Beside the large product, which both wait for: nothing is freed or written before the other stream is done.
-    with _beside(gradient.device, narrow):
+    # The narrow products run beside the large one. Memory is freed or written only after both
+    # streams have finished.
+    with _run_beside(gradient.device, run_narrow):
         of_inputs = torch.mm(gradient, wide[:, :fan_in])
     return of_inputs, of_a, of_b
 
@@ -365,16 +431,21 @@ def _gradients_shape(
     sizes: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rank = b.shape[1] // len(sizes)
-    return padded.new_empty(padded.shape[0], a.shape[1]), torch.empty_like(a), b.new_empty(b.shape[0], rank)
+    return (
+        padded.new_empty(padded.shape[0], a.shape[1]),
+        torch.empty_like(a),
+        b.new_empty(b.shape[0], rank),
+    )
 
 
 @contextmanager
-def _beside(device: torch.device, narrow: Callable[[], None]) -> Iterator[None]:
-    """Run narrow products on a stream of their own beside what is inside; on a CPU after it."""
+def _run_beside(device: torch.device, run_narrow: Callable[[], None]) -> Iterator[None]:
+    """Run the narrow products on a side stream beside the block, or after it on a CPU."""
     if device.type != "cuda":
         yield
-        narrow()
+        run_narrow()
         return
+
     main = torch.cuda.current_stream(device)
     if device not in _side_streams:
         _side_streams[device] = torch.cuda.Stream(device)
@@ -382,19 +453,21 @@ def _beside(device: torch.device, narrow: Callable[[], None]) -> Iterator[None]:
     side.wait_stream(main)
     try:
         with torch.cuda.stream(side):
-            narrow()
+            run_narrow()
         yield
-    finally:  # or what is freed after a failure would be written to
+    finally:  # after a failure, the side stream must not write to freed memory
         main.wait_stream(side)
 
 
 @register_flop_formula(torch.ops.lora.joined_forward)  # type: ignore[untyped-decorator]
 def _forward_flops(padded: Any, hidden: Any, wide: Any, begin: int, end: int, **_: Any) -> int:
-    """Operations of a product, from the shapes of the arguments: twice its multiply-adds."""
+    """Return the operations of a product (twice its multiply-adds) from the arguments' shapes."""
     return int(2 * padded[0] * padded[1] * (end - begin))
 
 
 @register_flop_formula(torch.ops.lora.joined_backward)  # type: ignore[untyped-decorator]
-def _backward_flops(gradient: Any, padded: Any, hidden: Any, wide: Any, a: Any, b: Any, sizes: Any, **_: Any) -> int:
+def _backward_flops(
+    gradient: Any, padded: Any, hidden: Any, wide: Any, a: Any, b: Any, sizes: Any, **_: Any
+) -> int:
     blocks = b[1] if b[1] <= ONE_PRODUCT else b[1] // len(sizes)
     return int(2 * padded[0] * (gradient[1] * a[1] + a[0] * a[1] + 2 * b[0] * blocks))

@@ -1,6 +1,7 @@
-"""Texts with labels, for a classifier: as tokens, in batches, and their loss.
+"""Makes token examples, batches and the loss of a text classifier.
 
-An example has the tokens of its text, which are only read, and the number of its label last.
+An example has the tokens of its text, which are not trained on, followed by the number of its
+label.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +17,10 @@ from .rows import Row, collate, num_tokens
 
 
 class LabelEncoder:
-    """Makes examples of rows with a tokenizer of transformers: as `examples.Encoder`, of at most `longest` tokens."""
+    """Makes examples of at most `longest` tokens, with a tokenizer of transformers.
+
+    It has the interface of `examples.Encoder`.
+    """
 
     def __init__(self, tokenizer: Any, names: Sequence[Any], longest: int) -> None:
         self._tokenizer = tokenizer
@@ -30,14 +34,17 @@ class LabelEncoder:
         while batch := list(islice(remaining, BATCH)):
             texts = self._tokenizer([row["text"] for _, row in batch])["input_ids"]
             for (_, row), tokens in zip(batch, texts, strict=True):
-                read = [-1 - token for token in tokens[: self._longest - 1]]
-                yield [*read, self._numbers[label_of(row)]]
+                text = [-1 - token for token in tokens[: self._longest - 1]]
+                yield [*text, self._numbers[label_of(row)]]
 
 
 def collate_labels(
     rows: list[Row], padded_lengths: Sequence[int], padding: int, *, masked: bool = False
 ) -> dict[str, torch.Tensor]:
-    """A batch as of `rows.collate`, with a label for each row, and this token as padding: the head looks before it."""
+    """Return a batch as `rows.collate` does, with a label for each row.
+
+    `padding` is the padding token. The head reads the token before it.
+    """
     texts = [[row[0][:-1]] for row in rows]
     batch = collate(texts, padded_lengths, False, masked=masked)
     lengths = torch.tensor([num_tokens(text) for text in texts])
@@ -49,9 +56,10 @@ def collate_labels(
 def label_loss(
     outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
 ) -> torch.Tensor:
-    """The `compute_loss_func` of a Trainer: the sum over the rows, divided by the labels of the whole step.
+    """Compute the loss as a Trainer's `compute_loss_func` does.
 
-    transformers' own loss takes the mean of each micro batch, and Trainer would add these up.
+    It is the sum over the rows, divided by the number of labels in the whole step. The loss of
+    transformers is the mean of each micro batch, and the Trainer would add these means.
     """
     total = cross_entropy(outputs.logits.float(), labels, reduction="sum")
     return total / (len(labels) if num_items_in_batch is None else num_items_in_batch)

@@ -1,19 +1,22 @@
-"""When malloc returns memory to the kernel, which has to clear each page that it lends again."""
+"""Controls when malloc returns memory to the kernel, which clears pages before their reuse."""
 
 import ctypes
 
-# Blocks below this are kept from step to step on a CPU. By itself glibc keeps those below 32 MiB at most: with a small
-# model, whose logits are larger, pages then took 30 % of the time.
+# On a CPU, blocks below this size are kept from step to step. By default glibc keeps blocks below
+# 32 MiB at most. The logits of a small model are larger, and clearing pages then took 30 % of the
+# time.
 KEPT_BYTES = 2**30
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names of glibc's
+# glibc's own constants
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 LARGEST = 2**31 - 1
-LARGEST_THRESHOLD = 2**25  # of older releases of glibc, which refuse more
+LARGEST_THRESHOLD = 2**25  # older releases of glibc refuse a larger value
 
 
-def return_from(threshold: int) -> None:
-    """Take blocks of so many bytes straight from the kernel, and return the free end of the heap beyond twice that.
+def set_release_threshold(threshold: int) -> None:
+    """Map blocks of at least `threshold` bytes separately, and keep a free heap end of twice that.
 
-    Nothing changes where the C library is not glibc.
+    The kernel gets larger free ends back. A C library other than glibc stays unchanged.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

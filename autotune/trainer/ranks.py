@@ -1,7 +1,8 @@
-"""Starts the program once for each GPU of this machine, as torchrun does, and ends all of these ranks together.
+"""Starts the program once for each GPU of this machine, like torchrun, and ends all ranks together.
 
-torchrun kills a rank that has not saved its checkpoint 30 seconds after a signal, ends with 1 whatever the ranks ended
-with, and raises an exception wherever a signal finds it, after which it may wait for a minute.
+torchrun differs in three ways. It kills a rank that has not saved its checkpoint 30 seconds after a
+signal. Its exit code is 1, independent of its ranks' exit codes. A signal raises an exception in it
+at any point, after which it may wait for a minute.
 """
 
 import atexit
@@ -17,29 +18,36 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-LAUNCHER = "AUTOTUNE_LAUNCHER"  # a variable: the process id of what started a rank
-ENDED = (0, 75, 130)  # exit codes of ranks that did all they should: the end, and a stop by SIGTERM or SIGINT
-GRACE_S = 5.0  # seconds in which the other ranks may say what went wrong, once one has failed
-AGAIN_S = 1.0  # a scheduler signals each process of a job: what comes sooner is the same signal
-WHY = {"SIGKILL": ": the host may have run out of memory"}
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
-PORTS = (20_000, 30_000)  # from which Linux gives none to who asks for any
+LAUNCHER = "AUTOTUNE_LAUNCHER"  # an environment variable: the process id of a rank's launcher
+CLEAN_EXITS = (
+    0,
+    75,
+    130,
+)  # exit codes of a complete rank, and of one that SIGTERM or SIGINT stopped
+GRACE_S = 5.0  # the time for other ranks to print their errors, after one has failed
+# A scheduler signals each process of a job. Signals within this time count as one.
+AGAIN_S = 1.0
+CAUSES = {"SIGKILL": ": the host may have run out of memory"}
+PR_SET_PDEATHSIG = 1  # a constant of Linux's prctl
+PORTS = (20_000, 30_000)  # outside the range that Linux assigns by itself
 
 
 def run(count: int) -> int:
-    """Run this program as `count` ranks, and return the exit code of the first that fails, else 0.
+    """Run this program as `count` ranks. Return the exit code of the first failed rank, else 0.
 
-    SIGINT and SIGTERM are passed on once. A second one, or a rank that fails, ends all ranks.
+    SIGINT and SIGTERM are passed on once. A second signal or a failed rank ends all ranks.
     """
     signals: list[tuple[float, int]] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: signals.append((time.monotonic(), number)))
+
     port = free_port()
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(count):
             variables = os.environ | _variables(rank, count, port)
-            ranks.append(subprocess.Popen([sys.executable, *sys.argv], env=variables, start_new_session=True))
+            command = [sys.executable, *sys.argv]
+            ranks.append(subprocess.Popen(command, env=variables, start_new_session=True))
         code = _wait(ranks, signals)
     finally:
         for one in ranks:
@@ -48,68 +56,95 @@ def run(count: int) -> int:
 
 
 def _variables(rank: int, count: int, port: int) -> dict[str, str]:
-    """What torch.distributed, and the libraries above it, read from the environment."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
+    """Return the environment variables that torch.distributed and libraries on top of it read."""
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
+        "MASTER_PORT": port,
+    }
     variables = {name: str(value) for name, value in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    # As with torchrun: each rank would take all cores for itself.
-    return variables | {LAUNCHER: str(os.getpid()), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+
+    # torchrun sets OMP_NUM_THREADS too, because each rank would use all cores.
+    return variables | {
+        LAUNCHER: str(os.getpid()),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
 
 
 def _wait(ranks: Sequence["subprocess.Popen[bytes]"], signals: Sequence[tuple[float, int]]) -> int:
-    """Wait for the end of all ranks; the first exit code that is not 0, negative for a signal."""
-    code, passed_on, until = 0, False, float("inf")
+    """Wait for the end of all ranks, and return the first exit code other than 0.
+
+    A negative code is a signal.
+    """
+    code = 0
+    is_passed_on = False
+    deadline = float("inf")
     while True:
         codes = [rank.poll() for rank in ranks]
         if not code and any(codes):
             number = next(number for number, ended in enumerate(codes) if ended)
             code = codes[number] or 0
-            if code < 0 and not signals:  # it could not say so itself
+            if code < 0 and not signals:  # a killed rank could not print its error
                 name = signal.Signals(-code).name
-                print(f"train.py: error: rank {number} was ended by {name}{WHY.get(name, '')}", file=sys.stderr)
-            if code not in ENDED:
-                until = time.monotonic() + GRACE_S
+                print(
+                    f"train.py: error: rank {number} was ended by {name}{CAUSES.get(name, '')}",
+                    file=sys.stderr,
+                )
+            if code not in CLEAN_EXITS:
+                deadline = time.monotonic() + GRACE_S
+
         running = [rank for rank, ended in zip(ranks, codes, strict=True) if ended is None]
         if not running:
             return code
-        if signals and not passed_on:
-            passed_on = True
+
+        if signals and not is_passed_on:
+            is_passed_on = True
             for rank in running:
                 rank.send_signal(signals[0][1])
-        if time.monotonic() > until or (signals and signals[-1][0] - signals[0][0] > AGAIN_S):
+        is_repeated = bool(signals) and signals[-1][0] - signals[0][0] > AGAIN_S
+        if time.monotonic() > deadline or is_repeated:
             for rank in running:
                 rank.kill()
         time.sleep(0.05)
 
 
-def end_after(train: Callable[[], object]) -> NoReturn:
-    """Run a rank, and end this process at once, with the exit code that `train` ends with.
+def run_rank(train: Callable[[], object]) -> NoReturn:
+    """Run `train`, and end this process at once with its exit code.
 
-    The interpreter is not taken down. Meanwhile a thread of gloo that drops the last work may wait for the interpreter,
-    which waits for that thread, or ends the process with SIGABRT (both seen with torch 2.13).
+    The interpreter is not shut down. During a shutdown, a thread of gloo that drops the last work
+    may deadlock with the interpreter, or end the process with SIGABRT (both seen with torch 2.13).
     """
     code: object = 0
     try:
         train()
     except SystemExit as error:
         code = error.code
-    except KeyboardInterrupt:  # before the run handles signals itself
+    except KeyboardInterrupt:  # the run does not handle signals yet
         code = 128 + signal.SIGINT
     except BaseException:
         traceback.print_exc()
         code = 1
-    if isinstance(code, str):  # as the interpreter would do
+
+    # The interpreter would print a text too.
+    if isinstance(code, str):
         print(code, file=sys.stderr)
         code = 1
+
     try:
-        atexit._run_exitfuncs()  # trackers end their runs so
+        atexit._run_exitfuncs()  # trackers end their runs here
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:  # also where nobody reads what is said any more
+    finally:  # a flush fails if the other end of a pipe is closed
         os._exit(code if isinstance(code, int) else 0)
 
 
 def end_with_launcher() -> None:
-    """Have Linux send SIGTERM to this rank when its launcher dies, which does not share its session."""
+    """Have Linux send SIGTERM to this rank when its launcher dies.
+
+    The launcher and its ranks are in different sessions.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
@@ -117,7 +152,7 @@ def end_with_launcher() -> None:
 
 
 def free_port() -> int:
-    """A port of this machine on which nobody listens."""
+    """Return a free port of this machine."""
     while True:
         port = random.randrange(*PORTS)  # noqa: S311
         with socket.socket() as probe:

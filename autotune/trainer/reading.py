@@ -1,6 +1,7 @@
-"""The rows of a dataset, one after the other: a file, a folder of files, or a dataset that `datasets` has saved.
+"""Reads the rows of a dataset: a file, a folder of files, or a dataset that `datasets` has saved.
 
-JSON and CSV are read with Python's own modules, Parquet and Arrow with pyarrow. No file is held in memory.
+Python's own modules read JSON and CSV, and pyarrow reads Parquet and Arrow. Files are read in
+parts, so that memory never holds a whole file.
 """
 
 import csv
@@ -12,23 +13,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-JSON_CHUNK = 2**20  # characters that are read at once
-TABLE_BATCH = 1000  # rows that are read at once
+JSON_CHUNK = 2**20  # characters to read at once
+TABLE_BATCH = 1000  # rows to read at once
 NOT_ROWS = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 
-Located = tuple[str, dict[str, Any]]  # where a row stands, for messages, and its columns
+Located = tuple[str, dict[str, Any]]  # the location of a row, for messages, and its columns
 
 
 class BadDataset(ValueError):
-    """A dataset that cannot be read, or a row of it that is no example. The message names the file and the line."""
+    """Raised for an unreadable dataset, or for a row that is not an example.
+
+    The message names the file and the line.
+    """
 
 
 def read_rows(path: Path, split: str | None = None) -> Iterator[Located]:
-    """Yield each row of a dataset with the place where it stands.
+    """Yield each row of a dataset with its location.
 
-    Raises BadDataset, and ImportError where pyarrow is needed and not installed.
+    Raises BadDataset. Raises ImportError if a file needs pyarrow and pyarrow is not installed.
     """
-    for file in files_of(path, split):
+    for file in find_files(path, split):
         try:
             yield from READERS[file.suffix.lower()](file)
         except UnicodeError as error:
@@ -37,143 +41,178 @@ def read_rows(path: Path, split: str | None = None) -> Iterator[Located]:
             raise BadDataset(f"cannot read {file}: {error.strerror or error}") from None
 
 
-def files_of(path: Path, split: str | None = None) -> list[Path]:
-    """The files of a dataset in order; of a folder with several splits those of `split`, by default of `train`.
+def find_files(path: Path, split: str | None = None) -> list[Path]:
+    """Return the files of a dataset in order.
 
-    Raises BadDataset where there is none.
+    If a folder has several splits, only the files of `split` count, which is `train` by default.
+    Raises BadDataset if no file is found.
     """
     if not path.is_dir():
-        if not path.is_file():
-            raise BadDataset(f"there is no file {path}")
-        if path.suffix.lower() not in READERS:
-            raise BadDataset(f"{path.name} is none of {', '.join(READERS)}")
-        if split:
-            raise BadDataset(f"{path.name} is a single file, and has no split {split}")
-        return [path]
-    if (path / "dataset_dict.json").is_file():  # datasets has saved a DatasetDict
+        return [_check_file(path, split)]
+
+    if (path / "dataset_dict.json").is_file():  # a DatasetDict of `datasets`
         path /= split or "train"
         split = None
-    if (path / "state.json").is_file():  # datasets has saved a Dataset
-        chosen = _saved(path)
+    if (path / "state.json").is_file():  # a Dataset of `datasets`
+        chosen = _saved_files(path)
     else:
         named = [file for file in sorted(path.rglob("*")) if _may_have_rows(file.relative_to(path))]
-        files = [file for file in named if not file.is_dir()]  # Spark gives folders such names
-        chosen = [file for file in files if _is_of(file.relative_to(path), split or "train")]
+        files = [file for file in named if not file.is_dir()]  # Spark gives such names to folders
+        chosen = [file for file in files if _is_in_split(file.relative_to(path), split or "train")]
         if not split and not chosen:
             chosen = files
+
     if not chosen:
-        raise BadDataset(f"{path} has no {', '.join(READERS)}{f' of split {split}' if split else ''}")
+        suffix = f" of split {split}" if split else ""
+        raise BadDataset(f"{path} has no {', '.join(READERS)}{suffix}")
     for file in chosen:
-        if not file.is_file():  # a link to nowhere, or a pipe
+        if not file.is_file():  # a broken link or a pipe
             raise BadDataset(f"there is no file {file}")
     return chosen
 
 
-def _saved(path: Path) -> list[Path]:
-    """The files of a Dataset that datasets has saved."""
+def _check_file(path: Path, split: str | None) -> Path:
+    """Return the path of a dataset in a single file."""
+    if not path.is_file():
+        raise BadDataset(f"there is no file {path}")
+    if path.suffix.lower() not in READERS:
+        raise BadDataset(f"{path.name} is none of {', '.join(READERS)}")
+    if split:
+        raise BadDataset(f"{path.name} is a single file, and has no split {split}")
+    return path
+
+
+def _saved_files(path: Path) -> list[Path]:
+    """Return the files of a Dataset that `datasets` has saved."""
     try:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         return [path / file["filename"] for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadDataset(f"{path / 'state.json'} is not as datasets writes it: {error!r}") from None
+        raise BadDataset(
+            f"{path / 'state.json'} is not in the format of datasets: {error!r}"
+        ) from None
 
 
 def _may_have_rows(file: Path) -> bool:
-    """By its name: hidden files and folders are those of editors, notebooks and downloads."""
+    """Return whether a file may have rows, by its name.
+
+    Hidden files and folders belong to editors, notebooks and downloads.
+    """
     is_hidden = any(part.startswith(".") for part in file.parts)
     return file.suffix.lower() in READERS and file.name not in NOT_ROWS and not is_hidden
 
 
-def _is_of(file: Path, split: str) -> bool:
-    """Whether a split's name stands in a file's path: train.jsonl, data/train-00000-of-00002.parquet, train/a.csv."""
+def _is_in_split(file: Path, split: str) -> bool:
+    """Return whether a file's path contains a split's name.
+
+    Examples: train.jsonl, data/train-00000-of-00002.parquet, train/a.csv.
+    """
     return re.search(rf"(^|[/._-]){re.escape(split)}([/._-])", file.as_posix()) is not None
 
 
-def _json_lines(path: Path) -> Iterator[Located]:
+def _read_json_lines(path: Path) -> Iterator[Located]:
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
-            if line.strip():
-                where = f"{path}:{number}"
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise BadDataset(f"{where}: not JSON: {error}") from None
-                yield where, _object(where, row)
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise BadDataset(f"{where}: not JSON: {error}") from None
+            yield where, _check_object(where, row)
 
 
-def _json(path: Path) -> Iterator[Located]:
-    """The elements of one JSON array, read piece by piece; a file that is none has lines of JSON."""
+def _read_json(path: Path) -> Iterator[Located]:
+    """Yield the elements of a JSON array, read in parts. A file without an array has JSON lines."""
     decoder = json.JSONDecoder()
     with path.open(encoding="utf-8-sig") as file:
         text = file.read(JSON_CHUNK)
-        place = _after_space(text, 0)
+        place = _skip_space(text, 0)
         if text[place : place + 1] != "[":
-            yield from _json_lines(path)
+            yield from _read_json_lines(path)
             return
-        line, counted, place = 1, 0, place + 1
+
+        # The lines up to `counted` have been counted.
+        line = 1
+        counted = 0
+        place += 1
         while True:
-            place = _after_space(text, place, ",")
+            place = _skip_space(text, place, ",")
             if text[place : place + 1] == "]":
                 if (text[place + 1 :] + file.read(JSON_CHUNK)).strip():
-                    raise BadDataset(f"{path}: more follows after its array: give one array, or lines of JSON")
+                    raise BadDataset(
+                        f"{path}: text follows its array: give one array, or lines of JSON"
+                    )
                 return
-            line, counted = line + text.count("\n", counted, place), place
+            line += text.count("\n", counted, place)
+            counted = place
+
             try:
                 row, end = decoder.raw_decode(text, place)
             except (ValueError, RecursionError) as error:
-                more = file.read(max(JSON_CHUNK, len(text) - place))  # twice as much for a long row
+                # The element may be incomplete. Each time, read as much as the rest of the text.
+                more = file.read(max(JSON_CHUNK, len(text) - place))
                 if not more:
                     raise BadDataset(f"{path}:{line}: not JSON: {error}") from None
-                text, place, counted = text[place:] + more, 0, 0
+                text = text[place:] + more
+                place = 0
+                counted = 0
                 continue
-            yield f"{path}:{line}", _object(f"{path}:{line}", row)
+
+            yield f"{path}:{line}", _check_object(f"{path}:{line}", row)
             place = end
 
 
-def _after_space(text: str, place: int, besides: str = "") -> int:
+def _skip_space(text: str, place: int, besides: str = "") -> int:
     match = re.compile(rf"[\s{besides}]*").match(text, place)
     assert match
     return match.end()
 
 
-def _object(where: str, row: Any) -> dict[str, Any]:
+def _check_object(where: str, row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise BadDataset(f"{where}: not a JSON object")
     return row
 
 
-def _csv(path: Path) -> Iterator[Located]:
-    """The lines below the names of the columns; a cell is text, an empty one counts as missing."""
+def _read_csv(path: Path) -> Iterator[Located]:
+    """Yield the lines below the column names. A cell is text, and an empty cell is missing."""
     csv.field_size_limit(sys.maxsize)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, strict=True)  # or a quote that is not closed would swallow all that follows
+        # Without `strict`, an unclosed quote would include the rest of the file.
+        reader = csv.DictReader(file, strict=True)
         try:
             for row in reader:
                 if None in row:
-                    raise BadDataset(f"{path}:{reader.line_num}: it has more cells than there are columns")
-                yield f"{path}:{reader.line_num}", {name: cell or None for name, cell in row.items()}
+                    raise BadDataset(
+                        f"{path}:{reader.line_num}: it has more cells than there are columns"
+                    )
+                cells = {name: cell or None for name, cell in row.items()}
+                yield f"{path}:{reader.line_num}", cells
         except csv.Error as error:
-            raise BadDataset(f"{path}:{reader.line_num + 1}: {error}") from None  # where its row begins
+            # The next line is the first line of the row.
+            raise BadDataset(f"{path}:{reader.line_num + 1}: {error}") from None
 
 
-def _parquet(path: Path) -> Iterator[Located]:
-    pyarrow = _pyarrow(path)
+def _read_parquet(path: Path) -> Iterator[Located]:
+    pyarrow = _import_pyarrow(path)
     with _table_errors(path, pyarrow):
-        yield from _rows_of(path, pyarrow.parquet.ParquetFile(path).iter_batches(TABLE_BATCH))
+        yield from _batch_rows(path, pyarrow.parquet.ParquetFile(path).iter_batches(TABLE_BATCH))
 
 
-def _arrow(path: Path) -> Iterator[Located]:
-    pyarrow = _pyarrow(path)
+def _read_arrow(path: Path) -> Iterator[Located]:
+    pyarrow = _import_pyarrow(path)
     with _table_errors(path, pyarrow), pyarrow.memory_map(str(path)) as source:
         try:
             batches = pyarrow.ipc.open_stream(source)
-        except pyarrow.ArrowInvalid:  # the other of Arrow's two formats
+        except pyarrow.ArrowInvalid:  # Arrow has two formats
             file = pyarrow.ipc.open_file(source)
             batches = map(file.get_batch, range(file.num_record_batches))
-        yield from _rows_of(path, batches)
+        yield from _batch_rows(path, batches)
 
 
-def _rows_of(path: Path, batches: Any) -> Iterator[Located]:
+def _batch_rows(path: Path, batches: Any) -> Iterator[Located]:
     number = 0
     for batch in batches:
         for start in range(0, batch.num_rows, TABLE_BATCH):
@@ -182,18 +221,20 @@ def _rows_of(path: Path, batches: Any) -> Iterator[Located]:
                 yield f"{path}, row {number}", row
 
 
-def _pyarrow(path: Path) -> Any:
+def _import_pyarrow(path: Path) -> Any:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ImportError(f"{path.name} is read with pyarrow: pip install pyarrow, or give JSON lines") from None
+        raise ImportError(
+            f"{path.name} is read with pyarrow: pip install pyarrow, or give JSON lines"
+        ) from None
     return pyarrow
 
 
 @contextmanager
 def _table_errors(path: Path, pyarrow: Any) -> Iterator[None]:
-    """Turns pyarrow's errors into BadDataset."""
+    """Convert pyarrow's errors to BadDataset."""
     try:
         yield
     except pyarrow.ArrowException as error:
@@ -201,9 +242,9 @@ def _table_errors(path: Path, pyarrow: Any) -> Iterator[None]:
 
 
 READERS: dict[str, Callable[[Path], Iterator[Located]]] = {
-    ".jsonl": _json_lines,
-    ".json": _json,
-    ".parquet": _parquet,
-    ".csv": _csv,
-    ".arrow": _arrow,
+    ".jsonl": _read_json_lines,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".csv": _read_csv,
+    ".arrow": _read_arrow,
 }

@@ -1,4 +1,4 @@
-"""The values that a training is built from, and the file that holds them: train_config.json. No torch here."""
+"""The settings of a training, and their file: train_config.json. It needs no torch."""
 
 import json
 import os
@@ -7,56 +7,53 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# torch 2.9 renamed the variable to PYTORCH_ALLOC_CONF and still reads this name, the only one that older ones know.
+# torch 2.9 renamed this variable to PYTORCH_ALLOC_CONF, but still reads the old name. Older
+# versions know the old name only.
 ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 ALLOCATORS = {"expandable": "expandable_segments:True", "fixed": "expandable_segments:False"}
-# Liger's losses stay off: how the loss is computed is a setting of its own.
+# Liger's losses stay off, because `loss` is a separate setting.
 LIGER_KERNELS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-# What a whole model may take of a GPU's limit and still be shared out there: shards of its layers come beside it.
+# The largest share of a GPU's limit that a whole model may take if that GPU shards it. The shards
+# of its layers exist beside it.
 UNSHARDED_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """How the model is built.
+    """Describes how to build the model."""
 
-    `base_dtype` is torch's name of the base weights' dtype. `quantization` is none, fp8, int8 or nf4. `lora_rank` is
-    None in full fine-tuning. `lora_targets` are the names of the modules with adapters, None for every linear layer but
-    the head; modules that end in a name of `modules_to_save` are trained whole. `adapters_in_fp32` keeps adapters in
-    fp32 on a base of fewer bits; they drop the share `lora_dropout` of their inputs. `kbit_preparation` has the part of
-    the base that is not quantised in fp32. Every `checkpoint_every`-th layer is recomputed in the backward pass, none
-    where it is None; `offload` moves what layers are recomputed from to the host's memory. Compiled layers keep the
-    share `activation_budget` of what they would for the backward pass. `tiled` has norms, projections and MLPs computed
-    over tiles of tokens, `joined` products of adapters together with the base's. `num_labels` is the number of values
-    that the head gives for a row; None where it gives one for each token of the vocabulary. `vision` says whether a
-    vision tower, and what projects its features, are trained too: frozen or trained.
-    """
-
-    base_dtype: str
-    attention: str
-    quantization: str
-    double_quant: bool
-    kbit_preparation: bool
-    lora_rank: int | None
-    lora_alpha: int | None
+    base_dtype: str  # torch's name of the dtype of the base weights
+    attention: str  # the attention implementation, by transformers' names and ours
+    quantization: str  # none, fp8, int8 or nf4
+    double_quant: bool  # quantise the constants of nf4 as well
+    kbit_preparation: bool  # keep the unquantised part of the base in fp32
+    lora_rank: int | None  # None in full fine-tuning
+    lora_alpha: int | None  # the numerator of the adapters' scale
+    # Names of the modules with adapters; None for every linear layer but the head
     lora_targets: list[str] | None
+    # Modules whose path ends in one of these names are trained whole
     modules_to_save: list[str] | None
-    dora: bool
-    rslora: bool
-    lora_dropout: float
-    adapters_in_fp32: bool
+    dora: bool  # use DoRA adapters
+    rslora: bool  # use rank-stabilised LoRA
+    lora_dropout: float  # the share of the inputs that adapters drop
+    adapters_in_fp32: bool  # keep adapters in fp32, even if the base has fewer bits
+    # Recompute every n-th layer in the backward pass; None recomputes no layer
     checkpoint_every: int | None
-    offload: bool
+    offload: bool  # move the inputs of recomputed layers to the host's memory
+    # The share of their activations that compiled layers keep for the backward pass
     activation_budget: float = 1.0
-    tiled: bool = False
-    joined: bool = False
+    tiled: bool = False  # compute norms, projections and MLPs over tiles of tokens
+    joined: bool = False  # join the products of adapters with the products of the base
+    # Number of values that the head returns for a row; None for one value for each token of the
+    # vocabulary
     num_labels: int | None = None
-    vision: str = "frozen"
+    vision: str = "frozen"  # frozen or trained: the vision tower and the projector of its features
 
     def lora_arguments(self) -> dict[str, Any] | None:
-        """Keyword arguments of peft's LoraConfig; None in full fine-tuning."""
+        """Return the keyword arguments of peft's LoraConfig, or None in full fine-tuning."""
         if self.lora_rank is None:
             return None
+
         return {
             "r": self.lora_rank,
             "lora_alpha": self.lora_alpha,
@@ -69,7 +66,10 @@ class ModelSettings:
         }
 
     def bitsandbytes_arguments(self) -> dict[str, Any] | None:
-        """Keyword arguments of transformers' BitsAndBytesConfig; None where bitsandbytes stores nothing."""
+        """Return the keyword arguments of transformers' BitsAndBytesConfig.
+
+        The result is None if bitsandbytes stores no weight.
+        """
         if self.quantization == "nf4":
             return {
                 "load_in_4bit": True,
@@ -77,6 +77,7 @@ class ModelSettings:
                 "bnb_4bit_use_double_quant": self.double_quant,
                 "bnb_4bit_compute_dtype": self.base_dtype,
             }
+
         if self.quantization == "int8":
             return {"load_in_8bit": True}
         return None
@@ -84,81 +85,72 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """All that train_config.json says.
+    """Holds the content of train_config.json."""
 
-    `about` and `versions` only inform: what was measured, where, and with which packages. `model` is a Hub name or a
-    directory of weights. `use_cpu` leaves GPUs alone. A micro batch has `micro_batch_size` rows of up to `seq_len`
-    tokens, an optimizer step `accumulation` micro batches. Rows are padded to the next of `padded_lengths`, or to the
-    longest of their micro batch where there are none: `padding` is the name of that. `group_by_length` puts rows of
-    nearly the same length into a micro batch; `dealt` does so within each optimizer step, whose rows stay the same.
-    `examples` and `lengths` (in tokens, repeated in turn) describe the random rows of a run that only measures the
-    speed, and `images` those of each length; it is empty where the model takes text alone. `optimizer_in_backward`
-    steps each parameter when its gradient is there. `num_gpus` processes share out the training by `sharding`, in
-    `copies` groups that each hold all of it, and take `micro_batch_size` rows each; they divide gradients after each
-    micro batch with `sync_each_batch`, and keep model and optimizer in the host with `offload`; `is_larger_than_gpu`
-    says that no GPU holds the model as a whole, so that it is built as shards. `objective` is sft, the next token, or
-    classification. `loss_on` says what is trained on (`examples.Encoder`); None goes by each row; `trained_share` of
-    the random tokens are. The learning rate is a common default: it was not tuned. `eval_share` of the examples is held
-    out and evaluated every `eval_steps` optimizer steps. `report_to` is none, or the tracker that knows this run as
-    `run_name`. Checkpoints take up to `checkpoints_gib` of the disk, None where that is not known. `cuda_graphs` is
-    none, or micro_batch where these are replayed.
-    """
-
-    about: list[str]
-    versions: dict[str, str]
-    model: str
-    has_published_weights: bool
-    use_cpu: bool
-    model_settings: ModelSettings
-    method: str
-    precision: str
-    micro_batch_size: int
-    accumulation: int
-    seq_len: int
-    packing: bool
-    objective: str
+    about: list[str]  # what was measured and where, for the reader
+    versions: dict[str, str]  # the packages of the measurement, for the reader
+    model: str  # a Hub name or a directory of weights
+    has_published_weights: bool  # whether the Hub has weights of this model
+    use_cpu: bool  # ignore GPUs
+    model_settings: ModelSettings  # how to build the model
+    method: str  # the method of fine-tuning, for the reader
+    precision: str  # how products are computed, for example bf16_mixed
+    micro_batch_size: int  # rows of a micro batch on each GPU
+    accumulation: int  # micro batches of an optimizer step
+    seq_len: int  # the largest number of tokens in a row
+    packing: bool  # put several examples into a row
+    objective: str  # sft (the next token) or classification
+    # The tokens to train on (see `examples.Encoder`); None lets each row decide
     loss_on: str | None
-    trained_share: float
-    padding: str
+    trained_share: float  # the share of the random tokens to train on
+    padding: str  # the name of the rule that pads rows
+    # Rows are padded to the next of these lengths. If it is empty, they are padded to the longest
+    # row of their micro batch.
     padded_lengths: list[int]
-    group_by_length: bool
-    dealt: bool
-    optimizer: str
-    optimizer_in_backward: bool
-    loss: str
-    kernels: str
-    compile: str
-    loader_workers: int
-    allocator: str
-    num_gpus: int
-    sharding: str
-    copies: int
-    sync_each_batch: bool
-    offload: bool
-    is_larger_than_gpu: bool
-    epochs: int
-    learning_rate: float
-    warmup_steps: int
-    save_steps: int
-    save_total_limit: int
-    checkpoints_gib: float | None
-    eval_share: float
-    eval_steps: int
-    report_to: str
-    run_name: str
-    examples: int
-    lengths: list[int]
+    group_by_length: bool  # put rows of similar length into a micro batch
+    dealt: bool  # group rows by length within each optimizer step, whose rows stay the same
+    optimizer: str  # the name of the optimizer in transformers
+    optimizer_in_backward: bool  # update each parameter as soon as its gradient exists
+    loss: str  # how the loss is computed, for example chunked
+    kernels: str  # liger replaces transformers' own kernels
+    compile: str  # per_layer compiles each decoder layer
+    loader_workers: int  # processes that load rows
+    allocator: str  # expandable or fixed: how torch's allocator grows
+    num_gpus: int  # number of processes that share the training
+    sharding: str  # how they share it
+    copies: int  # number of groups of processes that each hold all shards
+    sync_each_batch: bool  # reduce gradients after each micro batch
+    offload: bool  # keep the model and the optimizer in the host's memory
+    is_larger_than_gpu: bool  # the whole model exceeds each GPU, so that it is built as shards
+    epochs: int  # passes over the examples
+    learning_rate: float  # a common default that was not tuned
+    warmup_steps: int  # steps until the learning rate is reached
+    save_steps: int  # steps between two checkpoints
+    save_total_limit: int  # number of checkpoints to keep
+    checkpoints_gib: float | None  # the disk space of these checkpoints; None if it is unknown
+    eval_share: float  # the share of the examples to hold out for evaluation
+    eval_steps: int  # steps between two evaluations
+    report_to: str  # none, or a tracker
+    run_name: str  # the name of this run in the tracker
+    examples: int  # number of random rows in a run that only measures speed
+    lengths: list[int]  # their lengths in tokens, repeated in turn
+    # The images of each length; empty for a model that takes text only
     images: list[list[dict[str, Any]]]
-    cuda_graphs: str = "none"
+    cuda_graphs: str = "none"  # none, or micro_batch to replay micro batches as CUDA graphs
 
     def to_json(self) -> str:
-        """The text of train_config.json, in ASCII, with each list of numbers on one line."""
+        """Return the text of train_config.json in ASCII, with each list of numbers on one line."""
         text = json.dumps(asdict(self), indent=2) + "\n"
-        return re.sub(r"\[\n\s+((?:\d+,?\s+)+)\]", lambda numbers: f"[{' '.join(numbers[1].split())}]", text)
+        return re.sub(
+            r"\[\n\s+((?:\d+,?\s+)+)\]", lambda numbers: f"[{' '.join(numbers[1].split())}]", text
+        )
 
     @classmethod
     def read(cls, path: Path) -> "RunSettings":
-        """The settings in a train_config.json. Raises OSError, ValueError and TypeError on any other file."""
+        """Read a train_config.json.
+
+        Raises OSError, ValueError and TypeError on any other file.
+        """
         values = json.loads(path.read_text(encoding="utf-8"))
         values["model_settings"] = ModelSettings(**values["model_settings"])
         return cls(**values)
@@ -166,49 +158,51 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What was asked for on the command line, checked.
+    """Holds the validated options of the command line."""
 
-    Without `dataset` the rows and the weights are random; `split` is the part of it to train on. `lengths` is a file of
-    lengths for random rows. `held_out` examples at the end of the data, cut at `held_out_tokens`, are only evaluated,
-    before the training and after it. `saves` is whether the run leaves checkpoints and what it trained in
-    `output_dir`, and `checkpoint` the one that it continues from. `report_to` is a tracker, or none.
-    """
-
-    model: str
-    dataset: str | None
-    split: str | None
-    lengths: str | None
-    max_steps: int
+    model: str  # a Hub name or a directory of weights
+    dataset: str | None  # the data to train on; None trains random weights on random rows
+    split: str | None  # the part of the dataset to train on
+    lengths: str | None  # a file with the lengths of random rows
+    max_steps: int  # stop after this number of optimizer steps, if it is positive
+    # The number of examples at the end of the data to evaluate before and after the training. They
+    # are not trained on.
     held_out: int
-    held_out_tokens: int
-    output_dir: str
-    saves: bool
-    checkpoint: str | None
-    progress: str | None
-    report_to: str
+    held_out_tokens: int  # the length at which held-out examples are truncated
+    output_dir: str  # the directory for checkpoints and the result
+    saves: bool  # whether the run saves checkpoints and its result
+    checkpoint: str | None  # the checkpoint to continue from
+    progress: str | None  # a file that gets a line of JSON after each step
+    report_to: str  # none, or a tracker
 
 
 def one_gpu(visible: str) -> dict[str, str]:
-    """Environment variables that show torch the first GPU of `visible` (a CUDA_VISIBLE_DEVICES) alone.
+    """Return the environment variables that show torch only the first GPU of `visible`.
 
-    transformers' Trainer would split each batch over all GPUs that it sees. GPUs are counted as nvidia-smi counts
-    them, not as CUDA does by itself, the fastest first.
+    `visible` is a value of CUDA_VISIBLE_DEVICES. transformers' Trainer would split each batch over
+    all GPUs that it sees. GPUs are numbered as in nvidia-smi. CUDA's own order starts with the
+    fastest.
     """
-    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": visible.split(",")[0].strip()}
+    return {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": visible.split(",")[0].strip(),
+    }
 
 
 def prepare_environment(settings: RunSettings) -> None:
-    """Set what torch reads when it is imported: the GPUs, or none, and how the allocator holds its memory."""
+    """Set the variables that torch reads at its import: the visible GPUs and the allocator."""
     os.environ.setdefault(ALLOCATOR_VARIABLE, ALLOCATORS[settings.allocator])
     if settings.use_cpu or settings.num_gpus == 1:
-        os.environ.update(one_gpu("" if settings.use_cpu else os.environ.get("CUDA_VISIBLE_DEVICES", "0")))
+        visible = "" if settings.use_cpu else os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        os.environ.update(one_gpu(visible))
 
 
 def deepspeed_settings(stage: int, layer_params: int) -> dict[str, Any]:
-    """The settings of DeepSpeed for a stage of ZeRO, as its file has them; "auto" is the Trainer's to fill in.
+    """Return the settings of DeepSpeed for a stage of ZeRO, in the form of its file.
 
-    By its own defaults the third stage keeps up to 1e9 parameters gathered, all of a small model. Here it gathers the
-    next layer, of `layer_params` parameters, while one computes.
+    The Trainer replaces each "auto". The default of the third stage keeps up to 1e9 gathered
+    parameters, which covers a small model completely. Here it gathers only the next layer, of
+    `layer_params` parameters, while one layer computes.
     """
     zero: dict[str, Any] = {
         "stage": stage,
@@ -217,6 +211,7 @@ def deepspeed_settings(stage: int, layer_params: int) -> dict[str, Any]:
         "reduce_scatter": True,
         "reduce_bucket_size": "auto",
     }
+
     if stage == 3:
         zero |= {
             "stage3_prefetch_bucket_size": layer_params,
@@ -225,9 +220,11 @@ def deepspeed_settings(stage: int, layer_params: int) -> dict[str, Any]:
             "stage3_param_persistence_threshold": "auto",
             "stage3_gather_16bit_weights_on_model_save": True,
         }
+
     batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     return dict.fromkeys((*batch, "gradient_clipping"), "auto") | {
         "bf16": {"enabled": True},
         "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,  # DeepSpeed knows torch's AdamW, and not those in 8 bits
+        # DeepSpeed knows torch's AdamW, but no 8-bit optimizer.
+        "zero_allow_untested_optimizer": True,
     }

@@ -1,7 +1,8 @@
-"""A dataset as tokens in files, made once for each tokenizer: a run maps them into memory and holds none of them.
+"""Stores a dataset as tokens in files, once for each tokenizer. A run maps them into memory.
 
-`tokens` has those of all examples as 32-bit integers (what is not trained on as its complement), `ends` where each
-example ends as 64-bit integers, and `about.json` their numbers.
+`tokens` has the tokens of all examples as 32-bit integers; a token that is not trained on is stored
+as its complement. `ends` has the end of each example as a 64-bit integer. `about.json` has the
+counts.
 """
 
 import hashlib
@@ -17,20 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from .examples import Encoder
-from .reading import BadDataset, files_of, read_rows
+from .reading import BadDataset, find_files, read_rows
 
-VERSION = 1  # of the files, and of what they say about a row
-BYTES_OF_TOKENS = {".parquet": 4.0, ".arrow": 1.5}  # for a byte of the dataset, at most about; for others 1
+VERSION = 1  # increase it if the format of the files or their meaning changes
+# An upper estimate of the bytes of tokens for each byte of the dataset; 1 for other formats
+BYTES_OF_TOKENS = {".parquet": 4.0, ".arrow": 1.5}
 SAY_EVERY_S = 2.0
-ABANDONED_S = 3600.0  # what a process that was killed has not written to for this long is removed
+ABANDONED_S = 3600.0  # folders of killed processes are removed after this time without a write
 
 
 class CannotKeep(Exception):
-    """Tokens that cannot be written. The message names the folder and the reason."""
+    """Raised if tokens cannot be written. The message names the folder and the reason."""
 
 
 def cache_folder() -> Path:
-    """The folder of all caches: $XDG_CACHE_HOME or ~/.cache, and in it autotune/tokens."""
+    """Return the folder of all token caches, in $XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autotune" / "tokens"
 
 
@@ -43,39 +45,52 @@ def tokenise(
     encoder: Any = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """The folder with the dataset's tokens, which are made unless they are there. `say` gets progress messages.
+    """Return the folder with the dataset's tokens, and make them first if they are missing.
 
-    `encoder` makes other examples than those for the next token.
+    `say` gets progress messages. `encoder` replaces the encoder of examples for the next token.
 
-    Raises BadDataset (a row that is no example, no rows at all), CannotKeep (no room on the disk), and ImportError
-    where a file is read with a package that is not installed.
+    Raises BadDataset for an invalid row or a dataset without rows, CannotKeep for a full disk, and
+    ImportError if a file needs a package that is not installed.
     """
-    files = files_of(path, split)
+    files = find_files(path, split)
     encoder = encoder or Encoder(tokenizer, loss_on)
     folder = cache_folder() / _key(files, tokenizer, encoder.key)
+
     try:
         if not _is_whole(folder):
             _make(folder, path, files, encoder, split, say)
     except OSError as error:
-        if not _is_whole(folder):  # another process was quicker
-            reason = f"{error.strerror or error} (XDG_CACHE_HOME names another place)"
+        if not _is_whole(folder):  # another process may have been faster
+            reason = f"{error.strerror or error} (XDG_CACHE_HOME can name another folder)"
             raise CannotKeep(f"its tokens cannot be kept in {folder.parent}: {reason}") from None
     return folder
 
 
 def _make(
-    folder: Path, path: Path, files: list[Path], encoder: Any, split: str | None, say: Callable[[str], None]
+    folder: Path,
+    path: Path,
+    files: list[Path],
+    encoder: Any,
+    split: str | None,
+    say: Callable[[str], None],
 ) -> None:
-    """Write the tokens beside `folder`, and give them its name once they are whole."""
+    """Write the tokens beside `folder`, and rename them to it when they are complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for other in folder.parent.glob("tmp*"):
-        with suppress(OSError):  # it is whole just now, and has its name
-            if time.time() - max(file.stat().st_mtime for file in (other, *other.iterdir())) > ABANDONED_S:
+        with suppress(OSError):  # another process has just completed and renamed it
+            written = max(file.stat().st_mtime for file in (other, *other.iterdir()))
+            if time.time() - written > ABANDONED_S:
                 shutil.rmtree(other)
-    needed = sum(BYTES_OF_TOKENS.get(file.suffix.lower(), 1.0) * file.stat().st_size for file in files)
+
+    needed = sum(
+        BYTES_OF_TOKENS.get(file.suffix.lower(), 1.0) * file.stat().st_size for file in files
+    )
     free = shutil.disk_usage(folder.parent).free
     if free < needed:
-        raise OSError(f"they need about {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free")
+        raise OSError(
+            f"they need about {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
+        )
+
     made = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         _write(made, path, encoder, split, say)
@@ -87,7 +102,10 @@ def _make(
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether the files are there, with the sizes that about.json says: a power cut leaves others."""
+    """Return whether the files exist with the sizes in about.json.
+
+    After a power cut they may have other sizes.
+    """
     try:
         about = read_about(folder)
         sizes = [(folder / name).stat().st_size for name in ("tokens", "ends")]
@@ -97,15 +115,24 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _key(files: list[Path], tokenizer: Any, encoded: Any) -> str:
-    """A name that changes with all that the tokens depend on. A file counts as unchanged by its size and time."""
+    """Return a name that depends on everything that determines the tokens.
+
+    A file counts as unchanged if its size and its time are.
+    """
     about = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    words = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    words = (
+        tokenizer.backend_tokenizer.to_str()
+        if tokenizer.is_fast
+        else sorted(tokenizer.get_vocab().items())
+    )
     facts = [VERSION, about, words, tokenizer.chat_template, tokenizer.special_tokens_map, encoded]
     return hashlib.sha256(repr(facts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def _write(folder: Path, path: Path, encoder: Any, split: str | None, say: Callable[[str], None]) -> None:
-    said = time.monotonic()
+def _write(
+    folder: Path, path: Path, encoder: Any, split: str | None, say: Callable[[str], None]
+) -> None:
+    told = time.monotonic()
     tokens = trained = examples = 0
     with (folder / "tokens").open("wb") as token_file, (folder / "ends").open("wb") as end_file:
         for example in encoder.encode(read_rows(path, split)):
@@ -114,9 +141,10 @@ def _write(folder: Path, path: Path, encoder: Any, split: str | None, say: Calla
             tokens += len(example)
             trained += sum(token >= 0 for token in example)
             array("q", [tokens]).tofile(end_file)
-            if time.monotonic() - said > SAY_EVERY_S:
+            if time.monotonic() - told > SAY_EVERY_S:
                 say(f"{examples:,} examples of {path.name}")
-                said = time.monotonic()
+                told = time.monotonic()
+
     if not examples:
         raise BadDataset(f"{path} has no rows")
     about = {"examples": examples, "tokens": tokens, "trained": trained}
@@ -124,13 +152,13 @@ def _write(folder: Path, path: Path, encoder: Any, split: str | None, say: Calla
 
 
 def read_about(folder: Path) -> dict[str, int]:
-    """How many examples there are, how many tokens, and how many of these are trained on."""
+    """Return the number of examples, of tokens, and of tokens to train on."""
     about: dict[str, int] = json.loads((folder / "about.json").read_text(encoding="utf-8"))
     return about
 
 
 def read_ends(folder: Path) -> "array[int]":
-    """Where each example ends among the tokens."""
+    """Return the end of each example among the tokens."""
     ends = array("q")
     ends.frombytes((folder / "ends").read_bytes())
     return ends

@@ -1,4 +1,7 @@
-"""The training: build the model, make rows, train, save, and print one line of JSON with what was measured."""
+"""Runs the training: builds the model, makes rows, trains and saves.
+
+It prints the measurements as one line of JSON.
+"""
 
 import functools
 import json
@@ -16,14 +19,21 @@ import torch.distributed as dist
 from accelerate import PartialState
 from torch import nn
 from torch.utils.data import Subset
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 from . import model_builder, rows
 from .chunked_loss import chunked_loss
 from .clock import Clock
 from .examples import label_names
-from .image_rows import SeenRows, collate_seen, random_seen
-from .joined_lora import Joined
+from .image_rows import ImageRows, collate_image_examples, random_image_examples
+from .joined_lora import JoinedLayers
 from .labels import LabelEncoder, collate_labels, label_loss
 from .lean_trainer import (
     LeanTrainer,
@@ -33,7 +43,7 @@ from .lean_trainer import (
     sharing_arguments,
     training_arguments,
 )
-from .malloc import KEPT_BYTES, return_from
+from .malloc import KEPT_BYTES, set_release_threshold
 from .patches import choose_attention, load_attention
 from .reading import BadDataset, read_rows
 from .settings import Options, RunSettings
@@ -42,60 +52,84 @@ from .varlen import VARLEN
 
 CLASSIFICATION = "classification"  # an objective
 SEED = 0
-RECOMPILE_LIMIT = 64  # every shape that was compiled in the measurement is compiled here: nothing falls back to eager
-COUNTED_ROWS = 64  # whose tokens stand for those of all rows with images
-RANDOM_EXAMPLES = 64  # different ones, at least; a longer run repeats them
+# All shapes that the measurement compiled are compiled here too, so that no shape falls back to
+# eager.
+RECOMPILE_LIMIT = 64
+COUNTED_ROWS = 64  # rows with images whose tokens are counted; they represent all rows
+RANDOM_EXAMPLES = 64  # the least number of different random examples; a longer run repeats them
 
 
 def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Module:
-    """Train, and return the trained model. `model_config` is a file with the shape of a model of random weights."""
-    device = device_of(settings)
+    """Train, and return the trained model.
+
+    `model_config` is a file with the shape of a model, for random weights.
+    """
+    device = initialize_device(settings)
     set_seed(SEED)
     if device.type == "cpu":
-        return_from(KEPT_BYTES)
+        set_release_threshold(KEPT_BYTES)
     if settings.images:
         return train_on_images(settings, options, model_config, device)
+
     if options.dataset:
-        # First, since a bad row ends the run; one process tokenises, and the others read what it keeps.
-        with PartialState().main_process_first() if settings.num_gpus > 1 else nullcontext():
+        # Read the examples first, because an invalid row ends the run. One process tokenises them,
+        # and the others read its files.
+        is_shared = settings.num_gpus > 1
+        with PartialState().main_process_first() if is_shared else nullcontext():
             examples = read_examples(settings, options)
         base = load(settings, options, device)
     else:
-        base = build(settings, json.loads(model_config.read_text(encoding="utf-8")), device)
+        shape = json.loads(model_config.read_text(encoding="utf-8"))
+        base = build(settings, shape, device)
         examples = random_examples(settings, options, base.config.vocab_size)
-    examples, drawn = rows.hold_out(examples, held_out_share(settings, options), settings.seq_len)
-    trained, held_out = rows.split(examples, settings.seq_len, options.held_out, options.held_out_tokens)
-    train_rows, eval_rows = make_rows(settings, trained), held_out or make_rows(settings, drawn)
-    if len(train_rows) < (size := settings.micro_batch_size):
-        sys.exit(f"train.py: error: {len(train_rows)} rows do not fill a micro batch of {size}: give more examples")
 
+    examples, drawn = rows.hold_out(examples, held_out_share(settings, options), settings.seq_len)
+    trained, held_out = rows.split(
+        examples, settings.seq_len, options.held_out, options.held_out_tokens
+    )
+    train_rows = make_rows(settings, trained)
+    eval_rows = held_out or make_rows(settings, drawn)
+    check_number(len(train_rows), settings)
     return train(settings, options, base, device, train_rows, eval_rows, trained, bool(held_out))
 
 
-def train_on_images(settings: RunSettings, options: Options, model_config: Path, device: torch.device) -> nn.Module:
-    """Train on rows with images, and return the trained model. Images are read as the run needs them.
+def train_on_images(
+    settings: RunSettings, options: Options, model_config: Path, device: torch.device
+) -> nn.Module:
+    """Train on rows with images, and return the trained model.
 
-    What is held out is not cut, since images are never.
+    Images are read as the run needs them. Held-out rows are not truncated, because images cannot
+    be.
     """
     if options.lengths:
-        sys.exit("train.py: error: rows with images have lengths of their own: leave --lengths out")
+        sys.exit("train.py: error: rows with images have their own lengths: leave --lengths out")
+
+    examples: Any
     if options.dataset:
         base = load(settings, options, device)
-        processor = AutoProcessor.from_pretrained(options.model, trust_remote_code=False)
-        how: dict[str, Any] = {"split": options.split, "loss_on": settings.loss_on, "seq_len": settings.seq_len}
-        try:
-            seen: Any = SeenRows(Path(options.dataset), processor, **how)
-        except (BadDataset, ImportError) as error:
-            sys.exit(f"train.py: error: {error}")
+        examples = read_image_rows(settings, options)
     else:
-        base = build(settings, json.loads(model_config.read_text(encoding="utf-8")), device)
-        seen = random_seen(settings, base.config)
-    number = len(seen) - options.held_out
-    if number < (size := settings.micro_batch_size):
-        sys.exit(f"train.py: error: {number} rows do not fill a micro batch of {size}: give more examples")
-    some = [seen[index][0] for index in range(min(number, COUNTED_ROWS))]
-    train_rows, eval_rows = Subset(seen, range(number)), Subset(seen, range(number, len(seen)))
-    return train(settings, options, base, device, train_rows, eval_rows, some, options.held_out > 0)
+        shape = json.loads(model_config.read_text(encoding="utf-8"))
+        base = build(settings, shape, device)
+        examples = random_image_examples(settings, base.config)
+
+    number = len(examples) - options.held_out
+    check_number(number, settings)
+    counted = [examples[index][0] for index in range(min(number, COUNTED_ROWS))]
+    train_rows = Subset(examples, range(number))
+    eval_rows = Subset(examples, range(number, len(examples)))
+    evaluates = options.held_out > 0
+    return train(settings, options, base, device, train_rows, eval_rows, counted, evaluates)
+
+
+def check_number(number: int, settings: RunSettings) -> None:
+    """End the process if the rows do not fill a micro batch."""
+    size = settings.micro_batch_size
+    if number < size:
+        sys.exit(
+            f"train.py: error: {number} rows do not fill a micro batch of {size}:"
+            " give more examples"
+        )
 
 
 def train(
@@ -108,74 +142,105 @@ def train(
     trained: Sequence[torch.Tensor],
     evaluates: bool,
 ) -> nn.Module:
-    """Train the base on these rows, save, and print what was measured. `trained` are examples in the rows.
+    """Train the base on these rows, save the result, and print the measurements.
 
-    With `evaluates` the loss of `eval_rows` is computed before the training and after it.
+    `trained` are the examples in the rows. With `evaluates`, the loss of `eval_rows` is computed
+    before and after the training.
     """
+    # The model
     choose_attention(any_length=settings.padding == "longest")
     if settings.padding == "masked":
         load_attention(base, device)
     model_builder.set_checkpointing(base, settings.model_settings)
-    model = add_adapters(base, settings, torch.device("cpu") if from_one(settings, options) else device)
+    is_loaded_in_first_rank = loads_in_first_rank(settings, options)
+    adapter_device = torch.device("cpu") if is_loaded_in_first_rank else device
+    model = add_adapters(base, settings, adapter_device)
     if settings.model_settings.tiled:
         model_builder.compute_in_tiles(base)
-    joined = Joined(base, model_builder.decoder_layers(model)) if settings.model_settings.joined else None
-    loss = loss_of(settings, base)  # with the head that is trained
+    joined = None
+    if settings.model_settings.joined:
+        joined = JoinedLayers(base, model_builder.decoder_layers(model))
+
+    # The Trainer. Its loss needs the head that is trained.
+    loss = select_loss(settings, base)
     clock = Clock(options.saves, options.progress)
     trainer = make_trainer(settings, options, model, loss, clock, train_rows, eval_rows, joined)
-
-    if model_builder.is_outline(model) and not from_one(settings, options):
+    if model_builder.is_outline(model) and not is_loaded_in_first_rank:
         shard_outline(trainer, torch.device("cpu") if settings.offload else device)
-    # What shards a model does so once, for the training.
-    losses = [trainer.evaluate()["eval_loss"]] if evaluates and settings.sharding in ("none", "ddp") else []
+
+    # A sharded model is sharded once, for the training. It is not evaluated before.
+    losses = []
+    if evaluates and settings.sharding in ("none", "ddp"):
+        losses.append(trainer.evaluate()["eval_loss"])
+
     layers = model_builder.decoder_layers(model)
     if settings.compile == "per_layer":
-        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-        if settings.model_settings.lora_rank is not None:
-            model_builder.require_input_gradients(base)
-        compile_layers(layers, settings.model_settings.activation_budget)
+        compile_model(base, layers, settings)
     torch.cuda.empty_cache()
+
     num_steps = trainer.train(resume_from_checkpoint=options.checkpoint).global_step
     losses += [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     clock.exit_if_stopped()
     run_layers_eagerly(layers)
     if joined is not None:
         joined.undo()
+
+    # The result
     if options.saves:
         trainer.save_model(options.output_dir)
     if evaluates:
         losses.append(trainer.evaluate()["eval_loss"])
     if trainer.is_world_process_zero():
         num_rows = len(trained) if settings.images else len(train_rows)
-        print(json.dumps(summary(settings, clock, num_steps, trained, num_rows) | {"held_out_loss": losses}))
+        result = summary(settings, clock, num_steps, trained, num_rows)
+        print(json.dumps(result | {"held_out_loss": losses}))
     if dist.is_initialized():
         dist.destroy_process_group()
     return model
 
 
-def device_of(settings: RunSettings) -> torch.device:
-    """The device of this process, which joins the others of its world. Ends the process where there are too few."""
+def compile_model(base: PreTrainedModel, layers: list[nn.Module], settings: RunSettings) -> None:
+    """Compile the decoder layers of the base, for all shapes of the run."""
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    if settings.model_settings.lora_rank is not None:
+        model_builder.require_input_gradients(base)
+    compile_layers(layers, settings.model_settings.activation_budget)
+
+
+def initialize_device(settings: RunSettings) -> torch.device:
+    """Return the device of this process, and join the processes of the run.
+
+    Ends the process if there are too few.
+    """
     if settings.cuda_graphs != "none" and not torch.cuda.is_available():
-        sys.exit("train.py: error: CUDA graphs need an NVIDIA GPU: set cuda_graphs to none in train_config.json")
+        sys.exit(
+            "train.py: error: CUDA graphs need an NVIDIA GPU:"
+            " set cuda_graphs to none in train_config.json"
+        )
     if settings.num_gpus == 1:
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    if int(os.environ.get("WORLD_SIZE", "1")) != settings.num_gpus:
-        count = settings.num_gpus
-        sys.exit(f"train.py: error: it trains on {count} GPUs: leave torchrun out, or give it --nproc-per-node={count}")
-    if settings.offload:  # the norm of gradients is added up where they are
+
+    count = settings.num_gpus
+    if int(os.environ.get("WORLD_SIZE", "1")) != count:
+        sys.exit(
+            f"train.py: error: it trains on {count} GPUs: leave torchrun out,"
+            f" or give it --nproc-per-node={count}"
+        )
+    # Offloaded gradients are on the CPU, and their norm is added up there.
+    if settings.offload:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cuda:nccl,cpu:gloo")
     return PartialState(cpu=not torch.cuda.is_available()).device
 
 
-def from_one(settings: RunSettings, options: Options) -> bool:
-    """Whether one rank has the weights in the host's memory, and sends the others their shards."""
+def loads_in_first_rank(settings: RunSettings, options: Options) -> bool:
+    """Return whether one rank loads the weights and sends the other ranks their shards."""
     return settings.is_larger_than_gpu and options.dataset is not None
 
 
 def load(settings: RunSettings, options: Options, device: torch.device) -> PreTrainedModel:
-    """The base with its weights: on the device, or in the host's memory where that is too small for it."""
-    if from_one(settings, options):
+    """Load the base with its weights, onto the device or into host memory if it is too large."""
+    if loads_in_first_rank(settings, options):
         return model_builder.load_in_first_rank(options.model, settings.model_settings)
     if settings.objective == CLASSIFICATION:
         return load_classifier(settings, options, device)
@@ -183,85 +248,123 @@ def load(settings: RunSettings, options: Options, device: torch.device) -> PreTr
 
 
 def build(settings: RunSettings, shape: dict[str, Any], device: torch.device) -> PreTrainedModel:
-    """The base with random weights, which it gets once it is sharded where the device is too small for it."""
+    """Build the base with random weights, or without values if it must be sharded first."""
     config = model_builder.config_of(shape)
-    base = model_builder.outline(config, settings.model_settings, device, 0.0) if settings.is_larger_than_gpu else None
-    return base or model_builder.build(config, settings.model_settings, device)
+    if settings.is_larger_than_gpu:
+        base = model_builder.outline(config, settings.model_settings, device, 0.0)
+        if base is not None:
+            return base
+    return model_builder.build(config, settings.model_settings, device)
 
 
 def held_out_share(settings: RunSettings, options: Options) -> float:
-    """The share of the examples to evaluate during the training; 0 where others are held out, or all are random."""
+    """Return the share of the examples to evaluate during the training.
+
+    It is 0 with --held-out, and for random examples.
+    """
     return settings.eval_share if options.dataset and not options.held_out else 0.0
 
 
 def make_rows(settings: RunSettings, examples: Sequence[torch.Tensor]) -> rows.Rows:
-    """The examples in rows: packed, or each in one of its own."""
+    """Return rows of the examples: packed, or with one example each."""
     if not settings.packing:
         return rows.Rows(examples)
     return rows.Rows(examples, rows.pack([len(example) for example in examples], settings.seq_len))
 
 
 def read_examples(settings: RunSettings, options: Options) -> Sequence[torch.Tensor]:
-    """The examples of the dataset, tokenised. No code of a model's repository is run."""
+    """Read and tokenise the examples of the dataset. Code in a model's repository does not run."""
     tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=False)
     assert options.dataset is not None
     dataset = Path(options.dataset)
     try:
-        of_labels = None
+        encoder = None
         if settings.objective == CLASSIFICATION:
-            of_labels = LabelEncoder(tokenizer, label_names(read_rows(dataset, options.split)), settings.seq_len)
+            names = label_names(read_rows(dataset, options.split))
+            encoder = LabelEncoder(tokenizer, names, settings.seq_len)
         folder = tokenise(
             dataset,
             tokenizer,
-            encoder=of_labels,
+            encoder=encoder,
             split=options.split,
             loss_on=settings.loss_on,
             say=lambda text: print(text, file=sys.stderr),
         )
     except (BadDataset, CannotKeep, ImportError) as error:
         sys.exit(f"train.py: error: {error}")
-    return rows.Stored(folder)
+    return rows.StoredExamples(folder)
 
 
-def load_classifier(settings: RunSettings, options: Options, device: torch.device) -> PreTrainedModel:
-    """The base with a new head over the dataset's labels, which knows their names and how rows are padded."""
+def read_image_rows(settings: RunSettings, options: Options) -> ImageRows:
+    """Read the rows of the dataset, without their images."""
+    assert options.dataset is not None
+    processor = AutoProcessor.from_pretrained(options.model, trust_remote_code=False)
+    try:
+        return ImageRows(
+            Path(options.dataset),
+            processor,
+            split=options.split,
+            loss_on=settings.loss_on,
+            seq_len=settings.seq_len,
+        )
+    except (BadDataset, ImportError) as error:
+        sys.exit(f"train.py: error: {error}")
+
+
+def load_classifier(
+    settings: RunSettings, options: Options, device: torch.device
+) -> PreTrainedModel:
+    """Load the base with a new head over the dataset's labels.
+
+    Its config has the names of the labels and the padding token.
+    """
     names = label_names(read_rows(Path(str(options.dataset)), options.split))
-    base = model_builder.load(options.model, replace(settings.model_settings, num_labels=len(names)), device)
+    model_settings = replace(settings.model_settings, num_labels=len(names))
+    base = model_builder.load(options.model, model_settings, device)
     base.config.id2label = {number: str(name) for number, name in enumerate(names)}
     base.config.label2id = {str(name): number for number, name in enumerate(names)}
+
+    # The head finds the last token of a row before the padding.
     tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=False)
-    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    base.config.pad_token_id = padding or 0  # before which the head finds the last token of a row
+    padding = tokenizer.pad_token_id
+    if padding is None:
+        padding = tokenizer.eos_token_id
+    base.config.pad_token_id = padding or 0
     return base
 
 
-def loss_of(settings: RunSettings, base: PreTrainedModel) -> Callable[..., torch.Tensor] | None:
-    """The `compute_loss_func` of the Trainer; None leaves the loss to the model."""
+def select_loss(settings: RunSettings, base: PreTrainedModel) -> Callable[..., torch.Tensor] | None:
+    """Return the Trainer's `compute_loss_func`. The model computes the loss if it is None."""
     if settings.objective == CLASSIFICATION:
         return label_loss
     return chunked_loss(base) if settings.loss == "chunked" else None
 
 
 def random_examples(settings: RunSettings, options: Options, vocab_size: int) -> list[torch.Tensor]:
-    """As many examples as the run has, of random tokens, with the lengths that were measured or those of a file."""
-    lengths = rows.read_lengths(options.lengths, settings.seq_len) if options.lengths else settings.lengths
+    """Return random examples for the whole run, with the measured lengths or a file's lengths."""
+    lengths = settings.lengths
+    if options.lengths:
+        lengths = rows.read_lengths(options.lengths, settings.seq_len)
     lengths = lengths * max(1, RANDOM_EXAMPLES // len(lengths))
-    share = settings.trained_share
+
     if settings.objective == CLASSIFICATION:
         texts = [-1 - torch.randint(0, vocab_size, (length,)) for length in lengths]
         num_labels = settings.model_settings.num_labels or 2
         examples = [torch.cat([text[1:], torch.randint(0, num_labels, (1,))]) for text in texts]
     else:
-        examples = [rows.with_prompt(torch.randint(0, vocab_size, (length,)), share) for length in lengths]
+        share = settings.trained_share
+        texts = [torch.randint(0, vocab_size, (length,)) for length in lengths]
+        examples = [rows.mask_prompt(text, share) for text in texts]
+
     repeats = settings.examples // len(examples) + 1
     return (examples * repeats)[: settings.examples]
 
 
 def add_adapters(base: PreTrainedModel, settings: RunSettings, device: torch.device) -> nn.Module:
-    """The model to train: the base with adapters, or the base itself in full fine-tuning."""
-    model = model_builder.to_train(base, settings.model_settings, device)
+    """Return the model to train: the base with adapters, or the base itself in full fine-tuning."""
+    model = model_builder.trainable_model(base, settings.model_settings, device)
     if settings.model_settings.lora_rank is not None:
-        # The Trainer loads adapters in this way when it continues from a checkpoint: they keep their dtype.
+        # The Trainer loads adapters with this method when it resumes. They keep their dtype.
         in_fp32 = settings.model_settings.adapters_in_fp32
         model.load_adapter = functools.partial(model.load_adapter, autocast_adapter_dtype=in_fp32)
     return model
@@ -275,9 +378,12 @@ def make_trainer(
     clock: TrainerCallback,
     train_rows: Any,
     eval_rows: Any,
-    joined: Joined | None = None,
+    joined: JoinedLayers | None = None,
 ) -> LeanTrainer:
-    """The Trainer of this run. Only a run on a dataset saves checkpoints, and not where it stops after some steps."""
+    """Make the Trainer of this run.
+
+    Only a run on a dataset saves checkpoints, and only if it has no step limit.
+    """
     evaluates = held_out_share(settings, options) > 0
     checkpoints = options.saves and options.dataset is not None and options.max_steps < 1
     by_length = settings.group_by_length or settings.dealt
@@ -285,8 +391,10 @@ def make_trainer(
     arguments = training_arguments(settings, accumulation=settings.accumulation, on_cpu=on_cpu)
     if settings.num_gpus > 1:
         layers = model_builder.decoder_layers(model)
-        arguments |= sharing_arguments(settings, layers, from_one=from_one(settings, options))
+        in_first_rank = loads_in_first_rank(settings, options)
+        arguments |= sharing_arguments(settings, layers, first_rank_loads=in_first_rank)
     arguments |= {"report_to": options.report_to}
+
     return LeanTrainer(
         model,
         TrainingArguments(
@@ -319,32 +427,45 @@ def make_trainer(
 
 
 def make_collator(settings: RunSettings, model: nn.Module) -> Callable[[list[Any]], dict[str, Any]]:
-    """What makes a batch of rows."""
-    lengths, masked = settings.padded_lengths, settings.padding == "masked"
+    """Return the function that makes a batch of rows."""
+    lengths = settings.padded_lengths
+    masked = settings.padding == "masked"
     if settings.images:
-        return functools.partial(collate_seen, config=model.config, padded_lengths=lengths, masked=masked)
+        return functools.partial(
+            collate_image_examples, config=model.config, padded_lengths=lengths, masked=masked
+        )
     if settings.objective == CLASSIFICATION:
         padding = int(model.config.pad_token_id)
-        return functools.partial(collate_labels, padded_lengths=lengths, padding=padding, masked=masked)
-    by_segments = settings.model_settings.attention == VARLEN
+        return functools.partial(
+            collate_labels, padded_lengths=lengths, padding=padding, masked=masked
+        )
     return functools.partial(
-        rows.collate, padded_lengths=lengths, packing=settings.packing, masked=masked, varlen=by_segments
+        rows.collate,
+        padded_lengths=lengths,
+        packing=settings.packing,
+        masked=masked,
+        varlen=settings.model_settings.attention == VARLEN,
     )
 
 
 def summary(
-    settings: RunSettings, clock: Clock, num_steps: int, trained: Sequence[torch.Tensor], num_rows: int
+    settings: RunSettings,
+    clock: Clock,
+    num_steps: int,
+    trained: Sequence[torch.Tensor],
+    num_rows: int,
 ) -> dict[str, Any]:
-    """What was measured: the clock's values, the number of steps, and tokens per second, padding not counted.
+    """Return the clock's measurements, the number of steps, and tokens per second without padding.
 
     `trained_share` is the share of these tokens that was trained on.
     """
-    measured = clock.measured()
-    seconds = measured["seconds_per_step"]
+    measurements = clock.measurements()
+    seconds = measurements["seconds_per_step"]
+
     tokens = sum(len(example) for example in trained)
     rows_per_step = settings.micro_batch_size * settings.accumulation * settings.num_gpus
     tokens_per_step = rows_per_step * tokens / num_rows
-    return measured | {
+    return measurements | {
         "steps": num_steps,
         "tokens_per_second": tokens_per_step / seconds if seconds else None,
         "trained_share": sum(int((example >= 0).sum()) for example in trained) / tokens,

@@ -1,10 +1,12 @@
-"""Attention by the lengths of what shares a row: no mask is made, and no example multiplied by another.
+"""Attention within the segments of a row, without a mask and without products between examples.
 
-Packed examples share a row, and so do the windows of all images of a micro batch in Qwen2.5-VL's vision tower.
+Packed examples share a row. In Qwen2.5-VL's vision tower, the windows of all images of a micro
+batch do too.
 
-The kernel is that of `torch.nn.attention.varlen`. Its own operator takes the length of the longest example as a
-constant of compiled code, and as many examples as the shape of their ends says. Here both are values on the host, so
-that a micro batch with other examples is not compiled anew, and the host waits for nothing.
+The kernel is the one of `torch.nn.attention.varlen`. In torch's operator, the length of the longest
+example is a constant of compiled code, and the shape of the ends fixes the number of examples. Here
+both are values on the host. A micro batch with other examples is therefore not compiled again, and
+the host never waits.
 """
 
 from collections.abc import Iterator
@@ -15,32 +17,35 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 VARLEN = "varlen"
-# For the windows of a vision tower: transformers gives where they end to attentions that have "flash" in their names.
+# transformers passes the ends of a vision tower's windows only to attentions with "flash" in their
+# names.
 WINDOWS = "flash_windows"
 Tensors = tuple[torch.Tensor, ...]
 
 
 class Segments:
-    """Where the examples of a micro batch end, its rows laid one after another. Padding is an example of its own.
+    """The ends of the examples in a micro batch whose rows are concatenated.
 
-    `ends` (tokens of all rows + 1, int32) begins with 0 and the end of each example, and repeats the last one: its
-    shape says nothing of their number. `counts` (2, on the host) are that number and the tokens of the longest.
+    Padding is a separate example. `ends` (tokens of all rows + 1, int32) begins with 0 and the end
+    of each example, and repeats the last end. Its shape is thus independent of the number of
+    examples. `counts` (2, on the host) are this number and the tokens of the longest example.
     """
 
     def __init__(self, ends: torch.Tensor, counts: torch.Tensor) -> None:
-        self.ends, self.counts = ends, counts
+        self.ends = ends
+        self.counts = counts
 
     def to(self, *args: Any, **kwargs: Any) -> "Segments":
-        """The same with `ends` on a device. accelerate calls it, as of a tensor in a batch."""
+        """Return the segments with `ends` on a device. accelerate calls this as on a tensor."""
         return Segments(self.ends.to(*args, **kwargs), self.counts)
 
     def pin_memory(self) -> "Segments":
-        """The same with `ends` in pinned memory. Torch's loader calls it, as of a tensor in a batch."""
+        """Return the segments with `ends` in pinned memory. torch's loader calls this."""
         return Segments(self.ends.pin_memory(), self.counts)
 
 
-def with_segments(batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch of packed rows with their segments, which the model hands to its attention beside `position_ids`."""
+def add_segments(batch: dict[str, Any]) -> dict[str, Any]:
+    """Add the segments of packed rows to a batch. The model passes them to its attention."""
     positions = batch["position_ids"].flatten()
     starts = (positions == 0).nonzero().flatten()
     ends = torch.full((len(positions) + 1,), len(positions), dtype=torch.int32)
@@ -50,8 +55,8 @@ def with_segments(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def join_rows(rows: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
-    """A micro batch of packed rows that each have their tensors."""
-    return with_segments({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+    """Stack the tensors of packed rows into a micro batch."""
+    return add_segments({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
 
 
 def attend(
@@ -67,18 +72,24 @@ def attend(
     segments: Segments | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it, to values of rows x length x heads x size.
+    """Compute attention with transformers' interface: values of rows x length x heads x size.
 
-    Queries are rows x heads x length x size, and so are keys and values, which may have fewer heads. Raises ValueError
-    for rows without segments, and for attention that is more than a causal softmax.
+    Queries, keys and values are rows x heads x length x size; keys and values may have fewer heads.
+    Raises ValueError for rows without segments, and for attention beyond a causal softmax.
     """
     if segments is None or attention_mask is not None:
-        raise ValueError("varlen attention is for packed rows: give the model what with_segments adds to a batch")
+        raise ValueError(
+            "varlen attention is for packed rows: give the model a batch from add_segments"
+        )
+
     more = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     if dropout or more:
-        raise ValueError(f"varlen attention has no {more[0] if more else 'dropout'}: choose another attention")
+        raise ValueError(
+            f"varlen attention has no {more[0] if more else 'dropout'}: choose another attention"
+        )
+
     window = -1 if sliding_window is None else sliding_window - 1
-    return _in_segments(query, key, value, segments, scaling, window, causal=True), None
+    return _attend_segments(query, key, value, segments, scaling, window, causal=True), None
 
 
 def attend_windows(
@@ -93,33 +104,38 @@ def attend_windows(
     max_length_q: int,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention within each window, as transformers calls it, to values of 1 x length x heads x size.
+    """Compute attention within each window: values of 1 x length x heads x size.
 
-    Queries, keys and values are 1 x heads x length x size; `cu_seq_lens_q` (windows + 1, int32) is where windows end.
-    All windows are one kernel. By itself transformers computes one after another, and waits in each layer for the
-    device to say how long they are; so does this for what FlashAttention does not take.
+    Queries, keys and values are 1 x heads x length x size. `cu_seq_lens_q` (windows + 1, int32)
+    holds the ends of the windows. One kernel computes all windows. By default transformers computes
+    them one after another, and waits in each layer for their lengths from the device. Inputs that
+    FlashAttention does not support are computed in this way here too.
     """
-    if _flash_takes(query):
+    if _supports_flash(query):
         counts = torch.tensor([len(cu_seq_lens_q) - 1, max_length_q])
         segments = Segments(cu_seq_lens_q, counts)
-        return _in_segments(query, key, value, segments, scaling, -1, causal=False), None
+        return _attend_segments(query, key, value, segments, scaling, -1, causal=False), None
+
     lengths = cu_seq_lens_q.diff().tolist()
     windows = zip(*(tensor.split(lengths, 2) for tensor in (query, key, value)), strict=True)
     attended = [
-        sdpa_attention_forward(module, *window, None, scaling=scaling, is_causal=False)[0] for window in windows
+        sdpa_attention_forward(module, *window, None, scaling=scaling, is_causal=False)[0]
+        for window in windows
     ]
     return torch.cat(attended, 1), None
 
 
-def _flash_takes(query: torch.Tensor) -> bool:
+def _supports_flash(query: torch.Tensor) -> bool:
     device = query.device
     if device.type != "cuda" or not torch.backends.cuda.flash_sdp_enabled():
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
-    return dtype in (torch.float16, torch.bfloat16) and torch.cuda.get_device_capability(device) >= (8, 0)
+    return dtype in (torch.float16, torch.bfloat16) and torch.cuda.get_device_capability(
+        device
+    ) >= (8, 0)
 
 
-def _in_segments(
+def _attend_segments(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -132,14 +148,19 @@ def _in_segments(
     rows, heads, length, size = query.shape
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    in_turn = (tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in (query, key, value))
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
+
+    # tokens x heads x size
+    flat = (tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in (query, key, value))
     scale = size**-0.5 if scaling is None else scaling
-    attended, _ = _attend(*in_turn, segments.ends, segments.counts, scale, window, causal)
+    attended, _ = _attend(*flat, segments.ends, segments.counts, scale, window, causal)
     return attended.view(rows, length, heads, size)
 
 
-# --- the kernel, and its gradients. An operator of torch hides from compiled code what changes with each micro batch.
+# --- The kernel and its gradients. As operators of torch, they hide values that change with each
+# micro batch from compiled code.
 
 
 def _attend_on_gpu(
@@ -152,9 +173,10 @@ def _attend_on_gpu(
     window: int,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention within each segment, of tokens x heads x size, and the logarithms of its sums (heads x tokens).
+    """Compute attention within each segment, and the logarithms of its sums (heads x tokens).
 
-    A token sees `window` tokens before it, all of them where it is -1, and where it is not causal those after it too.
+    Inputs and values are tokens x heads x size. A token attends to `window` tokens before it, or to
+    all of them for -1. Without `causal`, it also attends to the tokens after it.
     """
     number, longest = counts.tolist()
     ends = ends[: number + 1]
@@ -182,10 +204,26 @@ def _differentiate_on_gpu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     number, longest = counts.tolist()
     ends = ends[: number + 1]
-    # The state of a random generator, which nothing reads without dropout.
-    state, unused = query.new_empty(2, dtype=torch.uint64), query.new_empty(0)
+    # The state of a random generator, which only dropout would read
+    state = query.new_empty(2, dtype=torch.uint64)
+    unused = query.new_empty(0)
     of_query, of_key, of_value = torch.ops.aten._flash_attention_backward(
-        *(gradient, query, key, value, attended, sums, ends, ends, longest, longest, 0.0, causal, state, unused),
+        *(
+            gradient,
+            query,
+            key,
+            value,
+            attended,
+            sums,
+            ends,
+            ends,
+            longest,
+            longest,
+            0.0,
+            causal,
+            state,
+            unused,
+        ),
         scale=scale,
         window_size_left=window,
         window_size_right=0 if causal else -1,
@@ -194,7 +232,9 @@ def _differentiate_on_gpu(
 
 
 def _shapes(query: torch.Tensor, *_: Any) -> Tensors:
-    return torch.empty_like(query), query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
+    return torch.empty_like(query), query.new_empty(
+        query.shape[1], query.shape[0], dtype=torch.float32
+    )
 
 
 def _shapes_of_gradients(gradient: torch.Tensor, *differentiated: Any) -> Tensors:
@@ -202,14 +242,19 @@ def _shapes_of_gradients(gradient: torch.Tensor, *differentiated: Any) -> Tensor
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-# --- the same on a CPU, for which torch has no such kernel: it shows there that what a GPU is asked for is right
+# --- The same on a CPU, which has no such kernel in torch. Tests on a CPU verify the calls for a
+# GPU with it.
 
 
-def _attend_on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *segments: Any) -> Tensors:
+def _attend_on_cpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *segments: Any
+) -> Tensors:
     attended, sums = _shapes(query)
     for part, scores in _scores(query, key, *segments):
         sums[:, part] = scores.logsumexp(-1)
-        attended[part] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), _for_each_head(value[part], query))
+        attended[part] = torch.einsum(
+            "hqk,khd->qhd", scores.softmax(-1), _repeat_heads(value[part], query)
+        )
     return attended, sums
 
 
@@ -224,12 +269,14 @@ def _differentiate_on_cpu(
 ) -> Tensors:
     made = _shapes_of_gradients(gradient, query, key, value)
     _, _, scale, _, _ = segments
+
     for part, scores in _scores(query, key, *segments):
         outer = gradient[part].float()
         weights = (scores - sums[:, part, None]).exp()
-        of_weights = torch.einsum("qhd,khd->hqk", outer, _for_each_head(value[part], query))
+        of_weights = torch.einsum("qhd,khd->hqk", outer, _repeat_heads(value[part], query))
+        # The gradient of the softmax
         of_scores = scale * weights * (of_weights - (outer * attended[part]).sum(-1).T[..., None])
-        made[0][part] = torch.einsum("hqk,khd->qhd", of_scores, _for_each_head(key[part], query))
+        made[0][part] = torch.einsum("hqk,khd->qhd", of_scores, _repeat_heads(key[part], query))
         of_keys = torch.einsum("hqk,qhd->khd", of_scores, query[part].float())
         of_values = torch.einsum("hqk,qhd->khd", weights, outer)
         for gradients, of_each_head in zip(made[1:], (of_keys, of_values), strict=True):
@@ -246,36 +293,50 @@ def _scores(
     window: int,
     causal: bool,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """The tokens of each segment, and the products of its queries and keys (heads x tokens x tokens)."""
+    """Yield the tokens of each segment, and its scores (heads x tokens x tokens)."""
     for begin, end in pairwise(ends[: int(counts[0]) + 1].tolist()):
-        part, places = slice(begin, end), torch.arange(end - begin)
+        part = slice(begin, end)
+        places = torch.arange(end - begin)
         before = places[:, None] - places
-        unseen = (before < 0) & causal | (before > (window if window >= 0 else end))
-        products = torch.einsum("qhd,khd->hqk", query[part].float(), _for_each_head(key[part], query))
-        yield part, (scale * products).masked_fill_(unseen, -torch.inf)
+        hidden = (before < 0) & causal | (before > (window if window >= 0 else end))
+        products = torch.einsum(
+            "qhd,khd->hqk", query[part].float(), _repeat_heads(key[part], query)
+        )
+        yield part, (scale * products).masked_fill_(hidden, -torch.inf)
 
 
-def _for_each_head(keys: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Keys or values in 32 bits, repeated for each query head."""
+def _repeat_heads(keys: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return keys or values in 32 bits, repeated for each query head."""
     return keys.float().repeat_interleave(query.shape[1] // keys.shape[1], 1)
 
 
-# --- the operators
+# --- The operators
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    query, key, value, ends, counts, *ctx.how = inputs
+def _save_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    query, key, value, ends, counts, *ctx.options = inputs
     ctx.save_for_backward(query, key, value, *output, ends, counts)
 
 
-def _backward(ctx: Any, gradient: torch.Tensor, of_sums: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return (*_differentiate(gradient, *ctx.saved_tensors, *ctx.how), None, None, None, None, None)
+def _backward(
+    ctx: Any, gradient: torch.Tensor, of_sums: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    return (
+        *_differentiate(gradient, *ctx.saved_tensors, *ctx.options),
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
 
 
-_attend = torch.library.custom_op("packed_rows::attend", _attend_on_gpu, mutates_args=(), device_types="cuda")
+_attend = torch.library.custom_op(
+    "packed_rows::attend", _attend_on_gpu, mutates_args=(), device_types="cuda"
+)
 _attend.register_kernel("cpu", _attend_on_cpu)
 _attend.register_fake(_shapes)
-_attend.register_autograd(_backward, setup_context=_keep)
+_attend.register_autograd(_backward, setup_context=_save_context)
 _differentiate = torch.library.custom_op(
     "packed_rows::differentiate", _differentiate_on_gpu, mutates_args=(), device_types="cuda"
 )

@@ -20,13 +20,13 @@ def test_all_windows_at_once_are_those_one_after_another(monkeypatch: pytest.Mon
     shape = (1, 16, sum(lengths), 80)
     inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     how: dict[str, Any] = {"scaling": 80**-0.5, "cu_seq_lens_q": ends, "max_length_q": 64}
-    assert varlen._flash_takes(inputs[0])
+    assert varlen._supports_flash(inputs[0])
 
     def computed() -> tuple[torch.Tensor, ...]:
         attended, _ = varlen.attend_windows(None, *inputs, None, **how)
         return attended, *torch.autograd.grad(attended.float().square().sum(), inputs)
 
     found = computed()
-    monkeypatch.setattr(varlen, "_flash_takes", lambda query: False)
+    monkeypatch.setattr(varlen, "_supports_flash", lambda query: False)
     for one, other in zip(found, computed(), strict=True):
         torch.testing.assert_close(one, other, atol=0.01 * float(other.detach().abs().max()), rtol=0.02)

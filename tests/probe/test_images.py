@@ -17,7 +17,7 @@ from autotune.probe.model_settings import model_settings
 from autotune.probe.supervisor import WorkerProber
 from autotune.study.evaluator import shortened
 from autotune.trainer import images, varlen
-from autotune.trainer.model_builder import build, config_of, decoder_layers, set_checkpointing, to_train
+from autotune.trainer.model_builder import build, config_of, decoder_layers, set_checkpointing, trainable_model
 from tests.helpers.probing import measured
 from tests.helpers.seeing import FAMILIES, seeing
 
@@ -107,7 +107,7 @@ def test_a_tower_computes_its_windows_at_once(monkeypatch: pytest.MonkeyPatch) -
         at_once.append(query.shape[2])
         return True
 
-    monkeypatch.setattr(varlen, "_flash_takes", takes)
+    monkeypatch.setattr(varlen, "_supports_flash", takes)
     torch.testing.assert_close(by_sdpa(**batch).loss, by_eager(**batch).loss, atol=1e-6, rtol=1e-5)
     assert at_once == [len(batch["pixel_values"])] * 2  # in each layer of the tower, the patches of all rows
 
@@ -121,7 +121,7 @@ def test_a_tower_that_is_frozen_is_not_differentiated(model_type: str, vision: s
     settings = model_settings(config, model_type, vision=vision)
     base = build(config_of(seeing(model_type, 2)), settings, CPU)
     set_checkpointing(base, settings)
-    model = to_train(base, settings, CPU)
+    model = trainable_model(base, settings, CPU)
     set_checkpointing(base, settings)  # as for the next probe of a warm worker
     assert len(decoder_layers(model)) == 2
     (kind,) = request(model_type, rows=2).kinds

@@ -20,7 +20,7 @@ from autotune.probe.model_settings import model_settings
 from autotune.probe.resident import attach, build_resident, clean
 from autotune.trainer import joined_lora
 from autotune.trainer.chunked_loss import chunked_loss
-from autotune.trainer.joined_lora import Joined
+from autotune.trainer.joined_lora import JoinedLayers
 from autotune.trainer.lean_trainer import compile_layers
 from autotune.trainer.model_builder import (
     build,
@@ -28,7 +28,7 @@ from autotune.trainer.model_builder import (
     decoder_layers,
     require_input_gradients,
     set_checkpointing,
-    to_train,
+    trainable_model,
 )
 from tests.helpers.factories import TINY
 
@@ -47,21 +47,21 @@ ROUNDING = 3e-4  # of sums in 32 bits in another order, where gradients of a tin
 COMPILED: dict[str, Any] = {"compile": "per_layer", "padding": "max_length", "loss": "chunked", "checkpointing": "none"}
 
 
-def built(family: str, config: TrainConfig, *, joined: bool) -> tuple[Any, nn.Module, Joined | None]:
+def built(family: str, config: TrainConfig, *, joined: bool) -> tuple[Any, nn.Module, JoinedLayers | None]:
     """A tiny model with adapters that change something, and biases where its family has them."""
     shape = TINY | TOKENS | {"model_type": family, "num_hidden_layers": 3, "hidden_size": 64}
     settings = model_settings(config, family)
     torch.manual_seed(0)
     base = build(config_of(shape), settings, CPU)
     set_checkpointing(base, settings)
-    model = to_train(base, settings, CPU)
+    model = trainable_model(base, settings, CPU)
     torch.manual_seed(1)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.requires_grad or name.endswith("bias"):
                 weight.normal_(0.0, 0.1)
     require_input_gradients(base)
-    return base, model.train(), Joined(base, decoder_layers(base)) if joined else None
+    return base, model.train(), JoinedLayers(base, decoder_layers(base)) if joined else None
 
 
 def gradients(
@@ -154,7 +154,7 @@ def test_in_16_bits_gradients_are_as_near_to_exact_ones_as_pefts(precision: str)
 
 def test_a_model_without_such_layers_is_refused() -> None:
     config = TrainConfig(precision="fp32", lora_rank=4, lora_targets="q_v", lora_dropout=0.1)
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no linear layers with adapters that could be joined"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no linear layers with adapters to join"):
         built("llama", config, joined=True)
 
 
@@ -163,7 +163,7 @@ def test_weights_are_read_as_before_and_come_back_as_weights_of_their_own() -> N
     base, plain, _ = built("qwen2", config, joined=False)
     expected = {name: weight.clone() for name, weight in plain.state_dict().items()}
     kinds = {name: type(module) for name, module in plain.named_modules()}
-    joined = Joined(base, decoder_layers(base))
+    joined = JoinedLayers(base, decoder_layers(base))
     with torch.no_grad():
         plain(input_ids=torch.ones(1, 4, dtype=torch.long))
     assert all(torch.equal(weight, expected[name]) for name, weight in plain.state_dict().items())
@@ -230,7 +230,7 @@ def test_a_resident_model_is_as_it_was_after_a_probe() -> None:
     expected = {name: weight.clone() for name, weight in resident.base.state_dict().items()}
     adapted = attach(resident, config, CPU, seed=0)
     kinds = [type(module) for module in adapted.modules()]
-    resident.joined = Joined(resident.base, decoder_layers(resident.base))
+    resident.joined = JoinedLayers(resident.base, decoder_layers(resident.base))
     assert [type(module) for module in adapted.modules()] != kinds
     clean(resident)
     assert resident.joined is None and [type(module) for module in adapted.modules()] == kinds

@@ -13,7 +13,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import kept_bytes, kept_factors
 from autotune.probe.resident import attach, build_resident
 from autotune.trainer.model_builder import decoder_layers
-from autotune.trainer.varlen import with_segments
+from autotune.trainer.varlen import add_segments
 from tests.helpers.factories import TINY
 
 pytestmark = [
@@ -66,7 +66,7 @@ def counted(model: dict[str, Any], config: TrainConfig) -> int:
     if config.packing:
         packed = {"position_ids": torch.arange(config.seq_len // 2).repeat(2).expand(config.micro_batch_size, -1)}
     if config.packed_attention == "varlen":
-        packed = with_segments(packed)
+        packed = add_segments(packed)
     with (
         saved_tensors_hooks(pack, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16_mixed"),

@@ -16,7 +16,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe.model_settings import model_settings
 from autotune.probe.model_shape import truncate
 from autotune.probe.resident import ResidentModel, attach
-from autotune.trainer.model_builder import config_of, decoder_layers, from_config, to_train
+from autotune.trainer.model_builder import config_of, decoder_layers, from_config, trainable_model
 from autotune.trainer.settings import ModelSettings
 
 pytestmark = [
@@ -66,7 +66,7 @@ def test_adapters_are_where_the_configuration_has_them() -> None:
     for targets, paths in (("q_v", {"c_attn"}), ("attention", {"c_attn", "c_proj"}), ("mlp.c_fc", {"c_fc"})):
         with torch.device("meta"), no_init_weights():
             built = from_config(config, plain(config))
-        model = to_train(built, model_settings(TrainConfig(lora_targets=targets), "gpt2"), torch.device("meta"))
+        model = trainable_model(built, model_settings(TrainConfig(lora_targets=targets), "gpt2"), torch.device("meta"))
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         assert {re.search(r"(\w+)\.lora_[AB]", name)[1] for name in trained} == paths  # type: ignore[index]
 
@@ -110,4 +110,4 @@ def test_a_module_that_is_not_there_is_refused() -> None:
     with torch.device("meta"), no_init_weights():
         base = from_config(config, plain(config))
     with pytest.raises(ValueError, match="GPT2LMHeadModel has no module embed_tokens to train whole"):
-        to_train(base, settings, torch.device("meta"))
+        trainable_model(base, settings, torch.device("meta"))

@@ -127,8 +127,8 @@ def test_offloaded_checkpoints_learn_the_same_and_stay_on_the_host() -> None:
     set_checkpointing(model, on_host)
     copied: list[torch.Size] = []
     with pytest.MonkeyPatch.context() as patch:
-        keep = HostCheckpoints._keep
-        patch.setattr(HostCheckpoints, "_keep", lambda self, one: copied.append(one.shape) or keep(self, one))
+        store = HostCheckpoints._store
+        patch.setattr(HostCheckpoints, "_store", lambda self, one: copied.append(one.shape) or store(self, one))
         found = gradients()
     assert copied == [torch.Size((2, 16, 32))] * 2  # the inputs of both layers
     assert all(map(torch.equal, found, expected))

@@ -14,7 +14,7 @@ from autotune.probe.model_settings import model_settings
 from autotune.trainer import host_checkpoints, tiles
 from autotune.trainer.chunked_loss import chunked_loss
 from autotune.trainer.host_checkpoints import HostCheckpoints
-from autotune.trainer.model_builder import build, compute_in_tiles, config_of, set_checkpointing, to_train
+from autotune.trainer.model_builder import build, compute_in_tiles, config_of, set_checkpointing, trainable_model
 from tests.helpers.factories import TINY
 
 pytestmark = [
@@ -38,7 +38,7 @@ def gradients(family: str, monkeypatch: pytest.MonkeyPatch, **knobs: Any) -> tup
     torch.manual_seed(0)
     base = build(config_of(shape), settings, CPU)
     set_checkpointing(base, settings)
-    model = to_train(base, settings, CPU)
+    model = trainable_model(base, settings, CPU)
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     torch.manual_seed(1)
     with torch.no_grad():
@@ -171,27 +171,29 @@ def test_a_tensor_comes_back_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_checkpoints, "BLOCK_BYTES", 64)
     kept, values = HostCheckpoints(), torch.randn(5, 7, dtype=torch.float64)
     expected = values.clone()
-    first, second, last = (kept._keep(one) for one in (values, values.t(), torch.ones(1)))
+    first, second, last = (kept._store(one) for one in (values, values.t(), torch.ones(1)))
     assert kept.held_bytes == 2 * 5 * 64 + 4 and len(first.blocks or ()) == 5
-    assert first.on_device is None is second.on_device and last.on_device is not None
+    assert first.device_tensor is None is second.device_tensor and last.device_tensor is not None
     values.zero_()
-    assert kept._bring(last) == 1 and first.on_device is None is not second.on_device  # it comes before it is needed
-    assert torch.equal(kept._bring(second), expected.t()) and torch.equal(kept._bring(first), expected)
-    with pytest.raises(RuntimeError, match="no second one"):
-        kept._bring(first)
+    assert (
+        kept._restore(last) == 1 and first.device_tensor is None is not second.device_tensor
+    )  # it comes before it is needed
+    assert torch.equal(kept._restore(second), expected.t()) and torch.equal(kept._restore(first), expected)
+    with pytest.raises(RuntimeError, match="a second one is impossible"):
+        kept._restore(first)
 
 
 def test_an_empty_tensor_has_nothing_to_copy() -> None:
     """torch before 2.13 saves one on the CPU beside a layer's inputs. The wait for the one before must go on."""
     kept = HostCheckpoints()
-    leaving, empty = kept._keep(torch.ones(2)), kept._keep(torch.empty(0, requires_grad=True))
-    assert isinstance(empty, torch.Tensor) and kept._bring(empty) is empty
-    assert kept._leaving is leaving and leaving.on_device is not None and kept.held_bytes == 8
+    leaving, empty = kept._store(torch.ones(2)), kept._store(torch.empty(0, requires_grad=True))
+    assert isinstance(empty, torch.Tensor) and kept._restore(empty) is empty
+    assert kept._last is leaving and leaving.device_tensor is not None and kept.held_bytes == 8
 
 
 def test_inputs_of_many_lengths_share_their_blocks() -> None:
     """Each of 1 to 100 values of 4 bytes: blocks of 4, 8, 16 and so on up to 512 bytes."""
     kept = HostCheckpoints()
     for length in range(1, 101):
-        assert kept._bring(kept._keep(torch.ones(length))).sum() == length
+        assert kept._restore(kept._store(torch.ones(length))).sum() == length
     assert kept.held_bytes == sum(4 << power for power in range(8))

@@ -361,7 +361,7 @@ class Heap:
         self.said: list[Any] = []
         self.memory: dict[int, Any] = {}  # by the address of a block: the word before it, and a little of it
 
-    def return_from(self, threshold: int) -> None:
+    def set_release_threshold(self, threshold: int) -> None:
         self.said.append(threshold)
 
     def malloc_trim(self, left: int) -> None:
@@ -395,7 +395,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Heap, list[Any]]:
     monkeypatch.setattr(meters.resource, "setrlimit", lambda which, pair: limits.append(pair[0]))
     monkeypatch.setattr(made, "_status", {"RssAnon": 2 * GIB, "VmData": 4 * GIB}.__getitem__)
     made._libc = heap = Heap(2**25, 2**20, 2**20, 2**16, 2**15)
-    monkeypatch.setattr(meters, "return_from", heap.return_from)
+    monkeypatch.setattr(meters, "set_release_threshold", heap.set_release_threshold)
     made._before, made._data = GIB, 3 * GIB
     return made, heap, limits
 
@@ -449,11 +449,11 @@ def test_malloc_is_told_in_its_own_words(
         return int(name != -3 or value <= largest)
 
     monkeypatch.setattr(malloc.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
-    malloc.return_from(malloc.KEPT_BYTES)
-    malloc.return_from(2**16)
+    malloc.set_release_threshold(malloc.KEPT_BYTES)
+    malloc.set_release_threshold(2**16)
     assert told == said
     monkeypatch.setattr(malloc.ctypes, "CDLL", lambda name: SimpleNamespace())  # musl, macOS
-    malloc.return_from(2**16)
+    malloc.set_release_threshold(2**16)
     assert told == said
 
 

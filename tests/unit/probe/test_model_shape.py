@@ -81,7 +81,7 @@ def test_why_peft_refuses_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch)
     def refuse(*_: Any) -> None:
         raise ValueError("Target modules are wrong. See the documentation. Or not.")
 
-    monkeypatch.setattr(module, "to_train", refuse)
+    monkeypatch.setattr(module, "trainable_model", refuse)
     found = describe(MIXTURE)
     assert found.no_adapters == "Target modules are wrong" and not found.parametrized
     assert found.untrained == found.unquantized > 0

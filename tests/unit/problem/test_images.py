@@ -20,7 +20,7 @@ from autotune.problem.images import MOST_KINDS, images_of, pictured
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import InvalidSpec, StudySpec
 from autotune.problem.target import Target
-from autotune.trainer.examples import Chat, with_images
+from autotune.trainer.examples import Chat, parse_image_row
 from autotune.trainer.reading import BadDataset
 from tests.helpers.seeing import seeing
 
@@ -79,7 +79,7 @@ def test_images_are_named_in_the_ways_of_other_tools(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png(3, 4))
 
     def sizes(**row: Any) -> list[tuple[int, ...]]:
-        _, named = with_images("", {"messages": [ASK]} | row)
+        _, named = parse_image_row("", {"messages": [ASK]} | row)
         return [picture.pixels for picture in pictures_of("", named, tmp_path, sized)]
 
     assert sizes(images=["a.png", {"path": None, "bytes": png(5, 6)}]) == [(3, 4), (5, 6)]
@@ -108,7 +108,7 @@ def test_images_are_named_in_the_ways_of_other_tools(tmp_path: Path) -> None:
 )
 def test_images_and_their_places_are_counted(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(BadDataset, match="row 7: .*" + reason):
-        with_images("row 7", row)
+        parse_image_row("row 7", row)
 
 
 def test_an_image_that_the_processor_refuses_is_named(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_an_image_that_the_processor_refuses_is_named(tmp_path: Path) -> None:
 def test_a_row_without_its_images() -> None:
     parts = [{"type": "image"}, {"type": "text", "text": "what?"}]
     answer = {"role": "assistant", "content": "a <image>cat"}
-    form, named = with_images("", {"images": ["a", "b"], "messages": [{"role": "user", "content": parts}, answer]})
+    form, named = parse_image_row("", {"images": ["a", "b"], "messages": [{"role": "user", "content": parts}, answer]})
     assert isinstance(form, Chat) and named == ["a", "b"]
     texts = [["what?"], ["a ", "cat"]]
     contents = [[{"type": "text", "text": text} for text in one] for one in texts]

@@ -22,7 +22,7 @@ from autotune.problem.padding import (
     stand_ins,
     waiting,
 )
-from autotune.trainer.dealing import by_length
+from autotune.trainer.dealing import balance_rows
 
 GENERATOR = random.Random(0)
 LONG_TAIL = [min(int(GENERATOR.lognormvariate(5.5, 1)) + 5, 6000) for _ in range(3000)]
@@ -246,7 +246,7 @@ def test_rows_that_are_dealt_out_pad_and_wait_as_in_simulated_steps(
     tokens = in_each = in_step = 0
     for _ in range(40_000 // one.sorted_together):
         lengths = generator.choices(cut, k=one.sorted_together)
-        order = [lengths[place] for place in by_length(lengths, size, ranks)]
+        order = [lengths[place] for place in balance_rows(lengths, size, ranks)]
         padded = [max(order[at : at + size]) for at in range(0, len(order), size)]
         padded = [next(end for end in ends if end >= longest) for longest in padded] if bucketed else padded
         tokens += sum(padded)

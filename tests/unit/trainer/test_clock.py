@@ -48,7 +48,7 @@ def train(clock: Clock, steps: int, stop_at: int | None = None) -> Any:
 def test_steps_are_timed_without_the_first() -> None:
     clock = Clock(saves=False)
     train(clock, 9)
-    measured = clock.measured()
+    measured = clock.measurements()
     assert measured["seconds_per_step"] > 0
     assert len(measured["peaks_gib"]) == 4 and min(measured["peaks_gib"]) > 0
     clock.exit_if_stopped()
@@ -57,13 +57,13 @@ def test_steps_are_timed_without_the_first() -> None:
 def test_a_single_step_has_no_time() -> None:
     clock = Clock(saves=False)
     train(clock, 1)
-    assert clock.measured()["seconds_per_step"] is None and clock.measured()["peaks_gib"] is None
+    assert clock.measurements()["seconds_per_step"] is None and clock.measurements()["peaks_gib"] is None
 
 
 def test_a_run_that_continues_from_its_end_has_no_time() -> None:
     clock = Clock(saves=False)
     train(clock, 0)
-    assert clock.measured()["seconds_per_step"] is None
+    assert clock.measurements()["seconds_per_step"] is None
 
 
 def count(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, values: list[float]) -> None:
@@ -108,7 +108,7 @@ def test_on_a_gpu_evaluations_and_saves_are_no_part_of_a_step_either(monkeypatch
             assert called.count("synchronize") == 1
             clock.on_evaluate(None, None, control)
     clock.mark()
-    assert clock.measured()["seconds_per_step"] == 3
+    assert clock.measurements()["seconds_per_step"] == 3
 
 
 def test_the_mean_step_and_the_peaks_by_quarter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_the_mean_step_and_the_peaks_by_quarter(monkeypatch: pytest.MonkeyPatch)
     clock = Clock(saves=False)
     for _ in range(7):
         clock.mark()
-    assert clock.measured() == {
+    assert clock.measurements() == {
         "seconds_per_step": 3,
         "padded_tokens_per_step": 0,
         "peak_reserved_gib": 9,
@@ -127,7 +127,7 @@ def test_the_mean_step_and_the_peaks_by_quarter(monkeypatch: pytest.MonkeyPatch)
     }
     assert called == ["reset_peak_memory_stats"] * 7 + ["synchronize"]  # no step waits for the device
     clock._peaks_reserved = [99, 9, 3]
-    assert clock.measured()["peak_reserved_gib"] == 9  # that of the first step counts
+    assert clock.measurements()["peak_reserved_gib"] == 9  # that of the first step counts
 
 
 def test_a_step_that_compiles_is_not_timed_and_tokens_are_those_of_the_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,21 +146,23 @@ def test_a_step_that_compiles_is_not_timed_and_tokens_are_those_of_the_timed(mon
         model.train()
         compiled["unique_graphs"] += tokens in (3, 9)
     clock.mark()
-    measured = clock.measured()
+    measured = clock.measurements()
     assert (measured["seconds_per_step"], measured["padded_tokens_per_step"]) == (3, 12)
 
 
 def test_a_peak_on_a_cpu_is_what_the_process_holds() -> None:
     clock = Clock(saves=False)
     train(clock, 5)
-    assert clock.measured()["peaks_gib"] == [pytest.approx(psutil.Process().memory_info().rss / 2**30, rel=0.05)] * 4
-    assert clock.measured()["peak_reserved_gib"] is None
+    assert (
+        clock.measurements()["peaks_gib"] == [pytest.approx(psutil.Process().memory_info().rss / 2**30, rel=0.05)] * 4
+    )
+    assert clock.measurements()["peak_reserved_gib"] is None
     short = Clock(saves=False)
     train(short, 3)
-    assert short.measured()["peaks_gib"] is None and short.measured()["seconds_per_step"] > 0
+    assert short.measurements()["peaks_gib"] is None and short.measurements()["seconds_per_step"] > 0
     two = Clock(saves=False)
     train(two, 2)
-    assert two.measured()["seconds_per_step"] > 0
+    assert two.measurements()["seconds_per_step"] > 0
 
 
 def test_evaluations_and_saves_are_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -179,7 +181,7 @@ def test_evaluations_and_saves_are_no_part_of_a_step(monkeypatch: pytest.MonkeyP
             clock.on_evaluate(None, None, busy)
             clock.on_save(None, None, busy)
     clock.on_train_end(None, None, idle)
-    assert clock.measured()["seconds_per_step"] == 2
+    assert clock.measurements()["seconds_per_step"] == 2
 
 
 def test_what_follows_the_last_step_is_in_the_last_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -246,7 +248,7 @@ def test_a_second_signal_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)  # a scheduler's, to each process of a job, beside the launcher's
     assert codes == []
-    clock._signalled -= 2  # seconds
+    clock._signal_time -= 2  # seconds
     signal.raise_signal(signal.SIGTERM)
     assert codes == [143]
 
@@ -271,7 +273,7 @@ def test_the_clock_of_trl_counts_tokens_with_and_without_padding(monkeypatch: py
         clock.on_step_end(None, at_step(step, 3), control)
     clock.on_train_end(None, None, control)
     assert clock.tokens_per_step == 80 and clock.num_steps == 3
-    assert model._forward_pre_hooks and clock.measured()["padded_tokens_per_step"] == 120
+    assert model._forward_pre_hooks and clock.measurements()["padded_tokens_per_step"] == 120
 
 
 def test_only_what_follows_the_last_step_is_reported_after_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -313,7 +315,7 @@ def test_a_step_that_loads_the_compiler_and_compiles_one_graph_is_not_timed(monk
     monkeypatch.setitem(sys.modules, "torch._dynamo.utils", compiled)  # type: ignore[arg-type]
     clock.mark()
     clock.mark()
-    assert clock.measured()["seconds_per_step"] == 2
+    assert clock.measurements()["seconds_per_step"] == 2
 
 
 def test_all_ranks_stop_after_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from autotune.trainer.dealing import by_length, deal
+from autotune.trainer.dealing import balance_rows, deal
 
 
 def test_the_longest_of_neighbours_is_for_the_rank_with_the_least_until_then() -> None:
@@ -20,7 +20,7 @@ def test_the_longest_of_neighbours_is_for_the_rank_with_the_least_until_then() -
 @pytest.mark.parametrize(("size", "ranks"), [(1, 1), (1, 4), (2, 2), (4, 4), (3, 8)])
 def test_each_row_is_dealt_out_once_beside_its_neighbours(size: int, ranks: int) -> None:
     lengths = [random.Random(5).randint(1, 1000) for _ in range(96)]
-    order = by_length(lengths, size, ranks)
+    order = balance_rows(lengths, size, ranks)
     assert sorted(order) == list(range(96))
     at_once = size * ranks
     rounds = [sorted(lengths[place] for place in order[at : at + at_once]) for at in range(0, 96, at_once)]

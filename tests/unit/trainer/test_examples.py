@@ -9,10 +9,10 @@ from autotune.trainer.examples import (
     Chat,
     Encoder,
     Plain,
-    _shared,
-    _with_text_arguments,
+    _common_length,
+    _serialize_arguments,
     parse,
-    parsed,
+    parse_row,
 )
 from autotune.trainer.reading import BadDataset
 from tests.helpers.tokenizers import CHATML, byte_level, template
@@ -209,7 +209,7 @@ def test_arguments_are_text_where_a_template_needs_that(tokenizer: Any) -> None:
         ({"messages": "[" * 100_000}, None, "rows.jsonl:7: needs messages, .*RecursionError"),
         ({"messages": [{"role": "user"}]}, None, "KeyError.'content'"),
         ({"text": "\ud83d"}, None, "half of a surrogate pair"),
-        ({"text": "a"}, "completion", "text alone has no completion"),
+        ({"text": "a"}, "completion", "plain text has no completion"),
         ({"messages": TURNS[:3]}, "completion", "last message is not the assistant's"),
     ],
 )
@@ -264,8 +264,8 @@ class Asked:
 def test_a_chat_template_writes_its_own_special_tokens() -> None:
     made = Asked()
     encoder = Encoder(made, None)
-    assert list(encoder._tokenised([(7, "text", None)], is_chat=True)) == [(7, [1])]
-    assert list(encoder._tokenised([(8, "text", [(0, 9)])], is_chat=False)) == [(8, [1])]
+    assert list(encoder._tokenise([(7, "text", None)], is_chat=True)) == [(7, [1])]
+    assert list(encoder._tokenise([(8, "text", [(0, 9)])], is_chat=False)) == [(8, [1])]
     assert made.asked == [
         {"add_special_tokens": False, "return_offsets_mapping": False},
         {"add_special_tokens": True, "return_offsets_mapping": True},
@@ -283,7 +283,7 @@ def test_a_template_that_marks_answers_gets_the_tools_too() -> None:
 def test_a_conversation_is_what_a_row_is_taken_for() -> None:
     row = {"instruction": "one", "output": "two"}
     chat = Chat(messages=TURNS[:2], completion=1)
-    assert parse(row) == parsed("rows.jsonl:1", row) == chat
+    assert parse(row) == parse_row("rows.jsonl:1", row) == chat
     assert isinstance(parse(row, has_template=False), Plain)
     for alone in ({"instruction": "one", "text": "three"}, {"output": "two", "text": "three"}):
         assert parse(alone) == Plain(completion="three")
@@ -296,19 +296,19 @@ def test_a_message_without_calls_says_nothing_of_them() -> None:
 
 def test_arguments_of_a_call_are_text_that_a_person_reads() -> None:
     call = {"function": {"name": "weather", "arguments": {"city": "Köln"}}}
-    made = _with_text_arguments({"role": "assistant", "tool_calls": [call, {"name": "plain"}]})
+    made = _serialize_arguments({"role": "assistant", "tool_calls": [call, {"name": "plain"}]})
     assert made["tool_calls"] == [
         {"function": {"name": "weather", "arguments": '{"city": "Köln"}'}},
         {"name": "plain", "arguments": "{}"},
     ]
-    assert _with_text_arguments({"role": "user", "content": "one"}) == {"role": "user", "content": "one"}
+    assert _serialize_arguments({"role": "user", "content": "one"}) == {"role": "user", "content": "one"}
 
 
 @pytest.mark.parametrize(
     ("left", "right", "alike"), [("", "", 0), ("ab", "abc", 2), ("abc", "ab", 2), ("abx", "aby", 2), ("x", "y", 0)]
 )
 def test_how_far_two_texts_are_alike(left: str, right: str, alike: int) -> None:
-    assert _shared(left, right) == alike
+    assert _common_length(left, right) == alike
 
 
 def test_a_conversation_may_begin_with_an_answer(tokenizer: Any) -> None:
@@ -320,5 +320,5 @@ def test_a_conversation_may_begin_with_an_answer(tokenizer: Any) -> None:
 def test_answers_that_a_template_does_not_show_cannot_be_told_apart(tokenizer: Any, content: str) -> None:
     """What it renders of a conversation changes with its length."""
     silent = "{{ messages | length }}{% for m in messages %}{{ m.role }}" + content + "{% endfor %}"
-    with pytest.raises(BadDataset, match="message 2 cannot be told apart from its neighbours"):
+    with pytest.raises(BadDataset, match="message 2 cannot be located in the rendered text"):
         shown(tokenizer, {"messages": TURNS}, "assistant", silent)

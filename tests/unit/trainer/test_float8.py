@@ -88,16 +88,16 @@ def test_columns_are_laid_out_as_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_weight_is_kept_in_8_bits_and_nothing_else_for_the_backward_pass() -> None:
     plain, layer = pair(torch.bfloat16, bias=True)
     assert {name: weight.dtype for name, weight in layer.named_parameters()} == {
-        "kept": torch.float8_e4m3fn,
+        "weight_fp8": torch.float8_e4m3fn,
         "bias": torch.bfloat16,
     }
-    assert layer.kept.shape == plain.weight.shape and not any(one.requires_grad for one in layer.parameters())
+    assert layer.weight_fp8.shape == plain.weight.shape and not any(one.requires_grad for one in layer.parameters())
     assert layer.weight.dtype == torch.bfloat16 and 0.01 < off(layer.weight, plain.weight) < 0.05
     assert off(layer.weight, rounded(plain.weight.float(), torch.float8_e4m3fn)) < 0.003
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
         layer(torch.randn(4, FAN_IN, dtype=torch.bfloat16, requires_grad=True))
-    assert [one.data_ptr() for one in kept] == [layer.kept.data_ptr(), layer.scale.data_ptr()]
+    assert [one.data_ptr() for one in kept] == [layer.weight_fp8.data_ptr(), layer.scale.data_ptr()]
 
 
 def test_autocast_decides_the_dtype_of_outputs() -> None:
@@ -113,7 +113,7 @@ def test_what_is_zero_stays_zero_and_the_largest_is_not_lost() -> None:
     assert not layer(torch.zeros(4, FAN_IN, dtype=torch.bfloat16)).any()
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         for values in torch.tensor([[-3.0, 1.0], [2.9, -1.0], [1e4, 0.0]], dtype=torch.bfloat16):
-            cast, scale = float8._in_8_bits(values, dtype)
+            cast, scale = float8._cast(values, dtype)
             largest = float((cast.float() * scale).abs().max())
             assert scale.dtype == torch.float32
             assert largest == pytest.approx(float(values.abs().max()), rel=2**-8)  # a factor is rounded to bf16
@@ -123,9 +123,9 @@ def test_a_layer_without_values_takes_memory_and_gets_them_later() -> None:
     with META:
         plain = nn.Linear(FAN_IN, FAN_OUT)
     layer, nowhere = Float8Linear(plain, CPU), Float8Linear(plain, META)
-    assert not any(one.is_meta for one in (layer.kept, layer.scale, layer.bias))
-    assert all(one.is_meta for one in (nowhere.kept, nowhere.scale, nowhere.bias))
-    layer.keep(torch.full((FAN_OUT, FAN_IN), 0.25))
+    assert not any(one.is_meta for one in (layer.weight_fp8, layer.scale, layer.bias))
+    assert all(one.is_meta for one in (nowhere.weight_fp8, nowhere.scale, nowhere.bias))
+    layer.store(torch.full((FAN_OUT, FAN_IN), 0.25))
     assert torch.equal(layer.weight, torch.full((FAN_OUT, FAN_IN), 0.25))
 
 
@@ -136,7 +136,7 @@ def gradients(**knobs: Any) -> torch.Tensor:
     torch.manual_seed(0)
     base = model_builder.build(model_builder.config_of(LLAMA), settings, CPU)
     model_builder.set_checkpointing(base, settings)
-    model = model_builder.to_train(base, settings, CPU).train()
+    model = model_builder.trainable_model(base, settings, CPU).train()
     trained = [one for one in model.parameters() if one.requires_grad]
     assert {one.dtype for one in trained} == {torch.bfloat16 if config.precision == "bf16_pure" else torch.float32}
     torch.manual_seed(1)
@@ -167,7 +167,7 @@ def test_adapters_get_the_gradients_of_16_bits_up_to_rounding(precision: str) ->
 def test_ddp_sends_no_weights_in_8_bits() -> None:
     settings = model_settings(TrainConfig(precision="bf16_pure", quantization="fp8", lora_rank=4), "llama")
     base = model_builder.build(model_builder.config_of(LLAMA), settings, CPU)
-    model: Any = model_builder.to_train(base, settings, CPU)
+    model: Any = model_builder.trainable_model(base, settings, CPU)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     sent = {name: tensor for name, tensor in tensors.items() if name not in model._ddp_params_and_buffers_to_ignore}
     assert len(tensors) - len(sent) == 2 * 7 * LLAMA["num_hidden_layers"]
@@ -177,7 +177,7 @@ def test_ddp_sends_no_weights_in_8_bits() -> None:
 def test_dora_has_the_norms_of_the_weight() -> None:
     settings = model_settings(TrainConfig(precision="bf16_pure", quantization="fp8", dora=True, lora_rank=4), "llama")
     base = model_builder.build(model_builder.config_of(LLAMA), settings, CPU)
-    model: Any = model_builder.to_train(base, settings, CPU)
+    model: Any = model_builder.trainable_model(base, settings, CPU)
     layer = model.base_model.model.model.layers[0].mlp.up_proj
     magnitude = layer.lora_magnitude_vector["default"].weight
     assert off(magnitude, layer.base_layer.weight.norm(dim=1)) < 0.01

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 
 from autotune.trainer import chunked_loss as chunks
-from autotune.trainer.graphs import MOST_SHAPES, MicroBatchGraphs, is_capturing, rows_are_whole
+from autotune.trainer.graphs import MOST_SHAPES, MicroBatchGraphs, is_capturing, skip_packing_check
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -34,7 +34,7 @@ def test_gradients_stay_in_the_same_buffers_and_begin_at_zero() -> None:
 def test_a_fifth_shape_is_refused() -> None:
     graphs = MicroBatchGraphs(lambda batch: pytest.fail("it must not run"), [])
     graphs._graphs = {number: (None, {}, torch.zeros(())) for number in range(MOST_SHAPES)}
-    with pytest.raises(ValueError, match="micro batches have more than 4 shapes, each of which needs a CUDA graph"):
+    with pytest.raises(ValueError, match="micro batches have more than 4 shapes, and each shape needs a CUDA graph"):
         graphs.run({"input_ids": torch.zeros(1, 8)})
 
 
@@ -53,7 +53,7 @@ def test_transformers_makes_no_mask_for_rows_that_are_whole(monkeypatch: pytest.
     monkeypatch.setattr(masking_utils, "is_tracing", lambda *_: True)
     find = masking_utils.find_packed_sequence_indices
     model(input_ids=torch.zeros(1, 8, dtype=torch.long))
-    with rows_are_whole():
+    with skip_packing_check():
         model(input_ids=torch.zeros(1, 8, dtype=torch.long))
     assert seen[0] is not None and seen[1] is None
     assert masking_utils.find_packed_sequence_indices is find
@@ -73,10 +73,10 @@ def test_the_loss_in_chunks_is_the_same_without_reading_how_many_tokens_are_pred
     for capturing in (False, True):
         monkeypatch.setattr(chunks, "is_capturing", lambda capturing=capturing: capturing)
         leaf = hidden.clone().requires_grad_(True)
-        loss = chunks._Chunks.apply(head, leaf, targets)
+        loss = chunks._ChunkedCrossEntropy.apply(head, leaf, targets)
         loss.backward()
         found.append((loss.detach(), leaf.grad))
-    assert len(chunks._predicting(targets)) == 20
+    assert len(chunks._target_positions(targets)) == 20
     expected = cross_entropy(head(hidden), targets, reduction="sum").detach()
     for loss, gradient in found:
         assert torch.allclose(loss, expected) and torch.allclose(gradient, found[0][1], atol=1e-6)

@@ -23,7 +23,7 @@ def test_labels_are_numbered_in_their_order() -> None:
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([("a", 1), ("b", 1)], "nothing to tell apart"),
+        ([("a", 1), ("b", 1)], "at least two labels"),
         ([("a", 1), ("b", "x")], "some labels are numbers"),
         ([(None, 1)], "row 0: classification needs text"),
         ([("a", 1.5)], "the label 1.5 is neither"),

@@ -54,15 +54,15 @@ def test_the_base_has_the_asked_type_and_attention() -> None:
 
 def test_adapters_are_on_every_linear_layer_but_the_head() -> None:
     pure = {"precision": "bf16_pure", "lora_rank": 4}
-    model = model_builder.to_train(built(LLAMA, **pure), settings(**pure), CPU)
+    model = model_builder.trainable_model(built(LLAMA, **pure), settings(**pure), CPU)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     # A pair of matrices for q, k, v, o, gate, up and down of each layer: rank x (inputs + outputs).
     sides = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 64), (32, 64), (64, 32)]
     assert sum(weight.numel() for weight in trained) == 4 * 4 * sum(map(sum, sides))
     assert {weight.dtype for weight in trained} == {torch.bfloat16}
-    mixed = model_builder.to_train(built(LLAMA, precision="bf16_mixed"), settings(precision="bf16_mixed"), CPU)
+    mixed = model_builder.trainable_model(built(LLAMA, precision="bf16_mixed"), settings(precision="bf16_mixed"), CPU)
     assert {weight.dtype for weight in mixed.parameters() if weight.requires_grad} == {torch.float32}
-    full = model_builder.to_train(built(LLAMA, method="full"), settings(method="full"), CPU)
+    full = model_builder.trainable_model(built(LLAMA, method="full"), settings(method="full"), CPU)
     assert all(weight.requires_grad for weight in full.parameters())
 
 
@@ -235,7 +235,7 @@ def test_cudnn_attention_is_known_by_its_name() -> None:
 def test_adapters_beside_the_weights_are_not_trained_upon(tmp_path: Path) -> None:
     base = built(LLAMA)
     base.save_pretrained(tmp_path)
-    adapted = model_builder.to_train(base, settings(lora_rank=4), CPU)
+    adapted = model_builder.trainable_model(base, settings(lora_rank=4), CPU)
     adapted.save_pretrained(tmp_path / "adapters")
     for file in (tmp_path / "adapters").glob("adapter_*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -248,7 +248,7 @@ def test_what_is_offloaded_is_what_a_layer_is_recomputed_from() -> None:
     for checkpointing, offloaded in (("full", False), ("offload", True), ("every_2", False)):
         model_builder.set_checkpointing(base, settings(checkpointing=checkpointing))
         for layer in model_builder.decoder_layers(base):
-            assert (layer._gradient_checkpointing_func.func is patches._offloaded) is offloaded
+            assert (layer._gradient_checkpointing_func.func is patches._checkpoint_on_host) is offloaded
 
 
 def test_older_transformers_recompute_by_another_name() -> None:
@@ -310,7 +310,7 @@ def test_a_model_is_built_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None
     model = model_builder.build(model_builder.config_of(LLAMA), settings(), torch.device("meta"))
     assert all(weight.is_meta for weight in model.parameters()) and done == ["register"]
     assert not model.config.use_cache
-    adapted = model_builder.to_train(model, settings(lora_rank=2), torch.device("meta"))
+    adapted = model_builder.trainable_model(model, settings(lora_rank=2), torch.device("meta"))
     assert all(weight.is_meta for weight in adapted.parameters())
 
 

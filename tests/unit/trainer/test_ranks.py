@@ -159,7 +159,7 @@ from autotune.trainer import ranks
 
 print("trained")
 os.close(1)
-ranks.end_after(lambda: sys.exit(75))
+ranks.run_rank(lambda: sys.exit(75))
 """
     assert subprocess.run([sys.executable, "-c", body], capture_output=True, timeout=30).returncode == 75
 
@@ -186,7 +186,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in
 threading.Thread(target=time.sleep, args=(50,)).start()
 atexit.register(print, "at the end")
 print("trained")
-ranks.end_after({train})
+ranks.run_rank({train})
 """
     ended = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=30)
     assert (ended.returncode, ended.stdout) == (code, "trained\nat the end\n")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autotune.trainer import reading
-from autotune.trainer.reading import BadDataset, files_of, read_rows
+from autotune.trainer.reading import BadDataset, find_files, read_rows
 
 ROWS: list[dict[str, Any]] = [{"text": f"row {index}", "more": [{"a": index}]} for index in range(3)]
 
@@ -75,7 +75,7 @@ def test_shards_in_a_folder(tmp_path: Path) -> None:
     (tmp_path / "dataset_infos.json").write_text("{}")
     assert found(tmp_path) == ROWS[:2]
     assert found(tmp_path, "validation") == ROWS[2:]
-    assert len(files_of(tmp_path / "data")) == 2
+    assert len(find_files(tmp_path / "data")) == 2
     with pytest.raises(BadDataset, match="of split test"):
         found(tmp_path, "test")
 
@@ -94,8 +94,8 @@ def test_a_folder_without_names_of_splits_is_read_whole(tmp_path: Path) -> None:
         ("a.json", b'[{"a": 1},\n\n {"a": ]', r"a\.json:3: not JSON"),
         ("a.json", b'[{"a": 1},\n 5]', r"a\.json:2: not a JSON object"),
         ("a.json", b'[{"a": 1}', r"a\.json:1: not JSON"),
-        ("a.json", b'[{"a": 1}]\n[{"a": 2}]\n', r"a\.json: more follows after its array"),
-        ("a.json", b'[{"a": 1}]x', r"a\.json: more follows after its array"),
+        ("a.json", b'[{"a": 1}]\n[{"a": 2}]\n', r"a\.json: text follows its array"),
+        ("a.json", b'[{"a": 1}]x', r"a\.json: text follows its array"),
         ("a.json", b'\n[\n{"a": }]', r"a\.json:3: not JSON"),
         ("a.csv", b"text\none\ntwo,three\n", r"a\.csv:3: it has more cells"),
         ("a.csv", b'text\none\n"two\nthree\n', r"a\.csv:3: unexpected end of data"),
@@ -136,7 +136,7 @@ def test_only_files_that_are_shown_are_read_and_none_is_skipped(tmp_path: Path) 
 @pytest.mark.parametrize("state", ["{", "{}", "[]", '{"_data_files": [{}]}', "\xff"])
 def test_a_saved_dataset_that_is_damaged_is_named(tmp_path: Path, state: str) -> None:
     (tmp_path / "state.json").write_bytes(state.encode("latin-1"))
-    with pytest.raises(BadDataset, match=r"state\.json is not as datasets writes it"):
+    with pytest.raises(BadDataset, match=r"state\.json is not in the format of datasets"):
         found(tmp_path)
 
 

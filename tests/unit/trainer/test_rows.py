@@ -109,9 +109,9 @@ def test_stored_examples_are_mapped_and_cut(tmp_path: Path) -> None:
     with (tmp_path / "tokens").open("wb") as tokens, (tmp_path / "ends").open("wb") as ends:
         array("i", [5, -7, 8, 9, 1, 2]).tofile(tokens)
         array("q", [4, 6]).tofile(ends)
-    stored = rows.Stored(tmp_path)
+    stored = rows.StoredExamples(tmp_path)
     assert [example.tolist() for example in stored] == [[5, -7, 8, 9], [1, 2]] and len(stored) == 2
-    both = rows.Rows(rows.Part(stored, [1, 0], 3), [[0, 1]])
+    both = rows.Rows(rows.Selection(stored, [1, 0], 3), [[0, 1]])
     assert [[example.tolist() for example in row] for row in both] == [[[1, 2], [5, -7, 8]]]
     assert rows.collate([both[0]], [6], True)["labels"].tolist() == [[-100, 2, -100, -100, 8, -100]]
 
@@ -122,13 +122,13 @@ def test_an_example_without_a_target_is_left_out(capsys: pytest.CaptureFixture[s
     trained, held_out = rows.split(examples, 3, 2, 2)
     assert [example.tolist() for example in trained] == [[5, 6]]
     assert [[example.tolist() for example in row] for row in held_out] == [[[3, 4]]]
-    assert "2 of 3 examples have nothing to train on in 3 tokens" in capsys.readouterr().err
+    assert "2 of 3 examples have no token to train on in 3 tokens" in capsys.readouterr().err
 
 
 def test_random_examples_have_a_prompt_of_the_usual_share() -> None:
-    assert rows.with_prompt(torch.tensor([1, 2, 3, 4]), 0.5).tolist() == [-2, -3, 3, 4]
-    assert rows.with_prompt(torch.tensor([1, 2, 3]), 1.0).tolist() == [1, 2, 3]
-    assert rows.with_prompt(torch.tensor([1, 2, 3]), 0.01).tolist() == [-2, -3, 3]  # short ones have a loss too
+    assert rows.mask_prompt(torch.tensor([1, 2, 3, 4]), 0.5).tolist() == [-2, -3, 3, 4]
+    assert rows.mask_prompt(torch.tensor([1, 2, 3]), 1.0).tolist() == [1, 2, 3]
+    assert rows.mask_prompt(torch.tensor([1, 2, 3]), 0.01).tolist() == [-2, -3, 3]  # short ones have a loss too
 
 
 def test_a_row_that_fills_one_of_the_lengths_needs_no_longer_one() -> None:

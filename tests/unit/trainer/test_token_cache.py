@@ -13,7 +13,7 @@ import pytest
 
 from autotune.trainer import token_cache
 from autotune.trainer.reading import BadDataset
-from autotune.trainer.rows import Stored
+from autotune.trainer.rows import StoredExamples
 from autotune.trainer.token_cache import CannotKeep, cache_folder, read_about, tokenise
 from tests.helpers.tokenizers import CHATML, byte_level
 
@@ -35,8 +35,8 @@ def test_tokens_are_made_once(data: Path, tokenizer: Any, monkeypatch: pytest.Mo
     folder = tokenise(data, tokenizer)
     about = read_about(folder)
     assert about["examples"] == 3
-    assert [len(example) for example in Stored(folder)] == [about["tokens"] // 3] * 3
-    assert sum(int((example >= 0).sum()) for example in Stored(folder)) == about["trained"] < about["tokens"]
+    assert [len(example) for example in StoredExamples(folder)] == [about["tokens"] // 3] * 3
+    assert sum(int((example >= 0).sum()) for example in StoredExamples(folder)) == about["trained"] < about["tokens"]
     monkeypatch.setattr(token_cache, "_write", None)  # it would be called again
     assert tokenise(data, tokenizer) == folder
 

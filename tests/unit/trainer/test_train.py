@@ -247,7 +247,7 @@ def test_padding_is_not_counted_in_the_speed() -> None:
     """Rows of 5 and 7 tokens on the mean, 2 in a micro batch, 3 micro batches a step: 36 tokens in 2 seconds."""
 
     class Two(Clock):
-        def measured(self) -> dict[str, Any]:
+        def measurements(self) -> dict[str, Any]:
             return {"seconds_per_step": 2.0}
 
     made = settings({"accumulation": 3})
@@ -290,7 +290,7 @@ def test_what_is_read_of_a_dataset(
         "AutoTokenizer",
         SimpleNamespace(from_pretrained=lambda name, trust_remote_code: (name, trust_remote_code)),
     )
-    monkeypatch.setattr(rows, "Stored", lambda folder: ("stored", folder))
+    monkeypatch.setattr(rows, "StoredExamples", lambda folder: ("stored", folder))
     made = settings({"loss_on": "assistant"})
     found: Any = train.read_examples(made, replace(OPTIONS, dataset="data", split="test"))
     assert found == ("stored", tmp_path)

@@ -13,7 +13,7 @@ ENDS = [0, 3, 5, 6, 12]
 
 
 def segments() -> varlen.Segments:
-    made: varlen.Segments = varlen.with_segments({"position_ids": EXAMPLES})["segments"]
+    made: varlen.Segments = varlen.add_segments({"position_ids": EXAMPLES})["segments"]
     return made
 
 
@@ -29,7 +29,7 @@ def attend(*inputs: torch.Tensor, mask: torch.Tensor | None = None, **named: Any
 def test_segments_say_where_examples_end_in_a_shape_that_does_not_say_how_many() -> None:
     assert segments().ends.tolist() == ENDS + [12] * 8 and segments().ends.dtype is torch.int32
     assert segments().counts.tolist() == [4, 6]
-    one = varlen.with_segments({"position_ids": torch.arange(12).view(1, 12)})["segments"]
+    one = varlen.add_segments({"position_ids": torch.arange(12).view(1, 12)})["segments"]
     assert one.ends.shape == segments().ends.shape and one.ends.tolist() == [0] + [12] * 12
     assert one.counts.tolist() == [1, 12]
 
@@ -124,7 +124,7 @@ def test_all_windows_at_once_are_those_one_after_another(monkeypatch: pytest.Mon
     ends = torch.tensor(ENDS, dtype=torch.int32)
     how: dict[str, Any] = {"scaling": 0.3, "cu_seq_lens_q": ends, "max_length_q": 6, "cu_seq_lens_k": ends}
     expected, _ = varlen.attend_windows(None, *inputs, None, **how)  # on a CPU as transformers does it
-    monkeypatch.setattr(varlen, "_flash_takes", lambda query: True)
+    monkeypatch.setattr(varlen, "_supports_flash", lambda query: True)
     found, _ = varlen.attend_windows(None, *inputs, None, **how)
     assert found.shape == (1, 12, 4, 8)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
