@@ -29,7 +29,7 @@ from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.dry.counting import META, WORKSPACE, CountedStep, cuda_workspace
-from autotune.dry.meta_device import cuda_on_meta
+from autotune.dry.meta_device import simulate_cuda
 from autotune.dry.prober import DryProber
 from autotune.dry.storage_counter import StorageCounter, blocks
 from autotune.prediction.sharded_memory import rank_breakdown
@@ -456,7 +456,7 @@ def count_rank(model: ModelSpec, config: TrainConfig, parallelism: Parallelism, 
     """GiB that rank 0 has allocated at the peak of its second step."""
     pure = replace(config, precision="bf16_pure")  # what is computed in
     request = ProbeRequest(config=pure, model=model.config, memory_gib=1.0, micro_steps=accumulation)
-    with cuda_on_meta(packed=False, padded=False), fsdp2_on_meta(parallelism.num_gpus) as counter:
+    with simulate_cuda(packed=False, padded=False), fsdp2_on_meta(parallelism.num_gpus) as counter:
         step = CountedStep(request, META, cuda_workspace)
         trained = trained_parameters(step._model)
         for parameter in trained:

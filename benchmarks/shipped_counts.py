@@ -34,7 +34,7 @@ from autotune.problem.study_spec import StudySpec
 
 SPACES = ("default", "lora", "qlora", "full")
 DIGITS = 6  # of each number
-OF_THIS_MACHINE = ("it took longer than", "the process that counts it ended", "installed")  # a refusal
+OF_THIS_MACHINE = ("it took longer than", "the counting process ended", "installed")  # a refusal
 FILE = ROOT / "autotune" / "dry" / "shipped_counts.json.gz"
 
 

@@ -1,7 +1,8 @@
-"""Compiles decoder layers for a dry probe: torch's own graphs and its choice of what to recompute, without kernels.
+"""Compiles decoder layers for a dry probe: torch's graphs and recomputation choices, no kernels.
 
-AOTAutograd partitions the graph of a layer as it does for Inductor, which decides what the layer keeps. A value of an
-element-wise operation takes no memory where Inductor computes it inside the kernels that use it.
+AOTAutograd partitions the graph of a layer as it does for Inductor. The partition decides which
+activations the layer keeps. The value of an element-wise operation takes no memory if Inductor
+computes it inside the kernels that use it.
 """
 
 import functools
@@ -33,21 +34,24 @@ GRAPHS = 64  # of one function: a few shapes of a few kinds of layer
 
 
 def compile_for_count(layers: list[nn.Module], activation_budget: float = 1.0) -> None:
-    """Compile each layer by itself when it first runs. What an earlier call compiled is forgotten.
+    """Compile each layer separately at its first run, and discard earlier compilations.
 
-    `activation_budget` is as of `runtime.lean_trainer.compile_layers`.
+    `activation_budget` has the meaning it has in `trainer.lean_trainer.compile_layers`.
     """
     torch._dynamo.reset()
     dynamo = torch._dynamo.config
-    dynamo.recompile_limit = dynamo.accumulated_recompile_limit = GRAPHS
+    dynamo.recompile_limit = GRAPHS
+    dynamo.accumulated_recompile_limit = GRAPHS
     dynamo.fail_on_recompile_limit_hit = True
+
     torch.compiler.allow_in_graph(functional.scaled_dot_product_attention)
+    # Attention stays one operation, which the meta device sends to CUDA's kernels.
     for layer in layers:
         layer.compile(dynamic=False, backend=_backend(activation_budget))
 
 
 def _compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
-    interpreter = _Fused(graph)
+    interpreter = _FusedInterpreter(graph)
 
     def run(arguments: list[Any]) -> Any:
         StorageCounter.fused = True
@@ -77,10 +81,11 @@ def _backend(activation_budget: float) -> Callable[..., Any]:
     return backend
 
 
-class _Fused(fx.Interpreter):
-    """Runs a graph. Values that Inductor never stores are not counted, and what they are computed from lives longer.
+class _FusedInterpreter(fx.Interpreter):
+    """Runs a graph without counting the values that Inductor never stores.
 
-    A kernel of Inductor reads what is stored once for all that it computes from it, and writes what others need.
+    The inputs of such a value stay alive until its last use. A generated kernel reads each stored
+    input once and writes only the outputs that other kernels read.
     """
 
     def __init__(self, graph: fx.GraphModule) -> None:
@@ -88,18 +93,31 @@ class _Fused(fx.Interpreter):
         nodes = list(graph.graph.nodes)
         self._inside = {node for node in nodes if _is_elementwise(node) and not _is_stored(node)}
         self._generated = {node for node in nodes if _is_generated(node)}
+
+        # Each stored value is read once, by the first generated kernel that needs it.
         self._first_read: dict[fx.Node, list[fx.Node]] = {node: [] for node in self._generated}
         read = set[fx.Node]()
         for node in nodes:
             if node in self._generated:
-                new = [_viewed(one) for one in node.all_input_nodes]
-                self._first_read[node] = [one for one in dict.fromkeys(new) if one not in self._inside | read]
-                read.update(new)
+                sources = [_view_source(source) for source in node.all_input_nodes]
+                self._first_read[node] = [
+                    source for source in dict.fromkeys(sources) if source not in self._inside | read
+                ]
+                read.update(sources)
+
+        # An input of an unstored value or a view lives as long as the users of that value.
         place = {node: index for index, node in enumerate(nodes)}
         last: dict[fx.Node, int] = {}
         for node in reversed(nodes):
-            uses = (last[user] if user in self._inside or _is_view(user) else place[user] for user in node.users)
+            uses = (
+                last[user] if user in self._inside or _is_view(user) else place[user]
+                for user in node.users
+            )
             last[node] = max(uses, default=place[node])
+        self._set_last_uses(nodes, last)
+
+    def _set_last_uses(self, nodes: list[fx.Node], last: dict[fx.Node, int]) -> None:
+        """Tell the base class which values to free after each node."""
         self.user_to_last_uses: dict[fx.Node, list[fx.Node]] = {}
         for node, index in last.items():
             if node.op == "output":
@@ -107,18 +125,26 @@ class _Fused(fx.Interpreter):
             self.user_to_last_uses.setdefault(nodes[index], []).append(node)
 
     def run_node(self, n: fx.Node) -> Any:
-        before, StorageCounter.fusing = StorageCounter.fusing, n in self._inside
+        before = StorageCounter.fusing
+        StorageCounter.fusing = n in self._inside
         try:
             made = super().run_node(n)
         finally:
             StorageCounter.fusing = before
         if n in self._generated:
-            stored = n not in self._inside
-            read = sum(num_bytes(self.env[node]) for node in self._first_read[n] if node in self.env)
-            for mode in _get_current_dispatch_mode_stack():  # AOTAutograd has one of its own at first
-                if isinstance(mode, StorageCounter):
-                    mode.add_fused(read + (num_bytes(made) if stored else 0), int(stored))
+            self._count_kernel(n, made)
         return made
+
+    def _count_kernel(self, node: fx.Node, made: Any) -> None:
+        """Add the bytes that a generated kernel reads and writes to every active counter."""
+        stored = node not in self._inside
+        read = sum(
+            num_bytes(self.env[source]) for source in self._first_read[node] if source in self.env
+        )
+        moved = read + num_bytes(made) if stored else read
+        for mode in _get_current_dispatch_mode_stack():  # AOTAutograd adds its own mode at first
+            if isinstance(mode, StorageCounter):
+                mode.add_fused(moved, int(stored))
 
 
 def _is_elementwise(node: fx.Node) -> bool:
@@ -129,7 +155,7 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def _is_generated(node: fx.Node) -> bool:
-    """Whether Inductor generates the kernel: not of products, which libraries have, nor of views."""
+    """Whether Inductor generates the kernel; libraries provide products, and views have none."""
     target: Any = node.target
     is_operation = node.op == "call_function" and isinstance(target, torch._ops.OpOverload)
     if not is_operation or target.is_view or target.overloadpacket in flop_registry:
@@ -137,15 +163,15 @@ def _is_generated(node: fx.Node) -> bool:
     return target.overloadpacket.__name__ not in (UNPACKED_PRODUCT, GROUPED_PRODUCT, *FALLBACKS)
 
 
-def _viewed(node: fx.Node) -> fx.Node:
-    """What a node is a view of, or the node itself."""
+def _view_source(node: fx.Node) -> fx.Node:
+    """The node that a view is taken of, or the node itself."""
     while _is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def _is_stored(node: fx.Node) -> bool:
-    """Whether anything but element-wise operations and reductions uses the value, or a view of it."""
+    """Whether any operation besides element-wise ones and reductions uses the value or a view."""
     return any(
         _is_stored(user) if _is_view(user) else not (_is_elementwise(user) or _is_reduction(user))
         for user in node.users
@@ -159,4 +185,6 @@ def _is_view(node: fx.Node) -> bool:
 
 def _is_reduction(node: fx.Node) -> bool:
     target: Any = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.overloadpacket.__name__ in REDUCTIONS
+    return (
+        isinstance(target, torch._ops.OpOverload) and target.overloadpacket.__name__ in REDUCTIONS
+    )

@@ -1,7 +1,8 @@
-"""A probe without a GPU and without weights: one training step on the meta device, whose memory and work are counted.
+"""Counts the memory and work of one training step on the meta device, without GPU or weights.
 
-Model, adapters, checkpointing, loss and optimizer are those of the real probe. What the meta device cannot see, such as
-the workspaces of CUDA's kernels, is added by constants for each kernel, never for a family of models.
+Model, adapters, checkpointing, loss and optimizer are the same as in a real probe. The meta device
+cannot see everything, such as the workspaces of CUDA's kernels. Constants for each kernel add the
+missing bytes; no constant belongs to a family of models.
 """
 
 import math
@@ -20,7 +21,7 @@ from autotune.core.probe_types import DryCount, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import MIB, gib
 from autotune.dry.compiled import compile_for_count
-from autotune.dry.meta_device import cuda_on_meta
+from autotune.dry.meta_device import simulate_cuda
 from autotune.dry.storage_counter import StorageCounter, blocks
 from autotune.probe.accounting import logical_params, trained_parameters
 from autotune.probe.model_settings import model_settings
@@ -41,90 +42,120 @@ from autotune.trainer.model_builder import (
 from autotune.trainer.settings import ModelSettings
 
 META = torch.device("meta")
-WORKSPACE = 64 * MIB  # cuBLAS's: 32 MiB on Hopper for each of its two libraries; less on older cards
-SIDE_WORKSPACE = WORKSPACE // 2  # of the stream on which joined layers take the gradients of adapters
-NF4_BLOCK, NESTED_BLOCK = 64, 256  # bitsandbytes: weights to a scale, and scales to a scale of theirs
+WORKSPACE = 64 * MIB  # cuBLAS on Hopper: 32 MiB for each of its two libraries; less on older cards
+SIDE_WORKSPACE = WORKSPACE // 2  # the stream that computes the gradients of joined adapters
+NF4_BLOCK = 64  # bitsandbytes: weights for each scale
+NESTED_BLOCK = 256  # bitsandbytes: scales for each nested scale
 SIXTEEN_BITS = {"bf16_mixed": torch.bfloat16, "fp16_mixed": torch.float16}
 
 
 def dry_probe(request: ProbeRequest) -> DryCount:
-    """Count one training step of this request, at its depth. Raises what building and training the model raise."""
+    """Count one training step of this request at its depth.
+
+    Raises the same errors as building and training the model.
+    """
     config = request.config
     if config.num_gpus > 1:
         raise ValueError("a rank of several GPUs is not counted")
     if config.quantization == "int8" and config.compile != "none":
-        raise ValueError("what compiled layers of an int8 base hold is not known")
+        raise ValueError("the memory of compiled layers with an int8 base is not known")
+
     rows = request.objective.rows_per_example * config.micro_batch_size
     padded = config.padding == "masked" and rows > 1
-    with ExitStack() as stack:
-        stack.enter_context(cuda_on_meta(packed=config.packing, padded=padded))
-        if request.trainer == "trl":
-            from autotune.dry.preference import in_16_bits, trl_on_meta
 
-            stack.enter_context(trl_on_meta(padded=padded))
-            request = replace(request, config=in_16_bits(config))
-        always = WORKSPACE if config.lora_kernels == "peft" else WORKSPACE + SIDE_WORKSPACE
-        return CountedStep(request, META, cuda_workspace).count(always)
+    with ExitStack() as stack:
+        stack.enter_context(simulate_cuda(packed=config.packing, padded=padded))
+        if request.trainer == "trl":
+            from autotune.dry.preference import replace_fp16, simulate_trl
+
+            stack.enter_context(simulate_trl(padded=padded))
+            request = replace(request, config=replace_fp16(config))
+        workspace = WORKSPACE if config.lora_kernels == "peft" else WORKSPACE + SIDE_WORKSPACE
+        return CountedStep(request, META, cuda_workspace).count(workspace)
 
 
 class CountedStep:
-    """One training step of a request on a device, whose memory is counted instead of measured."""
+    """One training step of a request on a device, with counted instead of measured memory."""
 
     def __init__(
-        self, request: ProbeRequest, device: torch.device, workspace: Callable[[Any, tuple[Any, ...]], int]
+        self,
+        request: ProbeRequest,
+        device: torch.device,
+        workspace: Callable[[Any, tuple[Any, ...]], int],
     ) -> None:
-        """Build the model. `workspace` says what the kernel of an operation allocates for itself."""
-        self._request, self._config, self._device = request, request.config, device
+        """Build the model; `workspace` returns the bytes that an operation's kernel allocates."""
+        self._request = request
+        self._config = request.config
+        self._device = device
+        self._segment = ""
+        self._segments: dict[str, int] = {}
+
         settings = model_settings(request.config, request.model["model_type"], request.objective)
         shape = config_of(request.model)
         if request.depth is not None:
             truncate(shape, request.depth)
         self._base = build(shape, settings, device, quantized_linear if device == META else None)
+
         self._counter = StorageCounter(device, workspace)
         self._counter.hold_module(self._base)
         self._model_bytes = self._counter.live
+        self._prepare_training(settings)
+        self._loss = self._choose_loss()
+        if self._config.compile == "per_layer":
+            if self._config.method == "lora":
+                # As in a real probe, the first layer compiles like all the others.
+                require_input_gradients(self._base)
+            compile_for_count(decoder_layers(self._model), self._config.activation_budget)
+
+        self._trl_step = None
+        if request.trainer == "trl":
+            from autotune.dry.preference import DryTrlStep
+
+            self._trl_step = DryTrlStep(request, self._base, self._model)
+            if self._trl_step.reference is not None:
+                self._counter.hold_module(self._trl_step.reference)
+                self._model_bytes = self._counter.live
+        self._model.train()
+
+    def _prepare_training(self, settings: ModelSettings) -> None:
+        """Add checkpointing and adapters to the base model, and join them if the settings do."""
         set_checkpointing(self._base, settings)
-        self._model = trainable_model(self._base, settings, device)
+        self._model = trainable_model(self._base, settings, self._device)
         if not settings.adapters_in_fp32:
             _give_dtype(trained_parameters(self._model), base_dtype(settings))
         if settings.tiled:
             compute_in_tiles(self._base)
+
         before = self._counter.live
-        self._joined = JoinedLayers(self._base, decoder_layers(self._base)) if settings.joined else None
+        self._joined = (
+            JoinedLayers(self._base, decoder_layers(self._base)) if settings.joined else None
+        )
         if self._joined is not None:
             self._counter.hold(self._joined.tensors())
             self._model_bytes += self._counter.live - before
-        self._loss: Callable[..., torch.Tensor] | None = None
-        if request.objective is Objective.CLASSIFICATION:
-            self._loss = label_loss
-        elif self._config.loss == "chunked" and request.trainer == "transformers":
-            self._loss = chunked_loss(self._base)
-        if self._config.compile == "per_layer":
-            if self._config.method == "lora":  # as in a real probe: the first layer is compiled as all others are
-                require_input_gradients(self._base)
-            compile_for_count(decoder_layers(self._model), self._config.activation_budget)
-        self._by_trl = None
-        if request.trainer == "trl":
-            from autotune.dry.preference import DryTrlStep
 
-            self._by_trl = DryTrlStep(request, self._base, self._model)
-            if self._by_trl.reference is not None:
-                self._counter.hold_module(self._by_trl.reference)
-                self._model_bytes = self._counter.live
-        self._model.train()
-        self._segment = ""
-        self._segments: dict[str, int] = {}
+    def _choose_loss(self) -> Callable[..., torch.Tensor] | None:
+        """The loss function that replaces the model's own, or None."""
+        if self._request.objective is Objective.CLASSIFICATION:
+            return label_loss
+        if self._config.loss == "chunked" and self._request.trainer == "transformers":
+            return chunked_loss(self._base)
+        return None
 
-    def count(self, always: int = 0) -> DryCount:
-        """Train on the longest micro batch with all that is alive in a run; `always` bytes are held at any time.
+    def count(self, workspace: int = 0) -> DryCount:
+        """Train on the longest micro batch while everything alive in a run is alive.
 
-        The optimizer's state exists, and where a step has several micro batches the gradients of an earlier one.
+        The optimizer's state exists. If a step has several micro batches, the gradients of an
+        earlier one exist too. `workspace` bytes are added to every peak.
         """
-        counter, trained = self._counter, trained_parameters(self._model)
+        counter = self._counter
+        trained = trained_parameters(self._model)
         in_backward = self._config.optimizer_in_backward
         counter.hold_module(self._model)
         built = counter.live
+
         with counter:
+            # The first step of each optimizer makes its state.
             groups = [[parameter] for parameter in trained] if in_backward else [trained]
             steps = [make_optimizer(self._config, self._model, group) for group in groups]
             for parameter in trained:
@@ -133,30 +164,40 @@ class CountedStep:
             for step in steps:
                 step()
             state = counter.live - built - gradients
+
             if self._request.micro_steps == 1:
                 self._forget_gradients()
             if in_backward:
                 gradients = max(parameter.nbytes for parameter in trained)
                 for parameter, step in zip(trained, steps, strict=True):
                     parameter.register_post_accumulate_grad_hook(partial(_step_and_free, step))
+
             self._divide_step()
             if self._joined is not None:
                 self._joined.follow()
             counter.begin()
-            batches = [self._batch() for _ in range(self._request.micro_steps)]  # Trainer fetches those of a step
+
+            # Trainer fetches all micro batches of a step at once.
+            batches = [self._batch() for _ in range(self._request.micro_steps)]
             self._enter("forward")
             loss = self._forward(batches[-1])
             self._enter("backward")
             loss.backward()
             del loss
-            work = dict(counter.flops), dict(counter.moved), counter.operations  # of a micro batch, not of the rest
+
+            # The work is counted for a micro batch, without the optimizer's step.
+            flops = dict(counter.flops)
+            moved_bytes = dict(counter.moved)
+            operations = counter.operations
+
             self._enter("optimizer")
             if not in_backward:
                 nn.utils.clip_grad_norm_(trained, 1.0)
                 steps[0]()
             self._forget_gradients()
             self._enter("")
-        segments = {name: gib(peak + always) for name, peak in self._segments.items()}
+
+        segments = {name: gib(peak + workspace) for name, peak in self._segments.items()}
         return DryCount(
             model_gib=gib(self._model_bytes),
             adapters_gib=gib(built - self._model_bytes),
@@ -166,9 +207,9 @@ class CountedStep:
             peak_allocated_gib=max(segments.values()),
             trainable_params=sum(parameter.numel() for parameter in trained),
             total_params=logical_params(self._model),
-            flops=work[0],
-            moved_bytes=work[1],
-            operations=work[2],
+            flops=flops,
+            moved_bytes=moved_bytes,
+            operations=operations,
         )
 
     def _forget_gradients(self) -> None:
@@ -182,7 +223,7 @@ class CountedStep:
         self._segment = segment
 
     def _divide_step(self) -> None:
-        """Divide the forward pass into layers and head, the backward pass into head, layers and inputs."""
+        """Divide the forward pass into layers and head, and backward into head, layers, inputs."""
 
         def begin_at(tensor: torch.Tensor, name: str) -> None:
             if tensor.requires_grad:
@@ -193,31 +234,41 @@ class CountedStep:
             begin_at(hidden, "backward_layers")
 
         embedding = self._base.get_input_embeddings()
-        embedding.register_forward_hook(lambda module, inputs, outputs: begin_at(outputs, "backward_inputs"))
-        # TRL takes the head's weights, and never calls it; one over labels has no common name.
-        if self._by_trl is not None or self._request.objective.num_labels is not None:
+        embedding.register_forward_hook(
+            lambda module, inputs, outputs: begin_at(outputs, "backward_inputs")
+        )
+
+        # TRL takes the head's weights and never calls the head; a head over labels has no common
+        # name.
+        if self._trl_step is not None or self._request.objective.num_labels is not None:
             self._base.base_model.register_forward_hook(
                 lambda module, inputs, outputs: end_layers(outputs.last_hidden_state)
             )
         else:
-            self._base.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: end_layers(inputs[0]))
+            self._base.get_output_embeddings().register_forward_pre_hook(
+                lambda module, inputs: end_layers(inputs[0])
+            )
 
     def _batch(self) -> dict[str, torch.Tensor]:
-        if self._by_trl is not None:
-            return self._by_trl.batch()
-        rows, length = self._config.micro_batch_size, self._request.longest.length
-        names, config = ["input_ids", "labels"], self._config
+        if self._trl_step is not None:
+            return self._trl_step.batch()
+        config = self._config
+        rows, length = config.micro_batch_size, self._request.longest.length
+        names = ["input_ids", "labels"]
         if config.has_mask:
             names.append("position_ids" if config.packing else "attention_mask")
-        batch = {name: torch.zeros(rows, length, dtype=torch.long, device=self._device) for name in names}
+        batch = {
+            name: torch.zeros(rows, length, dtype=torch.long, device=self._device) for name in names
+        }
         if self._request.objective is Objective.CLASSIFICATION:
             batch["labels"] = torch.zeros(rows, dtype=torch.long, device=self._device)
         return batch
 
     def _forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """The loss of a micro batch, as Trainer and accelerate compute it."""
-        if self._by_trl is not None:
-            return self._by_trl.loss(batch)
+        if self._trl_step is not None:
+            return self._trl_step.loss(batch)
+
         items = torch.ones((), dtype=torch.long, device=self._device)
         labels = batch.pop("labels") if self._loss is not None else None
         dtype = SIXTEEN_BITS.get(self._config.precision)
@@ -225,6 +276,7 @@ class CountedStep:
             outputs = self._model(**batch, num_items_in_batch=items)
         if dtype:
             outputs = convert_to_fp32(outputs)
+
         if self._loss is not None:
             return self._loss(outputs, labels, num_items_in_batch=items)
         loss: torch.Tensor = outputs["loss"]
@@ -232,32 +284,42 @@ class CountedStep:
 
 
 def _give_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
-    """What PEFT does with new adapters unless they are on the meta device: give them the dtype of the base."""
+    """Give new adapters the dtype of the base, as PEFT does unless they are on the meta device."""
     for parameter in parameters:
         parameter.data = parameter.data.to(dtype)
 
 
-# --- what only exists on a GPU
+# --- stand-ins for GPU code
 
 
 def quantized_linear(shape: tuple[int, int, bool], settings: ModelSettings) -> nn.Module:
-    """A linear layer of bitsandbytes whose values do not exist."""
+    """A linear layer of bitsandbytes without values."""
     layer = _linear_4bit(shape, settings) if settings.quantization == "nf4" else _linear_8bit(shape)
     _, fan_out, bias = shape
     if bias:
-        layer.bias = nn.Parameter(torch.empty(fan_out, dtype=base_dtype(settings), device=META), requires_grad=False)
+        layer.bias = nn.Parameter(
+            torch.empty(fan_out, dtype=base_dtype(settings), device=META), requires_grad=False
+        )
     return layer
 
 
 def _linear_8bit(shape: tuple[int, int, bool]) -> nn.Module:
-    """It looks for no outliers: without values there are none. What looking takes is added by `_quantized_inputs`."""
+    """An 8-bit linear layer that skips the search for outliers, since it has no values.
+
+    `_quantize_workspace` adds the memory that the search takes.
+    """
     import bitsandbytes as bnb
 
     fan_in, fan_out, bias = shape
-    layer: nn.Module = bnb.nn.Linear8bitLt(fan_in, fan_out, bias, has_fp16_weights=False, threshold=0.0, device="meta")
+    layer: nn.Module = bnb.nn.Linear8bitLt(
+        fan_in, fan_out, bias, has_fp16_weights=False, threshold=0.0, device="meta"
+    )
+
     weight = torch.empty(fan_out, fan_in, dtype=torch.int8, device=META)
     scales = torch.empty(fan_out, dtype=torch.float32, device=META)
-    layer.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False, CB=weight, SCB=scales)
+    layer.weight = bnb.nn.Int8Params(
+        weight, requires_grad=False, has_fp16_weights=False, CB=weight, SCB=scales
+    )
     return layer
 
 
@@ -266,12 +328,14 @@ def _linear_4bit(shape: tuple[int, int, bool], settings: ModelSettings) -> nn.Mo
     from bitsandbytes.functional import QuantState
 
     fan_in, fan_out, bias = shape
-    dtype, size = base_dtype(settings), fan_in * fan_out
+    dtype = base_dtype(settings)
+    size = fan_in * fan_out
 
     def empty(number: int, kind: torch.dtype) -> torch.Tensor:
         return torch.empty(number, dtype=kind, device=META)
 
     scales = math.ceil(size / NF4_BLOCK)
+    # The scales may be quantized too, with scales of their own.
     nested: dict[str, Any] = {}
     if settings.double_quant:
         scale = QuantState(
@@ -281,6 +345,7 @@ def _linear_4bit(shape: tuple[int, int, bool], settings: ModelSettings) -> nn.Mo
             dtype=torch.float32,
         )
         nested = {"offset": torch.empty((), device=META), "state2": scale}
+
     state = QuantState(
         empty(scales, torch.uint8 if settings.double_quant else torch.float32),
         shape=torch.Size((fan_out, fan_in)),
@@ -290,7 +355,10 @@ def _linear_4bit(shape: tuple[int, int, bool], settings: ModelSettings) -> nn.Mo
         dtype=dtype,
         **nested,
     )
-    layer: nn.Module = bnb.nn.Linear4bit(fan_in, fan_out, bias, compute_dtype=dtype, device="meta", quant_type="nf4")
+
+    layer: nn.Module = bnb.nn.Linear4bit(
+        fan_in, fan_out, bias, compute_dtype=dtype, device="meta", quant_type="nf4"
+    )
     layer.weight = bnb.nn.Params4bit(
         torch.empty((size + 1) // 2, 1, dtype=torch.uint8, device=META),
         requires_grad=False,
@@ -306,17 +374,22 @@ def _linear_4bit(shape: tuple[int, int, bool], settings: ModelSettings) -> nn.Mo
 
 def cuda_workspace(func: Any, args: tuple[Any, ...]) -> int:
     """Bytes that the CUDA kernel of an operation allocates for itself while it runs."""
-    workspace = _WORKSPACES.get(func.overloadpacket.__name__) if hasattr(func, "overloadpacket") else None
+    if not hasattr(func, "overloadpacket"):
+        return 0
+    workspace = _WORKSPACES.get(func.overloadpacket.__name__)
     return 0 if workspace is None else workspace(*args)
 
 
 def _softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *_: Any) -> int:
-    """The product of both (ATen/native/cuda/SoftMax.cu)."""
+    """The product of gradient and output (ATen/native/cuda/SoftMax.cu)."""
     return blocks(output.numel() * max(gradient.element_size(), output.element_size()))
 
 
 def _flash_backward(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any) -> int:
-    """Gradients of queries in 32 bits and sums of rows, both padded; those of keys and values for each query head."""
+    """The padded 32-bit gradients of queries and sums of rows.
+
+    With fewer key heads than query heads, keys and values get gradients for each query head.
+    """
     rows, heads, length, size = query.shape
     padded = 4 * rows * heads * (-(-length // 128) * 128)
     expanded = 0 if heads == key.shape[1] else 2 * blocks(query.element_size() * query.numel())
@@ -324,25 +397,38 @@ def _flash_backward(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tens
 
 
 def _efficient_backward(gradient: torch.Tensor, query: torch.Tensor, *_: Any) -> int:
-    """Gradients of queries in 32 bits (mem_eff_attention/kernel_backward.h) and sums of rows."""
+    """The 32-bit gradients of queries and the row sums (mem_eff_attention/kernel_backward.h)."""
     rows, heads, length, size = query.shape
     return blocks(4 * rows * heads * length * size) + blocks(4 * rows * heads * length)
 
 
-def _dequantized(inputs: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], *_: Any) -> int:
-    """The weight in the type of the inputs: bitsandbytes multiplies more than a few rows by it."""
+def _unpack_workspace(
+    inputs: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], *_: Any
+) -> int:
+    """The weight in the dtype of the inputs, which bitsandbytes unpacks for more than a few rows.
+
+    A few rows are multiplied by the packed weight directly.
+    """
     return blocks(inputs.element_size() * math.prod(shape))
 
 
-def _quantized_inputs(inputs: torch.Tensor, *_: Any) -> int:
-    """The absolute values of the inputs, and for each whether it is an outlier (bitsandbytes/backends/cuda/ops.py)."""
+def _quantize_workspace(inputs: torch.Tensor, *_: Any) -> int:
+    """The absolute input values and an outlier flag for each.
+
+    See bitsandbytes/backends/cuda/ops.py.
+    """
     return blocks(inputs.nbytes) + blocks(inputs.numel())
 
 
 def _scaled_product(
-    inputs: torch.Tensor, weight: torch.Tensor, of_rows: Any, of_columns: Any, bias: Any, dtype: torch.dtype
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    row_scales: Any,
+    column_scales: Any,
+    bias: Any,
+    dtype: torch.dtype,
 ) -> int:
-    """The product in 32 bits, and in fp16 where another type is wanted of it."""
+    """The product in 32 bits, and in fp16 if the output has another type."""
     size = inputs.numel() // inputs.shape[-1] * weight.shape[0]
     return blocks(4 * size) + (0 if dtype is torch.float16 else blocks(2 * size))
 
@@ -351,27 +437,37 @@ _WORKSPACES: dict[str, Callable[..., int]] = {
     "_softmax_backward_data": _softmax_backward,
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
-    "gemm_4bit": _dequantized,
-    "int8_vectorwise_quant": _quantized_inputs,
+    "gemm_4bit": _unpack_workspace,
+    "int8_vectorwise_quant": _quantize_workspace,
     "int8_scaled_mm": _scaled_product,
 }
 
 
-def make_optimizer(config: TrainConfig, model: nn.Module, trained: list[nn.Parameter]) -> Callable[[], None]:
-    """A step of the optimizer of these: it makes the state at its first call, and temporary tensors at each."""
+def make_optimizer(
+    config: TrainConfig, model: nn.Module, trained: list[nn.Parameter]
+) -> Callable[[], None]:
+    """A function that steps this optimizer.
+
+    Its first call makes the state, and each call makes the temporary tensors of a step.
+    """
     name = config.optimizer
     if name == "adamw_torch":
         return partial(_step, torch.optim.AdamW(trained, foreach=True))
     if name == "adafactor":
         from transformers import Adafactor
 
-        return partial(_step, Adafactor(trained, scale_parameter=False, relative_step=False, lr=1e-4))
+        return partial(
+            _step, Adafactor(trained, scale_parameter=False, relative_step=False, lr=1e-4)
+        )
     state: list[torch.Tensor] = []
 
+    # The other optimizers update in place, so only their state counts.
     def step() -> None:
         if state:
             return
-        embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        embeddings = {
+            id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+        }
         for parameter in trained:
             state.extend(_moments(name, parameter, in_32_bits=id(parameter) in embeddings))
 
@@ -383,21 +479,27 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _step_and_free(step: Callable[[], None], parameter: nn.Parameter) -> None:
-    """As of `runtime.lean_trainer.step_in_backward`."""
+    """Step and free the gradient, like `trainer.lean_trainer.step_in_backward`."""
     step()
     parameter.grad = None
 
 
-def _moments(optimizer: str, parameter: nn.Parameter, *, in_32_bits: bool) -> Iterator[torch.Tensor]:
-    """The state of a parameter on the device."""
+def _moments(
+    optimizer: str, parameter: nn.Parameter, *, in_32_bits: bool
+) -> Iterator[torch.Tensor]:
+    """The optimizer state of a parameter that lies on the device."""
     if optimizer == "adamw_torch_fused":
         yield from (torch.zeros_like(parameter) for _ in range(2))
         yield torch.zeros((), device=parameter.device)  # the number of steps
         return
+
     count = 1 if optimizer == "lion_8bit" else 2
     in_32_bits |= parameter.numel() < 4096  # bitsandbytes' min_8bit_size
     if not (optimizer.startswith("paged_") and parameter.numel() >= 1e5):
         dtype = torch.float32 if in_32_bits else torch.uint8
         yield from (torch.zeros_like(parameter, dtype=dtype) for _ in range(count))
     if not in_32_bits:
-        yield from (torch.zeros(math.ceil(parameter.numel() / 256), device=parameter.device) for _ in range(count))
+        yield from (
+            torch.zeros(math.ceil(parameter.numel() / 256), device=parameter.device)
+            for _ in range(count)
+        )

@@ -1,8 +1,9 @@
-"""Makes torch's meta device do what CUDA does in training: autocast, the choice of attention kernels, no look at data.
+"""Makes torch's meta device act like CUDA in training: autocast, attention kernels, no data reads.
 
-Torch has no autocast for the meta device, and disables CUDA's where there is no GPU. Here the key that torch keeps for
-autocast of foreign devices casts instead, by CUDA's own lists and rules. Attention goes to the operators of CUDA's
-kernels, which have meta kernels; torch would choose plain matrix products.
+Torch has no autocast for the meta device and disables CUDA's autocast without a GPU. Torch keeps a
+dispatch key for autocast of foreign devices. Here that key casts, by CUDA's own lists and rules.
+Attention goes to the operators of CUDA's kernels, which have meta kernels; torch itself would
+choose plain matrix products.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,33 +24,37 @@ aten = torch.ops.aten
 _torch_dropout = functional.dropout
 _KEY = "AutocastPrivateUse1"
 _FOREIGN = "privateuseone"
-# ATen/autocast_mode.h: what CUDA's autocast casts to 16 bits, to 32 bits, and to the widest type of the arguments.
+# From ATen/autocast_mode.h: the operations that CUDA's autocast casts to 16 bits, to 32 bits, and
+# to the widest type of the arguments.
 LOWER = """
-    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution
-    _convolution _convolution.deprecated prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm
-    baddbmm bmm chain_matmul linalg_multi_dot _scaled_dot_product_flash_attention scaled_dot_product_attention
+    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input
+    convolution _convolution _convolution.deprecated prelu addmm addmv addr matmul einsum mm mv
+    linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
+    _scaled_dot_product_flash_attention scaled_dot_product_attention
 """.split()  # noqa: SIM905 (a list would take a line for each)
 FP32 = """
-    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
-    pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm cosine_similarity
-    nll_loss nll_loss2d kl_div l1_loss smooth_l1_loss huber_loss mse_loss binary_cross_entropy_with_logits dist
-    pdist cdist renorm logsumexp
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
+    pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm
+    group_norm cosine_similarity nll_loss nll_loss2d kl_div l1_loss smooth_l1_loss huber_loss
+    mse_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
 """.split()  # noqa: SIM905 (a list would take a line for each)
 FP32_OUTPUT = """
-    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
-    linalg_matrix_norm.str_ord sum sum.dim_IntList
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
+    linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
 """.split()  # noqa: SIM905 (a list would take a line for each)
 PROMOTE = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """.split()  # noqa: SIM905 (a list would take a line for each)
 
-_casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # a trained parameter and its cast, by the parameter's id
-_libraries: list[Any] = []  # registrations end with the object that made them
+# The casts of trained parameters, by the parameter's id. The parameter stays with its cast, so the
+# id stays valid.
+_casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+_libraries: list[Any] = []  # a registration ends when its object is collected
 
 
 @contextmanager
-def cuda_on_meta(*, packed: bool, padded: bool) -> Iterator[None]:
-    """Inside, code that runs on the meta device does what it does on CUDA.
+def simulate_cuda(*, packed: bool, padded: bool) -> Iterator[None]:
+    """Within this context, code on the meta device behaves as it does on CUDA.
 
     `packed` rows hold several examples; a mask hides the end of some `padded` rows.
     """
@@ -64,35 +69,40 @@ def cuda_on_meta(*, packed: bool, padded: bool) -> Iterator[None]:
         return _packed_indices(positions) if packed else None
 
     replacements: list[tuple[Any, str, Any]] = [
-        (torch, "is_autocast_enabled", _of_cuda(torch.is_autocast_enabled)),
-        (torch, "get_autocast_dtype", _of_cuda(torch.get_autocast_dtype)),
-        (torch, "set_autocast_enabled", _on_both(torch.set_autocast_enabled)),
-        (torch, "set_autocast_dtype", _on_both(torch.set_autocast_dtype)),
+        (torch, "is_autocast_enabled", _read_cuda(torch.is_autocast_enabled)),
+        (torch, "get_autocast_dtype", _read_cuda(torch.get_autocast_dtype)),
+        (torch, "set_autocast_enabled", _write_both(torch.set_autocast_enabled)),
+        (torch, "set_autocast_dtype", _write_both(torch.set_autocast_dtype)),
         (torch, "clear_autocast_cache", clear_both),
         (torch.amp, "is_autocast_available", _is_available),
         (torch.amp.autocast_mode, "is_autocast_available", _is_available),
         (functional, "scaled_dot_product_attention", _attend),
         (functional, "dropout", _drop),
-        # What its `maybe_autocast` returns for the meta device. Models call that to switch autocast off.
+        # `maybe_autocast` returns this context for the meta device. Models call it to switch
+        # autocast off.
         (transformers.utils.generic, "nullcontext", lambda: torch.autocast("meta", enabled=False)),
         (transformers.masking_utils, "find_packed_sequence_indices", find_packed),
         (transformers.integrations.moe, "_can_use_grouped_mm", _has_grouped_product),
-        (PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None),  # it looks at the tokens
+        # This check would read the tokens.
+        (PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None),
         (data_dependence, "meta_nonzero_assume_all_nonzero", True),
     ]
+
     with ExitStack() as stack:
         for owner, name, value in replacements:
-            stack.enter_context(replaced(owner, name, value))
-        stack.enter_context(torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.AutocastPrivateUse1))
+            stack.enter_context(replace_attribute(owner, name, value))
+        stack.enter_context(
+            torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.AutocastPrivateUse1)
+        )
         stack.callback(_casts.clear)
         if padded:
-            stack.enter_context(_SeesPadding())
+            stack.enter_context(_PaddingMode())
         yield
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, the owner has another value under this name."""
+def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give the owner another value under this name within this context."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -105,13 +115,13 @@ def _is_available(device: str) -> bool:
     return device == "meta" or bool(torch._C._is_autocast_available(device))
 
 
-def _of_cuda(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Reads CUDA's state for the meta device."""
+def _read_cuda(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Read CUDA's state for the meta device."""
     return lambda *device: read(*("cuda" if name == "meta" else name for name in device))
 
 
-def _on_both(write: Callable[..., None]) -> Callable[..., None]:
-    """Sets CUDA's state for the meta device, and that of the key that casts."""
+def _write_both(write: Callable[..., None]) -> Callable[..., None]:
+    """Set the state of CUDA and of the casting key for the meta device."""
 
     def set_state(device: Any, *values: Any) -> None:
         for name in ("cuda", _FOREIGN) if device == "meta" else (device,):
@@ -121,26 +131,37 @@ def _on_both(write: Callable[..., None]) -> Callable[..., None]:
 
 
 def _packed_indices(positions: torch.Tensor) -> torch.Tensor:
-    """What transformers computes for packed rows."""
+    """The example of each position, computed as transformers does for packed rows."""
     difference = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
     return (difference != 1).cumsum(-1)
 
 
 def _has_grouped_product(inputs: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> bool:
-    """Whether to use torch's product of experts, whose meta kernel knows bf16 alone.
+    """Whether to use torch's product of experts; its meta kernel accepts only bf16.
 
-    For other types CUDA multiplies expert by expert, as the operator that transformers falls back to does.
+    For other types CUDA multiplies expert by expert, like the fallback operator of transformers.
     """
     return weight.dtype is torch.bfloat16
 
 
-class _SeesPadding(TorchDispatchMode):
-    """Says no where a model asks whether a mask is true everywhere, which it could do without then."""
+class _PaddingMode(TorchDispatchMode):
+    """Answers False when a model checks whether a mask is true everywhere.
+
+    A model drops a mask that is true everywhere.
+    """
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype is torch.bool:
+        if (
+            func is aten._local_scalar_dense.default
+            and args[0].is_meta
+            and args[0].dtype is torch.bool
+        ):
             return False
         return func(*args, **(kwargs or {}))
 
@@ -149,18 +170,23 @@ class _SeesPadding(TorchDispatchMode):
 
 
 def _register() -> None:
-    """Once for a process: kernels that cast and go on. They run only where autocast is on inside `cuda_on_meta`."""
+    """Register the casting kernels once for each process.
+
+    They run only while autocast is on within `simulate_cuda`.
+    """
     if _libraries:
         return
+
     every = torch.library.Library("_", "IMPL")
     every.fallback(torch.library.fallthrough_kernel, _KEY)
     library = torch.library.Library("aten", "IMPL")
     _libraries.extend((every, library))
+
     for names, prepare in (
-        (LOWER, _to_lower),
-        (FP32, _to_fp32),
-        (FP32_OUTPUT, _with_fp32_output),
-        (PROMOTE, _to_widest),
+        (LOWER, _prepare_lower),
+        (FP32, _prepare_fp32),
+        (FP32_OUTPUT, _prepare_fp32_output),
+        (PROMOTE, _prepare_widest),
     ):
         for name in names:
             packet, _, overload = name.partition(".")
@@ -179,16 +205,16 @@ def _kernel(op: Any, prepare: Callable[..., tuple[Any, Any]]) -> Callable[..., A
     return kernel
 
 
-def _to_lower(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _prepare_lower(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     dtype = torch._C.get_autocast_dtype("cuda")
-    return tree_map(lambda value: _cast(value, dtype), (args, kwargs))  # type: ignore[no-any-return]
+    return _cast_all((args, kwargs), dtype)
 
 
-def _to_fp32(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return tree_map(lambda value: _cast(value, torch.float32), (args, kwargs))  # type: ignore[no-any-return]
+def _prepare_fp32(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return _cast_all((args, kwargs), torch.float32)
 
 
-def _with_fp32_output(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _prepare_fp32_output(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     given = any(isinstance(value, torch.dtype) for value in (*args, kwargs.get("dtype")))
     if given or not _is_floating(args[0]) or args[0].dtype is torch.float64:
         return args, kwargs
@@ -197,11 +223,16 @@ def _with_fp32_output(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs | {"dtype": torch.float32}
 
 
-def _to_widest(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _prepare_widest(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     lower = torch._C.get_autocast_dtype("cuda")
     found = {value.dtype for value in tree_leaves((args, kwargs)) if _is_floating(value)}
     dtype = torch.float32 if torch.float32 in found else lower
-    return tree_map(lambda value: _cast(value, dtype), (args, kwargs))  # type: ignore[no-any-return]
+    return _cast_all((args, kwargs), dtype)
+
+
+def _cast_all(values: tuple[Any, Any], dtype: torch.dtype) -> tuple[Any, Any]:
+    cast: tuple[Any, Any] = tree_map(lambda value: _cast(value, dtype), values)
+    return cast
 
 
 def _is_floating(value: Any) -> bool:
@@ -209,9 +240,10 @@ def _is_floating(value: Any) -> bool:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """A floating-point tensor in this dtype. Casts of trained parameters to 16 bits are kept until autocast ends."""
+    """Cast a floating-point tensor; 16-bit casts of trained parameters stay until autocast ends."""
     if not _is_floating(value) or value.dtype in (dtype, torch.float64) or not value.is_meta:
         return value
+
     kept = (
         dtype is not torch.float32
         and value.dtype is torch.float32
@@ -220,6 +252,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         and not value._is_view()
         and torch.is_autocast_cache_enabled()
     )
+
     if not kept:
         return value.to(dtype)
     if id(value) not in _casts:
@@ -230,8 +263,13 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 # --- dropout
 
 
-def _drop(inputs: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """CUDA's kernel, which keeps a mask of a byte for each value; other devices keep factors of the inputs' dtype."""
+def _drop(
+    inputs: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    """Drop values with CUDA's kernel, which keeps a mask of one byte for each value.
+
+    Other devices keep factors in the dtype of the inputs.
+    """
     if inputs.is_meta and training and 0.0 < p < 1.0 and not inplace:
         dropped: torch.Tensor = torch.native_dropout(inputs, p, True)[0]
         return dropped
@@ -251,26 +289,47 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Torch's choice on CUDA: the flash kernel for 16 bits without a mask, else the memory-efficient one."""
+    """Attend like torch on CUDA.
+
+    Torch uses the flash kernel for 16 bits without a mask, else the memory-efficient kernel.
+    """
     if torch._C.is_autocast_enabled("cuda"):
-        query, key, value = (_cast(tensor, torch._C.get_autocast_dtype("cuda")) for tensor in (query, key, value))
+        query, key, value = (
+            _cast(tensor, torch._C.get_autocast_dtype("cuda")) for tensor in (query, key, value)
+        )
+
     size = query.shape[-1]
     half = query.dtype in (torch.bfloat16, torch.float16)
+
     if half and attn_mask is None and size == value.shape[-1] <= 256:
         padding = -size % 8
         if padding:
             scale = size**-0.5 if scale is None else scale
-            query, key, value = (functional.pad(tensor, (0, padding)) for tensor in (query, key, value))
-        out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+            query, key, value = (
+                functional.pad(tensor, (0, padding)) for tensor in (query, key, value)
+            )
+        out = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
         return out[..., :size] if padding else out
+
     if enable_gqa:
         groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        key = key.repeat_interleave(groups, 1)
+        value = value.repeat_interleave(groups, 1)
     if attn_mask is not None:
         if attn_mask.dtype is torch.bool:
             bias = torch.zeros_like(attn_mask, dtype=query.dtype)
             attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[2])
+
     return aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, query.requires_grad or key.requires_grad, dropout_p, is_causal, scale=scale
+        query,
+        key,
+        value,
+        attn_mask,
+        query.requires_grad or key.requires_grad,
+        dropout_p,
+        is_causal,
+        scale=scale,
     )[0]

@@ -1,7 +1,7 @@
-"""TRL's own training step on the meta device, for a dry probe: the loss of a micro batch by the trainer that trains.
+"""TRL's own training step on the meta device, for a dry probe.
 
-What TRL asks its device for is answered without one: numbers that it only reports, and its Triton kernels, of which
-only what they read and write is counted.
+TRL reads a few numbers from its device, which it only reports; constants answer these reads. Its
+Triton kernels do not run: only the bytes that they read and write are counted.
 """
 
 import copy
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
-from autotune.dry.meta_device import replaced
+from autotune.dry.meta_device import replace_attribute
 from autotune.probe.harness import random_rows
 from autotune.probe.trl_trainer import examples_of, trl_trainer
 from autotune.trainer.lean_trainer import training_arguments
@@ -28,9 +28,9 @@ META = torch.device("meta")
 
 
 class DryTrlStep:
-    """The micro batch of a request and its loss, as TRL's trainer for the objective makes them.
+    """The micro batch of a request and its loss, made by TRL's trainer for the objective.
 
-    `reference` is the untrained model where all weights are trained, None elsewhere.
+    `reference` is the untrained model if all weights are trained, otherwise None.
     """
 
     reference: nn.Module | None = None
@@ -40,19 +40,38 @@ class DryTrlStep:
         config, objective = request.config, request.objective
         if objective.has_reference and config.method == "full":
             self.reference = copy.deepcopy(base).requires_grad_(False).eval()
+
+        # The counted step sets up checkpointing and the optimizer itself.
         settings = training_arguments(config, accumulation=request.micro_steps, on_cpu=True)
-        settings |= {"max_length": config.seq_len, "max_steps": 1}
-        settings |= {"gradient_checkpointing": False, "optim": "adamw_torch"}  # both are set up elsewhere
-        rows = random_rows(request.longest, 2, torch.Generator(), packing=False, trained_share=request.trained_share)
-        with tempfile.TemporaryDirectory() as scratch, META:  # where TRL's copy of new adapters goes, too
+        settings |= {
+            "max_length": config.seq_len,
+            "max_steps": 1,
+            "gradient_checkpointing": False,
+            "optim": "adamw_torch",
+        }
+        rows = random_rows(
+            request.longest,
+            2,
+            torch.Generator(),
+            packing=False,
+            trained_share=request.trained_share,
+        )
+
+        # The context of META also receives TRL's copy of new adapters.
+        with tempfile.TemporaryDirectory() as scratch, META:
             settings |= {"output_dir": scratch}
-            self._trainer = trl_trainer(_OnMeta, model, settings, rows, rows, objective, self.reference)
+            self._trainer = trl_trainer(
+                _MetaDeviceMixin, model, settings, rows, rows, objective, self.reference
+            )
         self._examples = list(examples_of(rows, objective))
         self._model = self._trainer.accelerator.prepare_model(model)
 
     def batch(self) -> dict[str, torch.Tensor]:
         """The tensors of a micro batch."""
-        return {name: tensor.to(META) for name, tensor in self._trainer.data_collator(self._examples).items()}
+        return {
+            name: tensor.to(META)
+            for name, tensor in self._trainer.data_collator(self._examples).items()
+        }
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """The loss of a micro batch."""
@@ -60,60 +79,78 @@ class DryTrlStep:
         return loss
 
 
-class _OnMeta:
-    """Mixed in before a trainer, has it work on the meta device, where its model is already."""
+class _MetaDeviceMixin:
+    """Makes the trainer that follows it work on the meta device, which already holds the model."""
 
     accelerator: Any
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator as for a CPU, and move it."""
+        """Make the accelerator as for a CPU, and move it to the meta device."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        PartialState().device = self.accelerator.state.device = META
+        PartialState().device = META
+        self.accelerator.state.device = META
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         pass
 
 
-def in_16_bits(config: TrainConfig) -> TrainConfig:
-    """The configuration with bf16 for fp16, which accelerate refuses without a GPU: both take as much."""
-    knobs = config.as_dict()
-    return TrainConfig(**knobs | {"precision": "bf16_mixed"}) if config.precision == "fp16_mixed" else config
+def replace_fp16(config: TrainConfig) -> TrainConfig:
+    """Replace fp16, which accelerate refuses without a GPU, by bf16: both take the same memory."""
+    if config.precision != "fp16_mixed":
+        return config
+    return TrainConfig(**config.as_dict() | {"precision": "bf16_mixed"})
 
 
 @contextmanager
-def trl_on_meta(*, padded: bool) -> Iterator[None]:
-    """Inside, TRL works on the meta device as it does on CUDA; a mask hides the end of some `padded` rows."""
+def simulate_trl(*, padded: bool) -> Iterator[None]:
+    """Within this context, TRL works on the meta device as it does on CUDA.
+
+    A mask hides the end of some `padded` rows.
+    """
     with ExitStack() as stack:
-        stack.enter_context(replaced(trl.trainer.utils, "_use_triton", lambda device: True))
+        stack.enter_context(
+            replace_attribute(trl.trainer.utils, "_use_triton", lambda device: True)
+        )
         for name, function in (
             ("_use_triton", lambda device: False),
             ("_forward_tile", lambda tile, *_, **__: tile.amax(-1)),  # the kernel reads the tile
             ("_backward_tile", lambda tile, *_, **__: tile.neg_()),  # it reads and writes it
             ("_addmm_fp32", _add_product),
         ):
-            stack.enter_context(replaced(tiles, name, function))
-        stack.enter_context(_Answers(padded))
+            stack.enter_context(replace_attribute(tiles, name, function))
+
+        stack.enter_context(_ScalarMode(padded))
         yield
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """What CUDA does: the sum is in 32 bits, and no factor is cast."""
+    """Add a product like CUDA: the sum has 32 bits, and no factor is cast."""
     if left.dtype is torch.float32:
         total.addmm_(left, right)
     else:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
 
 
-class _Answers(TorchDispatchMode):
-    """Answers where code looks at a number: whether a mask is true everywhere, and 1 for what TRL reports."""
+class _ScalarMode(TorchDispatchMode):
+    """Answers when code reads a number.
+
+    The answer says whether a mask is true everywhere; for numbers that TRL reports it is 1.
+    """
 
     def __init__(self, padded: bool) -> None:
         super().__init__()
         self._padded = padded
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return not self._padded if args[0].dtype is torch.bool else 1.0 if args[0].is_floating_point() else 1
-        return func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten._local_scalar_dense.default or not args[0].is_meta:
+            return func(*args, **(kwargs or {}))
+
+        if args[0].dtype is torch.bool:
+            return not self._padded
+        return 1.0 if args[0].is_floating_point() else 1

@@ -1,8 +1,9 @@
-"""Asks a process of its own for dry probes, and keeps the answers for this user: the peak of any model, without a GPU.
+"""Asks a separate process for dry probes, so any model's peak is known without a GPU.
 
-Two truncated depths give the whole model, as they do for real probes. An answer that is kept holds for the versions of
-the libraries that it was counted with. What default plans of the catalogue's models ask for is shipped with the package
-(`benchmarks/shipped_counts.py`), counted with one version of each.
+As in real probes, two truncated depths give the whole model. Each user's cache keeps the answers,
+which hold for the library versions they were counted with. The package ships the counts that
+default plans of the catalogue's models need (`benchmarks/shipped_counts.py`), counted with one
+version of each library.
 """
 
 import gzip
@@ -31,27 +32,30 @@ from autotune.core.train_config import digest_of
 from autotune.prediction.depth_extrapolation import count_at_depth, counted_depths
 
 DRY_VERSION = 7  # raised when a dry probe counts something else than before
-OFFLOAD_VERSION = 2  # the same for configurations whose checkpoints wait in the host's memory
-FP8_VERSION = 2  # and for bases in fp8
+OFFLOAD_VERSION = 2  # the same for configurations that offload checkpoints to host memory
+FP8_VERSION = 2  # the same for bases in fp8
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "trl")
 SHIPPED = "shipped_counts.json.gz"
-UNCOUNTED = ("loader_workers", "allocator", "num_gpus")  # knobs that leave what is counted as it is
-LONGEST_S = 300.0  # for one answer, the start of the process included
+IGNORED_KNOBS = ("loader_workers", "allocator", "num_gpus")  # they do not change the count
+LONGEST_S = 300.0  # for one answer, including the start of the process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryAnswer:
-    """The count of a whole model, or the reason in a sentence why there is none."""
+    """The count of a whole model, or a sentence that says why it is missing."""
 
     count: DryCount | None = None
     refused: str | None = None
 
 
 class DryProber:
-    """Dry probes in a process that starts with the first question that nothing kept answers. A context manager."""
+    """Dry probes in a process that starts at the first uncached question. A context manager."""
 
     def __init__(self, directory: Path | None = None, *, shipped: bool = True) -> None:
-        """Keep answers in `directory`, by default in this user's cache; with `shipped`, know those of the package."""
+        """Keep answers in `directory`, by default in this user's cache.
+
+        With `shipped`, use the answers in the package too.
+        """
         self._directory = directory or cache_directory() / "dry"
         self._with_shipped = shipped
         self._process: subprocess.Popen[str] | None = None
@@ -67,36 +71,42 @@ class DryProber:
             self._process = None
 
     def count(self, request: ProbeRequest) -> DryAnswer:
-        """What this request holds, at its depth or, where it names none, as a whole model."""
+        """Count this request at its depth, or as a whole model if it has no depth."""
         path = self._directory / f"{key_of(request, library_versions())}.json"
-        with suppress(OSError, ValueError):  # not there, or written by something else
+        with suppress(OSError, ValueError):  # the file is missing or holds something else
             return from_data(DryAnswer, json.loads(path.read_text(encoding="utf-8")))
+
         if self._with_shipped and (shipped := shipped_answers().get(key_of(request))) is not None:
             return from_data(DryAnswer, shipped)
-        answer = self._counted(request)
-        with suppress(OSError, StorageError):  # it is only counted again
+        answer = self._count_uncached(request)
+        with suppress(OSError, StorageError):  # a failed write only costs another count
             write_atomic(path, json.dumps(to_data(answer)) + "\n")
         return answer
 
-    def _counted(self, request: ProbeRequest) -> DryAnswer:
+    def _count_uncached(self, request: ProbeRequest) -> DryAnswer:
         if request.depth is not None:
             return self._ask_for(request)
         shape = self._shape(request.model)
         if isinstance(shape, str):
             return DryAnswer(refused=shape)
         config = request.config
-        if shape.no_adapters is not None and config.method == "lora" and config.lora_targets == ALL_LINEAR:
+        targets_all = config.method == "lora" and config.lora_targets == ALL_LINEAR
+        if shape.no_adapters is not None and targets_all:
             return DryAnswer(refused=shape.no_adapters)
+
+        # Two truncated models give the whole one, if the layers repeat.
         pair = counted_depths(shape, request.config.checkpoint_every)
         if pair is None:
             return self._ask_for(request)
         low, high = (self._ask_for(replace(request, depth=depth)) for depth in pair)
         if low.count is None or high.count is None:
             return low if low.count is None else high
-        return DryAnswer(count=count_at_depth((pair[0], low.count), (pair[1], high.count), shape.num_layers))
+        return DryAnswer(
+            count=count_at_depth((pair[0], low.count), (pair[1], high.count), shape.num_layers)
+        )
 
     def _shape(self, model: dict[str, Any]) -> ModelShape | str:
-        """How the layers of a model repeat, or why it cannot be built."""
+        """The repetition of a model's layers, or the reason why the model cannot be built."""
         key = digest_of(model)
         if key not in self._shapes:
             described = self._ask({"describe": model})
@@ -109,23 +119,25 @@ class DryProber:
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         process = self._process = self._process or _start()
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
             process.stdin.write(json.dumps(message) + "\n")
             process.stdin.flush()
         except OSError:
-            return self._ended()
+            return self._report_end()
+
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
             if not selector.select(timeout=LONGEST_S):
                 self.__exit__()
                 return {"refused": f"it took longer than {LONGEST_S:.0f} s to count"}
         line = process.stdout.readline()
-        return dict(json.loads(line)) if line else self._ended()
+        return dict(json.loads(line)) if line else self._report_end()
 
-    def _ended(self) -> dict[str, Any]:
+    def _report_end(self) -> dict[str, Any]:
         self.__exit__()
-        return {"refused": "the process that counts it ended"}
+        return {"refused": "the counting process ended"}
 
 
 def _start() -> subprocess.Popen[str]:
@@ -141,7 +153,7 @@ def _start() -> subprocess.Popen[str]:
 
 @cache
 def library_versions() -> tuple[str, ...]:
-    """The libraries that decide what is counted, each with its version."""
+    """The libraries that affect the count, each with its version."""
     found = []
     for name in PACKAGES:
         try:
@@ -153,10 +165,11 @@ def library_versions() -> tuple[str, ...]:
 
 @cache
 def shipped_answers() -> dict[str, Any]:
-    """The answers in the package as data, by `key_of` without versions: none matches under another DRY_VERSION.
+    """The answers in the package as data, by `key_of` without versions.
 
-    There are none where an older transformers is installed than counted them: with 5.17 state-space models hold five
-    times as much as with 5.23.
+    After a new DRY_VERSION no key matches. If the installed transformers is older than the one of
+    the counts, the result is empty: with 5.17 state-space models hold five times as much as with
+    5.23.
     """
     data = json.loads(gzip.decompress(files("autotune.dry").joinpath(SHIPPED).read_bytes()))
     counted_with = dict(map(str.split, data["versions"]))["transformers"]
@@ -172,8 +185,10 @@ def _release(version: str) -> list[int]:
 
 
 def key_of(request: ProbeRequest, versions: Sequence[str] = ()) -> str:
-    """What must be equal for an answer to hold; one that is kept holds for the `versions` of libraries alone."""
-    config = {name: value for name, value in request.config.as_dict().items() if name not in UNCOUNTED}
+    """The digest of all inputs of a count; a cached answer also depends on library `versions`."""
+    config = {
+        name: value for name, value in request.config.as_dict().items() if name not in IGNORED_KNOBS
+    }
     about = [request.model, config, request.micro_steps, request.longest.length, request.depth]
     if request.objective is not Objective.SFT:
         about.append(request.objective)

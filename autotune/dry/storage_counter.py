@@ -1,9 +1,10 @@
-"""Counts the bytes of all tensors that are alive while a program runs, as CUDA's allocator would count them.
+"""Counts the bytes of all live tensors while a program runs, as CUDA's allocator counts them.
 
-Each operation passes through a TorchDispatchMode. A storage counts from the operation that makes it until nothing
-refers to it any more, rounded up to the allocator's blocks. What a CUDA kernel allocates for itself is added by
-`workspace`, an argument: the meta device cannot see it. The arithmetic of products of matrices, by torch's own
-formulas, the bytes that operations read and write, and the operations themselves are counted in the same pass.
+Each operation passes through a TorchDispatchMode. A storage counts from the operation that makes it
+until its last reference disappears, rounded up to the allocator's blocks. The meta device cannot
+see the memory that a CUDA kernel allocates for itself, so the argument `workspace` adds it. The
+same pass counts the arithmetic of matrix products (by torch's formulas), the bytes that operations
+read and write, and the operations.
 """
 
 import functools
@@ -21,39 +22,63 @@ from torch.utils.flop_counter import flop_registry
 
 from autotune.core.probe_types import UNALIGNED, WIDE
 
-# Kinds of work. A thin product, such as that with an adapter, has so little arithmetic for a byte that bytes decide.
-# Where a tensor is strided a kernel finds the place of each element; `indexed` rows are gathered or scattered.
-PRODUCT, THIN, OTHER, STRIDED, INDEXED = "product", "thin product", "other", "strided", "indexed"
-THIN_BELOW = 100
-# What reads or writes none of its tensors' elements, though torch calls it no view.
-UNMOVED = frozenset({"_unsafe_view", "set_", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
-LOOK_UPS, ROW_WRITES = frozenset({"embedding", "index"}), frozenset({"index_put", "index_put_"})
-# cuBLAS's quick kernels load 16 bytes at a time, so each row must begin at a multiple; an odd vocabulary breaks that.
-PRODUCTS, ALIGNED = frozenset({"mm", "addmm", "bmm", "baddbmm"}), 16  # bytes
-WIDEST_IN_REGISTERS = 128  # values of a head: memory-efficient attention keeps the sums of wider ones in memory
-# Products of which torch knows no arithmetic: bitsandbytes' of inputs and a 4-bit weight, and of both in 8 bits, and
-# that of each expert.
-UNPACKED_PRODUCT, PRODUCT_IN_8_BITS, GROUPED_PRODUCT = "gemm_4bit", "int8_scaled_mm", "_grouped_mm"
-# The latter where experts are not in bf16, with the number of products: backward makes both gradients.
+# Kinds of work. A thin product, such as one with an adapter, has so little arithmetic per byte that
+# its bytes decide the time. With a strided tensor a kernel computes the place of each element;
+# `indexed` rows are gathered or scattered.
+PRODUCT = "product"
+THIN = "thin product"
+OTHER = "other"
+STRIDED = "strided"
+INDEXED = "indexed"
+THIN_BELOW = 100  # FLOPs per byte
+# These operations move no elements, though torch does not call them views.
+UNMOVED = frozenset(
+    {
+        "_unsafe_view",
+        "set_",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+    }
+)
+LOOK_UPS = frozenset({"embedding", "index"})
+ROW_WRITES = frozenset({"index_put", "index_put_"})
+# cuBLAS's fast kernels load 16 bytes at a time, so each row must begin at a multiple of 16. An odd
+# vocabulary breaks this alignment.
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+ALIGNMENT = 16  # bytes
+# Memory-efficient attention keeps the sums of heads with more values than this in memory.
+WIDEST_IN_REGISTERS = 128
+# Torch has no FLOP formula for these products: bitsandbytes' product of inputs and a 4-bit weight,
+# its product in 8 bits, and the grouped product of experts.
+UNPACKED_PRODUCT = "gemm_4bit"
+PRODUCT_IN_8_BITS = "int8_scaled_mm"
+GROUPED_PRODUCT = "_grouped_mm"
+# The grouped product of experts that are not in bf16, with the number of products: backward makes
+# both gradients.
 FALLBACKS = {"grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
-# Of adapters that are joined with the base (`runtime.joined_lora`): the place of each argument that a narrow product of
-# the operation reads beside the wide one.
+# Operations of adapters that are joined with the base (`trainer.joined_lora`): the place of each
+# argument that a narrow product reads beside the wide one.
 NARROW = {"joined_backward": (0, 0, 1)}
 BLOCK = 512  # bytes: the CUDA allocator rounds each request up to a multiple
 
 
 def blocks(num_bytes: int) -> int:
-    """The bytes that the CUDA allocator gives for this many."""
+    """Round a request up to the bytes that the CUDA allocator gives for it."""
     return -(-num_bytes // BLOCK) * BLOCK
 
 
 class StorageCounter(TorchDispatchMode):
     """Counts the bytes of live storages, and their peak since the last `take_peak`.
 
-    `workspace` says what a kernel allocates for itself, in bytes, from the operation and its arguments. `flops` counts
-    the arithmetic of products of matrices by operation, `moved` the bytes that all operations read and write, by kind
-    of work, and `operations` how many there were. While `fusing` is set, new storages take no memory. While
-    a graph's work is `fused`, it adds what its other operations move itself, and those count as none.
+    `workspace` returns the bytes that a kernel allocates for itself, from the operation and its
+    arguments. `flops` counts the arithmetic of matrix products by operation. `moved` counts the
+    bytes that all operations read and write, by kind of work, and `operations` counts operations.
+
+    While `fusing` is set, new storages take no memory. While `fused` is set, a compiled graph
+    reports the bytes of its generated kernels itself, and the operations inside do not count.
     """
 
     fusing: ClassVar[bool] = False
@@ -62,14 +87,17 @@ class StorageCounter(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Torch compiles nothing where another kind of mode is on."""
+        """Keep torch from compiling, which it does not do while another kind of mode is active."""
         return True
 
     def __init__(
-        self, device: torch.device, workspace: Callable[[Any, tuple[Any, ...]], int] = lambda func, args: 0
+        self,
+        device: torch.device,
+        workspace: Callable[[Any, tuple[Any, ...]], int] = lambda func, args: 0,
     ) -> None:
         """Count the storages on this device."""
         super().__init__()
+
         self._device = device.type
         self.live = 0
         self.flops = Counter[str]()
@@ -81,12 +109,12 @@ class StorageCounter(TorchDispatchMode):
         self._least = _least_references()
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that were made before."""
+        """Count existing tensors."""
         for tensor in tensors:
             self._count(tensor)
 
     def hold_module(self, module: nn.Module) -> None:
-        """Count the parameters and buffers of a module, with the statistics of quantised weights."""
+        """Count the parameters and buffers of a module, and the statistics of quantised weights."""
         self.hold(module.parameters())
         self.hold(module.buffers())
         for parameter in module.parameters():
@@ -106,29 +134,43 @@ class StorageCounter(TorchDispatchMode):
 
     def take_peak(self) -> int:
         """The peak since the last call."""
-        peak, self._peak = self._peak, self.live
+        peak = self._peak
+        self._peak = self.live
         return peak
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if isinstance(func, torch._ops.HigherOrderOperator):
             return self._run_inside(func, args, kwargs or {})
-        # Not by a name of its own: a further reference to the arguments would hide that there is no other.
-        if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled() and self._is_last_reference(args):
-            # Autograd adds a gradient to one that nothing else refers to in place. This mode's own references hide
-            # that nothing else does.
+        # The condition uses `args` without a new name, which would be one more reference.
+        if (
+            func is torch.ops.aten.add.Tensor
+            and not torch.is_grad_enabled()
+            and self._is_last_reference(args)
+        ):
+            # Autograd adds a gradient in place if it holds the only reference. The references of
+            # this mode hide that.
             func = torch.ops.aten.add_.Tensor
+
         out = func(*args, **(kwargs or {}))
         for tensor in _tensors(out):
             self._count(tensor)
+
         extra = self._workspace(func, args)
         self._peak = max(self._peak, self.live + extra)
         self._count_work(func, args, kwargs or {}, out)
         return out
 
     def _run_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that a compiled graph repeats with the same random numbers, of which a dry run has none."""
+        """Run an operation that a compiled graph repeats with the same random numbers.
+
+        A dry run has no random numbers.
+        """
         with self:
             if func.name() == "run_and_save_rng_state":
                 return torch.empty(0, dtype=torch.uint8), args[0](*args[1:], **kwargs)
@@ -137,8 +179,10 @@ class StorageCounter(TorchDispatchMode):
         raise ValueError(f"{func.name()} is not counted")
 
     def _is_last_reference(self, args: tuple[Any, ...]) -> bool:
-        """Whether autograd holds the only reference to the first of two addends, and Python none."""
-        return all(count <= least for count, least in zip(_references(args), self._least, strict=True))
+        """Whether autograd holds the only reference to the first addend, and Python holds none."""
+        return all(
+            count <= least for count, least in zip(_references(args), self._least, strict=True)
+        )
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -151,27 +195,20 @@ class StorageCounter(TorchDispatchMode):
     def _free(self, key: int) -> None:
         self.live -= self._sizes.pop(key)
 
-    def _count_work(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _count_work(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
         packet, name = func.overloadpacket, func.overloadpacket.__name__
         moved = num_bytes((args, out))
+
         if packet in flop_registry:
-            with_all_heads = _with_all_heads(args) if "attention" in name else _without_dtypes(args)
-            flops = flop_registry[packet](*with_all_heads, **kwargs, out_val=out)
-            if "efficient_attention" in name:
-                name, flops = _of_positions(name, flops, args)
-            if name in ("addmm", "baddbmm") and args[0].dim() > 1:
-                self.moved[OTHER] += num_bytes((args[0], out))  # the addend is copied to where the sum will be
-            if name in PRODUCTS and not _is_aligned((args, out)):
-                name += f" {UNALIGNED}"
-            self._count_product(name, flops, moved)
-            for place in NARROW.get(name, ()):
-                self.moved[THIN] += num_bytes([args[place]])
-                self.operations += 1
+            self._count_known_product(packet, args, kwargs, out)
         elif name == UNPACKED_PRODUCT:
-            # The weight is unpacked first: it is read in 4 bits, and written as the product reads it.
+            # The kernel first unpacks the weight: it reads 4 bits and writes the inputs' type.
             inputs, packed, (fan_out, fan_in) = args[:3]
             unpacked = inputs.element_size() * fan_out * fan_in
-            self._count_product(UNPACKED_PRODUCT, 2 * inputs.numel() * fan_out, num_bytes((inputs, out)) + unpacked)
+            flops = 2 * inputs.numel() * fan_out
+            self._count_product(UNPACKED_PRODUCT, flops, num_bytes((inputs, out)) + unpacked)
             self.moved[OTHER] += num_bytes(packed) + unpacked
         elif name == PRODUCT_IN_8_BITS:
             inputs, weight = args[:2]
@@ -184,7 +221,29 @@ class StorageCounter(TorchDispatchMode):
             return
         elif name not in UNMOVED:
             self._count_moved(name, args, out, moved)
+
         self.operations += 1
+
+    def _count_known_product(
+        self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
+        """Count a product with a FLOP formula in torch."""
+        name = packet.__name__
+        operands = _repeat_heads(args) if "attention" in name else _drop_dtypes(args)
+        flops = flop_registry[packet](*operands, **kwargs, out_val=out)
+        if "efficient_attention" in name:
+            name, flops = _attention_kernel(name, flops, args)
+
+        if name in ("addmm", "baddbmm") and args[0].dim() > 1:
+            # The addend is copied to the place of the sum.
+            self.moved[OTHER] += num_bytes((args[0], out))
+        if name in PRODUCTS and not _is_aligned((args, out)):
+            name += f" {UNALIGNED}"
+        self._count_product(name, flops, num_bytes((args, out)))
+
+        for place in NARROW.get(name, ()):
+            self.moved[THIN] += num_bytes([args[place]])
+            self.operations += 1
 
     def _count_product(self, name: str, flops: int, moved: int) -> None:
         self.flops[name] += flops
@@ -192,22 +251,26 @@ class StorageCounter(TorchDispatchMode):
 
     def _count_moved(self, name: str, args: tuple[Any, ...], out: Any, moved: int) -> None:
         if name in LOOK_UPS:
-            kind, moved = OTHER if name == "embedding" else INDEXED, num_bytes(args[1]) + 2 * num_bytes(out)
-        elif name in ROW_WRITES:  # the rows are read, added to others, and written
-            kind, moved = INDEXED, num_bytes(args[1]) + 3 * num_bytes(args[2])
+            kind = OTHER if name == "embedding" else INDEXED
+            moved = num_bytes(args[1]) + 2 * num_bytes(out)
+        elif name in ROW_WRITES:  # the kernel reads rows, adds them to others, and writes them
+            kind = INDEXED
+            moved = num_bytes(args[1]) + 3 * num_bytes(args[2])
         else:
-            is_strided = any(tensor.dim() > 1 and not tensor.is_contiguous() for tensor in _tensors((args, out)))
+            is_strided = any(
+                tensor.dim() > 1 and not tensor.is_contiguous() for tensor in _tensors((args, out))
+            )
             kind = STRIDED if is_strided else OTHER
         self.moved[kind] += moved
 
     def add_fused(self, moved_bytes: int, operations: int) -> None:
-        """Count what a compiled graph does beside its products."""
+        """Count the work of a compiled graph besides its products."""
         self.moved[OTHER] += moved_bytes
         self.operations += operations
 
 
 def num_bytes(values: Any) -> int:
-    """The bytes of all tensors among values. What is repeated along a dimension counts once."""
+    """The bytes of all tensors among values; a value repeated along a dimension counts once."""
     return sum(
         tensor.element_size()
         * math.prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
@@ -216,9 +279,9 @@ def num_bytes(values: Any) -> int:
 
 
 def _is_aligned(values: Any) -> bool:
-    """Whether the rows or columns of all matrices among values begin at multiples of what quick kernels load."""
+    """Whether the rows or columns of all matrices begin at multiples that fast kernels load."""
     return all(
-        step * tensor.element_size() % ALIGNED == 0
+        step * tensor.element_size() % ALIGNMENT == 0
         for tensor in _tensors(values)
         if tensor.dim() > 1 and tensor.numel()
         for size, step in zip(tensor.shape, tensor.stride(), strict=True)
@@ -226,16 +289,20 @@ def _is_aligned(values: Any) -> bool:
     )
 
 
-def _of_positions(name: str, flops: int, args: tuple[Any, ...]) -> tuple[str, int]:
-    """The name and arithmetic of memory-efficient attention: it skips later positions, and wide heads have a kernel."""
+def _attention_kernel(name: str, flops: int, args: tuple[Any, ...]) -> tuple[str, int]:
+    """The kernel and arithmetic of memory-efficient attention.
+
+    Wide heads use another kernel, and causal attention skips later positions.
+    """
     widest = max(tensor.shape[-1] for tensor in _tensors(args[:4]) if tensor.dim() == 4)
-    place = 11 if "backward" in name else 6  # of `is_causal`, which is left out where it is false
+    place = 11 if "backward" in name else 6  # of `is_causal`, which callers omit if false
     is_causal = args[place : place + 1] == (True,)
-    return name if widest <= WIDEST_IN_REGISTERS else f"{name} {WIDE}", flops // 2 if is_causal else flops
+    kernel = name if widest <= WIDEST_IN_REGISTERS else f"{name} {WIDE}"
+    return kernel, flops // 2 if is_causal else flops
 
 
-def _with_all_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of attention with a key head for each query head: torch's formula before 2.13 takes no fewer."""
+def _repeat_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give each query head its own key head, as torch's formula before 2.13 requires."""
     heads = max(tensor.shape[1] for tensor in _tensors(args) if tensor.dim() == 4)
     return tuple(
         torch.empty(arg.shape[0], heads, *arg.shape[2:], device="meta")
@@ -245,25 +312,29 @@ def _with_all_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-def _without_dtypes(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments without the dtype that a product may be asked for, of which torch's formulas know nothing."""
+def _drop_dtypes(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Remove the output dtype of a product, which torch's formulas do not accept."""
     return tuple(arg for arg in args if not isinstance(arg, torch.dtype))
 
 
 def _references(args: tuple[Any, ...]) -> tuple[int, int, int]:
-    """The number of references to the first argument: of Python, of torch, and of torch to its storage."""
+    """The references to the first argument from Python and torch, and torch's to its storage."""
     storage_references: int = torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)
     return sys.getrefcount(args[0]), args[0]._use_count(), storage_references
 
 
 @functools.cache
 def _least_references() -> tuple[int, int, int]:
-    """The same for a gradient that autograd alone refers to. It differs between versions of Python and torch."""
+    """The references to a gradient that only autograd holds; they vary by Python and torch."""
     seen: list[tuple[int, int, int]] = []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(
-            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+            self,
+            func: Any,
+            types: Any,
+            args: tuple[Any, ...] = (),
+            kwargs: dict[str, Any] | None = None,
         ) -> Any:
             if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
                 seen.append(_references(args))
@@ -279,7 +350,7 @@ def _least_references() -> tuple[int, int, int]:
 
 
 def _tensors(values: Any) -> Iterable[torch.Tensor]:
-    """The tensors among values, in lists and tuples too."""
+    """The tensors among values, including those inside lists and tuples."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, list | tuple):

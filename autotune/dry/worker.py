@@ -1,7 +1,7 @@
-"""The process in which dry probes run: it reads a request a line from its input, and writes an answer a line.
+"""The process that runs dry probes: it reads one request per line and writes one answer per line.
 
-A request is `{"describe": config of a model}` or `{"count": a ProbeRequest}`. An answer has `shape` or `count`, or
-`refused`, a sentence that says why there is none.
+A request is `{"describe": config of a model}` or `{"count": a ProbeRequest}`. An answer contains
+`shape`, `count`, or `refused` with a sentence that gives the reason.
 """
 
 import json
@@ -19,23 +19,27 @@ from autotune.core.process import die_with_parent, loading
 from autotune.core.serialization import from_data, to_data
 from autotune.core.units import GIB
 
-MOST_GIB = 8  # of a model without weights: a stranger's config may have two billion layers
+MOST_GIB = 8  # for a model without weights: a stranger's config may have two billion layers
 
 
 def main() -> None:
     """Answer until the input ends."""
     die_with_parent(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # prints of libraries are no answers
     warnings.filterwarnings("ignore")
+
+    # A limit on data makes an oversized config fail with MemoryError.
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (psutil.Process().memory_info().data + MOST_GIB * GIB, hard))
+    most = psutil.Process().memory_info().data + MOST_GIB * GIB
+    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+
     for line in sys.stdin:
         answers.write(json.dumps(_answer(json.loads(line))) + "\n")
         answers.flush()
 
 
-@cache  # once: what a later request makes may be collected
+@cache  # once, so objects of later requests can be collected
 def _load() -> None:
     with loading():
         import autotune.dry.counting

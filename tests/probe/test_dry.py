@@ -28,7 +28,7 @@ from autotune.dry.counting import (
     make_optimizer,
     quantized_linear,
 )
-from autotune.dry.meta_device import cuda_on_meta
+from autotune.dry.meta_device import simulate_cuda
 from autotune.dry.prober import DryProber
 from autotune.dry.storage_counter import StorageCounter, blocks
 from autotune.prediction.memory_formula import kept_bytes, memory_breakdown
@@ -89,7 +89,7 @@ def counted_on(device: str, wanted: ProbeRequest) -> DryCount:
     """The count without what kernels of CUDA allocate, on this device."""
     if device == "cpu":
         return CountedStep(wanted, torch.device("cpu"), lambda func, args: 0).count()
-    with cuda_on_meta(packed=False, padded=False):
+    with simulate_cuda(packed=False, padded=False):
         return CountedStep(wanted, META, lambda func, args: 0).count()
 
 
@@ -363,7 +363,7 @@ def test_a_full_fine_tuning_has_the_peak_of_its_formula(tmp_path: Path, model: s
 
 
 def test_compiled_layers_of_an_int8_base_are_refused() -> None:
-    with pytest.raises(ValueError, match="compiled layers of an int8 base hold is not known"):
+    with pytest.raises(ValueError, match="compiled layers with an int8 base is not known"):
         dry_probe(request("llama", quantization="int8", compile="per_layer"))
 
 
@@ -615,7 +615,7 @@ def test_a_state_has_8_bits_from_4096_numbers_on(numel: int, counts: list[Any] |
 def test_adafactor_keeps_a_row_and_a_column_of_a_matrix() -> None:
     """By hand: 400 and 250 numbers in blocks, as many as there are of a vector, and the size of each."""
     model = nn.Linear(250, 400).to_empty(device=META)
-    with cuda_on_meta(packed=False, padded=False), StorageCounter(META) as counter:
+    with simulate_cuda(packed=False, padded=False), StorageCounter(META) as counter:
         counter.hold_module(model)
         step = make_optimizer(TrainConfig(optimizer="adafactor"), model, trained_parameters(model))
         for parameter in model.parameters():
@@ -632,7 +632,7 @@ ENDS = 2 * 16_384 + 512  # embedding, head, the last norm
 def test_a_full_fine_tuning_by_hand() -> None:
     """Of 26,784 parameters; AdamW has two of each. `always` is held at any time."""
     wanted = request("llama", method="full", precision="fp32", optimizer="adamw_torch", checkpointing="none")
-    with cuda_on_meta(packed=False, padded=False):
+    with simulate_cuda(packed=False, padded=False):
         plain, more = (CountedStep(wanted, META, lambda func, args: 0).count(*always) for always in ((), (2**29,)))
     trained = 2 * LAYER + ENDS
     assert 0 <= plain.model_gib * 2**30 - trained <= 1024  # frequencies of the positions
@@ -661,7 +661,7 @@ def test_a_batch_has_positions_where_examples_share_rows() -> None:
     kinds = (MicroBatch(rows=((8,),), length=8, share=1.0), MicroBatch(rows=((24,),), length=24, share=0.0))
     for packing, names in ((False, ["input_ids", "labels"]), (True, ["input_ids", "labels", "position_ids"])):
         wanted = replace(request("llama", micro_batch_size=3, packing=packing), micro_batches=kinds)
-        with cuda_on_meta(packed=packing, padded=False):
+        with simulate_cuda(packed=packing, padded=False):
             batch = CountedStep(wanted, META, cuda_workspace)._batch()
         assert list(batch) == names
         assert {(one.shape, one.dtype, one.device) for one in batch.values()} == {((3, 24), torch.long, META)}
@@ -682,7 +682,7 @@ def test_outputs_of_autocast_are_in_32_bits_as_accelerate_makes_them(
     seen: list[Any] = []
     monkeypatch.setattr(module, "convert_to_fp32", lambda outputs: seen.append(outputs) or convert_to_fp32(outputs))
     wanted = request("llama", precision=precision, method="full", loss=loss)
-    with cuda_on_meta(packed=False, padded=False):
+    with simulate_cuda(packed=False, padded=False):
         step = CountedStep(wanted, META, cuda_workspace)
         types: list[torch.dtype] = []
         linear = next(one for one in step._base.modules() if isinstance(one, nn.Linear))
@@ -734,7 +734,7 @@ def test_a_compiled_graph_holds_what_its_kernels_store() -> None:
         graph.output((total,))
 
     made = graph_of(build)
-    fused = dry_compile._Fused(made)
+    fused = dry_compile._FusedInterpreter(made)
     assert {short(node) for node in fused._inside} == {"sin", "exp"}
     ends = {short(node): {short(one) for one in nodes} for node, nodes in fused.user_to_last_uses.items()}
     assert ends == {"cos": {"sin", "x"}, "mm": {"cos", "t"}, "sum": {"view", "exp", "mm"}, "output": {"sum"}}

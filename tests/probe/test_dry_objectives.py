@@ -15,7 +15,7 @@ from autotune.core.objective import Objective
 from autotune.core.probe_types import DryCount, MicroBatch, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.dry.counting import dry_probe
-from autotune.dry.preference import trl_on_meta
+from autotune.dry.preference import simulate_trl
 from autotune.dry.prober import DryProber
 from autotune.prediction.memory_formula import memory_breakdown
 from tests.helpers.factories import TINY
@@ -141,10 +141,10 @@ def test_answers_for_one_objective_are_not_those_for_another(tmp_path: Path) -> 
 
 def test_trl_is_as_before_outside() -> None:
     before = trl_utils._use_triton, chunked_logprob._backward_tile, chunked_logprob._addmm_fp32
-    with trl_on_meta(padded=False):
+    with simulate_trl(padded=False):
         assert (torch.ones((), device="meta") * 2).item() == 1.0
         assert bool(torch.ones(2, dtype=torch.bool, device="meta").all())
-    with trl_on_meta(padded=True):
+    with simulate_trl(padded=True):
         assert not bool(torch.ones(2, dtype=torch.bool, device="meta").all())
         assert torch.ones((), dtype=torch.long, device="meta").item() == 1
     assert before == (trl_utils._use_triton, chunked_logprob._backward_tile, chunked_logprob._addmm_fp32)

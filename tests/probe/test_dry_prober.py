@@ -25,7 +25,7 @@ CONFIG = TrainConfig(micro_batch_size=2, seq_len=64, precision="bf16_pure", chec
 MODEL = TINY | {"model_type": "llama", "num_hidden_layers": 12, "vocab_size": 64}
 REQUEST = ProbeRequest(config=CONFIG, model=MODEL, memory_gib=1.0)
 UNCOUNTED = replace(CONFIG, quantization="int8", compile="per_layer")
-UNCOUNTED_REASON = "what compiled layers of an int8 base hold is not known"
+UNCOUNTED_REASON = "the memory of compiled layers with an int8 base is not known"
 
 
 @pytest.fixture(scope="module")
@@ -196,8 +196,8 @@ def test_a_shipped_answer_holds_where_nothing_is_kept_and_dry_probes_count_the_s
     ("program", "longest_s", "refused"),
     [
         ("import time; time.sleep(600)", 0.25, "it took longer than 0 s to count"),
-        ("pass", 60.0, "the process that counts it ended"),
-        ("input()", 60.0, "the process that counts it ended"),
+        ("pass", 60.0, "the counting process ended"),
+        ("input()", 60.0, "the counting process ended"),
     ],
 )
 def test_a_process_that_does_not_answer_is_replaced(

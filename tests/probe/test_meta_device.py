@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from autotune.dry.meta_device import FP32, FP32_OUTPUT, LOWER, PROMOTE, cuda_on_meta
+from autotune.dry.meta_device import FP32, FP32_OUTPUT, LOWER, PROMOTE, simulate_cuda
 from autotune.dry.storage_counter import StorageCounter
 from autotune.trainer.host_checkpoints import HostCheckpoints
 
@@ -47,7 +47,7 @@ def test_the_lists_are_those_of_cuda(macro: str, ours: list[str]) -> None:
 
 
 def test_autocast_casts_by_the_lists() -> None:
-    with cuda_on_meta(packed=False, padded=False):
+    with simulate_cuda(packed=False, padded=False):
         matrix = torch.ones(8, 8, device=META)
         half = matrix.bfloat16()
         with torch.autocast("meta", torch.bfloat16):
@@ -70,7 +70,7 @@ def test_autocast_casts_by_the_lists() -> None:
 def test_casts_of_trained_parameters_are_kept_until_autocast_ends() -> None:
     weight, inputs = torch.ones(64, 64, device=META, requires_grad=True), torch.ones(64, 64, device=META)
     each = 64 * 64 * 2
-    with cuda_on_meta(packed=False, padded=False), torch.no_grad(), StorageCounter(META) as counter:
+    with simulate_cuda(packed=False, padded=False), torch.no_grad(), StorageCounter(META) as counter:
         with torch.autocast("meta", torch.bfloat16):
             for _ in range(2):
                 functional.linear(inputs, weight)
@@ -82,7 +82,7 @@ def test_a_model_may_switch_autocast_off() -> None:
     """As the norm of Nemotron does, which then takes 16 bits; transformers leaves the meta device alone by itself."""
     from transformers.utils.generic import maybe_autocast
 
-    with cuda_on_meta(packed=False, padded=False), torch.autocast("meta", torch.bfloat16):
+    with simulate_cuda(packed=False, padded=False), torch.autocast("meta", torch.bfloat16):
         inputs = torch.ones(4, 64, device=META, dtype=torch.bfloat16)
         assert functional.layer_norm(inputs, (64,)).dtype is torch.float32
         with maybe_autocast(device_type="meta", enabled=False):
@@ -92,7 +92,7 @@ def test_a_model_may_switch_autocast_off() -> None:
 
 def test_gradients_go_back_through_casts() -> None:
     weight = torch.ones(64, 64, device=META, requires_grad=True)
-    with cuda_on_meta(packed=False, padded=False):
+    with simulate_cuda(packed=False, padded=False):
         with torch.autocast("meta", torch.bfloat16):
             loss = functional.linear(torch.ones(2, 64, device=META), weight).float().sum()
         loss.backward()
@@ -113,7 +113,7 @@ def test_attention_keeps_no_scores(dtype: torch.dtype, mask: bool, size: int) ->
     queries = torch.ones(1, heads, length, size, dtype=dtype, device=META, requires_grad=True)
     keys = torch.ones(1, 4, length, size, dtype=dtype, device=META, requires_grad=True)
     visible = torch.ones(1, 1, length, length, dtype=torch.bool, device=META) if mask else None
-    with cuda_on_meta(packed=False, padded=False), StorageCounter(META) as counter:
+    with simulate_cuda(packed=False, padded=False), StorageCounter(META) as counter:
         out = functional.scaled_dot_product_attention(queries, keys, keys, attn_mask=visible, enable_gqa=True)
         assert out.shape == queries.shape and out.dtype is dtype
         out.sum().backward()
@@ -172,7 +172,7 @@ def test_the_kernel_is_that_of_cuda(
 ) -> None:
     """Flash attention takes few key heads; for the other kernel they are repeated for each query head."""
     query, key, value = heads(4, size, dtype), heads(2, size, dtype), heads(2, value_size, dtype)
-    with cuda_on_meta(packed=False, padded=False):
+    with simulate_cuda(packed=False, padded=False):
         out, called = calls_of(query, key, value, None, dropout, causal, scale, enable_gqa=True)
     name, args, kwargs = called[-1]
     assert name == kernel and kwargs.get("scale") == scale
@@ -183,7 +183,7 @@ def test_the_kernel_is_that_of_cuda(
     else:
         assert [tensor.shape for tensor in args[:3]] == [(2, 4, 16, size), (2, 4, 16, size), (2, 4, 16, value_size)]
         assert args[3] is None and args[4] is False and tuple(args[5:]) == (dropout, causal)[: len(args) - 5]
-    with cuda_on_meta(packed=False, padded=False):
+    with simulate_cuda(packed=False, padded=False):
         _, plain = calls_of(query, query, query)
         assert plain[-1][1][3:] in ((), (None, False))  # no dropout, not causal, as torch's own defaults
 
@@ -192,7 +192,7 @@ def test_the_kernel_is_that_of_cuda(
 @pytest.mark.parametrize("scale", [None, 0.5])
 def test_the_flash_kernel_takes_heads_of_a_multiple_of_eight(size: int, padded: int, scale: float | None) -> None:
     """Zeros fill them up; the scale stays that of the real size, and the output has it again."""
-    with cuda_on_meta(packed=False, padded=False):
+    with simulate_cuda(packed=False, padded=False):
         out, called = calls_of(heads(4, size), heads(2, size), heads(2, size), scale=scale, enable_gqa=True)
         (kernel,) = [one for one in called if one[0] == FLASH]
     assert [tensor.shape[-1] for tensor in kernel[1][:3]] == [padded] * 3
@@ -207,7 +207,7 @@ def test_a_mask_becomes_a_bias_of_each_head(needs: tuple[bool, bool]) -> None:
     query.requires_grad_(needs[0])
     key.requires_grad_(needs[1])
     visible = torch.ones(2, 1, 16, 24, dtype=torch.bool, device=META)
-    with cuda_on_meta(packed=False, padded=False):
+    with simulate_cuda(packed=False, padded=False):
         for mask in (visible, torch.zeros(1, 1, 16, 24, dtype=torch.bfloat16, device=META)):
             out, called = calls_of(query, key, key, mask, enable_gqa=False)
             (kernel,) = [one for one in called if one[0] == EFFICIENT]
@@ -221,7 +221,7 @@ def test_a_mask_becomes_a_bias_of_each_head(needs: tuple[bool, bool]) -> None:
 
 def test_attention_under_autocast_is_in_16_bits() -> None:
     query = heads(2, 64, torch.float32)
-    with cuda_on_meta(packed=False, padded=False):
+    with simulate_cuda(packed=False, padded=False):
         for dtype in (torch.bfloat16, torch.float16):
             with torch.autocast("meta", dtype):
                 out, called = calls_of(query, query, query)
@@ -243,7 +243,7 @@ def test_everything_is_as_before_once_it_ends() -> None:
     ]
     before = [getattr(owner, name) for owner, name in owners]
 
-    @cuda_on_meta(packed=True, padded=False)
+    @simulate_cuda(packed=True, padded=False)
     def fail() -> None:
         inside = [getattr(owner, name) for owner, name in owners]
         assert all(new is not old for new, old in zip(inside, before, strict=True))
@@ -265,15 +265,15 @@ def test_everything_is_as_before_once_it_ends() -> None:
 def test_packed_rows_are_told_apart_by_their_positions() -> None:
     """By hand: examples of 3, 2 and 1 tokens, and of 2 and 4. Rows of one example each are not looked at."""
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 3]])
-    with cuda_on_meta(packed=True, padded=False):
+    with simulate_cuda(packed=True, padded=False):
         found = transformers.masking_utils.find_packed_sequence_indices(positions)
     assert found.tolist() == [[0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 1, 1]]
-    with cuda_on_meta(packed=False, padded=False):
+    with simulate_cuda(packed=False, padded=False):
         assert transformers.masking_utils.find_packed_sequence_indices(positions) is None
 
 
 def test_the_state_of_the_meta_device_is_that_of_cuda_and_others_keep_theirs() -> None:
-    with cuda_on_meta(packed=False, padded=False):
+    with simulate_cuda(packed=False, padded=False):
         assert torch.amp.is_autocast_available("meta") and torch.amp.autocast_mode.is_autocast_available("meta")
         assert torch.amp.is_autocast_available("cpu") and not torch.amp.is_autocast_available("vulkan")
         with torch.autocast("meta", torch.float16):
@@ -288,7 +288,7 @@ def test_the_state_of_the_meta_device_is_that_of_cuda_and_others_keep_theirs() -
 
 
 def test_the_grouped_product_of_experts_knows_bf16_alone() -> None:
-    with cuda_on_meta(packed=False, padded=False):
+    with simulate_cuda(packed=False, padded=False):
         can = transformers.integrations.moe._can_use_grouped_mm
         like = {dtype: torch.empty(1, dtype=dtype, device=META) for dtype in (torch.bfloat16, torch.float16)}
         half, other = like[torch.bfloat16], like[torch.float16]
@@ -311,7 +311,7 @@ def test_what_is_kept_in_the_host_takes_no_memory_of_the_device() -> None:
             return gradients[0]
 
     weight = torch.empty(8, 64, dtype=torch.float64, device=META, requires_grad=True)
-    with cuda_on_meta(packed=False, padded=False), StorageCounter(META) as counter:
+    with simulate_cuda(packed=False, padded=False), StorageCounter(META) as counter:
         kept, outputs = HostCheckpoints(), []
         for factor in (1, 2, 3):
             with kept.saving():
@@ -328,7 +328,7 @@ def test_sums_under_autocast_have_32_bits_unless_a_type_is_named() -> None:
     """With and without dimensions, by position too; whole numbers and 64 bits stay what they are."""
     half, wide = torch.ones(4, 4, device=META).bfloat16(), torch.ones(4, 4, device=META, dtype=torch.float64)
     whole = torch.ones(4, 4, device=META, dtype=torch.int32)
-    with cuda_on_meta(packed=False, padded=False), torch.autocast("meta", torch.bfloat16):
+    with simulate_cuda(packed=False, padded=False), torch.autocast("meta", torch.bfloat16):
         for made in (half.sum(), half.sum(0), half.sum((0, 1), True), half.prod(), half.prod(1), half.cumsum(0)):
             assert made.dtype is torch.float32
         assert half.sum(0, keepdim=True).shape == (1, 4) and half.sum(1, True).shape == (4, 1)
@@ -344,7 +344,7 @@ def test_casts_are_of_floating_point_tensors_of_the_device_up_to_32_bits() -> No
     """In lists and by name too. What is on the CPU, of 64 bits or of whole numbers stays what it is."""
     single = torch.ones(4, 4, device=META)
     half, wide = single.half(), single.double()
-    with cuda_on_meta(packed=False, padded=False), torch.autocast("meta", torch.float16):
+    with simulate_cuda(packed=False, padded=False), torch.autocast("meta", torch.float16):
         assert torch.linalg.multi_dot([single, half, single]).dtype is torch.float16
         assert functional.linear(half, single, bias=torch.ones(4, device=META)).dtype is torch.float16
         assert (wide @ wide).dtype is torch.float64
@@ -367,7 +367,7 @@ def test_only_casts_of_trained_parameters_are_kept() -> None:
     view.requires_grad_()
     already = torch.ones(64, 64, device=META, dtype=torch.bfloat16, requires_grad=True)
     fp16 = torch.ones(64, 64, device=META, dtype=torch.float16, requires_grad=True)
-    with cuda_on_meta(packed=False, padded=False), torch.no_grad(), StorageCounter(META) as counter:
+    with simulate_cuda(packed=False, padded=False), torch.no_grad(), StorageCounter(META) as counter:
         with torch.autocast("meta", torch.bfloat16):
             for other in (frozen, result, view, already, fp16):
                 inputs @ other
@@ -392,7 +392,7 @@ def test_only_casts_of_trained_parameters_are_kept() -> None:
             torch.clear_autocast_cache()
             assert counter.live == 0
     with StorageCounter(META) as counter:
-        with cuda_on_meta(packed=False, padded=False), torch.no_grad():
+        with simulate_cuda(packed=False, padded=False), torch.no_grad():
             torch.set_autocast_enabled("meta", True)
             torch.set_autocast_dtype("meta", torch.bfloat16)
             inputs @ trained
@@ -403,7 +403,7 @@ def test_only_casts_of_trained_parameters_are_kept() -> None:
 
 def test_dropout_keeps_a_mask_of_a_byte() -> None:
     inputs = torch.ones(64, 64, dtype=torch.bfloat16, device=META, requires_grad=True)
-    with cuda_on_meta(packed=False, padded=False), StorageCounter(META) as counter:
+    with simulate_cuda(packed=False, padded=False), StorageCounter(META) as counter:
         for training, held in ((True, 64 * 64 * (2 + 1)), (False, 0)):
             dropped = functional.dropout(inputs, 0.1, training)
             assert counter.live == held

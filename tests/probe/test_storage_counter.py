@@ -20,7 +20,7 @@ from autotune.dry.storage_counter import (
     THIN,
     UNPACKED_PRODUCT,
     StorageCounter,
-    _with_all_heads,
+    _repeat_heads,
     blocks,
 )
 
@@ -382,10 +382,10 @@ def test_torchs_formula_gets_a_key_head_for_each_query_head() -> None:
     """What has another number of dimensions, such as the sums of rows, and what is no tensor stay as they are."""
     query, key = torch.empty(2, 8, 16, 4, device=META), torch.empty(3, 2, 6, 5, device=META)
     rows = torch.empty(2, 8, 16, device=META)
-    first, second, third, fourth = _with_all_heads((query, key, rows, 0.5))
+    first, second, third, fourth = _repeat_heads((query, key, rows, 0.5))
     assert (first.shape, second.shape) == ((2, 8, 16, 4), (3, 8, 6, 5)) and third is rows and fourth == 0.5
     assert first.is_meta and second.is_meta
-    assert _with_all_heads((key, torch.empty(9, 99, device=META), query))[0].shape[1] == 8
+    assert _repeat_heads((key, torch.empty(9, 99, device=META), query))[0].shape[1] == 8
 
 
 def test_a_convolution_is_counted_by_its_output() -> None:
