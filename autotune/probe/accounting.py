@@ -55,7 +55,12 @@ def optimizer_gib(trainer: Any) -> tuple[float, float]:
     """
     optimizer = getattr(trainer, "optimizer", None)
     states = optimizer.state if optimizer is not None else {}
-    tensors = [value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    tensors = [
+        value
+        for state in states.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
     if optimizer is not None and getattr(trainer, "is_deepspeed_enabled", False):
         tensors += states
     total = sum(map(tensor_gib, tensors))
@@ -70,8 +75,12 @@ def paged_state_gib(model: nn.Module) -> float:
     """
     # bitsandbytes pages the state of parameters from 1e5 elements on (Optimizer2State.get_state_buffer).
     paged = [parameter for parameter in trained_parameters(model) if parameter.numel() >= 1e5]
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    return gib(sum(parameter.numel() * (8 if id(parameter) in embeddings else 2) for parameter in paged))
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
+    return gib(
+        sum(parameter.numel() * (8 if id(parameter) in embeddings else 2) for parameter in paged)
+    )
 
 
 def free_paged_state() -> None:
@@ -115,7 +124,12 @@ def requested_gib(message: str) -> float | None:
 
 
 def oom_detail(
-    error: Exception, phase: Phase, terms: dict[str, float], peak_gib: float, reserved_gib: float, limit_gib: float
+    error: Exception,
+    phase: Phase,
+    terms: dict[str, float],
+    peak_gib: float,
+    reserved_gib: float,
+    limit_gib: float,
 ) -> OomDetail:
     """What held memory when an allocation failed.
 
@@ -146,4 +160,7 @@ def too_tight(measurement: Measurement, phase: Phase) -> tuple[OomDetail, str]:
         terms_gib=measurement.terms_gib(measurement.peak_allocated_gib),
     )
     times = f"{measurement.alloc_retries} time" + ("s" if measurement.alloc_retries > 1 else "")
-    return detail, f"too tight in {phase}: the allocator ran out, returned what it cached and tried again {times}"
+    return (
+        detail,
+        f"too tight in {phase}: the allocator ran out, returned what it cached and tried again {times}",
+    )

@@ -31,7 +31,12 @@ NICE = 10  # the process that probes comes first on the host's processors
 
 def main() -> None:
     """Compile until the parent's end of the socket closes; arguments as of `worker`, then the shared folder."""
-    channel_handle, device, parent, scratch, folder = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), *sys.argv[4:6]
+    channel_handle, device, parent, scratch, folder = (
+        int(sys.argv[1]),
+        sys.argv[2],
+        int(sys.argv[3]),
+        *sys.argv[4:6],
+    )
     die_with_parent(parent)
     take_group_along(channel_handle, scratch=scratch)
     os.nice(NICE)
@@ -51,9 +56,13 @@ class AheadCompiler:
         self._device, self._folder, self._scratch = device, folder, scratch
         self._nvml = Nvml.open() if device == "cuda" else None
         self._held_gib = self._used_gib = 0.0
-        self._first_gib: float | None = None  # what others held when this process first had the device
+        self._first_gib: float | None = (
+            None  # what others held when this process first had the device
+        )
         self._meter: Meter | None = None
-        self._turns = Turns(folder, before_giving=self._settle, on_wait=lambda begin, end: self._begin())
+        self._turns = Turns(
+            folder, before_giving=self._settle, on_wait=lambda begin, end: self._begin()
+        )
 
     def compile_next(self) -> bool:
         """Compile the first of what is wanted that nobody has claimed; False if there is none."""
@@ -109,7 +118,9 @@ class AheadCompiler:
         resident = build_resident(request, meter.torch_device)
         self._turns.offer()
         rank = Rank(request, meter.torch_device)
-        probe = Probe(request, resident, meter, lambda phase: self._turns.offer(), self._scratch, rank)
+        probe = Probe(
+            request, resident, meter, lambda phase: self._turns.offer(), self._scratch, rank
+        )
         try:
             probe.run_once()
         finally:
@@ -135,7 +146,9 @@ class AheadCompiler:
             self._meter.synchronize()
             self._meter.release(collect=False)
         self._held_gib += self._used() - self._used_gib
-        (self._folder / f"{os.getpid()}{HELD}").write_text(f"{self._held_gib:.4f}", encoding="ascii")
+        (self._folder / f"{os.getpid()}{HELD}").write_text(
+            f"{self._held_gib:.4f}", encoding="ascii"
+        )
 
     def _used(self) -> float:
         return (self._nvml.used_gib() if self._nvml else None) or 0.0

@@ -19,7 +19,12 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
 from autotune.prediction.depth_extrapolation import extrapolate
 from autotune.prediction.memory_formula import CONTEXT_GIB, memory_breakdown
-from autotune.prediction.step_time import StepTimeEstimate, divide_step_time, estimate_step_time, host_of
+from autotune.prediction.step_time import (
+    StepTimeEstimate,
+    divide_step_time,
+    estimate_step_time,
+    host_of,
+)
 from autotune.prediction.transfer import REFERENCE, speed_transfer
 from autotune.probe.rank_pool import RankPool
 from autotune.probe.supervisor import WorkerProber
@@ -38,16 +43,23 @@ NARROW: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 256,
 }
-NARROW_DEPTHS, NARROW_TIMED_S = (2, 10), 2.0  # long, since the shortest of many counts on a host that others share
+NARROW_DEPTHS, NARROW_TIMED_S = (
+    (2, 10),
+    2.0,
+)  # long, since the shortest of many counts on a host that others share
 # The model of the short training: the formula of step time was fitted on it, and a few of its layers fit any card.
 TRAINED, TRAINED_DEPTHS = "mistral-7b", (2, 6)
 ROWS = (1, 2, 4, 8, 16)  # of 1,024 tokens
-DEVICE_LEADS = 2.0  # times as long as the host the device should need, so that the device's time is seen
+DEVICE_LEADS = (
+    2.0  # times as long as the host the device should need, so that the device's time is seen
+)
 
 Say = Callable[[str], None]
 
 
-def calibrate(target: Target, *, say: Say, should_stop: Callable[[], bool] = lambda: False) -> Calibration:
+def calibrate(
+    target: Target, *, say: Say, should_stop: Callable[[], bool] = lambda: False
+) -> Calibration:
     """Measure the device of this machine and its host. `say` gets a line for each part.
 
     Raises EnvironmentProblem and TooManyFailures where no worker can probe here, and Cancelled if `should_stop`.
@@ -100,7 +112,9 @@ def calibrate_by(prober: WorkerProber, target: Target, *, say: Say) -> Calibrati
 class LayerProbes:
     """The probes of a few layers of two models, in `memory_gib` of a device; their output goes to a file in `logs`."""
 
-    def __init__(self, prober: WorkerProber, device: DeviceSpec, memory_gib: float, logs: Path) -> None:
+    def __init__(
+        self, prober: WorkerProber, device: DeviceSpec, memory_gib: float, logs: Path
+    ) -> None:
         self._prober = prober
         self._device = device
         self._memory_gib = memory_gib
@@ -115,7 +129,8 @@ class LayerProbes:
             result = self._probe(NARROW, config, depth, NARROW_TIMED_S)
             if result.measurement is None:
                 raise EnvironmentProblem(
-                    f"a probe failed: {result.reason}", remedy="`autotune doctor` checks this machine"
+                    f"a probe failed: {result.reason}",
+                    remedy="`autotune doctor` checks this machine",
                 )
             # On a CPU issuing is computing.
             times.append(result.measurement.host_micro_s or min(result.measurement.micro_step_s))
@@ -140,7 +155,11 @@ class LayerProbes:
                 return None
             found.append((depth, measured))
         whole = extrapolate(found, model.num_layers).measurement
-        return None if whole.host_bound else expected.device_s / divide_step_time(whole, expected).device_s
+        return (
+            None
+            if whole.host_bound
+            else expected.device_s / divide_step_time(whole, expected).device_s
+        )
 
     def _training(self, calibration: Calibration) -> tuple[TrainConfig, StepTimeEstimate] | None:
         """The fewest rows with which the device sets the pace, else the most that fit; and their expected time."""
@@ -151,7 +170,9 @@ class LayerProbes:
             by_formula = estimate_step_time(model, config, host_of(calibration))
             if by_formula is None or not self._fits(config):
                 break
-            transfer = speed_transfer(reference, self._device, calibration=calibration, side=by_formula.side)
+            transfer = speed_transfer(
+                reference, self._device, calibration=calibration, side=by_formula.side
+            )
             if transfer is None:
                 break
             expected = by_formula.on(transfer)
@@ -163,11 +184,18 @@ class LayerProbes:
     def _fits(self, config: TrainConfig) -> bool:
         """Whether the deeper of the truncated models trains in the memory."""
         model = resolve_model(TRAINED)
-        layers = replace(model, config=model.config | {"num_hidden_layers": TRAINED_DEPTHS[-1]}, params=None)
+        layers = replace(
+            model, config=model.config | {"num_hidden_layers": TRAINED_DEPTHS[-1]}, params=None
+        )
         need = memory_breakdown(layers, config)
-        return need is not None and need.peak_reserved_gib < (1 - HEADROOM) * self._memory_gib - CONTEXT_GIB
+        return (
+            need is not None
+            and need.peak_reserved_gib < (1 - HEADROOM) * self._memory_gib - CONTEXT_GIB
+        )
 
-    def _probe(self, model: dict[str, Any], config: TrainConfig, depth: int, timed_s: float = 1.0) -> ProbeResult:
+    def _probe(
+        self, model: dict[str, Any], config: TrainConfig, depth: int, timed_s: float = 1.0
+    ) -> ProbeResult:
         request = ProbeRequest(
             config=config,
             model=model,

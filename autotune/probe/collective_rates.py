@@ -32,7 +32,9 @@ def measure_collectives(meter: Meter, seat: Seat, num_ranks: int) -> tuple[Colle
     try:
         found = []
         for number in sorted({*(one for one in NUMBERS if one < num_ranks), num_ranks}):
-            group = dist.new_group(list(range(number)))  # by all ranks, those that are not in it too
+            group = dist.new_group(
+                list(range(number))
+            )  # by all ranks, those that are not in it too
             if seat.number < number:
                 found.append(_measure(meter, group, number))
         return tuple(found)
@@ -44,7 +46,10 @@ def measure_collectives(meter: Meter, seat: Seat, num_ranks: int) -> tuple[Colle
 def _measure(meter: Meter, group: dist.ProcessGroup, number: int) -> CollectiveRates:
     divisor = number * (1 if meter.torch_device.type == "cuda" else ON_CPU)
     whole = torch.zeros(number * (LAYER // divisor), dtype=torch.float16, device=meter.torch_device)
-    part, bucket = whole[: len(whole) // number].clone(), whole[: BUCKET * number // divisor].clone()
+    part, bucket = (
+        whole[: len(whole) // number].clone(),
+        whole[: BUCKET * number // divisor].clone(),
+    )
     sent = (number - 1) / number
 
     def gb_s(call: Callable[[], object], buffer: torch.Tensor, times: float = 1.0) -> float:

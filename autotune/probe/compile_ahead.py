@@ -35,7 +35,9 @@ class CompileAhead:
         Each of so many processes compiles kernels with a quarter of the `cores` at most.
         """
         self._device, self._logs, self._number = device, logs, number
-        self._variables: Mapping[str, str] = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(int(cores) // 4, 1))}
+        self._variables: Mapping[str, str] = {
+            "TORCHINDUCTOR_COMPILE_THREADS": str(max(int(cores) // 4, 1))
+        }
         self._opened = ExitStack()
         self.folder = Path(self._opened.enter_context(scratch_directory()))
         self._processes: list[WorkerProcess] = []
@@ -76,7 +78,9 @@ class CompileAhead:
         self._logs.mkdir(parents=True, exist_ok=True)
         log = self._logs / f"ahead-{number}.log"
         module = "autotune.probe.ahead_worker"
-        return WorkerProcess(self._device, log, self._variables, module=module, more=[str(self.folder)])
+        return WorkerProcess(
+            self._device, log, self._variables, module=module, more=[str(self.folder)]
+        )
 
     def held_gib(self) -> float:
         """What the processes hold of the device's memory."""
@@ -88,7 +92,10 @@ class CompileAhead:
 
     def compiled(self) -> dict[str, float]:
         """The seconds that what was compiled ahead took, its turns on the device included, by key."""
-        reports = {file.name.removesuffix(CLAIMED): file.read_text() for file in self.folder.glob(f"*{CLAIMED}")}
+        reports = {
+            file.name.removesuffix(CLAIMED): file.read_text()
+            for file in self.folder.glob(f"*{CLAIMED}")
+        }
         return {key: json.loads(report)["seconds"] for key, report in reports.items() if report}
 
     def make_room(self) -> None:

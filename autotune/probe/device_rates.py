@@ -55,7 +55,9 @@ def measure_rates(meter: Meter) -> DeviceRates:
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s = _seconds(meter, lambda: target.copy_(source), lambda: None)
-    num_copies = math.ceil(AHEAD_S / copy_s) if on_gpu else 0  # a CPU does each call before the next is issued
+    num_copies = (
+        math.ceil(AHEAD_S / copy_s) if on_gpu else 0
+    )  # a CPU does each call before the next is issued
 
     def get_ahead() -> None:
         for _ in range(num_copies):

@@ -19,7 +19,10 @@ FOREVER_S = 1e6
 THROTTLE = "throttle"
 
 
-SIGNALS = {f"sig{name}": signal.Signals[f"SIG{name.upper()}"] for name in ("stop", "kill", "segv", "abrt", "bus")}
+SIGNALS = {
+    f"sig{name}": signal.Signals[f"SIG{name.upper()}"]
+    for name in ("stop", "kill", "segv", "abrt", "bus")
+}
 CRASHES = {
     "crash": "CUDA error: an illegal memory access was encountered",
     "ecc": "CUDA error: uncorrectable ECC error encountered",

@@ -73,7 +73,9 @@ from autotune.trainer.patches import choose_attention
 RECORDED_LOSSES = 8
 LOADER_S = 0.3
 LARGEST_CHECKPOINT_GIB = 4.0  # of a larger one only the weights are saved in a probe
-RECOMPILE_LIMIT = 8  # graphs a probe may compile of one function: torch's own default in a fresh process
+RECOMPILE_LIMIT = (
+    8  # graphs a probe may compile of one function: torch's own default in a fresh process
+)
 DIFFERENT_ROWS = 64  # about as many; a longer probe repeats them
 # Micro batches, as precision, rows and tokens of a row, that this process has trained on where libraries plan for each.
 _SEEN_LENGTHS: set[tuple[str, int, int]] = set()
@@ -104,7 +106,9 @@ def random_rows(
     """
 
     def example(length: int) -> torch.Tensor:
-        return rows.mask_prompt(torch.randint(0, vocab_size, (length,), generator=generator), trained_share)
+        return rows.mask_prompt(
+            torch.randint(0, vocab_size, (length,), generator=generator), trained_share
+        )
 
     examples = [[example(length) for length in lengths] for lengths in kind.rows]
     batch = rows.collate(examples, [kind.length], packing, masked=masked)
@@ -112,16 +116,25 @@ def random_rows(
 
 
 def random_image_rows(
-    kind: MicroBatch, config: Any, generator: torch.Generator, *, masked: bool = False, trained_share: float = 1.0
+    kind: MicroBatch,
+    config: Any,
+    generator: torch.Generator,
+    *,
+    masked: bool = False,
+    trained_share: float = 1.0,
 ) -> list[Tensors]:
     """The rows of a micro batch of this kind, of random tokens and images. `config` is the model's."""
     examples = [
         [images.random_example(lengths[0], pictures, config, generator, trained_share)]
         for lengths, pictures in zip(kind.rows, kind.images, strict=True)
     ]
-    batch = images.add_token_types(rows.collate(examples, [kind.length], packing=False, masked=masked), config)
+    batch = images.add_token_types(
+        rows.collate(examples, [kind.length], packing=False, masked=masked), config
+    )
     text = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    each = [images.random_values(pictures, config.model_type, generator) for pictures in kind.images]
+    each = [
+        images.random_values(pictures, config.model_type, generator) for pictures in kind.images
+    ]
     return [words | values for words, values in zip(text, each, strict=True)]
 
 
@@ -168,7 +181,9 @@ class Recorded:
         self.recorder.fetches.append((begin, self.recorder.meter.mark()))
         return batches
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         """Record a micro batch."""
         self.recorder.begin_micro_batch()
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
@@ -187,7 +202,9 @@ class Recorded:
         self.recorder.evaluated.append(self.recorder.meter.mark())
         return result
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Record that the backward pass begins."""
         loss = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         if model.training:
@@ -231,7 +248,9 @@ class Probe:
         self.rank = rank
         self.trace = trace
         largest = rank.largest if rank and request.has_real_ranks else None
-        self.recorder = Recorder(meter, request, emit, self._state_gib, planned=planned, largest=largest)
+        self.recorder = Recorder(
+            meter, request, emit, self._state_gib, planned=planned, largest=largest
+        )
         self.model: nn.Module = resident.base
         self.trainer: Any = None
         self.managed_gib = 0.0
@@ -243,19 +262,25 @@ class Probe:
         self._evaluation_s: float | None = None
         self._checkpoint_s: float | None = None
         self._hooks: list[Any] = []
-        self._module_names = module_names(self.base)  # FSDP2 gives the model a class of another module
+        self._module_names = module_names(
+            self.base
+        )  # FSDP2 gives the model a class of another module
         self._names = dict(self._module_names)
 
     def run(self) -> Measurement:
         """Train, time and weigh. Raises what training raises, NotSteady, BadLoss and WrongPrecision."""
         self._prepare()
-        with tempfile.TemporaryDirectory(prefix="autotune-", dir=self.scratch, ignore_cleanup_errors=True) as scratch:
+        with tempfile.TemporaryDirectory(
+            prefix="autotune-", dir=self.scratch, ignore_cleanup_errors=True
+        ) as scratch:
             self.trainer = self._make_trainer(scratch)
             if self.request.parallelism.strategy in FSDP2 and is_outline(self.model):
                 # Losses of random weights would be compared with those of real ones.
                 self._is_made_up = self.request.weights is not None
                 in_host = self.request.config.offload
-                shard_outline(self.trainer, torch.device("cpu") if in_host else self.meter.torch_device)
+                shard_outline(
+                    self.trainer, torch.device("cpu") if in_host else self.meter.torch_device
+                )
             self.meter.reset_peak()
             self.recorder.begin(Phase.FIRST_STEP)
             self.trainer.train()
@@ -264,15 +289,25 @@ class Probe:
             self.recorder.weigh()
             self.recorder.check_steady()
             losses = [float(loss) for loss in self.recorder.losses]
-            if not self.request.plays_a_rank and not all(math.isfinite(loss) and loss != 0.0 for loss in losses):
+            if not self.request.plays_a_rank and not all(
+                math.isfinite(loss) and loss != 0.0 for loss in losses
+            ):
                 raise BadLoss(f"the loss went {', '.join(f'{loss:.4g}' for loss in losses[:8])}")
             # How many lengths are tried hangs on the time they take, which differs from rank to rank.
-            if self.request.plans_by_length and self.request.new_lengths and not self.request.has_real_ranks:
+            if (
+                self.request.plans_by_length
+                and self.request.new_lengths
+                and not self.request.has_real_ranks
+            ):
                 self._new_length_s = self._time_new_lengths()
             if self.request.evaluate:
                 self._evaluate_and_save()
             measurement = self._measurement(losses)
-            if self.request.profile and self.request.depth is not None and self.meter.torch_device.type == "cuda":
+            if (
+                self.request.profile
+                and self.request.depth is not None
+                and self.meter.torch_device.type == "cuda"
+            ):
                 measurement = replace(measurement, kernels=self._profile(measurement))
             if self.trace is not None:
                 self.recorder.begin(Phase.PROFILE)
@@ -283,7 +318,9 @@ class Probe:
         """Train on a micro batch of each length, for the code that this compiles. Raises what training raises."""
         schedule = self.recorder.schedule
         self._prepare()
-        with tempfile.TemporaryDirectory(prefix="autotune-", dir=self.scratch, ignore_cleanup_errors=True) as scratch:
+        with tempfile.TemporaryDirectory(
+            prefix="autotune-", dir=self.scratch, ignore_cleanup_errors=True
+        ) as scratch:
             num_steps = len(schedule.lead) + (len(schedule.round) if schedule.uneven else 0)
             self.trainer = self._make_trainer(scratch, num_steps)
             self.recorder.begin(Phase.FIRST_STEP)
@@ -299,7 +336,9 @@ class Probe:
         # TRL and its users leave the choice to torch.
         any_length = config.padding == "longest" and request.trainer == "transformers"
         choose_attention(any_length=any_length, flash=request.flash)
-        settings = model_settings(config, request.model["model_type"], request.objective, request.vision)
+        settings = model_settings(
+            config, request.model["model_type"], request.objective, request.vision
+        )
         set_checkpointing(self.base, settings)
         how = request.seed, request.objective, request.vision
         self.model = attach(self.resident, config, meter.torch_device, *how)
@@ -312,7 +351,9 @@ class Probe:
         if self.managed_gib:
             self.limit_gib = meter.cap(request.memory_gib, request.headroom, self.managed_gib)
             if meter.reserved_gib() > self.limit_gib:
-                raise torch.OutOfMemoryError(f"paged optimizer state needs {self.managed_gib:.2f} GiB beside the model")
+                raise torch.OutOfMemoryError(
+                    f"paged optimizer state needs {self.managed_gib:.2f} GiB beside the model"
+                )
         if config.loss == "chunked" and request.trainer == "transformers":  # TRL does so by itself
             self._loss = chunked_loss(self.base)
         if request.objective is Objective.CLASSIFICATION:
@@ -371,7 +412,9 @@ class Probe:
             )
         self._hooks = [
             embedding.register_forward_pre_hook(self._check_autocast),
-            embedding.register_forward_hook(lambda module, inputs, outputs: begin_at(outputs, "backward_inputs")),
+            embedding.register_forward_hook(
+                lambda module, inputs, outputs: begin_at(outputs, "backward_inputs")
+            ),
             layers_end,
             *self._image_hooks(begin_at),
         ]
@@ -392,7 +435,9 @@ class Probe:
         shards = self.request.parallelism.shards  # by casting weights, without autocast
         wanted = self.request.config.precision in ("bf16_mixed", "fp16_mixed") and not shards
         if torch.is_autocast_enabled(self.meter.torch_device.type) is not wanted:
-            raise WrongPrecision(f"autocast is {'off' if wanted else 'on'} with {self.request.config.precision}")
+            raise WrongPrecision(
+                f"autocast is {'off' if wanted else 'on'} with {self.request.config.precision}"
+            )
 
     # --- memory
 
@@ -402,7 +447,9 @@ class Probe:
 
     def _weights_gib(self) -> float:
         """The size of the base's weights, of what joined layers add, and of an untrained model beside it."""
-        joined_gib = 0.0 if self.resident.joined is None else gib(self.resident.joined.extra_bytes())
+        joined_gib = (
+            0.0 if self.resident.joined is None else gib(self.resident.joined.extra_bytes())
+        )
         reference_gib = 0.0 if self._reference is None else parameter_gib(self._reference)
         return self.resident.model_gib + joined_gib + reference_gib
 
@@ -412,7 +459,9 @@ class Probe:
         terms = {
             "weights": self._weights_gib(),
             "adapters": self.resident.adapters_gib(),
-            "gradients": sum(tensor_gib(gradient) for gradient in gradients if gradient is not None),
+            "gradients": sum(
+                tensor_gib(gradient) for gradient in gradients if gradient is not None
+            ),
             "optimizer": optimizer_gib(self.trainer)[0],
         }
         if self.request.config.offload:
@@ -443,7 +492,10 @@ class Probe:
         request, config = self.request, self.request.config
         schedule = self.recorder.schedule
         each = len(schedule.round)
-        num_steps = num_steps or len(schedule.lead) + each * (MAX_WARMUP_ROUNDS + 2) + request.max_timed_steps
+        num_steps = (
+            num_steps
+            or len(schedule.lead) + each * (MAX_WARMUP_ROUNDS + 2) + request.max_timed_steps
+        )
         on_cpu = self.meter.torch_device.type == "cpu"
         settings = training_arguments(config, accumulation=request.micro_steps, on_cpu=on_cpu)
         settings |= sharing_arguments(config, decoder_layers(self.model))
@@ -467,7 +519,9 @@ class Probe:
             settings |= {"max_length": config.seq_len}
             if config.padding == "max_length":
                 settings |= {"pad_to_multiple_of": config.seq_len}
-            trainer = trl_trainer(Recorded, self.model, settings, train, held_out, request.objective, self._reference)
+            trainer = trl_trainer(
+                Recorded, self.model, settings, train, held_out, request.objective, self._reference
+            )
         else:
             trainer = ProbeTrainer(
                 model=self.model,
@@ -546,7 +600,11 @@ class Probe:
         timed = [kind for kind in request.kinds if kind.share]
         frequent = max(timed, key=lambda kind: kind.share)
         times = self.recorder.times()  # without kinds where a single one is timed
-        known_s = times.kinds[timed.index(frequent)][1] if times.kinds else statistics.fmean(times.micro_batches)
+        known_s = (
+            times.kinds[timed.index(frequent)][1]
+            if times.kinds
+            else statistics.fmean(times.micro_batches)
+        )
         _SEEN_LENGTHS.update(_lengths(request))
         precision, size = request.config.precision, request.config.micro_batch_size
         shortest = max((images.count_tokens(row) + 1 for row in frequent.images), default=1)
@@ -557,7 +615,9 @@ class Probe:
         begin = meter.mark()
         for length in itertools.islice(new, NEW_LENGTHS):
             _SEEN_LENGTHS.add((precision, size, length))
-            kind = replace(frequent, rows=tuple((min(row[0], length),) for row in frequent.rows), length=length)
+            kind = replace(
+                frequent, rows=tuple((min(row[0], length),) for row in frequent.rows), length=length
+            )
             made = self._random_rows(kind, generator)
             if request.trainer == "trl":
                 from autotune.probe.trl_trainer import examples_of
@@ -619,8 +679,12 @@ class Probe:
         mean = schedule.mean([kinds[index].length for step in schedule.round for index in step])
         lasts = [step[-1] for step in schedule.round]
         place = min(range(len(lasts)), key=lambda place: abs(kinds[lasts[place]].length - mean))
-        by_kind = dict(zip(timed, measurement.kind_s, strict=False))  # empty where there is a single kind
-        micro_s = by_kind[lasts[place]][1] if by_kind else statistics.median(measurement.micro_step_s)
+        by_kind = dict(
+            zip(timed, measurement.kind_s, strict=False)
+        )  # empty where there is a single kind
+        micro_s = (
+            by_kind[lasts[place]][1] if by_kind else statistics.median(measurement.micro_step_s)
+        )
         micro_batches = iter(self.trainer.get_train_dataloader())
         skipped = itertools.islice(micro_batches, each * (len(schedule.lead) + place), None)
         batches = self.trainer.get_batch_samples(skipped, each, self.meter.torch_device)[0]
@@ -633,10 +697,15 @@ class Probe:
             self.trainer.train_unrecorded(self.model, inputs)
         self.meter.keep_freed()  # as while steps are timed
         layers = decoder_layers(self.model)
-        decoder = self.base.get_decoder() if sees_images(self.request.model) else self.base.base_model
+        decoder = (
+            self.base.get_decoder() if sees_images(self.request.model) else self.base.base_model
+        )
         with ranges(parts_of(self.base, decoder, layers)):
             events, profiled_s = record_events(
-                lambda: self.trainer.train_unrecorded(self.model, batches[-1]), self._optimizer_step, self.meter, trace
+                lambda: self.trainer.train_unrecorded(self.model, batches[-1]),
+                self._optimizer_step,
+                self.meter,
+                trace,
             )
         config = self.request.config
         return profile_of(
@@ -665,7 +734,12 @@ class Probe:
         micro_batches = iter(self.trainer.get_train_dataloader())
         next(micro_batches)  # which starts its workers
         began = time.perf_counter()
-        number = sum(1 for _ in itertools.takewhile(lambda _: time.perf_counter() - began < LOADER_S, micro_batches))
+        number = sum(
+            1
+            for _ in itertools.takewhile(
+                lambda _: time.perf_counter() - began < LOADER_S, micro_batches
+            )
+        )
         return number * self.request.config.micro_batch_size / (time.perf_counter() - began)
 
     # --- the end
@@ -676,8 +750,13 @@ class Probe:
         trained = trained_parameters(self.model)
         state, managed = optimizer_gib(self.trainer)
         weights, adapters, in_host = self._weights_gib(), self.resident.adapters_gib(), 0.0
-        gradients = (max if self.request.config.optimizer_in_backward else sum)(map(tensor_gib, trained))
-        if self.request.config.sharding in ("zero2", "zero3"):  # DeepSpeed's own, and no parameter's
+        gradients = (max if self.request.config.optimizer_in_backward else sum)(
+            map(tensor_gib, trained)
+        )
+        if self.request.config.sharding in (
+            "zero2",
+            "zero3",
+        ):  # DeepSpeed's own, and no parameter's
             whole = sum(gib(math.prod(whole_shape(one)) * one.element_size()) for one in trained)
             gradients = whole / self.request.parallelism.num_gpus
         if self.request.config.offload:
@@ -689,9 +768,17 @@ class Probe:
             micro_step_s=times.micro_batches,
             rest_s=times.rests,
             micro_steps=self.request.micro_steps,
-            phase_s={phase: seconds for phase, seconds in times.phases.items() if phase is not Phase.STEADY},
-            phase_peak_gib={phase: peak for phase, peak in recorder.peaks.items() if phase not in no_phases},
-            segment_peak_gib={name: peak for name, peak in recorder.segments.items() if name not in no_phases},
+            phase_s={
+                phase: seconds
+                for phase, seconds in times.phases.items()
+                if phase is not Phase.STEADY
+            },
+            phase_peak_gib={
+                phase: peak for phase, peak in recorder.peaks.items() if phase not in no_phases
+            },
+            segment_peak_gib={
+                name: peak for name, peak in recorder.segments.items() if name not in no_phases
+            },
             kind_s=times.kinds,
             warm_s=recorder.warm_s(times),
             host_micro_s=recorder.host_micro_s(),

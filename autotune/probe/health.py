@@ -13,7 +13,8 @@ class Miscalculated(RuntimeError):
 
 
 def check_products(
-    device: torch.device, multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul
+    device: torch.device,
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
 ) -> None:
     """Multiply matrices of integers, large enough for every unit of the device, and check that A B v = A (B v).
 

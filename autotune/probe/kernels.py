@@ -16,18 +16,27 @@ import torch
 from autotune.core.micro_profile import KernelClass
 from autotune.core.probe_types import KernelTimes
 
-FUSED = re.compile(r"^triton_(?!tem)")  # by Inductor, after whose operators they are named; its templates multiply
+FUSED = re.compile(
+    r"^triton_(?!tem)"
+)  # by Inductor, after whose operators they are named; its templates multiply
 ATTENTION = re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)
 PRODUCT = re.compile(r"gemm|gemv|cutlass|cublas|nvjet|xmma|^triton_tem|splitkreduce", re.IGNORECASE)
 # cuBLAS names its newest kernels after the dtypes of their operands: q and o have 8 bits.
 FP8 = re.compile(r"e4m3|e5m2|float8|nvjet_(sm\d+_)?[qo]", re.IGNORECASE)
 # Beyond these names a profile by class needs: collectives, optimizers, copies, and what is computed for each element.
 COLLECTIVE = re.compile(r"nccl|^c10d::|_allgather_|_reduce_scatter_|allreduce", re.IGNORECASE)
-OPTIMIZER = re.compile(r"multi_tensor_apply|\bk(precondition)?optimizer|fused_adam|^optimizer\.", re.IGNORECASE)
-COPY = re.compile(r"^mem(cpy|set)|copy|catarray|^aten::(cat|clone|contiguous|to|_to_copy|zero_|fill_)$", re.IGNORECASE)
+OPTIMIZER = re.compile(
+    r"multi_tensor_apply|\bk(precondition)?optimizer|fused_adam|^optimizer\.", re.IGNORECASE
+)
+COPY = re.compile(
+    r"^mem(cpy|set)|copy|catarray|^aten::(cat|clone|contiguous|to|_to_copy|zero_|fill_)$",
+    re.IGNORECASE,
+)
 UNPACKING = re.compile(r"dequantize", re.IGNORECASE)
 # Names of operators, for CPUs; compiled layers are one operator there.
-OPERATOR_PRODUCT = re.compile(r"^(aten::(mm|addmm|bmm|baddbmm|matmul|linear|mv|addmv|_grouped_mm)|mkldnn::.*linear.*)$")
+OPERATOR_PRODUCT = re.compile(
+    r"^(aten::(mm|addmm|bmm|baddbmm|matmul|linear|mv|addmv|_grouped_mm)|mkldnn::.*linear.*)$"
+)
 ELEMENTWISE = re.compile(
     r"^triton_|elementwise|reduce_kernel|norm|softmax|silu|gelu|swiglu|geglu|rope|cross_entropy|CompiledF(unction|xGraph)"
     r"|^aten::(add|sub|mul|div|neg|pow|rsqrt|sqrt|mean|sum|exp|log|cos|sin|where|clamp|sigmoid|tanh|native_dropout)",
@@ -83,7 +92,9 @@ def class_of(name: str) -> KernelClass:
         KernelClass.COPIES: COPY,
         KernelClass.FUSED: ELEMENTWISE,
     }
-    return next((kind for kind, pattern in by_name.items() if pattern.search(name)), KernelClass.OTHER)
+    return next(
+        (kind for kind, pattern in by_name.items() if pattern.search(name)), KernelClass.OTHER
+    )
 
 
 def fused_operators(name: str) -> tuple[str, ...]:
@@ -97,11 +108,17 @@ def run_profiled(run: Callable[[], object]) -> list[Kernel]:
 
     Only the device is profiled: to record the host's operators as well would take longer than they do.
     """
-    with torch.autograd.profiler.profile(use_cpu=False, use_device="cuda", use_kineto=True) as profile:
+    with torch.autograd.profiler.profile(
+        use_cpu=False, use_device="cuda", use_kineto=True
+    ) as profile:
         run()
     events = profile.kineto_results.events() if profile.kineto_results is not None else []
     return [
-        Kernel(name=event.name(), start_s=event.start_ns() / 1e9, end_s=(event.start_ns() + event.duration_ns()) / 1e9)
+        Kernel(
+            name=event.name(),
+            start_s=event.start_ns() / 1e9,
+            end_s=(event.start_ns() + event.duration_ns()) / 1e9,
+        )
         for event in events
         if event.device_type() == torch.autograd.DeviceType.CUDA
     ]
@@ -139,7 +156,10 @@ def listed(kernels: Iterable[Kernel]) -> list[str]:
     for kernel in kernels:
         by_name[kernel.name].append(kernel.end_s - kernel.start_s)
     rows = sorted(by_name.items(), key=lambda row: -sum(row[1]))
-    return [f"{1000 * sum(row):9.3f} ms {len(row):6} {work_of(name):12} {name[:LONGEST_NAME]}" for name, row in rows]
+    return [
+        f"{1000 * sum(row):9.3f} ms {len(row):6} {work_of(name):12} {name[:LONGEST_NAME]}"
+        for name, row in rows
+    ]
 
 
 @cache
@@ -152,7 +172,9 @@ def _known_operators(joined: str) -> Iterator[str]:
     """Yield the operators whose names are joined by underscores; a word that is no operator stays alone."""
     words = joined.split("_")
     while words:
-        ends = (end for end in range(len(words), 0, -1) if "_".join(words[:end]) in _operator_names())
+        ends = (
+            end for end in range(len(words), 0, -1) if "_".join(words[:end]) in _operator_names()
+        )
         end = next(ends, 1)
         if name := "_".join(words[:end]):
             yield name

@@ -25,7 +25,14 @@ from autotune.trainer.joined_lora import JoinedLayers
 from autotune.trainer.lean_trainer import compile_layers, run_layers_eagerly
 from autotune.trainer.patches import choose_attention, load_attention
 from autotune.trainer.settings import Options, RunSettings
-from autotune.trainer.train import RECOMPILE_LIMIT, add_adapters, initialize_device, load, make_rows, make_trainer
+from autotune.trainer.train import (
+    RECOMPILE_LIMIT,
+    add_adapters,
+    initialize_device,
+    load,
+    make_rows,
+    make_trainer,
+)
 from autotune.trainer.train import read_examples as read
 
 LOGGED = 20  # losses that a curve has, about
@@ -49,7 +56,9 @@ class _Curve(TrainerCallback):
         self.points: list[tuple[int, float]] = []
         self.diverged = False
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
         """A loss was logged: the mean since the one before."""
         loss = (logs or {}).get("loss")
         if loss is None:
@@ -92,10 +101,14 @@ class Learner:
     def train(self, asked: Training) -> dict[str, Any]:
         """Train, and return the held-out loss, None where the training diverged, and the curve of its losses."""
         self._begin(asked.seed)
-        settings = replace(self._settings, learning_rate=asked.learning_rate, warmup_steps=asked.warmup_steps)
+        settings = replace(
+            self._settings, learning_rate=asked.learning_rate, warmup_steps=asked.warmup_steps
+        )
         options, curve = replace(self._options, max_steps=asked.steps), _Curve()
         data = self._rows, self._held_out
-        trainer = make_trainer(settings, options, self._model, self._loss, curve, *data, self._joined)
+        trainer = make_trainer(
+            settings, options, self._model, self._loss, curve, *data, self._joined
+        )
         trainer.args.disable_tqdm = True
         trainer.args.per_device_eval_batch_size = settings.micro_batch_size
         trainer.args.logging_steps = trainer.state.logging_steps = max(1, asked.steps // LOGGED)

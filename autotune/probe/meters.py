@@ -27,7 +27,9 @@ from autotune.trainer.malloc import KEPT_BYTES, set_release_threshold
 from autotune.trainer.settings import ALLOCATOR_VARIABLE, ALLOCATORS
 
 MAX_LOST_GIB = 0.5  # of the host, over all probes of a process
-WORKSPACE_GIB = 8 / 1024  # of libraries on a GPU: some keep 2 MiB from their first use of a large matrix on
+WORKSPACE_GIB = (
+    8 / 1024
+)  # of libraries on a GPU: some keep 2 MiB from their first use of a large matrix on
 RETURNED_BYTES = 2**16  # on a CPU blocks of this size go back to the kernel while peaks are read
 IS_MAPPED = 2  # in the word before a block: it came straight from the kernel
 PACKAGES = (
@@ -63,7 +65,9 @@ class CudaMeter:
         torch.cuda.init()
         self.torch_device = torch.device("cuda", 0)
         self._properties = torch.cuda.get_device_properties(0)
-        torch.ones(256, 256, device=self.torch_device).matmul(torch.ones(256, 256, device=self.torch_device))
+        torch.ones(256, 256, device=self.torch_device).matmul(
+            torch.ones(256, 256, device=self.torch_device)
+        )
         self.synchronize()
 
     def settle(self) -> None:
@@ -87,12 +91,16 @@ class CudaMeter:
         taken = self.context_gib()
         if taken is None:  # at most all that torch does not hold
             free_bytes, total_bytes = torch.cuda.mem_get_info()
-            taken = max(gib(total_bytes - free_bytes - torch.cuda.memory_reserved()) - self.others_gib, 0.0)
+            taken = max(
+                gib(total_bytes - free_bytes - torch.cuda.memory_reserved()) - self.others_gib, 0.0
+            )
         taken += managed_gib
         limit = memory_limit_gib(memory_gib, headroom, taken_gib=taken)
         # A few layers may be probed for a larger card than this one.
         room = max(memory_limit_gib(total, headroom, taken_gib=taken), min(limit, total))
-        torch.cuda.set_per_process_memory_fraction(min(max(limit, 0.01) + self.aside_gib, room) / total)
+        torch.cuda.set_per_process_memory_fraction(
+            min(max(limit, 0.01) + self.aside_gib, room) / total
+        )
         return limit
 
     def uncap(self) -> None:
@@ -132,7 +140,9 @@ class CudaMeter:
     def peak_gib(self) -> tuple[float, float]:
         """The peaks of allocated and of reserved memory since the last reset."""
         stats = torch.cuda.memory_stats_as_nested_dict()  # a fifth of the time of the flat one
-        allocated, reserved = (stats[name]["all"]["peak"] for name in ("allocated_bytes", "reserved_bytes"))
+        allocated, reserved = (
+            stats[name]["all"]["peak"] for name in ("allocated_bytes", "reserved_bytes")
+        )
         return gib(allocated) - self.aside_gib, gib(reserved) - self.aside_gib
 
     def context_gib(self) -> float | None:
@@ -163,7 +173,9 @@ class CudaMeter:
             gc.collect()
         torch._C._cuda_clearCublasWorkspaces()  # of other streams too, for which nobody will ask again
         torch.cuda.empty_cache()
-        getattr(torch.accelerator, "empty_host_cache", lambda: None)()  # where checkpoints were offloaded to
+        getattr(
+            torch.accelerator, "empty_host_cache", lambda: None
+        )()  # where checkpoints were offloaded to
         torch.cuda.reset_accumulated_memory_stats()
         self.reset_peak()
 
@@ -209,8 +221,12 @@ class CpuMeter:
         self._libc = ctypes.CDLL(None)
         self._libc.malloc.restype, self._libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         self._libc.free.restype, self._libc.free.argtypes = None, [ctypes.c_void_p]
-        self._held: list[int] = []  # blocks of malloc's that are allocated only to keep tensors out of them
-        self._capped_at: int | None = None  # the limit that holds again when freed memory is returned again
+        self._held: list[
+            int
+        ] = []  # blocks of malloc's that are allocated only to keep tensors out of them
+        self._capped_at: int | None = (
+            None  # the limit that holds again when freed memory is returned again
+        )
         self.settle()
 
     def settle(self) -> None:
@@ -267,7 +283,10 @@ class CpuMeter:
             if block is None:  # more than the process may have
                 size //= 2
                 continue
-            if ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t)).value & IS_MAPPED:
+            if (
+                ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t)).value
+                & IS_MAPPED
+            ):
                 self._libc.free(block)  # no free block is as large
                 size //= 2
             else:
@@ -350,4 +369,6 @@ def _fingerprint(**fields: Any) -> Fingerprint:
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
-    return Fingerprint(python=platform.python_version(), packages=packages, probe=PROBE_VERSION, **fields)
+    return Fingerprint(
+        python=platform.python_version(), packages=packages, probe=PROBE_VERSION, **fields
+    )

@@ -17,13 +17,22 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from autotune.core.micro_profile import KernelClass, KernelTotal, MicroBatchProfile, Part, ProfiledWork, Stage
+from autotune.core.micro_profile import (
+    KernelClass,
+    KernelTotal,
+    MicroBatchProfile,
+    Part,
+    ProfiledWork,
+    Stage,
+)
 from autotune.probe.kernels import class_of, fused_operators
 from autotune.probe.meters import Meter
 
 PREFIX = "autotune: "  # of the names of ranges; without more it is a range whose part is not known
 IN_BACKWARD, ADDS_GRADIENT = "autograd::engine::evaluate_function: ", "AccumulateGrad"
-RUNTIME = re.compile(r"(cuda|cu|hip)[A-Z]")  # calls of the driver, whose numbers are not those of operators
+RUNTIME = re.compile(
+    r"(cuda|cu|hip)[A-Z]"
+)  # calls of the driver, whose numbers are not those of operators
 NUM_LONGEST = 15
 LONGEST_NAME = 120
 
@@ -73,7 +82,10 @@ class Placed:
     def kind(self) -> KernelClass:
         """What it does. Whatever computes the optimizer step is the optimizer's."""
         kind = class_of(self.event.name)
-        if self.place.stage is Stage.OPTIMIZER and kind not in (KernelClass.COPIES, KernelClass.COLLECTIVES):
+        if self.place.stage is Stage.OPTIMIZER and kind not in (
+            KernelClass.COPIES,
+            KernelClass.COLLECTIVES,
+        ):
             return KernelClass.OPTIMIZER
         return kind
 
@@ -87,7 +99,9 @@ class Placed:
 # --- which module is which part
 
 
-def parts_of(base: nn.Module, decoder: nn.Module, layers: list[nn.Module]) -> dict[nn.Module, Part | None]:
+def parts_of(
+    base: nn.Module, decoder: nn.Module, layers: list[nn.Module]
+) -> dict[nn.Module, Part | None]:
     """The part that each module's forward pass is, as far as it is not that of the module around it.
 
     Layers that are compiled as a whole have a single unknown part: ranges inside them would be compiled too.
@@ -106,7 +120,11 @@ def parts_of(base: nn.Module, decoder: nn.Module, layers: list[nn.Module]) -> di
         for name, child in layer.named_children():
             is_attention = "attn" in name or "attention" in name
             has_matrices = any(parameter.dim() > 1 for parameter in child.parameters())
-            _mark(child, (Part.ATTENTION if is_attention else Part.MLP) if has_matrices else Part.NORMS, found)
+            _mark(
+                child,
+                (Part.ATTENTION if is_attention else Part.MLP) if has_matrices else Part.NORMS,
+                found,
+            )
     return found
 
 
@@ -119,7 +137,11 @@ def _mark(module: nn.Module, part: Part, found: dict[nn.Module, Part | None]) ->
     children = list(module.children())
     if not children and _is_norm(module):
         found[module] = Part.NORMS
-    elif not children and part is Part.ATTENTION and any(weight.dim() > 1 for weight in module.parameters()):
+    elif (
+        not children
+        and part is Part.ATTENTION
+        and any(weight.dim() > 1 for weight in module.parameters())
+    ):
         found[module] = Part.PROJECTIONS
     for child in children:
         _mark(child, part, found)
@@ -147,7 +169,9 @@ def ranges(parts: dict[nn.Module, Part | None]) -> Iterator[None]:
     handles = []
     try:
         for module, part in parts.items():
-            handles.append(module.register_forward_pre_hook(begin(PREFIX + (part or "")), prepend=True))
+            handles.append(
+                module.register_forward_pre_hook(begin(PREFIX + (part or "")), prepend=True)
+            )
             # Checkpointing ends what it computes again by an exception, once it has what it needs.
             handles.append(module.register_forward_hook(end, always_call=True))
         yield
@@ -160,7 +184,10 @@ def ranges(parts: dict[nn.Module, Part | None]) -> Iterator[None]:
 
 
 def record_events(
-    micro_batch: Callable[[], object], optimizer_step: Callable[[], object], meter: Meter, trace: str
+    micro_batch: Callable[[], object],
+    optimizer_step: Callable[[], object],
+    meter: Meter,
+    trace: str,
 ) -> tuple[list[Event], float]:
     """Profile a micro batch and an optimizer step, after another micro batch that is not recorded.
 
@@ -176,7 +203,9 @@ def record_events(
         events.extend(map(_event, profiled.profiler.kineto_results.events()))
 
     with profile(
-        activities=activities, schedule=schedule(wait=0, warmup=1, active=1, repeat=1), on_trace_ready=keep
+        activities=activities,
+        schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
+        on_trace_ready=keep,
     ) as profiling:
         micro_batch()
         meter.synchronize()
@@ -235,11 +264,14 @@ def host_places(events: Iterable[Event], unknown: Part | None, trained: Part) ->
             stack[-1].inner_s += event.seconds
         place = _place(event, stack[-1].place if stack else start, of_nodes, unknown, trained)
         if event.sequence >= 0 and place.stage is not Stage.BACKWARD:
-            of_nodes[event.thread, event.sequence] = place.part  # the last with a number makes the node
+            of_nodes[event.thread, event.sequence] = (
+                place.part
+            )  # the last with a number makes the node
         stack.append(_Opened(event, place))
         found.append(stack[-1])
     return [
-        Placed(event=one.event, place=one.place, seconds=max(one.event.seconds - one.inner_s, 0.0)) for one in found
+        Placed(event=one.event, place=one.place, seconds=max(one.event.seconds - one.inner_s, 0.0))
+        for one in found
     ]
 
 
@@ -260,21 +292,27 @@ def _place(
         return around
     if event.name.endswith(ADDS_GRADIENT):
         return Place(part=trained, stage=Stage.BACKWARD)
-    return Place(part=of_nodes.get((event.forward_thread, event.sequence), unknown), stage=Stage.BACKWARD)
+    return Place(
+        part=of_nodes.get((event.forward_thread, event.sequence), unknown), stage=Stage.BACKWARD
+    )
 
 
 def placed_work(events: list[Event], unknown: Part | None, trained: Part) -> list[Placed]:
     """What the device did, in order: the kernels of a GPU if there are any, else the operators of a CPU."""
     on_host = host_places(events, unknown, trained)
     ranges = {one.name for one in events if one.is_range}  # which a GPU's timeline repeats
-    kernels = [one for one in events if one.on_device and not one.is_range and one.name not in ranges]
+    kernels = [
+        one for one in events if one.on_device and not one.is_range and one.name not in ranges
+    ]
     if not kernels:
         return [one for one in on_host if not one.event.is_range]
     by_number = {one.event.ident: one.place for one in on_host}
     placed, stage = [], Stage.FORWARD
     for kernel in sorted(kernels, key=lambda one: one.start_s):
         # A kernel that no operator issued belongs to the stage of the one before it.
-        place = (by_number.get(kernel.linked) if kernel.linked else None) or Place(part=unknown, stage=stage)
+        place = (by_number.get(kernel.linked) if kernel.linked else None) or Place(
+            part=unknown, stage=stage
+        )
         placed.append(Placed(event=kernel, place=place, seconds=kernel.seconds))
         stage = place.stage
     return placed
@@ -300,7 +338,11 @@ def longest(placed: Iterable[Placed]) -> tuple[KernelTotal, ...]:
     rows = sorted(groups.items(), key=lambda row: -sum(row[1]))[:NUM_LONGEST]
     return tuple(
         KernelTotal(
-            name=name[:LONGEST_NAME], kind=kind, seconds=sum(each), count=len(each), fuses=fused_operators(name)
+            name=name[:LONGEST_NAME],
+            kind=kind,
+            seconds=sum(each),
+            count=len(each),
+            fuses=fused_operators(name),
         )
         for (name, kind), each in rows
     )

@@ -7,7 +7,10 @@ from autotune.trainer.settings import ModelSettings
 
 
 def model_settings(
-    config: TrainConfig, model_type: str, objective: Objective = Objective.SFT, vision: str = "frozen"
+    config: TrainConfig,
+    model_type: str,
+    objective: Objective = Objective.SFT,
+    vision: str = "frozen",
 ) -> ModelSettings:
     """The values that `runtime.model_builder` builds a model of this transformers type from."""
     return ModelSettings(

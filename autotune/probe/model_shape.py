@@ -21,7 +21,15 @@ from autotune.trainer.model_builder import config_of, decoder_layers, from_confi
 
 SHAPE_ONLY = TrainConfig(precision="bf16_pure", attention="eager")
 # The Liger kernels that `resident` can take out of a model again. Others replace names in transformers or torch.
-REVERSIBLE_KERNELS = {"rope", "rms_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy", "model"}
+REVERSIBLE_KERNELS = {
+    "rope",
+    "rms_norm",
+    "swiglu",
+    "geglu",
+    "cross_entropy",
+    "fused_linear_cross_entropy",
+    "model",
+}
 
 
 def describe(model: dict[str, Any]) -> ModelShape:
@@ -37,9 +45,15 @@ def describe(model: dict[str, Any]) -> ModelShape:
     layers = decoder_layers(built)
     prefix, period = repetition(_kinds(layers, config.get_text_config()))
     named = (item for layer in layers for item in layer.named_modules())
-    linear_layers = {path: module for path, module in named if isinstance(module, nn.Linear | Conv1D)}
-    linear = {id(module.weight) for module in built.modules() if isinstance(module, nn.Linear | Conv1D)}
-    matrices = [parameter for layer in layers for parameter in layer.parameters() if parameter.ndim > 1]
+    linear_layers = {
+        path: module for path, module in named if isinstance(module, nn.Linear | Conv1D)
+    }
+    linear = {
+        id(module.weight) for module in built.modules() if isinstance(module, nn.Linear | Conv1D)
+    }
+    matrices = [
+        parameter for layer in layers for parameter in layer.parameters() if parameter.ndim > 1
+    ]
     num_parameters = sum(parameter.numel() for parameter in built.parameters())
     try:
         plain_head = has_plain_head(built)
@@ -87,15 +101,23 @@ def truncate(config: Any, depth: int) -> None:
 def _lists_by_layer(config: Any) -> dict[str, list[Any]]:
     """What a config lists layer by layer: attention types, mixture layers, layers without positions."""
     length = config.num_hidden_layers
-    return {name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == length}
+    return {
+        name: value
+        for name, value in vars(config).items()
+        if isinstance(value, list) and len(value) == length
+    }
 
 
 def _kinds(layers: list[nn.Module], config: Any) -> list[Any]:
     """What distinguishes each layer: its class, its parameters' shapes, its entries in the config's lists."""
-    lists = [values for values in _lists_by_layer(config).values() if values != list(range(len(values)))]  # not indices
+    lists = [
+        values for values in _lists_by_layer(config).values() if values != list(range(len(values)))
+    ]  # not indices
     kinds = []
     for index, layer in enumerate(layers):
-        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+        shapes = tuple(
+            (name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()
+        )
         kinds.append((type(layer).__name__, shapes, [str(values[index]) for values in lists]))
     return kinds
 
@@ -105,7 +127,9 @@ def _wrapped_parameters(built: nn.Module) -> set[int]:
 
     Raises ValueError where PEFT refuses adapters on every linear layer.
     """
-    adapted = trainable_model(built, model_settings(TrainConfig(), built.config.model_type), torch.device("meta"))
+    adapted = trainable_model(
+        built, model_settings(TrainConfig(), built.config.model_type), torch.device("meta")
+    )
     wrappers = [module for module in adapted.modules() if isinstance(module, ParamWrapper)]
     return {id(getattr(wrapper.get_base_layer(), wrapper.parameter_name)) for wrapper in wrappers}
 

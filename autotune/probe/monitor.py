@@ -45,7 +45,9 @@ class Monitor:
         if self.phase is not Phase.STEADY or not (self._nvml or self._throttled):
             return
         sample = self._nvml.sample() if self._nvml else Telemetry()
-        self._samples.append(replace(sample, throttle_reasons=(THERMAL,)) if self._throttled else sample)
+        self._samples.append(
+            replace(sample, throttle_reasons=(THERMAL,)) if self._throttled else sample
+        )
 
     def deadline_s(self) -> float:
         """Seconds that the current phase may take: the usual ones, or `patience_s` if that is more."""
@@ -72,6 +74,8 @@ class Monitor:
             energy_j=None if first is None or last is None else last - first,
             temperature_c=mean(lambda sample: sample.temperature_c),
             sm_clock_mhz=mean(lambda sample: sample.sm_clock_mhz),
-            throttle_reasons=tuple(sorted({reason for sample in samples for reason in sample.throttle_reasons})),
+            throttle_reasons=tuple(
+                sorted({reason for sample in samples for reason in sample.throttle_reasons})
+            ),
             num_samples=len(samples),
         )

@@ -28,7 +28,9 @@ def refusal(request: ProbeRequest) -> str | None:
         return None
     if parallelism.strategy in ZERO and find_spec("deepspeed") is None:
         return f"{parallelism.strategy} needs DeepSpeed: pip install deepspeed"
-    return untested("trainer", request.trainer, "several_gpus") or parallelism.refusal(request.config)
+    return untested("trainer", request.trainer, "several_gpus") or parallelism.refusal(
+        request.config
+    )
 
 
 class Rank:
@@ -37,7 +39,9 @@ class Rank:
     The process sees one device, so that its local rank is 0 in any world.
     """
 
-    def __init__(self, request: ProbeRequest, device: torch.device, seat: Seat | None = None) -> None:
+    def __init__(
+        self, request: ProbeRequest, device: torch.device, seat: Seat | None = None
+    ) -> None:
         """Join nothing yet. `seat` is the place in a world of real ranks."""
         self.size = request.parallelism.num_gpus
         self.number = seat.number if seat else 0
@@ -66,12 +70,16 @@ class Rank:
             dist.init_process_group("fake", rank=0, world_size=self.size, store=FakeStore())
         else:
             if self._meeting is None:
-                raise RuntimeError(f"a world of {self.size} real ranks has {self.size} processes, not one")
+                raise RuntimeError(
+                    f"a world of {self.size} real ranks has {self.size} processes, not one"
+                )
             backend = "nccl" if self._device.type == "cuda" else "gloo"
             if self._offloads:  # the norm of gradients is added up where they are
                 backend = "cuda:nccl,cpu:gloo"
             self._store = dist.FileStore(self._meeting, self.size)
-            dist.init_process_group(backend, rank=self.number, world_size=self.size, store=self._store)
+            dist.init_process_group(
+                backend, rank=self.number, world_size=self.size, store=self._store
+            )
             # NCCL takes its memory at the first collective: before a limit is set.
             dist.all_reduce(torch.zeros(1, device=self._device))
         if self._shards and self._device.type == "cpu":
@@ -83,7 +91,10 @@ class Rank:
         variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(self.size)}
         if self._device.type == "cpu":
             # Without them accelerate would change the number of threads, and look for a GPU.
-            variables |= {"OMP_NUM_THREADS": str(torch.get_num_threads()), "ACCELERATE_TORCH_DEVICE": "cpu"}
+            variables |= {
+                "OMP_NUM_THREADS": str(torch.get_num_threads()),
+                "ACCELERATE_TORCH_DEVICE": "cpu",
+            }
         return variables
 
     def _let_accelerate_shard_on_a_cpu(self) -> None:
@@ -91,7 +102,10 @@ class Rank:
         from accelerate.state import DistributedType, PartialState
 
         self._prepare_backend = PartialState._prepare_backend
-        PartialState._prepare_backend = lambda *_, **__: (dist.get_backend(), DistributedType.MULTI_GPU)
+        PartialState._prepare_backend = lambda *_, **__: (
+            dist.get_backend(),
+            DistributedType.MULTI_GPU,
+        )
 
     def adopt(self, model: nn.Module, end_micro_batch: Callable[[], None]) -> None:
         """The Trainer has shared out `model`: what else that needs.
@@ -119,7 +133,9 @@ class Rank:
             return value
         self._asked += 1
         self._store.set(f"largest {self._asked} {self.number}", repr(value))
-        return max(float(self._store.get(f"largest {self._asked} {rank}")) for rank in range(self.size))
+        return max(
+            float(self._store.get(f"largest {self._asked} {rank}")) for rank in range(self.size)
+        )
 
     def leave(self) -> None:
         """Leave the world, which nothing may use any more. Real ranks must all leave it, or none."""

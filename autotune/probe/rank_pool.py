@@ -45,7 +45,12 @@ class RankPool:
     """
 
     def __init__(
-        self, device: str, num_ranks: int, logs: Path, *, should_stop: Callable[[], bool] = lambda: False
+        self,
+        device: str,
+        num_ranks: int,
+        logs: Path,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """Start nothing yet. `device` is "cuda" or "cpu"; `logs` the directory of the workers' logs.
 
@@ -62,7 +67,9 @@ class RankPool:
         self.logs = logs
         self._should_stop = should_stop
         self._ranks = [
-            WorkerProber(device, logs / f"rank{number}", should_stop=should_stop, card=card, threads=threads)
+            WorkerProber(
+                device, logs / f"rank{number}", should_stop=should_stop, card=card, threads=threads
+            )
             for number, card in enumerate(cards[:num_ranks])
         ]
 
@@ -136,8 +143,9 @@ class RankPool:
                 worker.dump_stacks()
             time.sleep(DUMP_S)
             self.close()
+            waited = f"{monitor.deadline_s():.0f} s"
             reason = (
-                f"no progress in phase {monitor.phase} for {monitor.deadline_s():.0f} s; the stacks are in the logs"
+                f"no progress in phase {monitor.phase} for {waited}; the stacks are in the logs"
             )
             return failed(request, Outcome.TIMEOUT, monitor.phase, reason, begin, log)
         *_, (number, last) = answers.items()
@@ -145,20 +153,30 @@ class RankPool:
             return self._failure(request, number, last, begin, log, oom_kills)
         if not all(message["reusable"] for message in answers.values() if message):
             self._renew()
-        result = replace(combined([_result(answers[number]) for number in range(len(workers))]), log=log.name)
+        result = replace(
+            combined([_result(answers[number]) for number in range(len(workers))]), log=log.name
+        )
         if result.measurement is None:
             return result
-        return replace(result, measurement=replace(result.measurement, telemetry=monitor.telemetry()))
+        return replace(
+            result, measurement=replace(result.measurement, telemetry=monitor.telemetry())
+        )
 
-    def _send(self, workers: Sequence[WorkerProcess], request: ProbeRequest, log: Path, meeting: Path) -> None:
+    def _send(
+        self, workers: Sequence[WorkerProcess], request: ProbeRequest, log: Path, meeting: Path
+    ) -> None:
         """Have all ranks begin. One that has ended shows where its answer is awaited."""
         for number, worker in enumerate(workers):
             seat = Seat(number=number, meeting=str(meeting))
             own_log = log if number == 0 else log.with_name(f"{log.stem}.rank{number}{log.suffix}")
             with suppress(OSError):
-                worker.send({"request": to_data(request), "log": str(own_log), "seat": to_data(seat)})
+                worker.send(
+                    {"request": to_data(request), "log": str(own_log), "seat": to_data(seat)}
+                )
 
-    def _answers(self, workers: Sequence[WorkerProcess], monitor: Monitor) -> dict[int, Message] | None:
+    def _answers(
+        self, workers: Sequence[WorkerProcess], monitor: Monitor
+    ) -> dict[int, Message] | None:
         """The result message of each rank, the last of which is that of a rank that failed, if one did.
 
         None once the deadline of a phase has passed. Raises Cancelled.
@@ -166,7 +184,9 @@ class RankPool:
         answers: dict[int, Message] = {}
         while len(answers) < len(workers):
             waiting = [number for number in range(len(workers)) if number not in answers]
-            found = receive_first([workers[number] for number in waiting], monitor, self._should_stop)
+            found = receive_first(
+                [workers[number] for number in waiting], monitor, self._should_stop
+            )
             if found is None:
                 return None
             place, message = found
@@ -179,7 +199,13 @@ class RankPool:
         return answers
 
     def _failure(
-        self, request: ProbeRequest, number: int, message: Message, begin: float, log: Path, oom_kills: int
+        self,
+        request: ProbeRequest,
+        number: int,
+        message: Message,
+        begin: float,
+        log: Path,
+        oom_kills: int,
     ) -> ProbeResult:
         """The result of a probe in which rank `number` failed with this message. All workers are ended and replaced."""
         told = time.monotonic()
@@ -193,7 +219,9 @@ class RankPool:
             reason = self._ranks[number].end_of_worker(host_oom_kills() > oom_kills)
             result = failed(request, Outcome.CRASH, None, f"rank {number}: {reason}", begin, log)
         else:
-            result = replace(_result(message), notes=(f"rank {number} failed, and all were ended",), log=log.name)
+            result = replace(
+                _result(message), notes=(f"rank {number} failed, and all were ended",), log=log.name
+            )
         self.close()
         stopped = time.monotonic()
         self._renew()
@@ -246,7 +274,9 @@ def _result(message: Message) -> ProbeResult:
 
 def _has_failed(message: Message) -> bool:
     """Whether a rank has ended, or failed where others may wait for it."""
-    return message is None or (not message["reusable"] and _result(message).outcome is not Outcome.OK)
+    return message is None or (
+        not message["reusable"] and _result(message).outcome is not Outcome.OK
+    )
 
 
 def combined(results: Sequence[ProbeResult]) -> ProbeResult:
@@ -260,8 +290,12 @@ def combined(results: Sequence[ProbeResult]) -> ProbeResult:
     measured = [result.measurement for result in results if result.measurement is not None]
     slowest = max(measured, key=lambda measurement: statistics.fmean(measurement.step_s))
     notes = tuple(dict.fromkeys(note for result in results for note in result.notes))
-    contexts = [measurement.context_gib for measurement in measured if measurement.context_gib is not None]
-    losses = tuple(map(statistics.fmean, zip(*(measurement.losses for measurement in measured), strict=True)))
+    contexts = [
+        measurement.context_gib for measurement in measured if measurement.context_gib is not None
+    ]
+    losses = tuple(
+        map(statistics.fmean, zip(*(measurement.losses for measurement in measured), strict=True))
+    )
     together = replace(
         slowest,
         phase_peak_gib=_largest([measurement.phase_peak_gib for measurement in measured]),

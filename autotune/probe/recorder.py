@@ -19,7 +19,9 @@ MAX_WARMUP_ROUNDS = 4
 # Relative spread of the times of rounds: below the first, more of them add nothing; above the second, more are taken.
 AGREE_SPREAD, DISAGREE_SPREAD = 0.01, 0.02
 ENOUGH_ROUNDS, ENOUGH_S = 2, 0.3  # two short rounds may agree by chance
-WAITING_ROUNDS = 3  # where the host waits within a micro batch, its own time, which swings, shows in all of them
+WAITING_ROUNDS = (
+    3  # where the host waits within a micro batch, its own time, which swings, shows in all of them
+)
 
 
 class NotSteady(Exception):
@@ -81,16 +83,26 @@ class Recorder:
         self.last_timed: int | None = None
         self.starts: list[list[Any]] = [[]]  # by step: a mark at the start of each micro batch
         self.ends: list[list[Any]] = [[]]  # by step: a mark at the end of each micro batch
-        self.fetches: list[tuple[Any, Any]] = []  # by step: marks around the making of all its batches
-        self.spans: list[tuple[int, int, Phase, Any, Any]] = []  # step, micro batches begun in it, phase, two marks
+        self.fetches: list[
+            tuple[Any, Any]
+        ] = []  # by step: marks around the making of all its batches
+        self.spans: list[
+            tuple[int, int, Phase, Any, Any]
+        ] = []  # step, micro batches begun in it, phase, two marks
         self.peaks: dict[Phase, float] = {}
         self.segments: dict[str, float] = {}
         self.segment = ""  # a part of the phase, where it has parts
-        self.issued: list[float] = []  # seconds the host took for each micro batch, until the next one of its step
+        self.issued: list[
+            float
+        ] = []  # seconds the host took for each micro batch, until the next one of its step
         self.reserved = 0.0
         self.losses: list[torch.Tensor] = []
-        self.evaluated: list[Any] = []  # a mark at the end of each micro batch that is only evaluated
-        self.retried_in: Phase | None = None  # where the allocator first had to return cached memory and try again
+        self.evaluated: list[
+            Any
+        ] = []  # a mark at the end of each micro batch that is only evaluated
+        self.retried_in: Phase | None = (
+            None  # where the allocator first had to return cached memory and try again
+        )
         self._mark: Any = None
         self._graphs = 0
         self._began = 0.0
@@ -98,7 +110,9 @@ class Recorder:
         on_cpu = not meter.peaks_are_free
         self._min_timed_s = request.min_timed_s / 2 if on_cpu else request.min_timed_s
         # A single round of many lengths may last as long as all that is wanted.
-        self._max_timed_s = 0.0 if on_cpu else (5 if self.schedule.uneven else 2) * request.min_timed_s
+        self._max_timed_s = (
+            0.0 if on_cpu else (5 if self.schedule.uneven else 2) * request.min_timed_s
+        )
         self._num_warm = 0  # steps until their plan was made
 
     def begin(self, phase: Phase) -> None:
@@ -116,7 +130,9 @@ class Recorder:
             return
         mark = self.meter.mark()
         if self._mark is not None:
-            self.spans.append((self.step, len(self.starts[self.step]), self.phase, self._mark, mark))
+            self.spans.append(
+                (self.step, len(self.starts[self.step]), self.phase, self._mark, mark)
+            )
         self._mark, self.phase, self.segment = mark, phase, ""
 
     def enter_segment(self, name: str) -> None:
@@ -190,7 +206,9 @@ class Recorder:
         if not num_rounds or (not settled and num_rounds < MAX_WARMUP_ROUNDS):
             return
         begin = self.step + 1 - each
-        step_s = self._largest(max(self.meter.seconds(self.starts[begin][0], self._now()) / each, 1e-6))
+        step_s = self._largest(
+            max(self.meter.seconds(self.starts[begin][0], self._now()) / each, 1e-6)
+        )
         self.emit(Phase.STEADY)
         self._num_warm = self.step + 1
         marks = ((self.starts[index], self.ends[index]) for index in range(begin, self.step + 1))
@@ -204,7 +222,9 @@ class Recorder:
             self.meter.keep_freed()
             self.first_timed = self.step + 1 + (0 if micro_s > schedule.long_s else each)
         wanted = schedule.rounds_to_time(request, step_s, self._min_timed_s)
-        self.last_timed = self.first_timed + max(wanted, WAITING_ROUNDS if self.host_waits() else 1) * each - 1
+        self.last_timed = (
+            self.first_timed + max(wanted, WAITING_ROUNDS if self.host_waits() else 1) * each - 1
+        )
         self._agree_at = max(ENOUGH_ROUNDS, math.ceil(ENOUGH_S / (step_s * each)))
 
     def _adapt(self) -> None:
@@ -212,20 +232,28 @@ class Recorder:
         assert self.first_timed is not None and self.last_timed is not None
         each = len(self.schedule.round)
         num_rounds, inside = divmod(self.step + 1 - self.first_timed, each)
-        if inside or self._must_agree:  # which ranks could do at each step only by waiting for each other
+        if (
+            inside or self._must_agree
+        ):  # which ranks could do at each step only by waiting for each other
             return
         starts = [self.starts[self.first_timed + index * each][0] for index in range(num_rounds)]
         ends = starts[1:]
         if num_rounds == self._agree_at or self.step == self.last_timed:
-            ends.append(self._now())  # waiting for the device may save a round, or show that one is missing
+            ends.append(
+                self._now()
+            )  # waiting for the device may save a round, or show that one is missing
         marks = zip(starts, ends, strict=False)
-        finished = [self.meter.seconds(start, end) for start, end in marks if self.meter.passed(end)]
+        finished = [
+            self.meter.seconds(start, end) for start, end in marks if self.meter.passed(end)
+        ]
         if len(finished) < ENOUGH_ROUNDS:
             return
         spread = (max(finished) - min(finished)) / min(finished)
         if spread < AGREE_SPREAD and len(finished) >= self._agree_at:
             self.last_timed = min(self.last_timed, self.step)
-        elif spread > DISAGREE_SPREAD and self.step == self.last_timed and self.request.depth is None:
+        elif (
+            spread > DISAGREE_SPREAD and self.step == self.last_timed and self.request.depth is None
+        ):
             num_steps = self.last_timed - self.first_timed + 1
             if num_steps < self.request.max_timed_steps and sum(finished) < self._max_timed_s:
                 self.last_timed += each
@@ -245,7 +273,9 @@ class Recorder:
         each = self.request.micro_steps
         timed = self.issued[self.first_timed * each :]
         # The last micro batch of a step is followed by the rest of the step, not by another.
-        return min(seconds for index, seconds in enumerate(timed) if each == 1 or (index + 1) % each)
+        return min(
+            seconds for index, seconds in enumerate(timed) if each == 1 or (index + 1) % each
+        )
 
     def host_waits(self) -> bool:
         """Whether the host waits for the device in the midst of a micro batch.
@@ -258,7 +288,11 @@ class Recorder:
         """Seconds that the steps until the plan would have taken at the pace of the timed ones."""
         kinds, num_kinds = self.request.kinds, self.schedule.num_kinds
         timed = sorted({index for step in self.schedule.round for index in step})
-        means = [statistics.fmean(times.micro_batches)] if num_kinds == 1 else [mean for _, mean in times.kinds]
+        means = (
+            [statistics.fmean(times.micro_batches)]
+            if num_kinds == 1
+            else [mean for _, mean in times.kinds]
+        )
         by_kind = dict(zip(timed, means, strict=True))
         known = max(by_kind, key=lambda index: kinds[index].length)
         rest = statistics.fmean(times.rests) if times.rests else 0.0
@@ -271,7 +305,9 @@ class Recorder:
     def check_steady(self) -> None:
         """Raises NotSteady if anything was compiled, or captured, during the timed steps."""
         if made_graphs() != self._graphs:
-            raise NotSteady("the compiled model was compiled again, or a CUDA graph captured, while it was timed")
+            raise NotSteady(
+                "the compiled model was compiled again, or a CUDA graph captured, while it was timed"
+            )
         if self.request.config.compile != "none" and not compiled_graphs():
             raise NotSteady("nothing was compiled: the compiler left the layers as they are")
 
@@ -306,9 +342,13 @@ class Recorder:
         phases: dict[Phase, float] = {}
         for index, place, phase, start, end in self.spans:
             if index in timed:
-                phases[phase] = phases.get(phase, 0.0) + seconds(start, end) * self._weight(index, place, phase)
+                phases[phase] = phases.get(phase, 0.0) + seconds(start, end) * self._weight(
+                    index, place, phase
+                )
         return self._over_kinds(
-            StepTimes(steps=tuple(steps), micro_batches=tuple(micros), rests=tuple(rests), phases=phases)
+            StepTimes(
+                steps=tuple(steps), micro_batches=tuple(micros), rests=tuple(rests), phases=phases
+            )
         )
 
     def _weight(self, step: int, place: int, phase: Phase) -> float:
@@ -317,7 +357,10 @@ class Recorder:
         num_timed, each = self.last_timed + 1 - self.first_timed, self.request.micro_steps
         if phase not in (Phase.FORWARD, Phase.BACKWARD):
             return 1 / num_timed
-        num_rounds, slot = num_timed / len(self.schedule.round), (step - self.first_timed) * each + place - 1
+        num_rounds, slot = (
+            num_timed / len(self.schedule.round),
+            (step - self.first_timed) * each + place - 1,
+        )
         return self.schedule.weights[slot % len(self.schedule.weights)] * each / num_rounds
 
     def _over_kinds(self, times: StepTimes) -> StepTimes:
@@ -326,7 +369,10 @@ class Recorder:
         if schedule.num_kinds == 1:
             return times
         slots = [index for step in schedule.round for index in step]
-        rounds = [times.micro_batches[begin:][: len(slots)] for begin in range(0, len(times.micro_batches), len(slots))]
+        rounds = [
+            times.micro_batches[begin:][: len(slots)]
+            for begin in range(0, len(times.micro_batches), len(slots))
+        ]
         means = [schedule.mean(micros) for micros in rounds]
         rest = statistics.fmean(times.rests) if times.rests else 0.0
         by_slot = [statistics.fmean(micros) for micros in zip(*rounds, strict=True)]

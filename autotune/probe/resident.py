@@ -59,7 +59,11 @@ class ResidentModel:
         """The size of the adapters' weights."""
         if self.adapted is None:
             return 0.0
-        return sum(tensor_gib(parameter) for parameter in self.adapted.parameters() if parameter.requires_grad)
+        return sum(
+            tensor_gib(parameter)
+            for parameter in self.adapted.parameters()
+            if parameter.requires_grad
+        )
 
 
 def family_of(request: ProbeRequest) -> tuple[Any, ...]:
@@ -87,7 +91,9 @@ def build_resident(request: ProbeRequest, device: torch.device) -> ResidentModel
     Real weights are loaded for a whole model only: some of its layers are as fast with random ones. A model that is
     sharded since the limit does not hold it gets random ones too, as shards (`shard_outline`).
     """
-    settings = model_settings(request.config, request.model["model_type"], request.objective, request.vision)
+    settings = model_settings(
+        request.config, request.model["model_type"], request.objective, request.vision
+    )
     torch.manual_seed(request.seed)  # the same weights whatever this process did before
     config = config_of(request.model)
     if request.depth is not None:
@@ -119,8 +125,19 @@ def attach(
     settings = model_settings(config, resident.base.config.model_type, objective, vision)
     if config.method == "full":
         return trainable_model(resident.base, settings, device)
-    scale, pure = (config.lora_alpha, config.rslora, config.lora_dropout), config.precision == "bf16_pure"
-    wanted = (config.lora_rank, config.lora_targets, config.modules_to_save, *scale, config.dora, pure, vision)
+    scale, pure = (
+        (config.lora_alpha, config.rslora, config.lora_dropout),
+        config.precision == "bf16_pure",
+    )
+    wanted = (
+        config.lora_rank,
+        config.lora_targets,
+        config.modules_to_save,
+        *scale,
+        config.dora,
+        pure,
+        vision,
+    )
     if resident.adapted is None or resident.adapted_for != wanted:
         if resident.adapted is not None:
             _unload(resident.base, resident.adapted)
@@ -156,7 +173,9 @@ def clean(resident: ResidentModel) -> None:
     """
     base = resident.base
     if resident.adapted is not None and "ref" in resident.adapted.peft_config:
-        resident.adapted.delete_adapter("ref")  # TRL failed before its copy of the adapters was removed
+        resident.adapted.delete_adapter(
+            "ref"
+        )  # TRL failed before its copy of the adapters was removed
     stop_checkpointing(base)
     if getattr(base, "_require_grads_hooks", None):
         base.disable_input_require_grads()

@@ -74,7 +74,9 @@ class Schedule:
                 lead += ((*others, longest),)
         evaluated = (longest, *(timed if len(lengths) > 1 else timed[:2]))
         count = Counter(slots)
-        weights = tuple(kinds[index].share / total / count[index] for step in rounds for index in step)
+        weights = tuple(
+            kinds[index].share / total / count[index] for step in rounds for index in step
+        )
         mean = sum(kinds[index].share * kinds[index].length for index in timed) / total
         return cls(
             lead=lead,

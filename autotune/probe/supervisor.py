@@ -15,7 +15,15 @@ from typing import Any
 from autotune.core.errors import Cancelled, EnvironmentProblem, TooManyFailures, UsageError
 from autotune.core.micro_profile import MicroBatchProfile
 from autotune.core.nvml import Nvml
-from autotune.core.probe_types import DeviceRates, Fingerprint, ModelShape, Outcome, Phase, ProbeRequest, ProbeResult
+from autotune.core.probe_types import (
+    DeviceRates,
+    Fingerprint,
+    ModelShape,
+    Outcome,
+    Phase,
+    ProbeRequest,
+    ProbeResult,
+)
 from autotune.core.scratch import scratch_directory
 from autotune.core.serialization import from_data, to_data
 from autotune.core.text import printable
@@ -56,7 +64,9 @@ class WorkerProber:
         self.device = device
         self.logs = logs
         self.starts = 0
-        self.ahead: CompileAhead | None = None  # with whom the device is shared; the caller closes it
+        self.ahead: CompileAhead | None = (
+            None  # with whom the device is shared; the caller closes it
+        )
         self._memory_gib = self._context_gib = 0.0
         self._peak_tflops: float | None = None
         self._should_stop = should_stop
@@ -68,7 +78,9 @@ class WorkerProber:
         self._nvml = Nvml.open(card) if device == "cuda" else None
         self._memory_errors = self._nvml.uncorrected_errors() if self._nvml else None
         self._start_s: float | None = None  # of a worker that has not probed a whole model yet
-        self._waited_in_vain = False  # in the last try: it went on beside a process that did not end its turn
+        self._waited_in_vain = (
+            False  # in the last try: it went on beside a process that did not end its turn
+        )
         self._was_slowed = False  # by heat or hardware, in the last probe with sensors
         self._crashed = set[TrainConfig]()
 
@@ -102,7 +114,9 @@ class WorkerProber:
     @property
     def knows_memory_of_others(self) -> bool:
         """Whether the driver shows what other processes hold of the device; a CPU's have memory of their own."""
-        return self.device == "cpu" or (self._nvml is not None and self._nvml.used_gib() is not None)
+        return self.device == "cpu" or (
+            self._nvml is not None and self._nvml.used_gib() is not None
+        )
 
     @property
     def peak_tflops(self) -> float | None:
@@ -119,7 +133,9 @@ class WorkerProber:
         """
         return self.tried(self._once, request, log)
 
-    def tried(self, once: Callable[[ProbeRequest, Path], ProbeResult], request: ProbeRequest, log: Path) -> ProbeResult:
+    def tried(
+        self, once: Callable[[ProbeRequest, Path], ProbeResult], request: ProbeRequest, log: Path
+    ) -> ProbeResult:
         """The result of `once`, which probes on this device, maybe with others; of a second try where that is fair."""
         result = once(request, log)
         if (doubt := self._doubt(result)) is not None:
@@ -150,7 +166,9 @@ class WorkerProber:
         result = first if only_first_worked else second
         total = {"total": first.seconds.get("total", 0.0) + second.seconds.get("total", 0.0)}
         notes = (*result.notes, doubt)
-        return replace(result, notes=notes, seconds=result.seconds | total, started_at=first.started_at)
+        return replace(
+            result, notes=notes, seconds=result.seconds | total, started_at=first.started_at
+        )
 
     def _doubt(self, result: ProbeResult) -> str | None:
         """Why the machine may be to blame: others on it, a crash without a known cause, or a card that was slowed down.
@@ -189,7 +207,9 @@ class WorkerProber:
                 remedy="continue with --study on another card; `nvidia-smi -q -d ECC` shows the counters",
             )
 
-    def profile(self, request: ProbeRequest, log: Path, trace: Path) -> tuple[ProbeResult, MicroBatchProfile | None]:
+    def profile(
+        self, request: ProbeRequest, log: Path, trace: Path
+    ) -> tuple[ProbeResult, MicroBatchProfile | None]:
         """Run one probe, and profile a micro batch in it, whose Chrome trace goes to the file `trace`.
 
         The profile is None where the probe failed, or the driver does not show what the device does.
@@ -198,7 +218,9 @@ class WorkerProber:
 
         def once(request: ProbeRequest, log: Path) -> ProbeResult:
             result, message = self._exchange(request, log, trace=str(trace))
-            found.append(from_data(MicroBatchProfile, data) if (data := message.get("profile")) else None)
+            found.append(
+                from_data(MicroBatchProfile, data) if (data := message.get("profile")) else None
+            )
             return result
 
         result = self.tried(once, request, log)
@@ -208,7 +230,9 @@ class WorkerProber:
         """One try, whatever comes of it."""
         return self._exchange(request, log)[0]
 
-    def _exchange(self, request: ProbeRequest, log: Path, **more: str) -> tuple[ProbeResult, dict[str, Any]]:
+    def _exchange(
+        self, request: ProbeRequest, log: Path, **more: str
+    ) -> tuple[ProbeResult, dict[str, Any]]:
         """The result of one try, whatever comes of it, and the worker's message; empty where there is none."""
         oom_kills = host_oom_kills()
         self._waited_in_vain = False
@@ -219,7 +243,11 @@ class WorkerProber:
             process = self.ready_process()
             if self.ahead is not None:
                 self.ahead.reap()  # the worker reads what the others hold
-            shared = {} if self.ahead is None or not self.ahead.is_running else {"turns": str(self.ahead.folder)}
+            shared = (
+                {}
+                if self.ahead is None or not self.ahead.is_running
+                else {"turns": str(self.ahead.folder)}
+            )
             process.send({"request": to_data(request), "log": str(log)} | shared | more)
             message = self._receive(process, monitor)
         except ENDED:
@@ -238,7 +266,9 @@ class WorkerProber:
             self.ahead.close()
         result = replace(from_data(ProbeResult, message["result"]), log=log.name)
         if result.measurement is not None:
-            result = replace(result, measurement=replace(result.measurement, telemetry=monitor.telemetry()))
+            result = replace(
+                result, measurement=replace(result.measurement, telemetry=monitor.telemetry())
+            )
         if self._start_s is not None and request.depth is None:
             result = replace(result, seconds={"start": self._start_s} | result.seconds)
             self._start_s = None
@@ -314,9 +344,12 @@ class WorkerProber:
         if message is not None and message.get("event") == "rates":
             return message["rates"]
         self.close()
-        reason = message["reason"] if message else f"it took more than {DEADLINES[Phase.START]:.0f} s"
+        reason = (
+            message["reason"] if message else f"it took more than {DEADLINES[Phase.START]:.0f} s"
+        )
         raise EnvironmentProblem(
-            f"the device could not be measured: {printable(reason)}", remedy="see what else uses it: `autotune doctor`"
+            f"the device could not be measured: {printable(reason)}",
+            remedy="see what else uses it: `autotune doctor`",
         )
 
     def launch(self) -> None:
@@ -380,10 +413,12 @@ class WorkerProber:
         log = self.logs / "worker.log"
         if message.get("unhealthy"):
             raise TooManyFailures(
-                f"the device cannot be trusted: {reason}", remedy=f"use another; see {log}, and its maker's diagnostics"
+                f"the device cannot be trusted: {reason}",
+                remedy=f"use another; see {log}, and its maker's diagnostics",
             )
         raise EnvironmentProblem(
-            f"the probe worker could not start: {reason}", remedy=f"see {log}; `autotune doctor` checks this machine"
+            f"the probe worker could not start: {reason}",
+            remedy=f"see {log}; `autotune doctor` checks this machine",
         )
 
 
@@ -397,9 +432,14 @@ def check_worker(device: str) -> tuple[Fingerprint, str | None]:
         fingerprint = prober.fingerprint
         if device != "cuda":
             return fingerprint, None
-        asked = tiny_request(device, prober.memory_gib, bf16=fingerprint.has_bf16, quantization="nf4")
+        asked = tiny_request(
+            device, prober.memory_gib, bf16=fingerprint.has_bf16, quantization="nf4"
+        )
         result = prober.probe(asked, Path(logs, "nf4.log"))
-    return fingerprint, None if result.outcome is Outcome.OK else result.reason or result.outcome.value
+    return (
+        fingerprint,
+        None if result.outcome is Outcome.OK else result.reason or result.outcome.value,
+    )
 
 
 def _slowed_by(result: ProbeResult) -> tuple[str, ...] | None:
@@ -409,7 +449,12 @@ def _slowed_by(result: ProbeResult) -> tuple[str, ...] | None:
 
 
 def failed(
-    request: ProbeRequest, outcome: Outcome, phase: Phase | None, reason: str, begin: float, log: Path
+    request: ProbeRequest,
+    outcome: Outcome,
+    phase: Phase | None,
+    reason: str,
+    begin: float,
+    log: Path,
 ) -> ProbeResult:
     """The result of a probe that failed: it began at `begin` by the monotonic clock, and wrote the file `log`."""
     total_s = time.monotonic() - begin
@@ -423,7 +468,9 @@ def failed(
         reason=reason,
         seconds={"total": total_s},
         log=log.name,
-        started_at=(datetime.now(UTC) - timedelta(seconds=total_s)).isoformat(timespec="milliseconds"),
+        started_at=(datetime.now(UTC) - timedelta(seconds=total_s)).isoformat(
+            timespec="milliseconds"
+        ),
     )
 
 

@@ -48,7 +48,9 @@ def main() -> None:
     wanted = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.manual_seed(0)
     random.seed(0)
-    settings = model_settings(TrainConfig(precision="bf16_pure", attention="eager"), wanted["model"]["model_type"])
+    settings = model_settings(
+        TrainConfig(precision="bf16_pure", attention="eager"), wanted["model"]["model_type"]
+    )
     model = build(config_of(wanted["model"]), settings, torch.device(wanted["device"]))
     model.save_pretrained("model")
     vocab_size = model.config.get_text_config().vocab_size
@@ -68,7 +70,9 @@ def main() -> None:
 
 def _write(split: str, lengths: Iterable[int], make: Callable[[int, int], dict[str, Any]]) -> None:
     with open(f"data/{split}.jsonl", "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(make(index, length)) + "\n" for index, length in enumerate(lengths))
+        file.writelines(
+            json.dumps(make(index, length)) + "\n" for index, length in enumerate(lengths)
+        )
 
 
 def _tokens(vocab_size: int, index: int, length: int) -> dict[str, Any]:

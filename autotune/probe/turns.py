@@ -18,7 +18,10 @@ from typing import Any
 LOCK, NEXT, WANTED, HELD, CLAIMED = "turn", "next", "wanted.json", ".held", ".claimed"
 PATIENCE_S = 30.0  # what a turn takes at most: to build a few layers, or to run them once
 POLL_S = 0.002
-TRIES = ("_should_pad", "should_pad_bench")  # functions of Inductor that time a product: the first in newer versions
+TRIES = (
+    "_should_pad",
+    "should_pad_bench",
+)  # functions of Inductor that time a product: the first in newer versions
 
 
 def held_by_others_gib(folder: Path) -> float:
@@ -47,7 +50,9 @@ class Turns:
         before_giving: Callable[[], None] = lambda: None,
         on_wait: Callable[[float, float], None] = lambda begin, end: None,
     ) -> None:
-        self._file, self._next = (_opened(folder / name) if folder else None for name in (LOCK, NEXT))
+        self._file, self._next = (
+            _opened(folder / name) if folder else None for name in (LOCK, NEXT)
+        )
         self._patience_s = patience_s
         self._before_giving, self._on_wait = before_giving, on_wait
         self._began: float | None = None  # when the compilation in progress began

@@ -55,7 +55,12 @@ DESCRIBED_GIB = 8  # of a model without weights; 100,000 linear layers take 3, w
 
 def main() -> None:
     """Serve the parent on a socket, by arguments: its descriptor, the device, the parent's pid, a scratch directory."""
-    channel_handle, device, parent, scratch = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    channel_handle, device, parent, scratch = (
+        int(sys.argv[1]),
+        sys.argv[2],
+        int(sys.argv[3]),
+        sys.argv[4],
+    )
     die_with_parent(parent)
     take_group_along(channel_handle, scratch=scratch)
     channel = socket.socket(fileno=channel_handle)
@@ -72,7 +77,11 @@ def main() -> None:
         meter = worker.meter
         sizes = {"memory_gib": meter.memory_gib(), "context_gib": meter.context_gib() or 0.0}
         seconds = time.time() - psutil.Process().create_time()
-        known = {"fingerprint": to_data(meter.fingerprint()), "peak_tflops": worker.peak_tflops, "seconds": seconds}
+        known = {
+            "fingerprint": to_data(meter.fingerprint()),
+            "peak_tflops": worker.peak_tflops,
+            "seconds": seconds,
+        }
         send(event="ready", **known, **sizes)
     except Exception as error:
         traceback.print_exc()
@@ -99,7 +108,11 @@ def main() -> None:
         worker.shared = Path(message["turns"]) if "turns" in message else None
         result, reusable = worker.serve(from_data(ProbeRequest, message["request"]))
         _log_to(worker_log)
-        more = {"profile": to_data(worker.micro_profile)} if worker.micro_profile is not None else dict[str, Any]()
+        more = (
+            {"profile": to_data(worker.micro_profile)}
+            if worker.micro_profile is not None
+            else dict[str, Any]()
+        )
         more |= {"others_are_stuck": True} if worker.others_are_stuck else {}
         send(event="result", result=to_data(result), reusable=reusable, **more)
 
@@ -140,9 +153,13 @@ class Worker:
     """One device, and the base models of one family that wait on it, at the depths that were probed."""
 
     seat: Seat | None = None  # of the current probe, where it is one of several real ranks
-    trace: str | None = None  # the file of the current probe's trace, where a micro batch is profiled in detail
+    trace: str | None = (
+        None  # the file of the current probe's trace, where a micro batch is profiled in detail
+    )
     micro_profile: "MicroBatchProfile | None" = None  # of the current probe
-    shared: Path | None = None  # the folder of those with whom the device is shared in turns in the current probe
+    shared: Path | None = (
+        None  # the folder of those with whom the device is shared in turns in the current probe
+    )
     others_are_stuck = False  # whether one of them did not end its turn
 
     def __init__(self, device: str, send: Callable[..., None], scratch: str | None = None) -> None:
@@ -174,7 +191,9 @@ class Worker:
         self._drop(list(self._residents))
         gc.enable()
         self._served = 0
-        self.peak_tflops = peak_of_cpu(bf16=bf16) if device == "cpu" else None  # a GPU has a data sheet
+        self.peak_tflops = (
+            peak_of_cpu(bf16=bf16) if device == "cpu" else None
+        )  # a GPU has a data sheet
         self.meter.settle()
         self._empty_gib = self.meter.allocated_gib()
 
@@ -208,7 +227,12 @@ class Worker:
         with closing(turns), turns.held(compiles=request.config.compile != "none"):
             fields, reusable = self._attempt(request, entered)
             oom: OomDetail | None = fields.get("oom")
-            if oom is not None and oom.need_gib <= oom.limit_gib and self.meter.aside_gib and reusable:
+            if (
+                oom is not None
+                and oom.need_gib <= oom.limit_gib
+                and self.meter.aside_gib
+                and reusable
+            ):
                 # Less than the limit was needed: waiting models may have taken the room.
                 self._drop([depth for depth in self._residents if depth != request.depth])
                 fields, reusable = self._attempt(request, entered)
@@ -232,7 +256,9 @@ class Worker:
         self.meter.others_gib = held_by_others_gib(self.shared)
         _wait(entered, begin, end)
 
-    def _attempt(self, request: ProbeRequest, entered: list[tuple[str, float]]) -> tuple[dict[str, Any], bool]:
+    def _attempt(
+        self, request: ProbeRequest, entered: list[tuple[str, float]]
+    ) -> tuple[dict[str, Any], bool]:
         """The outcome of one try as fields of the result, and whether this process is as good as new after it.
 
         Adds each phase and the time at which it began to `entered`.
@@ -256,7 +282,15 @@ class Worker:
         try:
             emit(Phase.LOAD)
             rank.join()
-            probe = Probe(request, self._resident_for(request), self.meter, emit, self._scratch, rank, self.trace)
+            probe = Probe(
+                request,
+                self._resident_for(request),
+                self.meter,
+                emit,
+                self._scratch,
+                rank,
+                self.trace,
+            )
             measurement = probe.run()
             self.micro_profile = probe.micro_profile
             fields = {"outcome": Outcome.OK, "measurement": measurement}
@@ -268,7 +302,10 @@ class Worker:
             self.meter.uncap()  # on a CPU even a traceback needs memory
             fields = self._failure(error, probe)
             if request.has_real_ranks:
-                return fields, False  # others wait for this rank in a collective: what it did now might wait for them
+                return (
+                    fields,
+                    False,
+                )  # others wait for this rank in a collective: what it did now might wait for them
         # Only now, outside the except block, nothing refers to the frames of the failed step any more.
         emit(Phase.CLEANUP)
         if probe is not None:
@@ -289,11 +326,15 @@ class Worker:
         self.meter.uncap()
         resident = self._residents.get(request.depth)
         baseline_gib = self._empty_gib + (resident.cached_gib() if resident else 0.0)
-        if not succeeded or not gc.isenabled():  # as the worker starts: of its tiny model nothing is to be frozen
+        if (
+            not succeeded or not gc.isenabled()
+        ):  # as the worker starts: of its tiny model nothing is to be frozen
             self.meter.release()
         elif not self._release_until(lambda: self.meter.returned_to(baseline_gib)):
             kept_mib = 1024 * (self.meter.allocated_gib() - baseline_gib)
-            fields["notes"] = (f"the worker is replaced, since it did not return all memory ({kept_mib:+.0f} MiB)",)
+            fields["notes"] = (
+                f"the worker is replaced, since it did not return all memory ({kept_mib:+.0f} MiB)",
+            )
             return False
         return succeeded
 
@@ -317,10 +358,14 @@ class Worker:
         from autotune.probe.resident import build_resident, family_of
 
         # Libraries come first: their memory is context, not the model's.
-        if request.config.quantization in ("int8", "nf4") or request.config.optimizer.endswith("8bit"):
+        if request.config.quantization in ("int8", "nf4") or request.config.optimizer.endswith(
+            "8bit"
+        ):
             import bitsandbytes  # noqa: F401
         family = family_of(request)
-        self._drop([depth for depth, resident in self._residents.items() if resident.family != family])
+        self._drop(
+            [depth for depth, resident in self._residents.items() if resident.family != family]
+        )
         if request.config.method == "full":
             self._drop([request.depth])
         others = [resident for depth, resident in self._residents.items() if depth != request.depth]
@@ -341,7 +386,9 @@ class Worker:
         """Release the base models at these depths."""
         if not depths:
             return
-        held_gib = sum(self._residents[depth].cached_gib() for depth in depths if depth in self._residents)
+        held_gib = sum(
+            self._residents[depth].cached_gib() for depth in depths if depth in self._residents
+        )
         left_gib = self.meter.allocated_gib() - held_gib
         for depth in depths:
             self._residents.pop(depth, None)
@@ -359,11 +406,20 @@ class Worker:
             terms = probe.allocated_by() if probe else {"weights": self.meter.allocated_gib()}
             limit = probe.limit_gib if probe and probe.limit_gib else self._limit_gib
             detail = oom_detail(error, phase, terms, peak, reserved, limit)
-            return {"outcome": Outcome.OOM, "phase": phase, "reason": f"out of memory in {phase}", "oom": detail}
+            return {
+                "outcome": Outcome.OOM,
+                "phase": phase,
+                "reason": f"out of memory in {phase}",
+                "oom": detail,
+            }
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         if isinstance(error, BadLoss):
             return {"outcome": Outcome.NUMERICS, "phase": phase, "reason": first_line}
-        return {"outcome": Outcome.CRASH, "phase": phase, "reason": f"{type(error).__name__}: {first_line}"}
+        return {
+            "outcome": Outcome.CRASH,
+            "phase": phase,
+            "reason": f"{type(error).__name__}: {first_line}",
+        }
 
 
 def _wait(entered: list[tuple[str, float]], begin: float, end: float) -> None:
@@ -386,7 +442,11 @@ def _log_to(target: str | int) -> None:
     """Redirect stdout and stderr to a file, by path or descriptor."""
     sys.stdout.flush()
     sys.stderr.flush()
-    handle = target if isinstance(target, int) else os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    handle = (
+        target
+        if isinstance(target, int)
+        else os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    )
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     if handle != target:
