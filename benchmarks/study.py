@@ -214,13 +214,13 @@ def beside(args: argparse.Namespace, device: str) -> list[dict[str, Any]]:
                 str(rank): replace(last, config=replace(last.config, lora_rank=rank)) for rank in range(24, 64, 4)
             }
             ahead.want(wanted)
-            while ahead.is_running and not ahead.claimed():
+            while ahead.is_running and not ahead.claimed_keys():
                 time.sleep(0.1)
                 ahead.want(wanted)  # notices a process that has ended
             busy: list[list[Measurement]] = []
             for _ in range(REPEATS):
                 busy.append([measured(prober, one) for one in requests])
-                if not ahead.claimed() - ahead.compiled().keys():
+                if not ahead.claimed_keys() - ahead.compile_seconds().keys():
                     raise SystemExit("no process compiled beside the probes")
 
     rows: list[dict[str, Any]] = []

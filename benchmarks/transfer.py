@@ -33,7 +33,7 @@ from autotune.prediction.transfer import (
     same_chip,
     speed_transfer,
 )
-from autotune.probe.calibrate import calibrate_by
+from autotune.probe.calibrate import calibrate_worker
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.calibration import Calibration
 from autotune.problem.length_distribution import Lengths
@@ -356,7 +356,7 @@ def run_measure(args: argparse.Namespace) -> None:
     missing = [case for case in cases(models, "fp32" if on_cpu else None) if not stored.has(**case.key)]
     with worker("cpu" if on_cpu else "cuda") as prober:
         if not any("calibration" in row for row in stored.all):
-            calibration = calibrate_by(prober, target, say=print)
+            calibration = calibrate_worker(prober, target, say=print)
             stored.add({"calibration": to_data(calibration), "fingerprint": to_data(prober.fingerprint)})
         for case in missing:
             if time.monotonic() < until:

@@ -174,8 +174,8 @@ class ProbeRequest:
         return Parallelism.of(self.config)
 
     @property
-    def plays_a_rank(self) -> bool:
-        """Whether one process plays a rank of several: what it learns means nothing."""
+    def simulates_rank(self) -> bool:
+        """Whether one process simulates a rank of several, so its losses have no meaning."""
         return self.config.num_gpus > 1 and self.world is World.FAKE
 
     @property
@@ -232,8 +232,11 @@ class ProbeRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """The place of a process among real ranks: its number, and a file, not there yet, by which they find each other."""
+class RankAddress:
+    """The address of a process among real ranks.
+
+    It has the rank's number, and the path of a file that does not exist yet, where the ranks meet.
+    """
 
     number: int
     meeting: str

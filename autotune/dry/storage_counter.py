@@ -202,7 +202,7 @@ class StorageCounter(TorchDispatchMode):
         moved = num_bytes((args, out))
 
         if packet in flop_registry:
-            self._count_known_product(packet, args, kwargs, out)
+            self._count_known_product(packet, args, kwargs, out, moved)
         elif name == UNPACKED_PRODUCT:
             # The kernel first unpacks the weight: it reads 4 bits and writes the inputs' type.
             inputs, packed, (fan_out, fan_in) = args[:3]
@@ -225,7 +225,7 @@ class StorageCounter(TorchDispatchMode):
         self.operations += 1
 
     def _count_known_product(
-        self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+        self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, moved: int
     ) -> None:
         """Count a product with a FLOP formula in torch."""
         name = packet.__name__
@@ -239,7 +239,7 @@ class StorageCounter(TorchDispatchMode):
             self.moved[OTHER] += num_bytes((args[0], out))
         if name in PRODUCTS and not _is_aligned((args, out)):
             name += f" {UNALIGNED}"
-        self._count_product(name, flops, num_bytes((args, out)))
+        self._count_product(name, flops, moved)
 
         for place in NARROW.get(name, ()):
             self.moved[THIN] += num_bytes([args[place]])

@@ -1,1 +1,1 @@
-"""The probe: a short real fine-tuning run in a warm worker. `launcher` is the parent's side, the rest the child's."""
+"""The probe: a short real fine-tuning run in a warm worker, and the parent's side of it."""

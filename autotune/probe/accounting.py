@@ -1,4 +1,4 @@
-"""What memory is used for: sizes of tensors, parameters and optimizer state; and what held it when it ran out."""
+"""The uses of memory: tensors, parameters and optimizer state, and the holders at an OOM."""
 
 import ctypes
 import errno
@@ -17,9 +17,9 @@ UNITS_PER_GIB = {"bytes": 2**30, "kib": 2**20, "mib": 2**10, "gib": 1}
 
 
 def tensor_gib(tensor: torch.Tensor) -> float:
-    """The size of a tensor's elements; of a sharded one, those that this rank has.
+    """The size of a tensor's elements; of a sharded tensor, only this rank's elements count.
 
-    DeepSpeed's third stage empties a parameter, and keeps its shard beside it.
+    DeepSpeed's third stage empties a parameter and keeps its shard beside it.
     """
     own: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     shard = getattr(tensor, "ds_tensor", None)
@@ -27,18 +27,21 @@ def tensor_gib(tensor: torch.Tensor) -> float:
 
 
 def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The shape of a parameter before it was packed to 4 bits, two elements in a byte, or emptied by DeepSpeed."""
+    """The shape of a parameter before packing to 4 bits or emptying by DeepSpeed.
+
+    Packed parameters hold two elements in a byte.
+    """
     quantised = getattr(parameter, "quant_state", None) or parameter
     return tuple(getattr(quantised, "ds_shape", quantised.shape))
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are trained."""
+    """The parameters that require gradients."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def parameter_gib(model: nn.Module) -> float:
-    """The size of weights and buffers, quantisation statistics included."""
+    """The size of weights and buffers, including quantisation statistics."""
     tensors = [*model.parameters(), *model.buffers()]
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)
@@ -51,7 +54,7 @@ def parameter_gib(model: nn.Module) -> float:
 def optimizer_gib(trainer: Any) -> tuple[float, float]:
     """The size of a Trainer's optimizer state: (on the device, in managed memory).
 
-    That of DeepSpeed has this rank's masters of what is trained too, which its states belong to.
+    For DeepSpeed it includes this rank's master weights, which the optimizer state refers to.
     """
     optimizer = getattr(trainer, "optimizer", None)
     states = optimizer.state if optimizer is not None else {}
@@ -61,36 +64,46 @@ def optimizer_gib(trainer: Any) -> tuple[float, float]:
         for value in state.values()
         if isinstance(value, torch.Tensor)
     ]
+
     if optimizer is not None and getattr(trainer, "is_deepspeed_enabled", False):
         tensors += states
+
     total = sum(map(tensor_gib, tensors))
     managed = sum(tensor_gib(tensor) for tensor in tensors if getattr(tensor, "is_paged", False))
     return total - managed, managed
 
 
 def paged_state_gib(model: nn.Module) -> float:
-    """What a paged 8-bit optimizer will keep in managed memory: two moments of each larger parameter, a byte each.
+    """The managed memory that a paged 8-bit optimizer will use.
 
-    Trainer has bitsandbytes keep those of embeddings in 32 bits.
+    Each larger parameter has two moments of one byte each. For embeddings, Trainer makes
+    bitsandbytes keep the moments in 32 bits.
     """
-    # bitsandbytes pages the state of parameters from 1e5 elements on (Optimizer2State.get_state_buffer).
+    # bitsandbytes pages the state of parameters with at least 1e5 elements
+    # (Optimizer2State.get_state_buffer).
     paged = [parameter for parameter in trained_parameters(model) if parameter.numel() >= 1e5]
     embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }
+
+    bytes_each = (8 if id(parameter) in embeddings else 2 for parameter in paged)
     return gib(
-        sum(parameter.numel() * (8 if id(parameter) in embeddings else 2) for parameter in paged)
+        sum(parameter.numel() * width for parameter, width in zip(paged, bytes_each, strict=True))
     )
 
 
 def free_paged_state() -> None:
-    """Return the managed memory of paged optimizers, none of which may be in use: bitsandbytes keeps it for good."""
+    """Return the managed memory of paged optimizers, which bitsandbytes would keep for good.
+
+    The caller must have stopped using these optimizers.
+    """
     if (functional := sys.modules.get("bitsandbytes.functional")) is None:
         return
     pages = functional.GlobalPageManager.get_instance().paged_tensors
     while pages:
-        # bitsandbytes' library is linked with CUDA's runtime, whose functions are found through it. An error means that
-        # the process cannot use the GPU any more: then it is replaced anyway.
+        # The library of bitsandbytes links CUDA's runtime and so gives access to cudaFree. After an
+        # error the process cannot use the GPU any more and is replaced anyway, so the result is
+        # ignored.
         functional.lib.cudaFree(ctypes.c_void_p(pages.pop().data_ptr()))
 
 
@@ -103,7 +116,7 @@ def logical_params(model: nn.Module) -> int:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether device or host memory ran out. An illegal memory access is not that."""
+    """Whether device or host memory ran out; an illegal memory access is another error."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
@@ -118,7 +131,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def requested_gib(message: str) -> float | None:
-    """The size of the allocation that failed, from torch's message; None where it names none."""
+    """The size of the failed allocation from torch's message, or None if it contains none."""
     match = re.search(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message, re.IGNORECASE)
     return None if match is None else float(match[1]) / UNITS_PER_GIB[match[2].lower()]
 
@@ -131,14 +144,15 @@ def oom_detail(
     reserved_gib: float,
     limit_gib: float,
 ) -> OomDetail:
-    """What held memory when an allocation failed.
+    """The holders of memory when an allocation failed.
 
-    The failed step has begun to unwind when `terms` are read. What they lack of the peak was freed since: activations,
-    or weights where nothing but weights existed.
+    `terms` are read after the failed step has begun to unwind. The difference to the peak was freed
+    since: activations, or weights if only weights existed.
     """
     rest = "activations" if "activations" in terms else "weights"
     terms = terms | {rest: terms[rest] + max(peak_gib - sum(terms.values()), 0.0)}
     allocated_gib = sum(terms.values())
+
     return OomDetail(
         phase=phase,
         requested_gib=requested_gib(str(error)),
@@ -149,8 +163,11 @@ def oom_detail(
     )
 
 
-def too_tight(measurement: Measurement, phase: Phase) -> tuple[OomDetail, str]:
-    """The detail and the reason of a probe that needed the allocator to return cached memory: it does not fit."""
+def tight_memory_detail(measurement: Measurement, phase: Phase) -> tuple[OomDetail, str]:
+    """The detail and the reason of a probe that fits only after the allocator returned its cache.
+
+    Such a configuration does not fit.
+    """
     detail = OomDetail(
         phase=phase,
         requested_gib=None,
@@ -159,8 +176,10 @@ def too_tight(measurement: Measurement, phase: Phase) -> tuple[OomDetail, str]:
         limit_gib=measurement.limit_gib,
         terms_gib=measurement.terms_gib(measurement.peak_allocated_gib),
     )
+
     times = f"{measurement.alloc_retries} time" + ("s" if measurement.alloc_retries > 1 else "")
-    return (
-        detail,
-        f"too tight in {phase}: the allocator ran out, returned what it cached and tried again {times}",
+    reason = (
+        f"too tight in {phase}: the allocator ran out, returned its cached memory and retried "
+        f"{times}"
     )
+    return detail, reason

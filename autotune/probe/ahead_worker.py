@@ -1,7 +1,8 @@
-"""The child process that compiles ahead: it trains once what is wanted, and so fills the compiler's caches on disk.
+"""The child process that compiles ahead: it trains each wanted request once to fill the caches.
 
-What is wanted stands in a file of the folder that it shares with the others (`compile_ahead`, `turns`). It runs the
-probe's own code on as few layers as a probe does, so that the caches' keys are the same, and keeps no result.
+A file in the shared folder lists the wanted requests (`compile_ahead`, `turns`). This process runs
+the probe's own code on the same number of layers as a probe, so the compiler's cache keys on disk
+are equal. It keeps no result.
 """
 
 import gc
@@ -26,20 +27,22 @@ if TYPE_CHECKING:
     from autotune.probe.meters import Meter
 
 POLL_S = 0.05
-NICE = 10  # the process that probes comes first on the host's processors
+NICE = 10  # the probing process has priority on the host's processors
 
 
 def main() -> None:
-    """Compile until the parent's end of the socket closes; arguments as of `worker`, then the shared folder."""
-    channel_handle, device, parent, scratch, folder = (
-        int(sys.argv[1]),
-        sys.argv[2],
-        int(sys.argv[3]),
-        *sys.argv[4:6],
-    )
+    """Compile until the parent closes its end of the socket.
+
+    The arguments are the arguments of `worker`, then the shared folder.
+    """
+    channel_handle = int(sys.argv[1])
+    device = sys.argv[2]
+    parent = int(sys.argv[3])
+    scratch, folder = sys.argv[4:6]
     die_with_parent(parent)
     take_group_along(channel_handle, scratch=scratch)
     os.nice(NICE)
+
     channel = socket.socket(fileno=channel_handle)
     compiler = AheadCompiler(device, Path(folder), scratch)
     while not select.select([channel], [], [], 0.0 if compiler.compile_next() else POLL_S)[0]:
@@ -47,29 +50,30 @@ def main() -> None:
 
 
 class AheadCompiler:
-    """Compiles, on one device, what stands in the shared folder and nobody has claimed."""
+    """Compiles the unclaimed requests of the shared folder on one device."""
 
     def __init__(self, device: str, folder: Path, scratch: str | None = None) -> None:
-        """Load the libraries. The device is first used when something is wanted."""
+        """Load the libraries; the device stays unused until the first request."""
         with loading():
             from autotune.probe.harness import Probe  # noqa: F401
-        self._device, self._folder, self._scratch = device, folder, scratch
+        self._device = device
+        self._folder = folder
+        self._scratch = scratch
+
         self._nvml = Nvml.open() if device == "cuda" else None
-        self._held_gib = self._used_gib = 0.0
-        self._first_gib: float | None = (
-            None  # what others held when this process first had the device
-        )
+        self._held_gib = 0.0
+        self._used_gib = 0.0
+        # The memory that others held when this process first had the device.
+        self._first_gib: float | None = None
         self._meter: Meter | None = None
-        self._turns = Turns(
-            folder, before_giving=self._settle, on_wait=lambda begin, end: self._begin()
-        )
+        self._turns = Turns(folder, on_give=self._settle, on_wait=lambda begin, end: self._begin())
 
     def compile_next(self) -> bool:
-        """Compile the first of what is wanted that nobody has claimed; False if there is none."""
+        """Compile the first unclaimed request; False if there is none."""
         with suppress(FileNotFoundError):
-            for one in json.loads((self._folder / WANTED).read_text(encoding="utf-8")):
-                if self._claim(one["key"]):
-                    self._compile(one["key"], from_data(ProbeRequest, one["request"]))
+            for wanted in json.loads((self._folder / WANTED).read_text(encoding="utf-8")):
+                if self._claim(wanted["key"]):
+                    self._compile(wanted["key"], from_data(ProbeRequest, wanted["request"]))
                     return True
         return False
 
@@ -80,29 +84,34 @@ class AheadCompiler:
         return False
 
     def _compile(self, key: str, request: ProbeRequest) -> None:
-        """Run what is wanted once. What fails, as where memory runs out, is left to the probe.
+        """Run a request once; the probe deals with failures such as exhausted memory.
 
-        Raises RuntimeError where the process cannot use the device any more.
+        Raises RuntimeError if the process cannot use the device any more.
         """
         from autotune.probe.model_shape import describe
 
-        began, reason = time.monotonic(), ""
+        began = time.monotonic()
+        reason = ""
         if self._meter is None:
-            with suppress(Exception):  # the run will say it
-                describe(request.model)  # which loads the model's code, and nobody waits for that
-        with self._turns.held(compiles=True):
+            with suppress(Exception):  # the run will report the same error
+                # This loads the model's code before the device is needed.
+                describe(request.model)
+
+        with self._turns.take(compiles=True):
             try:
                 self._run(request)
             except Exception as error:
                 traceback.print_exc()
                 reason = str(error) or type(error).__name__
-            # Nothing refers to the frames of what failed any more, so that its memory can be returned.
+            # The frames of the failure are unreferenced now, so their memory can be returned.
             gc.collect()
-        gc.freeze()  # compiled code: later collections leave it out
+        gc.freeze()  # later collections skip the compiled code
+
         if "CUDA error" in reason:
             raise RuntimeError(reason)
         if reason:
             return
+
         report = {"seconds": time.monotonic() - began, "compile": self._turns.compile_s}
         (self._folder / f"{key}{CLAIMED}").write_text(json.dumps(report), encoding="utf-8")
         print(f"compiled ahead in {report['seconds']:.1f} s: {request.config.label()}", flush=True)
@@ -115,19 +124,21 @@ class AheadCompiler:
 
         meter = self._meter = self._meter or open_meter(self._device)
         self._note_others()
+
         resident = build_resident(request, meter.torch_device)
         self._turns.offer()
         rank = Rank(request, meter.torch_device)
         probe = Probe(
             request, resident, meter, lambda phase: self._turns.offer(), self._scratch, rank
         )
+
         try:
             probe.run_once()
         finally:
             meter.uncap()
             probe.close()
 
-    # --- what it holds of the device's memory, which changes in its turns alone
+    # --- the device memory it holds, which changes only during its turns
 
     def _begin(self) -> None:
         self._used_gib = self._used()
@@ -136,12 +147,15 @@ class AheadCompiler:
         self._note_others()
 
     def _note_others(self) -> None:
-        """What others hold more by now than at first is no part of this process's context."""
+        """Tell the meter the growth of others' memory, so it is not taken for this context."""
         if self._meter is not None:
             self._meter.others_gib = self._used_gib - self._held_gib - (self._first_gib or 0.0)
 
     def _settle(self) -> None:
-        """Let the device finish, and return what is not in use. A collection would take longer than many a turn."""
+        """Wait for the device and return unused memory.
+
+        A full collection would take longer than many turns.
+        """
         if self._meter is not None:
             self._meter.synchronize()
             self._meter.release(collect=False)

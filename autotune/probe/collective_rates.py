@@ -1,7 +1,7 @@
-"""What the GPUs of a host reach when they send each other something: the collectives that DDP and FSDP2 use.
+"""Measures the data rates between the GPUs of a host, for the collectives of DDP and FSDP2.
 
-In the workers' processes. All ranks issue the same number of collectives, whatever each of them takes, since one that
-issued more would wait for ever.
+This runs in the workers' processes. All ranks issue the same number of collectives, however long
+each takes, because a rank that issued more would wait forever.
 """
 
 import statistics
@@ -10,32 +10,38 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from autotune.core.probe_types import CollectiveRates, Seat
+from autotune.core.probe_types import CollectiveRates, RankAddress
 from autotune.core.units import MIB
 from autotune.probe.meters import Meter
 
 NUMBERS = (2, 4, 8, 16, 32, 64)
-WARM_UP, ROUNDS, CALLS = 3, 3, 8
-# Elements of fp16: of a layer, which FSDP2 gathers and scatters at a time, and of a bucket of gradients of DDP.
-LAYER, BUCKET = 128 * MIB, 13 * MIB
-ON_CPU = 32  # times as few there: a trial
+WARM_UP = 3
+ROUNDS = 3
+CALLS = 8
+# Elements in fp16. FSDP2 gathers and scatters one layer at a time; DDP reduces one bucket of
+# gradients.
+LAYER = 128 * MIB
+BUCKET = 13 * MIB
+ON_CPU = 32  # a CPU, only used for a trial, divides the elements by this
 
 
-def measure_collectives(meter: Meter, seat: Seat, num_ranks: int) -> tuple[CollectiveRates, ...]:
-    """The rates for 2, 4, ... GPUs, up to all of the world, which this process joins and leaves. About a second each.
+def measure_collectives(
+    meter: Meter, address: RankAddress, num_ranks: int
+) -> tuple[CollectiveRates, ...]:
+    """The rates for 2, 4, ... GPUs, up to the whole world; each takes about a second.
 
-    Raises what torch.distributed raises.
+    This process joins the world and leaves it. Raises the errors of torch.distributed.
     """
     backend = "nccl" if meter.torch_device.type == "cuda" else "gloo"
-    store = dist.FileStore(seat.meeting, num_ranks)
-    dist.init_process_group(backend, rank=seat.number, world_size=num_ranks, store=store)
+    store = dist.FileStore(address.meeting, num_ranks)
+    dist.init_process_group(backend, rank=address.number, world_size=num_ranks, store=store)
+
     try:
         found = []
-        for number in sorted({*(one for one in NUMBERS if one < num_ranks), num_ranks}):
-            group = dist.new_group(
-                list(range(number))
-            )  # by all ranks, those that are not in it too
-            if seat.number < number:
+        for number in sorted({*(size for size in NUMBERS if size < num_ranks), num_ranks}):
+            # Every rank must create the group, even a rank outside it.
+            group = dist.new_group(list(range(number)))
+            if address.number < number:
                 found.append(_measure(meter, group, number))
         return tuple(found)
     finally:
@@ -46,14 +52,12 @@ def measure_collectives(meter: Meter, seat: Seat, num_ranks: int) -> tuple[Colle
 def _measure(meter: Meter, group: dist.ProcessGroup, number: int) -> CollectiveRates:
     divisor = number * (1 if meter.torch_device.type == "cuda" else ON_CPU)
     whole = torch.zeros(number * (LAYER // divisor), dtype=torch.float16, device=meter.torch_device)
-    part, bucket = (
-        whole[: len(whole) // number].clone(),
-        whole[: BUCKET * number // divisor].clone(),
-    )
+    part = whole[: len(whole) // number].clone()
+    bucket = whole[: BUCKET * number // divisor].clone()
     sent = (number - 1) / number
 
     def gb_s(call: Callable[[], object], buffer: torch.Tensor, times: float = 1.0) -> float:
-        """The bus bandwidth, as nccl-tests counts it."""
+        """The bus bandwidth as defined by nccl-tests."""
         return float(times * sent * buffer.nbytes / _seconds(meter, call) / 1e9)
 
     return CollectiveRates(
@@ -65,9 +69,10 @@ def _measure(meter: Meter, group: dist.ProcessGroup, number: int) -> CollectiveR
 
 
 def _seconds(meter: Meter, call: Callable[[], object]) -> float:
-    """Seconds of one call: the median over a few rounds."""
+    """The seconds of one call: the median over a few rounds."""
     for _ in range(WARM_UP):
         call()
+
     rounds = []
     for _ in range(ROUNDS):
         begin = meter.mark()

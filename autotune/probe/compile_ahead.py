@@ -1,7 +1,8 @@
-"""The parent's side of compiling ahead: processes that compile what is likely to be probed next, while others probe.
+"""The parent's side of compiling ahead: processes compile likely next probes while others probe.
 
-Compiled code lies in the caches of Inductor and Triton on disk, where the probe's worker finds it. The processes share
-the device with the worker in turns (`turns`), and are expendable: a study goes on without one that fails.
+The disk caches of Inductor and Triton hold the compiled code, and the probe's worker finds it
+there. The processes and the worker take turns on the device (`turns`). A study continues without a
+process that fails.
 """
 
 import json
@@ -17,12 +18,13 @@ from autotune.core.serialization import to_data
 from autotune.probe.turns import CLAIMED, HELD, WANTED, held_by_others_gib
 from autotune.probe.worker_process import WorkerProcess
 
-MAX_STARTS = 4  # of all processes: those that had to make room are started again so often
-LEAST_CORES, MANY_CORES = 4, 12  # from which on there is one process, and two
+MAX_STARTS = 4  # of all processes: after they made room, they start again up to this limit
+LEAST_CORES = 4  # a host with at least this number has one process
+MANY_CORES = 12  # a host with at least this number has two processes
 
 
 def num_helpers(cores: float) -> int:
-    """How many processes a host with so many cores has for compiling ahead."""
+    """The number of processes that compile ahead on a host with this number of cores."""
     return (cores >= LEAST_CORES) + (cores >= MANY_CORES)
 
 
@@ -30,14 +32,18 @@ class CompileAhead:
     """Processes that compile ahead on one device. The caller closes it."""
 
     def __init__(self, device: str, logs: Path, number: int, cores: float) -> None:
-        """Start nothing yet. `device` is "cuda" or "cpu"; `logs` the directory of ahead-0.log and so on.
+        """Start no process yet.
 
-        Each of so many processes compiles kernels with a quarter of the `cores` at most.
+        `device` is "cuda" or "cpu". `logs` is the directory of ahead-0.log, ahead-1.log and so on.
+        Each of `number` processes compiles kernels with a quarter of the `cores` at most.
         """
-        self._device, self._logs, self._number = device, logs, number
+        self._device = device
+        self._logs = logs
+        self._number = number
         self._variables: Mapping[str, str] = {
             "TORCHINDUCTOR_COMPILE_THREADS": str(max(int(cores) // 4, 1))
         }
+
         self._opened = ExitStack()
         self.folder = Path(self._opened.enter_context(scratch_directory()))
         self._processes: list[WorkerProcess] = []
@@ -50,12 +56,14 @@ class CompileAhead:
         return bool(self._processes)
 
     def want(self, requests: Mapping[str, ProbeRequest]) -> None:
-        """Compile these next, in this order, instead of what was wanted before. Equal keys have equal code.
+        """Compile these requests next, in this order, and drop earlier ones.
 
-        Nothing happens once this is closed. Where the folder takes no file any more, all processes end for good.
+        Equal keys have equal code. After `close` this does nothing. If the folder cannot store
+        another file, all processes end for good.
         """
         if self._is_closed:
             return
+
         wanted = [{"key": key, "request": to_data(request)} for key, request in requests.items()]
         try:
             write_atomic(self.folder / WANTED, json.dumps(wanted))
@@ -63,14 +71,15 @@ class CompileAhead:
             self.close()
             return
         self.reap()
+
         if wanted and not self._processes and self._starts < MAX_STARTS:
             self._starts += 1
-            with suppress(OSError):  # the host has no room for it
+            with suppress(OSError):  # the host has no room for another process
                 for number in range(self._number):
                     self._processes.append(self._start(number))
 
     def reap(self) -> None:
-        """Forget the processes that have ended, and what they held of the device's memory."""
+        """Remove the processes that have ended, and the record of their device memory."""
         for process in [one for one in self._processes if one.wait_for_exit(0.0) is not None]:
             self._end([process])
 
@@ -83,15 +92,15 @@ class CompileAhead:
         )
 
     def held_gib(self) -> float:
-        """What the processes hold of the device's memory."""
+        """The device memory that the processes hold."""
         return held_by_others_gib(self.folder)
 
-    def claimed(self) -> set[str]:
-        """The keys of what was compiled ahead, or is being compiled."""
+    def claimed_keys(self) -> set[str]:
+        """The keys of the requests that are compiled or being compiled."""
         return {file.name.removesuffix(CLAIMED) for file in self.folder.glob(f"*{CLAIMED}")}
 
-    def compiled(self) -> dict[str, float]:
-        """The seconds that what was compiled ahead took, its turns on the device included, by key."""
+    def compile_seconds(self) -> dict[str, float]:
+        """The seconds of each finished compilation by key, including its turns on the device."""
         reports = {
             file.name.removesuffix(CLAIMED): file.read_text()
             for file in self.folder.glob(f"*{CLAIMED}")
@@ -99,7 +108,7 @@ class CompileAhead:
         return {key: json.loads(report)["seconds"] for key, report in reports.items() if report}
 
     def make_room(self) -> None:
-        """End all processes, whose memory is free then. `want` starts them again, a few times."""
+        """End all processes to free their memory; `want` starts them again, a few times."""
         self._end(self._processes)
 
     def close(self) -> None:
@@ -115,6 +124,8 @@ class CompileAhead:
             process.close()
             (self.folder / f"{process.pid}{HELD}").unlink(missing_ok=True)
         self._processes = [one for one in self._processes if one not in processes]
+
+        # An empty claim belongs to a compilation that ended without a report.
         for file in self.folder.glob(f"*{CLAIMED}") if not self._processes else ():
-            if not file.stat().st_size:  # nobody will finish it
+            if not file.stat().st_size:
                 file.unlink()

@@ -1,7 +1,8 @@
-"""What a device reaches when it does one thing at a time: products of matrices, copies, the link, small kernels.
+"""Measures a device doing one thing at a time: matrix products, copies, the link, small kernels.
 
-In the worker's process. Operands are random, since a card at its power limit multiplies equal ones faster. Times are
-those of device events on a GPU, and of the clock on a CPU; everything but the sizes is the same for both.
+This runs in the worker's process. Operands are random, because a card at its power limit multiplies
+equal ones faster. Times come from device events on a GPU and from the clock on a CPU. Only the
+sizes differ between the two.
 """
 
 import math
@@ -16,18 +17,18 @@ from autotune.core.probe_types import DeviceRates
 from autotune.core.units import GIB, MIB
 from autotune.probe.meters import Meter
 
-ROUNDS = 5  # the median of so many counts
-ROUND_S = 0.1  # each lasts so long, or one call
-AHEAD_S = 0.01  # a GPU is kept busy so long before a round, while the host issues the calls of it
+ROUNDS = 5  # the result is the median of this number of rounds
+ROUND_S = 0.1  # each round lasts this long, or one call
+AHEAD_S = 0.01  # a GPU stays busy this long before a round, while the host issues the round's calls
 MOST_CALLS = 400  # of a round: a GPU's queue holds about a thousand
-TOO_LONG_S = 0.3  # no larger matrices are tried where one product takes as long
+TOO_LONG_S = 0.3  # after a product that takes this long, larger matrices are skipped
 LAUNCHES = 2000
-PEAK_SIDE = 1024  # of the matrices that tell the peak of a CPU
+PEAK_SIDE = 1024  # of the matrices that measure the peak of a CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is measured on a kind of device: sides of square matrices, dtypes by name, bytes to copy."""
+    """The sizes for a kind of device: sides of square matrices, dtypes by name, bytes to copy."""
 
     sides: tuple[int, ...]
     dtypes: dict[str, torch.dtype]
@@ -52,12 +53,12 @@ def measure_rates(meter: Meter) -> DeviceRates:
     size = sizes.copied_bytes
     while on_gpu and 3 * size > torch.cuda.mem_get_info()[0]:
         size //= 2
+
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s = _seconds(meter, lambda: target.copy_(source), lambda: None)
-    num_copies = (
-        math.ceil(AHEAD_S / copy_s) if on_gpu else 0
-    )  # a CPU does each call before the next is issued
+    # A CPU finishes each call before the next is issued.
+    num_copies = math.ceil(AHEAD_S / copy_s) if on_gpu else 0
 
     def get_ahead() -> None:
         for _ in range(num_copies):
@@ -77,12 +78,16 @@ def measure_rates(meter: Meter) -> DeviceRates:
     )
 
 
-def peak_of_cpu(*, bf16: bool) -> float:
-    """TFLOP/s of the fastest of a few large products, in fp32 and, where the processor has them, in bf16: 0.2 s."""
+def measure_cpu_peak(*, bf16: bool) -> float:
+    """The TFLOP/s of the fastest of a few large products in 0.2 s.
+
+    The products are in fp32, and also in bf16 if the processor supports it.
+    """
     fastest_s = math.inf
     for dtype in (torch.float32, torch.bfloat16) if bf16 else (torch.float32,):
         left, right = (torch.randn(PEAK_SIDE, PEAK_SIDE).to(dtype) for _ in range(2))
-        product = left @ right  # makes the kernel, and a place for the result
+        product = left @ right  # makes the kernel and memory for the result
+
         for _ in range(ROUNDS):
             began = time.perf_counter()
             torch.mm(left, right, out=product)
@@ -93,10 +98,10 @@ def peak_of_cpu(*, bf16: bool) -> float:
 def _products(
     meter: Meter, dtype: torch.dtype, sides: tuple[int, ...], get_ahead: Callable[[], None]
 ) -> dict[int, float]:
-    """TFLOP/s of products of square matrices by their side, as far as memory and time allow."""
+    """TFLOP/s of square matrix products by their side, within the limits of memory and time."""
     rates = {}
     for side in sides:
-        # Two factors, the product, and a factor in fp32 before it is converted.
+        # Memory for two factors, the product, and a factor in fp32 before its conversion.
         if meter.torch_device.type != "cpu" and 4 * side * side * 4 > torch.cuda.mem_get_info()[0]:
             break
         seconds = _product_s(meter, dtype, side, get_ahead)
@@ -113,7 +118,7 @@ def _product_s(meter: Meter, dtype: torch.dtype, side: int, get_ahead: Callable[
 
 
 def _link_gb_s(meter: Meter, buffer: torch.Tensor) -> float:
-    """GB/s between pinned memory of the host and the device, in the slower direction."""
+    """GB/s between pinned host memory and the device, in the slower direction."""
     buffer = buffer[: GIB // 4]
     pinned = torch.empty_like(buffer, device="cpu", pin_memory=True)
     there = _seconds(meter, lambda: buffer.copy_(pinned, non_blocking=True), lambda: None)
@@ -122,7 +127,7 @@ def _link_gb_s(meter: Meter, buffer: torch.Tensor) -> float:
 
 
 def _launch_us(meter: Meter) -> float:
-    """Microseconds in which the host issues one small kernel."""
+    """The host's microseconds to issue one small kernel."""
     value = torch.zeros(1, device=meter.torch_device)
     taken = []
     for _ in range(ROUNDS):
@@ -136,13 +141,15 @@ def _launch_us(meter: Meter) -> float:
 
 
 def _seconds(meter: Meter, call: Callable[[], object], get_ahead: Callable[[], None]) -> float:
-    """Seconds of the device for one call, once it is warm: the median over a few rounds of many calls.
+    """The device's seconds for one call after warm-up: the median over rounds of many calls.
 
-    `get_ahead` keeps the device busy while the host issues a round, so that it waits for no launch within it.
+    `get_ahead` keeps the device busy while the host issues a round. The round then never waits for
+    a launch.
     """
     _round(meter, call, 1)  # loads kernels
     one_s = _round(meter, call, 1)
     num_calls = max(1, min(MOST_CALLS, math.ceil(ROUND_S / one_s)))
+
     rounds = []
     for _ in range(ROUNDS):
         get_ahead()

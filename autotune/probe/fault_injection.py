@@ -1,8 +1,9 @@
-"""Faults on purpose, which test how a study deals with them.
+"""Injects faults to test how a study handles them.
 
-AUTOTUNE_INJECT=FAULT[@PHASE][:TRIAL][#RANK], comma-separated. FAULT is one of FAULTS. PHASE is load, first_step (the
-default), steady, evaluate, save or profile. TRIAL is the number of the one trial to disturb; by default every probe is.
-RANK is the one rank of a probe on several GPUs to strike; by default all are. Without the variable nothing happens.
+AUTOTUNE_INJECT=FAULT[@PHASE][:TRIAL][#RANK], comma-separated. FAULT is one of FAULTS. PHASE is
+load, first_step (the default), steady, evaluate, save or profile. TRIAL is the number of the one
+disturbed trial; by default every probe is disturbed. RANK is the one disturbed rank of a probe on
+several GPUs; by default every rank is. Without the variable, this module does nothing.
 """
 
 import os
@@ -18,7 +19,6 @@ SLOW_S = 5.0
 FOREVER_S = 1e6
 THROTTLE = "throttle"
 
-
 SIGNALS = {
     f"sig{name}": signal.Signals[f"SIG{name.upper()}"]
     for name in ("stop", "kill", "segv", "abrt", "bus")
@@ -27,12 +27,12 @@ CRASHES = {
     "crash": "CUDA error: an illegal memory access was encountered",
     "ecc": "CUDA error: uncorrectable ECC error encountered",
 }
-# THROTTLE acts in the parent, whose sensors then report a hot card.
+# THROTTLE acts in the parent: its sensors then report a hot card.
 FAULTS = ("oom", "host-oom", "nan", *CRASHES, THROTTLE, "slow", "hang", "exit", *SIGNALS)
 
 
-def _do(fault: str) -> None:
-    """Do in this process what the fault is."""
+def _inject(fault: str) -> None:
+    """Cause the fault in this process."""
     if fault in SIGNALS:
         os.kill(os.getpid(), SIGNALS[fault])
     elif fault in CRASHES:
@@ -56,27 +56,29 @@ def _do(fault: str) -> None:
 
 
 def strike(log: str, phase: Phase, rank: int = 0) -> None:
-    """Do what the faults for this phase of the probe that writes this log are, on this rank."""
+    """Inject this rank's faults for this phase of the probe that writes this log."""
     for fault, fault_phase in _requested(log, rank):
         if phase is fault_phase:
-            _do(fault)
+            _inject(fault)
 
 
 def throttles(log: str) -> bool:
-    """Whether the sensors are to report heat during the probe that writes this log."""
+    """Whether the sensors should report heat during the probe that writes this log."""
     return any(fault == THROTTLE for fault, _ in _requested(log))
 
 
 def _requested(log: str, rank: int = 0) -> list[tuple[str, Phase]]:
-    """The faults for a rank of the probe that writes this log, each with its phase."""
+    """The faults with their phases for a rank of the probe that writes this log."""
     requested = []
     for entry in filter(None, os.environ.get(VARIABLE, "").split(",")):
         match = re.fullmatch(r"([a-z-]+)(?:@([a-z_]+))?(?::([0-9]+))?(?:#([0-9]+))?", entry)
         if match is None or match[1] not in FAULTS:
             raise ValueError(
-                f"{VARIABLE}: {entry!r} is not FAULT[@PHASE][:TRIAL][#RANK] with one of {', '.join(FAULTS)}"
+                f"{VARIABLE}: {entry!r} is not FAULT[@PHASE][:TRIAL][#RANK] with one of "
+                f"{', '.join(FAULTS)}"
             )
-        of_trial = match[3] is None or Path(log).name.startswith(f"trial-{int(match[3]):04d}")
-        if of_trial and match[4] in (None, str(rank)):
+
+        matches = match[3] is None or Path(log).name.startswith(f"trial-{int(match[3]):04d}")
+        if matches and match[4] in (None, str(rank)):
             requested.append((match[1], Phase(match[2] or Phase.FIRST_STEP)))
     return requested

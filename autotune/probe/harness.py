@@ -1,8 +1,9 @@
-"""The probe itself: a few real optimizer steps of transformers' Trainer, whose phases are timed and weighed.
+"""The probe: a few real optimizer steps of transformers' Trainer, timed and weighed by phase.
 
-What is measured is what the full run executes: loader, forward, backward, clipping, optimizer, logging. An optimizer
-step of the probe has one or two micro batches (up to four when confirming); `problem.performance` composes the full
-run's step from them. Failures leave as exceptions: nothing here decides what an outcome means.
+It measures the work of the full run: loader, forward, backward, clipping, optimizer, logging. An
+optimizer step of the probe has one or two micro batches (up to four when confirming), and
+`problem.performance` composes the full run's step from them. Failures leave as exceptions; other
+modules decide their outcome.
 """
 
 import copy
@@ -41,7 +42,7 @@ from autotune.probe.accounting import (
     trained_parameters,
     whole_shape,
 )
-from autotune.probe.kernels import kernel_times, listed, run_profiled
+from autotune.probe.kernels import kernel_times, list_kernels, run_profiled
 from autotune.probe.meters import Meter
 from autotune.probe.micro_profiler import parts_of, profile_of, ranges, record_events
 from autotune.probe.model_settings import model_settings
@@ -72,23 +73,23 @@ from autotune.trainer.patches import choose_attention
 
 RECORDED_LOSSES = 8
 LOADER_S = 0.3
-LARGEST_CHECKPOINT_GIB = 4.0  # of a larger one only the weights are saved in a probe
-RECOMPILE_LIMIT = (
-    8  # graphs a probe may compile of one function: torch's own default in a fresh process
-)
-DIFFERENT_ROWS = 64  # about as many; a longer probe repeats them
-# Micro batches, as precision, rows and tokens of a row, that this process has trained on where libraries plan for each.
+LARGEST_CHECKPOINT_GIB = 4.0  # a probe saves only the weights of a larger one
+# Graphs of one function that a probe may compile: torch's default in a fresh process.
+RECOMPILE_LIMIT = 8
+DIFFERENT_ROWS = 64  # approximately; a longer probe repeats them
+# The micro batches that this process has trained on, as precision, rows and row length, because
+# some libraries make a plan for each.
 _SEEN_LENGTHS: set[tuple[str, int, int]] = set()
 
 Tensors = dict[str, torch.Tensor]  # a row: its token ids, labels and, if packed, positions
 
 
 class BadLoss(Exception):
-    """The loss was not finite, or exactly 0."""
+    """The loss was not finite or was exactly 0."""
 
 
 class WrongPrecision(Exception):
-    """Autocast was on or off against the request: another configuration would be measured."""
+    """Autocast was on or off against the request, so another configuration would be measured."""
 
 
 def random_rows(
@@ -100,9 +101,9 @@ def random_rows(
     masked: bool = False,
     trained_share: float = 1.0,
 ) -> list[Tensors]:
-    """The rows of a micro batch of this kind, of random tokens, as the full run's are.
+    """The rows of a micro batch of this kind, with random tokens in the layout of the full run.
 
-    Their tokens differ: a card at its power limit may multiply equal ones faster.
+    The tokens differ, because a card at its power limit may multiply equal ones faster.
     """
 
     def example(length: int) -> torch.Tensor:
@@ -123,7 +124,10 @@ def random_image_rows(
     masked: bool = False,
     trained_share: float = 1.0,
 ) -> list[Tensors]:
-    """The rows of a micro batch of this kind, of random tokens and images. `config` is the model's."""
+    """The rows of a micro batch of this kind, with random tokens and images.
+
+    `config` is the configuration of the model.
+    """
     examples = [
         [images.random_example(lengths[0], pictures, config, generator, trained_share)]
         for lengths, pictures in zip(kind.rows, kind.images, strict=True)
@@ -131,6 +135,7 @@ def random_image_rows(
     batch = images.add_token_types(
         rows.collate(examples, [kind.length], packing=False, masked=masked), config
     )
+
     text = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     each = [
         images.random_values(pictures, config.model_type, generator) for pictures in kind.images
@@ -143,8 +148,8 @@ def _lengths(request: ProbeRequest) -> set[tuple[str, int, int]]:
     return {(config.precision, config.micro_batch_size, kind.length) for kind in request.kinds}
 
 
-class _StepEnds(TrainerCallback):
-    """Reports the end of each optimizer step to the recorder, and stops the Trainer when that has enough."""
+class _StepEndCallback(TrainerCallback):
+    """Reports each step's end to the recorder, and stops the Trainer once it has enough steps."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -154,8 +159,8 @@ class _StepEnds(TrainerCallback):
             control.should_training_stop = True
 
 
-class _Beginning(TrainerCallback):
-    """Reports that the Trainer has shared out the model, and begins to train."""
+class _TrainBeginCallback(TrainerCallback):
+    """Reports that the Trainer has distributed the model and begins to train."""
 
     def __init__(self, begin: Callable[[], None]) -> None:
         self._begin = begin
@@ -164,18 +169,18 @@ class _Beginning(TrainerCallback):
         self._begin()
 
 
-class Recorded:
-    """Mixed in before a Trainer, reports the phases of its training step to a recorder."""
+class RecordingMixin:
+    """Reports the phases of a training step to a recorder; mixed in before a Trainer."""
 
     recorder: Recorder
     train_dataset: Any
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> SequentialSampler:
-        """In order: rows stand in the order of the schedule."""
+        """Keep the rows in the order of the schedule."""
         return SequentialSampler(self.train_dataset)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Time the making of a step's batches."""
+        """Time the creation of a step's batches."""
         begin = self.recorder.meter.mark()
         batches = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         self.recorder.fetches.append((begin, self.recorder.meter.mark()))
@@ -186,20 +191,21 @@ class Recorded:
     ) -> torch.Tensor:
         """Record a micro batch."""
         self.recorder.begin_micro_batch()
-        loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        step = super().training_step  # type: ignore[misc]
+        loss: torch.Tensor = step(model, inputs, *args, **kwargs)
         self.recorder.end_micro_batch()
         self.recorder.losses.append(loss)
         return loss
 
     def train_unrecorded(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """Train on a micro batch after everything was recorded, as the host issues it, for profilers."""
+        """Train on a micro batch after all measurements, without CUDA graphs, for profilers."""
         self.cuda_graphs = False
         super().training_step(model, inputs)  # type: ignore[misc]
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Mark the end of a micro batch that is only evaluated."""
         result = super().prediction_step(*args, **kwargs)  # type: ignore[misc]
-        self.recorder.evaluated.append(self.recorder.meter.mark())
+        self.recorder.evaluation_ends.append(self.recorder.meter.mark())
         return result
 
     def compute_loss(
@@ -212,16 +218,16 @@ class Recorded:
         return loss
 
 
-class ProbeTrainer(Recorded, LeanTrainer):
+class ProbeTrainer(RecordingMixin, LeanTrainer):
     """The exported script's Trainer with a recorder."""
 
 
 class Probe:
-    """One probe in progress. After a failure it can still say what held memory, and in which phase it was."""
+    """One probe in progress; after a failure it can still report its memory and its phase."""
 
-    micro_profile: MicroBatchProfile | None = None  # in detail, where that was asked for
+    micro_profile: MicroBatchProfile | None = None  # the detailed profile, on request
     trace: str | None = None  # the file of its Chrome trace
-    _reference: nn.Module | None = None  # the untrained model, where it is one of its own
+    _reference: nn.Module | None = None  # the untrained model, if it is separate
 
     def __init__(
         self,
@@ -235,52 +241,58 @@ class Probe:
     ) -> None:
         """Prepare a probe of `request` on the resident model.
 
-        `emit` reports to the parent that a phase begins, `scratch` is a directory for temporary files. `rank` has
-        joined the world of a request for several GPUs. With `trace`, a micro batch is profiled in detail in the end,
-        and a Chrome trace of it written to this file.
+        `emit` reports the start of a phase to the parent. `scratch` is a directory for temporary
+        files. `rank` has joined the world of a request for several GPUs. With `trace`, the probe
+        ends with a detailed profile of a micro batch and writes a Chrome trace to this file.
         """
         self.request = request
         self.resident = resident
         self.meter = meter
         self.scratch = scratch
         self.base = resident.base
-        planned = _lengths(request) <= _SEEN_LENGTHS
         self.rank = rank
         self.trace = trace
+
+        planned = _lengths(request) <= _SEEN_LENGTHS
         largest = rank.largest if rank and request.has_real_ranks else None
         self.recorder = Recorder(
             meter, request, emit, self._state_gib, planned=planned, largest=largest
         )
+
         self.model: nn.Module = resident.base
         self.trainer: Any = None
         self.managed_gib = 0.0
         self.limit_gib = 0.0
         self.context_gib: float | None = None
-        self._loss: Callable[..., torch.Tensor] | None = None  # None leaves it to the model
+        self._loss: Callable[..., torch.Tensor] | None = None  # or the model's own loss
         self._new_length_s: float | None = None
-        self._is_made_up = False
+        self._has_random_weights = False
         self._evaluation_s: float | None = None
         self._checkpoint_s: float | None = None
+
         self._hooks: list[Any] = []
-        self._module_names = module_names(
-            self.base
-        )  # FSDP2 gives the model a class of another module
+        # FSDP2 gives the model a class of another module.
+        self._module_names = module_names(self.base)
         self._names = dict(self._module_names)
 
     def run(self) -> Measurement:
-        """Train, time and weigh. Raises what training raises, NotSteady, BadLoss and WrongPrecision."""
+        """Train, time and weigh.
+
+        Raises the errors of training, NotSteady, BadLoss and WrongPrecision.
+        """
         self._prepare()
         with tempfile.TemporaryDirectory(
             prefix="autotune-", dir=self.scratch, ignore_cleanup_errors=True
         ) as scratch:
             self.trainer = self._make_trainer(scratch)
             if self.request.parallelism.strategy in FSDP2 and is_outline(self.model):
-                # Losses of random weights would be compared with those of real ones.
-                self._is_made_up = self.request.weights is not None
+                # Losses of random weights must not be compared with losses of real ones.
+                self._has_random_weights = self.request.weights is not None
                 in_host = self.request.config.offload
                 shard_outline(
                     self.trainer, torch.device("cpu") if in_host else self.meter.torch_device
                 )
+
             self.meter.reset_peak()
             self.recorder.begin(Phase.FIRST_STEP)
             self.trainer.train()
@@ -288,34 +300,51 @@ class Probe:
             self.meter.return_freed(self._state_gib())
             self.recorder.weigh()
             self.recorder.check_steady()
-            losses = [float(loss) for loss in self.recorder.losses]
-            if not self.request.plays_a_rank and not all(
-                math.isfinite(loss) and loss != 0.0 for loss in losses
-            ):
-                raise BadLoss(f"the loss went {', '.join(f'{loss:.4g}' for loss in losses[:8])}")
-            # How many lengths are tried hangs on the time they take, which differs from rank to rank.
-            if (
-                self.request.plans_by_length
-                and self.request.new_lengths
-                and not self.request.has_real_ranks
-            ):
+
+            losses = self._check_losses()
+            if self._tries_new_lengths():
                 self._new_length_s = self._time_new_lengths()
             if self.request.evaluate:
                 self._evaluate_and_save()
             measurement = self._measurement(losses)
-            if (
-                self.request.profile
-                and self.request.depth is not None
-                and self.meter.torch_device.type == "cuda"
-            ):
+
+            if self._profiles_kernels():
                 measurement = replace(measurement, kernels=self._profile(measurement))
             if self.trace is not None:
                 self.recorder.begin(Phase.PROFILE)
                 self.micro_profile = self._profile_parts(measurement, self.trace)
         return measurement
 
+    def _check_losses(self) -> list[float]:
+        """The recorded losses; raises BadLoss unless all are usable or the rank is simulated."""
+        losses = [float(loss) for loss in self.recorder.losses]
+        usable = all(math.isfinite(loss) and loss != 0.0 for loss in losses)
+        if not usable and not self.request.simulates_rank:
+            raise BadLoss(f"the loss went {', '.join(f'{loss:.4g}' for loss in losses[:8])}")
+        return losses
+
+    def _tries_new_lengths(self) -> bool:
+        """Whether to time new lengths.
+
+        The number of lengths depends on their times, which differ from rank to rank. So real ranks
+        skip them.
+        """
+        request = self.request
+        return request.plans_by_length and request.new_lengths and not request.has_real_ranks
+
+    def _profiles_kernels(self) -> bool:
+        """Whether to profile kernels: on request, for a truncated model on a GPU."""
+        request = self.request
+        if not request.profile or request.depth is None:
+            return False
+        on_gpu: bool = self.meter.torch_device.type == "cuda"
+        return on_gpu
+
     def run_once(self) -> None:
-        """Train on a micro batch of each length, for the code that this compiles. Raises what training raises."""
+        """Train on a micro batch of each length, which compiles the code for it.
+
+        Raises the errors of training.
+        """
         schedule = self.recorder.schedule
         self._prepare()
         with tempfile.TemporaryDirectory(
@@ -328,33 +357,30 @@ class Probe:
             self.meter.synchronize()
 
     def _prepare(self) -> None:
-        """Cap the memory; bring checkpointing, adapters, loss and compilation into the state that was asked for."""
+        """Cap the memory, and prepare checkpointing, adapters, loss and compilation."""
         request, meter, config = self.request, self.meter, self.request.config
         self.context_gib = meter.context_gib()
         meter.hold_memory(config.allocator)
         self.limit_gib = meter.cap(request.memory_gib, request.headroom, 0.0)
-        # TRL and its users leave the choice to torch.
+
+        # TRL and its users leave the choice of attention to torch.
         any_length = config.padding == "longest" and request.trainer == "transformers"
         choose_attention(any_length=any_length, flash=request.flash)
+
         settings = model_settings(
             config, request.model["model_type"], request.objective, request.vision
         )
         set_checkpointing(self.base, settings)
         how = request.seed, request.objective, request.vision
         self.model = attach(self.resident, config, meter.torch_device, *how)
+
         if settings.tiled:
             compute_in_tiles(self.base)
         if settings.joined:
             self.resident.joined = JoinedLayers(self.base, decoder_layers(self.base))
-        if config.optimizer.startswith("paged_") and meter.torch_device.type == "cuda":
-            self.managed_gib = paged_state_gib(self.model)
-        if self.managed_gib:
-            self.limit_gib = meter.cap(request.memory_gib, request.headroom, self.managed_gib)
-            if meter.reserved_gib() > self.limit_gib:
-                raise torch.OutOfMemoryError(
-                    f"paged optimizer state needs {self.managed_gib:.2f} GiB beside the model"
-                )
-        if config.loss == "chunked" and request.trainer == "transformers":  # TRL does so by itself
+        self._reserve_paged_state()
+
+        if config.loss == "chunked" and request.trainer == "transformers":  # TRL has its own chunks
             self._loss = chunked_loss(self.base)
         if request.objective is Objective.CLASSIFICATION:
             self._loss = label_loss
@@ -364,10 +390,27 @@ class Probe:
             self._compile()
         self._add_hooks()
 
-    def _compile(self) -> None:
-        """Compile each layer by itself, as the exported script does. Code that earlier probes compiled is reused.
+    def _reserve_paged_state(self) -> None:
+        """Lower the limit by the managed memory of a paged optimizer.
 
-        The first layer's input must require gradients as all others' do, or that layer would be compiled apart.
+        Raises OutOfMemoryError if the model does not fit beside it.
+        """
+        request, meter = self.request, self.meter
+        if request.config.optimizer.startswith("paged_") and meter.torch_device.type == "cuda":
+            self.managed_gib = paged_state_gib(self.model)
+        if not self.managed_gib:
+            return
+        self.limit_gib = meter.cap(request.memory_gib, request.headroom, self.managed_gib)
+        if meter.reserved_gib() > self.limit_gib:
+            raise torch.OutOfMemoryError(
+                f"paged optimizer state needs {self.managed_gib:.2f} GiB beside the model"
+            )
+
+    def _compile(self) -> None:
+        """Compile each layer like the exported script, and reuse the code of earlier probes.
+
+        The first layer's input must require gradients like the inputs of all other layers.
+        Otherwise that layer would need another graph.
         """
         if self.request.config.method == "lora":
             require_input_gradients(self.base)
@@ -378,7 +421,7 @@ class Probe:
         compile_layers(decoder_layers(self.model), self.request.config.activation_budget)
 
     def _begin_training(self) -> None:
-        """The Trainer has shared out the model among the ranks: what that took is no part of a step."""
+        """Drop the memory and time that the Trainer took to distribute the model among ranks."""
         assert self.rank is not None
         self.rank.adopt(self.trainer.model_wrapped, self.recorder.end_micro_batch)
         self.resident.model_gib = parameter_gib(self.base) - self.resident.adapters_gib()
@@ -387,7 +430,7 @@ class Probe:
         self.meter.rebase(self._state_gib())
 
     def _add_hooks(self) -> None:
-        """Hooks at both ends of the layers check autocast, and divide a step.
+        """Add hooks at both ends of the layers, which check autocast and divide a step.
 
         The forward pass has layers and head, the backward pass head, layers and inputs.
         """
@@ -401,7 +444,7 @@ class Probe:
             self.recorder.enter_segment("forward_head")
             begin_at(hidden, "backward_layers")
 
-        # TRL takes the head's weights, and never calls it; one over labels has no common name.
+        # TRL takes the head's weights and never calls it; a head over labels has no common name.
         if request.trainer == "trl" or request.objective.num_labels is not None:
             layers_end = self.base.base_model.register_forward_hook(
                 lambda module, inputs, outputs: end_layers(outputs.last_hidden_state)
@@ -410,6 +453,7 @@ class Probe:
             layers_end = self.base.get_output_embeddings().register_forward_pre_hook(
                 lambda module, inputs: end_layers(inputs[0])
             )
+
         self._hooks = [
             embedding.register_forward_pre_hook(self._check_autocast),
             embedding.register_forward_hook(
@@ -420,7 +464,10 @@ class Probe:
         ]
 
     def _image_hooks(self, begin_at: Callable[[torch.Tensor, str], None]) -> list[Any]:
-        """Hooks where a vision tower ends, whose peaks depth does not change, and the language model begins."""
+        """Hooks at the end of a vision tower and the start of the language model.
+
+        The depth does not change the tower's peaks.
+        """
         if not sees_images(self.request.model):
             return []
 
@@ -431,8 +478,8 @@ class Probe:
         return [self.base.get_decoder().register_forward_pre_hook(begin_layers, with_kwargs=True)]
 
     def _check_autocast(self, *_: Any) -> None:
-        """Raises WrongPrecision where an earlier probe of this process has left autocast on, or off."""
-        shards = self.request.parallelism.shards  # by casting weights, without autocast
+        """Raise WrongPrecision if an earlier probe of this process left autocast on or off."""
+        shards = self.request.parallelism.shards  # sharding casts weights, without autocast
         wanted = self.request.config.precision in ("bf16_mixed", "fp16_mixed") and not shards
         if torch.is_autocast_enabled(self.meter.torch_device.type) is not wanted:
             raise WrongPrecision(
@@ -442,19 +489,21 @@ class Probe:
     # --- memory
 
     def _state_gib(self) -> float:
-        """The size of everything that is alive between two steps."""
+        """The size of all live tensors between two steps."""
         return self._weights_gib() + self.resident.adapters_gib() + optimizer_gib(self.trainer)[0]
 
     def _weights_gib(self) -> float:
-        """The size of the base's weights, of what joined layers add, and of an untrained model beside it."""
-        joined_gib = (
-            0.0 if self.resident.joined is None else gib(self.resident.joined.extra_bytes())
-        )
+        """The size of the base's weights, joined layers, and a separate untrained model."""
+        joined = self.resident.joined
+        joined_gib = 0.0 if joined is None else gib(joined.extra_bytes())
         reference_gib = 0.0 if self._reference is None else parameter_gib(self._reference)
         return self.resident.model_gib + joined_gib + reference_gib
 
-    def allocated_by(self) -> dict[str, float]:
-        """What holds the memory that is allocated now. Activations are the rest; logits among them are by formula."""
+    def memory_terms(self) -> dict[str, float]:
+        """The allocated memory by holder.
+
+        Activations are the rest. A formula gives the share of logits in them.
+        """
         gradients = (parameter.grad for parameter in trained_parameters(self.model))
         terms = {
             "weights": self._weights_gib(),
@@ -464,6 +513,7 @@ class Probe:
             ),
             "optimizer": optimizer_gib(self.trainer)[0],
         }
+
         if self.request.config.offload:
             terms = dict.fromkeys(terms, 0.0)
         rest = max(self.meter.allocated_gib() - sum(terms.values()), 0.0)
@@ -471,13 +521,15 @@ class Probe:
         return terms | {"logits": logits, "activations": rest - logits}
 
     def _logits_gib(self) -> float:
-        """Logits in the compute dtype and their fp32 copy, as transformers' causal-LM loss holds them now.
+        """The logits and their fp32 copy, as transformers' causal-LM loss holds them.
 
-        They exist in the backward pass, and in a forward pass that already holds more than the layers' inputs.
+        The logits have the compute dtype. Both exist in the backward pass. In a forward pass they
+        exist once it holds more than the layers' inputs.
         """
         config, phase = self.request.config, self.recorder.phase
         if self.request.objective is not Objective.SFT:
-            return 0.0  # there are none, or TRL makes those of a few rows at a time
+            return 0.0  # the objective has no logits, or TRL makes them for a few rows at a time
+
         element_bytes = 4 if config.precision == "fp32" else 2
         tokens = config.micro_batch_size * self.request.longest.length
         tokens = min(tokens, CHUNK_TOKENS) if config.loss == "chunked" else tokens
@@ -488,14 +540,13 @@ class Probe:
     # --- the Trainer
 
     def _make_trainer(self, scratch: str, num_steps: int | None = None) -> Any:
-        """The Trainer for so many steps, by default for as many as may be recorded."""
+        """The Trainer for this number of steps, by default the most that may be recorded."""
         request, config = self.request, self.request.config
         schedule = self.recorder.schedule
-        each = len(schedule.round)
-        num_steps = (
-            num_steps
-            or len(schedule.lead) + each * (MAX_WARMUP_ROUNDS + 2) + request.max_timed_steps
-        )
+        if not num_steps:
+            warmup = len(schedule.round) * (MAX_WARMUP_ROUNDS + 2)
+            num_steps = len(schedule.lead) + warmup + request.max_timed_steps
+
         on_cpu = self.meter.torch_device.type == "cpu"
         settings = training_arguments(config, accumulation=request.micro_steps, on_cpu=on_cpu)
         settings |= sharing_arguments(config, decoder_layers(self.model))
@@ -505,13 +556,15 @@ class Probe:
             "per_device_eval_batch_size": config.micro_batch_size,
             "save_strategy": "no",
             "disable_tqdm": True,
-            "gradient_checkpointing": False,  # it is on already, for each k-th layer
+            "gradient_checkpointing": False,  # the probe has set it for each k-th layer
             "prediction_loss_only": True,
             "seed": request.seed,
         }
-        order = [index for step in range(num_steps) for index in schedule.at(step)]
+
+        order = [index for step in range(num_steps) for index in schedule.micro_batches(step)]
         train = self._rows(order, request.seed)
-        held_out = self._rows(list(schedule.evaluated), request.seed + 1)
+        held_out = self._rows(list(schedule.evaluation), request.seed + 1)
+
         trainer: Any
         if request.trainer == "trl":
             from autotune.probe.trl_trainer import trl_trainer
@@ -520,7 +573,13 @@ class Probe:
             if config.padding == "max_length":
                 settings |= {"pad_to_multiple_of": config.seq_len}
             trainer = trl_trainer(
-                Recorded, self.model, settings, train, held_out, request.objective, self._reference
+                RecordingMixin,
+                self.model,
+                settings,
+                train,
+                held_out,
+                request.objective,
+                self._reference,
             )
         else:
             trainer = ProbeTrainer(
@@ -534,28 +593,31 @@ class Probe:
                 cuda_graphs=config.cuda_graphs == "micro_batch",
                 joined=self.resident.joined,
             )
-        trainer.add_callback(_StepEnds(self.recorder))
+
+        trainer.add_callback(_StepEndCallback(self.recorder))
         if request.parallelism.num_gpus > 1:
-            trainer.add_callback(_Beginning(self._begin_training))
+            trainer.add_callback(_TrainBeginCallback(self._begin_training))
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
         trainer.recorder = self.recorder
         return trainer
 
     def _join_rows(self) -> Callable[[list[Tensors]], dict[str, Any]] | None:
-        """What makes a micro batch of rows; None leaves it to the Trainer, which stacks their tensors."""
+        """The collator of rows, or None to let the Trainer stack their tensors."""
         if any(kind.images for kind in self.request.kinds):
             return images.join_rows
         return varlen.join_rows if self.request.config.packed_attention == varlen.VARLEN else None
 
     def _rows(self, order: list[int], seed: int) -> list[Tensors]:
-        """The rows of micro batches of these kinds, one after another, for each rank in turn.
+        """The rows of micro batches of these kinds, in order, for each rank in turn.
 
         Each kind has a few different micro batches.
         """
-        request, generator = self.request, torch.Generator().manual_seed(seed)
-        kinds, num_ranks = request.kinds, request.parallelism.num_gpus
+        request, kinds = self.request, self.request.kinds
+        num_ranks = request.parallelism.num_gpus
+        generator = torch.Generator().manual_seed(seed)
         num_different = math.ceil(DIFFERENT_ROWS / (len(kinds) * request.config.micro_batch_size))
+
         made: dict[tuple[int, int], list[Tensors]] = {}
         seen = Counter[int]()
         in_order = []
@@ -585,31 +647,34 @@ class Probe:
             masked=config.padding == "masked",
             trained_share=self.request.trained_share,
         )
+
         if self.request.objective is not Objective.CLASSIFICATION:
             return made
         labels = torch.randint(0, self.base.config.num_labels, (len(made),), generator=generator)
         return [row | {"labels": label} for row, label in zip(made, labels, strict=True)]
 
     def _time_new_lengths(self) -> float | None:
-        """How much longer a micro batch takes whose length is new to this process: the median of a few, None of none.
+        """The extra seconds of a micro batch whose length is new to this process.
 
-        They are a little shorter than those of the most frequent kind, whose time is known. They are odd, since the
-        first plan of each alignment (`runtime.patches`) also builds kernels, for seconds.
+        The result is the median over a few lengths, or None without any. The lengths are a little
+        shorter than the most frequent kind, whose time is known. They are odd, because the first
+        plan of each alignment (`trainer.patches`) also builds kernels, which takes seconds.
         """
         request, meter = self.request, self.meter
         timed = [kind for kind in request.kinds if kind.share]
         frequent = max(timed, key=lambda kind: kind.share)
-        times = self.recorder.times()  # without kinds where a single one is timed
-        known_s = (
-            times.kinds[timed.index(frequent)][1]
-            if times.kinds
-            else statistics.fmean(times.micro_batches)
-        )
+        times = self.recorder.times()  # a single timed kind has no entry in it
+        if times.kinds:
+            known_s = times.kinds[timed.index(frequent)][1]
+        else:
+            known_s = statistics.fmean(times.micro_batches)
+
         _SEEN_LENGTHS.update(_lengths(request))
         precision, size = request.config.precision, request.config.micro_batch_size
         shortest = max((images.count_tokens(row) + 1 for row in frequent.images), default=1)
         odd = (length for length in range(frequent.length - 1, shortest, -1) if length % 2)
         new = (length for length in odd if (precision, size, length) not in _SEEN_LENGTHS)
+
         generator = torch.Generator().manual_seed(request.seed)
         more: list[float] = []
         begin = meter.mark()
@@ -623,6 +688,7 @@ class Probe:
                 from autotune.probe.trl_trainer import examples_of
 
                 made = list(examples_of(made, request.objective))
+
             before = meter.mark()
             self._train_on(self.trainer.data_collator(made))
             after = meter.mark()
@@ -637,65 +703,72 @@ class Probe:
         self.trainer.optimizer.zero_grad()
 
     def _evaluate_and_save(self) -> None:
-        """Evaluate a micro batch of each kind, and save adapters as the run does: in a checkpoint, if that is small.
+        """Evaluate a micro batch of each kind, and save adapters like the run.
 
-        A checkpoint of all weights is not tried.
+        A small checkpoint is saved whole; of a larger one, only the weights are saved. Saving all
+        model weights is not tested.
         """
         recorder, meter = self.recorder, self.meter
+
         recorder.begin(Phase.EVALUATE)
         self.trainer.evaluate()
         recorder.weigh()
         meter.synchronize()
-        shares = [self.request.kinds[index].share for index in recorder.schedule.evaluated[1:]]
-        seconds = [meter.seconds(*marks) for marks in pairwise(recorder.evaluated)]
+        shares = [self.request.kinds[index].share for index in recorder.schedule.evaluation[1:]]
+        seconds = [meter.seconds(*marks) for marks in pairwise(recorder.evaluation_ends)]
         self._evaluation_s = sum(map(operator.mul, shares, seconds)) / sum(shares)
         if self.request.config.method != "lora":
             return
+
         recorder.begin(Phase.SAVE)
         if self._state_gib() - self.resident.model_gib > LARGEST_CHECKPOINT_GIB:
             self.trainer.save_model()
             return
+
         began = time.perf_counter()
         self.trainer._save_checkpoint(self.model, None)
         self._checkpoint_s = time.perf_counter() - began
 
     def _profile(self, measurement: Measurement) -> KernelTimes | None:
-        """The times of the kernels of one micro batch, about as long as the mean one; they are also printed.
+        """The kernel times of one micro batch of about mean length, which are also printed.
 
-        It is the last of its step, where the gradients of others are alive. Nothing is recorded of it.
+        It is the last of its step, while the gradients of others are alive. It is not recorded.
         """
         (*before, last), micro_s, _ = self._mean_step(measurement)
         for inputs in before:
             self.trainer.train_unrecorded(self.model, inputs)
         self.meter.synchronize()
         kernels = run_profiled(lambda: self.trainer.train_unrecorded(self.model, last))
-        print("\n".join(listed(kernels)), flush=True)
+        print("\n".join(list_kernels(kernels)), flush=True)
         return kernel_times(kernels, micro_s)
 
     def _mean_step(self, measurement: Measurement) -> tuple[list[Tensors], float, MicroBatch]:
-        """The micro batches of a step whose last is about as long as the mean one, its time so far, and its kind."""
+        """The micro batches of a step whose last has about mean length, its time, and its kind."""
         schedule, kinds, each = self.recorder.schedule, self.request.kinds, self.request.micro_steps
         timed = sorted({index for step in schedule.round for index in step})
         mean = schedule.mean([kinds[index].length for step in schedule.round for index in step])
+
+        # The step whose last micro batch is nearest the mean length.
         lasts = [step[-1] for step in schedule.round]
         place = min(range(len(lasts)), key=lambda place: abs(kinds[lasts[place]].length - mean))
-        by_kind = dict(
-            zip(timed, measurement.kind_s, strict=False)
-        )  # empty where there is a single kind
-        micro_s = (
-            by_kind[lasts[place]][1] if by_kind else statistics.median(measurement.micro_step_s)
-        )
+        by_kind = dict(zip(timed, measurement.kind_s, strict=False))  # empty with a single kind
+        if by_kind:
+            micro_s = by_kind[lasts[place]][1]
+        else:
+            micro_s = statistics.median(measurement.micro_step_s)
+
         micro_batches = iter(self.trainer.get_train_dataloader())
         skipped = itertools.islice(micro_batches, each * (len(schedule.lead) + place), None)
         batches = self.trainer.get_batch_samples(skipped, each, self.meter.torch_device)[0]
         return batches, micro_s, kinds[lasts[place]]
 
     def _profile_parts(self, measurement: Measurement, trace: str) -> MicroBatchProfile | None:
-        """The same micro batch by class of kernel and part of the model, and an optimizer step after it."""
+        """Profile the same micro batch by kernel class and model part, then an optimizer step."""
         batches, micro_s, kind = self._mean_step(measurement)
         for inputs in batches[:-1]:
             self.trainer.train_unrecorded(self.model, inputs)
-        self.meter.keep_freed()  # as while steps are timed
+        self.meter.keep_freed()  # as in timed steps
+
         layers = decoder_layers(self.model)
         decoder = (
             self.base.get_decoder() if sees_images(self.request.model) else self.base.base_model
@@ -707,6 +780,7 @@ class Probe:
                 self.meter,
                 trace,
             )
+
         config = self.request.config
         return profile_of(
             events,
@@ -721,48 +795,41 @@ class Probe:
         )
 
     def _optimizer_step(self) -> None:
-        """Clip, step and forget the gradients, as the Trainer does after the micro batches of a step."""
-        self.recorder.phase = Phase.PROFILE  # the pass before it has said that it begins
-        trainer, most = self.trainer, self.trainer.args.max_grad_norm
+        """Clip, step and clear the gradients like the Trainer after the micro batches of a step."""
+        self.recorder.phase = Phase.PROFILE  # the preceding pass has entered another phase
+        trainer = self.trainer
+        most = trainer.args.max_grad_norm
         if most:
             trainer.accelerator.clip_grad_norm_(self.model.parameters(), most)
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
 
     def _loader_rows_per_s(self) -> float:
-        """How many rows of tokens the loader makes in a second, where nothing else is done: for a third of one."""
+        """The rows of tokens per second of the idle machine's loader, measured for LOADER_S."""
         micro_batches = iter(self.trainer.get_train_dataloader())
-        next(micro_batches)  # which starts its workers
+        next(micro_batches)  # starts its workers
         began = time.perf_counter()
-        number = sum(
-            1
-            for _ in itertools.takewhile(
-                lambda _: time.perf_counter() - began < LOADER_S, micro_batches
-            )
+        within = itertools.takewhile(
+            lambda _: time.perf_counter() - began < LOADER_S, micro_batches
         )
+        number = sum(1 for _ in within)
         return number * self.request.config.micro_batch_size / (time.perf_counter() - began)
 
-    # --- the end
+    # --- the result
 
     def _measurement(self, losses: list[float]) -> Measurement:
         recorder, meter = self.recorder, self.meter
         times = recorder.times()
         trained = trained_parameters(self.model)
         state, managed = optimizer_gib(self.trainer)
-        weights, adapters, in_host = self._weights_gib(), self.resident.adapters_gib(), 0.0
-        gradients = (max if self.request.config.optimizer_in_backward else sum)(
-            map(tensor_gib, trained)
-        )
-        if self.request.config.sharding in (
-            "zero2",
-            "zero3",
-        ):  # DeepSpeed's own, and no parameter's
-            whole = sum(gib(math.prod(whole_shape(one)) * one.element_size()) for one in trained)
-            gradients = whole / self.request.parallelism.num_gpus
+        weights, adapters = self._weights_gib(), self.resident.adapters_gib()
+        in_host = 0.0
+        gradients = self._gradients_gib(trained)
         if self.request.config.offload:
             in_host = (adapters or weights) + state
             weights = adapters = gradients = state = 0.0
-        no_phases = (Phase.FIRST_STEP, Phase.STEADY)  # of a step
+
+        no_phases = (Phase.FIRST_STEP, Phase.STEADY)  # they are no phases of a step
         return Measurement(
             step_s=times.steps,
             micro_step_s=times.micro_batches,
@@ -800,20 +867,30 @@ class Probe:
             alloc_retries=meter.alloc_retries(),
             loss_first=losses[0],
             loss_last=losses[-1],
-            losses=() if self._is_made_up else tuple(losses[:RECORDED_LOSSES]),
+            losses=() if self._has_random_weights else tuple(losses[:RECORDED_LOSSES]),
             trainable_params=sum(math.prod(whole_shape(parameter)) for parameter in trained),
             total_params=logical_params(self.model),
         )
 
+    def _gradients_gib(self, trained: list[nn.Parameter]) -> float:
+        """The size of the gradients that exist at once."""
+        if self.request.config.sharding in ("zero2", "zero3"):
+            # DeepSpeed holds gradients of its own, which belong to no parameter.
+            whole = sum(gib(math.prod(whole_shape(one)) * one.element_size()) for one in trained)
+            return whole / self.request.parallelism.num_gpus
+        sizes = map(tensor_gib, trained)
+        return max(sizes) if self.request.config.optimizer_in_backward else sum(sizes)
+
     def close(self) -> None:
-        """Release the Trainer and what accelerate keeps of it, and restore the model."""
+        """Release the Trainer and its objects in accelerate, and restore the model."""
         from accelerate.state import AcceleratorState, GradientState
 
         for hook in (*self._hooks, *getattr(self.trainer, "step_hooks", ())):
             hook.remove()
         self._module_names.update(self._names)
-        vars(self.model).pop("train", None)  # LeanTrainer's
+        vars(self.model).pop("train", None)  # an attribute of LeanTrainer
         self._reference = None
+
         if self.trainer is not None:
             self.trainer.callback_handler.callbacks.clear()
             self.trainer.optimizer = None
@@ -821,8 +898,10 @@ class Probe:
             self.trainer.accelerator.free_memory()
             self.trainer = None
             free_paged_state()
+
         if optim := sys.modules.get("bitsandbytes.optim"):
-            # For 8-bit optimizers the Trainer registers the embedding in this singleton, which would keep it alive.
+            # For 8-bit optimizers the Trainer registers the embedding in this singleton, which
+            # would keep the embedding alive.
             optim.GlobalOptimManager.get_instance().initialize()
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()

@@ -1,26 +1,27 @@
-"""Checks that the device still calculates correctly: products of matrices with exact entries, by a checksum."""
+"""Checks by a checksum that the device still computes exact matrix products correctly."""
 
 from collections.abc import Callable
 
 import torch
 
 ROUNDS = 4
-INNER = 256  # entries of -1, 0 and 1 a sum: each sum is an integer that fp16 represents exactly
+INNER = 256  # entries of -1, 0 and 1 in a sum: every sum is an integer that fp16 represents exactly
 
 
 class Miscalculated(RuntimeError):
-    """A product is wrong: no measurement of this device can be trusted."""
+    """A product is wrong, so measurements of this device cannot be trusted."""
 
 
 def check_products(
     device: torch.device,
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
 ) -> None:
-    """Multiply matrices of integers, large enough for every unit of the device, and check that A B v = A (B v).
+    """Multiply integer matrices that occupy every unit of the device, and check A B v = A (B v).
 
     Raises Miscalculated.
     """
-    # Cards before compute capability 8.0 multiply in fp16 alone; newer ones use the same units for bf16.
+    # Cards below compute capability 8.0 multiply only in fp16; newer ones use the same units for
+    # bf16.
     size, dtype = (8192, torch.float16) if device.type == "cuda" else (512, torch.float32)
     generator = torch.Generator(device).manual_seed(0)
 
@@ -33,4 +34,4 @@ def check_products(
         expected = left.double() @ (right.double() @ vector.double())
         wrong = int((product @ vector.double() != expected).sum())
         if wrong:
-            raise Miscalculated(f"{wrong} of {size} rows of a product of matrices are wrong")
+            raise Miscalculated(f"{wrong} of {size} rows of a matrix product are wrong")

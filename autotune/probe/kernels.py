@@ -1,7 +1,8 @@
-"""What a device does in a micro batch: the seconds of its kernels, by what they do, from a profile of one micro batch.
+"""Divides the device's time in a micro batch by kind of work, from a profile of one micro batch.
 
-Names tell kernels apart, as only the libraries know what each does. What is neither a product nor fused attention moves
-bytes: elementwise kernels, reductions, copies, and all that Inductor fuses.
+Names tell kernels apart, because only the libraries know the work of each kernel. A kernel that is
+neither a product nor fused attention moves bytes: elementwise kernels, reductions, copies, and all
+kernels that Inductor fuses.
 """
 
 import re
@@ -16,14 +17,13 @@ import torch
 from autotune.core.micro_profile import KernelClass
 from autotune.core.probe_types import KernelTimes
 
-FUSED = re.compile(
-    r"^triton_(?!tem)"
-)  # by Inductor, after whose operators they are named; its templates multiply
+# Inductor names its fused kernels after their operators; its templates multiply.
+FUSED = re.compile(r"^triton_(?!tem)")
 ATTENTION = re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)
 PRODUCT = re.compile(r"gemm|gemv|cutlass|cublas|nvjet|xmma|^triton_tem|splitkreduce", re.IGNORECASE)
-# cuBLAS names its newest kernels after the dtypes of their operands: q and o have 8 bits.
+# cuBLAS names its newest kernels after the dtypes of their operands: q and o stand for 8 bits.
 FP8 = re.compile(r"e4m3|e5m2|float8|nvjet_(sm\d+_)?[qo]", re.IGNORECASE)
-# Beyond these names a profile by class needs: collectives, optimizers, copies, and what is computed for each element.
+# A profile by class also needs these names: collectives, optimizers, copies, elementwise kernels.
 COLLECTIVE = re.compile(r"nccl|^c10d::|_allgather_|_reduce_scatter_|allreduce", re.IGNORECASE)
 OPTIMIZER = re.compile(
     r"multi_tensor_apply|\bk(precondition)?optimizer|fused_adam|^optimizer\.", re.IGNORECASE
@@ -33,13 +33,15 @@ COPY = re.compile(
     re.IGNORECASE,
 )
 UNPACKING = re.compile(r"dequantize", re.IGNORECASE)
-# Names of operators, for CPUs; compiled layers are one operator there.
+# Names of operators on CPUs, where compiled layers are one operator.
 OPERATOR_PRODUCT = re.compile(
     r"^(aten::(mm|addmm|bmm|baddbmm|matmul|linear|mv|addmv|_grouped_mm)|mkldnn::.*linear.*)$"
 )
 ELEMENTWISE = re.compile(
-    r"^triton_|elementwise|reduce_kernel|norm|softmax|silu|gelu|swiglu|geglu|rope|cross_entropy|CompiledF(unction|xGraph)"
-    r"|^aten::(add|sub|mul|div|neg|pow|rsqrt|sqrt|mean|sum|exp|log|cos|sin|where|clamp|sigmoid|tanh|native_dropout)",
+    r"^triton_|elementwise|reduce_kernel|norm|softmax|silu|gelu|swiglu|geglu|rope|cross_entropy"
+    r"|CompiledF(unction|xGraph)"
+    r"|^aten::(add|sub|mul|div|neg|pow|rsqrt|sqrt|mean|sum|exp|log|cos|sin|where|clamp|sigmoid|tanh"
+    r"|native_dropout)",
     re.IGNORECASE,
 )
 INDUCTOR = re.compile(r"^triton_[a-z]+_fused_(?P<operators>.*?)_?\d*$")
@@ -47,7 +49,7 @@ LONGEST_NAME = 160  # characters of a name in the log
 
 
 class Work(StrEnum):
-    """What a kernel does."""
+    """The kind of work that a kernel does."""
 
     PRODUCTS = "products"
     FP8 = "fp8 products"
@@ -65,7 +67,7 @@ class Kernel:
 
 
 def work_of(name: str) -> Work:
-    """What a kernel of this name does."""
+    """The work of a kernel with this name."""
     if FUSED.search(name):
         return Work.BYTES
     if ATTENTION.search(name):
@@ -76,8 +78,9 @@ def work_of(name: str) -> Work:
 
 
 def class_of(name: str) -> KernelClass:
-    """What a kernel, or an operator on a CPU, of this name does, as a profile divides it."""
+    """The class of a kernel, or of an operator on a CPU, in a profile."""
     work = work_of(name)
+
     if COLLECTIVE.search(name):
         return KernelClass.COLLECTIVES
     if work is Work.ATTENTION:
@@ -86,32 +89,38 @@ def class_of(name: str) -> KernelClass:
         return KernelClass.PRODUCTS
     if FUSED.search(name):
         return KernelClass.FUSED
+
     by_name = {
         KernelClass.UNPACKING: UNPACKING,
         KernelClass.OPTIMIZER: OPTIMIZER,
         KernelClass.COPIES: COPY,
         KernelClass.FUSED: ELEMENTWISE,
     }
+
     return next(
         (kind for kind, pattern in by_name.items() if pattern.search(name)), KernelClass.OTHER
     )
 
 
 def fused_operators(name: str) -> tuple[str, ...]:
-    """The operators that a kernel of Inductor computes: 'triton_red_fused__to_copy_add_mean_2' has three of them."""
+    """The operators that a kernel of Inductor computes.
+
+    'triton_red_fused__to_copy_add_mean_2' has three of them.
+    """
     found = INDUCTOR.match(name)
     return () if found is None else tuple(_known_operators(found["operators"]))
 
 
 def run_profiled(run: Callable[[], object]) -> list[Kernel]:
-    """Call `run` and return what the GPU ran for it; nothing where the driver does not let us see that.
+    """Call `run` and return the kernels that the GPU ran; empty if the driver hides them.
 
-    Only the device is profiled: to record the host's operators as well would take longer than they do.
+    Only the device is profiled: recording the host's operators would take longer than they do.
     """
     with torch.autograd.profiler.profile(
         use_cpu=False, use_device="cuda", use_kineto=True
     ) as profile:
         run()
+
     events = profile.kineto_results.events() if profile.kineto_results is not None else []
     return [
         Kernel(
@@ -125,20 +134,23 @@ def run_profiled(run: Callable[[], object]) -> list[Kernel]:
 
 
 def kernel_times(kernels: Iterable[Kernel], micro_s: float) -> KernelTimes | None:
-    """The time of these kernels by what they do; None where there are none.
+    """The time of these kernels by kind of work, or None without kernels.
 
-    `micro_s` is what the micro batch takes when it is not profiled.
+    `micro_s` is the time of the micro batch without a profiler.
     """
     in_order = sorted(kernels, key=lambda kernel: kernel.start_s)
     if not in_order:
         return None
+
     seconds = dict.fromkeys(Work, 0.0)
-    busy_s, until = 0.0, in_order[0].start_s
+    busy_s = 0.0
+    until = in_order[0].start_s
     for kernel in in_order:
         seconds[work_of(kernel.name)] += kernel.end_s - kernel.start_s
-        # Copies to and from the host run beside the others: a moment counts once.
+        # Copies to and from the host overlap other kernels, so each moment counts once.
         busy_s += max(kernel.end_s - max(kernel.start_s, until), 0.0)
         until = max(until, kernel.end_s)
+
     return KernelTimes(
         products_s=seconds[Work.PRODUCTS],
         fp8_s=seconds[Work.FP8],
@@ -150,8 +162,8 @@ def kernel_times(kernels: Iterable[Kernel], micro_s: float) -> KernelTimes | Non
     )
 
 
-def listed(kernels: Iterable[Kernel]) -> list[str]:
-    """A line for each name: milliseconds, number of kernels, what they do, name; the longest first."""
+def list_kernels(kernels: Iterable[Kernel]) -> list[str]:
+    """A line for each name, the longest first: milliseconds, number of kernels, work, name."""
     by_name: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
         by_name[kernel.name].append(kernel.end_s - kernel.start_s)
@@ -169,7 +181,7 @@ def _operator_names() -> frozenset[str]:
 
 
 def _known_operators(joined: str) -> Iterator[str]:
-    """Yield the operators whose names are joined by underscores; a word that is no operator stays alone."""
+    """Yield the operators whose names are joined by underscores; an unknown word stays alone."""
     words = joined.split("_")
     while words:
         ends = (

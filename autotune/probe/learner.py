@@ -1,7 +1,7 @@
-"""The process in which one model is trained again and again: a request a line from its input, an answer a line.
+"""The process that trains one model repeatedly: one request per input line, one answer per line.
 
-The weights are loaded and the examples tokenised once, as the exported script does, whose parts these are. Each
-training begins from the same weights, and its loss is of the same examples, which none trains on.
+It loads the weights and tokenises the examples once, with the parts of the exported script. Each
+training begins from the same weights. Its loss comes from the same held-out examples.
 """
 
 import json
@@ -35,13 +35,13 @@ from autotune.trainer.train import (
 )
 from autotune.trainer.train import read_examples as read
 
-LOGGED = 20  # losses that a curve has, about
-LOST = 1.5  # times the first loss, from which on a training is taken for diverged
+LOGGED = 20  # approximate number of losses in a curve
+LOST = 1.5  # a training diverges if its loss exceeds the first loss by this factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What a line asks for."""
+    """The request in an input line."""
 
     learning_rate: float
     warmup_steps: int
@@ -50,7 +50,10 @@ class Training:
 
 
 class _Curve(TrainerCallback):
-    """Keeps the training losses, and stops a training whose loss is not finite or far above its first."""
+    """Keeps the training losses, and stops a training that diverges.
+
+    A training diverges if its loss is not finite or far above its first loss.
+    """
 
     def __init__(self) -> None:
         self.points: list[tuple[int, float]] = []
@@ -59,71 +62,88 @@ class _Curve(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
-        """A loss was logged: the mean since the one before."""
+        """Keep a logged loss, the mean since the previous one."""
         loss = (logs or {}).get("loss")
         if loss is None:
             return
         self.points.append((state.global_step, float(loss)))
         if not math.isfinite(float(loss)) or float(loss) > LOST * self.points[0][1]:
-            self.diverged = control.should_training_stop = True
+            self.diverged = True
+            control.should_training_stop = True
 
 
 class Learner:
-    """A model on the device, and the examples."""
+    """A model on the device, and its examples."""
 
     def __init__(self, settings: RunSettings, options: Options) -> None:
         """Read the examples and load the weights."""
-        self._settings, self._options = settings, replace(options, saves=False, checkpoint=None)
+        self._settings = settings
+        self._options = replace(options, saves=False, checkpoint=None)
         device = initialize_device(settings)
         trained, self._held_out = rows.split(
             read(settings, options), settings.seq_len, options.held_out, options.held_out_tokens
         )
         self._rows = make_rows(settings, trained)
+
         base = load(settings, options, device)
         choose_attention(any_length=settings.padding == "longest")
         if settings.padding == "masked":
             load_attention(base, device)
         model_builder.set_checkpointing(base, settings.model_settings)
         self._model = add_adapters(base, settings, device)
+
         self._layers = model_builder.decoder_layers(self._model)
         self._joined = JoinedLayers(base, self._layers) if settings.model_settings.joined else None
         self._loss = chunked_loss(base) if settings.loss == "chunked" else None
         self._compiles = settings.compile == "per_layer"
         if self._compiles and settings.model_settings.lora_rank is not None:
             model_builder.require_input_gradients(base)
-        # Adapters are made anew; what else trains gets the values back that were read.
+
+        # Each training makes new adapters; other trained parameters return to their first values.
         self._first = {
             name: parameter.detach().cpu().clone()
             for name, parameter in self._model.named_parameters()
             if parameter.requires_grad and ".lora_" not in name
         }
 
-    def train(self, asked: Training) -> dict[str, Any]:
-        """Train, and return the held-out loss, None where the training diverged, and the curve of its losses."""
-        self._begin(asked.seed)
+    def train(self, training: Training) -> dict[str, Any]:
+        """Train, and return the held-out loss and the curve of training losses.
+
+        The held-out loss is None if the training diverged.
+        """
+        self._begin(training.seed)
         settings = replace(
-            self._settings, learning_rate=asked.learning_rate, warmup_steps=asked.warmup_steps
+            self._settings,
+            learning_rate=training.learning_rate,
+            warmup_steps=training.warmup_steps,
         )
-        options, curve = replace(self._options, max_steps=asked.steps), _Curve()
+        options = replace(self._options, max_steps=training.steps)
+        curve = _Curve()
         data = self._rows, self._held_out
         trainer = make_trainer(
             settings, options, self._model, self._loss, curve, *data, self._joined
         )
+        logging_steps = max(1, training.steps // LOGGED)
         trainer.args.disable_tqdm = True
         trainer.args.per_device_eval_batch_size = settings.micro_batch_size
-        trainer.args.logging_steps = trainer.state.logging_steps = max(1, asked.steps // LOGGED)
+        trainer.args.logging_steps = logging_steps
+        trainer.state.logging_steps = logging_steps
+
         if self._compiles:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
             compile_layers(self._layers, settings.model_settings.activation_budget)
-        set_seed(asked.seed)  # of the order of the rows: a Trainer that is made sets another
+
+        # The seed sets the order of the rows; the constructor of a Trainer has set another.
+        set_seed(training.seed)
         trainer.train()
+
         run_layers_eagerly(self._layers)
         loss = math.nan if curve.diverged else float(trainer.evaluate()["eval_loss"])
         _forget(trainer, self._model)
         return {"loss": loss if math.isfinite(loss) else None, "curve": curve.points}
 
     def _begin(self, seed: int) -> None:
-        """New adapters of this seed on the weights that were read."""
+        """Make new adapters with this seed, on the first weights."""
         set_seed(seed)
         for module in self._model.modules():
             if isinstance(module, LoraLayer):
@@ -136,7 +156,7 @@ class Learner:
 
 
 def _forget(trainer: Any, model: nn.Module) -> None:
-    """Undo what accelerate and the Trainer leave in a model, for the next Trainer."""
+    """Undo the changes of accelerate and the Trainer to a model, for the next Trainer."""
     trainer.callback_handler.callbacks.clear()
     trainer.accelerator.free_memory()
     for name in ("forward", "_original_forward", "_is_accelerate_prepared", "train"):
@@ -144,11 +164,15 @@ def _forget(trainer: Any, model: nn.Module) -> None:
 
 
 def main() -> None:
-    """Answer until the input ends. Arguments: the parent's process id, an exported folder, options of its script."""
+    """Answer until the input ends.
+
+    Arguments: the parent's process id, an exported folder, options of its script.
+    """
     die_with_parent(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # prints of libraries are no answers
     settings = RunSettings.read(Path(sys.argv[2], "train_config.json"))
+
     learner = Learner(settings, parse_options(settings, sys.argv[3:]))
     for line in sys.stdin:
         answers.write(json.dumps(learner.train(Training(**json.loads(line)))) + "\n")

@@ -1,7 +1,8 @@
-"""What a probe needs of its device: a cap, peaks, a clock, a baseline to return to. CUDA and CPU.
+"""The probe's view of its device: a cap, peaks, a clock, a baseline to return to. CUDA and CPU.
 
-On CUDA memory is counted by torch's caching allocator, whose reserved memory is what must fit. On a CPU it is the
-process's resident anonymous memory (VmHWM, which Linux lets us reset), under RLIMIT_DATA as a real cap.
+On CUDA, torch's caching allocator counts memory, and its reserved memory must fit. On a CPU, the
+memory is the process's resident anonymous memory (VmHWM, which Linux can reset), with RLIMIT_DATA
+as a real cap.
 """
 
 import ctypes
@@ -27,11 +28,10 @@ from autotune.trainer.malloc import KEPT_BYTES, set_release_threshold
 from autotune.trainer.settings import ALLOCATOR_VARIABLE, ALLOCATORS
 
 MAX_LOST_GIB = 0.5  # of the host, over all probes of a process
-WORKSPACE_GIB = (
-    8 / 1024
-)  # of libraries on a GPU: some keep 2 MiB from their first use of a large matrix on
-RETURNED_BYTES = 2**16  # on a CPU blocks of this size go back to the kernel while peaks are read
-IS_MAPPED = 2  # in the word before a block: it came straight from the kernel
+# Some GPU libraries keep 2 MiB after their first use of a large matrix.
+WORKSPACE_GIB = 8 / 1024
+RETURNED_BYTES = 2**16  # on a CPU, blocks of this size return to the kernel while peaks are read
+IS_MAPPED = 2  # a bit in the word before a block that came directly from the kernel
 PACKAGES = (
     "torch",
     "transformers",
@@ -46,11 +46,12 @@ PACKAGES = (
 
 
 class CudaMeter:
-    """An NVIDIA GPU, as the probe sees it. Memory is in GiB, times are in seconds.
+    """The probe's view of an NVIDIA GPU, with memory in GiB and times in seconds.
 
-    Times are those of device events, peaks those of the caching allocator. `peaks_are_free` is whether reading a peak
-    leaves the times undisturbed. `aside_gib` is the memory of models that wait for a later probe: it is neither counted
-    nor capped. `others_gib` is what processes hold that compile ahead, which is no part of this one's context.
+    Times come from device events, peaks from the caching allocator. `peaks_are_free` says whether
+    reading a peak leaves the times undisturbed. `aside_gib` is the memory of models that wait for
+    a later probe, which is neither counted nor capped. `others_gib` is the memory of processes
+    that compile ahead, which is no part of this process's context.
     """
 
     peaks_are_free = True
@@ -59,48 +60,54 @@ class CudaMeter:
 
     def __init__(self) -> None:
         self._nvml = Nvml.open()
-        # Before this process has a CUDA context. Where the driver does not show memory by process (containers with
-        # process numbers of their own), the context is what the card holds more since then, torch's memory aside.
+        # This is read before the process has a CUDA context. In containers with their own process
+        # numbers the driver does not show memory by process. There the context is the card's
+        # growth since then, without torch's memory.
         self._used_before_gib = self._nvml.used_gib() if self._nvml else None
+
         torch.cuda.init()
         self.torch_device = torch.device("cuda", 0)
         self._properties = torch.cuda.get_device_properties(0)
-        torch.ones(256, 256, device=self.torch_device).matmul(
-            torch.ones(256, 256, device=self.torch_device)
-        )
+        ones = torch.ones(256, 256, device=self.torch_device)
+        ones.matmul(torch.ones(256, 256, device=self.torch_device))
         self.synchronize()
 
     def settle(self) -> None:
-        """All libraries are loaded: memory that a later probe does not return is lost. Torch knows it exactly."""
+        """Take the loaded libraries as the baseline; later unreturned memory is lost.
+
+        Torch counts memory exactly, so this does nothing.
+        """
 
     def rebase(self, resident_gib: float) -> None:
-        """Leave what the process holds now, the resident model excepted, out of peaks: torch counts tensors alone."""
+        """Leave the process's present memory, except the resident model, out of peaks.
+
+        Torch counts only tensors, so this does nothing.
+        """
 
     def keep_freed(self) -> None:
-        """From now on only times matter: let freed memory be kept, as in the full run. Torch always does."""
+        """Keep freed memory from now on, as in the full run, for times; torch always does."""
 
     def return_freed(self, resident_gib: float) -> None:
-        """From now on peaks matter again; `resident_gib` is what tensors hold now."""
+        """Prepare to read peaks again; `resident_gib` is the present memory of tensors."""
 
     def cap(self, memory_gib: float, headroom: float, managed_gib: float) -> float:
-        """Let allocations fail beyond a limit, and return it.
+        """Make allocations fail beyond a limit, and return the limit.
 
         The limit is `memory_gib` without the fraction `headroom`, the context, and managed memory.
         """
         total = self.memory_gib()
         taken = self.context_gib()
-        if taken is None:  # at most all that torch does not hold
+        if taken is None:  # then at most all memory outside torch
             free_bytes, total_bytes = torch.cuda.mem_get_info()
-            taken = max(
-                gib(total_bytes - free_bytes - torch.cuda.memory_reserved()) - self.others_gib, 0.0
-            )
+            outside = gib(total_bytes - free_bytes - torch.cuda.memory_reserved())
+            taken = max(outside - self.others_gib, 0.0)
         taken += managed_gib
         limit = memory_limit_gib(memory_gib, headroom, taken_gib=taken)
+
         # A few layers may be probed for a larger card than this one.
         room = max(memory_limit_gib(total, headroom, taken_gib=taken), min(limit, total))
-        torch.cuda.set_per_process_memory_fraction(
-            min(max(limit, 0.01) + self.aside_gib, room) / total
-        )
+        share = min(max(limit, 0.01) + self.aside_gib, room) / total
+        torch.cuda.set_per_process_memory_fraction(share)
         return limit
 
     def uncap(self) -> None:
@@ -118,19 +125,19 @@ class CudaMeter:
         return float(start.elapsed_time(end)) / 1000
 
     def passed(self, mark: torch.cuda.Event) -> bool:
-        """Whether the device has passed this mark. Does not wait."""
+        """Whether the device has passed this mark, without waiting."""
         return bool(mark.query())
 
     def synchronize(self) -> None:
-        """Wait until the device has done all work issued so far."""
+        """Wait until the device has finished all work issued so far."""
         torch.cuda.synchronize()
 
     def allocated_gib(self) -> float:
-        """Memory of all tensors."""
+        """The memory of all tensors."""
         return gib(torch.cuda.memory_allocated()) - self.aside_gib
 
     def reserved_gib(self) -> float:
-        """Memory that the allocator holds, used or cached."""
+        """The memory that the allocator holds, used or cached."""
         return gib(torch.cuda.memory_reserved()) - self.aside_gib
 
     def reset_peak(self) -> None:
@@ -138,15 +145,15 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats()
 
     def peak_gib(self) -> tuple[float, float]:
-        """The peaks of allocated and of reserved memory since the last reset."""
-        stats = torch.cuda.memory_stats_as_nested_dict()  # a fifth of the time of the flat one
-        allocated, reserved = (
-            stats[name]["all"]["peak"] for name in ("allocated_bytes", "reserved_bytes")
-        )
+        """The peaks of allocated and reserved memory since the last reset."""
+        # The nested form takes a fifth of the time of the flat one.
+        stats = torch.cuda.memory_stats_as_nested_dict()
+        allocated = stats["allocated_bytes"]["all"]["peak"]
+        reserved = stats["reserved_bytes"]["all"]["peak"]
         return gib(allocated) - self.aside_gib, gib(reserved) - self.aside_gib
 
     def context_gib(self) -> float | None:
-        """What the process holds besides tensors: CUDA context, kernels, libraries. None where it is unknown."""
+        """The process's memory besides tensors (CUDA context, kernels, libraries), if known."""
         if self._nvml is None:
             return None
         reserved = gib(torch.cuda.memory_reserved())
@@ -159,28 +166,28 @@ class CudaMeter:
         return max(used - reserved, 0.0)
 
     def alloc_retries(self) -> int:
-        """How often the allocator returned cached memory and tried again, since the last `release`."""
+        """The number of retries after returning cached memory, since the last `release`."""
         return int(torch.cuda.memory_stats_as_nested_dict().get("num_alloc_retries", 0))
 
     def hold_memory(self, allocator: str) -> None:
-        """Have memory that is taken from now on lie in segments of this kind, of the knob `allocator`."""
+        """Allocate future memory in segments of the kind that the knob `allocator` names."""
         torch.cuda.empty_cache()
         torch.cuda.memory._set_allocator_settings(ALLOCATORS[allocator])
 
     def release(self, *, collect: bool = True) -> None:
-        """Return all memory that is not in use, and reset the statistics. Garbage in cycles stays unless `collect`."""
+        """Return all unused memory and reset the statistics; `collect` includes garbage cycles."""
         if collect:
             gc.collect()
-        torch._C._cuda_clearCublasWorkspaces()  # of other streams too, for which nobody will ask again
+        # This includes the workspaces of other streams, which are not used again.
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
-        getattr(
-            torch.accelerator, "empty_host_cache", lambda: None
-        )()  # where checkpoints were offloaded to
+        # Offloaded checkpoints were in the host's cache, which newer versions of torch can empty.
+        getattr(torch.accelerator, "empty_host_cache", lambda: None)()
         torch.cuda.reset_accumulated_memory_stats()
         self.reset_peak()
 
-    def returned_to(self, baseline_gib: float) -> bool:
-        """Whether no more memory than this is in use, apart from what a process gains and loses by chance."""
+    def has_returned(self, baseline_gib: float) -> bool:
+        """Whether memory is back at the baseline, apart from small random changes of a process."""
         return abs(self.allocated_gib() - baseline_gib) < WORKSPACE_GIB
 
     def memory_gib(self) -> float:
@@ -188,7 +195,7 @@ class CudaMeter:
         return gib(self._properties.total_memory)
 
     def fingerprint(self) -> Fingerprint:
-        """The circumstances that a measurement on this device holds for."""
+        """The hardware and software of a measurement on this device."""
         major, minor = torch.cuda.get_device_capability(0)
         return _fingerprint(
             device=self._properties.name,
@@ -201,15 +208,17 @@ class CudaMeter:
 
 
 class CpuMeter:
-    """The host's processors, with the methods of CudaMeter. The context is what libraries hold once they are loaded.
+    """The host's processors, with the methods of CudaMeter.
 
-    What the process gains later, from probe to probe, is no context: a run of one configuration does not have it, and a
-    limit that shrank by it would differ between the trials of a study. Peaks leave it out too (`rebase`).
+    The context is the memory of the loaded libraries. The process's later growth from probe to
+    probe is no context: a run of one configuration does not have it. A limit that shrank by the
+    growth would differ between the trials of a study. Peaks leave the growth out too (`rebase`).
 
-    Peaks repeat to 1 % only if large blocks come straight from the kernel and go straight back, as the parent sets
-    malloc for the process. The full run keeps them, and can be twice as fast: while steps are timed, so does this.
-    Linux adds a process's pages up in batches (the larger of 32 and twice the number of processors), and a peak leaves
-    out what each processor has not yet handed on: at most 0.7 MiB with two processors, some 0.4 GiB with 128.
+    Peaks repeat to 1 % only if large blocks come directly from the kernel and return directly to
+    it, as the parent sets malloc for the process. The full run keeps freed blocks and can be twice
+    as fast, so this does the same while steps are timed. Linux sums a process's pages in batches
+    (the larger of 32 and twice the number of processors). A peak omits the pages that a processor
+    has not reported yet: at most 0.7 MiB with two processors, and about 0.4 GiB with 128.
     """
 
     peaks_are_free = False
@@ -219,14 +228,14 @@ class CpuMeter:
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self._libc = ctypes.CDLL(None)
-        self._libc.malloc.restype, self._libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-        self._libc.free.restype, self._libc.free.argtypes = None, [ctypes.c_void_p]
-        self._held: list[
-            int
-        ] = []  # blocks of malloc's that are allocated only to keep tensors out of them
-        self._capped_at: int | None = (
-            None  # the limit that holds again when freed memory is returned again
-        )
+        self._libc.malloc.restype = ctypes.c_void_p
+        self._libc.malloc.argtypes = [ctypes.c_size_t]
+        self._libc.free.restype = None
+        self._libc.free.argtypes = [ctypes.c_void_p]
+        # Blocks that are allocated only to keep tensors out of them.
+        self._held: list[int] = []
+        # The limit that applies again once freed memory is returned again.
+        self._capped_at: int | None = None
         self.settle()
 
     def settle(self) -> None:
@@ -241,7 +250,8 @@ class CpuMeter:
     def cap(self, memory_gib: float, headroom: float, managed_gib: float) -> float:
         limit = memory_limit_gib(memory_gib, headroom, taken_gib=self.context_gib() + managed_gib)
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        # VmData counts address space that libraries reserve and never touch: what it was at the start is not capped.
+        # VmData counts address space that libraries reserve and never use, so the cap is added to
+        # its value at the start.
         resource.setrlimit(resource.RLIMIT_DATA, (int(max(limit, 0.01) * GIB) + self._data, hard))
         return limit
 
@@ -250,10 +260,10 @@ class CpuMeter:
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
     def hold_memory(self, allocator: str) -> None:
-        """The host's memory has no such choice."""
+        """Do nothing: the host's memory has no such choice."""
 
     def keep_freed(self) -> None:
-        """Let malloc keep freed blocks, as the exported run does. Nothing is capped meanwhile."""
+        """Let malloc keep freed blocks, as in the exported run; the cap is off meanwhile."""
         while self._held:
             self._libc.free(self._held.pop())
         set_release_threshold(KEPT_BYTES)
@@ -261,9 +271,10 @@ class CpuMeter:
         self.uncap()
 
     def return_freed(self, resident_gib: float) -> None:
-        """Let large blocks go straight back to the kernel again. What malloc has kept is no part of peaks."""
+        """Return large blocks to the kernel again; malloc's kept blocks leave the peaks."""
         if self._capped_at is None:
             return
+
         self._hold_free_blocks()
         data, capped_at = self._data, self._capped_at
         self.rebase(resident_gib)
@@ -274,20 +285,22 @@ class CpuMeter:
         self.reset_peak()
 
     def _hold_free_blocks(self) -> None:
-        """Return the pages of all free blocks, and allocate these, untouched: a tensor there would not be returned."""
+        """Return the pages of all free blocks, and hold the blocks without touching them.
+
+        The pages of a tensor in such a block would not return to the kernel.
+        """
         set_release_threshold(RETURNED_BYTES)
         self._libc.malloc_trim(0)
+
         size = KEPT_BYTES
         while size >= RETURNED_BYTES:
             block = self._libc.malloc(size)
-            if block is None:  # more than the process may have
+            if block is None:  # it exceeds the limit of the process
                 size //= 2
                 continue
-            if (
-                ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t)).value
-                & IS_MAPPED
-            ):
-                self._libc.free(block)  # no free block is as large
+            header = ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t))
+            if header.value & IS_MAPPED:
+                self._libc.free(block)  # there is no free block of this size
                 size //= 2
             else:
                 self._held.append(block)
@@ -315,7 +328,7 @@ class CpuMeter:
         Path("/proc/self/clear_refs").write_text("5")
 
     def peak_gib(self) -> tuple[float, float]:
-        """The same number twice: a CPU has no allocator reserve that outlives a tensor."""
+        """The peak twice, because a CPU has no allocator cache that outlives a tensor."""
         file_backed = self._status("RssFile") + self._status("RssShmem")
         peak = gib(max(self._status("VmHWM") - file_backed - self._before, 0))
         return peak, peak
@@ -327,16 +340,16 @@ class CpuMeter:
         return 0
 
     def release(self, *, collect: bool = True) -> None:
-        if self._capped_at is not None:  # a probe failed while it was timed
+        if self._capped_at is not None:  # a probe failed in its timed steps
             self._capped_at = None
             self._hold_free_blocks()
         if collect:
             gc.collect()
         self._libc.malloc_trim(0)
 
-    def returned_to(self, baseline_gib: float) -> bool:
-        # Python's own arenas wander by a few MiB. What libraries load and reserve as they are first used stops growing
-        # below 0.2 GiB; what is lost for good adds up.
+    def has_returned(self, baseline_gib: float) -> bool:
+        # Python's own arenas vary by a few MiB. The memory that libraries load and reserve at
+        # their first use stops growing below 0.2 GiB; lost memory accumulates.
         lost = gib(self._status("RssAnon") - self._first) - self.aside_gib - baseline_gib
         return self.allocated_gib() - baseline_gib < 24 / 1024 and lost < MAX_LOST_GIB
 
@@ -356,7 +369,7 @@ class CpuMeter:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
 
 
-Meter = CudaMeter | CpuMeter  # one device, as the probe sees it
+Meter = CudaMeter | CpuMeter  # the probe's view of one device
 
 
 def open_meter(device: str) -> Meter:

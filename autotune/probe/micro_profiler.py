@@ -1,8 +1,9 @@
-"""The detailed profile of a micro batch, in the worker's process: kernels by class, part of the model and stage.
+"""The detailed profile of a micro batch: kernels by class, part of the model and stage.
 
-Ranges around the modules say which part of the model runs, and autograd's sequence numbers which forward operator a
-backward one belongs to. Times are those of the device's kernels; on a CPU, of operators without those they call.
-The host is slower while it is profiled, so that nothing here says how long it takes.
+This runs in the worker's process. Ranges around the modules name the running part of the model.
+Autograd's sequence numbers map each backward operator to its forward operator. On a GPU, times are
+the times of kernels; on a CPU, the times of operators without the operators that they call. The
+profiler slows the host, so the profile contains no host times.
 """
 
 import re
@@ -28,21 +29,22 @@ from autotune.core.micro_profile import (
 from autotune.probe.kernels import class_of, fused_operators
 from autotune.probe.meters import Meter
 
-PREFIX = "autotune: "  # of the names of ranges; without more it is a range whose part is not known
-IN_BACKWARD, ADDS_GRADIENT = "autograd::engine::evaluate_function: ", "AccumulateGrad"
-RUNTIME = re.compile(
-    r"(cuda|cu|hip)[A-Z]"
-)  # calls of the driver, whose numbers are not those of operators
+PREFIX = "autotune: "  # of the names of ranges; the bare prefix marks an unknown part
+IN_BACKWARD = "autograd::engine::evaluate_function: "
+ADDS_GRADIENT = "AccumulateGrad"
+# Calls of the driver, whose numbers are not the numbers of operators.
+RUNTIME = re.compile(r"(cuda|cu|hip)[A-Z]")
 NUM_LONGEST = 15
 LONGEST_NAME = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """An event of the profiler, in seconds. `ident` is that of an operator; `linked` that of a kernel's operator.
+    """An event of the profiler, in seconds.
 
-    `sequence` is the number of the autograd node that a forward operator makes, or that the backward pass, for an
-    operator of `forward_thread`, evaluates; -1 for others. A range is no operator.
+    `ident` is an operator's number; `linked` is the number of the operator that issued a kernel.
+    `sequence` is the number of an autograd node, or -1. A forward operator makes the node; for an
+    operator with `forward_thread`, the backward pass evaluates it. A range is no operator.
     """
 
     name: str
@@ -58,21 +60,21 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The duration of the event."""
         return self.end_s - self.start_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Which part of the model an operator works for, and in which stage."""
+    """The part of the model that an operator works for, and the stage."""
 
     part: Part | None
     stage: Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """A kernel, or an operator on a CPU, with its place and the seconds that are its own."""
+class PlacedWork:
+    """A kernel, or an operator on a CPU, with its place and its own seconds."""
 
     event: Event
     place: Place
@@ -80,7 +82,7 @@ class Placed:
 
     @property
     def kind(self) -> KernelClass:
-        """What it does. Whatever computes the optimizer step is the optimizer's."""
+        """The class of the work; computation in the optimizer step belongs to the optimizer."""
         kind = class_of(self.event.name)
         if self.place.stage is Stage.OPTIMIZER and kind not in (
             KernelClass.COPIES,
@@ -91,20 +93,21 @@ class Placed:
 
     @property
     def part(self) -> Part | None:
-        """The part of the model. In compiled layers only the kernels of attention have names that tell it."""
+        """The part of the model; in compiled layers only names of attention kernels reveal it."""
         hidden = self.place.part is None and self.kind is KernelClass.ATTENTION
         return Part.ATTENTION if hidden else self.place.part
 
 
-# --- which module is which part
+# --- the part of each module
 
 
 def parts_of(
     base: nn.Module, decoder: nn.Module, layers: list[nn.Module]
 ) -> dict[nn.Module, Part | None]:
-    """The part that each module's forward pass is, as far as it is not that of the module around it.
+    """The part of each module's forward pass, if it differs from the surrounding module's part.
 
-    Layers that are compiled as a whole have a single unknown part: ranges inside them would be compiled too.
+    Layers that are compiled as a whole have a single unknown part, because ranges inside them
+    would be compiled too.
     """
     compiled = any(layer._compiled_call_impl is not None for layer in layers)
     found: dict[nn.Module, Part | None] = {decoder: None if compiled else Part.OTHER}
@@ -112,36 +115,35 @@ def parts_of(
     for module in decoder.modules():
         if module not in inside and _is_norm(module):
             found[module] = Part.NORMS
-    if decoder is not base.base_model:  # towers and projectors of images stand beside it
+
+    if decoder is not base.base_model:  # image towers and projectors are its siblings
         found |= dict.fromkeys(set(base.base_model.children()) - {decoder}, Part.OTHER)
     found[base.get_input_embeddings()] = Part.EMBEDDING
+
     for layer in layers if not compiled else ():
         found[layer] = Part.NORMS
         for name, child in layer.named_children():
             is_attention = "attn" in name or "attention" in name
             has_matrices = any(parameter.dim() > 1 for parameter in child.parameters())
-            _mark(
-                child,
-                (Part.ATTENTION if is_attention else Part.MLP) if has_matrices else Part.NORMS,
-                found,
-            )
+            part = Part.NORMS
+            if has_matrices:
+                part = Part.ATTENTION if is_attention else Part.MLP
+            _mark(child, part, found)
     return found
 
 
 def _mark(module: nn.Module, part: Part, found: dict[nn.Module, Part | None]) -> None:
     found[module] = part
     if isinstance(module, LoraLayer):
-        found[module] = Part.ADAPTERS  # but for the matrix that it is an adapter of
+        found[module] = Part.ADAPTERS  # without the matrix that it adapts
         _mark(module.base_layer, part, found)
         return
+
     children = list(module.children())
+    has_matrix = any(weight.dim() > 1 for weight in module.parameters())
     if not children and _is_norm(module):
         found[module] = Part.NORMS
-    elif (
-        not children
-        and part is Part.ATTENTION
-        and any(weight.dim() > 1 for weight in module.parameters())
-    ):
+    elif not children and part is Part.ATTENTION and has_matrix:
         found[module] = Part.PROJECTIONS
     for child in children:
         _mark(child, part, found)
@@ -153,7 +155,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 @contextmanager
 def ranges(parts: dict[nn.Module, Part | None]) -> Iterator[None]:
-    """Put a range of the profiler around the forward pass of each of these modules."""
+    """Put a profiler range around the forward pass of each of these modules."""
     opened: list[Any] = []
 
     def begin(name: str) -> Callable[..., None]:
@@ -172,7 +174,7 @@ def ranges(parts: dict[nn.Module, Part | None]) -> Iterator[None]:
             handles.append(
                 module.register_forward_pre_hook(begin(PREFIX + (part or "")), prepend=True)
             )
-            # Checkpointing ends what it computes again by an exception, once it has what it needs.
+            # Checkpointing ends a recomputation by an exception once it has the needed tensors.
             handles.append(module.register_forward_hook(end, always_call=True))
         yield
     finally:
@@ -189,9 +191,9 @@ def record_events(
     meter: Meter,
     trace: str,
 ) -> tuple[list[Event], float]:
-    """Profile a micro batch and an optimizer step, after another micro batch that is not recorded.
+    """Profile a micro batch and an optimizer step, after a micro batch that is not recorded.
 
-    Returns the events and the seconds that the micro batch took. Writes a Chrome trace to the file `trace`.
+    Returns the events and the seconds of the micro batch. Writes a Chrome trace to `trace`.
     """
     activities = [ProfilerActivity.CPU]
     if meter.torch_device.type == "cuda":
@@ -210,6 +212,7 @@ def record_events(
         micro_batch()
         meter.synchronize()
         profiling.step()
+
         begin = meter.mark()
         micro_batch()
         end = meter.mark()
@@ -221,7 +224,7 @@ def record_events(
 
 
 def _event(event: Any) -> Event:
-    """One of Kineto's."""
+    """Convert an event of Kineto."""
     return Event(
         name=event.name(),
         start_s=event.start_ns() / 1e9,
@@ -237,40 +240,44 @@ def _event(event: Any) -> Event:
 
 
 @dataclass(slots=True)
-class _Opened:
-    """An operator or range of the host, with the seconds of those that it called."""
+class _OpenEvent:
+    """An operator or range of the host, with the seconds of the operators that it called."""
 
     event: Event
     place: Place
     inner_s: float = 0.0
 
 
-def host_places(events: Iterable[Event], unknown: Part | None, trained: Part) -> list[Placed]:
-    """The operators and ranges of the host with their places, in order, without the seconds of those they called.
+def host_places(events: Iterable[Event], unknown: Part | None, trained: Part) -> list[PlacedWork]:
+    """The operators and ranges of the host in order, with their places and their own seconds.
 
-    `unknown` is the part of backward operators whose forward operator is not known; gradients are added to those of
-    `trained`.
+    `unknown` is the part of backward operators without a known forward operator. `trained` is the
+    part that gradients are added to.
     """
-    found: list[_Opened] = []
-    of_nodes: dict[tuple[int, int], Part | None] = {}  # by thread and sequence number
-    stacks: dict[int, list[_Opened]] = defaultdict(list)
+    found: list[_OpenEvent] = []
+    node_parts: dict[tuple[int, int], Part | None] = {}  # by thread and sequence number
+    stacks: dict[int, list[_OpenEvent]] = defaultdict(list)
     start = Place(part=Part.HEAD, stage=Stage.FORWARD)
     host = (one for one in events if not (one.on_device or one.linked or RUNTIME.match(one.name)))
     for event in sorted(host, key=lambda event: (event.start_s, -event.end_s)):
+        # The stack of a thread holds the events that contain this one.
         stack = stacks[event.thread]
         while stack and stack[-1].event.end_s <= event.start_s:
             stack.pop()
         if stack:
             stack[-1].inner_s += event.seconds
-        place = _place(event, stack[-1].place if stack else start, of_nodes, unknown, trained)
+
+        place = _place(event, stack[-1].place if stack else start, node_parts, unknown, trained)
         if event.sequence >= 0 and place.stage is not Stage.BACKWARD:
-            of_nodes[event.thread, event.sequence] = (
-                place.part
-            )  # the last with a number makes the node
-        stack.append(_Opened(event, place))
+            # The last operator with a number makes the node.
+            node_parts[event.thread, event.sequence] = place.part
+        stack.append(_OpenEvent(event, place))
         found.append(stack[-1])
+
     return [
-        Placed(event=one.event, place=one.place, seconds=max(one.event.seconds - one.inner_s, 0.0))
+        PlacedWork(
+            event=one.event, place=one.place, seconds=max(one.event.seconds - one.inner_s, 0.0)
+        )
         for one in found
     ]
 
@@ -278,7 +285,7 @@ def host_places(events: Iterable[Event], unknown: Part | None, trained: Part) ->
 def _place(
     event: Event,
     around: Place,
-    of_nodes: dict[tuple[int, int], Part | None],
+    node_parts: dict[tuple[int, int], Part | None],
     unknown: Part | None,
     trained: Part,
 ) -> Place:
@@ -288,37 +295,38 @@ def _place(
             return Place(part=part, stage=Stage.OPTIMIZER)
         again = around.stage in (Stage.BACKWARD, Stage.RECOMPUTED)
         return Place(part=part, stage=Stage.RECOMPUTED if again else around.stage)
+
     if not event.name.startswith(IN_BACKWARD):
         return around
     if event.name.endswith(ADDS_GRADIENT):
         return Place(part=trained, stage=Stage.BACKWARD)
-    return Place(
-        part=of_nodes.get((event.forward_thread, event.sequence), unknown), stage=Stage.BACKWARD
-    )
+    part = node_parts.get((event.forward_thread, event.sequence), unknown)
+    return Place(part=part, stage=Stage.BACKWARD)
 
 
-def placed_work(events: list[Event], unknown: Part | None, trained: Part) -> list[Placed]:
-    """What the device did, in order: the kernels of a GPU if there are any, else the operators of a CPU."""
+def placed_work(events: list[Event], unknown: Part | None, trained: Part) -> list[PlacedWork]:
+    """The device's work in order: the kernels of a GPU if it has any, else a CPU's operators."""
     on_host = host_places(events, unknown, trained)
-    ranges = {one.name for one in events if one.is_range}  # which a GPU's timeline repeats
+    ranges = {one.name for one in events if one.is_range}  # a GPU's timeline repeats them
     kernels = [
         one for one in events if one.on_device and not one.is_range and one.name not in ranges
     ]
     if not kernels:
         return [one for one in on_host if not one.event.is_range]
+
     by_number = {one.event.ident: one.place for one in on_host}
-    placed, stage = [], Stage.FORWARD
+    placed: list[PlacedWork] = []
+    stage = Stage.FORWARD
     for kernel in sorted(kernels, key=lambda one: one.start_s):
-        # A kernel that no operator issued belongs to the stage of the one before it.
-        place = (by_number.get(kernel.linked) if kernel.linked else None) or Place(
-            part=unknown, stage=stage
-        )
-        placed.append(Placed(event=kernel, place=place, seconds=kernel.seconds))
+        # A kernel without an operator belongs to the stage of the previous kernel.
+        place = by_number.get(kernel.linked) if kernel.linked else None
+        place = place or Place(part=unknown, stage=stage)
+        placed.append(PlacedWork(event=kernel, place=place, seconds=kernel.seconds))
         stage = place.stage
     return placed
 
 
-def summed(placed: Iterable[Placed]) -> tuple[ProfiledWork, ...]:
+def sum_work(placed: Iterable[PlacedWork]) -> tuple[ProfiledWork, ...]:
     """The work by part, stage and class, the longest first."""
     groups: dict[tuple[Part | None, Stage, KernelClass], list[float]] = defaultdict(list)
     for one in placed:
@@ -330,12 +338,13 @@ def summed(placed: Iterable[Placed]) -> tuple[ProfiledWork, ...]:
     return tuple(sorted(rows, key=lambda row: -row.seconds))
 
 
-def longest(placed: Iterable[Placed]) -> tuple[KernelTotal, ...]:
-    """The names that took longest in all."""
+def longest_kernels(placed: Iterable[PlacedWork]) -> tuple[KernelTotal, ...]:
+    """The names with the longest total time."""
     groups: dict[tuple[str, KernelClass], list[float]] = defaultdict(list)
     for one in placed:
         groups[one.event.name, one.kind].append(one.seconds)
     rows = sorted(groups.items(), key=lambda row: -sum(row[1]))[:NUM_LONGEST]
+
     return tuple(
         KernelTotal(
             name=name[:LONGEST_NAME],
@@ -348,11 +357,12 @@ def longest(placed: Iterable[Placed]) -> tuple[KernelTotal, ...]:
     )
 
 
-def busy_s(placed: list[Placed], *, on_gpu: bool) -> float:
-    """Seconds in which the device worked: a moment in which two kernels of a GPU ran counts once."""
+def busy_s(placed: list[PlacedWork], *, on_gpu: bool) -> float:
+    """The seconds of work on the device; overlapping kernels of a GPU count each moment once."""
     if not on_gpu:
         return sum(one.seconds for one in placed)
-    total, until = 0.0, 0.0
+    total = 0.0
+    until = 0.0
     for one in sorted((one.event for one in placed), key=lambda event: event.start_s):
         total += max(one.end_s - max(one.start_s, until), 0.0)
         until = max(until, one.end_s)
@@ -371,11 +381,12 @@ def profile_of(
     profiled_s: float,
     loader_rows_per_s: float | None,
 ) -> MicroBatchProfile | None:
-    """The events of a micro batch in sums; None where a GPU's driver does not show its kernels."""
+    """The sums of a micro batch's events, or None if a GPU's driver hides its kernels."""
     placed = placed_work(events, None if compiled else Part.OTHER, trained)
     if on_gpu and not any(one.event.on_device for one in placed):
         return None
     micro = [one for one in placed if one.place.stage is not Stage.OPTIMIZER]
+
     return MicroBatchProfile(
         on_gpu=on_gpu,
         rows=rows,
@@ -384,7 +395,7 @@ def profile_of(
         profiled_s=profiled_s,
         busy_s=busy_s(micro, on_gpu=on_gpu),
         num_kernels=len(micro),
-        work=summed(placed),
-        longest=longest(placed),
+        work=sum_work(placed),
+        longest=longest_kernels(placed),
         loader_rows_per_s=loader_rows_per_s,
     )

@@ -1,4 +1,4 @@
-"""What a configuration means to the model builder: the same for a probe and for the exported script."""
+"""Translates a configuration for the model builder; the probe and the exported script share it."""
 
 from autotune.core.lora_targets import saved_modules, target_modules
 from autotune.core.objective import Objective
@@ -12,7 +12,7 @@ def model_settings(
     objective: Objective = Objective.SFT,
     vision: str = "frozen",
 ) -> ModelSettings:
-    """The values that `runtime.model_builder` builds a model of this transformers type from."""
+    """The values that `trainer.model_builder` needs for a model of this transformers type."""
     return ModelSettings(
         base_dtype=config.base_dtype,
         attention=config.attention_implementation,

@@ -1,4 +1,4 @@
-"""How a model's layers repeat, which decides at which depths it can be probed. Takes no memory."""
+"""Finds the repetition of a model's layers, which decides its probed depths, without any memory."""
 
 import inspect
 from typing import Any
@@ -20,7 +20,8 @@ from autotune.trainer.chunked_loss import has_plain_head
 from autotune.trainer.model_builder import config_of, decoder_layers, from_config, trainable_model
 
 SHAPE_ONLY = TrainConfig(precision="bf16_pure", attention="eager")
-# The Liger kernels that `resident` can take out of a model again. Others replace names in transformers or torch.
+# The Liger kernels that `resident` can remove from a model. Others replace names in transformers or
+# torch.
 REVERSIBLE_KERNELS = {
     "rope",
     "rms_norm",
@@ -35,15 +36,18 @@ REVERSIBLE_KERNELS = {
 def describe(model: dict[str, Any]) -> ModelShape:
     """The shape of a model with this transformers config.
 
-    Raises ValueError where transformers has no causal language model of it, nor one of images and text.
+    Raises ValueError if transformers has neither a causal language model of this type nor a model
+    of images and text.
     """
     config = config_of(model)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not sees_images(model):
         raise ValueError(f"transformers has no causal language model of type {config.model_type}")
+
     with torch.device("meta"), no_init_weights():
         built = from_config(config, model_settings(SHAPE_ONLY, config.model_type))
     layers = decoder_layers(built)
     prefix, period = repetition(_kinds(layers, config.get_text_config()))
+
     named = (item for layer in layers for item in layer.named_modules())
     linear_layers = {
         path: module for path, module in named if isinstance(module, nn.Linear | Conv1D)
@@ -55,14 +59,17 @@ def describe(model: dict[str, Any]) -> ModelShape:
         parameter for layer in layers for parameter in layer.parameters() if parameter.ndim > 1
     ]
     num_parameters = sum(parameter.numel() for parameter in built.parameters())
+
     try:
         plain_head = has_plain_head(built)
-    except Exception:  # any family's forward may want what the test does not give it
+    except Exception:  # a family's forward may need arguments that the test does not pass
         plain_head = False
+    wrapped: set[int] = set()
+    no_adapters: str | None = None
     try:
-        wrapped, no_adapters = _wrapped_parameters(built), None
+        wrapped = _wrapped_parameters(built)
     except ValueError as error:
-        wrapped, no_adapters = set(), str(error).partition(". ")[0]  # its first sentence
+        no_adapters = str(error).partition(". ")[0]  # the first sentence
 
     def share_outside(covered: set[int]) -> float:
         outside = sum(int(matrix.numel()) for matrix in matrices if id(matrix) not in covered)
@@ -87,7 +94,7 @@ def describe(model: dict[str, Any]) -> ModelShape:
 
 
 def truncate(config: Any, depth: int) -> None:
-    """Keep the first `depth` layers of a transformers config, and the first entries of its lists with one a layer.
+    """Keep the first `depth` layers of a transformers config, and their entries in its lists.
 
     A vision tower stays whole: times and peaks are lines in the depth of the language model.
     """
@@ -99,7 +106,10 @@ def truncate(config: Any, depth: int) -> None:
 
 
 def _lists_by_layer(config: Any) -> dict[str, list[Any]]:
-    """What a config lists layer by layer: attention types, mixture layers, layers without positions."""
+    """The lists of a config with an entry for each layer.
+
+    Examples are attention types, mixture layers, and layers without positions.
+    """
     length = config.num_hidden_layers
     return {
         name: value
@@ -109,10 +119,9 @@ def _lists_by_layer(config: Any) -> dict[str, list[Any]]:
 
 
 def _kinds(layers: list[nn.Module], config: Any) -> list[Any]:
-    """What distinguishes each layer: its class, its parameters' shapes, its entries in the config's lists."""
-    lists = [
-        values for values in _lists_by_layer(config).values() if values != list(range(len(values)))
-    ]  # not indices
+    """The distinguishing facts of each layer: class, parameter shapes, and config list entries."""
+    indices = list(range(config.num_hidden_layers))
+    lists = [values for values in _lists_by_layer(config).values() if values != indices]
     kinds = []
     for index, layer in enumerate(layers):
         shapes = tuple(
@@ -125,7 +134,7 @@ def _kinds(layers: list[nn.Module], config: Any) -> list[Any]:
 def _wrapped_parameters(built: nn.Module) -> set[int]:
     """Ids of the parameters outside linear layers that adapters reach by wrapping them.
 
-    Raises ValueError where PEFT refuses adapters on every linear layer.
+    Raises ValueError if PEFT refuses adapters on every linear layer.
     """
     adapted = trainable_model(
         built, model_settings(TrainConfig(), built.config.model_type), torch.device("meta")
@@ -137,7 +146,7 @@ def _wrapped_parameters(built: nn.Module) -> set[int]:
 def _liger_supports(model_type: str) -> bool:
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-    except ImportError:  # of Triton too, without a GPU
+    except ImportError:  # without a GPU, Triton is missing too
         return False
     apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
     return apply is not None and set(inspect.signature(apply).parameters) <= REVERSIBLE_KERNELS

@@ -1,4 +1,4 @@
-"""What the parent observes of a running probe: the phase it is in, that phase's deadline, and the card's sensors."""
+"""The parent's view of a running probe: its phase, the phase's deadline, and the sensors."""
 
 import statistics
 import time
@@ -9,7 +9,7 @@ from autotune.core.nvml import THROTTLE_REASONS, Nvml
 from autotune.core.probe_types import Phase, Telemetry
 
 THERMAL = THROTTLE_REASONS[0x40]
-# Seconds a phase may take before the worker is taken to be hung. Compilation happens in the first step.
+# Seconds of a phase after which the worker counts as hung. Compilation happens in the first step.
 DEADLINES = {
     Phase.START: 240.0,
     Phase.LOAD: 600.0,
@@ -23,10 +23,13 @@ DEADLINES = {
 
 
 class Monitor:
-    """Observes one probe. The sensors are read while steps are timed."""
+    """Observes one probe, and reads the sensors while steps are timed."""
 
     def __init__(self, nvml: Nvml | None, *, throttled: bool = False) -> None:
-        """Begin in the phase START. `nvml` is None on a CPU; `throttled` has every sample report heat (a fault)."""
+        """Begin in the phase START.
+
+        `nvml` is None on a CPU. With `throttled`, an injected fault, every sample reports heat.
+        """
         self._nvml = nvml
         self._throttled = throttled
         self._samples: list[Telemetry] = []
@@ -35,13 +38,13 @@ class Monitor:
         self._since = time.monotonic()
 
     def enter(self, phase: Phase) -> None:
-        """The probe reported that a phase begins."""
+        """Note that the probe has begun a phase."""
         self.phase = phase
         self._since = time.monotonic()
         self.tick()
 
     def tick(self) -> None:
-        """Read the sensors if steps are being timed."""
+        """Read the sensors while steps are timed."""
         if self.phase is not Phase.STEADY or not (self._nvml or self._throttled):
             return
         sample = self._nvml.sample() if self._nvml else Telemetry()
@@ -50,15 +53,18 @@ class Monitor:
         )
 
     def deadline_s(self) -> float:
-        """Seconds that the current phase may take: the usual ones, or `patience_s` if that is more."""
+        """The seconds that the current phase may take: its deadline, or `patience_s` if longer."""
         return max(DEADLINES[self.phase], self.patience_s)
 
-    def expired(self) -> bool:
+    def is_expired(self) -> bool:
         """Whether the current phase has taken longer than its deadline."""
         return time.monotonic() - self._since > self.deadline_s()
 
     def telemetry(self) -> Telemetry | None:
-        """Means over the samples but the first, which precedes the load of the timed steps; None without samples."""
+        """The means over all samples except the first, if there are any.
+
+        The first sample precedes the load of the timed steps.
+        """
         samples = self._samples[1:]
         if not samples:
             return None

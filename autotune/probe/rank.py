@@ -1,8 +1,8 @@
-"""This process as a rank of a world: it joins the process group of a probe on several GPUs, and leaves it.
+"""This process as a rank of a world: it joins and leaves the process group of a multi-GPU probe.
 
-A fake world has one process, which plays rank 0: a collective copies on the device, and waits for nobody. Two H200s
-showed that it takes exactly the memory of a real rank. What a rank sees of others is a copy of its own, so that losses
-mean nothing.
+A fake world has one process, which simulates rank 0: a collective copies on the device and never
+blocks. A test on two H200s showed that it takes exactly the memory of a real rank. The rank's data
+from others is a copy of its own data, so its losses have no meaning.
 """
 
 import os
@@ -17,12 +17,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autotune.core.parallelism import ZERO
-from autotune.core.probe_types import ProbeRequest, Seat
+from autotune.core.probe_types import ProbeRequest, RankAddress
 from autotune.core.untested import untested
 
 
 def refusal(request: ProbeRequest) -> str | None:
-    """Why a request for several GPUs is not probed; None if it is."""
+    """The reason why a request for several GPUs is not probed, or None if it is probed."""
     parallelism = request.parallelism
     if parallelism.num_gpus == 1:
         return None
@@ -34,71 +34,82 @@ def refusal(request: ProbeRequest) -> str | None:
 
 
 class Rank:
-    """A process of the world of a request. One GPU is a world of one, without a process group.
+    """A process in the world of a request; one GPU is a world of one, without a process group.
 
-    The process sees one device, so that its local rank is 0 in any world.
+    The process sees one device, so its local rank is 0 in any world.
     """
 
     def __init__(
-        self, request: ProbeRequest, device: torch.device, seat: Seat | None = None
+        self, request: ProbeRequest, device: torch.device, address: RankAddress | None = None
     ) -> None:
-        """Join nothing yet. `seat` is the place in a world of real ranks."""
+        """Join no world yet. `address` is the rank's address in a world of real ranks."""
         self.size = request.parallelism.num_gpus
-        self.number = seat.number if seat else 0
-        self.is_fake = request.plays_a_rank
+        self.number = address.number if address else 0
+        self.is_fake = request.simulates_rank
         self._shards = request.parallelism.shards
         self._uses_deepspeed = request.parallelism.strategy in ZERO
         self._offloads = request.parallelism.offload
+
         self._device = device
-        self._meeting = seat.meeting if seat else None
-        self._environment: dict[str, str] | None = None  # as it was before
-        self._prepare_backend: Any = None  # accelerate's own
-        self._store: Any = None  # what real ranks tell each other
-        self._asked = 0
+        self._meeting = address.meeting if address else None
+        self._environment: dict[str, str] | None = None  # the variables before joining
+        self._prepare_backend: Any = None  # accelerate's own method
+        self._store: Any = None  # the shared values of real ranks
+        self._num_exchanges = 0
 
     def join(self) -> None:
-        """Join the world; real ranks wait for each other here. Raises RuntimeError without a seat among real ranks."""
+        """Join the world, where real ranks wait for each other.
+
+        Raises RuntimeError for a real rank without an address.
+        """
         if self.size == 1:
             return
         if self._uses_deepspeed:
-            _number_from_zero()
+            _reset_numbering()
+
         self._environment = dict(os.environ)
         os.environ |= self._variables()
+
         if self.is_fake:
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
             dist.init_process_group("fake", rank=0, world_size=self.size, store=FakeStore())
         else:
-            if self._meeting is None:
-                raise RuntimeError(
-                    f"a world of {self.size} real ranks has {self.size} processes, not one"
-                )
-            backend = "nccl" if self._device.type == "cuda" else "gloo"
-            if self._offloads:  # the norm of gradients is added up where they are
-                backend = "cuda:nccl,cpu:gloo"
-            self._store = dist.FileStore(self._meeting, self.size)
-            dist.init_process_group(
-                backend, rank=self.number, world_size=self.size, store=self._store
-            )
-            # NCCL takes its memory at the first collective: before a limit is set.
-            dist.all_reduce(torch.zeros(1, device=self._device))
+            self._join_real_ranks()
+
         if self._shards and self._device.type == "cpu":
-            self._let_accelerate_shard_on_a_cpu()
+            self._allow_cpu_sharding()
+
+    def _join_real_ranks(self) -> None:
+        if self._meeting is None:
+            raise RuntimeError(
+                f"a world of {self.size} real ranks has {self.size} processes, not one"
+            )
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        if self._offloads:  # the norm of offloaded gradients is summed on the host
+            backend = "cuda:nccl,cpu:gloo"
+        self._store = dist.FileStore(self._meeting, self.size)
+        dist.init_process_group(backend, rank=self.number, world_size=self.size, store=self._store)
+        # NCCL allocates its memory at the first collective, which must precede the limit.
+        dist.all_reduce(torch.zeros(1, device=self._device))
 
     def _variables(self) -> dict[str, str]:
-        """Environment variables by which accelerate knows of the world."""
+        """The environment variables that tell accelerate about the world."""
         variables = {"RANK": str(self.number), "WORLD_SIZE": str(self.size)}
         variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(self.size)}
         if self._device.type == "cpu":
-            # Without them accelerate would change the number of threads, and look for a GPU.
+            # Without them accelerate would change the number of threads and look for a GPU.
             variables |= {
                 "OMP_NUM_THREADS": str(torch.get_num_threads()),
                 "ACCELERATE_TORCH_DEVICE": "cpu",
             }
         return variables
 
-    def _let_accelerate_shard_on_a_cpu(self) -> None:
-        """Have accelerate take a CPU for a GPU: it shards on GPUs alone, by code that runs on a CPU as it is."""
+    def _allow_cpu_sharding(self) -> None:
+        """Make accelerate treat a CPU like a GPU.
+
+        It shards only on GPUs, but its sharding code also runs on a CPU.
+        """
         from accelerate.state import DistributedType, PartialState
 
         self._prepare_backend = PartialState._prepare_backend
@@ -108,13 +119,14 @@ class Rank:
         )
 
     def adopt(self, model: nn.Module, end_micro_batch: Callable[[], None]) -> None:
-        """The Trainer has shared out `model`: what else that needs.
+        """Prepare the `model` that the Trainer has distributed.
 
-        DDP waits for the result of a reduction, of which a fake one has none. DeepSpeed takes the optimizer's step at
-        the end of the backward pass of the last micro batch, which ends before.
+        DDP waits for the result of a reduction, which a fake reduction does not give. DeepSpeed
+        steps the optimizer at the end of the last micro batch's backward pass. That micro batch
+        ends before the step.
         """
         if self.is_fake and isinstance(model, DistributedDataParallel):
-            model.register_comm_hook(None, _already_reduced)
+            model.register_comm_hook(None, _skip_reduction)
         if self._uses_deepspeed:
             step = model.step
 
@@ -125,30 +137,33 @@ class Rank:
             model.step = step_after_micro_batch
 
     def largest(self, value: float) -> float:
-        """The largest of the values of all ranks, which wait for each other.
+        """The largest value of all ranks, which wait for each other.
 
-        No collective tells it, for that would let NCCL free early what it holds from the one before.
+        The ranks exchange it without a collective. A collective would let NCCL free memory early
+        that it holds from the previous one.
         """
         if self._store is None:
             return value
-        self._asked += 1
-        self._store.set(f"largest {self._asked} {self.number}", repr(value))
-        return max(
-            float(self._store.get(f"largest {self._asked} {rank}")) for rank in range(self.size)
-        )
+        self._num_exchanges += 1
+        exchange = f"largest {self._num_exchanges}"
+        self._store.set(f"{exchange} {self.number}", repr(value))
+        return max(float(self._store.get(f"{exchange} {rank}")) for rank in range(self.size))
 
     def leave(self) -> None:
-        """Leave the world, which nothing may use any more. Real ranks must all leave it, or none."""
+        """Leave the world, which must be unused; all real ranks must leave it together."""
         if self._prepare_backend is not None:
             from accelerate.state import PartialState
 
-            PartialState._prepare_backend, self._prepare_backend = self._prepare_backend, None
+            PartialState._prepare_backend = self._prepare_backend
+            self._prepare_backend = None
+
         comm: Any = sys.modules.get("deepspeed.comm.comm")
         if comm is not None and comm.cdb is not None:
             comm.destroy_process_group()
             comm.cdb = None
         if dist.is_initialized():
             dist.destroy_process_group()
+
         self._store = None
         if self._environment is not None:
             os.environ.clear()
@@ -156,8 +171,11 @@ class Rank:
             self._environment = None
 
 
-def _number_from_zero() -> None:
-    """Have DeepSpeed number modules and parameters anew: ranks compare them, and may have trained others before."""
+def _reset_numbering() -> None:
+    """Make DeepSpeed number modules and parameters from zero.
+
+    Ranks compare the numbers and may have trained different models before.
+    """
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
 
@@ -166,8 +184,8 @@ def _number_from_zero() -> None:
     counter[0] = 0
 
 
-def _already_reduced(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A comm hook of DDP that leaves the gradients as they are."""
+def _skip_reduction(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A comm hook of DDP that keeps the gradients unchanged."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

@@ -1,7 +1,8 @@
-"""Probes in a world of real ranks: a warm worker for each, with a device and a socket of its own. No torch here.
+"""Probes in a world of real ranks: a warm worker with its own device and socket for each rank.
 
-A rank that fails says so before it does anything else, since the others wait for it in a collective. The parent then
-ends all of them, and starts new ones for the next probe: what an interrupted collective leaves behind is nobody's.
+This module does not use torch. A failed rank reports its failure first, because the others wait for
+it in a collective. The parent then ends all workers and starts new ones for the next probe. That
+discards the remains of an interrupted collective.
 """
 
 import os
@@ -23,25 +24,26 @@ from autotune.core.probe_types import (
     Phase,
     ProbeRequest,
     ProbeResult,
-    Seat,
+    RankAddress,
 )
 from autotune.core.scratch import scratch_directory
 from autotune.core.serialization import from_data, to_data
 from autotune.probe.monitor import Monitor
-from autotune.probe.supervisor import DUMP_S, WorkerProber, failed, host_oom_kills
+from autotune.probe.supervisor import DUMP_S, WorkerProber, failed_result, host_oom_kills
 from autotune.probe.worker_process import WorkerProcess, receive_first
 
-# A rank that lost its peer may say so before the death of that peer shows, which is the better reason.
+# A rank that lost its peer may report that before the parent sees the peer's death, which is the
+# better reason.
 GRACE_S = 0.2
 
 Key = TypeVar("Key")
-Message = dict[str, Any] | None  # of a worker; None where it has ended
+Message = dict[str, Any] | None  # of a worker; None after its end
 
 
 class RankPool:
-    """Probes on several devices of this host: in a world of real ranks, or on the first device alone.
+    """Probes on several devices of this host: in a world of real ranks, or on the first device.
 
-    `probe` returns a result for every outcome, and raises as `WorkerProber.probe` does.
+    `probe` returns a result for every outcome, and raises the errors of `WorkerProber.probe`.
     """
 
     def __init__(
@@ -52,16 +54,19 @@ class RankPool:
         *,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Start nothing yet. `device` is "cuda" or "cpu"; `logs` the directory of the workers' logs.
+        """Start no worker yet.
 
-        Raises EnvironmentProblem where fewer GPUs are visible than there are ranks.
+        `device` is "cuda" or "cpu"; `logs` is the directory of the workers' logs. Raises
+        EnvironmentProblem if fewer GPUs than ranks are visible.
         """
         cards: list[Any] = [None] * num_ranks
         if device == "cuda" and len(cards := visible()) < num_ranks:
             raise EnvironmentProblem(
-                f"{num_ranks} ranks need as many GPUs, and {len(cards)} are visible",
-                remedy="set CUDA_VISIBLE_DEVICES, or take fewer ranks; `autotune doctor` lists the GPUs",
+                f"{num_ranks} ranks need {num_ranks} GPUs, and {len(cards)} are visible",
+                remedy="set CUDA_VISIBLE_DEVICES, or use fewer ranks; `autotune doctor` lists the "
+                "GPUs",
             )
+
         threads = max(1, (os.cpu_count() or 1) // num_ranks) if device == "cpu" else None
         self.device = device
         self.logs = logs
@@ -81,56 +86,59 @@ class RankPool:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """The first worker's; starts one if none has run. Raises as `probe` does."""
+        """The first worker's fingerprint; starts a worker if necessary. Raises like `probe`."""
         return self._ranks[0].fingerprint
 
     @property
     def memory_gib(self) -> float:
         """The memory of the smallest device."""
-        self._ready()
+        self._ready_workers()
         return min(rank.memory_gib for rank in self._ranks)
 
     @property
     def context_gib(self) -> float:
-        """As `WorkerProber.context_gib`, of the rank whose libraries hold the most."""
-        self._ready()
+        """The `WorkerProber.context_gib` of the rank whose libraries hold the most."""
+        self._ready_workers()
         return max(rank.context_gib for rank in self._ranks)
 
     @property
     def peak_tflops(self) -> float | None:
-        """As `WorkerProber.peak_tflops`."""
+        """The `WorkerProber.peak_tflops` of the first rank."""
         return self._ranks[0].peak_tflops
 
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
-        """As `WorkerProber.describe`."""
+        """Describe a model like `WorkerProber.describe`."""
         return self._ranks[0].describe(model)
 
     @property
     def starts(self) -> int:
-        """How many workers were started."""
+        """The number of started workers."""
         return sum(rank.starts for rank in self._ranks)
 
     def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
-        """Run one probe, once more where the machine may be to blame.
+        """Run one probe, and repeat it if the machine may be to blame.
 
-        The first rank's output goes to the file `log`, that of the others to files beside it. Raises UsageError for a
-        world of another size.
+        The first rank's output goes to the file `log`, the other ranks' output to files beside it.
+        Raises UsageError for a world of another size.
         """
         if not request.has_real_ranks:
             return self._ranks[0].probe(request, log)
+
         if request.parallelism.num_gpus != len(self._ranks):
             num_gpus = request.parallelism.num_gpus
             raise UsageError(
                 f"a pool of {len(self._ranks)} ranks has no world of {num_gpus}",
-                remedy=f"ask for {len(self._ranks)} real ranks, or for a fake world",
+                remedy=f"request {len(self._ranks)} real ranks, or a fake world",
             )
-        return self._ranks[0].tried(self._once, request, log)
+        return self._ranks[0].with_retry(self._probe_once, request, log)
 
-    def _once(self, request: ProbeRequest, log: Path) -> ProbeResult:
-        """One try on all ranks, whatever comes of it. The sensors are those of the first device."""
-        begin, oom_kills = time.monotonic(), host_oom_kills()
+    def _probe_once(self, request: ProbeRequest, log: Path) -> ProbeResult:
+        """Try once on all ranks; the sensors of the first device count."""
+        begin = time.monotonic()
+        oom_kills = host_oom_kills()
         monitor = self._ranks[0].monitor(log)
-        workers = self._ready()
+        workers = self._ready_workers()
+
         try:
             with scratch_directory() as folder:
                 self._send(workers, request, log, Path(folder, "meeting"))
@@ -138,6 +146,7 @@ class RankPool:
         except Cancelled:
             self.close()
             raise
+
         if answers is None:
             for worker in workers:
                 worker.dump_stacks()
@@ -147,15 +156,16 @@ class RankPool:
             reason = (
                 f"no progress in phase {monitor.phase} for {waited}; the stacks are in the logs"
             )
-            return failed(request, Outcome.TIMEOUT, monitor.phase, reason, begin, log)
+            return failed_result(request, Outcome.TIMEOUT, monitor.phase, reason, begin, log)
+
         *_, (number, last) = answers.items()
         if _has_failed(last):
             return self._failure(request, number, last, begin, log, oom_kills)
         if not all(message["reusable"] for message in answers.values() if message):
             self._renew()
-        result = replace(
-            combined([_result(answers[number]) for number in range(len(workers))]), log=log.name
-        )
+
+        results = [_result(answers[number]) for number in range(len(workers))]
+        result = replace(combine_results(results), log=log.name)
         if result.measurement is None:
             return result
         return replace(
@@ -165,21 +175,21 @@ class RankPool:
     def _send(
         self, workers: Sequence[WorkerProcess], request: ProbeRequest, log: Path, meeting: Path
     ) -> None:
-        """Have all ranks begin. One that has ended shows where its answer is awaited."""
+        """Start all ranks; if one has ended, the wait for its answer shows that."""
         for number, worker in enumerate(workers):
-            seat = Seat(number=number, meeting=str(meeting))
+            address = RankAddress(number=number, meeting=str(meeting))
             own_log = log if number == 0 else log.with_name(f"{log.stem}.rank{number}{log.suffix}")
             with suppress(OSError):
                 worker.send(
-                    {"request": to_data(request), "log": str(own_log), "seat": to_data(seat)}
+                    {"request": to_data(request), "log": str(own_log), "seat": to_data(address)}
                 )
 
     def _answers(
         self, workers: Sequence[WorkerProcess], monitor: Monitor
     ) -> dict[int, Message] | None:
-        """The result message of each rank, the last of which is that of a rank that failed, if one did.
+        """The result message of each rank; a failed rank's message comes last.
 
-        None once the deadline of a phase has passed. Raises Cancelled.
+        The result is None after a phase's deadline. Raises Cancelled.
         """
         answers: dict[int, Message] = {}
         while len(answers) < len(workers):
@@ -189,6 +199,7 @@ class RankPool:
             )
             if found is None:
                 return None
+
             place, message = found
             if message is not None and message["event"] == "phase":
                 monitor.enter(Phase(message["phase"]))
@@ -207,60 +218,63 @@ class RankPool:
         log: Path,
         oom_kills: int,
     ) -> ProbeResult:
-        """The result of a probe in which rank `number` failed with this message. All workers are ended and replaced."""
-        told = time.monotonic()
+        """The result of a probe in which rank `number` failed; all workers are replaced."""
+        noticed = time.monotonic()
         if message is not None and _result(message).outcome is Outcome.CRASH:
             time.sleep(GRACE_S)
         dead = [place for place, rank in enumerate(self._ranks) if rank.has_ended()]
+
         for rank in self._ranks:
             rank.kill()
         if message is None or dead:
             number = number if message is None else dead[0]
             reason = self._ranks[number].end_of_worker(host_oom_kills() > oom_kills)
-            result = failed(request, Outcome.CRASH, None, f"rank {number}: {reason}", begin, log)
-        else:
-            result = replace(
-                _result(message), notes=(f"rank {number} failed, and all were ended",), log=log.name
+            result = failed_result(
+                request, Outcome.CRASH, None, f"rank {number}: {reason}", begin, log
             )
+        else:
+            note = f"rank {number} failed, and all ranks were ended"
+            result = replace(_result(message), notes=(note,), log=log.name)
+
         self.close()
         stopped = time.monotonic()
         self._renew()
-        return replace(result, seconds=result.seconds | {"stop": stopped - told})
+        return replace(result, seconds=result.seconds | {"stop": stopped - noticed})
 
     def collectives(self) -> tuple[CollectiveRates, ...]:
-        """What the devices reach together, for 2, 4, ... of them up to all. Raises as `WorkerProber.rates` does."""
-        self._ready()
+        """Collective rates for 2, 4, ... and all devices; raises like `WorkerProber.rates`."""
+        self._ready_workers()
         try:
             with scratch_directory() as folder:
                 for number, rank in enumerate(self._ranks):
-                    seat = Seat(number=number, meeting=str(Path(folder, "meeting")))
-                    rank.ask({"collectives": len(self._ranks), "seat": to_data(seat)})
+                    address = RankAddress(number=number, meeting=str(Path(folder, "meeting")))
+                    rank.ask({"collectives": len(self._ranks), "seat": to_data(address)})
                 found, *_ = [rank.answer() for rank in self._ranks]
         except AutotuneError:
-            self.close()  # the others wait for the one that failed
+            self.close()  # the other ranks wait for the failed one
             raise
         return tuple(from_data(CollectiveRates, rates) for rates in found)
 
     def launch(self) -> None:
-        """Start the workers that do not run, and return; they import their libraries meanwhile. Raises Cancelled."""
+        """Start missing workers without waiting for their imports. Raises Cancelled."""
         if self._should_stop():
             raise Cancelled
         for rank in self._ranks:
             rank.launch()
 
-    def _ready(self) -> list[WorkerProcess]:
-        """The workers of all ranks, started together and ready. Raises as `probe` does."""
+    def _ready_workers(self) -> list[WorkerProcess]:
+        """The workers of all ranks, started together and ready. Raises like `probe`."""
         self.launch()
         return [rank.ready_process() for rank in self._ranks]
 
     def _renew(self) -> None:
-        """End all workers, and start others for the next probe."""
+        """End all workers, and start new ones for the next probe."""
         self.close()
         for rank in self._ranks:
             rank.launch()
 
     def close(self) -> None:
-        """End all workers and everything that they started."""
+        """End all workers and all processes that they started."""
         for rank in self._ranks:
             rank.terminate()
         for rank in self._ranks:
@@ -273,44 +287,44 @@ def _result(message: Message) -> ProbeResult:
 
 
 def _has_failed(message: Message) -> bool:
-    """Whether a rank has ended, or failed where others may wait for it."""
+    """Whether a rank has ended, or has failed while others may wait for it."""
     return message is None or (
         not message["reusable"] and _result(message).outcome is not Outcome.OK
     )
 
 
-def combined(results: Sequence[ProbeResult]) -> ProbeResult:
-    """One result of all ranks: the first that is not OK, else the times of the slowest and the highest peaks.
+def combine_results(results: Sequence[ProbeResult]) -> ProbeResult:
+    """One result of all ranks: the slowest rank's times and the highest peaks.
 
-    Losses are means over the ranks, as those of their common batch.
+    The first result that is not OK wins. Losses are means over the ranks, which share a batch.
     """
     for result in results:
         if result.outcome is not Outcome.OK:
             return result
+
     measured = [result.measurement for result in results if result.measurement is not None]
     slowest = max(measured, key=lambda measurement: statistics.fmean(measurement.step_s))
     notes = tuple(dict.fromkeys(note for result in results for note in result.notes))
     contexts = [
         measurement.context_gib for measurement in measured if measurement.context_gib is not None
     ]
-    losses = tuple(
-        map(statistics.fmean, zip(*(measurement.losses for measurement in measured), strict=True))
-    )
+    losses = zip(*(measurement.losses for measurement in measured), strict=True)
+
     together = replace(
         slowest,
-        phase_peak_gib=_largest([measurement.phase_peak_gib for measurement in measured]),
-        segment_peak_gib=_largest([measurement.segment_peak_gib for measurement in measured]),
+        phase_peak_gib=_max_by_key([measurement.phase_peak_gib for measurement in measured]),
+        segment_peak_gib=_max_by_key([measurement.segment_peak_gib for measurement in measured]),
         peak_allocated_gib=max(measurement.peak_allocated_gib for measurement in measured),
         peak_reserved_gib=max(measurement.peak_reserved_gib for measurement in measured),
         context_gib=max(contexts, default=None),
         limit_gib=min(measurement.limit_gib for measurement in measured),
         loss_first=statistics.fmean(measurement.loss_first for measurement in measured),
         loss_last=statistics.fmean(measurement.loss_last for measurement in measured),
-        losses=losses,
+        losses=tuple(map(statistics.fmean, losses)),
     )
     return replace(results[measured.index(slowest)], measurement=together, notes=notes)
 
 
-def _largest(peaks: Sequence[dict[Key, float]]) -> dict[Key, float]:
-    """By key the largest value of all."""
+def _max_by_key(peaks: Sequence[dict[Key, float]]) -> dict[Key, float]:
+    """The largest value of each key."""
     return {key: max(one.get(key, 0.0) for one in peaks) for key in peaks[0]}

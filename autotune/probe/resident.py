@@ -1,4 +1,4 @@
-"""The base model that a warm worker keeps between probes, and its adapters: built, reused and cleaned."""
+"""Builds, reuses and cleans a warm worker's base model and adapters between probes."""
 
 import sys
 from dataclasses import dataclass
@@ -32,44 +32,45 @@ from autotune.trainer.model_builder import (
 )
 from autotune.trainer.settings import UNSHARDED_SHARE
 
-CONTEXT_GIB = 0.9  # about, of a process
+CONTEXT_GIB = 0.9  # approximately, of a process
 
 
 @dataclass(slots=True)
 class ResidentModel:
-    """A base model on the device, and its adapters, which stay for the next probe that wants the same ones.
+    """A base model on the device, and adapters that the next probe with the same settings reuses.
 
-    `family` says which requests of its depth it can serve. `model_gib` is the size of the base's weights and buffers,
-    `base_gib` what building it took of the device's memory. Layers are `joined` during a probe alone.
+    `family` identifies the requests of its depth that it can serve. `model_gib` is the size of the
+    base's weights and buffers, `base_gib` the device memory that building it took. Layers are
+    `joined` only during a probe.
     """
 
     family: tuple[Any, ...]
     base: PreTrainedModel
     model_gib: float
     base_gib: float = 0.0
-    adapted: PeftModel | None = None
-    adapted_for: tuple[Any, ...] = ()
+    peft_model: PeftModel | None = None
+    adapters_key: tuple[Any, ...] = ()
     joined: JoinedLayers | None = None
 
     def cached_gib(self) -> float:
-        """The device memory taken between probes."""
+        """The device memory it takes between probes."""
         return self.base_gib + self.adapters_gib()
 
     def adapters_gib(self) -> float:
         """The size of the adapters' weights."""
-        if self.adapted is None:
+        if self.peft_model is None:
             return 0.0
         return sum(
             tensor_gib(parameter)
-            for parameter in self.adapted.parameters()
+            for parameter in self.peft_model.parameters()
             if parameter.requires_grad
         )
 
 
 def family_of(request: ProbeRequest) -> tuple[Any, ...]:
-    """What requests that share a base model have in common, besides the depth.
+    """The common properties of requests that share a base model, besides the depth.
 
-    Full fine-tuning changes the base, which is never shared then.
+    Full fine-tuning changes the base, so its base is never shared.
     """
     config = request.config
     return (
@@ -88,21 +89,23 @@ def family_of(request: ProbeRequest) -> tuple[Any, ...]:
 def build_resident(request: ProbeRequest, device: torch.device) -> ResidentModel:
     """The base model for a request, on the device, without adapters and gradients.
 
-    Real weights are loaded for a whole model only: some of its layers are as fast with random ones. A model that is
-    sharded since the limit does not hold it gets random ones too, as shards (`shard_outline`).
+    Only a whole model loads real weights: truncated models are as fast with random weights. A model
+    that is sharded because it exceeds the limit gets random shards (`shard_outline`).
     """
     settings = model_settings(
         request.config, request.model["model_type"], request.objective, request.vision
     )
-    torch.manual_seed(request.seed)  # the same weights whatever this process did before
+    torch.manual_seed(request.seed)  # the weights do not depend on earlier work of this process
     config = config_of(request.model)
     if request.depth is not None:
         truncate(config, request.depth)
+
     base = None
     if request.parallelism.strategy in FSDP2:
-        # By what all ranks know alike: they must agree.
+        # All ranks must agree, so the decision uses only values that all ranks know.
         limit_gib = memory_limit_gib(request.memory_gib, request.headroom, taken_gib=CONTEXT_GIB)
         base = outline(config, settings, device, UNSHARDED_SHARE * limit_gib)
+
     if base is None and request.weights is not None and request.depth is None:
         base = load(request.weights, settings, device, config)
     elif base is None:
@@ -120,15 +123,15 @@ def attach(
 ) -> nn.Module:
     """The model to train: the base with LoRA adapters, or the base itself in full fine-tuning.
 
-    Adapters of an earlier probe are reused where they fit, with new values: that saves a third of a second on a 7B.
+    Adapters of an earlier probe are reused with new values if they fit, which saves a third of a
+    second on a 7B.
     """
     settings = model_settings(config, resident.base.config.model_type, objective, vision)
     if config.method == "full":
         return trainable_model(resident.base, settings, device)
-    scale, pure = (
-        (config.lora_alpha, config.rslora, config.lora_dropout),
-        config.precision == "bf16_pure",
-    )
+
+    scale = (config.lora_alpha, config.rslora, config.lora_dropout)
+    pure = config.precision == "bf16_pure"
     wanted = (
         config.lora_rank,
         config.lora_targets,
@@ -138,60 +141,65 @@ def attach(
         pure,
         vision,
     )
-    if resident.adapted is None or resident.adapted_for != wanted:
-        if resident.adapted is not None:
-            _unload(resident.base, resident.adapted)
-        resident.adapted = trainable_model(resident.base, settings, device)
-        # DoRA's magnitudes are computed from the weights, and modules trained whole, as heads over labels, are copies
-        # of the base's: what was trained cannot be reused.
+
+    if resident.peft_model is None or resident.adapters_key != wanted:
+        if resident.peft_model is not None:
+            _unload(resident.base, resident.peft_model)
+        resident.peft_model = trainable_model(resident.base, settings, device)
+        # DoRA computes magnitudes from the weights, and fully trained modules, such as heads over
+        # labels, are copies of the base's modules. Trained values of both cannot be reused.
         trained_whole = settings.modules_to_save or settings.num_labels is not None
-        resident.adapted_for = () if config.dora or trained_whole else wanted
-    torch.manual_seed(seed)  # the same adapters whether they are new or not
-    for module in resident.adapted.modules():
+        resident.adapters_key = () if config.dora or trained_whole else wanted
+
+    torch.manual_seed(seed)  # new and reused adapters get the same values
+    for module in resident.peft_model.modules():
         if isinstance(module, LoraLayer):
             module.reset_lora_parameters("default", True)
-    return resident.adapted
+    return resident.peft_model
 
 
-def _unload(base: PreTrainedModel, adapted: PeftModel) -> None:
-    """Take the adapters off the base. peft would leave the trained copies in it of what was trained whole."""
+def _unload(base: PreTrainedModel, peft_model: PeftModel) -> None:
+    """Remove the adapters, and restore the modules that PEFT replaced by trained copies."""
     originals = [
         (name, module.original_module)
         for name, module in base.named_modules()
         if isinstance(module, ModulesToSaveWrapper)
     ]
-    adapted.unload()
+    peft_model.unload()
     for name, module in originals:
         base.set_submodule(name, module)
 
 
 def clean(resident: ResidentModel) -> None:
-    """Undo what a Trainer leaves behind: checkpointing, hooks, compiled calls, gradients, a forward under autocast.
+    """Undo a Trainer's changes: checkpointing, hooks, compiled calls, gradients, autocast forward.
 
-    accelerate marks a model that it prepared and would not set autocast up on it a second time, which a benchmark once
-    showed as a probe 24 % slower than in a fresh process. The mark is removed too, from the base and its adapters.
+    accelerate marks a prepared model and would not set up autocast on it a second time. A benchmark
+    once showed that as a probe 24 % slower than in a fresh process. So the mark is removed too,
+    from the base and its adapters.
     """
     base = resident.base
-    if resident.adapted is not None and "ref" in resident.adapted.peft_config:
-        resident.adapted.delete_adapter(
-            "ref"
-        )  # TRL failed before its copy of the adapters was removed
+    peft_model = resident.peft_model
+    if peft_model is not None and "ref" in peft_model.peft_config:
+        # TRL failed before it removed its copy of the adapters.
+        peft_model.delete_adapter("ref")
     stop_checkpointing(base)
     if getattr(base, "_require_grads_hooks", None):
         base.disable_input_require_grads()
-    # With checkpointing transformers and PEFT each make the embedding's output require gradients, and only the last
-    # hook is remembered: the other one would stay for probes without checkpointing.
+    # With checkpointing, transformers and PEFT both make the embedding's output require gradients.
+    # Only the last hook is remembered; the other one would stay for probes without checkpointing.
     base.get_input_embeddings()._forward_hooks.clear()
-    # A chunked loss, autocast, TRL's loss and Liger's kernels replace methods; checkpoints in the host's memory are
-    # held by what recomputes a layer.
+
+    # A chunked loss, autocast, TRL's loss and Liger's kernels replace methods. The replaced
+    # checkpointing function holds the checkpoints in the host's memory.
     for module in base.modules():
         for name in ("forward", "extra_repr", "_get_name", "_gradient_checkpointing_func"):
             module.__dict__.pop(name, None)
     run_layers_eagerly(decoder_layers(base))
-    for model in (base, resident.adapted):
+    for model in (base, peft_model):
         for name in ("forward", "_original_forward", "_is_accelerate_prepared"):
             if model is not None:
                 model.__dict__.pop(name, None)
+
     base.zero_grad()
     if resident.joined is not None:
         resident.joined.undo()

@@ -1,4 +1,4 @@
-"""Which kind of micro batch each step of a probe trains on: first a short one, then all kinds in turn."""
+"""Plans the micro batches of a probe's steps: first a short one, then all kinds in turn."""
 
 import itertools
 import math
@@ -8,33 +8,40 @@ from dataclasses import dataclass
 
 from autotune.core.probe_types import ProbeRequest, Rung
 
-# Where attention plans for each new length, a few such lengths show for how long: so many, fewer after these seconds.
+# If attention plans for each new length, the time of a few new lengths shows the cost: this number
+# of lengths, and fewer after these seconds.
 NEW_LENGTHS, NEW_LENGTHS_S = 5, 6.0
 
-Step = tuple[int, ...]  # for each micro batch of an optimizer step the index of its kind
+Step = tuple[int, ...]  # the index of the kind of each micro batch in an optimizer step
 
-# The first micro batch of a length takes up to this much longer on a GPU: libraries load kernels.
+# On a GPU, the first micro batch of a length takes up to this much longer: libraries load kernels.
 FIRST_S = 0.01
-# The first of the longest may take more, since the memory of its activations is mapped then. The lead has one if more
-# than this share of the micro batches are as long.
+# The first micro batch of the longest kind may take more, because its activations' memory is mapped
+# then. If the longest kind has more than this share of the micro batches, the lead contains one.
 OFTEN = 0.05
-# By this share the mean of a first round that counts may be too long for that: for a whole model, and for a few layers,
-# whose times have an error of 2 % anyway. It is a bound: most kernels are there from the lead or from earlier probes.
+# The first round may exceed the mean by this share and still count. The second value is for a few
+# layers, whose times have an error of 2 % anyway. The values are bounds: the lead or earlier probes
+# have loaded most kernels.
 WHOLE_ERROR, TRUNCATED_ERROR = 0.01, 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The steps of a probe: those of `lead`, then those of `round` over and over.
+    """The steps of a probe: the steps of `lead`, then the steps of `round` repeatedly.
 
-    The lead makes the optimizer state, with the shortest micro batch, and the longest if that is frequent. A round
-    has each timed kind at least once. In each step the longest comes last, where the gradients of others are alive; a
-    longest kind that is not timed ends the lead. In the order of a round, `weights` are what a micro batch counts in
-    the mean over the run. They sum to 1. `uneven` is whether the kinds of a round have different lengths. By its
-    tokens, the lead is as long as `lead_micros` average micro batches, and a round as `round_micros`. A first round
-    whose micro batches take over `long_s` on average counts, although they may be the first of their length; it never
-    does where attention has still to plan for each length. An evaluation passes over `evaluated`: the longest, which
-    warms up, and each timed kind, or two of equal length.
+    The lead makes the optimizer state. It trains on the shortest micro batch; its last one is the
+    longest if that is frequent. A round has each timed kind at least once. The longest micro batch
+    comes last in its step, while the gradients of others are alive. A longest kind that is not
+    timed ends the lead.
+
+    `weights` are the weights of a round's micro batches in the mean over the run, in order; they
+    sum to 1. `uneven` says whether the kinds of a round have different lengths. By tokens, the lead
+    equals `lead_micros` average micro batches, and a round `round_micros`.
+
+    A first round counts if its micro batches take over `long_s` on average, although they may be
+    the first of their length. It never counts while attention must still plan for each length. An
+    evaluation passes over `evaluation`: the longest kind, which warms up, and each timed kind, or
+    two of equal length.
     """
 
     lead: tuple[Step, ...]
@@ -42,28 +49,32 @@ class Schedule:
     weights: tuple[float, ...]
     lead_micros: float
     round_micros: float
-    evaluated: Step
-    evaluated_micros: float
+    evaluation: Step
+    evaluation_micros: float
     uneven: bool
     long_s: float
 
     @classmethod
-    def of(cls, request: ProbeRequest, *, planned: bool = False) -> "Schedule":
-        """The schedule of a request, whose steps have `micro_steps` micro batches.
+    def plan(cls, request: ProbeRequest, *, planned: bool = False) -> "Schedule":
+        """The schedule of a request, with `micro_steps` micro batches in each step.
 
-        `planned` says that attention which plans for each length has done so, in an earlier probe of the process.
+        `planned` says that an earlier probe of the process has made attention's plan for each
+        length.
         """
         kinds, each = request.kinds, request.micro_steps
         timed = [index for index, kind in enumerate(kinds) if kind.share > 0]
         num_steps = math.ceil(len(timed) / each)
-        # What is left of the last step goes to the most frequent kinds, whose times count most.
+
+        # The rest of the last step goes to the most frequent kinds, whose times count most.
         frequent = itertools.cycle(sorted(timed, key=lambda index: -kinds[index].share))
         slots = [*timed, *itertools.islice(frequent, num_steps * each - len(timed))]
         steps = [slots[begin : begin + each] for begin in range(0, len(slots), each)]
         rounds = tuple(tuple(sorted(step, key=lambda index: kinds[index].length)) for step in steps)
+
         longest = kinds.index(request.longest)
         lengths = {kinds[index].length for index in timed}
         total = sum(kinds[index].share for index in timed)
+
         if lengths == {kinds[longest].length}:
             lead: tuple[Step, ...] = rounds[:1]
         else:
@@ -72,51 +83,54 @@ class Schedule:
             lead = ((*others, longest if kinds[longest].share > OFTEN * total else shortest),)
             if longest not in timed:
                 lead += ((*others, longest),)
-        evaluated = (longest, *(timed if len(lengths) > 1 else timed[:2]))
+
+        evaluation = (longest, *(timed if len(lengths) > 1 else timed[:2]))
         count = Counter(slots)
         weights = tuple(
             kinds[index].share / total / count[index] for step in rounds for index in step
         )
         mean = sum(kinds[index].share * kinds[index].length for index in timed) / total
+        long_s = FIRST_S / (WHOLE_ERROR if request.depth is None else TRUNCATED_ERROR)
+        if request.plans_by_length and not planned:
+            long_s = math.inf
+
         return cls(
             lead=lead,
             round=rounds,
             weights=weights,
             lead_micros=sum(kinds[index].length for step in lead for index in step) / mean,
             round_micros=sum(kinds[index].length for step in rounds for index in step) / mean,
-            evaluated=evaluated,
-            evaluated_micros=sum(kinds[index].length for index in evaluated) / mean,
+            evaluation=evaluation,
+            evaluation_micros=sum(kinds[index].length for index in evaluation) / mean,
             uneven=len(lengths) > 1,
-            long_s=math.inf
-            if request.plans_by_length and not planned
-            else FIRST_S / (WHOLE_ERROR if request.depth is None else TRUNCATED_ERROR),
+            long_s=long_s,
         )
 
-    def at(self, step: int) -> Step:
+    def micro_batches(self, step: int) -> Step:
         """The micro batches of a step, counted from 0."""
         if step < len(self.lead):
             return self.lead[step]
         return self.round[(step - len(self.lead)) % len(self.round)]
 
-    def in_rounds(self, step: int) -> int:
-        """How many whole rounds end with this step; 0 in the lead and inside a round."""
+    def finished_rounds(self, step: int) -> int:
+        """The number of whole rounds that end with this step; 0 in the lead and inside a round."""
         rounds, rest = divmod(step + 1 - len(self.lead), len(self.round))
         return 0 if rest else max(rounds, 0)
 
     def first_counts(self, micro_s: float) -> bool:
-        """Whether the first round is timed on a GPU where its micro batches take `micro_s` seconds on average."""
+        """Whether a GPU's first round counts if its micro batches average `micro_s` seconds."""
         return not self.uneven or micro_s > self.long_s
 
     def rounds_to_time(self, request: ProbeRequest, step_s: float, min_timed_s: float) -> int:
-        """The number of whole rounds to time for `min_timed_s`, where a step takes `step_s` seconds on average."""
+        """The number of whole rounds that take `min_timed_s` at `step_s` seconds per step."""
         enough = max(min_timed_s / step_s, request.min_timed_micros / request.micro_steps, 1)
         rounds = math.ceil(min(math.ceil(enough), request.max_timed_steps) / len(self.round))
-        # In one round each length is timed once: only a second one shows by how much the host's pace varies.
+        # One round times each length once; only a second round shows the variation of the host.
         return max(rounds, 2) if self.uneven and request.rung is Rung.CONFIRM else rounds
 
     @property
     def num_kinds(self) -> int:
-        """The number of kinds that are timed."""
+        """The number of timed kinds."""
         return len({index for step in self.round for index in step})
 
     def mean(self, values: Sequence[float]) -> float:

@@ -1,6 +1,7 @@
-"""The parent's side of the probe: a warm worker that serves requests, its deadlines, and when to try once more.
+"""The parent's side of the probe: a warm worker that serves requests, its deadlines, and retries.
 
-No torch here. One process is `worker_process`; this decides what an answer, a silence or a death of it means.
+This module does not use torch. `worker_process` handles one process; this module interprets its
+answers, its silence and its death.
 """
 
 import signal
@@ -37,14 +38,15 @@ from autotune.probe.worker_process import WorkerProcess
 HOST_OOM = "the kernel's OOM killer ended the worker: the host's RAM ran out, not the GPU's memory"
 DUMP_S = 0.5  # to write the stacks of a hung worker
 EXIT_S = 5.0  # for the exit code of a worker that has closed its channel
-ENDED = (ConnectionError, EOFError)
+END_ERRORS = (ConnectionError, EOFError)
 
 
 class WorkerProber:
-    """Probes on one device, by one warm worker that is replaced when it fails.
+    """Probes on one device with one warm worker, which is replaced when it fails.
 
-    `probe` returns a result for every outcome. It raises only EnvironmentProblem (the machine lacks what is needed),
-    TooManyFailures (the device is broken) and Cancelled (`should_stop` returned True).
+    `probe` returns a result for every outcome. It raises only EnvironmentProblem (the machine lacks
+    a requirement), TooManyFailures (the device is broken) and Cancelled (`should_stop` returned
+    True).
     """
 
     def __init__(
@@ -56,31 +58,32 @@ class WorkerProber:
         card: int | str | None = None,
         threads: int | None = None,
     ) -> None:
-        """Start nothing yet. `device` is "cuda" or "cpu"; `logs` the directory of worker.log.
+        """Start no worker yet. `device` is "cuda" or "cpu"; `logs` is the directory of worker.log.
 
-        `card` is a GPU by index or UUID, by default the first that is visible; `threads` are those of the worker on a
-        CPU, by default one for each core.
+        `card` is a GPU by index or UUID, by default the first visible one. `threads` is the number
+        of a CPU worker's threads, by default one for each core.
         """
         self.device = device
         self.logs = logs
         self.starts = 0
-        self.ahead: CompileAhead | None = (
-            None  # with whom the device is shared; the caller closes it
-        )
-        self._memory_gib = self._context_gib = 0.0
+        # The processes that share the device; the caller closes them.
+        self.ahead: CompileAhead | None = None
+        self._memory_gib = 0.0
+        self._context_gib = 0.0
         self._peak_tflops: float | None = None
+
         self._should_stop = should_stop
         self._process: WorkerProcess | None = None
         self._ready = False
         self._fingerprint: Fingerprint | None = None
+
         self._variables = {} if card is None else {"CUDA_VISIBLE_DEVICES": str(card)}
         self._variables |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         self._nvml = Nvml.open(card) if device == "cuda" else None
         self._memory_errors = self._nvml.uncorrected_errors() if self._nvml else None
-        self._start_s: float | None = None  # of a worker that has not probed a whole model yet
-        self._waited_in_vain = (
-            False  # in the last try: it went on beside a process that did not end its turn
-        )
+        self._start_s: float | None = None  # of a worker before its first probe of a whole model
+        # Whether the last try continued beside a process that did not end its turn.
+        self._missed_turn = False
         self._was_slowed = False  # by heat or hardware, in the last probe with sensors
         self._crashed = set[TrainConfig]()
 
@@ -92,7 +95,7 @@ class WorkerProber:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """The worker's; starts one if none has run. Raises as `probe` does."""
+        """The worker's fingerprint; starts the first worker if necessary. Raises like `probe`."""
         if self._fingerprint is None:
             self.ready_process()
         assert self._fingerprint is not None
@@ -100,56 +103,60 @@ class WorkerProber:
 
     @property
     def memory_gib(self) -> float:
-        """The memory of the device; starts a worker if none has run. Raises as `probe` does."""
+        """The device's memory; starts the first worker if necessary. Raises like `probe`."""
         if self._fingerprint is None:
             self.ready_process()
         return self._memory_gib
 
     @property
     def context_gib(self) -> float:
-        """What the libraries hold of the device before a model is built; 0 where the driver does not show it."""
+        """The device memory of the libraries before a model is built; 0 if it is unknown."""
         _ = self.fingerprint
         return self._context_gib
 
     @property
     def knows_memory_of_others(self) -> bool:
-        """Whether the driver shows what other processes hold of the device; a CPU's have memory of their own."""
-        return self.device == "cpu" or (
-            self._nvml is not None and self._nvml.used_gib() is not None
-        )
+        """Whether the driver shows other processes' memory; on a CPU they have their own memory."""
+        if self.device == "cpu":
+            return True
+        return self._nvml is not None and self._nvml.used_gib() is not None
 
     @property
     def peak_tflops(self) -> float | None:
-        """What a CPU reaches in large products of matrices; None for a GPU, which has a data sheet."""
+        """A CPU's speed in large matrix products; None for a GPU, which has a data sheet."""
         _ = self.fingerprint
         return self._peak_tflops
 
-    # --- probing, and once more where the machine may be to blame
+    # --- probing, and retrying if the machine may be to blame
 
     def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
-        """Run one probe, whose output goes to the file `log`.
+        """Run one probe with its output in the file `log`.
 
-        Where the machine may be to blame rather than the configuration, the probe is run once more.
+        If the machine may be to blame rather than the configuration, the probe runs once more.
         """
-        return self.tried(self._once, request, log)
+        return self.with_retry(self._probe_once, request, log)
 
-    def tried(
+    def with_retry(
         self, once: Callable[[ProbeRequest, Path], ProbeResult], request: ProbeRequest, log: Path
     ) -> ProbeResult:
-        """The result of `once`, which probes on this device, maybe with others; of a second try where that is fair."""
+        """The result of `once`, or of a second try if the machine may be to blame for the first.
+
+        `once` probes on this device, possibly together with others.
+        """
         result = once(request, log)
         if (doubt := self._doubt(result)) is not None:
             self._check_memory()
             if self.ahead is not None:
                 self.ahead.make_room()
-            result = self._again(once, request, log, result, doubt)
+            result = self._retry(once, request, log, result, doubt)
+
         if result.outcome is Outcome.CRASH:
             self._crashed.add(result.config)
-        elif (slowed := _slowed_by(result)) is not None:
+        elif (slowed := _slowdowns(result)) is not None:
             self._was_slowed = bool(slowed)
         return result
 
-    def _again(
+    def _retry(
         self,
         once: Callable[[ProbeRequest, Path], ProbeResult],
         request: ProbeRequest,
@@ -157,11 +164,12 @@ class WorkerProber:
         first: ProbeResult,
         doubt: str,
     ) -> ProbeResult:
-        """The second try, or the first if that succeeded and the second did not; both count for the total time."""
+        """The second try, or the first if only that succeeded; both count in the total time."""
         try:
             second = once(request, log)
         except EnvironmentProblem:  # the next probe will report it
             return first
+
         only_first_worked = first.outcome is Outcome.OK and second.outcome is not Outcome.OK
         result = first if only_first_worked else second
         total = {"total": first.seconds.get("total", 0.0) + second.seconds.get("total", 0.0)}
@@ -171,26 +179,40 @@ class WorkerProber:
         )
 
     def _doubt(self, result: ProbeResult) -> str | None:
-        """Why the machine may be to blame: others on it, a crash without a known cause, or a card that was slowed down.
+        """The reason why the machine may be to blame, or None.
 
-        None for a configuration that crashed before even when tried twice, and while a card stays slow.
+        It is other processes, a crash without a known cause, or a slowed card. A configuration that
+        crashed before, in two tries, raises no doubt again. Neither does a card that stays slow.
         """
         if self._lacked_room(result):
-            return "tried twice, since the first time processes that compile ahead held memory that it needed"
-        if self._waited_in_vain:
-            return "measured twice, since the first time a process that compiles ahead did not leave the device"
+            return (
+                "tried twice, since the first time processes that compile ahead held memory that "
+                "it needed"
+            )
+        if self._missed_turn:
+            return (
+                "measured twice, since the first time a process that compiles ahead did not leave "
+                "the device"
+            )
+
         reason = result.reason or ""
         if reason == HOST_OOM and self.ahead is not None and self.ahead.is_running:
-            return "tried twice, since the first time processes that compile ahead held memory of the host"
+            return (
+                "tried twice, since the first time processes that compile ahead held memory of "
+                "the host"
+            )
         unexplained = reason != HOST_OOM and (result.phase is None or "CUDA error" in reason)
         if result.outcome is Outcome.CRASH and unexplained and result.config not in self._crashed:
             return f"tried twice, since the first time {reason}"
-        if result.outcome is Outcome.OK and (slowed := _slowed_by(result)) and not self._was_slowed:
-            return f"measured twice, since the first time the card was slowed down: {', '.join(slowed)}"
+
+        slowed = _slowdowns(result) if result.outcome is Outcome.OK else None
+        if slowed and not self._was_slowed:
+            reasons = ", ".join(slowed)
+            return f"measured twice, since the first time the card was slowed down: {reasons}"
         return None
 
     def _lacked_room(self, result: ProbeResult) -> bool:
-        """Whether memory ran out below the limit, and the limit was not all there: others compile ahead."""
+        """Whether memory ran out below the limit because others that compile ahead held memory."""
         oom = result.oom if result.outcome is Outcome.OOM else None
         if oom is None or self.ahead is None or not self.ahead.is_running:
             return False
@@ -198,72 +220,75 @@ class WorkerProber:
         return oom.need_gib <= oom.limit_gib and self.ahead.held_gib() > max(spare_gib, 0.0)
 
     def _check_memory(self) -> None:
-        """Raises TooManyFailures where the card has counted errors of its memory since this prober was made."""
+        """Raise TooManyFailures if the card has counted memory errors since this prober began."""
         now = self._nvml.uncorrected_errors() if self._nvml else None
         before = self._memory_errors or 0
         if now and now > before:
             raise TooManyFailures(
                 f"the GPU's memory failed: {now - before} uncorrected ECC errors meanwhile",
-                remedy="continue with --study on another card; `nvidia-smi -q -d ECC` shows the counters",
+                remedy="continue with --study on another card; `nvidia-smi -q -d ECC` shows the "
+                "counters",
             )
 
     def profile(
         self, request: ProbeRequest, log: Path, trace: Path
     ) -> tuple[ProbeResult, MicroBatchProfile | None]:
-        """Run one probe, and profile a micro batch in it, whose Chrome trace goes to the file `trace`.
+        """Run one probe and profile a micro batch in it; `trace` receives its Chrome trace.
 
-        The profile is None where the probe failed, or the driver does not show what the device does.
+        The profile is None if the probe failed or the driver hides the device's work.
         """
         found: list[MicroBatchProfile | None] = []
 
         def once(request: ProbeRequest, log: Path) -> ProbeResult:
             result, message = self._exchange(request, log, trace=str(trace))
-            found.append(
-                from_data(MicroBatchProfile, data) if (data := message.get("profile")) else None
-            )
+            data = message.get("profile")
+            found.append(from_data(MicroBatchProfile, data) if data else None)
             return result
 
-        result = self.tried(once, request, log)
+        result = self.with_retry(once, request, log)
         return result, found[-1] if result.outcome is Outcome.OK else None
 
-    def _once(self, request: ProbeRequest, log: Path) -> ProbeResult:
-        """One try, whatever comes of it."""
+    def _probe_once(self, request: ProbeRequest, log: Path) -> ProbeResult:
+        """Try once."""
         return self._exchange(request, log)[0]
 
     def _exchange(
         self, request: ProbeRequest, log: Path, **more: str
     ) -> tuple[ProbeResult, dict[str, Any]]:
-        """The result of one try, whatever comes of it, and the worker's message; empty where there is none."""
+        """Try once, and return the result and the worker's message, or an empty message."""
         oom_kills = host_oom_kills()
-        self._waited_in_vain = False
+        self._missed_turn = False
         begin = time.monotonic()
         monitor = self.monitor(log)
         monitor.patience_s = request.patience_s
+
         try:
             process = self.ready_process()
             if self.ahead is not None:
-                self.ahead.reap()  # the worker reads what the others hold
-            shared = (
-                {}
-                if self.ahead is None or not self.ahead.is_running
-                else {"turns": str(self.ahead.folder)}
-            )
+                self.ahead.reap()  # the worker reads the memory of the others
+            shared: dict[str, str] = {}
+            if self.ahead is not None and self.ahead.is_running:
+                shared = {"turns": str(self.ahead.folder)}
             process.send({"request": to_data(request), "log": str(log)} | shared | more)
             message = self._receive(process, monitor)
-        except ENDED:
+        except END_ERRORS:
             reason = self.end_of_worker(host_oom_kills() > oom_kills)
-            return failed(request, Outcome.CRASH, None, reason, begin, log), {}
+            return failed_result(request, Outcome.CRASH, None, reason, begin, log), {}
+
         if message is None:
             process.dump_stacks()
             time.sleep(DUMP_S)
             self.close()
-            reason = f"no progress in phase {monitor.phase} for {monitor.deadline_s():.0f} s; the stack is in the log"
-            return failed(request, Outcome.TIMEOUT, monitor.phase, reason, begin, log), {}
+            waited = f"{monitor.deadline_s():.0f} s"
+            reason = f"no progress in phase {monitor.phase} for {waited}; the stack is in the log"
+            return failed_result(request, Outcome.TIMEOUT, monitor.phase, reason, begin, log), {}
+
         if not message["reusable"]:
             self.close()
         if message.get("others_are_stuck") and self.ahead is not None:
-            self._waited_in_vain = True
+            self._missed_turn = True
             self.ahead.close()
+
         result = replace(from_data(ProbeResult, message["result"]), log=log.name)
         if result.measurement is not None:
             result = replace(
@@ -275,11 +300,11 @@ class WorkerProber:
         return result, message
 
     def monitor(self, log: Path) -> Monitor:
-        """What observes a probe on this device that writes this log."""
+        """The observer of a probe on this device that writes this log."""
         return Monitor(self._nvml, throttled=throttles(log.name))
 
     def end_of_worker(self, by_oom_killer: bool) -> str:
-        """Clean up after a worker that has ended; why it did."""
+        """Clean up after a worker that has ended, and return the reason of its end."""
         code = self._process.wait_for_exit(EXIT_S) if self._process else None
         self.close()
         if by_oom_killer and code == -signal.SIGKILL:
@@ -289,7 +314,7 @@ class WorkerProber:
         return f"the worker ended with exit code {code}"
 
     def _receive(self, process: WorkerProcess, monitor: Monitor) -> dict[str, Any] | None:
-        """The next message that is not about a phase; None once a phase took too long."""
+        """The next message that does not report a phase; None after a phase's deadline."""
         try:
             while (message := process.receive(monitor, self._should_stop)) is not None:
                 if message["event"] != "phase":
@@ -303,16 +328,18 @@ class WorkerProber:
     # --- the worker
 
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
-        """How the layers of a model with this transformers config repeat, and what they can do; None if that hangs.
+        """The repetition and abilities of a model's layers; None if the worker hangs.
 
-        Raises as `probe` does, and UsageError for a model that cannot be built or is not causal.
+        `model` is a transformers config. Raises like `probe`, and UsageError for a model that
+        cannot be built or is not causal.
         """
         process = self.ready_process()
         try:
             process.send({"describe": model})
             message = self._receive(process, Monitor(None))
-        except ENDED:
+        except END_ERRORS:
             message = None
+
         if message is None:
             self.close()
             return None
@@ -324,67 +351,72 @@ class WorkerProber:
         return from_data(ModelShape, message["shape"])
 
     def rates(self) -> DeviceRates:
-        """What the device reaches when it does one thing at a time. Raises as `probe` does."""
+        """The device's rates when it does one thing at a time. Raises like `probe`."""
         self.ask({"rates": True})
         return from_data(DeviceRates, self.answer())
 
     def ask(self, message: dict[str, Any]) -> None:
-        """Have the worker measure something; that it has ended shows where `answer` waits. Raises as `probe` does."""
+        """Request a measurement of the worker. Raises like `probe`.
+
+        If the worker has ended, `answer` notices it.
+        """
         process = self.ready_process()
-        with suppress(*ENDED):
+        with suppress(*END_ERRORS):
             process.send(message)
 
     def answer(self) -> Any:
-        """The rates that the worker has measured, as data. Raises as `probe` does, and EnvironmentProblem."""
+        """The worker's measured rates as data. Raises like `probe`, and EnvironmentProblem."""
         try:
             assert self._process is not None  # `ask` started it
             message = self._receive(self._process, Monitor(None))
-        except ENDED:
+        except END_ERRORS:
             message = {"reason": self.end_of_worker(by_oom_killer=False)}
         if message is not None and message.get("event") == "rates":
             return message["rates"]
+
         self.close()
-        reason = (
-            message["reason"] if message else f"it took more than {DEADLINES[Phase.START]:.0f} s"
-        )
+        reason = f"it took more than {DEADLINES[Phase.START]:.0f} s"
+        if message:
+            reason = message["reason"]
         raise EnvironmentProblem(
             f"the device could not be measured: {printable(reason)}",
-            remedy="see what else uses it: `autotune doctor`",
+            remedy="see the other users of the device: `autotune doctor`",
         )
 
     def launch(self) -> None:
-        """Start a worker unless one runs, and return; it imports its libraries meanwhile."""
+        """Start a worker unless one runs, without waiting for its imports."""
         if self._process is not None:
             return
         if self.ahead is not None:
-            self.ahead.make_room()  # a worker finds out what its context takes when it starts
+            self.ahead.make_room()  # a worker measures its context when it starts
         self.logs.mkdir(parents=True, exist_ok=True)
         self._process = WorkerProcess(self.device, self.logs / "worker.log", self._variables)
         self.starts += 1
 
     def has_ended(self) -> bool:
-        """Whether the worker was started, and has ended by itself."""
+        """Whether the worker was started and has ended by itself."""
         return self._process is not None and self._process.wait_for_exit(0.0) is not None
 
     def terminate(self) -> None:
-        """Ask the worker to end, and do not wait for it: `close` does."""
+        """Ask the worker to end without waiting; `close` waits."""
         if self._process is not None:
             self._process.terminate()
 
     def kill(self) -> None:
-        """End the worker at once, and do not wait for it: `close` does."""
+        """End the worker immediately without waiting; `close` waits."""
         if self._process is not None:
             self._process.kill()
 
     def close(self) -> None:
-        """End the worker and everything that it started."""
-        process, self._process = self._process, None
+        """End the worker and all processes that it started."""
+        process = self._process
+        self._process = None
         self._ready = False
         if process is not None:
             process.close()
 
     def ready_process(self) -> WorkerProcess:
-        """The worker, started and ready. Raises EnvironmentProblem, TooManyFailures and Cancelled."""
+        """The ready worker. Raises EnvironmentProblem, TooManyFailures and Cancelled."""
         if self._process is None:
             if self._should_stop():
                 raise Cancelled
@@ -397,24 +429,26 @@ class WorkerProber:
     def _await_ready(self, process: WorkerProcess) -> None:
         try:
             message = self._receive(process, Monitor(None))
-        except ENDED:
+        except END_ERRORS:
             message = {"reason": "it ended while starting"}
         if message is None:
             message = {"reason": f"it did not start within {DEADLINES[Phase.START]:.0f} s"}
         elif message.get("event") == "ready":
             self._fingerprint = from_data(Fingerprint, message["fingerprint"])
             self._memory_gib = message["memory_gib"]
-            self._context_gib, self._peak_tflops = message["context_gib"], message["peak_tflops"]
+            self._context_gib = message["context_gib"]
+            self._peak_tflops = message["peak_tflops"]
             self._start_s = message["seconds"]
             self._ready = True
             return
+
         self.close()
         reason = message["reason"]
         log = self.logs / "worker.log"
         if message.get("unhealthy"):
             raise TooManyFailures(
                 f"the device cannot be trusted: {reason}",
-                remedy=f"use another; see {log}, and its maker's diagnostics",
+                remedy=f"use another device; see {log} and the diagnostics of its maker",
             )
         raise EnvironmentProblem(
             f"the probe worker could not start: {reason}",
@@ -423,32 +457,32 @@ class WorkerProber:
 
 
 def check_worker(device: str) -> tuple[Fingerprint, str | None]:
-    """Start a worker on `device`, which trains a tiny model to become ready; on a GPU also train one of 4-bit weights.
+    """Start a worker on `device`, which trains a tiny model to become ready.
 
-    Returns the fingerprint, and the reason why 4-bit weights of bitsandbytes do not train: None if
-    they do, or on a CPU. Raises EnvironmentProblem and TooManyFailures where no worker can probe on this machine.
+    On a GPU it also trains a model with 4-bit weights of bitsandbytes. Returns the fingerprint and
+    the reason why 4-bit weights do not train (None if they do, or on a CPU). Raises
+    EnvironmentProblem and TooManyFailures if no worker can probe on this machine.
     """
     with scratch_directory() as logs, WorkerProber(device, Path(logs)) as prober:
         fingerprint = prober.fingerprint
         if device != "cuda":
             return fingerprint, None
-        asked = tiny_request(
+        request = tiny_request(
             device, prober.memory_gib, bf16=fingerprint.has_bf16, quantization="nf4"
         )
-        result = prober.probe(asked, Path(logs, "nf4.log"))
-    return (
-        fingerprint,
-        None if result.outcome is Outcome.OK else result.reason or result.outcome.value,
-    )
+        result = prober.probe(request, Path(logs, "nf4.log"))
+    if result.outcome is Outcome.OK:
+        return fingerprint, None
+    return fingerprint, result.reason or result.outcome.value
 
 
-def _slowed_by(result: ProbeResult) -> tuple[str, ...] | None:
-    """What slowed the card down; None where no sensor was read."""
+def _slowdowns(result: ProbeResult) -> tuple[str, ...] | None:
+    """The reasons that slowed the card, if a sensor was read."""
     telemetry = result.measurement.telemetry if result.measurement else None
     return None if telemetry is None else telemetry.slowed_by
 
 
-def failed(
+def failed_result(
     request: ProbeRequest,
     outcome: Outcome,
     phase: Phase | None,
@@ -456,8 +490,13 @@ def failed(
     begin: float,
     log: Path,
 ) -> ProbeResult:
-    """The result of a probe that failed: it began at `begin` by the monotonic clock, and wrote the file `log`."""
+    """The result of a failed probe.
+
+    It began at `begin` by the monotonic clock and wrote the file `log`.
+    """
     total_s = time.monotonic() - begin
+    started = datetime.now(UTC) - timedelta(seconds=total_s)
+
     return ProbeResult(
         request_digest=request.digest,
         config=request.config,
@@ -468,14 +507,12 @@ def failed(
         reason=reason,
         seconds={"total": total_s},
         log=log.name,
-        started_at=(datetime.now(UTC) - timedelta(seconds=total_s)).isoformat(
-            timespec="milliseconds"
-        ),
+        started_at=started.isoformat(timespec="milliseconds"),
     )
 
 
 def host_oom_kills() -> int:
-    """How many processes the kernel's OOM killer has ended since boot; 0 where the kernel does not count them."""
+    """The number of processes that the kernel's OOM killer has ended since boot; 0 if unknown."""
     try:
         lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
     except OSError:

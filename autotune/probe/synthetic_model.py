@@ -1,9 +1,11 @@
-"""A directory of random weights with a tokenizer, and rows of random tokens, for another tool's command.
+"""Writes random weights with a tokenizer and rows of random tokens, for another tool's command.
 
-`python -m autotune.probe.synthetic_model FILE.json` makes `model/` and `data/` in the current directory. The file has
-`model`, the keyword arguments of a transformers config; `device`; `rows`, the number of rows to train on; `lengths`,
-their lengths in turn; `held_out`, the lengths of the rows in the test split. With an `objective` other than the next
-token rows are of letters, a token each, and `trained_share` is the share of a row that is an answer.
+`python -m autotune.probe.synthetic_model FILE.json` makes `model/` and `data/` in the current
+directory. In the file, `model` has the keyword arguments of a transformers config, and `device` the
+device. `rows` is the number of training rows, `lengths` has their lengths in turn, and `held_out`
+the lengths of the rows in the test split. With an `objective` other than the next token, rows
+consist of letters, with one token each, and `trained_share` is the share of a row that is an
+answer.
 """
 
 import gc
@@ -31,10 +33,10 @@ PAD = "<pad>"
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer that knows its padding token, for which TRL asks, and letters, a token each.
+    """A tokenizer with the padding token that TRL requires, and one token for each letter.
 
-    A model's own class may read its files, and split a text as it always does. It does not split within a word, and of
-    letters that nothing merges each stays a token.
+    A model's own class may read its files and split a text in its usual way. It does not split
+    within a word, and without merges each letter stays a token.
     """
     letters = {letter: index for index, letter in enumerate(string.ascii_letters, start=1)}
     return PreTrainedTokenizerFast(
@@ -43,25 +45,28 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def main() -> None:
-    """Write the model and the data. The weights are bf16, as published ones are."""
-    gc.freeze()  # at its end Python would walk the libraries' objects for as long as all the rest takes
+    """Write the model and the data; the weights are bf16, as in published models."""
+    gc.freeze()  # at exit Python would walk the libraries' objects, as long as all other work
     wanted = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.manual_seed(0)
     random.seed(0)
+
     settings = model_settings(
         TrainConfig(precision="bf16_pure", attention="eager"), wanted["model"]["model_type"]
     )
     model = build(config_of(wanted["model"]), settings, torch.device(wanted["device"]))
     model.save_pretrained("model")
+
     vocab_size = model.config.get_text_config().vocab_size
     make: Callable[[int, int], dict[str, Any]] = partial(_tokens, vocab_size)
     objective = Objective(wanted.get("objective", Objective.SFT))
     if objective is not Objective.SFT:
         make = partial(_texts, objective, wanted["trained_share"])
     tokenizer().save_pretrained("model")
+
     Path("data").mkdir()
     lengths = list(itertools.islice(itertools.cycle(wanted["lengths"]), wanted["rows"]))
-    if objective is Objective.KTO:  # whose rows are trained on in their order
+    if objective is Objective.KTO:  # TRL trains on these rows in their order
         random.Random(0).shuffle(lengths)  # noqa: S311
     _write("train", lengths, make)
     _write("test", wanted["held_out"], make)
@@ -80,13 +85,14 @@ def _tokens(vocab_size: int, index: int, length: int) -> dict[str, Any]:
 
 
 def _texts(objective: Objective, trained_share: float, index: int, length: int) -> dict[str, Any]:
-    """An example of so many tokens, the last of which TRL adds: the end of the text."""
+    """An example with this number of tokens; TRL adds the last one, the end of the text."""
 
     def text(number: int) -> str:
         return "".join(random.choices(string.ascii_letters, k=number))  # noqa: S311
 
     if objective is Objective.REWARD:
         return {"chosen": text(length - 1), "rejected": text(length - 1)}
+
     read = min(max(1, round(length * (1 - trained_share))), max(length - 2, 1))
     answer = max(length - read - 1, 1)
     if objective is Objective.DPO:

@@ -1,4 +1,4 @@
-"""A probe of a tiny model, by which a worker loads its libraries, and by which a machine is checked."""
+"""A probe of a tiny model, which loads a worker's libraries and checks a machine."""
 
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
@@ -7,17 +7,20 @@ from autotune.core.train_config import TrainConfig
 def tiny_request(
     device: str, memory_gib: float, *, bf16: bool, quantization: str = "none"
 ) -> ProbeRequest:
-    """A small probe, yet large enough that libraries set up the buffers they use for matrices of real size.
+    """A small probe, large enough that libraries set up their buffers for real matrices.
 
-    On a GPU it computes in `bf16`, or in fp16 where the GPU has none: such a one has no flash attention either.
+    On a GPU it computes in `bf16`, or in fp16 if the GPU lacks bf16. Such a GPU also lacks flash
+    attention.
     """
-    precision = "fp32" if device == "cpu" else "bf16_mixed" if bf16 else "fp16_mixed"
+    gpu_precision = "bf16_mixed" if bf16 else "fp16_mixed"
+    precision = "fp32" if device == "cpu" else gpu_precision
     shape = {
         "hidden_size": 192,
         "intermediate_size": 512,
         "num_attention_heads": 3,
         "num_key_value_heads": 1,
     }
+
     return ProbeRequest(
         config=TrainConfig(
             micro_batch_size=2, seq_len=256, precision=precision, quantization=quantization

@@ -31,7 +31,7 @@ KINDS: dict[Objective, tuple[Any, Any]] = {
 
 
 def trl_trainer(
-    recorded: type,
+    mixin: type,
     model: nn.Module,
     settings: dict[str, Any],
     rows: list[dict[str, torch.Tensor]],
@@ -39,48 +39,49 @@ def trl_trainer(
     objective: Objective = Objective.SFT,
     reference: nn.Module | None = None,
 ) -> Any:
-    """TRL's trainer for the objective on these rows, with the class `recorded` mixed in. Most rows are there often.
+    """TRL's trainer for the objective on these rows, with the class `mixin` mixed in.
 
-    TRL pads them itself.
-
-    `settings` are keyword arguments of its config. The rows are tokenised already. `reference` is the untrained model
-    where all weights are trained.
+    Most rows occur many times, already tokenised; TRL pads them itself. `settings` are keyword
+    arguments of its config. `reference` is the untrained model if all weights are trained.
     """
     config, kind = KINDS[objective]
-    # SFTTrainer has an argument to leave the rows as they are.
-    as_they_are = (
-        {}
-        if objective is Objective.SFT
-        else {"_prepare_dataset": lambda self, dataset, *_: dataset}
-    )
+    # SFTTrainer has an argument to keep the rows unchanged; other trainers need a method.
+    methods: dict[str, Any] = {}
     if objective is Objective.SFT:
         settings = settings | {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    else:
+        methods = {"_prepare_dataset": lambda self, dataset, *_: dataset}
+
+    # Each distinct row is stored once.
     different = {id(row): row for row in rows}
     places = {key: place for place, key in enumerate(different)}
-    made: Any = type("TrlProbeTrainer", (recorded, kind), as_they_are)(
+    examples = examples_of(list(different.values()), objective)
+
+    trainer: Any = type("TrlProbeTrainer", (mixin, kind), methods)(
         model=model,
         args=config(**settings),
-        train_dataset=examples_of(list(different.values()), objective).select(
-            [places[id(row)] for row in rows]
-        ),
+        train_dataset=examples.select([places[id(row)] for row in rows]),
         eval_dataset=examples_of(held_out, objective),
         processing_class=tokenizer(),
         **({"ref_model": reference} if reference is not None else {}),
     )
     if "ref" in getattr(model, "peft_config", {}):
-        # TRL takes adapters that it did not make for trained ones, and keeps a copy. Its script makes them itself.
+        # TRL takes adapters that it did not make for trained ones, and keeps a copy of them. Its
+        # script makes the adapters itself.
         model.delete_adapter("ref")
-    return made
+    return trainer
 
 
 def examples_of(rows: list[dict[str, torch.Tensor]], objective: Objective) -> Any:
-    """The rows without their padding as TRL's examples, tokenised: the last token of a row has a label, padding none.
+    """The rows without their padding, as TRL's tokenised examples.
 
-    The other answer of a pair has the tokens of the first in reverse.
+    The last token of a row has a label; padding has no label. The other answer of a pair has the
+    tokens of the first in reverse.
     """
     lengths = [1 + int((row["labels"] != IGNORED).nonzero()[-1]) for row in rows]
     pairs = list(zip(rows, lengths, strict=True))
     tokens = [row["input_ids"][:length].tolist() for row, length in pairs]
+
     if objective is Objective.SFT:
         return Dataset.from_dict(
             {
@@ -92,6 +93,7 @@ def examples_of(rows: list[dict[str, torch.Tensor]], objective: Objective) -> An
         return Dataset.from_dict(
             {"chosen_ids": tokens, "rejected_ids": [ids[::-1] for ids in tokens]}
         )
+
     read = [max(1, int((row["labels"] != IGNORED).nonzero()[0])) for row in rows]
     prompts = [ids[:number] for ids, number in zip(tokens, read, strict=True)]
     answers = [ids[number:] for ids, number in zip(tokens, read, strict=True)]
@@ -112,7 +114,7 @@ def examples_of(rows: list[dict[str, torch.Tensor]], objective: Objective) -> An
 
 
 def num_tokens(example: dict[str, Any]) -> int:
-    """The tokens of an example of any of TRL's trainers; of a pair, those of the longer answer with the prompt."""
+    """The tokens of an example of any TRL trainer; a pair counts its prompt and longer answer."""
     answers = [
         example[name]
         for name in ("input_ids", "completion_ids", "chosen_ids", "rejected_ids")
@@ -136,21 +138,21 @@ class TrlClock(Clock):
         train_dataloader: Any = None,
         **_: Any,
     ) -> None:
-        """Load attention's kernels, and count the tokens of a mean step, padding not included."""
+        """Load attention's kernels, and count the tokens of a mean step without padding."""
         load_attention(model, args.device)
         super().on_train_begin(args, state, control, model)
+
         rows = train_dataloader.dataset
         mean_tokens = sum(map(num_tokens, rows)) / len(rows)
-        self.tokens_per_step = (
-            args.per_device_train_batch_size * args.gradient_accumulation_steps * mean_tokens
-        )
+        num_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        self.tokens_per_step = num_rows * mean_tokens
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report the step, and end it here if it is the last."""
+        """Report the step, and mark its end here if it is the last."""
         super().on_step_end(args, state, control)
         self.num_steps = state.global_step
         if self.num_steps == state.max_steps:
             self.mark()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Do nothing: the last step has ended already."""
+        """Do nothing, because the last step has already ended."""

@@ -1,7 +1,8 @@
-"""Processes that use one device in turns: one probes on it, others compile ahead for it (`compile_ahead`).
+"""Lets processes share one device in turns: one probes, the others compile ahead (`compile_ahead`).
 
-While code is compiled the device is not needed, and is left to the others. So nothing of theirs runs on it while steps
-are timed. A folder holds the lock, and a file for each of the others with the memory that it holds meanwhile.
+A compilation does not need the device, so its process leaves the device to the others. No other
+process's work runs on the device while steps are timed. A folder holds the lock, and a file for
+each other process with the memory that it holds meanwhile.
 """
 
 import fcntl
@@ -13,33 +14,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Files of the folder: the one that is locked, the one that is while the prober waits for it, and what is to be
-# compiled; ends of the names of those with what a process holds, and of those for what one has begun to compile.
-LOCK, NEXT, WANTED, HELD, CLAIMED = "turn", "next", "wanted.json", ".held", ".claimed"
-PATIENCE_S = 30.0  # what a turn takes at most: to build a few layers, or to run them once
+# Files in the folder: the turn's lock, the lock of the waiting prober, and the wanted requests.
+LOCK = "turn"
+NEXT = "next"
+WANTED = "wanted.json"
+HELD = ".held"  # suffix: the memory that a process holds
+CLAIMED = ".claimed"  # suffix: a request that a process has begun to compile
+PATIENCE_S = 30.0  # the longest turn: building a few layers or running them once
 POLL_S = 0.002
-TRIES = (
-    "_should_pad",
-    "should_pad_bench",
-)  # functions of Inductor that time a product: the first in newer versions
+# Functions of Inductor that time a product; the first exists in newer versions.
+TIMING_FUNCTIONS = ("_should_pad", "should_pad_bench")
 
 
 def held_by_others_gib(folder: Path) -> float:
-    """What those that compile ahead hold of the device's memory, their contexts included."""
+    """The device memory of the processes that compile ahead, including their contexts."""
     held_gib = 0.0
     for file in folder.glob(f"*{HELD}"):
-        with suppress(OSError, ValueError):  # it has just ended
+        with suppress(OSError, ValueError):  # the process has just ended
             held_gib += float(file.read_text(encoding="ascii"))
     return held_gib
 
 
 class Turns:
-    """This process's turns on the device. Without a `folder` nobody else uses it.
+    """This process's turns on the device; without a `folder` it has the device to itself.
 
-    `before_giving` is called before the device is left to others, `on_wait` with the times between which it was waited
-    for. A process that is to wait no longer than `patience_s`, the one that probes, has the next turn before all
-    others; after that time it goes on without one, and `is_stuck` is then true, also on a file system without locks.
-    `compile_s` are the seconds of compilation in the last `held` block.
+    `on_give` is called before the device goes to other processes, `on_wait` with the start and end
+    of each wait. Only the probing process has `patience_s`, the longest wait, and it has the next
+    turn before all others. After that wait it continues without a turn and `is_stuck` is true, as
+    on a file system without locks. `compile_s` is the compilation time of the last `take` block.
     """
 
     def __init__(
@@ -47,77 +49,81 @@ class Turns:
         folder: Path | None,
         *,
         patience_s: float | None = None,
-        before_giving: Callable[[], None] = lambda: None,
+        on_give: Callable[[], None] = lambda: None,
         on_wait: Callable[[float, float], None] = lambda begin, end: None,
     ) -> None:
-        self._file, self._next = (
-            _opened(folder / name) if folder else None for name in (LOCK, NEXT)
-        )
+        self._file = _open_file(folder / LOCK) if folder else None
+        self._next = _open_file(folder / NEXT) if folder else None
         self._patience_s = patience_s
-        self._before_giving, self._on_wait = before_giving, on_wait
-        self._began: float | None = None  # when the compilation in progress began
+        self._on_give = on_give
+        self._on_wait = on_wait
+
+        self._began: float | None = None  # the start of the compilation in progress
         self.compile_s = 0.0
         self.is_stuck = False
 
     def close(self) -> None:
-        """Leave the device to others for good."""
+        """Leave the device to the other processes for good."""
         if self._file is not None and self._next is not None:
             os.close(self._file)
             os.close(self._next)
-            self._file = self._next = None
+            self._file = None
+            self._next = None
 
     @contextmanager
-    def held(self, *, compiles: bool) -> Iterator[None]:
-        """Use the device in this block, but for the time in which it `compiles`."""
-        self.compile_s, self._began = 0.0, None
+    def take(self, *, compiles: bool) -> Iterator[None]:
+        """Use the device in this block, except while it `compiles`."""
+        self.compile_s = 0.0
+        self._began = None
         self._take()
         try:
             if not compiles:
                 yield
                 return
-            with self._around_compilation():
+            with self._release_while_compiling():
                 yield
         finally:
             self._give()
 
     @contextmanager
-    def _around_compilation(self) -> Iterator[None]:
+    def _release_while_compiling(self) -> Iterator[None]:
         from torch._dynamo.callback import callback_handler
 
-        # Older versions of torch call back without arguments.
+        # Older versions of torch call these functions without arguments.
         begin = callback_handler.register_start_callback(lambda *_: self._begin_compiling())
         end = callback_handler.register_end_callback(lambda *_: self._end_compiling())
         try:
-            with self._products_in_turn():
+            with self._take_turns_for_timing():
                 yield
         finally:
-            with suppress(ValueError):  # who resets Dynamo has removed them
+            with suppress(ValueError):  # a reset of Dynamo has removed them
                 callback_handler.remove_start_callback(begin)
                 callback_handler.remove_end_callback(end)
 
     @contextmanager
-    def _products_in_turn(self) -> Iterator[None]:
-        """Take a turn where Inductor, while it compiles, tries on the device whether a product is quicker padded.
+    def _take_turns_for_timing(self) -> Iterator[None]:
+        """Take a turn if Inductor, while it compiles, times a product with and without padding.
 
-        It does so for numbers of tokens that are no multiple of 8.
+        Inductor does so for numbers of tokens that are no multiple of 8.
         """
         if self._file is None:
             yield
             return
+
         from torch._inductor.fx_passes import pad_mm
 
-        names = [name for name in TRIES if hasattr(pad_mm, name)]
-        theirs = {name: getattr(pad_mm, name) for name in names}
-        for name, function in theirs.items():
-            setattr(pad_mm, name, partial(self._in_turn, function))
+        names = [name for name in TIMING_FUNCTIONS if hasattr(pad_mm, name)]
+        originals = {name: getattr(pad_mm, name) for name in names}
+        for name, function in originals.items():
+            setattr(pad_mm, name, partial(self._run_in_turn, function))
         try:
             yield
         finally:
-            for name, function in theirs.items():
+            for name, function in originals.items():
                 setattr(pad_mm, name, function)
 
-    def _in_turn(self, function: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
-        if self._began is None:  # it is this process's turn
+    def _run_in_turn(self, function: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+        if self._began is None:  # this process has the turn already
             return function(*args, **kwargs)
         self._end_compiling()
         try:
@@ -136,7 +142,7 @@ class Turns:
         self._take()
 
     def offer(self) -> None:
-        """In a `held` block: leave the device to the one that probes, if it waits, and go on after its turn."""
+        """Within a `take` block, let a waiting prober have its turn, and continue after it."""
         if self._file is not None and self._began is None and self._prober_waits():
             self._give()
             self._take()
@@ -144,11 +150,12 @@ class Turns:
     def _take(self) -> None:
         if self._file is None or self._next is None:
             return
+
         begin = time.perf_counter()
         try:
             if self._patience_s is not None:
-                fcntl.flock(self._next, fcntl.LOCK_EX)  # others lock it for a moment alone
-            while not self._is_taken():
+                fcntl.flock(self._next, fcntl.LOCK_EX)  # others lock it only for a moment
+            while not self._try_lock():
                 if self._patience_s is not None and time.perf_counter() - begin > self._patience_s:
                     self.is_stuck = True
                     break
@@ -157,11 +164,12 @@ class Turns:
             if self._patience_s is None:
                 raise
             self.is_stuck = True
+
         with suppress(OSError):
             fcntl.flock(self._next, fcntl.LOCK_UN)
         self._on_wait(begin, time.perf_counter())
 
-    def _is_taken(self) -> bool:
+    def _try_lock(self) -> bool:
         assert self._file is not None
         if self._patience_s is None and self._prober_waits():
             return False
@@ -182,11 +190,11 @@ class Turns:
         if self._file is None:
             return
         try:
-            self._before_giving()
+            self._on_give()
         finally:
             with suppress(OSError):  # as in `_take`
                 fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
-def _opened(path: Path) -> int:
+def _open_file(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

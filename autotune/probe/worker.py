@@ -1,7 +1,8 @@
-"""The child process: reads requests, answers with results, and keeps the base model between them.
+"""The child process: it reads requests, sends results, and keeps the base model between them.
 
-It sends JSON lines on a socket of its own, since libraries print to stdout; stdout and stderr go to the trial's log.
-After each probe it restores the process and reports whether that succeeded; the parent replaces it where it did not.
+It sends JSON lines on its own socket, because libraries print to stdout; stdout and stderr go to
+the trial's log. After each probe it restores the process and reports whether that succeeded. If it
+did not, the parent replaces the process.
 """
 
 import faulthandler
@@ -32,7 +33,7 @@ from autotune.core.probe_types import (
     Phase,
     ProbeRequest,
     ProbeResult,
-    Seat,
+    RankAddress,
 )
 from autotune.core.process import die_with_parent, take_group_along
 from autotune.core.serialization import from_data, to_data
@@ -48,21 +49,23 @@ if TYPE_CHECKING:
     from autotune.probe.resident import ResidentModel
 
 Rates = TypeVar("Rates")
-CHANCE_GIB = 24 / 1024  # by which what a process holds varies on a CPU
-LEAST_WAIT_S = 0.01  # for a turn: below it nobody else had one
+CHANCE_GIB = 24 / 1024  # the variation of a process's memory on a CPU
+LEAST_WAIT_S = 0.01  # for a turn: in a shorter wait no other process had a turn
 DESCRIBED_GIB = 8  # of a model without weights; 100,000 linear layers take 3, with adapters
 
 
 def main() -> None:
-    """Serve the parent on a socket, by arguments: its descriptor, the device, the parent's pid, a scratch directory."""
-    channel_handle, device, parent, scratch = (
-        int(sys.argv[1]),
-        sys.argv[2],
-        int(sys.argv[3]),
-        sys.argv[4],
-    )
+    """Serve the parent on a socket.
+
+    Arguments: the socket's descriptor, the device, the parent's pid, a scratch directory.
+    """
+    channel_handle = int(sys.argv[1])
+    device = sys.argv[2]
+    parent = int(sys.argv[3])
+    scratch = sys.argv[4]
     die_with_parent(parent)
     take_group_along(channel_handle, scratch=scratch)
+
     channel = socket.socket(fileno=channel_handle)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     reader, writer = channel.makefile("r"), channel.makefile("w")
@@ -71,7 +74,28 @@ def main() -> None:
         writer.write(json.dumps(message) + "\n")
         writer.flush()
 
+    worker = _start(device, send, scratch)
+    if worker is None:
+        return
+
+    worker_log = os.dup(2)
+    for line in reader:
+        message = json.loads(line)
+        if "describe" in message:
+            _describe(message["describe"], send)
+        elif "rates" in message:
+            _measure_rates(worker.rates, send)
+        elif "collectives" in message:
+            address = from_data(RankAddress, message["seat"])
+            _measure_rates(partial(worker.collectives, address, message["collectives"]), send)
+        else:
+            _probe(worker, message, worker_log, send)
+
+
+def _start(device: str, send: Callable[..., None], scratch: str) -> "Worker | None":
+    """Make the worker and report that it is ready, or report the failure and return None."""
     send(event="phase", phase=Phase.START)
+
     try:
         worker = Worker(device, send, scratch)
         meter = worker.meter
@@ -85,52 +109,46 @@ def main() -> None:
         send(event="ready", **known, **sizes)
     except Exception as error:
         traceback.print_exc()
-        kind = type(error).__name__  # by name: what defines it may be what could not be imported
+        kind = type(error).__name__  # the name, because the class's module may fail to import
         send(event="broken", reason=f"{kind}: {error}", unhealthy=kind == "Miscalculated")
-        return
-    worker_log = os.dup(2)
-    for line in reader:
-        message = json.loads(line)
-        if "describe" in message:
-            _describe(message["describe"], send)
-            continue
-        if "rates" in message:
-            _measure_rates(worker.rates, send)
-            continue
-        if "collectives" in message:
-            seat = from_data(Seat, message["seat"])
-            _measure_rates(partial(worker.collectives, seat, message["collectives"]), send)
-            continue
-        _log_to(message["log"])
-        worker.log = message["log"]
-        worker.seat = from_data(Seat, message["seat"]) if "seat" in message else None
-        worker.trace, worker.micro_profile = message.get("trace"), None
-        worker.shared = Path(message["turns"]) if "turns" in message else None
-        result, reusable = worker.serve(from_data(ProbeRequest, message["request"]))
-        _log_to(worker_log)
-        more = (
-            {"profile": to_data(worker.micro_profile)}
-            if worker.micro_profile is not None
-            else dict[str, Any]()
-        )
-        more |= {"others_are_stuck": True} if worker.others_are_stuck else {}
-        send(event="result", result=to_data(result), reusable=reusable, **more)
+        return None
+    return worker
+
+
+def _probe(
+    worker: "Worker", message: dict[str, Any], worker_log: int, send: Callable[..., None]
+) -> None:
+    """Serve one request with its output in its own log, and send the result."""
+    _redirect_output(message["log"])
+    worker.log = message["log"]
+    worker.address = from_data(RankAddress, message["seat"]) if "seat" in message else None
+    worker.trace = message.get("trace")
+    worker.shared = Path(message["turns"]) if "turns" in message else None
+    result, reusable = worker.serve(from_data(ProbeRequest, message["request"]))
+    _redirect_output(worker_log)
+
+    more: dict[str, Any] = {}
+    if worker.micro_profile is not None:
+        more |= {"profile": to_data(worker.micro_profile)}
+    if worker.others_are_stuck:
+        more |= {"others_are_stuck": True}
+    send(event="result", result=to_data(result), reusable=reusable, **more)
 
 
 def _describe(model: dict[str, Any], send: Callable[..., None]) -> None:
-    """Send how a model's layers repeat."""
+    """Send the repetition of a model's layers."""
     from autotune.probe.model_shape import describe
 
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     try:
-        # A stranger's config may have two billion layers or labels: the machine's memory is not theirs.
+        # A stranger's config may have two billion layers or labels, so its memory is limited.
         most = psutil.Process().memory_info().data + int(DESCRIBED_GIB * GIB)
         resource.setrlimit(resource.RLIMIT_DATA, (most, limits[1]))
         send(event="described", shape=to_data(describe(model)))
     except Exception as error:
         resource.setrlimit(resource.RLIMIT_DATA, limits)
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        # Where memory runs out, CPython may also lose the error, and torch passes on that of C++.
+        # When memory runs out, CPython may also lose the error, and torch passes on C++'s error.
         if isinstance(error, (MemoryError, SystemError)) or "bad_alloc" in reason:
             reason = f"without weights it takes more than {DESCRIBED_GIB} GiB"
         else:
@@ -141,7 +159,7 @@ def _describe(model: dict[str, Any], send: Callable[..., None]) -> None:
 
 
 def _measure_rates(measure: Callable[[], Any], send: Callable[..., None]) -> None:
-    """Send what the device, or several together, reach."""
+    """Send the rates of the device, or of several devices together."""
     try:
         send(event="rates", rates=to_data(measure()))
     except Exception as error:
@@ -150,92 +168,91 @@ def _measure_rates(measure: Callable[[], Any], send: Callable[..., None]) -> Non
 
 
 class Worker:
-    """One device, and the base models of one family that wait on it, at the depths that were probed."""
+    """One device, and its base models of one family at the probed depths."""
 
-    seat: Seat | None = None  # of the current probe, where it is one of several real ranks
-    trace: str | None = (
-        None  # the file of the current probe's trace, where a micro batch is profiled in detail
-    )
+    address: RankAddress | None = None  # of the current probe, if it is one of several real ranks
+    trace: str | None = None  # the file of the current probe's trace, for a detailed profile
     micro_profile: "MicroBatchProfile | None" = None  # of the current probe
-    shared: Path | None = (
-        None  # the folder of those with whom the device is shared in turns in the current probe
-    )
+    shared: Path | None = None  # the folder of the processes that share the device by turns
     others_are_stuck = False  # whether one of them did not end its turn
 
     def __init__(self, device: str, send: Callable[..., None], scratch: str | None = None) -> None:
-        """Check the device and load the libraries, so that both `ready` and a failed import reach the parent.
+        """Check the device and load the libraries; failed imports also reach the parent.
 
-        `send` sends a message to the parent, `scratch` is a directory for temporary files.
+        `send` sends a message to the parent; `scratch` is a directory for temporary files.
         """
-        gc.disable()  # collections among the million objects of the libraries take a fifth of the time to load them
-        from autotune.probe.device_rates import peak_of_cpu
+        # Collections among the million objects of the libraries take a fifth of the loading time.
+        gc.disable()
+        from autotune.probe.device_rates import measure_cpu_peak
         from autotune.probe.harness import Probe  # noqa: F401
         from autotune.probe.health import check_products
         from autotune.probe.meters import open_meter
 
-        gc.freeze()  # a collection among the libraries takes longer than many a step
+        gc.freeze()  # a collection among the libraries takes longer than many steps
         self.meter = open_meter(device)
         check_products(self.meter.torch_device)
-        self.log: str | None = None  # of the current probe, by which faults are injected
+        self.log: str | None = None  # of the current probe, which selects injected faults
+
         self._send = send
         self._scratch = scratch
         self._residents: dict[int | None, ResidentModel] = {}  # by depth
         self._served = 0
         self._empty_gib = 0.0
         self._limit_gib = self.meter.memory_gib()
-        # A probe of a tiny model loads libraries and kernels, so that they count as context from the start.
+
+        # A probe of a tiny model loads libraries and kernels, which then count as context.
         bf16 = self.meter.fingerprint().has_bf16
         result, _ = self.serve(tiny_request(device, self.meter.memory_gib(), bf16=bf16))
         if result.outcome is not Outcome.OK:
             raise RuntimeError(f"a tiny warm-up probe failed: {result.reason}")
+
         self._drop(list(self._residents))
         gc.enable()
         self._served = 0
-        self.peak_tflops = (
-            peak_of_cpu(bf16=bf16) if device == "cpu" else None
-        )  # a GPU has a data sheet
+        self.peak_tflops = None  # of a CPU; a GPU has a data sheet
+        if device == "cpu":
+            self.peak_tflops = measure_cpu_peak(bf16=bf16)
         self.meter.settle()
         self._empty_gib = self.meter.allocated_gib()
 
     def rates(self) -> DeviceRates:
-        """What the device reaches when it does one thing at a time; no model is kept."""
+        """The device's rates when it does one thing at a time; drops all models."""
         from autotune.probe.device_rates import measure_rates
 
-        return self._measured(measure_rates)
+        return self._measure(measure_rates)
 
-    def collectives(self, seat: Seat, num_ranks: int) -> tuple[CollectiveRates, ...]:
-        """What this device reaches together with others, which measure at the same time; no model is kept."""
+    def collectives(self, address: RankAddress, num_ranks: int) -> tuple[CollectiveRates, ...]:
+        """This device's rates together with devices that measure now; drops all models."""
         from autotune.probe.collective_rates import measure_collectives
 
-        return self._measured(lambda meter: measure_collectives(meter, seat, num_ranks))
+        return self._measure(lambda meter: measure_collectives(meter, address, num_ranks))
 
-    def _measured(self, measure: Callable[["Meter"], Rates]) -> Rates:
+    def _measure(self, measure: Callable[["Meter"], Rates]) -> Rates:
         self._drop(list(self._residents))
         rates = measure(self.meter)
         self.meter.release()
-        self.meter.settle()  # what libraries keep of it is context
+        self.meter.settle()  # the libraries' remaining memory is context
         self._empty_gib = self.meter.allocated_gib()
         return rates
 
     def serve(self, request: ProbeRequest) -> tuple[ProbeResult, bool]:
         """The result of one probe, and whether this process is as good as new after it."""
+        self.micro_profile = None
         started = datetime.now(UTC).isoformat(timespec="milliseconds")
         entered = [("total", time.perf_counter())]
-        finish, take = self.meter.synchronize, partial(self._take_turn, entered)
-        turns = Turns(self.shared, patience_s=PATIENCE_S, before_giving=finish, on_wait=take)
+        finish = self.meter.synchronize
+        take = partial(self._take_turn, entered)
+        turns = Turns(self.shared, patience_s=PATIENCE_S, on_give=finish, on_wait=take)
         self.meter.others_gib = 0.0
-        with closing(turns), turns.held(compiles=request.config.compile != "none"):
+        with closing(turns), turns.take(compiles=request.config.compile != "none"):
             fields, reusable = self._attempt(request, entered)
             oom: OomDetail | None = fields.get("oom")
-            if (
-                oom is not None
-                and oom.need_gib <= oom.limit_gib
-                and self.meter.aside_gib
-                and reusable
-            ):
-                # Less than the limit was needed: waiting models may have taken the room.
+            below_limit = oom is not None and oom.need_gib <= oom.limit_gib
+            if below_limit and self.meter.aside_gib and reusable:
+                # Memory ran out below the limit, so waiting models may have taken it.
                 self._drop([depth for depth in self._residents if depth != request.depth])
                 fields, reusable = self._attempt(request, entered)
+
         self.others_are_stuck = turns.is_stuck
         self._served += 1
         result = ProbeResult(
@@ -251,27 +268,28 @@ class Worker:
         return result, reusable
 
     def _take_turn(self, entered: list[tuple[str, float]], begin: float, end: float) -> None:
-        """This process has the device again, on which others may hold more by now, or less."""
+        """Note that this process has the device again; the others' memory may have changed."""
         assert self.shared is not None
         self.meter.others_gib = held_by_others_gib(self.shared)
-        _wait(entered, begin, end)
+        _note_wait(entered, begin, end)
 
     def _attempt(
         self, request: ProbeRequest, entered: list[tuple[str, float]]
     ) -> tuple[dict[str, Any], bool]:
-        """The outcome of one try as fields of the result, and whether this process is as good as new after it.
+        """Try once, and return fields of the result and whether this process is as good as new.
 
-        Adds each phase and the time at which it began to `entered`.
+        Adds each phase and its start to `entered`.
         """
-        from autotune.probe.accounting import too_tight
+        from autotune.probe.accounting import tight_memory_detail
         from autotune.probe.harness import Probe
         from autotune.probe.rank import Rank, refusal
 
         if (reason := refusal(request)) is not None:
             return {"outcome": Outcome.REFUSED, "reason": reason}, True
+
         fields: dict[str, Any] = {}
         probe: Probe | None = None
-        rank = Rank(request, self.meter.torch_device, self.seat)
+        rank = Rank(request, self.meter.torch_device, self.address)
 
         def emit(phase: Phase) -> None:
             entered.append((phase.value, time.perf_counter()))
@@ -295,18 +313,17 @@ class Worker:
             self.micro_profile = probe.micro_profile
             fields = {"outcome": Outcome.OK, "measurement": measurement}
             if measurement.alloc_retries:
-                phase = probe.recorder.retried_in or Phase.STEADY
-                detail, reason = too_tight(measurement, phase)
+                phase = probe.recorder.retry_phase or Phase.STEADY
+                detail, reason = tight_memory_detail(measurement, phase)
                 fields |= {"outcome": Outcome.OOM, "phase": phase, "oom": detail, "reason": reason}
         except Exception as error:
             self.meter.uncap()  # on a CPU even a traceback needs memory
             fields = self._failure(error, probe)
             if request.has_real_ranks:
-                return (
-                    fields,
-                    False,
-                )  # others wait for this rank in a collective: what it did now might wait for them
-        # Only now, outside the except block, nothing refers to the frames of the failed step any more.
+                # The other ranks wait for this one in a collective, so further work might wait too.
+                return fields, False
+
+        # Outside the except block, the frames of the failed step are no longer referenced.
         emit(Phase.CLEANUP)
         if probe is not None:
             probe.close()
@@ -315,22 +332,28 @@ class Worker:
         return fields, self._restore(request, fields)
 
     def _restore(self, request: ProbeRequest, fields: dict[str, Any]) -> bool:
-        """Return the memory of a finished probe; whether all of it was. Adds a note to `fields` if it was not."""
+        """Return a finished probe's memory, and whether that succeeded.
+
+        Adds a note to `fields` if it did not.
+        """
         succeeded = fields["outcome"] in (Outcome.OK, Outcome.OOM)
-        # Full fine-tuning changes the weights; 8-bit layers grow buffers of their own as they run; a rank has a shard.
-        config, num_gpus = request.config, request.parallelism.num_gpus
+        # Full fine-tuning changes the weights; 8-bit layers grow their own buffers; a rank has a
+        # shard.
+        config = request.config
+        num_gpus = request.parallelism.num_gpus
         changed = config.method == "full" or config.quantization == "int8" or num_gpus > 1
+
         # A model that failed while it was loaded may be incomplete.
         if changed or not succeeded or fields.get("phase") is Phase.LOAD:
             self._drop([request.depth])
         self.meter.uncap()
         resident = self._residents.get(request.depth)
         baseline_gib = self._empty_gib + (resident.cached_gib() if resident else 0.0)
-        if (
-            not succeeded or not gc.isenabled()
-        ):  # as the worker starts: of its tiny model nothing is to be frozen
+
+        # While the worker starts, the collector is off: objects of the tiny model must not freeze.
+        if not succeeded or not gc.isenabled():
             self.meter.release()
-        elif not self._release_until(lambda: self.meter.returned_to(baseline_gib)):
+        elif not self._release_until(lambda: self.meter.has_returned(baseline_gib)):
             kept_mib = 1024 * (self.meter.allocated_gib() - baseline_gib)
             fields["notes"] = (
                 f"the worker is replaced, since it did not return all memory ({kept_mib:+.0f} MiB)",
@@ -339,10 +362,10 @@ class Worker:
         return succeeded
 
     def _release_until(self, is_back: Callable[[], bool]) -> bool:
-        """Return all memory that is not in use, and whether that is as much as it should be.
+        """Return all unused memory, and whether enough was returned.
 
-        What is left is frozen, compiled code above all: later collections leave it out. If memory is missing, something
-        that was frozen earlier may refer to it.
+        The remaining objects, above all compiled code, are frozen, so later collections skip them.
+        If memory is missing, an earlier frozen object may refer to it.
         """
         self.meter.release()
         succeeded = is_back()
@@ -354,25 +377,26 @@ class Worker:
         return succeeded
 
     def _resident_for(self, request: ProbeRequest) -> "ResidentModel":
-        """The base model for this request, cached or new. Others of its family wait aside."""
+        """The base model for this request, cached or new; others of its family wait aside."""
         from autotune.probe.resident import build_resident, family_of
 
-        # Libraries come first: their memory is context, not the model's.
-        if request.config.quantization in ("int8", "nf4") or request.config.optimizer.endswith(
-            "8bit"
-        ):
+        # Libraries load first, so their memory counts as context and not as the model's.
+        config = request.config
+        if config.quantization in ("int8", "nf4") or config.optimizer.endswith("8bit"):
             import bitsandbytes  # noqa: F401
+
         family = family_of(request)
         self._drop(
             [depth for depth, resident in self._residents.items() if resident.family != family]
         )
-        if request.config.method == "full":
+        if config.method == "full":
             self._drop([request.depth])
         others = [resident for depth, resident in self._residents.items() if depth != request.depth]
         self.meter.aside_gib = sum(resident.cached_gib() for resident in others)
         if (resident := self._residents.get(request.depth)) is not None:
             self.meter.rebase(resident.cached_gib())
             return resident
+
         self.meter.rebase(0.0)
         self._limit_gib = self.meter.cap(request.memory_gib, request.headroom, 0.0)
         empty_gib = self.meter.allocated_gib()
@@ -395,7 +419,7 @@ class Worker:
         self._release_until(lambda: self.meter.allocated_gib() <= left_gib + CHANCE_GIB)
 
     def _failure(self, error: Exception, probe: "Probe | None") -> dict[str, Any]:
-        """What failed, as fields of the result. Holds no reference to the error."""
+        """The failure as fields of the result, without a reference to the error."""
         from autotune.probe.accounting import is_out_of_memory, oom_detail
         from autotune.probe.harness import BadLoss
 
@@ -403,7 +427,7 @@ class Worker:
         phase = probe.recorder.phase if probe else Phase.LOAD
         if is_out_of_memory(error):
             peak, reserved = self.meter.peak_gib()
-            terms = probe.allocated_by() if probe else {"weights": self.meter.allocated_gib()}
+            terms = probe.memory_terms() if probe else {"weights": self.meter.allocated_gib()}
             limit = probe.limit_gib if probe and probe.limit_gib else self._limit_gib
             detail = oom_detail(error, phase, terms, peak, reserved, limit)
             return {
@@ -412,6 +436,7 @@ class Worker:
                 "reason": f"out of memory in {phase}",
                 "oom": detail,
             }
+
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         if isinstance(error, BadLoss):
             return {"outcome": Outcome.NUMERICS, "phase": phase, "reason": first_line}
@@ -422,15 +447,15 @@ class Worker:
         }
 
 
-def _wait(entered: list[tuple[str, float]], begin: float, end: float) -> None:
-    """The phase was interrupted for a turn on the device."""
+def _note_wait(entered: list[tuple[str, float]], begin: float, end: float) -> None:
+    """Note that a turn of another process interrupted the phase."""
     if end - begin > LEAST_WAIT_S:
         phase = entered[-1][0]
         entered += [("turn", begin)] if phase == "total" else [("turn", begin), (phase, end)]
 
 
 def _seconds(entered: list[tuple[str, float]]) -> dict[str, float]:
-    """Wall seconds by phase until now, from the times at which each was entered; the first is `total`."""
+    """Wall seconds by phase until now, from the start of each phase; the first is `total`."""
     now = time.perf_counter()
     seconds: dict[str, float] = {}
     for (phase, begin), (_, end) in pairwise([*entered[1:], ("", now)]):
@@ -438,15 +463,14 @@ def _seconds(entered: list[tuple[str, float]]) -> dict[str, float]:
     return seconds | {"total": now - entered[0][1]}
 
 
-def _log_to(target: str | int) -> None:
-    """Redirect stdout and stderr to a file, by path or descriptor."""
+def _redirect_output(target: str | int) -> None:
+    """Redirect stdout and stderr to a file, given by path or descriptor."""
     sys.stdout.flush()
     sys.stderr.flush()
-    handle = (
-        target
-        if isinstance(target, int)
-        else os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    )
+    if isinstance(target, int):
+        handle = target
+    else:
+        handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     if handle != target:

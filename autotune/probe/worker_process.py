@@ -1,6 +1,6 @@
-"""One worker process, as its parent sees it: started, sent JSON lines, listened to, and ended with all it started.
+"""The parent's view of one worker process: start it, exchange JSON lines, end it with its children.
 
-The worker runs in a session of its own, so that it and its children can be killed together.
+The worker has its own session, so it and its children can be killed together.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ END_WITHIN_S = 3.0  # after SIGTERM, before SIGKILL
 
 
 class WorkerProcess:
-    """A worker that was started on a device. It imports its libraries while the constructor returns."""
+    """A worker on a device; the constructor returns while the worker imports its libraries."""
 
     def __init__(
         self,
@@ -36,16 +36,18 @@ class WorkerProcess:
         module: str = "autotune.probe.worker",
         more: Sequence[str] = (),
     ) -> None:
-        """Start the worker. Until its first probe its output is appended to `log`.
+        """Start the worker, and append its output to `log` until its first probe.
 
-        `variables` are environment variables in place of this process's own. Another `module` gets `more` arguments.
+        `variables` replace environment variables of this process. Another `module` receives the
+        `more` arguments.
         """
         self._channel, theirs = socket.socketpair()
         self._buffer = b""
         self._killed = False
-        # What a killed worker leaves behind lies in here.
+        # This directory holds the files that a killed worker leaves.
         self._scratch = contextlib.ExitStack()
         scratch = self._scratch.enter_context(scratch_directory())
+
         arguments = [str(theirs.fileno()), device, str(os.getpid()), scratch, *more]
         with log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -61,15 +63,15 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """The worker's process id, which is its process group's as well."""
+        """The process id of the worker and the id of its process group."""
         return self._process.pid
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message. Raises OSError (BrokenPipeError, ConnectionError) where the worker has ended."""
+        """Send a message; raises OSError (BrokenPipeError, ConnectionError) if the worker ended."""
         self._channel.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, monitor: Monitor, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """Wait for the next message; None once the deadline of the phase has passed.
+        """Wait for the next message; None after the deadline of the phase.
 
         Raises:
             EOFError: the worker has ended.
@@ -83,11 +85,11 @@ class WorkerProcess:
         return message
 
     def fileno(self) -> int:
-        """The descriptor on which messages come."""
+        """The descriptor that receives messages."""
         return self._channel.fileno()
 
     def read(self) -> bool:
-        """Read what has come; False if the worker has ended."""
+        """Read the available bytes; False if the worker has ended."""
         with contextlib.suppress(ConnectionError):
             data = self._channel.recv(1 << 16)
             self._buffer += data
@@ -95,39 +97,39 @@ class WorkerProcess:
         return False
 
     def take(self) -> dict[str, Any] | None:
-        """The next message of those that were read; None if none is whole."""
+        """Remove and return the next complete message that was read, or None."""
         if b"\n" not in self._buffer:
             return None
         line, _, self._buffer = self._buffer.partition(b"\n")
         return dict(json.loads(line))
 
     def dump_stacks(self) -> None:
-        """Have the worker write every thread's stack to its current log."""
+        """Make the worker write every thread's stack to its current log."""
         self._process.send_signal(signal.SIGUSR1)
 
     def wait_for_exit(self, timeout_s: float) -> int | None:
-        """The exit code (negative: a signal) of a worker that is ending; None if it still runs after `timeout_s`."""
+        """Wait for the worker's exit code (negative: a signal); None after `timeout_s`."""
         try:
             return self._process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             return None
 
     def terminate(self) -> None:
-        """Ask the worker to end, and do not wait for it."""
+        """Ask the worker to end, without waiting."""
         self._signal_group(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the worker and everything it started at once, and do not wait for it."""
+        """End the worker and all its processes immediately, without waiting."""
         self._killed = True
         self._signal_group(signal.SIGKILL)
 
     def close(self) -> None:
-        """End the worker and everything it started: ask, wait, kill the group."""
-        self._channel.close()  # at the end of its input an idle worker ends by itself
+        """End the worker and all its processes: ask, wait, kill the group."""
+        self._channel.close()  # an idle worker ends at the end of its input
         if not self._killed:
             self._signal_group(signal.SIGTERM)
-            self.wait_for_exit(END_WITHIN_S)  # which looks every 50 ms
-        self._signal_group(signal.SIGKILL)  # grandchildren that outlived it too
+            self.wait_for_exit(END_WITHIN_S)  # it checks every 50 ms
+        self._signal_group(signal.SIGKILL)  # this also ends grandchildren that outlived it
         self._process.wait()
         self._scratch.close()
 
@@ -139,16 +141,17 @@ class WorkerProcess:
 def receive_first(
     workers: Sequence[WorkerProcess], monitor: Monitor, should_stop: Callable[[], bool]
 ) -> tuple[int, dict[str, Any] | None] | None:
-    """Wait for the first message of any of these workers. None once the deadline of the phase has passed.
+    """Wait for the first message of any of these workers; None after the deadline of the phase.
 
-    Returns the place of the worker and its message, which is None if the worker has ended. Raises Cancelled if
-    `should_stop` returned True.
+    Returns the index of the worker and its message, which is None after the worker's end. Raises
+    Cancelled if `should_stop` returned True.
     """
     with selectors.DefaultSelector() as selector:
         for place, worker in enumerate(workers):
             if (message := worker.take()) is not None:
                 return place, message
             selector.register(worker, selectors.EVENT_READ, place)
+
         while True:
             ready = selector.select(timeout=SAMPLE_EVERY_S)
             for key, _ in ready:
@@ -157,10 +160,11 @@ def receive_first(
                     return key.data, None
                 if (message := worker.take()) is not None:
                     return key.data, message
-            if ready:  # the rest of the message is on its way
+            if ready:  # the rest of the message follows
                 continue
+
             monitor.tick()
-            if monitor.expired():
+            if monitor.is_expired():
                 return None
             if should_stop():
                 raise Cancelled

@@ -29,7 +29,7 @@ class Lookahead:
         """Have compiled ahead what may follow the trial of this configuration."""
         tried = {code_key(config) for config in (trying, *(row.config for row in self.trials.rows))}
         configs = likely_next(self.trials, trying)
-        self.ahead.want(shallow_requests(self.trials.evaluator, configs, tried | self.ahead.claimed()))
+        self.ahead.want(shallow_requests(self.trials.evaluator, configs, tried | self.ahead.claimed_keys()))
 
 
 def shallow_requests(

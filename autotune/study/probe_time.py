@@ -58,15 +58,15 @@ class ProbeTimes:
             return None
         micros = {depth: one.micro_s for depth, one in probed.items()}
         micro_s = micros[WHOLE] if WHOLE in micros else self._line(micros)
-        schedule = Schedule.of(request, planned=True)  # by the probes that are known
-        then = Schedule.of(replace(request, micro_steps=known.micro_steps), planned=True)
+        schedule = Schedule.plan(request, planned=True)  # by the probes that are known
+        then = Schedule.plan(replace(request, micro_steps=known.micro_steps), planned=True)
         ratio = (schedule.lead_micros + schedule.round_micros) / (then.lead_micros + then.round_micros)
         first_s = known.first_s * micro_s / known.micro_s * ratio
         round_s = schedule.round_micros * micro_s
         num_rounds = schedule.rounds_to_time(request, round_s / len(schedule.round), request.min_timed_s)
         timed_s = (num_rounds - schedule.first_counts(micro_s)) * round_s
         load_s = self._loads_s[WHOLE] if WHOLE in self._loads_s else self._line(self._loads_s)
-        evaluated_s = schedule.evaluated_micros * micro_s * EVALUATED if request.evaluate else 0.0
+        evaluated_s = schedule.evaluation_micros * micro_s * EVALUATED if request.evaluate else 0.0
         new_lengths_s = 0.0
         plans_s = [one.new_length_s for one in probed.values() if one.new_length_s is not None]
         if plans_s:

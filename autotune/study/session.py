@@ -366,7 +366,7 @@ class Leader:
             new = [row for row in trials.rows if row.number not in keys and row.outcome is not Outcome.REFUSED]
             keys.update({row.number: code_key(row.config) for row in new})
             key = code_key(config)
-            return key in keys.values() or (ahead is not None and key in ahead.compiled())
+            return key in keys.values() or (ahead is not None and key in ahead.compile_seconds())
 
         trials.on_begin, trials.is_compiled = on_begin, is_compiled
 
@@ -374,7 +374,7 @@ class Leader:
         """Nothing is compiled any more: what is confirmed has the machine to itself."""
         if self._ahead is None:
             return
-        compiled = self._ahead.compiled()
+        compiled = self._ahead.compile_seconds()
         self._ahead.close()
         if compiled:
             each_s = sum(compiled.values()) / len(compiled)

@@ -54,7 +54,7 @@ class SlowCard:
         if peak_gib > self.limit_gib:
             return self._answer(config, request, load_s + 2 * time.micro_s * share, self._oom(peak_gib), {})
         micro_s = time.micro_s * share
-        schedule = Schedule.of(request)
+        schedule = Schedule.plan(request)
         round_s = schedule.round_micros * micro_s
         first_s = schedule.lead_micros * micro_s + round_s
         graph = replace(config, optimizer="adamw_torch_fused", double_quant=False)  # which these do not change

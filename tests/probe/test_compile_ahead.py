@@ -54,10 +54,10 @@ def test_what_was_compiled_ahead_is_there_for_the_probe(prober: WorkerProber) ->
     cold = probed(prober, asked(2)).seconds
     prober.ahead.want({"three": asked(3), "two": asked(2)})
     deadline = time.monotonic() + 600
-    while "two" not in prober.ahead.compiled():
+    while "two" not in prober.ahead.compile_seconds():
         assert alive(pid(prober)) and time.monotonic() < deadline, (prober.logs / "ahead-0.log").read_text()
         time.sleep(0.1)
-    assert prober.ahead.compiled().keys() == prober.ahead.claimed() == {"three", "two"}
+    assert prober.ahead.compile_seconds().keys() == prober.ahead.claimed_keys() == {"three", "two"}
     warm = probed(prober, asked(3)).seconds
     assert warm["compile"] < cold["compile"] / 2
     assert probed(prober, asked(4, "none")).seconds.keys().isdisjoint({"compile"})
@@ -67,7 +67,7 @@ def test_what_was_compiled_ahead_is_there_for_the_probe(prober: WorkerProber) ->
 def test_probes_go_on_whatever_becomes_of_the_process(prober: WorkerProber) -> None:
     assert prober.ahead is not None
     prober.ahead.want({"two": asked(2)})
-    until(lambda: bool(prober.ahead.claimed()), "a claim")
+    until(lambda: bool(prober.ahead.claimed_keys()), "a claim")
     first = pid(prober)
     os.kill(first, signal.SIGKILL)
     until(lambda: not alive(first), "its end")
@@ -75,9 +75,9 @@ def test_probes_go_on_whatever_becomes_of_the_process(prober: WorkerProber) -> N
     prober.ahead.want({"two": asked(2)})  # which starts another, and nobody has claimed it any more
     second = pid(prober)
     assert second != first and not members(first)
-    until(lambda: bool(prober.ahead.claimed()), "a claim")
+    until(lambda: bool(prober.ahead.claimed_keys()), "a claim")
     prober.ahead.make_room()
-    assert not prober.ahead.is_running and not members(second) and not prober.ahead.claimed()
+    assert not prober.ahead.is_running and not members(second) and not prober.ahead.claimed_keys()
     probed(prober, asked(2, "none"))
 
 

@@ -99,7 +99,7 @@ def test_what_is_trained_whole_is_a_copy(saved: str) -> None:
     assert all(parameter.dtype == torch.bfloat16 and parameter.numel() == 64 * 16 for parameter in whole.values())
     attach(resident, TrainConfig(lora_rank=4), torch.device("cpu"), 0)
     attach(resident, TrainConfig(method="full"), torch.device("cpu"), 0)
-    resident.adapted.unload()
+    resident.peft_model.unload()
     assert {path: id(module) for path, module in base.named_modules()} == before
 
 

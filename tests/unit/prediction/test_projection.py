@@ -121,7 +121,7 @@ def test_a_rank_that_was_played_gets_the_time_of_what_ranks_send() -> None:
     assert (real.probing_gpus, played.probing_gpus, subject_of().probing_gpus) == (4, 1, 1)
     one, four = TrainConfig(), TrainConfig(num_gpus=4)
     assert (real.is_projected(four), played.is_projected(four), played.is_projected(one)) == (False, True, False)
-    assert asked(played, num_gpus=4).plays_a_rank and asked(real, num_gpus=4).has_real_ranks
+    assert asked(played, num_gpus=4).simulates_rank and asked(real, num_gpus=4).has_real_ranks
     assert asked(real, num_gpus=4).memory_gib - asked(played, num_gpus=4).memory_gib == pytest.approx(nccl_gib(4))
     twice = asked(real, num_gpus=4).memory_gib - asked(played, num_gpus=4, sharding="fsdp2", copies=2).memory_gib
     assert twice == pytest.approx(2 * nccl_gib(2))  # a group for the shards, and one for each of them

@@ -21,7 +21,7 @@ from autotune.probe.accounting import (
     parameter_gib,
     requested_gib,
     tensor_gib,
-    too_tight,
+    tight_memory_detail,
     trained_parameters,
 )
 from tests.helpers.factories import measurement
@@ -177,8 +177,8 @@ def test_no_activations_are_less_than_none() -> None:
 @pytest.mark.parametrize(("retries", "times"), [(1, "1 time"), (2, "2 times")])
 def test_a_probe_that_fitted_by_tidying_up_does_not_fit(retries: int, times: str) -> None:
     made = measurement(peak_allocated_gib=20.0, peak_reserved_gib=23.0, limit_gib=23.5, alloc_retries=retries)
-    detail, reason = too_tight(made, Phase.BACKWARD)
-    assert reason == f"too tight in backward: the allocator ran out, returned what it cached and tried again {times}"
+    detail, reason = tight_memory_detail(made, Phase.BACKWARD)
+    assert reason == f"too tight in backward: the allocator ran out, returned its cached memory and retried {times}"
     assert (detail.phase, detail.requested_gib) == (Phase.BACKWARD, None)
     assert (detail.allocated_gib, detail.reserved_gib, detail.limit_gib) == (20.0, 23.0, 23.5)
     assert detail.terms_gib == made.terms_gib(20.0)

@@ -210,12 +210,12 @@ def test_a_calibration_is_what_was_measured_and_says_what_it_does(
     assert (found.device, found.fingerprint, found.rates) == (device.name, FINGERPRINT, calibration().rates)
     assert (found.layer_ms, found.disk_mb_s, found.day) == (0.1, 321.0, date.today())
     assert found.reference == (pytest.approx(1.9) if is_gpu else None)
-    warned = ["warning: other processes hold 1.50 GiB of the GPU, and may slow it down"] * (held_gib > 0)
+    warned = ["warning: other processes hold 1.50 GiB of the GPU and may slow it down"] * (held_gib > 0)
     assert said == [
         *warned,
-        f"{device.name}: a worker starts",
+        f"{device.name}: starting a worker",
         "disk",
-        "products of matrices, copies, the link",
+        "matrix products, copies, the link",
         "the host's time to issue a layer",
         *["a short training"] * is_gpu,
     ]
@@ -246,12 +246,12 @@ def test_several_gpus_are_measured_together(
     monkeypatch.setattr(module, "RankPool", Pool)
     monkeypatch.setattr(module, "WorkerProber", lambda *_, **options: Machine(host(7.5)))
     monkeypatch.setattr(module, "visible", lambda: list(range(num_gpus)))
-    monkeypatch.setattr(module, "calibrate_by", lambda prober, target, say: calibration())
+    monkeypatch.setattr(module, "calibrate_worker", lambda prober, target, say: calibration())
     target: Any = SimpleNamespace(device=A10, held_by_others_gib=0.0, card=object())
     said: list[str] = []
     found = module.calibrate(target, say=said.append)
     assert found == replace(calibration(), collectives=(rates,) if num_gpus > 1 and not problem else ())
-    assert said[1:] == ["what 4 GPUs send each other"] * (num_gpus > 1) + ["warning: one is busy"] * bool(problem)
+    assert said[1:] == ["data rates between 4 GPUs"] * (num_gpus > 1) + ["warning: one is busy"] * bool(problem)
 
 
 def test_what_is_probed_by_hand() -> None:

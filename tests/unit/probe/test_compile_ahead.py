@@ -79,10 +79,10 @@ def test_one_that_ended_is_gone_with_what_it_held_and_the_other_goes_on(made: li
     assert ahead.is_running and len(made) == 2
     (ahead.folder / f"a{CLAIMED}").touch()
     (ahead.folder / f"b{CLAIMED}").write_text(json.dumps({"seconds": 7.5, "compile": 6.0}))
-    assert ahead.claimed() == {"a", "b"} and ahead.compiled() == {"b": 7.5}
+    assert ahead.claimed_keys() == {"a", "b"} and ahead.compile_seconds() == {"b": 7.5}
     ahead.make_room()
     assert not ahead.is_running and ahead.held_gib() == 0.0
-    assert ahead.claimed() == {"b"}  # nobody will finish the other
+    assert ahead.claimed_keys() == {"b"}  # nobody will finish the other
     ahead.close()
 
 
@@ -109,7 +109,7 @@ def test_a_full_disk_ends_the_processes_and_not_the_study(
     assert not ahead.is_running and made[0].told == ["kill", "close"]
     ahead.want({"c": request()})
     ahead.close()  # as a session does at its end
-    assert len(made) == 1 and ahead.claimed() == set()
+    assert len(made) == 1 and ahead.claimed_keys() == set()
 
 
 def test_once_closed_nothing_is_asked_for_and_nothing_left_behind(made: list[Process], tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_once_closed_nothing_is_asked_for_and_nothing_left_behind(made: list[Pro
     ahead.close()  # as when one of the processes does not end its turn, in the midst of a search
     ahead.want({"a": request()})
     assert not made and not ahead.is_running and not ahead.folder.exists()
-    assert not ahead.claimed() and not ahead.compiled()
+    assert not ahead.claimed_keys() and not ahead.compile_seconds()
     ahead.close()
 
 

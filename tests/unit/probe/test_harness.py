@@ -17,7 +17,7 @@ from autotune.core.objective import Objective
 from autotune.core.probe_types import KernelTimes, MicroBatch, Phase, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.probe import harness as module
-from autotune.probe.harness import BadLoss, Probe, Recorded, WrongPrecision, _StepEnds, random_rows
+from autotune.probe.harness import BadLoss, Probe, RecordingMixin, WrongPrecision, _StepEndCallback, random_rows
 from autotune.probe.kernels import Kernel
 from autotune.probe.model_settings import model_settings
 from autotune.probe.recorder import Recorder, StepTimes
@@ -100,8 +100,8 @@ def test_the_last_micro_batch_of_a_step_is_profiled_that_is_about_as_long_as_the
 ) -> None:
     kinds = [MicroBatch(rows=((n,),), length=n, share=share) for n, share in zip(lengths, shares, strict=True)]
     request = request_of(*kinds, config=TrainConfig(seq_len=64), depth=2, profile=True)
-    schedule = Schedule.of(request)
-    in_order = [request.kinds[index].length for step in range(20) for index in schedule.at(step)]
+    schedule = Schedule.plan(request)
+    in_order = [request.kinds[index].length for step in range(20) for index in schedule.micro_batches(step)]
     seen: list[int] = []
     before: list[int] = []
 
@@ -305,7 +305,7 @@ def test_what_holds_memory_adds_up_to_what_is_allocated(
         _logits_gib=lambda: logits_kib * KIB,
     )
     parts = {"weights": 8.0, "adapters": 4.0, "gradients": 2.0, "optimizer": 2.0} | found
-    assert probe.allocated_by() == pytest.approx({name: kib * KIB for name, kib in parts.items()})
+    assert probe.memory_terms() == pytest.approx({name: kib * KIB for name, kib in parts.items()})
     assert probe._state_gib() == pytest.approx(14 * KIB)
 
 
@@ -324,8 +324,8 @@ def test_adapters_are_saved_as_the_run_does_where_that_is_small(
     recorder = SimpleNamespace(
         begin=begun.append,
         weigh=lambda: done.append("weigh"),
-        schedule=Schedule.of(request),
-        evaluated=[10.0, 11.0, 14.0],  # the kinds take 1 s and 3 s
+        schedule=Schedule.plan(request),
+        evaluation_ends=[10.0, 11.0, 14.0],  # the kinds take 1 s and 3 s
     )
     trainer = SimpleNamespace(
         evaluate=lambda: done.append("evaluate"),
@@ -378,7 +378,7 @@ def test_a_measurement_is_what_was_recorded(device: str) -> None:
         resident=SimpleNamespace(model_gib=2.0, joined=None, adapters_gib=lambda: 1.0),
         limit_gib=7.0,
         context_gib=0.25,
-        _is_made_up=False,
+        _has_random_weights=False,
         _new_length_s=0.125,
         _evaluation_s=0.75,
         _checkpoint_s=None,
@@ -397,7 +397,7 @@ def test_a_measurement_is_what_was_recorded(device: str) -> None:
     assert (found.trainable_params, found.total_params) == (1024, 2048)
     assert (found.evaluation_s, found.checkpoint_s, found.context_gib) == (0.75, None, 0.25)
     assert found.new_length_s == 0.125
-    probe._is_made_up = True  # the weights are not those that were asked for
+    probe._has_random_weights = True  # the weights are not those that were asked for
     assert probe._measurement([2.0, 1.0]).losses == ()
 
 
@@ -417,7 +417,7 @@ class Plain:
         return ["batch"]
 
 
-class ToldOf(Recorded, Plain):
+class ToldOf(RecordingMixin, Plain):
     """A Trainer with a recorder."""
 
 
@@ -432,7 +432,7 @@ def told() -> Any:
         end_micro_batch=lambda: said.append("end"),
         enter=lambda phase, timed: said.append(phase if timed else None),
         losses=[],
-        evaluated=[],
+        evaluation_ends=[],
         fetches=[],
         meter=SimpleNamespace(mark=lambda: len(said)),
     )
@@ -449,7 +449,7 @@ def test_a_trainer_tells_of_the_phases_of_a_micro_batch(told: Any) -> None:
 
 def test_a_trainer_marks_what_it_fetches_and_what_it_evaluates(told: Any) -> None:
     assert told.get_batch_samples() == ["batch"] and told.recorder.fetches == [(0, 0)]
-    assert told.prediction_step(nn.Linear(1, 1)) == "predicted" and told.recorder.evaluated == [0]
+    assert told.prediction_step(nn.Linear(1, 1)) == "predicted" and told.recorder.evaluation_ends == [0]
     told.train_dataset = ["first", "second", "third"]
     assert list(told._get_train_sampler()) == [0, 1, 2]
 
@@ -458,7 +458,7 @@ def test_a_trainer_marks_what_it_fetches_and_what_it_evaluates(told: Any) -> Non
 def test_training_stops_when_the_recorder_has_enough(enough: bool) -> None:
     recorder: Any = SimpleNamespace(end_step=lambda: enough)
     control = SimpleNamespace(should_training_stop=False)
-    _StepEnds(recorder).on_step_end(None, None, control)
+    _StepEndCallback(recorder).on_step_end(None, None, control)
     assert control.should_training_stop is enough
 
 
@@ -687,9 +687,9 @@ def test_the_trainer_of_a_probe_by_hand(tmp_path: Path) -> None:
     assert trainer.model is probe.model and trainer.compute_loss_func is probe._loss
     assert trainer.recorder is probe.recorder
     callbacks = [type(one).__name__ for one in trainer.callback_handler.callbacks]
-    assert "_StepEnds" in callbacks and not {"PrinterCallback", "ProgressCallback"} & set(callbacks)
+    assert "_StepEndCallback" in callbacks and not {"PrinterCallback", "ProgressCallback"} & set(callbacks)
     schedule = probe.recorder.schedule
-    order = [KINDS[index].length for step in range(21) for index in schedule.at(step)]
+    order = [KINDS[index].length for step in range(21) for index in schedule.micro_batches(step)]
     assert [len(row["input_ids"]) for row in trainer.train_dataset] == order and order[:4] == [3, 3, 3, 9]
     assert [len(row["input_ids"]) for row in trainer.eval_dataset] == [9, 3, 5, 4]
     seeded = {seed: probe._rows([0], seed)[0]["input_ids"] for seed in (4, 5, 6, 7)}
@@ -709,7 +709,7 @@ def test_trl_pads_to_whole_rows_where_that_was_asked_for(
     trainer = SimpleNamespace(add_callback=asked.append, remove_callback=asked.append)
 
     def trl(recorded: type, model: Any, settings: dict[str, Any], train: Any, held_out: Any, *others: Any) -> Any:
-        assert recorded is Recorded and (len(train), len(held_out)) == (42, 4) and others == (Objective.SFT, None)
+        assert recorded is RecordingMixin and (len(train), len(held_out)) == (42, 4) and others == (Objective.SFT, None)
         asked.append(settings)
         return trainer
 

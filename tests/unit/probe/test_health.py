@@ -42,7 +42,7 @@ def test_each_wrong_row_is_counted() -> None:
         product[3:5] += 1  # in every column, by so much in all as the vector sums to
         return product
 
-    with pytest.raises(Miscalculated, match=r"^2 of 512 rows of a product of matrices are wrong$"):
+    with pytest.raises(Miscalculated, match=r"^2 of 512 rows of a matrix product are wrong$"):
         multiplied(broken)
 
 

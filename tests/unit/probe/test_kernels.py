@@ -4,7 +4,7 @@ import pytest
 
 from autotune.core.micro_profile import KernelClass
 from autotune.core.probe_types import KernelTimes
-from autotune.probe.kernels import Kernel, Work, class_of, fused_operators, kernel_times, listed, work_of
+from autotune.probe.kernels import Kernel, Work, class_of, fused_operators, kernel_times, list_kernels, work_of
 
 # Names as the profiler gives them, cut.
 NAMES = {
@@ -137,7 +137,7 @@ def test_where_nothing_can_be_seen_nothing_is_known() -> None:
 
 
 def test_the_log_has_a_line_for_each_name_the_longest_first() -> None:
-    lines = listed([kernel("gemm", 0.0, 0.001), kernel("copy", 0.0, 0.004), kernel("gemm", 0.0, 0.002)])
+    lines = list_kernels([kernel("gemm", 0.0, 0.001), kernel("copy", 0.0, 0.004), kernel("gemm", 0.0, 0.002)])
     assert [line.split() for line in lines] == [
         ["4.000", "ms", "1", "bytes", "copy"],
         ["3.000", "ms", "2", "products", "gemm"],

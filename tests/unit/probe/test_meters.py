@@ -97,15 +97,15 @@ def test_address_space_of_a_host_is_not_lost_memory_is(monkeypatch: pytest.Monke
     monkeypatch.setattr(meter, "_status", status.__getitem__)
     meter.settle()
     status["VmData"] += 2 * GIB
-    assert meter.returned_to(0.0)
+    assert meter.has_returned(0.0)
     for _ in range(3):
-        assert meter.returned_to(0.0)
+        assert meter.has_returned(0.0)
         status["RssAnon"] += GIB // 6
         meter.rebase(0.0)
-    assert meter.returned_to(0.0)
+    assert meter.has_returned(0.0)
     status["RssAnon"] = GIB + GIB // 2
     meter.rebase(0.0)
-    assert not meter.returned_to(0.0)
+    assert not meter.has_returned(0.0)
 
 
 PEAKS = """
@@ -160,7 +160,7 @@ def test_a_gpu_has_its_memory_back_but_for_what_libraries_keep(monkeypatch: pyte
     """Some library keeps 2 MiB from its first use of a large matrix on; a tensor that is left is more."""
     for kept_mib, returned in ((2, True), (-7, True), (8, False), (-8, False), (9, False)):
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda kept=kept_mib: GIB + kept * 2**20)
-        assert meter(None).returned_to(1.0) is returned
+        assert meter(None).has_returned(1.0) is returned
 
 
 def test_memory_of_models_that_wait_is_neither_counted_nor_capped(
@@ -271,17 +271,17 @@ def test_a_host_has_its_memory_back_but_for_what_python_keeps(monkeypatch: pytes
     monkeypatch.setattr(made, "_status", status.__getitem__)
     made.settle()
     status["RssAnon"] += GIB // 4 + 20 * 2**20
-    assert made.returned_to(0.25) and not made.returned_to(0.245)
+    assert made.has_returned(0.25) and not made.has_returned(0.245)
     status["RssAnon"] += 4 * 2**20  # 24 MiB in all
-    assert not made.returned_to(0.25)
+    assert not made.has_returned(0.25)
     status["RssAnon"] -= 4 * 2**20
     made.rebase(0.25)
     status["RssAnon"] += GIB // 2
-    assert made.returned_to(0.75)
+    assert made.has_returned(0.75)
     made.rebase(0.25)
-    assert not made.returned_to(0.25)  # over half a GiB is lost
+    assert not made.has_returned(0.25)  # over half a GiB is lost
     made.aside_gib = 0.25
-    assert made.returned_to(0.25)  # or held by a model that waits
+    assert made.has_returned(0.25)  # or held by a model that waits
 
 
 def test_a_limit_of_a_host_is_on_top_of_what_it_has_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +335,7 @@ def test_there_is_a_meter_for_each_kind_of_device(monkeypatch: pytest.MonkeyPatc
 
 def test_what_a_host_says_of_a_process_is_in_kilobytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made = CpuMeter()
-    assert made.context_gib() > 0.0 and made.allocated_gib() < 0.25 and made.returned_to(0.0)
+    assert made.context_gib() > 0.0 and made.allocated_gib() < 0.25 and made.has_returned(0.0)
     (tmp_path / "status").write_text("Name:\tx\nVmHWM:\t  300 kB\nVmHWMx:\t1 kB\nRssAnon:\t 20 kB\n")
     monkeypatch.setattr(meters, "Path", lambda path: tmp_path / Path(path).name)
     assert (made._status("VmHWM"), made._status("RssAnon")) == (307_200, 20_480)

@@ -61,11 +61,11 @@ def test_a_phase_expires_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> 
     watched.enter(Phase.STEADY)
     assert watched.deadline_s() == DEADLINES[Phase.STEADY]
     now += DEADLINES[Phase.STEADY]
-    assert not watched.expired()
+    assert not watched.is_expired()
     now += 1.0
-    assert watched.expired()
+    assert watched.is_expired()
     watched.enter(Phase.CLEANUP)
-    assert not watched.expired()
+    assert not watched.is_expired()
 
 
 def watched(*samples: Telemetry) -> Monitor:

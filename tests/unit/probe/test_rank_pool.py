@@ -8,7 +8,7 @@ import pytest
 from autotune.core.errors import EnvironmentProblem
 from autotune.core.probe_types import Outcome, Phase
 from autotune.probe import rank_pool
-from autotune.probe.rank_pool import RankPool, combined
+from autotune.probe.rank_pool import RankPool, combine_results
 from tests.helpers.factories import measurement, result
 
 
@@ -17,7 +17,7 @@ def test_the_slowest_rank_sets_the_time_and_each_peak_is_the_highest() -> None:
     slow = measurement(0.5, 20.0, losses=(3.0, 4.0), context_gib=None, limit_gib=60.0)
     quick = replace(quick, segment_peak_gib={"forward": 29.0, "backward_layers": 30.0})
     slow = replace(slow, segment_peak_gib={"forward": 31.0, "backward_layers": 20.0})
-    found = combined(
+    found = combine_results(
         [result(measurement=quick, notes=("a",)), result(measurement=slow, notes=("a", "b"), seconds={"total": 9.0})]
     )
     assert found.notes == ("a", "b") and found.seconds == {"total": 9.0}
@@ -31,13 +31,13 @@ def test_the_slowest_rank_sets_the_time_and_each_peak_is_the_highest() -> None:
 
 
 def test_what_is_not_ok_on_one_rank_is_not_ok() -> None:
-    found = combined([result(), result(outcome=Outcome.OOM), result(outcome=Outcome.CRASH)])
+    found = combine_results([result(), result(outcome=Outcome.OOM), result(outcome=Outcome.CRASH)])
     assert found.outcome is Outcome.OOM
 
 
 def test_fewer_gpus_than_ranks_are_a_problem_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_pool, "visible", lambda: [0])
-    with pytest.raises(EnvironmentProblem, match="2 ranks need as many GPUs, and 1 are visible"):
+    with pytest.raises(EnvironmentProblem, match="2 ranks need 2 GPUs, and 1 are visible"):
         RankPool("cuda", 2, tmp_path)
 
 

@@ -67,8 +67,8 @@ EVEN = tuple(MicroBatch(rows=((8,),), length=8, share=0.25) for _ in range(4))  
 def of_kinds(seconds: Sequence[float], **wanted: Any) -> Recorder:
     """Steps of two micro batches; each takes what its kind of KINDS does."""
     asked = ProbeRequest(config=TrainConfig(), model={}, memory_gib=1.0, micro_batches=KINDS)
-    plan = Schedule.of(asked)
-    order = [index for step in range(60) for index in plan.at(step)]
+    plan = Schedule.plan(asked)
+    order = [index for step in range(60) for index in plan.micro_batches(step)]
     return recorded([seconds[index] for index in order], optimizer=0.1, micro_batches=KINDS, **wanted)
 
 
@@ -388,11 +388,11 @@ def test_the_first_phase_in_which_the_allocator_tidied_up_is_remembered() -> Non
     meter = Scales((1.0, 1.0))
     recorder = on_scales(meter)
     recorder.enter(Phase.FORWARD)
-    assert recorder.retried_in is None
+    assert recorder.retry_phase is None
     meter.retries = 1
     recorder.enter(Phase.BACKWARD)
     recorder.enter(Phase.OPTIMIZER)
-    assert recorder.retried_in is Phase.FORWARD
+    assert recorder.retry_phase is Phase.FORWARD
 
 
 def test_on_a_cpu_the_peaks_of_the_first_step_do_not_count() -> None:
@@ -413,7 +413,7 @@ def test_the_hosts_own_time_is_the_shortest_between_two_micro_batches_of_a_step(
     """Of two, the second is followed by the rest of its step. The first step is not timed."""
     meter = Scales((1.0, 1.0))
     recorder = on_scales(meter, micro_steps=2)
-    recorder.issued = [0.1, 0.2, 0.7, 0.3, 0.6, 0.4, 0.9, 0.2]
+    recorder.issue_s = [0.1, 0.2, 0.7, 0.3, 0.6, 0.4, 0.9, 0.2]
     assert recorder.host_micro_s() is None  # nothing is timed yet
     recorder.first_timed = 1
     assert recorder.host_micro_s() is None  # on a CPU the host is the device
@@ -423,10 +423,10 @@ def test_the_hosts_own_time_is_the_shortest_between_two_micro_batches_of_a_step(
     recorder.request = replace(recorder.request, micro_batches=(kind,))
     assert recorder.host_waits() and recorder.host_micro_s() is None
     alone = on_scales(meter, micro_steps=1)
-    alone.first_timed, alone.issued = 2, [0.1, 0.2, 0.7, 0.3]
+    alone.first_timed, alone.issue_s = 2, [0.1, 0.2, 0.7, 0.3]
     assert alone.host_micro_s() == 0.3
     four = on_scales(meter, micro_steps=4)
-    four.first_timed, four.issued = 0, [0.5, 0.4, 0.3, 0.1, 0.6, 0.7, 0.35, 0.2]
+    four.first_timed, four.issue_s = 0, [0.5, 0.4, 0.3, 0.1, 0.6, 0.7, 0.35, 0.2]
     assert four.host_micro_s() == 0.3
 
 
@@ -437,13 +437,13 @@ def test_the_host_works_between_two_micro_batches_too(monkeypatch: pytest.Monkey
     for _ in range(2):
         recorder.begin_micro_batch()
         recorder.end_micro_batch()
-    assert recorder.issued == [1.5, 1.5]
+    assert recorder.issue_s == [1.5, 1.5]
     recorder.step = 1
     recorder.starts.append([])
     recorder.ends.append([])
     recorder.begin_micro_batch()  # what passes between two steps is not theirs
     recorder.end_micro_batch()
-    assert recorder.issued == [1.5, 1.5, 2.0]
+    assert recorder.issue_s == [1.5, 1.5, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -454,7 +454,7 @@ def test_the_host_works_between_two_micro_batches_too(monkeypatch: pytest.Monkey
         ("per_layer", 3, 3, None),
         ("per_layer", 3, 4, "compiled again"),
         ("none", 3, 4, "compiled again"),
-        ("per_layer", 0, 0, "nothing was compiled"),
+        ("per_layer", 0, 0, "compiled no layer"),
     ],
 )
 def test_times_of_a_model_that_was_compiled_meanwhile_mean_nothing(
@@ -526,8 +526,8 @@ def test_each_kind_counts_by_its_share_in_the_phases_too(
         MicroBatch(rows=((length,),), length=length, share=share) for length, share in zip(lengths, shares, strict=True)
     )
     asked = ProbeRequest(config=TrainConfig(), model={}, memory_gib=1.0, micro_batches=kinds)
-    plan = Schedule.of(asked)
-    micros = [seconds[index] for step in range(60) for index in plan.at(step)]
+    plan = Schedule.plan(asked)
+    micros = [seconds[index] for step in range(60) for index in plan.micro_batches(step)]
     times = recorded(micros, micro_batches=kinds, min_timed_s=0.0).times()
     mean = sum(share * each for share, each in zip(shares, seconds, strict=True))
     assert times.micro_batches == pytest.approx([mean]) and times.steps == pytest.approx([2 * mean])

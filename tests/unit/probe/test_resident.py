@@ -103,7 +103,7 @@ def test_other_adapters_are_made_anew_and_the_old_ones_are_gone(resident: Reside
     names = {name for name, _ in resident.base.named_modules()}
     config = replace(REQUEST.config, **knobs)
     second = attach(resident, config, CPU, seed=0)
-    assert second is not first and resident.adapted is second
+    assert second is not first and resident.peft_model is second
     if "dora" not in knobs:
         assert {name for name, _ in resident.base.named_modules()} == names  # no adapter stands on another
     # DoRA's magnitudes come from the weights: they are never reused.
@@ -113,7 +113,7 @@ def test_other_adapters_are_made_anew_and_the_old_ones_are_gone(resident: Reside
 def test_full_fine_tuning_trains_the_base_itself(resident: ResidentModel) -> None:
     config = TrainConfig(method="full")
     model = attach(resident, config, CPU, seed=0)
-    assert resident.adapted is None and all(parameter.requires_grad for parameter in model.parameters())
+    assert resident.peft_model is None and all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_what_a_trainer_leaves_behind_is_undone(resident: ResidentModel) -> None:
@@ -149,7 +149,7 @@ def test_what_a_trainer_leaves_behind_is_undone(resident: ResidentModel) -> None
 def test_a_base_without_adapters_is_cleaned_too(resident: ResidentModel) -> None:
     resident.base.train()
     clean(resident)
-    assert not resident.base.training and resident.adapted is None
+    assert not resident.base.training and resident.peft_model is None
 
 
 def test_real_weights_are_loaded_for_a_whole_model_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,29 +18,29 @@ def request(*kinds: tuple[int, float], **wanted: Any) -> ProbeRequest:
 
 
 def schedule(*kinds: tuple[int, float], **wanted: Any) -> Schedule:
-    return Schedule.of(request(*kinds, **wanted))
+    return Schedule.plan(request(*kinds, **wanted))
 
 
 def test_full_rows_are_one_kind() -> None:
     one = schedule()
-    assert [one.at(step) for step in range(3)] == [(0, 0)] * 3
+    assert [one.micro_batches(step) for step in range(3)] == [(0, 0)] * 3
     assert one.weights == (0.5, 0.5) and one.num_kinds == 1 and not one.uneven
 
 
 def test_the_shortest_makes_the_optimizer_state_and_the_longest_is_last_in_its_step() -> None:
     kinds = schedule((10, 0.1), (100, 0.02), (30, 0.5), (20, 0.38))
-    assert [kinds.at(step) for step in range(5)] == [(0, 0), (0, 1), (3, 2), (0, 1), (3, 2)]
+    assert [kinds.micro_batches(step) for step in range(5)] == [(0, 0), (0, 1), (3, 2), (0, 1), (3, 2)]
     assert kinds.weights == pytest.approx((0.1, 0.02, 0.38, 0.5))
-    assert [kinds.in_rounds(step) for step in range(5)] == [0, 0, 1, 0, 2]
+    assert [kinds.finished_rounds(step) for step in range(5)] == [0, 0, 1, 0, 2]
     assert kinds.uneven and kinds.num_kinds == 4
 
 
 def test_a_frequent_longest_kind_is_trained_on_before_it_may_be_timed() -> None:
     kinds = schedule((100, 0.1), (10, 0.9))
-    assert [kinds.at(step) for step in range(3)] == [(1, 0), (1, 0), (1, 0)]
+    assert [kinds.micro_batches(step) for step in range(3)] == [(1, 0), (1, 0), (1, 0)]
     assert kinds.weights == pytest.approx((0.9, 0.1))
     alone = schedule((100, 0.1), (10, 0.9), micro_steps=1)
-    assert [alone.at(step) for step in range(4)] == [(0,), (0,), (1,), (0,)]
+    assert [alone.micro_batches(step) for step in range(4)] == [(0,), (0,), (1,), (0,)]
     assert alone.weights == pytest.approx((0.1, 0.9))
 
 
@@ -59,7 +59,7 @@ def test_what_the_lead_and_a_round_take_goes_by_their_tokens() -> None:
     assert kinds.lead_micros == pytest.approx(130 / 20) and kinds.round_micros == pytest.approx(80 / 20)
     even = schedule(*[(64, 0.25)] * 4)
     assert (even.lead_micros, even.round_micros) == (2, 4)
-    assert even.evaluated == (0, 0, 1) and even.evaluated_micros == 3
+    assert even.evaluation == (0, 0, 1) and even.evaluation_micros == 3
 
 
 def test_the_first_round_counts_where_no_length_is_new_or_micro_batches_are_long() -> None:
@@ -84,12 +84,12 @@ def test_a_round_in_which_attention_plans_for_its_lengths_never_counts() -> None
 )
 def test_as_many_rounds_are_timed_as_last_long_enough(step_s: float, wanted: dict[str, Any], rounds: int) -> None:
     asked = request((10, 0.5), (40, 0.25), (20, 0.25), **wanted)
-    assert Schedule.of(asked).rounds_to_time(asked, step_s, asked.min_timed_s) == rounds
+    assert Schedule.plan(asked).rounds_to_time(asked, step_s, asked.min_timed_s) == rounds
 
 
 def test_kinds_of_one_length_need_no_lead_of_their_own() -> None:
     packed = schedule(*[(64, 0.25)] * 4)
-    assert [packed.at(step) for step in range(4)] == [(0, 1), (0, 1), (2, 3), (0, 1)]
+    assert [packed.micro_batches(step) for step in range(4)] == [(0, 1), (0, 1), (2, 3), (0, 1)]
     assert not packed.uneven and packed.num_kinds == 4
 
 
@@ -98,7 +98,7 @@ def test_a_round_that_its_kinds_do_not_fill_repeats_the_most_frequent() -> None:
     assert kinds.round == ((0, 1), (2, 2))
     assert kinds.weights == pytest.approx((0.2, 0.3, 0.25, 0.25)) and sum(kinds.weights) == pytest.approx(1)
     assert kinds.mean([1.0, 2.0, 3.0, 4.0]) == pytest.approx(0.2 + 0.6 + 0.75 + 1.0)
-    assert kinds.evaluated == (1, 0, 1, 2) and kinds.evaluated_micros == pytest.approx((30 + 60) / 21)
+    assert kinds.evaluation == (1, 0, 1, 2) and kinds.evaluation_micros == pytest.approx((30 + 60) / 21)
 
 
 @pytest.mark.parametrize(("share", "first"), [(0.0625, (0, 0)), (0.125, (0, 1))])
@@ -113,8 +113,10 @@ def test_the_longest_is_in_the_lead_if_more_than_a_share_of_micro_batches_are_as
 
 def test_a_first_round_counts_once_attention_has_planned_for_its_lengths() -> None:
     asked = replace(request((10, 0.5), (20, 0.5)), config=TrainConfig(micro_batch_size=1, padding="masked"))
-    assert not Schedule.of(asked).first_counts(1e9)
-    assert Schedule.of(asked, planned=True).first_counts(1.1) and not Schedule.of(asked, planned=True).first_counts(0.9)
+    assert not Schedule.plan(asked).first_counts(1e9)
+    assert Schedule.plan(asked, planned=True).first_counts(1.1) and not Schedule.plan(asked, planned=True).first_counts(
+        0.9
+    )
 
 
 def test_weights_are_shares_of_what_is_timed() -> None:
@@ -127,7 +129,7 @@ def test_weights_are_shares_of_what_is_timed() -> None:
 def test_a_confirmation_of_one_length_needs_no_second_round() -> None:
     for kinds, rounds in ((((64, 0.5), (64, 0.5)), 1), (((64, 0.5), (32, 0.5)), 2)):
         asked = request(*kinds, min_timed_s=0.0, rung=Rung.CONFIRM)
-        assert Schedule.of(asked).rounds_to_time(asked, 1.0, 0.0) == rounds
+        assert Schedule.plan(asked).rounds_to_time(asked, 1.0, 0.0) == rounds
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_a_confirmation_of_one_length_needs_no_second_round() -> None:
 )
 def test_steps_of_one_kind_are_timed_until_the_time_is_up(step_s: float, most: int, rounds: int) -> None:
     asked = request(max_timed_steps=most)
-    assert Schedule.of(asked).rounds_to_time(asked, step_s, 1.0) == rounds
+    assert Schedule.plan(asked).rounds_to_time(asked, step_s, 1.0) == rounds
 
 
 def test_long_is_what_hides_the_loading_of_kernels() -> None:
@@ -152,8 +154,8 @@ def test_one_in_twenty_is_often() -> None:
 def test_rounds_follow_the_lead_from_their_first_step_on() -> None:
     six = schedule(*[(64, 1 / 6)] * 6)
     assert (len(six.lead), len(six.round)) == (1, 3)
-    assert [six.at(step) for step in range(1, 5)] == [(0, 1), (2, 3), (4, 5), (0, 1)]
+    assert [six.micro_batches(step) for step in range(1, 5)] == [(0, 1), (2, 3), (4, 5), (0, 1)]
 
 
 def test_each_kind_is_evaluated_where_there_are_two_lengths() -> None:
-    assert schedule((10, 0.5), (10, 0.3), (40, 0.2)).evaluated == (2, 0, 1, 2)
+    assert schedule((10, 0.5), (10, 0.3), (40, 0.2)).evaluation == (2, 0, 1, 2)

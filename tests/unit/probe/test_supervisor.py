@@ -51,7 +51,7 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answers:
                 raise one
             return one
 
-        monkeypatch.setattr(prober, "_once", once)
+        monkeypatch.setattr(prober, "_probe_once", once)
         return prober
 
     return start
@@ -228,7 +228,7 @@ def test_why_a_worker_has_ended(
     counts = iter(kills)
     monkeypatch.setattr(supervisor, "host_oom_kills", lambda: next(counts))
     prober, scripts = started([READY, STEADY, EOFError()], code=code)
-    found = prober._once(REQUEST, Path("one.log"))
+    found = prober._probe_once(REQUEST, Path("one.log"))
     assert (found.outcome, found.phase, found.reason) == (Outcome.CRASH, None, reason)
     assert scripts[0].told[-1] == "close" and "total" in found.seconds
 
@@ -353,7 +353,9 @@ def test_a_probe_without_an_answer_began_when_it_was_asked_for(
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: next(clock))
     request = replace(REQUEST, depth=2)
     before = datetime.now(UTC)
-    failed = supervisor.failed(request, Outcome.CRASH, None, "it ended", supervisor.time.monotonic(), Path("a/one.log"))
+    failed = supervisor.failed_result(
+        request, Outcome.CRASH, None, "it ended", supervisor.time.monotonic(), Path("a/one.log")
+    )
     assert failed.seconds == {"total": 7.5} and failed.log == "one.log"
     began = datetime.fromisoformat(failed.started_at or "")
     taken = timedelta(seconds=7.5)
@@ -404,7 +406,9 @@ def test_how_long_a_hung_or_an_ended_worker_is_waited_for(started: Started, monk
     prober.probe(REQUEST, Path("one.log"))
     assert waited == [(0.25, "dump")]
     monkeypatch.setattr(scripts[1], "wait_for_exit", lambda timeout_s: waited.append(timeout_s) or 3)
-    assert prober._once(REQUEST, Path("one.log")).reason == "the worker ended with exit code 3" and waited[1:] == [5.0]
+    assert prober._probe_once(REQUEST, Path("one.log")).reason == "the worker ended with exit code 3" and waited[
+        1:
+    ] == [5.0]
 
 
 def test_a_profile_comes_with_the_result_of_its_probe(started: Started, tmp_path: Path) -> None:

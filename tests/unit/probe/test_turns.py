@@ -11,7 +11,7 @@ import pytest
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._inductor.fx_passes import pad_mm
 
-from autotune.probe.turns import HELD, LOCK, TRIES, Turns, held_by_others_gib
+from autotune.probe.turns import HELD, LOCK, TIMING_FUNCTIONS, Turns, held_by_others_gib
 
 ARGS = CallbackArgs(CallbackTrigger.DYNAMO, "0/0")
 
@@ -29,17 +29,17 @@ def is_free(folder: Path) -> bool:
 
 
 def take_turn(turns: Turns) -> None:
-    with turns.held(compiles=False):
+    with turns.take(compiles=False):
         pass
 
 
 def test_a_turn_ends_with_its_block_and_not_while_code_runs(tmp_path: Path) -> None:
     given: list[str] = []
-    turns = Turns(tmp_path, before_giving=lambda: given.append("settled"))
-    with turns.held(compiles=False):
+    turns = Turns(tmp_path, on_give=lambda: given.append("settled"))
+    with turns.take(compiles=False):
         assert not is_free(tmp_path) and not given
     assert is_free(tmp_path) and given == ["settled"]
-    with pytest.raises(ValueError, match="it failed"), turns.held(compiles=True):
+    with pytest.raises(ValueError, match="it failed"), turns.take(compiles=True):
         raise ValueError("it failed")
     assert is_free(tmp_path)
     turns.close()
@@ -47,7 +47,7 @@ def test_a_turn_ends_with_its_block_and_not_while_code_runs(tmp_path: Path) -> N
 
 def test_the_device_is_left_to_others_while_code_is_compiled(tmp_path: Path) -> None:
     turns, before = Turns(tmp_path), len(callback_handler.start_callbacks)
-    with turns.held(compiles=True):
+    with turns.take(compiles=True):
         for _ in range(2):  # forward and backward
             callback_handler.run_start_callbacks(ARGS)
             assert is_free(tmp_path)
@@ -56,7 +56,7 @@ def test_the_device_is_left_to_others_while_code_is_compiled(tmp_path: Path) -> 
             assert not is_free(tmp_path)
     assert 0.1 <= turns.compile_s < 5 and is_free(tmp_path)
     assert len(callback_handler.start_callbacks) == before
-    with turns.held(compiles=True):
+    with turns.take(compiles=True):
         pass
     assert turns.compile_s == 0.0
     turns.close()
@@ -65,7 +65,7 @@ def test_the_device_is_left_to_others_while_code_is_compiled(tmp_path: Path) -> 
 def test_who_has_the_device_alone_waits_for_nobody_and_knows_how_long_it_compiled() -> None:
     waits: list[float] = []
     turns = Turns(None, on_wait=lambda begin, end: waits.append(end))
-    with turns.held(compiles=True):
+    with turns.take(compiles=True):
         callback_handler.run_start_callbacks(ARGS)
         time.sleep(0.05)
         callback_handler.run_end_callbacks(ARGS)
@@ -77,8 +77,8 @@ def test_a_turn_is_waited_for_and_no_longer_than_patience_lasts(tmp_path: Path) 
     other, waits = Turns(tmp_path), [(0.0, 0.0)]
     mine = Turns(tmp_path, patience_s=20.0, on_wait=lambda begin, end: waits.append((begin, end)))
     hasty = Turns(tmp_path, patience_s=0.05)
-    with other.held(compiles=False):
-        with hasty.held(compiles=False):
+    with other.take(compiles=False):
+        with hasty.take(compiles=False):
             assert hasty.is_stuck  # and goes on
         assert not is_free(tmp_path)
         thread = threading.Thread(target=take_turn, args=(mine,))
@@ -101,7 +101,7 @@ def test_the_one_that_probes_has_the_next_turn(tmp_path: Path) -> None:
     for other in others:
         other._on_wait = lambda begin, end: order.append("other")
     threads = [threading.Thread(target=take_turn, args=(one,)) for one in (*others, prober)]
-    with holder.held(compiles=False):
+    with holder.take(compiles=False):
         for thread in threads:
             thread.start()
             time.sleep(0.1)
@@ -114,11 +114,11 @@ def test_the_one_that_probes_has_the_next_turn(tmp_path: Path) -> None:
 
 def test_who_offers_the_device_leaves_it_to_the_one_that_probes_alone(tmp_path: Path) -> None:
     order: list[str] = []
-    holder = Turns(tmp_path, before_giving=lambda: order.append("given"))
+    holder = Turns(tmp_path, on_give=lambda: order.append("given"))
     other = Turns(tmp_path, on_wait=lambda begin, end: order.append("other"))
     prober = Turns(tmp_path, patience_s=20.0, on_wait=lambda begin, end: order.append("prober"))
     threads = [threading.Thread(target=take_turn, args=(one,)) for one in (other, prober)]
-    with holder.held(compiles=True):
+    with holder.take(compiles=True):
         threads[0].start()
         time.sleep(0.1)
         holder.offer()  # another waits that compiles ahead too
@@ -148,7 +148,7 @@ def test_what_others_hold_is_added_up(tmp_path: Path) -> None:
 def test_a_product_that_the_compiler_tries_on_the_device_is_tried_in_a_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (name,) = (name for name in TRIES if hasattr(pad_mm, name))  # or nothing would be waited for
+    (name,) = (name for name in TIMING_FUNCTIONS if hasattr(pad_mm, name))  # or nothing would be waited for
     found: list[bool] = []
 
     def try_product(*args: object) -> bool:
@@ -158,7 +158,7 @@ def test_a_product_that_the_compiler_tries_on_the_device_is_tried_in_a_turn(
 
     monkeypatch.setattr(pad_mm, name, try_product)
     turns = Turns(tmp_path)
-    with turns.held(compiles=True):
+    with turns.take(compiles=True):
         callback_handler.run_start_callbacks(ARGS)
         assert getattr(pad_mm, name)(1, 2) and is_free(tmp_path)
         callback_handler.run_end_callbacks(ARGS)
@@ -175,7 +175,7 @@ def test_without_locks_the_worker_goes_on_and_others_end(tmp_path: Path, monkeyp
 
     worker, other = Turns(tmp_path, patience_s=1.0), Turns(tmp_path)
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with worker.held(compiles=False):
+    with worker.take(compiles=False):
         assert worker.is_stuck
     with pytest.raises(OSError, match="no locks"):
         take_turn(other)
@@ -187,7 +187,7 @@ def test_a_turn_ends_even_if_the_device_fails(tmp_path: Path) -> None:
     def fail() -> None:
         raise RuntimeError("CUDA error")
 
-    turns = Turns(tmp_path, before_giving=fail)
+    turns = Turns(tmp_path, on_give=fail)
     with pytest.raises(RuntimeError, match="CUDA error"):
         take_turn(turns)
     assert is_free(tmp_path)

@@ -20,7 +20,16 @@ import torch
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
 from autotune.catalog import resolve_model
-from autotune.core.probe_types import DeviceRates, Fingerprint, OomDetail, Outcome, Phase, ProbeRequest, Rung, Seat
+from autotune.core.probe_types import (
+    DeviceRates,
+    Fingerprint,
+    OomDetail,
+    Outcome,
+    Phase,
+    ProbeRequest,
+    RankAddress,
+    Rung,
+)
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.probe import device_rates, harness, health, model_shape, resident, worker
@@ -100,8 +109,8 @@ class Meter:
     def peak_gib(self) -> tuple[float, float]:
         return 8.0, 9.0
 
-    def returned_to(self, baseline_gib: float) -> bool:
-        self.said.append(("returned_to", baseline_gib))
+    def has_returned(self, baseline_gib: float) -> bool:
+        self.said.append(("has_returned", baseline_gib))
         return self.returned
 
     def cap(self, *values: float) -> float:
@@ -160,7 +169,7 @@ def probing(limit_gib: float) -> Any:
     """A probe in its backward pass."""
     return SimpleNamespace(
         recorder=SimpleNamespace(phase=Phase.BACKWARD),
-        allocated_by=lambda: {"weights": 4.0, "activations": 1.0},
+        memory_terms=lambda: {"weights": 4.0, "activations": 1.0},
         limit_gib=limit_gib,
     )
 
@@ -225,8 +234,8 @@ def test_a_base_model_is_kept_unless_it_was_changed(
     succeeded = fields["outcome"] is not Outcome.CRASH
     assert reusable is succeeded
     # What others take is not counted: they wait aside.
-    asked = [("returned_to", 3.5 if is_kept else 0.5)] if succeeded else []
-    assert [said for said in made.meter.said if said[0] == "returned_to"] == asked
+    asked = [("has_returned", 3.5 if is_kept else 0.5)] if succeeded else []
+    assert [said for said in made.meter.said if said[0] == "has_returned"] == asked
     assert made.meter.said.index("uncap") < len(made.meter.said) - 1 - made.meter.said[::-1].index("release")
 
 
@@ -237,10 +246,10 @@ def test_what_an_earlier_probe_left_is_frozen_and_collected_where_memory_stays(m
     collector.isenabled = lambda: True
     made = worker_on(meter := Meter(3.5), whole=Base(3.0))
     assert made._restore(REQUEST, {"outcome": Outcome.OK}) and done == ["freeze"]
-    meter.returned_to = lambda baseline_gib: "thaw" in done  # type: ignore[method-assign]
+    meter.has_returned = lambda baseline_gib: "thaw" in done  # type: ignore[method-assign]
     fields: dict[str, Any] = {"outcome": Outcome.OK}
     assert made._restore(REQUEST, fields) and done == ["freeze", "thaw", "freeze"] and "notes" not in fields
-    meter.returned_to = lambda baseline_gib: False  # type: ignore[method-assign]
+    meter.has_returned = lambda baseline_gib: False  # type: ignore[method-assign]
     assert not made._restore(REQUEST, fields) and done[3:] == ["thaw", "freeze"] and "notes" in fields
     del done[3:]
     collector.isenabled = lambda: False  # as the worker starts
@@ -394,11 +403,11 @@ def test_output_goes_to_the_log_of_a_probe_behind_what_is_there(tmp_path: Path) 
     log.write_text("before\n")
     try:
         handles = len(os.listdir("/proc/self/fd"))
-        worker._log_to(str(log))
+        worker._redirect_output(str(log))
         assert len(os.listdir("/proc/self/fd")) == handles
         os.write(1, b"out\n")
         os.write(2, b"err\n")
-        worker._log_to(kept[0])
+        worker._redirect_output(kept[0])
         os.fstat(kept[0])  # it is left open
         os.write(1, b"elsewhere\n")
     finally:
@@ -409,7 +418,7 @@ def test_output_goes_to_the_log_of_a_probe_behind_what_is_there(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("retries", "retried_in", "expected"),
+    ("retries", "retry_phase", "expected"),
     [
         (0, None, (Outcome.OK, None)),
         (2, Phase.BACKWARD, (Outcome.OOM, Phase.BACKWARD)),
@@ -417,7 +426,7 @@ def test_output_goes_to_the_log_of_a_probe_behind_what_is_there(tmp_path: Path) 
     ],
 )
 def test_a_try_tells_of_its_phases_and_of_memory_that_was_too_tight(
-    monkeypatch: pytest.MonkeyPatch, retries: int, retried_in: Phase | None, expected: tuple[Outcome, Phase | None]
+    monkeypatch: pytest.MonkeyPatch, retries: int, retry_phase: Phase | None, expected: tuple[Outcome, Phase | None]
 ) -> None:
     measured, closed, sent = measurement(alloc_retries=retries), list[bool](), list[dict[str, Any]]()
     made = worker_on(Meter())
@@ -432,7 +441,7 @@ def test_a_try_tells_of_its_phases_and_of_memory_that_was_too_tight(
             emit(Phase.FIRST_STEP)
             return measured
 
-        recorder = SimpleNamespace(retried_in=retried_in)
+        recorder = SimpleNamespace(retry_phase=retry_phase)
         return SimpleNamespace(run=run, recorder=recorder, micro_profile=PROFILE, close=lambda: closed.append(True))
 
     monkeypatch.setattr(harness, "Probe", probe)
@@ -469,7 +478,7 @@ def test_faults_strike_the_trial_that_is_running(monkeypatch: pytest.MonkeyPatch
     made.log = "trial-0003.log"
     made._attempt(REQUEST, [("total", 0.0)])
     assert struck == [("trial-0003.log", Phase.LOAD, 0), ("trial-0003.log", Phase.CLEANUP, 0)]
-    made.seat = Seat(number=1, meeting="file")
+    made.address = RankAddress(number=1, meeting="file")
     made._attempt(REQUEST, [("total", 0.0)])
     assert struck[2:] == [("trial-0003.log", phase, 1) for phase in (Phase.LOAD, Phase.CLEANUP)]
 
@@ -630,7 +639,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     seen: dict[str, Any] = {"logs": [], "made": []}
     monkeypatch.setattr(worker, "die_with_parent", lambda parent: seen.setdefault("parent", parent))
     monkeypatch.setattr(worker, "take_group_along", lambda handle, scratch: seen.setdefault("group", (handle, scratch)))
-    monkeypatch.setattr(worker, "_log_to", lambda target: seen["logs"].append(target))
+    monkeypatch.setattr(worker, "_redirect_output", lambda target: seen["logs"].append(target))
     monkeypatch.setattr(worker, "_describe", lambda model, send: send(event="described", shape=model))
     monkeypatch.setattr(worker, "_measure_rates", lambda measure, send: send(event="rates", rates=measure()))
     registered = lambda number, all_threads=False: seen.setdefault("stacks", (number, all_threads))  # noqa: E731
@@ -659,8 +668,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         def rates(self) -> str:
             return self.device
 
-        def collectives(self, seat: Seat, num_ranks: int) -> str:
-            return f"rank {seat.number} of {num_ranks} at {seat.meeting}"
+        def collectives(self, address: RankAddress, num_ranks: int) -> str:
+            return f"rank {address.number} of {num_ranks} at {address.meeting}"
 
     monkeypatch.setattr(worker, "Worker", Made)
     ours, theirs = socket.socketpair()
@@ -736,7 +745,7 @@ def test_a_log_is_made_for_its_user_to_write_and_for_others_to_read(
     monkeypatch.setattr(worker.os, "dup2", lambda handle, number: flushed.append(str(number)))
     before = os.umask(0)
     try:
-        worker._log_to(str(tmp_path / "log"))
+        worker._redirect_output(str(tmp_path / "log"))
     finally:
         os.umask(before)
     assert flushed == ["out", "err", "1", "2"] and (tmp_path / "log").stat().st_mode & 0o777 == 0o644

@@ -50,7 +50,7 @@ class Watch(Monitor):
     def tick(self) -> None:
         self.left -= 1
 
-    def expired(self) -> bool:
+    def is_expired(self) -> bool:
         return self.left <= 0
 
 

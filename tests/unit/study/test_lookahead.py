@@ -32,7 +32,7 @@ class Ahead:
         self.taken = set(taken)
         self.wanted: list[dict[str, ProbeRequest]] = []
 
-    def claimed(self) -> set[str]:
+    def claimed_keys(self) -> set[str]:
         return self.taken
 
     def want(self, requests: dict[str, ProbeRequest]) -> None:
