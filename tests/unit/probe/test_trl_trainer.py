@@ -87,7 +87,7 @@ def test_trls_own_script_runs_with_a_clock_and_says_what_it_measured(
 
     def clock(**asked: Any) -> Any:
         measured = {"seconds_per_step": seconds, "peak_reserved_gib": 1.5}
-        made.append(SimpleNamespace(asked=asked, measured=lambda: measured, tokens_per_step=90.0, num_steps=4))
+        made.append(SimpleNamespace(asked=asked, measurements=lambda: measured, tokens_per_step=90.0, num_steps=4))
         return made[-1]
 
     callbacks: list[Any] = []
