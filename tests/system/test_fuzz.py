@@ -1,4 +1,4 @@
-"""10,000 hostile inputs: each gives a value or a documented error, quickly, and writes only inside its folder."""
+"""1,000 hostile inputs: each gives a value or a documented error, quickly, and writes only inside its folder."""
 
 import json
 import math
@@ -115,7 +115,7 @@ def as_json(data: Any) -> bytes:
     return json.dumps(data, default=str, skipkeys=True).encode(errors="surrogatepass")
 
 
-@fuzz(1000)
+@fuzz(100)
 @given(content=yaml_files(SPACES))
 def test_search_spaces(workdir: Path, content: bytes) -> None:
     path = written(workdir, "space.yaml", content)
@@ -125,7 +125,7 @@ def test_search_spaces(workdir: Path, content: bytes) -> None:
         set_up(make_spec(None, {"model": "demo-3m", "space": str(path)}), CPU)
 
 
-@fuzz(1000)
+@fuzz(100)
 @given(content=yaml_files(SPECS))
 def test_study_specs(workdir: Path, content: bytes) -> None:
     path = written(workdir, "study.yaml", content)
@@ -135,7 +135,7 @@ def test_study_specs(workdir: Path, content: bytes) -> None:
         assert study_directory(None, task.study).resolve().parent == workdir / "runs"
 
 
-@fuzz(750)
+@fuzz(75)
 @given(content=yaml_files(PRICES))
 def test_price_files(workdir: Path, content: bytes) -> None:
     path = written(workdir, "prices.yaml", content)
@@ -143,7 +143,7 @@ def test_price_files(workdir: Path, content: bytes) -> None:
         assert all(price.usd_per_hour >= 0 and price.provider.isprintable() for price in load_prices(path))
 
 
-@fuzz(500)
+@fuzz(50)
 @given(content=mutated((SUBMISSION,)).map(as_json) | st.binary(max_size=50) | values.map(as_json))
 def test_submissions(workdir: Path, content: bytes) -> None:
     path = written(workdir, "theirs.json", content)
@@ -156,7 +156,7 @@ def test_submissions(workdir: Path, content: bytes) -> None:
         load_evidence(workdir)
 
 
-@fuzz(250)
+@fuzz(25)
 @given(content=mutated((CALIBRATION,)).map(as_json) | st.binary(max_size=50) | values.map(as_json))
 def test_calibrations(workdir: Path, content: bytes) -> None:
     path = written(workdir, "node.json", content)
@@ -167,7 +167,7 @@ def test_calibrations(workdir: Path, content: bytes) -> None:
         assert found and 0 < found.products < math.inf and 0 < host_of(given).scale < math.inf
 
 
-@fuzz(500)
+@fuzz(50)
 @given(content=yaml_files(FOREIGN))
 def test_yaml_of_other_tools(workdir: Path, content: bytes) -> None:
     path = written(workdir, "run.yaml", content)
@@ -175,7 +175,7 @@ def test_yaml_of_other_tools(workdir: Path, content: bytes) -> None:
         check(path, {"gpu": "h200"})
 
 
-@fuzz(250)
+@fuzz(25)
 @given(content=mutated(CONFIGS).map(as_json) | values.map(as_json) | st.binary(max_size=50))
 def test_configs_of_models(workdir: Path, content: bytes) -> None:
     folder = workdir / "model"
@@ -192,7 +192,7 @@ LINES = st.lists(
 )
 
 
-@fuzz(250)
+@fuzz(25)
 @given(content=st.binary(max_size=40) | LINES.map(lambda lines: "\n".join(lines).encode()))
 def test_files_of_lengths(workdir: Path, content: bytes) -> None:
     path = written(workdir, "lengths.txt", content)
@@ -200,7 +200,7 @@ def test_files_of_lengths(workdir: Path, content: bytes) -> None:
         assert read_lengths(path).mean >= 1
 
 
-@fuzz(350)
+@fuzz(35)
 @given(
     rows=st.lists(mutated(ROWS), max_size=4),
     noise=st.binary(max_size=30),
@@ -245,7 +245,7 @@ COMMANDS = st.one_of(
 )  # fmt: skip
 
 
-@fuzz(400)
+@fuzz(40)
 @given(command=COMMANDS)
 def test_the_command_line(workdir: Path, command: tuple[list[str], list[tuple[str, str]]]) -> None:
     words = [*command[0], *(word for flag in command[1] for word in flag)]
@@ -259,7 +259,7 @@ def test_the_command_line(workdir: Path, command: tuple[list[str], list[tuple[st
         assert ended.exit_code in EXIT_CODES
 
 
-@fuzz(250)
+@fuzz(25)
 @given(settings=st.lists(st.tuples(KNOB | VALUES, VALUES).map("=".join) | VALUES, max_size=3))
 def test_pinned_knobs(workdir: Path, settings: list[str]) -> None:
     with guarded(workdir), suppress(AutotuneError):
