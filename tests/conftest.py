@@ -1,12 +1,14 @@
 """Databases for the contract tests: a SQLite file, and a real PostgreSQL server started once a session."""
 
 import gc
+import itertools
 import os
 import shutil
 import sqlite3
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,13 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
 from autotune.probe.supervisor import WorkerProber
+from tests.helpers.fork_server import Client, forked_processes
 from tests.helpers.outage import make_tables
 from tests.helpers.sessions import Start, starter
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads would take the processor from other tests
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a study of tiny products takes 1.4 times as much with two
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process that compiles starts a pool of others
 hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("untimed")
 gc.set_threshold(200_000, 50, 100)  # rare collections: walking torch's objects took a fifth of the unit tests' time
@@ -93,6 +97,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
     order = {tests / f"{name}.py": index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (order.get(item.path, len(order)), tests / "unit" in item.path.parents))
+
+
+FORKS = pytest.StashKey[Client]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Fork the processes of probe and system tests from one that has imported torch, unless the test forbids it."""
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    if folder not in ("probe", "system") or item.get_closest_marker("real_processes"):
+        return (yield)
+    if FORKS not in item.config.stash:
+        item.config.stash[FORKS] = Client.start()
+    with forked_processes(item.config.stash[FORKS]):
+        return (yield)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the seconds of each stage, summed over the workers of pytest-xdist."""
+    seconds: Counter[str] = Counter()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[Path(report.nodeid.partition("::")[0]).parts[1]] += report.duration
+    stages = ", ".join(f"{stage} {spent:.0f}" for stage, spent in seconds.most_common())
+    terminalreporter.write_line(f"seconds of each stage, added over all workers: {stages}")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the fork server."""
+    if FORKS in config.stash:
+        config.stash[FORKS].close()
 
 
 @pytest.fixture(scope="session")

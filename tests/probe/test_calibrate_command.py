@@ -80,6 +80,7 @@ def test_doctor_shows_it_or_how_to_make_it(folder: Path, monkeypatch: pytest.Mon
     assert "ms to issue a layer" in shown["calibrated host"].found and "slow: cores" in shown
 
 
+@pytest.mark.real_processes
 def test_stopped_by_ctrl_c_it_leaves_nothing(tmp_path: Path) -> None:
     process = command(tmp_path, "calibrate", "--gpu", "cpu")
     parent = psutil.Process(process.pid)

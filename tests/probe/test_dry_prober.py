@@ -223,6 +223,7 @@ def test_a_process_that_does_not_answer_is_replaced(
     prober.__exit__()
 
 
+@pytest.mark.real_processes
 def test_the_worker_is_limited_and_ends_with_the_prober(tmp_path: Path) -> None:
     """It has a CPU worker's environment, one thread, and 8 GiB beside what it starts with. It prints nothing."""
     with DryProber(tmp_path) as prober:

@@ -14,7 +14,7 @@ from autotune.probe.supervisor import WorkerProber, check_worker
 from autotune.study.evaluator import shortened
 from tests.helpers.probing import LARGE, MODEL, WIDE, measured, pid_of, request
 
-pytestmark = pytest.mark.probe
+pytestmark = [pytest.mark.probe, pytest.mark.real_processes]
 
 TOO_LARGE: dict[str, Any] = LARGE | {"micro_batch_size": 128}
 

@@ -359,6 +359,7 @@ def test_what_fails_in_one_rank_ends_all_and_the_next_probe_is_right(
     assert not any(map(alive, last))
 
 
+@pytest.mark.real_processes
 def test_a_rank_that_hangs_is_ended_with_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "hang@steady:1#1")
     monkeypatch.setitem(DEADLINES, Phase.STEADY, 2.0)
@@ -369,6 +370,7 @@ def test_a_rank_that_hangs_is_ended_with_all(tmp_path: Path, monkeypatch: pytest
         assert not any(map(alive, before))
 
 
+@pytest.mark.real_processes
 def test_who_stops_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "hang@load#1")
     stop = threading.Event()

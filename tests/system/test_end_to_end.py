@@ -363,6 +363,7 @@ def interrupted(folder: Path, number: signal.Signals, *, after: int, total: int)
 TOTAL = 3
 
 
+@pytest.mark.real_processes
 def test_a_killed_study_resumes_without_loss(tmp_path: Path) -> None:
     folder, out = prepared(tmp_path), tmp_path / "out"
     code, _ = interrupted(folder, signal.SIGKILL, after=1, total=TOTAL)
@@ -387,6 +388,7 @@ def test_a_killed_study_resumes_without_loss(tmp_path: Path) -> None:
     assert json.loads(ended.out)["winner"] is not None
 
 
+@pytest.mark.real_processes
 def test_a_stopped_study_is_stored_and_resumes(tmp_path: Path) -> None:
     folder, out = prepared(tmp_path), tmp_path / "out"
     code, err = interrupted(folder, signal.SIGINT, after=1, total=TOTAL)

@@ -286,6 +286,7 @@ def test_rows_that_are_dealt_out_are_learned_as_they_are_by_one_process(tmp_path
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-5)
 
 
+@pytest.mark.real_processes
 def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:
     """Each has a session of its own, which a kill of the launcher's process group does not reach.
 

@@ -26,6 +26,8 @@ from tests.helpers.replay import machine
 from tests.helpers.sessions import BASELINE, Session, Start, by_tokens, starter, states
 from tests.system.faults.tuner import STEPS, TOTAL
 
+pytestmark = pytest.mark.real_processes
+
 HERE = Path(__file__).parent
 RecordFault = Callable[..., None]
 

@@ -25,7 +25,7 @@ from autotune.probe.supervisor import HOST_OOM, WorkerProber
 from autotune.probe.worker_process import WorkerProcess
 from tests.helpers.probing import LARGE, WIDE, alive, members, pid_of, request, until
 
-pytestmark = pytest.mark.probe
+pytestmark = [pytest.mark.probe, pytest.mark.real_processes]
 RecordFault = Callable[..., None]
 GROUP = 3  # the worker, the watchdog that kills its group, and the child
 
