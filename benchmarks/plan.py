@@ -30,7 +30,7 @@ from autotune.planning.device_estimate import device_limit_gib
 from autotune.planning.named_estimates import estimate_named_configs
 from autotune.prediction.collectives import rank_step_time, traffic
 from autotune.prediction.memory_formula import CONTEXT_GIB, NF4_STATISTICS, kept_bytes, memory_breakdown, moving_bytes
-from autotune.prediction.sharded_memory import Stack, rank_breakdown
+from autotune.prediction.sharded_memory import DeepSpeedBuffers, rank_breakdown
 from autotune.prediction.step_time import UNKNOWN_HOST, estimate_step_time
 from autotune.prediction.transfer import REFERENCE, interval, speed_transfer
 from autotune.probe.supervisor import WorkerProber
@@ -303,7 +303,6 @@ def summarize_objectives(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 # --- world
 
-FSDP1 = {"fsdp1": "fsdp2", "fsdp1_keep": "fsdp2_keep"}  # strategies that divide as FSDP2 does
 WORLD_COLUMNS = ["source", "model", "parallelism", "config", "peak", "peak_gib", "predicted_gib", "memory_error"]
 WORLD_COLUMNS += ["s_per_step", "predicted_s", "low_s", "high_s", "inside"]
 
@@ -324,10 +323,10 @@ def compare_world(row: dict[str, Any]) -> dict[str, Any]:
     """Return one row with its predictions, unless it is excluded."""
     theirs = {} if row["source"] == "ours" else {"allocator": "fixed"}  # PyTorch's default
     config = config_of(row, **theirs)
-    parallelism = Parallelism(num_gpus=row["num_gpus"], strategy=FSDP1.get(row["strategy"], row["strategy"]))
+    parallelism = Parallelism(num_gpus=row["num_gpus"], strategy=row["strategy"])
     compared = {key: row[key] for key in ("source", "gpu", "model")} | {"layers": row.get("layers")}
     compared |= {"config": config.label(), "parallelism": f"{row['num_gpus']} {row['strategy']}"}
-    compared |= {"stack": row.get("stack"), "peak": reads(row)}
+    compared |= {"buffers": row.get("buffers"), "peak": reads(row)}
     compared |= {"excluded": row.get("excluded"), "no_memory": row.get("no_memory"), "peak_gib": row.get("peak_gib")}
     compared |= {"no_speed": row.get("no_speed")}
     tokens = config.tokens * row["accumulation"] * row["num_gpus"]
@@ -335,23 +334,17 @@ def compare_world(row: dict[str, Any]) -> dict[str, Any]:
     compared |= {"s_per_step": s_per_step}
     if compared["excluded"] is not None:
         return compared
-    model, stack = model_of(row), stack_of(row)
+    model = model_of(row)
     if compared["peak_gib"] is not None and compared["no_memory"] is None:
-        compared |= world_memory(row, model, config, parallelism, stack)
+        compared |= world_memory(row, model, config, parallelism)
     if s_per_step is not None and compared["no_speed"] is None:
-        compared |= world_step(row, model, config, parallelism, stack, s_per_step)
+        compared |= world_step(row, model, config, parallelism, s_per_step)
     return compared
 
 
 def reads(row: dict[str, Any]) -> str:
     """Return the kind of memory that the source of a row read."""
     return str(row.get("peak", "allocated" if row["source"] == "ours" else "device"))
-
-
-def stack_of(row: dict[str, Any]) -> Stack:
-    """Return the differences of the stack that trained a row from the stack of plans."""
-    stack = Stack(**{"fsdp1": row["strategy"] in FSDP1} | row.get("stack", {}))
-    return replace(stack, logit_bytes=tuple(stack.logit_bytes))  # a list in the file
 
 
 def card_of(row: dict[str, Any]) -> DeviceSpec:
@@ -366,13 +359,14 @@ def model_of(row: dict[str, Any]) -> ModelSpec:
 
 
 def world_memory(
-    row: dict[str, Any], model: ModelSpec, config: TrainConfig, parallelism: Parallelism, stack: Stack
+    row: dict[str, Any], model: ModelSpec, config: TrainConfig, parallelism: Parallelism
 ) -> dict[str, Any]:
     """Predict the memory of a row, and return it with its error.
 
     The allocator keeps its reserved memory until the GPU is full, and then returns free blocks.
     """
-    found = rank_breakdown(model, config, parallelism, row["accumulation"], stack)
+    buffers = DeepSpeedBuffers(**row.get("buffers", {}))
+    found = rank_breakdown(model, config, parallelism, row["accumulation"], buffers)
     assert found is not None
     beside = found.nccl + CONTEXT_GIB
     room = (card_of(row).memory_gib or math.inf) - beside
@@ -386,12 +380,9 @@ def world_step(
     model: ModelSpec,
     config: TrainConfig,
     parallelism: Parallelism,
-    stack: Stack,
     s_per_step: float,
 ) -> dict[str, Any]:
     """Predict the time of an optimizer step of a row; empty if it is unknown."""
-    if stack.keeps_products:  # of each layer half is computed again, as if it were half of the layers
-        config = replace(config, checkpointing="every_2")
     card, on_reference = card_of(row), estimate_step_time(model, config, UNKNOWN_HOST)
     transfer = from_reference(card)
     if on_reference is None or transfer is None:

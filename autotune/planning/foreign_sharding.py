@@ -13,7 +13,7 @@ from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
 from autotune.prediction.estimate import memory_of
-from autotune.prediction.sharded_memory import MAX_LIVE, Stack
+from autotune.prediction.sharded_memory import MAX_LIVE, DeepSpeedBuffers
 
 _STAGE = re.compile(r"z(?:ero)?[-_]?([0-3])(?!\d)")  # in the name of a file, as zero3_bf16.json or ds_z2_config.json
 _BY_STAGE = ("ddp", "zero1", "zero2", "zero3")
@@ -86,12 +86,12 @@ def shared_out(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreig
     return replace(run, config=config, notes=tuple(kept))
 
 
-def stack_of(run: ForeignConfig) -> Stack:
+def buffers_of(run: ForeignConfig) -> DeepSpeedBuffers:
     """How much DeepSpeed gathers and sends at once, as its own file says it, or by its defaults and the Trainer's."""
     zero = _zero(run.values)
     live = _count(zero.get("stage3_max_live_parameters"))
     bucket = _count(zero.get("reduce_bucket_size"))
-    return Stack(live=MAX_LIVE if live is None else live, bucket=bucket, builds_whole=False)
+    return DeepSpeedBuffers(live=MAX_LIVE if live is None else live, bucket=bucket, builds_whole=False)
 
 
 def _zero(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.planning.counted_memory import count
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
-from autotune.planning.foreign_sharding import stack_of
+from autotune.planning.foreign_sharding import buffers_of
 from autotune.prediction.estimate import Estimate, MemoryBounds, estimate, memory_of, on_device, step_time_of
 from autotune.prediction.memory_formula import MemoryBreakdown
 from autotune.prediction.observed_speed import Observation
@@ -101,7 +101,7 @@ def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
     """What a run needs at least and at most; None where no formula covers the model and it cannot be counted."""
     config, steps, sizes = run.config, min(run.accumulation, 2), Sizes.of(model)
     known = replace(_checkpoints_on_gpu(config), dora=False)  # DoRA takes more; how much was not measured
-    low = high = memory_of(model, known, steps, stack=stack_of(run), objective=run.objective, count=count)
+    low = high = memory_of(model, known, steps, buffers=buffers_of(run), objective=run.objective, count=count)
     is_int8 = config.quantization == "int8"
     if is_int8 and low is None:
         in_4_bits = replace(known, quantization="nf4")

@@ -25,7 +25,7 @@ from autotune.prediction.collectives import (
 )
 from autotune.prediction.memory_formula import ERROR, MemoryBreakdown, counted_breakdown, memory_breakdown, supported
 from autotune.prediction.observed_speed import Observation, observed_transfer
-from autotune.prediction.sharded_memory import TRAINER, Stack, rank_breakdown
+from autotune.prediction.sharded_memory import EXPORTED, DeepSpeedBuffers, rank_breakdown
 from autotune.prediction.step_time import Host, StepTimeEstimate, counted_step_time, estimate_step_time, host_of
 from autotune.prediction.transfer import REFERENCE, calibrated_parts, calibrates, interval, is_measured_kind
 from autotune.problem.calibration import Calibration
@@ -135,7 +135,7 @@ def memory_of(
     *,
     objective: Objective = Objective.SFT,
     parallelism: Parallelism | None = None,
-    stack: Stack = TRAINER,
+    buffers: DeepSpeedBuffers = EXPORTED,
     count: Counter | None = None,
 ) -> MemoryBreakdown | None:
     """Return the memory of each GPU at the peak of a step, by formula, else counted; None if neither covers it.
@@ -145,7 +145,7 @@ def memory_of(
     parallelism = parallelism or Parallelism.of(config)
     if parallelism.num_gpus > 1:
         refused = refusal(config, parallelism, objective)
-        return None if refused else rank_breakdown(model, config, parallelism, micro_steps, stack)
+        return None if refused else rank_breakdown(model, config, parallelism, micro_steps, buffers)
 
     by_formula = memory_breakdown(model, config, micro_steps, objective=objective)
     if by_formula is not None or count is None:

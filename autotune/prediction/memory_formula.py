@@ -160,20 +160,19 @@ def memory_breakdown(
     micro_steps: int = 2,
     *,
     ddp: bool = False,
-    logit_bytes: tuple[float, float] = LOGIT_BYTES,
     objective: Objective = Objective.SFT,
 ) -> MemoryBreakdown | None:
     """The memory of the whole model at the peak of a step; None where `supported` is None.
 
     With `micro_steps` of 1, the micro batches in a step, no gradients are alive in the forward pass. `ddp` is whether
-    several GPUs that hold all of the model exchange its gradients. `logit_bytes` are those of other losses. The micro
-    batch of the configuration counts examples, of which some objectives have two rows each.
+    several GPUs that hold all of the model exchange its gradients. The micro batch of the configuration counts
+    examples, of which some objectives have two rows each.
     """
     sizes = supported(model, config)
     if sizes is None:
         return None
     sizes, config = sizes.for_objective(objective), rows_of(config, objective)
-    return _breakdown(sizes, config, micro_steps, ddp, logit_bytes, objective)
+    return _breakdown(sizes, config, micro_steps, ddp, objective)
 
 
 def rows_of(config: TrainConfig, objective: Objective) -> TrainConfig:
@@ -198,7 +197,6 @@ def _breakdown(
     config: TrainConfig,
     micro_steps: int,
     ddp: bool,
-    logit_bytes: tuple[float, float],
     objective: Objective,
 ) -> MemoryBreakdown:
     full, pure = config.method == "full", config.precision == "bf16_pure"
@@ -215,7 +213,6 @@ def _breakdown(
         base_bytes,
         logits,
         accumulates=micro_steps > 1 or config.cuda_graphs != "none",  # whose buffers of gradients stay
-        logit_bytes=logit_bytes,
         objective=objective,
     )
     moment = max(moments, key=lambda name: sum(moments[name]))
@@ -297,13 +294,11 @@ def step_moments(
     logits: int,
     *,
     accumulates: bool,
-    logit_bytes: tuple[float, float] = LOGIT_BYTES,
     objective: Objective = Objective.SFT,
 ) -> dict[str, tuple[float, float, float]]:
     """Bytes of (gradients, activations, logits) at each moment of a step that may be its peak.
 
-    `trained` counts parameters, `logits` the values of the logits that exist at once. `logit_bytes` is as of
-    LOGIT_BYTES. The micro batch counts rows.
+    `trained` counts parameters, `logits` the values of the logits that exist at once. The micro batch counts rows.
     """
     full, tokens = config.method == "full", config.tokens
     keep, moving = kept_bytes(sizes, config), moving_bytes(sizes, config)
@@ -328,7 +323,7 @@ def step_moments(
     # from before; in 16 bits the whole loss makes a sum of its own.
     shared = embedding if sizes.tied else 0.0
     ending = shared * (accumulates + (config.loss == "full" and config.precision == "bf16_pure"))
-    in_forward, in_head = (logits * (each + capped) for each in logit_bytes)
+    in_forward, in_head = (logits * (each + capped) for each in LOGIT_BYTES)
     if objective is not Objective.SFT:
         in_forward, in_head = (0.0, 0.0) if not logits else _head_in_tiles(sizes, config, base_bytes, logits)
     elif full and config.loss == "chunked":

@@ -3,8 +3,7 @@
 FSDP2 as accelerate sets it has one unit for each layer, one for the embedding, and one for final norm and head that is
 not resharded after the forward pass. Which buffers are alive at which moment was read in torch's `fully_shard` and
 counted there, with the operations of a training step on the meta device. DeepSpeed's stages follow the ZeRO paper, with
-the settings of the exported script. What other people train with, FSDP 1 above all, differs by a `Stack`: no plan has
-one, and comparisons with what they published need it.
+the settings of the exported script, or of a file that `check` reads.
 """
 
 import functools
@@ -19,8 +18,6 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.prediction.memory_formula import (
     KEPT_ANSWERS,
-    LOGIT_BYTES,
-    NF4_STATISTICS,
     WORKSPACE,
     MemoryBreakdown,
     beyond_allocated_gib,
@@ -44,29 +41,20 @@ Moment = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
-    """What a training does otherwise than transformers' Trainer of today with FSDP2 or DeepSpeed.
+class DeepSpeedBuffers:
+    """The memory that DeepSpeed needs beside the parts of the model.
 
-    `fsdp1` shards by FullyShardedDataParallel, or lets it exchange gradients where the strategy is `ddp`. `base_bytes`
-    are those of a frozen value that is not quantised. `offload` is whether shards, their gradients and the optimizer
-    wait in the host's memory. `keeps_products` is torchtitan's selective recomputation: of a recomputed layer every
-    second product is kept, and what attention gave. `logit_bytes` is as of LOGIT_BYTES. `bucket` counts values of
-    DeepSpeed's buckets; None is the Trainer's `auto`. `live` counts parameters that its third stage may keep gathered;
-    None is two layers, as in the script that is exported. `builds_whole` is whether each GPU holds the model as a whole
+    `bucket` counts the values of a bucket; None is the Trainer's `auto`. `live` counts the parameters that stage 3 may
+    keep gathered; None is two layers, as in the exported script. With `builds_whole`, each GPU holds the whole model
     before DeepSpeed divides it.
     """
 
-    fsdp1: bool = False
-    base_bytes: int = 2
-    offload: bool = False
-    keeps_products: bool = False
-    logit_bytes: tuple[float, float] = LOGIT_BYTES
     bucket: int | None = None
     live: int | None = None
     builds_whole: bool = True
 
 
-TRAINER = Stack()
+EXPORTED = DeepSpeedBuffers()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,23 +105,26 @@ class Shares:
 
 
 def rank_breakdown(
-    model: ModelSpec, config: TrainConfig, parallelism: Parallelism, micro_steps: int = 2, stack: Stack = TRAINER
+    model: ModelSpec,
+    config: TrainConfig,
+    parallelism: Parallelism,
+    micro_steps: int = 2,
+    buffers: DeepSpeedBuffers = EXPORTED,
 ) -> MemoryBreakdown | None:
     """The memory of one rank at the peak of a step, in GiB; None where no formula covers model or configuration.
 
     `micro_steps` are the micro batches of a step on each GPU: with 1, nothing waits for a later one. Raises ValueError
-    for what the strategy cannot train; what FSDP 1 trains, it can.
+    if the strategy cannot train the configuration.
     """
     reason = parallelism.refusal(config)
-    if reason is not None and not (stack.fsdp1 and config.optimizer.startswith("adamw_torch")):
+    if reason is not None:
         raise ValueError(reason)
     sizes = supported(model, config)
     if sizes is None or (parallelism.shards and config.precision == "fp32"):
         return None
     if parallelism.shards:
-        return _sharded(sizes, config, parallelism, micro_steps > 1, stack)
-    buckets = parallelism.num_gpus > 1 and not stack.fsdp1  # FSDP 1 sums the gradients where they are
-    memory = memory_breakdown(model, config, micro_steps, ddp=buckets, logit_bytes=stack.logit_bytes)
+        return _sharded(sizes, config, parallelism, micro_steps > 1, buffers)
+    memory = memory_breakdown(model, config, micro_steps, ddp=parallelism.num_gpus > 1)
     if memory is None or parallelism.num_gpus == 1:
         return memory
     return replace(memory, nccl=nccl_of(parallelism), own_error=RANK_ERROR)
@@ -141,18 +132,15 @@ def rank_breakdown(
 
 @functools.lru_cache(maxsize=KEPT_ANSWERS)
 def _sharded(
-    sizes: Sizes, config: TrainConfig, parallelism: Parallelism, accumulates: bool, stack: Stack
+    sizes: Sizes, config: TrainConfig, parallelism: Parallelism, accumulates: bool, buffers: DeepSpeedBuffers
 ) -> MemoryBreakdown:
-    gpus, fsdp, shares = parallelism.num_shards, parallelism.strategy in FSDP2, Shares.of(sizes, config)
-    stack = replace(stack, offload=stack.offload or parallelism.offload)
-    if not fsdp:
-        moments = _zero_moments(sizes, config, shares, parallelism, accumulates, stack)
-    elif stack.fsdp1:
-        moments = _fsdp1_moments(sizes, config, shares, parallelism, accumulates, stack)
+    fsdp, shares = parallelism.strategy in FSDP2, Shares.of(sizes, config)
+    if fsdp:
+        moments = _fsdp2_moments(sizes, config, shares, parallelism, accumulates)
     else:
-        moments = _fsdp2_moments(sizes, config, shares, parallelism, accumulates, stack)
-    weights, adapters, state = _lasting(sizes, config, shares, parallelism, stack)
-    if not fsdp and stack.builds_whole:
+        moments = _zero_moments(sizes, config, shares, parallelism, accumulates, buffers)
+    weights, adapters, state = _lasting(config, shares, parallelism)
+    if not fsdp and buffers.builds_whole:
         built = (4 if config.method == "full" else 2) * shares.base + 4 * shares.adapters
         moments["building"] = (0.0, 0.0, 0.0, max(built - weights - adapters - state, 0.0))
     totals = {name: sum(parts) for name, parts in moments.items()}
@@ -161,11 +149,9 @@ def _sharded(
     live, layer = live_logits(config, sizes.vocab), kept_gib(sizes, config)
     reserved = beyond_allocated_gib(config, live, gib(activations + logits), layer)
     phase = Phase.FORWARD if moment in IN_FORWARD else Phase.BACKWARD
-    own, scattered = _pools(sizes, config, shares, gpus, stack), _scattered(config, shares, gpus, stack)
+    own, scattered = _pools(sizes, config, shares, parallelism), _scattered(config, shares, parallelism)
     elsewhere = {name: min(moments[name][0], scattered) if name in AFTER_SCATTERING else 0.0 for name in moments}
     pooled = own + max(totals[name] - elsewhere[name] for name in moments)
-    if stack.fsdp1:
-        pooled = max(pooled, own + _left_by_wrapping(sizes, config, shares, stack) - state)
     return MemoryBreakdown(
         weights=gib(weights),
         adapters=gib(adapters),
@@ -183,74 +169,36 @@ def _sharded(
     )
 
 
-def _pools(sizes: Sizes, config: TrainConfig, shares: Shares, gpus: int, stack: Stack) -> float:
-    """Bytes that are allocated on streams of their own: two gathered layers, both ends, and scattered gradients.
-
-    FSDP 1 keeps the ends gathered, so that these are alive at each moment. Shards that wait in the host's memory come
-    to the device on one more stream.
-    """
-    gathered = 2 * _layer_bytes(sizes, config, shares)
-    if stack.fsdp1:
-        come = (gathered + _root_bytes(sizes, shares)) / gpus if stack.offload else 0.0
-        return gathered + come + _scattered(config, shares, gpus, stack)
-    of_trained = max(2.0 * shares.trained_layer, 2.0 * shares.embedding if config.method == "full" else 0.0) / gpus
+def _pools(sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism) -> float:
+    """Bytes that are allocated on streams of their own: two gathered layers, both ends, and scattered gradients."""
+    of_trained = max(2.0 * shares.trained_layer, 2.0 * shares.embedding if config.method == "full" else 0.0)
     ends = 2.0 * shares.embedding * (1 if sizes.tied else 2)
-    return gathered + ends + _scattered(config, shares, gpus, stack) + of_trained
+    scattered = _scattered(config, shares, parallelism)
+    return 4.0 * shares.layer + ends + scattered + of_trained / parallelism.num_shards
 
 
-def _root_bytes(sizes: Sizes, shares: Shares, element_bytes: int = 2) -> float:
-    """Bytes of embedding and head, which FSDP 1 gathers together."""
-    return float(element_bytes * shares.embedding * (1 if sizes.tied else 2))
-
-
-def _left_by_wrapping(sizes: Sizes, config: TrainConfig, shares: Shares, stack: Stack) -> float:
-    """Bytes beside the shards that the allocator keeps of FSDP 1's start, with what the root gathers in a step.
-
-    Each unit comes to the device whole, ranks send it to each other in copies, and it is put together once more. The
-    root is the last and the largest. What that took serves the steps, but not other streams: the root is gathered anew.
-    """
-    whole = _root_bytes(sizes, shares, stack.base_bytes)
-    layer = _layer_bytes(sizes, config, shares) * (1 if config.quantization == "nf4" else stack.base_bytes / 2)
-    return 3 * whole + 2 * layer + _root_bytes(sizes, shares)
-
-
-def _lasting(
-    sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, stack: Stack
-) -> tuple[float, float, float]:
+def _lasting(config: TrainConfig, shares: Shares, parallelism: Parallelism) -> tuple[float, float, float]:
     """Bytes of weights, adapters and optimizer state of a rank. The state of DeepSpeed has the fp32 masters too."""
-    gpus, full = parallelism.num_shards, config.method == "full"
+    gpus = parallelism.num_shards
     if parallelism.strategy not in FSDP2:
         held = gpus if parallelism.strategy == "zero3" else 1
         return 2 * shares.base / held, 2 * shares.adapters / held, 12 * shares.trained / gpus
+    if parallelism.offload:
+        return 0.0, 0.0, 0.0
     trained = 2 if config.precision == "bf16_pure" else 4
-    weights, statistics = (trained if full else stack.base_bytes) * float(shares.base), 0.0
-    if config.quantization == "nf4":  # their statistics are no parameters, so that no strategy divides them
-        weights = 0.5 * sizes.linear_params + stack.base_bytes * (sizes.params - sizes.linear_params)
-        statistics = NF4_STATISTICS[config.double_quant] * sizes.linear_params
-    if stack.offload:
-        return statistics, 0.0, 0.0
-    return weights / gpus + statistics, trained * shares.adapters / gpus, 2 * trained * shares.trained / gpus
+    weights = (trained if config.method == "full" else 2) * float(shares.base)
+    return weights / gpus, trained * shares.adapters / gpus, 2 * trained * shares.trained / gpus
 
 
-def _layer_bytes(sizes: Sizes, config: TrainConfig, shares: Shares) -> float:
-    """Bytes of a gathered layer."""
-    if config.quantization != "nf4":
-        return 2.0 * shares.layer
-    return (0.5 * sizes.linear_params + 2.0 * shares.adapters) / sizes.layers
-
-
-def _scattered(config: TrainConfig, shares: Shares, gpus: int, stack: Stack) -> float:
-    """Bytes of a rank's shard of all gradients at the end of the backward pass.
-
-    FSDP 1 holds them on the device until then, even if it has copied them to the host.
-    """
-    if stack.offload and not stack.fsdp1:
+def _scattered(config: TrainConfig, shares: Shares, parallelism: Parallelism) -> float:
+    """Bytes of a rank's shard of all gradients at the end of the backward pass."""
+    if parallelism.offload:
         return 0.0
-    return (2 if config.precision == "bf16_pure" else 4) * shares.trained / gpus
+    return (2 if config.precision == "bf16_pure" else 4) * shares.trained / parallelism.num_shards
 
 
 def _held_gradients(
-    sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool, stack: Stack
+    sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool
 ) -> dict[str, float]:
     """Bytes of gradients that FSDP2 holds at the moments of a step, without those of the unit that computes.
 
@@ -260,9 +208,9 @@ def _held_gradients(
     """
     gpus, whole = parallelism.num_shards, accumulates and not parallelism.sync_each_batch
     layer, end = 2 * shares.trained_layer, 2.0 * shares.embedding if config.method == "full" else 0.0
-    scattered = _scattered(config, shares, gpus, stack)
+    scattered = _scattered(config, shares, parallelism)
     waiting = 2.0 * shares.trained if whole else scattered * accumulates
-    of_layer, of_end = (0.0 if stack.offload else 2 * each / gpus for each in (layer, end))
+    of_layer, of_end = (0.0 if parallelism.offload else 2 * each / gpus for each in (layer, end))
     # Shards that are still to come; where others wait divided, these are added to what is there.
     missing_layer, missing_end = (each if whole or not accumulates else 0.0 for each in (of_layer, of_end))
     first = scattered - missing_end - missing_layer + (layer + end) * whole
@@ -279,20 +227,20 @@ def _held_gradients(
 
 
 def _fsdp2_moments(
-    sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool, stack: Stack
+    sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool
 ) -> dict[str, Moment]:
     """The moments of a step under FSDP2 that may be its peak.
 
     A gathered layer is alive twice, as it came and in the shape of its parameters.
     """
     full, tied, gpus = config.method == "full", sizes.tied, parallelism.num_shards
-    plain = _undivided(sizes, config, shares, stack)
+    plain = _undivided(sizes, config, shares)
     layer, embedding = 2 * shares.layer, 2.0 * shares.embedding
     trained_layer, trained_end = 2 * shares.trained_layer, embedding if full else 0.0
     keeps = parallelism.strategy == "fsdp2_keep"
     kept = (sizes.layers * layer + (0 if tied else embedding)) if keeps else 0.0
     gathered = 0.0 if keeps else layer
-    held = _held_gradients(sizes, config, shares, parallelism, accumulates, stack)
+    held = _held_gradients(sizes, config, shares, parallelism, accumulates)
     waiting, scattered = held["waiting"], held["scattered"]
     # When a layer's activations are most, one of its gradients exists; then these grow as the activations go.
     of_layer = plain["first"][1]
@@ -327,71 +275,23 @@ def _fsdp2_moments(
         "inputs": (held["inputs"], plain["inputs"][1], 0.0, embedding + trained_layer),
         # Unsharded, as the input of its scattering, and as what came of that in bf16 and in fp32.
         "scattering": (scattered, trained_end, 0.0, trained_end + max(trained_end / gpus, held["added up"])),
-        "optimizer": (scattered, 0.0 if stack.offload else _square_roots(config, shares, gpus), 0.0, 0.0),
+        "optimizer": (scattered, 0.0 if parallelism.offload else _square_roots(config, shares, gpus), 0.0, 0.0),
     }
 
 
-def _undivided(
-    sizes: Sizes, config: TrainConfig, shares: Shares, stack: Stack
-) -> dict[str, tuple[float, float, float]]:
-    """The moments of a step that computes in bf16, without gradients: what no GPU shares with others."""
+def _undivided(sizes: Sizes, config: TrainConfig, shares: Shares) -> dict[str, tuple[float, float, float]]:
+    """The moments of a step that computes in bf16, without gradients: the memory that no GPU shares with others."""
     pure, logits = replace(config, precision="bf16_pure"), live_logits(config, sizes.vocab)
-    plain = step_moments(sizes, pure, shares.trained, 0.0, 2, logits, accumulates=False, logit_bytes=stack.logit_bytes)
-    if stack.keeps_products:  # of queries, values, gate and MLP; Inductor drops the last, which nothing needs
-        products = sizes.queries + sizes.keys + sizes.intermediate + (sizes.hidden if config.compile == "none" else 0)
-        kept = config.tokens * (2 * (products + sizes.queries) + 4 * sizes.heads)
-        layers = {"forward": sizes.layers, "head": sizes.layers, "layers": sizes.layers - 1}
-        for name, number in layers.items():
-            gradients, activations, of_logits = plain[name]
-            plain[name] = gradients, activations + number * kept, of_logits
-    return plain
-
-
-def _fsdp1_moments(
-    sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool, stack: Stack
-) -> dict[str, Moment]:
-    """The moments of a step under FSDP 1 that may be its peak: layers are its units, and all else is one at the root.
-
-    A unit is gathered straight into the flat parameter of which its parameters are views. The root's stays from the
-    forward pass to the end of the backward pass. The next layer is gathered beside the one in use, and before the
-    backward pass the last one. Gradients of a unit are put together before they are scattered, at each micro batch
-    where they go to the host.
-    """
-    full, gpus = config.method == "full", parallelism.num_gpus
-    plain = _undivided(sizes, config, shares, stack)
-    root = _root_bytes(sizes, shares)
-    layer, of_head = _layer_bytes(sizes, config, shares), 2.0 * shares.embedding if full else 0.0
-    of_layers, of_first = (plain[name][1] - of_head * sizes.tied for name in ("layers", "first"))
-    keeps = parallelism.strategy == "fsdp2_keep"
-    one, two = root + layer, root + 2 * layer
-    all_kept = root + sizes.layers * layer
-    trained_layer, trained_root = 2 * shares.trained_layer, root if full else 0.0
-    waiting = 2.0 * shares.trained if accumulates and not stack.offload else 0.0
-    scattered = _scattered(config, shares, gpus, stack)
-    before_first, before_second = (
-        scattered * (sizes.layers - number) * shares.trained_layer / shares.trained for number in (1, 2)
-    )
-    matrix = 2.0 * sizes.hidden * sizes.intermediate
-    growing = max(trained_layer - of_first, matrix if full else 0.0)
-    of_root = scattered * trained_root / (2.0 * shares.trained)
-    unpacked, roots = matrix if config.quantization == "nf4" else 0.0, _square_roots(config, shares, gpus)
-    in_layer = trained_layer + unpacked
-    body = plain["forward"][1]
-    return {
-        "gathering": (waiting, body * (sizes.layers - 1) / sizes.layers, 0.0, (all_kept if keeps else two) + unpacked),
-        "forward": (waiting, body, plain["forward"][2], all_kept if keeps else root),
-        "head": (waiting, *plain["head"][1:], all_kept if keeps else one),
-        "layers": (waiting + of_head, of_layers + growing, 0.0, (all_kept if keeps else two) + in_layer),
-        "second": (before_second + of_head, of_first + growing, 0.0, two + in_layer),
-        "first": (before_first + of_head, of_first + growing, 0.0, one + in_layer),
-        # The gradients of both ends, and what they are put together in.
-        "inputs": (scattered - of_root, 0.0, 0.0, root + (3 if sizes.tied else 2) * trained_root),
-        "optimizer": (0.0, 0.0, 0.0, 0.0) if stack.offload else (scattered, roots, 0.0, 0.0),
-    }
+    return step_moments(sizes, pure, shares.trained, 0.0, 2, logits, accumulates=False)
 
 
 def _zero_moments(
-    sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool, stack: Stack
+    sizes: Sizes,
+    config: TrainConfig,
+    shares: Shares,
+    parallelism: Parallelism,
+    accumulates: bool,
+    buffers: DeepSpeedBuffers,
 ) -> dict[str, Moment]:
     """The moments of a step under DeepSpeed: gradients in bf16, divided from stage 2 on, and in fp32 for the step.
 
@@ -408,12 +308,11 @@ def _zero_moments(
         2,
         live_logits(config, sizes.vocab),
         accumulates=accumulates or stage == "zero3",
-        logit_bytes=stack.logit_bytes,
     )
-    bucket = 2.0 * (stack.bucket or sizes.hidden**2)
+    bucket = 2.0 * (buffers.bucket or sizes.hidden**2)
     live = 0.0
     if stage == "zero3":
-        live = 2.0 * min(shares.base + shares.adapters, 2 * shares.layer if stack.live is None else stack.live)
+        live = 2.0 * min(shares.base + shares.adapters, 2 * shares.layer if buffers.live is None else buffers.live)
     moments = {
         name: (max(held, 0.0), activations, logits, bucket + live)
         for name, (held, activations, logits) in plain.items()

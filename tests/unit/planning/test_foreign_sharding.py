@@ -10,10 +10,10 @@ import yaml
 from autotune.catalog import resolve_model
 from autotune.core.parallelism import Parallelism
 from autotune.planning.foreign_config import ForeignConfig, read_file
-from autotune.planning.foreign_sharding import shared_out, stack_of, strategy_of
+from autotune.planning.foreign_sharding import buffers_of, shared_out, strategy_of
 from autotune.planning.run_check import check
 from autotune.planning.run_estimate import memory_bounds
-from autotune.prediction.sharded_memory import MAX_LIVE, Stack, rank_breakdown
+from autotune.prediction.sharded_memory import MAX_LIVE, DeepSpeedBuffers, rank_breakdown
 
 FULL = {
     "base_model": "meta-llama/Llama-3.1-8B",
@@ -90,15 +90,16 @@ def test_deepspeeds_own_file_is_read_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "ds" / "own.json").write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
     run, notes = notes_of(tmp_path, LORA | {"deepspeed": "ds/own.json"})
     assert run.config.sharding == "zero3" and SHARDED not in notes
-    assert stack_of(run) == Stack(live=2 * 10**8, bucket=5 * 10**8, builds_whole=False)
+    assert buffers_of(run) == DeepSpeedBuffers(live=2 * 10**8, bucket=5 * 10**8, builds_whole=False)
     by_default, _ = notes_of(tmp_path, LORA | {"deepspeed": "elsewhere/zero3.json"})
-    assert by_default.config.sharding == "zero3" and stack_of(by_default) == Stack(live=MAX_LIVE, builds_whole=False)
+    assert by_default.config.sharding == "zero3"
+    assert buffers_of(by_default) == DeepSpeedBuffers(live=MAX_LIVE, builds_whole=False)
     needs = [memory_bounds(resolve_model("llama-3.1-8b"), one) for one in (run, by_default)]
     least = [bounds.least.peak_gib for bounds in needs if bounds is not None]
     assert least[1] - least[0] == pytest.approx((2 * (10**9 - 2 * 10**8) - 2 * (5e8 - 4096**2)) / 2**30, rel=1e-6)
     for strange in ({"stage": 3, "stage3_max_live_parameters": "auto"}, {"stage": 3, "reduce_bucket_size": [1]}):
         (tmp_path / "ds" / "own.json").write_text(json.dumps({"zero_optimization": strange}))
-        assert stack_of(read(tmp_path, LORA | {"deepspeed": "ds/own.json"})).live == MAX_LIVE
+        assert buffers_of(read(tmp_path, LORA | {"deepspeed": "ds/own.json"})).live == MAX_LIVE
     stage = json.dumps({"zero_optimization": {"stage": 2}}, indent="\t")
     (tmp_path / "ds" / "own.json").write_text(stage)
     assert read(tmp_path, LORA | {"deepspeed": "ds/own.json"}).values["deepspeed"] == json.loads(stage)

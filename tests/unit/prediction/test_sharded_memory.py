@@ -13,7 +13,7 @@ from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
 from autotune.prediction.memory_formula import ERROR, MemoryBreakdown, memory_breakdown
-from autotune.prediction.sharded_memory import MAX_LIVE, RANK_ERROR, TRAINER, Shares, Stack, rank_breakdown
+from autotune.prediction.sharded_memory import EXPORTED, MAX_LIVE, RANK_ERROR, DeepSpeedBuffers, Shares, rank_breakdown
 
 # Model, layers, method, checkpointing, GPUs, strategy, micro batches, and GiB allocated at the peak of a rank: the
 # operations of torch 2.13's fully_shard in a fake world, counted on the meta device with 4 x 1,024 tokens.
@@ -49,13 +49,13 @@ def rank(
     strategy: str = "fsdp2",
     num_gpus: int = 2,
     micro_steps: int = 1,
-    stack: Stack = TRAINER,
+    buffers: DeepSpeedBuffers = EXPORTED,
     shared: dict[str, Any] | None = None,
     **knobs: Any,
 ) -> MemoryBreakdown:
     knobs = {"micro_batch_size": 4, "checkpointing": "none", "loss": "full"} | knobs
     parallelism = Parallelism(num_gpus=num_gpus, strategy=strategy, **shared or {})
-    found = rank_breakdown(truncated(model, layers), TrainConfig(**knobs), parallelism, micro_steps, stack)
+    found = rank_breakdown(truncated(model, layers), TrainConfig(**knobs), parallelism, micro_steps, buffers)
     assert found is not None
     return found
 
@@ -157,7 +157,8 @@ def test_hosts_with_copies_have_two_groups_of_nccl() -> None:
 def test_what_waits_in_the_host_takes_no_memory_of_the_gpu() -> None:
     found = rank(method="full", shared={"offload": True})
     assert (found.weights, found.optimizer, found.gradients) == (0, 0, 0)
-    assert found == rank(method="full", stack=Stack(offload=True))
+    knobs = {"method": "full", "checkpointing": "full", "micro_batch_size": 1, "seq_len": 128}
+    assert rank(shared={"offload": True}, **knobs).peak_gib < rank(**knobs).peak_gib / 2
 
 
 def test_what_lasts_is_divided() -> None:
@@ -192,7 +193,7 @@ def test_stage_3_keeps_two_layers_gathered_or_as_far_as_its_default_goes() -> No
     assert sizes is not None
     shares = Shares.of(sizes, TrainConfig())
     for live, kept in ((None, 2 * shares.layer), (MAX_LIVE, MAX_LIVE), (10**11, shares.base + shares.adapters)):
-        found = rank(strategy="zero3", layers=32, stack=Stack(live=live)).communication
+        found = rank(strategy="zero3", layers=32, buffers=DeepSpeedBuffers(live=live)).communication
         assert (found - bucket) * GIB == pytest.approx(2 * kept)
 
 
@@ -310,108 +311,6 @@ def test_streams_of_their_own_keep_pools_where_there_is_room(gib: float, knobs: 
     assert "pools" not in found.terms() and rank(strategy="zero2").pools == rank(strategy="ddp").pools == 0
 
 
-FSDP1 = Stack(fsdp1=True, logit_bytes=(12, 16))
-FSDP_QLORA = {
-    "precision": "bf16_pure",
-    "lora_rank": 64,
-    "lora_dropout": 0.1,
-    "lora_targets": "q_proj,k_proj,v_proj,gate_proj,up_proj,down_proj",
-    "checkpointing": "full",
-    "optimizer": "adamw_torch",
-    "micro_batch_size": 1,
-}
-
-
-@pytest.mark.parametrize(("seq_len", "gib"), [(512, 8.28), (2048, 9.16)])
-def test_what_fsdp_1_allocates_was_published(seq_len: int, gib: float) -> None:
-    """Answer.AI's fsdp_qlora on two cards, whose loop keeps the logits in fp32 until the step is over."""
-    found = rank("llama-2-7b", 32, stack=FSDP1, seq_len=seq_len, **FSDP_QLORA)
-    assert found.peak_gib == pytest.approx(gib, rel=0.01)
-
-
-def test_the_bytes_of_a_logit_are_those_of_the_stack() -> None:
-    for strategy in ("fsdp2", "ddp", "zero3"):
-        found = rank("llama-2-7b", 4, strategy, stack=FSDP1, checkpointing="full")
-        assert found.logits * GIB == pytest.approx(16 * 4096 * 32000)
-
-
-def test_fsdp_1_keeps_the_ends_gathered_and_copies_no_layer() -> None:
-    sizes = Sizes.of(truncated("mistral-7b", 8))
-    assert sizes is not None
-    shares = Shares.of(sizes, TrainConfig())
-    at_head = rank(stack=FSDP1).communication * GIB
-    assert at_head == pytest.approx(2 * (2 * shares.embedding + shares.layer))
-    in_layers = rank(stack=FSDP1, micro_batch_size=1, seq_len=128, checkpointing="full").communication * GIB
-    assert in_layers == pytest.approx(2 * (2 * shares.embedding + 2 * shares.layer), rel=0.01)
-    kept = rank(stack=FSDP1, strategy="fsdp2_keep").communication * GIB
-    assert kept == pytest.approx(2 * (2 * shares.embedding + 8 * shares.layer))
-    waits = rank(stack=FSDP1, method="full", micro_steps=2).gradients - rank(stack=FSDP1, method="full").gradients
-    assert waits * GIB == pytest.approx(2 * sizes.params)
-
-
-def test_fsdp_1_divides_4_bit_weights_but_not_their_statistics() -> None:
-    sizes = Sizes.of(truncated("mistral-7b", 8))
-    assert sizes is not None
-    for double_quant, statistics in ((False, 4 / 64), (True, (1 + 4 / 256) / 64)):
-        found = rank(stack=FSDP1, quantization="nf4", double_quant=double_quant, precision="bf16_pure")
-        ends = 2 * (sizes.params - sizes.linear_params)
-        assert found.weights * GIB == pytest.approx(
-            (sizes.linear_params / 2 + ends) / 2 + statistics * sizes.linear_params
-        )
-    with pytest.raises(ValueError, match="adamw_8bit"):
-        rank(stack=FSDP1, optimizer="adamw_8bit")
-
-
-def test_a_frozen_base_may_be_sharded_in_fp32() -> None:
-    assert rank(stack=replace(FSDP1, base_bytes=4)).weights == 2 * rank(stack=FSDP1).weights
-
-
-def test_fsdp_1_exchanges_whole_gradients_without_buckets() -> None:
-    knobs = {"method": "full", "micro_batch_size": 4, "checkpointing": "none", "loss": "full"}
-    alone = memory_breakdown(truncated("mistral-7b", 4), TrainConfig(**knobs), 2)
-    found = rank(layers=4, strategy="ddp", micro_steps=2, stack=Stack(fsdp1=True), **knobs)
-    assert alone is not None and found.peak_gib == alone.peak_gib and found.nccl == nccl_gib(2)
-
-
-def test_what_fsdp_1_leaves_when_it_wraps_a_model_decides_where_rows_are_short() -> None:
-    """Three copies of embedding and head, and two layers; the root gathers what it needs on another stream."""
-    knobs = {"checkpointing": "full", "micro_batch_size": 1, "layers": 4}
-    short, longer = (rank(stack=Stack(fsdp1=True), seq_len=length, **knobs) for length in (128, 256))
-    ends, layer = 2 * 32768 * 4096 * 2, (rank(layers=5).weights - rank(layers=4).weights) * 2 * GIB
-    lasting = (short.weights + short.adapters) * GIB
-    pooled = (short.roomy_gib - short.reserved - short.nccl) * GIB
-    assert pooled == pytest.approx(lasting + 4 * ends + 4 * layer, rel=0.02)
-    assert longer.peak_gib > short.peak_gib and longer.peak_gib + longer.pools == short.peak_gib + short.pools
-    assert rank(seq_len=128, **knobs).roomy_gib < short.roomy_gib - 1  # FSDP2 leaves none of that
-
-
-def test_what_waits_in_the_hosts_memory() -> None:
-    """FSDP 1 holds what it scatters until the backward pass is over, FSDP2 does not."""
-    knobs = {"method": "full", "checkpointing": "full", "micro_batch_size": 1, "seq_len": 128}
-    for fsdp1 in (True, False):
-        found = rank(stack=Stack(fsdp1=fsdp1, offload=True), **knobs)
-        assert found.weights == found.optimizer == found.adapters == 0
-        assert found.peak_gib < rank(stack=Stack(fsdp1=fsdp1), **knobs).peak_gib / 2
-    sizes = Sizes.of(truncated("mistral-7b", 8))
-    assert sizes is not None
-    held = rank(stack=Stack(fsdp1=True, offload=True), num_gpus=4, **knobs).gradients * GIB
-    of_layers = 4 * (sizes.params - 2 * sizes.embedding) / 4
-    assert held == pytest.approx(of_layers * 6 / 8 + 2 * sizes.embedding)  # when the second layer's come
-    assert rank(stack=Stack(offload=True), **knobs).gradients == 0
-
-
-@pytest.mark.parametrize(
-    ("num_gpus", "gib", "knobs"),
-    [(8, 82.4, {}), (8, 77.0, {"compile": "per_layer"}), (128, 67.0, {}), (128, 62.0, {"compile": "per_layer"})],
-    ids=str,
-)
-def test_torchtitan_keeps_every_second_product(num_gpus: int, gib: float, knobs: dict[str, Any]) -> None:
-    """Published: what its allocator reserved."""
-    knobs = {"method": "full", "micro_batch_size": 2, "seq_len": 8192, "checkpointing": "full"} | knobs
-    found = rank("llama-3.1-8b", 32, num_gpus=num_gpus, stack=Stack(keeps_products=True), **knobs)
-    assert found.roomy_gib - found.nccl == pytest.approx(gib, rel=0.05)
-
-
 def test_under_deepspeed_each_gpu_holds_the_whole_model_first() -> None:
     """Weights in bf16, or in fp32 where they train; other tools may divide them as they are read."""
     for method, each in (("lora", 2), ("full", 4)):
@@ -420,9 +319,11 @@ def test_under_deepspeed_each_gpu_holds_the_whole_model_first() -> None:
         sizes = Sizes.of(truncated("mistral-7b", 32))
         assert sizes is not None and built.phase is Phase.LOAD
         assert built.peak_gib * GIB == pytest.approx(each * sizes.params, rel=0.02)
-        assert rank(strategy="zero3", stack=Stack(builds_whole=False), **knobs).peak_gib < built.peak_gib / 2
+        assert (
+            rank(strategy="zero3", buffers=DeepSpeedBuffers(builds_whole=False), **knobs).peak_gib < built.peak_gib / 2
+        )
 
 
 def test_a_bucket_of_deepspeed_has_the_size_that_it_is_given() -> None:
-    small, large = (rank(strategy="zero3", stack=Stack(bucket=bucket)) for bucket in (10**6, 5 * 10**8))
+    small, large = (rank(strategy="zero3", buffers=DeepSpeedBuffers(bucket=bucket)) for bucket in (10**6, 5 * 10**8))
     assert (large.communication - small.communication) * GIB == pytest.approx(2 * (5 * 10**8 - 10**6))
