@@ -1,4 +1,4 @@
-"""Time the tests as README says to run them: the seconds and the processor's seconds of each whole run."""
+"""Time the tests as README says to run them: the seconds and the processor seconds of each whole run."""
 
 import argparse
 import os
@@ -11,35 +11,31 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, save, table
+from bench import ROOT, Mode, finish, run_program
 
 PASSED = re.compile(r"(\d+) passed")
 LINES_SHOWN = 30  # of a run that failed
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--fuzz", type=int, default=1, help="how many times the hostile inputs of the gate")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("tests", nargs="*", help="run only these tests, and write the result to --out")
-    args = parser.parse_args()
+def run_gate(args: argparse.Namespace) -> None:
+    """Run all tests several times, or some tests with more hostile inputs if --out is given.
+
+    `--fuzz 20 --runs 1 --tests tests/system/test_fuzz.py` runs 20,000 hostile inputs.
+    """
     if (args.tests or args.fuzz > 1) and args.out is None:
-        parser.error("a run of other tests than the gate's needs --out")
+        raise SystemExit("--tests and --fuzz need --out: the stored result is of the gate's tests")
 
     rows = []
     for _ in range(args.runs):
         rows.append(timed(args.tests, args.fuzz))
         print(rows[-1], flush=True)
-
-    save("gate", None, summarize(rows), rows, args.out)
-    table(rows, ["seconds", "cpu_seconds", "tests", "load_at_start"])
+    finish(args, None, rows, ["seconds", "cpu_seconds", "tests", "load_at_start"])
 
 
-def timed(tests: list[str], fuzz: int) -> dict[str, Any]:
+def timed(tests: list[Path], fuzz: int) -> dict[str, Any]:
     """Run pytest once. Raises SystemExit if a test fails."""
     load, start, used = os.getloadavg()[0], time.monotonic(), cpu_seconds()
-    command = [sys.executable, "-m", "pytest", "-q", *tests]
+    command = [sys.executable, "-m", "pytest", "-q", *map(str, tests)]
     environment = os.environ | {"AUTOTUNE_FUZZ": str(fuzz)}
     ended = subprocess.run(command, cwd=ROOT, env=environment, check=False, stdout=subprocess.PIPE, text=True)
 
@@ -56,13 +52,13 @@ def timed(tests: list[str], fuzz: int) -> dict[str, Any]:
 
 
 def cpu_seconds() -> float:
-    """The processor time of all children that have ended."""
+    """Return the processor time of all children that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The slowest run, and medians of the rest."""
+    """Return the slowest run and the highest load."""
     return {
         "runs": len(rows),
         "seconds": max(row["seconds"] for row in rows),
@@ -73,5 +69,13 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+OPTIONS = {
+    "--runs": 3,
+    "--fuzz": {"default": 1, "help": "times the hostile inputs of the gate"},
+    "--tests": {"nargs": "*", "type": Path, "default": [], "help": "run only these tests"},
+}
+MODES = {"": Mode(run=run_gate, result="gate", summarize=summarize, options=OPTIONS)}
+
+
 if __name__ == "__main__":
-    main()
+    run_program(MODES, __doc__)
