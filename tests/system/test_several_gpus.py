@@ -120,7 +120,6 @@ def test_one_device_plays_a_rank_of_four(tmp_path: Path, linked: dict[str, Any])
 
 def test_one_study_compares_numbers_of_gpus(tmp_path: Path, linked: dict[str, Any]) -> None:
     """One device is a rank of one, of two and of four in turn. Which number wins depends on the deadline alone."""
-    (tmp_path / "space.yaml").write_text(SPACE.replace("[2, 4]", "[4]"))
     options = linked
     result = tune(**options, gpus=[1, 2, 4], within="2h", study="numbers")
     recipe, task = result.recipe, result.record.task
