@@ -17,6 +17,7 @@ from autotune.core.errors import (
     UsageError,
     VerificationFailed,
 )
+from autotune.core.json_view import json_data
 from autotune.core.process import StopToken
 from autotune.core.text import short_path, study_command
 from autotune.core.train_config import TrainConfig
@@ -35,13 +36,14 @@ from autotune.study.summary import Quality, Recipe, StudySummary, Verification, 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-    from autotune.planning.compare import Budget, Comparison, Owned
-    from autotune.planning.longest import Longest, LongestRow
-    from autotune.planning.plan import Plan
-    from autotune.planning.run_check import CheckReport
-    from autotune.planning.several_gpus import GpuPlan
+    from autotune.planning.longest import Longest
     from autotune.problem.calibration import Calibration
+    from autotune.report.values.check import CheckReport
+    from autotune.report.values.comparison import Budget, Comparison, Owned
+    from autotune.report.values.longest import LongestRow
+    from autotune.report.values.plan import Plan
     from autotune.study.named_configs import ConfigResult
+    from autotune.study.scaling import GpuPlan
     from autotune.study.session import Leader, Session
 
 __all__ = [
@@ -107,10 +109,10 @@ def load_study(name: str | None = None, storage: str | None = None) -> "StudyRes
 
 def result_of(record: StudyRecord, url: str) -> "StudyResult":
     """The study of this record, with what its database holds now."""
-    from autotune.planning.other_devices import estimate_other_devices
+    from autotune.planning.projections import project_winner
     from autotune.study.session import read_summary
 
-    return StudyResult(summary=read_summary(record, url, estimate_other_devices), record=record, url=url)
+    return StudyResult(summary=read_summary(record, url, project_winner), record=record, url=url)
 
 
 @overload
@@ -470,25 +472,25 @@ def _probe_configs(session: "Session", plan: SessionPlan) -> RunOutcome:
         session.progress.configs(results, short_path(plan.out))
     missed = [case.name for case in plan.spec.configs[len(results) :]]
     error = _too_short(plan, ", ".join(missed)) if missed and not session.stop() else None
-    return RunOutcome(data=[result.data() for result in results], configs=tuple(results), error=error)
+    return RunOutcome(data=json_data(results), configs=tuple(results), error=error)
 
 
 def _search(session: "Session", plan: SessionPlan) -> RunOutcome:
     """Search, confirm, write the files, then train the finalists and verify the export if the spec asks for it."""
-    from autotune.planning.other_devices import estimate_other_devices
+    from autotune.planning.projections import project_winner
     from autotune.study.session import Leader
 
     log = TrialLog(plan.out)
     leader = Leader(session, plan, on_resumed=log.begin, on_trial=log.add)
     leader.search()
     session.progress.say("writing the report")
-    summary = leader.summary(estimate_other_devices)
+    summary = leader.summary(project_winner)
     data = write_study(plan.out, summary)
     for is_wanted, act in ((plan.spec.quality, _compare_quality), (plan.spec.verify, _verify)):
         if is_wanted and leader.failure is None and summary.recipe is not None and not session.stop():
             session.prober.close()  # its memory is needed
             leader.update(**act(leader, summary.recipe))
-            summary = leader.summary(estimate_other_devices)
+            summary = leader.summary(project_winner)
             data = write_study(plan.out, summary)
     session.progress.result(summary, short_path(plan.out))
     return RunOutcome(data=data, error=leader.failure or _shortcoming(leader, summary))

@@ -24,10 +24,11 @@ from autotune.catalog.model_sizes import Sizes
 from autotune.core.files import write_atomic
 from autotune.core.units import DASH, fmt_count, fmt_usd
 from autotune.planning.observations import published_observations
-from autotune.planning.trainable import METHODS, Entry, entry_of
+from autotune.planning.trainable import entry_of
 from autotune.prediction.transfer import is_measured_kind
 from autotune.problem.run_cost import FITS, TIGHT
 from autotune.problem.study_spec import StudySpec
+from autotune.report.values.trainable import METHODS, Entry
 
 # What people own, the largest GeForce of three generations; and what they rent, cards of data centres from 24 GB on,
 # as SXM where there is a choice. Somebody measured speeds of cards of each of their generations.

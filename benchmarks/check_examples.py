@@ -19,7 +19,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported
 
 
 from autotune.core.errors import AutotuneError
-from autotune.planning.run_check import VERDICTS, check
+from autotune.planning.run_check import check
+from autotune.report.values.check import VERDICTS
 
 CARD, SAMPLED = "h100", 20
 # Kinds of refusals by their text, in this order. Any other text is a value that is not supported.
@@ -55,7 +56,7 @@ def row_of(folder: Path, file: Path) -> dict[str, Any]:
     return row | {
         "outcome": "answered",
         "format": run.format,
-        "model": report.context.model.name,
+        "model": report.model.name,
         "label": run.config.label(),
         "accumulation": run.accumulation,
         "verdict": VERDICTS[report.checked.state],

@@ -27,14 +27,14 @@ from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import DryCount, Outcome, ProbeRequest
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
-from autotune.core.units import gib
+from autotune.core.units import EIGHTY_PERCENT, gib
 from autotune.dry.counting import META, WORKSPACE, CountedStep, cuda_workspace
 from autotune.dry.meta_device import simulate_cuda
 from autotune.dry.prober import DryProber
 from autotune.dry.storage_counter import StorageCounter, blocks
 from autotune.prediction.sharded_memory import rank_breakdown
 from autotune.prediction.step_time import counted_step_time, estimate_step_time
-from autotune.prediction.transfer import EIGHTY_PERCENT, REFERENCE, speed_transfer
+from autotune.prediction.transfer import REFERENCE, speed_transfer
 from autotune.probe.accounting import trained_parameters
 from autotune.probe.supervisor import WorkerProber
 from autotune.trainer.model_builder import decoder_layers

@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from autotune.catalog.model_names import ModelNames
 from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import load_data, read_regular, refuse_special_files
 from autotune.core.images import sees_images
+from autotune.core.json_view import also
 from autotune.core.train_config import digest_of
 
 # The same size under the names that model families gave it.
@@ -47,6 +48,8 @@ class ModelSpec:
     directory with safetensors, None for random weights; `tokenizer` a directory with the model's tokenizer.
     `processor` says how its images are scaled, as a preprocessor_config.json does.
     """
+
+    JSON: ClassVar = also("num_layers", "hidden_size", "vocab_size", "max_seq_len")
 
     name: str
     config: dict[str, Any]

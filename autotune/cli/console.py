@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from autotune.catalog import describe_price
 from autotune.cli.last_screen import Field, answer, next_steps, side_by_side
 from autotune.cli.terminal import console
+from autotune.core.json_view import json_data
 from autotune.core.probe_types import Evidence, Outcome, Rung
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_count, fmt_gib, fmt_hours, fmt_seconds, fmt_usd
-from autotune.planning.more_gpus import on_other_numbers
 from autotune.problem.setup import Setup
 from autotune.problem.task import Task
 from autotune.report import describe
@@ -216,7 +216,7 @@ class Display(AbstractContextManager["Display"]):
         self._print("")
         self._field("why", recipe.reason)
         if len(recipe.by_gpus) > 1:
-            self._fields("GPUs", describe.gpu_choices(on_other_numbers(recipe).trainable, recipe.within_hours))
+            self._fields("GPUs", describe.gpu_choices(summary.scaling.trainable, recipe.within_hours))
         if made_of := describe.factors(summary.decomposition):
             self._field("factors", made_of)
         self._field("full run", describe.full_run(recipe.winner.cost))
@@ -240,7 +240,7 @@ class Display(AbstractContextManager["Display"]):
 
     def configs(self, results: "list[ConfigResult]", out_dir: str) -> None:
         """The results of named configurations; the command prints their table."""
-        self._event("result", configs=[result.data() for result in results])
+        self._event("result", configs=json_data(results))
         if not self._events:
             self._print(f"written: {out_dir}/suite.md and suite.json")
 

@@ -10,13 +10,12 @@ import shutil
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import date
 
-from autotune.catalog import NO_PRICE, describe_price
 from autotune.core.probe_types import Outcome
 from autotune.core.text import study_command
-from autotune.core.units import fmt_gib, fmt_usd
+from autotune.core.units import fmt_usd
 from autotune.report import describe
+from autotune.report.answers import study_answer
 from autotune.report.infos import candidates
 from autotune.study.summary import Candidate, Recipe, StudySummary
 
@@ -42,37 +41,26 @@ class Field:
 
 def answer(summary: StudySummary, recipe: Recipe) -> list[Field]:
     """The winner and what it means, in the order in which a reader asks."""
-    winner = recipe.winner
+    winner, found = recipe.winner, study_answer(recipe)
     number = {name: one.text for name, one in describe.numbers(winner).items()}
     mfu = "" if winner.performance.mfu is None else f", MFU {number['MFU']}{describe.mfu_basis(recipe)}"
     speed_up = ", ".join(filter(None, (describe.speed_up(recipe), describe.speed_up_range(recipe))))
-    of_example = "" if recipe.example_gib is None else f" on an example card of {fmt_gib(recipe.example_gib)}"
     search = describe.breakdown(summary)
     if summary.search_usd is not None:
         search += f"; the search cost {fmt_usd(summary.search_usd)}"
     fields = [
-        Field(name="winner", text=winner.config.label(), style="bold green"),
+        Field(name="winner", text=found.answer, style="bold green"),
         Field(name="", text="; ".join(describe.configuration(recipe))),
         Field(name="speed", text=f"{number['useful tokens/s']} useful tokens/s{mfu}"),
         Field(name="speed-up", text=speed_up, style="bold" if recipe.differs else None),
-        Field(name="cost", text=_cost(recipe, number)),
-        Field(name="memory", text=f"{number['peak reserved']} at the peak, {number['limit']} is the limit{of_example}"),
-        Field(name="sure", text=f"{describe.evidence(winner)}. {describe.intervals(winner)}"),
+        Field(name="cost", text=found.cost),
+        Field(name="memory", text=found.needs),
+        Field(name="sure", text=found.certainty),
         Field(name="tried", text=search),
     ]
     if too_large := _too_large(summary):
         fields.append(Field(name="", text=too_large))
     return fields
-
-
-def _cost(recipe: Recipe, number: dict[str, str]) -> str:
-    """'$0.58 ($0.57 to $0.59) for the full run of 10 min (9 min 50 s to 10 min 5 s), 10,000 examples; $3.50/h, ...'."""
-    cost = recipe.winner.cost
-    run = f"{number['time']} ({describe.hours_range(cost)}), {describe.workload(recipe.workload)}"
-    if recipe.price is None:
-        return f"the full run takes {run}; {NO_PRICE} (--price USD_PER_HOUR)"
-    price = describe_price(recipe.price, date.today())
-    return f"{number['USD']} ({describe.usd_range(cost)}) for the full run of {run}; {price}"
 
 
 def _too_large(summary: StudySummary) -> str:

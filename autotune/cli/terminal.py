@@ -78,6 +78,13 @@ def print_json(rows: Any) -> None:
     print(json.dumps(rows, indent=2))
 
 
+def print_answer_json(answer: Any) -> None:
+    """Print a value, or several, as JSON on stdout."""
+    from autotune.core.json_view import json_data
+
+    print_json(json_data(answer))
+
+
 def print_table(title: str | None, columns: dict[str, Any], rows: list[tuple[str, ...]]) -> None:
     """Print a table on stdout; `columns` maps each heading to the justification of its cells."""
     from rich.table import Table

@@ -7,7 +7,7 @@ global batch is not part of it: the user chooses it, and it is the same for ever
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from autotune.core.knobs import KNOBS, SELECTIVE, checkpoint_every
 
@@ -24,6 +24,8 @@ class TrainConfig:
 
     Raises ValueError for a value that its knob cannot have.
     """
+
+    JSON: ClassVar = "as_dict()"
 
     method: str = KNOBS["method"].default
     micro_batch_size: int = KNOBS["micro_batch_size"].default

@@ -5,9 +5,10 @@ from typing import Any
 
 import yaml
 
+from autotune.core.json_view import json_data
 from autotune.core.serialization import to_data
 from autotune.export.header import allocator, comment, eval_steps, save_steps, summary_lines
-from autotune.study.summary import Recipe, candidate_data
+from autotune.study.summary import Recipe
 
 SCHEMA_VERSION = 1
 
@@ -22,7 +23,7 @@ def export(recipe: Recipe) -> dict[str, str]:
 
 def _data(recipe: Recipe) -> dict[str, Any]:
     workload, model, device = recipe.workload, recipe.model, recipe.device
-    winner = candidate_data(recipe.winner)
+    winner = json_data(recipe.winner)
     return {
         "schema_version": SCHEMA_VERSION,
         "study": recipe.study,
@@ -49,7 +50,7 @@ def _data(recipe: Recipe) -> dict[str, Any]:
         "memory": winner["memory"],
         "cost": winner["cost"] | {"evidence": recipe.winner.cost.evidence.value},
         "price": None if recipe.price is None else to_data(recipe.price),
-        "baseline": None if recipe.baseline is None else candidate_data(recipe.baseline),
+        "baseline": None if recipe.baseline is None else json_data(recipe.baseline),
         "speedup": recipe.speedup,
         "speedup_interval": recipe.speedup_interval,
         "speedup_evidence": recipe.speedup_evidence.value if recipe.baseline else None,

@@ -17,8 +17,6 @@ from autotune.core.train_config import TrainConfig
 from autotune.planning.counted_memory import no_count
 from autotune.prediction.memory_formula import CONTEXT_GIB, unsupported
 from autotune.prediction.observed_speed import Observation, observed_transfer
-from autotune.prediction.transfer import calibrated_parts
-from autotune.problem.calibration import Calibration
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import device_cap_gib, find_target
 from autotune.problem.task import Task
@@ -27,7 +25,6 @@ ACCURACY = (
     "memory by a formula that was within 0.3 % of the 3 models on an H200 that it was made with, and 5.1 % of 11 "
     "others (LoRA, nf4, full fine-tuning); speed by another, 12 % off in the median of these"
 )
-NOT_MEASURED = "Nothing was measured here. Estimated"
 # What `benchmarks/counts.py probes` and `benchmarks/counts.py speed` found.
 COUNTED = (
     "memory by counting a training step without a GPU, 0.2 % off in the median and 0.5 % at worst for 36 kinds of "
@@ -48,21 +45,7 @@ RANK_ACCURACY = (
 )
 
 
-def how_known(
-    calibration: Calibration | None,
-    device: DeviceSpec,
-    *,
-    counted: bool = False,
-    objective: Objective = Objective.SFT,
-    num_gpus: int = 1,
-) -> str:
-    """What estimates for a card rest on, in a sentence without its stop; `counted` are those of a dry probe."""
-    parts = calibrated_parts(calibration, device)
-    how = how_sure(counted=counted, objective=objective, num_gpus=num_gpus)
-    return f"{f'Estimated, {parts}' if parts else NOT_MEASURED}: {how}"
-
-
-def how_sure(*, counted: bool, objective: Objective, num_gpus: int = 1) -> str:
+def how_sure(*, counted: bool = False, objective: Objective = Objective.SFT, num_gpus: int = 1) -> str:
     """Where memory and speed come from, and how far they were off, on one GPU or on several that share a training."""
     if num_gpus > 1:
         return RANK_ACCURACY

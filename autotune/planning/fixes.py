@@ -9,9 +9,10 @@ from typing import Any
 from autotune.core.errors import UsageError
 from autotune.core.files import load_data
 from autotune.export.keys import key_of
-from autotune.planning.foreign_config import FP32_BASE, ForeignConfig, for_model, parse
-from autotune.planning.run_estimate import CheckContext, CheckedRun, Edits, check_run
+from autotune.planning.foreign_config import for_model, parse
+from autotune.planning.run_estimate import CheckContext, bounds_of, check_run
 from autotune.problem.run_cost import FITS, OOM, TIGHT
+from autotune.report.values.check import FP32_BASE, CheckedRun, Edits, ForeignConfig
 
 MAX_MICRO_BATCH, MIN_LENGTH = 1024, 256  # of what is tried
 NESTED = ("model_init_kwargs", "bnb_config_kwargs")  # keys that stand there are changed there
@@ -143,7 +144,7 @@ class FixSearch:
         sizes = [length, *(length | size for size in self._smaller_batches(run))]
 
         def fits(size: Edits) -> bool:
-            bounds = self.context.bounds(self._resized(run, size))
+            bounds = bounds_of(self.context, self._resized(run, size))
             state = OOM if bounds is None else bounds.state(self.context.limit_gib)
             return state == FITS or state in accepted
 

@@ -8,7 +8,7 @@ has a note. A run for an objective that no probe trains for is refused.
 import json
 import math
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from autotune.core.objective import NOT_OFFERED, Objective
 from autotune.core.train_config import TrainConfig
 from autotune.export.keys import default_of, key_of
 from autotune.problem.constraints import NO_SDPA
+from autotune.report.values.check import FP32_BASE, ForeignConfig
 
 MAX_KNOB = 2**24  # the most that TrainConfig takes
 OUTSIDE_LAYERS = {"lm_head", "embed_tokens", "wte"}  # their adapters are not counted
@@ -33,39 +34,6 @@ _FLAGS = dict.fromkeys((True, "true", "yes", "on", "1", "auto"), True)  # auto: 
 _FLAGS |= dict.fromkeys((False, "false", "no", "off", "0"), False)
 _TRAINING = "pass the YAML that you train with, of TRL, Axolotl or LLaMA-Factory"
 _REMEDY = "pass the file of a supported run: sft, dpo, kto or reward, LoRA or full, of a base that is not quantised"
-FP32_BASE = (
-    "What is frozen and not quantised stays in float32, TRL's default for dtype: 2 bytes a parameter more than in"
-    " bfloat16, and slower; `dtype: bfloat16` avoids that."
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignConfig:
-    """A fine-tuning run as another tool's YAML describes it.
-
-    `format` is one of TOOLS. `model` and `dataset` are names or paths as written, several datasets with commas between.
-    The micro batch counts examples, which have two rows each for some objectives. `num_gpus` is None where the file
-    does not say, `epochs` where `max_steps` decides. `max_examples` are those of all datasets together. `notes`, a
-    sentence each: what memory or speed depend on and `config` lacks, or what was assumed.
-    """
-
-    format: str
-    model: str
-    config: TrainConfig
-    accumulation: int
-    num_gpus: int | None
-    epochs: float | None
-    max_steps: int | None
-    max_examples: int | None
-    dataset: str | None
-    notes: tuple[str, ...]
-    objective: Objective = Objective.SFT
-    values: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def needs_more(self) -> bool:
-        """Whether a note says that it needs more memory than `config` does."""
-        return any("the run needs more memory" in note for note in self.notes)
 
 
 def for_model(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:

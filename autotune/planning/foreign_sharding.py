@@ -11,9 +11,9 @@ from autotune.core.files import load_data
 from autotune.core.knobs import KNOBS
 from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
-from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
 from autotune.prediction.estimate import memory_of
 from autotune.prediction.sharded_memory import MAX_LIVE, DeepSpeedBuffers
+from autotune.report.values.check import FP32_BASE, ForeignConfig
 
 _STAGE = re.compile(r"z(?:ero)?[-_]?([0-3])(?!\d)")  # in the name of a file, as zero3_bf16.json or ds_z2_config.json
 _BY_STAGE = ("ddp", "zero1", "zero2", "zero3")

@@ -5,7 +5,7 @@ memory. What a row takes is then a line in its length (docs/longest.md), of whic
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from autotune.prediction.memory_formula import CONTEXT_GIB, counted_breakdown
 from autotune.prediction.step_time import counted_step_time
 from autotune.prediction.transfer import REFERENCE, speed_transfer
 from autotune.problem.target import Target, find_target
+from autotune.report.values.longest import Attempt, LongestAnswer, LongestRow
 
 METHODS: dict[str, dict[str, Any]] = {
     "full": {"method": "full", "optimizer": "adamw_8bit"},
@@ -55,53 +56,6 @@ TIME_ERROR = 1.3  # a predicted time is taken to be within this factor: of the o
 # What the allocator needs beyond a counted peak of few large tensors: on an H100 2.1 % of 39 GiB, and over 3.7 % under
 # a cap of 24 GB, where nothing is left to begin a block anew (`benchmarks/longest.py`).
 ALLOCATOR_SHARE = 0.06
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """A row that was tried on the card: with all layers, or `depth` of them. `need_gib` is None where it is unknown."""
-
-    tokens: int
-    depth: int | None
-    outcome: str
-    need_gib: float | None
-    step_s: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LongestRow:
-    """The longest row of one method; field names are keys of the JSON, None is unknown.
-
-    `evidence` is measured where a step with this row was done on the card, else estimated; times of an estimate are
-    within `step_s_low` and `step_s_high`. `timed_on` is the card of the times: a larger one may stand in for the card,
-    under a cap of its memory. `gpu_gib` leaves the CUDA context out. `problem` says why there is no row. `limited_by`
-    is gpu memory, host memory or what was asked for.
-    """
-
-    method: str
-    config: dict[str, Any]
-    tokens: int | None = None
-    evidence: str = Evidence.ESTIMATED.value
-    step_s: float | None = None
-    step_s_low: float | None = None
-    step_s_high: float | None = None
-    timed_on: str | None = None
-    gpu_gib: float | None = None
-    host_gib: float | None = None
-    limited_by: str | None = None
-    predicted_tokens: int | None = None
-    problem: str | None = None
-    attempts: tuple[Attempt, ...] = ()
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens of the row for each second of its step."""
-        return self.tokens / self.step_s if self.tokens and self.step_s else None
-
-    def data(self) -> dict[str, Any]:
-        """What `--json` prints of it."""
-        tried_rows = [asdict(one) for one in self.attempts]
-        return asdict(self) | {"attempts": tried_rows, "tokens_per_s": self.tokens_per_s}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,7 +278,7 @@ def _verified(asked: Longest, predicted: LongestRow, best: Attempt | None, attem
         predicted,
         config=config.as_dict(),
         tokens=best.tokens,
-        evidence=Evidence.MEASURED.value,
+        evidence=Evidence.MEASURED,
         step_s=best.step_s,
         step_s_low=best.step_s,
         step_s_high=best.step_s,
@@ -419,13 +373,13 @@ def _target_here(gpu: str) -> Target | None:
     return target if target.card else None
 
 
-def longest_data(asked: Longest, rows: Sequence[LongestRow]) -> dict[str, Any]:
-    """What `autotune longest --json` prints."""
-    return {
-        "model": asked.model.name,
-        "device": asked.device.name,
-        "limit_gib": asked.limit_gib,
-        "host_limit_gib": asked.host_limit_gib,
-        "positions": asked.model.max_seq_len,
-        "rows": [row.data() for row in rows],
-    }
+def longest_answer(asked: Longest, rows: Sequence[LongestRow]) -> LongestAnswer:
+    """The answer of `autotune longest`."""
+    return LongestAnswer(
+        model=asked.model.name,
+        device=asked.device.name,
+        limit_gib=asked.limit_gib,
+        host_limit_gib=asked.host_limit_gib,
+        positions=asked.model.max_seq_len,
+        rows=tuple(rows),
+    )

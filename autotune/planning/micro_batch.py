@@ -4,80 +4,25 @@ What must be computed and moved is counted by a dry probe; what the device reach
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from autotune.catalog import DeviceSpec
 from autotune.core.machine import host_memory_gib, num_cores
 from autotune.core.micro_profile import KernelClass, MicroBatchProfile
-from autotune.core.probe_types import DeviceRates, DryCount, Evidence, MicroBatch, ProbeRequest
-from autotune.core.serialization import to_data
+from autotune.core.probe_types import DeviceRates, DryCount, MicroBatch, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB, fmt_gib, gib
 from autotune.dry.prober import DryAnswer, DryProber
 from autotune.planning.slow_parts import LIMITS
 from autotune.problem.calibration import Calibration
+from autotune.report.values.profile import Bound, HostNeed
 
 DTYPES = {"bf16_mixed": "bf16", "bf16_pure": "bf16", "fp16_mixed": "fp16", "fp32": "fp32"}
 NOT_MOVED = (KernelClass.PRODUCTS, KernelClass.ATTENTION, KernelClass.OPTIMIZER, KernelClass.COLLECTIVES)
 LOADER_SHARE = 0.1  # of a micro batch, that a loader in the training's own process may take
 PROCESS_GIB = 2.0  # of host memory for PyTorch and transformers, which take 0.5 without CUDA
 CHECKPOINT_S = 60.0  # in which a checkpoint should be written
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
-    """One kind of work in a micro batch: the seconds it took, and `best_s` that the device needs for it at least.
-
-    `flops` and `moved_bytes` are what was counted, None where that is not known.
-    """
-
-    work: str
-    seconds: float
-    flops: float | None
-    moved_bytes: float | None
-    best_s: float | None
-
-    @property
-    def lost_s(self) -> float | None:
-        """The seconds beyond the best."""
-        return None if self.best_s is None else max(self.seconds - self.best_s, 0.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostNeed:
-    """What a run needs of a part of the machine, and what is there; None is not known."""
-
-    part: str
-    found: float | None
-    needed: float
-    unit: str
-    why: str
-
-    @property
-    def suffices(self) -> bool | None:
-        """Whether there is enough of it."""
-        return None if self.found is None else self.found >= self.needed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileReport:
-    """A profiled micro batch of a study's configuration. `uncounted` says why there is no best, in a sentence."""
-
-    study: str
-    device: DeviceSpec
-    config: TrainConfig
-    accumulation: int
-    profile: MicroBatchProfile
-    bounds: tuple[Bound, ...]
-    needs: tuple[HostNeed, ...]
-    trace: str
-    uncounted: str | None = None
-
-    @property
-    def idle_s(self) -> float | None:
-        """Seconds of a micro batch in which the GPU runs nothing; a CPU is never without work."""
-        return self.profile.idle_s if self.profile.on_gpu else None
 
 
 def count_work(request: ProbeRequest, profile: MicroBatchProfile) -> DryAnswer:
@@ -187,23 +132,3 @@ def _cores(config: TrainConfig) -> HostNeed:
     *others, last = busy
     why = f"one for {', '.join(others)}{' and ' * bool(others)}{last}"
     return HostNeed(part="cores", found=num_cores(), needed=len(busy), unit="processors", why=why)
-
-
-def profile_data(report: ProfileReport) -> dict[str, Any]:
-    """The report as `autotune explain --profile --json` prints it."""
-    profile = report.profile
-    return {
-        "study": report.study,
-        "device": report.device.name,
-        "config": report.config.as_dict(),
-        "accumulation": report.accumulation,
-        "evidence": Evidence.MEASURED,
-        "of": "kernels" if profile.on_gpu else "operators",
-        "profile": to_data(profile),
-        "optimizer_s": profile.optimizer_s,
-        "idle_s": report.idle_s,
-        "bounds": [asdict(one) | {"lost_s": one.lost_s} for one in report.bounds],
-        "uncounted": report.uncounted,
-        "host": [asdict(one) | {"suffices": one.suffices} for one in report.needs],
-        "trace": report.trace,
-    }

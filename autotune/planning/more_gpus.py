@@ -6,54 +6,25 @@ The configuration stays, but for the micro batch where more GPUs leave too littl
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autotune.core.objective import Objective
 from autotune.core.parallelism import PROBED, Parallelism
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
-from autotune.planning.several_gpus import RankPlan
+from autotune.core.units import EIGHTY_PERCENT
 from autotune.prediction.collectives import RankStepTime
 from autotune.prediction.estimate import Estimate, estimate
 from autotune.prediction.step_time import StepTimeEstimate
-from autotune.prediction.transfer import EIGHTY_PERCENT
 from autotune.problem.constraints import Floors
 from autotune.problem.run_cost import FITS
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.task import Task
+from autotune.study.scaling import RankPlan, Scaling, with_efficiency
 from autotune.study.summary import Candidate, Recipe
 
 NUMBERS = (1, 2, 4, 8)
 LARGER_BATCH = 1.05  # how much larger a global batch of packed rows may be, which whole micro batches round
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scaling:
-    """The run on each number of GPUs, the fewest first.
-
-    The winner takes `own` GPUs. Of the numbers that are `known` the rows are what the study knows of their best
-    configurations, of others they are the winner's, scaled.
-    """
-
-    own: int
-    known: tuple[int, ...] = ()
-    rows: tuple[RankPlan, ...] = ()
-
-    @property
-    def trainable(self) -> tuple[RankPlan, ...]:
-        """The rows that have a speed."""
-        return tuple(row for row in self.rows if row.tokens_per_s is not None)
-
-    def efficiency(self, row: RankPlan) -> float | None:
-        """The speed over that of as many GPUs of the row with the fewest; None without a speed."""
-        if row.tokens_per_s is None:
-            return None
-        fewest = self.trainable[0]
-        return row.tokens_per_s / row.num_gpus * fewest.num_gpus / (fewest.tokens_per_s or math.nan)
-
-    def waits(self, row: RankPlan) -> float | None:
-        """The share of a step that waits for other GPUs, by formula; None where no step is known."""
-        return None if row.step is None else row.step.exposed_s / row.step.step_s
 
 
 def on_other_numbers(recipe: Recipe) -> Scaling:
@@ -65,14 +36,19 @@ def on_other_numbers(recipe: Recipe) -> Scaling:
     own = recipe.config.num_gpus
     if len(recipe.by_gpus) > 1:
         rows = [_as_measured(recipe, candidate) for candidate in recipe.by_gpus]
-        return Scaling(own=own, known=tuple(row.num_gpus for row in rows), rows=tuple(rows))
+        return Scaling(own=own, known=tuple(row.num_gpus for row in rows), rows=_compared(rows))
 
     known = _as_measured(recipe, recipe.winner)
     if known.step is None:
         return Scaling(own=own)
     ratio = recipe.winner.performance.step_time_s / known.step.step_s
     rows = [known if number == own else _best(recipe, number, ratio) for number in sorted({*NUMBERS, own})]
-    return Scaling(own=own, known=(own,), rows=tuple(rows))
+    return Scaling(own=own, known=(own,), rows=_compared(rows))
+
+
+def _compared(rows: list[RankPlan]) -> tuple[RankPlan, ...]:
+    """The rows with their efficiency against the fewest GPUs that have a speed."""
+    return with_efficiency(rows, next((row for row in rows if row.tokens_per_s is not None), None))
 
 
 def _task(recipe: Recipe) -> Task:

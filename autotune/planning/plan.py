@@ -7,7 +7,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -15,7 +15,6 @@ from autotune.catalog import DeviceSpec
 from autotune.core.errors import UsageError
 from autotune.core.knobs import KNOBS
 from autotune.core.objective import Objective
-from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.planning.counted_memory import count
 from autotune.planning.device_estimate import how_sure, limit_of, no_estimate, planned_device
@@ -31,65 +30,17 @@ from autotune.problem.setup import Setup, open_reserve, set_up
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
+from autotune.report.values.plan import LITTLE_KNOWN, NO_SPEED, ONLY_BASELINE, ONLY_LEANEST, Cell, Plan
 from autotune.study.ranking import Scored, choose, why
 
 MAX_CONFIGS = 10_000  # estimated in about two seconds
 MAX_STRIDE = 300  # between two configurations of a large space: a longer walk takes longer than the estimates
 BATCHES = (1, 2, 4, 8, 16, 32)
-NO_SPEED = "no formula knows the speed of such a training: `autotune run` measures it"
-ONLY_BASELINE = "only the baseline was counted, since each count takes seconds: `autotune run` looks for the best"
-ONLY_LEANEST = (
-    "the baseline does not fit, and of all others only the one that needs the least memory was counted, since each "
-    "count takes seconds: `autotune run` looks for the best"
-)
-# Reasons why there may be no best though something may fit, or a better one than is known.
-LITTLE_KNOWN = (NO_SPEED, ONLY_BASELINE, ONLY_LEANEST)
 _LASTING = operator.attrgetter(
     "method", "precision", "quantization", "double_quant", "lora_rank", "lora_targets", "optimizer"
 )
 _ALL_BUT_ROWS = operator.attrgetter(*(name for name in KNOBS if name != "micro_batch_size"))
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The plan for one model on one card.
-
-    `best` is None where nothing surely fits; `baseline` is the configuration that guides give. `num_estimated` of the
-    `space_size` configurations were estimated. `observations` were made on this card and corrected the speeds.
-    `from_reserve`: only what the floors keep for this case fits. `leanest` needs the least memory of all that may win.
-    """
-
-    task: Task
-    limit_gib: float
-    best: Estimate | None
-    baseline: Estimate
-    reason: str
-    num_estimated: int
-    space_size: int
-    leanest: TrainConfig
-    observations: tuple[Observation, ...] = ()
-    from_reserve: bool = False
-
-    @property
-    def counted(self) -> bool:
-        """Whether a dry probe counted the baseline: little else is known then."""
-        return self.baseline.memory is not None and self.baseline.memory.counted
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """What a micro batch of rows of one length needs, without recomputation and with every layer recomputed."""
-
-    micro_batch_size: int
-    seq_len: int
-    plain: Estimate
-    recomputed: Estimate
-
-    @property
-    def chosen(self) -> Estimate:
-        """Without recomputation where that fits."""
-        return self.plain if self.plain.state == FITS else self.recomputed
 
 
 def plan(
@@ -109,7 +60,8 @@ def plan(
     device = device or planned_device(spec.gpu)
     setup = planned_setup(spec, device, say)
     say_removals(setup, say)
-    return plan_setup(setup, limit_of(spec, device), observations, counted=counted)
+    made = plan_setup(setup, limit_of(spec, device), observations, counted=counted)
+    return replace(made, what_fits=memory_tables(made))
 
 
 def say_removals(setup: Setup, say: Say) -> None:
@@ -216,6 +168,7 @@ def alike_but_for_rows(task: Task, config: TrainConfig) -> tuple[Any, ...]:
 
 def _plan_of(task: Task, limit_gib: float, observations: Sequence[Observation], baseline: Estimate) -> Plan:
     """A plan that knows the baseline alone."""
+    counted = baseline.memory is not None and baseline.memory.counted
     return Plan(
         task=task,
         limit_gib=limit_gib,
@@ -225,7 +178,9 @@ def _plan_of(task: Task, limit_gib: float, observations: Sequence[Observation], 
         num_estimated=1,
         space_size=task.space.size(),
         leanest=task.space.config(task.space.leanest()),
-        observations=tuple(observed for observed in observations if observed.device == task.device.name),
+        how_sure=how_sure(counted=counted, objective=task.workload.objective),
+        calibrated=calibrated_parts(task.calibration, task.device),
+        seen=tuple(observed.source for observed in observations if observed.device == task.device.name),
     )
 
 
@@ -286,7 +241,7 @@ def distinguishable(space: SearchSpace, baseline: TrainConfig) -> SearchSpace:
 # --- tables of what fits
 
 
-def memory_tables(made: Plan) -> dict[str, list[Cell]]:
+def memory_tables(made: Plan) -> dict[str, tuple[Cell, ...]]:
     """What fits by length and micro batch, for LoRA, QLoRA and full fine-tuning as guides give them, by their name."""
     task = made.task
     longest = task.model.max_seq_len or max(LENGTHS)
@@ -301,7 +256,7 @@ def memory_tables(made: Plan) -> dict[str, list[Cell]]:
         replace(full, precision="bf16_pure", optimizer="adamw_8bit"),
     ]
     batches = BATCHES[1:] if task.workload.objective is Objective.KTO else BATCHES  # which one answer cannot train
-    tables = {_table_name(base): list(table_cells(task, base, made.limit_gib, batches, lengths)) for base in bases}
+    tables = {_table_name(base): tuple(table_cells(task, base, made.limit_gib, batches, lengths)) for base in bases}
     return {name: cells for name, cells in tables.items() if cells}  # no formula covers those of some models
 
 
@@ -328,57 +283,3 @@ def table_cells(
             recomputed = estimate(divisible, replace(config, checkpointing="full"), limit_gib)
             if plain is not None and recomputed is not None:
                 yield Cell(micro_batch_size=size, seq_len=length, plain=plain, recomputed=recomputed)
-
-
-# --- as plain data
-
-
-def plan_data(made: Plan) -> dict[str, Any]:
-    """The plan as `autotune plan --json` prints it."""
-    task = made.task
-    return {
-        "model": task.model.name,
-        "device": task.device.name,
-        "own_card": task.device.given,
-        "workload": task.workload.facts(),
-        "price": asdict(task.price) if task.price else None,
-        "limit_gib": made.limit_gib,
-        "best": made.best and estimate_data(made.best),
-        "baseline": estimate_data(made.baseline),
-        "reason": made.reason,
-        "configurations": {"looked_at": made.num_estimated, "of": made.space_size},
-        "seen": [observed.source for observed in made.observations],
-        "how_sure": how_sure(counted=made.counted, objective=made.task.workload.objective),
-        "calibrated": calibrated_parts(task.calibration, task.device),
-        "what_fits": {name: [_cell_data(cell) for cell in cells] for name, cells in memory_tables(made).items()},
-    }
-
-
-def estimate_data(estimated: Estimate) -> dict[str, Any]:
-    """One configuration on one device, as `--json` prints it."""
-    return {
-        "config": estimated.config.as_dict(),
-        "label": estimated.config.label(),
-        "fits": estimated.state,
-        "peak_reserved_gib": estimated.need_gib,
-        "limit_gib": estimated.limit_gib,
-        "memory_gib": estimated.memory and estimated.memory.terms(),
-        "memory_by": estimated.memory_by,
-        "tokens_per_s": estimated.tokens_per_s,
-        "interval_tokens_per_s": estimated.interval,
-        "samples_per_s": estimated.samples_per_s,
-        "cost": asdict(estimated.cost) if estimated.cost else None,
-        "measurements_on_this_card": estimated.num_observations,
-        "evidence": Evidence.ESTIMATED,
-    }
-
-
-def _cell_data(cell: Cell) -> dict[str, Any]:
-    return {
-        "micro_batch_size": cell.micro_batch_size,
-        "seq_len": cell.seq_len,
-        "none_gib": cell.plain.need_gib,
-        "full_gib": cell.recomputed.need_gib,
-        "fits": cell.chosen.state,
-        "checkpointing": cell.chosen.config.checkpointing,
-    }

@@ -6,7 +6,7 @@ Nothing of the file is run.
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from autotune.core.errors import UsageError
 from autotune.core.knobs import KNOBS
 from autotune.core.lora_targets import ALL_LINEAR
 from autotune.core.objective import Objective
-from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
 from autotune.planning.counted_memory import no_count
@@ -28,22 +27,22 @@ from autotune.planning.device_estimate import (
     smallest_card,
 )
 from autotune.planning.fixes import FixSearch
-from autotune.planning.foreign_config import FP32_BASE, ForeignConfig, for_model, read_file
+from autotune.planning.foreign_config import for_model, read_file
 from autotune.planning.foreign_sharding import shared_out
 from autotune.planning.observations import Say, silent
 from autotune.planning.plan import plan_task
-from autotune.planning.run_estimate import CheckContext, CheckedRun, check_run
+from autotune.planning.run_estimate import CheckContext, check_run
 from autotune.prediction.memory_formula import unsupported
 from autotune.prediction.observed_speed import Observation
 from autotune.prediction.transfer import calibrated_parts
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.run_cost import FITS, OOM, TIGHT
+from autotune.problem.run_cost import FITS, OOM
 from autotune.problem.setup import DEFAULT_TOKENS, set_up
 from autotune.problem.study_spec import StudySpec, make_spec
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
+from autotune.report.values.check import FP32_BASE, CheckedRun, CheckReport, Faster, ForeignConfig
 
-VERDICTS = {FITS: "fits", TIGHT: "too close to tell", OOM: "out of memory"}
 MIN_SPEEDUP = 1.05  # from which on a faster configuration is reported
 # Knobs that the faster configuration shares with the run, since they change what is learned.
 SHARED = (
@@ -62,34 +61,6 @@ SHARED = (
     "optimizer_in_backward",
 )
 _EXAMPLE_OPTIONS = ("dataset", "tokenizer", "lengths", "mean_tokens", "p99_tokens", "tokens_per_example")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Faster:
-    """Another configuration that learns the same, how many times as fast it is, and the command that measures it."""
-
-    config: TrainConfig
-    times: float
-    command: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckReport:
-    """The answer for one file.
-
-    `fix` is what to change, None where nothing helps or it fits; `fixes` are the single changes with the GiB that each
-    saves; `smallest_card` holds the run as it is. `runnable` is the run as it is, or with the fix if it does not fit.
-    """
-
-    file: Path
-    context: CheckContext
-    checked: CheckedRun
-    fix: CheckedRun | None
-    fixes: tuple[tuple[CheckedRun, float], ...]
-    smallest_card: DeviceSpec | None
-    runnable: CheckedRun | None
-    faster: Faster | None
-    notes: tuple[str, ...]
 
 
 def check(
@@ -140,7 +111,11 @@ def check(
     runnable = fix if checked.state == OOM else checked
     return CheckReport(
         file=file,
-        context=context,
+        model=model,
+        device=device,
+        limit_gib=context.limit_gib,
+        workload=context.workload,
+        price=task.price,
         checked=checked,
         fix=fix,
         fixes=tuple(fixes),
@@ -148,6 +123,12 @@ def check(
         runnable=runnable,
         faster=_faster(task, spec, context, runnable.run) if runnable else None,
         notes=(*_notes(context, checked, assumption), *warnings, *run.notes),
+        how_sure=how_sure(
+            counted=checked.bounds.reported.counted,
+            objective=context.workload.objective,
+            num_gpus=run.config.num_gpus,
+        ),
+        calibrated=calibrated_parts(task.calibration, device),
     )
 
 
@@ -321,69 +302,3 @@ def _notes_of_gpus(checked: CheckedRun) -> Iterator[str]:
             "modelled."
         )
         yield f"Their communication is not counted, nor that torch then holds the gradients twice ({again} more)."
-
-
-# --- as plain data
-
-
-def report_data(report: CheckReport) -> dict[str, Any]:
-    """The answer as `autotune check --json` prints it."""
-    context, run, faster = report.context, report.checked.run, report.faster
-    workload = context.workload.facts()
-    return {
-        "file": str(report.file),
-        "format": run.format,
-        "objective": run.objective,
-        "model": context.model.name,
-        "device": context.device.name,
-        "own_card": context.device.given,
-        **_checked_data(report.checked),
-        "limit_gib": context.limit_gib,
-        "num_gpus": run.num_gpus,
-        "epochs": run.epochs,
-        "max_steps": run.max_steps,
-        "workload": {name: workload[name] for name in ("examples", "examples_assumed", "tokens_per_example")},
-        "price": asdict(context.task.price) if context.task.price else None,
-        "change": report.fix and _fixed_data(report.fix),
-        "each_change": [_fixed_data(fixed) | {"saves_gib": saved} for fixed, saved in report.fixes],
-        "smallest_card": report.smallest_card.name if report.smallest_card else None,
-        "faster": faster and asdict(faster) | {"config": faster.config.as_dict()},
-        "notes": list(report.notes),
-        "how_sure": how_sure(
-            counted=report.checked.bounds.reported.counted,
-            objective=context.workload.objective,
-            num_gpus=run.config.num_gpus,
-        ),
-        "calibrated": calibrated_parts(context.task.calibration, context.device),
-        "evidence": Evidence.ESTIMATED,
-    }
-
-
-def _fixed_data(fixed: CheckedRun) -> dict[str, Any]:
-    return {"edits": fixed.edits, **_checked_data(fixed)}
-
-
-def _checked_data(checked: CheckedRun) -> dict[str, Any]:
-    bounds, run, estimated, cost = checked.bounds, checked.run, checked.estimate, checked.estimate.cost
-    return {
-        "verdict": VERDICTS[checked.state],
-        "label": run.config.label(),
-        "config": run.config.as_dict(),
-        "accumulation": run.accumulation,
-        "peak_reserved_gib": bounds.reported.peak_reserved_gib,
-        "bounds_gib": [bounds.least.peak_reserved_gib, bounds.most and bounds.most.peak_reserved_gib],
-        "memory_gib": bounds.reported.terms(),
-        "phase": bounds.reported.phase,
-        "duration": cost
-        and {
-            "tokens_per_s": estimated.tokens_per_s,
-            "interval": estimated.interval,
-            "samples_per_s": estimated.samples_per_s,
-            "num_steps": cost.num_steps,
-            "hours": cost.full_run_hours,
-            "interval_hours": cost.interval_hours,
-            "usd": cost.full_run_usd,
-            "interval_usd": cost.interval_usd,
-            "basis": estimated.num_observations,
-        },
-    }

@@ -6,24 +6,22 @@ formula are bounded by two that are covered, or from below.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_device
 from autotune.catalog.model_sizes import Sizes
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.planning.counted_memory import count
-from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
 from autotune.planning.foreign_sharding import buffers_of
-from autotune.prediction.estimate import Estimate, MemoryBounds, estimate, memory_of, on_device, step_time_of
+from autotune.prediction.estimate import MemoryBounds, estimate, memory_of, on_device, step_time_of
 from autotune.prediction.memory_formula import MemoryBreakdown
 from autotune.prediction.observed_speed import Observation
 from autotune.prediction.step_time import StepTimeEstimate, host_of
 from autotune.prediction.transfer import REFERENCE
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
+from autotune.report.values.check import FP32_BASE, CheckedRun, Edits, ForeignConfig
 
-Edits = dict[str, Any]
 OFFLOADED = 1.06  # times as long: measured by `benchmarks/levers.py reference`, Mistral-7B on an H200
 
 
@@ -50,36 +48,19 @@ class CheckContext:
         """The examples."""
         return self.task.workload
 
-    def bounds(self, run: ForeignConfig) -> MemoryBounds | None:
-        """What a run needs with these examples; None where that is not known."""
-        return memory_bounds(self.model, replace(run, config=self.at_longest(run.config)))
-
     def at_longest(self, config: TrainConfig) -> TrainConfig:
         """The configuration whose memory is asked for: with the longest rows that occur, as far as these are known."""
         return config if self.workload.lengths.source == "assumed" else self.workload.at_longest(config)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedRun:
-    """A run with its estimate, which has no speed and cost if it does not fit.
-
-    `edits` are the changes of the file that make it this run: keys of its own tool with the values to write.
-    """
-
-    run: ForeignConfig
-    bounds: MemoryBounds
-    estimate: Estimate
-    edits: Edits
-
-    @property
-    def state(self) -> str:
-        """FITS, TIGHT or OOM."""
-        return self.estimate.state
+def bounds_of(context: CheckContext, run: ForeignConfig) -> MemoryBounds | None:
+    """The memory that a run needs with the examples of `context`; None if it is unknown."""
+    return memory_bounds(context.model, replace(run, config=context.at_longest(run.config)))
 
 
 def check_run(context: CheckContext, run: ForeignConfig, edits: Edits | None = None) -> CheckedRun | None:
     """Estimate a run; None where it is not known what it needs."""
-    bounds = context.bounds(run)
+    bounds = bounds_of(context, run)
     if bounds is None:
         return None
     task, config, seen = context.task, run.config, context.observations

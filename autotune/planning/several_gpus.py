@@ -3,25 +3,20 @@
 Every number is projected. Between hosts collectives run at the pace of the network, if that is the slower.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from autotune.core.errors import UsageError
 from autotune.core.parallelism import FSDP2, STRATEGIES, Parallelism
-from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.core.untested import untested
 from autotune.planning.device_estimate import RANK_ACCURACY, limit_of, no_estimate, planned_device
 from autotune.planning.observations import Say, silent
-from autotune.planning.plan import candidates, distinguishable, estimate_data, planned_setup, say_removals
-from autotune.prediction.collectives import (
-    RankStepTime,
-)
+from autotune.planning.plan import candidates, distinguishable, planned_setup, say_removals
 from autotune.prediction.estimate import Estimate, estimate
-from autotune.prediction.memory_formula import unsupported
+from autotune.prediction.memory_formula import CONTEXT_GIB, unsupported
 from autotune.prediction.observed_speed import Observation
 from autotune.problem.gpu_counts import (
     MOST_GPUS,
@@ -37,123 +32,9 @@ from autotune.problem.run_cost import FITS
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
 from autotune.study.ranking import Scored, choose
-
-NO_LINK = "nobody published how fast these cards exchange data: link_gb_s of a card of your own says it"
+from autotune.study.scaling import GpuPlan, RankPlan, with_efficiency
 
 OF_RANKS = ("sharding", "copies", "sync_each_batch", "offload")  # knobs that candidates for one GPU do not have
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlan:
-    """The best configuration of one strategy on so many GPUs of `hosts`, each of which has as many.
-
-    `estimate` is of one GPU, but for its cost, which is of all; None where `problem` says why nothing can be trained.
-    `step` and `accumulation` are those of each GPU. `num_without_speed` more fit whose speed no formula knows.
-    """
-
-    parallelism: Parallelism
-    hosts: int = 1
-    estimate: Estimate | None = None
-    step: RankStepTime | None = None
-    accumulation: int | None = None
-    problem: str | None = None
-    num_without_speed: int = 0
-
-    @property
-    def num_gpus(self) -> int:
-        """How many GPUs train."""
-        return self.parallelism.num_gpus
-
-    @property
-    def label(self) -> str:
-        """The configuration in one line, with the precision that the strategy computes in; empty without one."""
-        if self.estimate is None:
-            return ""
-        config = self.estimate.config
-        return config.label().replace(config.precision, self.parallelism.precision(config))
-
-    @property
-    def state(self) -> str | None:
-        """FITS, TIGHT or OOM of each GPU; None where nothing can be trained."""
-        return self.estimate.state if self.estimate else None
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Useful tokens a second of all GPUs together."""
-        if self.estimate is None or self.estimate.tokens_per_s is None:
-            return None
-        return self.num_gpus * self.estimate.tokens_per_s
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """The interval of `tokens_per_s`."""
-        if self.estimate is None or self.estimate.interval is None:
-            return None
-        low, high = self.estimate.interval
-        return self.num_gpus * low, self.num_gpus * high
-
-    @property
-    def hours(self) -> float | None:
-        """Hours of the full run."""
-        return self.estimate.cost.full_run_hours if self.estimate and self.estimate.cost else None
-
-    @property
-    def usd(self) -> float | None:
-        """USD of the full run, for all GPUs."""
-        return self.estimate.cost.full_run_usd if self.estimate and self.estimate.cost else None
-
-    @property
-    def usd_interval(self) -> tuple[float, float] | None:
-        """The interval of `usd`."""
-        return self.estimate.cost.interval_usd if self.estimate and self.estimate.cost else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuPlan:
-    """The plans of one run for several numbers of GPUs, with a deadline in hours if there is one."""
-
-    task: Task
-    limit_gib: float
-    rows: tuple[RankPlan, ...]
-    within_hours: float | None = None
-
-    @property
-    def trainable(self) -> tuple[RankPlan, ...]:
-        """The rows that surely fit and whose speed is known."""
-        return tuple(row for row in self.rows if row.state == FITS and row.hours is not None)
-
-    @property
-    def fastest(self) -> RankPlan | None:
-        """The row that trains most tokens a second, the one with fewer GPUs of equals."""
-        return fastest(self.trainable)
-
-    @property
-    def cheapest(self) -> RankPlan | None:
-        """The row whose run costs least."""
-        return cheapest(self.trainable)
-
-    @property
-    def cheapest_within(self) -> RankPlan | None:
-        """The cheapest row within the deadline."""
-        return cheapest(self.trainable, self.within_hours) if self.within_hours is not None else None
-
-    def efficiency(self, row: RankPlan) -> float | None:
-        """The speed over that of as many single GPUs; None where one GPU cannot train, or a speed is unknown."""
-        alone = next((one for one in self.trainable if one.num_gpus == 1), None)
-        if alone is None or alone.tokens_per_s is None or row.tokens_per_s is None:
-            return None
-        return row.tokens_per_s / (row.num_gpus * alone.tokens_per_s)
-
-
-def fastest(rows: Sequence[RankPlan]) -> RankPlan | None:
-    """The row that trains most tokens a second, the one with fewer GPUs of equals."""
-    return max(rows, key=lambda row: (row.tokens_per_s or 0.0, -row.num_gpus), default=None)
-
-
-def cheapest(rows: Sequence[RankPlan], within_hours: float = math.inf) -> RankPlan | None:
-    """The row with the fewest GPU-hours, which all have one price, of those whose run ends in time."""
-    known = [(row.hours, row) for row in rows if row.hours is not None and row.hours <= within_hours]
-    return min(known, key=lambda entry: (entry[0] * entry[1].num_gpus, entry[0]), default=(None, None))[1]
 
 
 def plan_spec(
@@ -229,7 +110,16 @@ def plan_gpus(
         for number in numbers
         for parallelism in _parallelisms(number, number_of_hosts, of_ranks)
     ]
-    return GpuPlan(task=task, limit_gib=limit_gib, rows=tuple(rows), within_hours=within_hours)
+    certain = [row for row in rows if row.state == FITS and row.hours is not None]
+    alone = next((row for row in certain if row.num_gpus == 1), None)
+    return GpuPlan(
+        task=task,
+        limit_gib=limit_gib,
+        rows=with_efficiency(rows, alone),
+        how_sure=RANK_ACCURACY,
+        context_gib=CONTEXT_GIB,
+        within_hours=within_hours,
+    )
 
 
 def _parallelisms(number: int, hosts: int, of_ranks: Mapping[str, Any]) -> Iterator[Parallelism]:
@@ -293,54 +183,3 @@ def _score(estimated: Estimate) -> float:
         return estimated.tokens_per_s
     alone = estimated.single_gpu
     return estimated.config.tokens / alone.micro_s if alone else 1.0
-
-
-# --- as plain data
-
-
-def gpu_plan_data(made: GpuPlan) -> dict[str, Any]:
-    """The plan as `autotune plan --gpus ... --json` prints it."""
-    task = made.task
-    return {
-        "model": task.model.name,
-        "device": task.device.name,
-        "workload": task.workload.facts(),
-        "price": asdict(task.price) if task.price else None,
-        "limit_gib": made.limit_gib,
-        "link_gb_s": task.device.link_gb_s,
-        "how_sure": RANK_ACCURACY,
-        "rows": [_row_data(made, row) for row in made.rows],
-        "cheapest": _named(made.cheapest),
-        "fastest": _named(made.fastest),
-        "within_hours": made.within_hours,
-        "cheapest_within": _named(made.cheapest_within),
-    }
-
-
-def _named(row: RankPlan | None) -> dict[str, Any] | None:
-    return None if row is None else _shared(row)
-
-
-def _shared(row: RankPlan) -> dict[str, Any]:
-    return {"num_gpus": row.num_gpus, "strategy": row.parallelism.name, "hosts": row.hosts}
-
-
-def _row_data(made: GpuPlan, row: RankPlan) -> dict[str, Any]:
-    """A row. What its `estimate` has is of one GPU, but for the cost; `tokens_per_s` of the row is of all."""
-    estimated = row.estimate
-    return {
-        **_shared(row),
-        "precision": row.parallelism.precision(estimated.config) if estimated else None,
-        "accumulation": row.accumulation,
-        "state": row.state,
-        "problem": row.problem,
-        "num_without_speed": row.num_without_speed,
-        "tokens_per_s": row.tokens_per_s,
-        "interval_tokens_per_s": row.interval,
-        "efficiency": made.efficiency(row),
-        "hours": row.hours,
-        "usd": row.usd,
-        "step": asdict(row.step) if row.step else None,
-        "of_one_gpu": estimate_data(estimated) if estimated else None,
-        "evidence": Evidence.ESTIMATED,
-    }

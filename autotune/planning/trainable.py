@@ -5,31 +5,30 @@ The same entries make the atlas (`benchmarks/atlas.py`), which has all models on
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from autotune.catalog import DeviceSpec, ModelSpec, Price, list_models, resolve_model
+from autotune.catalog import DeviceSpec, ModelSpec, list_models
 from autotune.catalog.model_sizes import Sizes
 from autotune.core.errors import UsageError
 from autotune.core.objective import Objective
-from autotune.core.probe_types import Evidence
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
-from autotune.planning.compare import DEPENDENT, QUIET_S, ComparedCard, compare_card
-from autotune.planning.device_estimate import ACCURACY, limit_of
+from autotune.planning.compare import DEPENDENT, QUIET_S, compare_card
+from autotune.planning.device_estimate import how_sure, limit_of
 from autotune.planning.observations import Say, silent
 from autotune.planning.plan import candidates, planned_setup
 from autotune.prediction.estimate import memory_of, memory_state
 from autotune.prediction.observed_speed import Observation
-from autotune.prediction.transfer import calibrated_parts
-from autotune.problem.calibration import Calibration
+from autotune.prediction.transfer import calibrated_parts, is_measured_kind
 from autotune.problem.run_cost import FITS
 from autotune.problem.setup import Setup, open_reserve
 from autotune.problem.study_spec import StudySpec
+from autotune.report.values.comparison import ComparedCard
+from autotune.report.values.trainable import METHODS, Entry, Trainable
 
-METHODS = {"lora": "LoRA", "qlora": "QLoRA (nf4)", "full": "Full fine-tuning"}  # search spaces, with their titles
 STEP = 1.2  # sizes of models that are closer than this are one row
 HOPELESS = 1.5  # what needs so many times the memory does not fit by any other knob
 LEAST_PARAMS = 10**8
@@ -43,70 +42,6 @@ PINS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """What is known of one model, trained by one method, on one card; None is unknown.
-
-    `need_gib` is the peak of `config`, the best configuration; where nothing surely fits, of the one that needs the
-    least, as is `least_gib` always. With `learns_differently`, only what the floors keep for such cases fits. `problem`
-    says why the model cannot be trained so, and nothing else is known. `longest_row` is the longest power of two, in
-    tokens, or all that the model's positions allow, of which one row surely fits. Field names are keys of the JSON.
-    """
-
-    model: str
-    method: str
-    card: str
-    state: str
-    need_gib: float | None
-    least_gib: float | None
-    memory_by: str | None
-    tokens_per_s: float | None = None
-    interval: tuple[float, float] | None = None
-    usd_per_1000: float | None = None
-    config: str | None = None
-    learns_differently: bool = False
-    problem: str | None = None
-    longest_row: int | None = None
-
-    @classmethod
-    def of(cls, model: str, method: str, card: ComparedCard) -> "Entry":
-        """The entry of a card that was compared."""
-        best, least = card.best, card.least
-        need = best or least
-        return cls(
-            model=model,
-            method=method,
-            card=card.device.name,
-            state=FITS if card.holds_it else card.state,
-            need_gib=need.need_gib if need else None,
-            least_gib=least.need_gib if least else None,
-            memory_by=need.memory_by if need else None,
-            tokens_per_s=card.tokens_per_s or None,
-            interval=best.interval if best else None,
-            usd_per_1000=card.cost.cost_per_1000_samples_usd if card.cost else None,
-            config=need.config.label() if need else None,
-            learns_differently=best is not None and card.plan is not None and card.plan.from_reserve,
-            problem=card.problem,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trainable:
-    """The entries of each of the `models`, by `METHODS`, on one card, for samples of so many tokens (`lengths`)."""
-
-    device: DeviceSpec
-    price: Price | None
-    limit_gib: float
-    lengths: str
-    models: tuple[ModelSpec, ...]
-    entries: tuple[Entry, ...]
-    calibration: Calibration | None = None
-
-    def row(self, model: ModelSpec) -> list[Entry]:
-        """The entries of a model, in the order of METHODS."""
-        return [entry for entry in self.entries if entry.model == model.name]
-
-
 def entry_of(spec: StudySpec, method: str, device: DeviceSpec, observations: Sequence[Observation] = ()) -> Entry:
     """The entry of the spec's model, without its longest row."""
     try:
@@ -114,7 +49,28 @@ def entry_of(spec: StudySpec, method: str, device: DeviceSpec, observations: Seq
         card = compare_card(setup, limit_of(spec, device), observations)
     except UsageError as error:
         card = ComparedCard(device=device, problem=printable(str(error)))
-    return Entry.of(spec.model, method, card)
+    return _entry(spec.model, method, card)
+
+
+def _entry(model: str, method: str, card: ComparedCard) -> Entry:
+    """The entry of a card that was compared."""
+    best, least = card.best, card.least
+    need = best or least
+    return Entry(
+        model=model,
+        method=method,
+        card=card.device.name,
+        state=FITS if card.holds_it else card.state,
+        need_gib=need.need_gib if need else None,
+        least_gib=least.need_gib if least else None,
+        memory_by=need.memory_by if need else None,
+        tokens_per_s=card.tokens_per_s or None,
+        interval=best.interval if best else None,
+        usd_per_1000=card.cost.cost_per_1000_samples_usd if card.cost else None,
+        config=need.config.label() if need else None,
+        learns_differently=best is not None and card.plan is not None and card.plan.from_reserve,
+        problem=card.problem,
+    )
 
 
 def _entry_with_row(spec: StudySpec, method: str, device: DeviceSpec, observations: Sequence[Observation]) -> Entry:
@@ -160,7 +116,9 @@ def trainable(
         lengths=str(task.workload.lengths),
         models=models,
         entries=tuple(entries),
-        calibration=task.calibration,
+        how_sure=how_sure(),
+        calibrated=calibrated_parts(task.calibration, device),
+        is_guess=not is_measured_kind(device),
     )
 
 
@@ -203,18 +161,3 @@ def longest_row(setup: Setup, limit_gib: float) -> int | None:
     for config in candidates(space):  # a longer row needs more, so that each goes on where the one before ended
         num_fitting += sum(1 for _ in takewhile(partial(fits, config), lengths[num_fitting:]))
     return lengths[num_fitting - 1] if num_fitting else None
-
-
-def trainable_data(made: Trainable) -> dict[str, Any]:
-    """What `autotune plan --json` prints without a model."""
-    return {
-        "device": made.device.name,
-        "own_card": made.device.given,
-        "limit_gib": made.limit_gib,
-        "price": asdict(made.price) if made.price else None,
-        "samples": made.lengths,
-        "how_sure": ACCURACY,
-        "calibrated": calibrated_parts(made.calibration, made.device),
-        "evidence": Evidence.ESTIMATED,
-        "entries": [asdict(entry) | {"params": resolve_model(entry.model).params} for entry in made.entries],
-    }

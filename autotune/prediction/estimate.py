@@ -7,8 +7,10 @@ it read another tool's file or measured the run, passes its own memory or step t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price, resolve_device
+from autotune.core.json_view import keys
 from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import DryCount, Evidence
@@ -51,6 +53,11 @@ class MemoryBounds:
     most: MemoryBreakdown | None
 
     @property
+    def bounds_gib(self) -> tuple[float, float | None]:
+        """The peaks at least and at most."""
+        return self.least.peak_reserved_gib, self.most.peak_reserved_gib if self.most else None
+
+    @property
     def reported(self) -> MemoryBreakdown:
         """The upper bound if there is one, else the lower."""
         return self.most or self.least
@@ -74,6 +81,23 @@ class Estimate:
     `num_observations` measurements by others on this device, and on `calibration`. `step` and `accumulation` are those
     of each GPU; `single_gpu` is the time of one GPU alone, known even if the link is not.
     """
+
+    JSON: ClassVar = keys(
+        "config",
+        label="config.label()",
+        fits="state",
+        peak_reserved_gib="need_gib",
+        limit_gib="limit_gib",
+        memory_gib="memory",
+        memory_by="memory_by",
+        tokens_per_s="tokens_per_s",
+        interval_tokens_per_s="interval",
+        samples_per_s="samples_per_s",
+        cost="cost",
+        measurements_on_this_card="num_observations",
+        evidence="evidence",
+    )
+    evidence: ClassVar[Evidence] = Evidence.ESTIMATED
 
     device: DeviceSpec
     config: TrainConfig

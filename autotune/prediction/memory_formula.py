@@ -9,6 +9,7 @@ on whole models on an H200 (`benchmarks/plan.py memory`). Families and configura
 import functools
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from autotune.catalog import ModelSpec
 from autotune.catalog.model_sizes import Sizes
@@ -73,6 +74,8 @@ class MemoryBreakdown:
     NCCL takes beside torch's allocator. `pools` is what streams of their own keep for later, which they give back when
     it is needed. `counted` is whether a dry probe counted it, `own_error` an error other than the usual.
     """
+
+    JSON: ClassVar = "terms()"
 
     weights: float
     adapters: float

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 
 from autotune.catalog import DeviceSpec
+from autotune.core.units import EIGHTY_PERCENT
 from autotune.problem.calibration import Calibration
 from autotune.problem.speed_transfer import SpeedTransfer
 
@@ -35,7 +36,6 @@ UNMEASURED = 2 * BETWEEN
 # The same of both together for two cards with the same chip, where a profile tells what the device does: 2.7 % between
 # an H100 and an H200, for one model and micro batches in which the host has less than a fifth of the pace.
 PROFILED = 0.03
-EIGHTY_PERCENT = 1.2816  # standard deviations that hold 80 % of a normal distribution
 # What products reach in training, of what they reach alone; what a copy reaches of the bandwidth of a data sheet, in
 # which the formula of step time counts. Both are assumed: 0.72 of an H200's peak, in the middle of what cards keep
 # under their power cap, and 0.88 of its bandwidth. An H100 and an H200 that were calibrated since reach 0.67 and 0.66

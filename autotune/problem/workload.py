@@ -8,7 +8,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
@@ -103,6 +103,8 @@ class Workload:
     which count in their lengths, `images_end` is the most tokens of a row as far as its last image (0: unknown), and
     `vision` is whether a vision tower is trained too. Raises ValueError for a number below 1.
     """
+
+    JSON: ClassVar = "facts()"
 
     examples: int = 10_000
     epochs: int = 1

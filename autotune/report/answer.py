@@ -12,17 +12,16 @@ from typing import Any
 
 from autotune.catalog import NO_PRICE, ModelSpec, age, describe_price
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_usd
-from autotune.planning.compare import Comparison, Group
-from autotune.planning.device_estimate import how_known
-from autotune.planning.rent_or_buy import Bought, Purse, SizeCost, purchases, size_costs
-from autotune.planning.trainable import METHODS, Entry, Trainable
-from autotune.prediction.transfer import is_measured_kind
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.task import Task
 from autotune.report import figures
 from autotune.report.comparison import heading, how_estimated, workload_text
+from autotune.report.describe import how_known
 from autotune.report.html import FEW, answer_glossary, plotly_markup, script_json
 from autotune.report.html import page as html_page
+from autotune.report.values.comparison import Comparison, Group
+from autotune.report.values.rent_or_buy import Bought, Purse, SizeCost, purchases, size_costs
+from autotune.report.values.trainable import METHODS, Entry, Trainable
 from autotune.study.nodes import Node
 
 PHONE = 40  # characters of a row of a table
@@ -92,14 +91,14 @@ def trainable_answer(made: Trainable, today: date) -> Answer:
     columns |= dict.fromkeys(("tokens/s (80 %)", "USD/1,000 samples"), "right")
     notes = [
         f"{fmt_gib(made.device.memory_gib)}, {fmt_gib(made.limit_gib)} of it for tensors. "
-        f"{how_known(made.calibration, made.device)}.",
+        f"{how_known(made.how_sure, made.calibrated)}.",
         f"Samples of {made.lengths.removesuffix(' each')}; price of an hour: {describe_price(made.price, today)}.",
         "A verdict has the longest row, in tokens, of which one surely fits. tight: too close to tell. *: fits only "
         "with what learns differently, pure bf16 or another optimizer than AdamW.",
         f"{len(made.models)} models, one of each size; --model NAME plans any other.",
         *_refusals(made.entries),
     ]
-    if any(entry.tokens_per_s for entry in made.entries) and not is_measured_kind(made.device):
+    if any(entry.tokens_per_s for entry in made.entries) and made.is_guess:
         notes.append("Nobody measured such a card: its speeds are guesses.")
     tables = [
         Table(title=title, columns=columns, rows=tuple(_model_row(made, model, method) for model in made.models))

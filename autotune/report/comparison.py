@@ -1,6 +1,6 @@
 """A comparison of cards as a page, a document, a spreadsheet or data for a program.
 
-`COLUMNS` says once what a card's row shows, for every form that people read; `card_data` holds the same for programs.
+`COLUMNS` says once what a card's row shows, for every form that people read; `values.compared` has it for programs.
 Names come from users and must stay text in each form. An unknown value is a dash for people and empty for programs.
 """
 
@@ -10,74 +10,36 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import date
 from typing import Any
 
 from autotune.catalog import NO_PRICE, describe_price
-from autotune.core.objective import Objective
+from autotune.core.json_view import json_data
 from autotune.core.pages import environment
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
-from autotune.planning.compare import ComparedCard, Comparison, Group, speed_interval, spot_interval, usd_interval
-from autotune.planning.device_estimate import NOT_MEASURED, how_sure
-from autotune.planning.plan import ONLY_BASELINE, ONLY_LEANEST
-from autotune.planning.rent_or_buy import Purse, buying_data, size_costs
-from autotune.problem.run_cost import FITS, TABLE_EXAMPLES
+from autotune.problem.run_cost import FITS
+from autotune.report import describe
 from autotune.report.html import answer_glossary, page
+from autotune.report.values.compared import CardRow, card_row, compared
+from autotune.report.values.comparison import (
+    ComparedCard,
+    Comparison,
+    Group,
+    speed_interval,
+    spot_interval,
+    usd_interval,
+)
+from autotune.report.values.plan import ONLY_BASELINE, ONLY_LEANEST
 
 Data = dict[str, Any]
 
 
-def card_data(group: Group, card: ComparedCard) -> Data:
-    """A card's row as plain data; what is not known is None."""
-    best, cost, plan = card.best, card.cost, card.plan
-    price = plan and plan.task.price
-    need = best or card.least
-    return {
-        "model": group.model,
-        "method": group.method,
-        "card": card.device.name,
-        "own_card": card.device.given,
-        "state": card.state,
-        "from_reserve": plan is not None and plan.from_reserve,
-        "need_gib": need and need.need_gib,
-        "memory_by": need and need.memory_by,
-        "limit_gib": plan and plan.limit_gib,
-        "guides_need_gib": plan and plan.baseline.need_gib,
-        **_ranged("tokens_per_s", card.tokens_per_s or None, speed_interval(card)),
-        "relative_speed": group.relative_speed(card),
-        **_ranged("hours", cost.full_run_hours if cost else None, cost.interval_hours if cost else None),
-        **_ranged("usd", card.usd, usd_interval(card)),
-        **_ranged("usd_spot", card.spot_usd, spot_interval(card)),
-        "spot_usd_per_hour": card.spot and card.spot.spot_usd_per_hour,
-        "spot_provider": card.spot and card.spot.provider,
-        "spot_as_of": card.spot and card.spot.as_of,
-        "usd_per_1000_samples": cost and cost.cost_per_1000_samples_usd,
-        "kwh_at_most": cost and cost.kwh,
-        "configuration": best and best.config.label(),
-        "evidence": best and "estimated",
-        "measurements_on_this_card": best and best.tokens_per_s and best.num_observations,
-        "is_guess": card.is_guess,
-        "calibrated": best and best.tokens_per_s and best.calibrated,
-        "usd_per_hour": price and price.usd_per_hour,
-        "usd_per_day": price and price.usd_per_day,
-        "usd_per_week": price and price.usd_per_week,
-        "provider": price and price.provider,
-        "price_as_of": price and price.as_of,
-        "price_of_instance_of": price and price.count,
-    }
-
-
-def _ranged(name: str, value: float | None, bounds: tuple[float, float] | None) -> Data:
-    low, high = bounds or (None, None)
-    return {name: value, f"{name}_low": low, f"{name}_high": high}
-
-
-def _with_range(data: Data, name: str, fmt: Callable[[float | None], str] = fmt_count) -> str:
+def _with_range(row: CardRow, name: str, fmt: Callable[[float | None], str] = fmt_count) -> str:
     """'1,109 (934 to 1,318)'."""
-    value, low, high = (fmt(data[f"{name}{end}"]) for end in ("", "_low", "_high"))
-    return DASH if data[name] is None else f"{value} ({low} to {high})"
+    value, low, high = (fmt(getattr(row, f"{name}{end}")) for end in ("", "_low", "_high"))
+    return DASH if getattr(row, name) is None else f"{value} ({low} to {high})"
 
 
 def _gib(value: float | None) -> str:
@@ -88,29 +50,29 @@ def _usd(value: float | None) -> str:
     return fmt_usd(value).removeprefix("$")
 
 
-def _memory(data: Data) -> str:
-    limit = _gib(data["limit_gib"])
-    if data["configuration"]:
-        return f"{_gib(data['need_gib'])} of {limit}"
-    if data["limit_gib"] is None:
-        return str(data["state"])
-    return f"{data['state']}: at least {_gib(data['need_gib'])} of {limit} (guides: {_gib(data['guides_need_gib'])})"
+def _memory(row: CardRow) -> str:
+    limit = _gib(row.limit_gib)
+    if row.configuration:
+        return f"{_gib(row.need_gib)} of {limit}"
+    if row.limit_gib is None:
+        return str(row.state)
+    return f"{row.state}: at least {_gib(row.need_gib)} of {limit} (guides: {_gib(row.guides_need_gib)})"
 
 
-def _card(data: Data) -> str:
-    return str(data["card"]) if data["own_card"] is None else f"{data['card']} (as you described it)"
+def _card(row: CardRow) -> str:
+    return str(row.card) if row.own_card is None else f"{row.card} (as you described it)"
 
 
-def _evidence(data: Data) -> str:
-    count = data["measurements_on_this_card"]
-    guess = ", no measurement of this kind of card" if data["is_guess"] else ""
-    calibrated = f", {data['calibrated']}" if data["calibrated"] else ""
+def _evidence(row: CardRow) -> str:
+    count = row.measurements_on_this_card
+    guess = ", no measurement of this kind of card" if row.is_guess else ""
+    calibrated = f", {row.calibrated}" if row.calibrated else ""
     tightened = f", tightened by {count} measured on this card" if count else guess
-    return (data["evidence"] or DASH) + tightened + calibrated
+    return (row.evidence or DASH) + tightened + calibrated
 
 
-def _relative(data: Data) -> str:
-    return DASH if data["relative_speed"] is None else f"{data['relative_speed']:.2f}"
+def _relative(row: CardRow) -> str:
+    return DASH if row.relative_speed is None else f"{row.relative_speed:.2f}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +81,7 @@ class Column:
 
     title: str
     table: str
-    text: Callable[[Data], str]
+    text: Callable[[CardRow], str]
     numeric: bool = False
 
 
@@ -129,12 +91,12 @@ COLUMNS = (
     Column(title="tokens/s (80 %)", table="speed", numeric=True, text=lambda row: _with_range(row, "tokens_per_s")),
     Column(title="relative", table="speed", numeric=True, text=_relative),
     Column(title="hours (80 %)", table="speed", numeric=True, text=lambda row: _with_range(row, "hours")),
-    Column(title="kWh at most", table="speed", numeric=True, text=lambda row: fmt_count(row["kwh_at_most"])),
+    Column(title="kWh at most", table="speed", numeric=True, text=lambda row: fmt_count(row.kwh_at_most)),
     Column(title="USD (80 %)", table="cost", numeric=True, text=lambda row: _with_range(row, "usd", _usd)),
     Column(title="USD at spot (80 %)", table="cost", numeric=True, text=lambda row: _with_range(row, "usd_spot", _usd)),
-    Column(title="USD/1,000 samples", table="cost", numeric=True, text=lambda row: _usd(row["usd_per_1000_samples"])),
-    Column(title="price", table="prices", text=lambda row: str(row["price"])),
-    Column(title="configuration", table="basis", text=lambda row: row["configuration"] or DASH),
+    Column(title="USD/1,000 samples", table="cost", numeric=True, text=lambda row: _usd(row.usd_per_1000_samples)),
+    Column(title="price", table="prices", text=lambda row: ""),
+    Column(title="configuration", table="basis", text=lambda row: row.configuration or DASH),
     Column(title="evidence", table="basis", text=_evidence),
 )
 
@@ -142,30 +104,17 @@ COLUMNS = (
 def cells(group: Group, card: ComparedCard, today: date) -> dict[str, str]:
     """A card's row for people: text by the title of its column."""
     price = card.plan.task.price if card.plan else None
-    data = card_data(group, card) | {"price": describe_price(price, today)}
-    return {column.title: column.text(data) for column in COLUMNS}
+    row = card_row(group, card)
+    return {column.title: column.text(row) for column in COLUMNS} | {"price": describe_price(price, today)}
 
 
 # --- sentences about a group
 
 
 def how_estimated(comparison: Comparison) -> str:
-    """What the estimates rest on, in a sentence without its stop."""
-    plans = [card.plan for group in comparison.groups for card in group.cards if card.plan]
-    calibrated = any(plan.task.calibration for plan in plans)
-    how = "Estimated, calibrated as each card's evidence says" if calibrated else NOT_MEASURED
-    return f"{how}: {_how_sure(comparison)}"
-
-
-def _how_sure(comparison: Comparison) -> str:
-    """What memory and speed come from."""
-    needs = [card.least for group in comparison.groups for card in group.cards if card.least]
-    counted = {need.memory is not None and need.memory.counted for need in needs}
-    plans = (card.plan for group in comparison.groups for card in group.cards if card.plan)
-    objective = next((plan.task.workload.objective for plan in plans), Objective.SFT)
-    kinds = [False] * (counted != {True}) + [True] * (True in counted)
-    how = (how_sure(counted=kind, objective=objective) for kind in kinds)
-    return "; where no formula covers a model, ".join(how)
+    """The basis of the estimates, in a sentence without its stop."""
+    how = "Estimated, calibrated as each card's evidence says" if comparison.calibrated else describe.NOT_MEASURED
+    return f"{how}: {comparison.how_sure}"
 
 
 def heading(group: Group) -> str:
@@ -258,45 +207,9 @@ def _own_card(comparison: Comparison, group: Group) -> str:
 # --- forms
 
 
-def comparison_data(comparison: Comparison, sizes: Sequence[int] = TABLE_EXAMPLES, purse: Purse | None = None) -> Data:
-    """The comparison as plain data; with a purse, what can be bought too."""
-    owned = comparison.owned
-    return {
-        "how_sure": _how_sure(comparison),
-        "budget": asdict(comparison.budget),
-        "owned": owned and asdict(owned) | {"device": owned.device.name},
-        "groups": [
-            _group_data(comparison, group)
-            | {
-                "sizes": [asdict(one) for one in size_costs(group, sizes)],
-                "buying": purse and buying_data(group, purse),
-            }
-            for group in comparison.groups
-        ],
-    }
-
-
-def _group_data(comparison: Comparison, group: Group) -> Data:
-    advice, own = comparison.advice(group), comparison.own_run(group)
-    return {
-        "model": group.model,
-        "method": group.method,
-        "workload": group.plan and group.plan.task.workload.facts(),
-        "cards": [card_data(group, card) for card in group.cards],
-        "cheapest": group.cheapest and group.cheapest.device.name,
-        "cheapest_rivals": group.rivals(group.cheapest, usd_interval),
-        "fastest": group.fastest and group.fastest.device.name,
-        "fastest_rivals": group.rivals(group.fastest, speed_interval),
-        "smallest_card": group.smallest and group.smallest.name,
-        "smallest_compared": group.smallest_compared and group.smallest_compared.name,
-        "advice": advice and asdict(advice),
-        "own_run": own and asdict(own),
-    }
-
-
 def as_csv(comparison: Comparison, today: date) -> str:
     """A line for each card. Text that a spreadsheet would take for a formula begins with an apostrophe."""
-    rows = [card_data(group, card) for group in comparison.groups for card in group.cards]
+    rows = [asdict(card_row(group, card)) for group in comparison.groups for card in group.cards]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -334,5 +247,5 @@ FORMATS: dict[str, Callable[[Comparison, date], str]] = {
     "markdown": as_markdown,
     "csv": as_csv,
     "html": lambda comparison, today: page("comparison.html.j2", _view(comparison, today)),
-    "json": lambda comparison, today: json.dumps(comparison_data(comparison), indent=2) + "\n",
+    "json": lambda comparison, today: json.dumps(json_data(compared(comparison)), indent=2) + "\n",
 }

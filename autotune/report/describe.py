@@ -18,12 +18,12 @@ from autotune.core.train_config import TrainConfig, learning_differences
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_seconds, fmt_usd
 from autotune.export import tool_file
 from autotune.export.header import has_published_weights
-from autotune.planning.several_gpus import RankPlan, cheapest, fastest
 from autotune.problem.run_cost import CostProjection
 from autotune.problem.workload import Workload
 from autotune.study.ablation import AblatedKnob, Ablation
 from autotune.study.decomposition import Decomposition
 from autotune.study.learning import Learning
+from autotune.study.scaling import RankPlan, cheapest, fastest
 from autotune.study.summary import Candidate, Learned, Recipe, StudySummary, TrialRecord, Verification
 
 # The name of each outcome for people.
@@ -36,6 +36,7 @@ LABELS = {
     Outcome.NUMERICS: "loss not finite",
     Outcome.CRASH: "crash",
 }
+NOT_MEASURED = "Nothing was measured here. Estimated"
 SPEED, MEMORY, COST = "Performance", "Memory", "Cost of the full run"
 SAME_GIB = 0.005  # a smaller difference in memory prints as 0.00
 
@@ -118,6 +119,11 @@ def factors(decomposition: Decomposition | None) -> str:
     """'padding or packing 3.10, compilation 1.22', which multiply to the speed-up; factors of 1.00 are left out."""
     parts = [(one.name, f"{one.factor:.2f}") for one in decomposition.factors] if decomposition else []
     return ", ".join(f"{name} {factor}" for name, factor in parts if factor != "1.00")
+
+
+def how_known(how_sure: str, calibrated: str | None) -> str:
+    """The basis of estimates, in a sentence without its stop."""
+    return f"{f'Estimated, {calibrated}' if calibrated else NOT_MEASURED}: {how_sure}"
 
 
 def gpu_choices(rows: Sequence[RankPlan], within_hours: float | None) -> list[str]:

@@ -12,20 +12,19 @@ from autotune.core.micro_profile import Part, Stage
 from autotune.core.probe_types import Rung
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_count, fmt_gib, fmt_hours, fmt_seconds, fmt_usd
-from autotune.planning.compare import Group
-from autotune.planning.micro_batch import ProfileReport
-from autotune.planning.more_gpus import Scaling
-from autotune.planning.rent_or_buy import Bought, SizeCost
-from autotune.planning.several_gpus import RankPlan
-from autotune.planning.trainable import METHODS, Trainable
-from autotune.prediction.estimate import Estimate
 from autotune.report.describe import LABELS, ablation_effect, memory_gib
 from autotune.report.infos import TERMS, CellRow, Importance, ParallelInfo
 from autotune.report.style import ACCENT, BLUE, GREY, MARKERS, PALE_BLUE, PURPLE, YELLOW, empty, escape, finish
 from autotune.report.timeline import KINDS, TIMED, Slice, Span, TimelineInfo, slices
+from autotune.report.values.comparison import Group
+from autotune.report.values.estimate import Estimate
+from autotune.report.values.profile import ProfileReport
+from autotune.report.values.rent_or_buy import Bought, SizeCost
+from autotune.report.values.trainable import METHODS, Trainable
 from autotune.study.ablation import Ablation
 from autotune.study.learning import Learning
 from autotune.study.nodes import Node
+from autotune.study.scaling import RankPlan, Scaling
 from autotune.study.summary import Candidate, Quality, TrialRecord
 
 TERM_COLOURS = dict(zip(TERMS, (BLUE, PALE_BLUE, YELLOW, ACCENT, GREY), strict=True))
@@ -228,7 +227,7 @@ def scaling(info: Scaling) -> dict[str, Any] | None:
         line={"color": BLUE, "width": 2},
         marker={"size": 10, "color": colours},
         error_y=_errors(speeds, [row.interval for row in rows]),
-        text=[f"{info.efficiency(row):.0%}" for row in rows],
+        text=[f"{row.efficiency or 0.0:.0%}" for row in rows],
         textposition="bottom right",
         hovertext=hovers,
         cliponaxis=False,
@@ -366,7 +365,7 @@ def _on_gpus(info: Scaling, row: RankPlan) -> str:
     gpus = "1 GPU" if row.num_gpus == 1 else f"{row.num_gpus} GPUs, {row.parallelism.name}"
     known = "this study" if row.num_gpus in info.known else "projected"
     return (
-        f"{gpus}<br><b>{fmt_count(row.tokens_per_s)} tokens/s</b>, {info.efficiency(row):.0%}"
+        f"{gpus}<br><b>{fmt_count(row.tokens_per_s)} tokens/s</b>, {row.efficiency or 0.0:.0%}"
         f"<br>{fmt_hours(row.hours)}, {fmt_usd(row.usd)} [{known}]"
     )
 

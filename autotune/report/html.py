@@ -18,7 +18,6 @@ from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.text import dashed
 from autotune.core.units import DASH, fmt_seconds, fmt_usd
 from autotune.export.header import trained_on
-from autotune.planning.more_gpus import on_other_numbers
 from autotune.report import describe, figures, infos
 from autotune.report.oom import missed, oom_report
 from autotune.report.style import plotly_js
@@ -83,7 +82,7 @@ def draw(summary: StudySummary) -> dict[str, dict[str, Any] | None]:
         "importances": figures.importances(infos.importances(summary)),
         "memory": figures.memory(infos.memory(summary), limit_gib),
         "cards": figures.cards(summary.cards, recipe.device.name if recipe else None),
-        "scaling": figures.scaling(on_other_numbers(recipe)) if recipe else None,
+        "scaling": figures.scaling(summary.scaling) if recipe else None,
         "explanation": figures.explanation(summary.explanation),
         "capability": figures.capability(infos.learning_cells(recipe) if recipe else ()),
         "quality": figures.quality(summary.quality, recipe.config if recipe else None),
@@ -222,8 +221,8 @@ def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
             "unchanged": [row.name for row in rows if row.group == "Configuration" and not row.changed],
             "costs": infos.costs(recipe),
             "cells": infos.learning_cells(recipe),
-            "scaling": (scaling := on_other_numbers(recipe)),
-            "gpu_choices": describe.gpu_choices(scaling.trainable, recipe.within_hours),
+            "scaling": summary.scaling,
+            "gpu_choices": describe.gpu_choices(summary.scaling.trainable, recipe.within_hours),
             "fingerprint": infos.fingerprint(recipe),
         }
     return view

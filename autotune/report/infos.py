@@ -13,8 +13,7 @@ from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig, learning_differences
-from autotune.core.units import DASH
-from autotune.prediction.transfer import EIGHTY_PERCENT
+from autotune.core.units import DASH, EIGHTY_PERCENT
 from autotune.problem.run_cost import CostProjection
 from autotune.report import describe
 from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord

@@ -5,9 +5,9 @@ from functools import partial
 
 from autotune.core.micro_profile import KernelClass, MicroBatchProfile, Part, Stage
 from autotune.core.units import DASH, fmt_count, fmt_seconds
-from autotune.planning.micro_batch import HostNeed, ProfileReport
 from autotune.report import figures
 from autotune.report.answer import Answer, Table
+from autotune.report.values.profile import HostNeed, ProfileReport
 
 STAGES = (Stage.FORWARD, Stage.RECOMPUTED, Stage.BACKWARD)
 HIDDEN = "unknown, in compiled layers"

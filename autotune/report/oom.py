@@ -6,9 +6,10 @@ Pure: StudySummary -> OomReport, as Markdown or as plain data. Refusals (predict
 import heapq
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from autotune.core.json_view import keys
 from autotune.core.knobs import KNOBS
 from autotune.core.lora_targets import ALL_LINEAR
 from autotune.core.pages import environment
@@ -93,6 +94,11 @@ class OomEntry:
 class OomReport:
     """Every OOM and refusal of a study, in the order they ran."""
 
+    JSON: ClassVar = keys(
+        "schema_version", "study", "entries", trials="num_trials", oom="num_oom", refused="num_refused"
+    )
+    schema_version: ClassVar[int] = 1
+
     study: str
     num_trials: int
     entries: tuple[OomEntry, ...]
@@ -102,6 +108,16 @@ class OomReport:
         """The first entry of each configuration, for readers: a search may propose one again."""
         return tuple({tuple(entry.config.items()): entry for entry in reversed(self.entries)}.values())[::-1]
 
+    @property
+    def num_oom(self) -> int:
+        """The number of trials that ran out of memory."""
+        return self.count(Outcome.OOM)
+
+    @property
+    def num_refused(self) -> int:
+        """The number of trials that were refused before launch."""
+        return self.count(Outcome.REFUSED)
+
     def count(self, outcome: Outcome) -> int:
         """The number of entries with this outcome."""
         return sum(entry.outcome == outcome.value for entry in self.entries)
@@ -110,15 +126,9 @@ class OomReport:
         """One sentence: '3 of 12 trials ran out of memory, 2 were refused before launch.'."""
         if not self.entries:
             return f"No trial of {self.num_trials} ran out of memory and none was refused."
-        oom, refused = self.count(Outcome.OOM), self.count(Outcome.REFUSED)
+        oom, refused = self.num_oom, self.num_refused
         refused_early = f"{refused} {'was' if refused == 1 else 'were'} refused before launch"
         return f"{oom} of {self.num_trials} trials ran out of memory, {refused_early}."
-
-    def data(self) -> dict[str, Any]:
-        """The content of oom_report.json."""
-        counts = {"trials": self.num_trials, "oom": self.count(Outcome.OOM), "refused": self.count(Outcome.REFUSED)}
-        entries = [asdict(entry) for entry in self.entries]
-        return {"schema_version": 1, "study": self.study, **counts, "entries": entries}
 
     def markdown(self) -> str:
         """The content of oom_report.md."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.files import write_atomic, write_errors
+from autotune.core.json_view import json_data
 from autotune.core.serialization import to_data
 from autotune.core.text import short_path, slug
 from autotune.study.summary import Recipe, StudySummary, TrialRecord, summary_data
@@ -39,7 +40,7 @@ def write_study(out: Path, summary: StudySummary, formats: list[str] | None = No
     write_atomic(out / "summary.json", json.dumps(data, indent=2) + "\n")
     report = oom_report(summary)
     write_atomic(out / "oom_report.md", report.markdown())
-    write_atomic(out / "oom_report.json", json.dumps(report.data(), indent=2) + "\n")
+    write_atomic(out / "oom_report.json", json.dumps(json_data(report), indent=2) + "\n")
     write_atomic(out / "report.html", render(summary, short_path(out)))
     recipe = summary.recipe
     if recipe is not None:

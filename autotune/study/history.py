@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from autotune.core.probe_types import ProbeResult, Rung
-from autotune.prediction.estimate import Estimate
 from autotune.prediction.projection import run_tokens_per_s
 from autotune.problem.performance import margins
 from autotune.problem.task import Task
@@ -14,10 +13,10 @@ from autotune.study.optimizer import FinishedTrial
 from autotune.study.selection import Selection
 from autotune.study.storage.probe_store import StoredProbe
 from autotune.study.storage.study_record import StudyRecord
-from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord
+from autotune.study.summary import Projections, Recipe, StudySummary, TrialRecord
 
-# What a configuration takes on other devices, with the share of their memory that stays free.
-Cards = Callable[[Selection, Candidate, float], tuple[Estimate, ...]]
+# Projects the winner's run to other devices, with the share of their memory that stays free.
+Project = Callable[[Selection, Recipe, float], Projections]
 NOT_SEARCHED = (Rung.CONFIRM, Rung.REFERENCE, Rung.NODE)
 
 
@@ -85,18 +84,21 @@ def summarize(
     selection: Selection,
     stored: Iterable[StoredProbe],
     *,
-    cards: Cards,
+    project: Project,
     wall_seconds: float,
 ) -> StudySummary:
-    """Summarize the study so far. `cards` estimates the winner on other devices."""
+    """Summarize the study so far. `project` estimates the winner's run on other devices."""
     price, recipe, quality = selection.task.search_price, selection.recipe(record.fingerprint), record.quality
     notes = quality.notes(recipe.config) if quality and recipe else []
     learning = record.learning if recipe and record.learning and record.learning.config == recipe.config else None
     recipe = recipe and replace(recipe, learning=learning)
     if missed := " and ".join(record.too_short_for):
         notes.append(f"the budget was too short for {missed}")
+    projected = project(selection, recipe, record.terms.headroom) if recipe else Projections()
+
     # Other workers than the leader have GPUs of their own.
     gpu_hours = (wall_seconds + record.others_seconds) / 3600
+
     return StudySummary(
         study=selection.task.study,
         recipe=recipe,
@@ -104,7 +106,8 @@ def summarize(
         wall_seconds=wall_seconds,
         search_usd=None if price is None else gpu_hours * price.usd_per_hour,
         probes=tuple(row.result for row in stored),
-        cards=() if recipe is None else cards(selection, recipe.winner, record.terms.headroom),
+        cards=projected.cards,
+        scaling=projected.scaling,
         quality=quality,
         learning=learning,
         verification=record.verification,

@@ -9,7 +9,9 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import ClassVar
 
+from autotune.core.json_view import also_native
 from autotune.core.train_config import TrainConfig
 
 STEP = 2.0  # from one rate to the next
@@ -58,6 +60,8 @@ class Learning:
     configurations that were compared with it at the chosen rate. `default` is the rate that others use, None where an
     older version searched.
     """
+
+    JSON: ClassVar = also_native("learning_rate", "is_sure", "steps", "seconds", notes="notes()")
 
     config: TrainConfig
     attempts: tuple[Attempt, ...]

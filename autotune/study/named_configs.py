@@ -5,14 +5,14 @@ import statistics
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
 from autotune.catalog import resolve_model
 from autotune.core.errors import Cancelled, UsageError, did_you_mean
 from autotune.core.files import write_atomic
+from autotune.core.json_view import json_data, keys, under
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence, Outcome, ProbeRequest, ProbeResult
-from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import DASH, GIB, fmt_count
 from autotune.prediction.projection import run_performance
@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A published number or outcome, and ours."""
+
+    theirs: float | str
+    ours: float | str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigResult:
     """The result of a case. Speeds count whole rows; `with_context_gib` is reserved memory and the CUDA context.
 
@@ -38,6 +46,11 @@ class ConfigResult:
     is that of an estimated `peak_reserved_gib`, None of a measured one. `tight`: it may not fit, or leaves less than a
     tenth of the memory free.
     """
+
+    JSON: ClassVar = keys(name="case.name") | keys(
+        *("config", "outcome", "verdict", "evidence", "reason", "tight", "tokens_per_s", "interval", "samples_per_s"),
+        *("step_time_s", "peak_allocated_gib", "peak_reserved_gib", "interval_gib", "with_context_gib", "published"),
+    )
 
     case: NamedConfig
     config: TrainConfig
@@ -107,13 +120,20 @@ class ConfigResult:
             memory = f"{self.peak_reserved_gib:.1f}{between}"
         return self.case.name, self.config.label(), verdict, speed, memory, published or DASH
 
-    def data(self) -> dict[str, Any]:
-        """As plain data."""
-        data = to_data(self)
-        del data["case"]
-        published = {name: {"theirs": theirs, "ours": ours} for name, (theirs, ours) in self.compared().items()}
-        added = {"verdict": self.verdict, "config": self.config.as_dict(), "published": published}
-        return {"name": self.case.name, **data, **added}
+    @property
+    def published(self) -> dict[str, Pair]:
+        """Every published number with ours."""
+        return {name: Pair(theirs=theirs, ours=ours) for name, (theirs, ours) in self.compared().items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourcedResult:
+    """A result with the source of its suite."""
+
+    JSON: ClassVar = under("result", ConfigResult.JSON) | keys("source")
+
+    result: ConfigResult
+    source: str | None
 
 
 SPEEDS = ("tokens/s", "samples/s")  # of which a row has one, or both with one meaning
@@ -269,7 +289,7 @@ def agreement(results: list[ConfigResult]) -> str:
 
 def write_results(results: list[ConfigResult], out: Path) -> None:
     """Write suite.json and suite.md."""
-    write_atomic(out / "suite.json", json.dumps([result.data() for result in results], indent=1) + "\n")
+    write_atomic(out / "suite.json", json.dumps(json_data(results), indent=1) + "\n")
     head = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in result.cells()) + " |" for result in results]
     write_atomic(out / "suite.md", "\n".join([*head, *body]) + "\n")

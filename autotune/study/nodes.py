@@ -6,8 +6,9 @@ Probes that were stored before they named their node are those of one node witho
 import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+from autotune.core.json_view import View, keys
 from autotune.core.probe_types import Evidence, Measurement, Outcome, ProbeResult, Rung, Telemetry
 from autotune.core.train_config import TrainConfig
 from autotune.problem.performance import Performance, performance
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from autotune.study.storage.probe_store import StoredProbe
 
 UNNAMED = "unnamed"
+TOLD = keys("temperature_c", "sm_clock_mhz", "power_w", "utilization", "throttle_reasons")  # by the driver
 FAILED = (Outcome.CRASH, Outcome.TIMEOUT, Outcome.NUMERICS)
 WHOLE = (Rung.FULL, Rung.CONFIRM, Rung.NODE)
 
@@ -137,41 +139,51 @@ def _measured(node: Node, result: ProbeResult | None, task: Task) -> Node:
     )
 
 
-def node_data(node: Node, task: Task) -> dict[str, Any]:
-    """A node as plain data, as `autotune status --nodes` writes it; what is not known is None."""
-    speed, measured, told = node.performance, node.measurement, node.telemetry
-    return {
-        "study": task.study,
-        "node": node.name,
-        "host": node.host,
-        "device": (task.measured_on or task.device).name,
-        "probes": node.num_probes,
-        "failed_probes": node.num_failed,
-        "last_seen": node.last_seen,
-        "read_at": node.read_at,
-        "config": node.config and node.config.as_dict(),
-        "apart": list(node.apart),
-        "unmeasured": node.unmeasured,
-        "performance": {
-            "samples_per_second": speed and speed.samples_per_second,
-            "tokens_per_second": speed and speed.tokens_per_second,
-            "step_time_s": speed and speed.step_time_s,
-            "relative_to_others": node.relative_speed,
-            "micro_batch_variation": node.variation,
-            "evidence": Evidence.MEASURED if speed else None,
-        },
-        "memory": {
-            "peak_during_training": measured and measured.peak_allocated_gib,
-            "peak_reserved": measured and measured.peak_reserved_gib,
-            "limit": measured and measured.limit_gib,
-            "unit": "GiB",
-        },
-        "card": {
-            "temperature_c": told.temperature_c,
-            "sm_clock_mhz": told.sm_clock_mhz,
-            "power_w": told.power_w,
-            "utilization": told.utilization,
-            "throttle_reasons": list(told.throttle_reasons),
-        },
-        "cost": {"cost_per_1000_samples_usd": node.cost_per_1000_samples_usd},
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRow:
+    """A node of a study, for programs; what is not known is None."""
+
+    JSON: ClassVar = keys(
+        "study",
+        node="node.name",
+        host="node.host",
+        device="device",
+        probes="node.num_probes",
+        failed_probes="node.num_failed",
+        last_seen="node.last_seen",
+        read_at="node.read_at",
+        config="node.config",
+        apart="node.apart",
+        unmeasured="node.unmeasured",
+        performance=keys(
+            samples_per_second="node.performance.samples_per_second",
+            tokens_per_second="node.performance.tokens_per_second",
+            step_time_s="node.performance.step_time_s",
+            relative_to_others="node.relative_speed",
+            micro_batch_variation="node.variation",
+            evidence="evidence",
+        ),
+        memory=keys(
+            peak_during_training="node.measurement.peak_allocated_gib",
+            peak_reserved="node.measurement.peak_reserved_gib",
+            limit="node.measurement.limit_gib",
+            unit="unit",
+        ),
+        card=View("node.telemetry", TOLD),
+        cost=keys(cost_per_1000_samples_usd="node.cost_per_1000_samples_usd"),
+    )
+    unit: ClassVar[Literal["GiB"]] = "GiB"
+
+    study: str
+    device: str
+    node: Node
+
+    @property
+    def evidence(self) -> Evidence | None:
+        """How the speed is known; None without one."""
+        return Evidence.MEASURED if self.node.performance else None
+
+
+def node_row(node: Node, task: Task) -> NodeRow:
+    """The row of a node of the task's study."""
+    return NodeRow(study=task.study, device=(task.measured_on or task.device).name, node=node)

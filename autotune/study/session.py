@@ -43,7 +43,7 @@ from autotune.study.distributed import SharedTrials
 from autotune.study.evaluator import Evaluator
 from autotune.study.feasibility import find_feasible
 from autotune.study.formula_seeds import formula_seeds
-from autotune.study.history import Cards, restore, summarize
+from autotune.study.history import Project, restore, summarize
 from autotune.study.lookahead import Lookahead, code_key, shallow_requests
 from autotune.study.loop import Study
 from autotune.study.neighbours import compiled_variants
@@ -420,12 +420,14 @@ class Leader:
         selection = self.trials.selection
         return [selection.candidate(config) for config in selection.finalists(self.trials.limits.finalists)]
 
-    def summary(self, cards: Cards) -> StudySummary:
-        """What the study found; `cards` predicts the winner's run on other devices."""
+    def summary(self, project: Project) -> StudySummary:
+        """What the study found; `project` predicts the winner's run on other devices."""
         record = read_record(self.plan.url, self.plan.study)
         assert record is not None
         trials, stored = self.trials, self.session.store.of_study(self.plan.study)
-        return summarize(record, trials.rows, trials.selection, stored, cards=cards, wall_seconds=self._wall_seconds)
+        return summarize(
+            record, trials.rows, trials.selection, stored, project=project, wall_seconds=self._wall_seconds
+        )
 
 
 def find_record(name: str | None, url: str) -> StudyRecord:
@@ -450,8 +452,8 @@ def find_record(name: str | None, url: str) -> StudyRecord:
     return record
 
 
-def read_summary(record: StudyRecord, url: str, cards: Cards) -> StudySummary:
-    """What a study found so far, from its database; `cards` predicts the winner's run on other devices."""
+def read_summary(record: StudyRecord, url: str, project: Project) -> StudySummary:
+    """What a study found so far, from its database; `project` predicts the winner's run on other devices."""
     task = record.task
     with closing(Optimizer.open(url, task.study, task.space)) as optimizer:
         finished = optimizer.finished()
@@ -461,7 +463,7 @@ def read_summary(record: StudyRecord, url: str, cards: Cards) -> StudySummary:
     probed = sum(row.result.seconds.get("total", 0.0) for row in stored)
     # A running study recorded its wall time when its last trial ended.
     wall_seconds = max(record.wall_seconds, 0.0 if record.others_seconds else probed)
-    return summarize(record, rows, selection, stored, cards=cards, wall_seconds=wall_seconds)
+    return summarize(record, rows, selection, stored, project=project, wall_seconds=wall_seconds)
 
 
 def read_nodes(record: StudyRecord, url: str) -> tuple[Node, ...]:

@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price
+from autotune.core.json_view import Native, View, also_native, json_data, keys, under
 from autotune.core.learning_rate import default_learning_rate
 from autotune.core.probe_types import Evidence, Fingerprint, Measurement, OomDetail, Outcome, ProbeResult, Rung
-from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.estimate import Estimate
 from autotune.problem.performance import Performance
@@ -17,10 +17,24 @@ from autotune.problem.workload import RunShape, Workload
 from autotune.study.ablation import Ablation
 from autotune.study.decomposition import Decomposition
 from autotune.study.learning import Learning
+from autotune.study.scaling import Scaling
 
 COST_KEYS = (
     *("usd_per_hour", "cost_per_1000_samples_usd", "full_run_hours", "full_run_usd"),
     *("interval_usd", "interval_hours", "startup_s", "kwh", "pauses"),
+)
+CARD = keys(  # of another card
+    "state",
+    "need_gib",
+    "limit_gib",
+    card="device.name",
+    tokens_per_second="tokens_per_s",
+    full_run_hours="cost.full_run_hours",
+    interval_hours="cost.interval_hours",
+    full_run_usd="cost.full_run_usd",
+    spot_usd="cost.spot_usd",
+    evidence="cost.evidence",
+    measurements_on_this_card="num_observations",
 )
 CREEP, CREEP_GIB = 0.02, 0.1  # what peaks may grow by and be called the same: relative, and at least
 
@@ -29,12 +43,33 @@ CREEP, CREEP_GIB = 0.02, 0.1  # what peaks may grow by and be called the same: r
 class Candidate:
     """One configuration with everything that is known of it."""
 
+    JSON: ClassVar = keys(
+        "config",
+        performance=View("performance", keys("samples_per_second", "tokens_per_second", "step_time_s", "mfu")),
+        memory=keys(
+            model_gib="measurement.model_gib",
+            peak_during_training_gib="measurement.peak_allocated_gib",
+            peak_reserved_gib="measurement.peak_reserved_gib",
+            limit_gib="measurement.limit_gib",
+        ),
+        cost=View("cost", keys(*COST_KEYS)),
+        host_share="measurement.host_share",
+        telemetry=Native("measurement.telemetry"),
+    ) | keys("energy_j_per_token", "evidence", "memory_evidence")
+
     config: TrainConfig
     performance: Performance
     measurement: Measurement
     cost: CostProjection
     evidence: Evidence = Evidence.MEASURED  # of speed and cost
     memory_evidence: Evidence = Evidence.MEASURED
+
+    @property
+    def energy_j_per_token(self) -> float | None:
+        """Joules for each useful token; None if the driver does not report the power."""
+        telemetry = self.measurement.telemetry
+        power_w = telemetry.power_w if telemetry else None
+        return None if power_w is None else power_w / self.performance.tokens_per_second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +241,8 @@ class Verification:
     promised may be needed, nor more from quarter to quarter (`peaks_gib`, of allocated memory; () where untold).
     """
 
+    JSON: ClassVar = also_native("tokens_per_s", "speed_error", "memory_error", "holds", "better")
+
     config: TrainConfig
     micro_steps: int
     tolerance: float
@@ -270,11 +307,45 @@ class Verification:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Projections:
+    """The winner's run on other cards, and on other numbers of GPUs of its kind."""
+
+    cards: tuple[Estimate, ...] = ()
+    scaling: Scaling = Scaling()  # noqa: RUF009 (frozen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StudySummary:
     """A whole study. `recipe` is None if no trial succeeded. Seconds are wall seconds over all sessions.
 
-    `probes` is everything that was stored, in that order: what was decided without a probe has no seconds.
+    `probes` is everything that was stored, in that order: what was decided without a probe has no seconds. `cards` and
+    `scaling` are projections of the winner's run to other cards and other numbers of GPUs.
     """
+
+    JSON: ClassVar = keys(
+        *("schema_version", "study"),
+        evidence="recipe.winner.evidence",
+        model="recipe.model.name",
+        device="recipe.device.name",
+        winner="recipe.winner",
+        baseline="recipe.baseline",
+        speedup="recipe.speedup",
+        speedup_interval="recipe.speedup_interval",
+        speedup_evidence="speedup_evidence",
+        speedup_factors=Native("decomposition.factors"),
+        reason="recipe.reason",
+        trials="counts()",
+    ) | keys(
+        *("probe_seconds", "wall_seconds", "search_usd", "cells", "by_gpus", "caveats", "learning"),
+        cards=View("cards", CARD),
+        within_hours="recipe.within_hours",
+        numerics="recipe.numerics",
+        quality=Native("quality"),
+        verification=View("verification", also_native("holds")),
+        explanation=Native("explanation"),
+        fingerprint=Native("recipe.fingerprint"),
+    )
+    schema_version: ClassVar[int] = 1
 
     study: str
     recipe: Recipe | None
@@ -282,7 +353,8 @@ class StudySummary:
     wall_seconds: float
     search_usd: float | None
     probes: tuple[ProbeResult, ...] = ()
-    cards: tuple[Estimate, ...] = ()  # what the winner's run would be elsewhere
+    cards: tuple[Estimate, ...] = ()
+    scaling: Scaling = Scaling()  # noqa: RUF009 (frozen)
     quality: Quality | None = None
     learning: Learning | None = None
     verification: Verification | None = None
@@ -291,6 +363,26 @@ class StudySummary:
     notes: tuple[str, ...] = ()
     dataset: str | None = None  # the user's examples, as they were named
     split: str | None = None
+
+    @property
+    def cells(self) -> tuple[Candidate, ...]:
+        """The best of each learning cell."""
+        return self.recipe.cells if self.recipe else ()
+
+    @property
+    def by_gpus(self) -> tuple[Candidate, ...]:
+        """The best of each number of GPUs."""
+        return self.recipe.by_gpus if self.recipe else ()
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """Doubts about the winner."""
+        return self.recipe.caveats if self.recipe else ()
+
+    @property
+    def speedup_evidence(self) -> Evidence | None:
+        """How the speed-up is known; None without a baseline."""
+        return self.recipe.speedup_evidence if self.recipe and self.recipe.baseline else None
 
     @property
     def probe_seconds(self) -> float:
@@ -322,89 +414,27 @@ class StudySummary:
         }
 
 
-def candidate_data(candidate: Candidate) -> dict[str, Any]:
-    """`winner` and `baseline` in summary.json."""
-    speed, memory = candidate.performance, candidate.measurement
-    telemetry = memory.telemetry
-    power = telemetry.power_w if telemetry else None
-    return {
-        "config": candidate.config.as_dict(),
-        "performance": _fields(speed, "samples_per_second", "tokens_per_second", "step_time_s", "mfu"),
-        "memory": {
-            "model_gib": memory.model_gib,
-            "peak_during_training_gib": memory.peak_allocated_gib,
-            "peak_reserved_gib": memory.peak_reserved_gib,
-            "limit_gib": memory.limit_gib,
-        },
-        "cost": _fields(candidate.cost, *COST_KEYS),
-        "host_share": memory.host_share,
-        "telemetry": to_data(telemetry),
-        "energy_j_per_token": None if power is None else power / speed.tokens_per_second,
-        "evidence": candidate.evidence.value,
-        "memory_evidence": candidate.memory_evidence.value,
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummaryFile:
+    """A study's summary with the directory of its files: the content of summary.json."""
+
+    JSON: ClassVar = under("summary", StudySummary.JSON) | keys("out_dir")
+
+    summary: StudySummary
+    out_dir: str
 
 
-def _fields(value: Any, *names: str) -> dict[str, Any]:
-    """These fields of a dataclass as plain data; each is None if the value is None."""
-    data = to_data(value) or {}
-    return {name: data.get(name) for name in names}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """The content of summary.json, and whether a process is running the study."""
 
+    JSON: ClassVar = under("file", SummaryFile.JSON) | keys("running")
 
-def learning_data(found: Learning | None) -> dict[str, Any] | None:
-    """`learning` in summary.json."""
-    if found is None:
-        return None
-    data: dict[str, Any] = to_data(found)
-    derived = {"learning_rate": found.learning_rate, "is_sure": found.is_sure, "steps": found.steps}
-    return data | derived | {"seconds": found.seconds, "notes": found.notes()}
-
-
-def device_estimate_data(card: Estimate) -> dict[str, Any]:
-    """One of `cards` in summary.json."""
-    return {
-        "card": card.device.name,
-        "state": card.state,
-        "need_gib": card.need_gib,
-        "limit_gib": card.limit_gib,
-        "tokens_per_second": card.tokens_per_s,
-        **_fields(card.cost, "full_run_hours", "interval_hours", "full_run_usd", "spot_usd", "evidence"),
-        "measurements_on_this_card": card.num_observations,
-    }
+    file: SummaryFile
+    running: bool
 
 
 def summary_data(summary: StudySummary, out_dir: str) -> dict[str, Any]:
-    """summary.json, and what `--json` prints."""
-    recipe = summary.recipe
-    return {
-        "schema_version": 1,
-        "study": summary.study,
-        "evidence": recipe.winner.evidence.value if recipe else None,
-        "model": recipe.model.name if recipe else None,
-        "device": recipe.device.name if recipe else None,
-        "winner": candidate_data(recipe.winner) if recipe else None,
-        "baseline": candidate_data(recipe.baseline) if recipe and recipe.baseline else None,
-        "speedup": recipe.speedup if recipe else None,
-        "speedup_interval": recipe.speedup_interval if recipe else None,
-        "speedup_evidence": recipe.speedup_evidence.value if recipe and recipe.baseline else None,
-        "speedup_factors": to_data(summary.decomposition.factors) if summary.decomposition else None,
-        "reason": recipe.reason if recipe else None,
-        "trials": summary.counts(),
-        "probe_seconds": summary.probe_seconds,
-        "wall_seconds": summary.wall_seconds,
-        "search_usd": summary.search_usd,
-        "cards": [device_estimate_data(card) for card in summary.cards],
-        "cells": [candidate_data(cell) for cell in recipe.cells] if recipe else [],
-        "by_gpus": [candidate_data(best) for best in recipe.by_gpus] if recipe else [],
-        "within_hours": recipe.within_hours if recipe else None,
-        "numerics": recipe.numerics if recipe else None,
-        "caveats": list(recipe.caveats) if recipe else [],
-        "quality": to_data(summary.quality),
-        "learning": learning_data(summary.learning),
-        "verification": to_data(summary.verification) | {"holds": summary.verification.holds}
-        if summary.verification
-        else None,
-        "explanation": to_data(summary.explanation),
-        "fingerprint": to_data(recipe.fingerprint) if recipe else None,
-        "out_dir": out_dir,
-    }
+    """The content of summary.json as plain data."""
+    data: dict[str, Any] = json_data(SummaryFile(summary=summary, out_dir=out_dir))
+    return data

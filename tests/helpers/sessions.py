@@ -12,7 +12,7 @@ from optuna.trial import TrialState
 from autotune.catalog import find_price, resolve_device, resolve_model
 from autotune.core.probe_types import ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig
-from autotune.planning.other_devices import estimate_other_devices
+from autotune.planning.projections import project_winner
 from autotune.problem.constraints import Floors
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.search_space import Knob, SearchSpace
@@ -67,7 +67,7 @@ class Session:
             trials.rows,
             trials.selection,
             self.store.of_study(trials.task.study),
-            cards=estimate_other_devices,
+            project=project_winner,
             wall_seconds=2.0,
         )
 

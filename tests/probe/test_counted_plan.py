@@ -12,12 +12,13 @@ from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.dry.prober import DryAnswer, DryProber
 from autotune.planning import counted_memory
-from autotune.planning.plan import ONLY_BASELINE, ONLY_LEANEST, plan
+from autotune.planning.plan import plan
 from autotune.planning.run_check import check
 from autotune.prediction.estimate import memory_of, step_time_of
 from autotune.prediction.step_time import MEASURED_HOST
 from autotune.problem.run_cost import FITS, OOM
 from autotune.problem.study_spec import make_spec
+from autotune.report.values.plan import ONLY_BASELINE, ONLY_LEANEST
 
 pytestmark = pytest.mark.probe
 

@@ -86,7 +86,7 @@ def test_measured_values_are_shown_next_to_published_ones() -> None:
     published, ours = row.against()["tokens/s"]
     assert (published, ours) == (100.0, row.tokens_per_s)
     assert row.against()["peak GiB"] == (2.0, measurement().peak_allocated_gib)
-    assert "tokens/s 100, here" in row.cells()[-1] and row.data()["published"]["peak GiB"]["theirs"] == 2.0
+    assert "tokens/s 100, here" in row.cells()[-1] and row.published["peak GiB"].theirs == 2.0
     out_of_memory = result(config=config, outcome=Outcome.OOM, oom=oom_detail())
     failed = to_config_result(case, config, own, out_of_memory)
     assert failed.against() == {"outcome": ("ok", "oom")} and failed.tokens_per_s is None

@@ -13,13 +13,14 @@ import pytest
 
 from autotune.catalog import find_price, resolve_device
 from autotune.core.probe_types import Outcome, Rung
-from autotune.planning.compare import Comparison, compare
-from autotune.planning.rent_or_buy import Purse
+from autotune.planning.compare import compare
 from autotune.planning.trainable import trainable
 from autotune.problem.study_spec import StudySpec
 from autotune.report import answer, comparison, versus
 from autotune.report.html import render
 from autotune.report.micro_batch import profile_answer
+from autotune.report.values.comparison import Comparison
+from autotune.report.values.rent_or_buy import Purse
 from autotune.study.nodes import nodes_of
 from autotune.study.storage.probe_store import StoredProbe
 from tests.helpers.browser import Page, chromium, needs_chromium

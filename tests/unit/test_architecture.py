@@ -31,8 +31,8 @@ PACKAGES = [
     "dry",
     "study",
     "export",
-    "planning",
     "report",
+    "planning",
     "api",
     "cli",
     "__main__",
@@ -258,6 +258,22 @@ def test_there_is_no_circle_among_modules():
     assert waiting == {}
 
 
+def is_renderer(module: str) -> bool:
+    """Whether a module shows answers; commands find them, and `report.values` are the answers themselves."""
+    package, _, name = module.partition(".")
+    return (package == "report" and not name.startswith("values")) or (package == "cli" and "commands" not in name)
+
+
+def test_renderers_read_values_and_plan_nothing():
+    wrong = [
+        f"{module} imports {target}"
+        for module, target, _ in edges()
+        if is_renderer(module) and layer(target) in ("planning", "prediction")
+    ]
+    assert wrong == []
+    assert {"cli.console", "cli.plan_text", "report.html", "report.figures"} <= set(filter(is_renderer, modules()))
+
+
 def test_nothing_imports_the_worker():
     assert [module for module, target, _ in edges() if target == "probe.worker"] == []
 
@@ -471,8 +487,8 @@ def test_commands_load_other_packages_when_they_run():
         for module, target, how in edges()
         if module.startswith("cli.commands.") and how.at_module_level and not how.for_types_only
     }
-    # Options are made from the first, which loads the second; the third is small.
-    light = {"problem.study_spec", "problem.gpu_counts", "study.storage.location"}
+    # Options are made from the first, which loads the second; the third is small, and the last are values.
+    light = {"problem.study_spec", "problem.gpu_counts", "study.storage.location", "report.values.commands"}
     assert {target for target in eager if layer(target) not in ("cli", "core")} <= light
     # These print what was found, or stand on what finds it.
     assert eager & {"cli.console", "cli.plan_text", "cli.check_text"} == set()

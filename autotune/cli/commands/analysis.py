@@ -10,7 +10,7 @@ import typer
 from autotune.cli.answers import print_answer
 from autotune.cli.options import Json, Storage, StudyName
 from autotune.cli.stop import stop_on_signals
-from autotune.cli.terminal import print_json, print_note
+from autotune.cli.terminal import print_answer_json, print_json, print_note
 from autotune.core.errors import Cancelled, EnvironmentProblem, Interrupted, NothingFits, UsageError, VerificationFailed
 from autotune.core.files import write_atomic
 from autotune.core.probe_types import Outcome
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autotune.core.micro_profile import MicroBatchProfile
     from autotune.core.probe_types import DeviceRates, ProbeRequest
     from autotune.core.train_config import TrainConfig
-    from autotune.planning.micro_batch import ProfileReport
+    from autotune.report.values.profile import ProfileReport
     from autotune.study.summary import Recipe, Verification
 
 
@@ -96,8 +96,8 @@ def _config_of(result: "StudyResult", trial: int | None) -> "TrainConfig":
 
 def _profile(result: "StudyResult", config: "TrainConfig", *, as_json: bool) -> None:
     """Profile a micro batch of a configuration, print what it says, and write it beside the study's outputs."""
+    from autotune.core.json_view import json_data
     from autotune.core.text import short_path
-    from autotune.planning.micro_batch import profile_data
     from autotune.report.micro_batch import profile_answer
     from autotune.study import session
     from autotune.study.progress import TextProgress
@@ -113,9 +113,9 @@ def _profile(result: "StudyResult", config: "TrainConfig", *, as_json: bool) -> 
         except Cancelled:
             raise _stopped(stop, "stopped; nothing was profiled") from None
     report = _profile_report(result, request, found, rates, short_path(trace))
-    write_atomic(result.out / "profile.json", json.dumps(profile_data(report), indent=2) + "\n")
+    write_atomic(result.out / "profile.json", json.dumps(json_data(report), indent=2) + "\n")
     if as_json:
-        print_json(profile_data(report))
+        print_answer_json(report)
     print_answer(lambda today: profile_answer(report), html=result.out / "profile.html", silent=as_json)
     if not as_json:
         print(f"\nwritten: {short_path(result.out / 'profile.html')}, profile.json and {trace.name}")
@@ -130,8 +130,9 @@ def _profile_report(
 ) -> "ProfileReport":
     """What the profile says, with what a micro batch needs at best, and what the machine has for the run."""
     from autotune.core.machine import disk_mb_s
-    from autotune.planning.micro_batch import ProfileReport, bounds, count_work, host_needs
+    from autotune.planning.micro_batch import bounds, count_work, host_needs
     from autotune.problem.dataset import tokenised_per_s
+    from autotune.report.values.profile import ProfileReport
 
     task, config, spec = result.task, request.config, result.record.spec
     print_note("counting what a micro batch computes and moves")
@@ -225,12 +226,10 @@ def verify(
 
 
 def _print_verification(verification: "Verification", *, as_json: bool) -> None:
-    from autotune.core.serialization import to_data
     from autotune.report import describe
 
     if as_json:
-        derived = ("tokens_per_s", "speed_error", "memory_error", "holds", "better")
-        print_json(to_data(verification) | {name: getattr(verification, name) for name in derived})
+        print_answer_json(verification)
     else:
         print("\n".join(describe.verification(verification)))
 

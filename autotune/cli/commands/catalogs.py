@@ -1,14 +1,13 @@
 """`autotune gpus`, `models`, `prices`, `spaces` and `suites`: what the package holds; `schema`: the forms of JSON."""
 
-from dataclasses import asdict
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autotune.cli.options import Json
-from autotune.cli.terminal import print_json, print_table
+from autotune.cli.terminal import print_answer_json, print_json, print_table
 from autotune.core.units import DASH, fmt_count, fmt_usd
 
 if TYPE_CHECKING:
@@ -22,13 +21,13 @@ def gpus(json_: Json = False) -> None:
     rows = [(device, find_price(device.name), find_purchase(device.name)) for device in list_devices()]
     today = date.today()
     if json_:
-        print_json(
-            [
-                asdict(device)
-                | {"price": price and _price_data(price, today), "purchase": asdict(purchase) if purchase else None}
-                for device, price, purchase in rows
-            ]
-        )
+        from autotune.report.values.catalog import DatedPrice, Gpu
+
+        answer = []
+        for device, price, purchase in rows:
+            dated = DatedPrice(price=price, age=age(price.as_of, today)) if price else None
+            answer.append(Gpu(device=device, price=dated, purchase=purchase))
+        print_answer_json(answer)
         return
     print_table(
         "GPUs (dense peaks; prices are seeds, override with --price)",
@@ -48,22 +47,13 @@ def gpus(json_: Json = False) -> None:
     )
 
 
-def _price_data(price: "Price", today: date) -> dict[str, Any]:
-    """A price as JSON."""
-    from autotune.catalog import age
-
-    longer = {"usd_per_day": price.usd_per_day, "usd_per_week": price.usd_per_week}
-    return asdict(price) | longer | {"age": age(price.as_of, today)}
-
-
 def models(json_: Json = False) -> None:
     """Print every model of the catalogue."""
     from autotune.catalog import list_models
 
     specs = list_models()
     if json_:
-        sizes = ("num_layers", "hidden_size", "vocab_size", "max_seq_len")
-        print_json([asdict(spec) | {size: getattr(spec, size) for size in sizes} for spec in specs])
+        print_answer_json(specs)
         return
     print_table(
         "Models (a local directory or a Hub id works too)",
@@ -112,7 +102,9 @@ def prices(
             rows += live_prices(device, today=today)
         rows += best_first(device.name, list_prices())
     if json_:
-        print_json([_price_data(row, today) for row in rows])
+        from autotune.report.values.catalog import DatedPrice
+
+        print_answer_json([DatedPrice(price=row, age=age(row.as_of, today)) for row in rows])
         return
     if not rows:
         print(f"no price of {devices[0].name} is known; give one with --price, or a file of your own with --prices")
@@ -146,13 +138,13 @@ def schema(
 
     Raises UsageError for any other command.
     """
-    from autotune.report.json_forms import FORMS
+    from autotune.report.json_forms import ANSWERS
     from autotune.report.json_forms import schema as schema_of
 
     if command is not None:
         print_json(schema_of(command))
         return
-    print("\n".join(FORMS))
+    print("\n".join(ANSWERS))
 
 
 def spaces(json_: Json = False) -> None:
@@ -184,9 +176,11 @@ def suites(json_: Json = False) -> None:
 
     loaded = {name: (path, make_spec(path, {})) for name, path in shipped_suites().items()}
     if json_:
-        print_json(
+        from autotune.report.values.catalog import Suite
+
+        print_answer_json(
             [
-                {"name": name, "gpu": spec.gpu, "configs": len(spec.configs), "source": spec.source, "file": str(path)}
+                Suite(name=name, gpu=spec.gpu, configs=len(spec.configs), source=spec.source, file=str(path))
                 for name, (path, spec) in loaded.items()
             ]
         )

@@ -8,7 +8,7 @@ import typer
 
 from autotune.cli.options import Evidence, Gpu, Json
 from autotune.cli.study_options import CARD, LENGTHS, with_study_options
-from autotune.cli.terminal import print_json, print_note
+from autotune.cli.terminal import print_answer_json, print_note
 from autotune.core.errors import NothingFits
 from autotune.core.text import printable
 from autotune.study.storage.location import EVIDENCE
@@ -34,17 +34,17 @@ def check_command(
     """
     from autotune.cli.check_text import edits_text, lines
     from autotune.planning.observations import known_observations
-    from autotune.planning.run_check import check, report_data
+    from autotune.planning.run_check import check
     from autotune.problem.run_cost import OOM, TIGHT
 
     options |= {"gpu": gpu, "gpus": gpus, "model": model}
     report = check(file, options, observations=known_observations(evidence, print_note), say=print_note)
     if json_:
-        print_json(report_data(report))
+        print_answer_json(report)
     else:
         for label, text in lines(report):
             print(printable(f"{label:>8}  {text}" if label else text))
-    device = report.context.device.name
+    device = report.device.name
     if report.checked.state == TIGHT:
         print(f"warning: {printable(file.name)} may run out of memory on {device}", file=sys.stderr)
     if report.checked.state == OOM:

@@ -12,15 +12,15 @@ import typer
 from autotune.cli.answers import print_answer
 from autotune.cli.options import Evidence, Html, Json
 from autotune.cli.study_options import PLANNED, spec_of, with_study_options
-from autotune.cli.terminal import print_json, print_note, print_table
+from autotune.cli.terminal import print_answer_json, print_note, print_table
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.files import write_atomic
 from autotune.core.units import fmt_usd
 from autotune.study.storage.location import EVIDENCE
 
 if TYPE_CHECKING:
-    from autotune.planning.compare import Comparison, Owned
-    from autotune.planning.rent_or_buy import Purse
+    from autotune.report.values.comparison import Comparison, Owned
+    from autotune.report.values.rent_or_buy import Purse
 
 USD_PER_KWH = 0.30
 KWH_HELP = (
@@ -68,9 +68,10 @@ def compare_command(
         NothingFits: on none of the cards, or none within the budget.
         StorageError: `out` cannot be written.
     """
-    from autotune.planning.compare import Budget, compare
+    from autotune.planning.compare import compare
     from autotune.planning.observations import known_observations
-    from autotune.planning.rent_or_buy import Purse, parse_sizes, purchases
+    from autotune.report.values.comparison import Budget
+    from autotune.report.values.rent_or_buy import Purse, parse_sizes, purchases
 
     form = _form("json" if json_ else format_, out, needs_page=bool(sizes or buy) and not html)
     purse = None if buy is None else Purse(budget_usd=buy, usd_per_kwh=usd_per_kwh, hours_per_week=hours_per_week)
@@ -110,7 +111,7 @@ def _form(named: str | None, out: Path | None, *, needs_page: bool) -> str:
 
 def _cards(named: list[str] | None, usd: float | None) -> list[str]:
     """The cards as named, or those that can be bought for so much. Raises NothingFits where none can."""
-    from autotune.planning.rent_or_buy import within
+    from autotune.report.values.rent_or_buy import within
 
     if usd is None or named:
         return named or []
@@ -123,7 +124,7 @@ def _cards(named: list[str] | None, usd: float | None) -> list[str]:
 
 def _own_card(name: str | None, usd: float | None, hours: float, usd_per_kwh: float) -> "Owned | None":
     from autotune.catalog import resolve_device
-    from autotune.planning.compare import Owned
+    from autotune.report.values.comparison import Owned
 
     if (name is None) is not (usd is None):
         raise UsageError("--owned and --owned-usd go together", remedy="for example --owned rtx-4090 --owned-usd 1800")
@@ -143,14 +144,15 @@ def _show(
 ) -> None:
     """Print the comparison in this form, or write it to `out`, and its page to `html`."""
     from autotune.report.answer import costs_answer
-    from autotune.report.comparison import FORMATS, comparison_data
+    from autotune.report.comparison import FORMATS
+    from autotune.report.values.compared import compared
 
     text = io.StringIO()
     with redirect_stdout(text if out else sys.stdout):  # a table is as wide as what it is printed to
         if form == "table":
             _print(made, date.today())
         elif form == "json":
-            print_json(comparison_data(made, sizes, purse))
+            print_answer_json(compared(made, sizes, purse))
         else:
             print(FORMATS[form](made, date.today()), end="")
         if form == "table" or html:

@@ -2,35 +2,25 @@
 
 import importlib.util
 import shutil
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from autotune.cli.commands.calibrate import facts
 from autotune.cli.options import Json, Storage
-from autotune.cli.terminal import print_json, print_note
+from autotune.cli.terminal import print_answer_json, print_note
 from autotune.core.errors import AutotuneError, EnvironmentProblem, TooManyFailures
 from autotune.core.units import fmt_gib, gib
+from autotune.report.values.commands import Check
 from autotune.study.storage.location import storage_url
 
 NEEDED = ("transformers", "peft", "accelerate", "optuna")
 OPTIONAL = ("bitsandbytes", "trl", "liger-kernel", "deepspeed", "optuna-dashboard", "flash-attn")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One thing looked at. `ok` None: missing, but not needed."""
-
-    name: str
-    ok: bool | None
-    found: str
-    remedy: str | None = None
-
-
 def doctor(storage: Storage = None, json_: Json = False) -> None:
     """Print every check. Raises EnvironmentProblem (exit 3) if something that is needed is missing."""
     checks = [*_packages(), *_gpus(), *_torch(), *_disk(), _storage(storage), *_calibration()]
     if json_:
-        print_json([asdict(check) for check in checks])
+        print_answer_json(checks)
     else:
         for check in checks:
             mark = {True: "ok", False: "MISSING", None: "--"}[check.ok]

@@ -7,7 +7,7 @@ import typer
 
 from autotune.cli.options import Json, Storage, StudyName
 from autotune.cli.stop import stop_on_signals
-from autotune.cli.terminal import print_json, print_note
+from autotune.cli.terminal import print_answer_json, print_note
 from autotune.core.errors import Cancelled, Interrupted, UsageError
 from autotune.study.storage.location import make_writable
 
@@ -36,7 +36,6 @@ def learn(
     from autotune.export.run.learn import learn as try_rates
     from autotune.report import describe
     from autotune.study.session import amend_record, require_device
-    from autotune.study.summary import learning_data
 
     if not 0 < share <= 10:
         raise UsageError("--share is a share of the full run, such as 0.1", remedy="see --help")
@@ -58,6 +57,6 @@ def learn(
     reloaded.report()
     reloaded.export()
     if json_:
-        print_json(learning_data(found))
+        print_answer_json(found)
     else:
         print("\n".join(describe.learning(found)))

@@ -6,12 +6,13 @@ import typer
 
 from autotune.cli.options import Gpu, Json
 from autotune.cli.stop import stop_on_signals
-from autotune.cli.terminal import print_json, print_note, print_table
+from autotune.cli.terminal import print_answer_json, print_note, print_table
 from autotune.core.errors import Cancelled, Interrupted, NothingFits, UsageError
 from autotune.core.units import DASH, fmt_gib, fmt_seconds
 
 if TYPE_CHECKING:
-    from autotune.planning.longest import Longest, LongestRow
+    from autotune.planning.longest import Longest
+    from autotune.report.values.longest import LongestRow
 
 COLUMNS = {"method": "left", "longest row": "right", "known": "left", "step": "right", "tokens/s": "right"} | {
     "GPU": "right",
@@ -46,7 +47,7 @@ def longest(
     """
     from autotune.api import longest as find
     from autotune.cli.study_options import pins_of
-    from autotune.planning.longest import longest_data
+    from autotune.planning.longest import longest_answer
 
     with stop_on_signals() as stop:
         try:
@@ -66,7 +67,7 @@ def longest(
         except Cancelled:
             raise Interrupted("stopped", exit_code=128 + (stop.signal or 2)) from None
     if json_:
-        print_json(longest_data(asked, rows))
+        print_answer_json(longest_answer(asked, rows))
     else:
         _print(asked, rows)
     if not any(row.tokens or row.limited_by for row in rows):

@@ -9,7 +9,7 @@ import typer
 from autotune.cli.answers import print_answer
 from autotune.cli.options import Evidence, Gpu, Html, Json
 from autotune.cli.study_options import PLANNED, spec_of, with_study_options
-from autotune.cli.terminal import print_json, print_note, print_table
+from autotune.cli.terminal import print_answer_json, print_note, print_table
 from autotune.core.errors import NothingFits, UsageError
 from autotune.problem.gpu_counts import NETWORKS, split_count
 from autotune.problem.study_spec import StudySpec
@@ -79,9 +79,9 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
     """
     from autotune.planning.device_estimate import planned_device
     from autotune.planning.observations import known_observations
-    from autotune.planning.plan import LITTLE_KNOWN, plan_data
     from autotune.planning.plan import plan as make_plan
     from autotune.problem.search_space import ways_to_fit
+    from autotune.report.values.plan import LITTLE_KNOWN
 
     device, observations = planned_device(spec.gpu), known_observations(evidence, print_note)
     if spec.configs:
@@ -89,7 +89,7 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
         return
     made = make_plan(spec, device=device, observations=observations, say=print_note, counted=True)
     if as_json:
-        print_json(plan_data(made))
+        print_answer_json(made)
     else:
         from autotune.cli.plan_text import print_plan
 
@@ -109,16 +109,19 @@ def plan_named_configs(
     Raises UsageError for a configuration that cannot be.
     """
     from autotune.core.objective import Objective
-    from autotune.planning.device_estimate import how_known
+    from autotune.planning.device_estimate import how_sure
     from autotune.planning.named_estimates import estimate_named_configs
+    from autotune.prediction.transfer import calibrated_parts
     from autotune.problem.setup import calibration_of
-    from autotune.study.named_configs import COLUMNS, agreement
+    from autotune.report.describe import how_known
+    from autotune.study.named_configs import COLUMNS, SourcedResult, agreement
 
     results = estimate_named_configs(spec, device=device, observations=observations, say=print_note, counted=True)
     if as_json:
-        print_json([result.data() | {"source": spec.source} for result in results])
+        print_answer_json([SourcedResult(result=result, source=spec.source) for result in results])
         return
-    print(f"{device.label}. {how_known(calibration_of(spec, device), device, objective=Objective(spec.objective))}.")
+    calibrated = calibrated_parts(calibration_of(spec, device), device)
+    print(f"{device.label}. {how_known(how_sure(objective=Objective(spec.objective)), calibrated)}.")
     print_table(None, dict(COLUMNS), [result.cells() for result in results])
     if said := agreement(results):
         print(said)
@@ -136,7 +139,7 @@ def plan_card(spec: StudySpec, *, evidence: Path, html: Path | None, as_json: bo
     """
     from autotune.planning.device_estimate import planned_device
     from autotune.planning.observations import known_observations
-    from autotune.planning.trainable import trainable, trainable_data
+    from autotune.planning.trainable import trainable
     from autotune.problem.run_cost import FITS
 
     def answer(today: date) -> "Answer":
@@ -147,7 +150,7 @@ def plan_card(spec: StudySpec, *, evidence: Path, html: Path | None, as_json: bo
     device = planned_device(spec.gpu)
     made = trainable(spec, device, observations=known_observations(evidence, print_note), say=print_note)
     if as_json:
-        print_json(trainable_data(made))
+        print_answer_json(made)
     print_answer(answer, html=html, silent=as_json)
     if not any(entry.state == FITS for entry in made.entries):
         raise NothingFits(f"nothing surely fits {device.name}", remedy="shorter samples: --tokens-per-example 512")
@@ -161,7 +164,7 @@ def plan_several(spec: StudySpec, asked: dict[str, Any], *, evidence: Path, as_j
         NothingFits: no strategy surely fits on any of the numbers, or none is known to end within the deadline.
     """
     from autotune.planning.observations import known_observations
-    from autotune.planning.several_gpus import gpu_plan_data, plan_spec
+    from autotune.planning.several_gpus import plan_spec
     from autotune.problem.run_cost import FITS
     from autotune.problem.search_space import ways_to_fit
 
@@ -170,7 +173,7 @@ def plan_several(spec: StudySpec, asked: dict[str, Any], *, evidence: Path, as_j
     made = plan_spec(spec, **asked, observations=observations, say=print_note)
     task = made.task
     if as_json:
-        print_json(gpu_plan_data(made))
+        print_answer_json(made)
     else:
         from autotune.cli.gpus_text import print_gpu_plan
 

@@ -3,15 +3,16 @@
 from contextlib import closing
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autotune.cli.options import Json, Storage, StudyName
-from autotune.cli.terminal import print_json
+from autotune.cli.terminal import print_answer_json
 from autotune.core.errors import UsageError
 from autotune.core.files import write_atomic
 from autotune.core.units import fmt_count, fmt_gib
+from autotune.report.values.commands import Files, Imported, ImportedRow
 from autotune.study.storage.location import EVIDENCE, storage_url
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def submit(
     path = out or result.out / "submission.json"
     write_atomic(path, submission.text)
     if json_:
-        print_json({"study": result.summary.study, "files": [str(path)]})
+        print_answer_json(Files(study=result.summary.study, files=(str(path),)))
         return
     print(path)
     print("It names GPU, model and versions, and no file, dataset, study or machine. Read it before you send it.")
@@ -70,7 +71,7 @@ def import_(
     path, known = store_submission(file, evidence)
     rows = read_submission(path)
     if json_:
-        print_json({"file": str(path), "was_known": known, "rows": list(map(_row, rows))})
+        print_answer_json(Imported(file=str(path), was_known=known, rows=tuple(map(_row, rows))))
         return
     for row in rows:
         model = row.model or f"a model of shape {row.model_digest}"
@@ -79,15 +80,15 @@ def import_(
     print(f"{path} is stored already: nothing changed" if known else path)
 
 
-def _row(row: "Observation") -> dict[str, Any]:
-    return {
-        "device": row.device,
-        "model": row.model,
-        "label": row.config.label(),
-        "tokens_per_s": row.tokens_per_s,
-        "peak_reserved_gib": row.peak_reserved_gib,
-        "evidence": row.evidence,
-    }
+def _row(row: "Observation") -> ImportedRow:
+    return ImportedRow(
+        device=row.device,
+        model=row.model,
+        label=row.config.label(),
+        tokens_per_s=row.tokens_per_s,
+        peak_reserved_gib=row.peak_reserved_gib,
+        evidence=row.evidence,
+    )
 
 
 def _measured_on(study: str, storage: str | None) -> str:

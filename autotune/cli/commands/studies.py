@@ -11,11 +11,12 @@ import typer
 
 from autotune.cli.answers import print_answer
 from autotune.cli.options import Directory, Html, Json, Storage, StudyName
-from autotune.cli.terminal import console, print_json, print_table
+from autotune.cli.terminal import console, print_answer_json, print_json, print_table
 from autotune.core.errors import AutotuneError, UsageError
 from autotune.core.files import write_atomic
 from autotune.core.text import dashed
 from autotune.core.units import fmt_count, fmt_seconds
+from autotune.report.values.commands import Files, StudyRow
 from autotune.study.storage.location import existing_url, named_url
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def status(
     from autotune.api import load_study
     from autotune.report.describe import candidate_line
     from autotune.study.storage.study_lock import running_process
+    from autotune.study.summary import Status, SummaryFile
 
     if not nodes and (json_dir or html):
         raise UsageError("--json-dir and --html are for --nodes", remedy="`autotune report` writes a study's page")
@@ -60,7 +62,8 @@ def status(
     summary = result.summary
     process = running_process(result.out)
     if json_:
-        print_json(result.data() | {"running": process is not None})
+        file = SummaryFile(summary=summary, out_dir=str(result.out))
+        print_answer_json(Status(file=file, running=process is not None))
         return
     counts = [f"{count} {kind}" for kind, count in summary.counts().items() if count or kind == "total"]
     lines = {
@@ -77,12 +80,13 @@ def status(
 
 
 def _print_nodes(result: "StudyResult", *, json_dir: Path | None, html: Path | None, as_json: bool) -> None:
+    from autotune.core.json_view import json_data
     from autotune.report.answer import nodes_answer
-    from autotune.study.nodes import node_data
+    from autotune.study.nodes import node_row
     from autotune.study.session import read_nodes
 
     found = read_nodes(result.record, result.url)
-    rows = [node_data(node, result.task) for node in found]
+    rows: list[dict[str, Any]] = [json_data(node_row(node, result.task)) for node in found]
     if json_dir is not None:
         for row in rows:
             write_atomic(json_dir / f"{dashed(row['node'])}.json", json.dumps(row, indent=2) + "\n")
@@ -116,33 +120,33 @@ def list_all(storage: Storage = None, json_: Json = False) -> None:
         except AutotuneError as error:  # of another version: the others are still listed
             print(error, file=sys.stderr)
     if json_:
-        print_json(rows)
+        print_answer_json(rows)
         return
     if not rows:
         print("there is no study in this database: start one with `autotune run`, or name --storage")
         return
     columns = {"study": "left", "model": "left", "device": "left", "trials": "right", "tokens/s": "right"}
     columns |= {"running": "left"}
-    cells = []
+    cells: list[tuple[str, ...]] = []
     for row in rows:
-        known = tuple(str(row[key]) for key in ("study", "model", "device", "trials"))
-        cells.append((*known, fmt_count(row["tokens_per_s"]), "yes" if row["running"] else "no"))
+        known = (row.study, row.model, row.device, str(row.trials))
+        cells.append((*known, fmt_count(row.tokens_per_s), "yes" if row.running else "no"))
     print_table(None, columns, cells)
 
 
-def _row(study: "StudyResult") -> dict[str, Any]:
+def _row(study: "StudyResult") -> StudyRow:
     from autotune.study.storage.study_lock import running_process
 
     recipe = study.summary.recipe
-    return {
-        "study": study.summary.study,
-        "model": study.task.model.short,
-        "device": study.task.device.name,
-        "trials": len(study.summary.trials),
-        "running": running_process(study.out) is not None,
-        "tokens_per_s": recipe.winner.performance.tokens_per_second if recipe else None,
-        "files": str(study.out),
-    }
+    return StudyRow(
+        study=study.summary.study,
+        model=study.task.model.short,
+        device=study.task.device.name,
+        trials=len(study.summary.trials),
+        running=running_process(study.out) is not None,
+        tokens_per_s=recipe.winner.performance.tokens_per_second if recipe else None,
+        files=str(study.out),
+    )
 
 
 def delete(
@@ -181,7 +185,7 @@ def delete(
             store.forget(study)
         leases.clear()
     if json_:
-        print_json({"study": study, "files": [str(result.out)]})
+        print_answer_json(Files(study=study, files=(str(result.out),)))
     else:
         print(f"deleted; its files are still in {result.out}")
 
@@ -193,7 +197,7 @@ def oom(study: StudyName = None, storage: Storage = None, json_: Json = False) -
 
     report = oom_report(load_study(study, storage).summary)
     if json_:
-        print_json(report.data())
+        print_answer_json(report)
     elif (screen := console()).is_terminal:
         from rich.markdown import Markdown
 
@@ -205,7 +209,7 @@ def oom(study: StudyName = None, storage: Storage = None, json_: Json = False) -
 def _print_files(study: str, paths: Iterable[Path], *, as_json: bool) -> None:
     """Print the paths of what was written, one a line."""
     if as_json:
-        print_json({"study": study, "files": list(map(str, paths))})
+        print_answer_json(Files(study=study, files=tuple(map(str, paths))))
         return
     for path in paths:
         print(path)

@@ -10,10 +10,11 @@ import typer
 
 from autotune.cli.options import Json, Quiet, Storage
 from autotune.cli.stop import stop_on_signals
-from autotune.cli.terminal import print_json
+from autotune.cli.terminal import print_answer_json
 from autotune.core.errors import PREEMPTED, Interrupted, UsageError
 from autotune.core.process import die_with_parent
 from autotune.core.units import parse_duration
+from autotune.report.values.commands import Worked
 from autotune.study.storage.location import make_writable, shared_url
 
 
@@ -63,7 +64,7 @@ def worker(
         num_done = session.work(opened, record, allow_mixed=allow_mixed)
         display.note(f"{num_done} trials of study {study} were done here")
         if json_:
-            print_json({"study": study, "trials": num_done})
+            print_answer_json(Worked(study=study, trials=num_done))
     if stop.signal is not None:
         code = PREEMPTED if stop.signal == signal.SIGTERM else 128 + stop.signal
         raise Interrupted("stopped; the current trial is queued again", exit_code=code)

@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from autotune.catalog import list_models, resolve_device, resolve_model
-from autotune.cli.check_text import verdict
 from autotune.cli.commands.check import check_command
 from autotune.core.errors import NothingFits, UsageError
 from autotune.dry.prober import DryAnswer
@@ -21,9 +20,11 @@ from autotune.planning import counted_memory
 from autotune.planning.device_estimate import device_limit_gib
 from autotune.planning.foreign_config import read_file
 from autotune.planning.observations import published_observations
-from autotune.planning.run_check import CheckReport, check, find_model
+from autotune.planning.run_check import check, find_model
 from autotune.prediction.memory_formula import ERROR
 from autotune.problem.run_cost import FITS, OOM, TIGHT
+from autotune.report.answers import verdict
+from autotune.report.values.check import CheckReport
 
 # What the projects publish, reduced to the keys that matter (`test_foreign.py` names the files).
 TRL = (
@@ -115,8 +116,8 @@ def test_verdicts(text: str, gpu: str, fits: str, answer: Callable[..., CheckRep
     found = answer(text, gpu)
     assert found.checked.state == fits
     peak = found.checked.estimate.need_gib
-    assert (peak > found.context.limit_gib) is (fits == OOM)
-    assert found.context.limit_gib == device_limit_gib(resolve_device(gpu), 0.05)
+    assert (peak > found.limit_gib) is (fits == OOM)
+    assert found.limit_gib == device_limit_gib(resolve_device(gpu), 0.05)
     assert found.faster is None or found.faster.times >= 1.05
     assert set(found.checked.run.notes) <= set(found.notes)
     assert (found.smallest_card is None) is (fits == FITS)

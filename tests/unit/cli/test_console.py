@@ -14,6 +14,7 @@ from autotune.catalog import resolve_device
 from autotune.cli import console
 from autotune.cli.console import Display
 from autotune.cli.last_screen import answer
+from autotune.core.json_view import json_data
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.text import operands
 from autotune.core.train_config import TrainConfig
@@ -80,7 +81,7 @@ def test_named_configurations_are_one_event(capsys: pytest.CaptureFixture[str]) 
     with Display(budget_s=600.0, quiet=True) as one:
         one.configs([result], "runs/it")
     (event,) = map(json.loads, capsys.readouterr().out.splitlines())
-    assert event["event"] == "result" and event["configs"] == [result.data()]
+    assert event["event"] == "result" and event["configs"] == json_data([result])
 
 
 def test_without_events_stdout_is_empty(capsys: pytest.CaptureFixture[str]) -> None:

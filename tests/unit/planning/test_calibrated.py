@@ -12,18 +12,20 @@ from autotune.catalog import resolve_device
 from autotune.cli.commands import plan as command
 from autotune.core import nvml
 from autotune.core.errors import UsageError
+from autotune.core.json_view import json_data
 from autotune.core.machine import processor_name
 from autotune.core.nvml import GpuInfo
 from autotune.core.train_config import TrainConfig
 from autotune.planning.compare import compare
 from autotune.planning.device_estimate import device_limit_gib, planned_device
-from autotune.planning.plan import plan_data, plan_task, planned_setup
-from autotune.planning.run_check import check, report_data
+from autotune.planning.plan import plan_task, planned_setup
+from autotune.planning.run_check import check
 from autotune.prediction.estimate import Estimate, estimate
 from autotune.problem.calibration import Calibration, kept_path, write_calibration
 from autotune.problem.study_spec import NamedConfig, StudySpec
 from autotune.problem.task import Task
-from autotune.report.comparison import FORMATS, card_data, how_estimated
+from autotune.report.comparison import FORMATS, how_estimated
+from autotune.report.values.compared import card_row
 from tests.helpers.factories import calibration
 
 A10, H100, H200 = map(resolve_device, ("a10", "h100", "h200"))
@@ -173,7 +175,7 @@ def test_a_plan_says_what_was_calibrated(kept: Callable[..., None], capsys: pyte
 
 
 def test_a_plan_without_a_calibration_has_none() -> None:
-    assert plan_data(plan_task(task(pins={"seq_len": 512, "lora_rank": 16}), 20.0))["calibrated"] is None
+    assert json_data(plan_task(task(pins={"seq_len": 512, "lora_rank": 16}), 20.0))["calibrated"] is None
 
 
 def test_a_comparison_says_it_of_each_card(file: Callable[..., str]) -> None:
@@ -183,7 +185,7 @@ def test_a_comparison_says_it_of_each_card(file: Callable[..., str]) -> None:
     made = compare([spec], gpus=["a10,l4"])
     (group,) = made.groups
     by_file = "calibrated by carried.json, 2026-11-22"
-    assert [card_data(group, card)["calibrated"] for card in group.cards] == [
+    assert [card_row(group, card).calibrated for card in group.cards] == [
         f"card and host {by_file}",
         f"host {by_file}",
     ]
@@ -204,5 +206,5 @@ def test_a_check_takes_it_too(tmp_path: Path, file: Callable[..., str]) -> None:
         check(run, options | more) for more in ({}, {"calibration": file(calibration(layer_ms=50.0, reference=None))})
     )
     assert (plain.checked.estimate.tokens_per_s or 0) > 2 * (slow.checked.estimate.tokens_per_s or 0) > 0
-    assert report_data(plain)["calibrated"] is None
-    assert report_data(slow)["calibrated"] == "card and host calibrated by carried.json, 2026-11-22"
+    assert json_data(plain)["calibrated"] is None
+    assert json_data(slow)["calibrated"] == "card and host calibrated by carried.json, 2026-11-22"

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from autotune.catalog import Price, list_devices, resolve_device
 from autotune.cli.app import app
 from autotune.core.errors import NothingFits, UsageError
+from autotune.core.json_view import json_data
 from autotune.core.probe_types import DryCount
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import DASH
@@ -26,30 +27,24 @@ from autotune.dry.prober import DryAnswer
 from autotune.planning import compare as rules
 from autotune.planning import counted_memory
 from autotune.planning.compare import (
-    Advice,
     Budget,
     ComparedCard,
     Comparison,
     Group,
     Owned,
-    OwnRun,
     compare_card,
     least_memory,
     smallest_holding,
 )
 from autotune.planning.device_estimate import ACCURACY, COUNTED, device_limit_gib
-from autotune.planning.plan import ONLY_BASELINE, ONLY_LEANEST, Plan, plan_data, plan_task, planned_setup
+from autotune.planning.plan import ONLY_BASELINE, ONLY_LEANEST, Plan, plan_task, planned_setup
 from autotune.prediction.estimate import estimate, memory_state
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import FITS, OOM, project
 from autotune.problem.study_spec import NamedConfig, StudySpec
-from autotune.report.comparison import (
-    COLUMNS,
-    card_data,
-    cells,
-    comparison_data,
-    verdicts,
-)
+from autotune.report.comparison import COLUMNS, cells, verdicts
+from autotune.report.values.compared import card_row, compared
+from autotune.report.values.comparison import Advice, OwnRun, speed_interval, usd_interval
 
 TODAY = date(2026, 11, 22)
 A10 = resolve_device("a10")
@@ -155,9 +150,9 @@ def test_the_faster_of_two_equally_cheap_cards_is_the_cheapest() -> None:
 
 def test_cards_with_overlapping_intervals_are_rivals() -> None:
     held = group(entry("a10", 1, 1.00), entry("l4", 1, 1.15), entry("h100", 1, 1.30), entry("t4", 1, None))
-    assert held.rivals(held.cheapest, rules.usd_interval) == ("l4",)
+    assert held.rivals(held.cheapest, usd_interval) == ("l4",)
     assert "cheapest: a10, $1.00; but l4 cannot be told from it" in said(*held.cards)
-    assert held.rivals(None, rules.usd_interval) == ()
+    assert held.rivals(None, usd_interval) == ()
 
 
 def test_an_unknown_price_is_a_dash_and_never_nothing() -> None:
@@ -165,7 +160,7 @@ def test_an_unknown_price_is_a_dash_and_never_nothing() -> None:
     shown = cells(held, held.cards[0], TODAY)
     assert [shown[name] for name in ("USD (80 %)", "USD at spot (80 %)", "USD/1,000 samples")] == [DASH] * 3
     assert (
-        card_data(held, held.cards[0])["usd"] is None
+        card_row(held, held.cards[0]).usd is None
         and shown["price"] == "– (no price is known)"
         and held.cheapest is None
     )
@@ -290,7 +285,7 @@ def test_an_own_card_pays_after_so_many_runs() -> None:
 def test_an_own_card_never_pays_where_electricity_costs_more() -> None:
     made = comparison(entry("rtx-4090", 2, None), entry("h100", 1, 0.1), owned=OWNED)
     assert "it never pays against h100-sxm rented at $0.1" in verdicts(made, made.groups[0])[-1]
-    assert comparison_data(made)["groups"][0]["own_run"]["never_pays"] is True
+    assert json_data(compared(made))["groups"][0]["own_run"]["never_pays"] is True
 
 
 def test_an_own_card_with_unknown_price_or_speed() -> None:
@@ -442,7 +437,7 @@ def test_the_baseline_of_a_family_without_a_formula_has_a_speed_where_its_work_w
     assert all(card.best is not None and card.best == card.plan.baseline for card in group.cards if card.plan)
     assert ONLY_BASELINE in verdicts(made, group)
 
-    assert plan_data(group.plan)["how_sure"] == COUNTED and plan_data(plan())["how_sure"] == ACCURACY
+    assert json_data(group.plan)["how_sure"] == COUNTED and json_data(plan())["how_sure"] == ACCURACY
 
 
 def counted(
@@ -483,8 +478,8 @@ def test_where_a_counted_baseline_does_not_fit_the_leanest_is_counted(monkeypatc
     held = Group(model="m", method="full", cards=(card,))
     assert f"a10: {ONLY_LEANEST}" in verdicts(Comparison(groups=(held,)), held)
     assert ONLY_BASELINE not in verdicts(Comparison(groups=(held,)), held)
-    assert card_data(held, card)["memory_by"] == "counted" and plan_data(card.plan)["best"]["memory_by"] == "counted"
-    assert plan_data(plan())["baseline"]["memory_by"] == "formula"
+    assert card_row(held, card).memory_by == "counted" and json_data(card.plan)["best"]["memory_by"] == "counted"
+    assert json_data(plan())["baseline"]["memory_by"] == "formula"
 
 
 def test_no_smaller_baseline_is_counted_where_the_smallest_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -775,9 +770,9 @@ def test_what_may_help_is_said_of_the_leanest_of_all_cards() -> None:
 def test_the_intervals_of_a_card_are_those_of_its_best_configuration() -> None:
     """A tenth either way of 10,000 tokens/s, and of $2.00."""
     one = entry("a10", 1, 2.0)
-    assert rules.speed_interval(one) == pytest.approx((9_000.0, 11_000.0))
-    assert rules.usd_interval(one) == pytest.approx((1.8, 2.2))
-    assert rules.speed_interval(too_large("t4")) is rules.usd_interval(too_large("t4")) is None
+    assert speed_interval(one) == pytest.approx((9_000.0, 11_000.0))
+    assert usd_interval(one) == pytest.approx((1.8, 2.2))
+    assert speed_interval(too_large("t4")) is usd_interval(too_large("t4")) is None
 
 
 def test_the_slowest_card_that_was_measured_comes_before_a_guess() -> None:

@@ -13,7 +13,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.planning.device_estimate import (
     corrected_by_observations,
     device_limit_gib,
-    how_known,
+    how_sure,
     limit_of,
     planned_device,
     smallest_card,
@@ -22,12 +22,13 @@ from autotune.prediction.estimate import Estimate, MemoryBounds, estimate, memor
 from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, memory_breakdown
 from autotune.prediction.observed_speed import Observation, measured_ratios, observed_transfer
 from autotune.prediction.step_time import UNKNOWN_HOST, StepTimeEstimate, estimate_step_time
-from autotune.prediction.transfer import BETWEEN, REFERENCE, WITHIN, interval, speed_transfer
+from autotune.prediction.transfer import BETWEEN, REFERENCE, WITHIN, calibrated_parts, interval, speed_transfer
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.workload import RunShape, Workload
+from autotune.report.describe import how_known
 from tests.helpers.factories import calibration
 from tests.helpers.sessions import subject_of
 from tests.unit.prediction.test_memory_formula import estimate as memory_of
@@ -193,11 +194,11 @@ def test_a_device_is_planned_for_by_name_or_is_the_one_that_is_here(monkeypatch:
 
 
 def test_what_an_estimate_rests_on_is_said() -> None:
-    assert how_known(None, A10).startswith("Nothing was measured here. Estimated: memory by a formula")
-    counted = how_known(None, A10, counted=True)
+    assert how_known(how_sure(), None).startswith("Nothing was measured here. Estimated: memory by a formula")
+    counted = how_known(how_sure(counted=True), None)
     assert counted.startswith("Nothing was measured here. Estimated: memory by counting a training step")
     for is_counted, by in ((False, "a formula"), (True, "counting a training step")):
-        known = how_known(calibration(), A10, counted=is_counted)
+        known = how_known(how_sure(counted=is_counted), calibrated_parts(calibration(), A10))
         assert known.startswith(f"Estimated, card and host calibrated on this machine, 2026-11-22: memory by {by}")
 
 

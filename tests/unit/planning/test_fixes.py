@@ -21,9 +21,12 @@ from autotune.planning.fixes import (
     fixes_of,
 )
 from autotune.planning.foreign_config import parse
-from autotune.planning.run_check import CheckReport, check
+from autotune.planning.run_check import check
+from autotune.planning.run_estimate import CheckContext
 from autotune.prediction.memory_formula import CONTEXT_GIB
 from autotune.problem.run_cost import FITS, TIGHT
+from autotune.report.values.check import CheckReport
+from tests.helpers.sessions import subject_of
 from tests.unit.cli.test_check import AXOLOTL, AXOLOTL_FULL, FACTORY, FACTORY_FULL, TRL_7B, changed
 
 BF16, EIGHT_BIT = (SAME_RESULT, {"dtype": "bfloat16"}), (OTHER_OPTIMIZER, {"optim": "adamw_bnb_8bit"})
@@ -169,7 +172,9 @@ def search(tmp_path: Path) -> Callable[..., FixSearch]:
     def made(text: str, gpu: str = "a10", **options: Any) -> FixSearch:
         (tmp_path / "run.yml").write_text(text)
         found: CheckReport = check(tmp_path / "run.yml", {"gpu": gpu, **options})
-        return FixSearch(context=found.context, checked=found.checked)
+        task = subject_of(model=found.model, device=found.device, workload=found.workload, price=found.price)
+        context = CheckContext(task=task, limit_gib=found.limit_gib)
+        return FixSearch(context=context, checked=found.checked)
 
     return made
 

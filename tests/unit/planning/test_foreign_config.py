@@ -13,7 +13,8 @@ from autotune.core.files import MAX_BYTES
 from autotune.core.objective import Objective
 from autotune.core.train_config import TrainConfig
 from autotune.export import tool_file
-from autotune.planning.foreign_config import FP32_BASE, ForeignConfig, for_model, parse, read_file
+from autotune.planning.foreign_config import for_model, parse, read_file
+from autotune.report.values.check import FP32_BASE, ForeignConfig
 from tests.helpers.factories import summary
 
 TRL = "model_name_or_path: org/m\ndataset_name: org/d\n"

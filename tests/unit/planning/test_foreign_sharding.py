@@ -9,11 +9,12 @@ import yaml
 
 from autotune.catalog import resolve_model
 from autotune.core.parallelism import Parallelism
-from autotune.planning.foreign_config import ForeignConfig, read_file
+from autotune.planning.foreign_config import read_file
 from autotune.planning.foreign_sharding import buffers_of, shared_out, strategy_of
 from autotune.planning.run_check import check
 from autotune.planning.run_estimate import memory_bounds
 from autotune.prediction.sharded_memory import MAX_LIVE, DeepSpeedBuffers, rank_breakdown
+from autotune.report.values.check import ForeignConfig
 
 FULL = {
     "base_model": "meta-llama/Llama-3.1-8B",
@@ -156,12 +157,12 @@ def test_check_judges_each_gpu(tmp_path: Path) -> None:
     alone, shared = (check(file, {"gpu": "a100-40gb-sxm", "gpus": gpus}) for gpus in (None, 8))
     assert (alone.checked.state, shared.checked.state) == ("out of memory", "fits")
     config = shared.checked.run.config
-    by_formula = rank_breakdown(shared.context.model, config, Parallelism.of(config))
+    by_formula = rank_breakdown(shared.model, config, Parallelism.of(config))
     assert by_formula is not None and shared.checked.estimate.need_gib == by_formula.peak_reserved_gib
     notes = " ".join(shared.notes)
     assert "each of 8 GPUs of one host: the model shared out among the GPUs (FSDP2)." in notes
     assert shared.faster is None and shared.checked.estimate.tokens_per_s
-    cost, price = shared.checked.estimate.cost, shared.context.task.price
+    cost, price = shared.checked.estimate.cost, shared.price
     assert cost is not None and price is not None and cost.usd_per_hour == 8 * price.usd_per_hour
 
 

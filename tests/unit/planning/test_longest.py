@@ -10,13 +10,15 @@ from typer.testing import CliRunner
 from autotune.catalog import resolve_device, resolve_model
 from autotune.cli.app import app
 from autotune.core.errors import NothingFits, UsageError
+from autotune.core.json_view import json_data
 from autotune.core.probe_types import DryCount, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.planning import longest as module
 from autotune.planning.counted_memory import DryAnswer
-from autotune.planning.longest import ALLOCATOR_SHARE, Longest, LongestRow, find_longest, longest_data, verify
+from autotune.planning.longest import ALLOCATOR_SHARE, Longest, find_longest, longest_answer, verify
 from autotune.prediction.memory_formula import counted_breakdown
 from autotune.report.json_forms import form_of
+from autotune.report.values.longest import LongestRow
 from tests.helpers.factories import measurement, result
 
 MODEL = resolve_model("llama-3.1-8b")
@@ -215,6 +217,6 @@ def test_a_knob_without_effect_is_said_to_have_none(counted: list[int]) -> None:
 
 def test_data_has_what_was_asked(counted: list[int]) -> None:
     wanted = asked(host_limit_gib=100.0)
-    made = longest_data(wanted, [wanted.predict("lora")])
+    made = json_data(longest_answer(wanted, [wanted.predict("lora")]))
     form_of("longest").validate_python(made)
     assert (made["device"], made["host_limit_gib"], made["positions"]) == ("h100-sxm", 100.0, 131_072)

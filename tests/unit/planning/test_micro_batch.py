@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 
 from autotune.catalog import resolve_device
+from autotune.core.json_view import json_data
 from autotune.core.machine import num_cores
 from autotune.core.micro_profile import KernelClass, MicroBatchProfile, Part, ProfiledWork, Stage
 from autotune.core.probe_types import DeviceRates, DryCount
 from autotune.core.train_config import TrainConfig
-from autotune.planning.micro_batch import HostNeed, ProfileReport, bounds, host_needs, profile_data
+from autotune.planning.micro_batch import bounds, host_needs
 from autotune.report.json_forms import form_of
 from autotune.report.micro_batch import profile_answer
+from autotune.report.values.profile import HostNeed, ProfileReport
 from tests.helpers import factories
 
 H100 = resolve_device("h100")
@@ -145,7 +147,7 @@ def test_memory_and_disk_are_judged_by_the_studys_own_model() -> None:
 
 def test_the_report_as_data_and_as_tables() -> None:
     for made in (report(), report(profile=replace(PROFILE, on_gpu=False, loader_rows_per_s=None))):
-        data = profile_data(made)
+        data = json_data(made)
         form_of("explain --profile").validate_json(json.dumps(data))
         assert data["of"] == ("kernels" if made.profile.on_gpu else "operators")
     answer = profile_answer(report())

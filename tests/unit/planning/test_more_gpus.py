@@ -32,8 +32,8 @@ def test_what_is_measured_stands_and_others_are_scaled_from_it() -> None:
     speed = made.winner.performance.tokens_per_second
     assert own.tokens_per_s == speed and own.usd == made.winner.cost.full_run_usd
     assert own.interval[0] < speed < own.interval[1]
-    assert found.efficiency(own) == 1.0 and found.waits(own) == 0.0
-    assert 0.9 < found.efficiency(two) < 1.0 and two.tokens_per_s == pytest.approx(2 * speed * found.efficiency(two))
+    assert own.efficiency == 1.0 and found.waits(own) == 0.0
+    assert 0.9 < two.efficiency < 1.0 and two.tokens_per_s == pytest.approx(2 * speed * two.efficiency)
     assert two.estimate.cost.evidence is Evidence.PROJECTED
     assert two.estimate.cost.usd_per_hour == pytest.approx(2 * made.price.usd_per_hour)  # type: ignore[union-attr]
     low, high = two.interval
@@ -60,7 +60,7 @@ def test_a_study_of_two_gpus_is_scaled_both_ways() -> None:
     assert one.parallelism.strategy == "none" and eight.parallelism.strategy in ("ddp", "fsdp2", "fsdp2_keep")
     memory = memory_of(made.model, replace(made.config, num_gpus=8, sharding=eight.parallelism.strategy))
     assert memory is not None and eight.estimate.need_gib < one.estimate.need_gib
-    assert found.efficiency(one) == 1.0 and found.waits(row_of(found, 2)) > 0
+    assert one.efficiency == 1.0 and found.waits(row_of(found, 2)) > 0
 
 
 def test_the_micro_batch_shrinks_where_the_global_batch_has_no_room_for_it() -> None:
@@ -92,8 +92,8 @@ def test_what_does_not_fit_has_no_speed_and_is_not_where_scaling_starts() -> Non
     limit = replace(made.winner.measurement, limit_gib=60.0)
     found = on_other_numbers(replace(made, winner=replace(made.winner, measurement=limit)))
     assert row_of(found, 1).state != FITS and row_of(found, 1).tokens_per_s is None
-    assert found.efficiency(row_of(found, 1)) is None
-    assert found.efficiency(found.trainable[0]) == 1.0 and found.trainable[0].num_gpus > 1
+    assert row_of(found, 1).efficiency is None
+    assert found.trainable[0].efficiency == 1.0 and found.trainable[0].num_gpus > 1
 
 
 def test_nothing_is_scaled_where_the_link_or_the_model_is_unknown() -> None:

@@ -251,7 +251,7 @@ def test_check_on_several_gpus_counts_the_wait_for_the_longest_sequences(tmp_pat
     assert run.config.num_gpus == 8 and found.step and found.cost
     # It said 4,083 tokens/s and $3.27.
     assert found.tokens_per_s == pytest.approx(2114, abs=1) and found.cost.full_run_usd == pytest.approx(6.32, abs=0.01)
-    share = report.context.workload.waiting_share(run.config, accumulation=run.accumulation)
+    share = report.workload.waiting_share(run.config, accumulation=run.accumulation)
     assert share > 0.3
     assert found.single_gpu is not None
     computed_s = run.accumulation * found.single_gpu.micro_s
@@ -262,7 +262,6 @@ def test_check_on_several_gpus_uses_a_calibrated_link_and_prints_their_accuracy(
     tmp_path: Path, calibrated_file: str
 ) -> None:
     from autotune.cli.check_text import lines
-    from autotune.planning.run_check import report_data
 
     file = tmp_path / "trl.yaml"
     file.write_text(TRL + "fsdp: full_shard\n")
@@ -271,7 +270,7 @@ def test_check_on_several_gpus_uses_a_calibrated_link_and_prints_their_accuracy(
     steps = [one.checked.estimate.step for one in (by_catalogue, calibrated)]
     assert steps[0] and steps[1] and steps[1].communication_s > 3 * steps[0].communication_s
     how = dict(lines(by_catalogue))["how"]
-    assert "memory of FSDP2 by a formula" in how and report_data(by_catalogue)["how_sure"] in how
+    assert "memory of FSDP2 by a formula" in how and by_catalogue.how_sure in how
 
 
 @pytest.mark.parametrize("objective", ["dpo", "classification"])

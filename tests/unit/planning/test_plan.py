@@ -13,6 +13,7 @@ import pytest
 from autotune.catalog import list_devices, resolve_device, resolve_model
 from autotune.cli.commands import plan as command
 from autotune.core.errors import NothingFits, UsageError
+from autotune.core.json_view import json_data
 from autotune.core.objective import Objective
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
@@ -22,12 +23,10 @@ from autotune.planning.named_estimates import estimate_named_configs
 from autotune.planning.observations import known_observations, published_observations
 from autotune.planning.plan import (
     BATCHES,
-    Plan,
     candidates,
     distinguishable,
     memory_tables,
     plan,
-    plan_data,
     plan_setup,
     plan_task,
     planned_setup,
@@ -42,6 +41,7 @@ from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.study_spec import NamedConfig, StudySpec
 from autotune.problem.task import BASELINE
+from autotune.report.values.plan import Plan
 
 A10, H100 = resolve_device("a10"), resolve_device("h100")
 HERE = Path("nowhere")
@@ -174,7 +174,7 @@ def test_what_a_run_of_the_model_refuses_is_not_planned() -> None:
     case = task("h100", model="gemma-2-9b", allow_quantized=True)
     assert case.space.choices("loss") == ("full",) and "sdpa" not in case.space.choices("attention")
     spec = StudySpec(model="gemma-2-9b", gpu="h100")
-    data = plan_data(plan(spec))
+    data = json_data(plan(spec))
     assert (data["best"] or data["baseline"])["config"]["loss"] == "full"
     with pytest.raises(UsageError, match="changes its logits after its head"):
         planned_setup(replace(spec, pins={"loss": "chunked"}), H100)
@@ -321,26 +321,27 @@ def test_a_plan_holds_the_observations_of_its_own_card() -> None:
     case, seen = task(pins=SMALL), [observation(500.0), observation(600.0, device="l4"), observation(700.0)]
     limit_gib = device_limit_gib(A10, 0.05)
     made = plan_task(case, limit_gib, seen)
-    assert made.observations == (seen[0], seen[2]) and made.task is case and made.limit_gib == limit_gib
+    assert made.seen == (seen[0].source, seen[2].source) and made.task is case and made.limit_gib == limit_gib
     assert made.best and made.best.num_observations == made.baseline.num_observations == 2
-    data = plan_data(made)
+    data = json_data(made)
     assert data["seen"] == ["a test", "a test"] and data["best"]["measurements_on_this_card"] == 2
-    assert plan_task(case, limit_gib).observations == ()
+    assert plan_task(case, limit_gib).seen == ()
 
 
 def test_a_plan_as_plain_data() -> None:
     case = task(pins=SMALL)
     made = planned(case)
-    data = plan_data(made)
+    made = replace(made, what_fits=memory_tables(made))
+    data = json_data(made)
     assert (data["model"], data["device"], data["own_card"]) == (case.model.name, "a10", None)
     assert data["configurations"] == {"looked_at": made.num_estimated, "of": made.space_size}
     assert (data["limit_gib"], data["reason"], data["seen"]) == (made.limit_gib, made.reason, [])
-    best, table = made.best, memory_tables(made)
+    best, table = made.best, made.what_fits
     assert best is not None and best.cost is not None
     for said, one in ((data["best"], best), (data["baseline"], made.baseline)):
         assert (said["config"], said["label"]) == (one.config.as_dict(), one.config.label())
         assert (said["fits"], said["limit_gib"]) == (one.state, one.limit_gib)
-        assert (said["tokens_per_s"], said["interval_tokens_per_s"]) == (one.tokens_per_s, one.interval)
+        assert (said["tokens_per_s"], tuple(said["interval_tokens_per_s"])) == (one.tokens_per_s, one.interval)
         assert (said["samples_per_s"], said["measurements_on_this_card"]) == (one.samples_per_s, 0)
     assert data["best"]["cost"]["full_run_hours"] == best.cost.full_run_hours
     for name, cells in table.items():
@@ -349,9 +350,9 @@ def test_a_plan_as_plain_data() -> None:
             assert (said["none_gib"], said["full_gib"]) == (cell.plain.need_gib, cell.recomputed.need_gib)
             assert said["checkpointing"] == ("none" if cell.plain.state == FITS else "full")
             assert said["fits"] == (FITS if cell.plain.state == FITS else cell.recomputed.state)
-    none = plan_data(replace(made, best=None, task=replace(case, price=None)))
+    none = json_data(replace(made, best=None, task=replace(case, price=None)))
     assert none["best"] is None and none["price"] is None
-    bare = plan_data(replace(made, baseline=replace(made.baseline, memory=None, cost=None)))["baseline"]
+    bare = json_data(replace(made, baseline=replace(made.baseline, memory=None, cost=None)))["baseline"]
     assert bare["memory_gib"] is None and bare["cost"] is None
 
 

@@ -12,19 +12,13 @@ from typer.testing import CliRunner
 from autotune.catalog import Price, find_price, find_purchase, resolve_device
 from autotune.cli.app import app
 from autotune.core.errors import NothingFits, UsageError
-from autotune.planning.compare import Comparison, compare, usd_interval
+from autotune.planning.compare import compare
 from autotune.planning.plan import plan
-from autotune.planning.rent_or_buy import (
-    WEEKS_PER_MONTH,
-    Purse,
-    parse_sizes,
-    purchases,
-    size_costs,
-    within,
-)
 from autotune.problem.study_spec import StudySpec
 from autotune.report.answer import _cheapest, costs_answer
 from autotune.report.figures import buying, sizes
+from autotune.report.values.comparison import Comparison, usd_interval
+from autotune.report.values.rent_or_buy import WEEKS_PER_MONTH, Purse, parse_sizes, purchases, size_costs, within
 
 SPEC = StudySpec(model="qwen2.5-1.5b", space="lora", tokens_per_example=512, examples=20_000)
 PURSE = Purse(budget_usd=2000, usd_per_kwh=0.30, hours_per_week=20)

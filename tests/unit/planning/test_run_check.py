@@ -12,8 +12,9 @@ import yaml
 
 from autotune.catalog import ModelSpec, list_devices, resolve_device, resolve_model
 from autotune.catalog.model_sizes import Sizes
-from autotune.cli.check_text import edits_text, lines, verdict
+from autotune.cli.check_text import edits_text, lines
 from autotune.core.errors import UsageError
+from autotune.core.json_view import json_data
 from autotune.core.objective import Objective
 from autotune.core.probe_types import DryCount
 from autotune.core.train_config import TrainConfig
@@ -22,14 +23,14 @@ from autotune.dry.prober import DryAnswer
 from autotune.planning import counted_memory
 from autotune.planning.device_estimate import COUNTED, OF_OBJECTIVES, device_limit_gib
 from autotune.planning.fixes import FixSearch, edited
-from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
 from autotune.planning.observations import published_observations
-from autotune.planning.run_check import CheckReport, check, find_model, report_data
+from autotune.planning.run_check import check, find_model
 from autotune.planning.run_estimate import (
     CheckContext,
     _cast_s,
     _step_time,
     _with_fp32_base,
+    bounds_of,
     check_run,
     memory_bounds,
 )
@@ -45,6 +46,8 @@ from autotune.prediction.step_time import DEVICE_ERROR, UNKNOWN_HOST, estimate_s
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.workload import Workload
+from autotune.report.answers import verdict
+from autotune.report.values.check import FP32_BASE, CheckReport, ForeignConfig
 from tests.helpers.factories import calibration
 from tests.helpers.sessions import subject_of
 from tests.unit.cli.test_check import AXOLOTL, AXOLOTL_FULL, FACTORY, FACTORY_FULL, TRL, TRL_7B, changed
@@ -343,11 +346,11 @@ def test_a_dataset_is_counted(answer: Callable[..., CheckReport], tmp_path: Path
     (tmp_path / "lengths.txt").write_text("100\n" * 900 + "5000\n" * 100)
     lengths = str(tmp_path / "lengths.txt")
     found = answer(FACTORY, lengths=lengths)
-    assert found.context.workload.examples == 1000  # fewer than max_samples of two datasets
+    assert found.workload.examples == 1000  # fewer than max_samples of two datasets
     assert any("of the tokens will be cut off" in note for note in found.notes)
     assert found.checked.estimate.cost is not None and found.checked.estimate.cost.num_steps == 375
     assert found.faster is not None and f"--lengths {lengths}" in found.faster.command
-    capped = answer(changed(FACTORY, max_samples=40), lengths=lengths).context.workload
+    capped = answer(changed(FACTORY, max_samples=40), lengths=lengths).workload
     assert (capped.examples, capped.examples_assumed) == (80, False)
 
 
@@ -387,7 +390,7 @@ def test_rows_are_padded_to_the_longest_of_a_micro_batch(answer: Callable[..., C
     assert short < full  # all examples have 256 tokens
     assert loose.checked.estimate.tokens_per_s is not None and padded.checked.estimate.tokens_per_s is not None
     assert loose.checked.estimate.tokens_per_s > 2 * padded.checked.estimate.tokens_per_s
-    assert not loose.context.workload.dealt  # which train.py alone does
+    assert not loose.workload.dealt  # which train.py alone does
 
 
 def test_faster(answer: Callable[..., CheckReport]) -> None:
@@ -586,7 +589,7 @@ def test_memory_is_that_of_the_longest_rows_where_lengths_are_known_and_time_tha
     assert (given.at_longest(run.config).seq_len, assumed.at_longest(run.config)) == (1000, run.config)
     for one, length in ((given, 1000), (assumed, 2048)):
         shorter = replace(run, config=replace(run.config, seq_len=length))
-        assert one.bounds(run) == memory_bounds(one.model, shorter)
+        assert bounds_of(one, run) == memory_bounds(one.model, shorter)
         mean = estimate_step_time(one.model, replace(run.config, seq_len=190), UNKNOWN_HOST)
         assert _step_time(one, run) == mean
 
@@ -706,7 +709,7 @@ def test_a_check_by_counts_says_so_and_tries_each_change_alone(
     text = changed(TRL, model_name_or_path="gpt2", dtype="bfloat16")
     fits, small = answer(text, "h100"), answer(text, "t4")
     assert (fits.checked.state, small.checked.state, small.fix) == (FITS, OOM, None)
-    assert report_data(fits)["how_sure"] == COUNTED
+    assert json_data(fits)["how_sure"] == COUNTED
     assert dict(lines(fits))["how"].endswith(COUNTED)
     assert not any("float32 take is not known" in text for _, text in lines(fits))
     in_fp32 = answer(changed(TRL, model_name_or_path="gpt2"), "h100")
@@ -745,10 +748,10 @@ def test_examples_of_unknown_length_have_1024_tokens_or_as_many_as_fit_a_row(
     for model, length, tokens in (("Qwen/Qwen2.5-0.5B", 512, 512), ("Qwen/Qwen2.5-0.5B", 4096, 1024),
                                   ("demo-3m", 700, 700), ("demo-3m", 2048, 1024)):  # fmt: skip
         found = answer(changed(TRL, model_name_or_path=model, max_length=length))
-        assert found.context.workload.lengths == Lengths.constant(tokens, "assumed")
+        assert found.workload.lengths == Lengths.constant(tokens, "assumed")
         assert not any("cut off" in note for note in found.notes)
     given = answer(changed(TRL, max_length=512), tokens_per_example=1024)
-    assert given.context.workload.lengths == Lengths.constant(1024, "given")
+    assert given.workload.lengths == Lengths.constant(1024, "given")
     assert [note for note in given.notes if "cut off" in note] == [
         "100% of the examples are longer than every seq_len of the space (512): 50% of the tokens will be cut off."
     ]
@@ -764,7 +767,7 @@ def test_what_can_be_run_is_the_run_itself_unless_it_is_out_of_memory(answer: Ca
 
 def test_an_answer_as_data(answer: Callable[..., CheckReport]) -> None:
     """As `autotune check --json` prints it: of a run that fits, of one with a fix, and of one without."""
-    data = report_data(answer(changed(FACTORY, num_processes=2, max_steps=100), price=3.0))
+    data = json_data(answer(changed(FACTORY, num_processes=2, max_steps=100), price=3.0))
     assert {
         name: data[name] for name in ("format", "model", "device", "own_card", "num_gpus", "epochs", "max_steps")
     } == {
@@ -789,13 +792,13 @@ def test_an_answer_as_data(answer: Callable[..., CheckReport]) -> None:
     assert set(data["faster"]) == {"config", "times", "command"} and data["faster"]["times"] >= 1.05
     assert json.dumps(data) and isinstance(data["notes"], list)
 
-    data = report_data(answer(changed(TRL_7B, use_dora=True), "t4"))
+    data = json_data(answer(changed(TRL_7B, use_dora=True), "t4"))
     assert data["verdict"] == "out of memory" and data["bounds_gib"][1] is None and data["duration"] is None
     assert data["smallest_card"] is None  # of DoRA nothing says that it fits
     assert all(next(iter(change)) == "edits" and change["saves_gib"] > 0.005 for change in data["each_change"])
     assert data["change"]["verdict"] == "fits" and data["change"]["edits"]["use_dora"] is False
     assert "saves_gib" not in data["change"]
-    none = report_data(answer(changed(AXOLOTL, base_model="meta-llama/Llama-3.1-70B"), "t4"))
+    none = json_data(answer(changed(AXOLOTL, base_model="meta-llama/Llama-3.1-70B"), "t4"))
     assert none["change"] is none["faster"] is None and none["smallest_card"]
 
 
@@ -811,7 +814,7 @@ def test_the_faster_configuration_has_the_rows_of_a_step_of_the_run(answer: Call
     assert {one.checked.state for one in old.values()} == {FITS}
     assert old[True].faster is not None and old[False].faster is None
     few = answer(TRL, examples=8, tokens_per_example=100)
-    assert few.context.workload.examples == 8 and not any("do not fill" in note for note in few.notes)
+    assert few.workload.examples == 8 and not any("do not fill" in note for note in few.notes)
 
 
 def test_the_smallest_card_has_the_reserve_that_is_asked_for(answer: Callable[..., CheckReport]) -> None:
@@ -869,11 +872,11 @@ def test_a_file_of_trl_for_another_objective_needs_what_its_formula_says(
 ) -> None:
     found = answer(changed(TRL_7B, **{key: value, "dtype": "bfloat16"}), "h100")
     run, bounds = found.checked.run, found.checked.bounds
-    assert run.objective is objective is found.context.workload.objective
+    assert run.objective is objective is found.workload.objective
     assert run.config.padding == "masked" and found.faster is None
     steps = min(run.accumulation, 2)
-    assert bounds.least == bounds.most == memory_breakdown(found.context.model, run.config, steps, objective=objective)
-    assert report_data(found)["objective"] == objective and report_data(found)["how_sure"] == OF_OBJECTIVES
+    assert bounds.least == bounds.most == memory_breakdown(found.model, run.config, steps, objective=objective)
+    assert json_data(found)["objective"] == objective and json_data(found)["how_sure"] == OF_OBJECTIVES
     assert found.checked.estimate.tokens_per_s
 
 

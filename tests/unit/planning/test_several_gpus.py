@@ -13,16 +13,11 @@ import autotune
 from autotune.catalog import resolve_device
 from autotune.cli import app
 from autotune.core.errors import NothingFits, UsageError
+from autotune.core.json_view import json_data
 from autotune.core.parallelism import FSDP2, STRATEGIES, Parallelism
 from autotune.planning.device_estimate import limit_of
 from autotune.planning.plan import planned_setup
-from autotune.planning.several_gpus import (
-    GpuPlan,
-    RankPlan,
-    gpu_plan_data,
-    plan_gpus,
-    plan_spec,
-)
+from autotune.planning.several_gpus import GpuPlan, RankPlan, plan_gpus, plan_spec
 from autotune.prediction.estimate import estimate
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.study_spec import StudySpec
@@ -56,8 +51,8 @@ def test_more_gpus_train_faster_and_cost_more_where_one_could_train() -> None:
     alone, two, eight = row(made, 1, "none"), row(made, 2, "ddp"), row(made, 8, "ddp")
     assert alone.tokens_per_s and two.tokens_per_s and eight.tokens_per_s
     assert alone.tokens_per_s < two.tokens_per_s < eight.tokens_per_s
-    assert made.efficiency(alone) == 1.0
-    assert made.efficiency(two) == pytest.approx(two.tokens_per_s / 2 / alone.tokens_per_s)
+    assert alone.efficiency == 1.0
+    assert two.efficiency == pytest.approx(two.tokens_per_s / 2 / alone.tokens_per_s)
     assert two.estimate and two.estimate.cost and two.hours
     assert two.estimate.cost.usd_per_hour == 4.0 and two.usd == pytest.approx(4.0 * two.hours)
     assert two.accumulation == 32 // 2 // two.estimate.config.micro_batch_size
@@ -76,7 +71,7 @@ def test_what_one_gpu_cannot_train_has_no_efficiency() -> None:
     made = planned(space="full", model="llama-3.1-8b")
     assert row(made, 1, "none").state == row(made, 2, "ddp").state == OOM
     sharded = row(made, 8, "fsdp2")
-    assert sharded.state == FITS and sharded.tokens_per_s and made.efficiency(sharded) is None
+    assert sharded.state == FITS and sharded.tokens_per_s and sharded.efficiency is None
     assert "bf16_sharded" in sharded.label and "bf16_mixed" not in sharded.label
     assert row(made, 1, "none").label.startswith("full 1x1024 bf16_mixed")
 
@@ -140,7 +135,7 @@ def test_a_model_without_a_formula_is_refused() -> None:
 
 def test_as_data() -> None:
     made = replace(planned((1, 2)), within_hours=100.0)
-    data = json.loads(json.dumps(gpu_plan_data(made)))
+    data = json.loads(json.dumps(json_data(made)))
     assert (data["device"], data["link_gb_s"], data["within_hours"]) == ("h100-sxm", 370, 100.0)
     assert data["cheapest"] == data["cheapest_within"] == {"num_gpus": 1, "strategy": "none", "hosts": 1}
     first, *_, last = data["rows"]
@@ -154,7 +149,7 @@ def test_as_data() -> None:
     assert last["step"]["exposed_s"] > 0 and last["of_one_gpu"]["memory_gib"]["nccl"] == 0.76
     assert first["num_without_speed"] == 0
     assert last["hours"] == last["of_one_gpu"]["cost"]["full_run_hours"] and last["problem"] is None
-    refused = gpu_plan_data(planned((2,), space="qlora"))["rows"][1]
+    refused = json_data(planned((2,), space="qlora"))["rows"][1]
     assert refused["precision"] is refused["of_one_gpu"] is refused["accumulation"] is None and refused["problem"]
 
 
@@ -180,7 +175,7 @@ def test_hosts_are_as_fast_as_what_links_them() -> None:
     assert slow[2, "hsdp"].estimate.need_gib > slow[2, "fsdp2"].estimate.need_gib
     many = autotune.plan("mistral-7b", gpu="h100", nodes=[3, 16], network=400.0, global_batch=384)
     assert isinstance(many, GpuPlan)
-    data = gpu_plan_data(many)
+    data = json_data(many)
     assert {(one["hosts"], one["num_gpus"]) for one in data["rows"]} == {(3, 24), (16, 128)}
     assert all(one["tokens_per_s"] for one in data["rows"] if one["strategy"] == "fsdp2")  # any number of them
     assert data["fastest"]["hosts"] == 16
@@ -330,7 +325,7 @@ def test_python_takes_the_numbers_as_the_command_does() -> None:
     made = autotune.plan("mistral-7b", gpu="h100", gpus=[1, 2], within="6h", price=2.0)
     assert {one.num_gpus for one in made.rows} == {1, 2} and made.within_hours == 6.0
     same = autotune.plan("mistral-7b", gpu="h100", gpus=(2, 1), within=6, price=2.0)
-    assert gpu_plan_data(same) == gpu_plan_data(made)
+    assert json_data(same) == json_data(made)
 
 
 def test_python_refuses_what_the_command_refuses() -> None:

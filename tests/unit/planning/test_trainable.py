@@ -12,9 +12,10 @@ from autotune.catalog import list_models, resolve_device, resolve_model
 from autotune.catalog.model_sizes import Sizes
 from autotune.cli.app import app
 from autotune.core.errors import NothingFits, UsageError
+from autotune.core.json_view import json_data
 from autotune.planning.device_estimate import limit_of
 from autotune.planning.plan import plan, planned_setup
-from autotune.planning.trainable import METHODS, STEP, Trainable, longest_row, sizes, trainable, trainable_data
+from autotune.planning.trainable import METHODS, STEP, Trainable, longest_row, sizes, trainable
 from autotune.prediction.estimate import memory_state
 from autotune.prediction.memory_formula import memory_breakdown
 from autotune.problem.run_cost import FITS, OOM, TIGHT
@@ -85,7 +86,7 @@ def test_what_cannot_be_known_is_said(made: Trainable) -> None:
     assert unpriced.price is None and all(entry.usd_per_1000 is None for entry in unpriced.entries)
     with pytest.raises(UsageError):
         trainable(SPEC, resolve_device("cpu"), [resolve_model("qwen2.5-0.5b")])
-    data = trainable_data(made)
+    data = json_data(made)
     assert data["device"] == "rtx-4090" and data["price"]["usd_per_hour"] == 0.34
     assert [entry["params"] for entry in data["entries"][:3]] == [494032768] * 3
     assert data["evidence"] == "estimated" and json.dumps(data)

@@ -7,9 +7,9 @@ import json
 from dataclasses import replace
 
 from autotune.catalog import Price
-from autotune.planning.compare import Budget, Comparison, Owned
 from autotune.problem.run_cost import FITS, OOM
 from autotune.report.comparison import COLUMNS, FORMATS, as_csv
+from autotune.report.values.comparison import Budget, Comparison, Owned
 from tests.unit.planning.test_compare import RTX, TODAY, comparison, entry, group, too_large
 
 HOSTILE = "<script>|=cmd`*[x](y)$1$"

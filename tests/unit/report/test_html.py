@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from autotune.core.json_view import json_data
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.report import describe, style
 from autotune.report.html import render, script_json, stats
@@ -204,7 +205,7 @@ def test_a_configuration_that_was_proposed_again_has_one_row(study: StudySummary
     label = f'<span class="label">{too_large.config.label()}</span>'
     assert tried.count(label) == refused.count(label) == 1
     report = oom_report(more)
-    assert len(report.data()["entries"]) == 5 and report.markdown().count("## Trial") == 4
+    assert len(json_data(report)["entries"]) == 5 and report.markdown().count("## Trial") == 4
     assert feasibility(more)["1"]["512"].num_tried == feasibility(study)["1"]["512"].num_tried
 
 

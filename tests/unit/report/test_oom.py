@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from autotune.core.json_view import json_data
 from autotune.core.probe_types import Outcome, Rung
 from autotune.core.text import code_span
 from autotune.core.train_config import TrainConfig
@@ -149,7 +150,7 @@ def test_hostile_text_stays_in_code_spans() -> None:
 
 
 def test_data_is_json_and_complete() -> None:
-    data = json.loads(json.dumps(oom_report(summary()).data()))
+    data = json.loads(json.dumps(json_data(oom_report(summary()))))
     assert (data["schema_version"], data["oom"], data["refused"], data["trials"]) == (1, 2, 2, 12)
     first = data["entries"][0]
     assert first["config"]["micro_batch_size"] == 4

@@ -17,7 +17,7 @@ from autotune.study.history import restore, summarize, to_record
 from autotune.study.optimizer import FinishedTrial
 from autotune.study.selection import Selection
 from autotune.study.storage.probe_store import StoredProbe
-from autotune.study.summary import Learned, Quality, StudySummary
+from autotune.study.summary import Learned, Projections, Quality, StudySummary
 from tests.helpers.factories import add_measured, measurement, result
 from tests.helpers.sessions import BASELINE, record_of, subject_of
 
@@ -127,7 +127,9 @@ def test_what_was_measured_again_and_references_are_no_results_of_the_search() -
 
 
 def summary(selection: Selection, task: Task = TASK, **fields: Any) -> StudySummary:
-    return summarize(record_of(task, **fields), [], selection, [stored(3)], cards=lambda *_: (), wall_seconds=1800.0)
+    return summarize(
+        record_of(task, **fields), [], selection, [stored(3)], project=lambda *_: Projections(), wall_seconds=1800.0
+    )
 
 
 def test_the_search_costs_the_hours_of_all_workers() -> None:

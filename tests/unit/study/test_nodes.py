@@ -11,11 +11,12 @@ from autotune.api import load_study
 from autotune.catalog import find_price, resolve_device
 from autotune.cli.commands import studies
 from autotune.core.errors import UsageError
+from autotune.core.json_view import json_data
 from autotune.core.probe_types import Outcome, ProbeResult, Rung, Telemetry
 from autotune.core.train_config import TrainConfig
 from autotune.problem.performance import performance
 from autotune.report.answer import nodes_answer
-from autotune.study.nodes import UNNAMED, Node, node_data, nodes_of
+from autotune.study.nodes import UNNAMED, Node, node_row, nodes_of
 from autotune.study.session import read_nodes
 from autotune.study.storage.location import stored_out
 from autotune.study.storage.probe_store import ProbeStore, StoredProbe
@@ -84,7 +85,7 @@ def test_the_latest_reading_counts_and_one_that_fails_is_apart() -> None:
     assert failed.unmeasured == "the baseline failed here: no room" and found["b:1:1"].unmeasured is None
     crashed = named(read("a:1:1"), read("a:1:1", outcome=Outcome.CRASH, rung=Rung.FULL, reason="it broke"))["a:1:1"]
     assert (crashed.num_probes, crashed.num_failed, failed.num_failed) == (2, 1, 0)
-    data = node_data(failed, TASK)
+    data = json_data(node_row(failed, TASK))
     assert data["config"] is data["read_at"] is data["performance"]["relative_to_others"] is None
     assert data["performance"]["tokens_per_second"] is data["memory"]["peak_during_training"] is None
     assert data["cost"]["cost_per_1000_samples_usd"] is None and data["performance"]["evidence"] is None
@@ -122,7 +123,7 @@ def test_probes_of_earlier_versions_have_no_name() -> None:
 def test_a_node_as_plain_data() -> None:
     at = "2026-11-26T10:00:00+00:00"
     (node,) = nodes_of(TASK, [read("a:1:1", micro_step_s=(0.4, 0.6), started_at=at)])
-    data = node_data(node, TASK)
+    data = json_data(node_row(node, TASK))
     speed = performance(BASELINE, [measurement(0.5, 20.0, micro_step_s=(0.4, 0.6))], TASK.workload)
     assert data["performance"]["samples_per_second"] == pytest.approx(speed.samples_per_second)
     assert data["performance"]["micro_batch_variation"] == pytest.approx(0.2828, abs=1e-4)
@@ -131,7 +132,7 @@ def test_a_node_as_plain_data() -> None:
     assert data["memory"]["peak_during_training"] == 20.0 and data["memory"]["unit"] == "GiB"
     usd = 1000 / speed.samples_per_second / 3600 * 3.59
     assert data["cost"]["cost_per_1000_samples_usd"] == pytest.approx(usd)
-    unpriced = node_data(*nodes_of(replace(TASK, price=None), [read("a:1:1")]), replace(TASK, price=None))
+    unpriced = json_data(node_row(*nodes_of(replace(TASK, price=None), [read("a:1:1")]), replace(TASK, price=None)))
     assert unpriced["cost"]["cost_per_1000_samples_usd"] is None
     told = {"temperature_c": 55.0, "sm_clock_mhz": 1980.0, "power_w": 650.0, "utilization": 1.0}
     assert data["card"] == told | {"throttle_reasons": []}
@@ -177,7 +178,8 @@ def test_the_command(study: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert all(data["performance"]["tokens_per_second"] > 0 for data in files.values())
     assert "<title>Nodes of one – autotune</title>" in (tmp_path / "nodes.html").read_text()
     studies.status("one", study, nodes=True, json_dir=None, html=None, json_=True)
-    assert json.loads(capsys.readouterr().out) == [node_data(node, load_study("one", study).task) for node in found]
+    task = load_study("one", study).task
+    assert json.loads(capsys.readouterr().out) == [json_data(node_row(node, task)) for node in found]
 
 
 def test_files_are_of_nodes_alone(study: str, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from autotune.catalog import find_price, resolve_device
+from autotune.core.json_view import json_data
 from autotune.core.probe_types import Evidence, Outcome, Rung
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.estimate import Estimate
@@ -16,8 +17,6 @@ from autotune.study.summary import (
     StudySummary,
     TrialRecord,
     Verification,
-    candidate_data,
-    device_estimate_data,
     summary_data,
 )
 from tests.helpers.factories import result, summary
@@ -69,7 +68,7 @@ def test_speedup_and_accumulation():
 
 def test_candidate_data():
     winner = summary().recipe.winner
-    data = candidate_data(winner)
+    data = json_data(winner)
     assert data["config"] == winner.config.as_dict()
     assert data["performance"]["step_time_s"] == pytest.approx(1.98)
     assert data["memory"] == {
@@ -82,14 +81,14 @@ def test_candidate_data():
     assert data["cost"]["full_run_usd"] == pytest.approx(313 * 1.98 / 3600 * data["cost"]["usd_per_hour"])
     assert len(data["cost"]["interval_usd"]) == len(data["cost"]["interval_hours"]) == 2
     assert data["evidence"] == "measured"
-    assert candidate_data(replace(winner, evidence=Evidence.PROJECTED))["evidence"] == "projected"
+    assert json_data(replace(winner, evidence=Evidence.PROJECTED))["evidence"] == "projected"
 
 
 def test_no_price_is_null():
     winner = summary().recipe.winner
     unpriced = dict.fromkeys(("usd_per_hour", "full_run_usd", "interval_usd", "cost_per_1000_samples_usd"))
     cost = replace(winner.cost, **unpriced, startup_s=20.0)
-    data = json.loads(json.dumps(candidate_data(replace(winner, cost=cost))))
+    data = json.loads(json.dumps(json_data(replace(winner, cost=cost))))
     assert {name for name, value in data["cost"].items() if value is None} == {*unpriced, "pauses"}
 
 
@@ -98,7 +97,7 @@ def test_summary_data():
     data = json.loads(json.dumps(summary_data(study, "runs/a'; echo"), allow_nan=False))
     assert (data["schema_version"], data["study"], data["out_dir"]) == (1, "h200-mistral-7b", "runs/a'; echo")
     assert (data["model"], data["device"], data["evidence"]) == ("mistralai/Mistral-7B-v0.3", "h200-sxm", "measured")
-    assert data["winner"] == json.loads(json.dumps(candidate_data(study.recipe.winner)))
+    assert data["winner"] == json.loads(json.dumps(json_data(study.recipe.winner)))
     assert data["speedup"] == pytest.approx(study.recipe.speedup)
     assert data["speedup_interval"][0] < data["speedup"] < data["speedup_interval"][1]
     assert data["trials"] == study.counts()
@@ -132,16 +131,18 @@ def test_speeds_apart_are_those_whose_interval_does_not_hold_one():
 def test_a_winner_says_what_it_drew_and_how_much_its_host_does():
     winner = summary().recipe.winner
     winner = replace(winner, measurement=replace(winner.measurement, host_share=0.4))
-    data = candidate_data(winner)
+    data = json_data(winner)
     assert data["energy_j_per_token"] == pytest.approx(650.0 * 1.98 / (32 * 1024), rel=0.01)
     assert (data["telemetry"]["power_w"], data["host_share"], data["memory_evidence"]) == (650.0, 0.4, "measured")
-    silent = candidate_data(replace(winner, measurement=replace(winner.measurement, telemetry=None)))
+    silent = json_data(replace(winner, measurement=replace(winner.measurement, telemetry=None)))
     assert silent["energy_j_per_token"] is silent["telemetry"] is None
 
 
 def test_a_card_that_is_not_quoted_has_no_cost():
     card = Estimate(device=resolve_device("a100-80gb"), config=TrainConfig(), state="OOM", need_gib=9.0, limit_gib=8.0)
-    assert device_estimate_data(replace(card, tokens_per_s=7.0, num_observations=3)) == {
+    assert summary_data(replace(EMPTY, cards=(replace(card, tokens_per_s=7.0, num_observations=3),)), ".")["cards"][
+        0
+    ] == {
         "card": card.device.name,
         "state": "OOM",
         "need_gib": 9.0,

@@ -6,14 +6,13 @@ the cloud may take a card back: what is computed twice then does not count eithe
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from autotune.catalog import Purchase, find_purchase, list_devices
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import Evidence
-from autotune.planning.compare import ComparedCard, Group, speed_interval, spot_interval
 from autotune.problem.run_cost import TABLE_EXAMPLES
+from autotune.report.values.comparison import ComparedCard, Group, speed_interval, spot_interval
 
 WEEKS_PER_MONTH = 365.25 / 7 / 12
 HOURS_PER_WEEK = 40.0
@@ -198,9 +197,3 @@ def _pays_after(usd: float, rent_usd_per_hour: float | None, electricity_usd_per
     """The hours of use after which a purchase has cost as little as renting; None where it never does."""
     saved = None if rent_usd_per_hour is None else rent_usd_per_hour - electricity_usd_per_hour
     return usd / saved if saved is not None and saved > 0 else None
-
-
-def buying_data(group: Group, purse: Purse) -> dict[str, Any]:
-    """What `--buy` adds to the JSON of a group."""
-    bought = purchases(group, purse)
-    return asdict(purse) | {"buy": bought[0].card if bought else None, "cards": list(map(asdict, bought))}

@@ -1,0 +1,201 @@
+"""A frozen value as JSON data, and the form of that data from the value's types: each key is defined once.
+
+A dataclass is an object with all of its fields, or with the keys that its `JSON` names: fields, properties and methods
+without arguments, by their path from the value ("task.model.name", "config.label()"). A part of a path that is None
+makes the whole None. If `JSON` is one path, the data of the value at its end stands for the whole.
+"""
+
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from datetime import date
+from enum import Enum
+from functools import cache
+from pathlib import PurePath
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+from autotune.core.serialization import to_data
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """A path to a value that keeps its stored form, with all fields (`serialization.to_data`)."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A path to a value, or to several, with keys of its own."""
+
+    path: str
+    keys: dict[str, Any]
+
+
+ALL = "*"
+Keys = dict[str, Any]  # by key: a path (None: the key itself), Native, View, or Keys
+
+
+def keys(*names: str, **renamed: Any) -> Keys:
+    """Keys by their attribute: `names` that are both, and others as key=path."""
+    return dict.fromkeys(names, None) | renamed
+
+
+def also(*names: str, **renamed: Any) -> Keys:
+    """All fields of the dataclass, and these keys."""
+    return {ALL: None} | keys(*names, **renamed)
+
+
+def also_native(*names: str, **renamed: Any) -> Keys:
+    """All fields of the dataclass as they are stored, and these keys."""
+    return {ALL: Native(ALL)} | keys(*names, **renamed)
+
+
+def under(prefix: str, shown: Keys) -> Keys:
+    """These keys of the value at `prefix`, as keys of the value that has it."""
+    return {key: _under(prefix, path or key) for key, path in shown.items()}
+
+
+def _under(prefix: str, path: Any) -> Any:
+    if isinstance(path, dict):
+        return under(prefix, path)
+    return f"{prefix}.{path}" if isinstance(path, str) else replace(path, path=f"{prefix}.{path.path}")
+
+
+def json_data(value: Any) -> Any:
+    """The value as data for `json.dumps`."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, date | PurePath):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): json_data(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [json_data(one) for one in value]
+    if not is_dataclass(value):
+        return value
+
+    shown = _shown(type(value))
+    return json_data(_at(value, shown)) if isinstance(shown, str) else _object(value, shown)
+
+
+def json_form(kind: Any) -> Any:
+    """The form of `json_data` for this type, as a type that pydantic checks."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return Union[tuple(map(json_form, arguments))]  # noqa: UP007 (made from a tuple)
+    if origin is ClassVar:
+        return json_form(arguments[0])
+    if origin is Literal:
+        return kind
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        return tuple[tuple(map(json_form, arguments))]  # type: ignore[misc]
+    if origin is not None and issubclass(origin, Mapping):
+        return dict[str, json_form(arguments[1])]  # type: ignore[misc]
+    if origin is not None and arguments:
+        return list[json_form(arguments[0])]  # type: ignore[misc]
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return Literal[tuple(member.value for member in kind)]
+    if isinstance(kind, type) and issubclass(kind, date | PurePath):
+        return str
+    return _model(kind) if is_dataclass(kind) and isinstance(kind, type) else kind
+
+
+def _shown(kind: type) -> Keys | str:
+    """The keys of a dataclass, or the path to the value that replaces it."""
+    shown: Keys | str | None = getattr(kind, "JSON", None)
+    return shown if isinstance(shown, str) else _expanded(kind, also() if shown is None else shown)
+
+
+def _expanded(kind: type, shown: Keys) -> Keys:
+    """The keys with all fields of the dataclass if they ask for these."""
+    if ALL not in shown:
+        return shown
+    names = [field.name for field in fields(kind)]
+    own = {name: Native(name) if shown[ALL] else None for name in names}
+    return own | {key: path for key, path in shown.items() if key != ALL}
+
+
+def _object(value: Any, shown: Keys) -> dict[str, Any]:
+    return {key: _entry(value, key, path) for key, path in _expanded(type(value), shown).items()}
+
+
+def _entry(value: Any, key: str, path: Any) -> Any:
+    if isinstance(path, dict):
+        return _object(value, path)
+    if isinstance(path, Native):
+        found = _at(value, path.path)
+        return None if found is None else to_data(found)
+    if isinstance(path, View):
+        return _viewed(_at(value, path.path), path.keys)
+    return json_data(_at(value, path or key))
+
+
+def _viewed(value: Any, shown: Keys) -> Any:
+    if isinstance(value, tuple | list):
+        return [_object(one, shown) for one in value]
+    return None if value is None else _object(value, shown)
+
+
+def _at(value: Any, path: str) -> Any:
+    """Follow a path to its value, or to the first None."""
+    for step in path.split("."):
+        if value is None:
+            return None
+        found = getattr(value, step.removesuffix("()"))
+        value = found() if step.endswith("()") else found
+    return value
+
+
+@cache
+def _model(kind: type) -> Any:
+    """The form of a dataclass."""
+    shown = _shown(kind)
+    return json_form(_type_at(kind, shown)) if isinstance(shown, str) else _object_form(kind.__name__, kind, shown)
+
+
+def _object_form(name: str, kind: type, shown: Keys) -> Any:
+    from pydantic import ConfigDict, create_model
+
+    only_these = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    forms: dict[str, Any] = {
+        key: (_entry_form(name, kind, key, path), ...) for key, path in _expanded(kind, shown).items()
+    }
+    return create_model(name, __config__=only_these, **forms)
+
+
+def _entry_form(name: str, kind: type, key: str, path: Any) -> Any:
+    if isinstance(path, dict):
+        return _object_form(name + key.title(), kind, path)
+    if isinstance(path, Native):
+        return _type_at(kind, path.path)
+    if isinstance(path, View):
+        return _viewed_form(key.title(), _type_at(kind, path.path), path.keys)
+    return json_form(_type_at(kind, path or key))
+
+
+def _viewed_form(name: str, kind: Any, shown: Keys) -> Any:
+    if get_origin(kind) in (Union, types.UnionType):
+        return Union[tuple(_viewed_form(name, part, shown) for part in get_args(kind))]  # noqa: UP007 (made from a tuple)
+    if get_origin(kind) in (tuple, list):
+        return list[_viewed_form(name, get_args(kind)[0], shown)]  # type: ignore[misc]
+    return kind if kind is type(None) else _object_form(name, kind, shown)
+
+
+def _type_at(kind: Any, path: str) -> Any:
+    """The type at the end of a path, which may be None if a part of the path may be."""
+    may_be_none = False
+    for step in path.split("."):
+        parts = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+        may_be_none |= type(None) in parts
+        (owner,) = (part for part in parts if part is not type(None))
+        kind = _type_of(owner, step)
+    return kind | None if may_be_none else kind
+
+
+def _type_of(owner: type, step: str) -> Any:
+    """The type of one field, property or method."""
+    found = getattr(owner, name := step.removesuffix("()"), None)
+    if isinstance(found, property):
+        return get_type_hints(found.fget)["return"]
+    return get_type_hints(found)["return"] if step.endswith("()") else get_type_hints(owner)[name]

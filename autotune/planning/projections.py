@@ -1,0 +1,13 @@
+"""Project a study's winner to other cards and to other numbers of GPUs, once, when the study is summarized."""
+
+from autotune.planning.more_gpus import on_other_numbers
+from autotune.planning.other_devices import estimate_other_devices
+from autotune.study.selection import Selection
+from autotune.study.summary import Projections, Recipe
+
+
+def project_winner(selection: Selection, recipe: Recipe, headroom: float) -> Projections:
+    """The winner's run elsewhere. `headroom` is the share of a card's memory that stays free."""
+    return Projections(
+        cards=estimate_other_devices(selection, recipe.winner, headroom), scaling=on_other_numbers(recipe)
+    )

@@ -1,0 +1,41 @@
+"""Rows of the catalogue, as values for programs: GPUs, prices and suites."""
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from autotune.catalog import DeviceSpec, Price, Purchase
+from autotune.core.json_view import keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatedPrice:
+    """A price of one GPU, also for a day and a week, with its age in words."""
+
+    JSON: ClassVar = {field.name: f"price.{field.name}" for field in fields(Price)} | keys(
+        "age", usd_per_day="price.usd_per_day", usd_per_week="price.usd_per_week"
+    )
+
+    price: Price
+    age: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A GPU with the price of an hour and of a new card, each None if unknown."""
+
+    JSON: ClassVar = {field.name: f"device.{field.name}" for field in fields(DeviceSpec)} | keys("price", "purchase")
+
+    device: DeviceSpec
+    price: DatedPrice | None
+    purchase: Purchase | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """A suite of published results."""
+
+    name: str
+    gpu: str
+    configs: int
+    source: str | None
+    file: str

@@ -1,0 +1,196 @@
+"""The check of another tool's run, as values: the run as its file describes it, its verdict, and changes."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from autotune.catalog import DeviceSpec, ModelSpec, Price
+from autotune.core.json_view import keys, under
+from autotune.core.objective import Objective
+from autotune.core.probe_types import Evidence
+from autotune.core.train_config import TrainConfig
+from autotune.prediction.estimate import Estimate, MemoryBounds
+from autotune.problem.run_cost import FITS, OOM, TIGHT
+from autotune.problem.workload import Workload
+
+VERDICTS = {FITS: "fits", TIGHT: "too close to tell", OOM: "out of memory"}
+Edits = dict[str, Any]
+FP32_BASE = (
+    "What is frozen and not quantised stays in float32, TRL's default for dtype: 2 bytes a parameter more than in"
+    " bfloat16, and slower; `dtype: bfloat16` avoids that."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignConfig:
+    """A fine-tuning run as another tool's YAML describes it.
+
+    `format` is one of TOOLS. `model` and `dataset` are names or paths as written, several datasets with commas between.
+    The micro batch counts examples, which have two rows each for some objectives. `num_gpus` is None where the file
+    does not say, `epochs` where `max_steps` decides. `max_examples` are those of all datasets together. `notes`, a
+    sentence each: what memory or speed depend on and `config` lacks, or what was assumed.
+    """
+
+    format: str
+    model: str
+    config: TrainConfig
+    accumulation: int
+    num_gpus: int | None
+    epochs: float | None
+    max_steps: int | None
+    max_examples: int | None
+    dataset: str | None
+    notes: tuple[str, ...]
+    objective: Objective = Objective.SFT
+    values: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def needs_more(self) -> bool:
+        """Whether a note says that it needs more memory than `config` does."""
+        return any("the run needs more memory" in note for note in self.notes)
+
+
+CHECKED = keys(
+    *("verdict", "duration"),
+    label="run.config.label()",
+    config="run.config",
+    accumulation="run.accumulation",
+    peak_reserved_gib="bounds.reported.peak_reserved_gib",
+    bounds_gib="bounds.bounds_gib",
+    memory_gib="bounds.reported",
+    phase="bounds.reported.phase",
+)
+CHANGED = keys("edits") | CHECKED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Duration:
+    """The speed, time and cost of a run. Field names are keys of the JSON output."""
+
+    tokens_per_s: float | None
+    interval: tuple[float, float] | None
+    samples_per_s: float | None
+    num_steps: int
+    hours: float
+    interval_hours: tuple[float, float]
+    usd: float | None
+    interval_usd: tuple[float, float] | None
+    basis: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRun:
+    """A run with its estimate, which has no speed and cost if it does not fit.
+
+    `edits` are the changes of the file that make it this run: keys of its own tool with the values to write.
+    """
+
+    JSON: ClassVar = CHANGED
+
+    run: ForeignConfig
+    bounds: MemoryBounds
+    estimate: Estimate
+    edits: Edits
+
+    @property
+    def state(self) -> str:
+        """FITS, TIGHT or OOM."""
+        return self.estimate.state
+
+    @property
+    def verdict(self) -> str:
+        """The state in words."""
+        return VERDICTS[self.state]
+
+    @property
+    def duration(self) -> Duration | None:
+        """The speed, time and cost of the run; None if they are unknown."""
+        estimated, cost = self.estimate, self.estimate.cost
+        if cost is None:
+            return None
+        return Duration(
+            tokens_per_s=estimated.tokens_per_s,
+            interval=estimated.interval,
+            samples_per_s=estimated.samples_per_s,
+            num_steps=cost.num_steps,
+            hours=cost.full_run_hours,
+            interval_hours=cost.interval_hours,
+            usd=cost.full_run_usd,
+            interval_usd=cost.interval_usd,
+            basis=estimated.num_observations,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SingleChange:
+    """One change alone, with the GiB that it saves."""
+
+    JSON: ClassVar = under("changed", CHANGED) | keys("saves_gib")
+
+    changed: CheckedRun
+    saves_gib: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faster:
+    """Another configuration that learns the same, how many times as fast it is, and the command that measures it."""
+
+    config: TrainConfig
+    times: float
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """The answer for one file.
+
+    `fix` is what to change, None where nothing helps or it fits; `fixes` are the single changes with the GiB that each
+    saves; `smallest_card` holds the run as it is. `runnable` is the run as it is, or with the fix if it does not fit.
+    `how_sure` says where the numbers come from, `calibrated` which were calibrated and when.
+    """
+
+    RUN: ClassVar = keys(
+        "file",
+        format="checked.run.format",
+        objective="checked.run.objective",
+        model="model.name",
+        device="device.name",
+        own_card="device.given",
+    )
+    REST: ClassVar = keys(
+        *("limit_gib", "price", "faster", "notes", "how_sure", "calibrated", "evidence"),
+        num_gpus="checked.run.num_gpus",
+        epochs="checked.run.epochs",
+        max_steps="checked.run.max_steps",
+        workload=keys(
+            examples="workload.examples",
+            examples_assumed="workload.examples_assumed",
+            tokens_per_example="workload.lengths.facts()",
+        ),
+        change="fix",
+        each_change="each_change",
+        smallest_card="smallest_card.name",
+    )
+    JSON: ClassVar = RUN | under("checked", CHECKED) | REST
+    evidence: ClassVar[Evidence] = Evidence.ESTIMATED
+
+    file: Path
+    model: ModelSpec
+    device: DeviceSpec
+    limit_gib: float
+    workload: Workload
+    price: Price | None
+    checked: CheckedRun
+    fix: CheckedRun | None
+    fixes: tuple[tuple[CheckedRun, float], ...]
+    smallest_card: DeviceSpec | None
+    runnable: CheckedRun | None
+    faster: Faster | None
+    notes: tuple[str, ...]
+    how_sure: str
+    calibrated: str | None
+
+    @property
+    def each_change(self) -> tuple[SingleChange, ...]:
+        """The single changes, for programs."""
+        return tuple(SingleChange(changed=changed, saves_gib=saved) for changed, saved in self.fixes)

@@ -1,0 +1,339 @@
+"""Cards compared for the same run, as values: the cheapest, the fastest, what a budget allows, an own card."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autotune.catalog import NO_PRICE, DeviceSpec, Price
+from autotune.core.errors import UsageError
+from autotune.core.train_config import learning_differences
+from autotune.core.units import fmt_hours, fmt_usd
+from autotune.prediction.estimate import Estimate
+from autotune.problem.run_cost import FITS, CostProjection
+from autotune.problem.search_space import ways_to_fit
+from autotune.report.values.plan import Plan
+
+Interval = Callable[["ComparedCard"], tuple[float, float] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedCard:
+    """The plan for one card; without one, `problem` says why. `least` needs the least memory of the search space."""
+
+    device: DeviceSpec
+    plan: Plan | None = None
+    least: Estimate | None = None
+    problem: str | None = None
+    spot: Price | None = None  # the cheapest that is published, maybe of another provider
+
+    @property
+    def best(self) -> Estimate | None:
+        """The best configuration; None where nothing surely fits."""
+        return self.plan.best if self.plan else None
+
+    @property
+    def cost(self) -> CostProjection | None:
+        """What the run with the best configuration takes."""
+        return self.best.cost if self.best else None
+
+    @property
+    def usd(self) -> float | None:
+        """USD of the run, on demand."""
+        return self.cost.full_run_usd if self.cost else None
+
+    @property
+    def spot_usd(self) -> float | None:
+        """USD of the run at the cheapest spot price, without what interruptions cost."""
+        rate = self.spot.spot_usd_per_hour if self.spot else None
+        return None if self.cost is None or rate is None else self.cost.full_run_hours * rate
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Useful tokens a second; 0 where nothing fits or the speed is not known."""
+        return (self.best.tokens_per_s if self.best else None) or 0.0
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether the speed rests on data sheets alone: no card of this kind was measured."""
+        return self.best is not None and self.best.is_guess
+
+    @property
+    def holds_it(self) -> bool:
+        """Whether something surely fits, though its speed may not be known."""
+        return self.best is not None or (self.least is not None and self.least.state == FITS)
+
+    @property
+    def state(self) -> str:
+        """FITS, TIGHT or OOM; else what is not known."""
+        if self.plan is None or self.least is None:
+            return self.problem or "unknown"
+        if self.best is None and self.holds_it:
+            return "fits, at a speed that is not known"
+        return FITS if self.best else self.least.state
+
+
+def usd_interval(card: ComparedCard) -> tuple[float, float] | None:
+    """The interval of the cost of the run, in USD."""
+    return card.cost.interval_usd if card.cost else None
+
+
+def spot_interval(card: ComparedCard) -> tuple[float, float] | None:
+    """The same at the cheapest spot price."""
+    rate = card.spot.spot_usd_per_hour if card.spot else None
+    if card.cost is None or rate is None:
+        return None
+    low, high = card.cost.interval_hours
+    return low * rate, high * rate
+
+
+def speed_interval(card: ComparedCard) -> tuple[float, float] | None:
+    """The interval of the speed, in useful tokens a second."""
+    return card.best.interval if card.best else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """One model, trained by one method, on each card. `smallest` holds it with the least memory of the catalogue."""
+
+    model: str
+    method: str
+    cards: tuple[ComparedCard, ...]
+    smallest: DeviceSpec | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The first of the plans; the workload is the same in all."""
+        return next((card.plan for card in self.cards if card.plan), None)
+
+    @property
+    def cheapest(self) -> ComparedCard | None:
+        """The cheapest on demand, the faster of two that cost the same; a guess only where there is nothing else."""
+        priced = [card for card in self.cards if card.usd is not None]
+        return min(priced, key=lambda card: (card.is_guess, card.usd, -card.tokens_per_s), default=None)
+
+    @property
+    def cheapest_at_spot(self) -> ComparedCard | None:
+        """The same at spot prices, of the cards for which one is published."""
+        priced = [card for card in self.cards if card.spot_usd is not None]
+        return min(priced, key=lambda card: (card.is_guess, card.spot_usd, -card.tokens_per_s), default=None)
+
+    @property
+    def fastest(self) -> ComparedCard | None:
+        """The fastest; a guess only where there is nothing else; None where nothing fits any card."""
+        fastest = max(self.cards, key=lambda card: (card.tokens_per_s > 0, not card.is_guess, card.tokens_per_s))
+        return fastest if fastest.best else None
+
+    @property
+    def smallest_compared(self) -> DeviceSpec | None:
+        """The card with the least memory of those compared that hold it."""
+        fitting = [card.device for card in self.cards if card.holds_it]
+        return min(fitting, key=lambda device: device.memory_gib or math.inf, default=None)
+
+    def relative_speed(self, card: ComparedCard) -> float | None:
+        """Speed over that of the fastest card."""
+        return card.tokens_per_s / self.fastest.tokens_per_s if card.best and self.fastest else None
+
+    def rivals(self, chosen: ComparedCard | None, interval: Interval) -> tuple[str, ...]:
+        """The cards whose interval overlaps that of the chosen one, so that either may be better."""
+        bounds = interval(chosen) if chosen else None
+        others = [(card.device.name, interval(card)) for card in self.cards if card is not chosen]
+        if bounds is None:
+            return ()
+        return tuple(name for name, other in others if other and other[0] <= bounds[1] and bounds[0] <= other[1])
+
+    def training_differences(self) -> dict[str, list[str]]:
+        """The cards that would not train the same as the fastest, by how they differ."""
+        differences: dict[str, list[str]] = {}
+        fastest = self.fastest.best if self.fastest else None
+        for card in self.cards:
+            if card.best and fastest and (difference := learning_differences(card.best.config, fastest.config)):
+                differences.setdefault(difference, []).append(card.device.name)
+        return differences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What one run may cost and take at most; None: no limit. Raises UsageError unless both are positive."""
+
+    max_usd: float | None = None
+    max_hours: float | None = None
+
+    def __post_init__(self) -> None:
+        _require("max_usd", self.max_usd, self.max_usd is None or 0 < self.max_usd < math.inf)
+        _require("max_hours", self.max_hours, self.max_hours is None or 0 < self.max_hours < math.inf)
+
+    def __bool__(self) -> bool:
+        return self.max_usd is not None or self.max_hours is not None
+
+    def __str__(self) -> str:
+        usd = [fmt_usd(self.max_usd)] if self.max_usd is not None else []
+        hours = [fmt_hours(self.max_hours)] if self.max_hours is not None else []
+        return " and ".join(usd + hours)
+
+    def exceeded_by(self, usd: float | None, hours: float) -> tuple[str, ...]:
+        """The limits that a run of this cost and duration exceeds, in words."""
+        reasons = []
+        if self.max_usd is not None and (usd is None or usd > self.max_usd):
+            reasons.append(NO_PRICE if usd is None else f"{fmt_usd(usd)} is over {fmt_usd(self.max_usd)}")
+        if self.max_hours is not None and hours > self.max_hours:
+            reasons.append(f"{fmt_hours(hours)} is over {fmt_hours(self.max_hours)}")
+        return tuple(reasons)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owned:
+    """A card that the user owns or may buy. It costs `usd` and serves `hours`. Raises UsageError for other numbers."""
+
+    device: DeviceSpec
+    usd: float
+    hours: float = 10_000.0
+    usd_per_kwh: float = 0.30
+
+    def __post_init__(self) -> None:
+        _require("owned_usd", self.usd, 0 < self.usd < math.inf)
+        _require("owned_hours", self.hours, 0 < self.hours < math.inf)
+        _require("usd_per_kwh", self.usd_per_kwh, 0 <= self.usd_per_kwh < math.inf)
+
+
+def _require(name: str, value: float | None, valid: bool) -> None:
+    if not valid:
+        raise UsageError(f"{name} cannot be {value!r}", remedy="give a positive number")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnRun:
+    """One run on the own card: its share of the purchase, and electricity at the card's power limit.
+
+    `rented` is the cheapest card, with which it is compared. The card pays after so many runs, or never; None where no
+    price is known. Field names are keys of the JSON output.
+    """
+
+    usd: float
+    electricity_usd: float
+    rented: str | None
+    pays_after_runs: float | None
+    never_pays: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A card, rented or owned, that can do the run; `_high` is the upper end of an interval."""
+
+    name: str
+    usd: float | None
+    usd_high: float | None
+    hours: float
+    hours_high: float
+
+    def __str__(self) -> str:
+        return f"{self.name} ({NO_PRICE if self.usd is None else fmt_usd(self.usd)}, {fmt_hours(self.hours)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What a budget allows. Field names are keys of the JSON output.
+
+    `breaks`: the limits that the upper ends of the chosen option's intervals exceed. `excluded`: (name, why not).
+    """
+
+    chosen: Option | None
+    breaks: tuple[str, ...]
+    excluded: tuple[tuple[str, str], ...]
+    cheapest: Option | None
+    fastest: Option | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The same run, for each model and method on each card, under a budget and against an own card.
+
+    `how_sure` says where memory and speed come from, and `calibrated` whether any of them was calibrated.
+    """
+
+    groups: tuple[Group, ...]
+    how_sure: str = ""
+    calibrated: bool = False
+    budget: Budget = Budget()
+    owned: Owned | None = None
+
+    def own_card(self, group: Group) -> ComparedCard | None:
+        """The own card; None without one, where the run does not fit, or where speed or power are not known."""
+        owned = [card for card in group.cards if self.owned and card.device.name == self.owned.device.name]
+        return next((card for card in owned if card.cost and card.cost.kwh is not None), None)
+
+    def own_run(self, group: Group) -> OwnRun | None:
+        """The run on the own card; None where `own_card` is."""
+        card, owned, rented = self.own_card(group), self.owned, group.cheapest
+        if card is None or card.cost is None or card.cost.kwh is None or owned is None:
+            return None
+        electricity = card.cost.kwh * owned.usd_per_kwh
+        saved = rented.usd - electricity if rented and rented.usd is not None else None
+        return OwnRun(
+            usd=card.cost.full_run_hours * owned.usd / owned.hours + electricity,
+            electricity_usd=electricity,
+            rented=rented.device.name if rented else None,
+            pays_after_runs=owned.usd / saved if saved is not None and saved > 0 else None,
+            never_pays=saved is not None and saved <= 0,
+        )
+
+    def advice(self, group: Group) -> Advice | None:
+        """The cheapest option within the budget, the faster of equals, without a price last; None without a budget."""
+        if not self.budget:
+            return None
+        options = [_option(card.device.name, card.cost, card.usd) for card in group.cards if card.cost]
+        own_card, own_run = self.own_card(group), self.own_run(group)
+        if own_card and own_card.cost and own_run:
+            options.append(_option(f"your own {own_card.device.name}", own_card.cost, own_run.usd))
+        by_cost = sorted(options, key=lambda option: (option.usd is None, option.usd or 0.0, option.hours))
+        exceeded = {option.name: self.budget.exceeded_by(option.usd, option.hours) for option in options}
+        chosen = next((option for option in by_cost if not exceeded[option.name]), None)
+        unfit = [(card.device.name, card.state) for card in group.cards if card.cost is None]
+        return Advice(
+            chosen=chosen,
+            breaks=self.budget.exceeded_by(chosen.usd_high, chosen.hours_high) if chosen else (),
+            excluded=(*((name, ", ".join(reasons)) for name, reasons in exceeded.items() if reasons), *unfit),
+            cheapest=next((option for option in by_cost if option.usd is not None), None),
+            fastest=min(options, key=lambda option: option.hours, default=None),
+        )
+
+    def remedy(self) -> str:
+        """What may help where something is `unmet`."""
+        planned = [group for group in self.groups if group.plan]
+        if any(group.fastest for group in planned):
+            return f"allow more than {self.budget}, or compare other cards"
+        leanest = [card.least.config for group in planned for card in group.cards if card.least]
+        return ways_to_fit(min(leanest, key=lambda config: (config.quantization != "nf4", config.seq_len)))
+
+    def unmet(self) -> str | None:
+        """What is missing where the run fits no card, or no card within the budget; None where it fits one."""
+        planned = [group for group in self.groups if group.plan]
+        advised = [(group, advice) for group in planned if (advice := self.advice(group))]
+        if not any(card.holds_it for group in planned for card in group.cards):
+            lines = ["nothing surely fits any of these cards"]
+            for group in planned:
+                card = f"the smallest card that holds it is {group.smallest.name}" if group.smallest else None
+                lines.append(f"{group.model}, {group.method}: {card or 'no card holds it'}")
+        elif not advised or any(advice.chosen for _, advice in advised):
+            return None
+        elif not any(group.fastest for group in planned):
+            lines = [f"whether anything is within {self.budget} is not known: no formula knows the speed"]
+        else:
+            held = [card for group in planned for card in group.cards if card.holds_it]
+            unknown = dict.fromkeys(card.device.name for card in held if card.cost is None)
+            lines = [f"nothing {'of known speed ' if unknown else ''}is within {self.budget}"]
+            if unknown:
+                lines.append(f"no formula knows the speed of {', '.join(unknown)}")
+            for group, advice in advised:
+                named = (("cheapest", advice.cheapest), ("fastest", advice.fastest))
+                wanted = [f"{kind} is {option}" for kind, option in named if option]
+                lines.append(f"{group.model}, {group.method}: {', '.join(wanted) or 'fits none of these cards'}")
+        return "\n".join(lines)
+
+
+def _option(name: str, cost: CostProjection, usd: float | None) -> Option:
+    hours, high = cost.full_run_hours, cost.interval_hours[1]
+    usd_high = None if usd is None else usd * high / hours
+    return Option(name=name, usd=usd, usd_high=usd_high, hours=hours, hours_high=high)
+
+
+# --- making a comparison

@@ -1,0 +1,192 @@
+"""One run on several numbers of GPUs, as values: the rows of `plan --gpus` and of a report."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from autotune.core.json_view import View, keys
+from autotune.core.parallelism import Parallelism
+from autotune.core.probe_types import Evidence
+from autotune.prediction.collectives import RankStepTime
+from autotune.prediction.estimate import Estimate
+from autotune.problem.run_cost import FITS
+from autotune.problem.task import Task
+
+CHOICE = keys("num_gpus", "hosts", strategy="parallelism.name")  # a row that is recommended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """The best configuration of one strategy on so many GPUs of `hosts`, each of which has as many.
+
+    `estimate` is of one GPU, but for its cost, which is of all; None where `problem` says why nothing can be trained.
+    `step` and `accumulation` are those of each GPU. `num_without_speed` more fit whose speed no formula knows.
+    `efficiency` is the speed of each GPU, compared with the plan's fewest.
+    """
+
+    JSON: ClassVar = keys("num_gpus", "hosts", strategy="parallelism.name") | keys(
+        *("precision", "accumulation", "state", "problem", "num_without_speed"),
+        *("tokens_per_s", "efficiency", "hours", "usd", "step", "evidence"),
+        interval_tokens_per_s="interval",
+        of_one_gpu="estimate",
+    )
+    evidence: ClassVar[Evidence] = Evidence.ESTIMATED
+
+    parallelism: Parallelism
+    hosts: int = 1
+    estimate: Estimate | None = None
+    step: RankStepTime | None = None
+    accumulation: int | None = None
+    problem: str | None = None
+    num_without_speed: int = 0
+    efficiency: float | None = None
+
+    @property
+    def num_gpus(self) -> int:
+        """How many GPUs train."""
+        return self.parallelism.num_gpus
+
+    @property
+    def precision(self) -> str | None:
+        """The precision that the strategy computes in."""
+        return self.parallelism.precision(self.estimate.config) if self.estimate else None
+
+    @property
+    def label(self) -> str:
+        """The configuration in one line, with the precision that the strategy computes in; empty without one."""
+        if self.estimate is None:
+            return ""
+        config = self.estimate.config
+        return config.label().replace(config.precision, self.parallelism.precision(config))
+
+    @property
+    def state(self) -> str | None:
+        """FITS, TIGHT or OOM of each GPU; None where nothing can be trained."""
+        return self.estimate.state if self.estimate else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Useful tokens a second of all GPUs together."""
+        if self.estimate is None or self.estimate.tokens_per_s is None:
+            return None
+        return self.num_gpus * self.estimate.tokens_per_s
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The interval of `tokens_per_s`."""
+        if self.estimate is None or self.estimate.interval is None:
+            return None
+        low, high = self.estimate.interval
+        return self.num_gpus * low, self.num_gpus * high
+
+    @property
+    def hours(self) -> float | None:
+        """Hours of the full run."""
+        return self.estimate.cost.full_run_hours if self.estimate and self.estimate.cost else None
+
+    @property
+    def usd(self) -> float | None:
+        """USD of the full run, for all GPUs."""
+        return self.estimate.cost.full_run_usd if self.estimate and self.estimate.cost else None
+
+    @property
+    def usd_interval(self) -> tuple[float, float] | None:
+        """The interval of `usd`."""
+        return self.estimate.cost.interval_usd if self.estimate and self.estimate.cost else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuPlan:
+    """The plans of one run for several numbers of GPUs, with a deadline in hours if there is one.
+
+    `how_sure` says where the numbers come from. A process needs `context_gib` beside `limit_gib`.
+    """
+
+    JSON: ClassVar = keys(
+        model="task.model.name",
+        device="task.device.name",
+        workload="task.workload",
+        price="task.price",
+        link_gb_s="task.device.link_gb_s",
+    ) | keys(
+        *("limit_gib", "how_sure", "rows", "within_hours"),
+        cheapest=View("cheapest", CHOICE),
+        fastest=View("fastest", CHOICE),
+        cheapest_within=View("cheapest_within", CHOICE),
+    )
+
+    task: Task
+    limit_gib: float
+    rows: tuple[RankPlan, ...]
+    how_sure: str
+    context_gib: float
+    within_hours: float | None = None
+
+    @property
+    def trainable(self) -> tuple[RankPlan, ...]:
+        """The rows that surely fit and whose speed is known."""
+        return tuple(row for row in self.rows if row.state == FITS and row.hours is not None)
+
+    @property
+    def needs_link(self) -> bool:
+        """Whether rows have no speed because the interconnect of the GPUs is unknown."""
+        several = any(row.num_gpus > 1 and row.estimate and not row.step for row in self.rows)
+        return several and self.task.device.link_gb_s is None
+
+    @property
+    def fastest(self) -> RankPlan | None:
+        """The row that trains most tokens a second, the one with fewer GPUs of equals."""
+        return fastest(self.trainable)
+
+    @property
+    def cheapest(self) -> RankPlan | None:
+        """The row whose run costs least."""
+        return cheapest(self.trainable)
+
+    @property
+    def cheapest_within(self) -> RankPlan | None:
+        """The cheapest row within the deadline."""
+        return cheapest(self.trainable, self.within_hours) if self.within_hours is not None else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """The run on each number of GPUs, the fewest first.
+
+    The winner takes `own` GPUs. Of the numbers that are `known` the rows are what the study knows of their best
+    configurations, of others they are the winner's, scaled.
+    """
+
+    own: int = 1
+    known: tuple[int, ...] = ()
+    rows: tuple[RankPlan, ...] = ()
+
+    @property
+    def trainable(self) -> tuple[RankPlan, ...]:
+        """The rows that have a speed."""
+        return tuple(row for row in self.rows if row.tokens_per_s is not None)
+
+    def waits(self, row: RankPlan) -> float | None:
+        """The share of a step that waits for other GPUs, by formula; None where no step is known."""
+        return None if row.step is None else row.step.exposed_s / row.step.step_s
+
+
+def with_efficiency(rows: Sequence[RankPlan], reference: RankPlan | None) -> tuple[RankPlan, ...]:
+    """The rows with their efficiency against each GPU of `reference`; None if a speed is unknown."""
+    if reference is None or not reference.tokens_per_s:
+        return tuple(rows)
+    each = reference.tokens_per_s / reference.num_gpus
+    shares = (None if row.tokens_per_s is None else row.tokens_per_s / row.num_gpus / each for row in rows)
+    return tuple(replace(row, efficiency=share) for row, share in zip(rows, shares, strict=True))
+
+
+def fastest(rows: Sequence[RankPlan]) -> RankPlan | None:
+    """The row that trains most tokens a second, the one with fewer GPUs of equals."""
+    return max(rows, key=lambda row: (row.tokens_per_s or 0.0, -row.num_gpus), default=None)
+
+
+def cheapest(rows: Sequence[RankPlan], within_hours: float = math.inf) -> RankPlan | None:
+    """The row with the fewest GPU-hours, which all have one price, of those whose run ends in time."""
+    known = [(row.hours, row) for row in rows if row.hours is not None and row.hours <= within_hours]
+    return min(known, key=lambda entry: (entry[0] * entry[1].num_gpus, entry[0]), default=(None, None))[1]
