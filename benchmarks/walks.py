@@ -203,7 +203,7 @@ def run_study(folder: Path) -> list[Steps]:
     # One file orders the calls of this process and of the worker.
     trace_child()
     try:
-        from autotune.api import prepare_study, run_study
+        from autotune.api.main import main as run
         from autotune.problem.study_spec import StudySpec
 
         spec = StudySpec(
@@ -218,7 +218,7 @@ def run_study(folder: Path) -> list[Steps]:
             storage=f"sqlite:///{folder / 'walk.db'}",
             out=str(folder / "out"),
         )
-        outcome = run_study(prepare_study(spec))
+        outcome = run(spec)
     finally:
         sys.setprofile(None)
         threading.setprofile(None)

@@ -10,9 +10,9 @@ from autotune.core.process import StopToken
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopToken]:
-    """A token that SIGINT (Ctrl-C) and SIGTERM set, inside this block."""
-    stop = StopToken()
+def stop_on_signals(stop: StopToken | None = None) -> Iterator[StopToken]:
+    """Set a token on SIGINT (Ctrl-C) and SIGTERM inside this block: the given one, or a new one."""
+    stop = stop or StopToken()
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop():

@@ -59,7 +59,7 @@ def test_a_probe_through_another_trainer_is_another_probe() -> None:
 
 
 def test_quality_is_not_asked_of_another_trainer(capfd: pytest.CaptureFixture[str]) -> None:
-    from autotune.api import prepare_study
+    from autotune.api.main import main
 
     with pytest.raises(UsageError, match="--quality trains with transformers' Trainer"):
-        prepare_study(StudySpec(model="demo-3m", gpu="cpu", trainer="trl", quality=True))
+        main(StudySpec(model="demo-3m", gpu="cpu", trainer="trl", quality=True))

@@ -12,7 +12,7 @@ import sqlalchemy
 
 import autotune
 from autotune import SearchSpace, StudyResult, load_study, tune
-from autotune.api import prepare_study, run_study
+from autotune.api.main import main
 from autotune.cli.commands.run import resume
 from autotune.core.errors import Interrupted, NothingFits, UsageError
 from autotune.core.probe_types import Phase
@@ -177,7 +177,7 @@ def test_the_budget_ends_a_probe_that_would_not_end(
     space = SearchSpace.of(micro_batch_size=1, seq_len=64)
     options = {"space": None if configs else space, "study": "mine", "configs": configs}
     spec = StudySpec(model="demo-3m", gpu="cpu", examples=200, budget="20s", **options)
-    error = run_study(prepare_study(spec, lambda text: None)).error
+    error = main(spec).error
     assert error is not None and re.match(r"--budget 20s was too short for (the start|a case)", str(error))
     assert error.remedy and error.exit_code == 7
 

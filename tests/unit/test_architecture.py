@@ -80,7 +80,7 @@ HOMES = {
     "optuna": {"study.optimizer", "study.storage.optuna_storage", "report.dashboard"},
     "optuna_dashboard": {"report.dashboard"},
     "sqlalchemy": STORAGE,
-    "plotly": {"report.style", "report.dashboard", "api"},
+    "plotly": {"report.style", "report.dashboard", "api.studies"},
     "gpuhunt": {"catalog.live_prices"},
     "ray": {"study.worker_group"},
     "jinja2": {"core.pages"},

@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,10 +15,12 @@ from autotune.cli.stop import stop_on_signals
 from autotune.cli.study_options import ALL, spec_of, with_study_options
 from autotune.cli.terminal import print_note
 from autotune.core.errors import UsageError
+from autotune.core.process import StopToken
 from autotune.study.storage.location import existing_url, opened_out
 
 if TYPE_CHECKING:
     from autotune.problem.study_spec import StudySpec
+    from autotune.study.preparation import SessionPlan
 
 
 @with_study_options(*ALL)
@@ -60,21 +64,27 @@ def run_spec(spec: "StudySpec", *, as_json: bool = False, quiet: bool = False, e
     if not quiet and sys.stderr.isatty():  # what follows takes seconds to load
         wanted = f"looking for the best way to train {spec.model} (--gpu {spec.gpu})"
         print_note(f"{wanted}: the search takes {spec.budget} at most, then comes the answer")
-    from autotune.api import prepare_study, run_study
+    from autotune.api.main import main
     from autotune.cli.console import Display
 
-    plan = prepare_study(spec, (lambda text: None) if quiet else partial(print, file=sys.stderr))
-    with (
-        stop_on_signals() as stop,
-        Display(budget_s=plan.budget_s, quiet=quiet, events=events) as display,
-    ):
-        outcome = run_study(plan, progress=display, stop=stop)
-        if as_json and outcome.data is not None:
-            sys.stdout.write(json.dumps(outcome.data) + "\n")
-        elif outcome.configs and not events:
-            from autotune.cli.terminal import print_table
-            from autotune.study.named_configs import COLUMNS
+    stop = StopToken()
 
-            print_table(None, dict(COLUMNS), [result.cells() for result in outcome.configs])
+    @contextmanager
+    def shown(plan: "SessionPlan") -> Iterator[Display]:
+        """Show the search; during it, a signal asks it to stop."""
+        display = Display(budget_s=plan.budget_s, quiet=quiet, events=events)
+        with stop_on_signals(stop), display:
+            yield display
+
+    say = (lambda text: None) if quiet else partial(print, file=sys.stderr)
+    outcome = main(spec, shown, say=say, stop=stop)
+
+    if as_json and outcome.data is not None:
+        sys.stdout.write(json.dumps(outcome.data) + "\n")
+    elif outcome.configs and not events:
+        from autotune.cli.terminal import print_table
+        from autotune.study.named_configs import COLUMNS
+
+        print_table(None, dict(COLUMNS), [result.cells() for result in outcome.configs])
     if outcome.error is not None:
         raise outcome.error

@@ -25,7 +25,7 @@ def shared(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     start_record(session.search, record_of(session.study.trials.task, tmp_path))
     update_record(session.search, limits=session.study.trials.limits)
     url = f"sqlite:///{tmp_path / 'autotune.db'}"
-    monkeypatch.setattr("autotune.api.existing_url", lambda storage: url)
+    monkeypatch.setattr("autotune.api.studies.existing_url", lambda storage: url)
     server = f"postgresql+psycopg://me:{CANARY}@host/db"
     return lambda *formats, out=None, json_=False: fleet(
         "one", workers=3, format_=list(formats), out=out, storage=server, json_=json_

@@ -1,0 +1,174 @@
+"""Estimates from Python: plan, compare and check need no GPU; longest and calibrate use it if it is here."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from autotune.core.errors import UsageError
+from autotune.problem.search_space import SearchSpace
+from autotune.problem.study_spec import StudySpec
+
+if TYPE_CHECKING:
+    from autotune.planning.longest import Longest
+    from autotune.problem.calibration import Calibration
+    from autotune.report.values.check import CheckReport
+    from autotune.report.values.comparison import Budget, Comparison, Owned
+    from autotune.report.values.longest import LongestRow
+    from autotune.report.values.plan import Plan
+    from autotune.study.scaling import GpuPlan
+
+
+@overload
+def plan(
+    model: str,
+    *,
+    gpu: str = ...,
+    space: str | SearchSpace | None = ...,
+    gpus: None = ...,
+    within: None = ...,
+    **options: Any,
+) -> "Plan": ...
+
+
+@overload
+def plan(
+    model: str,
+    *,
+    gpu: str = ...,
+    space: str | SearchSpace | None = ...,
+    gpus: int | Sequence[int],
+    nodes: int | Sequence[int] | None = ...,
+    network: str | float | None = ...,
+    within: str | float | None = ...,
+    **options: Any,
+) -> "GpuPlan": ...
+
+
+def plan(
+    model: str,
+    *,
+    gpu: str = "auto",
+    space: str | SearchSpace | None = None,
+    gpus: int | Sequence[int] | None = None,
+    nodes: int | Sequence[int] | None = None,
+    network: str | float | None = None,
+    within: str | float | None = None,
+    **options: Any,
+) -> "Plan | GpuPlan":
+    """Estimate by formula what fits a GPU, how fast it trains and what that costs; needs no GPU.
+
+    A dry probe counts what no formula covers, in seconds. With `gpus`, such as [1, 2, 4, 8], the answer is a GpuPlan
+    for these numbers of GPUs of one host, and `within` is its deadline: "6h", or a number of hours. With `nodes` they
+    are those of each of so many hosts, which `network` links: GB/s out of a host, or a name such as "ethernet-100".
+    `options` are those of `autotune plan`, with underscores. Raises AutotuneError.
+    """
+    from autotune.planning import plan as planning
+    from autotune.planning.observations import known_observations
+
+    spec, observations = StudySpec(model=model, gpu=gpu, space=space, **options), known_observations()
+    if gpus is None and nodes is None and network is None and within is None:
+        return planning.plan(spec, observations=observations, counted=True)
+    from autotune.planning.several_gpus import plan_spec
+
+    return plan_spec(spec, gpus, nodes=nodes, network=network, within=within, observations=observations)
+
+
+def compare(
+    models: str | Sequence[str],
+    gpus: Sequence[str],
+    *,
+    methods: Sequence[str] = (),
+    budget: "Budget | None" = None,
+    owned: "Owned | None" = None,
+    **options: Any,
+) -> "Comparison":
+    """Compare GPUs by formula for the same run of each model; needs no GPU.
+
+    `options` are those of `autotune plan`, with underscores. Raises AutotuneError.
+    """
+    from autotune.planning import compare as planning
+    from autotune.planning.observations import known_observations
+
+    names = [models] if isinstance(models, str) else models
+    specs = [StudySpec(model=name, **options) for name in names]
+    observations = known_observations()
+    return planning.compare(specs, gpus=gpus, methods=methods, budget=budget, owned=owned, observations=observations)
+
+
+def check(file: str | Path, **options: Any) -> "CheckReport":
+    """Check by formula whether the run of a YAML file of TRL, Axolotl or LLaMA-Factory fits a GPU; needs no GPU.
+
+    `options` are those of `autotune check`, with underscores. Raises AutotuneError.
+    """
+    from autotune.planning import run_check as planning
+    from autotune.planning.observations import known_observations
+
+    return planning.check(Path(file), options, observations=known_observations())
+
+
+def longest(
+    model: str,
+    gpu: str = "auto",
+    *,
+    methods: Sequence[str] = (),
+    rank: int = 16,
+    knobs: Mapping[str, Any] | None = None,
+    memory_gib: float | None = None,
+    host_memory_gib: float | None = None,
+    most_tokens: int | None = None,
+    probe: bool = True,
+    progress: Callable[[str], Any] = lambda text: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> "tuple[Longest, list[LongestRow]]":
+    """The longest row that fits a GPU by each method (full, lora, qlora), as `autotune longest` finds it.
+
+    Rows are predicted without a GPU, and with `probe` tried by real steps where the GPU is here. `memory_gib` and
+    `host_memory_gib` bound what may be used of the card and of the host, `most_tokens` the rows; `knobs` are pinned.
+
+    Raises:
+        AutotuneError: a name or a knob is unknown or impossible, or the GPU cannot be probed.
+        Cancelled: `should_stop` returned True.
+    """
+    from autotune.catalog import resolve_model
+    from autotune.planning.longest import METHODS, find_longest
+
+    return find_longest(
+        resolve_model(model),
+        gpu,
+        methods or tuple(METHODS),
+        rank=rank,
+        knobs=knobs,
+        memory_gib=memory_gib,
+        host_memory_gib=host_memory_gib,
+        most_tokens=most_tokens,
+        probe=probe,
+        say=progress,
+        should_stop=should_stop,
+    )
+
+
+def calibrate(
+    gpu: str = "auto",
+    *,
+    progress: Callable[[str], Any] = lambda text: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> "Calibration":
+    """Measure the device of this machine and its host, and keep the result for estimates, as `autotune calibrate` does.
+
+    Raises:
+        AutotuneError: there is no such device here, it cannot be measured, or the result cannot be kept.
+        Cancelled: `should_stop` returned True; nothing is kept.
+    """
+    from autotune.probe.calibrate import calibrate as measure
+    from autotune.problem.calibration import kept_path, write_calibration
+    from autotune.problem.target import find_target
+
+    target = find_target(gpu)
+    if target.measured_on is not None:
+        raise UsageError(
+            f"{target.device.name} is not here, but {target.measured_on.name}",
+            remedy="calibrate the card that is here: leave --gpu out",
+        )
+    made = measure(target, say=progress, should_stop=should_stop)
+    write_calibration(made, kept_path(made.device))
+    return made

@@ -1,0 +1,55 @@
+"""The whole program, in the order in which it happens. Read this file first.
+
+    options   a command or a call becomes a StudySpec                      cli/, problem/study_spec
+    task      every check that needs no GPU: space, data, target, cap      study/preparation
+    study     real probes, the cheapest first, until the budget ends       study/session
+    answer    the winner, its cost, what it rests on, and all tables       study/history, planning/
+    renderer  terminal, report, JSON and exports read the answer           cli/, report/, export/
+
+The commands that estimate without a study have the same shape: a spec, an estimate (prediction/estimate), an answer, a
+renderer.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from autotune.api import steps
+from autotune.api.steps import RunOutcome
+from autotune.core.process import StopToken
+from autotune.problem.study_spec import StudySpec
+from autotune.study.preparation import SessionPlan
+from autotune.study.progress import Progress, TextProgress
+
+
+def main(
+    spec: StudySpec,
+    open_progress: Callable[[SessionPlan], AbstractContextManager[Progress]] | None = None,
+    *,
+    say: Callable[[str], None] = lambda text: None,
+    stop: StopToken | None = None,
+) -> RunOutcome:
+    """Run or continue the study that these options describe, and render its answer.
+
+    `say` receives each step of the preparation. `open_progress` returns the display of the search; without it, the
+    search is silent. Everything that the function opens is closed on return. An error after the first probe is part of
+    the outcome, and the files are written before.
+
+    Raises:
+        AutotuneError: the study could not begin.
+    """
+    stop = stop or StopToken()
+    plan = steps.prepare(spec, say)
+    shown = open_progress(plan) if open_progress else nullcontext(TextProgress())
+
+    outcome = RunOutcome(plan=plan)  # in case a stop ends the study early
+    with shown as progress, steps.session(plan, progress, stop) as study:
+        if spec.configs:
+            outcome = steps.probe_named(study, plan)
+        else:
+            leader = steps.search(study, plan)
+            answer = steps.render(leader)
+            answer = steps.train_finalists(leader, answer)
+            answer = steps.verify_export(leader, answer)
+            outcome = steps.finish(leader, answer)
+
+    return steps.with_interruption(outcome, stop)

@@ -1,0 +1,233 @@
+"""The steps of `main`: each is one function, in the order in which main calls them."""
+
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotune.core.errors import (
+    AutotuneError,
+    BudgetTooShort,
+    Interrupted,
+    TooManyFailures,
+    UsageError,
+    VerificationFailed,
+)
+from autotune.core.json_view import json_data
+from autotune.core.process import StopToken
+from autotune.core.text import short_path
+from autotune.problem.setup import Setup
+from autotune.problem.study_spec import StudySpec
+from autotune.report import describe
+from autotune.report.study_directory import TrialLog, write_study
+from autotune.study.preparation import SessionPlan, prepare_session
+from autotune.study.progress import Progress
+from autotune.study.summary import StudySummary, summary_data
+
+if TYPE_CHECKING:
+    from autotune.study.named_configs import ConfigResult
+    from autotune.study.session import Leader, Session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOutcome:
+    """How a session of a study ended. `data` is the content of summary.json or suite.json, None if neither was written.
+
+    `configs` are the results of named configurations. `error` is the reason if the session failed.
+    """
+
+    plan: SessionPlan
+    data: Any = None
+    configs: "tuple[ConfigResult, ...]" = ()
+    error: AutotuneError | None = None
+
+
+# --- task
+
+
+def prepare(spec: StudySpec, say: Callable[[str], None] = lambda text: None) -> SessionPlan:
+    """Find every mistake in a study before GPU time is spent. Raises AutotuneError."""
+    return prepare_session(spec, say, partial(_adjust, spec, say))
+
+
+def _adjust(spec: StudySpec, say: Callable[[str], None], setup: Setup) -> Setup:
+    """Refine the projection to another card by what was measured there, and check what --quality needs."""
+    if setup.task.measured_on is not None:
+        from autotune.planning.device_estimate import corrected_by_observations
+        from autotune.planning.observations import known_observations
+
+        setup = replace(setup, task=corrected_by_observations(setup.task, known_observations(say=say)))
+    if spec.quality:
+        from autotune.export.run.quality import impossible
+
+        if reason := impossible(setup.task.model, setup.task.workload, spec.dataset):
+            raise UsageError(f"--quality cannot run: {reason}", remedy="give what it needs, or leave --quality out")
+    return setup
+
+
+# --- study
+
+
+@contextmanager
+def session(plan: SessionPlan, progress: Progress, stop: StopToken) -> "Iterator[Session]":
+    """Lock the study, start its workers and open its database. A stop ends the body without an exception."""
+    from autotune.study.session import Session
+    from autotune.study.storage.study_lock import locked
+
+    num_gpus = plan.task.probing_gpus
+    with (
+        locked(plan.out, plan.study),
+        Session(plan.url, plan.out, plan.device, num_gpus=num_gpus, stop=stop, progress=progress) as opened,
+        stop.ending(),
+    ):
+        yield opened
+
+
+def probe_named(session: "Session", plan: SessionPlan) -> RunOutcome:
+    """Probe the named configurations of a spec in place of a search."""
+    from autotune.study.named_configs import probe_configs
+    from autotune.study.session import Leader
+
+    leader = Leader(session, plan)
+    results = probe_configs(
+        plan.spec,
+        plan.task,
+        session.prober,
+        session.store,
+        plan.out,
+        memory_gib=leader.memory_gib,
+        say=session.progress.say,
+        should_stop=session.is_over,
+    )
+    if results:
+        session.progress.configs(results, short_path(plan.out))
+    missed = [case.name for case in plan.spec.configs[len(results) :]]
+    error = _too_short(plan, ", ".join(missed)) if missed and not session.stop() else None
+    return RunOutcome(plan=plan, data=json_data(results), configs=tuple(results), error=error)
+
+
+def search(session: "Session", plan: SessionPlan) -> "Leader":
+    """Search until the budget ends, and confirm the best. A failure is kept in the leader."""
+    from autotune.study.session import Leader
+
+    log = TrialLog(plan.out)
+    leader = Leader(session, plan, on_resumed=log.begin, on_trial=log.add)
+    leader.search()
+    return leader
+
+
+# --- answer and files
+
+
+def render(leader: "Leader") -> StudySummary:
+    """Make the study's answer, and write the report, the exports and the data files."""
+    from autotune.planning.projections import project_winner
+
+    leader.session.progress.say("writing the report")
+    answer = leader.summary(project_winner)
+    write_study(leader.plan.out, answer)
+    return answer
+
+
+def train_finalists(leader: "Leader", answer: StudySummary) -> StudySummary:
+    """Train the finalists on the dataset if --quality asks for it, and add their losses to the answer.
+
+    A failure is reported, and the answer stays as it is.
+    """
+    from autotune.export.run.quality import compare
+
+    spec, progress = leader.plan.spec, leader.session.progress
+    if not (spec.quality and _can_run_export(leader, answer)):
+        return answer
+    assert spec.dataset is not None and answer.recipe is not None
+
+    dataset = Path(spec.dataset).expanduser()
+    try:
+        quality = compare(
+            answer.recipe,
+            leader.finalists(),
+            dataset,
+            leader.plan.out,
+            progress.say,
+            leader.session.stop,
+            split=spec.split,
+        )
+    except (UsageError, OSError) as error:
+        progress.note(f"--quality could not run: {error}", "yellow")
+        return answer
+    if not quality.learned:  # the user stopped in the first training
+        return answer
+
+    leader.update(quality=quality)
+    return render(leader)
+
+
+def verify_export(leader: "Leader", answer: StudySummary) -> StudySummary:
+    """Run the exported script if --verify asks for it, on the device of the probes, and add its speed to the answer."""
+    from autotune.export.run.verify import verify
+
+    if not (leader.plan.spec.verify and _can_run_export(leader, answer)):
+        return answer
+    assert answer.recipe is not None
+
+    session = leader.session
+    measured = verify(answer.recipe, leader.plan.out, say=session.progress.say, should_stop=session.stop)
+    leader.update(verification=measured)
+    return render(leader)
+
+
+def _can_run_export(leader: "Leader", answer: StudySummary) -> bool:
+    """Tell whether there is a winner to run; if so, end the prober, whose memory the run needs."""
+    if leader.failure is not None or answer.recipe is None or leader.session.stop():
+        return False
+    leader.session.prober.close()
+    return True
+
+
+def finish(leader: "Leader", answer: StudySummary) -> RunOutcome:
+    """Show the answer, and say how the session ended."""
+    out = leader.plan.out
+    leader.session.progress.result(answer, short_path(out))
+    return RunOutcome(
+        plan=leader.plan,
+        data=summary_data(answer, str(out)),
+        error=leader.failure or _shortcoming(leader, answer),
+    )
+
+
+def _shortcoming(leader: "Leader", summary: StudySummary) -> AutotuneError | None:
+    """Why a search that ended in order is not a success: no configuration succeeded, or the verification failed."""
+    if leader.session.stop():
+        return None
+    out = short_path(leader.plan.out)
+    verification = summary.verification
+    if leader.plan.spec.verify and verification is not None and not verification.holds:
+        reason = describe.failed_verification(verification) or ""
+        return VerificationFailed(reason, remedy=f"read {out}/logs/verify.log, and run it again")
+    if summary.recipe is None:
+        return TooManyFailures("no configuration succeeded", remedy=f"see {out}/oom_report.md and {out}/logs")
+    return None
+
+
+def with_interruption(outcome: RunOutcome, stop: StopToken) -> RunOutcome:
+    """Add the error of a session that measured too little, or that the user stopped."""
+    plan = outcome.plan
+    if stop.signal is None and outcome.data is None:
+        missed = "the start of the worker and a first probe that fits: nothing was measured"
+        return replace(outcome, error=_too_short(plan, missed))
+    if outcome.error is not None or stop.signal is None:
+        return outcome
+    interrupted = Interrupted(
+        "stopped; the results so far are stored",
+        remedy=f"continue with the same command and --study={shlex.quote(plan.study)}",
+        exit_code=128 + stop.signal,
+    )
+    return replace(outcome, error=interrupted)
+
+
+def _too_short(plan: SessionPlan, missed: str) -> BudgetTooShort:
+    remedy = "give a longer --budget or a smaller model; what was probed is stored and not probed again"
+    return BudgetTooShort(f"--budget {plan.spec.budget} was too short for {missed}", remedy=remedy)

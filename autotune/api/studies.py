@@ -1,0 +1,188 @@
+"""Studies from Python: run one, load one, and read what it found."""
+
+import html
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotune.api.main import main
+from autotune.core.errors import NothingFits, UsageError
+from autotune.core.text import study_command
+from autotune.core.train_config import TrainConfig
+from autotune.problem.search_space import SearchSpace
+from autotune.problem.study_spec import StudySpec
+from autotune.problem.task import Task
+from autotune.report import describe
+from autotune.report.study_directory import write_exports, write_study, write_versus
+from autotune.study.progress import TextProgress
+from autotune.study.storage.location import existing_url, opened_out
+from autotune.study.storage.study_record import StudyRecord
+from autotune.study.summary import Recipe, StudySummary, summary_data
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+
+def tune(
+    model: str,
+    *,
+    gpu: str = "auto",
+    space: str | SearchSpace | None = None,
+    gpus: int | str | Sequence[int] | None = None,
+    progress: Callable[[str], Any] | None = None,
+    **options: Any,
+) -> "StudyResult":
+    """Search for the best configuration with real probes, as `autotune run` does, and return the study.
+
+    `options` are those of the command, with underscores: budget="10m", examples=50_000, pins={"lora_rank": 32}. With
+    several numbers of `gpus`, such as [1, 2, 4, 8], the study compares them. The study's files and its database are
+    written as the command writes them. Nothing is printed; `progress` gets a line for each step and trial, for example
+    `print`. Ctrl-C during the search ends it as Interrupted, after the files are written; the study can be continued by
+    its name.
+
+    Raises:
+        AutotuneError: what the command would end with, as an exception with `remedy` and `exit_code`.
+        TypeError: an unknown option.
+    """
+    counts = gpus if isinstance(gpus, int | str | None) else tuple(gpus)
+    spec = StudySpec(model=model, gpu=gpu, space=space, gpus=counts, **options)
+    if spec.configs:
+        raise UsageError("a suite has no best to return", remedy="probe its configurations with `autotune run --spec`")
+
+    say = progress or (lambda text: None)
+    outcome = main(spec, lambda plan: nullcontext(TextProgress(say)), say=say)
+    if outcome.error is not None:
+        raise outcome.error
+    return load_study(outcome.plan.study, outcome.plan.url)
+
+
+def load_study(name: str | None = None, storage: str | None = None) -> "StudyResult":
+    """A study by name, running or finished; the newest if none is given.
+
+    Raises:
+        UsageError: there is no such study, or another version of autotune wrote it.
+        StorageError: the database cannot be read.
+    """
+    from autotune.study.session import find_record
+
+    url = existing_url(storage)
+    return result_of(find_record(name, url), url)
+
+
+def result_of(record: StudyRecord, url: str) -> "StudyResult":
+    """The study of this record, with what its database holds now."""
+    from autotune.planning.projections import project_winner
+    from autotune.study.session import read_summary
+
+    return StudyResult(summary=read_summary(record, url, project_winner), record=record, url=url)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class StudyResult:
+    """What a study found. Shows itself in a few words, and as a table in a notebook."""
+
+    summary: StudySummary
+    record: StudyRecord
+    url: str = ""  # of the database; it may hold a password
+
+    @property
+    def task(self) -> Task:
+        """What was tuned for what."""
+        return self.record.task
+
+    @property
+    def out(self) -> Path:
+        """The study's directory."""
+        return opened_out(self.record.out, self.url, self.summary.study)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The winner, the baseline, and what they rest on. Raises NothingFits if no configuration succeeded."""
+        if self.summary.recipe is None:
+            name = self.summary.study
+            raise NothingFits(
+                f"study {name!r} has no configuration that succeeded",
+                remedy=f"see `{study_command('oom', name)}`, or let it go on: `{study_command('resume', name)}`",
+            )
+        return self.summary.recipe
+
+    @property
+    def winner(self) -> TrainConfig:
+        """The best configuration. Raises NothingFits if no configuration succeeded."""
+        return self.recipe.config
+
+    @property
+    def trials(self) -> list[dict[str, Any]]:
+        """A dict for each trial, fit for a data frame: its knobs, outcome, tokens/s, GiB, evidence and reason."""
+        return [
+            {
+                "number": row.number,
+                **row.config.as_dict(),
+                "outcome": row.outcome.value,
+                "tokens_per_second": row.tokens_per_second,
+                "peak_reserved_gib": row.peak_reserved_gib,
+                "limit_gib": row.limit_gib,
+                "evidence": row.evidence.value,
+                "reason": row.reason,
+            }
+            for row in self.summary.trials
+        ]
+
+    @property
+    def figures(self) -> "dict[str, Figure]":
+        """The report's figures by name, those that have something to show."""
+        from plotly.graph_objects import Figure
+
+        from autotune.report.html import draw
+
+        return {name: Figure(drawn) for name, drawn in draw(self.summary).items() if drawn is not None}
+
+    def data(self) -> dict[str, Any]:
+        """What summary.json holds."""
+        return summary_data(self.summary, str(self.out))
+
+    def report(self, out: str | Path | None = None, *, against: "StudyResult | None" = None) -> Path:
+        """Write report.html and the other files of the study, into its own directory by default.
+
+        With `against` write one page instead, with the winners of both studies side by side. Raises NothingFits where
+        one of them has no winner.
+        """
+        folder = Path(out) if out else self.out
+        if against is not None:
+            _ = self.recipe, against.recipe  # which raise where there is none
+            return write_versus(folder, self.summary, against.summary)
+        write_study(folder, self.summary)
+        return folder / "report.html"
+
+    def export(self, *formats: str, out: str | Path | None = None) -> list[Path]:
+        """Write the winner for trainers, by default the usual ones.
+
+        Raises:
+            NothingFits: no configuration succeeded.
+            UsageError: there is no such format.
+        """
+        return write_exports(Path(out) if out else self.out, self.recipe, list(formats) or None)
+
+    def reload(self) -> "StudyResult":
+        """The same study as its database holds it now."""
+        return load_study(self.summary.study, self.url)
+
+    def _facts(self) -> dict[str, str]:
+        facts = {"study": self.summary.study}
+        recipe = self.summary.recipe
+        if recipe is None:
+            return facts | {"winner": "no configuration succeeded"}
+        facts |= {"model": recipe.model.name, "device": recipe.device.name}
+        for name, candidate in {"winner": recipe.winner, "baseline": recipe.baseline}.items():
+            if candidate is not None:
+                facts[name] = f"{candidate.config.label()}; {describe.candidate_line(candidate)}"
+        return facts
+
+    def __repr__(self) -> str:
+        return f"StudyResult({', '.join(f'{name}={text!r}' for name, text in self._facts().items())})"
+
+    def _repr_html_(self) -> str:
+        rows = (f"<tr><th>{name}</th><td>{html.escape(text)}</td></tr>" for name, text in self._facts().items())
+        return f"<table>{''.join(rows)}</table>"
