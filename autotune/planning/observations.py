@@ -96,9 +96,9 @@ def _observations(submission: "Submission") -> tuple[Observation, ...]:
     """One for each row."""
     return tuple(
         Observation(
-            device=submission.gpu.name,
-            model=submission.model.name,
-            model_digest=submission.model.digest,
+            device=submission.gpu,
+            model=submission.model,
+            model_digest=submission.model_digest,
             config=row.config,
             accumulation=row.accumulation,
             tokens_per_row=row.tokens_per_row,

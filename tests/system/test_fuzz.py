@@ -76,6 +76,7 @@ CONFIGS = tuple(model.config for model in list_models())
 RECIPE = summary().recipe
 assert RECIPE is not None
 SUBMISSION = json.loads(submission_of(RECIPE, "2026-11-22").text)
+OLD_SUBMISSION = json.loads((Path(__file__).parents[1] / "unit" / "planning" / "submission_1.json").read_text())
 CALIBRATION = to_data(calibration())
 ROWS = (
     {"text": "some words"},
@@ -144,7 +145,7 @@ def test_price_files(workdir: Path, content: bytes) -> None:
 
 
 @fuzz(50)
-@given(content=mutated((SUBMISSION,)).map(as_json) | st.binary(max_size=50) | values.map(as_json))
+@given(content=mutated((SUBMISSION, OLD_SUBMISSION)).map(as_json) | st.binary(max_size=50) | values.map(as_json))
 def test_submissions(workdir: Path, content: bytes) -> None:
     path = written(workdir, "theirs.json", content)
     evidence = workdir / "evidence"

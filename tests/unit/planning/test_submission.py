@@ -24,14 +24,7 @@ from autotune.core.errors import NothingFits, UsageError
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.planning.observations import load_evidence, read_submission, store_submission
-from autotune.planning.submission import (
-    Submission,
-    SubmittedGpu,
-    SubmittedModel,
-    SubmittedRow,
-    _public,
-    submission_of,
-)
+from autotune.planning.submission import MeasuredRow, Submission, _public, submission_of
 from autotune.problem.study_spec import StudySpec
 from autotune.study.storage.probe_store import ProbeStore
 from autotune.study.summary import Recipe
@@ -70,7 +63,7 @@ def test_the_name_of_a_product_is_cut_to_a_hundred_characters() -> None:
     recipe = recipe_of()
     long = replace(recipe.fingerprint, device="A processor " + 200 * "x")
     named = replace(recipe, device=resolve_device("cpu"), fingerprint=long)
-    assert len(json.loads(submission_of(named, DAY).text)["gpu"]["product"]) == 100
+    assert len(json.loads(submission_of(named, DAY).text)["product"]) == 100
 
 
 def test_a_submission_holds_what_was_measured(write: Callable[[Any], Path]) -> None:
@@ -85,8 +78,8 @@ def test_a_submission_holds_what_was_measured(write: Callable[[Any], Path]) -> N
     assert (winner.as_of, winner.evidence, winner.trainer) == (DAY, Evidence.MEASURED, "transformers")
     assert submission.digest in winner.source
     data = json.loads(submission.text)
-    assert data["versions"]["driver"] == "580.159.04" and data["versions"]["packages"]["torch"] == "2.11.0"
-    assert data["winner"]["power_w"] == 650.0 and data["winner"]["limit_gib"] == 132.0
+    assert data["versions"]["driver"] == "580.159.04" and data["versions"]["torch"] == "2.11.0"
+    assert data["rows"][0]["power_w"] == 650.0 and data["rows"][0]["limit_gib"] == 132.0
 
 
 def private(recipe: Recipe) -> Recipe:
@@ -130,13 +123,9 @@ def test_nothing_private_goes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     text = out.read_text()
     assert CANARY not in text and "/" not in text and os.uname().nodename not in text
     data = json.loads(text)
-    assert data["model"] == {
-        "name": None,
-        "model_type": "mistral",
-        "params": 7_289_966_592 - 41_943_040,
-        "digest": whole.recipe.model.digest if whole.recipe else "",
-    }
-    assert data["versions"]["packages"] == {"torch": "2.11.0+cu130", "trl": "1.16.0"}
+    assert whole.recipe is not None
+    assert (data["model"], data["model_digest"]) == (None, whole.recipe.model.digest)
+    assert (data["versions"]["torch"], data["versions"]["trl"]) == ("2.11.0+cu130", "1.16.0")
     assert data["date"] == "2026-10-31"
     assert [one.model for one in read_submission(out)] == [None, None]
 
@@ -145,10 +134,10 @@ def test_nothing_private_goes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_only_a_model_of_the_catalogue_is_named(change: dict[str, Any]) -> None:
     """A directory may be called as a model of the catalogue is; or a model have been changed."""
     recipe = recipe_of(model="demo-3m")
-    assert submission_of(recipe, DAY).model.name == "demo-3m"
+    assert submission_of(recipe, DAY).model == "demo-3m"
     if "config" in change:
         change = {"config": recipe.model.config | change["config"]}
-    assert submission_of(replace(recipe, model=replace(recipe.model, **change)), DAY).model.name is None
+    assert submission_of(replace(recipe, model=replace(recipe.model, **change)), DAY).model is None
 
 
 def test_a_projected_study_cannot_be_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +161,7 @@ def test_a_study_on_a_processor_and_without_a_baseline(write: Callable[[Any], Pa
     recipe = replace(recipe_of(model="demo-3m"), device=resolve_device("cpu"), baseline=None)
     fingerprint = replace(FINGERPRINT, device="Intel(R) Xeon(R) CPU @ 2.20GHz", driver=None, cuda=None)
     submission = submission_of(replace(recipe, fingerprint=fingerprint), DAY)
+    assert not {"driver", "cuda"} & set(submission.versions)
     (sighting,) = read_submission(write(submission.text.encode()))
     assert (sighting.device, sighting.model) == ("cpu", "demo-3m")
 
@@ -189,10 +179,10 @@ def test_a_study_without_a_winner(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def changed(data: dict[str, Any], where: str, value: Any) -> dict[str, Any]:
-    """A copy with another value at 'winner.config.dora'."""
+    """A copy with another value at 'rows.0.config.dora'."""
     data = copy.deepcopy(data)
-    *path, last = where.split(".")
-    inner = data
+    *path, last = (int(key) if key.isdigit() else key for key in where.split("."))
+    inner: Any = data
     for key in path:
         inner = inner[key]
     inner[last] = value
@@ -202,8 +192,10 @@ def changed(data: dict[str, Any], where: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("where", "value"),
     [
-        ("schema_version", 2),
-        ("schema_version", "1"),
+        ("schema_version", 3),
+        ("schema_version", 1),
+        ("schema_version", "2"),
+        ("schema_version", 2.0),
         ("schema_version", True),
         ("extra", 1),
         ("\x1b[31mred\x1b[0m", 1),
@@ -213,52 +205,51 @@ def changed(data: dict[str, Any], where: str, value: Any) -> dict[str, Any]:
         ("trainer", "eval"),
         ("global_batch", 0),
         ("global_batch", 10**30),
-        ("gpu.name", "../../x"),
-        ("gpu.name", "h200"),  # an alias: one card has one name
-        ("gpu.name", "a10g"),
-        ("gpu.product", "NVIDIA H200\x1b[2J"),
-        ("gpu.product", "<script>alert(1)</script>"),
-        ("gpu.product", "NVIDIA A10"),
-        ("gpu.memory_gib", float("nan")),
-        ("gpu.memory_gib", -1),
-        ("gpu.extra", 1),
-        ("model.name", "../../x"),
-        ("model.name", "openai-community/gpt2"),  # of another shape
-        ("model.model_type", "llama\n"),
-        ("model.params", 0),
-        ("model.params", 1.5),
-        ("model.digest", "../../../../x"),
-        ("model.digest", "x" * 12),
+        ("gpu", "../../x"),
+        ("gpu", "h200"),  # an alias: one card has one name
+        ("gpu", "a10g"),
+        ("product", "NVIDIA H200\x1b[2J"),
+        ("product", "<script>alert(1)</script>"),
+        ("product", "NVIDIA A10"),
+        ("memory_gib", float("nan")),
+        ("memory_gib", -1),
+        ("model", "../../x"),
+        ("model", "openai-community/gpt2"),  # of another shape
+        ("model_digest", "../../../../x"),
+        ("model_digest", "x" * 12),
         ("versions.python", "3.12\n"),
         ("versions.driver", 580),
-        ("versions.packages", {"../x": "1"}),
-        ("versions.packages", {"torch": "1; rm -rf /"}),
-        ("versions.packages", {f"p{number}": "1" for number in range(51)}),
-        ("winner", None),
-        ("winner", []),
-        ("winner.extra", 1),
-        ("winner.config.extra", 1),
-        ("winner.config.method", "qlora"),
-        ("winner.config.micro_batch_size", True),
-        ("winner.config.micro_batch_size", 4.0),
-        ("winner.config.micro_batch_size", -4),
-        ("winner.config.dora", 1),
-        ("winner.config.lora_rank", None),
-        ("winner.config.checkpointing", "every_0"),
-        ("winner.accumulation", 0),
-        ("winner.accumulation", 1),  # other than batch and step time say
-        ("winner.step_time_s", 1e-300),
-        ("winner.step_time_s", True),
-        ("winner.step_time_s", "1.98"),
-        ("winner.raw_tokens_per_s", float("inf")),
-        ("winner.raw_tokens_per_s", 1e6),
-        ("winner.useful_tokens_per_s", 17_000),  # of 16,549
-        ("winner.useful_tokens_per_s", -1),
-        ("winner.peak_reserved_gib", 0),
-        ("winner.peak_reserved_gib", 150),  # on a card of 140
-        ("winner.power_w", float("-inf")),
-        ("winner.evidence", "believed"),
-        ("baseline.step_time_s", float("nan")),
+        ("versions", {"../x": "1"}),
+        ("versions", {"torch": "1; rm -rf /"}),
+        ("versions", {f"p{number}": "1" for number in range(55)}),
+        ("winner", {}),
+        ("rows", None),
+        ("rows", []),
+        ("rows.0", None),
+        ("rows.0", []),
+        ("rows.0.extra", 1),
+        ("rows.0.config.extra", 1),
+        ("rows.0.config.method", "qlora"),
+        ("rows.0.config.micro_batch_size", True),
+        ("rows.0.config.micro_batch_size", 4.0),
+        ("rows.0.config.micro_batch_size", -4),
+        ("rows.0.config.dora", 1),
+        ("rows.0.config.lora_rank", None),
+        ("rows.0.config.checkpointing", "every_0"),
+        ("rows.0.accumulation", 0),
+        ("rows.0.accumulation", 1),  # other than batch and step time say
+        ("rows.0.step_time_s", 1e-300),
+        ("rows.0.step_time_s", True),
+        ("rows.0.step_time_s", "1.98"),
+        ("rows.0.raw_tokens_per_s", float("inf")),
+        ("rows.0.raw_tokens_per_s", 1e6),
+        ("rows.0.useful_tokens_per_s", 17_000),  # of 16,549
+        ("rows.0.useful_tokens_per_s", -1),
+        ("rows.0.peak_reserved_gib", 0),
+        ("rows.0.peak_reserved_gib", 150),  # on a card of 140
+        ("rows.0.power_w", float("-inf")),
+        ("rows.0.evidence", "believed"),
+        ("rows.1.step_time_s", float("nan")),
     ],
 )
 def test_a_submission_with_one_thing_wrong(
@@ -305,7 +296,7 @@ def test_a_file_that_is_not_a_submission_is_refused(
 
 def test_numbers_as_they_stand_in_a_file(good: dict[str, Any], write: Callable[[Any], Path]) -> None:
     text = json.dumps(good)
-    whole = ('"global_batch": 32', '"schema_version": 1', '"micro_batch_size": 4', '"params": 7248023552')
+    whole = ('"global_batch": 32', '"schema_version": 2', '"micro_batch_size": 4')
     long = ("9" * 400, "9" * 4000, "9" * 5000, "1." + "0" * 5000 + "9")
     for key in ('"step_time_s": 1.98', '"memory_gib": 139.8', *whole):
         assert text.count(key) == 1
@@ -327,6 +318,71 @@ def test_a_path_that_is_not_a_file_is_refused(tmp_path: Path, kind: str) -> None
         path.symlink_to(path)
     with pytest.raises(UsageError, match="cannot read"):
         read_submission(path)
+
+
+# --- files of version 1
+
+VERSION_1 = Path(__file__).with_name("submission_1.json").read_bytes()
+OLD = json.loads(VERSION_1)
+
+
+def test_a_file_of_version_1_is_read(write: Callable[[Any], Path], good: dict[str, Any], tmp_path: Path) -> None:
+    """It is stored in the form of version 2. A file that an earlier version stored does not count twice."""
+    good = changed(good, "versions.autotune", OLD["versions"]["autotune"])
+    winner, _ = read_submission(write(VERSION_1))
+    assert (winner.device, winner.model, winner.as_of) == ("h200-sxm", "mistralai/Mistral-7B-v0.3", DAY)
+    assert (winner.step_time_s, winner.peak_reserved_gib, winner.config.compile) == (1.98, 54.366, "per_layer")
+    assert read_submission(write(VERSION_1)) == read_submission(write(good))
+    kept, known = store_submission(write(VERSION_1), tmp_path / "evidence")
+    assert not known and json.loads(kept.read_text()) == good
+    assert store_submission(write(good), tmp_path / "evidence") == (kept, True)
+    (tmp_path / "evidence" / "0123456789ab.json").write_bytes(VERSION_1)
+    assert load_evidence(tmp_path / "evidence") == (read_submission(kept), ())
+
+
+def test_a_file_of_version_1_without_a_baseline_a_driver_or_a_name(write: Callable[[Any], Path]) -> None:
+    data = changed(changed(OLD, "versions.driver", None), "versions.cuda", None)
+    (row,) = read_submission(write(changed(changed(data, "model.name", None), "baseline", None)))
+    assert row.model is None and row.model_digest == OLD["model"]["digest"]
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("schema_version", 2),
+        ("extra", 1),
+        ("date", "yesterday"),
+        ("gpu", "h200-sxm"),
+        ("gpu.name", "../../x"),
+        ("gpu.product", "NVIDIA A10"),
+        ("gpu.memory_gib", -1),
+        ("gpu.extra", 1),
+        ("model", None),
+        ("model.name", "openai-community/gpt2"),
+        ("model.digest", "../../../../x"),
+        ("versions", []),
+        ("versions.python", "3.12\n"),
+        ("versions.driver", 580),
+        ("versions.packages", {"../x": "1"}),
+        ("versions.packages", None),
+        ("versions.packages", {f"p{number}": "1" for number in range(51)}),
+        ("winner", None),
+        ("winner", []),
+        ("winner.extra", 1),
+        ("winner.config.method", "qlora"),
+        ("winner.accumulation", 1),
+        ("winner.peak_reserved_gib", 150),
+        ("baseline", []),
+        ("baseline.step_time_s", float("nan")),
+    ],
+)
+def test_a_file_of_version_1_with_one_thing_wrong(
+    write: Callable[[Any], Path], tmp_path: Path, where: str, value: Any
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        store_submission(write(changed(OLD, where, value)), tmp_path / "evidence")
+    assert str(caught.value).replace("\n", "").isprintable()
+    assert [one.name for one in tmp_path.iterdir()] == ["theirs.json"]
 
 
 # --- what is kept
@@ -390,19 +446,18 @@ def test_no_evidence(tmp_path: Path) -> None:
 
 
 def test_extrapolated_rows_are_marked(good: dict[str, Any], write: Callable[[Any], Path]) -> None:
-    winner, baseline = read_submission(write(changed(good, "winner.evidence", "extrapolated")))
+    winner, baseline = read_submission(write(changed(good, "rows.0.evidence", "extrapolated")))
     assert (winner.evidence, baseline.evidence) == (Evidence.EXTRAPOLATED, Evidence.MEASURED)
 
 
 def test_the_shape_of_a_submission_is_fixed(good: dict[str, Any]) -> None:
     """What goes out is listed here: a field more is looked at before it goes."""
     assert list(good) == [
-        "schema_version", "date", "gpu", "model", "trainer", "global_batch", "versions", "winner", "baseline"
+        "schema_version", "date", "gpu", "product", "memory_gib", "model", "model_digest", "trainer", "global_batch",
+        "versions", "rows",
     ]  # fmt: skip
-    assert set(good["gpu"]) == {"name", "product", "memory_gib"}
-    assert set(good["model"]) == {"name", "model_type", "params", "digest"}
-    assert set(good["versions"]) == {"autotune", "python", "driver", "cuda", "packages"}
-    assert set(good["winner"]["config"]) == set(asdict(TrainConfig()))
+    assert set(good["versions"]) == {"autotune", "python", "driver", "cuda", *FINGERPRINT.packages}
+    assert len(good["rows"]) == 2 and set(good["rows"][0]["config"]) == set(asdict(TrainConfig()))
     measured = {
         "accumulation",
         "tokens_per_row",
@@ -411,7 +466,7 @@ def test_the_shape_of_a_submission_is_fixed(good: dict[str, Any]) -> None:
         "step_time_s",
         "peak_reserved_gib",
     }
-    assert set(good["winner"]) == {"config", "limit_gib", "context_gib", "power_w", "evidence"} | measured
+    assert set(good["rows"][0]) == {"config", "limit_gib", "context_gib", "power_w", "evidence"} | measured
 
 
 def test_light_import() -> None:
@@ -428,18 +483,17 @@ def test_the_day_of_a_study_without_times(tmp_path: Path, tables: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "name", "least", "most"),
     [
-        (SubmittedGpu, "memory_gib", 0.1, 1e5),
-        (SubmittedModel, "params", 1, 10**14),
-        (SubmittedRow, "accumulation", 1, 2**24),
-        (SubmittedRow, "tokens_per_row", 1.0, 2.0**24),
-        (SubmittedRow, "useful_tokens_per_s", 1e-6, 1e9),
-        (SubmittedRow, "raw_tokens_per_s", 1e-6, 1e9),
-        (SubmittedRow, "step_time_s", 1e-6, 1e7),
-        (SubmittedRow, "peak_reserved_gib", 1e-3, 1e5),
-        (SubmittedRow, "limit_gib", 1e-3, 1e5),
-        (SubmittedRow, "context_gib", 0.0, 1e3),
-        (SubmittedRow, "power_w", 0.0, 1e5),
-        (Submission, "schema_version", 1, 1),
+        (Submission, "memory_gib", 0.1, 1e5),
+        (MeasuredRow, "accumulation", 1, 2**24),
+        (MeasuredRow, "tokens_per_row", 1.0, 2.0**24),
+        (MeasuredRow, "useful_tokens_per_s", 1e-6, 1e9),
+        (MeasuredRow, "raw_tokens_per_s", 1e-6, 1e9),
+        (MeasuredRow, "step_time_s", 1e-6, 1e7),
+        (MeasuredRow, "peak_reserved_gib", 1e-3, 1e5),
+        (MeasuredRow, "limit_gib", 1e-3, 1e5),
+        (MeasuredRow, "context_gib", 0.0, 1e3),
+        (MeasuredRow, "power_w", 0.0, 1e5),
+        (Submission, "schema_version", 2, 2),
         (Submission, "global_batch", 1, 2**24),
     ],
 )
@@ -469,9 +523,9 @@ def test_the_least_and_the_most_of_each_number(part: type[BaseModel], name: str,
 def test_numbers_of_a_row_agree_within_a_percent(
     good: dict[str, Any], write: Callable[[Any], Path], field: str, factor: float, fits: bool
 ) -> None:
-    row = good["winner"]
+    row = good["rows"][0]
     expected = row["accumulation"] * row["config"]["micro_batch_size"] * row["tokens_per_row"] / row["step_time_s"]
-    data = changed(good, f"winner.{field}", factor * expected)
+    data = changed(good, f"rows.0.{field}", factor * expected)
     if fits:
         assert read_submission(write(data))
     else:
@@ -482,18 +536,18 @@ def test_numbers_of_a_row_agree_within_a_percent(
 def test_a_percent_more_useful_tokens_than_all_may_be_rounding(
     good: dict[str, Any], write: Callable[[Any], Path]
 ) -> None:
-    most = good["winner"]["raw_tokens_per_s"] * (1 + 0.01)
-    assert read_submission(write(changed(good, "winner.useful_tokens_per_s", most)))
+    most = good["rows"][0]["raw_tokens_per_s"] * (1 + 0.01)
+    assert read_submission(write(changed(good, "rows.0.useful_tokens_per_s", most)))
     with pytest.raises(UsageError, match="more than all tokens"):
-        read_submission(write(changed(good, "winner.useful_tokens_per_s", math.nextafter(most, math.inf))))
+        read_submission(write(changed(good, "rows.0.useful_tokens_per_s", math.nextafter(most, math.inf))))
 
 
 def test_rows_are_no_longer_than_seq_len(good: dict[str, Any], write: Callable[[Any], Path]) -> None:
-    row = good["winner"]
+    row = good["rows"][0]
     length = row["config"]["seq_len"]
     raw = row["accumulation"] * row["config"]["micro_batch_size"] * length / row["step_time_s"]
     for tokens, fits in ((length, True), (None, True), (length + 0.5, False)):
-        data = changed(changed(good, "winner.tokens_per_row", tokens), "winner.raw_tokens_per_s", raw)
+        data = changed(changed(good, "rows.0.tokens_per_row", tokens), "rows.0.raw_tokens_per_s", raw)
         if fits:
             assert read_submission(write(data))[0].tokens_per_row == tokens
         else:
@@ -501,10 +555,12 @@ def test_rows_are_no_longer_than_seq_len(good: dict[str, Any], write: Callable[[
                 read_submission(write(data))
 
 
-def test_a_submission_has_fifty_packages_at_most_and_is_not_changed(good: dict[str, Any]) -> None:
-    fifty = changed(good, "versions.packages", {f"p{number}": "1" for number in range(50)})
-    made = Submission.model_validate_json(json.dumps(fifty))
-    assert len(made.versions.packages) == 50 and made.rows == (made.winner, made.baseline)
+def test_a_submission_has_54_versions_and_two_rows_at_most_and_is_not_changed(good: dict[str, Any]) -> None:
+    most = changed(good, "versions", {f"p{number}": "1" for number in range(54)})
+    made = Submission.model_validate_json(json.dumps(most))
+    assert len(made.versions) == 54 and len(made.rows) == 2
+    with pytest.raises(ValidationError, match="rows"):
+        Submission.model_validate_json(json.dumps(changed(good, "rows", 3 * good["rows"][:1])))
     with pytest.raises(ValidationError, match="frozen"):
         made.trainer = "trl"
 
