@@ -10,6 +10,7 @@ from autotune.core.errors import UsageError
 from autotune.core.files import load_data
 from autotune.export.keys import key_of
 from autotune.planning.foreign_config import for_model, parse
+from autotune.planning.foreign_sharding import shared_out
 from autotune.planning.run_estimate import CheckContext, bounds_of, check_run
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.report.values.check import FP32_BASE, CheckedRun, Edits, ForeignConfig
@@ -153,14 +154,15 @@ class FixSearch:
         return self._fixed(edits, run, sizes[bisect_left(sizes, True, key=fits)])
 
     def _parse(self, edits: Edits) -> ForeignConfig | None:
-        """The run that the edited file describes; None where its tool refuses it."""
+        """Read the edited file, shared out over as many GPUs as the run; None if its tool refuses it."""
         run, key = self.checked.run, repr(edits)
         if not edits:
             return run
         if key not in self.parsed:
             try:
-                new = parse(edited(run.values, edits), run.format)
-                self.parsed[key] = for_model(new, self.context.model)
+                new = for_model(parse(edited(run.values, edits), run.format), self.context.model)
+                num_gpus = run.num_gpus if run.config.num_gpus > 1 else None
+                self.parsed[key] = shared_out(new, self.context.model, num_gpus)
             except UsageError:
                 self.parsed[key] = None
         return self.parsed[key]

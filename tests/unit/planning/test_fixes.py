@@ -294,3 +294,11 @@ def test_dora_left_out_is_advised_although_it_saves_nothing_that_is_known(search
     assert [size["sequence_len"] for size in found._lengths_for(SHORTER)] == [2048, 1024, 512, 256]
     assert found._lengths_for(QUANTIZED) == found._lengths_for(SAME_RESULT) == [{}]
     assert found._lengths_for(ADAPTERS) == [{}, *found._lengths_for(SHORTER)]
+
+
+@pytest.mark.parametrize("num_gpus", [1, 8])
+def test_a_changed_run_keeps_its_number_of_gpus(num_gpus: int, search: Callable[..., FixSearch]) -> None:
+    keys: dict[str, Any] = {"per_device_train_batch_size": 2, "max_length": 4096}
+    found = search(changed(TRL_7B, **keys), gpu="h100-sxm", gpus=num_gpus)
+    fixed = found.each_alone()
+    assert fixed and {one.run.config.num_gpus for one in fixed} == {num_gpus}
