@@ -55,7 +55,8 @@ class MeasuredRow(BaseModel):
         tokens_per_row = self.tokens_per_row or self.config.seq_len
         if tokens_per_row > self.config.seq_len:
             raise ValueError("tokens_per_row: more than seq_len")
-        tokens = self.accumulation * self.config.micro_batch_size * tokens_per_row
+        rows = self.accumulation * self.config.micro_batch_size * self.config.num_gpus
+        tokens = rows * tokens_per_row
         if not math.isclose(self.raw_tokens_per_s, tokens / self.step_time_s, rel_tol=AGREEMENT):
             raise ValueError("raw_tokens_per_s: not the tokens of a step over its time")
         if self.useful_tokens_per_s > self.raw_tokens_per_s * (1 + AGREEMENT):

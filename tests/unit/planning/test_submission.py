@@ -82,6 +82,15 @@ def test_a_submission_holds_what_was_measured(write: Callable[[Any], Path]) -> N
     assert data["rows"][0]["power_w"] == 650.0 and data["rows"][0]["limit_gib"] == 132.0
 
 
+def test_a_study_on_several_gpus_has_the_tokens_of_all_of_them() -> None:
+    recipe = recipe_of()
+    config = replace(recipe.winner.config, num_gpus=2, sharding="ddp")
+    several = replace(recipe, winner=replace(recipe.winner, config=config), baseline=None)
+    (row,) = submission_of(several, DAY).rows
+    assert row.accumulation == 4
+    assert row.raw_tokens_per_s == pytest.approx(32 * 1024 / recipe.winner.performance.step_time_s)
+
+
 def private(recipe: Recipe) -> Recipe:
     """The same study with a canary wherever a user's own words can stand."""
     words = {"name": f"{CANARY}-model", "weights": f"/home/{CANARY}/model", "tokenizer": f"/home/{CANARY}/model"}
