@@ -33,13 +33,13 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def tested(setting: str, context: str) -> tuple[str, ...]:
-    """The model types or attentions in which a setting is tested: by the test below."""
+def supported(setting: str, context: str) -> tuple[str, ...]:
+    """Return the model types or attentions in which a setting is tested."""
     (pair,) = (pair for pair in untested_pairs() if (pair.setting, pair.context) == (setting, context))
     return pair.tested
 
 
-PACKED = product(tested("packing", "model_type"), tested("packing", "attention"))
+PACKED = product(supported("packing", "model_type"), supported("packing", "attention"))
 
 
 @pytest.mark.probe
@@ -47,7 +47,7 @@ PACKED = product(tested("packing", "model_type"), tested("packing", "attention")
     ("model_type", "attention"),
     [
         *(pair for pair in PACKED if pair[1] != "sdpa" or pair[0] not in NO_SDPA),
-        *((model_type, "varlen") for model_type in tested("packed_attention", "model_type")),
+        *((model_type, "varlen") for model_type in supported("packed_attention", "model_type")),
     ],
 )
 def test_nobody_sees_a_neighbour(model_type: str, attention: str) -> None:
