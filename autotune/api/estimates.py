@@ -1,4 +1,7 @@
-"""Estimates from Python: plan, compare and check need no GPU; longest and calibrate use it if it is here."""
+"""Estimates from Python.
+
+`plan`, `compare` and `check` need no GPU. `longest` and `calibrate` use a GPU of this machine.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -55,12 +58,13 @@ def plan(
     within: str | float | None = None,
     **options: Any,
 ) -> "Plan | GpuPlan":
-    """Estimate by formula what fits a GPU, how fast it trains and what that costs; needs no GPU.
+    """Estimate memory, speed and cost on a GPU by formula; needs no GPU.
 
-    A dry probe counts what no formula covers, in seconds. With `gpus`, such as [1, 2, 4, 8], the answer is a GpuPlan
-    for these numbers of GPUs of one host, and `within` is its deadline: "6h", or a number of hours. With `nodes` they
-    are those of each of so many hosts, which `network` links: GB/s out of a host, or a name such as "ethernet-100".
-    `options` are those of `autotune plan`, with underscores. Raises AutotuneError.
+    A dry probe counts, in seconds, if no formula covers the model. With `gpus`, such as
+    [1, 2, 4, 8], the answer is a GpuPlan for these GPU counts on one host, and `within` is its
+    deadline: "6h", or a number of hours. With `nodes`, these are the GPUs of each host, and
+    `network` is the link between hosts: GB/s out of a host, or a name such as "ethernet-100".
+    `options` are the options of `autotune plan`, with underscores. Raises AutotuneError.
     """
     from autotune.planning import plan as planning
     from autotune.planning.observations import known_observations
@@ -84,7 +88,7 @@ def compare(
 ) -> "Comparison":
     """Compare GPUs by formula for the same run of each model; needs no GPU.
 
-    `options` are those of `autotune plan`, with underscores. Raises AutotuneError.
+    `options` are the options of `autotune plan`, with underscores. Raises AutotuneError.
     """
     from autotune.planning import compare as planning
     from autotune.planning.observations import known_observations
@@ -96,9 +100,10 @@ def compare(
 
 
 def check(file: str | Path, **options: Any) -> "CheckReport":
-    """Check by formula whether the run of a YAML file of TRL, Axolotl or LLaMA-Factory fits a GPU; needs no GPU.
+    """Check by formula whether the run of a YAML file of TRL, Axolotl or LLaMA-Factory fits a GPU.
 
-    `options` are those of `autotune check`, with underscores. Raises AutotuneError.
+    It needs no GPU. `options` are the options of `autotune check`, with underscores. Raises
+    AutotuneError.
     """
     from autotune.planning import run_check as planning
     from autotune.planning.observations import known_observations
@@ -120,10 +125,11 @@ def longest(
     progress: Callable[[str], Any] = lambda text: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> "tuple[Longest, list[LongestRow]]":
-    """The longest row that fits a GPU by each method (full, lora, qlora), as `autotune longest` finds it.
+    """Find the longest row that fits a GPU by each method: full, lora, qlora.
 
-    Rows are predicted without a GPU, and with `probe` tried by real steps where the GPU is here. `memory_gib` and
-    `host_memory_gib` bound what may be used of the card and of the host, `most_tokens` the rows; `knobs` are pinned.
+    Rows are predicted without a GPU. With `probe`, real steps confirm them if this machine has the
+    GPU. `memory_gib` limits the memory of the card, `host_memory_gib` the memory of the host, and
+    `most_tokens` the length of a row. `knobs` are pinned.
 
     Raises:
         AutotuneError: a name or a knob is unknown or impossible, or the GPU cannot be probed.
@@ -153,11 +159,11 @@ def calibrate(
     progress: Callable[[str], Any] = lambda text: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> "Calibration":
-    """Measure the device of this machine and its host, and keep the result for estimates, as `autotune calibrate` does.
+    """Measure this machine's device and host, and keep the result for estimates.
 
     Raises:
-        AutotuneError: there is no such device here, it cannot be measured, or the result cannot be kept.
-        Cancelled: `should_stop` returned True; nothing is kept.
+        AutotuneError: the device is missing or cannot be measured, or the result cannot be kept.
+        Cancelled: `should_stop` returned True, so the result is not kept.
     """
     from autotune.probe.calibrate import calibrate as measure
     from autotune.problem.calibration import kept_path, write_calibration

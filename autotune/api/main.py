@@ -1,13 +1,13 @@
-"""The whole program, in the order in which it happens. Read this file first.
+"""The whole program from start to end. Read this file first.
 
-    options   a command or a call becomes a StudySpec                      cli/, problem/study_spec
-    task      every check that needs no GPU: space, data, target, cap      study/preparation
-    study     real probes, the cheapest first, until the budget ends       study/session
-    answer    the winner, its cost, what it rests on, and all tables       study/history, planning/
-    renderer  terminal, report, JSON and exports read the answer           cli/, report/, export/
+    options   a command or a call makes a StudySpec                    cli/, problem/study_spec
+    task      checks without a GPU: space, data, target, memory        study/preparation
+    study     real probes, cheapest first, until the budget ends       study/session
+    answer    the winner with its cost, its evidence and all tables    study/history, planning/
+    renderer  terminal, report, JSON and exports read the answer       cli/, report/, export/
 
-The commands that estimate without a study have the same shape: a spec, an estimate (prediction/estimate), an answer, a
-renderer.
+Commands that estimate without a study have the same shape: a spec, an estimate
+(prediction/estimate), an answer, a renderer.
 """
 
 from collections.abc import Callable
@@ -30,9 +30,9 @@ def main(
 ) -> RunOutcome:
     """Run or continue the study that these options describe, and render its answer.
 
-    `say` receives each step of the preparation. `open_progress` returns the display of the search; without it, the
-    search is silent. Everything that the function opens is closed on return. An error after the first probe is part of
-    the outcome, and the files are written before.
+    `say` receives each step of the preparation. `open_progress` returns the display of the search;
+    without it, the search is silent. The function closes everything that it opens. An error after
+    the first probe is part of the outcome, and the files are written first.
 
     Raises:
         AutotuneError: the study could not begin.

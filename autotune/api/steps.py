@@ -1,4 +1,4 @@
-"""The steps of `main`: each is one function, in the order in which main calls them."""
+"""The steps of `main`, one function each, in the order of their calls."""
 
 import shlex
 from collections.abc import Callable, Iterator
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """How a session of a study ended. `data` is the content of summary.json or suite.json, None if neither was written.
+    """The end of one session of a study.
 
-    `configs` are the results of named configurations. `error` is the reason if the session failed.
+    `data` is the content of summary.json or suite.json; without a file it is None. `configs` are
+    the results of named configurations. `error` is the reason if the session failed.
     """
 
     plan: SessionPlan
@@ -54,7 +55,7 @@ def prepare(spec: StudySpec, say: Callable[[str], None] = lambda text: None) -> 
 
 
 def _adjust(spec: StudySpec, say: Callable[[str], None], setup: Setup) -> Setup:
-    """Refine the projection to another card by what was measured there, and check what --quality needs."""
+    """Refine the projection to another card by published measurements, and check --quality."""
     if setup.task.measured_on is not None:
         from autotune.planning.device_estimate import corrected_by_observations
         from autotune.planning.observations import known_observations
@@ -166,7 +167,10 @@ def train_finalists(leader: "Leader", answer: StudySummary) -> StudySummary:
 
 
 def verify_export(leader: "Leader", answer: StudySummary) -> StudySummary:
-    """Run the exported script if --verify asks for it, on the device of the probes, and add its speed to the answer."""
+    """Run the exported script on the device of the probes if --verify asks for it.
+
+    Its speed and memory become part of the answer.
+    """
     from autotune.export.run.verify import verify
 
     if not (leader.plan.spec.verify and _can_run_export(leader, answer)):

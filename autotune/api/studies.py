@@ -1,4 +1,4 @@
-"""Studies from Python: run one, load one, and read what it found."""
+"""Studies from Python: run one, load one, and read its results."""
 
 import html
 from collections.abc import Callable, Sequence
@@ -36,14 +36,15 @@ def tune(
 ) -> "StudyResult":
     """Search for the best configuration with real probes, as `autotune run` does, and return the study.
 
-    `options` are those of the command, with underscores: budget="10m", examples=50_000, pins={"lora_rank": 32}. With
-    several numbers of `gpus`, such as [1, 2, 4, 8], the study compares them. The study's files and its database are
-    written as the command writes them. Nothing is printed; `progress` gets a line for each step and trial, for example
-    `print`. Ctrl-C during the search ends it as Interrupted, after the files are written; the study can be continued by
-    its name.
+    `options` are the options of the command, with underscores: budget="10m", examples=50_000,
+    pins={"lora_rank": 32}. With several GPU counts in `gpus`, such as [1, 2, 4, 8], the study
+    compares them. The function writes the same files and the same database as the command. It does
+    not print: `progress`, for example `print`, receives a line for each step and trial. Ctrl-C
+    during the search raises Interrupted after the files are written. The same study name continues
+    the study.
 
     Raises:
-        AutotuneError: what the command would end with, as an exception with `remedy` and `exit_code`.
+        AutotuneError: the error of the command, with `remedy` and `exit_code`.
         TypeError: an unknown option.
     """
     counts = gpus if isinstance(gpus, int | str | None) else tuple(gpus)
@@ -59,7 +60,7 @@ def tune(
 
 
 def load_study(name: str | None = None, storage: str | None = None) -> "StudyResult":
-    """A study by name, running or finished; the newest if none is given.
+    """Load a study by name, running or finished. Without a name, load the newest.
 
     Raises:
         UsageError: there is no such study, or another version of autotune wrote it.
@@ -72,7 +73,7 @@ def load_study(name: str | None = None, storage: str | None = None) -> "StudyRes
 
 
 def result_of(record: StudyRecord, url: str) -> "StudyResult":
-    """The study of this record, with what its database holds now."""
+    """Load the study of this record as its database holds it now."""
     from autotune.planning.projections import project_winner
     from autotune.study.session import read_summary
 
@@ -81,7 +82,7 @@ def result_of(record: StudyRecord, url: str) -> "StudyResult":
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StudyResult:
-    """What a study found. Shows itself in a few words, and as a table in a notebook."""
+    """The results of a study. A notebook shows them as a table."""
 
     summary: StudySummary
     record: StudyRecord
@@ -89,7 +90,7 @@ class StudyResult:
 
     @property
     def task(self) -> Task:
-        """What was tuned for what."""
+        """The model, the device, the workload and the search space."""
         return self.record.task
 
     @property
@@ -99,7 +100,10 @@ class StudyResult:
 
     @property
     def recipe(self) -> Recipe:
-        """The winner, the baseline, and what they rest on. Raises NothingFits if no configuration succeeded."""
+        """The winner, the baseline and their evidence.
+
+        Raises NothingFits if no configuration succeeded.
+        """
         if self.summary.recipe is None:
             name = self.summary.study
             raise NothingFits(
@@ -132,7 +136,7 @@ class StudyResult:
 
     @property
     def figures(self) -> "dict[str, Figure]":
-        """The report's figures by name, those that have something to show."""
+        """The figures of the report by name, without empty ones."""
         from plotly.graph_objects import Figure
 
         from autotune.report.html import draw
@@ -140,18 +144,18 @@ class StudyResult:
         return {name: Figure(drawn) for name, drawn in draw(self.summary).items() if drawn is not None}
 
     def data(self) -> dict[str, Any]:
-        """What summary.json holds."""
+        """The content of summary.json."""
         return summary_data(self.summary, str(self.out))
 
     def report(self, out: str | Path | None = None, *, against: "StudyResult | None" = None) -> Path:
         """Write report.html and the other files of the study, into its own directory by default.
 
-        With `against` write one page instead, with the winners of both studies side by side. Raises NothingFits where
-        one of them has no winner.
+        With `against`, write one page instead, with the winners of both studies side by side.
+        Raises NothingFits if one of the studies has no winner.
         """
         folder = Path(out) if out else self.out
         if against is not None:
-            _ = self.recipe, against.recipe  # which raise where there is none
+            _ = self.recipe, against.recipe  # raise NothingFits without a winner
             return write_versus(folder, self.summary, against.summary)
         write_study(folder, self.summary)
         return folder / "report.html"
