@@ -28,6 +28,7 @@ def test_one_flipped_bit_is_enough(bit: int) -> None:
 
 
 @pytest.mark.probe
+@pytest.mark.real_processes  # only a new process runs sitecustomize
 def test_a_worker_on_such_a_device_ends_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its products are wrong by one bit in the process itself."""
     (tmp_path / "sitecustomize.py").write_text(
