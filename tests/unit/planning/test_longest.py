@@ -171,7 +171,7 @@ def test_the_request_trains_on_one_long_row_after_a_short_one() -> None:
 
     request = asked().request(asked_config(300_000), 80.0)
     schedule = Schedule.plan(request)
-    steps = [schedule.at(step) for step in range(3)]
+    steps = [schedule.micro_batches(step) for step in range(3)]
     assert [request.kinds[index].length for (index,) in steps] == [1_024, 1_024, 300_000]
     assert schedule.first_counts(0.04 * 60.0) and schedule.rounds_to_time(request, 30.0, 0.0) == 1
 
