@@ -259,11 +259,17 @@ def rounded(value: Any) -> Any:
     return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.7g}"))
 
 
+UNMEASURED = {"gate"}  # results whose first measurement is still to be made
+
+
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.stem)
 def test_each_mode_that_saves_a_result_is_named_by_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = program(path.stem, monkeypatch)
     for mode in getattr(module, "MODES", {}).values():
-        assert mode.result is None or mode_of(mode.result, monkeypatch) == mode
+        if mode.result in UNMEASURED:
+            assert mode.result not in RESULTS
+        else:
+            assert mode.result is None or mode_of(mode.result, monkeypatch) == mode
 
 
 @pytest.mark.parametrize("name", RESULTS)

@@ -44,6 +44,7 @@ from autotune.study.session import (
 from autotune.study.storage.leases import Leases, Worker
 from autotune.study.storage.optuna_storage import read_record
 from autotune.study.storage.study_record import Limits, ProbeTerms, StudyPhase, StudyRecord, update_record
+from autotune.study.summary import Projections
 from tests.helpers.factories import FINGERPRINT, calibration, result
 from tests.helpers.layered import SHAPE, layered
 from tests.helpers.replay import Answers, ReplayProber, machine
@@ -120,8 +121,8 @@ def probed(leader: Leader) -> list[Rung]:
     return [request.rung for request in leader.session.prober.requests]  # type: ignore[attr-defined]
 
 
-def nowhere(*_: object) -> tuple[()]:
-    return ()
+def nowhere(*_: object) -> Projections:
+    return Projections()
 
 
 def test_a_leader_keeps_the_record_of_its_study(tmp_path: Path) -> None:
