@@ -98,16 +98,8 @@ def check(
             f"there is no formula for {without}, and what it needs cannot be counted: {_why(context, run)}",
             remedy="measure it: `autotune run`, with --shallow-only where the GPU is too small",
         )
-    fix = smallest = None
-    fixes: list[tuple[CheckedRun, float]] = []
-    if checked.state != FITS:
-        search = FixSearch(context=context, checked=checked)
-        fixes = [(fixed, search.saved_gib(fixed)) for fixed in search.each_alone()]
-        if checked.bounds.reported.counted:  # to count all combinations of changes would take minutes
-            fix = next((fixed for fixed, _ in fixes if fixed.state == FITS), None)
-        else:
-            fix = search.best()
-        smallest = _smallest_card(checked, spec.headroom)
+    fix, fixes = _changes(context, checked)
+    smallest = None if checked.state == FITS else _smallest_card(checked, spec.headroom)
     runnable = fix if checked.state == OOM else checked
     return CheckReport(
         file=file,
@@ -118,7 +110,7 @@ def check(
         price=task.price,
         checked=checked,
         fix=fix,
-        fixes=tuple(fixes),
+        fixes=fixes,
         smallest_card=smallest,
         runnable=runnable,
         faster=_faster(task, spec, context, runnable.run) if runnable else None,
@@ -130,6 +122,20 @@ def check(
         ),
         calibrated=calibrated_parts(task.calibration, device),
     )
+
+
+def _changes(
+    context: CheckContext, checked: CheckedRun
+) -> tuple[CheckedRun | None, tuple[tuple[CheckedRun, float], ...]]:
+    """Return the change that makes the run fit, and each change alone with the GiB it saves; none if the run fits."""
+    if checked.state == FITS:
+        return None, ()
+
+    search = FixSearch(context=context, checked=checked)
+    alone = tuple((fixed, search.saved_gib(fixed)) for fixed in search.each_alone())
+    if checked.bounds.reported.counted:  # counting all combinations of changes would take minutes
+        return next((fixed for fixed, _ in alone if fixed.state == FITS), None), alone
+    return search.best(), alone
 
 
 def _why(context: CheckContext, run: ForeignConfig) -> str:
