@@ -7,6 +7,7 @@ it read another tool's file or measured the run, passes its own memory or step t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price, resolve_device
@@ -238,18 +239,10 @@ def estimate(
 
     shape = shape or workload.run_shape(config, world_size=parallelism.num_gpus)
     micro_steps = shape.probe_micro_steps
+    memory = memory or _memory(task, config, micro_steps, parallelism, count)
     if memory is None:
-        need = memory_of(
-            task.model,
-            workload.at_longest(config),
-            micro_steps,
-            objective=workload.objective,
-            parallelism=parallelism,
-            count=count,
-        )
-        if need is None:
-            return None
-        memory = MemoryBounds(least=need, most=need)
+        return None
+
     estimated = Estimate(
         device=task.device,
         config=config,
@@ -263,18 +256,43 @@ def estimate(
     if estimated.state == OOM:
         return estimated
 
-    if clock is None:
-        host = host or host_of(task.calibration)
-        mean, objective = workload.at_mean(config), workload.objective
-        on_reference = step_time_of(task.model, mean, micro_steps, host, objective=objective, count=count)
-        single = on_device(task, config, on_reference, observations)
-    else:
-        single = clock()
+    by_formula = partial(_single_gpu, task, config, micro_steps, observations, host, count)
+    single = (clock or by_formula)()
     if single is None:
         return estimated
     basis, calibration = single.num_observations, task.calibration
     known = replace(estimated, single_gpu=single, num_observations=basis, calibration=calibration)
     return _with_speed(task, known, single, shape, parallelism, network_gb_s, num_steps)
+
+
+def _memory(
+    task: Task, config: TrainConfig, micro_steps: int, parallelism: Parallelism, count: Counter | None
+) -> MemoryBounds | None:
+    """Estimate the memory of one rank at the longest sequences; None if neither a formula nor a count covers it."""
+    need = memory_of(
+        task.model,
+        task.workload.at_longest(config),
+        micro_steps,
+        objective=task.workload.objective,
+        parallelism=parallelism,
+        count=count,
+    )
+    return None if need is None else MemoryBounds(least=need, most=need)
+
+
+def _single_gpu(
+    task: Task,
+    config: TrainConfig,
+    micro_steps: int,
+    observations: Sequence[Observation],
+    host: Host | None,
+    count: Counter | None,
+) -> StepTimeEstimate | None:
+    """Estimate the step time of one GPU of the task's device at the mean length; None if a rate is unknown."""
+    mean, objective = task.workload.at_mean(config), task.workload.objective
+    host = host or host_of(task.calibration)
+    on_reference = step_time_of(task.model, mean, micro_steps, host, objective=objective, count=count)
+    return on_device(task, config, on_reference, observations)
 
 
 def _with_speed(
