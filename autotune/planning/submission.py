@@ -87,16 +87,37 @@ class Submission(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _from_version_1(cls, data: Any) -> Any:
-        """Flatten a file of version 1, without the kind and the size of its model."""
+        """Flatten a file of version 1, without the kind and the size of its model.
+
+        A file with any other key stays as it is, and its version is then refused.
+        """
         match data:
             case {
-                "schema_version": 1, "gpu": {"name": gpu, **others}, "model": {"name": model, "digest": digest},
-                "versions": {"packages": {**packages}, **versions}, "winner": winner, "baseline": baseline, **facts,
-            }:  # fmt: skip
-                facts |= others | {"schema_version": 2, "gpu": gpu, "model": model, "model_digest": digest}
-                facts["versions"] = packages | {name: one for name, one in versions.items() if one is not None}
-                facts["rows"] = [winner] if baseline is None else [winner, baseline]
-                return facts
+                "schema_version": 1,
+                "gpu": {"name": gpu, "product": product, "memory_gib": memory_gib, **more_of_gpu},
+                "model": {"name": model, "digest": digest, **more_of_model},
+                "versions": {"packages": {**packages}, **versions},
+                "winner": winner,
+                "baseline": baseline,
+                **facts,
+            } if (
+                not more_of_gpu
+                and more_of_model.keys() <= {"model_type", "params"}
+                and versions.keys() <= {"autotune", "python", "driver", "cuda"}
+                and facts.keys() <= {"date", "trainer", "global_batch"}
+            ):
+                known = {name: one for name, one in versions.items() if one is not None}
+                return {
+                    **facts,
+                    "schema_version": 2,
+                    "gpu": gpu,
+                    "product": product,
+                    "memory_gib": memory_gib,
+                    "model": model,
+                    "model_digest": digest,
+                    "versions": packages | known,
+                    "rows": [winner] if baseline is None else [winner, baseline],
+                }
         return data
 
     @model_validator(mode="after")
