@@ -17,8 +17,9 @@ from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.probe_types import DryCount, Evidence, MicroBatch, Outcome, ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
-from autotune.planning.counted_memory import counted, no_count
+from autotune.planning.counted_memory import count, counted, no_count
 from autotune.planning.device_estimate import device_limit_gib, planned_device
+from autotune.prediction.estimate import memory_of
 from autotune.prediction.memory_formula import CONTEXT_GIB, counted_breakdown
 from autotune.prediction.step_time import counted_step_time
 from autotune.prediction.transfer import REFERENCE, speed_transfer
@@ -94,8 +95,13 @@ class Longest:
         return found
 
     def count(self, config: TrainConfig) -> DryCount | None:
-        """What a step of one micro batch is counted to hold."""
+        """Count a step of one micro batch."""
         return counted(self.model, config, 1).count
+
+    def need_gib(self, config: TrainConfig) -> float | None:
+        """GiB that a step of one micro batch needs by the estimate; None if nothing covers the configuration."""
+        memory = memory_of(self.model, config, 1, count=count)
+        return None if memory is None else memory.peak_reserved_gib
 
     def predict(self, method: str) -> LongestRow:
         """The longest row by two counts, which a third one checks. Nothing is run on a GPU."""
@@ -124,11 +130,8 @@ class Longest:
 
     def _need(self, method: str, tokens: int) -> Any:
         """GiB that a row needs at most, with what the allocator takes beyond that; None where it cannot be counted."""
-        config = self.config(method, tokens)
-        count = self.count(config)
-        if count is None:
-            return None
-        return counted_breakdown(self.model, config, count).peak_reserved_gib * (1 + ALLOCATOR_SHARE)
+        need_gib = self.need_gib(self.config(method, tokens))
+        return None if need_gib is None else need_gib * (1 + ALLOCATOR_SHARE)
 
     def _at_limit(self, method: str, known: Mapping[int, float]) -> tuple[int, str]:
         """The tokens at which the line through the two known needs nearest to the limit meets it, and what limits."""
@@ -140,9 +143,9 @@ class Longest:
 
     def _predicted(self, method: str, tokens: int, limited_by: str) -> LongestRow:
         config = self.config(method, tokens)
-        count = self.count(config)
-        assert count is not None
-        step_s = self.step_s(config, count)
+        steps = self.count(config)
+        assert steps is not None
+        step_s = self.step_s(config, steps)
         return LongestRow(
             method=method,
             config=config.as_dict(),
@@ -152,7 +155,7 @@ class Longest:
             step_s_low=step_s and step_s / TIME_ERROR,
             step_s_high=step_s and step_s * TIME_ERROR,
             timed_on=self.device.name,
-            gpu_gib=counted_breakdown(self.model, config, count).peak_reserved_gib,
+            gpu_gib=self.need_gib(config),
             host_gib=self.host_gib(config),
             limited_by=limited_by,
         )
