@@ -71,7 +71,12 @@ def traffic(model: ModelSpec, config: TrainConfig, parallelism: Parallelism) -> 
     A gather or a scattering of B bytes sends (N-1)/N of them, the sum of gradients on all ranks twice as many.
     """
     sizes = Sizes.of(model)
-    if sizes is None or parallelism.num_gpus == 1 or parallelism.offload or config.modules_to_save != "none":
+    if (
+        sizes is None
+        or parallelism.num_gpus == 1
+        or parallelism.offload
+        or config.modules_to_save != "none"
+    ):
         return None
     if not sizes.adapted(config) <= set(sizes.matrices):
         return None
@@ -84,13 +89,17 @@ def counted_traffic(model: ModelSpec, config: TrainConfig, measured: Measurement
 
 
 def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> Traffic:
-    if parallelism.copies > 1:  # each GPU adds up its own shard with those of the other copies, over the same link
+    if (
+        parallelism.copies > 1
+    ):  # each GPU adds up its own shard with those of the other copies, over the same link
         of_copy = _traffic(config, parallelism.of_copy, shares)
         return between_copies(of_copy, parallelism, 1 / parallelism.num_shards)
     strategy = parallelism.strategy
     sent = (parallelism.num_shards - 1) / parallelism.num_shards
     if strategy == "ddp":  # the gradients have the dtype of what is trained
-        return Traffic(last_backward=2 * (2 if config.precision == "bf16_pure" else 4) * sent * shares.trained)
+        return Traffic(
+            last_backward=2 * (2 if config.precision == "bf16_pure" else 4) * sent * shares.trained
+        )
     sent *= 4 if config.precision == "fp32" else 2
     weights, gradients = sent * (shares.base + shares.adapters), sent * shares.trained
     first = sent * (shares.embedding + shares.layer)
@@ -98,8 +107,16 @@ def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> T
     if strategy in FSDP2:
         again = 0.0 if strategy == "fsdp2_keep" else weights
         if parallelism.sync_each_batch:
-            return Traffic(forward=weights, backward=again + gradients, ends=first + last, gradients=gradients)
-        return Traffic(forward=weights, backward=again, last_backward=gradients, ends=first + last, gradients=gradients)
+            return Traffic(
+                forward=weights, backward=again + gradients, ends=first + last, gradients=gradients
+            )
+        return Traffic(
+            forward=weights,
+            backward=again,
+            last_backward=gradients,
+            ends=first + last,
+            gradients=gradients,
+        )
     if strategy == "zero1":
         return Traffic(last_backward=gradients, after=gradients)
     if strategy == "zero2":
@@ -156,7 +173,9 @@ def slowest_link(task: Task, parallelism: Parallelism) -> float:
     return SLOWEST_LINK if task.calibrated_link_gb_s(parallelism) is None else SLOWEST_MEASURED_LINK
 
 
-def added_s(micro_s: float, config: TrainConfig, sent: Traffic, link_gb_s: float) -> tuple[float, float]:
+def added_s(
+    micro_s: float, config: TrainConfig, sent: Traffic, link_gb_s: float
+) -> tuple[float, float]:
     """Seconds that other GPUs add: to each micro batch, whose computation takes `micro_s`, and once to a step."""
     bandwidth = 1e9 * link_gb_s
     share = forward_share(config)

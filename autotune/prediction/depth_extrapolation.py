@@ -88,7 +88,9 @@ class Extrapolation:
         before = statistics.median(predicted.step_s)
         noise = 2 * predicted.micro_steps * _error(whole.micro_step_s)
         repeated = self.unseen / 2  # how much two probes of the same configuration differ
-        error = math.hypot(repeated, noise / step, self.unseen * rest / step, self.rest_noise * before / step)
+        error = math.hypot(
+            repeated, noise / step, self.unseen * rest / step, self.rest_noise * before / step
+        )
         return replace(
             self,
             measurement=replace(
@@ -100,7 +102,9 @@ class Extrapolation:
         )
 
 
-def depths(shape: ModelShape, checkpoint_every: int | None, *, sharded: bool = False) -> tuple[int, int] | None:
+def depths(
+    shape: ModelShape, checkpoint_every: int | None, *, sharded: bool = False
+) -> tuple[int, int] | None:
     """The two numbers of layers to probe, which leave out whole periods; None where that would save too little.
 
     Any two depths give the memory, except of a model in shards (`sharded`): there the layers before and after one are
@@ -109,7 +113,9 @@ def depths(shape: ModelShape, checkpoint_every: int | None, *, sharded: bool = F
     swings with the host: the wider model then has as many layers as may be.
     """
     possible = _possible(shape, checkpoint_every)
-    shallow = next((depth for depth in possible if depth >= (LEAST_SHARDED if sharded else 2)), None)
+    shallow = next(
+        (depth for depth in possible if depth >= (LEAST_SHARDED if sharded else 2)), None
+    )
     if shallow is None:
         return None
     least = min(WIDE_SHARE * shape.num_layers, max(WIDE_ENOUGH, LEAST_SHARE * shape.num_layers))
@@ -166,12 +172,17 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
     if low.host_micro_s is not None and high.host_micro_s is not None:
         # Issuing waits for the device once its queue is full, and two layers do not fill it: the line may be too steep.
         # A further layer takes the host no longer than one of those.
-        host = min(_line(low.host_micro_s, high.host_micro_s, reach), low.host_micro_s * num_layers / shallow)
+        host = min(
+            _line(low.host_micro_s, high.host_micro_s, reach),
+            low.host_micro_s * num_layers / shallow,
+        )
     timed = _times(low, high, reach, host)
     return replace(timed, measurement=_with_memory(timed.measurement, low, high, reach))
 
 
-def count_at_depth(low: tuple[int, DryCount], high: tuple[int, DryCount], num_layers: int) -> DryCount:
+def count_at_depth(
+    low: tuple[int, DryCount], high: tuple[int, DryCount], num_layers: int
+) -> DryCount:
     """The count of a model with `num_layers`, from those at two depths: each segment is a line in depth."""
     (shallow, less), (wide, more) = low, high
     reach = (num_layers - shallow) / (wide - shallow)
@@ -180,7 +191,10 @@ def count_at_depth(low: tuple[int, DryCount], high: tuple[int, DryCount], num_la
         return _line(getattr(less, name), getattr(more, name), reach)
 
     def whole_numbers(name: str) -> dict[str, int]:
-        return {key: round(value) for key, value in _lines(getattr(less, name), getattr(more, name), reach).items()}
+        return {
+            key: round(value)
+            for key, value in _lines(getattr(less, name), getattr(more, name), reach).items()
+        }
 
     segments = _lines(less.segment_peak_gib, more.segment_peak_gib, reach)
     return DryCount(
@@ -207,7 +221,9 @@ def _times(low: Measurement, high: Measurement, reach: float, host: float | None
     share = 0.0 if host is None else host / whole if whole > 0 else 1.0
     # A card at its power limit swings within a second, and the whole model will see the mean. A disturbance of the host
     # takes the same time at any depth, and the line would multiply it: it goes through the undisturbed steps.
-    middle = min if share > FREE_SHARE else statistics.median if low.host_waits else statistics.fmean
+    middle = (
+        min if share > FREE_SHARE else statistics.median if low.host_waits else statistics.fmean
+    )
     micro, error = _time(low.micro_step_s, high.micro_step_s, reach, middle)
     # The rest is the step minus its micro batches: a disturbance between these makes the rest look short.
     typical = statistics.median if middle is min else middle
@@ -217,7 +233,9 @@ def _times(low: Measurement, high: Measurement, reach: float, host: float | None
         micro = _at_pace(host, low, high, reach, micro)
     step = high.micro_steps * micro + rest
     host_weight = min(max((share - FREE_SHARE) / (HOST_SHARE - FREE_SHARE), 0.0), 1.0)
-    unseen = UNKNOWN_HOST if host is None else DEVICE_BOUND + (HOST_BOUND - DEVICE_BOUND) * host_weight
+    unseen = (
+        UNKNOWN_HOST if host is None else DEVICE_BOUND + (HOST_BOUND - DEVICE_BOUND) * host_weight
+    )
     noise = 2 * math.hypot(high.micro_steps * error, rest_error) / step
     scale = step / statistics.median(high.step_s)
     return Extrapolation(
@@ -241,7 +259,9 @@ def _times(low: Measurement, high: Measurement, reach: float, host: float | None
     )
 
 
-def _kernels(low: KernelTimes | None, high: KernelTimes | None, reach: float, host: float | None) -> KernelTimes | None:
+def _kernels(
+    low: KernelTimes | None, high: KernelTimes | None, reach: float, host: float | None
+) -> KernelTimes | None:
     """The kernels of the whole model; None unless both probes were profiled.
 
     A micro batch is no shorter than the time in which they keep the device busy, or than what the host needs.
@@ -270,10 +290,15 @@ def _at_pace(host: float, low: Measurement, high: Measurement, reach: float, mic
     if len(low.kind_s) != len(high.kind_s) or not high.kind_s:
         return max(micro, host)
     pairs = zip(low.kind_s, high.kind_s, strict=True)
-    return micro + sum(share * max(host - _line(before, after, reach), 0.0) for (_, before), (share, after) in pairs)
+    return micro + sum(
+        share * max(host - _line(before, after, reach), 0.0)
+        for (_, before), (share, after) in pairs
+    )
 
 
-def _with_memory(timed: Measurement, low: Measurement, high: Measurement, reach: float) -> Measurement:
+def _with_memory(
+    timed: Measurement, low: Measurement, high: Measurement, reach: float
+) -> Measurement:
     """`timed` with the memory and the parameters of the whole model."""
 
     def line(name: str) -> float:
@@ -287,7 +312,9 @@ def _with_memory(timed: Measurement, low: Measurement, high: Measurement, reach:
             phases[phase] = max(parts)
     peak = max([*segments.values(), *phases.values()]) + max(_excess(low), _excess(high))
     beyond = _line(
-        low.peak_reserved_gib - low.peak_allocated_gib, high.peak_reserved_gib - high.peak_allocated_gib, reach
+        low.peak_reserved_gib - low.peak_allocated_gib,
+        high.peak_reserved_gib - high.peak_allocated_gib,
+        reach,
     )
     managed = line("managed_gib")
     contexts = [probe.context_gib for probe in (low, high) if probe.context_gib is not None]
@@ -327,7 +354,10 @@ def _excess(measurement: Measurement) -> float:
 
 
 def _time(
-    low: Sequence[float], high: Sequence[float], reach: float, middle: Callable[[Sequence[float]], float]
+    low: Sequence[float],
+    high: Sequence[float],
+    reach: float,
+    middle: Callable[[Sequence[float]], float],
 ) -> tuple[float, float]:
     """(seconds at full depth, standard error): the line through both middles, and their errors times their weights."""
     value = middle(low) * (1 - reach) + middle(high) * reach
@@ -351,7 +381,9 @@ class DepthPredictor:
         self._truncated: dict[tuple[TrainConfig, int], dict[int, Measurement]] = {}
         # Measured over extrapolated time of a micro batch, by the kind of compute, then by configuration.
         self._ratios: dict[tuple[Any, ...], dict[TrainConfig, float]] = {}
-        self._whole: dict[tuple[Any, ...], Measurement] = {}  # whole models, by what determines a micro batch
+        self._whole: dict[
+            tuple[Any, ...], Measurement
+        ] = {}  # whole models, by what determines a micro batch
 
     def learn(self, result: ProbeResult, measurement: Measurement) -> None:
         """Take over the measurement of a successful probe, truncated or whole."""
@@ -363,7 +395,10 @@ class DepthPredictor:
             predicted = self.extrapolated(config, micro_steps)
             if predicted is not None:
                 # The median, which scores count: one hiccup of a whole model must not make all others look slow.
-                ratio = statistics.median(measurement.micro_step_s) / predicted.measurement.micro_step_s[0]
+                ratio = (
+                    statistics.median(measurement.micro_step_s)
+                    / predicted.measurement.micro_step_s[0]
+                )
                 self._ratios.setdefault(_compute_signature(config, predicted), {})[config] = ratio
 
     def extrapolated(self, config: TrainConfig, micro_steps: int) -> Extrapolation | None:
@@ -382,7 +417,11 @@ class DepthPredictor:
         if ratios:
             predicted = predicted.corrected(list(ratios.values()))
         whole = self._whole.get(_micro_batch_signature(config, micro_steps))
-        return predicted.with_micro_batches_of(whole) if whole is not None and whole.rest_s else predicted
+        return (
+            predicted.with_micro_batches_of(whole)
+            if whole is not None and whole.rest_s
+            else predicted
+        )
 
 
 def _compute_signature(config: TrainConfig, predicted: Extrapolation) -> tuple[Any, ...]:

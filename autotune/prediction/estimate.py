@@ -26,11 +26,29 @@ from autotune.prediction.collectives import (
     slowest_link,
     traffic,
 )
-from autotune.prediction.memory_formula import ERROR, MemoryBreakdown, counted_breakdown, memory_breakdown, supported
+from autotune.prediction.memory_formula import (
+    ERROR,
+    MemoryBreakdown,
+    counted_breakdown,
+    memory_breakdown,
+    supported,
+)
 from autotune.prediction.observed_speed import Observation, observed_transfer
 from autotune.prediction.sharded_memory import EXPORTED, DeepSpeedBuffers, rank_breakdown
-from autotune.prediction.step_time import Host, StepTimeEstimate, counted_step_time, estimate_step_time, host_of
-from autotune.prediction.transfer import REFERENCE, calibrated_parts, calibrates, interval, is_measured_kind
+from autotune.prediction.step_time import (
+    Host,
+    StepTimeEstimate,
+    counted_step_time,
+    estimate_step_time,
+    host_of,
+)
+from autotune.prediction.transfer import (
+    REFERENCE,
+    calibrated_parts,
+    calibrates,
+    interval,
+    is_measured_kind,
+)
 from autotune.problem.calibration import Calibration
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import FITS, OOM, TIGHT, CostProjection, run_cost
@@ -39,7 +57,9 @@ from autotune.problem.workload import RunShape
 
 # Counts a training step of a whole model: model, configuration, micro batches in a step, objective. None: no count.
 Counter = Callable[[ModelSpec, TrainConfig, int, Objective], DryCount | None]
-Clock = Callable[[], StepTimeEstimate | None]  # the step time of one GPU, computed only if the run may fit
+Clock = Callable[
+    [], StepTimeEstimate | None
+]  # the step time of one GPU, computed only if the run may fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +150,11 @@ class Estimate:
     @property
     def is_guess(self) -> bool:
         """Whether the speed rests on data sheets alone: no card of this kind was measured by anybody."""
-        measured = self.num_observations or is_measured_kind(self.device) or calibrates(self.calibration, self.device)
+        measured = (
+            self.num_observations
+            or is_measured_kind(self.device)
+            or calibrates(self.calibration, self.device)
+        )
         return self.interval is not None and not measured
 
     @property
@@ -198,13 +222,21 @@ def step_time_of(
 
 
 def on_device(
-    task: Task, config: TrainConfig, on_reference: StepTimeEstimate | None, observations: Sequence[Observation] = ()
+    task: Task,
+    config: TrainConfig,
+    on_reference: StepTimeEstimate | None,
+    observations: Sequence[Observation] = (),
 ) -> StepTimeEstimate | None:
     """Convert a step time of the reference GPU to the task's device; None if a rate of the device is unknown."""
     if on_reference is None:
         return None
     transfer = observed_transfer(
-        resolve_device(REFERENCE), task.device, config, observations, task.calibration, side=on_reference.side
+        resolve_device(REFERENCE),
+        task.device,
+        config,
+        observations,
+        task.calibration,
+        side=on_reference.side,
     )
     return None if transfer is None else on_reference.on(transfer)
 
@@ -266,7 +298,11 @@ def estimate(
 
 
 def _memory(
-    task: Task, config: TrainConfig, micro_steps: int, parallelism: Parallelism, count: Counter | None
+    task: Task,
+    config: TrainConfig,
+    micro_steps: int,
+    parallelism: Parallelism,
+    count: Counter | None,
 ) -> MemoryBounds | None:
     """Estimate the memory of one rank at the longest sequences; None if neither a formula nor a count covers it."""
     need = memory_of(
@@ -291,7 +327,9 @@ def _single_gpu(
     """Estimate the step time of one GPU of the task's device at the mean length; None if a rate is unknown."""
     mean, objective = task.workload.at_mean(config), task.workload.objective
     host = host or host_of(task.calibration)
-    on_reference = step_time_of(task.model, mean, micro_steps, host, objective=objective, count=count)
+    on_reference = step_time_of(
+        task.model, mean, micro_steps, host, objective=objective, count=count
+    )
     return on_device(task, config, on_reference, observations)
 
 
@@ -349,13 +387,19 @@ def _link(
     return between_copies(of_copy, parallelism, link_gb_s / network_gb_s), link_gb_s, SLOWEST_LINK
 
 
-def _with_step(estimated: Estimate, shape: RunShape, step: RankStepTime, num_steps: int | None) -> Estimate:
+def _with_step(
+    estimated: Estimate, shape: RunShape, step: RankStepTime, num_steps: int | None
+) -> Estimate:
     """Add the speed and cost of a run of this shape with this step time."""
     step_s, (shortest_s, longest_s) = step.step_s, step.interval_s
-    speed = Performance.of_steps(shape, step_s, spread=(shortest_s / step_s - 1, longest_s / step_s - 1))
+    speed = Performance.of_steps(
+        shape, step_s, spread=(shortest_s / step_s - 1, longest_s / step_s - 1)
+    )
     gpus, price, power_w = shape.world_size, estimated.price, estimated.device.tdp_w
     price = price and price.of_gpus(gpus)
-    cost = run_cost(shape, speed, price, None if power_w is None else gpus * power_w, num_steps=num_steps)
+    cost = run_cost(
+        shape, speed, price, None if power_w is None else gpus * power_w, num_steps=num_steps
+    )
     tokens_per_s = speed.tokens_per_second / gpus
     return replace(
         estimated,

@@ -21,7 +21,12 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import MIB, gib
 from autotune.prediction.memory_predictor import HEAD_CHUNK
 
-NO_TERMS = ("phase", "counted", "own_error", "pools")  # fields of MemoryBreakdown that are no memory of the peak
+NO_TERMS = (
+    "phase",
+    "counted",
+    "own_error",
+    "pools",
+)  # fields of MemoryBreakdown that are no memory of the peak
 CONTEXT_GIB = 0.81  # the CUDA context of a worker: 0.74 to 0.81 on an H200 with CUDA 13
 WORKSPACE = 64.2 * MIB  # cuBLAS's, twice 32 MiB on Hopper; less on older cards
 # The share of what a layer keeps that lies unused in segments that cannot grow: the largest of nine configurations on
@@ -37,7 +42,10 @@ INT8_ERROR = 0.09
 # of each. There is room for more than a plan has configurations.
 KEPT_ANSWERS = 2**14
 _BLOCK = 256  # values of 8-bit optimizer state to a scale of 4 bytes
-NF4_STATISTICS = {False: 4 / 64, True: (1 + 4 / 256) / 64}  # bytes a weight, by double_quant: a scale for each 64
+NF4_STATISTICS = {
+    False: 4 / 64,
+    True: (1 + 4 / 256) / 64,
+}  # bytes a weight, by double_quant: a scale for each 64
 # Bytes of each logit when the loss is computed, and when its gradient is: those of today's transformers under Trainer.
 LOGIT_BYTES = (10.0, 12.0)
 # TRL's trainers for answers multiply hidden states by the head in tiles of so many tokens and so many words of the
@@ -49,7 +57,9 @@ SCORES = {"gemma2": 8}
 SCORES_DEFAULT, SCORES_COMPILED = 6, 4
 QWEN3_EAGER = {"lora": (12, 4), "full": (14, 6)}
 _NORMS = {"gemma2": 4}  # norms in a layer; 2 in all other families
-JOINED_MULTIPLE = 64  # columns that joined adapters add to matrices and their inputs (`runtime.joined_lora`)
+JOINED_MULTIPLE = (
+    64  # columns that joined adapters add to matrices and their inputs (`runtime.joined_lora`)
+)
 # Matrices that share an input
 _SHARED_INPUTS = (
     ("q_proj", "k_proj", "v_proj", "qkv_proj"),
@@ -136,7 +146,8 @@ def unsupported(model: ModelSpec, config: TrainConfig) -> str | None:
 
 def _uncovered(sizes: Sizes, config: TrainConfig) -> str | None:
     uncovered = {
-        "adapters on modules beyond attention and MLP": not sizes.adapted(config) <= set(sizes.matrices),
+        "adapters on modules beyond attention and MLP": not sizes.adapted(config)
+        <= set(sizes.matrices),
         "fp32 precision": config.precision == "fp32",
         "modules trained whole beside adapters": config.modules_to_save != "none",
         "int8 bases": config.quantization == "int8",
@@ -215,20 +226,27 @@ def _breakdown(
         trained_bytes,
         base_bytes,
         logits,
-        accumulates=micro_steps > 1 or config.cuda_graphs != "none",  # whose buffers of gradients stay
+        accumulates=micro_steps > 1
+        or config.cuda_graphs != "none",  # whose buffers of gradients stay
         objective=objective,
     )
     moment = max(moments, key=lambda name: sum(moments[name]))
     gradients, activations, head = moments[moment]
     return MemoryBreakdown(
-        weights=gib(_weights(sizes, config, base_bytes) + untrained * base_bytes + joined_bytes(sizes, config)),
+        weights=gib(
+            _weights(sizes, config, base_bytes)
+            + untrained * base_bytes
+            + joined_bytes(sizes, config)
+        ),
         adapters=gib(0.0 if full else trained_bytes),
         gradients=gib(gradients),
         optimizer=gib(_optimizer_state(sizes, config, trained, trained_bytes)),
         activations=gib(activations),
         logits=gib(head),
         workspace=gib(WORKSPACE + side_workspace(config)),
-        reserved=beyond_allocated_gib(config, logits, gib(activations + head), kept_gib(sizes, config)),
+        reserved=beyond_allocated_gib(
+            config, logits, gib(activations + head), kept_gib(sizes, config)
+        ),
         phase={"forward": Phase.FORWARD, "optimizer": Phase.OPTIMIZER}.get(moment, Phase.BACKWARD),
         # DDP copies gradients into buckets, of which Trainer cannot make views.
         communication=gib(trained_bytes) if ddp else 0.0,
@@ -280,11 +298,15 @@ def kept_gib(sizes: Sizes, config: TrainConfig) -> float:
     return gib(config.tokens * kept_bytes(sizes, config))
 
 
-def beyond_allocated_gib(config: TrainConfig, logits: int, activations_gib: float, layer_gib: float) -> float:
+def beyond_allocated_gib(
+    config: TrainConfig, logits: int, activations_gib: float, layer_gib: float
+) -> float:
     """GiB that the allocator holds beyond allocated memory; `layer_gib` is what a layer keeps."""
     fragmentation = 0.010 if config.compile == "none" else 0.034
     unused = FIXED_SHARE * layer_gib if config.allocator == "fixed" else 0.0
-    unused += gib(WORKSPACE) if config.cuda_graphs != "none" else 0.0  # graphs are captured on a stream of their own
+    unused += (
+        gib(WORKSPACE) if config.cuda_graphs != "none" else 0.0
+    )  # graphs are captured on a stream of their own
     return gib(2.4 * logits + 42 * MIB) + fragmentation * activations_gib + unused
 
 
@@ -314,7 +336,9 @@ def step_moments(
     labels = objective.num_labels is not None
     embeddings = sizes.embedding * (1 if sizes.tied or labels else 2)
     cast = trained - (embeddings if full and (labels or config.loss == "chunked") else 0)
-    casts = 0.0 if config.precision == "bf16_pure" or config.lora_kernels == "joined" else 2.0 * cast
+    casts = (
+        0.0 if config.precision == "bf16_pure" or config.lora_kernels == "joined" else 2.0 * cast
+    )
     kept_casts = casts * (1 - recomputed / sizes.layers)
     if config.compile != "none":
         casts = kept_casts
@@ -328,9 +352,14 @@ def step_moments(
     ending = shared * (accumulates + (config.loss == "full" and config.precision == "bf16_pure"))
     in_forward, in_head = (logits * (each + capped) for each in LOGIT_BYTES)
     if objective is not Objective.SFT:
-        in_forward, in_head = (0.0, 0.0) if not logits else _head_in_tiles(sizes, config, base_bytes, logits)
+        in_forward, in_head = (
+            (0.0, 0.0) if not logits else _head_in_tiles(sizes, config, base_bytes, logits)
+        )
     elif full and config.loss == "chunked":
-        in_forward, in_head = 0.0, _trained_head_in_chunks(sizes, base_bytes, logits) + 4 * tokens * sizes.hidden
+        in_forward, in_head = (
+            0.0,
+            _trained_head_in_chunks(sizes, base_bytes, logits) + 4 * tokens * sizes.hidden,
+        )
     layer = tokens * ((keep if recomputed else 0) + moving)
     return {
         "forward": (waiting, body + norm + casts, in_forward),
@@ -341,7 +370,11 @@ def step_moments(
         # The gradient of the embedding is made as a whole, and added to the one that waits.
         "inputs": (trained_bytes, embedding + ending, 0.0),
         # torch's own AdamW, if it is not fused, makes a root of the second moment.
-        "optimizer": (trained_bytes, trained_bytes if config.optimizer == "adamw_torch" else 0.0, 0.0),
+        "optimizer": (
+            trained_bytes,
+            trained_bytes if config.optimizer == "adamw_torch" else 0.0,
+            0.0,
+        ),
     }
 
 
@@ -356,14 +389,20 @@ def _trained_head_in_chunks(sizes: Sizes, base_bytes: int, logits: int) -> float
     return float(gradient + cast + max(gradient + cast, 12 * logits))
 
 
-def _head_in_tiles(sizes: Sizes, config: TrainConfig, base_bytes: int, logits: int) -> tuple[float, float]:
+def _head_in_tiles(
+    sizes: Sizes, config: TrainConfig, base_bytes: int, logits: int
+) -> tuple[float, float]:
     """Bytes of TRL's head when its values are computed, and when its gradients are, as if all tokens were answers'.
 
     The tile holds 16 bits. Hidden states are copied, and the part of the head that a tile needs is cast. Gradients of
     hidden states, and of a head that is trained, are summed in 32 bits, and then cast to what they are of.
     """
     hidden = config.tokens * sizes.hidden
-    casts = 2.0 * (TILE_WORDS + min(config.tokens, TILE_TOKENS)) * sizes.hidden if base_bytes == 4 else 0.0
+    casts = (
+        2.0 * (TILE_WORDS + min(config.tokens, TILE_TOKENS)) * sizes.hidden
+        if base_bytes == 4
+        else 0.0
+    )
     forward = 2.0 * logits + base_bytes * hidden + casts
     of_head = sizes.embedding if config.method == "full" else 0
     gradients = (hidden + of_head) * (4.0 if base_bytes == 4 else 6.0)
@@ -374,13 +413,18 @@ def _weights(sizes: Sizes, config: TrainConfig, base_bytes: int) -> float:
     """Bytes of the base model."""
     linear = sizes.linear_params
     if config.quantization == "nf4":
-        return linear * (0.5 + NF4_STATISTICS[config.double_quant]) + (sizes.params - linear) * base_bytes
+        return (
+            linear * (0.5 + NF4_STATISTICS[config.double_quant])
+            + (sizes.params - linear) * base_bytes
+        )
     if config.quantization == "fp8":  # a scale for each matrix is nothing beside it
         return linear + (sizes.params - linear) * base_bytes
     return sizes.params * base_bytes
 
 
-def _optimizer_state(sizes: Sizes, config: TrainConfig, trained: int, trained_bytes: float) -> float:
+def _optimizer_state(
+    sizes: Sizes, config: TrainConfig, trained: int, trained_bytes: float
+) -> float:
     """Bytes of optimizer state. bitsandbytes keeps the state of embeddings in 32 bits."""
     moments = {"adamw_8bit": 2, "paged_adamw_8bit": 2, "lion_8bit": 1}.get(config.optimizer)
     if moments is None:
@@ -408,7 +452,9 @@ def _joined_groups(sizes: Sizes, config: TrainConfig) -> list[tuple[tuple[int, i
     if config.lora_kernels != "joined":
         return []
     adapted = sizes.adapted(config)
-    groups = [[sizes.matrices[name] for name in names if name in adapted] for names in _SHARED_INPUTS]
+    groups = [
+        [sizes.matrices[name] for name in names if name in adapted] for names in _SHARED_INPUTS
+    ]
     return [
         ((group[0][0], sum(fan_out for _, fan_out in group)), (config.lora_rank or 0) * len(group))
         for group in groups
@@ -426,16 +472,25 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
     pure = config.precision == "bf16_pure" or config.quantization == "nf4"
     case = f"{config.method}_{'pure' if pure else 'mixed'}"
     eager = kept_factors("eager")[sizes.family]
-    table = kept_factors("compiled")[sizes.family] if compiled or config.kernels == "liger" else eager
+    table = (
+        kept_factors("compiled")[sizes.family] if compiled or config.kernels == "liger" else eager
+    )
     of_hidden, of_inner, of_queries, of_keys = table[case]
-    if config.kernels == "liger" and not pure:  # norms and MLPs keep what Inductor's do, and autocast adds the same
+    if (
+        config.kernels == "liger" and not pure
+    ):  # norms and MLPs keep what Inductor's do, and autocast adds the same
         pure_case = case.replace("mixed", "pure")
         kept = (
-            own + more - less for own, more, less in zip(table[pure_case], eager[case], eager[pure_case], strict=True)
+            own + more - less
+            for own, more, less in zip(table[pure_case], eager[case], eager[pure_case], strict=True)
         )
         of_hidden, of_inner, of_queries, of_keys = kept
     if config.attention == "eager":  # it repeats keys and values, and keeps the scores
-        other = {"gemma2": (of_queries, of_keys), "phi3": (of_queries, 0), "qwen3": QWEN3_EAGER[config.method]}
+        other = {
+            "gemma2": (of_queries, of_keys),
+            "phi3": (of_queries, 0),
+            "qwen3": QWEN3_EAGER[config.method],
+        }
         of_queries, of_keys = other.get(sizes.family, (8, 0))
     keep: float = of_hidden * sizes.hidden + of_inner * sizes.intermediate
     keep += of_queries * sizes.queries + of_keys * sizes.keys + 4 * _NORMS.get(sizes.family, 2)
@@ -447,7 +502,9 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
         if config.has_mask and config.attention.startswith("sdpa"):
             # With a mask keys and values are repeated for each query head.
             # Phi 3 keeps less of these: they are parts of one matrix product.
-            keep += 2 * config.seq_len + (0 if sizes.family == "phi3" else 4 * (sizes.queries - sizes.keys))
+            keep += 2 * config.seq_len + (
+                0 if sizes.family == "phi3" else 4 * (sizes.queries - sizes.keys)
+            )
         if sizes.family == "phi3" and not compiled and config.packed_attention == "varlen":
             # Values of their own instead of that product; and no copy of the output, but where adapters cast it.
             casts = config.method == "lora" and not pure
@@ -468,7 +525,9 @@ def _kept_by_joining(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
     """
     groups = _joined_groups(sizes, config)
     copies = groups and pure and config.attention != "eager" and "o_proj" in sizes.adapted(config)
-    return sum(2.0 * _joined_pad(rank) for _, rank in groups) + (2.0 * sizes.queries if copies else 0.0)
+    return sum(2.0 * _joined_pad(rank) for _, rank in groups) + (
+        2.0 * sizes.queries if copies else 0.0
+    )
 
 
 def _kept_by_missing_adapters(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
@@ -480,7 +539,9 @@ def _kept_by_missing_adapters(sizes: Sizes, config: TrainConfig, *, pure: bool) 
     """
     adapted, compiled = sizes.adapted(config), config.compile != "none"
     if not pure and not compiled:
-        return sum(2.0 * fan_in for name, (fan_in, _) in sizes.matrices.items() if name not in adapted)
+        return sum(
+            2.0 * fan_in for name, (fan_in, _) in sizes.matrices.items() if name not in adapted
+        )
     unused = [names for names in _SHARED_INPUTS if not adapted & set(names)]
     if pure and (_keeps_output(sizes, config) or (compiled and config.attention != "eager")):
         unused = [names for names in unused if "o_proj" not in names]
@@ -490,7 +551,9 @@ def _kept_by_missing_adapters(sizes: Sizes, config: TrainConfig, *, pure: bool) 
 
 def _keeps_output(sizes: Sizes, config: TrainConfig) -> bool:
     """Whether attention in an eager layer keeps what `o_proj` takes. That of Phi 3 is copied for it, unless packed."""
-    return config.attention != "eager" and (sizes.family != "phi3" or config.packed_attention == "varlen")
+    return config.attention != "eager" and (
+        sizes.family != "phi3" or config.packed_attention == "varlen"
+    )
 
 
 def _kept_by_dropout(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
@@ -506,7 +569,10 @@ def _kept_by_dropout(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
         return masks
     # Fused attention keeps its output for itself.
     kept_anyway = {"o_proj"} if _keeps_output(sizes, config) else set()
-    groups = [[name for name in names if name in fan_in and name not in kept_anyway] for names in _SHARED_INPUTS]
+    groups = [
+        [name for name in names if name in fan_in and name not in kept_anyway]
+        for names in _SHARED_INPUTS
+    ]
     shared = sum(2.0 * fan_in[names[0]] for names in groups if names)
     return masks + 2.0 * masks - shared
 
@@ -515,5 +581,7 @@ def moving_bytes(sizes: Sizes, config: TrainConfig) -> float:
     """Bytes of temporary tensors in the backward pass of a layer, for each token."""
     if config.compile != "none":
         return 8 * sizes.intermediate + 6 * sizes.hidden
-    halved = config.method == "full" or config.precision == "bf16_pure" or config.quantization == "nf4"
+    halved = (
+        config.method == "full" or config.precision == "bf16_pure" or config.quantization == "nf4"
+    )
     return (4 if halved else 8) * sizes.intermediate + 3 * sizes.hidden

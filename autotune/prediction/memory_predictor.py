@@ -14,11 +14,11 @@ from autotune.core.knobs import KNOBS, affecting
 from autotune.core.probe_types import Measurement, OomDetail, Phase
 from autotune.core.train_config import TrainConfig
 
-LINE_DOUBT = (
-    0.02  # relative error of what a line adds beyond its points; assumed, checked by `benchmarks/memory.py gate`
-)
+LINE_DOUBT = 0.02  # relative error of what a line adds beyond its points; assumed, checked by `benchmarks/memory.py gate`
 
-HEAD_CHUNK = 1024  # tokens whose logits a chunked loss holds; equals `CHUNK_TOKENS` of trainer/chunked_loss
+HEAD_CHUNK = (
+    1024  # tokens whose logits a chunked loss holds; equals `CHUNK_TOKENS` of trainer/chunked_loss
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,9 @@ class KnownOom:
     detail: OomDetail
 
 
-def refused_by(known_ooms: Iterable[KnownOom], config: TrainConfig, micro_steps: int) -> KnownOom | None:
+def refused_by(
+    known_ooms: Iterable[KnownOom], config: TrainConfig, micro_steps: int
+) -> KnownOom | None:
     """The first known OOM that `config` needs at least the memory of, in every knob; None if there is none."""
     for known in known_ooms:
         if micro_steps >= min(known.micro_steps, 2) and needs_at_least(config, known.config):
@@ -44,7 +46,10 @@ def refused_by(known_ooms: Iterable[KnownOom], config: TrainConfig, micro_steps:
 
 def needs_at_least(config: TrainConfig, other: TrainConfig) -> bool:
     """Whether `config` surely needs as much memory as `other`. False where they cannot be compared."""
-    return all(knob.surely_needs_at_least(getattr(config, name), getattr(other, name)) for name, knob in KNOBS.items())
+    return all(
+        knob.surely_needs_at_least(getattr(config, name), getattr(other, name))
+        for name, knob in KNOBS.items()
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +101,9 @@ class MemoryPredictor:
         if key not in self._known or not measurement.time_error:
             self._known[key] = Known(config=config, measurement=measurement)
 
-    def predict(self, config: TrainConfig, micro_steps: int, available_gib: float) -> MemoryEstimate | None:
+    def predict(
+        self, config: TrainConfig, micro_steps: int, available_gib: float
+    ) -> MemoryEstimate | None:
         """The estimate for a configuration; None where no measurement allows one.
 
         `available_gib` is the memory that the run may use, CUDA context included, less the reserve.
@@ -120,14 +127,26 @@ class MemoryPredictor:
             if bounds[1] > gib:
                 largest = name
             low, gib, high = max(low, bounds[0]), max(gib, bounds[1]), max(high, bounds[2])
-        reserved = [known.measurement.peak_reserved_gib / known.measurement.peak_allocated_gib for known in similar]
+        reserved = [
+            known.measurement.peak_reserved_gib / known.measurement.peak_allocated_gib
+            for known in similar
+        ]
         same_state = [known for known in similar if known.config.optimizer == config.optimizer]
         paged = max(
-            (known.measurement.managed_gib * _rank(config) / _rank(known.config) for known in same_state), default=0.0
+            (
+                known.measurement.managed_gib * _rank(config) / _rank(known.config)
+                for known in same_state
+            ),
+            default=0.0,
         )
-        contexts = [known.measurement.context_gib for known in similar if known.measurement.context_gib is not None]
+        contexts = [
+            known.measurement.context_gib
+            for known in similar
+            if known.measurement.context_gib is not None
+        ]
         return MemoryEstimate(
-            low_gib=(statics + low) * (min(reserved) if config.num_gpus == 1 else 1.0),  # free blocks of other streams
+            low_gib=(statics + low)
+            * (min(reserved) if config.num_gpus == 1 else 1.0),  # free blocks of other streams
             gib=(statics + gib) * statistics.median(reserved),
             high_gib=(statics + high) * max(reserved),
             limit_gib=available_gib - min(contexts, default=0.0) - paged,
@@ -198,7 +217,9 @@ def _compute_signature(config: TrainConfig, micro_steps: int) -> tuple[object, .
 def _compute_knobs() -> tuple[str, ...]:
     """The knobs that decide how many bytes a token takes: all with an effect on memory but sizes and the optimizer."""
     return tuple(
-        name for name in affecting("memory") if KNOBS[name].form != "integer" and not KNOBS[name].surely_leanest_first
+        name
+        for name in affecting("memory")
+        if KNOBS[name].form != "integer" and not KNOBS[name].surely_leanest_first
     )
 
 
@@ -211,7 +232,9 @@ def _rank(config: TrainConfig) -> int:
 
 
 def _segments(measurement: Measurement) -> dict[str, float]:
-    return measurement.segment_peak_gib or {phase.value: peak for phase, peak in measurement.phase_peak_gib.items()}
+    return measurement.segment_peak_gib or {
+        phase.value: peak for phase, peak in measurement.phase_peak_gib.items()
+    }
 
 
 def _at(points: list[tuple[int, float]], tokens: int) -> tuple[float, float, float]:
@@ -232,7 +255,9 @@ def _at(points: list[tuple[int, float]], tokens: int) -> tuple[float, float, flo
         )
         likely = statistics.median(at_nearest) * (tokens / nearest if min(at_nearest) > 0 else 1.0)
         return min(ends), likely, max(ends)
-    line = statistics.linear_regression([count for count, _ in points], [value for _, value in points])
+    line = statistics.linear_regression(
+        [count for count, _ in points], [value for _, value in points]
+    )
     likely = line.intercept + line.slope * tokens
     distance = max(abs(value - line.intercept - line.slope * count) for count, value in points)
     outside = max(counts[0] - tokens, tokens - counts[-1], 0)

@@ -63,10 +63,14 @@ def measured_ratios(
 
 @functools.cache
 def _ratio_to_formula(observed: Observation) -> float | None:
-    config = replace(observed.config, seq_len=round(observed.tokens_per_row or observed.config.seq_len))
+    config = replace(
+        observed.config, seq_len=round(observed.tokens_per_row or observed.config.seq_len)
+    )
     step_time = estimate_step_time(resolve_model(observed.model or ""), config, UNKNOWN_HOST)
     precision = "fp8" if config.quantization == "fp8" else "bf16"
-    transfer = speed_transfer(resolve_device(REFERENCE), resolve_device(observed.device), precision=precision)
+    transfer = speed_transfer(
+        resolve_device(REFERENCE), resolve_device(observed.device), precision=precision
+    )
     if step_time is None or transfer is None:
         return None
     step_time = step_time.on(transfer)

@@ -9,9 +9,22 @@ from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Measurement, ProbeResult
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.collectives import TOGETHER, Traffic, added_s, counted_traffic, slowest_link, traffic
+from autotune.prediction.collectives import (
+    TOGETHER,
+    Traffic,
+    added_s,
+    counted_traffic,
+    slowest_link,
+    traffic,
+)
 from autotune.prediction.step_time import divide_step_time, estimate_step_time
-from autotune.prediction.transfer import REFERENCE, host_transfer, interval, peak_tflops, speed_transfer
+from autotune.prediction.transfer import (
+    REFERENCE,
+    host_transfer,
+    interval,
+    peak_tflops,
+    speed_transfer,
+)
 from autotune.problem.performance import Performance, performance, tokens_per_s
 from autotune.problem.setup import Setup
 from autotune.problem.study_spec import StudySpec
@@ -34,7 +47,9 @@ def with_transfer(setup: Setup, spec: StudySpec) -> Setup:
     return replace(setup, task=replace(task, carried=carried))
 
 
-def run_performance(task: Task, config: TrainConfig, measurements: Sequence[Measurement]) -> Performance:
+def run_performance(
+    task: Task, config: TrainConfig, measurements: Sequence[Measurement]
+) -> Performance:
     """Return the performance of the full run on the task's device, from probes of one configuration."""
     # Part of the arithmetic of an fp8 base runs at twice the rate, so no single peak applies. The operations of
     # objectives other than SFT are not counted.
@@ -70,11 +85,15 @@ def run_tokens_per_s(task: Task, result: ProbeResult) -> float | None:
     return tokens_per_s(result, task.workload)
 
 
-def _on_device(task: Task, config: TrainConfig, measurement: Measurement) -> tuple[Measurement, float]:
+def _on_device(
+    task: Task, config: TrainConfig, measurement: Measurement
+) -> tuple[Measurement, float]:
     """The measurement with the times expected on the device, and the error of the conversion."""
     if config.num_gpus > 1:
         waiting = _with_waiting(task, config, measurement)
-        return _with_communication(task, config, waiting) if task.is_played(config) else waiting, 0.0
+        return _with_communication(task, config, waiting) if task.is_played(
+            config
+        ) else waiting, 0.0
     if task.carried is None:
         return measurement, 0.0
 
@@ -114,12 +133,19 @@ def _with_communication(task: Task, config: TrainConfig, measurement: Measuremen
     )
 
 
-def _link_error(task: Task, config: TrainConfig, step_s: float, played: Measurement) -> tuple[float, float]:
+def _link_error(
+    task: Task, config: TrainConfig, step_s: float, played: Measurement
+) -> tuple[float, float]:
     """The range of a step relative to `step_s`: all communication hidden, or fully exposed on a slow link."""
-    (sent, link), accumulation = _sent(task, config, played), task.workload.run_shape(config).accumulation
+    (sent, link), accumulation = (
+        _sent(task, config, played),
+        task.workload.run_shape(config).accumulation,
+    )
     each_s, once_s = added_s(statistics.median(played.micro_step_s), config, sent, link)
     computed_s = step_s - accumulation * each_s - once_s
-    slowest_s = computed_s + slowest_link(task, Parallelism.of(config)) * sent.of_step(accumulation) / (1e9 * link)
+    slowest_s = computed_s + slowest_link(task, Parallelism.of(config)) * sent.of_step(
+        accumulation
+    ) / (1e9 * link)
     return computed_s / step_s - 1, max(slowest_s / step_s - 1, 0.0)
 
 

@@ -34,7 +34,13 @@ from autotune.prediction.memory_formula import (
 RANK_ERROR = 0.08
 MAX_LIVE = 10**9  # parameters that stage 3 may keep gathered, by DeepSpeed's default
 IN_FORWARD = ("gathering", "gathering the head", "forward")  # moments of a step
-AFTER_SCATTERING = ("second", "first", "inputs", "scattering", "optimizer")  # those whose gradients are shards
+AFTER_SCATTERING = (
+    "second",
+    "first",
+    "inputs",
+    "scattering",
+    "optimizer",
+)  # those whose gradients are shards
 
 # Bytes of (gradients, activations, logits, communication) at a moment of a step.
 Moment = tuple[float, float, float, float]
@@ -132,7 +138,11 @@ def rank_breakdown(
 
 @functools.lru_cache(maxsize=KEPT_ANSWERS)
 def _sharded(
-    sizes: Sizes, config: TrainConfig, parallelism: Parallelism, accumulates: bool, buffers: DeepSpeedBuffers
+    sizes: Sizes,
+    config: TrainConfig,
+    parallelism: Parallelism,
+    accumulates: bool,
+    buffers: DeepSpeedBuffers,
 ) -> MemoryBreakdown:
     fsdp, shares = parallelism.strategy in FSDP2, Shares.of(sizes, config)
     if fsdp:
@@ -149,8 +159,14 @@ def _sharded(
     live, layer = live_logits(config, sizes.vocab), kept_gib(sizes, config)
     reserved = beyond_allocated_gib(config, live, gib(activations + logits), layer)
     phase = Phase.FORWARD if moment in IN_FORWARD else Phase.BACKWARD
-    own, scattered = _pools(sizes, config, shares, parallelism), _scattered(config, shares, parallelism)
-    elsewhere = {name: min(moments[name][0], scattered) if name in AFTER_SCATTERING else 0.0 for name in moments}
+    own, scattered = (
+        _pools(sizes, config, shares, parallelism),
+        _scattered(config, shares, parallelism),
+    )
+    elsewhere = {
+        name: min(moments[name][0], scattered) if name in AFTER_SCATTERING else 0.0
+        for name in moments
+    }
     pooled = own + max(totals[name] - elsewhere[name] for name in moments)
     return MemoryBreakdown(
         weights=gib(weights),
@@ -171,13 +187,17 @@ def _sharded(
 
 def _pools(sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism) -> float:
     """Bytes that are allocated on streams of their own: two gathered layers, both ends, and scattered gradients."""
-    of_trained = max(2.0 * shares.trained_layer, 2.0 * shares.embedding if config.method == "full" else 0.0)
+    of_trained = max(
+        2.0 * shares.trained_layer, 2.0 * shares.embedding if config.method == "full" else 0.0
+    )
     ends = 2.0 * shares.embedding * (1 if sizes.tied else 2)
     scattered = _scattered(config, shares, parallelism)
     return 4.0 * shares.layer + ends + scattered + of_trained / parallelism.num_shards
 
 
-def _lasting(config: TrainConfig, shares: Shares, parallelism: Parallelism) -> tuple[float, float, float]:
+def _lasting(
+    config: TrainConfig, shares: Shares, parallelism: Parallelism
+) -> tuple[float, float, float]:
     """Bytes of weights, adapters and optimizer state of a rank. The state of DeepSpeed has the fp32 masters too."""
     gpus = parallelism.num_shards
     if parallelism.strategy not in FSDP2:
@@ -207,18 +227,26 @@ def _held_gradients(
     Until the pass is over, what copies of the shards add up is held in bf16 too.
     """
     gpus, whole = parallelism.num_shards, accumulates and not parallelism.sync_each_batch
-    layer, end = 2 * shares.trained_layer, 2.0 * shares.embedding if config.method == "full" else 0.0
+    layer, end = (
+        2 * shares.trained_layer,
+        2.0 * shares.embedding if config.method == "full" else 0.0,
+    )
     scattered = _scattered(config, shares, parallelism)
     waiting = 2.0 * shares.trained if whole else scattered * accumulates
     of_layer, of_end = (0.0 if parallelism.offload else 2 * each / gpus for each in (layer, end))
     # Shards that are still to come; where others wait divided, these are added to what is there.
-    missing_layer, missing_end = (each if whole or not accumulates else 0.0 for each in (of_layer, of_end))
+    missing_layer, missing_end = (
+        each if whole or not accumulates else 0.0 for each in (of_layer, of_end)
+    )
     first = scattered - missing_end - missing_layer + (layer + end) * whole
     added_up = 1 / gpus if parallelism.copies > 1 else 0.0
     return {
         "waiting": waiting,
         "layers": waiting if sizes.tied else waiting - end * whole + of_end + end * added_up,
-        "second": first - missing_layer + layer * whole + (2.0 * shares.trained - end - 2 * layer) * added_up,
+        "second": first
+        - missing_layer
+        + layer * whole
+        + (2.0 * shares.trained - end - 2 * layer) * added_up,
         "first": first + (2.0 * shares.trained - end - layer) * added_up,
         "inputs": scattered - missing_end + end * whole + (2.0 * shares.trained - end) * added_up,
         "scattered": scattered,
@@ -244,7 +272,9 @@ def _fsdp2_moments(
     waiting, scattered = held["waiting"], held["scattered"]
     # When a layer's activations are most, one of its gradients exists; then these grow as the activations go.
     of_layer = plain["first"][1]
-    growing = max(trained_layer - of_layer, 2.0 * sizes.hidden * sizes.intermediate if full else 0.0)
+    growing = max(
+        trained_layer - of_layer, 2.0 * sizes.hidden * sizes.intermediate if full else 0.0
+    )
     body, before_last = plain["forward"][1], plain["forward"][1] * (sizes.layers - 1) / sizes.layers
     return {
         # What a unit gathered is held until the next one is in the shape of its parameters.
@@ -274,12 +304,24 @@ def _fsdp2_moments(
         "first": (held["first"], of_layer + growing, 0.0, layer + embedding + trained_layer),
         "inputs": (held["inputs"], plain["inputs"][1], 0.0, embedding + trained_layer),
         # Unsharded, as the input of its scattering, and as what came of that in bf16 and in fp32.
-        "scattering": (scattered, trained_end, 0.0, trained_end + max(trained_end / gpus, held["added up"])),
-        "optimizer": (scattered, 0.0 if parallelism.offload else _square_roots(config, shares, gpus), 0.0, 0.0),
+        "scattering": (
+            scattered,
+            trained_end,
+            0.0,
+            trained_end + max(trained_end / gpus, held["added up"]),
+        ),
+        "optimizer": (
+            scattered,
+            0.0 if parallelism.offload else _square_roots(config, shares, gpus),
+            0.0,
+            0.0,
+        ),
     }
 
 
-def _undivided(sizes: Sizes, config: TrainConfig, shares: Shares) -> dict[str, tuple[float, float, float]]:
+def _undivided(
+    sizes: Sizes, config: TrainConfig, shares: Shares
+) -> dict[str, tuple[float, float, float]]:
     """The moments of a step that computes in bf16, without gradients: the memory that no GPU shares with others."""
     pure, logits = replace(config, precision="bf16_pure"), live_logits(config, sizes.vocab)
     return step_moments(sizes, pure, shares.trained, 0.0, 2, logits, accumulates=False)
@@ -312,7 +354,10 @@ def _zero_moments(
     bucket = 2.0 * (buffers.bucket or sizes.hidden**2)
     live = 0.0
     if stage == "zero3":
-        live = 2.0 * min(shares.base + shares.adapters, 2 * shares.layer if buffers.live is None else buffers.live)
+        live = 2.0 * min(
+            shares.base + shares.adapters,
+            2 * shares.layer if buffers.live is None else buffers.live,
+        )
     moments = {
         name: (max(held, 0.0), activations, logits, bucket + live)
         for name, (held, activations, logits) in plain.items()

@@ -32,7 +32,10 @@ FP8 = 1.36  # that rate with factors in 8 bits, relative to bf16: measured while
 # Bytes moved for each byte that a layer keeps, with temporary tensors; for each logit; for each byte of a 4-bit base.
 EAGER, COMPILED = (10.5, 560.0, 8.5), (5.0, 260.0, 5.0)
 FULL = 0.7  # share of these bytes in full fine-tuning, which has no adapters
-HOST_MS = {"eager": 6.0, "compiled": 3.5}  # the host's time for a layer and micro batch, with adapters
+HOST_MS = {
+    "eager": 6.0,
+    "compiled": 3.5,
+}  # the host's time for a layer and micro batch, with adapters
 NF4_MS, FULL_MS = 2.0, 2.5
 AGAIN = 0.7  # share of that time that recomputing the layer adds
 # Bytes of each logit of TRL's tiles: written and read in 16 bits by each forward pass, and twice as often, with its
@@ -155,7 +158,9 @@ class StepTimeEstimate:
         )
 
 
-def counted_step_time(config: TrainConfig, count: DryCount, host: Host = MEASURED_HOST) -> StepTimeEstimate | None:
+def counted_step_time(
+    config: TrainConfig, count: DryCount, host: Host = MEASURED_HOST
+) -> StepTimeEstimate | None:
     """The time of a step on the reference card, from the work of the whole model.
 
     None where only memory was counted, where products are not in 16 bits, as those of bases that multiply in 8 bits and
@@ -166,13 +171,23 @@ def counted_step_time(config: TrainConfig, count: DryCount, host: Host = MEASURE
     if not count.flops or not in_16_bits or config.offloads or config.cuda_graphs != "none":
         return None
     card = resolve_device(REFERENCE)
-    rate, bandwidth = 1e12 * (products_tflops(card) or math.nan), 1e9 * (card.bandwidth_gb_s or math.nan)
+    rate, bandwidth = (
+        1e12 * (products_tflops(card) or math.nan),
+        1e9 * (card.bandwidth_gb_s or math.nan),
+    )
     moved, thin = count.moved_bytes, count.moved_bytes.get("thin product", 0)
-    weighed = moved.get("other", 0) + STRIDED * moved.get("strided", 0) + INDEXED * moved.get("indexed", 0)
+    weighed = (
+        moved.get("other", 0)
+        + STRIDED * moved.get("strided", 0)
+        + INDEXED * moved.get("indexed", 0)
+    )
     weights = count.model_gib if config.method == "full" else count.adapters_gib
-    stepped = (5 * weights + 2 * count.optimizer_gib) * GIB  # as of the formula; gradients are as large as weights
+    stepped = (
+        5 * weights + 2 * count.optimizer_gib
+    ) * GIB  # as of the formula; gradients are as large as weights
     return StepTimeEstimate(
-        products_s=sum(flops * _slowness(name, config) for name, flops in count.flops.items()) / rate,
+        products_s=sum(flops * _slowness(name, config) for name, flops in count.flops.items())
+        / rate,
         bytes_s=(weighed / MOVED_SHARE + thin / THIN_SHARE) / bandwidth,
         host_s=count.operations * OPERATION_US * 1e-6 * host.scale,
         rest_s=stepped / bandwidth,
@@ -192,7 +207,9 @@ def _slowness(name: str, config: TrainConfig) -> float:
     return FLASH if config.padding == "longest" and config.attention == "sdpa" else 1.0
 
 
-def divide_step_time(measurement: Measurement, by_formula: StepTimeEstimate | None) -> StepTimeEstimate:
+def divide_step_time(
+    measurement: Measurement, by_formula: StepTimeEstimate | None
+) -> StepTimeEstimate:
     """A measured time in its parts: as a profile divides it, else as the formula of its card does.
 
     No error of the measurement counts; on another host its part is uncertain.
@@ -201,8 +218,12 @@ def divide_step_time(measurement: Measurement, by_formula: StepTimeEstimate | No
     rest_s = statistics.median(measurement.rest_s) if measurement.rest_s else 0.0
     if kernels is not None:
         device_s = min(kernels.busy_s / kernels.micro_s, 1.0) * micro_s
-        multiplies_s = kernels.products_s + kernels.attention_s  # of attention, nearly all are products
-        of_kernels = device_s / (multiplies_s + kernels.fp8_s + kernels.bytes_s)  # some run at the same time
+        multiplies_s = (
+            kernels.products_s + kernels.attention_s
+        )  # of attention, nearly all are products
+        of_kernels = device_s / (
+            multiplies_s + kernels.fp8_s + kernels.bytes_s
+        )  # some run at the same time
         return StepTimeEstimate(
             products_s=of_kernels * multiplies_s,
             fp8_s=of_kernels * kernels.fp8_s,
@@ -232,7 +253,10 @@ def _other_part(micro_s: float, part_s: float) -> float:
 
 
 def estimate_step_time(
-    model: ModelSpec, config: TrainConfig, host: Host = MEASURED_HOST, objective: Objective = Objective.SFT
+    model: ModelSpec,
+    config: TrainConfig,
+    host: Host = MEASURED_HOST,
+    objective: Objective = Objective.SFT,
 ) -> StepTimeEstimate | None:
     """The time of a step on the reference card; None where `supported` is None, and for what was not timed.
 
@@ -241,7 +265,9 @@ def estimate_step_time(
     sizes = supported(model, config)
     if sizes is None or config.cuda_graphs != "none":
         return None
-    if config.quantization == "fp8" and config.compile == "none":  # slower than bf16, so nobody chooses it
+    if (
+        config.quantization == "fp8" and config.compile == "none"
+    ):  # slower than bf16, so nobody chooses it
         return None
     trained = memory_breakdown(model, config, objective=objective)
     assert trained is not None
@@ -254,7 +280,11 @@ def _step_time(
 ) -> StepTimeEstimate:
     card: DeviceSpec = resolve_device(REFERENCE)
     full, compiled, tokens = config.method == "full", config.compile != "none", config.tokens
-    again = 0.0 if config.checkpoint_every is None else math.ceil(sizes.layers / config.checkpoint_every) / sizes.layers
+    again = (
+        0.0
+        if config.checkpoint_every is None
+        else math.ceil(sizes.layers / config.checkpoint_every) / sizes.layers
+    )
     own, untrained = objective.passes  # that compute no gradients
     passes = own + untrained
     head, of_logits = _head(sizes, compiled, objective)
@@ -271,15 +301,26 @@ def _step_time(
     adapted = len(sizes.adapted(config)) / len(sizes.matrices)
     # Joined adapters read no outputs again to add to them: of what is left of their bytes nothing is counted.
     with_adapters = FULL + (adapted * (1 - FULL) if config.lora_kernels == "peft" else 0.0)
-    moved = of_kept * sizes.layers * kept_bytes(sizes, config) * (with_adapters * (2 + again + own) + FULL * untrained)
+    moved = (
+        of_kept
+        * sizes.layers
+        * kept_bytes(sizes, config)
+        * (with_adapters * (2 + again + own) + FULL * untrained)
+    )
     moved = tokens * (moved + of_logits * sizes.vocab)
     if config.quantization == "nf4":  # unpacked for every product
         moved += of_base * sizes.linear_params * (2 + again + passes)
-    rate = 1e12 * (products_tflops(card) or math.nan) * (FP8 if config.quantization == "fp8" else 1.0)
+    rate = (
+        1e12 * (products_tflops(card) or math.nan) * (FP8 if config.quantization == "fp8" else 1.0)
+    )
     bandwidth = 1e9 * (card.bandwidth_gb_s or math.nan)
     unpacking_ms = NF4_MS if config.quantization == "nf4" else 0.0
-    issue_ms = FULL_MS + adapted * (HOST_MS["compiled" if compiled else "eager"] - FULL_MS) + unpacking_ms
-    issued_ms = issue_ms * (1 + AGAIN * (again + own)) + AGAIN * untrained * (FULL_MS + unpacking_ms)
+    issue_ms = (
+        FULL_MS + adapted * (HOST_MS["compiled" if compiled else "eager"] - FULL_MS) + unpacking_ms
+    )
+    issued_ms = issue_ms * (1 + AGAIN * (again + own)) + AGAIN * untrained * (
+        FULL_MS + unpacking_ms
+    )
     # Clipping reads the gradients; the optimizer reads and writes weights and state.
     weights = trained.weights / (2 if objective.has_reference else 1) if full else trained.adapters
     stepped = (3 * trained.gradients + 2 * weights + 2 * trained.optimizer) * GIB
@@ -300,4 +341,6 @@ def _head(sizes: Sizes, compiled: bool, objective: Objective) -> tuple[int, floa
         return 0, 0.0
     if objective is Objective.SFT:
         return sizes.embedding, (COMPILED if compiled else EAGER)[1]
-    return sizes.embedding, (TILE_FORWARD * (1 + sum(objective.passes)) + TILE_BACKWARD) / MOVED_SHARE
+    return sizes.embedding, (
+        TILE_FORWARD * (1 + sum(objective.passes)) + TILE_BACKWARD
+    ) / MOVED_SHARE

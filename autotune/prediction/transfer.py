@@ -19,7 +19,11 @@ from autotune.problem.calibration import Calibration
 from autotune.problem.speed_transfer import SpeedTransfer
 
 REFERENCE = "h200-sxm"  # the card that the formulas were fitted on
-PEAK, POWER_W, REACHED = 989.4, 700.0, 0.67  # its own, and the share of its dense peak that products reach
+PEAK, POWER_W, REACHED = (
+    989.4,
+    700.0,
+    0.67,
+)  # its own, and the share of its dense peak that products reach
 OF_PEAK, OF_POWER = 0.7, 0.3  # exponents
 # The power of the bandwidth by which what moves bytes is faster where two cards have the same chip. Such kernels also
 # wait for the chip, which is then no faster: on an H200 they were 1.24 times as fast as on an H100, with 1.43 times the
@@ -28,7 +32,9 @@ OF_PEAK, OF_POWER = 0.7, 0.3  # exponents
 OF_MEMORY = 0.61
 WITHOUT_POWER = 0.75  # the share for a card of unknown power: the middle of 0.58 to 0.95, as the catalogue's cards have
 CEILING = 0.95  # no card is taken to multiply at more of its dense peak
-USUAL_SHARE = 0.3  # of the time on an H200, in products, in the published pairs; for what no formula knows
+USUAL_SHARE = (
+    0.3  # of the time on an H200, in products, in the published pairs; for what no formula knows
+)
 BETWEEN, WITHIN = 0.14, 0.09  # standard deviations of the logarithm of a ratio
 # The generations of cards in the published pairs. Of others only data sheets are known, which is twice as uncertain.
 MEASURED_KINDS = frozenset({"volta", "ampere", "ada", "hopper", "blackwell"})
@@ -46,7 +52,11 @@ IN_TRAINING, COPIED = REACHED / 0.72, 0.88
 
 def same_chip(one: DeviceSpec, other: DeviceSpec) -> bool:
     """Whether two cards have the same peaks and are of one generation, so that they differ in their memory or power."""
-    return (one.arch, one.bf16_tflops, one.fp16_tflops) == (other.arch, other.bf16_tflops, other.fp16_tflops)
+    return (one.arch, one.bf16_tflops, one.fp16_tflops) == (
+        other.arch,
+        other.bf16_tflops,
+        other.fp16_tflops,
+    )
 
 
 def is_measured_kind(device: DeviceSpec) -> bool:
@@ -69,7 +79,11 @@ def calibrates(calibration: Calibration | None, device: DeviceSpec) -> bool:
     Not that of the reference: the formulas were fitted on that card, which says more than one training. And not that of
     a CPU, for which there is no formula.
     """
-    return calibration is not None and calibration.device == device.name != REFERENCE and device.kind != "cpu"
+    return (
+        calibration is not None
+        and calibration.device == device.name != REFERENCE
+        and device.kind != "cpu"
+    )
 
 
 def calibrated_parts(calibration: Calibration | None, device: DeviceSpec) -> str | None:
@@ -112,12 +126,16 @@ def speed_transfer(
         shift = math.exp(sum(map(math.log, known)) * variance / (count * variance + noise))
     left = variance * noise / (count * variance + noise)
     error, alike_chips = math.sqrt(left + noise), same_chip(source, target)
-    fp8_of_source, fp8_of_target = (card_rates(card, "fp8", calibration, side) for card in (source, target))
+    fp8_of_source, fp8_of_target = (
+        card_rates(card, "fp8", calibration, side) for card in (source, target)
+    )
     return SpeedTransfer(
         products=shift * of_target[0] / of_source[0],
         bytes=shift * math.pow(of_target[1] / of_source[1], OF_MEMORY if alike_chips else 1.0),
         error=error,
-        fp8=shift * fp8_of_target[0] / fp8_of_source[0] if fp8_of_source and fp8_of_target else None,
+        fp8=shift * fp8_of_target[0] / fp8_of_source[0]
+        if fp8_of_source and fp8_of_target
+        else None,
         profiled_error=PROFILED if alike_chips and (calibrated or not known) else error,
         basis=0 if calibrated else count,
     )
@@ -154,7 +172,9 @@ def products_tflops(device: DeviceSpec, precision: str = "bf16") -> float | None
     peak, power_w = peak_tflops(device, precision), device.tdp_w
     if peak is None or power_w is None:
         return peak and WITHOUT_POWER * peak
-    reached = REACHED * PEAK * math.pow(peak / PEAK, OF_PEAK) * math.pow(power_w / POWER_W, OF_POWER)
+    reached = (
+        REACHED * PEAK * math.pow(peak / PEAK, OF_PEAK) * math.pow(power_w / POWER_W, OF_POWER)
+    )
     return min(reached, CEILING * peak)
 
 

@@ -1,1 +1,1 @@
-"""What is tuned for what: the study's specification, search space, dataset, workload, target and constraints."""
+"""The task of a study: specification, search space, dataset, workload, target, constraints."""

@@ -1,7 +1,8 @@
-"""Calibration: what `autotune calibrate` measured of one machine, its file, and what it replaces in the formulas.
+"""A calibration: the rates that `autotune calibrate` measured on one machine, and their file.
 
-It speaks for the card of its name and for the host that it was made on, and for no other. It is kept in the user's
-cache, a file for each card, and can be carried to another machine as a file.
+They replace the data sheet's values in the formulas. A calibration is valid only for the card that
+it names and for the host that made it. The user's cache keeps one file for each card; a copy of the
+file works on another machine.
 """
 
 import json
@@ -19,19 +20,26 @@ from autotune.core.serialization import from_data, to_data
 from autotune.core.text import dashed, printable
 
 HERE = "this machine"
-LEAST, MOST = 1e-6, 1e9  # no rate, size or time is outside, in the unit of any field
+# No rate, size or time is outside these bounds, in the unit of any field.
+LEAST = 1e-6
+MOST = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What was measured of a card and of its host. Raises ValueError for a number that cannot be measured.
+    """The measured rates of a card and its host. Raises ValueError for an implausible number.
 
-    `device` is the card's name in the catalogue, or what a card outside of it is called here. `layer_ms` is the host's
-    time to issue one decoder layer: forward pass, recomputation and backward pass, with adapters, not compiled.
-    `reference` is the speed of a short training of known layers over what the formula expects of `rates`; None where no
-    formula knows the device. `processor`, `cores` and `memory_gib` are the host's, `disk_mb_s` is None where no file
-    could be written. `place` is where the calibration was found: this machine, or a file. `collectives` are rates of
-    several such GPUs together.
+    Args:
+        device: the card's name in the catalogue, or its name on this machine if the catalogue
+            lacks it.
+        layer_ms: the host's time to issue one decoder layer with adapters, not compiled: forward
+            pass, recomputation and backward pass.
+        reference: the speed of a short training of known layers, divided by the formula's speed
+            for `rates`, or None if no formula covers the device.
+        processor: the host's processor; `cores` and `memory_gib` also describe the host.
+        disk_mb_s: the host's disk speed, or None if no file could be written.
+        place: the source of the calibration: this machine, or a file.
+        collectives: rates of several such GPUs together.
     """
 
     device: str
@@ -52,9 +60,23 @@ class Calibration:
         rates = self.rates
         sides = [side for by_side in rates.products.values() for side in by_side]
         measured = [rate for by_side in rates.products.values() for rate in by_side.values()]
-        measured += [rates.copy_gb_s, rates.launch_us, self.layer_ms, self.cores, self.memory_gib, *sides]
-        measured += [rate for rate in (rates.link_gb_s, self.reference, self.disk_mb_s) if rate is not None]
-        measured += [rate for one in self.collectives for rate in (one.gather_gb_s, one.scatter_gb_s, one.reduce_gb_s)]
+        measured += [
+            rates.copy_gb_s,
+            rates.launch_us,
+            self.layer_ms,
+            self.cores,
+            self.memory_gib,
+            *sides,
+        ]
+        measured += [
+            rate for rate in (rates.link_gb_s, self.reference, self.disk_mb_s) if rate is not None
+        ]
+        measured += [
+            rate
+            for one in self.collectives
+            for rate in (one.gather_gb_s, one.scatter_gb_s, one.reduce_gb_s)
+        ]
+
         if not all(LEAST <= value <= MOST for value in measured):
             raise ValueError(f"a number is not between {LEAST:g} and {MOST:g}")
         if not sides or not all(rates.products.values()):
@@ -62,32 +84,38 @@ class Calibration:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether a GPU was measured. A CPU also computes what it issues."""
+        """Whether a GPU was measured. A CPU both issues and computes the work."""
         return self.fingerprint.compute_capability is not None
 
     def bus_gb_s(self, parallelism: Parallelism) -> float | None:
-        """GB/s of the collectives that a strategy uses; None where so many GPUs were not measured together."""
-        rates = next((one for one in self.collectives if one.num_gpus == parallelism.num_gpus), None)
+        """Return the GB/s of a strategy's collectives, or None for an unmeasured GPU count."""
+        rates = next(
+            (one for one in self.collectives if one.num_gpus == parallelism.num_gpus), None
+        )
         if rates is None:
             return None
-        return rates.reduce_gb_s if parallelism.strategy == "ddp" else min(rates.gather_gb_s, rates.scatter_gb_s)
+        if parallelism.strategy == "ddp":
+            return rates.reduce_gb_s
+        return min(rates.gather_gb_s, rates.scatter_gb_s)
 
     @property
     def label(self) -> str:
-        """'calibrated on this machine, 2026-11-22'."""
+        """A short description, such as 'calibrated on this machine, 2026-11-22'."""
         preposition = "on" if self.place == HERE else "by"
         return f"calibrated {preposition} {printable(self.place)}, {self.day.isoformat()}"
 
     def products_tflops(self, side: float | None = None) -> float:
-        """TFLOP/s of products that are as large as those of square matrices of this side; of the largest by default.
+        """Return the TFLOP/s of matrix products as large as square products of this side.
 
-        They are of the dtype that the card trains in: bf16 where it has that, else fp16. Between two measured sizes the
-        logarithms are interpolated; beyond the smallest and the largest the rate is that of these.
+        The default is the largest measured side. The dtype is the training dtype: bf16 if the card
+        has it, otherwise fp16. Between two measured sides, the logarithms are interpolated. Beyond
+        the smallest and the largest side, the rate is constant.
         """
         by_dtype = self.rates.products
         rates = next((by_dtype[name] for name in ("bf16", "fp16") if name in by_dtype), None)
         points = sorted((rates or next(iter(by_dtype.values()))).items())
         side = points[-1][0] if side is None else min(max(side, points[0][0]), points[-1][0])
+
         for (low, slower), (high, faster) in pairwise(points):
             if side < high:
                 share = math.log(side / low) / math.log(high / low)
@@ -96,9 +124,9 @@ class Calibration:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """The calibration in a file that may come from somebody else.
+    """Return the calibration in a file, which another user may have made.
 
-    Raises UsageError if it cannot be read, has another form, or is of a newer version of autotune.
+    Raises UsageError if the file is unreadable, has another form or is from a newer autotune.
     """
     from pydantic import ValidationError
 
@@ -107,13 +135,19 @@ def read_calibration(path: Path) -> Calibration:
         return replace(from_data(Calibration, json.loads(text)), place=path.name)
     except ValidationError as error:
         problems = [(".".join(map(str, item["loc"])), item["msg"]) for item in error.errors()[:3]]
-        reason = "; ".join(f"{place}: {message}" if place else message for place, message in problems)
+        reason = "; ".join(
+            f"{place}: {message}" if place else message for place, message in problems
+        )
     except RecursionError:
         reason = "nested too deeply"
-    except (AutotuneError, ValueError) as error:  # of a newer version, or no JSON
+    except (AutotuneError, ValueError) as error:  # from a newer version, or not JSON
         reason = str(error)
+
     reason = printable(reason.replace("Value error, ", ""))
-    raise UsageError(f"{path} is no calibration: {reason}", remedy="make it again: `autotune calibrate --out FILE`")
+    raise UsageError(
+        f"{path} is no calibration: {reason}",
+        remedy="make it again: `autotune calibrate --out FILE`",
+    )
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:
@@ -122,5 +156,5 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
 
 
 def kept_path(device: str) -> Path:
-    """Where this user's calibration of a card of this name is kept."""
+    """Return the path of this user's calibration of a card with this name."""
     return cache_directory() / "calibration" / f"{dashed(device)}.json"

@@ -1,6 +1,7 @@
-"""What a study may search: what is possible on its device and for its model, and what its floors allow.
+"""Narrow a study's search space to the values that its device, model and floors allow.
 
-Every rule narrows the space before the study begins, so that nothing impossible is proposed, and records its reason.
+Every rule applies before the study begins, so that no impossible value is proposed. Each removal
+has a reason.
 """
 
 import math
@@ -23,15 +24,23 @@ from autotune.problem.workload import Workload
 
 NO_ATTENTION = {"falcon_mamba", "mamba", "mamba2"}
 NO_SDPA = {"gemma2", "gpt_oss", *NO_ATTENTION}  # transformers refuses SDPA for them
-NO_FLASH_2 = {"gpt_oss", *NO_ATTENTION}  # of gpt-oss's attention sinks only kernels of other versions know
-LARGEST_HEAD, HEAD_MULTIPLE = 256, 8  # values of a head, for its kernel
-OFF_BATCH = 0.25  # how far a step of packed rows may be off the global batch
-WORTH_PACKING = 1.05  # examples in a row from which on packing is worth a trial
-MOST_LENGTHS = 16  # each is packed once
-MIN_RANK, MAX_TRUNCATED = 16, 0.01
-# For a knob: the floor that lets all its values win, which of them may win anyway, and what is said of the others.
+# Only other versions of the kernels support the attention sinks of gpt-oss.
+NO_FLASH_2 = {"gpt_oss", *NO_ATTENTION}
+LARGEST_HEAD = 256  # values of a head that the varlen kernel supports
+HEAD_MULTIPLE = 8
+OFF_BATCH = 0.25  # largest relative error of a packed step against the global batch
+WORTH_PACKING = 1.05  # mean examples in a row that make packing worth a trial
+MOST_LENGTHS = 16  # packing is computed once for each length
+MIN_RANK = 16
+MAX_TRUNCATED = 0.01
+# For each knob: the floor that admits all its values, a test for the values that are always
+# admitted, and the description of the others.
 UNASKED: dict[str, tuple[str, Callable[[Any], bool], str]] = {
-    "quantization": ("allow_quantized", lambda value: value == "none", "a quantised base learns differently"),
+    "quantization": (
+        "allow_quantized",
+        lambda value: value == "none",
+        "a quantised base learns differently",
+    ),
     "optimizer": ("allow_any_optimizer", lambda value: value in ADAMW, "not AdamW"),
     "precision": ("allow_pure_bf16", lambda value: value != "bf16_pure", "no fp32 master weights"),
 }
@@ -39,9 +48,10 @@ UNASKED: dict[str, tuple[str, Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floors:
-    """What may not be given up for speed unless it is asked for, or nothing else fits.
+    """Limits on trading quality for speed, unless the user consents or no other configuration fits.
 
-    Where `min_rank` or `max_truncated` is None, MIN_RANK or MAX_TRUNCATED holds as far as the space allows.
+    If `min_rank` or `max_truncated` is None, MIN_RANK or MAX_TRUNCATED holds as far as the space
+    allows.
     """
 
     min_rank: int | None = None
@@ -56,94 +66,129 @@ class Floors:
 class Narrowing:
     """A search space while values are removed from it.
 
-    `reserve` is what is searched where nothing of `space` fits: it loses what is impossible, but keeps what only the
-    floors forbid. `removals` are those of `space`.
+    `reserve` is the space to search if no configuration of `space` fits. It lacks the impossible
+    values, but keeps the values that only the floors forbid. `removals` are the removals from
+    `space`.
     """
 
     space: SearchSpace
     reserve: SearchSpace
     removals: list[Removal] = field(default_factory=list)
 
-    def keep(self, name: str, possible: Callable[[Any], bool], reason: str, *, reserve: bool = True) -> None:
-        """Remove impossible values of a knob, from the reserve too if `reserve`. Raises UsageError if none is left."""
+    def keep(
+        self, name: str, possible: Callable[[Any], bool], reason: str, *, reserve: bool = True
+    ) -> None:
+        """Remove impossible values of a knob, with `reserve` from the reserve too.
+
+        Raises UsageError if no value is left.
+        """
         self.space, removed = self.space.narrow(name, possible, reason)
         self.removals += removed
         if reserve:
             self.reserve, _ = self.reserve.narrow(name, possible, reason)
 
     def remove(self, name: str, impossible: Container[Any], reason: str) -> None:
-        """Remove these values of a knob. Raises UsageError if no other is left."""
+        """Remove these values of a knob. Raises UsageError if no value is left."""
         self.keep(name, lambda value: value not in impossible, reason)
 
     def remove_untested(self, context: str, member: str = "") -> None:
-        """Remove the values that are untested in a context. Raises UsageError if no other is left."""
+        """Remove the values that are untested in a context.
+
+        Raises UsageError if no value is left.
+        """
         for pair in untested_in(context, member):
             self.remove(pair.setting, pair.values, pair.sentence(member))
 
-    def prefer(self, name: str, allowed: Callable[[Any], bool], reason: str, *, reserve: bool = False) -> None:
-        """Remove the values that are not allowed, unless none is allowed or the user fixed the knob."""
+    def prefer(
+        self, name: str, allowed: Callable[[Any], bool], reason: str, *, reserve: bool = False
+    ) -> None:
+        """Remove the disallowed values, unless all are disallowed or the user fixed the knob."""
         choices = self.space.choices(name)
         if len(choices) > 1 and any(map(allowed, choices)):
             self.keep(name, allowed, reason, reserve=reserve)
 
     def only_with(self, name: str, other: str, allowed: tuple[Any, ...]) -> None:
-        """Let a knob have an effect only with these values of another."""
+        """Give a knob an effect only with these values of another."""
         self.space = self.space.condition(name, other, allowed)
         self.reserve = self.reserve.condition(name, other, allowed)
 
     def divide(self, batch: int) -> None:
-        """Let GPUs and their micro batches have only such values as divide a global batch together."""
+        """Restrict GPU counts and micro batches to combinations that divide a global batch."""
         self.space = self.space.divide(batch)
         self.reserve = self.reserve.divide(batch)
 
     def offer(self, name: str, values: tuple[Any, ...]) -> None:
-        """Let a knob have these values."""
+        """Replace a knob's values."""
         self.space = self.space.offer(name, values)
         self.reserve = self.reserve.offer(name, values)
 
     def pin(self, name: str, value: Any) -> None:
-        """Fix a knob, be it in the space or not."""
+        """Fix a knob, whether or not the space has it."""
         self.space = self.space.pin(name, value)
         self.reserve = self.reserve.pin(name, value)
 
 
 def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) -> None:
-    """Remove what the model, the global batch, or the number of examples makes impossible."""
-    batch, examples = workload.global_batch, workload.trained
+    """Remove values that the model, the global batch or the number of examples makes impossible."""
+    batch = workload.global_batch
+    examples = workload.trained
     _narrow_to_even_batches(narrowing, batch)
-    if not workload.examples_assumed:  # a micro batch that is not full is left out of the run
-        narrowing.keep("micro_batch_size", lambda size: size <= examples, f"more rows than examples ({examples})")
+    if not workload.examples_assumed:  # the run drops a micro batch that is not full
+        narrowing.keep(
+            "micro_batch_size",
+            lambda size: size <= examples,
+            f"more rows than examples ({examples})",
+        )
+
     context = model.max_seq_len
     if context:
-        narrowing.keep("seq_len", lambda length: length <= context, f"longer than the model's context of {context}")
+        narrowing.keep(
+            "seq_len",
+            lambda length: length <= context,
+            f"longer than the model's context of {context}",
+        )
+
     kind = model.config["model_type"]
-    narrowing.keep("lora_targets", lambda targets: target_modules(kind, targets) != [], "there is no attention")
+    narrowing.keep(
+        "lora_targets", lambda targets: target_modules(kind, targets) != [], "there is no attention"
+    )
     if kind in NO_FLASH_2:
-        narrowing.remove("attention", {"flash_attention_2"}, "transformers has no FlashAttention 2 for this model")
+        narrowing.remove(
+            "attention",
+            {"flash_attention_2"},
+            "transformers has no FlashAttention 2 for this model",
+        )
     if kind in NO_SDPA:
         _narrow_to_other_attention(narrowing)
+
     narrowing.remove_untested("model_type", kind)
     _narrow_tiling(narrowing)
     _remove_without_effect(narrowing, "cuda_graphs", "micro_batch")
     _remove_without_effect(narrowing, "lora_kernels", "joined")
+
     if reason := _no_varlen(model.config):
         narrowing.remove("packed_attention", {"varlen"}, reason)
+
     checkpoints = narrowing.space.choices("checkpointing")
     if checkpoints == ("offload",):
-        narrowing.remove("compile", {"per_layer"}, "layers whose checkpoints are offloaded do not compile")
+        narrowing.remove(
+            "compile", {"per_layer"}, "layers whose checkpoints are offloaded do not compile"
+        )
     elif "offload" in checkpoints:
-        narrowing.only_with("compile", "checkpointing", tuple(value for value in checkpoints if value != "offload"))
+        narrowing.only_with(
+            "compile", "checkpointing", tuple(value for value in checkpoints if value != "offload")
+        )
 
 
 def _narrow_tiling(narrowing: Narrowing) -> None:
-    """Remove tiles where no value of some knob goes with them: they would have no effect."""
+    """Remove tiles if another knob has no value that gives them an effect."""
     if narrowing.space.choices("checkpointing") == ("none",):
         narrowing.remove("tiling", {"tokens"}, "without recomputed layers there is nothing to tile")
     _remove_without_effect(narrowing, "tiling", "tokens")
 
 
 def _remove_without_effect(narrowing: Narrowing, name: str, value: str) -> None:
-    """Remove a value of a knob where no value of another goes with it."""
+    """Remove a knob's value if another knob has no value that gives it an effect."""
     for other, wanted in KNOBS[name].active_when.items():
         values = wanted if isinstance(wanted, list) else [wanted]
         if not set(values) & set(narrowing.space.choices(other)):
@@ -152,22 +197,31 @@ def _remove_without_effect(narrowing: Narrowing, name: str, value: str) -> None:
 
 
 def _narrow_to_even_batches(narrowing: Narrowing, batch: int) -> None:
-    """Remove micro batches, and numbers of GPUs, that do not divide the global batch with any of the other."""
-    numbers, sizes = narrowing.space.choices("num_gpus"), narrowing.space.choices("micro_batch_size")
+    """Remove micro batches and GPU counts that never divide the global batch."""
+    numbers = narrowing.space.choices("num_gpus")
+    sizes = narrowing.space.choices("micro_batch_size")
     fewest = min(numbers)
     each = f" on each of {fewest} GPUs" if fewest > 1 else ""
     uneven = {size for size in sizes if all(batch % (number * size) for number in numbers)}
-    narrowing.remove("micro_batch_size", uneven, f"does not divide the global batch of {batch}{each} (--global-batch)")
+    narrowing.remove(
+        "micro_batch_size",
+        uneven,
+        f"does not divide the global batch of {batch}{each} (--global-batch)",
+    )
+
     if len(numbers) > 1:
         odd = {number for number in numbers if all(batch % (number * size) for size in sizes)}
-        narrowing.remove("num_gpus", odd, f"do not divide the global batch of {batch} (--global-batch)")
+        narrowing.remove(
+            "num_gpus", odd, f"do not divide the global batch of {batch} (--global-batch)"
+        )
         narrowing.divide(batch)
-    # An optimizer that steps in each backward pass does not add up the gradients of several micro batches.
+    # An optimizer that steps in each backward pass cannot accumulate the gradients of several micro
+    # batches.
     narrowing.only_with("optimizer_in_backward", "micro_batch_size", (batch // fewest,))
 
 
 def narrow_to_sharing(narrowing: Narrowing) -> None:
-    """Remove what none of the ways in which GPUs may share out the training can train."""
+    """Remove values that no strategy for several GPUs can train."""
     space = narrowing.space
     uneven = {
         copies
@@ -177,12 +231,19 @@ def narrow_to_sharing(narrowing: Narrowing) -> None:
             for number in space.choices("num_gpus")
         )
     }
-    narrowing.remove("copies", uneven - {1}, "each copy of the shards takes two GPUs at least, and all take as many")
+    narrowing.remove(
+        "copies",
+        uneven - {1},
+        "each copy of the shards takes two GPUs at least, and all take as many",
+    )
+
+    # A value is removed if every strategy refuses it.
     ways = [
         Parallelism(num_gpus=number, strategy=strategy if number > 1 else "none")
         for number in space.choices("num_gpus")
         for strategy in space.choices("sharding")
     ]
+
     for knob in space.knobs:
         for value in knob.choices():
             config = TrainConfig(**{knob.name: value})
@@ -192,44 +253,56 @@ def narrow_to_sharing(narrowing: Narrowing) -> None:
 
 
 def _narrow_to_other_attention(narrowing: Narrowing) -> None:
-    """Remove SDPA, in favour of eager attention where there is no other."""
+    """Remove SDPA; if the space has no other attention, take eager attention."""
     reason = "transformers has no SDPA attention for this model"
     narrowing.remove("attention", {"sdpa_cudnn"}, reason)
     if narrowing.space.choices("attention") == ("sdpa",):
         narrowing.pin("attention", "eager")
-        narrowing.removals.append(Removal(knob="attention", values=("sdpa",), reason=f"{reason}; eager is left"))
+        narrowing.removals.append(
+            Removal(knob="attention", values=("sdpa",), reason=f"{reason}; eager is left")
+        )
     else:
         narrowing.remove("attention", {"sdpa"}, reason)
 
 
 def narrow_to_device(narrowing: Narrowing, device: DeviceSpec) -> None:
-    """Remove what the device that is tuned for cannot do."""
+    """Remove values that the target device does not support."""
     if device.kind == "cpu" and max(narrowing.space.choices("num_gpus")) > 1:
-        narrowing.remove("sharding", set(STRATEGIES) - {"ddp"}, "accelerate shares out models on GPUs alone")
+        narrowing.remove(
+            "sharding", set(STRATEGIES) - {"ddp"}, "accelerate shares out models on GPUs alone"
+        )
+
     _narrow_precision(narrowing, device)
     if not device.supports_fp8:
         narrowing.remove("quantization", {"fp8"}, f"{device.name} does not multiply 8-bit floats")
+
     if device.kind == "cpu" or device.vendor != "nvidia":
         narrowing.remove("cuda_graphs", {"micro_batch"}, "needs an NVIDIA GPU")
+
     if device.kind == "cpu":
         narrowing.remove("optimizer", {"lion_8bit"}, "has no CPU kernel")
-        narrowing.remove("attention", {"flash_attention_2", "flex_attention", "sdpa_cudnn"}, "needs a GPU")
+        narrowing.remove(
+            "attention", {"flash_attention_2", "flex_attention", "sdpa_cudnn"}, "needs a GPU"
+        )
         narrowing.remove("packed_attention", {"varlen"}, "needs a GPU")
         narrowing.remove("kernels", {"liger"}, "needs a GPU")
         narrowing.remove("checkpointing", {"offload"}, "there is no other memory to offload to")
     elif not device.has_flash:
-        narrowing.remove("attention", {"sdpa_cudnn", "flash_attention_2"}, f"{device.name} is too old for it")
+        narrowing.remove(
+            "attention", {"sdpa_cudnn", "flash_attention_2"}, f"{device.name} is too old for it"
+        )
         narrowing.remove("packed_attention", {"varlen"}, f"{device.name} is too old for it")
 
 
 def _narrow_precision(narrowing: Narrowing, device: DeviceSpec) -> None:
-    """Remove the precisions that the device does not train in, or trains in slowly.
+    """Remove precisions that the device does not train in, or trains in slowly.
 
-    A processor without fast bf16 trains in fp32, even if the space does not list it. A single
-    precision is the user's choice: it is refused, not replaced.
+    A CPU without fast bf16 trains in fp32, even if the space does not list fp32. If the user chose
+    a single precision, an unsupported one is an error and is not replaced.
     """
     choices = narrowing.space.choices("precision")
-    bf16, reason = {"bf16_mixed", "bf16_pure"}, f"{device.name} has no bf16"
+    bf16 = {"bf16_mixed", "bf16_pure"}
+    reason = f"{device.name} has no bf16"
 
     if device.kind == "cpu":
         reason = "this processor multiplies bf16 far slower than fp32 (without AVX-512)"
@@ -248,7 +321,7 @@ def _narrow_precision(narrowing: Narrowing, device: DeviceSpec) -> None:
 
 
 def narrow_to_packages(narrowing: Narrowing) -> None:
-    """Remove what needs a package that is not installed on this machine."""
+    """Remove values that need a package which is missing on this machine."""
     from importlib.util import find_spec
 
     if find_spec("flash_attn") is None:
@@ -263,45 +336,68 @@ def narrow_to_packages(narrowing: Narrowing) -> None:
         narrowing.remove("sharding", set(ZERO), "DeepSpeed is not installed")
 
 
-def narrow_to_trl(narrowing: Narrowing, *, installed: bool, objective: Objective = Objective.SFT) -> None:
-    """Remove what TRL's trainers cannot do.
+def narrow_to_trl(
+    narrowing: Narrowing, *, installed: bool, objective: Objective = Objective.SFT
+) -> None:
+    """Remove values that TRL's trainers do not support.
 
-    With `installed` the packages of this machine count too. Raises EnvironmentProblem where TRL is not one of them.
+    With `installed`, this machine's packages count too. Raises EnvironmentProblem if TRL is
+    missing.
     """
     if installed:
         from importlib.metadata import version
         from importlib.util import find_spec
 
         if find_spec("trl") is None:
-            raise EnvironmentProblem("--trainer trl: TRL is not installed", remedy="pip install trl")
+            raise EnvironmentProblem(
+                "--trainer trl: TRL is not installed", remedy="pip install trl"
+            )
         if not checkpoints_some(version("transformers")):
             reason = "TrainingArguments before transformers 5.23 recomputes every layer or none"
             narrowing.keep("checkpointing", lambda value: value in ("none", "full"), reason)
+
     if objective.num_labels is None:
-        narrowing.keep("loss", lambda value: value == "chunked", "TRL has a chunked loss of its own, and no other")
+        narrowing.keep(
+            "loss",
+            lambda value: value == "chunked",
+            "TRL has a chunked loss of its own, and no other",
+        )
         narrowing.pin("loss", "chunked")
+
     narrowing.remove_untested("trainer", "trl")
     _narrow_padding_to_trl(narrowing)
     narrowing.remove("quantization", {"fp8"}, "TRL has no fp8 base")
-    narrowing.remove("optimizer_in_backward", {True}, "TRL's optimizer steps once the backward pass has ended")
+    narrowing.remove(
+        "optimizer_in_backward", {True}, "TRL's optimizer steps once the backward pass has ended"
+    )
     narrowing.remove("attention", {"sdpa_cudnn"}, "a name that TRL does not know")
     narrowing.remove("tiling", {"tokens"}, "TRL computes layers whole")
     narrowing.remove("cuda_graphs", {"micro_batch"}, "TRL's training step reads values on the host")
     narrowing.remove("lora_kernels", {"joined"}, "TRL computes adapters as PEFT does")
-    narrowing.remove("checkpointing", SELECTIVE, "TRL's files have no budget of activations for the compiler")
-    if "lora" in narrowing.space.choices("method") and "none" in narrowing.space.choices("quantization"):
-        narrowing.remove("precision", {"bf16_pure"}, "TRL keeps adapters on an unquantised base in fp32")
+    narrowing.remove(
+        "checkpointing", SELECTIVE, "TRL's files have no budget of activations for the compiler"
+    )
+    if "lora" in narrowing.space.choices("method") and "none" in narrowing.space.choices(
+        "quantization"
+    ):
+        narrowing.remove(
+            "precision", {"bf16_pure"}, "TRL keeps adapters on an unquantised base in fp32"
+        )
 
 
 def narrow_to_objective(narrowing: Narrowing, objective: Objective) -> None:
-    """Remove the values that an objective excludes, and those that are untested with it."""
+    """Remove values that an objective excludes, and values that are untested with it."""
     narrowing.remove_untested("objective", objective)
     if objective.num_labels is not None:
         narrowing.remove("loss", {"chunked"}, "a value for a row needs no logits of its tokens")
     if objective is Objective.CLASSIFICATION:
         narrowing.remove("packing", {True}, "each row has one label")
+
     if objective.has_reference:
-        reason = "TRL switches recomputation off and on again, for all layers alike, where the untrained model computes"
+        reason = (
+            "TRL switches recomputation off and on again, for all layers alike, where the"
+            " untrained model computes"
+        )
         narrowing.keep("checkpointing", lambda value: value in ("none", "full"), reason)
     if objective is Objective.KTO:
         reason = "KTO compares each answer with those to other prompts of its micro batch"
@@ -309,54 +405,78 @@ def narrow_to_objective(narrowing: Narrowing, objective: Objective) -> None:
 
 
 def narrow_to_images(narrowing: Narrowing, workload: Workload) -> None:
-    """Remove the values that images exclude, and those that are untested with them."""
+    """Remove values that images exclude, and values that are untested with images."""
     tokens = workload.image_tokens
     if tokens:
         least = max(tokens + LEAST_TEXT, workload.images_end)
         room = f"the images of an example take {tokens} tokens, which are never cut"
         room += f", and the last ends at token {least}" if least > tokens + LEAST_TEXT else ""
         narrowing.keep("seq_len", lambda length: length >= least, room)
+
     narrowing.remove("packing", {True}, "rows with images are not packed")
-    narrowing.remove("group_by_length", {True}, "images are read when a micro batch is made, and not before")
+    narrowing.remove(
+        "group_by_length", {True}, "images are read when a micro batch is made, and not before"
+    )
     narrowing.remove("cuda_graphs", {"micro_batch"}, "the sizes of images are read on the host")
     narrowing.remove_untested("images")
 
 
 def _narrow_padding_to_trl(narrowing: Narrowing) -> None:
-    """Pad to the longest row of a micro batch; to seq_len, the one length that TRL can pad all rows to, to compile."""
-    named = narrowing.space.knob("padding")
-    alike = named is None or {"bucket", "max_length"} & set(named.choices())
-    narrowing.remove("padding", {"bucket"}, "TRL pads to the longest row of a micro batch, or all rows to one length")
+    """Restrict padding to the modes of TRL: to the longest row of a micro batch, or to `seq_len`.
+
+    Compiled layers need the latter.
+    """
+    knob = narrowing.space.knob("padding")
+    alike = knob is None or {"bucket", "max_length"} & set(knob.choices())
+    narrowing.remove(
+        "padding",
+        {"bucket"},
+        "TRL pads to the longest row of a micro batch, or all rows to one length",
+    )
     narrowing.remove("padding", {"masked"}, "TRL gives all rows a mask: for it, that is `longest`")
-    if alike and "longest" in narrowing.space.choices("padding") and narrowing.space.choices("compile") != ("none",):
+
+    if (
+        alike
+        and "longest" in narrowing.space.choices("padding")
+        and narrowing.space.choices("compile") != ("none",)
+    ):
         narrowing.pin("padding", "max_length")
         narrowing.only_with("padding", "compile", ("per_layer",))
 
 
 def narrow_padding(narrowing: Narrowing, workload: Workload) -> None:
-    """Search compilation only with packed rows where the others may only be padded to the longest of a micro batch.
+    """Search compilation only with packed rows if the only other padding is to the longest row.
 
-    Examples of one length have no padding that a mask could hide.
+    Examples of one length have no padding, so they need no mask.
     """
     padding = narrowing.space.knob("padding")
     if padding is None:
         return
+
     others = set(padding.choices()) - {"masked"}
     if others and len(workload.lengths.counts) == 1:
-        narrowing.space, _ = narrowing.space.narrow("padding", others.__contains__, "no row has padding")
-        narrowing.reserve, _ = narrowing.reserve.narrow("padding", others.__contains__, "no row has padding")
+        narrowing.space, _ = narrowing.space.narrow(
+            "padding", others.__contains__, "no row has padding"
+        )
+        narrowing.reserve, _ = narrowing.reserve.narrow(
+            "padding", others.__contains__, "no row has padding"
+        )
     if others - {"longest"}:
         return
     reason = "rows padded to the longest of each micro batch have too many lengths to compile for"
-    if True in narrowing.space.choices("packing") and "per_layer" in narrowing.space.choices("compile"):
+    if True in narrowing.space.choices("packing") and "per_layer" in narrowing.space.choices(
+        "compile"
+    ):
         narrowing.only_with("compile", "packing", (True,))
-        narrowing.removals.append(Removal(knob="compile", values=("per_layer",), reason=f"without packing: {reason}"))
+        narrowing.removals.append(
+            Removal(knob="compile", values=("per_layer",), reason=f"without packing: {reason}")
+        )
     else:
         narrowing.remove("compile", {"per_layer"}, reason)
 
 
 def narrow_checkpointing(narrowing: Narrowing) -> None:
-    """Remove selective recomputation where layers are not compiled, or only with other values of some knob."""
+    """Remove selective recomputation if layers are not compiled, or only conditionally."""
     compiled = narrowing.space.knob("compile")
     if compiled is None or "per_layer" not in compiled.choices():
         reason = "the layers are not compiled, whose compiler chooses what is recomputed"
@@ -366,8 +486,13 @@ def narrow_checkpointing(narrowing: Narrowing) -> None:
         narrowing.remove("checkpointing", SELECTIVE, reason)
 
 
-def narrow_to_layers(narrowing: Narrowing, model: ModelSpec, trainer: str, shape: ModelShape | None) -> None:
-    """Remove what the layers of the model cannot do; None where its shape is not known. Raises UsageError."""
+def narrow_to_layers(
+    narrowing: Narrowing, model: ModelSpec, trainer: str, shape: ModelShape | None
+) -> None:
+    """Remove values that the model's layers do not support; with None the shape is unknown.
+
+    Raises UsageError if no value is left.
+    """
     if shape is not None and shape.no_adapters:
         _narrow_to_other_adapters(narrowing, shape)
     if shape is not None and shape.linear_layers:
@@ -375,51 +500,83 @@ def narrow_to_layers(narrowing: Narrowing, model: ModelSpec, trainer: str, shape
     if shape is not None and not shape.sdpa:
         _narrow_to_other_attention(narrowing)
     if shape is not None and not shape.tileable:
-        narrowing.remove("tiling", {"tokens"}, "its layers have no attention and MLP of the usual form")
+        narrowing.remove(
+            "tiling", {"tokens"}, "its layers have no attention and MLP of the usual form"
+        )
+
     if trainer == "transformers" and (shape is None or not shape.plain_head):
         reason = "the model changes its logits after its head, which cannot be done in chunks"
         if shape is None:
             reason = "whether the model changes its logits after its head is not known"
         narrowing.remove("loss", {"chunked"}, reason)
+
     if shape is None or not shape.liger:
         narrowing.remove("kernels", {"liger"}, "Liger has no kernels for this model")
-    fused = shape is not None and shape.parametrized and ALL_LINEAR in narrowing.space.choices("lora_targets")
+
+    fused = (
+        shape is not None
+        and shape.parametrized
+        and ALL_LINEAR in narrowing.space.choices("lora_targets")
+    )
     if fused and "lora" in narrowing.space.choices("method"):
-        reason = "adapters on fused experts replace whole weights in each forward pass, which does not compile"
+        reason = (
+            "adapters on fused experts replace whole weights in each forward pass, which does not"
+            " compile"
+        )
         narrowing.remove("compile", {"per_layer"}, reason)
         narrow_checkpointing(narrowing)
 
 
-def _narrow_to_named_layers(narrowing: Narrowing, model: ModelSpec, layers: tuple[str, ...]) -> None:
-    """Remove adapters on modules that no layer has; of a choice all modules must be there, or the type be known."""
+def _narrow_to_named_layers(
+    narrowing: Narrowing, model: ModelSpec, layers: tuple[str, ...]
+) -> None:
+    """Remove adapters on modules that no layer has.
 
-    def there(targets: str) -> bool:
+    A choice needs all of its modules. One is enough for a model type with known names.
+    """
+
+    def has_layers(targets: str) -> bool:
         names = target_modules(model.config["model_type"], targets) or []
-        found = [any(f".{path}".endswith(f".{name}") for path in layers) for name in names]
-        return all(found) or (any(found) and has_own_names(model.config["model_type"]))
+        matches = [any(f".{path}".endswith(f".{name}") for path in layers) for name in names]
+        return all(matches) or (any(matches) and has_own_names(model.config["model_type"]))
 
     names = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in layers))
-    narrowing.keep("lora_targets", there, f"the model has linear layers of these names alone: {names}")
+    narrowing.keep(
+        "lora_targets", has_layers, f"the model has linear layers of these names alone: {names}"
+    )
 
 
 def _narrow_to_other_adapters(narrowing: Narrowing, shape: ModelShape) -> None:
-    """Remove adapters on every linear layer, which PEFT refuses; all adapters where the space has no others."""
+    """Remove adapters on every linear layer, which PEFT refuses.
+
+    If the space has no other targets, remove all adapters.
+    """
     if set(narrowing.space.choices("lora_targets")) - {ALL_LINEAR}:
         reason = f"PEFT refuses adapters on some of its layers: {shape.no_adapters}"
         narrowing.remove("lora_targets", {ALL_LINEAR}, reason)
         return
+
     if narrowing.space.knob("method") is None:
         narrowing.pin("method", "lora")
     has_attention = any("attn." in path or "attention." in path for path in shape.linear_layers)
     other = "; --set lora_targets=attention may be possible" if has_attention else ""
-    narrowing.remove("method", {"lora"}, f"PEFT refuses adapters on its layers: {shape.no_adapters}{other}")
+    narrowing.remove(
+        "method", {"lora"}, f"PEFT refuses adapters on its layers: {shape.no_adapters}{other}"
+    )
 
 
 def refusal(
-    config: TrainConfig, model: ModelSpec, trainer: str, shape: ModelShape | None, device: DeviceSpec
+    config: TrainConfig,
+    model: ModelSpec,
+    trainer: str,
+    shape: ModelShape | None,
+    device: DeviceSpec,
 ) -> str | None:
-    """What of this configuration the model's layers or the device cannot do, as the narrowing says it, or None."""
-    space = SearchSpace.of(**{name: value for name, value in config.as_dict().items() if value is not None})
+    """Return why the model's layers or the device cannot run a configuration, or None."""
+    space = SearchSpace.of(
+        **{name: value for name, value in config.as_dict().items() if value is not None}
+    )
+
     narrowing = Narrowing(space=space, reserve=space)
     try:
         narrow_to_device(narrowing, device)
@@ -430,46 +587,73 @@ def refusal(
 
 
 def apply_floors(narrowing: Narrowing, workload: Workload, floors: Floors) -> None:
-    """Remove what is below the floors. A knob with one value is the user's choice and stays.
+    """Remove values below the floors. A knob with one value is the user's choice and stays.
 
     Raises UsageError if the user asked for a rank or a length that the space does not have.
     """
     _apply_floor_of_length(narrowing, workload, floors.max_truncated)
     largest = max(narrowing.space.choices("lora_rank"))
-    if floors.min_rank is not None and floors.min_rank > largest and "lora" in narrowing.space.choices("method"):
+    if (
+        floors.min_rank is not None
+        and floors.min_rank > largest
+        and "lora" in narrowing.space.choices("method")
+    ):
         remedy = f"give {largest} at most, or pin a rank with --rank"
-        raise UsageError(f"--min-rank {floors.min_rank}: the largest rank of the space is {largest}", remedy=remedy)
+        raise UsageError(
+            f"--min-rank {floors.min_rank}: the largest rank of the space is {largest}",
+            remedy=remedy,
+        )
+
     min_rank = floors.min_rank or MIN_RANK
     reason = f"below the rank floor of {min_rank} (--min-rank)"
     narrowing.prefer("lora_rank", lambda rank: rank >= min_rank, reason, reserve=True)
+
     for name, (floor, may_win, what) in UNASKED.items():
         if not getattr(floors, floor):
-            in_reserve = name != "precision" or "full" in narrowing.space.choices("method")  # adapters are small
+            # Full fine-tuning gains much memory from pure bf16, adapters little.
+            in_reserve = name != "precision" or "full" in narrowing.space.choices("method")
             when = "where nothing else fits" if in_reserve else "where it is asked for"
             reason = f"{what}: used only {when} (--{floor.replace('_', '-')})"
             narrowing.prefer(name, may_win, reason, reserve=not in_reserve)
 
 
-def _apply_floor_of_length(narrowing: Narrowing, workload: Workload, max_truncated: float | None) -> None:
-    """Remove lengths that cut off too many tokens, and lengths beyond the shortest that holds every example."""
+def _apply_floor_of_length(
+    narrowing: Narrowing, workload: Workload, max_truncated: float | None
+) -> None:
+    """Remove lengths that truncate too many tokens, and lengths longer than any example needs.
+
+    The shortest length that holds every example stays.
+    """
     largest = max(narrowing.space.choices("seq_len"))
     least = workload.truncated(largest)
     if max_truncated is not None and least > max_truncated + 1e-9:
         raise UsageError(
-            f"--max-truncated {max_truncated}: the longest rows, {largest}, cut off {least:.2%} of the tokens",
-            remedy=f"give {math.ceil(least * 1000) / 1000} or more, or pin a longer seq_len with --seq-len",
+            f"--max-truncated {max_truncated}: the longest rows, {largest}, cut off"
+            f" {least:.2%} of the tokens",
+            remedy=f"give {math.ceil(least * 1000) / 1000} or more,"
+            " or pin a longer seq_len with --seq-len",
         )
+
     limit = max(MAX_TRUNCATED if max_truncated is None else max_truncated, least)
     reason = f"would cut off more than {100 * limit:.3g}% of the tokens (--max-truncated)"
-    narrowing.prefer("seq_len", lambda length: workload.truncated(length) <= limit + 1e-9, reason, reserve=True)
+    narrowing.prefer(
+        "seq_len", lambda length: workload.truncated(length) <= limit + 1e-9, reason, reserve=True
+    )
+
     longest = workload.lengths.longest
-    shortest = min((length for length in narrowing.space.choices("seq_len") if length >= longest), default=math.inf)
+    shortest = min(
+        (length for length in narrowing.space.choices("seq_len") if length >= longest),
+        default=math.inf,
+    )
     reason = f"no example is longer than {longest} tokens: the rest of a row would be padding"
     narrowing.prefer("seq_len", lambda length: length <= shortest, reason, reserve=True)
 
 
 def narrow_packing(narrowing: Narrowing, workload: Workload) -> None:
-    """Search packing only with values that it goes with. Raises UsageError if it was asked for and is impossible."""
+    """Search packing only with compatible values of other knobs.
+
+    Raises UsageError if the user asked for packing and it is impossible.
+    """
     if True not in narrowing.space.choices("packing"):
         return
     asked_for = narrowing.space.choices("packing") == (True,)
@@ -480,6 +664,7 @@ def narrow_packing(narrowing: Narrowing, workload: Workload) -> None:
             raise UsageError(f"packing was asked for, but {conditions}", remedy=remedy)
         narrowing.remove("packing", {True}, conditions)
         return
+
     for name, (allowed, reason) in conditions.items():
         excluded = tuple(value for value in narrowing.space.choices(name) if value not in allowed)
         if excluded and asked_for:
@@ -491,17 +676,22 @@ def narrow_packing(narrowing: Narrowing, workload: Workload) -> None:
 
 
 def _no_varlen(shape: Mapping[str, Any]) -> str | None:
-    """What of the attention of a model with this config is not computed for each example by itself; None if all is."""
+    """Return why varlen attention cannot compute a model with this config, or None if it can."""
     if shape.get("attention_dropout"):
         return "it has no dropout, which the model's attention has"
-    width, heads, size = (shape.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
+
+    width, heads, size = (
+        shape.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim")
+    )
     if not size and isinstance(width, int) and isinstance(heads, int) and heads > 0:
         size = width // heads
+
     if not isinstance(size, int):
         return "the size of the model's heads is not known"
     if size > LARGEST_HEAD or size % HEAD_MULTIPLE:
         return (
-            f"it takes heads of {LARGEST_HEAD} values at most, a multiple of {HEAD_MULTIPLE}; the model's have {size}"
+            f"it takes heads of {LARGEST_HEAD} values at most, a multiple of {HEAD_MULTIPLE};"
+            f" the model's have {size}"
         )
     return None
 
@@ -509,18 +699,28 @@ def _no_varlen(shape: Mapping[str, Any]) -> str | None:
 def _packing_conditions(
     narrowing: Narrowing, workload: Workload, asked_for: bool
 ) -> dict[str, tuple[tuple[Any, ...], str]] | str:
-    """For other knobs the values that packing goes with, and why not with others; only the reason if with none."""
+    """Return the values of other knobs that allow packing, each with the reason for its removals.
+
+    If packing is impossible, return only the reason.
+    """
     if workload.lengths.source == "assumed" and not asked_for:
         return "how long the examples are was not given (--dataset, --lengths)"
-    # With flash_attention_2 transformers keeps examples apart only in micro batches of one row.
-    reasons = {value: untested("packing", True, "attention", value) for value in narrowing.space.choices("attention")}
+
+    # With flash_attention_2, transformers separates examples only in micro batches of one row.
+    reasons = {
+        value: untested("packing", True, "attention", value)
+        for value in narrowing.space.choices("attention")
+    }
     attentions = tuple(value for value, reason in reasons.items() if reason is None)
     untested_attentions = "; ".join(filter(None, reasons.values()))
     if not attentions:
         return untested_attentions
-    lengths, sizes = narrowing.space.choices("seq_len"), narrowing.space.choices("micro_batch_size")
+
+    lengths = narrowing.space.choices("seq_len")
+    sizes = narrowing.space.choices("micro_batch_size")
     if len(lengths) > MOST_LENGTHS:
         return f"the space has more than {MOST_LENGTHS} values of seq_len (--seq-len)"
+
     rows = {length: TrainConfig(seq_len=length, packing=True) for length in lengths}
     examples_per_row = {length: workload.examples_per_row(row) for length, row in rows.items()}
     if max(examples_per_row.values()) < WORTH_PACKING and not asked_for:
@@ -531,14 +731,20 @@ def _packing_conditions(
         near = abs(step / workload.global_batch - 1) <= OFF_BATCH
         return near and step <= max(workload.trained, examples_per_row[length])
 
-    # The shortest rows allow most micro batches; a longer row removes some, and is left out where it removes all.
-    allowed_sizes, allowed_lengths = set(sizes), []
+    # The shortest rows allow most micro batches. A longer row removes some of them, and is itself
+    # removed if it would remove all.
+    allowed_sizes = set(sizes)
+    allowed_lengths = []
     for length in sorted(lengths):
         common = {size for size in allowed_sizes if is_near_batch(length, size)}
         if common:
             allowed_sizes = common
             allowed_lengths.append(length)
-    reason = f"a step would be over {OFF_BATCH:.0%} off the global batch of {workload.global_batch} (--global-batch)"
+
+    reason = (
+        f"a step would be over {OFF_BATCH:.0%} off the global batch of"
+        f" {workload.global_batch} (--global-batch)"
+    )
     if not allowed_lengths:
         return f"{reason}: a row holds {min(examples_per_row.values()):.1f} examples"
     return {

@@ -1,4 +1,4 @@
-"""How many GPUs and hosts a user names, what links the hosts, and by when a run is to end."""
+"""Parse the user's GPU counts, host counts, network between hosts, and time limit."""
 
 import math
 import re
@@ -10,8 +10,8 @@ from autotune.core.units import parse_duration
 Counts = str | int | Sequence[int]
 
 MOST_GPUS = 8  # of one host
-# GB/s out of a host by all its adapters: their nominal rate, of which collectives reach REACHED. 400 Gb/s, which is 50
-# GB/s, give 45 (nccl-tests).
+# GB/s out of a host through all its adapters: the nominal rate. Collectives reach REACHED times as
+# much: 400 Gb/s, which is 50 GB/s, give 45 (nccl-tests).
 NETWORKS = {
     "ethernet-10": 1.25,
     "ethernet-25": 3.125,
@@ -24,7 +24,10 @@ REACHED = 0.9
 
 
 def parse_gpus(given: Counts) -> tuple[int, ...]:
-    """'1,2,4', or [1, 2, 4] -> (1, 2, 4). Raises UsageError for what is no number of GPUs of one host."""
+    """Parse '1,2,4', or [1, 2, 4], to (1, 2, 4).
+
+    Raises UsageError for anything but GPU counts of one host.
+    """
     numbers = _parse_counts("--gpus", given, "1,2,4,8")
     if numbers[-1] > MOST_GPUS:
         raise UsageError(
@@ -35,40 +38,55 @@ def parse_gpus(given: Counts) -> tuple[int, ...]:
 
 
 def parse_nodes(given: Counts | None) -> tuple[int, ...]:
-    """As `parse_gpus`, for hosts; one where none is given."""
+    """Parse host counts as `parse_gpus` parses GPU counts; one host by default."""
     return (1,) if given is None else _parse_counts("--nodes", given, "1,2,4")
 
 
 def _parse_counts(option: str, given: Counts, example: str) -> tuple[int, ...]:
-    text = given if isinstance(given, str) else ",".join(map(str, [given] if isinstance(given, int) else given))
+    if isinstance(given, str):
+        text = given
+    else:
+        text = ",".join(map(str, [given] if isinstance(given, int) else given))
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch("[0-9]{1,6}", part) and int(part) for part in parts):
-        raise UsageError(f"{option} cannot be {text!r}", remedy=f"separate numbers by commas: {option} {example}")
+        raise UsageError(
+            f"{option} cannot be {text!r}", remedy=f"separate numbers by commas: {option} {example}"
+        )
     return tuple(sorted({int(part) for part in parts}))
 
 
 def parse_network(given: str | float | None) -> float | None:
-    """GB/s that collectives reach between hosts: of one of NETWORKS by name, or of as many GB/s. Raises UsageError."""
+    """Return the GB/s that collectives reach between hosts.
+
+    `given` is a name of NETWORKS or a nominal rate in GB/s. Raises UsageError for anything else.
+    """
     if given is None:
         return None
+
     try:
         nominal = NETWORKS[given] if isinstance(given, str) and given in NETWORKS else float(given)
     except ValueError:
         nominal = 0.0
+
     if not 0 < nominal < math.inf:
         names = ", ".join(NETWORKS)
-        raise UsageError(f"--network cannot be {given!r}", remedy=f"give GB/s out of a host, or one of {names}")
+        raise UsageError(
+            f"--network cannot be {given!r}", remedy=f"give GB/s out of a host, or one of {names}"
+        )
     return REACHED * nominal
 
 
 def split_count(gpu: str) -> tuple[str | None, str]:
-    """'8xh100' -> ('8', 'h100'), 'h100' -> (None, 'h100')."""
-    found = re.fullmatch(r"\s*([0-9]+)\s*x\s*(.+)", gpu)
-    return (found[1], found[2]) if found else (None, gpu)
+    """Split a count from a name: '8xh100' -> ('8', 'h100'), 'h100' -> (None, 'h100')."""
+    match = re.fullmatch(r"\s*([0-9]+)\s*x\s*(.+)", gpu)
+    return (match[1], match[2]) if match else (None, gpu)
 
 
 def parse_within(within: str | float | None) -> float | None:
-    """Hours: '6h' -> 6.0; a number is hours. Raises UsageError for what is no time above zero."""
+    """Parse a time limit to hours: '6h' -> 6.0; a number is in hours.
+
+    Raises UsageError unless it is a positive time.
+    """
     if within is None:
         return None
     try:

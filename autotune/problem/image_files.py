@@ -1,6 +1,7 @@
-"""The images of a dataset's rows: their sizes, from the first bytes of each file, and the rows' text without them.
+"""Image sizes of a dataset's rows, read from the start of each file, and the rows' text.
 
-`trainer.examples` finds what names them. A file may also be in the row itself, as `datasets` writes it.
+`trainer.examples` finds the reference to each image. An image file may also be stored inside the
+row, as `datasets` does.
 """
 
 import io
@@ -21,22 +22,29 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def pictures_of(
     where: str, named: Iterable[Any], folder: Path, picture: Callable[[int, int], Picture]
 ) -> tuple[Picture, ...]:
-    """What a processor makes of each image of a row. Files are searched for from `folder`.
+    """Return the processor's result for each image of a row.
 
-    Raises UsageError, which names the row and the file, for what is no image, and for one that `picture` refuses.
+    Paths are relative to `folder`. Raises UsageError, with the row and the file, for an unreadable
+    image and for one that `picture` refuses.
     """
-    made = []
+    pictures = []
     for one in named:
-        path, content = (one.get("path"), one.get("bytes")) if isinstance(one, dict) else (one, None)
+        if isinstance(one, dict):
+            path = one.get("path")
+            content = one.get("bytes")
+        else:
+            path = one
+            content = None
         name = f"{where}: its image " + (f"{path!r:.80} " if path else "")
         try:
-            made.append(picture(*_size_in(path, content, folder)))
+            pictures.append(picture(*_size_in(path, content, folder)))
         except UsageError as error:
             raise UsageError(f"--dataset: {name}is refused: {error}", remedy=error.remedy) from None
         except (OSError, ValueError, struct.error) as error:
             remedy = f"name a whole image file, by its path from {folder}, or leave the row out"
             raise UsageError(f"--dataset: {name}cannot be read: {error}", remedy=remedy) from None
-    return tuple(made)
+
+    return tuple(pictures)
 
 
 def _size_in(path: Any, content: Any, folder: Path) -> tuple[int, int]:
@@ -50,7 +58,9 @@ def _size_in(path: Any, content: Any, folder: Path) -> tuple[int, int]:
 
 
 def size_of(file: BinaryIO) -> tuple[int, int]:
-    """Width and height in pixels of a PNG or JPEG, or of what Pillow reads where that is installed.
+    """Return width and height in pixels of a PNG, a JPEG, or a format that Pillow can read.
+
+    Pillow is optional.
 
     Raises ValueError and struct.error for anything else.
     """
@@ -63,18 +73,19 @@ def size_of(file: BinaryIO) -> tuple[int, int]:
     else:
         file.seek(0)
         width, height = _pillow_size(file)
+
     if not width or not height:
         raise ValueError("it has no pixels")
     return width, height
 
 
 def _jpeg_size(file: BinaryIO) -> tuple[int, int]:
-    """From the segment that says how the image was encoded; those before it are skipped."""
+    """Return the size from the frame header; the segments before it are skipped."""
     while True:
         mark, kind, length = struct.unpack(">BBH", file.read(4))
         if mark != 0xFF or length < 2:
             raise ValueError("it is a broken JPEG")
-        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):  # tables, which are no frames
+        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):  # those three are tables
             _, height, width = struct.unpack(">BHH", file.read(5))
             return width, height
         file.seek(length - 2, io.SEEK_CUR)
@@ -84,33 +95,49 @@ def _pillow_size(file: BinaryIO) -> tuple[int, int]:
     try:
         from PIL import Image
     except ImportError:
-        raise ValueError("it is neither PNG nor JPEG; others are read with Pillow: pip install pillow") from None
+        raise ValueError(
+            "it is neither PNG nor JPEG; others are read with Pillow: pip install pillow"
+        ) from None
     with Image.open(file) as image:
         width, height = image.size
     return int(width), int(height)
 
 
 def text_of(form: Chat, *, whole: bool = True) -> dict[str, Any]:
-    """A row with the text of these messages, which are in parts; without `whole`, as far as their last image."""
-    messages, until = [], len(form.messages)
+    """Return a row with the text of these messages, whose contents are lists of parts.
+
+    Without `whole`, the text ends before the last image.
+    """
+    messages = []
+    until = len(form.messages)
     if not whole:
-        until = max(place for place, one in enumerate(form.messages) if any(map(is_image, one["content"]))) + 1
+        with_images = (
+            place for place, one in enumerate(form.messages) if any(map(is_image, one["content"]))
+        )
+        until = max(with_images) + 1
     for place, message in enumerate(form.messages[:until]):
         parts = message["content"]
         if not whole and place == until - 1:
             parts = parts[: max(index for index, part in enumerate(parts) if is_image(part))]
         texts = [part for part in parts if not is_image(part)]
         messages.append(message | {"content": texts or [{"type": "text", "text": ""}]})
+
     beside = {"tools": form.tools, "chat_template_kwargs": form.options}
     if form.completion is None or not whole:
         return {"messages": messages, **beside}
-    return {"prompt": messages[: form.completion], "completion": messages[form.completion :], **beside}
+    return {
+        "prompt": messages[: form.completion],
+        "completion": messages[form.completion :],
+        **beside,
+    }
 
 
 def flat(form: Plain | Chat) -> Plain | Chat:
-    """The same with each message's parts, of text alone, as one text."""
+    """Return the row with each message's parts, which are all text, joined to one string."""
     if isinstance(form, Plain):
         return form
     joined = ["".join(part["text"] for part in message["content"]) for message in form.messages]
-    messages = [message | {"content": text} for message, text in zip(form.messages, joined, strict=True)]
+    messages = [
+        message | {"content": text} for message, text in zip(form.messages, joined, strict=True)
+    ]
     return replace(form, messages=messages)

@@ -1,41 +1,55 @@
-"""Which images go with rows of which length: those of the rows that a probe trains on."""
+"""Choose the images that a probe uses in rows of a given length."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from autotune.core.images import Picture
 
-MOST_KINDS = 256  # lengths of a dataset whose images are kept
-LEAST_TEXT = 2  # tokens of a row beside its images: one is read, and the next predicted
+MOST_KINDS = 256  # number of lengths whose images are kept
+LEAST_TEXT = 2  # tokens of a row besides its images: one is read, and the next is predicted
 
 Pictured = tuple[int, tuple[Picture, ...]]  # the tokens of an example, and its images
 
 
 def taken(pictures: Sequence[Picture]) -> int:
-    """Tokens that images take of a row."""
+    """Return the number of tokens that these images take."""
     return sum(picture.length for picture in pictures)
 
 
 def pictured(examples: Iterable[Pictured]) -> tuple[Pictured, ...]:
-    """Examples that represent these, ascending by length: of each length the most frequent images, and the largest.
+    """Return examples that represent these, sorted by length.
 
-    Of many lengths some at equal distances are kept, the shortest and the longest among them.
+    Each length keeps its most frequent combination of images. If there are more than MOST_KINDS
+    lengths, evenly spaced ones are kept, with the shortest and the longest. The example with the
+    most image tokens is always kept.
     """
     counted = Counter(examples)
     if not any(pictures for _, pictures in counted):
         return ()
+
     by_length: dict[int, Pictured] = {}
-    for example, _ in sorted(counted.items(), key=lambda item: (item[1], item[0][0], taken(item[0][1]))):
+    for example, _ in sorted(
+        counted.items(), key=lambda item: (item[1], item[0][0], taken(item[0][1]))
+    ):
         by_length[example[0]] = example
+
     lengths = sorted(by_length)
     last = max(min(len(lengths), MOST_KINDS) - 1, 1)
-    kept = {by_length[lengths[round(place * (len(lengths) - 1) / last)]] for place in range(last + 1)}
+    kept = {
+        by_length[lengths[round(place * (len(lengths) - 1) / last)]] for place in range(last + 1)
+    }
     largest = max(counted, key=lambda example: taken(example[1]))
     return tuple(sorted(kept | {largest}, key=lambda example: (example[0], taken(example[1]))))
 
 
-def images_of(examples: Sequence[Pictured], length: int, *, largest: bool = False) -> tuple[Picture, ...]:
-    """The images of a row of so many tokens: those of the example nearest in length, or the largest that have room."""
+def images_of(
+    examples: Sequence[Pictured], length: int, *, largest: bool = False
+) -> tuple[Picture, ...]:
+    """Return the images for a row of `length` tokens.
+
+    They come from the example with the nearest length whose images fit. With `largest`, they are
+    the largest that fit.
+    """
     fitting = [example for example in examples if taken(example[1]) + LEAST_TEXT <= length]
     if not fitting:
         return ()

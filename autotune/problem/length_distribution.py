@@ -1,4 +1,4 @@
-"""The lengths of the examples in tokens: counted, estimated from their characters, or described by two numbers."""
+"""The distribution of example lengths in tokens: counted, estimated or described."""
 
 import bisect
 import hashlib
@@ -20,8 +20,8 @@ from autotune.core.files import read_user_text
 
 Source = Literal["assumed", "given", "counted", "characters", "summary"]
 P99 = NormalDist().inv_cdf(0.99)
-MAX_BYTES = 2**30  # of a file of lengths; those of a hundred million examples
-BINS = 1000  # equally likely parts in which a described distribution is sampled
+MAX_BYTES = 2**30  # of a file of lengths: enough for a hundred million examples
+BINS = 1000  # equally likely bins of a described distribution
 
 SAYS: dict[Source, str] = {
     "assumed": "assumed",
@@ -34,15 +34,17 @@ SAYS: dict[Source, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """A distribution: pairs (tokens, number of examples), ascending. `source` says how far to trust it.
+    """A distribution of lengths: pairs (tokens, number of examples), sorted by tokens.
 
-    `trained_share` of the tokens are trained on; the others are only read.
+    `source` indicates how reliable it is. The share `trained_share` of the tokens is trained on;
+    the rest is only read.
     """
 
     counts: tuple[tuple[int, int], ...]
     source: Source
     trained_share: float = 1.0
-    _hash: int = field(init=False, repr=False, compare=False)  # computed once: there are thousands of counts
+    # Computed once, because there are thousands of counts.
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.counts or self.counts[0][0] < 1 or any(number < 1 for _, number in self.counts):
@@ -56,28 +58,46 @@ class Lengths:
 
     @classmethod
     def constant(cls, tokens: int, source: Source = "given") -> "Lengths":
-        """Every example has this many tokens. Raises ValueError below 1."""
+        """Return a distribution with one length. Raises ValueError below 1."""
         return cls(counts=((tokens, 1),), source=source)
 
     @classmethod
     def of(cls, lengths: Iterable[int], source: Source, trained_share: float = 1.0) -> "Lengths":
-        """The distribution of these lengths, one per example. Raises ValueError without any, or for one below 1."""
-        return cls(counts=tuple(sorted(Counter(lengths).items())), source=source, trained_share=trained_share)
+        """Return the distribution of these lengths, one for each example.
+
+        Raises ValueError for no lengths, or for one below 1.
+        """
+        return cls(
+            counts=tuple(sorted(Counter(lengths).items())),
+            source=source,
+            trained_share=trained_share,
+        )
 
     @classmethod
     def described(cls, mean: float, p99: float) -> "Lengths":
-        """A log-normal distribution with this mean and this 99th percentile. Raises ValueError if none has them."""
+        """Return a log-normal distribution with this mean and this 99th percentile.
+
+        Raises ValueError if there is no such distribution.
+        """
         if not 1 <= mean <= p99:
             raise ValueError("the 99th percentile cannot be below the mean, nor the mean below 1")
-        # ln p99 - ln mean = z s - s^2 / 2 with s the deviation of the logarithm; the smaller root is plausible.
+
+        # ln p99 - ln mean = z s - s^2 / 2, with s the standard deviation of the logarithm. The
+        # smaller root is plausible.
         under_root = P99**2 - 2 * math.log(p99 / mean)
         if under_root < 0:
-            raise ValueError(f"no log-normal distribution has a 99th percentile of {p99 / mean:.0f} times its mean")
+            raise ValueError(
+                f"no log-normal distribution has a 99th percentile of {p99 / mean:.0f}"
+                " times its mean"
+            )
         deviation = P99 - math.sqrt(under_root)
-        # Each bin counts with its own mean, so that the mean of the bins is the given mean, the far tail included.
+
+        # Each bin has its own mean, so that the bins and their far tail have the given mean.
         unit = NormalDist()
         edges = [-math.inf, *(unit.inv_cdf(index / BINS) for index in range(1, BINS)), math.inf]
-        below = [unit.cdf(edge - deviation) if math.isfinite(edge) else float(edge > 0) for edge in edges]
+        below = [
+            unit.cdf(edge - deviation) if math.isfinite(edge) else float(edge > 0) for edge in edges
+        ]
         means = [mean * BINS * (high - low) for low, high in pairwise(below)]
         return cls.of((max(round(tokens), 1) for tokens in means), "summary")
 
@@ -95,47 +115,50 @@ class Lengths:
 
     @property
     def mean(self) -> float:
-        """Tokens of an example, on average."""
+        """The mean tokens of an example."""
         return self.total / self.number
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest example."""
+        """The tokens of the longest example."""
         return self.counts[-1][0]
 
     @property
     def exact(self) -> bool:
-        """Whether no example is longer than `longest`: not where lengths are estimated."""
+        """Whether no example is longer than `longest`; false for estimated lengths."""
         return self.source not in ("characters", "summary")
 
     def quantile(self, share: float) -> int:
-        """The smallest length that this share of the examples does not exceed."""
+        """Return the smallest length that this share of the examples does not exceed."""
         place = bisect.bisect_left(self._ends, share * self.number)
         return self.counts[min(place, len(self.counts) - 1)][0]
 
     @property
     @cache  # noqa: B019
     def _ends(self) -> tuple[int, ...]:
-        """For each length the number of examples that are not longer."""
+        """For each length, the number of examples that are not longer."""
         return tuple(itertools.accumulate(number for _, number in self.counts))
 
     def sample(self, number: int, seq_len: int) -> list[int]:
-        """`number` lengths that represent all of them, cut at `seq_len`, in a random order that is always the same."""
+        """Return `number` lengths that represent all examples, truncated to `seq_len`.
+
+        Their order is random, but always the same.
+        """
         lengths = [min(self.quantile((index + 0.5) / number), seq_len) for index in range(number)]
         random.Random(0).shuffle(lengths)  # noqa: S311 (no secret depends on it)
         return lengths
 
     @cache  # noqa: B019
     def tokens_within(self, seq_len: int) -> int:
-        """Tokens of all examples that are left when each is cut at `seq_len`."""
+        """Return the tokens of all examples, each truncated to `seq_len`."""
         return sum(min(tokens, seq_len) * number for tokens, number in self.counts)
 
     def longer(self, seq_len: int) -> float:
-        """The share of the examples that are longer than `seq_len`."""
+        """Return the share of the examples that are longer than `seq_len`."""
         return sum(number for tokens, number in self.counts if tokens > seq_len) / self.number
 
     def facts(self) -> dict[str, Any]:
-        """Plain data for reports, with a digest that differs for other distributions."""
+        """Return plain data for reports, with a digest of the distribution."""
         return {
             "source": self.source,
             "mean": self.mean,
@@ -148,7 +171,8 @@ class Lengths:
 
     def __str__(self) -> str:
         if len(self.counts) == 1:
-            return f"{self.longest:,} tokens each" + f" ({SAYS[self.source]})" * (self.source != "given")
+            source = f" ({SAYS[self.source]})" * (self.source != "given")
+            return f"{self.longest:,} tokens each" + source
         return (
             f"{self.mean:,.0f} tokens on average, {self.quantile(0.99):,} at the 99th percentile, "
             f"{self.longest:,} the longest ({SAYS[self.source]})"
@@ -156,12 +180,18 @@ class Lengths:
 
 
 def read_lengths(path: Path) -> Lengths:
-    """The lengths in a file with one length per line. Raises UsageError, which names a wrong line."""
+    """Read the lengths in a file with one length per line.
+
+    Raises UsageError, which names a wrong line.
+    """
     lines = [line.strip() for line in read_user_text(path, MAX_BYTES).splitlines()]
     remedy = "write the length of one example on each line, 1 or more"
     for number, line in enumerate(lines, 1):
         if line and (not re.fullmatch("[0-9]{1,9}", line) or int(line) < 1):
-            raise UsageError(f"{path}, line {number}: {line[:40]!r} is not a number of tokens", remedy=remedy)
+            raise UsageError(
+                f"{path}, line {number}: {line[:40]!r} is not a number of tokens", remedy=remedy
+            )
+
     if not any(lines):
         raise UsageError(f"{path} is empty", remedy=remedy)
     return Lengths.of(map(int, filter(None, lines)), "counted")

@@ -1,4 +1,4 @@
-"""Packing of examples into rows: best-fit decreasing, for millions of examples in milliseconds."""
+"""Pack examples into rows by best-fit decreasing: millions of examples take milliseconds."""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -18,12 +18,12 @@ class Rows:
 
 @dataclass(slots=True)
 class _OpenRows:
-    """Rows with room left, and full ones. Equal rows are kept together."""
+    """Rows with room left, and full rows. Equal rows are grouped."""
 
     seq_len: int
     full: list[Rows] = field(default_factory=list)
     by_room: dict[int, list[Rows]] = field(default_factory=dict)
-    rooms: list[int] = field(default_factory=list)  # the keys of `by_room`, ascending
+    rooms: list[int] = field(default_factory=list)  # the sorted keys of `by_room`
 
     def put(self, rows: Rows) -> None:
         room = self.seq_len - sum(rows.examples)
@@ -35,10 +35,11 @@ class _OpenRows:
         self.by_room.setdefault(room, []).append(rows)
 
     def take_fullest(self, tokens: int) -> Rows | None:
-        """Remove and return the fullest rows with room for an example of this length; None where there are none."""
+        """Remove and return the fullest rows with room for `tokens`, or None if there are none."""
         place = bisect_left(self.rooms, tokens)
         if place == len(self.rooms):
             return None
+
         rows = self.by_room[self.rooms[place]].pop()
         if not self.by_room[self.rooms[place]]:
             del self.by_room[self.rooms.pop(place)]
@@ -47,13 +48,15 @@ class _OpenRows:
 
 @lru_cache(maxsize=64)
 def packed_rows(lengths: Lengths, seq_len: int, times: int = 1) -> tuple[Rows, ...]:
-    """All examples, each `times` times and cut at `seq_len`, in as few rows as best-fit decreasing finds.
+    """Pack all examples, each `times` times and truncated to `seq_len`, into rows.
 
-    Each example, the longest first, goes into the fullest row that has room for it. Equal ones are placed together.
+    Each example, the longest first, goes into the fullest row that has room for it. Equal examples
+    are placed together.
     """
     examples = Counter[int]()
     for tokens, number in lengths.counts:
         examples[min(tokens, seq_len)] += number * times
+
     rows = _OpenRows(seq_len)
     for tokens in sorted(examples, reverse=True):
         left = examples[tokens]
@@ -63,18 +66,23 @@ def packed_rows(lengths: Lengths, seq_len: int, times: int = 1) -> tuple[Rows, .
 
 
 def _place(rows: _OpenRows, tokens: int, number: int) -> int:
-    """Put examples of one length into equal rows, as many as have room. Returns how many examples are left."""
+    """Fill equal rows with examples of one length; return the number of examples left."""
     fullest = rows.take_fullest(tokens)
     target = fullest or Rows(number=number, examples=())
-    # A row that has got an example is the fullest one with room until it has no room for another.
+
+    # A row that gets an example is the fullest one with room, until it has no room for another.
     per_row = (rows.seq_len - sum(target.examples)) // tokens
     filled = min(target.number, number // per_row)
+
     if filled:
         rows.put(Rows(number=filled, examples=target.examples + (tokens,) * per_row))
-        untouched, left = target.number - filled, number - filled * per_row
+        untouched = target.number - filled
+        left = number - filled * per_row
     else:
         rows.put(Rows(number=1, examples=target.examples + (tokens,) * number))
-        untouched, left = target.number - 1, 0
+        untouched = target.number - 1
+        left = 0
+
     if untouched and fullest:
         rows.put(Rows(number=untouched, examples=fullest.examples))
     return left

@@ -1,6 +1,7 @@
 """The performance of the full run, computed from measurements of probes.
 
-The score of a configuration is its useful tokens per second: neither padding nor cut-off tokens count.
+The score of a configuration is its useful tokens per second: padding and truncated tokens do not
+count.
 """
 
 import math
@@ -12,21 +13,23 @@ from autotune.core.probe_types import Measurement, Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.problem.workload import RunShape, Workload
 
-# Times differ from one probe to the next by this share, however well the steps of each agree: on an H200 two
-# confirmations by 0.1 %, the shorter probes of the search from them by 0.4 to 1 %, since a GPU grows warm.
+# Times of two probes differ by this share, even if the steps of each agree well. On an H200, two
+# confirmations differed by 0.1 %, and the shorter probes of the search differed from them by 0.4 to
+# 1 %, because a GPU warms up.
 AGAIN = 0.01
-# Speeds within this share are equal: their intervals overlap. Of two H200s of one host, side by side, one measured the
-# same two configurations 1.2 % apart, the other level.
+# Speeds within this share are equal: their intervals overlap. Two H200s in one host measured the
+# same two configurations side by side: one found them 1.2 % apart, the other equal.
 TIE = 2 * AGAIN
-UNSEEN = 0.02  # relative spread of a single time: an assumption, about twice the scatter of steps on an H200
+UNSEEN = 0.02  # assumed relative spread of a single time: twice the spread of steps on an H200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Performance:
     """The performance of the full run, with its global batch, in useful tokens.
 
-    `spread` is the range of step times, relative to `step_time_s`. `own_spread` is that of the probes alone where the
-    speed was converted from another card. `mfu` is None where the device's peak is not known.
+    `spread` is the range of step times, relative to `step_time_s`. If the speed was converted from
+    another card, `own_spread` is the spread of the probes alone. `mfu` is None if the device's peak
+    is unknown.
     """
 
     samples_per_second: float
@@ -38,9 +41,14 @@ class Performance:
 
     @classmethod
     def of_steps(
-        cls, shape: RunShape, step_time_s: float, *, spread: tuple[float, float], mfu: float | None = None
+        cls,
+        shape: RunShape,
+        step_time_s: float,
+        *,
+        spread: tuple[float, float],
+        mfu: float | None = None,
     ) -> "Performance":
-        """The performance of a run of this shape whose optimizer steps take `step_time_s` each."""
+        """Return the performance of a run of this shape with optimizer steps of `step_time_s`."""
         return cls(
             samples_per_second=shape.examples_per_step / step_time_s,
             tokens_per_second=shape.useful_tokens_per_step / step_time_s,
@@ -50,22 +58,32 @@ class Performance:
         )
 
     def widened(self, low: float, high: float) -> "Performance":
-        """With another range of step times, relative to `step_time_s`, added to the spread."""
-        return replace(self, spread=(-math.hypot(self.spread[0], low), math.hypot(self.spread[1], high)))
+        """Add another range of step times, relative to `step_time_s`, to the spread."""
+        return replace(
+            self, spread=(-math.hypot(self.spread[0], low), math.hypot(self.spread[1], high))
+        )
 
     def times(self, other: "Performance") -> tuple[float, float]:
-        """The interval of this speed over another on the same device. If it holds 1, their own intervals overlap."""
+        """Return the interval of this speed divided by another speed on the same device.
+
+        If the interval contains 1, the speeds' own intervals overlap.
+        """
         ratio = self.tokens_per_second / other.tokens_per_second
         (fastest, slowest), (low, high) = (one.own_spread or one.spread for one in (self, other))
         return ratio * (1 + low) / (1 + slowest), ratio * (1 + high) / (1 + fastest)
 
 
-def step_time_s(measurement: Measurement, accumulation: int, new_length_share: float = 0.0) -> float:
-    """Seconds of one optimizer step: `accumulation` micro batches and the rest of a step, the median of each.
+def step_time_s(
+    measurement: Measurement, accumulation: int, new_length_share: float = 0.0
+) -> float:
+    """Return the seconds of one optimizer step: the medians of its micro batches and of the rest.
 
-    The share of the micro batches that are of a new length take longer, by as much as was measured of that.
+    The step has `accumulation` micro batches. The share of them with a new length takes longer, by
+    the measured extra time.
     """
-    micro = statistics.median(measurement.micro_step_s) + new_length_share * (measurement.new_length_s or 0.0)
+    micro = statistics.median(measurement.micro_step_s) + new_length_share * (
+        measurement.new_length_s or 0.0
+    )
     rest = statistics.median(measurement.rest_s) if measurement.rest_s else 0.0
     return accumulation * micro + rest
 
@@ -73,20 +91,26 @@ def step_time_s(measurement: Measurement, accumulation: int, new_length_share: f
 def step_spread(
     measurements: Sequence[Measurement], accumulation: int, new_length_share: float = 0.0
 ) -> tuple[float, float]:
-    """The range of the timed steps of these probes, relative to the step time that is reported for them.
+    """Return the range of the probes' step times, relative to their reported step time.
 
-    A probe that timed one step counts with its micro batches. The range is at least the difference between probes, or
-    the possible error of an extrapolated time; a single time gets an assumed range.
+    A probe with a single timed step contributes its micro batches. The range covers at least the
+    difference between probes, or the error of an extrapolated time. A single time gets an assumed
+    range.
     """
     reported = statistics.median(
         step_time_s(measurement, accumulation, new_length_share) for measurement in measurements
     )
+
     samples = []
     for measurement in measurements:
         times = measurement.step_s if len(measurement.step_s) > 1 else measurement.micro_step_s
         scale = step_time_s(measurement, accumulation, new_length_share) / statistics.median(times)
         samples += [seconds * scale for seconds in times]
-    error = max(*(measurement.time_error for measurement in measurements), UNSEEN if len(samples) == 1 else AGAIN)
+
+    error = max(
+        *(measurement.time_error for measurement in measurements),
+        UNSEEN if len(samples) == 1 else AGAIN,
+    )
     return min(min(samples) / reported - 1.0, -error), max(max(samples) / reported - 1.0, error)
 
 
@@ -98,30 +122,51 @@ def performance(
     flops_per_token: float | None = None,
     peak_tflops: float | None = None,
 ) -> Performance:
-    """The median of measurements of a configuration. Raises ValueError if its micro batch does not divide the batch."""
+    """Return the median performance of a configuration's measurements.
+
+    Raises ValueError if its micro batch does not divide the global batch.
+    """
     shape = workload.run_shape(config)
     new = workload.new_length_share(config)
-    step = statistics.median(step_time_s(measurement, shape.accumulation, new) for measurement in measurements)
+    step = statistics.median(
+        step_time_s(measurement, shape.accumulation, new) for measurement in measurements
+    )
+
     mfu = None
     if flops_per_token and peak_tflops:
-        mfu = flops_per_token * shape.useful_tokens_per_step / step / (peak_tflops * 1e12 * shape.world_size)
-    return Performance.of_steps(shape, step, spread=step_spread(measurements, shape.accumulation, new), mfu=mfu)
+        mfu = (
+            flops_per_token
+            * shape.useful_tokens_per_step
+            / step
+            / (peak_tflops * 1e12 * shape.world_size)
+        )
+
+    return Performance.of_steps(
+        shape, step, spread=step_spread(measurements, shape.accumulation, new), mfu=mfu
+    )
 
 
 def tokens_per_s(result: ProbeResult, workload: Workload) -> float | None:
-    """Useful tokens per second of the full run; None for a probe that gave no measurement or failed."""
+    """Return the full run's useful tokens per second, or None if the probe has no valid result."""
     if result.outcome not in (Outcome.OK, Outcome.SLOW) or result.measurement is None:
         return None
     return performance(result.config, [result.measurement], workload).tokens_per_second
 
 
 def margins(result: ProbeResult) -> dict[str, float]:
-    """Signed constraint margins of a probe, of its memory and of its health; 0 or less is feasible."""
+    """Return the signed constraint margins of a probe; 0 or less is feasible.
+
+    `memory` is the memory margin, and `health` is positive for a failed probe.
+    """
     if result.oom is not None:
         return {"memory": result.oom.margin, "health": 0.0}
     if result.outcome is Outcome.OOM:
         return {"memory": 1e-3, "health": 0.0}
+
     if result.measurement is not None:
         memory = result.measurement.peak_reserved_gib / result.measurement.limit_gib - 1.0
-        return {"memory": memory, "health": 0.0 if result.outcome in (Outcome.OK, Outcome.SLOW) else 1.0}
+        return {
+            "memory": memory,
+            "health": 0.0 if result.outcome in (Outcome.OK, Outcome.SLOW) else 1.0,
+        }
     return {"memory": 0.0, "health": 1.0}

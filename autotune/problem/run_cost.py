@@ -1,4 +1,7 @@
-"""What the full run takes: hours, USD and kWh, from a step time. Without a price no USD, without a power no kWh."""
+"""The cost of the full run in hours, USD and kWh, computed from a step time.
+
+USD needs a price, and kWh needs a power.
+"""
 
 import math
 import statistics
@@ -13,22 +16,26 @@ from autotune.problem.performance import Performance
 from autotune.problem.run_options import KEPT_CHECKPOINTS, RunOptions
 from autotune.problem.workload import RunShape, Workload
 
-FITS, TIGHT, OOM = "fits", "tight", "out of memory"
-# A host issues the same work faster or slower another time, by this share. Nine runs of a 1.5B on lent H200s mostly
-# waited for the host: seven took 7 % less to 7 % more than projected within the hour, two 13 and 14 % more. A 3B that
-# waited for it half of the time took 7 % more.
+FITS = "fits"
+TIGHT = "tight"
+OOM = "out of memory"
+# The same host issues the same work faster or slower at another time, by up to this share. Nine
+# runs of a 1.5B on rented H200s were mostly CPU-bound. Within an hour, seven took 7 % less to 7 %
+# more than projected, and two took 13 and 14 % more. A 3B that was CPU-bound half of the time took
+# 7 % more.
 HOST_DRIFT = 0.15
-# A CPU slows down as it works, if at all: five passes of 40 s on two virtual processors, whose pace fell after ten
-# seconds in some, took from 10 % less to 22 % more than projected from the seconds that were timed.
+# A CPU may slow down as it works. Five passes of 40 s on two virtual processors took from 10 % less
+# to 22 % more than projected from the timed seconds: some slowed down after ten seconds.
 CPU_DRIFT = 0.2
-TABLE_EXAMPLES = (10_000, 50_000, 100_000)  # the sizes for which a report has the cost of the same run
+TABLE_EXAMPLES = (10_000, 50_000, 100_000)  # dataset sizes in a report's table of costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pauses:
-    """The evaluations and checkpoints of a run, and the seconds of all of them; None where their time is not known.
+    """The evaluations and checkpoints of a run, and their total seconds, or None if unknown.
 
-    `disk_gib` is what the checkpoints take at most: those that are kept, and one more while that is written.
+    `disk_gib` is the largest size of the checkpoints on disk: the kept ones, and another one while
+    it is written.
     """
 
     num_evaluations: int
@@ -39,22 +46,22 @@ class Pauses:
 
     @property
     def known_s(self) -> float:
-        """Seconds of what is known."""
+        """The seconds of all pauses with a known time."""
         return (self.evaluation_s or 0.0) + (self.checkpoint_s or 0.0)
 
     @property
     def disk_gib(self) -> float:
-        """GiB of the checkpoints on the disk."""
+        """The GiB of the checkpoints on disk."""
         return self.checkpoint_gib * min(self.num_checkpoints, KEPT_CHECKPOINTS + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostProjection:
-    """What the full run will take, without start-up (`startup_s`, if known).
+    """The cost of the full run without start-up (`startup_s`, if known).
 
-    Its evaluations and checkpoints count as far as their time is known; without `pauses` they do not. Intervals are
-    (low, high) from the spread of the measured steps, and from the drift of the host as far as the steps wait for it.
-    `spot_usd` leaves out what interruptions cost.
+    Evaluations and checkpoints count if their time is known; without `pauses` they are left out.
+    Intervals are (low, high). They come from the spread of the measured steps, and from the drift
+    of the host if steps are CPU-bound. `spot_usd` leaves out the cost of interruptions.
     """
 
     examples: int
@@ -74,7 +81,7 @@ class CostProjection:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What takes time in the run and is not counted."""
+        """The parts of the run whose time is not counted."""
         pauses = self.pauses
         evaluates = pauses is None or (pauses.num_evaluations and pauses.evaluation_s is None)
         saves = pauses is None or pauses.checkpoint_s is None
@@ -90,14 +97,20 @@ def run_cost(
     num_steps: int | None = None,
     pauses: Pauses | None = None,
 ) -> CostProjection:
-    """The cost of a run of this shape, or of its first `num_steps`. All arguments are of all its devices together."""
+    """Return the cost of a run of this shape, or of its first `num_steps`.
+
+    All arguments describe all devices together.
+    """
     num_steps = shape.num_steps if num_steps is None else num_steps
-    training, paused = num_steps * performance.step_time_s / 3600, (pauses.known_s if pauses else 0.0) / 3600
+    training = num_steps * performance.step_time_s / 3600
+    pausing = (pauses.known_s if pauses else 0.0) / 3600
     low, high = performance.spread
-    hours, interval = training + paused, (training * (1 + low) + paused, training * (1 + high) + paused)
+    hours = training + pausing
+    interval = (training * (1 + low) + pausing, training * (1 + high) + pausing)
     usd_per_hour = price.usd_per_hour if price else None
     spot = price.spot_usd_per_hour if price else None
     hours_per_sample = 1 / performance.samples_per_second / 3600
+
     return CostProjection(
         examples=shape.examples,
         epochs=shape.epochs,
@@ -106,9 +119,13 @@ def run_cost(
         interval_hours=interval,
         usd_per_hour=usd_per_hour,
         full_run_usd=None if usd_per_hour is None else hours * usd_per_hour,
-        interval_usd=None if usd_per_hour is None else (interval[0] * usd_per_hour, interval[1] * usd_per_hour),
+        interval_usd=None
+        if usd_per_hour is None
+        else (interval[0] * usd_per_hour, interval[1] * usd_per_hour),
         spot_usd=None if spot is None else hours * spot,
-        cost_per_1000_samples_usd=None if usd_per_hour is None else 1000 * hours_per_sample * usd_per_hour,
+        cost_per_1000_samples_usd=None
+        if usd_per_hour is None
+        else 1000 * hours_per_sample * usd_per_hour,
         kwh=None if power_w is None else power_w * hours / 1000,
         pauses=pauses,
     )
@@ -126,27 +143,36 @@ def project(
     measurements: Sequence[Measurement] = (),
     on_cpu: bool = False,
 ) -> CostProjection:
-    """The cost of `workload`, or of so many examples like its own, with `config` at the measured performance.
+    """Return the cost of training `workload` with `config` at the measured performance.
 
-    With `options`, evaluations and checkpoints count as they were measured on the device of the run.
+    `examples` replaces the number of examples. With `options`, evaluations and checkpoints count
+    with their times as measured on the run's device.
     """
     examples = examples or workload.examples
     held_out = workload.held_out(examples)
     shape = replace(workload.run_shape(config), examples=examples - held_out)
+
     pauses = None
     if options is not None and measurements:
         largest_gib = max(checkpoint_gib(config, one) for one in measurements)
-        pauses = _pauses(shape, held_out, options, performance.step_time_s, measurements, largest_gib)
-    drift = CPU_DRIFT if on_cpu else HOST_DRIFT * min(_median([one.host_share for one in measurements]) or 0.0, 1.0)
+        pauses = _pauses(
+            shape, held_out, options, performance.step_time_s, measurements, largest_gib
+        )
+    if on_cpu:
+        drift = CPU_DRIFT
+    else:
+        drift = HOST_DRIFT * min(_median([one.host_share for one in measurements]) or 0.0, 1.0)
+
     low, high = performance.spread
     performance = replace(performance, spread=(min(low, -drift), max(high, drift)))
     return replace(run_cost(shape, performance, price, power_w, pauses=pauses), examples=examples)
 
 
 def checkpoint_gib(config: TrainConfig, measured: Measurement) -> float:
-    """The size of a checkpoint, from what a rank holds of it: state is divided among ranks that shard, and weights too.
+    """Return the GiB of a checkpoint, computed from one rank's share of it.
 
-    The first stages of DeepSpeed have all weights on each.
+    Ranks that shard hold parts of the state and the weights. In the first stages of DeepSpeed, each
+    rank holds all weights.
     """
     trained = measured.adapters_gib or measured.model_gib
     whole = trained if config.sharding in ("none", "ddp", "zero1", "zero2") else 0.0
@@ -163,17 +189,21 @@ def _pauses(
     measurements: Sequence[Measurement],
     largest_gib: float,
 ) -> Pauses:
-    """The evaluations and checkpoints of a run, the last ones at its end included."""
+    """Count the evaluations and checkpoints of a run, with the last ones at its end."""
     num_steps = shape.num_steps
+
     between = options.steps_between_evaluations(num_steps, step_time_s)
     num_evaluations = math.ceil(num_steps / between) if held_out else 0
     num_checkpoints = math.ceil(num_steps / options.steps_between_saves(num_steps, step_time_s))
     micro_batches = math.ceil(round(held_out / shape.examples_per_row, 6) / shape.micro_batch_size)
     evaluation_s = _median([one.evaluation_s for one in measurements])
     checkpoint_s = _median([one.checkpoint_s for one in measurements])
+
     return Pauses(
         num_evaluations=num_evaluations,
-        evaluation_s=None if evaluation_s is None else num_evaluations * micro_batches * evaluation_s,
+        evaluation_s=None
+        if evaluation_s is None
+        else num_evaluations * micro_batches * evaluation_s,
         num_checkpoints=num_checkpoints,
         checkpoint_s=None if checkpoint_s is None else num_checkpoints * checkpoint_s,
         checkpoint_gib=largest_gib,

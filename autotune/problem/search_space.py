@@ -1,6 +1,6 @@
-"""SearchSpace: the knobs to search and their values, read from search_spaces/*.yaml or made in Python.
+"""SearchSpace: the knobs to search and their values, from search_spaces/*.yaml or from Python.
 
-A space is narrowed before a study begins (`constraints`), and enumerated or sampled by the search.
+The constraints narrow a space before a study begins. The search enumerates or samples it.
 """
 
 import functools
@@ -19,15 +19,16 @@ from autotune.core.train_config import TrainConfig
 
 _DEFAULTS = TrainConfig()
 _DEFAULT_VALUES = _DEFAULTS.as_dict()
-SHORT = 256  # tokens; shorter rows save hardly anything
+SHORT = 256  # tokens; shorter rows save almost no memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """The values of one knob: a list, or the integers from `low` to `high`, sampled on a log scale if `log`.
+    """The values of one knob: a list, or the integers from `low` to `high`.
 
-    `when` names values of other knobs; without one of them this knob has no effect in the space. A micro
-    batch has only such sizes as divide `divides`, the global batch, together with the number of GPUs that was chosen.
+    With `log`, a range is sampled on a log scale. `when` names values of other knobs: unless they
+    hold, this knob has no effect in the space. `divides` is the global batch, for the micro batch:
+    its sizes must divide it together with the chosen number of GPUs.
     """
 
     name: str
@@ -40,58 +41,74 @@ class Knob:
 
     @property
     def kind(self) -> Kind:
-        """Whether the knob changes what the model learns: a property of the knob, whatever the file says."""
+        """`learning` or `system`, by the registry of knobs; a space file cannot change it."""
         return KNOBS[self.name].kind
 
     def choices(self) -> tuple[Any, ...]:
-        """Every value, in the order of the space."""
+        """Return every value, in the order of the space."""
         if self.low is not None and self.high is not None:
             return tuple(range(self.low, self.high + 1))
         return self.values
 
     def possible(self, chosen: dict[str, Any]) -> tuple[Any, ...]:
-        """The values that are possible with those chosen so far; all of them where none is."""
+        """Return the values that are possible with the chosen ones, or all if there are none."""
         knob = KNOBS[self.name]
         if self.divides is not None:
             number = chosen.get("num_gpus", _DEFAULTS.num_gpus)
-            return tuple(size for size in self.choices() if self.divides % (number * size) == 0) or self.choices()
+            sizes = tuple(size for size in self.choices() if self.divides % (number * size) == 0)
+            return sizes or self.choices()
+
         if not knob.impossible_with:
             return self.choices()
-        values = tuple(value for value in self.choices() if knob.possible(value, _DEFAULT_VALUES | chosen) == value)
+        values = tuple(
+            value
+            for value in self.choices()
+            if knob.possible(value, _DEFAULT_VALUES | chosen) == value
+        )
         return values or self.choices()
 
     def nearest(self, wanted: Any, values: tuple[Any, ...]) -> Any:
-        """Of `values` the one that is wanted if it is there, else the nearest number, else the first."""
+        """Return the wanted value if `values` has it, otherwise the nearest number or the first."""
         if wanted not in values and isinstance(wanted, int) and not isinstance(wanted, bool):
             return min((abs(value - wanted), value) for value in values)[1]
         return wanted if wanted in values else values[0]
 
     def keep(self, allowed: Callable[[Any], bool]) -> "Knob":
-        """This knob with only the allowed values. A range stays a range if they have no gap."""
+        """Return this knob with only the allowed values. A range without gaps stays a range."""
         values = tuple(value for value in self.choices() if allowed(value))
         if self.low is not None and values and len(values) == values[-1] - values[0] + 1:
             return replace(self, low=values[0], high=values[-1])
         return replace(self, values=values, low=None, high=None, log=False)
 
     def is_active(self, chosen: dict[str, Any]) -> bool:
-        """Whether this knob has an effect with the values chosen so far; other knobs have their defaults."""
+        """Return whether this knob has an effect with the values chosen so far.
+
+        Other knobs have their defaults.
+        """
         return all(
-            chosen.get(name, getattr(_DEFAULTS, name)) in _as_list(wanted) for name, wanted in self.conditions().items()
+            chosen.get(name, getattr(_DEFAULTS, name)) in _as_list(wanted)
+            for name, wanted in self.conditions().items()
         )
 
     def conditions(self) -> dict[str, Any]:
-        """The value, or list of values, that other knobs must have: by the meaning of the knob, and by the space."""
+        """Return the value, or list of values, that other knobs must have.
+
+        The registry and the space both set conditions.
+        """
         return {**KNOBS[self.name].active_when, **(self.when or {})}
 
     def depends_on(self) -> dict[str, list[Any]]:
-        """The values of other knobs that decide whether this has an effect, and which of its values are possible."""
-        found = {name: list(_as_list(wanted)) for name, wanted in self.conditions().items()}
+        """Return the values of other knobs that decide whether this knob is active.
+
+        They also decide which of its values are possible.
+        """
+        deciding = {name: list(_as_list(wanted)) for name, wanted in self.conditions().items()}
         for excluded in KNOBS[self.name].impossible_with.values():
             for name, value in excluded.items():
-                found.setdefault(name, []).extend(_as_list(value))
+                deciding.setdefault(name, []).extend(_as_list(value))
         if self.divides is not None:
-            found["num_gpus"] = list(KNOBS["num_gpus"].choices)
-        return found
+            deciding["num_gpus"] = list(KNOBS["num_gpus"].choices)
+        return deciding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,92 +125,120 @@ class Removal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """Knobs in order: a knob comes after those that its conditions name."""
+    """Knobs in order: a knob comes after the knobs in its conditions."""
 
     name: str
     knobs: tuple[Knob, ...]
 
-    def __hash__(self) -> int:  # conditions of knobs are dicts, which have no hash
+    def __hash__(self) -> int:  # the conditions of knobs are dicts, which have no hash
         return hash((self.name, *((knob.name, knob.values) for knob in self.knobs)))
 
     def describe(self) -> dict[str, Any]:
-        """Plain data, which is compared when a study is continued."""
+        """Return plain data, which a continued study compares."""
         return {
-            knob.name: {"values": list(knob.values), "range": [knob.low, knob.high, knob.log], "when": knob.when}
+            knob.name: {
+                "values": list(knob.values),
+                "range": [knob.low, knob.high, knob.log],
+                "when": knob.when,
+            }
             for knob in self.knobs
         }
 
     @classmethod
     def load(cls, name_or_path: str) -> "SearchSpace":
-        """A shipped space by name, or a file. Raises UsageError, with the line of the file that is wrong."""
+        """Load a shipped space by name, or a file.
+
+        Raises UsageError, with the wrong line of the file.
+        """
         shipped = shipped_spaces()
         path = shipped.get(name_or_path) or Path(name_or_path)
-        if name_or_path not in shipped and not os.path.isfile(path):  # Path.is_file raises for what cannot be a path
+        # Path.is_file raises for strings that cannot be a path.
+        if name_or_path not in shipped and not os.path.isfile(path):
             raise UsageError(
-                f"unknown search space {name_or_path!r}{did_you_mean(name_or_path, tuple(shipped))}",
+                f"unknown search space {name_or_path!r}"
+                f"{did_you_mean(name_or_path, tuple(shipped))}",
                 remedy=f"use one of {', '.join(shipped)}, or the path of a YAML file",
             )
         return _shipped(path) if name_or_path in shipped else _read(path)
 
     @classmethod
     def of(cls, name: str = "own", **knobs: Any) -> "SearchSpace":
-        """A space of these knobs: a list or range is searched, anything else is fixed. Raises UsageError.
+        """Create a space of these knobs: a list or range is searched, other values are fixed.
 
-        Example: `SearchSpace.of(micro_batch_size=[1, 2, 4], lora_rank=16, checkpointing=["none", "full"])`.
+        Raises UsageError for impossible values.
+
+        Example: `SearchSpace.of(micro_batch_size=[1, 2, 4], lora_rank=16)`.
         """
         space = cls(name=name, knobs=())
+
         for knob, given in knobs.items():
             values = tuple(given) if isinstance(given, list | tuple | range) else (given,)
             if not values or len(set(map(repr, values))) != len(values):
-                raise UsageError(f"{knob}: a list has values, each once, not {given!r}", remedy="name the values")
+                raise UsageError(
+                    f"{knob}: a list has values, each once, not {given!r}", remedy="name the values"
+                )
             for value in values:
-                space = space.pin(knob, value)  # which raises for an impossible value
+                space = space.pin(knob, value)  # this raises for an impossible value
             space = space.offer(knob, values)
         return space
 
     def knob(self, name: str) -> Knob | None:
-        """The knob of this name; None where the space does not name it."""
+        """Return the knob of this name, or None if the space lacks it."""
         return next((knob for knob in self.knobs if knob.name == name), None)
 
     def choices(self, name: str) -> tuple[Any, ...]:
-        """The values of a knob; the default alone where the space does not name the knob."""
+        """Return the values of a knob, or only its default if the space lacks the knob."""
         knob = self.knob(name)
         return knob.choices() if knob else (getattr(_DEFAULTS, name),)
 
-    def narrow(self, name: str, allowed: Callable[[Any], bool], reason: str) -> tuple["SearchSpace", list[Removal]]:
-        """The space with only the allowed values of a knob, and what was removed. Raises UsageError if none is left."""
+    def narrow(
+        self, name: str, allowed: Callable[[Any], bool], reason: str
+    ) -> tuple["SearchSpace", list[Removal]]:
+        """Return the space with only the allowed values of a knob, and the removals.
+
+        Raises UsageError if no value is left.
+        """
         knob = self.knob(name)
         removed = tuple(value for value in knob.choices() if not allowed(value)) if knob else ()
         if knob is None or not removed:
             return self, []
+
         if len(removed) == len(knob.choices()):
             remedy = f"add values of {name} to the space, or pin one with --set {name}=VALUE"
             if len(removed) == 1:  # it may be pinned already
                 remedy = f"give another value (--set {name}=VALUE), or change what excludes it"
             raise UsageError(
-                f"no value of {name} is left in the space {self.name!r}: {_listed(removed)}: {reason}",
+                f"no value of {name} is left in the space {self.name!r}:"
+                f" {_listed(removed)}: {reason}",
                 remedy=remedy,
             )
         return self._with(knob.keep(allowed)), [Removal(knob=name, values=removed, reason=reason)]
 
     def pin(self, name: str, value: Any) -> "SearchSpace":
-        """The space with one knob fixed, named by the space or not. Raises UsageError for an impossible value."""
+        """Return the space with one knob fixed, whether or not the space has it.
+
+        Raises UsageError for an impossible value.
+        """
         if name not in KNOBS:
             raise UsageError(
-                f"there is no knob {name!r}{did_you_mean(name, KNOBS)}", remedy=f"the knobs are {', '.join(KNOBS)}"
+                f"there is no knob {name!r}{did_you_mean(name, KNOBS)}",
+                remedy=f"the knobs are {', '.join(KNOBS)}",
             )
+
         try:
             check_value(name, value)
         except ValueError as error:
-            raise UsageError(f"--set {name}: {error}", remedy="give one of the values named") from None
+            raise UsageError(
+                f"--set {name}: {error}", remedy="give one of the values named"
+            ) from None
         return self._with(Knob(name=name, values=(value,)))
 
     def offer(self, name: str, values: tuple[Any, ...]) -> "SearchSpace":
-        """The space with these values of a knob to choose from."""
+        """Return the space with these values of a knob to choose from."""
         return self._with(Knob(name=name, values=values))
 
     def idle(self, name: str) -> str | None:
-        """The condition of a knob that no choice of the space meets; None where the knob can have an effect."""
+        """Return a knob's condition that the space never meets, or None if the knob is useful."""
         knob = self.knob(name) or Knob(name=name)
         for other, wanted in knob.conditions().items():
             if not set(self.choices(other)) & set(_as_list(wanted)):
@@ -201,7 +246,7 @@ class SearchSpace:
         return None
 
     def condition(self, name: str, other: str, allowed: tuple[Any, ...]) -> "SearchSpace":
-        """The space in which a knob has an effect only with these values of another."""
+        """Return the space with a knob that has an effect only with these values of another."""
         knob = self.knob(name)
         if knob is None:
             return self
@@ -211,7 +256,7 @@ class SearchSpace:
         return replace(conditioned, knobs=tuple(_in_order(list(conditioned.knobs))))
 
     def divide(self, batch: int) -> "SearchSpace":
-        """The space whose micro batches divide a global batch together with the number of GPUs."""
+        """Return the space with micro batches that divide a global batch with the GPU count."""
         knob = self.knob("micro_batch_size")
         assert knob is not None  # a study's space has it
         divided = self._with(replace(knob, divides=batch))
@@ -220,7 +265,9 @@ class SearchSpace:
     def _with(self, knob: Knob) -> "SearchSpace":
         if self.knob(knob.name) is None:
             return replace(self, knobs=tuple(_in_order([knob, *self.knobs])))
-        return replace(self, knobs=tuple(knob if old.name == knob.name else old for old in self.knobs))
+        return replace(
+            self, knobs=tuple(knob if old.name == knob.name else old for old in self.knobs)
+        )
 
     def enumerate(self) -> Iterator[dict[str, Any]]:
         """Yield every distinct choice of active knobs as {knob: value}."""
@@ -237,12 +284,14 @@ class SearchSpace:
         return extend({}, self.knobs)
 
     def size(self) -> int:
-        """The number of distinct configurations."""
-        conditioned: dict[str, list[Any]] = {}  # for each knob the values that conditions of others name
+        """Return the number of distinct configurations."""
+        # For each knob, the values that appear in conditions of other knobs.
+        conditioned: dict[str, list[Any]] = {}
         for knob in self.knobs:
             for name, values in knob.depends_on().items():
                 conditioned.setdefault(name, []).extend(values)
-        # Choices are counted in groups: all that conditions cannot tell apart are in the same group.
+
+        # Choices are counted in groups. A group holds choices that no condition can distinguish.
         groups: Counter[tuple[tuple[str, Any], ...]] = Counter([()])
         for knob in self.knobs:
             extended = type(groups)()
@@ -258,30 +307,35 @@ class SearchSpace:
         return groups.total()
 
     def sample(self, number: int) -> Iterator[dict[str, Any]]:
-        """Yield `number` random choices of active knobs, always the same ones, of a space too large to enumerate."""
+        """Yield `number` random choices of active knobs, for a space too large to enumerate.
+
+        They are always the same.
+        """
         generator = random.Random(0)  # noqa: S311 (no secret depends on it)
         for _ in range(number):
             yield self._choose(lambda _, values: generator.choice(values))
 
     def config(self, chosen: dict[str, Any]) -> TrainConfig:
-        """The configuration for {knob: value}; knobs that the space does not name keep their defaults."""
+        """Return the configuration for {knob: value}; other knobs keep their defaults."""
         known = {name: value for name, value in chosen.items() if name in KNOBS}
         size = self.knob("micro_batch_size")
         if size is not None and size.divides is not None and "micro_batch_size" in known:
-            # A sampler chooses each knob by itself.
-            known["micro_batch_size"] = size.nearest(known["micro_batch_size"], size.possible(known))
+            # A sampler chooses each knob independently.
+            known["micro_batch_size"] = size.nearest(
+                known["micro_batch_size"], size.possible(known)
+            )
         return TrainConfig(**known)
 
     def leanest(self) -> dict[str, Any]:
-        """The choice that needs the least memory, decided knob by knob."""
+        """Return the choice that needs the least memory, decided knob by knob."""
         return self._choose(lambda knob, values: min(values, key=KNOBS[knob.name].memory_rank))
 
     def clip(self, config: TrainConfig) -> dict[str, Any]:
-        """The choice nearest to `config`, knob by knob."""
+        """Return the choice nearest to `config`, knob by knob."""
         return self._choose(lambda knob, values: knob.nearest(getattr(config, knob.name), values))
 
     def _choose(self, value_of: Callable[[Knob, tuple[Any, ...]], Any]) -> dict[str, Any]:
-        """A choice of active knobs as {knob: value}, made in the order of the space."""
+        """Return a choice of active knobs as {knob: value}, made in the order of the space."""
         chosen: dict[str, Any] = {}
         for knob in self.knobs:
             if knob.is_active(chosen):
@@ -290,7 +344,7 @@ class SearchSpace:
 
 
 def ways_to_fit(leanest: TrainConfig) -> str:
-    """What a user can still change where not even the leanest configuration of a space fits, in words."""
+    """Describe the user's options if even the leanest configuration of a space does not fit."""
     ways = ["take a larger GPU", "a smaller model"]
     if leanest.quantization != "nf4":
         ways.append("--space qlora")
@@ -300,7 +354,7 @@ def ways_to_fit(leanest: TrainConfig) -> str:
 
 
 def shipped_spaces() -> dict[str, Path]:
-    """Name -> file of the spaces that come with the package."""
+    """Return name -> file of the spaces that come with the package."""
     return shipped_files("search_spaces", "search_spaces")
 
 
@@ -308,17 +362,27 @@ def _read(path: Path) -> SearchSpace:
     from autotune.problem.space_file import SpaceFile
 
     knobs = [
-        Knob(name=name, values=tuple(entry.values), low=entry.min, high=entry.max, log=entry.log, when=entry.when)
+        Knob(
+            name=name,
+            values=tuple(entry.values),
+            low=entry.min,
+            high=entry.max,
+            log=entry.log,
+            when=entry.when,
+        )
         for name, entry in read_user_yaml(path, SpaceFile).knobs.items()
     ]
     return SearchSpace(name=path.stem, knobs=tuple(_in_order(knobs)))
 
 
-_shipped = functools.cache(_read)  # which nobody edits meanwhile; a plan of many models asks for it again and again
+_shipped = functools.cache(_read)  # shipped files do not change, and a plan reads them repeatedly
 
 
 def _in_order(knobs: list[Knob]) -> Iterator[Knob]:
-    """Yield each knob after those its conditions name, otherwise in the given order, which cycles keep too."""
+    """Yield each knob after the knobs in its conditions, otherwise in the given order.
+
+    Cycles also keep the given order.
+    """
     waiting = list(knobs)
     while waiting:
         names = {knob.name for knob in waiting}

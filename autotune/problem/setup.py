@@ -1,6 +1,6 @@
-"""From a StudySpec to a Task: names are resolved, and the space is narrowed to what is possible.
+"""Convert a StudySpec to a Task: resolve its names and narrow its space to possible values.
 
-It takes no GPU time and no torch. Each removal of a value is recorded with its reason.
+This needs neither a GPU nor torch. Each removal of a value has a reason.
 """
 
 import math
@@ -9,7 +9,15 @@ from dataclasses import dataclass, fields, replace
 from os.path import expanduser
 from pathlib import Path
 
-from autotune.catalog import DeviceSpec, ModelSpec, Price, example_card, find_price, load_prices, resolve_model
+from autotune.catalog import (
+    DeviceSpec,
+    ModelSpec,
+    Price,
+    example_card,
+    find_price,
+    load_prices,
+    resolve_model,
+)
 from autotune.catalog.model_sizes import Sizes
 from autotune.core.errors import UsageError
 from autotune.core.images import Picture, picture_of
@@ -31,17 +39,23 @@ from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 
 DEFAULT_TOKENS = 1024
-DEFAULT_TEXT = 254  # tokens of an example beside its image: with Qwen2.5-VL, and the default image, 1,024 in all
+# Tokens of an example besides its image: 1,024 in all with Qwen2.5-VL and the default image.
+DEFAULT_TEXT = 254
 DEFAULT_EXAMPLES = 10_000
 DEFAULT_GLOBAL_BATCH = 32  # examples
-OFF_TOKENS = 0.1  # how far a global batch asked for in tokens may be off, where more micro batches then divide it
-WORTH_A_WARNING = 0.005  # share of the tokens that no seq_len keeps
-OUT_OF_REACH = 0.02  # share of the parameters that adapters or quantisation do not reach, which is worth a warning
+# Largest relative error of a global batch given in tokens, if more micro batches then divide it.
+OFF_TOKENS = 0.1
+WORTH_A_WARNING = 0.005  # share of the tokens that the longest seq_len truncates
+# Share of the parameters out of reach of adapters or quantisation that is worth a warning.
+OUT_OF_REACH = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The task of a study, the wider space for when nothing fits, what was removed from the space, and warnings."""
+    """The task of a study, the reserve space, the removals and the warnings.
+
+    The reserve is the wider space to search if no configuration of the task's space fits.
+    """
 
     task: Task
     reserve: SearchSpace
@@ -55,17 +69,27 @@ class Setup:
         return "; ".join(
             f"{knob.name} {' or '.join(map(str, values))}"
             for knob in self.reserve.knobs
-            if (values := [value for value in knob.choices() if value not in space.choices(knob.name)])
+            if (
+                values := [
+                    value for value in knob.choices() if value not in space.choices(knob.name)
+                ]
+            )
         )
 
 
-def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], None] = lambda text: None) -> Setup:
-    """Resolve the names of a spec and narrow its space. `say` gets progress messages while examples are read.
+def set_up(
+    spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], None] = lambda text: None
+) -> Setup:
+    """Resolve the names of a spec and narrow its space.
 
-    With a Target, probes will run on this machine: what needs a package that is not installed is removed, and the
-    worker says what the model's layers can do (`adapt_to_layers`). With a DeviceSpec the study is only estimated, for
-    any machine, with what is known of the layers. Raises UsageError for an unknown name, an unreadable file, or a knob
-    of which no value is possible, and EnvironmentProblem where a package is missing for every probe.
+    With a Target, probes run on this machine. Values that need a missing package are removed, and
+    the worker later reports the abilities of the model's layers (`adapt_to_layers`). With a
+    DeviceSpec, the study is only estimated, for any machine, from the known facts about the
+    layers. `say` gets progress messages while examples are read.
+
+    Raises:
+        UsageError: for an unknown name, an unreadable file, or a knob without a possible value.
+        EnvironmentProblem: if a package is missing that every probe needs.
     """
     probes_run_here = isinstance(target, Target)
     model = resolve_model(spec.model)
@@ -73,12 +97,19 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
         _require_formula(model)
     target = target if isinstance(target, Target) else Target(device=target)
     space = _space_of(spec, target.device)
-    lengths, pictured, end = (
-        _rows_with_images(spec, model, say) if model.sees_images else (_lengths(spec, model, space, say), (), 0)
-    )
-    space = _shared_out(_pinned(space, spec), spec, target)
+
+    if model.sees_images:
+        lengths, pictured, end = _rows_with_images(spec, model, say)
+    else:
+        lengths = _lengths(spec, model, space, say)
+        pictured = ()
+        end = 0
+
+    space = _with_gpus(_with_pins(space, spec), spec, target)
     _refuse_images(spec, model, space)
     global_batch = _global_batch(spec, space, model, lengths)
+
+    # Each rule removes impossible values. Later rules read the space as earlier ones left it.
     narrowing = Narrowing(space=space, reserve=space)
     constraints.narrow_to_sharing(narrowing)
     constraints.narrow_to_device(narrowing, target.device)
@@ -86,19 +117,26 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
         narrowing.remove("quantization", {"fp8"}, f"{target.measured_on.name} cannot try it")
     if probes_run_here:
         constraints.narrow_to_packages(narrowing)
+
     workload = _workload(spec, lengths, global_batch)
     if model.sees_images:
-        workload = replace(workload, pictured=pictured, images_end=end, vision=spec.vision, dealt=False)
+        workload = replace(
+            workload, pictured=pictured, images_end=end, vision=spec.vision, dealt=False
+        )
         constraints.narrow_to_images(narrowing, workload)
     constraints.narrow_to_model(narrowing, model, workload)
     if spec.trained_by == "trl":
-        constraints.narrow_to_trl(narrowing, installed=probes_run_here, objective=workload.objective)
+        constraints.narrow_to_trl(
+            narrowing, installed=probes_run_here, objective=workload.objective
+        )
     constraints.narrow_to_objective(narrowing, workload.objective)
+
     floors = Floors(**{item.name: getattr(spec, item.name) for item in fields(Floors)})
     constraints.apply_floors(narrowing, workload, floors)
     constraints.narrow_packing(narrowing, workload)
     constraints.narrow_padding(narrowing, workload)
     constraints.narrow_checkpointing(narrowing)
+
     _require_quantization(spec, narrowing)
     warnings = (*_notes_of_images(spec, workload), *_warnings(spec, narrowing, workload))
     calibration = calibration_of(spec, target.measured_on or target.device, say)
@@ -117,7 +155,10 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
         within_hours=spec.within_hours,
         example_gib=_example_gib(spec, model, target.device),
     )
-    setup = Setup(task=task, reserve=narrowing.reserve, removals=tuple(narrowing.removals), warnings=warnings)
+
+    setup = Setup(
+        task=task, reserve=narrowing.reserve, removals=tuple(narrowing.removals), warnings=warnings
+    )
     shape = None if probes_run_here else known_shape(model)
     return setup if shape is None else adapt_to_layers(setup, shape)
 
@@ -134,13 +175,16 @@ def _study_name(target: Target, model: ModelSpec, space: SearchSpace) -> str:
 
 
 def _example_gib(spec: StudySpec, model: ModelSpec, device: DeviceSpec) -> float | None:
-    """The memory of the example card that the device stands for; None where there is none, or the user gives it."""
+    """Return the memory of the example card that the device represents.
+
+    The result is None if there is no example card, or if the user gives the memory.
+    """
     example = example_card(model, device)
     return example.memory_gib if example and spec.memory_gib is None else None
 
 
 def _require_formula(model: ModelSpec) -> None:
-    """Raises UsageError for a model whose memory and speed only probes know."""
+    """Raise UsageError for a model whose memory and speed have no formula."""
     if model.sees_images:
         raise UsageError(
             f"{model.short} takes images: no formula knows what it takes, only probes do",
@@ -149,11 +193,14 @@ def _require_formula(model: ModelSpec) -> None:
 
 
 def _refuse_images(spec: StudySpec, model: ModelSpec, space: SearchSpace) -> None:
-    """Raise UsageError for options that need a model with images, and for those untested with one."""
+    """Raise UsageError for options that need images or are untested with them."""
     if not model.sees_images:
         if spec.image_size is not None or spec.vision != "frozen":
-            raise UsageError(f"{model.short} takes no images", remedy="leave --image-size and --vision out")
+            raise UsageError(
+                f"{model.short} takes no images", remedy="leave --image-size and --vision out"
+            )
         return
+
     options = {
         "objective": spec.objective,
         "trainer": spec.trained_by,
@@ -167,7 +214,7 @@ def _refuse_images(spec: StudySpec, model: ModelSpec, space: SearchSpace) -> Non
 
 
 def _require_quantization(spec: StudySpec, narrowing: Narrowing) -> None:
-    """Raises UsageError for a pinned quantisation of the base that no configuration of the space can have."""
+    """Raise UsageError for a pinned quantisation that has no effect in the space or the reserve."""
     value = spec.pins.get("quantization", "none")
     need = narrowing.space.idle("quantization")
     if value != "none" and need and narrowing.reserve.idle("quantization"):
@@ -177,8 +224,11 @@ def _require_quantization(spec: StudySpec, narrowing: Narrowing) -> None:
         )
 
 
-def _pinned(space: SearchSpace, spec: StudySpec) -> SearchSpace:
-    """The space with the pins of the spec, and with the sizes of a micro batch, so that batch and model narrow them."""
+def _with_pins(space: SearchSpace, spec: StudySpec) -> SearchSpace:
+    """Return the space with the spec's pins and the knobs of a micro batch's size.
+
+    Batch and model then narrow these knobs.
+    """
     for knob, value in spec.pins.items():
         space = space.pin(knob, value)
     for name in ("micro_batch_size", "seq_len"):
@@ -187,32 +237,42 @@ def _pinned(space: SearchSpace, spec: StudySpec) -> SearchSpace:
     return space
 
 
-def _shared_out(space: SearchSpace, spec: StudySpec, target: Target) -> SearchSpace:
-    """The space for as many GPUs as the spec, or the space itself, names. Raises UsageError for what is not probed."""
+def _with_gpus(space: SearchSpace, spec: StudySpec, target: Target) -> SearchSpace:
+    """Return the space for the GPU counts of the spec, or of the space itself.
+
+    Raises UsageError for combinations that are not probed.
+    """
     for number in spec.numbers_of_gpus or ():
-        space = space.pin("num_gpus", number)  # which raises for an impossible one
+        space = space.pin("num_gpus", number)  # this raises for an impossible count
     if spec.numbers_of_gpus:
         space = space.offer("num_gpus", spec.numbers_of_gpus)
     numbers = space.choices("num_gpus")
     if numbers == (1,):
         return space
+
     if target.measured_on is not None:
-        reason = f"{target.measured_on.name} stands in for {target.device.name} alone, and not for several"
+        proxy = target.measured_on.name
+        reason = f"{proxy} stands in for {target.device.name} alone, and not for several"
         listed = ",".join(map(str, numbers))
-        raise UsageError(f"--gpus {listed}: {reason}", remedy="give --gpu auto, or leave --gpus out")
+        raise UsageError(
+            f"--gpus {listed}: {reason}", remedy="give --gpu auto, or leave --gpus out"
+        )
     for option, value in (("objective", spec.objective), ("trainer", spec.trained_by)):
-        if refused := untested(option, value, "several_gpus"):
-            raise UsageError(refused, remedy=f"leave --gpus or --{option} out")
+        if reason := untested(option, value, "several_gpus"):
+            raise UsageError(reason, remedy=f"leave --gpus or --{option} out")
     space = space if space.knob("sharding") else space.offer("sharding", PROBED)
-    return space.condition("sharding", "num_gpus", tuple(number for number in numbers if number > 1))
+    return space.condition(
+        "sharding", "num_gpus", tuple(number for number in numbers if number > 1)
+    )
 
 
 def calibration_of(
     spec: StudySpec, device: DeviceSpec, say: Callable[[str], None] = lambda text: None
 ) -> Calibration | None:
-    """The calibration that the spec names; else what is kept of the device that probes, if that is here.
+    """Return the calibration that the spec names, or the cached one of the probing device.
 
-    Raises UsageError if the file is no calibration.
+    The cached one is used only if the device is in this machine. Raises UsageError if the file is
+    not a calibration.
     """
     if spec.calibration is not None:
         return read_calibration(Path(expanduser(spec.calibration)))
@@ -220,7 +280,10 @@ def calibration_of(
 
 
 def known_shape(model: ModelSpec) -> ModelShape | None:
-    """What a worker would say of the model's layers, but how they repeat; None for families without a formula."""
+    """Return the shape that a worker would report of the model's layers, without their pattern.
+
+    The result is None for a family without a formula.
+    """
     sizes = Sizes.of(model)
     if sizes is None:
         return None
@@ -237,17 +300,24 @@ def known_shape(model: ModelSpec) -> ModelShape | None:
 
 
 def _path(matrix: str) -> str:
-    return f"{'self_attn' if matrix in ('q_proj', 'k_proj', 'v_proj', 'qkv_proj', 'o_proj') else 'mlp'}.{matrix}"
+    in_attention = matrix in ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
+    return f"{'self_attn' if in_attention else 'mlp'}.{matrix}"
 
 
 def adapt_to_layers(setup: Setup, shape: ModelShape | None) -> Setup:
-    """The same study without what layers of this shape (None: unknown) cannot do. Raises UsageError if none is left."""
-    task, objective = setup.task, setup.task.workload.objective
+    """Return the same study without values that layers of this shape do not support.
+
+    With None the shape is unknown. Raises UsageError if no value is left.
+    """
+    task = setup.task
+    objective = setup.task.workload.objective
     if objective.num_labels is not None and shape is not None and not shape.has_labels:
         raise UsageError(
-            f"--objective {objective}: transformers has no head over labels for {task.model.config['model_type']}",
+            f"--objective {objective}: transformers has no head over labels for"
+            f" {task.model.config['model_type']}",
             remedy="take a model of another type; `autotune models` lists them",
         )
+
     narrowing = Narrowing(space=task.space, reserve=setup.reserve, removals=list(setup.removals))
     warnings = _warnings_of_layers(narrowing.space, shape)
     constraints.narrow_to_layers(narrowing, task.model, task.trainer, shape)
@@ -260,14 +330,21 @@ def adapt_to_layers(setup: Setup, shape: ModelShape | None) -> Setup:
 
 
 def open_reserve(setup: Setup) -> Setup:
-    """The same study with what only its reserve has: quantised bases, other optimizers, full training in pure bf16."""
+    """Return the same study with the values that only its reserve has.
+
+    These are quantised bases, other optimizers, and full fine-tuning in pure bf16.
+    """
     return replace(setup, task=replace(setup.task, space=setup.reserve))
 
 
 def _global_batch(spec: StudySpec, space: SearchSpace, model: ModelSpec, lengths: Lengths) -> int:
-    """Examples in each optimizer step; for a batch in tokens a near one that most micro batches of the space divide."""
+    """Return the examples of an optimizer step.
+
+    For a batch in tokens, it is a near number that most micro batches of the space divide.
+    """
     if spec.global_batch_tokens is None:
         return spec.global_batch or DEFAULT_GLOBAL_BATCH
+
     longest = min(max(space.choices("seq_len")), model.max_seq_len or MAX_COUNT)
     wanted = spec.global_batch_tokens * lengths.number / lengths.tokens_within(longest)
     sizes = space.choices("micro_batch_size")
@@ -276,15 +353,21 @@ def _global_batch(spec: StudySpec, space: SearchSpace, model: ModelSpec, lengths
         nearest = max(1, round(wanted / min(sizes))) * min(sizes)
     multiples: set[int] = {round(wanted / size) * size for size in sizes}
     near = [batch for batch in multiples if batch and abs(batch / wanted - 1) <= OFF_TOKENS]
-    return max([nearest, *near], key=lambda batch: (sum(batch % size == 0 for size in sizes), -abs(batch - wanted)))
+
+    return max(
+        [nearest, *near],
+        key=lambda batch: (sum(batch % size == 0 for size in sizes), -abs(batch - wanted)),
+    )
 
 
 def _workload(spec: StudySpec, lengths: Lengths, global_batch: int) -> Workload:
-    examples, objective = spec.examples, Objective(spec.objective)
+    examples = spec.examples
+    objective = Objective(spec.objective)
     if spec.tokens is not None:
         examples = math.ceil(spec.tokens / lengths.mean)
     elif examples is None and (spec.dataset or spec.lengths):
         examples = lengths.number
+
     return Workload(
         examples=examples or DEFAULT_EXAMPLES,
         epochs=spec.epochs,
@@ -293,15 +376,18 @@ def _workload(spec: StudySpec, lengths: Lengths, global_batch: int) -> Workload:
         global_batch=global_batch,
         eval_share=spec.eval_share,
         loss_on=spec.loss_on,
-        form=form_of(Path(expanduser(spec.dataset)), spec.split, objective) if spec.dataset else "unknown",
+        form=form_of(Path(expanduser(spec.dataset)), spec.split, objective)
+        if spec.dataset
+        else "unknown",
         objective=objective,
         dealt=spec.trained_by == "transformers",
     )
 
 
 def _warnings(spec: StudySpec, narrowing: Narrowing, workload: Workload) -> tuple[str, ...]:
-    """What is odd about the examples, and which pinned knobs and floors have no effect."""
-    space, warnings = narrowing.space, []
+    """Describe oddities of the examples, and pinned knobs and floors without an effect."""
+    space = narrowing.space
+    warnings = []
     for name in spec.pins:
         if need := space.idle(name):
             unless = "" if narrowing.reserve.idle(name) else " unless nothing else fits"
@@ -310,44 +396,67 @@ def _warnings(spec: StudySpec, narrowing: Narrowing, workload: Workload) -> tupl
         warnings.append("--min-rank has no effect: it needs method lora")
     for name, (floor, may_win, _) in constraints.UNASKED.items():
         if getattr(spec, floor) and all(map(may_win, space.choices(name))):
-            warnings.append(f"--{floor.replace('_', '-')} has no effect: the space has no such {name}")
+            warnings.append(
+                f"--{floor.replace('_', '-')} has no effect: the space has no such {name}"
+            )
+
     if workload.trained < workload.global_batch:
-        fewer = f"{workload.trained} examples do not fill a global batch of {workload.global_batch} (--global-batch)"
-        warnings.append(f"{fewer}: a pass over them is one smaller step, and its time is overestimated")
+        fewer = (
+            f"{workload.trained} examples do not fill a global batch of"
+            f" {workload.global_batch} (--global-batch)"
+        )
+        warnings.append(
+            f"{fewer}: a pass over them is one smaller step, and its time is overestimated"
+        )
+
     longest = max(space.choices("seq_len"))
     cut = workload.truncated(longest)
     if cut >= WORTH_A_WARNING:
-        longer = f"{workload.lengths.longer(longest):.0%} of the examples are longer than every seq_len of the space"
+        longer = (
+            f"{workload.lengths.longer(longest):.0%} of the examples are longer than every seq_len"
+            " of the space"
+        )
         warnings.insert(0, f"{longer} ({longest}): {cut:.0%} of the tokens will be cut off")
     return tuple(warnings)
 
 
 def _warnings_of_layers(space: SearchSpace, shape: ModelShape | None) -> list[str]:
-    """What adapters and quantisation do not reach in layers of this shape."""
+    """Describe the parameters that adapters and quantisation do not reach in these layers."""
     if shape is None or space.choices("method") == ("full",):
         return []
+
     warnings = []
     if shape.untrained > OUT_OF_REACH:
         experts = f"{shape.untrained:.0%} of the parameters are fused experts of a mixture"
         warnings.append(f"{experts}: adapters on linear layers do not train them")
     if shape.unquantized > OUT_OF_REACH and space.choices("quantization") != ("none",):
-        warnings.append(f"{shape.unquantized:.0%} of the parameters are fused experts: they are never quantised")
+        warnings.append(
+            f"{shape.unquantized:.0%} of the parameters are fused experts: they are never quantised"
+        )
     return warnings
 
 
-def _lengths(spec: StudySpec, model: ModelSpec, space: SearchSpace, say: Callable[[str], None]) -> Lengths:
-    """The lengths of the examples; where nothing is known of them, a usual length that the space has room for."""
+def _lengths(
+    spec: StudySpec, model: ModelSpec, space: SearchSpace, say: Callable[[str], None]
+) -> Lengths:
+    """Return the lengths of the examples, or a usual length that the space allows."""
     if spec.dataset is not None:
-        path, tokenizer = Path(expanduser(spec.dataset)), expanduser(spec.tokenizer or "") or model.tokenizer
+        path = Path(expanduser(spec.dataset))
+        tokenizer = expanduser(spec.tokenizer or "") or model.tokenizer
         objective = Objective(spec.objective)
-        return dataset_lengths(path, tokenizer, split=spec.split, loss_on=spec.loss_on, objective=objective, say=say)
+        return dataset_lengths(
+            path, tokenizer, split=spec.split, loss_on=spec.loss_on, objective=objective, say=say
+        )
     if spec.lengths is not None:
         return read_lengths(Path(expanduser(spec.lengths)))
     if spec.mean_tokens is not None and spec.p99_tokens is not None:
         try:
             return Lengths.described(spec.mean_tokens, spec.p99_tokens)
         except ValueError as error:
-            raise UsageError(f"--mean-tokens, --p99-tokens: {error}", remedy="give --lengths FILE instead") from None
+            raise UsageError(
+                f"--mean-tokens, --p99-tokens: {error}", remedy="give --lengths FILE instead"
+            ) from None
+
     if spec.tokens_per_example is not None:
         return Lengths.constant(spec.tokens_per_example, "given")
     return Lengths.constant(min(DEFAULT_TOKENS, max(space.choices("seq_len"))), "assumed")
@@ -356,36 +465,49 @@ def _lengths(spec: StudySpec, model: ModelSpec, space: SearchSpace, say: Callabl
 def _rows_with_images(
     spec: StudySpec, model: ModelSpec, say: Callable[[str], None]
 ) -> tuple[Lengths, tuple[Pictured, ...], int]:
-    """The lengths of the examples with their images, these, and the most tokens as far as a row's last (0: unknown).
+    """Return the lengths of examples with images, the images by length, and the last image's end.
 
-    The images are those of the dataset, or one in each example. Lengths that the user gives count them; those too short
-    for that are of text alone. Raises UsageError where all are.
+    The end is the largest position in tokens at which an image ends, or 0 if unknown. Without a
+    dataset, each example has one image. Lengths from the user include it. Examples that are too
+    short for it have only text. Raises UsageError if all are too short.
     """
 
     def picture(width: int, height: int) -> Picture:
         return picture_of(model.config, width, height, model.processor)
 
     if spec.dataset is not None:
-        path, tokenizer = Path(expanduser(spec.dataset)), expanduser(spec.tokenizer or "") or model.tokenizer
-        return image_lengths(path, tokenizer, picture, split=spec.split, loss_on=spec.loss_on, say=say)
+        path = Path(expanduser(spec.dataset))
+        tokenizer = expanduser(spec.tokenizer or "") or model.tokenizer
+        return image_lengths(
+            path, tokenizer, picture, split=spec.split, loss_on=spec.loss_on, say=say
+        )
+
     one = (picture(*spec.image),)
     least = taken(one) + LEAST_TEXT
     if all(getattr(spec, name) is None for name in LENGTH_KEYS):
-        return Lengths.constant(taken(one) + DEFAULT_TEXT, "assumed"), ((taken(one) + DEFAULT_TEXT, one),), 0
+        return (
+            Lengths.constant(taken(one) + DEFAULT_TEXT, "assumed"),
+            ((taken(one) + DEFAULT_TEXT, one),),
+            0,
+        )
+
     lengths = _lengths(spec, model, SearchSpace.load("default"), say)
     if lengths.longest < least:
         raise UsageError(
-            f"an example of {lengths.longest} tokens has no room for its image of {taken(one)} (--image-size)",
-            remedy="count the tokens of images in the lengths of examples, or give a --dataset with images",
+            f"an example of {lengths.longest} tokens has no room for its image of"
+            f" {taken(one)} (--image-size)",
+            remedy="count the tokens of images in the lengths of examples,"
+            " or give a --dataset with images",
         )
     return lengths, ((lengths.longest, one),), 0
 
 
 def _notes_of_images(spec: StudySpec, workload: Workload) -> list[str]:
-    """What is assumed of images where no dataset has them."""
+    """Describe the assumptions about images if there is no dataset."""
     if not workload.pictured or spec.dataset is not None:
         return []
-    notes, least = [], workload.image_tokens + LEAST_TEXT
+    notes = []
+    least = workload.image_tokens + LEAST_TEXT
     if spec.image_size is None:
         notes.append(f"an image of {DEFAULT_IMAGE} in each example is assumed (--image-size)")
     if short := 1 - workload.lengths.longer(least - 1):
@@ -396,7 +518,9 @@ def _notes_of_images(spec: StudySpec, workload: Workload) -> list[str]:
 
 def _price(spec: StudySpec, model: ModelSpec, device: DeviceSpec) -> Price | None:
     if spec.price is None:
-        known = find_price(device.name, load_prices(Path(expanduser(spec.prices))) if spec.prices else ())
+        known = find_price(
+            device.name, load_prices(Path(expanduser(spec.prices))) if spec.prices else ()
+        )
         example = example_card(model, device)
         return example.price(device.name) if known is None and example else known
     return Price(

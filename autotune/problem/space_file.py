@@ -1,6 +1,7 @@
 """The form of a search space file, checked by pydantic.
 
-Only `SearchSpace.load` imports this module, when it reads a file, since pydantic takes long to import.
+Only `SearchSpace.load` imports this module, when it reads a file, because importing pydantic is
+slow.
 """
 
 from collections.abc import Iterator
@@ -12,12 +13,16 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from autotune.core.errors import did_you_mean
 from autotune.core.knobs import KNOBS, Kind, check_value
 
-MAX_RANGE = 1024  # integers between min and max: nobody can try more, and the search goes over all of them
+# Integers between min and max. A study cannot try more, and the search enumerates all of them.
+MAX_RANGE = 1024
 Place = tuple[int | str, ...]
 
 
 class KnobEntry(BaseModel):
-    """One knob of the file: a list of values, or a range of integers. `kind` may repeat what the registry says."""
+    """One knob of the file: a list of values, or a range of integers.
+
+    `kind` is optional, and must agree with the registry.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     values: list[Any] = Field(default_factory=list)
@@ -41,31 +46,43 @@ class KnobEntry(BaseModel):
         return self
 
     def problems(self, name: str) -> Iterator[tuple[Place, str]]:
-        """What is impossible in the entry of knob `name`: the place in the entry, and the reason."""
+        """Yield the problems of the entry of knob `name`: their place in the entry and reason."""
         if name not in KNOBS:
             yield (), f"there is no knob {name!r}{did_you_mean(name, KNOBS)}"
             return
         if self.min is not None and self.max is not None and self.max - self.min >= MAX_RANGE:
-            yield ("max",), f"at most {MAX_RANGE:,} values are searched from min to max: list some as values: [..]"
+            yield (
+                ("max",),
+                f"at most {MAX_RANGE:,} values are searched from min to max:"
+                " list some as values: [..]",
+            )
             return
+
         if self.kind not in (None, KNOBS[name].kind):
             yield ("kind",), f"{name} is a {KNOBS[name].kind} knob: leave kind: out"
+
         for place, knob, value in self._values(name):
             try:
                 check_value(knob, value)
             except ValueError as error:
                 yield place, str(error)
+
         for other in self.when or {}:
             if not _is_other_knob(other, name):
-                yield ("when", other), f"{other!r} is no other knob{did_you_mean(other, set(KNOBS) - {name})}"
+                yield (
+                    ("when", other),
+                    f"{other!r} is no other knob{did_you_mean(other, set(KNOBS) - {name})}",
+                )
 
     def _values(self, name: str) -> Iterator[tuple[Place, str, Any]]:
-        """Every value in the entry: its place, its knob, the value."""
+        """Yield every value of the entry: its place, its knob and the value."""
         for index, value in enumerate(self.values):
             yield ("values", index), name, value
+
         for end, value in (("min", self.min), ("max", self.max)):
             if value is not None:
                 yield (end,), name, value
+
         for other, wanted in (self.when or {}).items():
             if _is_other_knob(other, name):
                 for value in wanted if isinstance(wanted, list) else [wanted]:
@@ -86,7 +103,8 @@ class SpaceFile(BaseModel):
         if not isinstance(knobs, dict):
             return knobs
         return {
-            name: entry if isinstance(entry, dict | KnobEntry) else {"values": [entry]} for name, entry in knobs.items()
+            name: entry if isinstance(entry, dict | KnobEntry) else {"values": [entry]}
+            for name, entry in knobs.items()
         }
 
     @model_validator(mode="after")
@@ -95,7 +113,9 @@ class SpaceFile(BaseModel):
         for name, entry in self.knobs.items():
             for place, reason in entry.problems(name):
                 error = PydanticCustomError("knob", "{reason}", {"reason": reason})
-                problems.append(InitErrorDetails(type=error, loc=("knobs", name, *place), input=None))
+                problems.append(
+                    InitErrorDetails(type=error, loc=("knobs", name, *place), input=None)
+                )
         if problems:
             raise ValidationError.from_exception_data("space", problems)
         return self

@@ -1,15 +1,16 @@
-"""How the speed of one card converts to another: the value that a study keeps. `prediction.transfer` computes it."""
+"""SpeedTransfer: the factors that convert a speed to another card, computed by `transfer`."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedTransfer:
-    """How many times as fast the target multiplies and moves bytes as the source.
+    """The speed of the target relative to the source, for matrix products and for moving bytes.
 
-    `fp8` is the same of products in 8 bits, None where one of the cards has none, and `host` of the hosts, None unless
-    both were calibrated. `error` is the standard deviation of the logarithm of the device's speed, and `profiled_error`
-    the same where a profile tells what the device does. `basis` counts the measurements on the target that it rests on.
+    `fp8` is the factor of 8-bit products, or None if a card has no fp8. `host` is the factor of the
+    hosts, or None unless both were calibrated. `error` is the standard deviation of the logarithm
+    of the device's speed, and `profiled_error` is its value if a profile shows the device's work.
+    `basis` is the number of measurements on the target.
     """
 
     products: float
@@ -21,5 +22,5 @@ class SpeedTransfer:
     basis: int = 0
 
     def ratio(self, share: float) -> float:
-        """The speed of the target over that of the source, for work of which this share of its time is in products."""
+        """Return the target's speed over the source's, if products take `share` of the time."""
         return 1 / (share / self.products + (1 - share) / self.bytes)

@@ -1,4 +1,4 @@
-"""StudySpec: what a user asks for, by options or in a YAML file. `setup` resolves its names and narrows its space."""
+"""StudySpec: a user's request, from options or a YAML file. `setup` resolves its names."""
 
 import math
 import os
@@ -30,11 +30,14 @@ ALTERNATIVES = (
     (*LENGTH_KEYS, "p99_tokens", "tokenizer", "split"),
     ("dataset", "image_size"),
 )
-MAX_COUNT = 10**15  # no study is as large; beyond it the arithmetic of the projection would fail
+MAX_COUNT = 10**15  # no study is as large; larger numbers would break the projection's arithmetic
 
 
 class InvalidSpec(UsageError, ValueError):
-    """A value that a study cannot have. It is a ValueError too, so that pydantic finds the line in a file."""
+    """An impossible value in a study.
+
+    It is also a ValueError, so that pydantic finds the line in a file.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(message, remedy="see `autotune run --help`")
@@ -42,11 +45,11 @@ class InvalidSpec(UsageError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What the command line shows about one field of StudySpec, and which values the field may have.
+    """The command line's view of one field of StudySpec, and the field's possible values.
 
-    `metavar` is the placeholder of the value, None where its type is enough. `shown_default` stands in brackets after
-    the help. `allows` says whether a value of the right type is possible; None is possible wherever the type has it.
-    `choices` are all values, where they can be listed.
+    `metavar` is the value's placeholder, or None if its type suffices. The help ends with
+    `shown_default` in brackets. `allows` checks a value of the right type, except None, which is valid if
+    the type has it. `choices` lists all values, if they can be listed.
     """
 
     help: str
@@ -57,35 +60,39 @@ class Option:
 
 
 def _option(default: Any, help: str, **details: Any) -> Any:
-    """A field of StudySpec with its Option. The default is shown in the help unless it is None or False."""
-    if not any(default is hidden for hidden in (MISSING, None, False)):  # 0 equals False, and is shown
+    """Return a field of StudySpec with its Option.
+
+    The help shows the default unless it is None or False.
+    """
+    # 0 equals False, but is shown.
+    if not any(default is hidden for hidden in (MISSING, None, False)):
         details.setdefault("shown_default", str(default))
     return field(default=default, metadata={"option": Option(help=help, **details)})
 
 
 def _count(default: int | None, help: str, **details: Any) -> Any:
-    """A field for a number from 1 on."""
+    """Return a field for a number from 1."""
     return _option(default, help, allows=lambda value: 1 <= value <= MAX_COUNT, **details)
 
 
 def _choice(default: str | None, choices: Iterable[str], help: str, **details: Any) -> Any:
-    """A field for one of these words."""
+    """Return a field for one of these words."""
     words = tuple(map(str, choices))
     return _option(default, help, allows=words.__contains__, choices=words, **details)
 
 
 def _share(default: float | None, help: str, **details: Any) -> Any:
-    """A field for a number from 0 to 1."""
+    """Return a field for a number from 0 to 1."""
     return _option(default, help, allows=lambda value: 0 <= value <= 1, **details)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """The results that others published for a configuration.
+    """Published results of a configuration.
 
-    `tokens_per_s` counts whole rows, `s_per_step` is the time of an optimizer step. `peak_gib` is the most
-    that torch allocated on a GPU, `reserved_gib` what its allocator held. `peak_gb` (10**9 bytes) and `process_gib` are
-    the memory of the whole process, as nvidia-smi shows it.
+    `tokens_per_s` counts whole rows, and `s_per_step` is the time of an optimizer step. `peak_gib`
+    is torch's peak of allocated memory on a GPU, `reserved_gib` its allocator's peak. `peak_gb`
+    (10**9 bytes) and `process_gib` are the whole process's memory, as in nvidia-smi.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -110,10 +117,11 @@ class Published:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedConfig:
-    """One configuration to probe by itself: its knobs in addition to `pins`, `accumulation` micro batches a step.
+    """One configuration to probe as it is, with its knobs in addition to `pins`.
 
-    `model_overrides` are keys of the model's config that differ. `excluded` says why no configuration expresses what
-    was published: it is shown, and neither estimated nor probed.
+    An optimizer step has `accumulation` micro batches. `model_overrides` replaces keys of the
+    model's config. `excluded` is the reason why no configuration expresses the published one: it is
+    shown, and neither estimated nor probed.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -137,20 +145,26 @@ class NamedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudySpec:
-    """One study as a user asks for it. Field names are keys of the YAML file, and options of the command with dashes.
+    """One study as a user requests it.
 
-    Raises UsageError for a value of the wrong type or out of range, and for two fields that contradict each other.
+    Field names are keys of the YAML file, and with dashes they are options of the command. Raises
+    UsageError for a value of the wrong type or out of range, and for contradictory fields.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     model: str = _option(MISSING, "Catalogue name, local directory, or hub id.")
-    gpu: str = _option("auto", "Target GPU: a name, auto (the one in this machine), cpu, or a card of your own.")
-    space: str | SearchSpace | None = _option(None, "Search space: a name (`autotune spaces`) or a file.")  # noqa: RUF009
+    gpu: str = _option(
+        "auto", "Target GPU: a name, auto (the one in this machine), cpu, or a card of your own."
+    )
+    space: str | SearchSpace | None = _option(  # noqa: RUF009
+        None, "Search space: a name (`autotune spaces`) or a file."
+    )
     objective: str = _choice(
         "sft",
         Objective,
-        "What is learned: sft (the next token), dpo or kto (wanted answers), reward (a score), or classification.",
+        "What is learned: sft (the next token), dpo or kto (wanted answers), reward (a score),"
+        " or classification.",
     )
     trainer: str | None = _choice(
         None,
@@ -159,22 +173,30 @@ class StudySpec:
         shown_default="as the objective needs",
     )
     pins: dict[str, Any] = field(default_factory=dict)
-    configs: tuple[NamedConfig, ...] = ()  # to be probed as they are, instead of a search
-    source: str | None = None  # where the published results of `configs` stand
+    configs: tuple[NamedConfig, ...] = ()  # probed as they are, instead of a search
+    source: str | None = None  # the source of the published results of `configs`
     examples: int | None = _count(None, "Examples of the full run.", shown_default="10000")
     epochs: int = _count(1, "Passes over the examples.")
-    tokens_per_example: int | None = _count(None, "One length in tokens for all examples.", shown_default="1024")
+    tokens_per_example: int | None = _count(
+        None, "One length in tokens for all examples.", shown_default="1024"
+    )
     tokens: int | None = _count(None, "Tokens of one pass, instead of --examples.")
-    mean_tokens: float | None = _count(None, "Mean length of the examples in tokens; needs --p99-tokens.")
+    mean_tokens: float | None = _count(
+        None, "Mean length of the examples in tokens; needs --p99-tokens."
+    )
     p99_tokens: float | None = _count(None, "99th percentile of the lengths of the examples.")
-    lengths: str | None = _option(None, "Lengths of the examples in tokens, one per line.", metavar="FILE")
+    lengths: str | None = _option(
+        None, "Lengths of the examples in tokens, one per line.", metavar="FILE"
+    )
     dataset: str | None = _option(
         None,
-        "Your examples, to measure their lengths: a file (.jsonl, .json, .parquet, .csv, .arrow), a folder of such"
-        " files, or a dataset that `datasets` has saved.",
+        "Your examples, to measure their lengths: a file (.jsonl, .json, .parquet, .csv, .arrow),"
+        " a folder of such files, or a dataset that `datasets` has saved.",
         metavar="PATH",
     )
-    split: str | None = _option(None, "Part of --dataset to take.", metavar="NAME", shown_default="train, if any")
+    split: str | None = _option(
+        None, "Part of --dataset to take.", metavar="NAME", shown_default="train, if any"
+    )
     loss_on: str | None = _choice(
         None,
         LOSS_ON,
@@ -182,11 +204,15 @@ class StudySpec:
         shown_default="completions or what the assistant says, where the rows have them; else all",
     )
     tokenizer: str | None = _option(
-        None, "Tokenizer that counts the tokens of --dataset.", metavar="DIR", shown_default="the model's"
+        None,
+        "Tokenizer that counts the tokens of --dataset.",
+        metavar="DIR",
+        shown_default="the model's",
     )
     image_size: str | None = _option(
         None,
-        "For a model that takes images: the size of the one in each example, without a --dataset that has them.",
+        "For a model that takes images: the size of the one in each example,"
+        " without a --dataset that has them.",
         metavar="WxH",
         shown_default=f"{DEFAULT_IMAGE} pixels",
     )
@@ -205,7 +231,9 @@ class StudySpec:
         allows=lambda share: 0 <= share <= 0.5,
     )
     eval_steps: int | None = _count(
-        None, "Optimizer steps from one evaluation to the next.", shown_default="as often as it saves"
+        None,
+        "Optimizer steps from one evaluation to the next.",
+        shown_default="as often as it saves",
     )
     save_steps: int | None = _count(
         None, "Optimizer steps from one checkpoint to the next.", shown_default="about half an hour"
@@ -215,54 +243,80 @@ class StudySpec:
         TRACKERS,
         f"Tracker that the full run reports to: {', '.join(TRACKERS)}.",
     )
-    budget: str = _option("15m", "Wall time from the start of the worker to the last confirmation: 90s, 15m, 1h.")
+    budget: str = _option(
+        "15m", "Wall time from the start of the worker to the last confirmation: 90s, 15m, 1h."
+    )
     trials: int | None = _count(None, "Largest number of trials, refused ones included.")
     patience: int = _count(40, "Stop after so many trials without an improvement.")
     memory_gib: float | None = _option(
         None, "Use no more than this much device memory.", allows=lambda size: 0 < size < math.inf
     )
-    headroom: float = _option(0.05, "Share of the memory that must stay free.", allows=lambda share: 0 <= share < 0.9)
+    headroom: float = _option(
+        0.05, "Share of the memory that must stay free.", allows=lambda share: 0 <= share < 0.9
+    )
     price: float | None = _option(
-        None, "USD per hour, instead of the catalogue's.", allows=lambda price: 0 <= price < math.inf
+        None,
+        "USD per hour, instead of the catalogue's.",
+        allows=lambda price: 0 <= price < math.inf,
     )
     prices: str | None = _option(
         None, "File with your own prices (`autotune prices` shows the format).", metavar="FILE"
     )
     calibration: str | None = _option(
-        None, "What `autotune calibrate --out` wrote.", metavar="FILE", shown_default="that of this machine and card"
+        None,
+        "What `autotune calibrate --out` wrote.",
+        metavar="FILE",
+        shown_default="that of this machine and card",
     )
     min_rank: int | None = _count(None, "Smallest LoRA rank.", shown_default="16")
-    max_truncated: float | None = _share(None, "Largest share of tokens that may be cut off.", shown_default="0.01")
+    max_truncated: float | None = _share(
+        None, "Largest share of tokens that may be cut off.", shown_default="0.01"
+    )
     allow_quantized: bool = _option(False, "Let quantised bases win.")
     allow_pure_bf16: bool = _option(False, "Let pure bf16 win, without fp32 master weights.")
     allow_any_optimizer: bool = _option(False, "Let optimizers other than AdamW win.")
-    slack: float = _share(0.05, "Extra cost that a more capable configuration may have, as a share.")
+    slack: float = _share(
+        0.05, "Extra cost that a more capable configuration may have, as a share."
+    )
     shallow_only: bool = _option(
         False, "Probe a few layers only and extrapolate, for a model that this device cannot hold."
     )
-    quality: bool = _option(False, "Afterwards train the finalists on --dataset and report their held-out losses.")
+    quality: bool = _option(
+        False, "Afterwards train the finalists on --dataset and report their held-out losses."
+    )
     verify: bool = _option(
-        False, "Afterwards run the exported script and compare its speed and memory with the prediction."
+        False,
+        "Afterwards run the exported script and compare its speed and memory with the prediction.",
     )
     gpus: int | str | tuple[int, ...] | None = _option(
-        None, "GPUs that share out each training; several numbers, as 1,2,4,8, are compared.", shown_default="1"
+        None,
+        "GPUs that share out each training; several numbers, as 1,2,4,8, are compared.",
+        shown_default="1",
     )
-    within: str | float | None = _option(None, "The full run is to end within this time, as 6h.", metavar="TIME")
+    within: str | float | None = _option(
+        None, "The full run is to end within this time, as 6h.", metavar="TIME"
+    )
     play_ranks: bool = _option(
-        False, "With --gpus: one GPU plays a rank of all, as it does where too few are here. Speeds are projected."
+        False,
+        "With --gpus: one GPU plays a rank of all, as it does where too few are here."
+        " Speeds are projected.",
     )
     workers: int = _count(1, "GPUs of this machine that probe one configuration each.")
     ray: str | None = _option(
-        None, "Probe on all GPUs of this kind in a Ray cluster (pip install ray).", metavar="ADDRESS"
+        None,
+        "Probe on all GPUs of this kind in a Ray cluster (pip install ray).",
+        metavar="ADDRESS",
     )
     compile_ahead: str = _choice(
         "auto",
         COMPILE_AHEAD,
-        "Whether further processes compile what is likely to be tried next: auto (on a GPU, with 4 cores or more),"
-        " always, or never.",
+        "Whether further processes compile what is likely to be tried next:"
+        " auto (on a GPU, with 4 cores or more), always, or never.",
     )
     seed: int = _option(0, "Seed of the search.", allows=lambda seed: 0 <= seed < 2**31)
-    study: str | None = _option(None, "Name of the study; an existing study is continued.", allows=str.isprintable)
+    study: str | None = _option(
+        None, "Name of the study; an existing study is continued.", allows=str.isprintable
+    )
     storage: str | None = _option(None, "Database of the studies.", metavar="URL")
     out: str | None = _option(None, "Study directory.", shown_default="runs/<study>")
 
@@ -271,13 +325,17 @@ class StudySpec:
         for item in fields(self):
             option = item.metadata.get("option")
             value = getattr(self, item.name)
-            if option and not (_has_type(value, item.type) and (value is None or option.allows(value))):
+            if option and not (
+                _has_type(value, item.type) and (value is None or option.allows(value))
+            ):
                 *others, last = option.choices or ("",)
                 only = f": it is {', '.join(others)} or {last}" if others else ""
                 raise InvalidSpec(f"{item.name} cannot be {value!r}{only}")
+
         if not isinstance(self.pins, dict):
             raise InvalidSpec(f"pins maps knobs to values, it cannot be {self.pins!r}")
         _check_suite(self.configs, self.source)
+
         if self.tokens is not None and self.examples is not None:
             raise InvalidSpec("give examples or tokens, not both")
         if self.global_batch is not None and self.global_batch_tokens is not None:
@@ -290,14 +348,20 @@ class StudySpec:
             raise InvalidSpec("eval_steps needs examples that are held out: give eval_share too")
         if self.split is not None and self.dataset is None:
             raise InvalidSpec("a split is a part of a dataset: give dataset too")
-        _ = self.numbers_of_gpus, self.within_hours, self.trained_by, self.image  # which raise for what they cannot be
-        given = [name for name in LENGTH_KEYS if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise InvalidSpec(f"the lengths of the examples are given in more than one way: {', '.join(given)}")
+
+        # These properties raise for impossible values.
+        _ = (self.numbers_of_gpus, self.within_hours, self.trained_by, self.image)
+
+        length_keys = [name for name in LENGTH_KEYS if getattr(self, name) is not None]
+        if len(length_keys) > 1:
+            raise InvalidSpec(
+                "the lengths of the examples are given in more than one way:"
+                f" {', '.join(length_keys)}"
+            )
 
     @property
     def trained_by(self) -> str:
-        """What trains."""
+        """The trainer, by default the first one of the objective."""
         trainers = Objective(self.objective).trainers
         if self.trainer not in (None, *trainers):
             raise InvalidSpec(f"{self.objective} is trained by {trainers[0]}: leave trainer out")
@@ -305,34 +369,38 @@ class StudySpec:
 
     @property
     def image(self) -> tuple[int, int]:
-        """Width and height in pixels of the image in each example, where no dataset has images."""
+        """Width and height in pixels of each example's image, if no dataset has images."""
         if self.image_size is not None and self.dataset is not None:
-            raise InvalidSpec("the images of a dataset have sizes of their own: leave image_size out")
+            raise InvalidSpec(
+                "the images of a dataset have sizes of their own: leave image_size out"
+            )
         return parse_size(self.image_size or DEFAULT_IMAGE)
 
     @property
     def run_options(self) -> RunOptions:
-        """What the full run does between its steps."""
-        return RunOptions(eval_steps=self.eval_steps, save_steps=self.save_steps, report_to=self.report_to)
+        """The evaluations, saves and reports between the full run's steps."""
+        return RunOptions(
+            eval_steps=self.eval_steps, save_steps=self.save_steps, report_to=self.report_to
+        )
 
     @property
     def numbers_of_gpus(self) -> tuple[int, ...] | None:
-        """The numbers of GPUs to choose from; None where the search space says it."""
+        """The GPU counts to choose from, or None if the search space has them."""
         return None if self.gpus is None else parse_gpus(self.gpus)
 
     @property
     def within_hours(self) -> float | None:
-        """The hours within which the full run is to end."""
+        """The hours within which the full run must end."""
         return parse_within(self.within)
 
     @property
     def space_name(self) -> str | None:
-        """The name or path of the search space, as the user gave it."""
+        """The user's name or path of the search space."""
         return self.space.name if isinstance(self.space, SearchSpace) else self.space
 
 
 def _refuse(objective: Any, loss_on: str | None) -> None:
-    """Raises InvalidSpec for an objective that people know and no probe trains for, or that has its own loss."""
+    """Raise InvalidSpec for a known objective without support, or one that has its own loss."""
     if reason := NOT_OFFERED.get(str(objective).lower()):
         raise InvalidSpec(f"objective {objective} is not offered: {reason}")
     if loss_on is not None and objective != Objective.SFT:
@@ -340,7 +408,7 @@ def _refuse(objective: Any, loss_on: str | None) -> None:
 
 
 def _check_suite(configs: tuple[NamedConfig, ...], source: str | None) -> None:
-    """Raises InvalidSpec for a name that stands twice, and for a source that cannot be printed."""
+    """Raise InvalidSpec for duplicate names of configurations and an unprintable source."""
     if source is not None and not source.isprintable():
         raise InvalidSpec(f"source cannot be {source!r}")
     names = [config.name for config in configs]
@@ -354,50 +422,68 @@ OPTIONS: dict[str, Option] = {
 
 
 def make_spec(path: Path | None, options: dict[str, Any]) -> StudySpec:
-    """The spec of a file, if one is given, with the options that are not None in place of its values.
+    """Return the spec of a file or of options; options that are not None replace the file's values.
 
-    A suite that comes with the package can be given by its name. Raises UsageError for an impossible value, an unknown
-    key (its line is named), or no model. For another card or model than the file's, nothing of it was published.
+    The path may be the name of a shipped suite. If another card or model replaces the file's, the
+    published results are dropped. Raises UsageError for an impossible value, an unknown key (with
+    its line), or a missing model.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given_options = {name: value for name, value in options.items() if value is not None}
     if path is None:
-        if "model" not in given:
-            raise UsageError("which model?", remedy="give --model NAME (`autotune models` lists them) or --spec FILE")
-        return StudySpec(**given)
+        if "model" not in given_options:
+            raise UsageError(
+                "which model?",
+                remedy="give --model NAME (`autotune models` lists them) or --spec FILE",
+            )
+        return StudySpec(**given_options)
+
     path = _spec_file(path)
     base: StudySpec = read_user_yaml(path, _file_model()).root  # type: ignore[attr-defined]
     if isinstance(base.space, SearchSpace):
-        raise UsageError(f"{path}: space: Input should be a valid string", remedy="give the name or path of a space")
-    pins = base.pins | given.pop("pins", {})
+        raise UsageError(
+            f"{path}: space: Input should be a valid string",
+            remedy="give the name or path of a space",
+        )
+
+    pins = base.pins | given_options.pop("pins", {})
     for keys in ALTERNATIVES:  # one option replaces all of the keys
-        if any(key in given for key in keys):
-            given = dict.fromkeys(keys) | given
-    made = replace(base, **given, pins=pins)
-    if (made.gpu, made.model) != (base.gpu, base.model):  # what was published was of others
-        made = replace(made, source=None, configs=tuple(replace(one, published=None) for one in made.configs))
-    return made
+        if any(key in given_options for key in keys):
+            given_options = dict.fromkeys(keys) | given_options
+    spec = replace(base, **given_options, pins=pins)
+    if (spec.gpu, spec.model) != (base.gpu, base.model):
+        spec = replace(
+            spec, source=None, configs=tuple(replace(one, published=None) for one in spec.configs)
+        )
+    return spec
 
 
 def shipped_suites() -> dict[str, Path]:
-    """Name -> file of the published suites that come with the package."""
+    """Return name -> file of the published suites that come with the package."""
     return shipped_files("published", "studies/published")
 
 
 def _spec_file(path: Path) -> Path:
-    """The file of this path, or the shipped suite of this name. Raises UsageError where there is neither."""
+    """Return the file of this path, or the shipped suite of this name.
+
+    Raises UsageError if there is neither.
+    """
     shipped = shipped_suites()
     if os.path.lexists(path):
         return path
     if str(path) not in shipped:
         raise UsageError(
-            f"cannot read {path}: No such file or directory{did_you_mean(str(path), tuple(shipped))}",
+            f"cannot read {path}: No such file or directory"
+            f"{did_you_mean(str(path), tuple(shipped))}",
             remedy="check the path, or give a name that `autotune suites` lists",
         )
     return shipped[str(path)]
 
 
 def _has_type(value: Any, annotation: Any) -> bool:
-    """Whether a value has the annotated type, a union of plain classes. An int is a float; a bool is neither."""
+    """Return whether a value has the annotated type, a union of plain classes.
+
+    An int is also a float. A bool is neither.
+    """
     members = get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     allowed = tuple(get_origin(member) or member for member in members)
     if isinstance(value, bool):
@@ -407,15 +493,22 @@ def _has_type(value: Any, annotation: Any) -> bool:
 
 @cache
 def _file_model() -> "type[BaseModel]":
-    """The pydantic model of a spec file, made on first use so that listing commands do not pay for pydantic."""
+    """Return the pydantic model of a spec file.
+
+    It is made on first use, so that commands which only list things need not import pydantic.
+    """
     from pydantic import RootModel, model_validator
 
     class SpecFile(RootModel[StudySpec]):
         @model_validator(mode="before")
         @classmethod
         def _refuse_empty(cls, data: Any) -> Any:
-            if isinstance(data, dict) and data.get("configs") == []:  # a search would be a surprise
-                raise ValueError("configs is empty: name the configurations to probe, or leave the key out to search")
+            # The user would not expect a search.
+            if isinstance(data, dict) and data.get("configs") == []:
+                raise ValueError(
+                    "configs is empty: name the configurations to probe,"
+                    " or leave the key out to search"
+                )
             return data
 
     return SpecFile

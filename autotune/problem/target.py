@@ -1,7 +1,8 @@
-"""Target: the device that is tuned for, and the GPU of this machine that probes for it.
+"""Target: the device to tune for, and the GPU of this machine that probes for it.
 
-A larger GPU can probe for a smaller device. Under a cap of the device's memory a probe runs out of memory where it
-would on the device; its speed is projected. What the device has and the GPU here lacks cannot be tried.
+A larger GPU can probe for a smaller device. Under a cap of the device's memory, a probe runs out of
+memory if it would on the device; its speed is projected. Features that only the device has cannot
+be tried.
 """
 
 import shlex
@@ -16,16 +17,18 @@ from autotune.core.text import dashed, printable
 from autotune.core.units import fmt_gib
 from autotune.problem.calibration import HERE, Calibration, kept_path, read_calibration
 
-IGNORED_GIB = 0.5  # what other processes hold of a GPU is ignored up to here: a display server, a monitor
-HOST_SHARE = 0.8  # share of a host's memory that a run on its CPU may use: the host's other work needs some
+# Memory of other processes is ignored up to this limit: a display server, a monitor.
+IGNORED_GIB = 0.5
+# Share of the host's memory that a run on its CPU may use. The host's other work needs the rest.
+HOST_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The device that is tuned for, and what probes for it.
+    """The device to tune for, and the device that probes for it.
 
-    `card` is the GPU of this machine, None for a CPU. `measured_on` is its data sheet if the GPU is another product,
-    else None.
+    `card` is the GPU of this machine, or None for a CPU. `measured_on` is the GPU's data sheet if
+    the GPU is another product, otherwise None.
     """
 
     device: DeviceSpec
@@ -34,16 +37,21 @@ class Target:
 
     @property
     def cap_gib(self) -> float | None:
-        """The memory of the device in GiB, where another GPU probes for it; else None."""
+        """The device's memory in GiB if another GPU probes for it, otherwise None."""
         return None if self.measured_on is None else self.device.usable_gib
 
     @property
     def held_by_others_gib(self) -> float:
-        """GiB that other processes hold of the GPU of this machine; 0 up to `IGNORED_GIB`, and for a CPU."""
-        return self.card.used_gib if self.card is not None and self.card.used_gib > IGNORED_GIB else 0.0
+        """The GiB of this machine's GPU that other processes hold.
+
+        The value is 0 up to `IGNORED_GIB`, and for a CPU.
+        """
+        if self.card is not None and self.card.used_gib > IGNORED_GIB:
+            return self.card.used_gib
+        return 0.0
 
     def other_processes(self) -> str:
-        """The processes that hold memory of the GPU of this machine, in words."""
+        """Describe the processes that hold memory of this machine's GPU."""
         listed = [
             f"{process.name or '?'} (pid {process.pid}, {fmt_gib(process.used_gib)})"
             for process in (self.card.processes if self.card else ())
@@ -51,48 +59,71 @@ class Target:
         ]
         return ", ".join(listed) or "no process is named"
 
-    def memory_cap_gib(self, total_gib: float, *, asked_gib: float | None = None, may_exceed: bool = False) -> float:
-        """What a run may use of the device of this machine, which has `total_gib`. `asked_gib` is what the user allows.
+    def memory_cap_gib(
+        self, total_gib: float, *, asked_gib: float | None = None, may_exceed: bool = False
+    ) -> float:
+        """Return the GiB that a run may use of this machine's device, which has `total_gib`.
 
-        Raises EnvironmentProblem where less is available than the device that is tuned for has, and UsageError where
-        more was asked for than is available. With `may_exceed` that is allowed, for probes of a few layers only.
+        `asked_gib` is the user's limit. With `may_exceed` it may be larger than the memory, for
+        probes of a few layers.
+
+        Raises:
+            EnvironmentProblem: if less memory is available than the device to tune for has.
+            UsageError: if the user's limit is above the available memory.
         """
         held_gib = self.held_by_others_gib
-        available = round(total_gib * HOST_SHARE, 1) if self.card is None else round(total_gib - held_gib, 2)
+        if self.card is None:
+            available = round(total_gib * HOST_SHARE, 1)
+        else:
+            available = round(total_gib - held_gib, 2)
+
         cap = available if self.cap_gib is None else round(self.cap_gib, 2)
         if cap > available:
             raise EnvironmentProblem(
                 f"{self.device.name} offers {fmt_gib(cap)}, and {fmt_gib(available)} are free here",
                 remedy="end what holds the GPU's memory, or run on another card",
             )
+
         if asked_gib is not None and asked_gib > cap and not may_exceed:
             raise UsageError(
                 f"--memory-gib {asked_gib:g} is more than the {fmt_gib(cap)} there are",
-                remedy="give less, leave it out, or judge from a few layers of the model alone (--shallow-only)",
+                remedy="give less, leave it out,"
+                " or judge from a few layers of the model alone (--shallow-only)",
             )
         return cap if asked_gib is None else asked_gib
 
 
 def device_cap_gib(device: DeviceSpec, asked_gib: float | None = None) -> float:
-    """What a run may use of an idle device by its data sheet; `asked_gib` can only lessen it. Raises UsageError."""
+    """Return the GiB that a run may use of an idle device, by its data sheet.
+
+    `asked_gib` can only lower it. Raises UsageError if the memory is unknown.
+    """
     known = [size for size in (asked_gib, device.usable_gib) if size is not None]
+
     if not known or device.kind == "cpu":
         if device.kind == "cpu":
-            raise UsageError(f"no plan can be made for {device.name}: its memory is the host's", remedy="name a GPU")
+            raise UsageError(
+                f"no plan can be made for {device.name}: its memory is the host's",
+                remedy="name a GPU",
+            )
         raise UsageError(
-            f"no plan can be made for {device.name}: its memory is not known", remedy="name a GPU, or give --memory-gib"
+            f"no plan can be made for {device.name}: its memory is not known",
+            remedy="name a GPU, or give --memory-gib",
         )
     return min(known)
 
 
 def present_card() -> nvml.GpuInfo | None:
-    """The GPU of this machine that probes; None where there is none."""
+    """Return the GPU of this machine that probes, or None if there is none."""
     visible = nvml.first_visible()
     return next((card for card in nvml.list_gpus() if visible in (card.index, card.uuid)), None)
 
 
 def data_sheet(card: nvml.GpuInfo) -> DeviceSpec:
-    """What the catalogue knows of a GPU of this machine; its rates are unknown, not guessed, where that is nothing."""
+    """Return the catalogue's data sheet of a GPU of this machine.
+
+    If the catalogue has none, the rates stay unknown.
+    """
     return match_device(card.name, card.memory_gib) or DeviceSpec(
         name=dashed(card.name),
         vendor="nvidia",
@@ -104,74 +135,98 @@ def data_sheet(card: nvml.GpuInfo) -> DeviceSpec:
 
 
 def is_product(card: nvml.GpuInfo, device: DeviceSpec) -> bool:
-    """Whether a GPU of this machine is the device: by the catalogue, or by the names in a row of the user's own."""
+    """Return whether a GPU of this machine is the device.
+
+    The catalogue decides, or the names in the user's own entry.
+    """
     names = [name.casefold() for name in device.nvml_names]
-    is_own = device.given is not None and card.name.casefold() in names and device.has_memory(card.memory_gib)
+    is_own = (
+        device.given is not None
+        and card.name.casefold() in names
+        and device.has_memory(card.memory_gib)
+    )
     return is_own or data_sheet(card).name == device.name
 
 
-def kept_calibration(device: DeviceSpec, say: Callable[[str], None] = lambda text: None) -> Calibration | None:
-    """What `autotune calibrate` kept of this device; None where that is nothing, or the device is not here.
+def kept_calibration(
+    device: DeviceSpec, say: Callable[[str], None] = lambda text: None
+) -> Calibration | None:
+    """Return this user's calibration of a device.
 
-    `say` gets a warning where there is one that cannot be used.
+    The result is None if there is none, or if the device is not in this machine. `say` gets a
+    warning about an unusable calibration.
     """
     path = kept_path(device.name)
     if not path.is_file():
         return None
+
     card = None if device.kind == "cpu" else present_card()
     if device.kind != "cpu" and (card is None or not is_product(card, device)):
         return None
     try:
-        kept = replace(read_calibration(path), place=HERE)
+        calibration = replace(read_calibration(path), place=HERE)
     except UsageError as error:
         say(f"warning: {error}; it is not used (`autotune calibrate` makes it anew)")
         return None
-    if kept.processor != processor_name():  # machines may share a home
-        of_another = f"it is of a machine with {printable(kept.processor)}"
-        say(f"warning: the kept calibration is not used: {of_another} (`autotune calibrate` makes it anew)")
+
+    if calibration.processor != processor_name():  # machines may share a home directory
+        of_another = f"it is of a machine with {printable(calibration.processor)}"
+        say(
+            f"warning: the kept calibration is not used: {of_another}"
+            " (`autotune calibrate` makes it anew)"
+        )
         return None
-    return kept
+    return calibration
 
 
 def find_target(name: str) -> Target:
-    """The target of this name on this machine: its CPU, its GPU, or a device that its GPU can probe for.
+    """Return the target of this name: this machine's CPU, its GPU, or a device it can probe for.
 
-    Raises UsageError for a name that means no device, and EnvironmentProblem where nothing here can probe.
+    Raises UsageError for an unknown device, and EnvironmentProblem if this machine cannot probe
+    for it.
     """
     wanted = None if name.strip().lower() == "auto" else resolve_device(name)
     if wanted is not None and wanted.kind == "cpu":
         return Target(device=wanted)
+
     card = present_card()
     if card is None:
-        instead = (
-            f"estimate with `autotune plan --gpu {shlex.quote(wanted.option)}`"
-            if wanted
-            else "run on a machine that has one"
-        )
+        if wanted:
+            instead = f"estimate with `autotune plan --gpu {shlex.quote(wanted.option)}`"
+        else:
+            instead = "run on a machine that has one"
         raise EnvironmentProblem(
-            f"{wanted.name if wanted else 'an NVIDIA GPU'} was asked for, but there is no NVIDIA GPU here to probe on",
+            f"{wanted.name if wanted else 'an NVIDIA GPU'} was asked for,"
+            " but there is no NVIDIA GPU here to probe on",
             remedy=f"{instead}, or try the tool on the processor: --gpu cpu --model demo-3m",
         )
+
     if wanted is not None and is_product(card, wanted):
         return Target(device=wanted, card=card)
+
     present = data_sheet(card)
     if wanted is None:
         return Target(device=present, card=card)
     lack = _lack(wanted, present, card)
+
     if lack is not None or not (wanted.has_rates and present.has_rates):
-        reason = ", whose rates are not known" if lack is None else f", which cannot stand in for it: {lack}"
+        if lack is None:
+            reason = ", whose rates are not known"
+        else:
+            reason = f", which cannot stand in for it: {lack}"
         raise EnvironmentProblem(
             f"{wanted.name} was asked for, but the GPU here is {card.name} ({present.name}, "
             f"{fmt_gib(card.memory_gib)}){reason}",
-            remedy=f"give --gpu {present.name} (or auto), run where there is {wanted.name}, or estimate with `autotune "
-            f"plan --gpu {shlex.quote(wanted.option)}`; a few layers can be probed here too: --gpu {present.name} "
-            f"--memory-gib {wanted.memory_gib or 0:.0f} --shallow-only",
+            remedy=f"give --gpu {present.name} (or auto), run where there is {wanted.name}, or"
+            f" estimate with `autotune plan --gpu {shlex.quote(wanted.option)}`; a few layers can"
+            f" be probed here too: --gpu {present.name}"
+            f" --memory-gib {wanted.memory_gib or 0:.0f} --shallow-only",
         )
     return Target(device=wanted, card=card, measured_on=present)
 
 
 def _lack(wanted: DeviceSpec, present: DeviceSpec, card: nvml.GpuInfo) -> str | None:
-    """What the GPU of this machine lacks to probe for the wanted device; None if nothing."""
+    """Return why this machine's GPU cannot probe for the wanted device, or None if it can."""
     if wanted.usable_gib is None:
         return f"the memory of {wanted.name} is not known"
     if wanted.vendor != present.vendor:

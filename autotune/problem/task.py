@@ -1,4 +1,4 @@
-"""Task: a study with all names resolved, and what follows from it for a probe and for its result."""
+"""Task: a study with all names resolved, and the values that follow for probes and results."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -17,21 +17,27 @@ from autotune.problem.search_space import SearchSpace
 from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.problem.workload import Workload
 
-# What guides give, with the rows of the usual trainers. It is measured first, and the winner is compared with it.
+# The usual advice of guides, with the rows of the usual trainers. It is measured first, and the
+# winner is compared with it.
 BASELINE = TrainConfig(padding="masked")
 MOST_SLACK = 1.0  # the largest --slack
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots, which leave no room for what is cached
+@dataclass(frozen=True, kw_only=True)  # without slots, because cached properties need a dict
 class Task:
-    """What is tuned for what: the facts that every number of the study depends on.
+    """The facts on which every number of a study depends.
 
-    `measured_on` is a larger device of this machine that probes for `device` under a memory cap, and `carried` how its
-    speed transfers to `device`; both are None where the device itself probes. `calibration` is of either of the two, or
-    of another card whose host is meant. In a fake `world` one device plays a rank of all: what they send each other is
-    added to its times by formula. In any world so is waiting for the GPU with the longest rows. `within_hours` is the
-    time that the full run may take. `example_gib` is the memory of an example card that a CPU stands for, and
-    `peak_tflops` what the CPU reached in large products, since no data sheet has it.
+    Args:
+        measured_on: a larger device of this machine that probes for `device` under a memory cap, or
+            None if the device itself probes.
+        carried: the conversion of a speed from `measured_on` to `device`, or None.
+        run_options: evaluations, checkpoints and reports of the full run.
+        calibration: a calibration of one of these devices, or of another card on the same host.
+        world: in a fake world, one device simulates a rank, and a formula adds the communication to
+            its times. In any world, a formula adds the waiting for the GPU with the longest rows.
+        within_hours: the time limit of the full run.
+        example_gib: the memory of the example card that a CPU stands for.
+        peak_tflops: the rate of a CPU in large products, because no data sheet has it.
     """
 
     study: str
@@ -53,39 +59,40 @@ class Task:
 
     @property
     def numbers_of_gpus(self) -> tuple[int, ...]:
-        """How many GPUs may share out a training, the fewest first."""
+        """The GPU counts to compare, ascending."""
         return tuple(sorted(self.space.choices("num_gpus")))
 
     @property
     def plays_ranks(self) -> bool:
-        """Whether one device probes for several."""
+        """Whether one device simulates the ranks of several GPUs."""
         return self.numbers_of_gpus[-1] > 1 and self.world is World.FAKE
 
     @property
     def probing_gpus(self) -> int:
-        """How many GPUs a probe takes."""
+        """The number of GPUs that a probe uses."""
         return 1 if self.plays_ranks else self.numbers_of_gpus[-1]
 
     def is_projected(self, config: TrainConfig) -> bool:
-        """Whether its speed is that of other GPUs than what probes: of another kind, or of another number."""
+        """Return whether its speed is projected from another kind or number of GPUs."""
         return self.measured_on is not None or self.carried is not None or self.is_played(config)
 
     def is_played(self, config: TrainConfig) -> bool:
-        """Whether one device plays a rank of several that train this configuration."""
+        """Return whether one device simulates a rank of this configuration's several GPUs."""
         return config.num_gpus > 1 and self.world is World.FAKE
 
     @property
     def search_price(self) -> Price | None:
-        """The price of what probes, of all its GPUs together."""
+        """The price of all GPUs that probe, together."""
         price = self.price if self.measured_on is None else find_price(self.measured_on.name)
         return price and price.of_gpus(self.probing_gpus)
 
     def score(self, config: TrainConfig, tokens_per_s: float, hours: float | None = None) -> float:
-        """What the search maximizes for a configuration of this speed; `hours` of the run, where more than steps count.
+        """Return the score of a configuration with this speed, which the search maximizes.
 
-        These are useful tokens per second: of each GPU, which is what a token costs turned upside down, where several
-        numbers of GPUs are compared. Runs that miss the deadline score less than all that meet it, by more than any
-        slack is worth, and among them the fastest is the best.
+        The score is useful tokens per second. If several GPU counts are compared, it is per GPU, so
+        that the cheapest token wins. A run that misses the deadline scores lower than every run
+        that meets it, by more than any slack. Among late runs, the fastest is the best. `hours` is
+        the length of the run, if more than steps count.
         """
         most = self.numbers_of_gpus[-1] if len(self.numbers_of_gpus) > 1 else 1
         if self.is_late(config, tokens_per_s, hours):
@@ -93,35 +100,44 @@ class Task:
         return tokens_per_s / min(most, config.num_gpus)
 
     def is_late(self, config: TrainConfig, tokens_per_s: float, hours: float | None = None) -> bool:
-        """Whether the full run, or its steps where `hours` are not known, takes longer than there is time for."""
+        """Return whether the full run exceeds the deadline; without `hours`, its steps alone."""
         if self.within_hours is None:
             return False
-        return (self.hours_of_steps(config, tokens_per_s) if hours is None else hours) > self.within_hours
+        if hours is None:
+            hours = self.hours_of_steps(config, tokens_per_s)
+        return hours > self.within_hours
 
     def hours_of_steps(self, config: TrainConfig, tokens_per_s: float) -> float:
-        """The hours that all steps of the full run take at a speed, in useful tokens per second."""
+        """Return the hours of all steps of the full run at a speed in useful tokens per second."""
         shape = self.workload.run_shape(config)
         return shape.num_steps * shape.useful_tokens_per_step / tokens_per_s / 3600
 
     def link_gb_s(self, parallelism: Parallelism) -> float | None:
-        """The bus bandwidth between so many GPUs of one host: as calibrated, or else as the catalogue has it."""
+        """Return the bus bandwidth between GPUs of one host: calibrated, or from the catalogue."""
         return self.calibrated_link_gb_s(parallelism) or self.device.link_gb_s
 
     def calibrated_link_gb_s(self, parallelism: Parallelism) -> float | None:
-        """The calibrated bus bandwidth of these GPUs; None without a calibration of the device with this number."""
+        """Return the calibrated bus bandwidth of these GPUs.
+
+        The result is None without a calibration of this device with this GPU count.
+        """
         calibration = self.calibration
-        return calibration.bus_gb_s(parallelism) if calibration and calibration.device == self.device.name else None
+        if calibration and calibration.device == self.device.name:
+            return calibration.bus_gb_s(parallelism)
+        return None
 
     def request(
         self, config: TrainConfig, *, device: str, memory_gib: float, headroom: float, seed: int
     ) -> ProbeRequest:
-        """The request for a probe of the whole model; `memory_gib` and `headroom` are cap and reserve of the budget.
+        """Return the request for a probe of the whole model.
 
-        A played rank leaves room for NCCL, which it does without.
+        `memory_gib` and `headroom` are the cap and the reserve of the budget. A simulated rank has
+        no NCCL buffers, so their memory is subtracted.
         """
         workload = self.workload
         if self.is_played(config) and self.device.kind != "cpu":
             memory_gib -= nccl_of(Parallelism.of(config))
+
         return ProbeRequest(
             config=config,
             model=self.model.config,
@@ -132,40 +148,52 @@ class Task:
             vision=workload.vision,
             micro_steps=workload.run_shape(config).probe_micro_steps,
             micro_batches=workload.micro_batches(config),
-            trained_share=max(0.01, round(workload.lengths.trained_share, 2)),  # so that other data can reuse it
+            # Rounded, so that other datasets can reuse the result.
+            trained_share=max(0.01, round(workload.lengths.trained_share, 2)),
             memory_gib=memory_gib,
             headroom=headroom,
             seed=seed,
-            profile=self.measured_on is not None,  # a projection needs to know what the device does
+            profile=self.measured_on is not None,  # a projection needs a profile of the device
             flash=self.device.has_flash,
-            world=self.world if self.is_played(config) else World.REAL,  # so that a GPU alone can answer again
+            # The world is real for one GPU, so that its result can be reused.
+            world=self.world if self.is_played(config) else World.REAL,
         )
 
     @property
     def model_key(self) -> str:
-        """A key of what is trained how: memory and depth learned from probes hold for all studies with the same key."""
+        """A key of the model and its training.
+
+        Memory and depths learned from probes are valid for all studies with the same key.
+        """
         if self.workload.objective is not Objective.SFT:
             return digest_of([self.model.digest, self.trainer, self.workload.objective])
         if self.model.sees_images:
-            images = [[(one.tokens, one.pixels) for one in row] for _, row in self.workload.pictured]
+            images = [
+                [(one.tokens, one.pixels) for one in row] for _, row in self.workload.pictured
+            ]
             return digest_of([self.model.digest, self.trainer, images, self.workload.vision])
-        return self.model.digest if self.trainer == "transformers" else digest_of([self.model.digest, self.trainer])
+        if self.trainer == "transformers":
+            return self.model.digest
+        return digest_of([self.model.digest, self.trainer])
 
     @cached_property
     def baselines(self) -> tuple[TrainConfig, ...]:
-        """The reference configuration clipped to the space, then with smaller and smaller micro batches.
+        """The reference configuration, clipped to the space, then with smaller micro batches.
 
-        On several GPUs by DDP, as far as the space has it, and then by FSDP2; on the fewest GPUs first.
+        The smallest GPU count comes first. On several GPUs, DDP comes before FSDP2, if the space
+        has both.
         """
         return tuple(itertools.chain.from_iterable(map(self._baselines, self.numbers_of_gpus)))
 
     def _baselines(self, num_gpus: int) -> tuple[TrainConfig, ...]:
-        wanted = BASELINE if "lora" in self.space.choices("method") else replace(BASELINE, method="full")
+        wanted = (
+            BASELINE if "lora" in self.space.choices("method") else replace(BASELINE, method="full")
+        )
         first = self.space.config(self.space.clip(replace(wanted, num_gpus=num_gpus)))
         sizes = self.space.choices("micro_batch_size")
         smaller = sorted((size for size in sizes if size <= first.micro_batch_size), reverse=True)
         whole = tuple(replace(first, micro_batch_size=size) for size in smaller)
-        # Where the whole model does not fit on each GPU, guides share it out.
-        shared = "fsdp2" in self.space.choices("sharding") and first.sharding == "ddp"
-        of_shards = (replace(config, sharding="fsdp2") for config in whole if shared)
-        return (*whole, *(self.space.config(self.space.clip(config)) for config in of_shards))
+        # If the whole model does not fit on each GPU, guides recommend sharding.
+        shards = "fsdp2" in self.space.choices("sharding") and first.sharding == "ddp"
+        sharded = (replace(config, sharding="fsdp2") for config in whole if shards)
+        return (*whole, *(self.space.config(self.space.clip(config)) for config in sharded))
