@@ -1,1 +1,1 @@
-"""Formulas and models that predict memory and speed without a probe, or from a few."""
+"""Formulas and models that predict memory and speed from a few probes, or without a probe."""

@@ -1,9 +1,10 @@
-"""The time of an optimizer step on each of several GPUs: the computation of one GPU, and what they send each other.
+"""The time of an optimizer step on several GPUs: computation of one GPU plus communication.
 
-Bytes on the wire follow from the strategy, their time from the bus bandwidth of the link. Communication runs beside the
-computation, and the longer of the two sets the pace. What is hidden costs time all the same, because collectives take
-multiprocessors and bandwidth from the kernels beside them. That ranks wait for the one
-with the longest rows is in the computation that is given (`Workload.waiting_share`).
+The strategy determines the bytes on the wire, and the bus bandwidth of the link determines their
+time. Communication overlaps with computation, and the slower of the two sets the pace. Hidden
+communication also costs time, because collectives take multiprocessors and bandwidth from the
+kernels beside them. The caller adds the wait for the rank with the longest rows to the computation
+(`Workload.waiting_share`).
 """
 
 from dataclasses import dataclass, replace
@@ -18,14 +19,16 @@ from autotune.prediction.step_time import StepTimeEstimate
 from autotune.prediction.transfer import interval
 from autotune.problem.task import Task
 
-# The share of hidden communication that lengthens the step: 0.40 (LoRA) and 0.57 (full) for 32 layers of a 7B under
-# FSDP2 on two H200s, from real steps and steps without communication.
+# The share of hidden communication that lengthens the step: 0.40 (LoRA) and 0.57 (full) for 32
+# layers of a 7B under FSDP2 on two H200s, from real steps and steps without communication.
 HIDDEN_COSTS = 0.5
-# How much slower than its catalogue's value a link may be: two H200s gathered at 250 GB/s where eight reach 370. The
-# second is how much slower than it was measured.
-SLOWEST_LINK, SLOWEST_MEASURED_LINK = 1.5, 1.1
-# How much longer GPUs compute that keep each other's pace than one of them alone, and how uncertain that is: steps of
-# two and four H100s and H200s, with three strategies and models, took 0.4 % less to 5.1 % more than one card played.
+# The largest slowdown factor of a link against the catalogue's value: two H200s gathered at 250
+# GB/s, and eight reach 370.
+SLOWEST_LINK = 1.5
+SLOWEST_MEASURED_LINK = 1.1  # the same, relative to a calibrated value
+# The extra share of computation time on GPUs that wait for each other, and its uncertainty. Steps
+# of two and four H100s and H200s, with three strategies and models, took from 0.4 % less to 5.1 %
+# more than on one card that simulated a rank.
 TOGETHER = 0.03
 
 
@@ -33,9 +36,10 @@ TOGETHER = 0.03
 class Traffic:
     """Bytes that a rank sends in a step.
 
-    `forward`, `backward` and `ends` are those of each micro batch: beside its passes, and where nothing is left to
-    compute, before the first layer and after the last. `last_backward` is beside that of the last micro batch alone,
-    `after` follows it. `gradients` are those among them that FSDP2 scatters.
+    Each micro batch sends `forward` and `backward` during its passes. Without computation to
+    overlap, it also sends `ends` before the first layer and after the last. The backward pass of
+    the last micro batch also sends `last_backward`, and `after` follows it. FSDP2 scatters
+    `gradients`, a part of these bytes.
     """
 
     forward: float = 0.0
@@ -46,16 +50,17 @@ class Traffic:
     gradients: float = 0.0
 
     def of_step(self, accumulation: int) -> float:
-        """Bytes of a step of so many micro batches."""
+        """Return the bytes of a step with `accumulation` micro batches."""
         each = self.forward + self.backward + self.ends
         return accumulation * each + self.last_backward + self.after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStepTime:
-    """Seconds of an optimizer step, 80 % of cases in `interval_s`; `communication_s` is that of all collectives.
+    """Seconds of an optimizer step; 80 % of cases are in `interval_s`.
 
-    `exposed_s` is how much longer the step takes than its computation, at the pace of the slowest GPU.
+    `communication_s` is the time of all collectives. `exposed_s` is the time that the step takes
+    beyond its computation, at the pace of the slowest GPU.
     """
 
     step_s: float
@@ -65,10 +70,11 @@ class RankStepTime:
 
 
 def traffic(model: ModelSpec, config: TrainConfig, parallelism: Parallelism) -> Traffic | None:
-    """What a rank sends in a step. It is None of one GPU, and where the model or what is trained has no formula.
+    """Return the bytes that a rank sends in a step.
 
-    It is so too where the model waits in the host's memory, since more is sent from there and back.
-    A gather or a scattering of B bytes sends (N-1)/N of them, the sum of gradients on all ranks twice as many.
+    The result is None for one GPU, and for a model or trained modules without a formula. It is also
+    None if the model is offloaded to the host, which sends more bytes. A gather or a scattering of
+    B bytes sends (N-1)/N of them. The sum of gradients on all ranks sends twice this number.
     """
     sizes = Sizes.of(model)
     if (
@@ -84,26 +90,26 @@ def traffic(model: ModelSpec, config: TrainConfig, parallelism: Parallelism) -> 
 
 
 def counted_traffic(model: ModelSpec, config: TrainConfig, measured: Measurement) -> Traffic:
-    """The same of any model, from the parameters that a probe counted: on several GPUs, as the configuration says."""
+    """Return the traffic of any model on the configuration's GPUs, from a probe's parameters."""
     return _traffic(config, Parallelism.of(config), Shares.counted(model, config, measured))
 
 
 def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> Traffic:
-    if (
-        parallelism.copies > 1
-    ):  # each GPU adds up its own shard with those of the other copies, over the same link
+    # Each GPU sums its own shard with the other copies' shards, over the same link.
+    if parallelism.copies > 1:
         of_copy = _traffic(config, parallelism.of_copy, shares)
         return between_copies(of_copy, parallelism, 1 / parallelism.num_shards)
     strategy = parallelism.strategy
     sent = (parallelism.num_shards - 1) / parallelism.num_shards
-    if strategy == "ddp":  # the gradients have the dtype of what is trained
-        return Traffic(
-            last_backward=2 * (2 if config.precision == "bf16_pure" else 4) * sent * shares.trained
-        )
+    if strategy == "ddp":
+        gradient_bytes = 2 if config.precision == "bf16_pure" else 4  # as the trained parameters
+        return Traffic(last_backward=2 * gradient_bytes * sent * shares.trained)
     sent *= 4 if config.precision == "fp32" else 2
-    weights, gradients = sent * (shares.base + shares.adapters), sent * shares.trained
+    weights = sent * (shares.base + shares.adapters)
+    gradients = sent * shares.trained
     first = sent * (shares.embedding + shares.layer)
     last = sent * (shares.embedding if config.method == "full" else shares.trained_layer)
+
     if strategy in FSDP2:
         again = 0.0 if strategy == "fsdp2_keep" else weights
         if parallelism.sync_each_batch:
@@ -117,6 +123,7 @@ def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> T
             ends=first + last,
             gradients=gradients,
         )
+
     if strategy == "zero1":
         return Traffic(last_backward=gradients, after=gradients)
     if strategy == "zero2":
@@ -125,11 +132,12 @@ def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> T
 
 
 def between_copies(sent: Traffic, parallelism: Parallelism, slower: float) -> Traffic:
-    """What is `sent` within a copy of the shards, and the sums of gradients between copies.
+    """Add the sums of gradients between copies of the shards to the traffic within a copy.
 
-    Those of all gradients of a copy together take `slower` times as long as over the link of a GPU: where hosts have
-    a copy each, as many times as the network is slower, which the GPUs of a host share. Their bytes are those that the
-    link would send in that time. They pass as often as gradients are divided.
+    Summing all gradients of a copy takes `slower` times as long as over one GPU's link. If each
+    host has a copy, this factor is the link's bandwidth divided by the network's, because the GPUs
+    of a host share the network. The link would send the added bytes in this time.
+    They are sent whenever gradients are scattered.
     """
     whole = sent.gradients * parallelism.num_shards / (parallelism.num_shards - 1)
     added = slower * 2 * (parallelism.copies - 1) / parallelism.copies * whole
@@ -148,16 +156,17 @@ def rank_step_time(
     link_gb_s: float,
     slowest_link: float = SLOWEST_LINK,
 ) -> RankStepTime:
-    """The time of a step of `accumulation` micro batches on each GPU, from that of one GPU of this kind.
+    """Return the step time on each GPU, computed from the step time of one such GPU.
 
-    At the fast end of the interval all communication is hidden and costs nothing; at the slow end none is hidden, and
-    the link is slow.
+    A step has `accumulation` micro batches. At the fast end of the interval, all communication is
+    hidden and free. At the slow end, all is exposed, and the link is slow.
     """
     rest_s = step_time.rest_s / (parallelism.num_shards if parallelism.shards else 1)
     computed_s = accumulation * step_time.micro_s
     each_s, once_s = added_s(step_time.micro_s, config, sent, link_gb_s)
     step_s = computed_s + accumulation * each_s + rest_s + once_s
     communication_s = sent.of_step(accumulation) / (1e9 * link_gb_s)
+
     fast, slow = interval(1.0, step_time.error)
     slowest = max(slow * (computed_s + rest_s) + slowest_link * communication_s, slow * step_s)
     return RankStepTime(
@@ -169,20 +178,27 @@ def rank_step_time(
 
 
 def slowest_link(task: Task, parallelism: Parallelism) -> float:
-    """How many times slower than `Task.link_gb_s` the link may be: less if it was calibrated."""
-    return SLOWEST_LINK if task.calibrated_link_gb_s(parallelism) is None else SLOWEST_MEASURED_LINK
+    """Return the largest slowdown factor of the link against `Task.link_gb_s`."""
+    if task.calibrated_link_gb_s(parallelism) is None:
+        return SLOWEST_LINK
+    return SLOWEST_MEASURED_LINK
 
 
 def added_s(
     micro_s: float, config: TrainConfig, sent: Traffic, link_gb_s: float
 ) -> tuple[float, float]:
-    """Seconds that other GPUs add: to each micro batch, whose computation takes `micro_s`, and once to a step."""
+    """Return the seconds that other GPUs add to each micro batch, and once to a step.
+
+    The computation of a micro batch takes `micro_s`.
+    """
     bandwidth = 1e9 * link_gb_s
     share = forward_share(config)
-    forward_s, backward_s = share * micro_s, (1 - share) * micro_s
+    forward_s = share * micro_s
+    backward_s = (1 - share) * micro_s
+
     every, last = (
-        _beside(forward_s, sent.forward / bandwidth)
-        + _beside(backward_s, (sent.backward + more) / bandwidth)
+        _overlapped_s(forward_s, sent.forward / bandwidth)
+        + _overlapped_s(backward_s, (sent.backward + more) / bandwidth)
         + sent.ends / bandwidth
         for more in (0.0, sent.last_backward)
     )
@@ -190,12 +206,15 @@ def added_s(
 
 
 def forward_share(config: TrainConfig) -> float:
-    """The share of a micro batch's arithmetic in its forward pass, which a recomputed layer does twice."""
+    """Return the forward pass's share of a micro batch's arithmetic.
+
+    A recomputed layer runs forward twice.
+    """
     every = config.checkpoint_every
     again = 0.0 if every is None else 1 / every
     return 1 / ((3 if config.method == "full" else 2) + again)
 
 
-def _beside(computed_s: float, sent_s: float) -> float:
-    """Seconds of a pass that computes and sends at the same time."""
+def _overlapped_s(computed_s: float, sent_s: float) -> float:
+    """Return the seconds of a pass that computes and sends at the same time."""
     return max(computed_s, sent_s) + HIDDEN_COSTS * min(computed_s, sent_s)

@@ -1,9 +1,10 @@
-"""Depth truncation: from probes of a few layers to the memory and the time of the whole model.
+"""Depth truncation: predict the memory and time of a whole model from probes of a few layers.
 
-The memory of each segment of a step and the time of each part of it are affine in the number of layers, as long as
-whole periods of the layer pattern are left out. Each is extrapolated alone, and then the maximum and the sum are taken:
-with depth the peak may move, from the logits to the optimizer step, and one line through the totals would miss that.
-A DepthPredictor corrects the times by the whole models that a study measured.
+The memory of each segment of a step, and the time of each of its parts, are affine in the number of
+layers. This holds if whole periods of the layer pattern are left out. Each line is extrapolated
+separately. Then the maximum of the memory and the sum of the times are taken. In a deep model, the
+peak may move from the logits to the optimizer step, and a line through the totals would miss that.
+A DepthPredictor corrects the times with the whole models that a study measured.
 """
 
 import math
@@ -26,28 +27,40 @@ from autotune.core.probe_types import (
 )
 from autotune.core.train_config import TrainConfig
 
-# Relative error of an extrapolated step time that is assumed even where the timed steps agree perfectly, about two
-# standard deviations. From 2 and 8 layers to 32 on an H200 (`benchmarks/depth_extrapolation.py`): 1 to 4 % where the
-# device was the bottleneck. Where the host was, 2 to 5 % on an idle host, and more than 15 % in a tenth of the cases on
-# a host that other programs used. From 2 and 4 of 16 small layers on a CPU up to 16 %; the same is
-# assumed with images, where the host's own time is not known.
-DEVICE_BOUND, HOST_BOUND, UNKNOWN_HOST = 0.02, 0.15, 0.15
-# With this many whole models for comparison, their spread replaces the assumed error, but it counts at least as SEEN.
-ENOUGH_RATIOS, SEEN = 8, 0.01
-LEAST_SHARDED = 4  # layers of a model in shards that are like those of a deeper one
-MIN_APART = 4  # layers between the two depths, where the model has so many
-# The wider depth has a quarter of the layers. Of models with more than 48 it has less: their layers take long, which
-# leaves little noise for the line to multiply, and probes of 20 of the 80 layers of a 70B would take most of a search.
-WIDE_SHARE, WIDE_ENOUGH, LEAST_SHARE = 1 / 4, 12, 1 / 8
-FREE_SHARE = 0.5  # below this share a disturbed host goes unnoticed; the assumed error grows up to HOST_SHARE
+# The assumed relative error of an extrapolated step time, about two standard deviations, even if
+# the timed steps agree perfectly (`benchmarks/depth_extrapolation.py`).
+DEVICE_BOUND = 0.02  # GPU-bound, from 2 and 8 layers to 32 on an H200: 1 to 4 %
+# CPU-bound: 2 to 5 % on an idle host. If other programs used the host, a tenth of the cases had
+# more than 15 %.
+HOST_BOUND = 0.15
+# On a CPU, from 2 and 4 of 16 small layers: up to 16 %. The same error is assumed with images,
+# because the host's time is then unknown.
+UNKNOWN_HOST = 0.15
+# With this many whole models for comparison, their spread replaces the assumed error. It counts at
+# least as SEEN.
+ENOUGH_RATIOS = 8
+SEEN = 0.01
+LEAST_SHARDED = 4  # the fewest layers of a sharded model that behave like a deeper one
+MIN_APART = 4  # layers between the two depths, if the model is deep enough
+# The wider depth has a quarter of the layers. Models with more than 48 layers get a smaller share.
+# Their layers take long, so the line has little noise to multiply. Probes of 20 of the 80 layers of
+# a 70B would take most of a search.
+WIDE_SHARE = 1 / 4
+WIDE_ENOUGH = 12
+LEAST_SHARE = 1 / 8
+# Below this share, a disturbance of the host goes unnoticed. Above it, the assumed error grows up
+# to HOST_SHARE.
+FREE_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extrapolation:
-    """The predicted measurement of a whole model. Errors are relative, about two standard deviations.
+    """The predicted measurement of a whole model.
 
-    `shortest` says that the line goes through the shortest steps instead of their means. `noise` is the error that the
-    timed steps show, `rest_noise` that of the time after the micro batches, `unseen` what is assumed in addition.
+    Errors are relative, about two standard deviations. With `shortest`, the line goes through the
+    shortest steps instead of their means. `noise` is the error that the timed steps show, and
+    `rest_noise` is the part from the time after the micro batches. `unseen` is the assumed extra
+    error.
     """
 
     measurement: Measurement
@@ -58,17 +71,21 @@ class Extrapolation:
 
     @property
     def time_error(self) -> float:
-        """The error of the step time, from all sources together."""
+        """The error of the step time from all sources."""
         return self.measurement.time_error
 
     def corrected(self, ratios: Sequence[float]) -> "Extrapolation":
-        """The same with its times multiplied by the median of `ratios`: measured over predicted time of whole models.
+        """Multiply the times by the median of `ratios`.
 
-        The spread of enough ratios replaces the assumed error where it is smaller.
+        The ratios are measured over predicted times of whole models. If there are enough of them
+        and their spread is smaller than the assumed error, it replaces that error.
         """
-        predicted, ratio, error = self.measurement, statistics.median(ratios), self.time_error
+        predicted = self.measurement
+        ratio = statistics.median(ratios)
+        error = self.time_error
         if len(ratios) >= ENOUGH_RATIOS:
             error = min(error, math.hypot(max(2 * statistics.stdev(ratios), SEEN), self.noise))
+
         return replace(
             self,
             measurement=replace(
@@ -81,16 +98,19 @@ class Extrapolation:
         )
 
     def with_micro_batches_of(self, whole: Measurement) -> "Extrapolation":
-        """The same with the measured micro batches of a whole model that differs only in the optimizer."""
-        predicted, micro = self.measurement, statistics.median(whole.micro_step_s)
+        """Take the measured micro batches of a whole model that differs only in the optimizer."""
+        predicted = self.measurement
+        micro = statistics.median(whole.micro_step_s)
         rest = statistics.median(predicted.rest_s) if predicted.rest_s else 0.0
         step = predicted.micro_steps * micro + rest
         before = statistics.median(predicted.step_s)
+
         noise = 2 * predicted.micro_steps * _error(whole.micro_step_s)
-        repeated = self.unseen / 2  # how much two probes of the same configuration differ
+        repeated = self.unseen / 2  # the difference between two probes of the same configuration
         error = math.hypot(
             repeated, noise / step, self.unseen * rest / step, self.rest_noise * before / step
         )
+
         return replace(
             self,
             measurement=replace(
@@ -105,19 +125,21 @@ class Extrapolation:
 def depths(
     shape: ModelShape, checkpoint_every: int | None, *, sharded: bool = False
 ) -> tuple[int, int] | None:
-    """The two numbers of layers to probe, which leave out whole periods; None where that would save too little.
+    """Return the two numbers of layers to probe, or None if probing them would save too little.
 
-    Any two depths give the memory, except of a model in shards (`sharded`): there the layers before and after one are
-    gathered beside it, so that fewer than four are not like more. Times need two that are far apart, since the error of
-    the slope is multiplied by the number of layers that are left out. A vision tower is never truncated, and its time
-    swings with the host: the wider model then has as many layers as may be.
+    Whole periods of the layer pattern are left out. Any two depths give the memory, except for a
+    `sharded` model. There the layers before and after the current one are gathered, so that a model
+    needs at least four. Times need two distant depths, because the slope's error is multiplied by
+    the number of missing layers. A vision tower is never truncated, and its time varies with the
+    host. The wider model then has the largest possible number of layers.
     """
-    possible = _possible(shape, checkpoint_every)
+    possible = _possible_depths(shape, checkpoint_every)
     shallow = next(
         (depth for depth in possible if depth >= (LEAST_SHARDED if sharded else 2)), None
     )
     if shallow is None:
         return None
+
     least = min(WIDE_SHARE * shape.num_layers, max(WIDE_ENOUGH, LEAST_SHARE * shape.num_layers))
     if shape.sees_images:
         least = possible[-1]
@@ -128,41 +150,44 @@ def depths(
 
 
 def depths_of(shape: ModelShape, config: TrainConfig) -> tuple[int, int] | None:
-    """The two numbers of layers to probe of this configuration."""
+    """Return the two numbers of layers to probe for this configuration."""
     return depths(shape, config.checkpoint_every, sharded=Parallelism.of(config).shards)
 
 
 def least_depth(shape: ModelShape, checkpoint_every: int | None) -> int | None:
-    """The smallest number of layers with one of each kind; None where nothing repeats."""
+    """Return the smallest number of layers with one of each kind, or None without a pattern."""
     return None if shape.period is None else _whole_period(shape, shape.period, checkpoint_every)[0]
 
 
 def counted_depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int, int] | None:
-    """The two smallest depths, for a line through counts, which have no noise; None where there are not two."""
-    fitting = [depth for depth in _possible(shape, checkpoint_every) if depth >= 2]
-    return (fitting[0], fitting[1]) if len(fitting) > 1 else None
+    """Return the two smallest depths, for a line through counts, which have no noise.
+
+    The result is None if there are not two such depths.
+    """
+    large_enough = [depth for depth in _possible_depths(shape, checkpoint_every) if depth >= 2]
+    return (large_enough[0], large_enough[1]) if len(large_enough) > 1 else None
 
 
-def _possible(shape: ModelShape, checkpoint_every: int | None) -> range:
-    """The numbers of layers, up to half of all, that leave out whole periods."""
+def _possible_depths(shape: ModelShape, checkpoint_every: int | None) -> range:
+    """Return the numbers of layers, up to half of all, that leave out whole periods."""
     if shape.period is None:
         return range(0)
-    # Every kind of layer must be present, since the largest sets the peak.
+    # Every kind of layer must be present, because the largest kind sets the peak.
     least, period = _whole_period(shape, shape.period, checkpoint_every)
     return range(least, shape.num_layers // 2 + 1, period)
 
 
 def _whole_period(shape: ModelShape, period: int, checkpoint_every: int | None) -> tuple[int, int]:
-    """The smallest depth that leaves out whole periods, each of which is so many layers."""
+    """Return the smallest depth that leaves out whole periods, and the layers of a period."""
     period = math.lcm(period, checkpoint_every or 1)
     rest = (shape.num_layers - shape.prefix) % period
     return shape.prefix + period + rest, period
 
 
 def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> Extrapolation:
-    """Predict the measurement of the whole model from probes of one configuration at two depths, the smaller first.
+    """Predict a whole model's measurement from probes of one configuration at two depths.
 
-    Raises ValueError unless they are two different ones in that order.
+    Raises ValueError unless the smaller depth comes first.
     """
     (shallow, low), (wide, high) = probes
     if shallow >= wide:
@@ -170,12 +195,14 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
     reach = (num_layers - shallow) / (wide - shallow)
     host: float | None = None
     if low.host_micro_s is not None and high.host_micro_s is not None:
-        # Issuing waits for the device once its queue is full, and two layers do not fill it: the line may be too steep.
-        # A further layer takes the host no longer than one of those.
+        # Issuing work waits for the device once its queue is full. Two layers do not fill it, so
+        # the line may be too steep. The host needs no more time for another layer than for one of
+        # those.
         host = min(
             _line(low.host_micro_s, high.host_micro_s, reach),
             low.host_micro_s * num_layers / shallow,
         )
+
     timed = _times(low, high, reach, host)
     return replace(timed, measurement=_with_memory(timed.measurement, low, high, reach))
 
@@ -183,8 +210,12 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
 def count_at_depth(
     low: tuple[int, DryCount], high: tuple[int, DryCount], num_layers: int
 ) -> DryCount:
-    """The count of a model with `num_layers`, from those at two depths: each segment is a line in depth."""
-    (shallow, less), (wide, more) = low, high
+    """Return the count of a model with `num_layers` from the counts at two depths.
+
+    Each segment is a line in depth.
+    """
+    shallow, less = low
+    wide, more = high
     reach = (num_layers - shallow) / (wide - shallow)
 
     def line(name: str) -> float:
@@ -213,24 +244,27 @@ def count_at_depth(
 
 
 def _times(low: Measurement, high: Measurement, reach: float, host: float | None) -> Extrapolation:
-    """The extrapolation with the times of the whole model and the memory of the wider probe.
+    """Extrapolate the times of the whole model, with the memory of the wider probe.
 
-    `host` is the predicted time in which the host issues a micro batch, None where that is not known.
+    `host` is the predicted time that the host needs to issue a micro batch, or None if unknown.
     """
     whole = _line(min(low.micro_step_s), min(high.micro_step_s), reach)
-    share = 0.0 if host is None else host / whole if whole > 0 else 1.0
-    # A card at its power limit swings within a second, and the whole model will see the mean. A disturbance of the host
-    # takes the same time at any depth, and the line would multiply it: it goes through the undisturbed steps.
-    middle = (
-        min if share > FREE_SHARE else statistics.median if low.host_waits else statistics.fmean
-    )
+    share = 0.0
+    if host is not None:
+        share = host / whole if whole > 0 else 1.0
+
+    takes_shortest = share > FREE_SHARE
+    middle = _middle(low, takes_shortest)
     micro, error = _time(low.micro_step_s, high.micro_step_s, reach, middle)
-    # The rest is the step minus its micro batches: a disturbance between these makes the rest look short.
-    typical = statistics.median if middle is min else middle
+    # The rest is the step minus its micro batches. A disturbance between them makes it look short.
+    typical = middle
+    if takes_shortest:
+        typical = statistics.median
     rest, rest_error = _time(low.rest_s, high.rest_s, reach, typical) if high.rest_s else (0.0, 0.0)
     if host is not None:
-        # In a few layers the work of the head hides the time of the host; with all layers it shows.
+        # In a few layers, the head's work hides the host's time. It is exposed in all layers.
         micro = _at_pace(host, low, high, reach, micro)
+
     step = high.micro_steps * micro + rest
     host_weight = min(max((share - FREE_SHARE) / (HOST_SHARE - FREE_SHARE), 0.0), 1.0)
     unseen = (
@@ -238,6 +272,7 @@ def _times(low: Measurement, high: Measurement, reach: float, host: float | None
     )
     noise = 2 * math.hypot(high.micro_steps * error, rest_error) / step
     scale = step / statistics.median(high.step_s)
+
     return Extrapolation(
         measurement=replace(
             high,
@@ -252,25 +287,36 @@ def _times(low: Measurement, high: Measurement, reach: float, host: float | None
             new_length_s=low.new_length_s if high.new_length_s is None else high.new_length_s,
             time_error=math.hypot(unseen, noise),
         ),
-        shortest=middle is min,
+        shortest=takes_shortest,
         unseen=unseen,
         noise=noise,
         rest_noise=2 * rest_error / step,
     )
 
 
+def _middle(low: Measurement, takes_shortest: bool) -> Callable[[Sequence[float]], float]:
+    """Return the function that reduces step times to the time that is extrapolated."""
+    # A disturbance of the host takes the same time at any depth, and the line would multiply it.
+    # So the line goes through the undisturbed steps.
+    if takes_shortest:
+        return min
+    # A card at its power limit varies within a second, and the whole model runs at the mean.
+    return statistics.median if low.host_waits else statistics.fmean
+
+
 def _kernels(
     low: KernelTimes | None, high: KernelTimes | None, reach: float, host: float | None
 ) -> KernelTimes | None:
-    """The kernels of the whole model; None unless both probes were profiled.
+    """Return the kernels of the whole model, or None unless both probes were profiled.
 
-    A micro batch is no shorter than the time in which they keep the device busy, or than what the host needs.
+    A micro batch takes at least the time that they keep the device busy, and the host's time.
     """
     if low is None or high is None:
         return None
 
     def line(name: str) -> float:
-        before, after = float(getattr(low, name)), float(getattr(high, name))
+        before = float(getattr(low, name))
+        after = float(getattr(high, name))
         return max(_line(before, after, reach), after)
 
     busy_s = line("busy_s")
@@ -286,7 +332,7 @@ def _kernels(
 
 
 def _at_pace(host: float, low: Measurement, high: Measurement, reach: float, micro: float) -> float:
-    """Seconds of a micro batch of the whole model, where the host needs `host` for a micro batch of any kind."""
+    """Return the seconds of a whole model's micro batch, if the host needs `host` for any kind."""
     if len(low.kind_s) != len(high.kind_s) or not high.kind_s:
         return max(micro, host)
     pairs = zip(low.kind_s, high.kind_s, strict=True)
@@ -299,7 +345,7 @@ def _at_pace(host: float, low: Measurement, high: Measurement, reach: float, mic
 def _with_memory(
     timed: Measurement, low: Measurement, high: Measurement, reach: float
 ) -> Measurement:
-    """`timed` with the memory and the parameters of the whole model."""
+    """Return `timed` with the memory and the parameters of the whole model."""
 
     def line(name: str) -> float:
         return _line(getattr(low, name), getattr(high, name), reach)
@@ -311,6 +357,7 @@ def _with_memory(
         if parts:
             phases[phase] = max(parts)
     peak = max([*segments.values(), *phases.values()]) + max(_excess(low), _excess(high))
+
     beyond = _line(
         low.peak_reserved_gib - low.peak_allocated_gib,
         high.peak_reserved_gib - high.peak_allocated_gib,
@@ -318,6 +365,7 @@ def _with_memory(
     )
     managed = line("managed_gib")
     contexts = [probe.context_gib for probe in (low, high) if probe.context_gib is not None]
+
     return replace(
         timed,
         phase_peak_gib=phases,
@@ -339,7 +387,10 @@ def _with_memory(
 
 
 def _line(at_low: float, at_high: float, reach: float) -> float:
-    """The value at full depth of the line through both; `reach` is how many of their distances it is from the first."""
+    """Return the value at full depth on the line through both depths.
+
+    `reach` is the distance of full depth from the first depth, in distances between the two.
+    """
     return at_low + (at_high - at_low) * reach
 
 
@@ -348,7 +399,10 @@ def _lines(at_low: dict[Any, float], at_high: dict[Any, float], reach: float) ->
 
 
 def _excess(measurement: Measurement) -> float:
-    """GiB that the timed steps held beyond the warm-up step, which gave the segments (fragmentation on a CPU)."""
+    """Return the GiB of the timed steps beyond the warm-up step, which gave the segments.
+
+    On a CPU these come from fragmentation.
+    """
     parts = [*measurement.segment_peak_gib.values(), *measurement.phase_peak_gib.values()]
     return max(measurement.peak_allocated_gib - max(parts), 0.0)
 
@@ -359,78 +413,85 @@ def _time(
     reach: float,
     middle: Callable[[Sequence[float]], float],
 ) -> tuple[float, float]:
-    """(seconds at full depth, standard error): the line through both middles, and their errors times their weights."""
+    """Return the seconds at full depth and their standard error, by a line through both averages.
+
+    `middle` computes the average at a depth. The errors are weighted like the averages.
+    """
     value = middle(low) * (1 - reach) + middle(high) * reach
-    # A whole model takes at least as long as a part of it, whatever disturbed the shallow probe.
+    # A whole model takes at least as long as a part of it, even if the shallow probe was disturbed.
     return max(value, middle(high)), math.hypot((1 - reach) * _error(low), reach * _error(high))
 
 
 def _error(times: Sequence[float]) -> float:
-    """Standard error of the mean of a few times; a single time is taken to be 1 % uncertain."""
+    """Return the standard error of the mean of a few times; a single time is 1 % uncertain."""
     if len(times) < 2:
         return 0.01 * times[0]
     return statistics.stdev(times) / math.sqrt(len(times))
 
 
 class DepthPredictor:
-    """Collects the measurements of one model, whose layers repeat as `shape` says, and predicts its whole depth."""
+    """Collects the measurements of one model and predicts the model's full depth.
+
+    The layers repeat as `shape` describes.
+    """
 
     def __init__(self, shape: ModelShape | None) -> None:
         self._shape = shape
-        # By configuration and micro steps, then by the number of layers.
+        # By configuration and micro steps, then by the number of layers
         self._truncated: dict[tuple[TrainConfig, int], dict[int, Measurement]] = {}
-        # Measured over extrapolated time of a micro batch, by the kind of compute, then by configuration.
+        # Measured over extrapolated time of a micro batch, by kind of compute, then configuration
         self._ratios: dict[tuple[Any, ...], dict[TrainConfig, float]] = {}
-        self._whole: dict[
-            tuple[Any, ...], Measurement
-        ] = {}  # whole models, by what determines a micro batch
+        # Whole models, by signature of their micro batches
+        self._whole: dict[tuple[Any, ...], Measurement] = {}
 
     def learn(self, result: ProbeResult, measurement: Measurement) -> None:
-        """Take over the measurement of a successful probe, truncated or whole."""
-        config, micro_steps = result.config, measurement.micro_steps
+        """Add the measurement of a successful probe, truncated or whole."""
+        config = result.config
+        micro_steps = measurement.micro_steps
         if result.depth is not None:
             self._truncated.setdefault((config, micro_steps), {})[result.depth] = measurement
         elif result.evidence is Evidence.MEASURED:
             self._whole[_micro_batch_signature(config, micro_steps)] = measurement
             predicted = self.extrapolated(config, micro_steps)
             if predicted is not None:
-                # The median, which scores count: one hiccup of a whole model must not make all others look slow.
-                ratio = (
-                    statistics.median(measurement.micro_step_s)
-                    / predicted.measurement.micro_step_s[0]
-                )
+                # Scores also use the median: one hiccup of a whole model must not make all other
+                # configurations look slow.
+                measured_s = statistics.median(measurement.micro_step_s)
+                ratio = measured_s / predicted.measurement.micro_step_s[0]
                 self._ratios.setdefault(_compute_signature(config, predicted), {})[config] = ratio
 
     def extrapolated(self, config: TrainConfig, micro_steps: int) -> Extrapolation | None:
-        """The whole model from two truncated probes of this configuration; None if there are not two."""
+        """Return the whole model from two truncated probes, or None if there are not two."""
         truncated = sorted(self._truncated.get((config, micro_steps), {}).items())
         if self._shape is None or len(truncated) != 2:
             return None
         return extrapolate(truncated, self._shape.num_layers)
 
     def predict(self, config: TrainConfig, micro_steps: int) -> Extrapolation | None:
-        """The same, its time corrected by whole models: with the same micro batches, or of the same kind of compute."""
+        """Return the extrapolation, corrected by whole models.
+
+        These have the same micro batches, or the same kind of compute.
+        """
         predicted = self.extrapolated(config, micro_steps)
         if predicted is None:
             return None
+
         ratios = self._ratios.get(_compute_signature(config, predicted))
         if ratios:
             predicted = predicted.corrected(list(ratios.values()))
         whole = self._whole.get(_micro_batch_signature(config, micro_steps))
-        return (
-            predicted.with_micro_batches_of(whole)
-            if whole is not None and whole.rest_s
-            else predicted
-        )
+        if whole is not None and whole.rest_s:
+            return predicted.with_micro_batches_of(whole)
+        return predicted
 
 
 def _compute_signature(config: TrainConfig, predicted: Extrapolation) -> tuple[Any, ...]:
-    """What steps have in common whose extrapolated time is off by the same ratio."""
+    """Return a key of steps whose extrapolated times have errors by the same ratio."""
     values = [getattr(config, name) for name in affecting("depth_error")]
     return (*values, predicted.measurement.host_bound, predicted.shortest)
 
 
 def _micro_batch_signature(config: TrainConfig, micro_steps: int) -> tuple[Any, ...]:
-    """What determines a micro batch: the optimizer, which runs after it, does not."""
+    """Return a key of a micro batch. The optimizer, which runs after it, is not part of it."""
     only_after = set(affecting("rest_of_step")) - set(affecting("micro_time"))
     return micro_steps, replace(config, **{name: KNOBS[name].default for name in only_after})

@@ -1,8 +1,9 @@
-"""The estimate of one configuration without a probe: memory, step time and cost, on any number of GPUs and hosts.
+"""The estimate of one configuration without a probe: memory, step time and cost.
 
-`estimate` is the one place that computes them. It uses a formula if one covers the configuration, else the count of a
-dry probe, if the caller passes a counter (`dry` is a later package). A caller that knows more, because
-it read another tool's file or measured the run, passes its own memory or step time.
+`estimate` is the only place that computes them, for any number of GPUs and hosts. It uses a formula
+if one covers the configuration. Otherwise it uses the count of a dry probe, if the caller passes a
+counter (`dry` is a later package). A caller that read another tool's file, or measured the run,
+passes its own memory or step time.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,19 +56,19 @@ from autotune.problem.run_cost import FITS, OOM, TIGHT, CostProjection, run_cost
 from autotune.problem.task import Task
 from autotune.problem.workload import RunShape
 
-# Counts a training step of a whole model: model, configuration, micro batches in a step, objective. None: no count.
+# Counts a training step of a whole model: model, configuration, micro batches in a step, objective.
+# It returns None if it cannot count.
 Counter = Callable[[ModelSpec, TrainConfig, int, Objective], DryCount | None]
-Clock = Callable[
-    [], StepTimeEstimate | None
-]  # the step time of one GPU, computed only if the run may fit
+# The step time of one GPU, computed only if the run may fit.
+Clock = Callable[[], StepTimeEstimate | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBounds:
-    """The least and the most memory that a run may need at the peak of a step.
+    """The bounds of a run's memory at the peak of a step.
 
-    They are equal if a formula covers the configuration or a dry probe counted it; `most` is None without an upper
-    bound.
+    They are equal if a formula covers the configuration or a dry probe counted it. Without an upper
+    bound, `most` is None.
     """
 
     least: MemoryBreakdown
@@ -75,16 +76,16 @@ class MemoryBounds:
 
     @property
     def bounds_gib(self) -> tuple[float, float | None]:
-        """The peaks at least and at most."""
+        """The lowest and the highest possible peak in GiB."""
         return self.least.peak_reserved_gib, self.most.peak_reserved_gib if self.most else None
 
     @property
     def reported(self) -> MemoryBreakdown:
-        """The upper bound if there is one, else the lower."""
+        """The upper bound if there is one, otherwise the lower bound."""
         return self.most or self.least
 
     def state(self, limit_gib: float) -> str:
-        """FITS or OOM beyond the error of the bounds, TIGHT if neither is certain."""
+        """Return FITS or OOM beyond the error of the bounds, or TIGHT if neither is certain."""
         if memory_state(self.least.peak_reserved_gib, limit_gib, self.least.error) == OOM:
             return OOM
         most = self.most
@@ -94,13 +95,21 @@ class MemoryBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """One configuration on one device: the verdict on memory, the speed, and the cost of the full run.
+    """One configuration on one device: memory verdict, speed, and cost of the full run.
 
-    `state` is FITS, TIGHT, OOM, or the feature that the device lacks. `need_gib` is reserved at the peak, out of the
-    `limit_gib` for tensors; `memory` has its terms, None if it was measured. `tokens_per_s` counts useful tokens of one
-    device, and 80 % of cases lie in `interval`. Unknown speeds and costs are None. The speed rests on
-    `num_observations` measurements by others on this device, and on `calibration`. `step` and `accumulation` are those
-    of each GPU; `single_gpu` is the time of one GPU alone, known even if the link is not.
+    Unknown speeds and costs are None.
+
+    Args:
+        state: FITS, TIGHT, OOM, or the feature that the device lacks.
+        need_gib: the reserved memory at the peak.
+        limit_gib: the memory for tensors.
+        memory: the terms of `need_gib`, or None if it was measured.
+        tokens_per_s: useful tokens per second of one device; 80 % of cases are in `interval`.
+        num_observations: the number of measurements by others on this device behind the speed.
+        calibration: the calibration behind the speed.
+        accumulation: micro batches in a step of each GPU.
+        single_gpu: the time of one GPU alone; known even if the link is unknown.
+        step: the step time of each GPU.
     """
 
     JSON: ClassVar = keys(
@@ -139,17 +148,19 @@ class Estimate:
 
     @property
     def margin(self) -> float:
-        """Signed: need / limit - 1."""
+        """The signed memory margin: need / limit - 1."""
         return self.need_gib / self.limit_gib - 1
 
     @property
     def memory_by(self) -> str | None:
-        """The source of `need_gib`: "formula", "counted" for a dry probe, or None if it was measured."""
-        return None if self.memory is None else "counted" if self.memory.counted else "formula"
+        """The source of `need_gib`: "formula", "counted" for a dry probe, or None if measured."""
+        if self.memory is None:
+            return None
+        return "counted" if self.memory.counted else "formula"
 
     @property
     def is_guess(self) -> bool:
-        """Whether the speed rests on data sheets alone: no card of this kind was measured by anybody."""
+        """Whether the speed rests on data sheets alone, without a measured card of this kind."""
         measured = (
             self.num_observations
             or is_measured_kind(self.device)
@@ -159,19 +170,22 @@ class Estimate:
 
     @property
     def calibrated(self) -> str | None:
-        """What of the speed a calibration measured, and when; None without one."""
+        """The calibrated parts of the speed and their date, or None without a calibration."""
         return calibrated_parts(self.calibration, self.device)
 
 
 def memory_state(need_gib: float, limit_gib: float, error: float = ERROR) -> str:
-    """FITS, OOM, or TIGHT: the need is nearer to the limit than its relative error, by default the formula's."""
+    """Return FITS or OOM, or TIGHT if the need is closer to the limit than its relative error.
+
+    The default error is the formula's.
+    """
     if need_gib * (1 - error) > limit_gib:
         return OOM
     return TIGHT if need_gib * (1 + error) > limit_gib else FITS
 
 
 def refusal(config: TrainConfig, parallelism: Parallelism, objective: Objective) -> str | None:
-    """Why several GPUs cannot train a configuration like this; None if they can."""
+    """Return why several GPUs cannot train such a configuration, or None if they can."""
     if parallelism.num_gpus > 1 and (reason := untested("objective", objective, "several_gpus")):
         return reason
     return parallelism.refusal(config)
@@ -187,9 +201,10 @@ def memory_of(
     buffers: DeepSpeedBuffers = EXPORTED,
     count: Counter | None = None,
 ) -> MemoryBreakdown | None:
-    """Return the memory of each GPU at the peak of a step, by formula, else counted; None if neither covers it.
+    """Return the memory of each GPU at the peak of a step, by formula or counted.
 
-    `parallelism` replaces the configuration's. Several GPUs have formulas only; None also if they cannot train this.
+    The result is None if neither covers it. `parallelism` replaces the configuration's. Several
+    GPUs have formulas only, and give None if they cannot train the configuration.
     """
     parallelism = parallelism or Parallelism.of(config)
     if parallelism.num_gpus > 1:
@@ -212,11 +227,15 @@ def step_time_of(
     objective: Objective = Objective.SFT,
     count: Counter | None = None,
 ) -> StepTimeEstimate | None:
-    """Return the step time of one reference GPU, by formula, else counted; None if neither covers it."""
+    """Return the step time of one reference GPU, by formula or counted.
+
+    The result is None if neither covers it.
+    """
     if supported(model, config) is not None:
         return estimate_step_time(model, config, host, objective)
     if count is None or (config.packing and config.knows_ends):
-        return None  # the rows are counted whole, but their examples attend to less
+        return None  # a count treats each row as one long example, with too much attention
+
     counted = count(model, config, micro_steps, objective)
     return None if counted is None else counted_step_time(config, counted, host)
 
@@ -227,9 +246,13 @@ def on_device(
     on_reference: StepTimeEstimate | None,
     observations: Sequence[Observation] = (),
 ) -> StepTimeEstimate | None:
-    """Convert a step time of the reference GPU to the task's device; None if a rate of the device is unknown."""
+    """Convert a step time of the reference GPU to the task's device.
+
+    The result is None if a rate of the device is unknown.
+    """
     if on_reference is None:
         return None
+
     transfer = observed_transfer(
         resolve_device(REFERENCE),
         task.device,
@@ -256,16 +279,27 @@ def estimate(
     memory: MemoryBounds | None = None,
     clock: Clock | None = None,
 ) -> Estimate | None:
-    """Estimate a configuration of a task on the task's device, for each GPU; the cost is that of all GPUs.
+    """Estimate a configuration of a task on each GPU of the task's device, and the total cost.
 
-    `parallelism` replaces the configuration's, and `network_gb_s` links its hosts. `host` replaces the calibrated or
-    unknown host. `count` counts what no formula covers, in seconds. `shape` and `num_steps` are given for a run that
-    another tool's file describes. `memory`, and `clock` with the time of one GPU on this device, replace the formulas.
+    Args:
+        task: the model, workload, device, price and calibration.
+        config: the configuration to estimate.
+        limit_gib: the memory of a GPU for tensors.
+        observations: speeds that others measured on the device.
+        parallelism: replaces the configuration's.
+        network_gb_s: the bandwidth between its hosts.
+        host: replaces the calibrated or unknown host.
+        count: counts a configuration that no formula covers, in seconds.
+        shape: the division into steps of a run that another tool's file describes.
+        num_steps: the number of steps of such a run.
+        memory: replaces the formula of memory.
+        clock: replaces the formula of time, with the step time of one GPU of this device.
 
-    Returns None if neither a formula nor a count covers the configuration. Raises ValueError if the GPUs cannot train
-    it.
+    Returns None if neither a formula nor a count covers the configuration. Raises ValueError if the
+    GPUs cannot train it.
     """
-    workload, parallelism = task.workload, parallelism or Parallelism.of(config)
+    workload = task.workload
+    parallelism = parallelism or Parallelism.of(config)
     if memory is None and (reason := refusal(config, parallelism, workload.objective)) is not None:
         raise ValueError(reason)
 
@@ -292,8 +326,12 @@ def estimate(
     single = (clock or by_formula)()
     if single is None:
         return estimated
-    basis, calibration = single.num_observations, task.calibration
-    known = replace(estimated, single_gpu=single, num_observations=basis, calibration=calibration)
+    known = replace(
+        estimated,
+        single_gpu=single,
+        num_observations=single.num_observations,
+        calibration=task.calibration,
+    )
     return _with_speed(task, known, single, shape, parallelism, network_gb_s, num_steps)
 
 
@@ -304,7 +342,10 @@ def _memory(
     parallelism: Parallelism,
     count: Counter | None,
 ) -> MemoryBounds | None:
-    """Estimate the memory of one rank at the longest sequences; None if neither a formula nor a count covers it."""
+    """Estimate the memory of one rank with the longest rows.
+
+    The result is None if neither a formula nor a count covers it.
+    """
     need = memory_of(
         task.model,
         task.workload.at_longest(config),
@@ -324,8 +365,12 @@ def _single_gpu(
     host: Host | None,
     count: Counter | None,
 ) -> StepTimeEstimate | None:
-    """Estimate the step time of one GPU of the task's device at the mean length; None if a rate is unknown."""
-    mean, objective = task.workload.at_mean(config), task.workload.objective
+    """Estimate the step time of one GPU of the task's device with the mean row.
+
+    The result is None if a rate is unknown.
+    """
+    mean = task.workload.at_mean(config)
+    objective = task.workload.objective
     host = host or host_of(task.calibration)
     on_reference = step_time_of(
         task.model, mean, micro_steps, host, objective=objective, count=count
@@ -342,13 +387,13 @@ def _with_speed(
     network_gb_s: float | None,
     num_steps: int | None,
 ) -> Estimate:
-    """Add speed and cost; unchanged if the traffic of several GPUs or their link is unknown."""
+    """Add speed and cost, unless the traffic of several GPUs or their link is unknown."""
     config = estimated.config
     if parallelism.num_gpus == 1:
         step_s = shape.accumulation * single.micro_s + single.rest_s
-        between = interval(step_s, single.error)
-        alone = RankStepTime(step_s=step_s, interval_s=between, communication_s=0.0, exposed_s=0.0)
-        return _with_step(estimated, shape, alone, num_steps)
+        bounds = interval(step_s, single.error)
+        step = RankStepTime(step_s=step_s, interval_s=bounds, communication_s=0.0, exposed_s=0.0)
+        return _with_step(estimated, shape, step, num_steps)
 
     link = _link(task, config, parallelism, network_gb_s)
     if link is None:
@@ -370,15 +415,21 @@ def _with_speed(
 def _link(
     task: Task, config: TrainConfig, parallelism: Parallelism, network_gb_s: float | None
 ) -> tuple[Traffic, float, float] | None:
-    """The traffic of a rank, the GB/s of its link, and how many times slower the link may be; None if unknown."""
-    sent, link_gb_s = traffic(task.model, config, parallelism), task.device.link_gb_s
+    """Return a rank's traffic, its link's GB/s, and the largest slowdown factor of the link.
+
+    The result is None if the traffic or the link is unknown.
+    """
+    sent = traffic(task.model, config, parallelism)
+    link_gb_s = task.device.link_gb_s
     if network_gb_s is None:
-        link_gb_s, slowest = task.link_gb_s(parallelism), slowest_link(task, parallelism)
+        link_gb_s = task.link_gb_s(parallelism)
+        slowest = slowest_link(task, parallelism)
         return None if sent is None or link_gb_s is None else (sent, link_gb_s, slowest)
     if sent is None or link_gb_s is None:
         return None
 
-    # Copies of the shards exchange gradients over the network; a single ring runs at the pace of the slower link.
+    # Copies of the shards exchange gradients over the network. A single ring runs at the pace of
+    # its slowest link.
     if parallelism.copies == 1:
         return sent, min(link_gb_s, network_gb_s), SLOWEST_LINK
     of_copy = traffic(task.model, config, parallelism.of_copy)
@@ -391,15 +442,20 @@ def _with_step(
     estimated: Estimate, shape: RunShape, step: RankStepTime, num_steps: int | None
 ) -> Estimate:
     """Add the speed and cost of a run of this shape with this step time."""
-    step_s, (shortest_s, longest_s) = step.step_s, step.interval_s
+    step_s = step.step_s
+    shortest_s, longest_s = step.interval_s
     speed = Performance.of_steps(
         shape, step_s, spread=(shortest_s / step_s - 1, longest_s / step_s - 1)
     )
-    gpus, price, power_w = shape.world_size, estimated.price, estimated.device.tdp_w
+
+    gpus = shape.world_size
+    price = estimated.price
+    power_w = estimated.device.tdp_w
     price = price and price.of_gpus(gpus)
     cost = run_cost(
         shape, speed, price, None if power_w is None else gpus * power_w, num_steps=num_steps
     )
+
     tokens_per_s = speed.tokens_per_second / gpus
     return replace(
         estimated,

@@ -1,9 +1,10 @@
-"""The memory that a configuration needs, by formula: from the shape of the model, without a GPU and without torch.
+"""The memory that a configuration needs, by formula: from the model's shape, without GPU and torch.
 
-The peaks of a training step are affine in the tokens of a micro batch, with coefficients that are sums of the model's
-sizes. The bytes that a layer keeps for its backward pass are those of the autograd graph, where
-`tests/probe/test_kept_activations.py` counts them. The head, temporary tensors and what Inductor keeps were measured
-on whole models on an H200 (`benchmarks/plan.py memory`). Families and configurations that were not measured give None.
+The peaks of a training step are affine in the tokens of a micro batch. The coefficients are sums of
+the model's sizes. The bytes that a layer keeps for its backward pass equal the bytes in the
+autograd graph, which `tests/probe/test_kept_activations.py` counts. The head, temporary tensors and
+compiled layers were measured on whole models on an H200 (`benchmarks/plan.py memory`). Unmeasured
+families and configurations give None.
 """
 
 import functools
@@ -21,45 +22,42 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import MIB, gib
 from autotune.prediction.memory_predictor import HEAD_CHUNK
 
-NO_TERMS = (
-    "phase",
-    "counted",
-    "own_error",
-    "pools",
-)  # fields of MemoryBreakdown that are no memory of the peak
+# The fields of MemoryBreakdown that are not terms of the peak.
+NO_TERMS = ("phase", "counted", "own_error", "pools")
 CONTEXT_GIB = 0.81  # the CUDA context of a worker: 0.74 to 0.81 on an H200 with CUDA 13
-WORKSPACE = 64.2 * MIB  # cuBLAS's, twice 32 MiB on Hopper; less on older cards
-# The share of what a layer keeps that lies unused in segments that cannot grow: the largest of nine configurations on
-# an H100 (`benchmarks/memory.py allocator`). Four, of full fine-tuning or with large logits, had none.
+WORKSPACE = 64.2 * MIB  # of cuBLAS: twice 32 MiB on Hopper, less on older cards
+# The unused share of a layer's kept bytes in segments that cannot grow: the largest of nine
+# configurations on an H100 (`benchmarks/memory.py allocator`). Four of them, with full fine-tuning
+# or large logits, had no unused memory.
 FIXED_SHARE = 0.9
 # Relative error of an estimated peak, about two standard deviations (`benchmarks/plan.py memory`).
 ERROR = 0.04
-COUNT_ERROR = 0.015  # of a counted peak: the largest of 296 was 0.8 % (`benchmarks/plan.py memory`)
-# That of an int8 base. Outliers are not counted: with random weights, which make most inputs of `down_proj` outliers,
-# whole probes of three models on an H200 held up to 9 % more.
+COUNT_ERROR = 0.015  # of a counted peak; the largest of 296 was 0.8 % (`benchmarks/plan.py memory`)
+# The error for an int8 base. Outliers are not counted. Random weights make most inputs of
+# `down_proj` outliers: with them, whole probes of three models on an H200 held up to 9 % more.
 INT8_ERROR = 0.09
-# Neither memory nor the time of the reference card depends on the card that is planned for: a comparison asks the same
-# of each. There is room for more than a plan has configurations.
+# Memory, and time on the reference card, do not depend on the target card. A comparison of cards
+# asks for the same answers repeatedly. The cache holds more than a plan's configurations.
 KEPT_ANSWERS = 2**14
-_BLOCK = 256  # values of 8-bit optimizer state to a scale of 4 bytes
-NF4_STATISTICS = {
-    False: 4 / 64,
-    True: (1 + 4 / 256) / 64,
-}  # bytes a weight, by double_quant: a scale for each 64
-# Bytes of each logit when the loss is computed, and when its gradient is: those of today's transformers under Trainer.
+_BLOCK = 256  # values of 8-bit optimizer state that share a scale of 4 bytes
+# Bytes for each weight, by double_quant: 64 weights share a scale.
+NF4_STATISTICS = {False: 4 / 64, True: (1 + 4 / 256) / 64}
+# Bytes of each logit during the loss, and during its gradient, with today's transformers and its
+# Trainer.
 LOGIT_BYTES = (10.0, 12.0)
-# TRL's trainers for answers multiply hidden states by the head in tiles of so many tokens and so many words of the
-# vocabulary (`trl/kernels/chunked_logprob.py`), for which they make one buffer.
-TILE_TOKENS, TILE_WORDS = 4096, 32768
+# TRL's trainers for answers multiply hidden states by the head in tiles of this size: tokens by
+# words of the vocabulary (`trl/kernels/chunked_logprob.py`). The tiles share one buffer.
+TILE_TOKENS = 4096
+TILE_WORDS = 32768
 
-# Bytes of attention scores for each head and pair of tokens, where the kernel stores scores.
+# Bytes of attention scores for each head and pair of tokens, if the kernel stores scores.
 SCORES = {"gemma2": 8}
-SCORES_DEFAULT, SCORES_COMPILED = 6, 4
+SCORES_DEFAULT = 6
+SCORES_COMPILED = 4
 QWEN3_EAGER = {"lora": (12, 4), "full": (14, 6)}
 _NORMS = {"gemma2": 4}  # norms in a layer; 2 in all other families
-JOINED_MULTIPLE = (
-    64  # columns that joined adapters add to matrices and their inputs (`runtime.joined_lora`)
-)
+# Columns that joined adapters add to matrices and their inputs (`trainer.joined_lora`).
+JOINED_MULTIPLE = 64
 # Matrices that share an input
 _SHARED_INPUTS = (
     ("q_proj", "k_proj", "v_proj", "qkv_proj"),
@@ -70,19 +68,27 @@ _SHARED_INPUTS = (
 
 
 def kept_factors(kernels: str) -> dict[str, dict[str, tuple[int, int, int, int]]]:
-    """The table `kept_factors.yaml` for `eager` or `compiled` layers: family, case, factors of four sizes."""
+    """Return the table `kept_factors.yaml` for `eager` or `compiled` layers.
+
+    It maps a family and a case to the factors of four sizes.
+    """
     return dict(load_data("autotune.prediction", "kept_factors")[kernels])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBreakdown:
-    """Memory by named term, in GiB, at the peak of a step; without the CUDA context.
+    """The memory at the peak of a step in GiB, by term, without the CUDA context.
 
-    `activations` are what layers keep for the backward pass, the inputs of recomputed layers, and temporary tensors.
-    `logits` are those of the head with their gradients. `reserved` is what the allocator holds beyond allocated memory.
-    `communication` is what several GPUs exchange: layers gathered from shards, buffers of gradients. `nccl` is what
-    NCCL takes beside torch's allocator. `pools` is what streams of their own keep for later, which they give back when
-    it is needed. `counted` is whether a dry probe counted it, `own_error` an error other than the usual.
+    Args:
+        activations: the tensors that layers keep for the backward pass, the inputs of recomputed
+            layers, and temporary tensors.
+        logits: the head's logits with their gradients.
+        reserved: the allocator's memory beyond allocated memory.
+        communication: layers gathered from shards, and buffers of gradients, on several GPUs.
+        nccl: NCCL's memory outside torch's allocator.
+        pools: memory that side streams keep for reuse, and return if it is needed.
+        counted: whether a dry probe counted the memory.
+        own_error: an error that replaces the usual one.
     """
 
     JSON: ClassVar = "terms()"
@@ -104,40 +110,40 @@ class MemoryBreakdown:
 
     @property
     def error(self) -> float:
-        """The fraction by which the peak may be off, either way."""
+        """The relative error of the peak in either direction."""
         if self.own_error is not None:
             return self.own_error
         return COUNT_ERROR if self.counted else ERROR
 
     @property
     def lasting_gib(self) -> float:
-        """Memory that is held between steps too."""
+        """The memory that is also held between steps."""
         return self.weights + self.adapters + self.optimizer
 
     @property
     def peak_gib(self) -> float:
-        """Memory allocated at the peak."""
+        """The memory allocated at the peak."""
         held = self.weights + self.adapters + self.gradients + self.optimizer
         return held + self.activations + self.logits + self.workspace + self.communication
 
     @property
     def peak_reserved_gib(self) -> float:
-        """Memory that the allocator holds at the peak, and NCCL beside it."""
+        """The memory that the allocator holds at the peak, with NCCL's."""
         return self.peak_gib + self.reserved + self.nccl
 
     @property
     def roomy_gib(self) -> float:
-        """Memory that the process holds at the peak, but for the CUDA context, on a card with room for it."""
+        """The process's memory at the peak on a card with free memory, without the CUDA context."""
         return self.peak_reserved_gib + self.pools
 
     def terms(self) -> dict[str, float]:
-        """The terms above zero, by name. They sum to `peak_reserved_gib`."""
+        """Return the positive terms by name. They sum to `peak_reserved_gib`."""
         named = {name: getattr(self, name) for name in self.__slots__ if name not in NO_TERMS}
         return {name: value for name, value in named.items() if value}
 
 
 def unsupported(model: ModelSpec, config: TrainConfig) -> str | None:
-    """What of the model or the configuration the formulas of memory and step time do not cover; None if they do."""
+    """Return the feature that the formulas of memory and step time do not cover, or None."""
     sizes = Sizes.of(model)
     if sizes is None:
         return f"{printable(model.config['model_type'])} models"
@@ -145,9 +151,9 @@ def unsupported(model: ModelSpec, config: TrainConfig) -> str | None:
 
 
 def _uncovered(sizes: Sizes, config: TrainConfig) -> str | None:
+    in_layers = sizes.adapted(config) <= set(sizes.matrices)
     uncovered = {
-        "adapters on modules beyond attention and MLP": not sizes.adapted(config)
-        <= set(sizes.matrices),
+        "adapters on modules beyond attention and MLP": not in_layers,
         "fp32 precision": config.precision == "fp32",
         "modules trained whole beside adapters": config.modules_to_save != "none",
         "int8 bases": config.quantization == "int8",
@@ -159,11 +165,11 @@ def _uncovered(sizes: Sizes, config: TrainConfig) -> str | None:
         "selective recomputation": config.activation_budget < 1,
         "tiles of tokens": config.tiling != "none",
     }
-    return next((what for what, applies in uncovered.items() if applies), None)
+    return next((feature for feature, applies in uncovered.items() if applies), None)
 
 
 def supported(model: ModelSpec, config: TrainConfig) -> Sizes | None:
-    """The sizes of the model where the formulas cover it and the configuration, else None."""
+    """Return the model's sizes if the formulas cover the model and configuration, or None."""
     sizes = Sizes.of(model)
     return None if sizes is None or _uncovered(sizes, config) else sizes
 
@@ -176,26 +182,29 @@ def memory_breakdown(
     ddp: bool = False,
     objective: Objective = Objective.SFT,
 ) -> MemoryBreakdown | None:
-    """The memory of the whole model at the peak of a step; None where `supported` is None.
+    """Return the memory of the whole model at the peak of a step, or None if it is not `supported`.
 
-    With `micro_steps` of 1, the micro batches in a step, no gradients are alive in the forward pass. `ddp` is whether
-    several GPUs that hold all of the model exchange its gradients. The micro batch of the configuration counts
-    examples, of which some objectives have two rows each.
+    `micro_steps` is the number of micro batches in a step. With 1, no gradients exist in the
+    forward pass. `ddp` means that several GPUs with the whole model exchange its gradients. The
+    configuration's micro batch counts examples, which have two rows for some objectives.
     """
     sizes = supported(model, config)
     if sizes is None:
         return None
-    sizes, config = sizes.for_objective(objective), rows_of(config, objective)
+
+    sizes = sizes.for_objective(objective)
+    config = rows_of(config, objective)
     return _breakdown(sizes, config, micro_steps, ddp, objective)
 
 
 def rows_of(config: TrainConfig, objective: Objective) -> TrainConfig:
-    """The configuration with the rows that a micro batch of its examples has, and with what its trainer decides.
+    """Return the configuration with its micro batch counted in rows, and its trainer's settings.
 
     The loss is the objective's own, and TRL trains adapters on a quantised base in 16 bits.
     """
     if objective is Objective.SFT:
         return config
+
     in_16_bits = objective is not Objective.CLASSIFICATION and config.quantization != "none"
     return replace(
         config,
@@ -213,10 +222,12 @@ def _breakdown(
     ddp: bool,
     objective: Objective,
 ) -> MemoryBreakdown:
-    full, pure = config.method == "full", config.precision == "bf16_pure"
-    base_bytes = 4 if full and not pure else 2  # of a value that is not quantised
+    full = config.method == "full"
+    pure = config.precision == "bf16_pure"
+    base_bytes = 4 if full and not pure else 2  # of an unquantised value
     trained = sizes.params if full else sizes.adapter_params(config)
-    trained_bytes = trained * (base_bytes if full else 2 if pure else 4)
+    adapter_bytes = 2 if pure else 4
+    trained_bytes = trained * (base_bytes if full else adapter_bytes)
     logits = live_logits(config, sizes.vocab, objective)
     untrained = sizes.params if full and objective.has_reference else 0
     moments = step_moments(
@@ -226,18 +237,16 @@ def _breakdown(
         trained_bytes,
         base_bytes,
         logits,
-        accumulates=micro_steps > 1
-        or config.cuda_graphs != "none",  # whose buffers of gradients stay
+        # CUDA graphs keep their buffers of gradients.
+        accumulates=micro_steps > 1 or config.cuda_graphs != "none",
         objective=objective,
     )
     moment = max(moments, key=lambda name: sum(moments[name]))
     gradients, activations, head = moments[moment]
+
+    weights = _weights(sizes, config, base_bytes) + untrained * base_bytes
     return MemoryBreakdown(
-        weights=gib(
-            _weights(sizes, config, base_bytes)
-            + untrained * base_bytes
-            + joined_bytes(sizes, config)
-        ),
+        weights=gib(weights + joined_bytes(sizes, config)),
         adapters=gib(0.0 if full else trained_bytes),
         gradients=gib(gradients),
         optimizer=gib(_optimizer_state(sizes, config, trained, trained_bytes)),
@@ -248,7 +257,7 @@ def _breakdown(
             config, logits, gib(activations + head), kept_gib(sizes, config)
         ),
         phase={"forward": Phase.FORWARD, "optimizer": Phase.OPTIMIZER}.get(moment, Phase.BACKWARD),
-        # DDP copies gradients into buckets, of which Trainer cannot make views.
+        # DDP copies gradients into buckets, because Trainer cannot make views of these.
         communication=gib(trained_bytes) if ddp else 0.0,
     )
 
@@ -256,19 +265,22 @@ def _breakdown(
 def counted_breakdown(
     model: ModelSpec, config: TrainConfig, count: DryCount, objective: Objective = Objective.SFT
 ) -> MemoryBreakdown:
-    """The memory of a dry probe of the whole model, with what the allocator holds beyond it, as of the formula.
+    """Return the memory of a dry probe of the whole model.
 
-    Activations include the logits, which a count does not tell apart.
+    The formula adds the allocator's extra memory. Activations include the logits, because a count
+    does not separate them.
     """
-    peak, workspace = count.peak_allocated_gib, gib(WORKSPACE + side_workspace(config))
+    peak = count.peak_allocated_gib
+    workspace = gib(WORKSPACE + side_workspace(config))
     held = count.model_gib + count.adapters_gib + count.optimizer_gib
     segment = max(count.segment_peak_gib, key=lambda name: count.segment_peak_gib[name])
-    # In the forward pass they are those of an earlier micro batch.
+    # A peak in the forward pass holds the gradients of an earlier micro batch.
     gradients = min(count.gradients_gib, max(peak - held - workspace, 0.0))
     activations = max(peak - held - workspace - gradients, 0.0)
     logits = live_logits(rows_of(config, objective), model.vocab_size, objective)
-    layers = 1 if config.checkpoint_every else model.num_layers  # of which activations are alive
+    layers = 1 if config.checkpoint_every else model.num_layers  # layers with live activations
     layer = max(activations - gib(12.0 * logits), 0.0) / layers
+
     return MemoryBreakdown(
         weights=count.model_gib,
         adapters=count.adapters_gib,
@@ -285,7 +297,7 @@ def counted_breakdown(
 
 
 def live_logits(config: TrainConfig, vocab: int, objective: Objective = Objective.SFT) -> int:
-    """The values of the logits that exist at once."""
+    """Return the number of logits that exist at the same time."""
     if objective.num_labels is not None:
         return 0
     if objective is not Objective.SFT:
@@ -294,19 +306,21 @@ def live_logits(config: TrainConfig, vocab: int, objective: Objective = Objectiv
 
 
 def kept_gib(sizes: Sizes, config: TrainConfig) -> float:
-    """GiB that a layer keeps for its backward pass, recomputed or not."""
+    """Return the GiB that a layer keeps for its backward pass, recomputed or not."""
     return gib(config.tokens * kept_bytes(sizes, config))
 
 
 def beyond_allocated_gib(
     config: TrainConfig, logits: int, activations_gib: float, layer_gib: float
 ) -> float:
-    """GiB that the allocator holds beyond allocated memory; `layer_gib` is what a layer keeps."""
+    """Return the GiB that the allocator holds beyond allocated memory.
+
+    `layer_gib` is the memory that a layer keeps.
+    """
     fragmentation = 0.010 if config.compile == "none" else 0.034
     unused = FIXED_SHARE * layer_gib if config.allocator == "fixed" else 0.0
-    unused += (
-        gib(WORKSPACE) if config.cuda_graphs != "none" else 0.0
-    )  # graphs are captured on a stream of their own
+    # Graphs are captured on their own stream.
+    unused += gib(WORKSPACE) if config.cuda_graphs != "none" else 0.0
     return gib(2.4 * logits + 42 * MIB) + fragmentation * activations_gib + unused
 
 
@@ -321,18 +335,22 @@ def step_moments(
     accumulates: bool,
     objective: Objective = Objective.SFT,
 ) -> dict[str, tuple[float, float, float]]:
-    """Bytes of (gradients, activations, logits) at each moment of a step that may be its peak.
+    """Return the bytes of (gradients, activations, logits) at each possible peak of a step.
 
-    `trained` counts parameters, `logits` the values of the logits that exist at once. The micro batch counts rows.
+    `trained` is a number of parameters, and `logits` the number of logits that exist at the same
+    time. The micro batch counts rows.
     """
-    full, tokens = config.method == "full", config.tokens
-    keep, moving = kept_bytes(sizes, config), moving_bytes(sizes, config)
+    full = config.method == "full"
+    tokens = config.tokens
+    keep = kept_bytes(sizes, config)
+    moving = moving_bytes(sizes, config)
     every = config.checkpoint_every
     recomputed = 0 if every is None else math.ceil(sizes.layers / every)
     body = tokens * ((sizes.layers - recomputed) * keep + recomputed * base_bytes * sizes.hidden)
-    # Autocast keeps its casts for a whole forward pass, and those that the backward pass needs for longer. Embeddings
-    # have none, and a head in chunks is cast after the layers. With the whole loss the cast of an untied embedding is
-    # counted all the same: 0.7 % at most.
+
+    # Autocast keeps its casts for a whole forward pass, and the casts that the backward pass needs
+    # for longer. Embeddings have no casts, and a chunked head is cast after the layers. With the
+    # whole loss, the cast of an untied embedding counts anyway: 0.7 % at most.
     labels = objective.num_labels is not None
     embeddings = sizes.embedding * (1 if sizes.tied or labels else 2)
     cast = trained - (embeddings if full and (labels or config.loss == "chunked") else 0)
@@ -342,48 +360,48 @@ def step_moments(
     kept_casts = casts * (1 - recomputed / sizes.layers)
     if config.compile != "none":
         casts = kept_casts
+
     capped = 2 if sizes.capped else 0
     norm = tokens * sizes.hidden * (6 if base_bytes == 2 else 20)
     waiting = trained_bytes if accumulates else 0.0
     embedding = float(base_bytes * sizes.embedding) if full else 0.0
-    # The gradient of a tied head waits for that of the embedding. In the end the two are added, and then to what waits
-    # from before; in 16 bits the whole loss makes a sum of its own.
+    # The gradient of a tied head waits for the embedding's gradient. At the end the two are added,
+    # and then added to the waiting gradient. In 16 bits, the whole loss makes a separate sum.
     shared = embedding if sizes.tied else 0.0
     ending = shared * (accumulates + (config.loss == "full" and config.precision == "bf16_pure"))
+
     in_forward, in_head = (logits * (each + capped) for each in LOGIT_BYTES)
     if objective is not Objective.SFT:
         in_forward, in_head = (
             (0.0, 0.0) if not logits else _head_in_tiles(sizes, config, base_bytes, logits)
         )
     elif full and config.loss == "chunked":
-        in_forward, in_head = (
-            0.0,
-            _trained_head_in_chunks(sizes, base_bytes, logits) + 4 * tokens * sizes.hidden,
-        )
+        in_forward = 0.0
+        in_head = _trained_head_in_chunks(sizes, base_bytes, logits) + 4 * tokens * sizes.hidden
+
     layer = tokens * ((keep if recomputed else 0) + moving)
+    root = trained_bytes if config.optimizer == "adamw_torch" else 0.0
     return {
         "forward": (waiting, body + norm + casts, in_forward),
         "head": (waiting, body + norm - 2 * tokens * sizes.hidden + kept_casts, in_head),
         "layers": (waiting, body + layer + kept_casts + shared, 0.0),
-        # The backward pass ends with the first layer, when the gradients of all others exist.
+        # The backward pass ends with the first layer, when all other gradients exist.
         "first": (trained_bytes - embedding, layer + shared, 0.0),
-        # The gradient of the embedding is made as a whole, and added to the one that waits.
+        # The embedding's gradient is made as a whole, and added to the waiting one.
         "inputs": (trained_bytes, embedding + ending, 0.0),
-        # torch's own AdamW, if it is not fused, makes a root of the second moment.
-        "optimizer": (
-            trained_bytes,
-            trained_bytes if config.optimizer == "adamw_torch" else 0.0,
-            0.0,
-        ),
+        # torch's own unfused AdamW computes a root of the second moment.
+        "optimizer": (trained_bytes, root, 0.0),
     }
 
 
 def _trained_head_in_chunks(sizes: Sizes, base_bytes: int, logits: int) -> float:
-    """Bytes of a head that is trained in chunks: the sum of its gradients, and a chunk's logits or its own gradient.
+    """Return the bytes of a head that is trained in chunks.
 
-    Under autocast also its cast, and the chunk's gradient in 16 bits.
+    They are the sum of its gradients, and a chunk's logits or its own gradient. Under autocast they
+    include the head's cast, and the chunk's gradient in 16 bits.
     """
-    gradient, cast = base_bytes * sizes.embedding, 2 * sizes.embedding
+    gradient = base_bytes * sizes.embedding
+    cast = 2 * sizes.embedding
     if base_bytes == 2:
         return float(gradient + max(gradient + 2 * logits, 12 * logits))
     return float(gradient + cast + max(gradient + cast, 12 * logits))
@@ -392,12 +410,14 @@ def _trained_head_in_chunks(sizes: Sizes, base_bytes: int, logits: int) -> float
 def _head_in_tiles(
     sizes: Sizes, config: TrainConfig, base_bytes: int, logits: int
 ) -> tuple[float, float]:
-    """Bytes of TRL's head when its values are computed, and when its gradients are, as if all tokens were answers'.
+    """Return the bytes of TRL's head during its forward pass, and during its gradients.
 
-    The tile holds 16 bits. Hidden states are copied, and the part of the head that a tile needs is cast. Gradients of
-    hidden states, and of a head that is trained, are summed in 32 bits, and then cast to what they are of.
+    All tokens count as answers. A tile has 16 bits for each value. Hidden states are copied, and
+    the part of the head in a tile is cast. The gradients of hidden states and of a trained head are
+    summed in 32 bits, and then cast to the dtype of their tensors.
     """
     hidden = config.tokens * sizes.hidden
+
     casts = (
         2.0 * (TILE_WORDS + min(config.tokens, TILE_TOKENS)) * sizes.hidden
         if base_bytes == 4
@@ -410,14 +430,12 @@ def _head_in_tiles(
 
 
 def _weights(sizes: Sizes, config: TrainConfig, base_bytes: int) -> float:
-    """Bytes of the base model."""
+    """Return the bytes of the base model."""
     linear = sizes.linear_params
     if config.quantization == "nf4":
-        return (
-            linear * (0.5 + NF4_STATISTICS[config.double_quant])
-            + (sizes.params - linear) * base_bytes
-        )
-    if config.quantization == "fp8":  # a scale for each matrix is nothing beside it
+        bytes_per_weight = 0.5 + NF4_STATISTICS[config.double_quant]
+        return linear * bytes_per_weight + (sizes.params - linear) * base_bytes
+    if config.quantization == "fp8":  # one scale for each matrix is negligible
         return linear + (sizes.params - linear) * base_bytes
     return sizes.params * base_bytes
 
@@ -425,7 +443,7 @@ def _weights(sizes: Sizes, config: TrainConfig, base_bytes: int) -> float:
 def _optimizer_state(
     sizes: Sizes, config: TrainConfig, trained: int, trained_bytes: float
 ) -> float:
-    """Bytes of optimizer state. bitsandbytes keeps the state of embeddings in 32 bits."""
+    """Return the bytes of optimizer state. bitsandbytes keeps embeddings' state in 32 bits."""
     moments = {"adamw_8bit": 2, "paged_adamw_8bit": 2, "lion_8bit": 1}.get(config.optimizer)
     if moments is None:
         return 0.0 if config.optimizer == "adafactor" else 2 * trained_bytes
@@ -434,12 +452,15 @@ def _optimizer_state(
 
 
 def side_workspace(config: TrainConfig) -> float:
-    """Bytes of cuBLAS's workspace on the stream on which joined layers take the gradients of adapters."""
+    """Return the bytes of cuBLAS's workspace on the stream for gradients of joined adapters."""
     return WORKSPACE / 2 if config.lora_kernels == "joined" else 0.0
 
 
 def joined_bytes(sizes: Sizes, config: TrainConfig) -> float:
-    """Bytes of what joined adapters add to the base: copies of A and B in 16 bits, and in wide matrices those again."""
+    """Return the bytes that joined adapters add to the base.
+
+    They are copies of A and B in 16 bits, and other copies inside the widened matrices.
+    """
     total = 0
     for (fan_in, fan_out), rank in _joined_groups(sizes, config):
         pad = _joined_pad(rank)
@@ -448,7 +469,7 @@ def joined_bytes(sizes: Sizes, config: TrainConfig) -> float:
 
 
 def _joined_groups(sizes: Sizes, config: TrainConfig) -> list[tuple[tuple[int, int], int]]:
-    """The (in, out) of joined matrices that share an input, and the ranks of their adapters together."""
+    """Return the (in, out) of joined matrices with a shared input, and the sum of their ranks."""
     if config.lora_kernels != "joined":
         return []
     adapted = sizes.adapted(config)
@@ -467,7 +488,7 @@ def _joined_pad(rank: int) -> int:
 
 
 def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
-    """Bytes that a layer keeps for its backward pass, for each token, unless the layer is recomputed."""
+    """Return the bytes that a layer without recomputation keeps for backward, for each token."""
     compiled = config.compile != "none"
     pure = config.precision == "bf16_pure" or config.quantization == "nf4"
     case = f"{config.method}_{'pure' if pure else 'mixed'}"
@@ -476,15 +497,15 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
         kept_factors("compiled")[sizes.family] if compiled or config.kernels == "liger" else eager
     )
     of_hidden, of_inner, of_queries, of_keys = table[case]
-    if (
-        config.kernels == "liger" and not pure
-    ):  # norms and MLPs keep what Inductor's do, and autocast adds the same
+    # Liger's norms and MLPs keep the same tensors as compiled ones, and autocast adds the same.
+    if config.kernels == "liger" and not pure:
         pure_case = case.replace("mixed", "pure")
         kept = (
             own + more - less
             for own, more, less in zip(table[pure_case], eager[case], eager[pure_case], strict=True)
         )
         of_hidden, of_inner, of_queries, of_keys = kept
+
     if config.attention == "eager":  # it repeats keys and values, and keeps the scores
         other = {
             "gemma2": (of_queries, of_keys),
@@ -492,25 +513,28 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
             "qwen3": QWEN3_EAGER[config.method],
         }
         of_queries, of_keys = other.get(sizes.family, (8, 0))
+
     keep: float = of_hidden * sizes.hidden + of_inner * sizes.intermediate
     keep += of_queries * sizes.queries + of_keys * sizes.keys + 4 * _NORMS.get(sizes.family, 2)
+
     if config.attention == "eager":
         scores = SCORES_COMPILED if compiled else SCORES.get(sizes.family, SCORES_DEFAULT)
         keep += scores * sizes.heads * config.seq_len
     else:
         keep += 4 * sizes.heads
         if config.has_mask and config.attention.startswith("sdpa"):
-            # With a mask keys and values are repeated for each query head.
-            # Phi 3 keeps less of these: they are parts of one matrix product.
-            keep += 2 * config.seq_len + (
-                0 if sizes.family == "phi3" else 4 * (sizes.queries - sizes.keys)
-            )
+            # With a mask, keys and values are repeated for each query head. Phi 3 keeps fewer of
+            # them: they are parts of one matrix product.
+            repeated = 0 if sizes.family == "phi3" else 4 * (sizes.queries - sizes.keys)
+            keep += 2 * config.seq_len + repeated
         if sizes.family == "phi3" and not compiled and config.packed_attention == "varlen":
-            # Values of their own instead of that product; and no copy of the output, but where adapters cast it.
+            # Separate values replace that product. The output is copied only if adapters cast it.
             casts = config.method == "lora" and not pure
             keep -= 2 * (sizes.queries + sizes.keys) + (0 if casts else 2 * sizes.queries)
-    if sizes.family == "qwen3":  # which normalises queries and keys of each head
+
+    if sizes.family == "qwen3":  # it normalises the queries and keys of each head
         keep += 4 * (sizes.heads + sizes.key_heads)
+
     if config.method == "lora":
         keep -= _kept_by_missing_adapters(sizes, config, pure=pure)
         keep += _kept_by_dropout(sizes, config, pure=pure) if config.lora_dropout else 0.0
@@ -519,29 +543,32 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
 
 
 def _kept_by_joining(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
-    """More bytes for each token where adapters are joined: what they write beside their inputs.
+    """Return the extra bytes for each token if adapters are joined: outputs beside their inputs.
 
-    For that they have a copy of attention's output, which is kept too, and which autocast would make of it anyway.
+    For these outputs, attention's output is copied. The copy is kept, and autocast would make it
+    anyway.
     """
     groups = _joined_groups(sizes, config)
     copies = groups and pure and config.attention != "eager" and "o_proj" in sizes.adapted(config)
-    return sum(2.0 * _joined_pad(rank) for _, rank in groups) + (
-        2.0 * sizes.queries if copies else 0.0
-    )
+    copied = 2.0 * sizes.queries if copies else 0.0
+    return sum(2.0 * _joined_pad(rank) for _, rank in groups) + copied
 
 
 def _kept_by_missing_adapters(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
-    """Bytes for each token that a layer keeps with adapters on every matrix, and does not with those that it has.
+    """Return the bytes for each token that matrices without adapters save in a layer.
 
-    An adapter keeps its input: its own cast of it under autocast, unless Inductor makes one for all, else what all
-    matrices with this input share. Fused attention keeps its output, which is the input of `o_proj`, where nobody casts
-    or copies it.
+    The factors assume adapters on every matrix. An adapter keeps its input. Under autocast this is
+    its own cast, unless Inductor makes one cast for all. Otherwise, matrices with the same input
+    share it. Fused attention keeps its output, which is the input of `o_proj` if it is neither cast
+    nor copied.
     """
-    adapted, compiled = sizes.adapted(config), config.compile != "none"
+    adapted = sizes.adapted(config)
+    compiled = config.compile != "none"
     if not pure and not compiled:
         return sum(
             2.0 * fan_in for name, (fan_in, _) in sizes.matrices.items() if name not in adapted
         )
+
     unused = [names for names in _SHARED_INPUTS if not adapted & set(names)]
     if pure and (_keeps_output(sizes, config) or (compiled and config.attention != "eager")):
         unused = [names for names in unused if "o_proj" not in names]
@@ -550,24 +577,27 @@ def _kept_by_missing_adapters(sizes: Sizes, config: TrainConfig, *, pure: bool) 
 
 
 def _keeps_output(sizes: Sizes, config: TrainConfig) -> bool:
-    """Whether attention in an eager layer keeps what `o_proj` takes. That of Phi 3 is copied for it, unless packed."""
-    return config.attention != "eager" and (
-        sizes.family != "phi3" or config.packed_attention == "varlen"
-    )
+    """Return whether attention in an eager layer keeps the input of `o_proj`.
+
+    Phi 3 copies its attention's output for `o_proj`, unless rows are packed.
+    """
+    keeps_input = sizes.family != "phi3" or config.packed_attention == "varlen"
+    return config.attention != "eager" and keeps_input
 
 
 def _kept_by_dropout(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
-    """Bytes for each token that a layer keeps because its adapters drop a share of their inputs.
+    """Return the bytes for each token that a layer keeps because of its adapters' dropout.
 
-    Each adapter keeps a mask of a byte, and an input of its own in place of the one that it shares. Under autocast it
-    has one of its own anyway, its cast.
+    Each adapter keeps a mask of one byte for each value, and its own input instead of the shared
+    one. Under autocast it has its own input anyway: the cast.
     """
     adapted = sizes.adapted(config)
     fan_in = {name: size for name, (size, _) in sizes.matrices.items() if name in adapted}
     masks = float(sum(fan_in.values()))
     if not pure:
         return masks
-    # Fused attention keeps its output for itself.
+
+    # Fused attention keeps its own output.
     kept_anyway = {"o_proj"} if _keeps_output(sizes, config) else set()
     groups = [
         [name for name in names if name in fan_in and name not in kept_anyway]
@@ -578,7 +608,7 @@ def _kept_by_dropout(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
 
 
 def moving_bytes(sizes: Sizes, config: TrainConfig) -> float:
-    """Bytes of temporary tensors in the backward pass of a layer, for each token."""
+    """Return the bytes of temporary tensors in a layer's backward pass, for each token."""
     if config.compile != "none":
         return 8 * sizes.intermediate + 6 * sizes.hidden
     halved = (

@@ -1,7 +1,8 @@
-"""The memory gate: refuses configurations that are known not to fit before a probe is launched.
+"""The memory gate: refuse configurations that cannot fit before a probe is launched.
 
-`refused_by` refuses every configuration that needs at least as much memory, in every knob, as one that ran out.
-`MemoryPredictor` predicts the memory of a configuration from measurements of others.
+`refused_by` refuses a configuration if its need is at least the need of one that ran out of memory,
+in every knob. `MemoryPredictor` predicts the memory of a configuration from other configurations'
+measurements.
 """
 
 import math
@@ -14,18 +15,19 @@ from autotune.core.knobs import KNOBS, affecting
 from autotune.core.probe_types import Measurement, OomDetail, Phase
 from autotune.core.train_config import TrainConfig
 
-LINE_DOUBT = 0.02  # relative error of what a line adds beyond its points; assumed, checked by `benchmarks/memory.py gate`
+# The relative error of the part of a line beyond its points: assumed, and checked by
+# `benchmarks/memory.py gate`.
+LINE_DOUBT = 0.02
 
-HEAD_CHUNK = (
-    1024  # tokens whose logits a chunked loss holds; equals `CHUNK_TOKENS` of trainer/chunked_loss
-)
+# Tokens whose logits a chunked loss holds; equals `CHUNK_TOKENS` of trainer/chunked_loss.
+HEAD_CHUNK = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownOom:
     """A configuration that ran out of memory, its trial (None outside the search), and the details.
 
-    With `micro_steps` above 1, gradients of one micro batch were alive during the next.
+    With `micro_steps` above 1, one micro batch's gradients were alive during the next.
     """
 
     trial: int | None
@@ -37,7 +39,7 @@ class KnownOom:
 def refused_by(
     known_ooms: Iterable[KnownOom], config: TrainConfig, micro_steps: int
 ) -> KnownOom | None:
-    """The first known OOM that `config` needs at least the memory of, in every knob; None if there is none."""
+    """Return the first known OOM with at most the memory of `config` in every knob, or None."""
     for known in known_ooms:
         if micro_steps >= min(known.micro_steps, 2) and needs_at_least(config, known.config):
             return known
@@ -45,7 +47,7 @@ def refused_by(
 
 
 def needs_at_least(config: TrainConfig, other: TrainConfig) -> bool:
-    """Whether `config` surely needs as much memory as `other`. False where they cannot be compared."""
+    """Return whether `config` surely needs at least `other`'s memory; False if incomparable."""
     return all(
         knob.surely_needs_at_least(getattr(config, name), getattr(other, name))
         for name, knob in KNOBS.items()
@@ -61,16 +63,18 @@ class Known:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What must be equal for temporary memory to be linear in the tokens."""
+        """The key of configurations whose temporary memory is linear in the tokens."""
         return _compute_signature(self.config, self.measurement.micro_steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """The reserved memory of a configuration at full depth: between `low_gib` and `high_gib`, likely `gib`.
+    """The reserved memory of a configuration at full depth.
 
-    `phase` is the likely place of the peak, `basis` the number of configurations that the estimate rests on. `high_gib`
-    is no upper bound unless `bounded`: the basis may be steps of two micro batches, or lack the paged optimizer state.
+    It is between `low_gib` and `high_gib`, and probably `gib`. `phase` is the probable place of the
+    peak. `basis` is the number of configurations behind the estimate. `high_gib` is an upper bound
+    only if `bounded`. It is no bound if the basis has steps of two micro batches instead of one, or
+    lacks the paged optimizer state.
     """
 
     low_gib: float
@@ -83,20 +87,24 @@ class MemoryEstimate:
 
 
 class MemoryPredictor:
-    """Predicts the peak memory of configurations from that of others, for one model on one device.
+    """Predicts the peak memory of configurations of one model on one device from other ones.
 
-    The peak of each segment of a step is static memory (weights, adapters, gradients, optimizer state) plus temporary
-    memory. Static memory is known term by term, since each term follows from the rank, the quantisation or the
-    optimizer alone. Temporary memory is affine in the tokens of a micro batch among configurations with the same
-    `_compute_signature`, and neither of its two coefficients is negative: measurements at one number of tokens bound it
-    on both sides, and two or more give a line.
+    The peak of each segment of a step is static memory plus temporary memory. Static memory is
+    weights, adapters, gradients and optimizer state. Each term is known separately, because it
+    depends only on the rank, the quantisation or the optimizer. Among configurations with the same
+    `_compute_signature`, temporary memory is affine in the tokens of a micro batch. Neither
+    coefficient is negative: measurements at one number of tokens bound it on both sides, and two or
+    more numbers give a line.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], Known] = {}
 
     def learn(self, config: TrainConfig, measurement: Measurement) -> None:
-        """Add a measurement of the whole model. An extrapolated one never replaces one that was measured."""
+        """Add a measurement of the whole model.
+
+        An extrapolated one never replaces a measured one.
+        """
         key = (config.digest, measurement.micro_steps)
         if key not in self._known or not measurement.time_error:
             self._known[key] = Known(config=config, measurement=measurement)
@@ -104,17 +112,20 @@ class MemoryPredictor:
     def predict(
         self, config: TrainConfig, micro_steps: int, available_gib: float
     ) -> MemoryEstimate | None:
-        """The estimate for a configuration; None where no measurement allows one.
+        """Return the estimate for a configuration, or None if no measurement allows one.
 
-        `available_gib` is the memory that the run may use, CUDA context included, less the reserve.
+        `available_gib` is the memory for the run with its CUDA context, without the reserve.
         """
         similar = self._similar(config, micro_steps)
         statics = self._statics(config, micro_steps)
         if not similar or statics is None:
             return None
+
         names = set.intersection(*(set(_segments(known.measurement)) for known in similar))
         if not names:
             return None
+
+        # The bounds of the highest segment's temporary memory.
         low = gib = high = 0.0
         largest = Phase.FORWARD.value
         for name in names:
@@ -126,7 +137,10 @@ class MemoryPredictor:
             bounds = _at(points, config.tokens)
             if bounds[1] > gib:
                 largest = name
-            low, gib, high = max(low, bounds[0]), max(gib, bounds[1]), max(high, bounds[2])
+            low = max(low, bounds[0])
+            gib = max(gib, bounds[1])
+            high = max(high, bounds[2])
+
         reserved = [
             known.measurement.peak_reserved_gib / known.measurement.peak_allocated_gib
             for known in similar
@@ -144,9 +158,12 @@ class MemoryPredictor:
             for known in similar
             if known.measurement.context_gib is not None
         ]
+
+        # On several GPUs, reserved memory includes free blocks of other streams. The lower bound
+        # leaves them out.
+        least_reserved = min(reserved) if config.num_gpus == 1 else 1.0
         return MemoryEstimate(
-            low_gib=(statics + low)
-            * (min(reserved) if config.num_gpus == 1 else 1.0),  # free blocks of other streams
+            low_gib=(statics + low) * least_reserved,
             gib=(statics + gib) * statistics.median(reserved),
             high_gib=(statics + high) * max(reserved),
             limit_gib=available_gib - min(contexts, default=0.0) - paged,
@@ -157,7 +174,7 @@ class MemoryPredictor:
         )
 
     def nearest(self, config: TrainConfig, micro_steps: int) -> Known | None:
-        """Of the configurations with the same compute signature, the one with the most similar micro batch."""
+        """Return the configuration with the same compute signature and the most similar batch."""
 
         def distance(known: Known) -> float:
             return abs(math.log(known.config.tokens / config.tokens))
@@ -165,10 +182,11 @@ class MemoryPredictor:
         return min(self._similar(config, micro_steps), key=distance, default=None)
 
     def _similar(self, config: TrainConfig, micro_steps: int) -> list[Known]:
-        """The known configurations with the same compute signature.
+        """Return the known configurations with the same compute signature.
 
-        Without one, a single micro batch in a step has those with two as a lower bound. They differ by the gradients
-        that exist from the start or appear during the backward pass: with adapters, little.
+        If there are none for a single micro batch in a step, those with two are a lower bound. They
+        differ by the gradients that exist from the start or appear during the backward pass. With
+        adapters, this is little memory.
         """
 
         def with_steps(steps: int) -> list[Known]:
@@ -181,27 +199,28 @@ class MemoryPredictor:
         return with_steps(2)
 
     def _statics(self, config: TrainConfig, micro_steps: int) -> float | None:
-        """Static memory of a configuration in GiB; None where a part of it is unknown."""
+        """Return a configuration's static memory in GiB, or None if a part of it is unknown."""
         bases = [known for known in self._known.values() if _base(known.config) == _base(config)]
         states = [known for known in bases if known.config.optimizer == config.optimizer]
         if not states:
             return None
-        # Adapters, their gradients and their state are proportional to the rank.
+        # Adapters, their gradients and their optimizer state are proportional to the rank.
         nearest = min(states, key=lambda known: abs(_rank(known.config) - _rank(config)))
-        measured, scale = nearest.measurement, _rank(config) / _rank(nearest.config)
+        measured = nearest.measurement
+        scale = _rank(config) / _rank(nearest.config)
         return measured.model_gib + scale * (static_gib(measured, micro_steps) - measured.model_gib)
 
 
 def static_gib(measurement: Measurement, micro_steps: int) -> float:
-    """Weights, adapters and optimizer state, and the gradients if they wait for a further micro batch."""
+    """Return weights, adapters, optimizer state, and gradients that wait for a micro batch."""
     held = measurement.model_gib + measurement.adapters_gib + measurement.optimizer_gib
     return held + (measurement.gradients_gib if micro_steps > 1 else 0.0)
 
 
 def _compute_signature(config: TrainConfig, micro_steps: int) -> tuple[object, ...]:
-    """Everything that decides how many bytes a step needs for each token."""
-    # Memory is linear in the length of a row only if neither attention scores nor a mask are stored for each pair of
-    # tokens.
+    """Return a key that determines the bytes which a step needs for each token."""
+    # Memory is linear in the length of a row unless attention scores or a mask are stored for each
+    # pair of tokens.
     length = 0 if config.attention != "eager" and not config.has_mask else config.seq_len
     return (
         *(getattr(config, name) for name in _compute_knobs()),
@@ -215,7 +234,10 @@ def _compute_signature(config: TrainConfig, micro_steps: int) -> tuple[object, .
 
 @cache
 def _compute_knobs() -> tuple[str, ...]:
-    """The knobs that decide how many bytes a token takes: all with an effect on memory but sizes and the optimizer."""
+    """Return the knobs that determine the bytes of a token.
+
+    They are all knobs with an effect on memory, except sizes and the optimizer.
+    """
     return tuple(
         name
         for name in affecting("memory")
@@ -238,14 +260,15 @@ def _segments(measurement: Measurement) -> dict[str, float]:
 
 
 def _at(points: list[tuple[int, float]], tokens: int) -> tuple[float, float, float]:
-    """(low, likely, high) of temporary memory at `tokens`, from (tokens, GiB) of other configurations.
+    """Return (low, likely, high) of temporary memory at `tokens`, from other configurations.
 
-    The line has no negative coefficient. Its error is the largest distance of a point from it, and outside the points a
-    share of what it adds.
+    `points` are their (tokens, GiB). The error of the line is the largest distance of a point from
+    it, plus a share of its change outside the points.
     """
     counts = sorted({count for count, _ in points})
     nearest = min(counts, key=lambda count: abs(math.log(count / tokens)))
     at_nearest = [value for count, value in points if count == nearest]
+
     if len(counts) == 1 or tokens == nearest:
         ends = (
             min(at_nearest),
@@ -254,6 +277,7 @@ def _at(points: list[tuple[int, float]], tokens: int) -> tuple[float, float, flo
             max(at_nearest) * tokens / nearest,
         )
         likely = statistics.median(at_nearest) * (tokens / nearest if min(at_nearest) > 0 else 1.0)
+
         return min(ends), likely, max(ends)
     line = statistics.linear_regression(
         [count for count, _ in points], [value for _, value in points]

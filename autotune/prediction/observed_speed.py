@@ -1,4 +1,4 @@
-"""Speeds that others measured on a device, and how they correct the conversion of a speed to it."""
+"""Speeds that others measured on a device, and their correction of converted speeds."""
 
 import functools
 import math
@@ -14,16 +14,16 @@ from autotune.problem.calibration import Calibration
 from autotune.problem.speed_transfer import SpeedTransfer
 
 CALIBRATED_METHOD = ("lora", "none")  # method and quantisation of the training in a calibration
-MAX_DEVIATIONS = 6.0  # an observation further from the expected speed than so many standard deviations is ignored
+MAX_DEVIATIONS = 6.0  # observations further from the expected speed, in deviations, are ignored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """One measurement that somebody made of a configuration on a card.
+    """A published measurement of one configuration on one card.
 
-    `tokens_per_s` counts whole rows, padding included: how many tokens are useful depends on somebody's data.
-    `tokens_per_row` is their mean length, None where all have seq_len. `model` is a name of the catalogue; None for
-    another model, of which `model_digest` describes the shape.
+    `tokens_per_s` counts whole rows with padding, because the useful tokens depend on the data.
+    `tokens_per_row` is their mean length, or None if all have seq_len. `model` is a name of the
+    catalogue, or None for another model: then `model_digest` describes its shape.
     """
 
     device: str
@@ -44,9 +44,9 @@ class Observation:
 def measured_ratios(
     observations: Sequence[Observation], device: DeviceSpec, method: str, quantization: str
 ) -> list[float]:
-    """How many times as fast as the formula expects others measured this device to be.
+    """Return measured speeds on this device divided by the formula's speeds.
 
-    Only what was measured in full, by transformers' Trainer, with the same method and base counts.
+    Only complete measurements of transformers' Trainer with the same method and base count.
     """
     ratios = []
     for observed in observations:
@@ -54,8 +54,9 @@ def measured_ratios(
         complete = observed.evidence is Evidence.MEASURED and observed.trainer == "transformers"
         if observed.device != device.name or observed.model is None or not same or not complete:
             continue
+
         ratio = _ratio_to_formula(observed)
-        # A measurement further off than any pair of cards in the published data is a mistake.
+        # A larger deviation than between any pair of published cards is a mistake.
         if ratio and abs(math.log(ratio)) <= MAX_DEVIATIONS * math.hypot(BETWEEN, WITHIN):
             ratios.append(ratio)
     return ratios
@@ -66,6 +67,7 @@ def _ratio_to_formula(observed: Observation) -> float | None:
     config = replace(
         observed.config, seq_len=round(observed.tokens_per_row or observed.config.seq_len)
     )
+
     step_time = estimate_step_time(resolve_model(observed.model or ""), config, UNKNOWN_HOST)
     precision = "fp8" if config.quantization == "fp8" else "bf16"
     transfer = speed_transfer(
@@ -73,10 +75,11 @@ def _ratio_to_formula(observed: Observation) -> float | None:
     )
     if step_time is None or transfer is None:
         return None
+
     step_time = step_time.on(transfer)
     took_s = observed.accumulation * config.tokens / observed.tokens_per_s
     if 2 * observed.accumulation * step_time.host_s > took_s:
-        return None  # where the host may have set the pace, it says little of the card
+        return None  # the run may have been CPU-bound, which says little about the card
     return (observed.accumulation * step_time.device_s + step_time.rest_s) / took_s
 
 
@@ -89,9 +92,10 @@ def observed_transfer(
     *,
     side: float | None = None,
 ) -> SpeedTransfer | None:
-    """How a speed transfers between two cards, corrected by what was measured on the target with this method and base.
+    """Return the speed conversion between two cards, corrected by observations on the target.
 
-    Either card may be calibrated. None where a rate of either is not known.
+    The observations have the same method and base. Either card may be calibrated. The result is
+    None if a rate of either card is unknown.
     """
     kind = config.method, config.quantization
     return speed_transfer(

@@ -1,4 +1,4 @@
-"""The speed of the full run from probes that ran elsewhere: on another card, or on one GPU that simulates a rank."""
+"""The full run's speed from probes on another card, or on one GPU that simulates a rank."""
 
 import statistics
 from collections.abc import Sequence
@@ -33,9 +33,9 @@ from autotune.problem.task import Task
 
 
 def with_transfer(setup: Setup, spec: StudySpec) -> Setup:
-    """Add to a study how the speed of the card that probes converts to the device, if these are two cards.
+    """Add the conversion from the card that probes to the device, if these are different cards.
 
-    If the spec names a calibration of the device, the kept calibration of this machine adds the ratio of the hosts.
+    If the spec names a calibration of the device, this machine's calibration adds the hosts' ratio.
     """
     task = setup.task
     if task.measured_on is None:
@@ -50,9 +50,9 @@ def with_transfer(setup: Setup, spec: StudySpec) -> Setup:
 def run_performance(
     task: Task, config: TrainConfig, measurements: Sequence[Measurement]
 ) -> Performance:
-    """Return the performance of the full run on the task's device, from probes of one configuration."""
-    # Part of the arithmetic of an fp8 base runs at twice the rate, so no single peak applies. The operations of
-    # objectives other than SFT are not counted.
+    """Return the full run's performance on the task's device, from probes of a configuration."""
+    # Part of the arithmetic of an fp8 base runs at twice the rate, so no single peak applies. The
+    # operations of objectives other than SFT are not counted.
     is_counted = config.quantization != "fp8" and task.workload.objective is Objective.SFT
     peak = (task.peak_tflops or peak_tflops(task.device)) if is_counted else None
     speed = performance(
@@ -73,13 +73,16 @@ def run_performance(
 
 
 def projected(speed: Performance, error: float) -> Performance:
-    """Add the error of a conversion, a standard deviation of the logarithm, to the spread of a performance."""
+    """Add a conversion's error to the spread of a performance.
+
+    The error is a standard deviation of the logarithm.
+    """
     less, more = interval(1.0, error)
     return replace(speed.widened(less - 1, more - 1), mfu=None, own_spread=speed.spread)
 
 
 def run_tokens_per_s(task: Task, result: ProbeResult) -> float | None:
-    """Return useful tokens per second of the full run on the device; None if the probe gave no measurement."""
+    """Return the full run's useful tokens per second on the device, or None without a result."""
     if result.measurement is not None:
         result = replace(result, measurement=_on_device(task, result.config, result.measurement)[0])
     return tokens_per_s(result, task.workload)
@@ -88,16 +91,17 @@ def run_tokens_per_s(task: Task, result: ProbeResult) -> float | None:
 def _on_device(
     task: Task, config: TrainConfig, measurement: Measurement
 ) -> tuple[Measurement, float]:
-    """The measurement with the times expected on the device, and the error of the conversion."""
+    """Return the measurement with the expected times on the device, and the conversion's error."""
     if config.num_gpus > 1:
         waiting = _with_waiting(task, config, measurement)
-        return _with_communication(task, config, waiting) if task.is_played(
-            config
-        ) else waiting, 0.0
+        if task.is_played(config):
+            return _with_communication(task, config, waiting), 0.0
+        return waiting, 0.0
     if task.carried is None:
         return measurement, 0.0
 
-    mean, objective = task.workload.at_mean(config), task.workload.objective
+    mean = task.workload.at_mean(config)
+    objective = task.workload.objective
     by_formula = estimate_step_time(task.model, mean, objective=objective)
     source = task.measured_on or task.device
     to_source = speed_transfer(resolve_device(REFERENCE), source, calibration=task.calibration)
@@ -116,7 +120,7 @@ def _on_device(
 
 
 def _with_waiting(task: Task, config: TrainConfig, measurement: Measurement) -> Measurement:
-    """Add the wait for the rank with the longest rows; in a probe, all ranks have rows of the same lengths."""
+    """Add the wait for the rank with the longest rows; in a probe, all ranks have equal rows."""
     share = task.workload.waiting_share(config)
     longer = tuple((1 + share) * seconds for seconds in measurement.micro_step_s)
     return replace(measurement, micro_step_s=longer) if share else measurement
@@ -134,14 +138,16 @@ def _with_communication(task: Task, config: TrainConfig, measurement: Measuremen
 
 
 def _link_error(
-    task: Task, config: TrainConfig, step_s: float, played: Measurement
+    task: Task, config: TrainConfig, step_s: float, simulated: Measurement
 ) -> tuple[float, float]:
-    """The range of a step relative to `step_s`: all communication hidden, or fully exposed on a slow link."""
-    (sent, link), accumulation = (
-        _sent(task, config, played),
-        task.workload.run_shape(config).accumulation,
-    )
-    each_s, once_s = added_s(statistics.median(played.micro_step_s), config, sent, link)
+    """Return the range of a step relative to `step_s`.
+
+    At one end all communication is hidden. At the other it is fully exposed on a slow link.
+    """
+    sent, link = _sent(task, config, simulated)
+    accumulation = task.workload.run_shape(config).accumulation
+
+    each_s, once_s = added_s(statistics.median(simulated.micro_step_s), config, sent, link)
     computed_s = step_s - accumulation * each_s - once_s
     slowest_s = computed_s + slowest_link(task, Parallelism.of(config)) * sent.of_step(
         accumulation
@@ -150,9 +156,10 @@ def _link_error(
 
 
 def _sent(task: Task, config: TrainConfig, measurement: Measurement) -> tuple[Traffic, float]:
-    """The bytes that ranks send each other in a step, and the GB/s of the link between them."""
+    """Return a rank's traffic in a step and its link's GB/s. Raises ValueError without a link."""
     parallelism = Parallelism.of(config)
-    sent, link = traffic(task.model, config, parallelism), task.link_gb_s(parallelism)
+    sent = traffic(task.model, config, parallelism)
+    link = task.link_gb_s(parallelism)
     if link is None:
         raise ValueError("a rank is played only where the link is known")
     return sent or counted_traffic(task.model, config, measurement), link

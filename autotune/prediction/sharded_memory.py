@@ -1,9 +1,10 @@
-"""The memory of one of several GPUs, by formula: the parts of `memory_formula`, divided as the strategy divides them.
+"""The memory of one of several GPUs, by formula: `memory_formula` divided as the strategy does.
 
-FSDP2 as accelerate sets it has one unit for each layer, one for the embedding, and one for final norm and head that is
-not resharded after the forward pass. Which buffers are alive at which moment was read in torch's `fully_shard` and
-counted there, with the operations of a training step on the meta device. DeepSpeed's stages follow the ZeRO paper, with
-the settings of the exported script, or of a file that `check` reads.
+With accelerate's settings, FSDP2 has one unit for each layer, one for the embedding, and one for
+the final norm and the head. The last one is not resharded after the forward pass. The live buffers
+at each moment come from torch's `fully_shard`. They were counted there with a training step's
+operations on the meta device. DeepSpeed's stages follow the ZeRO paper, with the settings of the
+exported script or of a file that `check` reads.
 """
 
 import functools
@@ -28,31 +29,27 @@ from autotune.prediction.memory_formula import (
     supported,
 )
 
-# The largest error of the formula is 3 %, and 1.5 % under DeepSpeed. Streams of their own have pools of their own,
-# whose free blocks serve no other until memory is short: ranks held 20 to 55 % more than they had allocated where the
-# card had room for it.
+# The largest error of the formula is 3 %, and 1.5 % under DeepSpeed. Each side stream has its own
+# memory pool, and other streams can use its free blocks only if memory is short. On cards with free
+# memory, ranks held 20 to 55 % more than they had allocated.
 RANK_ERROR = 0.08
 MAX_LIVE = 10**9  # parameters that stage 3 may keep gathered, by DeepSpeed's default
 IN_FORWARD = ("gathering", "gathering the head", "forward")  # moments of a step
-AFTER_SCATTERING = (
-    "second",
-    "first",
-    "inputs",
-    "scattering",
-    "optimizer",
-)  # those whose gradients are shards
+# Moments at which gradients are shards.
+AFTER_SCATTERING = ("second", "first", "inputs", "scattering", "optimizer")
 
-# Bytes of (gradients, activations, logits, communication) at a moment of a step.
+# Bytes of (gradients, activations, logits, communication) at a moment of a step
 Moment = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedBuffers:
-    """The memory that DeepSpeed needs beside the parts of the model.
+    """The extra memory of DeepSpeed.
 
-    `bucket` counts the values of a bucket; None is the Trainer's `auto`. `live` counts the parameters that stage 3 may
-    keep gathered; None is two layers, as in the exported script. With `builds_whole`, each GPU holds the whole model
-    before DeepSpeed divides it.
+    `bucket` is the number of values in a bucket, or None for the Trainer's `auto`. `live` is the
+    number of parameters that stage 3 may keep gathered; the default is two layers, as in the
+    exported script. With `builds_whole`, each GPU holds the whole model before DeepSpeed divides
+    it.
     """
 
     bucket: int | None = None
@@ -65,9 +62,10 @@ EXPORTED = DeepSpeedBuffers()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """The parameters of a model as several GPUs divide and exchange them.
+    """The parameters of a model that several GPUs divide and exchange.
 
-    `base` counts those of the model, `adapters` those beside it, `layer` both of a layer.
+    `base` counts the model's parameters, and `adapters` the adapters'. `layer` counts both in one
+    layer.
     """
 
     base: int
@@ -79,8 +77,9 @@ class Shares:
 
     @classmethod
     def of(cls, sizes: Sizes, config: TrainConfig) -> "Shares":
-        """What there is to divide with this method and these adapters."""
-        full, adapters = config.method == "full", sizes.adapter_params(config)
+        """Return the parameters to divide with this method and these adapters."""
+        full = config.method == "full"
+        adapters = sizes.adapter_params(config)
         ends = sizes.embedding * (1 if sizes.tied else 2)
         layer = (sizes.params - ends + adapters) / sizes.layers
         return cls(
@@ -94,8 +93,12 @@ class Shares:
 
     @classmethod
     def counted(cls, model: ModelSpec, config: TrainConfig, measured: Measurement) -> "Shares":
-        """The same of any model, from the parameters that a probe counted; what is trained whole counts as adapters."""
-        full, trained = config.method == "full", measured.trainable_params
+        """Return the parameters of any model from a probe's counts.
+
+        Modules that are trained whole count as adapters.
+        """
+        full = config.method == "full"
+        trained = measured.trainable_params
         adapters = 0 if full else trained
         embedding = model.vocab_size * model.hidden_size
         ends = embedding * (1 if model.config.get("tie_word_embeddings") else 2)
@@ -117,10 +120,10 @@ def rank_breakdown(
     micro_steps: int = 2,
     buffers: DeepSpeedBuffers = EXPORTED,
 ) -> MemoryBreakdown | None:
-    """The memory of one rank at the peak of a step, in GiB; None where no formula covers model or configuration.
+    """Return the memory of one rank at the peak of a step, in GiB, or None without a formula.
 
-    `micro_steps` are the micro batches of a step on each GPU: with 1, nothing waits for a later one. Raises ValueError
-    if the strategy cannot train the configuration.
+    `micro_steps` is the number of micro batches in a step of each GPU. With 1, gradients do not
+    wait for a later one. Raises ValueError if the strategy cannot train the configuration.
     """
     reason = parallelism.refusal(config)
     if reason is not None:
@@ -128,8 +131,9 @@ def rank_breakdown(
     sizes = supported(model, config)
     if sizes is None or (parallelism.shards and config.precision == "fp32"):
         return None
+
     if parallelism.shards:
-        return _sharded(sizes, config, parallelism, micro_steps > 1, buffers)
+        return _sharded_breakdown(sizes, config, parallelism, micro_steps > 1, buffers)
     memory = memory_breakdown(model, config, micro_steps, ddp=parallelism.num_gpus > 1)
     if memory is None or parallelism.num_gpus == 1:
         return memory
@@ -137,32 +141,36 @@ def rank_breakdown(
 
 
 @functools.lru_cache(maxsize=KEPT_ANSWERS)
-def _sharded(
+def _sharded_breakdown(
     sizes: Sizes,
     config: TrainConfig,
     parallelism: Parallelism,
     accumulates: bool,
     buffers: DeepSpeedBuffers,
 ) -> MemoryBreakdown:
-    fsdp, shares = parallelism.strategy in FSDP2, Shares.of(sizes, config)
+    fsdp = parallelism.strategy in FSDP2
+    shares = Shares.of(sizes, config)
     if fsdp:
         moments = _fsdp2_moments(sizes, config, shares, parallelism, accumulates)
     else:
         moments = _zero_moments(sizes, config, shares, parallelism, accumulates, buffers)
-    weights, adapters, state = _lasting(config, shares, parallelism)
+
+    weights, adapters, state = _lasting_bytes(config, shares, parallelism)
     if not fsdp and buffers.builds_whole:
         built = (4 if config.method == "full" else 2) * shares.base + 4 * shares.adapters
         moments["building"] = (0.0, 0.0, 0.0, max(built - weights - adapters - state, 0.0))
+
     totals = {name: sum(parts) for name, parts in moments.items()}
     moment = max(totals, key=lambda name: totals[name])
     gradients, activations, logits, communication = moments[moment]
-    live, layer = live_logits(config, sizes.vocab), kept_gib(sizes, config)
+    live = live_logits(config, sizes.vocab)
+    layer = kept_gib(sizes, config)
     reserved = beyond_allocated_gib(config, live, gib(activations + logits), layer)
     phase = Phase.FORWARD if moment in IN_FORWARD else Phase.BACKWARD
-    own, scattered = (
-        _pools(sizes, config, shares, parallelism),
-        _scattered(config, shares, parallelism),
-    )
+
+    # Each stream's pool keeps its own peak: the side streams' pools, and the main stream's.
+    own = _pools(sizes, config, shares, parallelism)
+    scattered = _scattered_bytes(config, shares, parallelism)
     elsewhere = {
         name: min(moments[name][0], scattered) if name in AFTER_SCATTERING else 0.0
         for name in moments
@@ -186,19 +194,24 @@ def _sharded(
 
 
 def _pools(sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism) -> float:
-    """Bytes that are allocated on streams of their own: two gathered layers, both ends, and scattered gradients."""
-    of_trained = max(
-        2.0 * shares.trained_layer, 2.0 * shares.embedding if config.method == "full" else 0.0
-    )
+    """Return the bytes in the pools of side streams.
+
+    They are two gathered layers, the embedding and the head, and scattered gradients.
+    """
+    trained_end = 2.0 * shares.embedding if config.method == "full" else 0.0
+    of_trained = max(2.0 * shares.trained_layer, trained_end)
     ends = 2.0 * shares.embedding * (1 if sizes.tied else 2)
-    scattered = _scattered(config, shares, parallelism)
+    scattered = _scattered_bytes(config, shares, parallelism)
     return 4.0 * shares.layer + ends + scattered + of_trained / parallelism.num_shards
 
 
-def _lasting(
+def _lasting_bytes(
     config: TrainConfig, shares: Shares, parallelism: Parallelism
 ) -> tuple[float, float, float]:
-    """Bytes of weights, adapters and optimizer state of a rank. The state of DeepSpeed has the fp32 masters too."""
+    """Return the bytes of a rank's weights, adapters and optimizer state.
+
+    The state of DeepSpeed includes the fp32 master weights.
+    """
     gpus = parallelism.num_shards
     if parallelism.strategy not in FSDP2:
         held = gpus if parallelism.strategy == "zero3" else 1
@@ -210,8 +223,8 @@ def _lasting(
     return weights / gpus, trained * shares.adapters / gpus, 2 * trained * shares.trained / gpus
 
 
-def _scattered(config: TrainConfig, shares: Shares, parallelism: Parallelism) -> float:
-    """Bytes of a rank's shard of all gradients at the end of the backward pass."""
+def _scattered_bytes(config: TrainConfig, shares: Shares, parallelism: Parallelism) -> float:
+    """Return the bytes of a rank's shard of all gradients at the end of the backward pass."""
     if parallelism.offload:
         return 0.0
     return (2 if config.precision == "bf16_pure" else 4) * shares.trained / parallelism.num_shards
@@ -220,26 +233,27 @@ def _scattered(config: TrainConfig, shares: Shares, parallelism: Parallelism) ->
 def _held_gradients(
     sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool
 ) -> dict[str, float]:
-    """Bytes of gradients that FSDP2 holds at the moments of a step, without those of the unit that computes.
+    """Return the bytes of gradients that FSDP2 holds at the moments of a step.
 
-    Those of a micro batch whose step is not yet over wait unsharded, unless each is divided; those of the last are
-    scattered layer by layer, in fp32: 2 / gpus of the bytes of an unsharded one. Those of a tied head wait for the end.
-    Until the pass is over, what copies of the shards add up is held in bf16 too.
+    The unit in computation is left out. Before the last micro batch of a step, gradients wait
+    unsharded, unless each micro batch scatters them. The last micro batch scatters them layer by
+    layer in fp32: 2 / gpus of an unsharded layer's bytes. The gradients of a tied head wait for the
+    end. Until the pass ends, the sums between copies of the shards are also held in bf16.
     """
-    gpus, whole = parallelism.num_shards, accumulates and not parallelism.sync_each_batch
-    layer, end = (
-        2 * shares.trained_layer,
-        2.0 * shares.embedding if config.method == "full" else 0.0,
-    )
-    scattered = _scattered(config, shares, parallelism)
+    gpus = parallelism.num_shards
+    whole = accumulates and not parallelism.sync_each_batch
+    layer = 2 * shares.trained_layer
+    end = 2.0 * shares.embedding if config.method == "full" else 0.0
+    scattered = _scattered_bytes(config, shares, parallelism)
     waiting = 2.0 * shares.trained if whole else scattered * accumulates
     of_layer, of_end = (0.0 if parallelism.offload else 2 * each / gpus for each in (layer, end))
-    # Shards that are still to come; where others wait divided, these are added to what is there.
+    # Shards that do not exist yet. If others wait as shards, new ones are added to these.
     missing_layer, missing_end = (
         each if whole or not accumulates else 0.0 for each in (of_layer, of_end)
     )
     first = scattered - missing_end - missing_layer + (layer + end) * whole
     added_up = 1 / gpus if parallelism.copies > 1 else 0.0
+
     return {
         "waiting": waiting,
         "layers": waiting if sizes.tied else waiting - end * whole + of_end + end * added_up,
@@ -257,33 +271,42 @@ def _held_gradients(
 def _fsdp2_moments(
     sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool
 ) -> dict[str, Moment]:
-    """The moments of a step under FSDP2 that may be its peak.
+    """Return the moments of a step under FSDP2 that may be its peak.
 
-    A gathered layer is alive twice, as it came and in the shape of its parameters.
+    A gathered layer exists twice: as received, and in the shape of its parameters.
     """
-    full, tied, gpus = config.method == "full", sizes.tied, parallelism.num_shards
-    plain = _undivided(sizes, config, shares)
-    layer, embedding = 2 * shares.layer, 2.0 * shares.embedding
-    trained_layer, trained_end = 2 * shares.trained_layer, embedding if full else 0.0
+    full = config.method == "full"
+    tied = sizes.tied
+    gpus = parallelism.num_shards
+    plain = _replicated_moments(sizes, config, shares)
+    layer = 2 * shares.layer
+    embedding = 2.0 * shares.embedding
+    trained_layer = 2 * shares.trained_layer
+    trained_end = embedding if full else 0.0
     keeps = parallelism.strategy == "fsdp2_keep"
-    kept = (sizes.layers * layer + (0 if tied else embedding)) if keeps else 0.0
+    untied = 0 if tied else embedding
+    kept = sizes.layers * layer + untied if keeps else 0.0
     gathered = 0.0 if keeps else layer
     held = _held_gradients(sizes, config, shares, parallelism, accumulates)
-    waiting, scattered = held["waiting"], held["scattered"]
-    # When a layer's activations are most, one of its gradients exists; then these grow as the activations go.
+    waiting = held["waiting"]
+    scattered = held["scattered"]
+
+    # At the peak of a layer's activations, one of its gradients exists. Then the gradients grow
+    # while the activations shrink.
     of_layer = plain["first"][1]
-    growing = max(
-        trained_layer - of_layer, 2.0 * sizes.hidden * sizes.intermediate if full else 0.0
-    )
-    body, before_last = plain["forward"][1], plain["forward"][1] * (sizes.layers - 1) / sizes.layers
+    of_mlp = 2.0 * sizes.hidden * sizes.intermediate if full else 0.0
+    growing = max(trained_layer - of_layer, of_mlp)
+    body = plain["forward"][1]
+    before_last = plain["forward"][1] * (sizes.layers - 1) / sizes.layers
+
     return {
-        # What a unit gathered is held until the next one is in the shape of its parameters.
+        # A unit's received shards are held until the next unit is in the shape of its parameters.
         "gathering": (waiting, before_last, 0.0, max(kept, layer) + 2 * layer + embedding * tied),
         "gathering the head": (waiting, body, 0.0, kept + layer + (1 if tied else 2) * embedding),
         "forward": (
             waiting,
             body,
-            # A loss in chunks follows once the model's forward pass is over, and with it what it gathered.
+            # A chunked loss runs after the model's forward pass, when its gathered units are free.
             0.0 if config.loss == "chunked" else plain["forward"][2],
             kept + embedding + (layer if tied else embedding),
         ),
@@ -292,7 +315,7 @@ def _fsdp2_moments(
             held["layers"],
             plain["layers"][1] + growing,
             0.0,
-            # The layer, the next one, and the gradients of the unit before, which are being scattered.
+            # The layer, the next one, and the unit before, whose gradients are being scattered
             max(kept, layer) + gathered + (embedding if tied else trained_end),
         ),
         "second": (
@@ -303,7 +326,7 @@ def _fsdp2_moments(
         ),
         "first": (held["first"], of_layer + growing, 0.0, layer + embedding + trained_layer),
         "inputs": (held["inputs"], plain["inputs"][1], 0.0, embedding + trained_layer),
-        # Unsharded, as the input of its scattering, and as what came of that in bf16 and in fp32.
+        # Unsharded, as the scattering's input, and as its output in bf16 and fp32
         "scattering": (
             scattered,
             trained_end,
@@ -319,11 +342,12 @@ def _fsdp2_moments(
     }
 
 
-def _undivided(
+def _replicated_moments(
     sizes: Sizes, config: TrainConfig, shares: Shares
 ) -> dict[str, tuple[float, float, float]]:
-    """The moments of a step that computes in bf16, without gradients: the memory that no GPU shares with others."""
-    pure, logits = replace(config, precision="bf16_pure"), live_logits(config, sizes.vocab)
+    """Return the moments of a step in bf16 without gradients: the memory that is not sharded."""
+    pure = replace(config, precision="bf16_pure")
+    logits = live_logits(config, sizes.vocab)
     return step_moments(sizes, pure, shares.trained, 0.0, 2, logits, accumulates=False)
 
 
@@ -335,11 +359,13 @@ def _zero_moments(
     accumulates: bool,
     buffers: DeepSpeedBuffers,
 ) -> dict[str, Moment]:
-    """The moments of a step under DeepSpeed: gradients in bf16, divided from stage 2 on, and in fp32 for the step.
+    """Return the moments of a step under DeepSpeed.
 
-    The third stage has memory for its shard of them at all times.
+    Gradients are in bf16, sharded from stage 2 on, and in fp32 for the optimizer step. Stage 3
+    always has memory for its shard of them.
     """
-    gpus, stage = parallelism.num_gpus, parallelism.strategy
+    gpus = parallelism.num_gpus
+    stage = parallelism.strategy
     pure = replace(config, precision="bf16_pure")
     gradients = 2 * shares.trained / (1 if stage == "zero1" else gpus)
     plain = step_moments(
@@ -351,13 +377,13 @@ def _zero_moments(
         live_logits(config, sizes.vocab),
         accumulates=accumulates or stage == "zero3",
     )
+
     bucket = 2.0 * (buffers.bucket or sizes.hidden**2)
     live = 0.0
     if stage == "zero3":
-        live = 2.0 * min(
-            shares.base + shares.adapters,
-            2 * shares.layer if buffers.live is None else buffers.live,
-        )
+        most_live = 2 * shares.layer if buffers.live is None else buffers.live
+        live = 2.0 * min(shares.base + shares.adapters, most_live)
+
     moments = {
         name: (max(held, 0.0), activations, logits, bucket + live)
         for name, (held, activations, logits) in plain.items()
@@ -367,6 +393,6 @@ def _zero_moments(
 
 
 def _square_roots(config: TrainConfig, shares: Shares, gpus: int) -> float:
-    """Bytes that torch's own AdamW, if it is not fused, needs for the roots of the second moments."""
+    """Return the bytes that torch's own unfused AdamW needs for roots of the second moments."""
     each = 2 if config.precision == "bf16_pure" else 4
     return each * shares.trained / gpus if config.optimizer == "adamw_torch" else 0.0

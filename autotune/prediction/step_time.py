@@ -1,8 +1,10 @@
-"""The time of a micro batch, by formula: products at the rate of large ones, all else at the memory's bandwidth.
+"""The time of a micro batch, by formula: matrix products, and bytes at the memory's bandwidth.
 
-The constants were measured on an H200 (`benchmarks/depth_extrapolation.py`, `benchmarks/search.py replay`), and
-`transfer` converts both parts to other cards. The host's time to issue the work is a lower bound of its own, which no
-card changes, and the least certain number: hosts differ by a factor of two, unless a calibration measured this one.
+Products run at the rate of large ones. The constants were measured on an H200
+(`benchmarks/depth_extrapolation.py`, `benchmarks/search.py replay`). `transfer` converts both parts
+to other cards. The host's time to issue the work is a separate lower bound, which does not depend
+on the card. It is the least certain number: hosts differ by a factor of two, unless a calibration
+measured this one.
 """
 
 import functools
@@ -28,56 +30,72 @@ from autotune.prediction.transfer import REFERENCE, USUAL_SHARE, products_tflops
 from autotune.problem.calibration import Calibration
 from autotune.problem.speed_transfer import SpeedTransfer
 
-FP8 = 1.36  # that rate with factors in 8 bits, relative to bf16: measured while weights were cast for each product
-# Bytes moved for each byte that a layer keeps, with temporary tensors; for each logit; for each byte of a 4-bit base.
-EAGER, COMPILED = (10.5, 560.0, 8.5), (5.0, 260.0, 5.0)
+# The rate of products with 8-bit factors relative to bf16, measured with a cast of the weights for
+# each product.
+FP8 = 1.36
+# Bytes moved for each byte that a layer keeps, with temporary tensors; for each logit; and for each
+# byte of a 4-bit base.
+EAGER = (10.5, 560.0, 8.5)
+COMPILED = (5.0, 260.0, 5.0)
 FULL = 0.7  # share of these bytes in full fine-tuning, which has no adapters
-HOST_MS = {
-    "eager": 6.0,
-    "compiled": 3.5,
-}  # the host's time for a layer and micro batch, with adapters
-NF4_MS, FULL_MS = 2.0, 2.5
-AGAIN = 0.7  # share of that time that recomputing the layer adds
-# Bytes of each logit of TRL's tiles: written and read in 16 bits by each forward pass, and twice as often, with its
-# gradient, by the backward pass.
-TILE_FORWARD, TILE_BACKWARD = 4.0, 10.0
-# Where these take the place of the usual logits, layers move so many times the bytes of the constants above, whose part
-# for logits takes in some of it: dry probes of five families with adapters counted 1.3 to 1.6.
+# The host's time for a layer and micro batch, with adapters
+HOST_MS = {"eager": 6.0, "compiled": 3.5}
+NF4_MS = 2.0  # the extra time to unpack a 4-bit base
+FULL_MS = 2.5  # the same time without adapters
+AGAIN = 0.7  # share of the host's time that recomputing the layer adds
+# Bytes of each logit in TRL's tiles. A forward pass writes and reads them in 16 bits. The backward
+# pass does it twice, and adds the gradient.
+TILE_FORWARD = 4.0
+TILE_BACKWARD = 10.0
+# With these tiles instead of the usual logits, layers move their bytes by the constants above times
+# this factor, because the constants for logits include some of the layers' bytes. Dry probes of
+# five families with adapters counted 1.3 to 1.6.
 LAYERS_ALONE = 1.45
 DEVICE_ERROR = 0.08  # relative standard deviation of the device's time
-# What a dry probe counts, held against the kernels of profiled micro batches of three models on an H200
-# (`benchmarks/counts.py speed`): products that are not thin are faster than all products together; kernels that move
-# bytes reach a share of the memory's bandwidth, those of thin products another; attention by positions is slower than
-# products; and the host takes so long for an operation.
-THICK, MOVED_SHARE, THIN_SHARE, BY_POSITION, OPERATION_US = 1.14, 0.665, 0.73, 2.2, 23.0
-# How many times as long as another byte one takes that is strided or indexed; and how many times as long as one of all
-# products together an operation takes: of a product whose rows are not aligned, of flash attention where cuDNN's is
-# left out, of memory-efficient attention of wide heads. Profiles of 11 other models on an H100 showed these; one of
-# them alone had rows that are not aligned, two had wide heads.
-STRIDED, INDEXED = 2.0, 3.0
-NOT_ALIGNED, FLASH, WIDE_FORWARD, WIDE_BACKWARD = 5.5, 1.4, 5.4, 20.0
-# As DEVICE_ERROR. With it the range held 27 of the 30 rows of those 11 before they showed what was wrong. They are
-# 4.3 % off in the median since, but the next family may have kernels that none of them had.
+# Factors between a dry probe's counts and the kernels of profiled micro batches, from three models
+# on an H200 (`benchmarks/counts.py speed`).
+THICK = 1.14  # speed of products that are not thin, relative to all products together
+MOVED_SHARE = 0.665  # share of the memory's bandwidth in kernels that move bytes
+THIN_SHARE = 0.73  # the same share in thin products
+BY_POSITION = 2.2  # time of attention by positions, relative to all products together
+OPERATION_US = 23.0  # the host's time for an operation
+# Time of a strided or indexed byte, relative to other bytes. Profiles of 11 other models on an H100
+# showed these factors and the next four. One model had unaligned rows, two had wide heads.
+STRIDED = 2.0
+INDEXED = 3.0
+# Time of an operation, relative to all products together.
+NOT_ALIGNED = 5.5  # a product with unaligned rows
+FLASH = 1.4  # flash attention, if cuDNN's is left out
+WIDE_FORWARD = 5.4  # memory-efficient attention of wide heads
+WIDE_BACKWARD = 20.0
+# Like DEVICE_ERROR, for a counted step. Its interval held 27 of the 30 rows of those 11 models
+# before they revealed the errors. Since then their median error is 4.3 %, but the next family may
+# have kernels that these models lack.
 COUNTED_ERROR = 0.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """The time in which a host issues work, relative to those of the measurements; the deviation of its logarithm."""
+    """The host's time to issue work, relative to the measurements' hosts.
+
+    `error` is the standard deviation of its logarithm.
+    """
 
     scale: float
     error: float
 
 
 MEASURED_HOST = Host(scale=1.0, error=0.25)
-# Published runs with small micro batches on A100s take half the time in which the hosts of the measurements issue them.
+# In published runs with small micro batches on A100s, hosts take half the time of the measurements'
+# hosts.
 UNKNOWN_HOST = Host(scale=0.6, error=0.5)
 
 
 def host_of(calibration: Calibration | None) -> Host:
-    """The host of a calibration, with the error of a measured one; an unknown host without a calibration.
+    """Return a calibration's host with a measured host's error, or an unknown host without one.
 
-    One that was calibrated with a CPU alone also computed what it issued, and is no more certain than an unknown host.
+    A host that was calibrated with only a CPU also computed its work. It is as uncertain as an
+    unknown host.
     """
     if calibration is None:
         return UNKNOWN_HOST
@@ -87,12 +105,14 @@ def host_of(calibration: Calibration | None) -> Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeEstimate:
-    """Seconds of a micro batch, by device and host, and `rest_s` after the last one of a step: clipping, the optimizer.
+    """Seconds of a micro batch, by device and host, and of the rest of a step.
 
-    The device multiplies, and moves bytes. With `profiled` a profile divided its time, and tells products in 8 bits
-    apart (`fp8_s`). Errors are standard deviations of the logarithms. `side` is that of square matrices whose product
-    has as many multiply-adds as those of the layers have in the mean; None where it is unknown. `num_observations`
-    counts the measurements by others that a conversion to another card rests on.
+    `rest_s` is the time after the last micro batch: clipping and the optimizer. The device
+    multiplies matrices and moves bytes. With `profiled`, a profile divided its time, and shows
+    8-bit products separately (`fp8_s`). Errors are standard deviations of the logarithms. `side` is
+    the side of square matrices whose product has the layers' mean number of multiply-adds, or None
+    if unknown. `num_observations` is the number of measurements by others behind a conversion to
+    another card.
     """
 
     products_s: float
@@ -108,22 +128,22 @@ class StepTimeEstimate:
 
     @property
     def device_s(self) -> float:
-        """All parts of the device's time."""
+        """The sum of the device's parts."""
         return self.products_s + self.fp8_s + self.bytes_s
 
     @property
     def products_share(self) -> float:
-        """The share of the device's time that is in products."""
+        """The share of the device's time in products."""
         return self.products_s / self.device_s
 
     @property
     def micro_s(self) -> float:
-        """The longer of the two, a little more where they are close."""
+        """The longer of the device's and the host's time, and a little more if they are close."""
         return math.sqrt(math.hypot(self.device_s**2, self.host_s**2))
 
     @property
     def host_share(self) -> float:
-        """How far the host sets the pace, from 0 to 1."""
+        """The degree of CPU-boundness, from 0 (GPU-bound) to 1."""
         return self.host_s**4 / (self.device_s**4 + self.host_s**4)
 
     @property
@@ -132,7 +152,7 @@ class StepTimeEstimate:
         return self.device_error + (self.host_error - self.device_error) * self.host_share
 
     def longer(self, factor: float, rest: float = 1.0) -> "StepTimeEstimate":
-        """With micro batches that take so many times as long, on device and host, and the rest of a step too."""
+        """Multiply the micro batches' time, on device and host, and the rest of a step."""
         return replace(
             self,
             products_s=factor * self.products_s,
@@ -143,7 +163,7 @@ class StepTimeEstimate:
         )
 
     def on(self, transfer: SpeedTransfer) -> "StepTimeEstimate":
-        """The same on another card: the device's parts by its speeds, the host's part as it is if no host is known."""
+        """Convert the device's parts to another card, and the host's part if it is known."""
         error = transfer.profiled_error if self.profiled else None
         return replace(
             self,
@@ -161,33 +181,33 @@ class StepTimeEstimate:
 def counted_step_time(
     config: TrainConfig, count: DryCount, host: Host = MEASURED_HOST
 ) -> StepTimeEstimate | None:
-    """The time of a step on the reference card, from the work of the whole model.
+    """Return the time of a step on the reference card, from the counted work of the whole model.
 
-    None where only memory was counted, where products are not in 16 bits, as those of bases that multiply in 8 bits and
-    of experts but in bf16, where checkpoints wait in the host's memory, and with CUDA graphs, which nobody timed.
+    The result is None if only memory was counted, or if checkpoints wait in host memory. It is None
+    with CUDA graphs, whose time is unmeasured. It is also None unless products are in 16 bits.
+    Bases in int8 or fp8 multiply in 8 bits, and experts use 16 bits only in bf16.
     """
     in_16_bits = config.precision != "fp32" and config.quantization not in ("int8", "fp8")
     in_16_bits = in_16_bits and not any("fallback" in name for name in count.flops)
     if not count.flops or not in_16_bits or config.offloads or config.cuda_graphs != "none":
         return None
+
     card = resolve_device(REFERENCE)
-    rate, bandwidth = (
-        1e12 * (products_tflops(card) or math.nan),
-        1e9 * (card.bandwidth_gb_s or math.nan),
-    )
-    moved, thin = count.moved_bytes, count.moved_bytes.get("thin product", 0)
+    rate = 1e12 * (products_tflops(card) or math.nan)
+    bandwidth = 1e9 * (card.bandwidth_gb_s or math.nan)
+    moved = count.moved_bytes
+    thin = count.moved_bytes.get("thin product", 0)
     weighed = (
         moved.get("other", 0)
         + STRIDED * moved.get("strided", 0)
         + INDEXED * moved.get("indexed", 0)
     )
     weights = count.model_gib if config.method == "full" else count.adapters_gib
-    stepped = (
-        5 * weights + 2 * count.optimizer_gib
-    ) * GIB  # as of the formula; gradients are as large as weights
+    # As in the formula; gradients are as large as weights.
+    stepped = (5 * weights + 2 * count.optimizer_gib) * GIB
+    products = sum(flops * _slowness(name, config) for name, flops in count.flops.items())
     return StepTimeEstimate(
-        products_s=sum(flops * _slowness(name, config) for name, flops in count.flops.items())
-        / rate,
+        products_s=products / rate,
         bytes_s=(weighed / MOVED_SHARE + thin / THIN_SHARE) / bandwidth,
         host_s=count.operations * OPERATION_US * 1e-6 * host.scale,
         rest_s=stepped / bandwidth,
@@ -197,7 +217,7 @@ def counted_step_time(
 
 
 def _slowness(name: str, config: TrainConfig) -> float:
-    """How many times as long an operation of this kind takes on the reference card as one of all products together."""
+    """Return the time of an operation of this kind, relative to all products together."""
     if "attention" not in name:
         return NOT_ALIGNED if name.endswith(UNALIGNED) else 1 / THICK
     if name.endswith(WIDE):
@@ -210,20 +230,19 @@ def _slowness(name: str, config: TrainConfig) -> float:
 def divide_step_time(
     measurement: Measurement, by_formula: StepTimeEstimate | None
 ) -> StepTimeEstimate:
-    """A measured time in its parts: as a profile divides it, else as the formula of its card does.
+    """Divide a measured time into its parts, by its profile or by its card's formula.
 
-    No error of the measurement counts; on another host its part is uncertain.
+    The measurement's own error does not count. The host's part is uncertain on another host.
     """
-    micro_s, kernels = statistics.median(measurement.micro_step_s), measurement.kernels
+    micro_s = statistics.median(measurement.micro_step_s)
+    kernels = measurement.kernels
     rest_s = statistics.median(measurement.rest_s) if measurement.rest_s else 0.0
+
     if kernels is not None:
         device_s = min(kernels.busy_s / kernels.micro_s, 1.0) * micro_s
-        multiplies_s = (
-            kernels.products_s + kernels.attention_s
-        )  # of attention, nearly all are products
-        of_kernels = device_s / (
-            multiplies_s + kernels.fp8_s + kernels.bytes_s
-        )  # some run at the same time
+        multiplies_s = kernels.products_s + kernels.attention_s  # attention is mostly products
+        # The sum may exceed the busy time, because some kernels run at the same time.
+        of_kernels = device_s / (multiplies_s + kernels.fp8_s + kernels.bytes_s)
         return StepTimeEstimate(
             products_s=of_kernels * multiplies_s,
             fp8_s=of_kernels * kernels.fp8_s,
@@ -234,6 +253,7 @@ def divide_step_time(
             host_error=UNKNOWN_HOST.error,
             profiled=True,
         )
+
     host_s = min(measurement.host_share or 0.0, 0.99) * micro_s
     device_s = _other_part(micro_s, host_s)
     products = by_formula.products_share if by_formula else USUAL_SHARE
@@ -248,7 +268,7 @@ def divide_step_time(
 
 
 def _other_part(micro_s: float, part_s: float) -> float:
-    """The time of the device, or of the host, that makes `micro_s` with that of the other."""
+    """Return the device's or the host's time that makes `micro_s` with the other one's time."""
     return math.pow(micro_s**4 - part_s**4, 0.25)
 
 
@@ -258,16 +278,16 @@ def estimate_step_time(
     host: Host = MEASURED_HOST,
     objective: Objective = Objective.SFT,
 ) -> StepTimeEstimate | None:
-    """The time of a step on the reference card; None where `supported` is None, and for what was not timed.
+    """Return the time of a step on the reference card, or None without a formula or measurement.
 
-    That is fp8 without compilation, and CUDA graphs. All tokens are taken to be trained on.
+    Unmeasured are fp8 without compilation, and CUDA graphs. All tokens are assumed to be trained
+    on.
     """
     sizes = supported(model, config)
     if sizes is None or config.cuda_graphs != "none":
         return None
-    if (
-        config.quantization == "fp8" and config.compile == "none"
-    ):  # slower than bf16, so nobody chooses it
+    # Uncompiled fp8 is slower than bf16, so there is no use for it.
+    if config.quantization == "fp8" and config.compile == "none":
         return None
     trained = memory_breakdown(model, config, objective=objective)
     assert trained is not None
@@ -279,50 +299,50 @@ def _step_time(
     sizes: Sizes, config: TrainConfig, host: Host, trained: MemoryBreakdown, objective: Objective
 ) -> StepTimeEstimate:
     card: DeviceSpec = resolve_device(REFERENCE)
-    full, compiled, tokens = config.method == "full", config.compile != "none", config.tokens
-    again = (
-        0.0
-        if config.checkpoint_every is None
-        else math.ceil(sizes.layers / config.checkpoint_every) / sizes.layers
-    )
-    own, untrained = objective.passes  # that compute no gradients
+    full = config.method == "full"
+    compiled = config.compile != "none"
+    tokens = config.tokens
+    again = 0.0
+    if config.checkpoint_every is not None:
+        again = math.ceil(sizes.layers / config.checkpoint_every) / sizes.layers
+    own, untrained = objective.passes  # extra forward passes without gradients
     passes = own + untrained
     head, of_logits = _head(sizes, compiled, objective)
-    # A multiply-add is two operations; forward, the gradient of the input, and in full fine-tuning that of the weight.
+
+    # A multiply-add is two operations. There is a product for the forward pass, one for the input's
+    # gradient, and in full fine-tuning one for the weight's gradient.
     products = (6 if full else 4) * (sizes.linear_params + head) + 2 * again * sizes.linear_params
     products += 2 * passes * (sizes.linear_params + head)
     of_kept, _, of_base = COMPILED if compiled else EAGER
     if objective is not Objective.SFT:
-        products += 2 * head  # which makes the logits anew for their gradients
+        products += 2 * head  # the logits are computed again for their gradients
         of_kept *= LAYERS_ALONE
     if not full:
         products += (6 + 2 * again + 2 * own) * sizes.adapter_params(config)
     attention = 6 * config.seq_len * sizes.queries * sizes.layers * (1 + (again + passes) / 3)
     adapted = len(sizes.adapted(config)) / len(sizes.matrices)
-    # Joined adapters read no outputs again to add to them: of what is left of their bytes nothing is counted.
+
+    # Joined adapters do not read outputs again to add to them. Their remaining bytes do not count.
     with_adapters = FULL + (adapted * (1 - FULL) if config.lora_kernels == "peft" else 0.0)
-    moved = (
-        of_kept
-        * sizes.layers
-        * kept_bytes(sizes, config)
-        * (with_adapters * (2 + again + own) + FULL * untrained)
-    )
+    weighted_passes = with_adapters * (2 + again + own) + FULL * untrained
+    moved = of_kept * sizes.layers * kept_bytes(sizes, config) * weighted_passes
     moved = tokens * (moved + of_logits * sizes.vocab)
-    if config.quantization == "nf4":  # unpacked for every product
+    if config.quantization == "nf4":  # the base is unpacked for every product
         moved += of_base * sizes.linear_params * (2 + again + passes)
-    rate = (
-        1e12 * (products_tflops(card) or math.nan) * (FP8 if config.quantization == "fp8" else 1.0)
-    )
+
+    faster = FP8 if config.quantization == "fp8" else 1.0
+    rate = 1e12 * (products_tflops(card) or math.nan) * faster
     bandwidth = 1e9 * (card.bandwidth_gb_s or math.nan)
     unpacking_ms = NF4_MS if config.quantization == "nf4" else 0.0
-    issue_ms = (
-        FULL_MS + adapted * (HOST_MS["compiled" if compiled else "eager"] - FULL_MS) + unpacking_ms
-    )
-    issued_ms = issue_ms * (1 + AGAIN * (again + own)) + AGAIN * untrained * (
-        FULL_MS + unpacking_ms
-    )
-    # Clipping reads the gradients; the optimizer reads and writes weights and state.
-    weights = trained.weights / (2 if objective.has_reference else 1) if full else trained.adapters
+    adapter_ms = HOST_MS["compiled" if compiled else "eager"] - FULL_MS
+    issue_ms = FULL_MS + adapted * adapter_ms + unpacking_ms
+    untrained_ms = AGAIN * untrained * (FULL_MS + unpacking_ms)
+    issued_ms = issue_ms * (1 + AGAIN * (again + own)) + untrained_ms
+
+    # Clipping reads the gradients. The optimizer reads and writes weights and state.
+    weights = trained.adapters
+    if full:
+        weights = trained.weights / (2 if objective.has_reference else 1)
     stepped = (3 * trained.gradients + 2 * weights + 2 * trained.optimizer) * GIB
     return StepTimeEstimate(
         products_s=tokens * (products + attention) / rate,
@@ -336,11 +356,10 @@ def _step_time(
 
 
 def _head(sizes: Sizes, compiled: bool, objective: Objective) -> tuple[int, float]:
-    """The parameters of the head, and the bytes that are moved for each logit in all passes."""
+    """Return the parameters of the head, and the bytes moved for each logit in all passes."""
     if objective.num_labels is not None:
         return 0, 0.0
     if objective is Objective.SFT:
         return sizes.embedding, (COMPILED if compiled else EAGER)[1]
-    return sizes.embedding, (
-        TILE_FORWARD * (1 + sum(objective.passes)) + TILE_BACKWARD
-    ) / MOVED_SHARE
+    moved = TILE_FORWARD * (1 + sum(objective.passes)) + TILE_BACKWARD
+    return sizes.embedding, moved / MOVED_SHARE

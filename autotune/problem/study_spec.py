@@ -48,8 +48,8 @@ class Option:
     """The command line's view of one field of StudySpec, and the field's possible values.
 
     `metavar` is the value's placeholder, or None if its type suffices. The help ends with
-    `shown_default` in brackets. `allows` checks a value of the right type, except None, which is valid if
-    the type has it. `choices` lists all values, if they can be listed.
+    `shown_default` in brackets. `allows` checks a value of the right type, except None: it is
+    valid if the type has it. `choices` lists all values, if they can be listed.
     """
 
     help: str
