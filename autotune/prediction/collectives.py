@@ -111,14 +111,17 @@ def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> T
     last = sent * (shares.embedding if config.method == "full" else shares.trained_layer)
 
     if strategy in FSDP2:
-        again = 0.0 if strategy == "fsdp2_keep" else weights
+        regathered = 0.0 if strategy == "fsdp2_keep" else weights
         if parallelism.sync_each_batch:
             return Traffic(
-                forward=weights, backward=again + gradients, ends=first + last, gradients=gradients
+                forward=weights,
+                backward=regathered + gradients,
+                ends=first + last,
+                gradients=gradients,
             )
         return Traffic(
             forward=weights,
-            backward=again,
+            backward=regathered,
             last_backward=gradients,
             ends=first + last,
             gradients=gradients,
@@ -140,10 +143,10 @@ def between_copies(sent: Traffic, parallelism: Parallelism, slower: float) -> Tr
     They are sent whenever gradients are scattered.
     """
     whole = sent.gradients * parallelism.num_shards / (parallelism.num_shards - 1)
-    added = slower * 2 * (parallelism.copies - 1) / parallelism.copies * whole
+    added_bytes = slower * 2 * (parallelism.copies - 1) / parallelism.copies * whole
     if parallelism.sync_each_batch:
-        return replace(sent, backward=sent.backward + added)
-    return replace(sent, last_backward=sent.last_backward + added)
+        return replace(sent, backward=sent.backward + added_bytes)
+    return replace(sent, last_backward=sent.last_backward + added_bytes)
 
 
 def rank_step_time(
@@ -211,8 +214,8 @@ def forward_share(config: TrainConfig) -> float:
     A recomputed layer runs forward twice.
     """
     every = config.checkpoint_every
-    again = 0.0 if every is None else 1 / every
-    return 1 / ((3 if config.method == "full" else 2) + again)
+    recomputed = 0.0 if every is None else 1 / every
+    return 1 / ((3 if config.method == "full" else 2) + recomputed)
 
 
 def _overlapped_s(computed_s: float, sent_s: float) -> float:

@@ -103,19 +103,23 @@ class Extrapolation:
         micro = statistics.median(whole.micro_step_s)
         rest = statistics.median(predicted.rest_s) if predicted.rest_s else 0.0
         step = predicted.micro_steps * micro + rest
-        before = statistics.median(predicted.step_s)
+        predicted_step = statistics.median(predicted.step_s)
 
         noise = 2 * predicted.micro_steps * _error(whole.micro_step_s)
-        repeated = self.unseen / 2  # the difference between two probes of the same configuration
+        # The difference between two probes of the same configuration
+        repeat_error = self.unseen / 2
         error = math.hypot(
-            repeated, noise / step, self.unseen * rest / step, self.rest_noise * before / step
+            repeat_error,
+            noise / step,
+            self.unseen * rest / step,
+            self.rest_noise * predicted_step / step,
         )
 
         return replace(
             self,
             measurement=replace(
                 predicted,
-                step_s=tuple(seconds * step / before for seconds in predicted.step_s),
+                step_s=tuple(seconds * step / predicted_step for seconds in predicted.step_s),
                 micro_step_s=(micro,),
                 time_error=error,
             ),
@@ -203,8 +207,10 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
             low.host_micro_s * num_layers / shallow,
         )
 
-    timed = _times(low, high, reach, host)
-    return replace(timed, measurement=_with_memory(timed.measurement, low, high, reach))
+    extrapolation = _times(low, high, reach, host)
+    return replace(
+        extrapolation, measurement=_with_memory(extrapolation.measurement, low, high, reach)
+    )
 
 
 def count_at_depth(
@@ -315,9 +321,9 @@ def _kernels(
         return None
 
     def line(name: str) -> float:
-        before = float(getattr(low, name))
-        after = float(getattr(high, name))
-        return max(_line(before, after, reach), after)
+        at_low = float(getattr(low, name))
+        at_high = float(getattr(high, name))
+        return max(_line(at_low, at_high, reach), at_high)
 
     busy_s = line("busy_s")
     return KernelTimes(
@@ -337,8 +343,8 @@ def _at_pace(host: float, low: Measurement, high: Measurement, reach: float, mic
         return max(micro, host)
     pairs = zip(low.kind_s, high.kind_s, strict=True)
     return micro + sum(
-        share * max(host - _line(before, after, reach), 0.0)
-        for (_, before), (share, after) in pairs
+        share * max(host - _line(at_low, at_high, reach), 0.0)
+        for (_, at_low), (share, at_high) in pairs
     )
 
 
@@ -358,12 +364,12 @@ def _with_memory(
             phases[phase] = max(parts)
     peak = max([*segments.values(), *phases.values()]) + max(_excess(low), _excess(high))
 
-    beyond = _line(
+    extra_reserved = _line(
         low.peak_reserved_gib - low.peak_allocated_gib,
         high.peak_reserved_gib - high.peak_allocated_gib,
         reach,
     )
-    managed = line("managed_gib")
+    managed_gib = line("managed_gib")
     contexts = [probe.context_gib for probe in (low, high) if probe.context_gib is not None]
 
     return replace(
@@ -375,10 +381,11 @@ def _with_memory(
         gradients_gib=line("gradients_gib"),
         optimizer_gib=line("optimizer_gib"),
         peak_allocated_gib=peak,
-        peak_reserved_gib=peak + max(beyond, 0.0),
-        limit_gib=min(low.limit_gib + low.managed_gib, high.limit_gib + high.managed_gib) - managed,
+        peak_reserved_gib=peak + max(extra_reserved, 0.0),
+        limit_gib=min(low.limit_gib + low.managed_gib, high.limit_gib + high.managed_gib)
+        - managed_gib,
         context_gib=max(contexts) if len(contexts) == 2 else None,
-        managed_gib=managed,
+        managed_gib=managed_gib,
         in_host_gib=line("in_host_gib"),
         trainable_params=round(line("trainable_params")),
         total_params=round(line("total_params")),

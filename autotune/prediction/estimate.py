@@ -161,12 +161,12 @@ class Estimate:
     @property
     def is_guess(self) -> bool:
         """Whether the speed rests on data sheets alone, without a measured card of this kind."""
-        measured = (
+        is_measured = (
             self.num_observations
             or is_measured_kind(self.device)
             or calibrates(self.calibration, self.device)
         )
-        return self.interval is not None and not measured
+        return self.interval is not None and not is_measured
 
     @property
     def calibrated(self) -> str | None:
@@ -214,8 +214,8 @@ def memory_of(
     by_formula = memory_breakdown(model, config, micro_steps, objective=objective)
     if by_formula is not None or count is None:
         return by_formula
-    counted = count(model, config, micro_steps, objective)
-    return None if counted is None else counted_breakdown(model, config, counted, objective)
+    dry_count = count(model, config, micro_steps, objective)
+    return None if dry_count is None else counted_breakdown(model, config, dry_count, objective)
 
 
 def step_time_of(
@@ -236,8 +236,8 @@ def step_time_of(
     if count is None or (config.packing and config.knows_ends):
         return None  # a count treats each row as one long example, with too much attention
 
-    counted = count(model, config, micro_steps, objective)
-    return None if counted is None else counted_step_time(config, counted, host)
+    dry_count = count(model, config, micro_steps, objective)
+    return None if dry_count is None else counted_step_time(config, dry_count, host)
 
 
 def on_device(

@@ -123,8 +123,8 @@ class MemoryBreakdown:
     @property
     def peak_gib(self) -> float:
         """The memory allocated at the peak."""
-        held = self.weights + self.adapters + self.gradients + self.optimizer
-        return held + self.activations + self.logits + self.workspace + self.communication
+        static = self.weights + self.adapters + self.gradients + self.optimizer
+        return static + self.activations + self.logits + self.workspace + self.communication
 
     @property
     def peak_reserved_gib(self) -> float:
@@ -272,11 +272,11 @@ def counted_breakdown(
     """
     peak = count.peak_allocated_gib
     workspace = gib(WORKSPACE + side_workspace(config))
-    held = count.model_gib + count.adapters_gib + count.optimizer_gib
+    static = count.model_gib + count.adapters_gib + count.optimizer_gib
     segment = max(count.segment_peak_gib, key=lambda name: count.segment_peak_gib[name])
     # A peak in the forward pass holds the gradients of an earlier micro batch.
-    gradients = min(count.gradients_gib, max(peak - held - workspace, 0.0))
-    activations = max(peak - held - workspace - gradients, 0.0)
+    gradients = min(count.gradients_gib, max(peak - static - workspace, 0.0))
+    activations = max(peak - static - workspace - gradients, 0.0)
     logits = live_logits(rows_of(config, objective), model.vocab_size, objective)
     layers = 1 if config.checkpoint_every else model.num_layers  # layers with live activations
     layer = max(activations - gib(12.0 * logits), 0.0) / layers
@@ -368,7 +368,7 @@ def step_moments(
     # The gradient of a tied head waits for the embedding's gradient. At the end the two are added,
     # and then added to the waiting gradient. In 16 bits, the whole loss makes a separate sum.
     shared = embedding if sizes.tied else 0.0
-    ending = shared * (accumulates + (config.loss == "full" and config.precision == "bf16_pure"))
+    final_sum = shared * (accumulates + (config.loss == "full" and config.precision == "bf16_pure"))
 
     in_forward, in_head = (logits * (each + capped) for each in LOGIT_BYTES)
     if objective is not Objective.SFT:
@@ -388,7 +388,7 @@ def step_moments(
         # The backward pass ends with the first layer, when all other gradients exist.
         "first": (trained_bytes - embedding, layer + shared, 0.0),
         # The embedding's gradient is made as a whole, and added to the waiting one.
-        "inputs": (trained_bytes, embedding + ending, 0.0),
+        "inputs": (trained_bytes, embedding + final_sum, 0.0),
         # torch's own unfused AdamW computes a root of the second moment.
         "optimizer": (trained_bytes, root, 0.0),
     }
@@ -500,11 +500,11 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
     # Liger's norms and MLPs keep the same tensors as compiled ones, and autocast adds the same.
     if config.kernels == "liger" and not pure:
         pure_case = case.replace("mixed", "pure")
-        kept = (
+        factors = (
             own + more - less
             for own, more, less in zip(table[pure_case], eager[case], eager[pure_case], strict=True)
         )
-        of_hidden, of_inner, of_queries, of_keys = kept
+        of_hidden, of_inner, of_queries, of_keys = factors
 
     if config.attention == "eager":  # it repeats keys and values, and keeps the scores
         other = {
@@ -550,8 +550,8 @@ def _kept_by_joining(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
     """
     groups = _joined_groups(sizes, config)
     copies = groups and pure and config.attention != "eager" and "o_proj" in sizes.adapted(config)
-    copied = 2.0 * sizes.queries if copies else 0.0
-    return sum(2.0 * _joined_pad(rank) for _, rank in groups) + copied
+    copied_bytes = 2.0 * sizes.queries if copies else 0.0
+    return sum(2.0 * _joined_pad(rank) for _, rank in groups) + copied_bytes
 
 
 def _kept_by_missing_adapters(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
@@ -603,15 +603,15 @@ def _kept_by_dropout(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
         [name for name in names if name in fan_in and name not in kept_anyway]
         for names in _SHARED_INPUTS
     ]
-    shared = sum(2.0 * fan_in[names[0]] for names in groups if names)
-    return masks + 2.0 * masks - shared
+    shared_bytes = sum(2.0 * fan_in[names[0]] for names in groups if names)
+    return masks + 2.0 * masks - shared_bytes
 
 
 def moving_bytes(sizes: Sizes, config: TrainConfig) -> float:
     """Return the bytes of temporary tensors in a layer's backward pass, for each token."""
     if config.compile != "none":
         return 8 * sizes.intermediate + 6 * sizes.hidden
-    halved = (
+    is_half = (
         config.method == "full" or config.precision == "bf16_pure" or config.quantization == "nf4"
     )
-    return (4 if halved else 8) * sizes.intermediate + 3 * sizes.hidden
+    return (4 if is_half else 8) * sizes.intermediate + 3 * sizes.hidden

@@ -141,12 +141,12 @@ class MemoryPredictor:
             gib = max(gib, bounds[1])
             high = max(high, bounds[2])
 
-        reserved = [
+        reserved_ratios = [
             known.measurement.peak_reserved_gib / known.measurement.peak_allocated_gib
             for known in similar
         ]
         same_state = [known for known in similar if known.config.optimizer == config.optimizer]
-        paged = max(
+        paged_gib = max(
             (
                 known.measurement.managed_gib * _rank(config) / _rank(known.config)
                 for known in same_state
@@ -161,12 +161,12 @@ class MemoryPredictor:
 
         # On several GPUs, reserved memory includes free blocks of other streams. The lower bound
         # leaves them out.
-        least_reserved = min(reserved) if config.num_gpus == 1 else 1.0
+        least_ratio = min(reserved_ratios) if config.num_gpus == 1 else 1.0
         return MemoryEstimate(
-            low_gib=(statics + low) * least_reserved,
-            gib=(statics + gib) * statistics.median(reserved),
-            high_gib=(statics + high) * max(reserved),
-            limit_gib=available_gib - min(contexts, default=0.0) - paged,
+            low_gib=(statics + low) * least_ratio,
+            gib=(statics + gib) * statistics.median(reserved_ratios),
+            high_gib=(statics + high) * max(reserved_ratios),
+            limit_gib=available_gib - min(contexts, default=0.0) - paged_gib,
             phase=Phase(largest.partition("_")[0]),
             basis=len(similar),
             bounded=similar[0].signature == _compute_signature(config, micro_steps)
@@ -213,8 +213,8 @@ class MemoryPredictor:
 
 def static_gib(measurement: Measurement, micro_steps: int) -> float:
     """Return weights, adapters, optimizer state, and gradients that wait for a micro batch."""
-    held = measurement.model_gib + measurement.adapters_gib + measurement.optimizer_gib
-    return held + (measurement.gradients_gib if micro_steps > 1 else 0.0)
+    static = measurement.model_gib + measurement.adapters_gib + measurement.optimizer_gib
+    return static + (measurement.gradients_gib if micro_steps > 1 else 0.0)
 
 
 def _compute_signature(config: TrainConfig, micro_steps: int) -> tuple[object, ...]:

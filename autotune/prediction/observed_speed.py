@@ -50,9 +50,15 @@ def measured_ratios(
     """
     ratios = []
     for observed in observations:
-        same = (observed.config.method, observed.config.quantization) == (method, quantization)
-        complete = observed.evidence is Evidence.MEASURED and observed.trainer == "transformers"
-        if observed.device != device.name or observed.model is None or not same or not complete:
+        kind = (observed.config.method, observed.config.quantization)
+        is_same = kind == (method, quantization)
+        is_complete = observed.evidence is Evidence.MEASURED and observed.trainer == "transformers"
+        if (
+            observed.device != device.name
+            or observed.model is None
+            or not is_same
+            or not is_complete
+        ):
             continue
 
         ratio = _ratio_to_formula(observed)
@@ -77,10 +83,10 @@ def _ratio_to_formula(observed: Observation) -> float | None:
         return None
 
     step_time = step_time.on(transfer)
-    took_s = observed.accumulation * config.tokens / observed.tokens_per_s
-    if 2 * observed.accumulation * step_time.host_s > took_s:
+    measured_s = observed.accumulation * config.tokens / observed.tokens_per_s
+    if 2 * observed.accumulation * step_time.host_s > measured_s:
         return None  # the run may have been CPU-bound, which says little about the card
-    return (observed.accumulation * step_time.device_s + step_time.rest_s) / took_s
+    return (observed.accumulation * step_time.device_s + step_time.rest_s) / measured_s
 
 
 def observed_transfer(

@@ -40,11 +40,11 @@ def with_transfer(setup: Setup, spec: StudySpec) -> Setup:
     task = setup.task
     if task.measured_on is None:
         return setup
-    carried = speed_transfer(task.measured_on, task.device, calibration=task.calibration)
-    if carried is not None and spec.calibration is not None:
-        here = kept_calibration(task.measured_on)
-        carried = replace(carried, host=host_transfer(here, task.calibration))
-    return replace(setup, task=replace(task, carried=carried))
+    transfer = speed_transfer(task.measured_on, task.device, calibration=task.calibration)
+    if transfer is not None and spec.calibration is not None:
+        host_calibration = kept_calibration(task.measured_on)
+        transfer = replace(transfer, host=host_transfer(host_calibration, task.calibration))
+    return replace(setup, task=replace(task, carried=transfer))
 
 
 def run_performance(
@@ -65,8 +65,8 @@ def run_performance(
 
     if task.is_played(config):
         waiting = _with_waiting(task, config, measurements[0])
-        linked = speed.widened(*_link_error(task, config, speed.step_time_s, waiting))
-        return linked.widened(-TOGETHER, TOGETHER)
+        with_link = speed.widened(*_link_error(task, config, speed.step_time_s, waiting))
+        return with_link.widened(-TOGETHER, TOGETHER)
     if task.carried is None:
         return speed
     return projected(speed, _on_device(task, config, measurements[0])[1])
@@ -108,15 +108,15 @@ def _on_device(
     if by_formula is not None and to_source is not None:
         by_formula = by_formula.on(to_source)
 
-    here = divide_step_time(measurement, by_formula)
-    there = here.on(task.carried)
-    slower = there.micro_s / here.micro_s
+    measured_time = divide_step_time(measurement, by_formula)
+    converted = measured_time.on(task.carried)
+    slower = converted.micro_s / measured_time.micro_s
     expected = replace(
         measurement,
         micro_step_s=tuple(slower * seconds for seconds in measurement.micro_step_s),
         rest_s=tuple(seconds / task.carried.bytes for seconds in measurement.rest_s),
     )
-    return expected, there.error
+    return expected, converted.error
 
 
 def _with_waiting(task: Task, config: TrainConfig, measurement: Measurement) -> Measurement:

@@ -157,8 +157,8 @@ def _sharded_breakdown(
 
     weights, adapters, state = _lasting_bytes(config, shares, parallelism)
     if not fsdp and buffers.builds_whole:
-        built = (4 if config.method == "full" else 2) * shares.base + 4 * shares.adapters
-        moments["building"] = (0.0, 0.0, 0.0, max(built - weights - adapters - state, 0.0))
+        built_bytes = (4 if config.method == "full" else 2) * shares.base + 4 * shares.adapters
+        moments["building"] = (0.0, 0.0, 0.0, max(built_bytes - weights - adapters - state, 0.0))
 
     totals = {name: sum(parts) for name, parts in moments.items()}
     moment = max(totals, key=lambda name: totals[name])
@@ -169,13 +169,13 @@ def _sharded_breakdown(
     phase = Phase.FORWARD if moment in IN_FORWARD else Phase.BACKWARD
 
     # Each stream's pool keeps its own peak: the side streams' pools, and the main stream's.
-    own = _pools(sizes, config, shares, parallelism)
+    side_pools = _pools(sizes, config, shares, parallelism)
     scattered = _scattered_bytes(config, shares, parallelism)
-    elsewhere = {
+    in_side_pools = {
         name: min(moments[name][0], scattered) if name in AFTER_SCATTERING else 0.0
         for name in moments
     }
-    pooled = own + max(totals[name] - elsewhere[name] for name in moments)
+    pooled = side_pools + max(totals[name] - in_side_pools[name] for name in moments)
     return MemoryBreakdown(
         weights=gib(weights),
         adapters=gib(adapters),
@@ -199,10 +199,10 @@ def _pools(sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Paral
     They are two gathered layers, the embedding and the head, and scattered gradients.
     """
     trained_end = 2.0 * shares.embedding if config.method == "full" else 0.0
-    of_trained = max(2.0 * shares.trained_layer, trained_end)
+    trained_bytes = max(2.0 * shares.trained_layer, trained_end)
     ends = 2.0 * shares.embedding * (1 if sizes.tied else 2)
     scattered = _scattered_bytes(config, shares, parallelism)
-    return 4.0 * shares.layer + ends + scattered + of_trained / parallelism.num_shards
+    return 4.0 * shares.layer + ends + scattered + trained_bytes / parallelism.num_shards
 
 
 def _lasting_bytes(
@@ -214,8 +214,12 @@ def _lasting_bytes(
     """
     gpus = parallelism.num_shards
     if parallelism.strategy not in FSDP2:
-        held = gpus if parallelism.strategy == "zero3" else 1
-        return 2 * shares.base / held, 2 * shares.adapters / held, 12 * shares.trained / gpus
+        num_holders = gpus if parallelism.strategy == "zero3" else 1
+        return (
+            2 * shares.base / num_holders,
+            2 * shares.adapters / num_holders,
+            12 * shares.trained / gpus,
+        )
     if parallelism.offload:
         return 0.0, 0.0, 0.0
     trained = 2 if config.precision == "bf16_pure" else 4
@@ -295,7 +299,7 @@ def _fsdp2_moments(
     # while the activations shrink.
     of_layer = plain["first"][1]
     of_mlp = 2.0 * sizes.hidden * sizes.intermediate if full else 0.0
-    growing = max(trained_layer - of_layer, of_mlp)
+    growth = max(trained_layer - of_layer, of_mlp)
     body = plain["forward"][1]
     before_last = plain["forward"][1] * (sizes.layers - 1) / sizes.layers
 
@@ -313,18 +317,18 @@ def _fsdp2_moments(
         "head": (waiting, *plain["head"][1:], kept + embedding),
         "layers": (
             held["layers"],
-            plain["layers"][1] + growing,
+            plain["layers"][1] + growth,
             0.0,
             # The layer, the next one, and the unit before, whose gradients are being scattered
             max(kept, layer) + gathered + (embedding if tied else trained_end),
         ),
         "second": (
             held["second"],
-            of_layer + growing,
+            of_layer + growth,
             0.0,
             layer + gathered + embedding * (tied or keeps) + trained_layer,
         ),
-        "first": (held["first"], of_layer + growing, 0.0, layer + embedding + trained_layer),
+        "first": (held["first"], of_layer + growth, 0.0, layer + embedding + trained_layer),
         "inputs": (held["inputs"], plain["inputs"][1], 0.0, embedding + trained_layer),
         # Unsharded, as the scattering's input, and as its output in bf16 and fp32
         "scattering": (

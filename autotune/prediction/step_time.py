@@ -197,20 +197,20 @@ def counted_step_time(
     bandwidth = 1e9 * (card.bandwidth_gb_s or math.nan)
     moved = count.moved_bytes
     thin = count.moved_bytes.get("thin product", 0)
-    weighed = (
+    weighted_bytes = (
         moved.get("other", 0)
         + STRIDED * moved.get("strided", 0)
         + INDEXED * moved.get("indexed", 0)
     )
     weights = count.model_gib if config.method == "full" else count.adapters_gib
     # As in the formula; gradients are as large as weights.
-    stepped = (5 * weights + 2 * count.optimizer_gib) * GIB
+    step_bytes = (5 * weights + 2 * count.optimizer_gib) * GIB
     products = sum(flops * _slowness(name, config) for name, flops in count.flops.items())
     return StepTimeEstimate(
         products_s=products / rate,
-        bytes_s=(weighed / MOVED_SHARE + thin / THIN_SHARE) / bandwidth,
+        bytes_s=(weighted_bytes / MOVED_SHARE + thin / THIN_SHARE) / bandwidth,
         host_s=count.operations * OPERATION_US * 1e-6 * host.scale,
-        rest_s=stepped / bandwidth,
+        rest_s=step_bytes / bandwidth,
         device_error=COUNTED_ERROR,
         host_error=host.error,
     )
@@ -302,33 +302,34 @@ def _step_time(
     full = config.method == "full"
     compiled = config.compile != "none"
     tokens = config.tokens
-    again = 0.0
+    recomputed = 0.0
     if config.checkpoint_every is not None:
-        again = math.ceil(sizes.layers / config.checkpoint_every) / sizes.layers
+        recomputed = math.ceil(sizes.layers / config.checkpoint_every) / sizes.layers
     own, untrained = objective.passes  # extra forward passes without gradients
     passes = own + untrained
     head, of_logits = _head(sizes, compiled, objective)
 
     # A multiply-add is two operations. There is a product for the forward pass, one for the input's
     # gradient, and in full fine-tuning one for the weight's gradient.
-    products = (6 if full else 4) * (sizes.linear_params + head) + 2 * again * sizes.linear_params
-    products += 2 * passes * (sizes.linear_params + head)
+    params = sizes.linear_params + head
+    products = (6 if full else 4) * params + 2 * recomputed * sizes.linear_params
+    products += 2 * passes * params
     of_kept, _, of_base = COMPILED if compiled else EAGER
     if objective is not Objective.SFT:
         products += 2 * head  # the logits are computed again for their gradients
         of_kept *= LAYERS_ALONE
     if not full:
-        products += (6 + 2 * again + 2 * own) * sizes.adapter_params(config)
-    attention = 6 * config.seq_len * sizes.queries * sizes.layers * (1 + (again + passes) / 3)
+        products += (6 + 2 * recomputed + 2 * own) * sizes.adapter_params(config)
+    attention = 6 * config.seq_len * sizes.queries * sizes.layers * (1 + (recomputed + passes) / 3)
     adapted = len(sizes.adapted(config)) / len(sizes.matrices)
 
     # Joined adapters do not read outputs again to add to them. Their remaining bytes do not count.
     with_adapters = FULL + (adapted * (1 - FULL) if config.lora_kernels == "peft" else 0.0)
-    weighted_passes = with_adapters * (2 + again + own) + FULL * untrained
+    weighted_passes = with_adapters * (2 + recomputed + own) + FULL * untrained
     moved = of_kept * sizes.layers * kept_bytes(sizes, config) * weighted_passes
     moved = tokens * (moved + of_logits * sizes.vocab)
     if config.quantization == "nf4":  # the base is unpacked for every product
-        moved += of_base * sizes.linear_params * (2 + again + passes)
+        moved += of_base * sizes.linear_params * (2 + recomputed + passes)
 
     faster = FP8 if config.quantization == "fp8" else 1.0
     rate = 1e12 * (products_tflops(card) or math.nan) * faster
@@ -337,18 +338,18 @@ def _step_time(
     adapter_ms = HOST_MS["compiled" if compiled else "eager"] - FULL_MS
     issue_ms = FULL_MS + adapted * adapter_ms + unpacking_ms
     untrained_ms = AGAIN * untrained * (FULL_MS + unpacking_ms)
-    issued_ms = issue_ms * (1 + AGAIN * (again + own)) + untrained_ms
+    issued_ms = issue_ms * (1 + AGAIN * (recomputed + own)) + untrained_ms
 
     # Clipping reads the gradients. The optimizer reads and writes weights and state.
     weights = trained.adapters
     if full:
         weights = trained.weights / (2 if objective.has_reference else 1)
-    stepped = (3 * trained.gradients + 2 * weights + 2 * trained.optimizer) * GIB
+    step_bytes = (3 * trained.gradients + 2 * weights + 2 * trained.optimizer) * GIB
     return StepTimeEstimate(
         products_s=tokens * (products + attention) / rate,
         bytes_s=moved / bandwidth,
         host_s=sizes.layers * issued_ms / 1000 * host.scale,
-        rest_s=stepped / bandwidth,
+        rest_s=step_bytes / bandwidth,
         device_error=DEVICE_ERROR if objective is Objective.SFT else COUNTED_ERROR,
         host_error=host.error,
         side=math.cbrt(tokens * sizes.linear_params / (sizes.layers * len(sizes.matrices))),

@@ -144,8 +144,8 @@ def speed_transfer(
         return None
 
     calibrated = calibrates(calibration, target)
-    measured = is_measured_kind(source) and (calibrated or is_measured_kind(target))
-    between = BETWEEN if measured else UNMEASURED
+    is_measured = is_measured_kind(source) and (calibrated or is_measured_kind(target))
+    between = BETWEEN if is_measured else UNMEASURED
     variance = between**2
     noise = WITHIN**2
     shift = 1.0
@@ -154,8 +154,8 @@ def speed_transfer(
         count = int(alike and calibration.reference is not None)
     else:
         shift = math.exp(sum(map(math.log, known)) * variance / (count * variance + noise))
-    left = variance * noise / (count * variance + noise)
-    error = math.sqrt(left + noise)
+    remaining = variance * noise / (count * variance + noise)
+    error = math.sqrt(remaining + noise)
     alike_chips = same_chip(source, target)
 
     fp8_of_source, fp8_of_target = (
@@ -212,10 +212,10 @@ def products_tflops(device: DeviceSpec, precision: str = "bf16") -> float | None
     power_w = device.tdp_w
     if peak is None or power_w is None:
         return peak and WITHOUT_POWER * peak
-    reached = (
+    reached_tflops = (
         REACHED * PEAK * math.pow(peak / PEAK, OF_PEAK) * math.pow(power_w / POWER_W, OF_POWER)
     )
-    return min(reached, CEILING * peak)
+    return min(reached_tflops, CEILING * peak)
 
 
 def peak_tflops(device: DeviceSpec, precision: str = "bf16") -> float | None:

@@ -59,8 +59,8 @@ class Calibration:
     def __post_init__(self) -> None:
         rates = self.rates
         sides = [side for by_side in rates.products.values() for side in by_side]
-        measured = [rate for by_side in rates.products.values() for rate in by_side.values()]
-        measured += [
+        values = [rate for by_side in rates.products.values() for rate in by_side.values()]
+        values += [
             rates.copy_gb_s,
             rates.launch_us,
             self.layer_ms,
@@ -68,16 +68,16 @@ class Calibration:
             self.memory_gib,
             *sides,
         ]
-        measured += [
+        values += [
             rate for rate in (rates.link_gb_s, self.reference, self.disk_mb_s) if rate is not None
         ]
-        measured += [
+        values += [
             rate
             for one in self.collectives
             for rate in (one.gather_gb_s, one.scatter_gb_s, one.reduce_gb_s)
         ]
 
-        if not all(LEAST <= value <= MOST for value in measured):
+        if not all(LEAST <= value <= MOST for value in values):
             raise ValueError(f"a number is not between {LEAST:g} and {MOST:g}")
         if not sides or not all(rates.products.values()):
             raise ValueError("no product of matrices was measured")

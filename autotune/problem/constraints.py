@@ -202,17 +202,19 @@ def _narrow_to_even_batches(narrowing: Narrowing, batch: int) -> None:
     sizes = narrowing.space.choices("micro_batch_size")
     fewest = min(numbers)
     each = f" on each of {fewest} GPUs" if fewest > 1 else ""
-    uneven = {size for size in sizes if all(batch % (number * size) for number in numbers)}
+    uneven_sizes = {size for size in sizes if all(batch % (number * size) for number in numbers)}
     narrowing.remove(
         "micro_batch_size",
-        uneven,
+        uneven_sizes,
         f"does not divide the global batch of {batch}{each} (--global-batch)",
     )
 
     if len(numbers) > 1:
-        odd = {number for number in numbers if all(batch % (number * size) for size in sizes)}
+        uneven_counts = {
+            number for number in numbers if all(batch % (number * size) for size in sizes)
+        }
         narrowing.remove(
-            "num_gpus", odd, f"do not divide the global batch of {batch} (--global-batch)"
+            "num_gpus", uneven_counts, f"do not divide the global batch of {batch} (--global-batch)"
         )
         narrowing.divide(batch)
     # An optimizer that steps in each backward pass cannot accumulate the gradients of several micro
@@ -223,7 +225,7 @@ def _narrow_to_even_batches(narrowing: Narrowing, batch: int) -> None:
 def narrow_to_sharing(narrowing: Narrowing) -> None:
     """Remove values that no strategy for several GPUs can train."""
     space = narrowing.space
-    uneven = {
+    uneven_copies = {
         copies
         for copies in space.choices("copies")
         if all(
@@ -233,7 +235,7 @@ def narrow_to_sharing(narrowing: Narrowing) -> None:
     }
     narrowing.remove(
         "copies",
-        uneven - {1},
+        uneven_copies - {1},
         "each copy of the shards takes two GPUs at least, and all take as many",
     )
 
@@ -513,12 +515,12 @@ def narrow_to_layers(
     if shape is None or not shape.liger:
         narrowing.remove("kernels", {"liger"}, "Liger has no kernels for this model")
 
-    fused = (
+    has_fused_experts = (
         shape is not None
         and shape.parametrized
         and ALL_LINEAR in narrowing.space.choices("lora_targets")
     )
-    if fused and "lora" in narrowing.space.choices("method"):
+    if has_fused_experts and "lora" in narrowing.space.choices("method"):
         reason = (
             "adapters on fused experts replace whole weights in each forward pass, which does not"
             " compile"

@@ -305,17 +305,17 @@ def _load(directory: str) -> Any:
 
 def _estimate_lengths(path: Path, split: str | None, loss_on: str | None) -> Lengths:
     lengths = []
-    read = 0
+    total = 0
     trained = 0
     for where, row in read_rows(path, split):
         form = parse_row(where, row)
-        before, after = _bytes(where, form, loss_on)
-        lengths.append(max(1, round((before + after) / BYTES_PER_TOKEN)))
-        read = read + before + after
-        trained = trained + after
+        context_bytes, trained_bytes = _bytes(where, form, loss_on)
+        lengths.append(max(1, round((context_bytes + trained_bytes) / BYTES_PER_TOKEN)))
+        total = total + context_bytes + trained_bytes
+        trained = trained + trained_bytes
     if not lengths:
         raise BadDataset(f"{path} has no rows")
-    return Lengths.of(lengths, "characters", _share(trained, read))
+    return Lengths.of(lengths, "characters", _share(trained, total))
 
 
 def _bytes(where: str, form: Any, loss_on: str | None) -> tuple[int, int]:
@@ -334,13 +334,15 @@ def _bytes(where: str, form: Any, loss_on: str | None) -> tuple[int, int]:
     except UnicodeEncodeError:
         raise BadDataset(f"{where}: half of a surrogate pair is not a character") from None
 
-    chosen = [message["role"] == "assistant" for message in form.messages]
+    trained_flags = [message["role"] == "assistant" for message in form.messages]
     if loss_on == "completion" or (loss_on is None and form.completion is not None):
         first = len(sizes) - 1 if form.completion is None else form.completion
-        chosen = [index >= first for index in range(len(sizes))]
+        trained_flags = [index >= first for index in range(len(sizes))]
 
     trained = sum(
-        size for size, is_chosen in zip(sizes, chosen, strict=True) if is_chosen or loss_on == "all"
+        size
+        for size, is_trained in zip(sizes, trained_flags, strict=True)
+        if is_trained or loss_on == "all"
     )
     return sum(sizes) - trained, trained
 

@@ -53,8 +53,8 @@ def _size_in(path: Any, content: Any, folder: Path) -> tuple[int, int]:
     if not isinstance(path, str):
         raise ValueError("it is no path of a file")
     refuse_special_files(folder / path)
-    with (folder / path).open("rb") as opened:
-        return size_of(opened)
+    with (folder / path).open("rb") as file:
+        return size_of(file)
 
 
 def size_of(file: BinaryIO) -> tuple[int, int]:
@@ -122,13 +122,13 @@ def text_of(form: Chat, *, whole: bool = True) -> dict[str, Any]:
         texts = [part for part in parts if not is_image(part)]
         messages.append(message | {"content": texts or [{"type": "text", "text": ""}]})
 
-    beside = {"tools": form.tools, "chat_template_kwargs": form.options}
+    extras = {"tools": form.tools, "chat_template_kwargs": form.options}
     if form.completion is None or not whole:
-        return {"messages": messages, **beside}
+        return {"messages": messages, **extras}
     return {
         "prompt": messages[: form.completion],
         "completion": messages[form.completion :],
-        **beside,
+        **extras,
     }
 
 
@@ -136,8 +136,8 @@ def flat(form: Plain | Chat) -> Plain | Chat:
     """Return the row with each message's parts, which are all text, joined to one string."""
     if isinstance(form, Plain):
         return form
-    joined = ["".join(part["text"] for part in message["content"]) for message in form.messages]
+    texts = ["".join(part["text"] for part in message["content"]) for message in form.messages]
     messages = [
-        message | {"content": text} for message, text in zip(form.messages, joined, strict=True)
+        message | {"content": text} for message, text in zip(form.messages, texts, strict=True)
     ]
     return replace(form, messages=messages)

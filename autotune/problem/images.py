@@ -23,23 +23,25 @@ def pictured(examples: Iterable[Pictured]) -> tuple[Pictured, ...]:
     lengths, evenly spaced ones are kept, with the shortest and the longest. The example with the
     most image tokens is always kept.
     """
-    counted = Counter(examples)
-    if not any(pictures for _, pictures in counted):
+    counts = Counter(examples)
+    if not any(pictures for _, pictures in counts):
         return ()
 
     by_length: dict[int, Pictured] = {}
     for example, _ in sorted(
-        counted.items(), key=lambda item: (item[1], item[0][0], taken(item[0][1]))
+        counts.items(), key=lambda item: (item[1], item[0][0], taken(item[0][1]))
     ):
         by_length[example[0]] = example
 
     lengths = sorted(by_length)
     last = max(min(len(lengths), MOST_KINDS) - 1, 1)
-    kept = {
+    representatives = {
         by_length[lengths[round(place * (len(lengths) - 1) / last)]] for place in range(last + 1)
     }
-    largest = max(counted, key=lambda example: taken(example[1]))
-    return tuple(sorted(kept | {largest}, key=lambda example: (example[0], taken(example[1]))))
+    largest = max(counts, key=lambda example: taken(example[1]))
+    return tuple(
+        sorted(representatives | {largest}, key=lambda example: (example[0], taken(example[1])))
+    )
 
 
 def images_of(
@@ -50,9 +52,9 @@ def images_of(
     They come from the example with the nearest length whose images fit. With `largest`, they are
     the largest that fit.
     """
-    fitting = [example for example in examples if taken(example[1]) + LEAST_TEXT <= length]
-    if not fitting:
+    candidates = [example for example in examples if taken(example[1]) + LEAST_TEXT <= length]
+    if not candidates:
         return ()
     if largest:
-        return max(fitting, key=lambda example: taken(example[1]))[1]
-    return min(fitting, key=lambda example: abs(example[0] - length))[1]
+        return max(candidates, key=lambda example: taken(example[1]))[1]
+    return min(candidates, key=lambda example: abs(example[0] - length))[1]

@@ -95,10 +95,10 @@ class Lengths:
         # Each bin has its own mean, so that the bins and their far tail have the given mean.
         unit = NormalDist()
         edges = [-math.inf, *(unit.inv_cdf(index / BINS) for index in range(1, BINS)), math.inf]
-        below = [
+        shares_below = [
             unit.cdf(edge - deviation) if math.isfinite(edge) else float(edge > 0) for edge in edges
         ]
-        means = [mean * BINS * (high - low) for low, high in pairwise(below)]
+        means = [mean * BINS * (high - low) for low, high in pairwise(shares_below)]
         return cls.of((max(round(tokens), 1) for tokens in means), "summary")
 
     @property

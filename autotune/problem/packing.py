@@ -59,9 +59,9 @@ def packed_rows(lengths: Lengths, seq_len: int, times: int = 1) -> tuple[Rows, .
 
     rows = _OpenRows(seq_len)
     for tokens in sorted(examples, reverse=True):
-        left = examples[tokens]
-        while left:
-            left = _place(rows, tokens, left)
+        remaining = examples[tokens]
+        while remaining:
+            remaining = _place(rows, tokens, remaining)
     return (*rows.full, *(group for room in rows.rooms for group in rows.by_room[room]))
 
 
@@ -77,12 +77,12 @@ def _place(rows: _OpenRows, tokens: int, number: int) -> int:
     if filled:
         rows.put(Rows(number=filled, examples=target.examples + (tokens,) * per_row))
         untouched = target.number - filled
-        left = number - filled * per_row
+        remaining = number - filled * per_row
     else:
         rows.put(Rows(number=1, examples=target.examples + (tokens,) * number))
         untouched = target.number - 1
-        left = 0
+        remaining = 0
 
     if untouched and fullest:
         rows.put(Rows(number=untouched, examples=fullest.examples))
-    return left
+    return remaining

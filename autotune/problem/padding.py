@@ -72,14 +72,14 @@ def batch_maxima(draw: Draw) -> Maxima:
     )
 
     shares = dict[int, float]()
-    seen = 0
-    before = 0.0
+    num_within = 0
+    previous = 0.0
     for length, number in lengths.counts:
-        seen += number
-        share = share_within(seen / lengths.number)
+        num_within += number
+        share = share_within(num_within / lengths.number)
         tokens = min(length, draw.seq_len)
-        shares[tokens] = shares.get(tokens, 0.0) + share - before
-        before = share
+        shares[tokens] = shares.get(tokens, 0.0) + share - previous
+        previous = share
     return tuple(
         Longest(tokens=tokens, up_to=tokens, share=share)
         for tokens, share in sorted(shares.items())
@@ -105,7 +105,7 @@ def _shares_of_sorted(draw: Draw) -> Callable[[float], float]:
             return share
         mean = number * (1 - share)
         spread = math.sqrt(number * share * (1 - share))
-        likely = range(
+        counts = range(
             max(0, int(mean - SIGMAS * spread)), min(number, math.ceil(mean + SIGMAS * spread)) + 1
         )
 
@@ -113,12 +113,12 @@ def _shares_of_sorted(draw: Draw) -> Callable[[float], float]:
         log_not = math.log(share)
         odds = [
             math.exp(log_ways[many] + many * log_longer + (number - many) * log_not)
-            for many in likely
+            for many in counts
         ]
-        filled = sum(
-            odd * -(-many // draw.size) for odd, many in zip(odds, likely, strict=True)
+        num_filled = sum(
+            odd * -(-many // draw.size) for odd, many in zip(odds, counts, strict=True)
         ) / sum(odds)
-        return max(0.0, 1 - filled * draw.size / number)
+        return max(0.0, 1 - num_filled * draw.size / number)
 
     return without_longer
 
@@ -194,8 +194,8 @@ def _dealt_steps(draw: Draw, ranks: int, each: int, ends: tuple[int, ...]) -> It
             generator.choices(lengths, cum_weights=until, k=ranks * each * draw.size), reverse=True
         )
         longest = rows[:: draw.size]
-        padded = [_padded_length(longest[place], ends) for place in deal(longest, ranks)]
-        yield [sum(padded[rank::ranks]) for rank in range(ranks)]
+        padded_lengths = [_padded_length(longest[place], ends) for place in deal(longest, ranks)]
+        yield [sum(padded_lengths[rank::ranks]) for rank in range(ranks)]
 
 
 @lru_cache(maxsize=1024)
@@ -203,13 +203,13 @@ def buckets(draw: Draw) -> tuple[int, ...]:
     """Return a few lengths, ascending, that minimise the padding of rows to the next of them."""
     bins = _binned(batch_maxima(draw))
 
-    def padded(part: Maxima) -> float:
+    def cost(part: Maxima) -> float:
         end = draw.longest if part[-1] is bins[-1] else part[-1].up_to
         return end * sum(one.share for one in part)
 
     least = math.inf
     best = [bins]
-    for tokens, parts in _partitions(bins, MAX_BUCKETS, padded):
+    for tokens, parts in _partitions(bins, MAX_BUCKETS, cost):
         if tokens < least * (1 - WORTH_A_BUCKET):
             least = tokens
             best = parts

@@ -97,7 +97,7 @@ def step_spread(
     difference between probes, or the error of an extrapolated time. A single time gets an assumed
     range.
     """
-    reported = statistics.median(
+    reported_s = statistics.median(
         step_time_s(measurement, accumulation, new_length_share) for measurement in measurements
     )
 
@@ -111,7 +111,7 @@ def step_spread(
         *(measurement.time_error for measurement in measurements),
         UNSEEN if len(samples) == 1 else AGAIN,
     )
-    return min(min(samples) / reported - 1.0, -error), max(max(samples) / reported - 1.0, error)
+    return min(min(samples) / reported_s - 1.0, -error), max(max(samples) / reported_s - 1.0, error)
 
 
 def performance(

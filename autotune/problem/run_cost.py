@@ -174,8 +174,8 @@ def checkpoint_gib(config: TrainConfig, measured: Measurement) -> float:
     Ranks that shard hold parts of the state and the weights. In the first stages of DeepSpeed, each
     rank holds all weights.
     """
-    trained = measured.adapters_gib or measured.model_gib
-    whole = trained if config.sharding in ("none", "ddp", "zero1", "zero2") else 0.0
+    trained_gib = measured.adapters_gib or measured.model_gib
+    whole = trained_gib if config.sharding in ("none", "ddp", "zero1", "zero2") else 0.0
     parallelism = Parallelism.of(config)
     shares = parallelism.num_shards if parallelism.shards else 1
     return whole + shares * (measured.checkpoint_gib - whole)
@@ -192,8 +192,8 @@ def _pauses(
     """Count the evaluations and checkpoints of a run, with the last ones at its end."""
     num_steps = shape.num_steps
 
-    between = options.steps_between_evaluations(num_steps, step_time_s)
-    num_evaluations = math.ceil(num_steps / between) if held_out else 0
+    eval_interval = options.steps_between_evaluations(num_steps, step_time_s)
+    num_evaluations = math.ceil(num_steps / eval_interval) if held_out else 0
     num_checkpoints = math.ceil(num_steps / options.steps_between_saves(num_steps, step_time_s))
     micro_batches = math.ceil(round(held_out / shape.examples_per_row, 6) / shape.micro_batch_size)
     evaluation_s = _median([one.evaluation_s for one in measurements])

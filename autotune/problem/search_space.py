@@ -252,15 +252,15 @@ class SearchSpace:
             return self
         allowed_before = _as_list((knob.when or {}).get(other, list(allowed)))
         when = (knob.when or {}) | {other: [value for value in allowed if value in allowed_before]}
-        conditioned = self._with(replace(knob, when=when))
-        return replace(conditioned, knobs=tuple(_in_order(list(conditioned.knobs))))
+        new_space = self._with(replace(knob, when=when))
+        return replace(new_space, knobs=tuple(_in_order(list(new_space.knobs))))
 
     def divide(self, batch: int) -> "SearchSpace":
         """Return the space with micro batches that divide a global batch with the GPU count."""
         knob = self.knob("micro_batch_size")
         assert knob is not None  # a study's space has it
-        divided = self._with(replace(knob, divides=batch))
-        return replace(divided, knobs=tuple(_in_order(list(divided.knobs))))
+        new_space = self._with(replace(knob, divides=batch))
+        return replace(new_space, knobs=tuple(_in_order(list(new_space.knobs))))
 
     def _with(self, knob: Knob) -> "SearchSpace":
         if self.knob(knob.name) is None:
@@ -286,24 +286,24 @@ class SearchSpace:
     def size(self) -> int:
         """Return the number of distinct configurations."""
         # For each knob, the values that appear in conditions of other knobs.
-        conditioned: dict[str, list[Any]] = {}
+        deciding_values: dict[str, list[Any]] = {}
         for knob in self.knobs:
             for name, values in knob.depends_on().items():
-                conditioned.setdefault(name, []).extend(values)
+                deciding_values.setdefault(name, []).extend(values)
 
         # Choices are counted in groups. A group holds choices that no condition can distinguish.
         groups: Counter[tuple[tuple[str, Any], ...]] = Counter([()])
         for knob in self.knobs:
-            extended = type(groups)()
+            next_groups = type(groups)()
             for group, number in groups.items():
                 possible = knob.possible(dict(group)) if knob.is_active(dict(group)) else ()
-                if not possible or knob.name not in conditioned:
-                    extended[group] += number * max(len(possible), 1)
+                if not possible or knob.name not in deciding_values:
+                    next_groups[group] += number * max(len(possible), 1)
                 else:
                     for value in possible:
-                        seen = value if value in conditioned[knob.name] else None
-                        extended[(*group, (knob.name, seen))] += number
-            groups = extended
+                        key = value if value in deciding_values[knob.name] else None
+                        next_groups[(*group, (knob.name, key))] += number
+            groups = next_groups
         return groups.total()
 
     def sample(self, number: int) -> Iterator[dict[str, Any]]:
@@ -375,7 +375,8 @@ def _read(path: Path) -> SearchSpace:
     return SearchSpace(name=path.stem, knobs=tuple(_in_order(knobs)))
 
 
-_shipped = functools.cache(_read)  # shipped files do not change, and a plan reads them repeatedly
+# Shipped files do not change, and a plan of many models reads them repeatedly.
+_shipped = functools.cache(_read)
 
 
 def _in_order(knobs: list[Knob]) -> Iterator[Knob]:
@@ -383,12 +384,12 @@ def _in_order(knobs: list[Knob]) -> Iterator[Knob]:
 
     Cycles also keep the given order.
     """
-    waiting = list(knobs)
-    while waiting:
-        names = {knob.name for knob in waiting}
-        ready = (knob for knob in waiting if not set(knob.depends_on()) & (names - {knob.name}))
-        knob = next(ready, waiting[0])
-        waiting.remove(knob)
+    remaining = list(knobs)
+    while remaining:
+        names = {knob.name for knob in remaining}
+        ready = (knob for knob in remaining if not set(knob.depends_on()) & (names - {knob.name}))
+        knob = next(ready, remaining[0])
+        remaining.remove(knob)
         yield knob
 
 

@@ -352,10 +352,10 @@ def _global_batch(spec: StudySpec, space: SearchSpace, model: ModelSpec, lengths
     if not any(nearest % size == 0 for size in sizes):
         nearest = max(1, round(wanted / min(sizes))) * min(sizes)
     multiples: set[int] = {round(wanted / size) * size for size in sizes}
-    near = [batch for batch in multiples if batch and abs(batch / wanted - 1) <= OFF_TOKENS]
+    near_batches = [batch for batch in multiples if batch and abs(batch / wanted - 1) <= OFF_TOKENS]
 
     return max(
-        [nearest, *near],
+        [nearest, *near_batches],
         key=lambda batch: (sum(batch % size == 0 for size in sizes), -abs(batch - wanted)),
     )
 

@@ -52,12 +52,12 @@ class Target:
 
     def other_processes(self) -> str:
         """Describe the processes that hold memory of this machine's GPU."""
-        listed = [
+        processes = [
             f"{process.name or '?'} (pid {process.pid}, {fmt_gib(process.used_gib)})"
             for process in (self.card.processes if self.card else ())
             if (process.used_gib or 0) > IGNORED_GIB
         ]
-        return ", ".join(listed) or "no process is named"
+        return ", ".join(processes) or "no process is named"
 
     def memory_cap_gib(
         self, total_gib: float, *, asked_gib: float | None = None, may_exceed: bool = False

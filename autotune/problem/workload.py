@@ -271,9 +271,9 @@ class Workload:
 
     def with_mask(self, config: TrainConfig) -> TrainConfig:
         """Return the configuration with the mask that TRL gives all rows, if rows have padding."""
-        padded = self.objective is not Objective.SFT and self.objective.trainers[0] == "trl"
-        padded = padded and (len(self.lengths.counts) > 1 or config.padding == "max_length")
-        if padded and config.padding != "masked":
+        uses_trl = self.objective is not Objective.SFT and self.objective.trainers[0] == "trl"
+        has_padding = len(self.lengths.counts) > 1 or config.padding == "max_length"
+        if uses_trl and has_padding and config.padding != "masked":
             return replace(config, padding="masked")
         return config
 
@@ -315,11 +315,13 @@ class Workload:
 
     def _draw(self, config: TrainConfig) -> Draw:
         size = config.micro_batch_size
-        grouped = self.global_batch if self.deals(config) else 0
+        sorted_examples = self.global_batch if self.deals(config) else 0
         if config.group_by_length:
-            grouped = sorted_together(self.trained, size * max(1, self.global_batch // size))
+            sorted_examples = sorted_together(
+                self.trained, size * max(1, self.global_batch // size)
+            )
         return Draw(
-            lengths=self.lengths, seq_len=config.seq_len, size=size, sorted_together=grouped
+            lengths=self.lengths, seq_len=config.seq_len, size=size, sorted_together=sorted_examples
         )
 
     def attended(self, config: TrainConfig) -> int:
@@ -391,8 +393,10 @@ class Workload:
         kinds = [_kind(draw, length, share) for length, share in shares.items()]
         half = math.ceil(len(kinds) / 2)
         pairs = itertools.zip_longest(kinds[:half], reversed(kinds[half:]))
-        mixed = tuple(kind for pair in pairs for kind in pair if kind is not None)
-        return mixed if draw.longest in shares else (*mixed, _kind(draw, draw.longest, 0.0))
+        alternating = tuple(kind for pair in pairs for kind in pair if kind is not None)
+        if draw.longest in shares:
+            return alternating
+        return (*alternating, _kind(draw, draw.longest, 0.0))
 
     def _packed_micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
         """Return micro batches of PROBED_ROWS packed rows, with equal shares."""
@@ -420,12 +424,12 @@ class Workload:
         places = ((2 * index + 1) * ends[-1] / (2 * PROBED_ROWS) for index in range(PROBED_ROWS))
         in_order = [rows[bisect.bisect_right(ends, place)].examples for place in places]
 
-        chosen = [in_order[index] for index in _SPREAD]
-        shared = next((row for row in chosen if len(row) > 1), chosen[0])
-        chosen.remove(shared)
-        single = next((row for row in chosen if len(row) == 1), chosen[0])
-        chosen.remove(single)
-        return (shared, single, *chosen)
+        representatives = [in_order[index] for index in _SPREAD]
+        shared_row = next((row for row in representatives if len(row) > 1), representatives[0])
+        representatives.remove(shared_row)
+        single_row = next((row for row in representatives if len(row) == 1), representatives[0])
+        representatives.remove(single_row)
+        return (shared_row, single_row, *representatives)
 
     def facts(self) -> dict[str, Any]:
         """Return plain data for reports and exports."""
@@ -450,8 +454,8 @@ def _at_length(config: TrainConfig, seq_len: int) -> TrainConfig:
 def _kind(draw: Draw, longest: int, share: float) -> MicroBatch:
     """Return micro batches with a row of `longest` tokens and the typical rows beside it."""
     not_longer = 1 - draw.lengths.longer(longest) if longest < draw.seq_len else 1.0
-    apart = 1 / draw.sorted_together if draw.sorted_together else not_longer / draw.size
-    others = (draw.lengths.quantile(not_longer - index * apart) for index in range(1, draw.size))
+    spacing = 1 / draw.sorted_together if draw.sorted_together else not_longer / draw.size
+    others = (draw.lengths.quantile(not_longer - index * spacing) for index in range(1, draw.size))
     rows = [longest, *(min(tokens, longest) for tokens in others)]
 
     # A single token has no next token to predict, so it has no loss.
