@@ -19,7 +19,7 @@ MAX_DEVIATIONS = 6.0  # observations further from the expected speed, in deviati
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """A published measurement of one configuration on one card.
+    """A measurement that others made of one configuration on one card.
 
     `tokens_per_s` counts whole rows with padding, because the useful tokens depend on the data.
     `tokens_per_row` is their mean length, or None if all have seq_len. `model` is a name of the

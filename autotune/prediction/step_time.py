@@ -47,8 +47,8 @@ AGAIN = 0.7  # share of the host's time that recomputing the layer adds
 # pass does it twice, and adds the gradient.
 TILE_FORWARD = 4.0
 TILE_BACKWARD = 10.0
-# With these tiles instead of the usual logits, layers move their bytes by the constants above times
-# this factor, because the constants for logits include some of the layers' bytes. Dry probes of
+# With these tiles instead of the usual logits, the layers' constants above are multiplied by this
+# factor. The constants for logits include some of the layers' bytes. Dry probes of
 # five families with adapters counted 1.3 to 1.6.
 LAYERS_ALONE = 1.45
 DEVICE_ERROR = 0.08  # relative standard deviation of the device's time
@@ -143,7 +143,7 @@ class StepTimeEstimate:
 
     @property
     def host_share(self) -> float:
-        """The degree of CPU-boundness, from 0 (GPU-bound) to 1."""
+        """A number from 0 (GPU-bound) to 1 (CPU-bound)."""
         return self.host_s**4 / (self.device_s**4 + self.host_s**4)
 
     @property

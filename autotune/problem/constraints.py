@@ -78,7 +78,7 @@ class Narrowing:
     def keep(
         self, name: str, possible: Callable[[Any], bool], reason: str, *, reserve: bool = True
     ) -> None:
-        """Remove impossible values of a knob, with `reserve` from the reserve too.
+        """Remove impossible values of a knob; with `reserve`, also from the reserve.
 
         Raises UsageError if no value is left.
         """
@@ -447,9 +447,10 @@ def _narrow_padding_to_trl(narrowing: Narrowing) -> None:
 
 
 def narrow_padding(narrowing: Narrowing, workload: Workload) -> None:
-    """Search compilation only with packed rows if the only other padding is to the longest row.
+    """Search compilation only with packed rows if unpacked rows have too many lengths.
 
-    Examples of one length have no padding, so they need no mask.
+    This is the case if they can only be padded to the longest row of a micro batch. Examples of one
+    length have no padding, so they need no mask.
     """
     padding = narrowing.space.knob("padding")
     if padding is None:

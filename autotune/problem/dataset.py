@@ -255,7 +255,7 @@ def rows_of(objective: Objective, row: dict[str, Any]) -> list[list[dict[str, An
 def _answer_row(prompt: Any, answer: Any) -> dict[str, Any]:
     """Return a row with a prompt and an answer.
 
-    Messages already contain their prompt if the prompt is missing or is text.
+    An answer of messages already contains the prompt if the prompt is missing or is text.
     """
     if prompt and isinstance(prompt, str) is isinstance(answer, str):
         return {"prompt": prompt, "completion": answer}

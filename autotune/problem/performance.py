@@ -14,7 +14,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.problem.workload import RunShape, Workload
 
 # Times of two probes differ by this share, even if the steps of each agree well. On an H200, two
-# confirmations differed by 0.1 %, and the shorter probes of the search differed from them by 0.4 to
+# confirmations differed by 0.1 %. The shorter probes of the search differed from them by 0.4 to
 # 1 %, because a GPU warms up.
 AGAIN = 0.01
 # Speeds within this share are equal: their intervals overlap. Two H200s in one host measured the

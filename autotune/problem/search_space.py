@@ -148,7 +148,7 @@ class SearchSpace:
     def load(cls, name_or_path: str) -> "SearchSpace":
         """Load a shipped space by name, or a file.
 
-        Raises UsageError, with the wrong line of the file.
+        Raises UsageError, which names the wrong line of a file.
         """
         shipped = shipped_spaces()
         path = shipped.get(name_or_path) or Path(name_or_path)

@@ -447,7 +447,7 @@ class Workload:
 
 
 def _at_length(config: TrainConfig, seq_len: int) -> TrainConfig:
-    """Return a configuration with this length; a copy would take longer than a formula."""
+    """Return the configuration itself if it has this length: a copy takes longer than a formula."""
     return config if config.seq_len == seq_len else replace(config, seq_len=seq_len)
 
 
