@@ -54,7 +54,12 @@ class Optimizer:
     """One Optuna study: created, or continued if the space is the same. The caller closes it."""
 
     def __init__(
-        self, url: str, storage: RDBStorage, study: optuna.Study, space: SearchSpace, outages: Outages | None = None
+        self,
+        url: str,
+        storage: RDBStorage,
+        study: optuna.Study,
+        space: SearchSpace,
+        outages: Outages | None = None,
     ) -> None:
         self._url = url
         self._storage = storage
@@ -62,10 +67,14 @@ class Optimizer:
         self._space = space
         self.outages = outages or Outages()
         self.outages.watch(storage.engine)
-        self._begun: dict[int, optuna.Trial] = {}  # a second Trial object of the same trial would sample again
+        self._begun: dict[
+            int, optuna.Trial
+        ] = {}  # a second Trial object of the same trial would sample again
         self._is_asking = False  # stays True if a broken connection interrupted `ask`
         self._withdrawn: set[int] = set()
-        self._unnamed_since: dict[int, float] = {}  # running trials without a worker's name, and when they were seen
+        self._unnamed_since: dict[
+            int, float
+        ] = {}  # running trials without a worker's name, and when they were seen
 
     @classmethod
     def create(
@@ -75,7 +84,9 @@ class Optimizer:
         with optuna_errors(url), contextlib.ExitStack() as undo:
             storage = undo.enter_context(opened_storage(url))
             one_at_a_time(storage.engine)
-            study = optuna.create_study(storage=storage, study_name=name, direction="maximize", load_if_exists=True)
+            study = optuna.create_study(
+                storage=storage, study_name=name, direction="maximize", load_if_exists=True
+            )
             optimizer = cls(url, storage, study, space, outages)
             with _experimental():
                 if not study.metric_names:
@@ -85,7 +96,8 @@ class Optimizer:
                     multivariate=True,
                     group=True,
                     n_startup_trials=STARTUP_TRIALS,
-                    seed=seed + len(study.trials),  # a continued study must not draw the same numbers again
+                    seed=seed
+                    + len(study.trials),  # a continued study must not draw the same numbers again
                 )
             undo.pop_all()  # the caller closes the connections from here on
         return optimizer
@@ -117,7 +129,9 @@ class Optimizer:
         with optuna_errors(self._url):
             return dict(self._study.user_attrs)
 
-    def repair(self, settle: Callable[[int], bool], workers: Callable[[], Collection[str]] = tuple) -> int:
+    def repair(
+        self, settle: Callable[[int], bool], workers: Callable[[], Collection[str]] = tuple
+    ) -> int:
         """Finish trials that a killed session left running, or fail and queue them again.
 
         Args:
@@ -130,7 +144,9 @@ class Optimizer:
         """
         num_queued, unnamed_since, now = 0, dict[int, float](), time.monotonic()
         running = self._in_state(TrialState.RUNNING)
-        live = workers()  # after the running trials were read, so that whoever began one of these has joined
+        live = (
+            workers()
+        )  # after the running trials were read, so that whoever began one of these has joined
         for trial in running:
             worker = trial.user_attrs.get("worker")
             if worker in live:
@@ -167,12 +183,21 @@ class Optimizer:
         """Begin a trial: of the `wanted` choice, else of what is queued, else of what the sampler proposes."""
         if self._is_asking:  # the last call was interrupted, and may have left a trial behind
             for trial in self._in_state(TrialState.RUNNING):
-                if worker and trial.user_attrs.get("worker") == worker and trial.number not in self._begun:
+                if (
+                    worker
+                    and trial.user_attrs.get("worker") == worker
+                    and trial.number not in self._begun
+                ):
                     self.give_back(trial.number)
         self._is_asking = True
         proposal = None
-        while proposal is None:  # else another worker took this one for dead, and gave the trial back
-            with optuna_errors(self._url), contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+        while (
+            proposal is None
+        ):  # else another worker took this one for dead, and gave the trial back
+            with (
+                optuna_errors(self._url),
+                contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError),
+            ):
                 if wanted is None:
                     proposal = self._propose(self._study.ask(), worker)
                 else:
@@ -205,7 +230,11 @@ class Optimizer:
 
         Optuna's public way is its queue, from which another worker could take the trial: hence the private names.
         """
-        known = {name: distribution(knob) for name in wanted if (knob := self._space.knob(name)) is not None}
+        known = {
+            name: distribution(knob)
+            for name in wanted
+            if (knob := self._space.knob(name)) is not None
+        }
         template = optuna.trial.create_trial(
             state=TrialState.RUNNING,
             params={name: wanted[name] for name in known},
@@ -213,8 +242,12 @@ class Optimizer:
             user_attrs={"worker": worker} if worker else {},
         )
         study = self._study
-        study._thread_local.cached_all_trials = None  # as `Study.ask` does: else the sampler misses the latest trials
-        return optuna.Trial(study, study._storage.create_new_trial(study._study_id, template_trial=template))
+        study._thread_local.cached_all_trials = (
+            None  # as `Study.ask` does: else the sampler misses the latest trials
+        )
+        return optuna.Trial(
+            study, study._storage.create_new_trial(study._study_id, template_trial=template)
+        )
 
     @retried
     def tell(
@@ -231,7 +264,10 @@ class Optimizer:
 
         Returns False if another worker took this one for dead and gave the trial back: that stands.
         """
-        with optuna_errors(self._url), contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+        with (
+            optuna_errors(self._url),
+            contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError),
+        ):
             trial = self._begun.pop(number, None)
             if trial is None:  # begun by a session that was killed; its id is nowhere public
                 trial = optuna.trial.Trial(self._study, self._trial(number)._trial_id)
@@ -239,7 +275,9 @@ class Optimizer:
             if state.is_finished():
                 return state is not TrialState.FAIL
             for key, margin in margins.items():
-                if math.isfinite(margin) and key not in trial.constraints:  # a killed session may have set some
+                if (
+                    math.isfinite(margin) and key not in trial.constraints
+                ):  # a killed session may have set some
                     trial.set_constraint(key, margin)
             trial.set_user_attr("outcome", outcome.value)
             trial.set_user_attr("reused", reused)
@@ -248,7 +286,9 @@ class Optimizer:
             if value is not None and math.isfinite(value):
                 if outcome is Outcome.OK:
                     return self._finish(number, TrialState.COMPLETE, value)
-                trial.report(value, step=0)  # SLOW: the predicted value shows samplers how far off it is
+                trial.report(
+                    value, step=0
+                )  # SLOW: the predicted value shows samplers how far off it is
             return self._finish(number, TrialState.PRUNED)
         return False
 
@@ -263,7 +303,9 @@ class Optimizer:
     @retried
     def withdraw(self, number: int) -> bool:
         """Fail a trial, so that it counts for nothing. False if another worker was quicker."""
-        again = number in self._withdrawn  # after a broken connection the quicker worker may be this one
+        again = (
+            number in self._withdrawn
+        )  # after a broken connection the quicker worker may be this one
         self._withdrawn.add(number)
         with optuna_errors(self._url):
             self._begun.pop(number, None)
@@ -318,7 +360,9 @@ def _finished(trial: FrozenTrial) -> FinishedTrial:
             reason=trial.user_attrs.get("reason"),
         )
     except (TypeError, ValueError) as error:
-        raise StorageError(f"trial {trial.number} of the study cannot be read: {error}", remedy=OTHER) from None
+        raise StorageError(
+            f"trial {trial.number} of the study cannot be read: {error}", remedy=OTHER
+        ) from None
 
 
 def distribution(knob: Knob) -> BaseDistribution:

@@ -108,7 +108,9 @@ def _with_counted_gpu(spec: StudySpec) -> StudySpec:
     if counted is None:
         return spec
     if spec.gpus is not None:
-        raise UsageError(f"--gpu says {counted} GPUs and --gpus {spec.gpus}", remedy="leave out one of them")
+        raise UsageError(
+            f"--gpu says {counted} GPUs and --gpus {spec.gpus}", remedy="leave out one of them"
+        )
     return replace(spec, gpu=gpu, gpus=counted)
 
 
@@ -120,7 +122,9 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
     task, numbers = setup.task, setup.task.numbers_of_gpus
     gpus = numbers[-1]
     if spec.play_ranks and gpus == 1:
-        raise UsageError("--play-ranks: one GPU has no ranks", remedy="say how many GPUs with --gpus")
+        raise UsageError(
+            "--play-ranks: one GPU has no ranks", remedy="say how many GPUs with --gpus"
+        )
     here = gpus if target.card is None else len(visible())
     if gpus == 1 or (here >= gpus and len(numbers) == 1 and not spec.play_ranks):
         return setup
@@ -129,7 +133,11 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
             f"--verify runs the exported script on {gpus} GPUs, and a rank is played on one of {here}",
             remedy="leave out --verify, and run `autotune verify` where the GPUs are",
         )
-    if any(task.link_gb_s(Parallelism.of(config)) is None for config in task.baselines if config.num_gpus > 1):
+    if any(
+        task.link_gb_s(Parallelism.of(config)) is None
+        for config in task.baselines
+        if config.num_gpus > 1
+    ):
         reason = f"nobody published how fast {task.device.label} exchanges data with its like"
         remedy = "give a card of your own with link_gb_s (docs/using.md)"
         if target.card is None:
@@ -148,21 +156,36 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
 def _check_combination(spec: StudySpec, target: Target) -> None:
     """Raises UsageError for options that exclude each other."""
     if spec.quality and spec.shallow_only:
-        raise UsageError("--quality trains the whole model, --shallow-only none", remedy="leave one of them out")
+        raise UsageError(
+            "--quality trains the whole model, --shallow-only none", remedy="leave one of them out"
+        )
     if spec.configs and (spec.quality or spec.shallow_only or spec.verify):
-        raise UsageError("configs are probed as they are", remedy="leave --quality, --verify and --shallow-only out")
+        raise UsageError(
+            "configs are probed as they are",
+            remedy="leave --quality, --verify and --shallow-only out",
+        )
     if spec.verify and (spec.shallow_only or target.measured_on is not None):
         raise UsageError(
-            "--verify runs what is exported on the device itself", remedy="leave out --verify, or --shallow-only"
+            "--verify runs what is exported on the device itself",
+            remedy="leave out --verify, or --shallow-only",
         )
-    if (spec.numbers_of_gpus or (1,)) != (1,) and (spec.workers > 1 or spec.ray is not None or spec.quality):
+    if (spec.numbers_of_gpus or (1,)) != (1,) and (
+        spec.workers > 1 or spec.ray is not None or spec.quality
+    ):
         raise UsageError(
-            "--gpus takes all GPUs for one training at a time", remedy="leave out --workers, --ray and --quality"
+            "--gpus takes all GPUs for one training at a time",
+            remedy="leave out --workers, --ray and --quality",
         )
     if spec.quality and spec.objective != Objective.SFT:
-        raise UsageError("--quality compares losses of the next token", remedy="leave --quality out, or --objective")
+        raise UsageError(
+            "--quality compares losses of the next token",
+            remedy="leave --quality out, or --objective",
+        )
     if spec.quality and spec.trained_by != "transformers":
-        raise UsageError("--quality trains with transformers' Trainer", remedy="leave --quality out, or --trainer trl")
+        raise UsageError(
+            "--quality trains with transformers' Trainer",
+            remedy="leave --quality out, or --trainer trl",
+        )
 
 
 def _unused_name(name: str, url: str) -> str:
@@ -171,4 +194,6 @@ def _unused_name(name: str, url: str) -> str:
 
     taken = set(study_names(url))
     numbered = (f"{name}-{number}" for number in itertools.count(2))
-    return next(candidate for candidate in itertools.chain([name], numbered) if candidate not in taken)
+    return next(
+        candidate for candidate in itertools.chain([name], numbered) if candidate not in taken
+    )

@@ -35,7 +35,9 @@ class ProbeTimes:
 
     shape: ModelShape | None
     _probed: dict[TrainConfig, dict[int, _Probed]] = field(default_factory=dict)
-    _loads_s: dict[int, float] = field(default_factory=dict)  # the longest by depth: a model may be there already
+    _loads_s: dict[int, float] = field(
+        default_factory=dict
+    )  # the longest by depth: a model may be there already
 
     def learn(self, result: ProbeResult, measurement: Measurement) -> None:
         """Take over what a successful probe took."""
@@ -46,7 +48,12 @@ class ProbeTimes:
         first_s = seconds.get("first_step", seconds["total"])
         if result.config.compile != "none":  # compiled code is there the next time
             first_s = min(first_s, FIRST_MICROS * micro_s)
-        probed = _Probed(micro_s=micro_s, first_s=first_s, micro_steps=steps, new_length_s=measurement.new_length_s)
+        probed = _Probed(
+            micro_s=micro_s,
+            first_s=first_s,
+            micro_steps=steps,
+            new_length_s=measurement.new_length_s,
+        )
         self._probed.setdefault(result.config, {})[depth] = probed
         self._loads_s[depth] = max(self._loads_s.get(depth, 0.0), seconds.get("load", 0.0))
 
@@ -60,10 +67,14 @@ class ProbeTimes:
         micro_s = micros[WHOLE] if WHOLE in micros else self._line(micros)
         schedule = Schedule.plan(request, planned=True)  # by the probes that are known
         then = Schedule.plan(replace(request, micro_steps=known.micro_steps), planned=True)
-        ratio = (schedule.lead_micros + schedule.round_micros) / (then.lead_micros + then.round_micros)
+        ratio = (schedule.lead_micros + schedule.round_micros) / (
+            then.lead_micros + then.round_micros
+        )
         first_s = known.first_s * micro_s / known.micro_s * ratio
         round_s = schedule.round_micros * micro_s
-        num_rounds = schedule.rounds_to_time(request, round_s / len(schedule.round), request.min_timed_s)
+        num_rounds = schedule.rounds_to_time(
+            request, round_s / len(schedule.round), request.min_timed_s
+        )
         timed_s = (num_rounds - schedule.first_counts(micro_s)) * round_s
         load_s = self._loads_s[WHOLE] if WHOLE in self._loads_s else self._line(self._loads_s)
         evaluated_s = schedule.evaluation_micros * micro_s * EVALUATED if request.evaluate else 0.0

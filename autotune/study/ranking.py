@@ -39,7 +39,9 @@ class Scored:
         A few long steps on a busy machine make much noise, and yet all steps of one may be slower than the other's.
         """
         ratio = max(self.score, other.score) / min(self.score, other.score)
-        return ratio - 1 <= max(self.noise, other.noise) and not (self.beats(other) or other.beats(self))
+        return ratio - 1 <= max(self.noise, other.noise) and not (
+            self.beats(other) or other.beats(self)
+        )
 
     def beats(self, other: "Scored") -> bool:
         """Whether the score is higher even by the slowest step, against the fastest of the other's."""
@@ -58,7 +60,10 @@ def choose(candidates: Sequence[Scored], slack: float) -> Scored:
     without candidates.
     """
     leaders = _leaders(candidates, slack)
-    return max((one for one in leaders if one.ties(leaders[0])), key=lambda one: (_among_equals(one), one.score))
+    return max(
+        (one for one in leaders if one.ties(leaders[0])),
+        key=lambda one: (_among_equals(one), one.score),
+    )
 
 
 def to_beat(candidate: Scored, others: Sequence[Scored], slack: float) -> float:
@@ -78,7 +83,11 @@ def _leaders(candidates: Sequence[Scored], slack: float) -> list[Scored]:
     """The best class among those within the slack of the cheapest, the fastest first."""
     ranked = sorted(candidates, key=lambda candidate: candidate.score, reverse=True)
     best = max(_class(one) for one in ranked if one.score >= ranked[0].score / (1.0 + slack))
-    return [one for one in ranked if _class(one) == best and one.score >= ranked[0].score / (1.0 + slack)]
+    return [
+        one
+        for one in ranked
+        if _class(one) == best and one.score >= ranked[0].score / (1.0 + slack)
+    ]
 
 
 def _class(candidate: Scored) -> tuple[Any, ...]:
@@ -103,9 +112,16 @@ def why(
 
     `best` is what the one with the highest score is called.
     """
-    cheapest, capability = max(candidates, key=lambda candidate: candidate.score), winner.config.capability
+    cheapest, capability = (
+        max(candidates, key=lambda candidate: candidate.score),
+        winner.config.capability,
+    )
     tie, extra = winner.ties(cheapest), cheapest.score / winner.score - 1.0
-    cost = "at no measurable cost" if tie else f"for {extra:.1%} more cost than {best} (slack {slack:.0%})"
+    cost = (
+        "at no measurable cost"
+        if tie
+        else f"for {extra:.1%} more cost than {best} (slack {slack:.0%})"
+    )
     if capability != cheapest.config.capability:
         return f"it is more capable: {learning_differences(winner.config, cheapest.config)}, {cost}"
     if any(config.capability > capability for config in tried):
@@ -126,7 +142,9 @@ def more_capable(space: SearchSpace, config: TrainConfig) -> list[TrainConfig]:
     First every learning knob at its most capable value, then each knob alone, then the LoRA ranks between.
     """
     raised = {
-        knob.name: max((replace(config, **{knob.name: value}).capability, value) for value in knob.choices())[1]
+        knob.name: max(
+            (replace(config, **{knob.name: value}).capability, value) for value in knob.choices()
+        )[1]
         for knob in space.knobs
         if KNOBS[knob.name].capability_priority is not None and len(knob.choices()) > 1
     }
@@ -134,4 +152,6 @@ def more_capable(space: SearchSpace, config: TrainConfig) -> list[TrainConfig]:
     if "lora_rank" in raised and config.lora_rank:
         ranks = space.knob("lora_rank").choices()  # type: ignore[union-attr]
         wanted += [{"lora_rank": rank} for rank in sorted(ranks) if rank > config.lora_rank]
-    return list(dict.fromkeys(space.config(space.clip(replace(config, **changes))) for changes in wanted))
+    return list(
+        dict.fromkeys(space.config(space.clip(replace(config, **changes))) for changes in wanted)
+    )

@@ -147,7 +147,9 @@ class GpuPlan:
     @property
     def cheapest_within(self) -> RankPlan | None:
         """The cheapest row within the deadline."""
-        return cheapest(self.trainable, self.within_hours) if self.within_hours is not None else None
+        return (
+            cheapest(self.trainable, self.within_hours) if self.within_hours is not None else None
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +179,9 @@ def with_efficiency(rows: Sequence[RankPlan], reference: RankPlan | None) -> tup
     if reference is None or not reference.tokens_per_s:
         return tuple(rows)
     each = reference.tokens_per_s / reference.num_gpus
-    shares = (None if row.tokens_per_s is None else row.tokens_per_s / row.num_gpus / each for row in rows)
+    shares = (
+        None if row.tokens_per_s is None else row.tokens_per_s / row.num_gpus / each for row in rows
+    )
     return tuple(replace(row, efficiency=share) for row, share in zip(rows, shares, strict=True))
 
 
@@ -188,5 +192,9 @@ def fastest(rows: Sequence[RankPlan]) -> RankPlan | None:
 
 def cheapest(rows: Sequence[RankPlan], within_hours: float = math.inf) -> RankPlan | None:
     """The row with the fewest GPU-hours, which all have one price, of those whose run ends in time."""
-    known = [(row.hours, row) for row in rows if row.hours is not None and row.hours <= within_hours]
-    return min(known, key=lambda entry: (entry[0] * entry[1].num_gpus, entry[0]), default=(None, None))[1]
+    known = [
+        (row.hours, row) for row in rows if row.hours is not None and row.hours <= within_hours
+    ]
+    return min(
+        known, key=lambda entry: (entry[0] * entry[1].num_gpus, entry[0]), default=(None, None)
+    )[1]

@@ -150,7 +150,13 @@ class Session:
         return optimizer
 
     def evaluator(
-        self, task: Task, terms: ProbeTerms, *, study: str, shape: ModelShape | None, shallow_only: bool = False
+        self,
+        task: Task,
+        terms: ProbeTerms,
+        *,
+        study: str,
+        shape: ModelShape | None,
+        shallow_only: bool = False,
     ) -> Evaluator:
         """An evaluator of configurations for a task; its probes are stored under the name `study`."""
         # What the formula was measured with.
@@ -206,7 +212,9 @@ class Leader:
             held = fmt_gib(target.held_by_others_gib)
             note(f"others hold {held} of this GPU: {target.other_processes()}", "yellow")
         self.memory_gib = target.memory_cap_gib(
-            session.prober.memory_gib, asked_gib=self._asked_gib(), may_exceed=plan.spec.shallow_only
+            session.prober.memory_gib,
+            asked_gib=self._asked_gib(),
+            may_exceed=plan.spec.shallow_only,
         )
         held_gib = session.prober.context_gib if target.card is None else 0.0
         if self.memory_gib * (1 - plan.spec.headroom) <= held_gib:
@@ -236,8 +244,12 @@ class Leader:
         session, plan, spec = self.session, self.plan, self.plan.spec
         terms = ProbeTerms(memory_gib=self.memory_gib, headroom=spec.headroom, seed=spec.seed)
         setup, shape = self._fit_setup()
-        session.progress.plan(setup, fits_gib=self.memory_gib, trials=spec.trials, workers=spec.workers)
-        evaluator = session.evaluator(setup.task, terms, study=plan.study, shape=shape, shallow_only=spec.shallow_only)
+        session.progress.plan(
+            setup, fits_gib=self.memory_gib, trials=spec.trials, workers=spec.workers
+        )
+        evaluator = session.evaluator(
+            setup.task, terms, study=plan.study, shape=shape, shallow_only=spec.shallow_only
+        )
         evaluator.learn_from_others()
         self._begin_lookahead(setup.task, evaluator)
         tried: list[TrainConfig] = []
@@ -251,7 +263,9 @@ class Leader:
                 session.progress.say,
             )
         if opened:
-            session.progress.note(f"nothing else fits, so these are searched too: {setup.reserved}", "yellow")
+            session.progress.note(
+                f"nothing else fits, so these are searched too: {setup.reserved}", "yellow"
+            )
             setup = open_reserve(setup)
         self._optimizer = session.optimizer(plan.study, setup.task, spec.seed)
         record = StudyRecord(
@@ -272,9 +286,14 @@ class Leader:
         # One conversion for all sessions, or values would not compare.
         if self._before is not None and setup.task.carried is not None:
             before = self._before.task
-            setup = replace(setup, task=replace(setup.task, carried=before.carried, calibration=before.calibration))
+            setup = replace(
+                setup,
+                task=replace(setup.task, carried=before.carried, calibration=before.calibration),
+            )
         if setup.task.device.kind == "cpu":
-            peak = self._before.task.peak_tflops if self._before else self.session.prober.peak_tflops
+            peak = (
+                self._before.task.peak_tflops if self._before else self.session.prober.peak_tflops
+            )
             setup = replace(setup, task=replace(setup.task, peak_tflops=peak))
         shape = self.session.prober.describe(setup.task.model.config)
         if self.plan.spec.shallow_only and (shape is None or depths(shape, None) is None):
@@ -317,11 +336,17 @@ class Leader:
             self.on_resumed(self.trials.rows)
             progress.resumed(self.trials.rows)
             self.trials.begin(tried)
-            self.update(limits=limits, earlier_seconds=self._earlier_seconds, phase=StudyPhase.SEARCHING)
+            self.update(
+                limits=limits, earlier_seconds=self._earlier_seconds, phase=StudyPhase.SEARCHING
+            )
             try:
                 with (
-                    local_workers(plan.cards, plan.study, plan.url, plan.out, progress, session.is_over),
-                    ray_workers(spec.ray, plan.study, plan.url, task.device, progress, session.is_over),
+                    local_workers(
+                        plan.cards, plan.study, plan.url, plan.out, progress, session.is_over
+                    ),
+                    ray_workers(
+                        spec.ray, plan.study, plan.url, task.device, progress, session.is_over
+                    ),
                 ):
                     study.run()
                     self._end_lookahead()
@@ -332,10 +357,15 @@ class Leader:
                 self.update(decomposition=self._decompose(evaluator))
             except (TooManyFailures, EnvironmentProblem) as error:
                 self.failure = error
-            except KeyboardInterrupt:  # of a caller that does not handle signals, such as a notebook
+            except (
+                KeyboardInterrupt
+            ):  # of a caller that does not handle signals, such as a notebook
                 stop.request()
             finally:
-                self.update(phase=StudyPhase.ENDED, too_short_for=() if stop() else self.trials.too_short_for)
+                self.update(
+                    phase=StudyPhase.ENDED,
+                    too_short_for=() if stop() else self.trials.too_short_for,
+                )
                 self.trials.reap()
                 self.update()
 
@@ -363,7 +393,11 @@ class Leader:
             trying(number, config)
 
         def is_compiled(config: TrainConfig) -> bool:
-            new = [row for row in trials.rows if row.number not in keys and row.outcome is not Outcome.REFUSED]
+            new = [
+                row
+                for row in trials.rows
+                if row.number not in keys and row.outcome is not Outcome.REFUSED
+            ]
             keys.update({row.number: code_key(row.config) for row in new})
             key = code_key(config)
             return key in keys.values() or (ahead is not None and key in ahead.compile_seconds())
@@ -378,14 +412,18 @@ class Leader:
         self._ahead.close()
         if compiled:
             each_s = sum(compiled.values()) / len(compiled)
-            self.session.progress.say(f"compiled ahead: {len(compiled)} ways to compute, {fmt_seconds(each_s)} each")
+            self.session.progress.say(
+                f"compiled ahead: {len(compiled)} ways to compute, {fmt_seconds(each_s)} each"
+            )
 
     def _decompose(self, evaluator: Evaluator) -> Decomposition | None:
         """What the speed-up consists of, as far as truncated models show it in the time that is left."""
         trials, recipe = self.trials, self.trials.selection.recipe(self._fingerprint)
         if recipe is None or recipe.baseline is None or recipe.speedup is None:
             return None
-        shallow = evaluator.shape is not None and depths_of(evaluator.shape, recipe.config) is not None
+        shallow = (
+            evaluator.shape is not None and depths_of(evaluator.shape, recipe.config) is not None
+        )
         # Stored under another name, as `explain` does.
         apart = replace(evaluator, study=f"{trials.task.study}, explained", shallow_only=shallow)
         lasts_s = trials.lasting()
@@ -396,9 +434,17 @@ class Leader:
                 return None
             try:
                 measured = apart.evaluate(config, None).result.measurement
-            except (Cancelled, TooManyFailures, ValueError):  # ValueError: its rows do not divide the global batch
+            except (
+                Cancelled,
+                TooManyFailures,
+                ValueError,
+            ):  # ValueError: its rows do not divide the global batch
                 return None
-            return None if measured is None else run_performance(trials.task, config, [measured]).tokens_per_second
+            return (
+                None
+                if measured is None
+                else run_performance(trials.task, config, [measured]).tokens_per_second
+            )
 
         return decompose(recipe.config, recipe.baseline.config, recipe.speedup, speed)
 
@@ -418,7 +464,10 @@ class Leader:
     def finalists(self) -> list[Candidate]:
         """The candidates that may win, best first."""
         selection = self.trials.selection
-        return [selection.candidate(config) for config in selection.finalists(self.trials.limits.finalists)]
+        return [
+            selection.candidate(config)
+            for config in selection.finalists(self.trials.limits.finalists)
+        ]
 
     def summary(self, project: Project) -> StudySummary:
         """What the study found; `project` predicts the winner's run on other devices."""
@@ -426,7 +475,12 @@ class Leader:
         assert record is not None
         trials, stored = self.trials, self.session.store.of_study(self.plan.study)
         return summarize(
-            record, trials.rows, trials.selection, stored, project=project, wall_seconds=self._wall_seconds
+            record,
+            trials.rows,
+            trials.selection,
+            stored,
+            project=project,
+            wall_seconds=self._wall_seconds,
         )
 
 
@@ -440,15 +494,20 @@ def find_record(name: str | None, url: str) -> StudyRecord:
     names = study_names(url)
     if not names:
         raise UsageError(
-            "there is no study in this database", remedy="start one with `autotune run`, or name --storage"
+            "there is no study in this database",
+            remedy="start one with `autotune run`, or name --storage",
         )
     if name is None:
         name = names[-1]
     if name not in names:
-        raise UsageError(f"there is no study {name!r} here", remedy=f"the studies are: {', '.join(names)}")
+        raise UsageError(
+            f"there is no study {name!r} here", remedy=f"the studies are: {', '.join(names)}"
+        )
     record = read_record(url, name)
     if record is None:
-        raise UsageError(f"{name!r} is not a study of autotune", remedy="name one that `autotune run` made")
+        raise UsageError(
+            f"{name!r} is not a study of autotune", remedy="name one that `autotune run` made"
+        )
     return record
 
 
@@ -457,7 +516,9 @@ def read_summary(record: StudyRecord, url: str, project: Project) -> StudySummar
     task = record.task
     with closing(Optimizer.open(url, task.study, task.space)) as optimizer:
         finished = optimizer.finished()
-    with closing(ProbeStore(url)) as store:  # read last: a running study stores a probe before its trial is finished
+    with closing(
+        ProbeStore(url)
+    ) as store:  # read last: a running study stores a probe before its trial is finished
         stored = store.of_study(task.study)
     rows, selection = restore(task, finished, stored)
     probed = sum(row.result.seconds.get("total", 0.0) for row in stored)
@@ -472,7 +533,9 @@ def read_nodes(record: StudyRecord, url: str) -> tuple[Node, ...]:
         return nodes_of(record.task, store.of_study(record.task.study))
 
 
-def await_study(url: str, name: str, wait_s: float, say: Callable[[str], None] = lambda text: None) -> StudyRecord:
+def await_study(
+    url: str, name: str, wait_s: float, say: Callable[[str], None] = lambda text: None
+) -> StudyRecord:
     """The record of a study once its search has begun. Raises UsageError if it has not within `wait_s` seconds."""
     until = time.monotonic() + wait_s
     is_announced = False
@@ -493,7 +556,10 @@ def worker_folder(record: StudyRecord, url: str, out: Path | None) -> Path:
     """The directory of this worker's logs: `out`, or one of its own in the study's directory."""
     if out is not None:
         return out
-    return opened_out(record.out, url, record.task.study) / f"worker-{socket.gethostname()}-{os.getpid()}"
+    return (
+        opened_out(record.out, url, record.task.study)
+        / f"worker-{socket.gethostname()}-{os.getpid()}"
+    )
 
 
 def work(session: Session, record: StudyRecord, *, allow_mixed: bool = False) -> int:
@@ -512,7 +578,9 @@ def work(session: Session, record: StudyRecord, *, allow_mixed: bool = False) ->
             remedy="workers of one study need the same GPU and the same packages (--allow-mixed to try nevertheless)",
         )
     shape = session.prober.describe(task.model.config)
-    evaluator = session.evaluator(task, record.terms, study=name, shape=shape, shallow_only=record.shallow_only)
+    evaluator = session.evaluator(
+        task, record.terms, study=name, shape=shape, shallow_only=record.shallow_only
+    )
     evaluator.learn_from_others()
     me = Worker.here(session.prober.fingerprint.device)
     optimizer = session.optimizer(name, task, record.terms.seed + crc32(me.name.encode()))
@@ -606,11 +674,15 @@ def require_device(device: DeviceSpec, remedy: str, gpus: int = 1) -> str:
     if not is_here:
         raise EnvironmentProblem(f"the study is for {device.name}, here is {here}", remedy=remedy)
     if kind == "cuda" and (number := len(visible())) < gpus:
-        raise EnvironmentProblem(f"the study is for {gpus} GPUs, visible here: {number}", remedy=remedy)
+        raise EnvironmentProblem(
+            f"the study is for {gpus} GPUs, visible here: {number}", remedy=remedy
+        )
     return kind
 
 
-def explain(session: Session, record: StudyRecord, winner: TrainConfig, baseline: TrainConfig) -> Ablation:
+def explain(
+    session: Session, record: StudyRecord, winner: TrainConfig, baseline: TrainConfig
+) -> Ablation:
     """Probe the winner of a study with one knob after another set back to the baseline's value; record the result.
 
     Raises:
@@ -623,8 +695,12 @@ def explain(session: Session, record: StudyRecord, winner: TrainConfig, baseline
     shallow = shape is not None and depths_of(shape, winner) is not None
     # Stored under another name: otherwise a lucky probe could make another configuration the winner.
     study = f"{task.study}, explained"
-    evaluator = session.evaluator(task, record.terms, study=study, shape=shape, shallow_only=shallow)
-    ablation = ablate(task, evaluator, winner, baseline, say=session.progress.say, should_stop=session.stop)
+    evaluator = session.evaluator(
+        task, record.terms, study=study, shape=shape, shallow_only=shallow
+    )
+    ablation = ablate(
+        task, evaluator, winner, baseline, say=session.progress.say, should_stop=session.stop
+    )
     amend_record(session.url, record, ablation=ablation)
     return ablation
 
@@ -641,7 +717,9 @@ def profile(
     """
     prober = session.prober
     if not isinstance(prober, WorkerProber):
-        raise UsageError("one GPU is profiled, and the study probes several", remedy="profile a study of one GPU")
+        raise UsageError(
+            "one GPU is profiled, and the study probes several", remedy="profile a study of one GPU"
+        )
     session.start_prober()
     asked = record.terms.request(record.task, config, prober.device)
     request, log = replace(asked, new_lengths=False), session.logs / "profile.log"

@@ -7,7 +7,15 @@ from typing import Any, ClassVar
 from autotune.catalog import DeviceSpec, ModelSpec, Price
 from autotune.core.json_view import Native, View, also_native, json_data, keys, under
 from autotune.core.learning_rate import default_learning_rate
-from autotune.core.probe_types import Evidence, Fingerprint, Measurement, OomDetail, Outcome, ProbeResult, Rung
+from autotune.core.probe_types import (
+    Evidence,
+    Fingerprint,
+    Measurement,
+    OomDetail,
+    Outcome,
+    ProbeResult,
+    Rung,
+)
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.estimate import Estimate
 from autotune.problem.performance import Performance
@@ -36,7 +44,10 @@ CARD = keys(  # of another card
     evidence="cost.evidence",
     measurements_on_this_card="num_observations",
 )
-CREEP, CREEP_GIB = 0.02, 0.1  # what peaks may grow by and be called the same: relative, and at least
+CREEP, CREEP_GIB = (
+    0.02,
+    0.1,
+)  # what peaks may grow by and be called the same: relative, and at least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +56,9 @@ class Candidate:
 
     JSON: ClassVar = keys(
         "config",
-        performance=View("performance", keys("samples_per_second", "tokens_per_second", "step_time_s", "mfu")),
+        performance=View(
+            "performance", keys("samples_per_second", "tokens_per_second", "step_time_s", "mfu")
+        ),
         memory=keys(
             model_gib="measurement.model_gib",
             peak_during_training_gib="measurement.peak_allocated_gib",
@@ -104,7 +117,11 @@ class Recipe:
         """The rate that was learned for the winner, else the usual one."""
         # Before there was a default, alpha was twice the rank: as it is now of rank 16 alone.
         is_valid = self.learning and (self.learning.default or self.config.lora_rank in (None, 16))
-        return self.learning.learning_rate if self.learning and is_valid else self.default_learning_rate
+        return (
+            self.learning.learning_rate
+            if self.learning and is_valid
+            else self.default_learning_rate
+        )
 
     @property
     def default_learning_rate(self) -> float:
@@ -131,7 +148,9 @@ class Recipe:
         """The winner's useful tokens/s over the baseline's; None without a baseline."""
         if self.baseline is None:
             return None
-        return self.winner.performance.tokens_per_second / self.baseline.performance.tokens_per_second
+        return (
+            self.winner.performance.tokens_per_second / self.baseline.performance.tokens_per_second
+        )
 
     @property
     def speedup_interval(self) -> tuple[float, float] | None:
@@ -203,7 +222,10 @@ class Quality:
     def ranked(self) -> tuple[Learned, ...]:
         """The lowest loss first; failed ones last."""
         return tuple(
-            sorted(self.learned, key=lambda learned: math.inf if learned.loss_after is None else learned.loss_after)
+            sorted(
+                self.learned,
+                key=lambda learned: math.inf if learned.loss_after is None else learned.loss_after,
+            )
         )
 
     def front(self) -> tuple[Learned, ...]:
@@ -219,7 +241,9 @@ class Quality:
         """What a reader should know about the winner: that its loss is not known, or that another learned more."""
         own = next((learned for learned in self.learned if learned.config == winner), None)
         if own is None:
-            return ["what this winner learns is not known: --quality trained others, before it was found"]
+            return [
+                "what this winner learns is not known: --quality trained others, before it was found"
+            ]
         if own.loss_after is None:
             return [f"what the winner learns is not known, its training failed: {own.reason}"]
         best = self.ranked()[0]
@@ -268,7 +292,11 @@ class Verification:
     @property
     def speed_error(self) -> float | None:
         """Predicted over measured speed, minus 1; None if the run failed."""
-        return None if self.seconds_per_step is None else self.seconds_per_step / self.promised_step_s - 1
+        return (
+            None
+            if self.seconds_per_step is None
+            else self.seconds_per_step / self.promised_step_s - 1
+        )
 
     @property
     def memory_error(self) -> float | None:
@@ -287,7 +315,13 @@ class Verification:
     def _excess(self) -> dict[str, float]:
         """By which share the run was slower and larger than promised, negative for faster and smaller."""
         slower, larger = self.speed_error or 0.0, -(self.memory_error or 0.0)
-        return {} if not self.probed else {"larger": larger} if self.soak else {"slower": slower, "larger": larger}
+        return (
+            {}
+            if not self.probed
+            else {"larger": larger}
+            if self.soak
+            else {"slower": slower, "larger": larger}
+        )
 
     @property
     def worse(self) -> tuple[str, ...]:
@@ -297,8 +331,12 @@ class Verification:
     @property
     def better(self) -> tuple[str, ...]:
         """In what the run was better than promised by more than the tolerance: "faster", "smaller" or both."""
-        opposite = {} if self.soak else {"slower": "faster", "larger": "smaller"}  # short rows may need less memory
-        return tuple(opposite[what] for what in opposite if self._excess.get(what, 0.0) < -self.tolerance)
+        opposite = (
+            {} if self.soak else {"slower": "faster", "larger": "smaller"}
+        )  # short rows may need less memory
+        return tuple(
+            opposite[what] for what in opposite if self._excess.get(what, 0.0) < -self.tolerance
+        )
 
     @property
     def holds(self) -> bool:
@@ -400,7 +438,11 @@ class StudySummary:
 
     def counts(self) -> dict[str, int]:
         """`judged` counts distinct configurations with a real probe; refusals are counted apart."""
-        judged = {row.config.digest for row in self.trials if row.outcome not in (Outcome.REFUSED, Outcome.CRASH)}
+        judged = {
+            row.config.digest
+            for row in self.trials
+            if row.outcome not in (Outcome.REFUSED, Outcome.CRASH)
+        }
         count = {outcome: sum(row.outcome is outcome for row in self.trials) for outcome in Outcome}
         return {
             "total": len(self.trials),

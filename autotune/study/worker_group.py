@@ -40,7 +40,8 @@ def further_cards(workers: int, *, cpu: bool) -> Sequence[int | str | None]:
     cards = nvml.visible() if workers > 1 else []
     if workers > max(len(cards), 1):
         raise EnvironmentProblem(
-            f"--workers {workers}: GPUs here: {len(cards)}", remedy=f"give --workers {max(len(cards), 1)}"
+            f"--workers {workers}: GPUs here: {len(cards)}",
+            remedy=f"give --workers {max(len(cards), 1)}",
         )
     return cards[1:workers]
 
@@ -69,7 +70,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def local_workers(
-    cards: Sequence[int | str | None], study: str, url: str, out: Path, progress: Progress, is_over: Callable[[], bool]
+    cards: Sequence[int | str | None],
+    study: str,
+    url: str,
+    out: Path,
+    progress: Progress,
+    is_over: Callable[[], bool],
 ) -> Iterator[None]:
     """Run a worker process on each of these GPUs (None: the CPU) of this machine while the block runs.
 
@@ -84,7 +90,11 @@ def local_workers(
         if any(process.poll() is None for process in processes):
             progress.say(WAITING)
         until = time.monotonic() + LEAVE_S
-        while any(process.poll() is None for process in processes) and time.monotonic() < until and not is_over():
+        while (
+            any(process.poll() is None for process in processes)
+            and time.monotonic() < until
+            and not is_over()
+        ):
             time.sleep(0.1)
     finally:
         for number, process in enumerate(processes, 2):
@@ -114,7 +124,12 @@ def _start(study: str, url: str, folder: Path, card: int | str | None) -> subpro
 
 @contextmanager
 def ray_workers(
-    address: str | None, study: str, url: str, device: DeviceSpec, progress: Progress, is_over: Callable[[], bool]
+    address: str | None,
+    study: str,
+    url: str,
+    device: DeviceSpec,
+    progress: Progress,
+    is_over: Callable[[], bool],
 ) -> Iterator[None]:
     """Run a worker on each GPU of a Ray cluster that is like this one, except the leader's own, while the block runs.
 
@@ -134,7 +149,10 @@ def ray_workers(
     try:
         home = ray.get_runtime_context().get_node_id()
         nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-        if url.startswith("sqlite") and len({node["NodeManagerAddress"] for node in nodes.values()}) > 1:
+        if (
+            url.startswith("sqlite")
+            and len({node["NodeManagerAddress"] for node in nodes.values()}) > 1
+        ):
             raise UsageError(
                 "the study is in an SQLite file, which the nodes of the cluster cannot share",
                 remedy="give --storage postgresql+psycopg://...",
@@ -184,15 +202,22 @@ def _report(calls: list[Any], seconds: float, failure: str, progress: Progress) 
 
     done, waiting = ray.wait(calls, num_returns=len(calls), timeout=seconds)
     if waiting:
-        progress.note(f"{len(waiting)} of Ray's workers did not answer within {seconds:.0f} s", "yellow")
+        progress.note(
+            f"{len(waiting)} of Ray's workers did not answer within {seconds:.0f} s", "yellow"
+        )
     for call in done:
         try:
             code = ray.get(call)
         except ray.exceptions.RayError as error:
-            progress.note(f"a worker of Ray's {failure}: {str(error).strip().splitlines()[0]}", "yellow")
+            progress.note(
+                f"a worker of Ray's {failure}: {str(error).strip().splitlines()[0]}", "yellow"
+            )
         else:
             if code:
-                progress.note(f"a worker of Ray's failed (exit code {code}): see Ray's logs of its node", "yellow")
+                progress.note(
+                    f"a worker of Ray's failed (exit code {code}): see Ray's logs of its node",
+                    "yellow",
+                )
 
 
 def _connect(address: str) -> None:
@@ -204,7 +229,8 @@ def _connect(address: str) -> None:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise EnvironmentProblem(
-            f"there is no Ray cluster at {address}: {error}", remedy="start one with `ray start --head`"
+            f"there is no Ray cluster at {address}: {error}",
+            remedy="start one with `ray start --head`",
         ) from None
     finally:
         for number, handler in handlers.items():  # Ray replaces them
@@ -212,7 +238,9 @@ def _connect(address: str) -> None:
                 signal.signal(number, handler)
 
 
-def workers_by_node(nodes: dict[str, dict[str, Any]], home: str, device: DeviceSpec) -> dict[str, int]:
+def workers_by_node(
+    nodes: dict[str, dict[str, Any]], home: str, device: DeviceSpec
+) -> dict[str, int]:
     """How many workers each node takes. A GPU counts if Ray names its type as it names that of the node `home`."""
 
     def gpu_types(node: str) -> set[str]:
@@ -233,18 +261,27 @@ class _WorkerActor:
     def __init__(self) -> None:
         self._worker: subprocess.Popen[bytes] | None = None
 
-    def begin(self, study: str, url: str, leader: tuple[str, str] | None, threads: str | None, folder: str) -> None:
+    def begin(
+        self, study: str, url: str, leader: tuple[str, str] | None, threads: str | None, folder: str
+    ) -> None:
         """Start the worker; on the leader's own GPU (node id, CUDA_VISIBLE_DEVICES) only hold the GPU."""
         import ray
 
-        if (ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES")) == leader:
+        if (
+            ray.get_runtime_context().get_node_id(),
+            os.environ.get("CUDA_VISIBLE_DEVICES"),
+        ) == leader:
             return
-        environment = {name: value for name, value in os.environ.items() if name != THREADS_VARIABLE}
+        environment = {
+            name: value for name, value in os.environ.items() if name != THREADS_VARIABLE
+        }
         environment[STORAGE_VARIABLE] = url
         if threads:
             environment[THREADS_VARIABLE] = threads
         cwd = folder if Path(folder).is_dir() else None
-        self._worker = subprocess.Popen(_worker_command(study), env=environment, cwd=cwd, stdin=subprocess.DEVNULL)
+        self._worker = subprocess.Popen(
+            _worker_command(study), env=environment, cwd=cwd, stdin=subprocess.DEVNULL
+        )
 
     def end(self, patience: float) -> int:
         """Wait `patience` seconds for the worker to leave, then end it; its exit code, 0 if it was still working."""

@@ -30,9 +30,7 @@ from autotune.core.units import fmt_seconds, parse_duration
 
 WAIT_VARIABLE = "AUTOTUNE_DATABASE_WAIT"
 WAIT_S = 300.0
-OTHER = (
-    "open it with the version that wrote it, or name another database with --storage"  # a row that has no known form
-)
+OTHER = "open it with the version that wrote it, or name another database with --storage"  # a row that has no known form
 RETRY_EVERY_S = 1.0
 TRIES = 4  # of an operation whose connection breaks
 TABLE_TRIES = 30  # more than there are tables, each of which another process may be creating
@@ -53,7 +51,20 @@ LIBPQ_TIMEOUTS = {
 }
 
 NETWORK_FILE_SYSTEMS = {
-    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "sshfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "s3fs")
+    *(
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "smbfs",
+        "sshfs",
+        "lustre",
+        "gpfs",
+        "beegfs",
+        "ceph",
+        "glusterfs",
+        "s3fs",
+    )
 }
 
 
@@ -77,11 +88,15 @@ class Outages:
         self._seconds = seconds
         self._thread = threading.get_ident()
         self._reached = reached
-        self._until: float | None = None  # the end of the patience during an outage, shared by all connections
+        self._until: float | None = (
+            None  # the end of the patience during an outage, shared by all connections
+        )
 
     def waits(self) -> bool:
         """Whether a failed operation should be tried again now, in this thread."""
-        return self._seconds > 0 and threading.get_ident() == self._thread and not self._should_stop()
+        return (
+            self._seconds > 0 and threading.get_ident() == self._thread and not self._should_stop()
+        )
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
@@ -188,7 +203,9 @@ def waiting_s() -> float:
     try:
         return 0.0 if text == "0" else parse_duration(text)
     except ValueError as error:
-        raise UsageError(f"{WAIT_VARIABLE}: {error}", remedy=f"for example {WAIT_VARIABLE}=5m") from None
+        raise UsageError(
+            f"{WAIT_VARIABLE}: {error}", remedy=f"for example {WAIT_VARIABLE}=5m"
+        ) from None
 
 
 def with_tables(make: Callable[[], T]) -> T:
@@ -219,7 +236,9 @@ def engine_options(url: str, *, pooled: bool = True) -> dict[str, Any]:
         return options | {"connect_args": {"timeout": 60}}
     options |= {"pool_pre_ping": True, "pool_recycle": 1800}
     if parsed.get_backend_name() == "postgresql" and parsed.get_driver_name() in LIBPQ_DRIVERS:
-        options["connect_args"] = {name: value for name, value in LIBPQ_TIMEOUTS.items() if name not in parsed.query}
+        options["connect_args"] = {
+            name: value for name, value in LIBPQ_TIMEOUTS.items() if name not in parsed.query
+        }
     return options
 
 
@@ -231,7 +250,9 @@ def one_at_a_time(engine: sa.Engine) -> None:
     if engine.dialect.name == "sqlite":
         engine.dispose()
         sa.event.listen(engine, "connect", lambda raw, _: setattr(raw, "isolation_level", None))
-        sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+        sa.event.listen(
+            engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE")
+        )
 
 
 def network_drive(url: str) -> str | None:
@@ -263,7 +284,8 @@ def require_database(url: str) -> None:
     path = _sqlite_file(url)
     if url.startswith("sqlite") and (path is None or not path.exists()):
         raise UsageError(
-            f"there is no database {public_url(url)}", remedy="start a study with `autotune run`, or name --storage"
+            f"there is no database {public_url(url)}",
+            remedy="start a study with `autotune run`, or name --storage",
         )
 
 
@@ -348,5 +370,7 @@ def storage_errors(url: str) -> Iterator[None]:
             f"the database {public_url(url)} failed: {message}",
             remedy="check that it can be reached and written, then run the same command with --study to continue",
         )
-        failed.lost = isinstance(error, PendingRollbackError) or getattr(error, "connection_invalidated", False)
+        failed.lost = isinstance(error, PendingRollbackError) or getattr(
+            error, "connection_invalidated", False
+        )
         raise failed from None

@@ -62,7 +62,14 @@ class Worker:
         """This process."""
         pid = os.getpid()
         started = began(pid) or 0
-        return cls(host=socket.gethostname(), realm=_realm(), pid=pid, started=started, device=device, leads=leads)
+        return cls(
+            host=socket.gethostname(),
+            realm=_realm(),
+            pid=pid,
+            started=started,
+            device=device,
+            leads=leads,
+        )
 
     @property
     def name(self) -> str:
@@ -123,7 +130,9 @@ class Leases:
         with storage_errors(self._database.url):
             try:
                 with self._database.engine.begin() as connection:
-                    if connection.dialect.name == "postgresql":  # it numbers rows before it shows them to others
+                    if (
+                        connection.dialect.name == "postgresql"
+                    ):  # it numbers rows before it shows them to others
                         lock = sa.func.pg_advisory_xact_lock(crc32(self._study.encode()))
                         connection.execute(sa.select(lock))
                     self._count_up(connection)
@@ -143,7 +152,9 @@ class Leases:
     def drop(self, config: str) -> None:
         """Release a configuration that is finished or given back."""
         with self._database.begin() as connection:
-            connection.execute(_leases.delete().filter_by(study=self._study, config=config, worker=self.name))
+            connection.execute(
+                _leases.delete().filter_by(study=self._study, config=config, worker=self.name)
+            )
 
     @retried
     def ahead(self, config: str) -> int:
@@ -158,12 +169,18 @@ class Leases:
     def taken(self) -> set[str]:
         """The digests of the configurations that any worker has taken."""
         with self._database.begin() as connection:
-            return set(connection.execute(sa.select(_leases.c.config).where(_leases.c.study == self._study)).scalars())
+            return set(
+                connection.execute(
+                    sa.select(_leases.c.config).where(_leases.c.study == self._study)
+                ).scalars()
+            )
 
     @retried
     def workers(self) -> dict[str, Worker]:
         """All workers by name. Workers that are lost are removed, with their leases."""
-        query = sa.select(_workers.c.name, _workers.c.beats, _workers.c.about).where(_workers.c.study == self._study)
+        query = sa.select(_workers.c.name, _workers.c.beats, _workers.c.about).where(
+            _workers.c.study == self._study
+        )
         with self._database.begin() as connection:
             rows = connection.execute(query).all()
         now = self._clock()
@@ -181,7 +198,9 @@ class Leases:
                 at_work[name] = worker
             elif name != self.name:
                 self.forget(name)
-        with self._database.begin() as connection:  # leases of workers that were removed, took one and were killed
+        with (
+            self._database.begin() as connection
+        ):  # leases of workers that were removed, took one and were killed
             joined = sa.select(_workers.c.name).where(_workers.c.study == self._study)
             lost = sa.and_(_leases.c.study == self._study, _leases.c.worker.not_in(joined))
             connection.execute(_leases.delete().where(lost))
@@ -195,7 +214,9 @@ class Leases:
         others = {name: worker for name, worker in self.workers().items() if name != self.name}
         if any(worker.lives_here() is None for worker in others.values()):
             before = {name: self._seen[name][0] for name in others}
-            say(f"checking for {2.5 * BEAT_S:.0f} s whether workers of other hosts are still running")
+            say(
+                f"checking for {2.5 * BEAT_S:.0f} s whether workers of other hosts are still running"
+            )
             time.sleep(2.5 * BEAT_S)
             now = self.workers()
             return {
@@ -229,9 +250,13 @@ class Leases:
 
     def _count_up(self, connection: sa.Connection) -> None:
         me = {"study": self._study, "name": self.name}
-        counted = connection.execute(_workers.update().filter_by(**me).values(beats=_workers.c.beats + 1))
+        counted = connection.execute(
+            _workers.update().filter_by(**me).values(beats=_workers.c.beats + 1)
+        )
         if not counted.rowcount:
-            connection.execute(_workers.insert().values(**me, beats=0, about=json.dumps(asdict(self._me))))
+            connection.execute(
+                _workers.insert().values(**me, beats=0, about=json.dumps(asdict(self._me)))
+            )
 
     def _beat_on(self, stop: threading.Event) -> None:
         """Count up until `stop`, whatever the database does meanwhile."""

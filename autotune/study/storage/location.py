@@ -9,7 +9,9 @@ from autotune.core.text import slug
 
 DEFAULT_ROOT = Path("runs")
 DEFAULT_URL = f"sqlite:///{DEFAULT_ROOT / 'autotune.db'}"
-EVIDENCE = DEFAULT_ROOT / "evidence"  # where `autotune import` stores submissions, in the current directory
+EVIDENCE = (
+    DEFAULT_ROOT / "evidence"
+)  # where `autotune import` stores submissions, in the current directory
 FREE_BYTES = 200 * 2**20
 
 
@@ -88,5 +90,6 @@ def make_writable(directory: Path) -> None:
         space = os.statvfs(directory)
     if space.f_bavail * space.f_frsize < FREE_BYTES:
         raise StorageError(
-            f"less than {FREE_BYTES >> 20} MiB are free at {directory}", remedy="free some, or give another --out"
+            f"less than {FREE_BYTES >> 20} MiB are free at {directory}",
+            remedy="free some, or give another --out",
         )

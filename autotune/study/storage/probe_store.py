@@ -55,7 +55,12 @@ class ProbeStore:
     """
 
     def __init__(
-        self, url: str, *, outbox: Path | None = None, outages: Outages | None = None, node: str | None = None
+        self,
+        url: str,
+        *,
+        outbox: Path | None = None,
+        outages: Outages | None = None,
+        node: str | None = None,
     ) -> None:
         self._node = node
         self.outages = outages or Outages()
@@ -65,7 +70,13 @@ class ProbeStore:
         self._read_to = 0  # the highest id that was read
 
     def add(
-        self, study: str, trial: int | None, result: ProbeResult, fingerprint: Fingerprint, *, model: str = ""
+        self,
+        study: str,
+        trial: int | None,
+        result: ProbeResult,
+        fingerprint: Fingerprint,
+        *,
+        model: str = "",
     ) -> None:
         """Append one result durably. `model` is the digest of the model's config.
 
@@ -100,7 +111,9 @@ class ProbeStore:
             self._insert(connection, row)
 
     def _insert(self, connection: sa.Connection, row: dict[str, Any]) -> None:
-        self._known.add(connection.execute(_probes.insert().values(**row).returning(_probes.c.id)).scalar_one())
+        self._known.add(
+            connection.execute(_probes.insert().values(**row).returning(_probes.c.id)).scalar_one()
+        )
 
     def _empty_outbox(self) -> None:
         """Write the rows that wait, each once: after an error the database may have a row already."""
@@ -108,7 +121,9 @@ class ProbeStore:
             return
         with self._outbox.drained() as rows, self._database.begin() as connection:
             for row in rows:
-                same = (column == row[column.name] for column in _probes.c if column is not _probes.c.id)
+                same = (
+                    column == row[column.name] for column in _probes.c if column is not _probes.c.id
+                )
                 if connection.execute(sa.select(_probes.c.id).where(*same)).first() is None:
                     self._insert(connection, row)
         self.outages.say(f"{len(rows)} waiting results are in the database now")
@@ -163,7 +178,10 @@ class ProbeStore:
             rows = connection.execute(query).mappings().all()
         self._known.update(row["id"] for row in rows)
         self._read_to = max((self._read_to, *(row["id"] for row in rows)))
-        return [StoredProbe(trial=row["trial"], result=_result(row["id"], row["result"])) for row in rows]
+        return [
+            StoredProbe(trial=row["trial"], result=_result(row["id"], row["result"]))
+            for row in rows
+        ]
 
     def close(self) -> None:
         """Close all connections."""
@@ -176,4 +194,6 @@ def _result(row: int, text: str) -> ProbeResult:
         return from_data(ProbeResult, json.loads(text))
     except (TypeError, ValueError) as error:  # pydantic's error is a ValueError
         reason = str(error).splitlines()[0]
-        raise StorageError(f"row {row} of the probes cannot be read: {reason}", remedy=OTHER) from None
+        raise StorageError(
+            f"row {row} of the probes cannot be read: {reason}", remedy=OTHER
+        ) from None

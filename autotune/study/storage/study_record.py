@@ -54,7 +54,13 @@ class ProbeTerms:
 
     def request(self, task: Task, config: TrainConfig, device: str) -> ProbeRequest:
         """The request for a probe of the whole model on `device` ("cpu" or "cuda")."""
-        return task.request(config, device=device, memory_gib=self.memory_gib, headroom=self.headroom, seed=self.seed)
+        return task.request(
+            config,
+            device=device,
+            memory_gib=self.memory_gib,
+            headroom=self.headroom,
+            seed=self.seed,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +110,9 @@ class StudyRecord:
             "trainer": task.trainer,
             "workload": task.workload.facts(),
             "rows dealt out by length": task.workload.dealt,
-            "memory in GiB": round(self.terms.memory_gib),  # other processes on the card change it a little
+            "memory in GiB": round(
+                self.terms.memory_gib
+            ),  # other processes on the card change it a little
             "headroom": self.terms.headroom,
             "fingerprint": to_data(self.fingerprint),
             "reserve opened": self.reserve_opened,
@@ -144,7 +152,9 @@ class StudyRecord:
         names = {item.name for item in fields(cls)}
         values = {key: value for key, value in attributes.items() if key in names}
         values["worker_seconds"] = {
-            key.removeprefix(_WORKER): value for key, value in attributes.items() if key.startswith(_WORKER)
+            key.removeprefix(_WORKER): value
+            for key, value in attributes.items()
+            if key.startswith(_WORKER)
         }
         carried = (values.get("task") or {}).get("carried")
         if carried and "ratio" in carried:  # products and bytes had one ratio before
