@@ -112,11 +112,12 @@ def ablate(
     If `should_stop` returns True, the remaining knobs are left out. Raises EnvironmentProblem if
     the probe of the winner itself fails.
     """
-    found = evaluator.evaluate(winner, None).result
-    measured_winner = to_ablated_knob(task, "", found)
+    winner_result = evaluator.evaluate(winner, None).result
+    measured_winner = to_ablated_knob(task, "", winner_result)
     if measured_winner.tokens_per_s is None:
         raise EnvironmentProblem(
-            f"the probe of the winner failed this time: {found.reason or found.outcome}",
+            "the probe of the winner failed this time: "
+            f"{winner_result.reason or winner_result.outcome}",
             remedy="see whether something else uses the device (`autotune doctor`)",
         )
 

@@ -107,7 +107,7 @@ class CoordinateSearch:
     def _try_without_compiling(self) -> None:
         """Try seeds, moves and neighbours of the best configuration, all without compilation.
 
-        Stop when the remaining time is needed to compile the best of them, or as soon as a
+        Stop when the remaining time is needed to compile the best of them. Also stop as soon as a
         configuration that was compiled ahead is the best.
         """
         trials = self.trials
@@ -122,14 +122,14 @@ class CoordinateSearch:
         if best.config.compile == COMPILED:
             return
 
-        kept = {
+        pinned = {
             knob.name: getattr(best.config, knob.name)
             for knob in trials.task.space.knobs
             if knob.kind == "learning" or knob.name == "num_gpus"
         }
 
         while trials.num_missing() > 2 and not trials.is_done():
-            chosen = trials.untried(keep_s=2 * trials.compiled_s(), **kept | {"compile": "none"})
+            chosen = trials.untried(keep_s=2 * trials.compiled_s(), **pinned | {"compile": "none"})
             if chosen is None:
                 break
             self._try(chosen)
@@ -178,7 +178,7 @@ class CoordinateSearch:
         """
         space = self.trials.task.space
         current = best.config
-        reached = self.trials.score(best)
+        best_score = self.trials.score(best)
 
         if leave_out == "compile" and not set(space.choices("checkpointing")) <= set(SELECTIVE):
             # Selective checkpointing compiles too.
@@ -193,9 +193,9 @@ class CoordinateSearch:
 
                 self.trials.moving = name, current
                 config, score = self._try(chosen)
-                if score > reached * factor:
+                if score > best_score * factor:
                     current = config
-                    reached = score
+                    best_score = score
                 if leave_out == "compile" and self._try_compiled_ahead():
                     self.trials.moving = None
                     return
@@ -218,16 +218,16 @@ class CoordinateSearch:
         config = proposal.config
         trials.on_begin(proposal.number, config)
 
-        found = trials.evaluator.evaluate_low_fidelity(config, proposal.number)
-        if found is None:  # the truncated models predict nothing
-            found = trials.evaluator.evaluate(config, proposal.number)
+        judgement = trials.evaluator.evaluate_low_fidelity(config, proposal.number)
+        if judgement is None:  # the truncated models predict nothing
+            judgement = trials.evaluator.evaluate(config, proposal.number)
 
-        if isinstance(found, Evaluation):
-            row = trials.record(proposal, found)
+        if isinstance(judgement, Evaluation):
+            row = trials.record(proposal, judgement)
             self._tried[config.digest] = row.outcome
             return config, trials.score(row)
 
-        predicted = trials.selection.predicted_speed(config, found)
+        predicted = trials.selection.predicted_speed(config, judgement)
         score = trials.task.score(config, predicted)
         self._tried[config.digest] = Outcome.OK
         self._waiting.append((score, proposal))

@@ -1,9 +1,9 @@
 """The decomposition of a speed-up into factors, one per group of knobs.
 
 The groups change one after another, from the baseline to the winner, and the factors multiply to
-the speed-up. A step that cannot be probed, or that the budget leaves no time for, shares one factor with
-the next step. Ablation (`study/ablation`) starts from the winner instead, and its effects do not
-multiply.
+the speed-up. A step that cannot be probed, or that the budget leaves no time for, shares one
+factor with the next step. Ablation (`study/ablation`) starts from the winner instead, and its
+effects do not multiply.
 """
 
 from collections.abc import Callable
@@ -68,14 +68,14 @@ def decompose(
 
     factors: list[Factor] = []
     shared: list[str] = []
-    before = first
+    speed_before = first
     for name, config in way(winner, baseline):
         shared.append(name)
-        reached = last if config == winner else speed(config)
-        if reached:
-            factors.append(Factor(name=" + ".join(shared), factor=reached / before))
+        speed_after = last if config == winner else speed(config)
+        if speed_after:
+            factors.append(Factor(name=" + ".join(shared), factor=speed_after / speed_before))
             shared = []
-            before = reached
+            speed_before = speed_after
 
     factors.append(Factor(name=WHOLE, factor=speedup * first / last))
     return Decomposition(winner=winner, baseline=baseline, factors=tuple(factors))

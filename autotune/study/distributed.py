@@ -290,20 +290,20 @@ class SharedTrials:
         if best is None or not promising or not self.lacks_plenty():
             return next((self._random.choice(near) for near in groups if near), None)
 
-        found = None
+        fallback = None
         best_promise = self.promise(best.config)
         for near in groups:
             promised = [(self.promise(space.config(chosen)), chosen) for chosen in near]
             alike = [one for one in promised if one[0] >= ALIKE * best_promise]
             ready = [one for one in alike if self._is_ready(space.config(one[1]))]
-            if ready or found is not None:
+            if ready or fallback is not None:
                 # If the nearer group had no compiled choice, this group was searched for one.
-                return max(ready, key=lambda one: one[0])[1] if ready else found
+                return max(ready, key=lambda one: one[0])[1] if ready else fallback
 
             worth = [one for one in promised if one[0] >= WORTH * best_promise]
             if worth:
-                found = max(worth, key=lambda one: one[0])[1]
-        return found
+                fallback = max(worth, key=lambda one: one[0])[1]
+        return fallback
 
     def _nearest(
         self, space: SearchSpace, centre: TrainConfig | None, most_s: float

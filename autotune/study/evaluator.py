@@ -47,8 +47,8 @@ from autotune.study.storage.probe_store import ProbeStore
 
 MAX_FAILURES_IN_A_ROW = 3
 FAILED = (Outcome.CRASH, Outcome.TIMEOUT)
-# If a configuration that offloads to the host runs out of memory while this share of the device's
-# limit is free, the host's memory ran out.
+# A configuration that offloads may run out of memory while this share of the device's limit is
+# free. Then the host's memory ran out.
 HOST_BAND = 0.1
 # Within this share of the limit, the gate defers to the truncated models. In the rows of
 # `benchmarks/plan.py memory`, a formula that is corrected by another micro batch of the same
@@ -354,7 +354,10 @@ class Evaluator:
         )
 
     def reference(self, config: TrainConfig) -> Measurement | None:
-        """Measure a whole model that is not a candidate, to compare losses. It is None if it failed."""
+        """Measure a whole model outside the search, whose losses are a reference.
+
+        Returns None if it failed.
+        """
         request = replace(self.request(config), rung=Rung.REFERENCE, min_timed_s=0.0)
         rungs = (Rung.FULL, Rung.REFERENCE)
         stored = self.store.find(request.digest, self.prober.fingerprint.digest, rungs)
@@ -442,11 +445,17 @@ class Evaluator:
         need = _Need(by_formula=by_formula, gib=by_formula.peak_reserved_gib, limit_gib=limit_gib)
 
         near = self._memory.nearest(config, request.micro_steps)
-        found = None if near is None else self.formula(near.config, near.measurement.micro_steps)
-        if near is None or found is None:
+        nearest_prediction = (
+            None if near is None else self.formula(near.config, near.measurement.micro_steps)
+        )
+        if near is None or nearest_prediction is None:
             return need
         surely = _surely_needed_gib(config, near.measurement)
-        correction = surely / (found.peak_reserved_gib if config.num_gpus == 1 else found.peak_gib)
+        correction = surely / (
+            nearest_prediction.peak_reserved_gib
+            if config.num_gpus == 1
+            else nearest_prediction.peak_gib
+        )
         return replace(need, gib=need.gib * correction, corrected=True)
 
     def _low_fidelity(

@@ -32,13 +32,13 @@ def find_feasible(
         NothingFits: even the leanest configuration of the reserve does not fit.
         Cancelled: the user asked to stop, or the budget is over.
     """
-    tried: list[TrainConfig] = []
+    tried_configs: list[TrainConfig] = []
 
     def one_fits(baselines: Iterable[TrainConfig]) -> bool:
         """Try one after another until one fits."""
         for config in baselines:
             say(f"baseline: {config.label()}")
-            tried.append(config)
+            tried_configs.append(config)
             result = evaluator.evaluate(config, None, spare_s=0.0).result
             if result.outcome in FAILED:
                 # The winner is compared with the baseline, so it is worth a second try.
@@ -55,15 +55,15 @@ def find_feasible(
     doubtful = list(takewhile(lambda config: not evaluator.should_fit(config), task.baselines))
     fits = one_fits(task.baselines[len(doubtful) :])
     if one_fits(doubtful) or fits:
-        return False, tried
+        return False, tried_configs
 
     for space in (task.space, reserve):
         for config in leanest_of(space):
             say(f"the baseline does not fit; trying the leanest configuration: {config.label()}")
             result = evaluator.evaluate(config, None, spare_s=0.0).result
             if result.outcome not in (Outcome.OOM, Outcome.REFUSED):
-                opened = space is reserve and reserve != task.space
-                return opened, [config] if opened else [*tried, config]
+                opens_reserve = space is reserve and reserve != task.space
+                return opens_reserve, [config] if opens_reserve else [*tried_configs, config]
     raise nothing_fits(result, task)
 
 
@@ -76,7 +76,7 @@ def leanest_of(space: SearchSpace) -> list[TrainConfig]:
         return [space.config(space.leanest())]
 
     *fewer, most = sorted(space.choices("num_gpus"))
-    found = [
+    leanest = [
         space.config(space.pin("num_gpus", number).leanest()) for number in fewer if number == 1
     ]
     for way in sorted(space.choices("sharding"), key=KNOBS["sharding"].memory_rank):
@@ -84,8 +84,8 @@ def leanest_of(space: SearchSpace) -> list[TrainConfig]:
         narrowing = Narrowing(space=pinned, reserve=pinned)
         with suppress(UsageError):  # this strategy trains no configuration of the space
             narrow_to_sharing(narrowing)
-            found.append(narrowing.space.config(narrowing.space.leanest()))
-    return found
+            leanest.append(narrowing.space.config(narrowing.space.leanest()))
+    return leanest
 
 
 def nothing_fits(result: ProbeResult, task: Task) -> NothingFits:

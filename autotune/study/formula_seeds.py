@@ -43,18 +43,22 @@ def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterato
     scales = (host_of(calibration).scale,) if own_host else HOSTS
     fitting = dict.fromkeys(_fitting_configs(task, _candidates(task, current), limit_gib))
 
-    yielded = {current}
+    seen = {current}
     for scale in scales:
         host = replace(MEASURED_HOST, scale=scale)
 
         def predicted(config: TrainConfig, host: Host = host) -> tuple[float, float]:
             """The useful tokens/s, and the negative memory so that ties go to less memory."""
-            found = estimate(probing, config, limit_gib, host=host)
-            return (_tokens_per_s(probing, found), -found.need_gib) if found else (0.0, 0.0)
+            prediction = estimate(probing, config, limit_gib, host=host)
+            return (
+                (_tokens_per_s(probing, prediction), -prediction.need_gib)
+                if prediction
+                else (0.0, 0.0)
+            )
 
         best = max(fitting, key=predicted, default=current)
-        if best not in yielded:
-            yielded.add(best)
+        if best not in seen:
+            seen.add(best)
             yield best
 
 
@@ -64,8 +68,8 @@ def _fitting_configs(
     """Yield the configurations whose memory is within the limit, by formula."""
     for config in configs:
         if refusal(config, Parallelism.of(config), task.workload.objective) is None:
-            found = estimate(task, config, limit_gib, clock=lambda: None)
-            if found is not None and found.need_gib <= limit_gib:
+            prediction = estimate(task, config, limit_gib, clock=lambda: None)
+            if prediction is not None and prediction.need_gib <= limit_gib:
                 yield config
 
 
@@ -80,18 +84,18 @@ def formula_speed(task: Task, config: TrainConfig) -> float:
     return _tokens_per_s(reference, estimate(reference, config, math.inf, host=MEASURED_HOST))
 
 
-def _tokens_per_s(task: Task, found: Estimate | None) -> float:
+def _tokens_per_s(task: Task, prediction: Estimate | None) -> float:
     """The useful tokens/s of all GPUs; 0 without a prediction.
 
     It leaves out communication if the link is unknown.
     """
-    if found is None or found.single_gpu is None:
+    if prediction is None or prediction.single_gpu is None:
         return 0.0
-    config = found.config
-    if found.tokens_per_s is not None:
-        return config.num_gpus * found.tokens_per_s
+    config = prediction.config
+    if prediction.tokens_per_s is not None:
+        return config.num_gpus * prediction.tokens_per_s
     shape = task.workload.run_shape(config)
-    computed = found.single_gpu.longer(1 + task.workload.waiting_share(config))
+    computed = prediction.single_gpu.longer(1 + task.workload.waiting_share(config))
     return shape.useful_tokens_per_step / (shape.accumulation * computed.micro_s + computed.rest_s)
 
 

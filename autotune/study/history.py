@@ -113,7 +113,7 @@ def summarize(
 
     if missed := " and ".join(record.too_short_for):
         notes.append(f"the budget was too short for {missed}")
-    projected = project(selection, recipe, record.terms.headroom) if recipe else Projections()
+    projections = project(selection, recipe, record.terms.headroom) if recipe else Projections()
 
     # Workers other than the leader have GPUs of their own.
     gpu_hours = (wall_seconds + record.others_seconds) / 3600
@@ -125,8 +125,8 @@ def summarize(
         wall_seconds=wall_seconds,
         search_usd=None if price is None else gpu_hours * price.usd_per_hour,
         probes=tuple(row.result for row in stored),
-        cards=projected.cards,
-        scaling=projected.scaling,
+        cards=projections.cards,
+        scaling=projections.scaling,
         quality=quality,
         learning=learning,
         verification=record.verification,

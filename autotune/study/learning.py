@@ -140,14 +140,14 @@ class Learning:
 
     def notes(self) -> list[str]:
         """List the caveats about the rate."""
-        found = []
+        notes = []
         if not self.is_sure:
-            found.append(
+            notes.append(
                 "another rate learned as much from one of the seeds: the difference is not sure"
             )
         if self.is_at_an_end:
-            found.append(f"{self.learning_rate:.2g} is at an end of the rates that were tried")
-        return found
+            notes.append(f"{self.learning_rate:.2g} is at an end of the rates that were tried")
+        return notes
 
 
 def _loss(attempt: Attempt) -> float:

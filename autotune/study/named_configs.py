@@ -114,8 +114,8 @@ class ConfigResult:
         }
 
         if self.case.published and (theirs.outcome == Outcome.OOM or self.outcome is Outcome.OOM):
-            judged = self.outcome in (Outcome.OK, Outcome.OOM)
-            ours = (TIGHT if self.tight else self.outcome.value) if judged else None
+            is_judged = self.outcome in (Outcome.OK, Outcome.OOM)
+            ours = (TIGHT if self.tight else self.outcome.value) if is_judged else None
             pairs = {"outcome": (theirs.outcome, ours), **pairs}
         return {
             name: (published, ours)
@@ -287,17 +287,17 @@ def probe_configs(
         try:
             shape = prober.describe(case_task.model.config)
             refused = refusal(config, case_task.model, task.trainer, shape, task.device)
-            found = None if refused else evaluator.evaluate(config, None).result
+            result = None if refused else evaluator.evaluate(config, None).result
         except UsageError as error:
-            found = None
+            result = None
             refused = str(error)
         except Cancelled:
             break
 
-        if found is None:
+        if result is None:
             results.append(_refused(case, config, refused))
         else:
-            results.append(to_config_result(case, config, case_task, found))
+            results.append(to_config_result(case, config, case_task, result))
         write_results(results, out)
     return results
 
@@ -312,9 +312,9 @@ def to_config_result(
     case: NamedConfig, config: TrainConfig, task: Task, result: ProbeResult
 ) -> ConfigResult:
     """Convert the probe of a case to its result."""
-    found = result.measurement
+    measurement = result.measurement
     evidence = Evidence.PROJECTED if task.is_projected(config) else Evidence.MEASURED
-    if result.outcome is not Outcome.OK or found is None:
+    if result.outcome is not Outcome.OK or measurement is None:
         return ConfigResult(
             case=case,
             config=config,
@@ -323,14 +323,14 @@ def to_config_result(
             reason=result.reason,
         )
 
-    speed = run_performance(task, config, [found])
+    speed = run_performance(task, config, [measurement])
     low, high = speed.spread
     tokens_per_s = (
         speed.samples_per_second / task.workload.examples_per_row(config) * config.seq_len
     )
 
-    reserved_gib = found.peak_reserved_gib + found.managed_gib
-    free = 1 - found.peak_reserved_gib / found.limit_gib
+    reserved_gib = measurement.peak_reserved_gib + measurement.managed_gib
+    free = 1 - measurement.peak_reserved_gib / measurement.limit_gib
     return ConfigResult(
         case=case,
         config=config,
@@ -342,38 +342,44 @@ def to_config_result(
         interval=(tokens_per_s / (1 + high), tokens_per_s / (1 + low)),
         samples_per_s=speed.samples_per_second,
         step_time_s=speed.step_time_s,
-        peak_allocated_gib=found.peak_allocated_gib,
-        peak_reserved_gib=found.peak_reserved_gib,
-        with_context_gib=None if found.context_gib is None else reserved_gib + found.context_gib,
+        peak_allocated_gib=measurement.peak_allocated_gib,
+        peak_reserved_gib=measurement.peak_reserved_gib,
+        with_context_gib=None
+        if measurement.context_gib is None
+        else reserved_gib + measurement.context_gib,
     )
 
 
 def agreement(results: list[ConfigResult]) -> str:
     """Compare predictions or probes with published numbers in one line; empty without any."""
-    judged = [
+    judged_results = [
         one for one in results if one.case.published and one.outcome in (Outcome.OK, Outcome.OOM)
     ]
-    if not judged:
+    if not judged_results:
         return ""
 
-    close = sum(one.tight for one in judged)
-    wrong = sum(not one.tight and len(set(one.against().get("outcome", ()))) == 2 for one in judged)
-    said = [f"{len(judged)} verdicts, of which {wrong} wrong and {close} too close to tell"]
+    close = sum(one.tight for one in judged_results)
+    wrong = sum(
+        not one.tight and len(set(one.against().get("outcome", ()))) == 2 for one in judged_results
+    )
+    parts = [
+        f"{len(judged_results)} verdicts, of which {wrong} wrong and {close} too close to tell"
+    ]
 
-    speeds = [(one.interval, one.tokens_per_s, one.ratios(SPEEDS)) for one in judged]
+    speeds = [(one.interval, one.tokens_per_s, one.ratios(SPEEDS)) for one in judged_results]
     published = [
         (span, ours * ratios[0]) for span, ours, ratios in speeds if span and ours and ratios
     ]
     if published:
         inside = sum(low <= theirs <= high for (low, high), theirs in published)
-        said.append(f"{len(published)} speeds, of which {inside} in their interval")
+        parts.append(f"{len(published)} speeds, of which {inside} in their interval")
 
-    if errors := [abs(1 / ratio - 1) for one in judged for ratio in one.ratios(PEAKS)]:
-        said.append(
+    if errors := [abs(1 / ratio - 1) for one in judged_results for ratio in one.ratios(PEAKS)]:
+        parts.append(
             f"memory {statistics.median(errors):.1%} off in the median and "
             f"{max(errors):.1%} at worst"
         )
-    return "Against what was published: " + "; ".join(said) + "."
+    return "Against what was published: " + "; ".join(parts) + "."
 
 
 def write_results(results: list[ConfigResult], out: Path) -> None:

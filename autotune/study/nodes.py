@@ -75,7 +75,7 @@ def nodes_of(task: Task, stored: "Sequence[StoredProbe]") -> tuple[Node, ...]:
     readings = {name: _reading(one) for name, one in latest.items() if one is not None}
     timed = task.device.kind != "cpu"  # the processes of a machine share its processors
 
-    found = []
+    nodes = []
     for name, results in by_name.items():
         own = readings.get(name)
         others = [reading for other, reading in readings.items() if other != name]
@@ -98,8 +98,8 @@ def nodes_of(task: Task, stored: "Sequence[StoredProbe]") -> tuple[Node, ...]:
             if own
             else _why_unmeasured(results, {baseline} if baseline else set(task.baselines)),
         )
-        found.append(_add_reading(node, latest[name], task))
-    return tuple(found)
+        nodes.append(_add_reading(node, latest[name], task))
+    return tuple(nodes)
 
 
 def _baseline(task: Task, results: Sequence[ProbeResult]) -> TrainConfig | None:
@@ -208,7 +208,7 @@ class NodeRow:
 
     @property
     def evidence(self) -> Evidence | None:
-        """The evidence for the speed; None without a speed."""
+        """The evidence for the speed, or None without a speed."""
         return Evidence.MEASURED if self.node.performance else None
 
 

@@ -55,8 +55,8 @@ class CandidateRecord:
     @property
     def of_search(self) -> list[Measurement]:
         """The search's measurement: whole model first, else extrapolated; empty without one."""
-        found = self.measured or self.extrapolated
-        return [found] if found else []
+        measurement = self.measured or self.extrapolated
+        return [measurement] if measurement else []
 
     @property
     def best_known(self) -> list[Measurement]:
@@ -73,8 +73,8 @@ class CandidateRecord:
 class Selection:
     """The records of all configurations by digest.
 
-    A configuration that was extrapolated and pruned may be the best of a result cell, but it can
-    win only if no other configuration has a number. `references` holds the reference measurements
+    A configuration that was extrapolated and pruned may be the best of a result cell. It can win
+    only if no other configuration has a number. `references` holds the reference measurements
     for losses, with None for a failed one. `tried` holds every configuration with a result.
     """
 
@@ -192,17 +192,17 @@ class Selection:
             (record, record.of_search) for record in self._records_by_evidence()
         )
         min_score = max(scored.score for scored in pool) / (1 + slack)
-        close = [scored for scored in _best_of_cells(everything) if scored.score >= min_score]
+        candidates = [scored for scored in _best_of_cells(everything) if scored.score >= min_score]
 
         for scored in everything:
             extrapolated = self.record(scored.config).extrapolated
             if extrapolated and scored.score * (1 + extrapolated.time_error) >= to_beat(
                 scored, pool, slack
             ):
-                close.append(scored)
+                candidates.append(scored)
 
         ranked = sorted(
-            close, key=lambda scored: (scored.config.capability, scored.score), reverse=True
+            candidates, key=lambda scored: (scored.config.capability, scored.score), reverse=True
         )
         configs = dict.fromkeys(scored.config for scored in ranked)
         return [config for config in configs if self.record(config).measured is None]
@@ -656,9 +656,9 @@ class Selection:
                 )
 
             shares = [
-                found.host_share or 0.0
-                for found in self.record(config).best_known
-                if found.host_bound
+                measurement.host_share or 0.0
+                for measurement in self.record(config).best_known
+                if measurement.host_bound
             ]
             if shares:
                 doubts.append(
