@@ -61,8 +61,8 @@ class Ablation:
     def ranked(self) -> list[AblatedKnob]:
         """Return the knobs, the most useful first.
 
-        The order is: knobs without which the winner does not fit, then knobs with a measured speed
-        (the largest loss first), then knobs without a result.
+        First come knobs without which the winner does not fit. Knobs with a measured speed follow,
+        the largest loss first. Knobs without a result are last.
         """
         return sorted(
             self.undone,

@@ -247,7 +247,10 @@ class SharedTrials:
             self.cut("the whole search")
 
     def best(self, num_gpus: int | None = None) -> TrialRecord | None:
-        """Return the best finished trial, or the best one for `num_gpus` GPUs."""
+        """Return the best finished trial, measured or extrapolated.
+
+        With `num_gpus`, return the best one for this number of GPUs.
+        """
         rows = [
             row
             for row in self.rows
@@ -264,7 +267,7 @@ class SharedTrials:
         return self.task.score(row.config, row.tokens_per_second) if row.tokens_per_second else 0.0
 
     def open_outcomes(self) -> dict[str, Outcome]:
-        """The digests of this worker's unfinished trials, as if these had succeeded."""
+        """Map the digests of this worker's unfinished trials to OK, as if they had succeeded."""
         return dict.fromkeys(self._open.values(), Outcome.OK)
 
     def digests(self) -> set[str]:
@@ -277,9 +280,9 @@ class SharedTrials:
         """Return an untried choice that differs least from the best configuration.
 
         It takes no longer than the time left for the search, minus `keep_s`. If time is short, the
-        formula ranks the choices, and choices that are compiled already come first. Then None
-        means that no choice promises half of the best's speed; with `promising` set to False any
-        choice will do. `pinned` fixes the values of some knobs; the space must contain them.
+        formula ranks the choices, and choices that are compiled already come first. It then
+        returns None if no choice promises half of the best's speed. With `promising` set to False,
+        any choice will do. `pinned` fixes the values of some knobs; the space must contain them.
         """
         best = self.best()
         space = self.task.space
@@ -297,7 +300,8 @@ class SharedTrials:
             alike = [one for one in promised if one[0] >= ALIKE * best_promise]
             ready = [one for one in alike if self._is_ready(space.config(one[1]))]
             if ready or fallback is not None:
-                # If the nearer group had no compiled choice, this group was searched for one.
+                # A fallback comes from a nearer group without a compiled choice. Only one further
+                # group is searched for such a choice.
                 return max(ready, key=lambda one: one[0])[1] if ready else fallback
 
             worth = [one for one in promised if one[0] >= WORTH * best_promise]

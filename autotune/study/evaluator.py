@@ -51,8 +51,8 @@ FAILED = (Outcome.CRASH, Outcome.TIMEOUT)
 # free. Then the host's memory ran out.
 HOST_BAND = 0.1
 # Within this share of the limit, the gate defers to the truncated models. In the rows of
-# `benchmarks/plan.py memory`, a formula that is corrected by another micro batch of the same
-# configuration is off by 1.3 % at most.
+# `benchmarks/plan.py memory`, a formula is off by 1.3 % at most if another micro batch of the same
+# configuration corrects it.
 GATE_BAND = 0.03
 # The same for a prediction by formula alone: four of its standard deviations.
 FORMULA_BAND = 2 * ERROR
@@ -296,7 +296,7 @@ class Evaluator:
             return None
 
     def confirmation_s(self, config: TrainConfig, micro_steps: int) -> float | None:
-        """The seconds that a confirmation will take, or None without data on it."""
+        """The seconds that a confirmation will take, or None without a known probe."""
         evaluate = config not in self.saved
         return self._times.whole_s(
             replace(self._confirmation(config, micro_steps), evaluate=evaluate)
@@ -374,9 +374,10 @@ class Evaluator:
         )
 
     def _gate(self, request: ProbeRequest, estimate: MemoryEstimate | None) -> ProbeResult | None:
-        """Refuse a request that is certain to need too much memory.
+        """Refuse a request that cannot run, or that is predicted to need too much memory.
 
-        An earlier probe that needed no more ran out, or the predicted memory exceeds the limit.
+        Three things refuse it: its sharding, an earlier OOM of a probe that needed no more memory,
+        or a predicted memory above the limit.
         """
         config = request.config
         if (reason := Parallelism.of(config).refusal(config)) is not None:

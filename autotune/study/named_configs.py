@@ -114,8 +114,9 @@ class ConfigResult:
         }
 
         if self.case.published and (theirs.outcome == Outcome.OOM or self.outcome is Outcome.OOM):
-            is_judged = self.outcome in (Outcome.OK, Outcome.OOM)
-            ours = (TIGHT if self.tight else self.outcome.value) if is_judged else None
+            ours: str | None = None
+            if self.outcome in (Outcome.OK, Outcome.OOM):
+                ours = TIGHT if self.tight else self.outcome.value
             pairs = {"outcome": (theirs.outcome, ours), **pairs}
         return {
             name: (published, ours)

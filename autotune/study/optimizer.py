@@ -274,8 +274,8 @@ class Optimizer:
     ) -> bool:
         """Finish a trial. Margins are signed: above 0 is infeasible.
 
-        Returns False if another worker took this worker for dead and gave the trial back. The
-        trial then stays with the other worker.
+        Returns False if another worker took this worker for dead and gave the trial back. That
+        decision stands.
         """
         with (
             optuna_errors(self._url),
@@ -293,10 +293,12 @@ class Optimizer:
                 # A killed session may have set some constraints.
                 if math.isfinite(margin) and key not in trial.constraints:
                     trial.set_constraint(key, margin)
+
             trial.set_user_attr("outcome", outcome.value)
             trial.set_user_attr("reused", reused)
             if reason:
                 trial.set_user_attr("reason", reason[:MAX_REASON])
+
             if value is not None and math.isfinite(value):
                 if outcome is Outcome.OK:
                     return self._finish(number, TrialState.COMPLETE, value)

@@ -64,7 +64,7 @@ class ProbeTimes:
         self._loads_s[depth] = max(self._loads_s.get(depth, 0.0), seconds.get("load", 0.0))
 
     def whole_s(self, request: ProbeRequest) -> float | None:
-        """The seconds of a probe of the whole model, or None if no probe of it is known."""
+        """The seconds of a probe of the whole model, or None without a known probe."""
         probed = self._times_of.get(request.config, {})
         known = probed.get(WHOLE) or (probed[max(probed)] if probed else None)
         if known is None:
@@ -73,7 +73,8 @@ class ProbeTimes:
         micros = {depth: one.micro_s for depth, one in probed.items()}
         micro_s = micros[WHOLE] if WHOLE in micros else self._extrapolate(micros)
 
-        # The schedule of this request, and of the known probe.
+        # The schedules of this request and of the known probe. Attention's plan for each length
+        # exists already, because the known probes made it.
         schedule = Schedule.plan(request, planned=True)
         known_schedule = Schedule.plan(
             replace(request, micro_steps=known.micro_steps), planned=True

@@ -46,7 +46,7 @@ class Scored:
         )
 
     def beats(self, other: "Scored") -> bool:
-        """Whether this slowest step still gives a higher score than the other's fastest step."""
+        """Whether the score by the slowest step exceeds the other's score by its fastest step."""
         return self.score * (1 + other.spread[0]) > other.score * (1 + self.spread[1])
 
     def equals(self, other: "Scored") -> bool:

@@ -74,8 +74,8 @@ class Selection:
     """The records of all configurations by digest.
 
     A configuration that was extrapolated and pruned may be the best of a result cell. It can win
-    only if no other configuration has a number. `references` holds the reference measurements
-    for losses, with None for a failed one. `tried` holds every configuration with a result.
+    only if no other configuration has a number. `references` holds the reference measurements for
+    losses, with None for a failed one. `tried` holds every configuration with a result.
     """
 
     task: Task
@@ -143,8 +143,8 @@ class Selection:
     def startup_s(self, config: TrainConfig) -> float | None:
         """The seconds until a run first reaches its full speed.
 
-        They cover the worker, the model, and the first step with compilation. Unknown (None)
-        if they were not measured, or measured on other GPUs.
+        They cover the worker, the model, and the first step with compilation. The result is
+        None if they were not measured, or were measured on other GPUs.
         """
         late_s = self.record(config).late_s
         if not self._worker_starts_s or late_s is None or self.task.is_projected(config):
@@ -178,8 +178,8 @@ class Selection:
         """Return the extrapolated configurations worth a whole model, the most promising first.
 
         These include the best of each result cell within the slack of the fastest. They also
-        include configurations that can win by now: the one they had to beat when they were pruned
-        may have fallen out of the slack.
+        include configurations that can win by now: the rival that pruned them may have fallen
+        out of the slack.
         """
         slack = self.task.floors.slack
         pool = self._score(
@@ -437,6 +437,7 @@ class Selection:
         most = Parallelism.of(of_numbers[-1].config)
         if most.num_gpus > 1:
             device = replace(device, link_gb_s=task.link_gb_s(most))
+
         return Recipe(
             study=task.study,
             model=task.model,

@@ -326,7 +326,7 @@ class Verification:
     def _excess(self) -> dict[str, float]:
         """The relative excess of the run's time and memory over the promise.
 
-        They are negative if it was faster and smaller.
+        A value is negative if the run was faster or smaller.
         """
         slower = self.speed_error or 0.0
         larger = -(self.memory_error or 0.0)

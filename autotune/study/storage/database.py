@@ -42,8 +42,8 @@ T = TypeVar("T")
 Owner = TypeVar("Owner", bound="HasOutages")
 
 LIBPQ_DRIVERS = ("psycopg", "psycopg2")  # drivers that take libpq's options
-# PostgreSQL's client gives up on a host that vanished after these times: while connecting (s), with
-# unacknowledged data (ms), while waiting for an answer (s, s, count).
+# PostgreSQL's client gives up on a host that vanished after these times. They apply to a connection
+# attempt (s), to unacknowledged data (ms), and to waiting for an answer (s, s, count).
 LIBPQ_TIMEOUTS = {
     "connect_timeout": 10,
     "tcp_user_timeout": 10_000,
