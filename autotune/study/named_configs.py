@@ -247,8 +247,8 @@ def probe_configs(
 ) -> list[ConfigResult]:
     """Probe each case with full rows, or take its stored result.
 
-    suite.json and suite.md are written after each case. If `should_stop` returns True or a probe is
-    cancelled, the remaining cases have no result.
+    suite.json and suite.md are written after each case, except cases that cannot be probed. If
+    `should_stop` returns True or a probe is cancelled, the remaining cases have no result.
     """
     # Imported here because it loads SQLAlchemy, which estimates do not need.
     from autotune.study.evaluator import Evaluator
