@@ -1,1 +1,1 @@
-"""The search itself: proposals, multi-fidelity evaluation, selection, confirmation, and what a study remembers."""
+"""The search: proposals, multi-fidelity evaluation, selection, confirmation, storage."""

@@ -1,6 +1,6 @@
-"""Why the winner won: set each of its knobs back to the baseline's value, alone, and probe on truncated depths.
+"""Ablation of the winner: reset one knob at a time to the baseline's value and probe the result.
 
-The winner is probed in the same way, so that the numbers compare.
+The probes run on truncated depths. The winner is probed in the same way, so the numbers compare.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AblatedKnob:
-    """The winner with one knob as in the baseline. Memory is reserved memory; `error` is the speed's relative error."""
+    """The winner with one knob set back to the baseline's value.
+
+    `peak_gib` is reserved memory, and `error` is the relative error of the speed.
+    """
 
     knob: str
     config: TrainConfig
@@ -39,40 +42,59 @@ class AblatedKnob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ablation:
-    """What each knob of the winner is worth: `undone` holds the winner with one knob set back, once for each knob."""
+    """The effect of each knob of the winner.
+
+    `undone` holds one entry per knob: the winner with only this knob set back.
+    """
 
     winner: AblatedKnob
     baseline: TrainConfig
     undone: tuple[AblatedKnob, ...]
 
     def of(self, config: TrainConfig) -> bool:
-        """Whether this explains `config`: the winner may have changed since, if the study continued."""
+        """Whether this ablation explains `config`.
+
+        A continued study may have another winner by now.
+        """
         return self.winner.config == config
 
     def ranked(self) -> list[AblatedKnob]:
-        """The most useful knobs first: those without which it does not fit, then by speed, then the unknown."""
+        """Return the knobs, the most useful first.
+
+        First come knobs without which the winner does not fit. Knobs with a measured speed follow,
+        the largest loss first. Knobs without a result are last.
+        """
         return sorted(
             self.undone,
-            key=lambda knob: (knob.tokens_per_s is None and not knob.too_large, knob.tokens_per_s or 0.0),
+            key=lambda knob: (
+                knob.tokens_per_s is None and not knob.too_large,
+                knob.tokens_per_s or 0.0,
+            ),
         )
 
 
-def ablated_configs(winner: TrainConfig, baseline: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
-    """Yield each knob in which they differ, with the winner that has the baseline's value of it.
+def ablated_configs(
+    winner: TrainConfig, baseline: TrainConfig
+) -> Iterator[tuple[str, TrainConfig]]:
+    """Yield each knob that differs, and the winner with the baseline's value of this knob.
 
-    A knob that cannot stand alone goes with the knob that it needs: double quantisation with the quantisation.
+    A dependent knob changes together with the knob that it needs: double quantisation changes with
+    quantisation.
     """
     for name in KNOBS:
         value = getattr(baseline, name)
         if value == getattr(winner, name):
             continue
+
         changes = {name: value}
         if name == "quantization":
             changes["double_quant"] = baseline.double_quant
         elif name == "double_quant" and winner.quantization != baseline.quantization:
             continue
+
         config = TrainConfig(**winner.as_dict() | changes)
-        if config != winner:  # what several GPUs share out has no value for one
+        # A knob that distributes work over several GPUs has no effect on one GPU.
+        if config != winner:
             yield name, config
 
 
@@ -85,39 +107,47 @@ def ablate(
     say: Callable[[str], None] = lambda text: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Ablation:
-    """Probe the winner without each of its knobs; stored results are used again.
+    """Probe the winner without each of its knobs; stored results are reused.
 
-    If `should_stop` returns True, the remaining knobs are left out. Raises EnvironmentProblem if the winner itself
-    failed this time.
+    If `should_stop` returns True, the remaining knobs are left out. Raises EnvironmentProblem if
+    the probe of the winner itself fails.
     """
-    found = evaluator.evaluate(winner, None).result
-    measured_winner = to_ablated_knob(task, "", found)
+    winner_result = evaluator.evaluate(winner, None).result
+    measured_winner = to_ablated_knob(task, "", winner_result)
     if measured_winner.tokens_per_s is None:
         raise EnvironmentProblem(
-            f"the probe of the winner failed this time: {found.reason or found.outcome}",
+            "the probe of the winner failed this time: "
+            f"{winner_result.reason or winner_result.outcome}",
             remedy="see whether something else uses the device (`autotune doctor`)",
         )
+
     undone: list[AblatedKnob] = []
     for name, config in ablated_configs(winner, baseline):
         if should_stop():
             break
-        if not task.workload.divides(config):  # by as many GPUs
+        # The changed configuration may no longer divide the global batch.
+        if not task.workload.divides(config):
             continue
         say(f"without {name} {getattr(winner, name)}: {config.label()}")
         undone.append(to_ablated_knob(task, name, evaluator.evaluate(config, None).result))
         evaluator.failures_in_a_row = 0
+
     return Ablation(winner=measured_winner, baseline=baseline, undone=tuple(undone))
 
 
 def to_ablated_knob(task: Task, knob: str, result: ProbeResult) -> AblatedKnob:
-    """Read a probe's result in the terms of this study."""
+    """Convert a probe's result to an entry of the ablation."""
     measurement = result.measurement
     evidence = Evidence.PROJECTED if task.is_projected(result.config) else result.evidence
-    ablated = AblatedKnob(knob=knob, config=result.config, outcome=result.outcome, evidence=evidence)
+    ablated = AblatedKnob(
+        knob=knob, config=result.config, outcome=result.outcome, evidence=evidence
+    )
+
     if result.oom is not None:
         ablated = replace(ablated, peak_gib=result.oom.need_gib, limit_gib=result.oom.limit_gib)
     if result.outcome is not Outcome.OK or measurement is None:
         return ablated
+
     performance = run_performance(task, result.config, [measurement])
     return replace(
         ablated,

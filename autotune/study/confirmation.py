@@ -1,4 +1,7 @@
-"""The end of a study: measure the best configurations again, longer and interleaved, until it is sure who wins."""
+"""The end of a study: measure the best configurations again until the winner is certain.
+
+These measurements are longer than the search's, and the configurations alternate.
+"""
 
 from autotune.core.errors import Cancelled
 from autotune.core.train_config import TrainConfig
@@ -11,37 +14,53 @@ MAX_CONFIRMATIONS = 3  # of a configuration whose measurements disagree
 
 
 def confirm_finalists(trials: SharedTrials) -> None:
-    """Measure the finalists and the baseline again; in later rounds only those that may still win.
+    """Measure the finalists and the baseline again; later rounds repeat only possible winners.
 
-    The likely winner and the baseline come first, since the budget may end it: who would not fit into what is left is
-    not begun. Where the likely winner falls behind another's measurement of the search, that one is the likely winner,
-    as often as there are finalists. A finalist that fails is replaced by the next best. A full run also evaluates and
-    saves: who wins has done both, where time is left for it.
+    The likely winner and the baseline come first, because the budget may end the confirmation. A
+    measurement that would not fit into the remaining time is skipped. If the likely winner falls
+    behind another configuration's search measurement, that one becomes the likely winner. This can
+    happen once per finalist. The next best replaces a finalist that fails. A full run also
+    evaluates and saves, so the winner's confirmation does both if time allows.
     """
     entries = trials.selection.finalists(trials.limits.finalists)
-    likely, baseline = entries[:1], trials.selection.baseline()
+    likely = entries[:1]
+    baseline = trials.selection.baseline()
     if baseline is not None and baseline not in likely:
         entries = [*likely, baseline, *(config for config in entries[1:] if config != baseline)]
+
     for round_ in range(1, trials.limits.rounds + 1):
         if not _run_round(trials, round_, entries, likely):
             return
+
     num_rounds = _settle_disagreements(trials, entries)
     _confirm_leader(trials, num_rounds)
 
 
-def _run_round(trials: SharedTrials, round_: int, entries: list[TrainConfig], likely: list[TrainConfig]) -> bool:
-    """Measure each entry once; False if that was interrupted. Entries that fail are replaced in `entries`."""
+def _run_round(
+    trials: SharedTrials, round_: int, entries: list[TrainConfig], likely: list[TrainConfig]
+) -> bool:
+    """Measure each entry once; return False if the round was interrupted.
+
+    Entries that fail are replaced in `entries`.
+    """
     rounds = trials.limits.rounds
     waiting = [config for config in entries if round_ == 1 or trials.selection.may_win(config)]
+
     while waiting:
         config = waiting.pop(0)
         if not (trials.can_end(config) if config in likely else trials.affords(config)):
-            trials.cut("measuring the baseline as a whole" if config == trials.selection.baseline() else AGAIN)
+            trials.cut(
+                "measuring the baseline as a whole"
+                if config == trials.selection.baseline()
+                else AGAIN
+            )
             continue
+
         whole = round_ == rounds or config in likely
         confirmed = _confirm(trials, config, f"round {round_} of {rounds}", round_, whole=whole)
         if confirmed is None:
             return False
+
         if not confirmed:
             entries.remove(config)
             smaller = _smaller_baseline(trials, config)
@@ -49,6 +68,7 @@ def _run_round(trials: SharedTrials, round_: int, entries: list[TrainConfig], li
             next_best = [finalist for finalist in finalists if finalist not in entries][:1]
             entries += smaller or next_best
             waiting += smaller or next_best
+
         rival = trials.selection.rival()
         if rival is not None and len(likely) < trials.limits.finalists:
             entries += [rival] * (rival not in entries)
@@ -58,13 +78,20 @@ def _run_round(trials: SharedTrials, round_: int, entries: list[TrainConfig], li
 
 
 def _smaller_baseline(trials: SharedTrials, failed: TrainConfig) -> list[TrainConfig]:
-    """The next smaller baseline, if that was the last one known: it was screened on a few layers, and did not fit."""
+    """Return the next smaller baseline if the failed one was the last known baseline.
+
+    The failed baseline was screened on a few layers and then did not fit. Returns an empty list
+    if there is no replacement.
+    """
     baselines = trials.task.baselines
     if failed not in baselines or trials.selection.baseline() is not None:
         return []
+
     for smaller in baselines[baselines.index(failed) + 1 :]:
         try:
-            trials.selection.add_result(trials.evaluator.evaluate(smaller, None, spare_s=0.0).result)
+            trials.selection.add_result(
+                trials.evaluator.evaluate(smaller, None, spare_s=0.0).result
+            )
         except Cancelled:
             break
         if trials.selection.baseline() is not None:
@@ -73,8 +100,12 @@ def _smaller_baseline(trials: SharedTrials, failed: TrainConfig) -> list[TrainCo
 
 
 def _settle_disagreements(trials: SharedTrials, entries: list[TrainConfig]) -> int:
-    """Measure entries once more while their measurements disagree. Returns the number of the last round."""
-    round_, selection = trials.limits.rounds, trials.selection
+    """Measure entries once more while their measurements disagree.
+
+    Returns the number of the last round.
+    """
+    round_ = trials.limits.rounds
+    selection = trials.selection
     for config in entries:
         while (
             selection.disagreement(config) > DISAGREEMENT
@@ -87,57 +118,80 @@ def _settle_disagreements(trials: SharedTrials, entries: list[TrainConfig]) -> i
 
 
 def _confirm_leader(trials: SharedTrials, round_: int) -> None:
-    """Measure the leader, which may not have led before, until it has been measured twice and has saved."""
+    """Measure the leader until it has been measured twice and has saved.
+
+    The leader may change after each measurement.
+    """
     while (leader := trials.selection.leader()) is not None:
         twice = len(trials.selection.record(leader).confirmed) >= min(trials.limits.rounds, 2)
         if twice and leader in trials.evaluator.saved:
             return
+
         round_ += 1
         again = "once more, " if trials.selection.record(leader).confirmed else ""
         if _confirm(trials, leader, f"{again}since it leads", round_, whole=True) is None:
             return
 
 
-def _confirm(trials: SharedTrials, config: TrainConfig, why: str, round_: int, *, whole: bool = False) -> bool | None:
-    """Whether the configuration succeeded again; None if the user or the budget stopped this."""
+def _confirm(
+    trials: SharedTrials, config: TrainConfig, why: str, round_: int, *, whole: bool = False
+) -> bool | None:
+    """Measure a configuration again and return whether it succeeded.
+
+    Returns None if the user or the budget stopped the measurement.
+    """
     selection = trials.selection
     confirmed = selection.record(config).confirmed
+
     if not (trials.affords(config) if confirmed else trials.can_end(config)):
         trials.cut(AGAIN)
         return None
+
     try:
         if not (trials.has_ended() or confirmed or _is_sound(trials, config)):
             return False
         if not trials.has_ended():
             trials.say(f"confirming, {why}: {config.label()}")
             micro_steps = trials.confirmed_micro_steps(config)
-            return selection.add_confirmation(trials.evaluator.confirm(config, micro_steps, round_, whole=whole))
+            return selection.add_confirmation(
+                trials.evaluator.confirm(config, micro_steps, round_, whole=whole)
+            )
     except Cancelled:
         pass
+
     trials.cut(AGAIN)
     return None
 
 
 def _is_sound(trials: SharedTrials, config: TrainConfig) -> bool:
-    """Whether its losses agree with those of its reference, as far as real weights and time can tell."""
+    """Whether its losses agree with its reference's losses.
+
+    The comparison needs real weights and time for the reference; without them the answer is True.
+    """
     selection = trials.selection
     reference = selection.missing_reference(config)
     if reference is not None and not trials.has_ended():
         trials.say(f"comparing the losses of {config.label()} with {REFERENCE}")
         selection.references[reference.digest] = trials.evaluator.reference(reference)
+
     reason = selection.unsound(config)
     return reason is None or selection.add_confirmation(trials.evaluator.reject(config, reason))
 
 
 def measure_close_calls(trials: SharedTrials) -> None:
-    """Measure whole models of extrapolated configurations close to the best: one, and more while time is left."""
+    """Measure whole models of extrapolated configurations that are close to the best.
+
+    Continue while time is left.
+    """
     measured = set[TrainConfig]()
     while left := [config for config in trials.selection.close_calls() if config not in measured]:
         if trials.has_ended() or trials.is_spent():
             return
+
         measured.add(left[0])
         if not trials.evaluator.fits_into(trials.search_s(), left[0]):
             continue
+
         trials.say(f"close to the best, at full depth: {left[0].label()}")
         try:
             trials.selection.add_result(trials.evaluator.evaluate(left[0], None).result)

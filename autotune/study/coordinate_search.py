@@ -1,8 +1,9 @@
-"""The first moves of a search: from the best configuration so far, one knob at a time, where that may pay.
+"""The first moves of a search: change one knob at a time, starting from the best configuration.
 
-Knobs act on speed nearly independently, so that coordinate search from the baseline finds most of the gain in a few
-probes. The sampler continues from there, and finds what only shows in combination. Learning knobs are left alone,
-except precision, which changes speed as much as any knob, and fp8 products where they are allowed.
+Knobs act on speed nearly independently, so coordinate search from the baseline finds most of the
+gain in a few probes. The sampler continues from there and finds gains that need a combination.
+Learning knobs keep their values. The exceptions are precision, which changes speed as much as any
+knob, and fp8 products if they are allowed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,8 +21,9 @@ from autotune.study.neighbours import COMPILED, compiled_variants
 from autotune.study.optimizer import Proposal
 from autotune.study.summary import TrialRecord
 
-# Compilation comes late: it costs seconds for every configuration, and helps the one that the other knobs lead to.
-# Products of 8-bit floats come after it, since they only pay in compiled layers.
+# Compilation comes late: it costs seconds for every configuration, and only the configuration that
+# the other knobs lead to needs it. Products of 8-bit floats come later still, since they only pay
+# in compiled layers.
 ORDER = (
     "loss",
     "packing",
@@ -36,38 +38,42 @@ ORDER = (
     "cuda_graphs",
     "quantization",
 )
-# The same arithmetic in less memory, which later moves may use: taken unless it is slower.
+# The same arithmetic in less memory. A later move may use the memory, so the value is taken unless
+# it is slower.
 MAKES_ROOM = ("loss",)
 TOO_LARGE = (Outcome.OOM, Outcome.REFUSED)
-MIN_GAIN = 0.01  # relative gain in speed from which on the search moves
+MIN_GAIN = 0.01  # the search moves if the relative gain in speed exceeds this
 
 
 @dataclass(slots=True)
 class CoordinateSearch:
-    """Coordinate search in one study, among the configurations for `num_gpus`. Its trials do not count as patience.
+    """Coordinate search in one study, among the configurations for `num_gpus`.
 
-    Moves follow the speed that truncated models predict. Whole models are measured after each pass, the most promising
-    first; until then their trials wait in `_waiting`, with the predicted score.
+    Its trials do not count as patience. Moves follow the speed that truncated models predict. Whole
+    models are measured after each pass, the most promising first. Until then their trials wait in
+    `_waiting`, with the predicted score.
     """
 
     trials: SharedTrials
     num_gpus: int
     _tried: dict[str, Outcome] = field(default_factory=dict)  # by the digest of the configuration
     _waiting: list[tuple[float, Proposal]] = field(default_factory=list)
-    _seeds: list[TrainConfig] = field(default_factory=list)  # what formulas find best
+    _seeds: list[TrainConfig] = field(default_factory=list)  # the best configurations by formula
 
     def run(self) -> None:
-        """Try the formula seeds, then move from the best until a pass over all knobs finds nothing better.
+        """Try the formula seeds, then move until a pass over all knobs finds no improvement.
 
-        In a hurry, first without compilation, which takes as long as several other candidates, until the seeds are
-        compiled ahead.
+        Compilation takes as long as several other candidates. In a hurry the search therefore
+        starts without it, until the seeds are compiled ahead.
         """
         self._tried = {row.config.digest: row.outcome for row in self.trials.rows}
         self._carry_over()
+
         if self.trials.is_hurried():
             self._try_without_compiling()
         else:
             self._try_seeds()
+
         while (best := self._best()) is not None and not self.trials.is_done():
             num_tried = len(self._tried)
             self._pass_over_knobs(best)
@@ -79,15 +85,19 @@ class CoordinateSearch:
         return self.trials.best(self.num_gpus)
 
     def _carry_over(self) -> None:
-        """Where nothing is known of so many GPUs, begin with the best of others, shared out in the first way that fits.
+        """Start from the best configuration for other GPU counts if this count has no result.
 
-        It is measured as a whole where there is time, so that this number of GPUs has a number of its own.
+        The first kind of sharding that fits is used. The configuration is measured as a whole if
+        time allows, so that this GPU count has its own measurement.
         """
-        best, space = self.trials.best(), self.trials.task.space
+        best = self.trials.best()
+        space = self.trials.task.space
         for way in space.choices("sharding"):
             if best is None or self._best() is not None or self.trials.is_done():
                 return
-            for config in smaller_batches(space, replace(best.config, num_gpus=self.num_gpus, sharding=way)):
+            for config in smaller_batches(
+                space, replace(best.config, num_gpus=self.num_gpus, sharding=way)
+            ):
                 chosen = space.clip(config)
                 known = space.config(chosen).digest in self._tried
                 if not known and not self.trials.is_done() and self._try(chosen)[1] > 0:
@@ -95,27 +105,31 @@ class CoordinateSearch:
             self._end_waiting()
 
     def _try_without_compiling(self) -> None:
-        """Try seeds, moves, and neighbours of the best, until the time left is for compiling the best of them.
+        """Try seeds, moves and neighbours of the best configuration, all without compilation.
 
-        This ends as soon as one that was compiled ahead is the best.
+        Stop when the remaining time is needed to compile the best of them. Also stop as soon as a
+        configuration that was compiled ahead is the best.
         """
         trials = self.trials
         self._try_seeds(compile="none")
         best = self._best()
         if best is None or self._try_compiled_ahead():
             return
+
         self._pass_over_knobs(best, leave_out="compile")
         self._end_waiting(whole=False)
         best = self._best() or best
         if best.config.compile == COMPILED:
             return
-        kept = {
+
+        pinned = {
             knob.name: getattr(best.config, knob.name)
             for knob in trials.task.space.knobs
             if knob.kind == "learning" or knob.name == "num_gpus"
         }
+
         while trials.num_missing() > 2 and not trials.is_done():
-            chosen = trials.untried(keep_s=2 * trials.compiled_s(), **kept | {"compile": "none"})
+            chosen = trials.untried(keep_s=2 * trials.compiled_s(), **pinned | {"compile": "none"})
             if chosen is None:
                 break
             self._try(chosen)
@@ -123,20 +137,33 @@ class CoordinateSearch:
                 break
 
     def _try_compiled_ahead(self) -> bool:
-        """Try what was compiled ahead of the seeds, and of the best: whether the best is one that compiles now."""
+        """Try the seeds and the best configuration with compiled layers, if compiled ahead.
+
+        Returns whether the best configuration now compiles.
+        """
         self._end_waiting(whole=False)
-        trials, best = self.trials, self._best()
+        trials = self.trials
+        best = self._best()
         space = trials.task.space
         for config in compiled_variants(space, [*self._seeds, *([best.config] if best else [])]):
-            if config.digest not in self._tried and trials.is_compiled(config) and not trials.is_done():
+            if (
+                config.digest not in self._tried
+                and trials.is_compiled(config)
+                and not trials.is_done()
+            ):
                 self._try(space.clip(config))
                 self._end_waiting(whole=False)
+
         best = self._best()
         return best is not None and best.config.compile == COMPILED
 
     def _try_seeds(self, **changes: Any) -> None:
-        """Try what the formulas find best, with these changes; what is changed is not measured as a whole."""
-        best, task = self._best(), self.trials.task
+        """Try the best configurations by formula with these changes.
+
+        A changed configuration is not measured as a whole.
+        """
+        best = self._best()
+        task = self.trials.task
         self._seeds = list(formula_seeds(task, best.config, best.limit_gib or 0.0)) if best else []
         for config in self._seeds:
             chosen = task.space.clip(replace(config, **changes))
@@ -145,48 +172,62 @@ class CoordinateSearch:
         self._end_waiting(whole=not changes)
 
     def _pass_over_knobs(self, best: TrialRecord, *, leave_out: str = "") -> None:
-        """Make one move after another by each knob in turn, but the one to leave out.
+        """Move by each knob in turn, except the knob to leave out.
 
-        Without compilation this ends as soon as one that was compiled ahead is the best.
+        Without compilation, stop as soon as a configuration that was compiled ahead is the best.
         """
-        space, current, reached = self.trials.task.space, best.config, self.trials.score(best)
-        if leave_out == "compile" and not set(space.choices("checkpointing")) <= set(SELECTIVE):  # which compiles too
+        space = self.trials.task.space
+        current = best.config
+        best_score = self.trials.score(best)
+
+        if leave_out == "compile" and not set(space.choices("checkpointing")) <= set(SELECTIVE):
+            # Selective checkpointing compiles too.
             space, _ = space.narrow("checkpointing", lambda value: value not in SELECTIVE, "")
+
         for name in (name for name in ORDER if name != leave_out):
             factor = 1 - MIN_GAIN if name in MAKES_ROOM else 1 + MIN_GAIN
             while not self.trials.is_done():
                 chosen = next_move(space, current, name, self._tried)
                 if chosen is None:
                     break
+
                 self.trials.moving = name, current
                 config, score = self._try(chosen)
-                if score > reached * factor:
-                    current, reached = config, score
+                if score > best_score * factor:
+                    current = config
+                    best_score = score
                 if leave_out == "compile" and self._try_compiled_ahead():
                     self.trials.moving = None
                     return
         self.trials.moving = None
 
     def _try(self, chosen: dict[str, Any]) -> tuple[TrainConfig, float]:
-        """Try one choice on truncated models: its configuration and score. It waits if these decide nothing."""
+        """Try one choice on truncated models; return its configuration and score.
+
+        If the truncated models do not decide, its trial waits for the whole model.
+        """
         trials = self.trials
         proposal = trials.ask(chosen)
         if proposal is None:  # another worker is trying it
             config = trials.task.space.config(chosen)
             self._tried[config.digest] = Outcome.OK
             return config, 0.0
+
         trials.exempt.add(proposal.number)
         trials.optimizer.remember(COORDINATE_TRIALS, sorted(trials.exempt))
         config = proposal.config
         trials.on_begin(proposal.number, config)
-        found = trials.evaluator.evaluate_low_fidelity(config, proposal.number)
-        if found is None:  # the truncated models predict nothing
-            found = trials.evaluator.evaluate(config, proposal.number)
-        if isinstance(found, Evaluation):
-            row = trials.record(proposal, found)
+
+        judgement = trials.evaluator.evaluate_low_fidelity(config, proposal.number)
+        if judgement is None:  # the truncated models predict nothing
+            judgement = trials.evaluator.evaluate(config, proposal.number)
+
+        if isinstance(judgement, Evaluation):
+            row = trials.record(proposal, judgement)
             self._tried[config.digest] = row.outcome
             return config, trials.score(row)
-        predicted = trials.selection.predicted_speed(config, found)
+
+        predicted = trials.selection.predicted_speed(config, judgement)
         score = trials.task.score(config, predicted)
         self._tried[config.digest] = Outcome.OK
         self._waiting.append((score, proposal))
@@ -194,9 +235,10 @@ class CoordinateSearch:
         return config, score
 
     def _end_waiting(self, *, whole: bool = True) -> None:
-        """End the trials that wait, the most promising first: measure the whole models of those that can still win.
+        """End the waiting trials, the most promising first.
 
-        Where these would take more time than there is to spare, and unless `whole`, what was predicted stands.
+        Measure the whole models of trials that can still win. The prediction stands if `whole` is
+        False, or if the whole models would take more time than there is to spare.
         """
         waiting = sorted(self._waiting, key=lambda entry: entry[0], reverse=True)
         self._waiting = []
@@ -207,20 +249,24 @@ class CoordinateSearch:
 def next_move(
     space: SearchSpace, current: TrainConfig, name: str, tried: Mapping[str, Outcome]
 ) -> dict[str, Any] | None:
-    """The choice to try next from `current` by knob `name`, or None if nothing is left.
+    """Return the choice to try next from `current` by knob `name`, or None if no choice is left.
 
-    `tried` has the outcome of each configuration that was tried, by its digest.
+    `tried` maps the digest of each configuration that was tried to its outcome.
     """
     knob = space.knob(name)
     for value in _faster_values(knob, current) if knob else ():
         moved = replace(current, **{name: value})
-        # Less recomputation may pay even at the price of a smaller micro batch, and packing may need one.
+        # Packing may need a smaller micro batch. Less recomputation may pay even with one.
         shrinks = name in ("checkpointing", "packing")
         fits = False
         for config in smaller_batches(space, moved) if shrinks else [moved]:
             chosen = space.clip(config)
-            if getattr(space.config(chosen), name) != value or (not shrinks and space.config(chosen) != config):
-                continue  # the knob has no effect with these values of the others, or is not all that would change
+            if getattr(space.config(chosen), name) != value or (
+                not shrinks and space.config(chosen) != config
+            ):
+                # The knob has no effect with the other values, or another knob would change too.
+                continue
+
             outcome = tried.get(space.config(chosen).digest)
             if outcome is None:
                 return chosen
@@ -229,28 +275,33 @@ def next_move(
                 break
         if not fits:
             continue
-        # A micro batch may pay in either direction. Recomputing some layers may pay more than recomputing none, if that
-        # takes a smaller micro batch. The remaining values of other knobs are only slower.
+        # Both a larger and a smaller micro batch may pay. If no recomputation takes a smaller micro
+        # batch, recomputation of some layers may be faster. The remaining values of other knobs are
+        # only slower.
         if name != "micro_batch_size" and not (name == "checkpointing" and config != moved):
             return None
     return None
 
 
 def _faster_values(knob: Knob, current: TrainConfig) -> list[Any]:
-    """The values of a knob that may be faster than the present one, the most promising first."""
-    present, values = getattr(current, knob.name), knob.choices()
+    """Return the values of a knob that may be faster than the present one, the best guess first."""
+    present = getattr(current, knob.name)
+    values = knob.choices()
     if knob.name == "micro_batch_size":
         larger = sorted(value for value in values if value > present)
         smaller = sorted(value for value in values if value < present)
         return [*larger[:1], *smaller[-1:]]
     if knob.name == "quantization" and present != "none":
-        return []  # another base to learn from, not a faster way to the same result
+        # Another quantisation is another base to learn from, not a faster way to the same result.
+        return []
     speed_rank = KNOBS[knob.name].speed_rank
-    return sorted((value for value in values if speed_rank(value) < speed_rank(present)), key=speed_rank)
+    return sorted(
+        (value for value in values if speed_rank(value) < speed_rank(present)), key=speed_rank
+    )
 
 
 def smaller_batches(space: SearchSpace, config: TrainConfig) -> Iterator[TrainConfig]:
-    """Yield this configuration, then the same with ever smaller micro batches."""
+    """Yield this configuration, then copies with smaller and smaller micro batches."""
     yield config
     knob = space.knob("micro_batch_size")
     for size in sorted(knob.choices() if knob else (), reverse=True):

@@ -1,7 +1,9 @@
-"""What the speed-up consists of: the way from the baseline to the winner, one group of knobs after another.
+"""The decomposition of a speed-up into factors, one per group of knobs.
 
-The factors multiply to the speed-up. A step on the way that cannot be probed, or for which there is no time, shares one
-factor with the next. Ablation (`study/ablation`) looks back from the winner instead, and its effects do not multiply.
+The groups change one after another, from the baseline to the winner, and the factors multiply to
+the speed-up. A step that cannot be probed, or that the budget leaves no time for, shares one
+factor with the next step. Ablation (`study/ablation`) starts from the winner instead, and its
+effects do not multiply.
 """
 
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
 
-# In an order in which what is on the way fits more often than not: what takes less memory comes first.
+# Groups that save memory come first, so that most intermediate configurations fit.
 GROUPS: dict[str, tuple[str, ...]] = {
     "loss in chunks": ("loss",),
     "precision": ("precision", "quantization", "double_quant"),
@@ -30,7 +32,7 @@ WHOLE = "whole models instead of a few layers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
-    """By which factor these knobs, named together, change the useful tokens/s."""
+    """The relative change of the useful tokens/s by a named group of knobs."""
 
     name: str
     factor: float
@@ -38,7 +40,7 @@ class Factor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decomposition:
-    """The factors of a speed-up, in the order of the way from the baseline to the winner."""
+    """The factors of a speed-up, in order from the baseline to the winner."""
 
     winner: TrainConfig
     baseline: TrainConfig
@@ -46,36 +48,48 @@ class Decomposition:
 
 
 def decompose(
-    winner: TrainConfig, baseline: TrainConfig, speedup: float, speed: Callable[[TrainConfig], float | None]
+    winner: TrainConfig,
+    baseline: TrainConfig,
+    speedup: float,
+    speed: Callable[[TrainConfig], float | None],
 ) -> Decomposition | None:
-    """Decompose a speed-up; `speed` gives the tokens/s of a configuration on the way, None where it is not known.
+    """Decompose a speed-up into factors.
 
-    None if the speed of winner or baseline is not known by the same means, or both are the same. The last factor is the
-    difference between these means and the speed-up.
+    `speed` returns the tokens/s of an intermediate configuration, or None if it is unknown. The
+    last factor is the ratio of the speed-up to the quotient of these speeds. Returns None if
+    winner and baseline are equal, or if `speed` does not know one of them.
     """
     if winner == baseline:
         return None
-    first, last = speed(baseline), speed(winner)
+    first = speed(baseline)
+    last = speed(winner)
     if not first or not last:
         return None
+
     factors: list[Factor] = []
     shared: list[str] = []
-    before = first
+    speed_before = first
     for name, config in way(winner, baseline):
         shared.append(name)
-        reached = last if config == winner else speed(config)
-        if reached:
-            factors.append(Factor(name=" + ".join(shared), factor=reached / before))
-            shared, before = [], reached
+        speed_after = last if config == winner else speed(config)
+        if speed_after:
+            factors.append(Factor(name=" + ".join(shared), factor=speed_after / speed_before))
+            shared = []
+            speed_before = speed_after
+
     factors.append(Factor(name=WHOLE, factor=speedup * first / last))
     return Decomposition(winner=winner, baseline=baseline, factors=tuple(factors))
 
 
 def way(winner: TrainConfig, baseline: TrainConfig) -> list[tuple[str, TrainConfig]]:
-    """Each group of knobs in which they differ, with the configuration that has the winner's values up to it."""
+    """Return each group of knobs that changes, with the configuration after the change.
+
+    This configuration has the winner's values in all groups so far.
+    """
     grouped = {knob for group in GROUPS.values() for knob in group}
     groups = GROUPS | {OTHER: tuple(knob for knob in KNOBS if knob not in grouped)}
-    values, steps = baseline.as_dict(), [("", baseline)]
+    values = baseline.as_dict()
+    steps = [("", baseline)]
     for name, knobs in groups.items():
         values |= {knob: getattr(winner, knob) for knob in knobs if knob in KNOBS}
         config = TrainConfig(**values)

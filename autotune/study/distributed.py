@@ -1,6 +1,8 @@
-"""The trials of a study that several workers share: begin one, record its result, take over the results of others.
+"""The trials of a study that several workers share.
 
-Also when a search stops: the user, the budget, the number of trials, or no better configuration for many trials.
+A worker begins a trial, records its result and takes over the results of others. The module also
+decides when a search stops: the user, the budget, the number of trials, or many trials without an
+improvement.
 """
 
 import random
@@ -30,33 +32,50 @@ from autotune.study.storage.probe_store import StoredProbe
 from autotune.study.storage.study_record import Limits
 from autotune.study.summary import TrialRecord
 
-AWAIT_S, REAP_EVERY_S = 0.2, 15.0
-# Shares of the budget: what the search may spend on whole models, the best of which are measured in the end anyway;
-# what the baseline may take; what is reserved for the confirmation; and for its first probe where that takes longer.
-WHOLE_SHARE, BASELINE_SHARE, CONFIRMATION_SHARE, LEAST_SHARE = 0.1, 0.2, 0.15, 1 / 3
-MANY, COMPILING_S = 15, 5.0  # a search should judge so many candidates, each of which may compile for so long
-PLENTY = 40  # before so many are judged, what is compiled already comes before what the sampler would propose
-ENOUGH = 12  # before so many are judged by a few layers, nothing is reserved for measuring the best as a whole
-# Shares of the best's speed, by formula, which a candidate should reach in a hurry: of all, and of those whose code is
-# compiled already, which come first.
-WORTH, ALIKE = 0.5, 0.9
+AWAIT_S = 0.2
+REAP_EVERY_S = 15.0
+
+# Shares of the budget.
+WHOLE_SHARE = 0.1  # for whole models during the search; the end measures the best of them anyway
+BASELINE_SHARE = 0.2  # the most that the baseline may take
+CONFIRMATION_SHARE = 0.15  # reserved for the confirmation
+LEAST_SHARE = 1 / 3  # the most that is reserved if the first confirmation takes longer
+
+# Numbers of candidates.
+MANY = 15  # a search should judge this number of candidates
+PLENTY = 40  # until this number is judged, compiled candidates come before the sampler's proposals
+ENOUGH = 12  # until this number is judged on truncated models, no confirmation time is reserved
+COMPILING_S = 5.0  # the time to compile one candidate
+
+# In a hurry, a candidate should reach a share of the best's speed, both by formula.
+WORTH = 0.5  # the share for any candidate
+ALIKE = 0.9  # the share for candidates that are compiled already; they come first
+
 LATE = 1.2  # probes may take this much longer than predicted
 LEAST_NOISE = 0.005  # relative
-COORDINATE_TRIALS = "climbed"  # the study's attribute with the numbers of the trials of coordinate searches
+# The study's attribute with the trial numbers of coordinate searches.
+COORDINATE_TRIALS = "climbed"
 
 
 @dataclass(slots=True, kw_only=True)
 class SharedTrials:
-    """The trials of one study as one of its workers sees them, and the limits of this worker's session.
+    """The trials of one study as one of its workers sees them, and this worker's limits.
 
-    The budget counts from `started`, in seconds of `clock`; the number of trials is limited over all workers and
-    sessions. `rows` has the finished trials of all workers, and `selection` what was measured of each configuration.
-    `too_short_for` says what the budget was too short for. If `rank` is set, untried configurations of this LoRA
-    rank are proposed before all others. Of the time left for the search `kept_s` seconds are kept for later.
-    `new_rows` returns what others stored since the last call; `on_begin` is called when this worker probes for a
-    trial, `on_trial` with every trial that it finished, `on_trial_of_others` with every other. Trials of coordinate
-    search, in `exempt`, do not count as patience; `moving` is the knob that it turns, and from which configuration.
-    `is_compiled` says of a configuration that compiles whether its code is there, by an earlier trial or ahead of any.
+    The budget counts from `started`, in seconds of `clock`. The limit on trials covers all workers
+    and sessions.
+
+    - `rows` holds the finished trials of all workers, and `selection` all measurements of each
+      configuration.
+    - `too_short_for` lists the parts of the study that the budget was too short for.
+    - If `rank` is set, untried configurations of this LoRA rank are proposed before all others.
+    - `kept_s` seconds of the search time are kept for later.
+    - `new_rows` returns the results that others stored since the last call.
+    - `on_begin` is called when this worker probes for a trial, `on_trial` with every trial that it
+      finished, `on_trial_of_others` with every other trial.
+    - Trials of coordinate search, in `exempt`, do not count as patience. `moving` is the knob that
+      coordinate search changes, and the configuration that it starts from.
+    - `is_compiled` says whether the code of a compiled configuration exists already, from an
+      earlier trial or from compilation ahead.
     """
 
     task: Task
@@ -80,62 +99,93 @@ class SharedTrials:
     moving: tuple[str, TrainConfig] | None = None
     is_compiled: Callable[[TrainConfig], bool] = lambda config: False
     kept_s: float = 0.0
-    _by_others: set[int] = field(default_factory=set)  # the numbers of the trials that other workers finished
-    _open: dict[int, str] = field(default_factory=dict)  # this worker's unfinished trials: number -> config digest
-    _stored_by_others: dict[int, ProbeResult] = field(default_factory=dict)  # results by trial number
-    _not_finished: set[int] = field(default_factory=set)  # of these, the trials that Optuna does not have as finished
-    _met_others: bool = False  # whether others had taken configurations when this worker asked for a trial
+    # The numbers of the trials that other workers finished.
+    _by_others: set[int] = field(default_factory=set)
+    # This worker's unfinished trials: number -> config digest.
+    _open: dict[int, str] = field(default_factory=dict)
+    # The results of other workers by trial number, and the trials among them that Optuna does not
+    # know as finished yet.
+    _results_of_others: dict[int, ProbeResult] = field(default_factory=dict)
+    _unfinished_numbers: set[int] = field(default_factory=set)
+    # Whether others had taken configurations when this worker asked for a trial.
+    _met_others: bool = False
     _reap_at: float = 0.0
-    _random: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311 (no secret hangs on it)
+    _random: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311 (not for secrets)
 
     def __post_init__(self) -> None:
         self.selection = Selection(self.task)
 
     def resume(self, stored: list[StoredProbe]) -> None:
-        """Take over what earlier sessions stored, and settle trials that were interrupted."""
-        self._stored_by_others = {
-            row.trial: row.result for row in stored if row.trial is not None and row.result.depth is None
+        """Take over the results of earlier sessions, and settle interrupted trials."""
+        self._results_of_others = {
+            row.trial: row.result
+            for row in stored
+            if row.trial is not None and row.result.depth is None
         }
+
         for row in stored:
             self.evaluator.learn(row.trial, row.result)
         num_queued = self.optimizer.repair(self._settle, self.coordinator.workers)
+
         self.rows, self.selection = restore(self.task, self.optimizer.finished(), stored)
-        self._not_finished = self._stored_by_others.keys() - {row.number for row in self.rows}
+        self._unfinished_numbers = self._results_of_others.keys() - {
+            row.number for row in self.rows
+        }
         self.exempt = set(self.optimizer.remembered(COORDINATE_TRIALS) or ())
+
         if self.rows:
-            self.say(f"{len(self.rows)} trials are done already, {num_queued} interrupted ones are queued again")
+            self.say(
+                f"{len(self.rows)} trials are done already, "
+                f"{num_queued} interrupted ones are queued again"
+            )
 
     def begin(self, tried: list[TrainConfig]) -> None:
-        """Queue the baselines that were tried before a new study began; their results are stored already."""
+        """Queue the baselines that were tried before a new study began.
+
+        Their results are stored already.
+        """
         for config in () if self.rows else tried:
             self.optimizer.enqueue(self.task.space.clip(config))
 
-    def run_one(self, pruner: Pruner | None, wanted: dict[str, Any] | None = None) -> TrialRecord | None:
-        """Run one trial of the `wanted` choice, or else of what comes next. None if nothing is left to this worker."""
+    def run_one(
+        self, pruner: Pruner | None, wanted: dict[str, Any] | None = None
+    ) -> TrialRecord | None:
+        """Run one trial of the `wanted` choice, or of the next proposal; return its record.
+
+        Returns None if this worker has no trial left to run.
+        """
         proposal = self.ask(wanted)
         if proposal is None:
             return None
         return self.evaluate(proposal, pruner)
 
-    def evaluate(self, proposal: Proposal, pruner: Pruner | None, *, whole: bool = True) -> TrialRecord:
-        """Evaluate a trial that was begun, and record it; `whole` says whether its whole model may be measured.
+    def evaluate(
+        self, proposal: Proposal, pruner: Pruner | None, *, whole: bool = True
+    ) -> TrialRecord:
+        """Evaluate a trial that has begun, and record it.
 
-        The baseline is screened by truncated models, where these can: it is confirmed whole in the end.
+        `whole` allows a measurement of the whole model. Truncated models screen the baseline if
+        they can, because the end of the study confirms it on the whole model.
         """
         self.on_begin(proposal.number, proposal.config)
         spare_s = self.spare_s() if whole and proposal.config not in self.task.baselines else 0.0
-        return self.record(proposal, self.evaluator.evaluate(proposal.config, proposal.number, pruner, spare_s=spare_s))
+        return self.record(
+            proposal,
+            self.evaluator.evaluate(proposal.config, proposal.number, pruner, spare_s=spare_s),
+        )
 
     def ask(self, wanted: dict[str, Any] | None = None) -> Proposal | None:
-        """Begin a trial that no other worker is running: of the `wanted` choice, or else of what comes next.
+        """Begin a trial of the `wanted` choice, or of the next proposal.
 
-        None if another worker is trying it, or if it would take longer than there is time left for the search.
+        No two workers run the same configuration. Returns None if another worker is trying the
+        configuration, or if it would take longer than the time left for the search.
         """
         self.sync()
         taken = self.coordinator.taken()
         self._met_others = self._met_others or not taken <= set(self._open.values())
         if self._is_full(lambda: len(taken)):
             return None
+
         proposal = self.optimizer.ask(wanted, worker=self.coordinator.name)
         digest = proposal.config.digest
         if not self.coordinator.take(digest, proposal.number):
@@ -144,23 +194,30 @@ class SharedTrials:
             other = self.untried() if wanted is None else None
             return None if other is None else self.ask(other)
         self._open[proposal.number] = digest
+
         if self.rows and self.lasting()(proposal.config) > self.candidate_s():
             self.optimizer.withdraw(proposal.number)
             self.coordinator.drop(self._open.pop(proposal.number))
             other = self.untried() if wanted is None else None
             return None if other is None else self.ask(other)
+
         if self._is_full(lambda: self.coordinator.ahead(digest)):
             self.give_back(proposal.number)
             return None
         return proposal
 
     def _is_full(self, num_open: Callable[[], int]) -> bool:
-        """Whether the finished trials and so many unfinished ones reach the maximum."""
+        """Whether the finished and the unfinished trials reach the maximum."""
         maximum = self.limits.trials
-        return maximum is not None and num_open() + len(self.optimizer.finished_numbers()) >= maximum
+        return (
+            maximum is not None and num_open() + len(self.optimizer.finished_numbers()) >= maximum
+        )
 
     def record(self, proposal: Proposal, evaluation: Evaluation) -> TrialRecord:
-        """Finish a trial with its result, which is stored already: if this fails, `Optimizer.repair` finishes it."""
+        """Finish a trial with its result, which is stored already.
+
+        If this fails, `Optimizer.repair` finishes it.
+        """
         digest = self._open.pop(proposal.number)
         counts = self._finish(proposal.number, evaluation)
         self.coordinator.drop(digest)
@@ -176,7 +233,10 @@ class SharedTrials:
 
     @contextmanager
     def giving_back(self) -> Iterator[None]:
-        """Put unfinished trials back into the queue if the block fails. Cancelled ends the block only."""
+        """Put unfinished trials back into the queue if the block fails.
+
+        Cancelled ends only the block.
+        """
         try:
             yield
         except BaseException as error:
@@ -187,49 +247,72 @@ class SharedTrials:
             self.cut("the whole search")
 
     def best(self, num_gpus: int | None = None) -> TrialRecord | None:
-        """The best trial so far that was measured, or else extrapolated; of those on so many GPUs, if that is given."""
-        rows = [row for row in self.rows if row.outcome is Outcome.OK and row.tokens_per_second is not None]
-        return max((row for row in rows if num_gpus in (None, row.config.num_gpus)), key=self.score, default=None)
+        """Return the best finished trial, measured or extrapolated.
+
+        With `num_gpus`, return the best one for this number of GPUs.
+        """
+        rows = [
+            row
+            for row in self.rows
+            if row.outcome is Outcome.OK and row.tokens_per_second is not None
+        ]
+        return max(
+            (row for row in rows if num_gpus in (None, row.config.num_gpus)),
+            key=self.score,
+            default=None,
+        )
 
     def score(self, row: TrialRecord) -> float:
-        """What the search maximizes; 0 for a trial without a speed."""
+        """The value that the search maximizes; 0 for a trial without a speed."""
         return self.task.score(row.config, row.tokens_per_second) if row.tokens_per_second else 0.0
 
     def open_outcomes(self) -> dict[str, Outcome]:
-        """By digest the configurations of this worker's unfinished trials, as if they had succeeded."""
+        """Map the digests of this worker's unfinished trials to OK, as if they had succeeded."""
         return dict.fromkeys(self._open.values(), Outcome.OK)
 
     def digests(self) -> set[str]:
         """The digests of the configurations of all finished trials."""
         return {row.config.digest for row in self.rows}
 
-    def untried(self, *, keep_s: float = 0.0, promising: bool = True, **pinned: Any) -> dict[str, Any] | None:
-        """A choice that differs least from the best, of those that nobody has tried or is trying.
+    def untried(
+        self, *, keep_s: float = 0.0, promising: bool = True, **pinned: Any
+    ) -> dict[str, Any] | None:
+        """Return an untried choice that differs least from the best configuration.
 
-        It takes no longer than the time left for the search, of which `keep_s` are kept. In a hurry it is the most
-        promising by formula, of those first whose code is compiled already, or None where none promises half of the
-        best's speed; unless `promising`, any will do. With `pinned` it has these values, which the space must have.
+        It takes no longer than the time left for the search, minus `keep_s`. If time is short, the
+        formula ranks the choices, and choices that are compiled already come first. It then
+        returns None if no choice promises half of the best's speed. With `promising` set to False,
+        any choice will do. `pinned` fixes the values of some knobs; the space must contain them.
         """
-        best, space = self.best(), self.task.space
+        best = self.best()
+        space = self.task.space
         for name, value in pinned.items():
             space = space.pin(name, value)
+
         groups = self._nearest(space, best.config if best else None, self.candidate_s() - keep_s)
         if best is None or not promising or not self.lacks_plenty():
             return next((self._random.choice(near) for near in groups if near), None)
-        found, best_promise = None, self.promise(best.config)
+
+        fallback = None
+        best_promise = self.promise(best.config)
         for near in groups:
             promised = [(self.promise(space.config(chosen)), chosen) for chosen in near]
             alike = [one for one in promised if one[0] >= ALIKE * best_promise]
             ready = [one for one in alike if self._is_ready(space.config(one[1]))]
-            if ready or found is not None:  # no nearer one was ready: look for that one step further
-                return max(ready, key=lambda one: one[0])[1] if ready else found
+            if ready or fallback is not None:
+                # A fallback comes from a nearer group without a compiled choice. Only one further
+                # group is searched for such a choice.
+                return max(ready, key=lambda one: one[0])[1] if ready else fallback
+
             worth = [one for one in promised if one[0] >= WORTH * best_promise]
             if worth:
-                found = max(worth, key=lambda one: one[0])[1]
-        return found
+                fallback = max(worth, key=lambda one: one[0])[1]
+        return fallback
 
-    def _nearest(self, space: SearchSpace, centre: TrainConfig | None, most_s: float) -> Iterator[list[dict[str, Any]]]:
-        """Yield the choices that nobody has tried or is trying and that last no longer, the nearest ones first."""
+    def _nearest(
+        self, space: SearchSpace, centre: TrainConfig | None, most_s: float
+    ) -> Iterator[list[dict[str, Any]]]:
+        """Yield groups of untried choices that take at most `most_s` seconds, the nearest first."""
         seen = self.coordinator.taken() | self.digests() | set(self._open.values())
         lasts_s = self.lasting()
         while nearest := neighbours(space, centre, seen, self.rank):
@@ -237,41 +320,52 @@ class SharedTrials:
             seen |= {space.config(chosen).digest for chosen in nearest}
 
     def _is_ready(self, config: TrainConfig) -> bool:
-        """Whether it needs no compilation."""
+        """Whether a configuration needs no compilation."""
         return config.compile == "none" or self.is_compiled(config)
 
     def promise(self, config: TrainConfig) -> float:
-        """The score of a configuration by formula; 0 where there is none."""
+        """The score of a configuration by formula; 0 without a prediction."""
         speed = formula_speed(self.task, config)
         return self.task.score(config, speed) if speed else 0.0
 
     def await_others(self) -> bool:
-        """Wait a moment, and return whether to ask again.
+        """Wait a moment if others may still free a trial; return whether to ask again.
 
-        That is where others are running or beginning trials, or have given some back; and where some were in the way of
-        what was asked for, though they may have finished since.
+        This is the case if others run or begin trials or gave some back. It is also the case if
+        they held a configuration that this worker asked for, even if they have finished since.
         """
-        met_others, self._met_others = self._met_others, False
+        met_others = self._met_others
+        self._met_others = False
         if not met_others and not self.coordinator.taken() and not self.optimizer.has_unfinished():
             return False
         time.sleep(AWAIT_S)
         return True
 
     def sync(self, *, reap: bool = False) -> None:
-        """Take over the results of others. Every 15 s, or with `reap`, settle the trials of workers that died."""
+        """Take over the results of others.
+
+        Every 15 s, or with `reap`, settle the trials of workers that died.
+        """
         for row in self.new_rows():
             self.evaluator.learn(row.trial, row.result)
             if row.trial is not None and row.result.depth is None:
-                self._stored_by_others[row.trial] = row.result
-                self._not_finished.add(row.trial)
+                self._results_of_others[row.trial] = row.result
+                self._unfinished_numbers.add(row.trial)
+
         if reap or self.clock() >= self._reap_at:
             self.reap()
-        finished = self._not_finished & self.optimizer.finished_numbers() if self._not_finished else set[int]()
-        for number in sorted(finished):  # a trial that was given back does not count, even if its result came later
-            self._not_finished.remove(number)
+
+        finished = (
+            self._unfinished_numbers & self.optimizer.finished_numbers()
+            if self._unfinished_numbers
+            else set[int]()
+        )
+        # A trial that was given back does not count, even if its result came later.
+        for number in sorted(finished):
+            self._unfinished_numbers.remove(number)
             self._by_others.add(number)
             self.rows = [row for row in self.rows if row.number != number]
-            result = self._stored_by_others[number]
+            result = self._results_of_others[number]
             evaluation = Evaluation(result=result, seconds=result.seconds.get("total", 0.0))
             self.on_trial_of_others(self._add(number, evaluation))
 
@@ -285,14 +379,17 @@ class SharedTrials:
             self.say(f"{num_queued} trials of a worker that died are queued again")
 
     def _settle(self, number: int) -> bool:
-        """Finish the trial of a dead worker if its result is stored."""
-        if number not in self._stored_by_others:
+        """Finish the trial of a dead worker if its result is stored; return whether it was."""
+        if number not in self._results_of_others:
             return False
-        self._finish(number, Evaluation(result=self._stored_by_others[number]))
+        self._finish(number, Evaluation(result=self._results_of_others[number]))
         return True
 
     def _add(self, number: int, evaluation: Evaluation, *, counts: bool = True) -> TrialRecord:
-        """Keep a result, which may win in any case; the trial itself `counts` unless others gave it back."""
+        """Add a result, which may win in any case.
+
+        The trial itself `counts` unless others gave it back.
+        """
         row = to_record(number, evaluation, self.task)
         if counts:
             self.rows.append(row)
@@ -312,7 +409,7 @@ class SharedTrials:
         )
 
     def cut(self, what: str) -> None:
-        """Keep in mind what the budget was too short for."""
+        """Record a part of the study that the budget was too short for."""
         if what not in self.too_short_for:
             self.too_short_for.append(what)
 
@@ -321,23 +418,31 @@ class SharedTrials:
         return self.should_stop() or self.clock() - self.started >= self.limits.budget_s
 
     def is_spent(self) -> bool:
-        """Whether the rest of the budget is needed for confirmation, or too short for one more candidate."""
+        """Whether the confirmation needs the rest of the budget, or no candidate fits into it."""
         took = self.evaluator.truncated_s.values() or self.evaluator.whole_s.values()
         return self.candidate_s() <= (statistics.median(took) if took else 0.0)
 
     def is_over(self) -> bool:
-        """Whether no further trial may begin: stopped, spent, or as many trials as are allowed."""
+        """Whether no further trial may begin: the user, the budget or the maximum forbids it."""
         return self.should_stop() or self.is_spent() or self._is_full(lambda: len(self._open))
 
     def is_done(self) -> bool:
-        """Whether the search is to end. The first trial runs even if the budget is spent."""
-        if self.should_stop() or self._is_full(lambda: len(self._open)) or (self.rows and self.is_spent()):
+        """Whether the search should end. The first trial runs even if the budget is spent."""
+        if (
+            self.should_stop()
+            or self._is_full(lambda: len(self._open))
+            or (self.rows and self.is_spent())
+        ):
             return True
         return self.num_stale() >= self.limits.patience
 
     def num_stale(self) -> int:
-        """Trials with a number since the best improved by more than twice the noise; some are exempt."""
-        best, num_stale = 0.0, 0
+        """Count the trials since the last improvement of the best by more than twice the noise.
+
+        Only trials with a speed count. Exempt trials and trials of others do not count.
+        """
+        best = 0.0
+        num_stale = 0
         for row in self.rows:
             if row.tokens_per_second is None or row.reused:
                 continue
@@ -346,6 +451,7 @@ class SharedTrials:
                 noise = max(self.selection.noise(row.config), LEAST_NOISE)
                 improved = self.score(row) > best * (1 + 2 * noise)
                 best = max(best, self.score(row))
+
             if improved:
                 num_stale = 0
             elif row.number not in self.exempt | self._by_others:
@@ -353,42 +459,55 @@ class SharedTrials:
         return num_stale
 
     def left_s(self) -> float:
-        """Seconds that are left of the budget."""
+        """The seconds that are left of the budget."""
         return self.limits.budget_s - (self.clock() - self.started)
 
     def search_s(self) -> float:
-        """Seconds that are left for the search now."""
+        """The seconds that are left for the search now."""
         return self.left_s() - self._confirmation_s() - self.kept_s
 
     def candidate_s(self) -> float:
-        """Seconds that are left for judging candidates, which come before the confirmation until there are enough."""
+        """The seconds that are left to judge candidates.
+
+        Candidates come before the confirmation until enough are judged.
+        """
         enough = not (self.evaluator.truncated_s and self.num_missing(ENOUGH))
         return self.search_s() if enough else self.left_s() - self.kept_s
 
     def is_hurried(self) -> bool:
-        """Whether the time left might not suffice for judging MANY candidates, if those to come compile."""
+        """Whether the time left may be too short for MANY candidates that compile."""
         return self.num_missing() * self.compiled_s() > self.search_s()
 
     def lacks_plenty(self) -> bool:
-        """Whether it is in a hurry, or might not judge PLENTY of candidates if each of them were to be compiled."""
+        """Whether the time left may be too short for PLENTY of candidates if all of them compile.
+
+        Also True in a hurry.
+        """
         compiles = COMPILED in self.task.space.choices("compile")
-        return self.is_hurried() or (compiles and self.num_missing(PLENTY) * self.compiled_s() > self.search_s())
+        return self.is_hurried() or (
+            compiles and self.num_missing(PLENTY) * self.compiled_s() > self.search_s()
+        )
 
     def num_missing(self, wanted: int = MANY) -> int:
-        """How many candidates are missing to those that are wanted."""
-        return max(wanted - sum(row.outcome is not Outcome.REFUSED for row in self.rows) - len(self._open), 0)
+        """The number of candidates that are missing from `wanted`."""
+        return max(
+            wanted - sum(row.outcome is not Outcome.REFUSED for row in self.rows) - len(self._open),
+            0,
+        )
 
     def lasting(self) -> Callable[[TrainConfig], float]:
-        """How many seconds truncated models of a candidate should take; 0 for what is known, or cannot be told.
+        """Return a function that predicts the seconds of a candidate's truncated models.
 
-        This is a line through those judged so far, over the time of a micro batch by formula.
+        The function is a line through the candidates so far, over the time of a micro batch by
+        formula. It returns 0 for candidates that are known, or if it cannot predict.
         """
 
         def micro_s(config: TrainConfig) -> float:
             time = estimate_step_time(self.task.model, self.task.workload.at_mean(config))
             return 0.0 if time is None else time.micro_s
 
-        known, compiled = self.evaluator.truncated_s, self.evaluator.compiling_s
+        known = self.evaluator.truncated_s
+        compiled = self.evaluator.compiling_s
         points = [(micro_s(one), took_s - compiled.get(one, 0.0)) for one, took_s in known.items()]
         if len({x for x, _ in points}) < 2:
             return lambda config: 0.0
@@ -402,12 +521,15 @@ class SharedTrials:
         return lasts_s
 
     def compiled_s(self) -> float:
-        """What a candidate that compiles takes; 0 while nothing was extrapolated."""
+        """The seconds of a candidate that compiles; 0 before the first extrapolation."""
         took = self.evaluator.truncated_s.values()
         return statistics.median(took) + COMPILING_S if took else 0.0
 
     def spare_s(self) -> float:
-        """Seconds that the search may take now for one whole model: none before plenty were judged by a few layers."""
+        """The seconds that the search may spend now on one whole model.
+
+        It is 0 before plenty of candidates were judged on truncated models.
+        """
         if self.lacks_plenty():
             return 0.0
         unspent_s = WHOLE_SHARE * self.limits.budget_s - sum(self.evaluator.whole_s.values())
@@ -415,38 +537,59 @@ class SharedTrials:
 
     def affords(self, config: TrainConfig) -> bool:
         """Whether the shortest confirmation should fit into the time left for it."""
-        left_s, baselines = self.left_s(), self.task.baselines
+        left_s = self.left_s()
+        baselines = self.task.baselines
         if config in baselines:
             spent = (self.evaluator.truncated_s, self.evaluator.whole_s)
             spent_s = sum(seconds.get(one, 0.0) for seconds in spent for one in baselines)
             left_s = min(left_s, BASELINE_SHARE * self.limits.budget_s - spent_s)
+
         took_s = self._short_confirmation_s(config)
         return took_s is None or LATE * took_s <= left_s
 
     def can_end(self, config: TrainConfig) -> bool:
-        """Whether its shortest confirmation should end before the budget does, as far as anything is known."""
+        """Whether its shortest confirmation should end before the budget does.
+
+        An unknown duration counts as 0.
+        """
         return (self._short_confirmation_s(config) or 0.0) <= self.left_s()
 
     def _confirmation_s(self) -> float:
-        """Seconds to reserve for confirmation: each finalist and the baseline once, the winner in every round.
+        """The seconds to reserve for confirmation.
 
-        None where the likely winner's would not end before the budget does: the search takes the time instead.
+        The confirmation measures each finalist and the baseline once, and the winner in every
+        round. The result is 0 if the likely winner's confirmation would not end before the budget
+        does: the search uses the time instead.
         """
         finalists = self.selection.finalists(self.limits.finalists)
         if not finalists or not self.can_end(finalists[0]):
             return 0.0
-        likely, baseline = finalists[0], self.selection.baseline()
+
+        likely = finalists[0]
+        baseline = self.selection.baseline()
         others = dict.fromkeys([*finalists[1:], baseline or likely])
-        wanted = [likely] * self.limits.rounds + [one for one in others if one != likely and self.affords(one)]
+        wanted = [likely] * self.limits.rounds + [
+            one for one in others if one != likely and self.affords(one)
+        ]
+
         times = [self._short_confirmation_s(config) or 0.0 for config in wanted]
         least_s = min(LATE * times[0], LEAST_SHARE * self.limits.budget_s)
         return min(LATE * sum(times), max(CONFIRMATION_SHARE * self.limits.budget_s, least_s))
 
     def _short_confirmation_s(self, config: TrainConfig) -> float | None:
-        return self.evaluator.confirmation_s(config, self.task.workload.run_shape(config).probe_micro_steps)
+        return self.evaluator.confirmation_s(
+            config, self.task.workload.run_shape(config).probe_micro_steps
+        )
 
     def confirmed_micro_steps(self, config: TrainConfig) -> int:
-        """Micro batches in a step of a confirmation: fewer where longer steps would take most of the time left."""
+        """The number of micro batches in a step of a confirmation.
+
+        It is smaller if longer steps would take more than half of the time left.
+        """
         shape = self.task.workload.run_shape(config)
         took_s = self.evaluator.confirmation_s(config, shape.confirmation_micro_steps) or 0.0
-        return shape.confirmation_micro_steps if 2 * took_s <= self.left_s() else shape.probe_micro_steps
+        return (
+            shape.confirmation_micro_steps
+            if 2 * took_s <= self.left_s()
+            else shape.probe_micro_steps
+        )

@@ -1,8 +1,9 @@
 """The stages of an evaluation: a candidate passes them, cheapest first, until one decides.
 
-Gate: refuse what is known or predicted not to fit. Low fidelity: real steps on two truncated models, extrapolated to
-the whole model; what will not fit or cannot win stops here. Full: real steps on the whole model, or the stored answer
-to the same request. Confirmation: the same again, longer, for the few that may win. Every result is stored first.
+Gate: refuse a configuration that is known or predicted not to fit. Low fidelity: real steps on two
+truncated models, extrapolated to the whole model. A configuration that will not fit or cannot win
+stops here. Full: real steps on the whole model, or the stored answer to the same request.
+Confirmation: the same again, longer, for the few possible winners. Every result is stored first.
 """
 
 import math
@@ -28,22 +29,35 @@ from autotune.core.probe_types import (
 )
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
-from autotune.prediction.depth_extrapolation import DepthPredictor, Extrapolation, depths_of, least_depth
+from autotune.prediction.depth_extrapolation import (
+    DepthPredictor,
+    Extrapolation,
+    depths_of,
+    least_depth,
+)
 from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, MemoryBreakdown
-from autotune.prediction.memory_predictor import KnownOom, MemoryEstimate, MemoryPredictor, refused_by
+from autotune.prediction.memory_predictor import (
+    KnownOom,
+    MemoryEstimate,
+    MemoryPredictor,
+    refused_by,
+)
 from autotune.study.probe_time import ProbeTimes
 from autotune.study.storage.probe_store import ProbeStore
 
 MAX_FAILURES_IN_A_ROW = 3
 FAILED = (Outcome.CRASH, Outcome.TIMEOUT)
-# If a configuration that offloads to the host runs out with this share of the device's limit free, the host ran out.
+# A configuration that offloads may run out of memory while this share of the device's limit is
+# free. Then the host's memory ran out.
 HOST_BAND = 0.1
-# Within this share of the limit, the gate leaves the decision to the truncated models. In the rows of
-# `benchmarks/plan.py memory` a formula corrected by another micro batch of the same configuration is 1.3 % off at most.
+# Within this share of the limit, the gate defers to the truncated models. In the rows of
+# `benchmarks/plan.py memory`, a formula is off by 1.3 % at most if another micro batch of the same
+# configuration corrects it.
 GATE_BAND = 0.03
-FORMULA_BAND = 2 * ERROR  # the same for what only the formula knows: four of its standard deviations
+# The same for a prediction by formula alone: four of its standard deviations.
+FORMULA_BAND = 2 * ERROR
 
-# Why an extrapolated configuration cannot win, or None while it can.
+# Returns the reason why an extrapolated configuration cannot win, or None if it can.
 Pruner = Callable[[TrainConfig, Extrapolation], str | None]
 
 
@@ -52,18 +66,21 @@ class Prober(Protocol):
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """The device and packages that answer."""
+        """The device and the packages of the prober."""
 
     def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
-        """Answer a request; what the probe prints goes to `log`."""
+        """Answer a request; the probe's output goes to `log`."""
 
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
-        """How the layers of a model repeat, from its config; None if they cannot be left out."""
+        """Return the repetition of a model's layers, from its config.
+
+        Returns None if layers cannot be left out.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The result for one candidate, whether it was known already, and the seconds that all its probes took."""
+    """The result for one candidate, whether it was known already, and the seconds of its probes."""
 
     result: ProbeResult
     reused: bool = False
@@ -72,7 +89,10 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Need:
-    """The reserved memory that a configuration needs, and the limit; `by_formula` is before it was `corrected`."""
+    """The reserved memory that a configuration needs, and the limit.
+
+    `by_formula` is the formula's value before a correction; `gib` is `corrected` or equal to it.
+    """
 
     by_formula: MemoryBreakdown
     gib: float
@@ -88,12 +108,16 @@ class _Need:
 class Evaluator:
     """The stages of one study on one device.
 
-    `request` makes the request for the whole model of a configuration. `model` is the model's digest. `formula` gives
-    the memory of a configuration with so many micro batches in a step, None where it does not know. `shape` says how
-    its layers repeat; without it there is no low fidelity. With `shallow_only` low fidelity is the last stage. `saved`
-    has the configurations that did, in this session, what a full run does between steps: an evaluation and a save.
-    `truncated_s` and `whole_s` are the seconds that probes of each configuration took in this session, without what a
-    new worker loads once, and `compiling_s` what of them compilation took.
+    - `request` makes the request for the whole model of a configuration.
+    - `model` is the digest of the model.
+    - `formula` returns the memory of a configuration with a number of micro batches in a step, or
+      None if it cannot compute it.
+    - `shape` describes the repetition of the layers. Without it there is no low fidelity.
+    - With `shallow_only`, low fidelity is the last stage.
+    - `saved` holds the configurations that, in this session, also evaluated and saved as a full
+      run does between steps.
+    - `truncated_s` and `whole_s` are the seconds of each configuration's probes in this session,
+      without the one-time loading of a new worker. `compiling_s` is the part for compilation.
     """
 
     prober: Prober
@@ -106,7 +130,7 @@ class Evaluator:
     formula: Callable[[TrainConfig, int], MemoryBreakdown | None] = lambda config, micro_steps: None
     shape: ModelShape | None = None
     shallow_only: bool = False
-    failures_in_a_row: int = 0  # of probes, for reasons other than memory
+    failures_in_a_row: int = 0  # probes that failed for reasons other than memory
     saved: set[TrainConfig] = field(default_factory=set)
     truncated_s: dict[TrainConfig, float] = field(default_factory=dict)
     whole_s: dict[TrainConfig, float] = field(default_factory=dict)
@@ -115,36 +139,48 @@ class Evaluator:
     _memory: MemoryPredictor = field(default_factory=MemoryPredictor)
     _depths: DepthPredictor = field(init=False)
     _times: ProbeTimes = field(init=False)
-    _failed_truncated: dict[TrainConfig, str] = field(default_factory=dict)  # why; the whole model may succeed
-    _seconds: dict[TrainConfig, float] = field(default_factory=dict)  # of probes since the last evaluation
+    # The reasons why truncated models failed; the whole model may succeed.
+    _failed_truncated: dict[TrainConfig, str] = field(default_factory=dict)
+    # The seconds of the probes since the last evaluation.
+    _seconds: dict[TrainConfig, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._depths = DepthPredictor(self.shape)
         self._times = ProbeTimes(self.shape)
 
     def learn_from_others(self) -> None:
-        """Take over what other studies measured of this model here. Their OOMs may have been under another limit."""
+        """Learn from other studies' measurements of this model on this device.
+
+        Their OOMs may have had another limit, so they do not count.
+        """
         for row in self.store.of_model(self.model, self.prober.fingerprint.digest):
             if row.result.outcome is Outcome.OK:
                 self.learn(None, row.result)
 
     def learn(self, trial: int | None, result: ProbeResult) -> None:
-        """Take over what a probe measured, or that it ran out of memory."""
-        config, measurement = result.config, result.measurement
+        """Learn from a probe's measurement, or from its OOM."""
+        config = result.config
+        measurement = result.measurement
         if result.rung is Rung.NODE:  # another node may have measured it
             return
+
         if result.outcome is Outcome.OOM and result.depth is None and _ran_out_on_device(result):
             assert result.oom is not None
             micro_steps = self.request(config).micro_steps
-            self._known_ooms.append(KnownOom(trial=trial, config=config, micro_steps=micro_steps, detail=result.oom))
+            self._known_ooms.append(
+                KnownOom(trial=trial, config=config, micro_steps=micro_steps, detail=result.oom)
+            )
+
         if measurement is None or result.outcome is not Outcome.OK:
             return
         is_whole = result.depth is None and result.evidence is Evidence.MEASURED
         if not self._would_ask(result, measurement):
-            # Another study with other rows: packed rows differ in memory too, padded ones only in length and time.
+            # Another study with other rows: packed rows differ in memory too, padded rows only in
+            # length and time.
             if is_whole and not config.packing:
                 self._learn_memory(config, measurement)
             return
+
         self._depths.learn(result, measurement)
         if result.evidence is Evidence.MEASURED:
             self._times.learn(result, measurement)
@@ -156,36 +192,55 @@ class Evaluator:
                 self._learn_memory(config, predicted.measurement)
 
     def _learn_memory(self, config: TrainConfig, measurement: Measurement) -> None:
-        """Take over the memory of micro batches with the longest rows that were trained on."""
-        self._memory.learn(replace(config, seq_len=measurement.row_length or config.seq_len), measurement)
+        """Learn the memory of micro batches with the longest rows that were trained on."""
+        self._memory.learn(
+            replace(config, seq_len=measurement.row_length or config.seq_len), measurement
+        )
 
     def evaluate(
-        self, config: TrainConfig, trial: int | None, pruner: Pruner | None = None, *, spare_s: float = math.inf
+        self,
+        config: TrainConfig,
+        trial: int | None,
+        pruner: Pruner | None = None,
+        *,
+        spare_s: float = math.inf,
     ) -> Evaluation:
         """Pass the stages until one decides.
 
-        Without a pruner the whole model is wanted, however fast it is predicted to be: at once if it surely fits. But
-        where its probe would take longer than `spare_s`, what the truncated models predict is the result.
+        Without a pruner the whole model is measured, regardless of its predicted speed. If it is
+        certain to fit, the truncated models are skipped. If its probe would take longer than
+        `spare_s`, the prediction of the truncated models is the result.
         Raises TooManyFailures if probes keep failing for reasons other than memory.
         """
         skip_if_fits = pruner is None and not self.shallow_only and spare_s == math.inf
         predicted = self.evaluate_low_fidelity(config, trial, skip_if_fits=skip_if_fits)
         if isinstance(predicted, Evaluation):
             return predicted
+
         request = self.request(config)
         prune_reason = pruner(config, predicted) if pruner and predicted else None
         if predicted is not None and prune_reason:
-            result = _decided(request, Outcome.SLOW, Rung.SHALLOW, prune_reason, measurement=predicted.measurement)
-            return self._decide(trial, result)
-        surely_fits = predicted is not None and _fits(predicted.measurement)  # else the whole model alone can tell
+            result = _decision(
+                request, Outcome.SLOW, Rung.SHALLOW, prune_reason, measurement=predicted.measurement
+            )
+            return self._conclude(trial, result)
+
+        # Near the limit only a probe of the whole model can decide whether it fits.
+        surely_fits = predicted is not None and _peak_fits(predicted.measurement)
         if predicted is not None and surely_fits and not self.fits_into(spare_s, config):
-            result = _decided(request, Outcome.OK, Rung.SHALLOW, None, measurement=predicted.measurement)
-            return self._decide(trial, result)
+            result = _decision(
+                request, Outcome.OK, Rung.SHALLOW, None, measurement=predicted.measurement
+            )
+            return self._conclude(trial, result)
+
         if self.shallow_only:
-            reason = self._failed_truncated.get(config, "its layers cannot be left out (--shallow-only)")
-            failed = _decided(request, Outcome.CRASH, Rung.SHALLOW, reason)
+            reason = self._failed_truncated.get(
+                config, "its layers cannot be left out (--shallow-only)"
+            )
+            failed = _decision(request, Outcome.CRASH, Rung.SHALLOW, reason)
             self._count_failure(failed)
-            return self._decide(trial, failed)
+            return self._conclude(trial, failed)
+
         result = self._probe(request, trial, "")
         self.learn(trial, result)
         self._count_failure(result)
@@ -194,35 +249,43 @@ class Evaluator:
     def evaluate_low_fidelity(
         self, config: TrainConfig, trial: int | None, *, skip_if_fits: bool = False
     ) -> Evaluation | Extrapolation | None:
-        """Pass the stages below the whole model: their decision, or else what the truncated models predict.
+        """Pass the stages below the whole model; return their decision or their prediction.
 
-        None if they predict nothing, or if they are left out since the whole model surely fits and `skip_if_fits`.
-        A second call costs nothing.
+        Returns None if the truncated models predict nothing. Also returns None if `skip_if_fits`
+        and the whole model is certain to fit: then they are left out. A second call costs nothing.
         """
         request = self.request(config)
-        stored = self.store.find(request.digest, self.prober.fingerprint.digest, (Rung.FULL, Rung.CONFIRM))
+        stored = self.store.find(
+            request.digest, self.prober.fingerprint.digest, (Rung.FULL, Rung.CONFIRM)
+        )
         if stored is not None and not self.shallow_only:
             self.learn(trial, stored)
             known = replace(stored, rung=Rung.FULL, log=None)
-            if trial is not None:  # a row of this study, so that it can be read without the study that measured it
-                self._stored(trial, replace(known, seconds={}))
+            # The study keeps its own row, so it can be read without the study that measured it.
+            if trial is not None:
+                self._store_result(trial, replace(known, seconds={}))
             return Evaluation(result=known, reused=True)
-        offered = memory_limit_gib(request.memory_gib, request.headroom)  # before the context, which is predicted
+
+        # The limit before the context, which is predicted.
+        offered = memory_limit_gib(request.memory_gib, request.headroom)
         estimate = self._memory.predict(_with_longest_rows(request), request.micro_steps, offered)
         refused = self._gate(request, estimate)
         if refused is not None:
-            return Evaluation(result=self._stored(trial, refused))
+            return Evaluation(result=self._store_result(trial, refused))
+
         if (skip_if_fits and estimate is not None and estimate.bounded) and (
             estimate.high_gib < estimate.limit_gib * (1 - GATE_BAND)
         ):
             return None
+
         answer = self._low_fidelity(request, trial)
-        return self._decide(trial, answer) if isinstance(answer, ProbeResult) else answer
+        return self._conclude(trial, answer) if isinstance(answer, ProbeResult) else answer
 
     def shallowest(self, config: TrainConfig) -> ProbeRequest | None:
-        """The request for as few layers as show each kind; None if the rows do not divide the global batch.
+        """Return the request for the fewest layers that include each kind of layer.
 
-        Also None where nothing is known of the layers.
+        Returns None if the micro batches do not divide the global batch, or if the shape of the
+        model is unknown.
         """
         depth = None if self.shape is None else least_depth(self.shape, config.checkpoint_every)
         if self.shape is None or depth is None:
@@ -233,12 +296,17 @@ class Evaluator:
             return None
 
     def confirmation_s(self, config: TrainConfig, micro_steps: int) -> float | None:
-        """Seconds that a confirmation will take; None if nothing is known of the configuration."""
+        """The seconds that a confirmation will take, or None without a known probe."""
         evaluate = config not in self.saved
-        return self._times.whole_s(replace(self._confirmation(config, micro_steps), evaluate=evaluate))
+        return self._times.whole_s(
+            replace(self._confirmation(config, micro_steps), evaluate=evaluate)
+        )
 
     def fits_into(self, spare_s: float, config: TrainConfig) -> bool:
-        """Whether a probe of the whole model should take less than `spare_s` seconds, as far as anything is known."""
+        """Whether a probe of the whole model should take less than `spare_s` seconds.
+
+        An unknown duration counts as 0.
+        """
         took_s = 0.0 if spare_s == math.inf else self._times.whole_s(self.request(config))
         return (took_s or 0.0) < spare_s
 
@@ -246,34 +314,50 @@ class Evaluator:
         """Whether this study would make the same request."""
         try:
             own = self.request(result.config)
-        except ValueError:  # its micro batch does not divide this study's global batch
+        except ValueError:  # the micro batch does not divide this study's global batch
             return False
-        return replace(own, micro_steps=measurement.micro_steps, depth=result.depth).digest == result.request_digest
+        return (
+            replace(own, micro_steps=measurement.micro_steps, depth=result.depth).digest
+            == result.request_digest
+        )
 
-    def _decide(self, trial: int | None, result: ProbeResult) -> Evaluation:
+    def _conclude(self, trial: int | None, result: ProbeResult) -> Evaluation:
         self.learn(trial, result)
         if result.outcome not in FAILED:
             self.failures_in_a_row = 0
         seconds = self._seconds.pop(result.config, 0.0)
-        return Evaluation(result=self._stored(trial, result), reused=seconds == 0.0, seconds=seconds)
+        return Evaluation(
+            result=self._store_result(trial, result), reused=seconds == 0.0, seconds=seconds
+        )
 
-    def confirm(self, config: TrainConfig, micro_steps: int, round_: int, *, whole: bool = True) -> ProbeResult:
-        """Measure a finalist again, with more micro batches a step; `whole` adds, once, an evaluation and a save."""
+    def confirm(
+        self, config: TrainConfig, micro_steps: int, round_: int, *, whole: bool = True
+    ) -> ProbeResult:
+        """Measure a finalist again, with more micro batches per step.
+
+        `whole` adds an evaluation and a save, once per configuration.
+        """
         request = self._confirmation(config, micro_steps)
         if whole and config not in self.saved:
             request = replace(request, evaluate=True)
             self.saved.add(config)
+
         log = self.logs / f"confirm-{config.digest}-{round_}.log"
-        result = self._stored(None, self._with_parts(self.prober.probe(request, log)))
+        result = self._store_result(None, self._add_time_parts(self.prober.probe(request, log)))
         self._spend(result)
         self.learn(None, result)
         return result
 
     def _confirmation(self, config: TrainConfig, micro_steps: int) -> ProbeRequest:
-        return replace(self.request(config), rung=Rung.CONFIRM, micro_steps=micro_steps, min_timed_s=2.0)
+        return replace(
+            self.request(config), rung=Rung.CONFIRM, micro_steps=micro_steps, min_timed_s=2.0
+        )
 
     def reference(self, config: TrainConfig) -> Measurement | None:
-        """Measure a whole model that is no candidate, to compare losses with; None if it failed."""
+        """Measure a whole model outside the search, whose losses are a reference.
+
+        Returns None if it failed.
+        """
         request = replace(self.request(config), rung=Rung.REFERENCE, min_timed_s=0.0)
         rungs = (Rung.FULL, Rung.REFERENCE)
         stored = self.store.find(request.digest, self.prober.fingerprint.digest, rungs)
@@ -281,132 +365,203 @@ class Evaluator:
             known = replace(stored, rung=Rung.REFERENCE, log=None, seconds={})
         else:
             known = self.prober.probe(request, self.logs / f"reference-{config.digest}.log")
-        return self._stored(None, known).measurement
+        return self._store_result(None, known).measurement
 
     def reject(self, config: TrainConfig, reason: str) -> ProbeResult:
-        """Store that a finalist's losses are not those of its reference."""
-        return self._stored(None, _decided(self.request(config), Outcome.NUMERICS, Rung.CONFIRM, reason))
+        """Store that a finalist's losses differ from its reference's losses."""
+        return self._store_result(
+            None, _decision(self.request(config), Outcome.NUMERICS, Rung.CONFIRM, reason)
+        )
 
     def _gate(self, request: ProbeRequest, estimate: MemoryEstimate | None) -> ProbeResult | None:
-        """Refuse what needs at least as much as something that ran out, or is predicted to be too large."""
+        """Refuse a request that cannot run, or that is predicted to need too much memory.
+
+        Three things refuse it: its sharding, an earlier OOM of a probe that needed no more memory,
+        or a predicted memory above the limit.
+        """
         config = request.config
         if (reason := Parallelism.of(config).refusal(config)) is not None:
-            return _decided(request, Outcome.REFUSED, Rung.GATE, reason)
+            return _decision(request, Outcome.REFUSED, Rung.GATE, reason)
+
         known = refused_by(self._known_ooms, config, request.micro_steps)
         if known is not None and known.config != config:
             source = "an earlier probe" if known.trial is None else f"trial {known.trial}"
-            reason = f"needs at least as much as {source}, which ran out of memory: {known.config.label()}"
-            return _decided(request, Outcome.REFUSED, Rung.GATE, reason, oom=known.detail)
+            reason = (
+                f"needs at least as much as {source}, which ran out of memory: "
+                f"{known.config.label()}"
+            )
+            return _decision(request, Outcome.REFUSED, Rung.GATE, reason, oom=known.detail)
+
         if estimate is not None and estimate.low_gib > estimate.limit_gib * (1 + GATE_BAND):
-            basis = "1 similar configuration" if estimate.basis == 1 else f"{estimate.basis} similar configurations"
+            basis = (
+                "1 similar configuration"
+                if estimate.basis == 1
+                else f"{estimate.basis} similar configurations"
+            )
             reason = (
                 f"needs {fmt_gib(estimate.low_gib)} to {fmt_gib(estimate.high_gib)} of "
                 f"{fmt_gib(estimate.limit_gib)}, as learned from {basis}"
             )
             oom = _predicted_oom(estimate.phase, estimate.gib, estimate.limit_gib, {})
-            return _decided(request, Outcome.REFUSED, Rung.GATE, reason, oom=oom)
-        surely_fits = estimate is not None and estimate.bounded and estimate.high_gib <= estimate.limit_gib
+            return _decision(request, Outcome.REFUSED, Rung.GATE, reason, oom=oom)
+
+        surely_fits = (
+            estimate is not None and estimate.bounded and estimate.high_gib <= estimate.limit_gib
+        )
         return None if surely_fits else self._gate_by_formula(request)
 
     def should_fit(self, config: TrainConfig) -> bool:
-        """Whether a configuration fits by formula; True where there is none."""
+        """Whether a configuration fits by formula; True without a prediction."""
         need = self._need(self.request(config))
         return need is None or need.ratio <= 1.0
 
     def _gate_by_formula(self, request: ProbeRequest) -> ProbeResult | None:
-        """Refuse what the formula finds too large, by more than its error."""
+        """Refuse a request that exceeds the limit by more than the formula's error."""
         need = self._need(request)
         if need is None or need.ratio <= 1 + (GATE_BAND if need.corrected else FORMULA_BAND):
             return None
-        source = "by formula and by what a similar configuration needed" if need.corrected else "by formula"
+
+        source = (
+            "by formula and by what a similar configuration needed"
+            if need.corrected
+            else "by formula"
+        )
         reason = f"needs {fmt_gib(need.gib)} of {fmt_gib(need.limit_gib)} {source}"
-        oom = _predicted_oom(need.by_formula.phase, need.gib, need.limit_gib, need.by_formula.terms())
-        return _decided(request, Outcome.REFUSED, Rung.GATE, reason, oom=oom)
+        oom = _predicted_oom(
+            need.by_formula.phase, need.gib, need.limit_gib, need.by_formula.terms()
+        )
+        return _decision(request, Outcome.REFUSED, Rung.GATE, reason, oom=oom)
 
     def _need(self, request: ProbeRequest) -> "_Need | None":
-        """What a request needs by formula, corrected by what the formula is off for the nearest configuration."""
+        """The memory that a request needs by formula, or None without a prediction.
+
+        If a similar configuration was measured, the formula's error there corrects the value.
+        """
         config = _with_longest_rows(request)
         by_formula = self.formula(config, request.micro_steps)
         if by_formula is None:
             return None
+
         limit_gib = memory_limit_gib(request.memory_gib, request.headroom, taken_gib=CONTEXT_GIB)
         need = _Need(by_formula=by_formula, gib=by_formula.peak_reserved_gib, limit_gib=limit_gib)
+
         near = self._memory.nearest(config, request.micro_steps)
-        found = None if near is None else self.formula(near.config, near.measurement.micro_steps)
-        if near is None or found is None:
+        nearest_prediction = (
+            None if near is None else self.formula(near.config, near.measurement.micro_steps)
+        )
+        if near is None or nearest_prediction is None:
             return need
         surely = _surely_needed_gib(config, near.measurement)
-        off = surely / (found.peak_reserved_gib if config.num_gpus == 1 else found.peak_gib)
-        return replace(need, gib=need.gib * off, corrected=True)
+        correction = surely / (
+            nearest_prediction.peak_reserved_gib
+            if config.num_gpus == 1
+            else nearest_prediction.peak_gib
+        )
+        return replace(need, gib=need.gib * correction, corrected=True)
 
-    def _low_fidelity(self, request: ProbeRequest, trial: int | None) -> ProbeResult | Extrapolation | None:
-        """Probe two truncated models: their decision, or else their prediction; None if they predict nothing."""
+    def _low_fidelity(
+        self, request: ProbeRequest, trial: int | None
+    ) -> ProbeResult | Extrapolation | None:
+        """Probe two truncated models; return their decision or their prediction.
+
+        Returns None if they predict nothing.
+        """
         config = request.config
         pair = None if self.shape is None else depths_of(self.shape, config)
         if self.shape is None or pair is None or config in self._failed_truncated:
             return None
+
         for depth in pair:
-            short = replace(shortened(request, depth), new_lengths=depth == pair[0])  # a plan serves all layers
+            # Attention makes a plan for each new length, and one plan serves all layers. So new
+            # lengths are timed at one depth only.
+            short = replace(shortened(request, depth), new_lengths=depth == pair[0])
             stored = self.store.find(short.digest, self.prober.fingerprint.digest, (Rung.SHALLOW,))
             result = stored or self._probe(short, trial, f"-depth{depth}")
             self.learn(trial, result)
+
             if result.outcome is Outcome.OOM:
                 reason = f"{result.reason} with only {depth} of {self.shape.num_layers} layers"
-                return _decided(request, Outcome.OOM, Rung.SHALLOW, reason, oom=result.oom, phase=result.phase)
+                return _decision(
+                    request, Outcome.OOM, Rung.SHALLOW, reason, oom=result.oom, phase=result.phase
+                )
             if result.outcome is not Outcome.OK:
                 self._failed_truncated[config] = result.reason or result.outcome
                 return None
+
         predicted = self._depths.predict(config, request.micro_steps)
         if predicted is None:
             return None
         measurement = predicted.measurement
-        need, limit = measurement.peak_reserved_gib, measurement.limit_gib
+        need = measurement.peak_reserved_gib
+        limit = measurement.limit_gib
         may_fit = not self.shallow_only and _surely_needed_gib(config, measurement) <= limit
         if need > limit and not may_fit:
-            reason = f"needs {fmt_gib(need)} of {fmt_gib(limit)}, extrapolated from {pair[0]} and {pair[1]} layers"
-            phase = max(measurement.phase_peak_gib, key=lambda phase: measurement.phase_peak_gib[phase])
+            reason = (
+                f"needs {fmt_gib(need)} of {fmt_gib(limit)}, "
+                f"extrapolated from {pair[0]} and {pair[1]} layers"
+            )
+            phase = max(
+                measurement.phase_peak_gib, key=lambda phase: measurement.phase_peak_gib[phase]
+            )
             oom = _predicted_oom(phase, need, limit, measurement.terms_gib(need))
-            return _decided(request, Outcome.OOM, Rung.SHALLOW, reason, oom=oom, phase=phase, measurement=measurement)
+            return _decision(
+                request,
+                Outcome.OOM,
+                Rung.SHALLOW,
+                reason,
+                oom=oom,
+                phase=phase,
+                measurement=measurement,
+            )
+
         if self.shallow_only:
-            return _decided(request, Outcome.OK, Rung.SHALLOW, None, measurement=measurement)
+            return _decision(request, Outcome.OK, Rung.SHALLOW, None, measurement=measurement)
         return predicted
 
     def _probe(self, request: ProbeRequest, trial: int | None, suffix: str) -> ProbeResult:
         name = "settle" if trial is None else f"trial-{trial:04d}"
         probed = self.prober.probe(request, self.logs / f"{name}{suffix}.log")
-        result = self._stored(trial, self._with_parts(probed))
+        result = self._store_result(trial, self._add_time_parts(probed))
         seconds = self._spend(result)
         self._seconds[request.config] = self._seconds.get(request.config, 0.0) + seconds
         return result
 
     def _spend(self, result: ProbeResult) -> float:
-        """Count the seconds of a probe, which are returned.
+        """Count the seconds of a probe and return them.
 
-        A new worker loads libraries and kernels in its first step, up to half a minute where files are cold. No later
-        candidate does: without compilation those steps count with what they take at their later pace.
+        A new worker loads libraries and kernels in its first step; this takes up to half a minute
+        if files are cold. Later candidates do not pay this, so without compilation the first steps
+        count with the time that they take at their later pace.
         """
         seconds = result.seconds.get("total", 0.0)
         spent = self.whole_s if result.depth is None else self.truncated_s
+
         once_s = 0.0
         warm_s = result.measurement.warm_s if result.measurement else None
         if not result.warm and result.config.compile == "none" and warm_s is not None:
             once_s = max(result.seconds.get("first_step", 0.0) - warm_s, 0.0)
         spent[result.config] = spent.get(result.config, 0.0) + seconds - once_s
+
         if result.depth is not None:
             compiling_s = result.seconds.get("compile", 0.0)
             self.compiling_s[result.config] = self.compiling_s.get(result.config, 0.0) + compiling_s
         return seconds
 
-    def _with_parts(self, result: ProbeResult) -> ProbeResult:
-        """The result of a whole model with the parts of its time, as truncated models of it show them."""
-        predicted = self._depths.extrapolated(result.config, self.request(result.config).micro_steps)
+    def _add_time_parts(self, result: ProbeResult) -> ProbeResult:
+        """Add the parts of the time, as truncated models show them, to a whole model's result."""
+        predicted = self._depths.extrapolated(
+            result.config, self.request(result.config).micro_steps
+        )
         if result.depth or result.measurement is None or predicted is None:
             return result
+
         shown = predicted.measurement
-        measurement = replace(result.measurement, host_share=shown.host_share, kernels=shown.kernels)
+        measurement = replace(
+            result.measurement, host_share=shown.host_share, kernels=shown.kernels
+        )
         return replace(result, measurement=measurement)
 
-    def _stored(self, trial: int | None, result: ProbeResult) -> ProbeResult:
+    def _store_result(self, trial: int | None, result: ProbeResult) -> ProbeResult:
         self.store.add(self.study, trial, result, self.prober.fingerprint, model=self.model)
         return result
 
@@ -415,23 +570,26 @@ class Evaluator:
         if self.failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             log = self.logs / (result.log or "worker.log")
             raise TooManyFailures(
-                f"{self.failures_in_a_row} probes in a row failed for reasons other than memory; the last: "
-                f"{result.reason}",
+                f"{self.failures_in_a_row} probes in a row failed for reasons other than memory; "
+                f"the last: {result.reason}",
                 remedy=f"read {log}, run `autotune doctor`, continue with --study",
             )
 
 
 def shortened(request: ProbeRequest, depth: int) -> ProbeRequest:
-    """The same request for a truncated model, timed for 0.7 s at most.
+    """Return the same request for a truncated model, timed for 0.7 s at most.
 
-    A card at its power limit swings within tenths of a second, so that less would not do.
+    The speed of a card at its power limit swings within tenths of a second, so a shorter time would
+    not do.
     """
     min_timed_s = min(request.min_timed_s, 0.7)
-    return replace(request, depth=depth, rung=Rung.SHALLOW, min_timed_s=min_timed_s, min_timed_micros=3)
+    return replace(
+        request, depth=depth, rung=Rung.SHALLOW, min_timed_s=min_timed_s, min_timed_micros=3
+    )
 
 
 def _ran_out_on_device(result: ProbeResult) -> bool:
-    """Whether the device ran out of memory, and not the host, to which checkpoints are offloaded."""
+    """Whether the device ran out of memory, rather than the host that holds the checkpoints."""
     oom = result.oom
     if oom is None or not result.config.offloads:
         return oom is not None
@@ -439,19 +597,21 @@ def _ran_out_on_device(result: ProbeResult) -> bool:
 
 
 def _surely_needed_gib(config: TrainConfig, measurement: Measurement) -> float:
-    """What the memory of a probe that had room to spare says of one that has not.
+    """The memory that a configuration needs at least, from a probe with memory to spare.
 
-    Communication has streams of its own, whose free blocks serve no other as long as there is room: on two H200s ranks
-    reserved up to 39 % more than they had allocated.
+    Communication has its own streams, and other streams cannot use their free blocks as long as
+    there is room. On two H200s, ranks reserved up to 39 % more than they had allocated.
     """
     return measurement.peak_reserved_gib if config.num_gpus == 1 else measurement.peak_allocated_gib
 
 
-def _fits(measurement: Measurement) -> bool:
+def _peak_fits(measurement: Measurement) -> bool:
     return measurement.peak_reserved_gib <= measurement.limit_gib
 
 
-def _decided(request: ProbeRequest, outcome: Outcome, rung: Rung, reason: str | None, **fields: Any) -> ProbeResult:
+def _decision(
+    request: ProbeRequest, outcome: Outcome, rung: Rung, reason: str | None, **fields: Any
+) -> ProbeResult:
     return ProbeResult(
         request_digest=request.digest,
         config=request.config,
@@ -463,7 +623,9 @@ def _decided(request: ProbeRequest, outcome: Outcome, rung: Rung, reason: str | 
     )
 
 
-def _predicted_oom(phase: Phase, need_gib: float, limit_gib: float, terms: dict[str, float]) -> OomDetail:
+def _predicted_oom(
+    phase: Phase, need_gib: float, limit_gib: float, terms: dict[str, float]
+) -> OomDetail:
     return OomDetail(
         phase=phase,
         requested_gib=None,
@@ -475,5 +637,5 @@ def _predicted_oom(phase: Phase, need_gib: float, limit_gib: float, terms: dict[
 
 
 def _with_longest_rows(request: ProbeRequest) -> TrainConfig:
-    """The configuration whose memory a probe measures: rows of the longest length that occurs."""
+    """The configuration whose memory a probe measures: its rows have the greatest length."""
     return replace(request.config, seq_len=request.longest.length)

@@ -1,4 +1,4 @@
-"""The initial feasible configuration: before the search, find the baseline or at least something that fits."""
+"""The initial feasible configuration, found before the search: the baseline if it fits."""
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -22,76 +22,92 @@ def find_feasible(
     evaluator: Evaluator,
     say: Callable[[str], None],
 ) -> tuple[bool, list[TrainConfig]]:
-    """Find a configuration that fits: the baseline at some micro batch size, or at least the leanest configuration.
+    """Find a configuration that fits: the baseline at some micro batch size, or the leanest one.
 
-    Truncated models decide, where they can: the whole baseline of a large model would take the time of the search.
-    Returns whether the reserve of the space must be opened because nothing else fits, and the configurations that were
-    tried.
+    Truncated models decide if they can, because the whole baseline of a large model would take the
+    search's time. Returns whether the reserve of the space must be opened because no other
+    configuration fits, and the configurations that were tried.
 
     Raises:
-        NothingFits: not even the leanest configuration of the reserve fits.
+        NothingFits: even the leanest configuration of the reserve does not fit.
         Cancelled: the user asked to stop, or the budget is over.
     """
-    tried: list[TrainConfig] = []
+    tried_configs: list[TrainConfig] = []
 
     def one_fits(baselines: Iterable[TrainConfig]) -> bool:
         """Try one after another until one fits."""
         for config in baselines:
             say(f"baseline: {config.label()}")
-            tried.append(config)
+            tried_configs.append(config)
             result = evaluator.evaluate(config, None, spare_s=0.0).result
-            if result.outcome in FAILED:  # the winner is compared with it: worth a second try
+            if result.outcome in FAILED:
+                # The winner is compared with the baseline, so it is worth a second try.
                 result = evaluator.evaluate(config, None, spare_s=0.0).result
                 evaluator.failures_in_a_row = 0
+
             if result.outcome not in (Outcome.OOM, Outcome.REFUSED):
                 return True
             say(f"it does not fit: {result.reason}")
         return False
 
-    # A probe of what hardly fits may take a fifth of the budget. What a smaller one needed refuses most of these.
+    # A probe of a configuration that hardly fits may take a fifth of the budget. These come last,
+    # because the measured memory of a smaller configuration refuses most of them.
     doubtful = list(takewhile(lambda config: not evaluator.should_fit(config), task.baselines))
     fits = one_fits(task.baselines[len(doubtful) :])
     if one_fits(doubtful) or fits:
-        return False, tried
+        return False, tried_configs
+
     for space in (task.space, reserve):
         for config in leanest_of(space):
             say(f"the baseline does not fit; trying the leanest configuration: {config.label()}")
             result = evaluator.evaluate(config, None, spare_s=0.0).result
             if result.outcome not in (Outcome.OOM, Outcome.REFUSED):
-                opened = space is reserve and reserve != task.space
-                return opened, [config] if opened else [*tried, config]
+                opens_reserve = space is reserve and reserve != task.space
+                return opens_reserve, [config] if opens_reserve else [*tried_configs, config]
     raise nothing_fits(result, task)
 
 
 def leanest_of(space: SearchSpace) -> list[TrainConfig]:
-    """The configuration that needs the least memory; on several GPUs that of each way to share out the training."""
+    """Return the configurations with the least memory.
+
+    On one GPU it is one configuration. On several GPUs it is one per sharding strategy.
+    """
     if space.knob("sharding") is None:
         return [space.config(space.leanest())]
+
     *fewer, most = sorted(space.choices("num_gpus"))
-    found = [space.config(space.pin("num_gpus", number).leanest()) for number in fewer if number == 1]
+    leanest = [
+        space.config(space.pin("num_gpus", number).leanest()) for number in fewer if number == 1
+    ]
     for way in sorted(space.choices("sharding"), key=KNOBS["sharding"].memory_rank):
         pinned = space.pin("num_gpus", most).pin("sharding", way)
         narrowing = Narrowing(space=pinned, reserve=pinned)
-        with suppress(UsageError):  # it trains nothing of this space
+        with suppress(UsageError):  # this strategy trains no configuration of the space
             narrow_to_sharing(narrowing)
-            found.append(narrowing.space.config(narrowing.space.leanest()))
-    return found
+            leanest.append(narrowing.space.config(narrowing.space.leanest()))
+    return leanest
 
 
 def nothing_fits(result: ProbeResult, task: Task) -> NothingFits:
-    """The error if nothing fits, with the memory that the leanest configuration needs, and how fast it would be."""
-    need, speed_note = "more memory than there is", ""
+    """Return the error that no configuration fits.
+
+    It names the memory that the leanest configuration needs, and its speed if it is known.
+    """
+    need = "more memory than there is"
+    speed_note = ""
     if result.oom is not None:
         least = fmt_gib(result.oom.allocated_gib + (result.oom.requested_gib or 0.0))
         limit = fmt_gib(result.oom.limit_gib)
         need = f"more than {least} (what it held when it ran out) of the {limit} there are"
         if result.measurement is not None:
             need = f"{least} of the {limit} there are (extrapolated from a few layers)"
+
     if result.measurement is not None:
         speed = run_performance(task, result.config, [result.measurement]).tokens_per_second
         speed_note = f"; it would train {speed:,.0f} tokens/s here if it fitted"
+
     return NothingFits(
-        f"nothing in the search space fits: the leanest configuration, {result.config.label()}, needs {need}"
-        f"{speed_note}",
+        f"nothing in the search space fits: the leanest configuration, {result.config.label()}, "
+        f"needs {need}{speed_note}",
         remedy=ways_to_fit(result.config),
     )

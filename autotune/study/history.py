@@ -1,4 +1,4 @@
-"""A study's trials as records: from evaluations, and restored from Optuna and the table of probes."""
+"""A study's trials as records, from evaluations or restored from Optuna and the probe table."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -15,14 +15,16 @@ from autotune.study.storage.probe_store import StoredProbe
 from autotune.study.storage.study_record import StudyRecord
 from autotune.study.summary import Projections, Recipe, StudySummary, TrialRecord
 
-# Projects the winner's run to other devices, with the share of their memory that stays free.
+# Projects the winner's run to other devices. The number is the share of memory to keep free.
 Project = Callable[[Selection, Recipe, float], Projections]
 NOT_SEARCHED = (Rung.CONFIRM, Rung.REFERENCE, Rung.NODE)
 
 
 def to_record(number: int, evaluation: Evaluation, task: Task) -> TrialRecord:
-    """Turn the evaluation of a trial into its record."""
-    result, measurement, oom = evaluation.result, evaluation.result.measurement, evaluation.result.oom
+    """Convert the evaluation of a trial to its record."""
+    result = evaluation.result
+    measurement = result.measurement
+    oom = result.oom
     limit_gib = oom.limit_gib if oom else None
     return TrialRecord(
         number=number,
@@ -45,14 +47,18 @@ def to_record(number: int, evaluation: Evaluation, task: Task) -> TrialRecord:
 def restore(
     task: Task, finished: list[FinishedTrial], stored: list[StoredProbe]
 ) -> tuple[list[TrialRecord], Selection]:
-    """A study's records and selection, from Optuna's finished trials and the table of probes."""
+    """Restore a study's records and selection from Optuna's finished trials and the probe table."""
     selection = Selection(task)
-    searched = [row for row in stored if row.result.rung not in NOT_SEARCHED and row.result.depth is None]
+    searched = [
+        row for row in stored if row.result.rung not in NOT_SEARCHED and row.result.depth is None
+    ]
+
     by_trial = {row.trial: row.result for row in searched}
     by_config = {row.result.config.digest: row.result for row in searched}
     seconds: dict[int | None, float] = {}
     for row in stored:
         seconds[row.trial] = seconds.get(row.trial, 0.0) + row.result.seconds.get("total", 0.0)
+
     records = []
     for trial in finished:
         result = by_trial.get(trial.number) or by_config.get(trial.config.digest)
@@ -65,8 +71,13 @@ def restore(
                 reason=trial.reason,
             )
         spent = 0.0 if trial.reused else seconds.get(trial.number, 0.0)
-        records.append(to_record(trial.number, Evaluation(result=result, reused=trial.reused, seconds=spent), task))
+        records.append(
+            to_record(
+                trial.number, Evaluation(result=result, reused=trial.reused, seconds=spent), task
+            )
+        )
         selection.add_result(result)
+
     for row in searched:
         if row.trial is None and row.result.rung is Rung.FULL:
             selection.add_result(row.result)
@@ -88,15 +99,23 @@ def summarize(
     wall_seconds: float,
 ) -> StudySummary:
     """Summarize the study so far. `project` estimates the winner's run on other devices."""
-    price, recipe, quality = selection.task.search_price, selection.recipe(record.fingerprint), record.quality
+    price = selection.task.search_price
+    recipe = selection.recipe(record.fingerprint)
+    quality = record.quality
+
     notes = quality.notes(recipe.config) if quality and recipe else []
-    learning = record.learning if recipe and record.learning and record.learning.config == recipe.config else None
+    learning = (
+        record.learning
+        if recipe and record.learning and record.learning.config == recipe.config
+        else None
+    )
     recipe = recipe and replace(recipe, learning=learning)
+
     if missed := " and ".join(record.too_short_for):
         notes.append(f"the budget was too short for {missed}")
-    projected = project(selection, recipe, record.terms.headroom) if recipe else Projections()
+    projections = project(selection, recipe, record.terms.headroom) if recipe else Projections()
 
-    # Other workers than the leader have GPUs of their own.
+    # Workers other than the leader have GPUs of their own.
     gpu_hours = (wall_seconds + record.others_seconds) / 3600
 
     return StudySummary(
@@ -106,13 +125,17 @@ def summarize(
         wall_seconds=wall_seconds,
         search_usd=None if price is None else gpu_hours * price.usd_per_hour,
         probes=tuple(row.result for row in stored),
-        cards=projected.cards,
-        scaling=projected.scaling,
+        cards=projections.cards,
+        scaling=projections.scaling,
         quality=quality,
         learning=learning,
         verification=record.verification,
-        explanation=record.ablation if recipe and record.ablation and record.ablation.of(recipe.config) else None,
-        decomposition=record.decomposition if recipe and _is_of(record.decomposition, recipe) else None,
+        explanation=record.ablation
+        if recipe and record.ablation and record.ablation.of(recipe.config)
+        else None,
+        decomposition=record.decomposition
+        if recipe and _is_of(record.decomposition, recipe)
+        else None,
         notes=tuple(notes),
         dataset=record.spec.dataset,
         split=record.spec.split,
@@ -122,4 +145,7 @@ def summarize(
 def _is_of(decomposition: Decomposition | None, recipe: Recipe) -> bool:
     """Whether these are the factors of this speed-up: its winner may have changed since."""
     baseline = recipe.baseline and recipe.baseline.config
-    return decomposition is not None and (decomposition.winner, decomposition.baseline) == (recipe.config, baseline)
+    return decomposition is not None and (decomposition.winner, decomposition.baseline) == (
+        recipe.config,
+        baseline,
+    )

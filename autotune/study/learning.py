@@ -1,7 +1,7 @@
-"""The learning rate of a winner, found by short real trainings: the better ones are trained again, for longer.
+"""The learning rate of a winner, from short real trainings; the better rates are trained longer.
 
-Each training is a run of its own: warm-up, and a cosine down to zero over its own steps. A rate that is best over few
-steps may be too large for many, so the last round is as long as the budget allows.
+Each training is a run of its own: warm-up, and a cosine down to zero over its own steps. The best
+rate over few steps may be too large for many, so the last round is as long as the budget allows.
 """
 
 import math
@@ -14,20 +14,25 @@ from typing import ClassVar
 from autotune.core.json_view import also_native
 from autotune.core.train_config import TrainConfig
 
-STEP = 2.0  # from one rate to the next
-BELOW, ABOVE = 3, 5  # rates on either side: what diverges shows where the slope is, what learns little costs as much
-ROUNDS = ((9, 1), (4, 2), (2, 4))  # how many rates, and how many times the steps of the first round
-FEW = ((5, 1), (2, 3))  # with every second rate, where the budget is small
-BEYOND = 2  # rates beyond the ends that the first round may try
-SEEDS = 2  # of the last round
-LEAST_STEPS = 5  # of the first round
+STEP = 2.0  # the ratio of neighbouring rates
+# The numbers of rates below and above the default. A rate that diverges locates the slope, and
+# a rate that learns little takes the same time.
+BELOW = 3
+ABOVE = 5
+# For each round: the number of rates, and the steps relative to the first round.
+ROUNDS = ((9, 1), (4, 2), (2, 4))
+FEW = ((5, 1), (2, 3))  # for a small budget: every second rate
+BEYOND = 2  # the number of rates beyond the ends that the first round may try
+SEEDS = 2  # the number of seeds in the last round
+LEAST_STEPS = 5  # the fewest steps of the first round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A training: `loss` is that of the held-out examples after it, None where it diverged or failed (`reason`).
+    """A training: `loss` is the loss of the held-out examples after it.
 
-    `curve` has steps and the mean training loss since the step before.
+    It is None if the training diverged or failed (`reason`). `curve` holds steps and the mean
+    training loss since the step before.
     """
 
     learning_rate: float
@@ -41,14 +46,17 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Another configuration, which can learn more or less, trained at the chosen rate as in the last round."""
+    """Another configuration that can learn more or less, trained as in the last round.
+
+    Its learning rate is the chosen one.
+    """
 
     config: TrainConfig
     attempts: tuple[Attempt, ...]
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """Its losses by seed; infinite where it diverged."""
+        """Its losses by seed; infinite if it diverged."""
         return tuple(map(_loss, self.attempts))
 
 
@@ -56,9 +64,9 @@ class Compared:
 class Learning:
     """The rates that were tried for a configuration, in the order of the trainings.
 
-    `run_steps` are the optimizer steps of the full run, `held_out` the examples that were evaluated. `others` are
-    configurations that were compared with it at the chosen rate. `default` is the rate that others use, None where an
-    older version searched.
+    `run_steps` is the number of optimizer steps of the full run, and `held_out` the number of
+    evaluated examples. `others` are configurations that were compared at the chosen rate. `default`
+    is the rate that others use, or None in a search by an older version.
     """
 
     JSON: ClassVar = also_native("learning_rate", "is_sure", "steps", "seconds", notes="notes()")
@@ -72,12 +80,12 @@ class Learning:
 
     @property
     def last_round(self) -> tuple[Attempt, ...]:
-        """The trainings with the most steps, the default's among them."""
+        """The trainings with the most steps, including the default's."""
         longest = max(attempt.steps for attempt in self.attempts)
         return tuple(attempt for attempt in self.attempts if attempt.steps == longest)
 
     def losses(self) -> dict[float, tuple[float, ...]]:
-        """For each rate of the last round its losses by seed; infinite where it diverged."""
+        """Return the losses by seed for each rate of the last round; infinite if it diverged."""
         ordered = sorted(self.last_round, key=lambda attempt: (attempt.learning_rate, attempt.seed))
         grouped = groupby(ordered, key=lambda attempt: attempt.learning_rate)
         return {rate: tuple(map(_loss, attempts)) for rate, attempts in grouped}
@@ -90,46 +98,56 @@ class Learning:
 
     @property
     def is_sure(self) -> bool:
-        """Whether it is better than each other of the last round from every seed, and not from the mean alone."""
+        """Whether the best rate beats every other rate of the last round from every seed."""
         losses = self.losses()
         best = losses.pop(self.learning_rate)
-        return all(all(own < other for own, other in zip(best, others, strict=False)) for others in losses.values())
+        return all(
+            all(own < other for own, other in zip(best, others, strict=False))
+            for others in losses.values()
+        )
 
     @property
     def is_at_an_end(self) -> bool:
-        """Whether no rate beyond it was tried, so that a better one may lie there."""
+        """Whether it is the lowest or highest rate tried, so a better one may lie beyond."""
         tried = {attempt.learning_rate for attempt in self.attempts}
         return self.learning_rate in (min(tried), max(tried))
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of all trainings."""
-        return sum(attempt.steps for attempt in self._all)
+        """The optimizer steps of all trainings."""
+        return sum(attempt.steps for attempt in self._all_attempts)
 
     @property
     def seconds(self) -> float:
-        """Seconds of all trainings, evaluations included."""
-        return sum(attempt.seconds for attempt in self._all)
+        """The seconds of all trainings, including evaluations."""
+        return sum(attempt.seconds for attempt in self._all_attempts)
 
     @property
-    def _all(self) -> tuple[Attempt, ...]:
+    def _all_attempts(self) -> tuple[Attempt, ...]:
         return (*self.attempts, *(attempt for other in self.others for attempt in other.attempts))
 
     def difference(self, other: Compared) -> str:
-        """What the held-out losses say of another configuration: learned more or less from every seed, or neither."""
+        """Compare the held-out losses of another configuration, in words.
+
+        It learned more or less only if all seeds agree.
+        """
         pairs = list(zip(other.losses, self.losses()[self.learning_rate], strict=False))
         if all(theirs < own for theirs, own in pairs):
             return "learned more"
-        return "learned less" if all(theirs > own for theirs, own in pairs) else "no sure difference"
+        return (
+            "learned less" if all(theirs > own for theirs, own in pairs) else "no sure difference"
+        )
 
     def notes(self) -> list[str]:
-        """What a reader should know about the rate."""
-        found = []
+        """List the caveats about the rate."""
+        notes = []
         if not self.is_sure:
-            found.append("another rate learned as much from one of the seeds: the difference is not sure")
+            notes.append(
+                "another rate learned as much from one of the seeds: the difference is not sure"
+            )
         if self.is_at_an_end:
-            found.append(f"{self.learning_rate:.2g} is at an end of the rates that were tried")
-        return found
+            notes.append(f"{self.learning_rate:.2g} is at an end of the rates that were tried")
+        return notes
 
 
 def _loss(attempt: Attempt) -> float:
@@ -137,12 +155,15 @@ def _loss(attempt: Attempt) -> float:
 
 
 def rates(default: float) -> list[float]:
-    """The rates to try, the lowest first; the default is among them."""
+    """Return the rates to try, the lowest first; the default is one of them."""
     return [default * STEP**power for power in range(-BELOW, ABOVE + 1)]
 
 
 def rounds_of(budget_steps: int) -> list[tuple[int, int]] | None:
-    """For each round how many rates it has, and their steps; None where the budget is too small for any search."""
+    """Return the number of rates and the steps of each round.
+
+    Returns None if the budget is too small for any search.
+    """
     for rounds in (ROUNDS, FEW):
         first = budget_steps // steps_of(rounds)
         if first >= LEAST_STEPS:
@@ -151,19 +172,24 @@ def rounds_of(budget_steps: int) -> list[tuple[int, int]] | None:
 
 
 def least_budget() -> int:
-    """The steps of the smallest search."""
+    """Return the steps of the smallest search."""
     return LEAST_STEPS * steps_of(FEW)
 
 
 def steps_of(rounds: Sequence[tuple[int, int]]) -> int:
-    """The most steps that a search of these rounds takes."""
-    return sum(_trainings(rounds, place) * steps for place, (_, steps) in enumerate(rounds))
+    """Return the largest number of steps that a search of these rounds takes."""
+    return sum(_max_trainings(rounds, place) * steps for place, (_, steps) in enumerate(rounds))
 
 
-def _trainings(rounds: Sequence[tuple[int, int]], place: int) -> int:
-    """The most trainings of a round: the first may go on beyond an end, the last has the default, and several seeds."""
+def _max_trainings(rounds: Sequence[tuple[int, int]], place: int) -> int:
+    """Return the largest number of trainings of a round.
+
+    The first round may go on beyond an end. The last round includes the default, and several seeds.
+    """
     number, _ = rounds[place]
-    return (number + 1) * SEEDS if place + 1 == len(rounds) else number + (BEYOND if place == 0 else 0)
+    return (
+        (number + 1) * SEEDS if place + 1 == len(rounds) else number + (BEYOND if place == 0 else 0)
+    )
 
 
 def search(
@@ -171,29 +197,33 @@ def search(
     rounds: Sequence[tuple[int, int]],
     train: Callable[[float, int, int], Attempt],
 ) -> tuple[Attempt, ...]:
-    """Successive halving over the rates around a default: `train` takes a rate, steps and a seed.
+    """Search the rates around a default by successive halving.
 
-    Where the first round is won by a rate at an end, it goes on beyond that end until one is worse.
+    `train` takes a rate, steps and a seed. If a rate at an end wins the first round, the round goes
+    on beyond that end until a rate is worse.
     """
     candidates = rates(default)[:: 1 if rounds[0][0] == len(rates(default)) else 2]
     steps = rounds[0][1]
     attempts = [train(rate, steps, 0) for rate in candidates]
+
     factor = candidates[1] / candidates[0]
     for _ in range(BEYOND):
-        (best,), tried = _best(attempts, steps, 1), [attempt.learning_rate for attempt in attempts]
+        (best,) = _best_rates(attempts, steps, 1)
+        tried = [attempt.learning_rate for attempt in attempts]
         if best not in (min(tried), max(tried)):
             break
         attempts.append(train(best * factor if best == max(tried) else best / factor, steps, 0))
+
     for place, (number, steps) in enumerate(rounds[1:], 1):
         is_last = place + 1 == len(rounds)
-        candidates = _best(attempts, rounds[place - 1][1], number)
+        candidates = _best_rates(attempts, rounds[place - 1][1], number)
         for seed in range(SEEDS if is_last else 1):
             for rate in sorted({*candidates, default}) if is_last else candidates:
                 attempts.append(train(rate, steps, seed))
     return tuple(attempts)
 
 
-def _best(attempts: Iterable[Attempt], steps: int, number: int) -> list[float]:
-    """The rates with the lowest losses of a round, the lowest rate first."""
+def _best_rates(attempts: Iterable[Attempt], steps: int, number: int) -> list[float]:
+    """Return the rates with the lowest losses of a round, the lowest rate first."""
     ranked = sorted((attempt for attempt in attempts if attempt.steps == steps), key=_loss)
     return sorted(attempt.learning_rate for attempt in ranked[:number])

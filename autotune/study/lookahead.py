@@ -1,4 +1,4 @@
-"""What a search is likely to try next, of what has to be compiled: for processes that compile it ahead."""
+"""The likely next configurations of a search, for processes that compile their code ahead."""
 
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -14,33 +14,42 @@ from autotune.study.evaluator import Evaluator
 from autotune.study.neighbours import COMPILED, compiled_variants, neighbours
 from autotune.study.ranking import more_capable
 
-MOST = 8  # so many are named at a time: by the next trial the search may have gone elsewhere
+MOST = 8  # requests at a time: after the next trial the search may go elsewhere
 NOT_IN_LAYERS = ("loss", "loader_workers", "group_by_length", "optimizer_in_backward")
 
 
 @dataclass(frozen=True, slots=True)
 class Lookahead:
-    """Names what is likely to be tried next whenever a trial begins. Its configurations are those of one GPU."""
+    """Requests compilation of likely next configurations whenever a trial begins.
+
+    It covers configurations for one GPU.
+    """
 
     trials: SharedTrials
     ahead: CompileAhead
 
     def begin(self, trying: TrainConfig) -> None:
-        """Have compiled ahead what may follow the trial of this configuration."""
+        """Request compilation of the configurations that may follow this trial."""
         tried = {code_key(config) for config in (trying, *(row.config for row in self.trials.rows))}
         configs = likely_next(self.trials, trying)
-        self.ahead.want(shallow_requests(self.trials.evaluator, configs, tried | self.ahead.claimed_keys()))
+        self.ahead.want(
+            shallow_requests(self.trials.evaluator, configs, tried | self.ahead.claimed_keys())
+        )
 
 
 def shallow_requests(
     evaluator: Evaluator, configs: Iterable[TrainConfig], known: Container[str] = ()
 ) -> dict[str, ProbeRequest]:
-    """The requests that compile these configurations of one GPU, by the key of their code; not those `known`."""
+    """Return the requests that compile these single-GPU configurations, by the key of their code.
+
+    Requests for `known` code are left out.
+    """
     requests: dict[str, ProbeRequest] = {}
     for config in configs:
         key = code_key(config)
         if key in known or key in requests or config.num_gpus > 1:
             continue
+
         if (request := evaluator.shallowest(config)) is not None:
             requests[key] = request
         if len(requests) == MOST:
@@ -49,30 +58,41 @@ def shallow_requests(
 
 
 def code_key(config: TrainConfig) -> str:
-    """Equal for configurations whose layers have the same compiled code."""
+    """Return a key that is equal for configurations whose layers have the same compiled code."""
     others = {name for name, knob in KNOBS.items() if not knob.affects & {"micro_time", "learning"}}
     same = {name: KNOBS[name].default for name in others.union(NOT_IN_LAYERS, ("optimizer",))}
     return digest_of(replace(config, **same).as_dict())
 
 
 def likely_next(trials: SharedTrials, trying: TrainConfig) -> Iterator[TrainConfig]:
-    """Configurations that compile and were not tried, the likeliest first.
+    """Yield configurations that compile and were not tried, the likeliest first.
 
-    A coordinate search goes on from where it stands, or from what it is trying if that is better; eager configurations
-    lead to the same ones compiled. Then come the best with its learning knobs raised, and its neighbours by formula.
+    A coordinate search goes on from its current configuration, or from the running trial if that is
+    better. Eager configurations lead to their compiled variants. The best configuration with its
+    learning knobs raised comes next, then its neighbours by formula.
     """
-    space, best = trials.task.space, trials.best()
+    space = trials.task.space
+    best = trials.best()
     tried = {row.config.digest: row.outcome for row in trials.rows} | trials.open_outcomes()
     if trials.moving is None:
-        name, centres = ORDER[0], dict.fromkeys((trying, best.config if best else trying))
+        name = ORDER[0]
+        centres = dict.fromkeys((trying, best.config if best else trying))
     else:
         name, current = trials.moving
         centres = dict.fromkeys((current, trying))
+
     if COMPILED not in space.choices("compile"):
         return
+
     compiled = compiled_variants(space, centres)
     learned = more_capable(space, best.config) if best else []
-    moves = chain(compiled, _moves([*centres, *compiled], name, trials, tried), learned, _neighbours(trials, tried))
+    moves = chain(
+        compiled,
+        _moves([*centres, *compiled], name, trials, tried),
+        learned,
+        _neighbours(trials, tried),
+    )
+
     for config in moves:
         is_new = config.digest not in tried
         if is_new and config.compile == COMPILED and trials.evaluator.should_fit(config):
@@ -82,8 +102,9 @@ def likely_next(trials: SharedTrials, trying: TrainConfig) -> Iterator[TrainConf
 def _moves(
     centres: list[TrainConfig], name: str, trials: SharedTrials, tried: dict[str, Outcome]
 ) -> Iterator[TrainConfig]:
-    """The next move of each knob from each centre, beginning with the knob `name`."""
-    space, place = trials.task.space, ORDER.index(name)
+    """Yield the next move of each knob from each centre, beginning with the knob `name`."""
+    space = trials.task.space
+    place = ORDER.index(name)
     for knob in (*ORDER[place:], *ORDER[:place]):
         for centre in centres:
             chosen = next_move(space, centre, knob, tried)
@@ -92,10 +113,12 @@ def _moves(
 
 
 def _neighbours(trials: SharedTrials, tried: dict[str, Outcome]) -> Iterator[TrainConfig]:
-    """The nearest configurations to the best that compile, the most promising first."""
+    """Yield the compiled configurations nearest to the best, the most promising first."""
     best = trials.best()
     if best is None:
         return
     space = trials.task.space.pin("compile", COMPILED)
-    near = (space.config(chosen) for chosen in neighbours(space, best.config, set(tried), trials.rank))
+    near = (
+        space.config(chosen) for chosen in neighbours(space, best.config, set(tried), trials.rank)
+    )
     yield from islice(sorted(near, key=trials.promise, reverse=True), MOST)

@@ -1,7 +1,7 @@
-"""The loop of a study: propose a configuration, evaluate it, record it; then measure the best ones again.
+"""The loop of a study: propose, evaluate and record configurations, then measure the best again.
 
-Adapters are passed in: nothing here knows a database, a GPU or a screen. Every result is stored before Optuna gets it,
-so that a killed study continues with nothing lost.
+Adapters are passed in: this module knows no database, GPU or screen. Every result is stored before
+Optuna gets it, so a study that is killed continues without loss.
 """
 
 import math
@@ -18,25 +18,26 @@ from autotune.study.distributed import SharedTrials
 from autotune.study.ranking import more_capable
 from autotune.study.summary import TrialRecord
 
-STARTUP = 8  # trials with a number, before which helpers keep to the neighbours of the best
+STARTUP = 8  # helpers stay near the best configuration until this number of trials has a speed
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """One session of a study, of the worker that leads it (`run`) or of one that helps (`work`)."""
+    """One session of a study, for the leading worker (`run`) or for a helper (`work`)."""
 
     trials: SharedTrials
 
     def run(self) -> None:
-        """Search until a limit is reached, then try the best with its learning knobs at their most capable.
+        """Search until a limit is reached, then raise the learning knobs of the best configuration.
 
-        Unfinished trials go back to the queue, whatever ends this.
+        Unfinished trials always go back to the queue.
         """
         trials = self.trials
         with trials.giving_back():
             while trials.optimizer.is_waiting() and not trials.is_done():
                 if trials.run_one(trials.selection.prune_reason) is None:
                     break
+
             self._climb()
             if trials.is_spent():
                 trials.cut("the whole search")
@@ -46,21 +47,24 @@ class Study:
             measure_close_calls(trials)
 
     def work(self, is_over: Callable[[], bool]) -> None:
-        """Help a study that another session leads: its queue, then neighbours of the best, then the sampler.
+        """Help a study that another session leads.
 
-        `is_over` returns whether the leader has stopped searching.
+        First run its queue, then neighbours of the best configuration, then the sampler. `is_over`
+        returns whether the leader has stopped searching.
         """
         trials = self.trials
         with trials.giving_back():
             repeated = False  # whether the last proposal was known already
             while not trials.is_done() and not is_over():
                 self._hold_rank()
-                wanted, known = None, trials.digests()
+                wanted = None
+                known = trials.digests()
                 num_valued = sum(row.tokens_per_second is not None for row in trials.rows)
                 if (repeated or num_valued < STARTUP) and not trials.optimizer.is_waiting():
                     wanted = trials.untried()
                     if wanted is None and repeated:
                         break
+
                 row = trials.run_one(trials.selection.prune_reason, wanted)
                 if row is None and not trials.await_others():
                     break
@@ -72,8 +76,12 @@ class Study:
         confirm_finalists(self.trials)
 
     def _climb(self) -> None:
-        """Coordinate search for each number of GPUs in turn, each in its share of the time that is left."""
-        trials, numbers = self.trials, self.trials.task.numbers_of_gpus
+        """Run coordinate search for each number of GPUs in turn.
+
+        Each search gets an equal share of the time that is left.
+        """
+        trials = self.trials
+        numbers = trials.task.numbers_of_gpus
         for index, number in enumerate(numbers):
             trials.kept_s = 0.0
             trials.kept_s = max(trials.search_s(), 0.0) * (1 - 1 / (len(numbers) - index))
@@ -81,10 +89,10 @@ class Study:
         trials.kept_s = 0.0
 
     def _hold_rank(self) -> None:
-        """Propose only the LoRA rank that most trials have had, once there is one.
+        """Propose only the most frequent LoRA rank, once there is one.
 
-        Their code is compiled: another rank changes speed by 1 to 2 % and costs a compilation for each micro batch
-        size. The rank is raised at the end of the search.
+        The code for this rank is compiled. Another rank changes the speed by 1 to 2 % and costs a
+        compilation for each micro batch size. The end of the search raises the rank.
         """
         trials = self.trials
         ranks = [row.config.lora_rank for row in trials.rows if row.config.lora_rank]
@@ -93,38 +101,46 @@ class Study:
             trials.optimizer.hold({"lora_rank": trials.rank})
 
     def _sample(self) -> None:
-        """Run what the sampler proposes until a limit is reached, or nothing is left to try."""
+        """Run the sampler's proposals until a limit is reached or no configuration is left."""
         trials = self.trials
         had_best = trials.best() is not None
         self._hold_rank()
         while not trials.is_done():
             known = trials.digests()
-            wanted = trials.untried() if trials.lacks_plenty() else None  # the sampler has little to go by yet
+            # The sampler has little data yet, so untried neighbours come first.
+            wanted = trials.untried() if trials.lacks_plenty() else None
             row = trials.run_one(trials.selection.prune_reason, wanted)
+
             if row is None:
                 if not trials.await_others():
                     return
                 continue
+
             if not had_best and trials.best() is not None:  # no baseline succeeded at first
                 had_best = True
                 self._climb()
+
             if row.config.digest in known and not trials.is_done():
                 untried = trials.untried(promising=False)
                 if untried is None:
-                    others = " or is being tried by another worker" if trials.coordinator.taken() else ""
+                    others = (
+                        " or is being tried by another worker" if trials.coordinator.taken() else ""
+                    )
                     trials.say(f"every configuration of the space has been tried{others}")
                     return
                 trials.optimizer.enqueue(untried)
 
     def _raise_capability(self) -> None:
-        """Try the best with its learning knobs at their most capable, then with each knob alone.
+        """Try the best configuration with its learning knobs at their most capable values.
 
-        With the values that would win by now, other configurations about as fast as the best are tried too: which of
-        these is the best is chance, and the winner must not depend on it.
+        First raise all knobs, then each knob alone. Other configurations about as fast as the best
+        are tried too, with the learning values that would win by now. Chance decides the fastest
+        of them, and the winner must not depend on chance.
         """
         best = self.trials.best()
         if best is None:
             return
+
         most, *single = more_capable(self.trials.task.space, best.config)
         for raised in ([most], single):
             for config in raised:
@@ -133,34 +149,49 @@ class Study:
                 self._try_sizes(config)
 
     def _about_as_fast(self, best: TrialRecord) -> list[TrainConfig]:
-        """Of all that tie with the best three, with the likely winner's learning knobs.
+        """Return the best three of the configurations that tie with `best`.
 
-        Those whose pace the host sets come last, and of the others those with the least memory first.
+        They get the likely winner's learning knobs. GPU-bound configurations come first, and among
+        them those with the least memory.
         """
         likely = next(iter(self.trials.selection.finalists(1)), None)
         if likely is None:
             return []
-        space, min_score = self.trials.task.space, self.trials.score(best) * (1 - TIE)
-        learned = {knob.name: getattr(likely, knob.name) for knob in space.knobs if knob.kind == "learning"}
-        rows = [row for row in self.trials.rows if row.outcome is Outcome.OK and row.config.method == likely.method]
+        space = self.trials.task.space
+        min_score = self.trials.score(best) * (1 - TIE)
+        learned = {
+            knob.name: getattr(likely, knob.name) for knob in space.knobs if knob.kind == "learning"
+        }
+
+        rows = [
+            row
+            for row in self.trials.rows
+            if row.outcome is Outcome.OK and row.config.method == likely.method
+        ]
         fast = [row for row in rows if self.trials.score(row) >= min_score]
+
         host_bound = self.trials.selection.is_host_bound
         fast.sort(key=lambda row: (host_bound(row.config), row.peak_reserved_gib or math.inf))
-        return list(dict.fromkeys(space.config(space.clip(replace(row.config, **learned))) for row in fast))[:3]
+        return list(
+            dict.fromkeys(space.config(space.clip(replace(row.config, **learned))) for row in fast)
+        )[:3]
 
     def _try_sizes(self, config: TrainConfig) -> None:
-        """Try this configuration and, while it does not fit, ever smaller micro batches of it.
+        """Try this configuration; while it does not fit, try smaller and smaller micro batches.
 
-        Without a pruner: the cost of capability is to be measured on whole models, and most candidates are close.
+        There is no pruner: the cost of capability needs measurements of whole models, and most
+        candidates are close.
         """
         trials = self.trials
         outcomes = {row.config: row.outcome for row in trials.rows}
+
         for smaller in smaller_batches(trials.task.space, config):
             outcome = outcomes.get(smaller)
             if outcome is None:
                 if trials.is_over():
                     return
                 row = trials.run_one(None, trials.task.space.clip(smaller))
-                outcome = Outcome.OK if row is None else row.outcome  # None: another worker is trying it
+                # Without a row, another worker is trying the configuration.
+                outcome = Outcome.OK if row is None else row.outcome
             if outcome not in TOO_LARGE:
                 return

@@ -1,4 +1,4 @@
-"""A suite: named configurations that are probed as they are, and compared with published numbers. No search."""
+"""A suite: named configurations, probed unchanged and compared with published numbers."""
 
 import json
 import statistics
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A published number or outcome, and ours."""
+    """A published number or outcome, and our own."""
 
     theirs: float | str
     ours: float | str | None
@@ -40,16 +40,35 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigResult:
-    """The result of a case. Speeds count whole rows; `with_context_gib` is reserved memory and the CUDA context.
+    """The result of a case.
 
-    `interval` is that of the tokens/s: 80 % of cases for estimates, else the range of what was measured. `interval_gib`
-    is that of an estimated `peak_reserved_gib`, None of a measured one. `tight`: it may not fit, or leaves less than a
-    tenth of the memory free.
+    Speeds count whole rows. `with_context_gib` is the reserved memory plus the CUDA context.
+    `interval` belongs to the tokens/s: it covers 80 % of cases for an estimate, or the range of the
+    measurements. `interval_gib` belongs to an estimated `peak_reserved_gib`; it is None for a
+    measured one. `tight` means that the configuration may not fit, or that less than a tenth of the
+    memory is free.
     """
 
     JSON: ClassVar = keys(name="case.name") | keys(
-        *("config", "outcome", "verdict", "evidence", "reason", "tight", "tokens_per_s", "interval", "samples_per_s"),
-        *("step_time_s", "peak_allocated_gib", "peak_reserved_gib", "interval_gib", "with_context_gib", "published"),
+        *(
+            "config",
+            "outcome",
+            "verdict",
+            "evidence",
+            "reason",
+            "tight",
+            "tokens_per_s",
+            "interval",
+            "samples_per_s",
+        ),
+        *(
+            "step_time_s",
+            "peak_allocated_gib",
+            "peak_reserved_gib",
+            "interval_gib",
+            "with_context_gib",
+            "published",
+        ),
     )
 
     case: NamedConfig
@@ -69,7 +88,7 @@ class ConfigResult:
 
     @property
     def verdict(self) -> str:
-        """Whether it fits, in words; another outcome by its name."""
+        """The memory verdict in words, or the name of another outcome."""
         if self.case.excluded:
             return "not predicted"
         if self.outcome is Outcome.OK:
@@ -77,8 +96,12 @@ class ConfigResult:
         return NO_FIT if self.outcome is Outcome.OOM else self.outcome.value
 
     def compared(self) -> dict[str, tuple[float | str, float | str | None]]:
-        """(published, ours) by what it is, for every number that was published; the outcome if one of them is OOM."""
+        """Return (published, ours) by name for every published number.
+
+        The outcome is included if either outcome is OOM.
+        """
         theirs = self.case.published or Published()
+
         whole_gib = self.with_context_gib
         pairs: dict[str, tuple[float | str | None, float | str | None]] = {
             "tokens/s": (theirs.tokens_per_s, self.tokens_per_s),
@@ -89,29 +112,46 @@ class ConfigResult:
             "whole GB": (theirs.peak_gb, None if whole_gib is None else whole_gib * GIB / 1e9),
             "whole GiB": (theirs.process_gib, whole_gib),
         }
+
         if self.case.published and (theirs.outcome == Outcome.OOM or self.outcome is Outcome.OOM):
-            judged = self.outcome in (Outcome.OK, Outcome.OOM)
-            ours = (TIGHT if self.tight else self.outcome.value) if judged else None
+            ours: str | None = None
+            if self.outcome in (Outcome.OK, Outcome.OOM):
+                ours = TIGHT if self.tight else self.outcome.value
             pairs = {"outcome": (theirs.outcome, ours), **pairs}
-        return {name: (published, ours) for name, (published, ours) in pairs.items() if published is not None}
+        return {
+            name: (published, ours)
+            for name, (published, ours) in pairs.items()
+            if published is not None
+        }
 
     def against(self) -> dict[str, tuple[float | str, float | str]]:
-        """(published, ours) by what it is, as far as there are both."""
-        return {name: (theirs, ours) for name, (theirs, ours) in self.compared().items() if ours is not None}
+        """Return (published, ours) by name if both are known."""
+        return {
+            name: (theirs, ours)
+            for name, (theirs, ours) in self.compared().items()
+            if ours is not None
+        }
 
     def ratios(self, names: Collection[str]) -> list[float]:
-        """What was published divided by ours, for those of these numbers that both have."""
+        """Return published / ours for each of these numbers that both have."""
         pairs = [pair for name, pair in self.against().items() if name in names]
         return [float(theirs) / float(ours) for theirs, ours in pairs]
 
     def cells(self) -> tuple[str, ...]:
-        """As a row: name, configuration, verdict, speed, memory, and what was published."""
+        """Return the row: name, configuration, verdict, speed, memory, published numbers."""
         published = "; ".join(
-            f"{name} {_number(theirs)}" + ("" if ours is None else f", here {_number(ours)}{_apart(theirs, ours)}")
+            f"{name} {_number(theirs)}"
+            + (
+                ""
+                if ours is None
+                else f", here {_number(ours)}{_relative_difference(theirs, ours)}"
+            )
             for name, (theirs, ours) in self.compared().items()
         )
         verdict = self.verdict + (f": {self.reason}" if self.reason else "")
-        speed, memory = DASH, DASH
+
+        speed = DASH
+        memory = DASH
         if self.tokens_per_s is not None:
             between = f" ({' to '.join(map(fmt_count, self.interval))})" if self.interval else ""
             speed = f"{fmt_count(self.tokens_per_s)}{between} [{self.evidence}]"
@@ -122,8 +162,10 @@ class ConfigResult:
 
     @property
     def published(self) -> dict[str, Pair]:
-        """Every published number with ours."""
-        return {name: Pair(theirs=theirs, ours=ours) for name, (theirs, ours) in self.compared().items()}
+        """Every published number and our own."""
+        return {
+            name: Pair(theirs=theirs, ours=ours) for name, (theirs, ours) in self.compared().items()
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,41 +178,56 @@ class SourcedResult:
     source: str | None
 
 
-SPEEDS = ("tokens/s", "samples/s")  # of which a row has one, or both with one meaning
+SPEEDS = ("tokens/s", "samples/s")  # a row has one of them, or both with the same meaning
 PEAKS = ("peak GiB", "reserved GiB", "whole GB", "whole GiB")
 NO_FIT = "does not fit"
 SEVERAL = "configurations that are named are probed on one GPU: search with `autotune run --gpus`"
-COLUMNS = {"case": "left", "configuration": "left", "verdict": "left", "tokens/s": "right", "GiB": "right"} | {
-    "published": "left"
-}
+COLUMNS = {
+    "case": "left",
+    "configuration": "left",
+    "verdict": "left",
+    "tokens/s": "right",
+    "GiB": "right",
+} | {"published": "left"}
 
 
 def cases(spec: StudySpec, task: Task) -> Iterator[tuple[NamedConfig, TrainConfig, Task]]:
-    """Each case with its configuration, as its own subject: full rows, its accumulation, its model.
+    """Yield each case with its configuration and its own task.
 
-    Raises UsageError for knobs and values that cannot be.
+    The task has full rows, the case's accumulation and its model. Raises UsageError for invalid
+    knobs and values.
     """
     for case in spec.configs:
         knobs = spec.pins | case.knobs
         for name in knobs:
             if name not in KNOBS:
                 raise UsageError(
-                    f"{case.name}: there is no knob {name!r}{did_you_mean(name, KNOBS)}", remedy="see docs/knobs.md"
+                    f"{case.name}: there is no knob {name!r}{did_you_mean(name, KNOBS)}",
+                    remedy="see docs/knobs.md",
                 )
+
         try:
             config = TrainConfig(**knobs)
         except (TypeError, ValueError) as error:
             raise UsageError(f"{case.name}: {error}", remedy="correct it in the file") from None
-        lengths = Lengths.constant(config.seq_len, "given") if not config.packing else task.workload.lengths
+
+        lengths = (
+            Lengths.constant(config.seq_len, "given")
+            if not config.packing
+            else task.workload.lengths
+        )
+
         workload = Workload(
             examples=task.workload.examples,
             lengths=lengths,
             global_batch=config.micro_batch_size * case.accumulation * config.num_gpus,
             objective=task.workload.objective,
         )
+
         model = resolve_model(case.model) if case.model else task.model
         if case.model_overrides:
             model = model.with_overrides(case.model_overrides)
+
         if model.sees_images:
             reason = "rows of configurations that are named have no images"
             raise UsageError(f"{case.name}: {reason}", remedy="search with `autotune run --model`")
@@ -188,11 +245,13 @@ def probe_configs(
     say: Callable[[str], None],
     should_stop: Callable[[], bool],
 ) -> list[ConfigResult]:
-    """Probe each case in turn with full rows, or take its stored result; write suite.json and suite.md after each.
+    """Probe each case with full rows, or take its stored result.
 
-    The cases from which on `should_stop` returned True, or a probe was cancelled, have no result.
+    suite.json and suite.md are written after each case, except cases that cannot be probed. If
+    `should_stop` returns True or a probe is cancelled, the remaining cases have no result.
     """
-    from autotune.study.evaluator import Evaluator  # it loads SQLAlchemy, which estimates do not need
+    # Imported here because it loads SQLAlchemy, which estimates do not need.
+    from autotune.study.evaluator import Evaluator
 
     results: list[ConfigResult] = []
     for case, config, case_task in cases(spec, task):
@@ -201,6 +260,7 @@ def probe_configs(
         if not_probed := case.excluded or (SEVERAL if config.num_gpus > 1 else None):
             results.append(_refused(case, config, not_probed))
             continue
+
         say(f"{case.name}: {config.label()}")
 
         def request(config: TrainConfig, task: Task = case_task) -> ProbeRequest:
@@ -219,39 +279,59 @@ def probe_configs(
                 flash=task.device.has_flash,
             )
 
-        study, logs = case_task.study, out / "logs"
-        evaluator = Evaluator(prober, store, study=study, logs=logs, request=request, model=case_task.model_key)
+        study = case_task.study
+        logs = out / "logs"
+        evaluator = Evaluator(
+            prober, store, study=study, logs=logs, request=request, model=case_task.model_key
+        )
+
         try:
             shape = prober.describe(case_task.model.config)
             refused = refusal(config, case_task.model, task.trainer, shape, task.device)
-            found = None if refused else evaluator.evaluate(config, None).result
+            result = None if refused else evaluator.evaluate(config, None).result
         except UsageError as error:
-            found, refused = None, str(error)
+            result = None
+            refused = str(error)
         except Cancelled:
             break
-        if found is None:
+
+        if result is None:
             results.append(_refused(case, config, refused))
         else:
-            results.append(to_config_result(case, config, case_task, found))
+            results.append(to_config_result(case, config, case_task, result))
         write_results(results, out)
     return results
 
 
 def _refused(case: NamedConfig, config: TrainConfig, reason: str | None) -> ConfigResult:
-    return ConfigResult(case=case, config=config, outcome=Outcome.REFUSED, evidence=Evidence.MEASURED, reason=reason)
+    return ConfigResult(
+        case=case, config=config, outcome=Outcome.REFUSED, evidence=Evidence.MEASURED, reason=reason
+    )
 
 
-def to_config_result(case: NamedConfig, config: TrainConfig, task: Task, result: ProbeResult) -> ConfigResult:
-    """Turn the probe of a case into its result."""
-    found = result.measurement
+def to_config_result(
+    case: NamedConfig, config: TrainConfig, task: Task, result: ProbeResult
+) -> ConfigResult:
+    """Convert the probe of a case to its result."""
+    measurement = result.measurement
     evidence = Evidence.PROJECTED if task.is_projected(config) else Evidence.MEASURED
-    if result.outcome is not Outcome.OK or found is None:
-        return ConfigResult(case=case, config=config, outcome=result.outcome, evidence=evidence, reason=result.reason)
-    speed = run_performance(task, config, [found])
+    if result.outcome is not Outcome.OK or measurement is None:
+        return ConfigResult(
+            case=case,
+            config=config,
+            outcome=result.outcome,
+            evidence=evidence,
+            reason=result.reason,
+        )
+
+    speed = run_performance(task, config, [measurement])
     low, high = speed.spread
-    tokens_per_s = speed.samples_per_second / task.workload.examples_per_row(config) * config.seq_len
-    reserved_gib = found.peak_reserved_gib + found.managed_gib
-    free = 1 - found.peak_reserved_gib / found.limit_gib
+    tokens_per_s = (
+        speed.samples_per_second / task.workload.examples_per_row(config) * config.seq_len
+    )
+
+    reserved_gib = measurement.peak_reserved_gib + measurement.managed_gib
+    free = 1 - measurement.peak_reserved_gib / measurement.limit_gib
     return ConfigResult(
         case=case,
         config=config,
@@ -263,42 +343,67 @@ def to_config_result(case: NamedConfig, config: TrainConfig, task: Task, result:
         interval=(tokens_per_s / (1 + high), tokens_per_s / (1 + low)),
         samples_per_s=speed.samples_per_second,
         step_time_s=speed.step_time_s,
-        peak_allocated_gib=found.peak_allocated_gib,
-        peak_reserved_gib=found.peak_reserved_gib,
-        with_context_gib=None if found.context_gib is None else reserved_gib + found.context_gib,
+        peak_allocated_gib=measurement.peak_allocated_gib,
+        peak_reserved_gib=measurement.peak_reserved_gib,
+        with_context_gib=None
+        if measurement.context_gib is None
+        else reserved_gib + measurement.context_gib,
     )
 
 
 def agreement(results: list[ConfigResult]) -> str:
-    """How what was predicted or probed compares with what was published, in one line; empty without any."""
-    judged = [one for one in results if one.case.published and one.outcome in (Outcome.OK, Outcome.OOM)]
-    if not judged:
+    """Compare predictions or probes with published numbers in one line; empty without any."""
+    judged_results = [
+        one for one in results if one.case.published and one.outcome in (Outcome.OK, Outcome.OOM)
+    ]
+    if not judged_results:
         return ""
-    close = sum(one.tight for one in judged)
-    wrong = sum(not one.tight and len(set(one.against().get("outcome", ()))) == 2 for one in judged)
-    said = [f"{len(judged)} verdicts, of which {wrong} wrong and {close} too close to tell"]
-    speeds = [(one.interval, one.tokens_per_s, one.ratios(SPEEDS)) for one in judged]
-    published = [(span, ours * ratios[0]) for span, ours, ratios in speeds if span and ours and ratios]
+
+    close = sum(one.tight for one in judged_results)
+    wrong = sum(
+        not one.tight and len(set(one.against().get("outcome", ()))) == 2 for one in judged_results
+    )
+    parts = [
+        f"{len(judged_results)} verdicts, of which {wrong} wrong and {close} too close to tell"
+    ]
+
+    speeds = [(one.interval, one.tokens_per_s, one.ratios(SPEEDS)) for one in judged_results]
+    published = [
+        (span, ours * ratios[0]) for span, ours, ratios in speeds if span and ours and ratios
+    ]
     if published:
         inside = sum(low <= theirs <= high for (low, high), theirs in published)
-        said.append(f"{len(published)} speeds, of which {inside} in their interval")
-    if errors := [abs(1 / ratio - 1) for one in judged for ratio in one.ratios(PEAKS)]:
-        said.append(f"memory {statistics.median(errors):.1%} off in the median and {max(errors):.1%} at worst")
-    return "Against what was published: " + "; ".join(said) + "."
+        parts.append(f"{len(published)} speeds, of which {inside} in their interval")
+
+    if errors := [abs(1 / ratio - 1) for one in judged_results for ratio in one.ratios(PEAKS)]:
+        parts.append(
+            f"memory {statistics.median(errors):.1%} off in the median and "
+            f"{max(errors):.1%} at worst"
+        )
+    return "Against what was published: " + "; ".join(parts) + "."
 
 
 def write_results(results: list[ConfigResult], out: Path) -> None:
     """Write suite.json and suite.md."""
     write_atomic(out / "suite.json", json.dumps(json_data(results), indent=1) + "\n")
     head = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in result.cells()) + " |" for result in results]
+    body = [
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in result.cells()) + " |"
+        for result in results
+    ]
     write_atomic(out / "suite.md", "\n".join([*head, *body]) + "\n")
 
 
 def _number(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    if isinstance(value, str):
+        return value
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _apart(one: float | str, other: float | str) -> str:
-    """' (+3 %)' by which ours is more than what was published."""
-    return "" if isinstance(one, str) or isinstance(other, str) else f" ({round(other / one - 1, 2) + 0.0:+.0%})"
+def _relative_difference(one: float | str, other: float | str) -> str:
+    """Return ' (+3 %)', the relative difference of our number to the published one."""
+    return (
+        ""
+        if isinstance(one, str) or isinstance(other, str)
+        else f" ({round(other / one - 1, 2) + 0.0:+.0%})"
+    )

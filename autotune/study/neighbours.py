@@ -1,4 +1,7 @@
-"""Which configurations of a space differ least from a given one: made by edits of knobs, however large it is."""
+"""The configurations of a space that differ least from a given one.
+
+They are made by edits of knobs, so the size of the space does not matter.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -15,10 +18,11 @@ FASTEST = {"compile": COMPILED, "lora_kernels": KNOBS["lora_kernels"].fastest_fi
 def neighbours(
     space: SearchSpace, best: TrainConfig | None, seen: set[str], rank: int | None = None
 ) -> list[dict[str, Any]]:
-    """The choices nearest to `best` whose configurations are not in `seen` (digests): all of the same distance.
+    """Return all choices at the smallest distance from `best` that has unseen configurations.
 
-    Configurations with another LoRA rank than `rank`, if it is given, come after all others. An empty list means that
-    every configuration of the space is in `seen`. Without `best`, distances count from the default configuration.
+    `seen` holds digests. If `rank` is given, configurations with another LoRA rank come last.
+    An empty list means that every configuration of the space is in `seen`. Without `best`,
+    distances count from the default configuration.
     """
     centre = best or TrainConfig()
     if rank is not None:
@@ -31,30 +35,37 @@ def neighbours(
     return _nearest_unseen(space, centre, seen)
 
 
-def _nearest_unseen(space: SearchSpace, centre: TrainConfig, seen: set[str]) -> list[dict[str, Any]]:
+def _nearest_unseen(
+    space: SearchSpace, centre: TrainConfig, seen: set[str]
+) -> list[dict[str, Any]]:
     for distance in range(len(space.knobs) + 1):
-        unseen = [chosen for chosen in at_distance(space, centre, distance) if space.config(chosen).digest not in seen]
+        unseen = [
+            chosen
+            for chosen in at_distance(space, centre, distance)
+            if space.config(chosen).digest not in seen
+        ]
         if unseen:
             return unseen
     return []
 
 
 def compiled_variants(space: SearchSpace, configs: Iterable[TrainConfig]) -> list[TrainConfig]:
-    """The same configurations with compiled layers and the fastest adapters, of those that the space has so."""
+    """Return variants with compiled layers and the fastest adapters, if the space has them."""
     variants = [space.config(space.clip(replace(config, **FASTEST))) for config in configs]
     return [config for config in variants if config.compile == COMPILED]
 
 
 def by_distance(space: SearchSpace, centre: TrainConfig) -> Iterator[dict[str, Any]]:
-    """Yield every choice of the space once, those that differ from `centre` in the fewest knobs first."""
+    """Yield every choice of the space once, starting with the fewest differences from `centre`."""
     for distance in range(len(space.knobs) + 1):
         yield from at_distance(space, centre, distance)
 
 
 def at_distance(space: SearchSpace, centre: TrainConfig, distance: int) -> Iterator[dict[str, Any]]:
-    """Yield the choices that differ from `centre` (clipped to the space) in exactly `distance` active knobs.
+    """Yield the choices that differ from `centre` in exactly `distance` active knobs.
 
-    Each is made by so many edits, so that nothing nearer or farther is enumerated.
+    `centre` is clipped to the space. Each choice is made by `distance` edits, so nearer or farther
+    choices are never enumerated.
     """
 
     def extend(chosen: dict[str, Any], index: int, edits: int) -> Iterator[dict[str, Any]]:
@@ -63,13 +74,17 @@ def at_distance(space: SearchSpace, centre: TrainConfig, distance: int) -> Itera
         if index == len(space.knobs):
             yield chosen
             return
+
         knob = space.knobs[index]
         if not knob.is_active(chosen):
             yield from extend(chosen, index + 1, edits)
             return
+
         possible = knob.possible(chosen)
         own = knob.nearest(getattr(centre, knob.name), possible)
         for value in possible if edits else [own]:
-            yield from extend(chosen | {knob.name: value}, index + 1, edits if value == own else edits - 1)
+            yield from extend(
+                chosen | {knob.name: value}, index + 1, edits if value == own else edits - 1
+            )
 
     return extend({}, 0, distance)

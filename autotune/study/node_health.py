@@ -1,4 +1,7 @@
-"""Is a node like the others of its fleet? Each measures the baseline before its results count, and every 10 minutes."""
+"""The health of a node, compared with the other nodes of its fleet.
+
+Each node measures the baseline before its results count, and every 10 minutes.
+"""
 
 import statistics
 import time
@@ -16,15 +19,21 @@ if TYPE_CHECKING:
     from autotune.study.evaluator import Prober
     from autotune.study.storage.probe_store import ProbeStore
 
-MAX_SPEED_DIFFERENCE, MAX_MEMORY_DIFFERENCE = 0.05, 0.02  # relative to the median of the others
+# Relative to the median of the others.
+MAX_SPEED_DIFFERENCE = 0.05
+MAX_MEMORY_DIFFERENCE = 0.02
 MAX_KELVIN = 10.0
-SEGMENT_GIB = 0.02  # torch reserves 20 MiB at a time, which is a large share of a tiny model's memory
+# torch reserves 20 MiB at a time, which is a large share of a tiny model's memory.
+SEGMENT_GIB = 0.02
 CHECK_EVERY_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReading:
-    """The baseline on one node. What its driver does not report is None; `about` has clocks and power in words."""
+    """The baseline on one node.
+
+    A value that the driver does not report is None. `about` holds clocks and power in words.
+    """
 
     micro_s: float
     reserved_gib: float
@@ -33,9 +42,13 @@ class NodeReading:
 
     @classmethod
     def of(cls, measurement: Measurement) -> "NodeReading":
-        """Take the median micro batch and what the driver reported during the probe."""
+        """Read the median micro batch and the driver's report during the probe."""
         telemetry = measurement.telemetry or Telemetry()
-        readings = (telemetry.sm_clock_mhz, "MHz"), (telemetry.power_w, "W"), (telemetry.temperature_c, "C")
+        readings = (
+            (telemetry.sm_clock_mhz, "MHz"),
+            (telemetry.power_w, "W"),
+            (telemetry.temperature_c, "C"),
+        )
         about = [f"{value:.0f} {unit}" for value, unit in readings if value is not None]
         if telemetry.throttle_reasons:
             about.append(f"slowed down by {', '.join(telemetry.throttle_reasons)}")
@@ -47,22 +60,33 @@ class NodeReading:
         )
 
 
-def differences(own: NodeReading, others: Sequence[NodeReading], *, timed: bool = True) -> list[str]:
-    """List in words how a node differs from the median of the others; empty if there are no others.
+def differences(
+    own: NodeReading, others: Sequence[NodeReading], *, timed: bool = True
+) -> list[str]:
+    """Describe the differences of a node from the median of the others.
 
-    Speed and temperature count only if `timed`: on shared processors they depend on the other processes.
+    The list is empty without others. Speed and temperature count only if `timed`: on shared
+    processors they depend on other processes.
     """
     if not others:
         return []
+
     reasons = []
+
     fleet_s = statistics.median(reading.micro_s for reading in others)
     if timed and abs(fleet_s / own.micro_s - 1) > MAX_SPEED_DIFFERENCE:
         about = f" ({own.about})" if own.about else ""
-        reasons.append(f"{fleet_s / own.micro_s - 1:+.0%} tokens/s against the fleet's median{about}")
+        reasons.append(
+            f"{fleet_s / own.micro_s - 1:+.0%} tokens/s against the fleet's median{about}"
+        )
+
     fleet_gib = statistics.median(reading.reserved_gib for reading in others)
     if abs(own.reserved_gib - fleet_gib) > max(MAX_MEMORY_DIFFERENCE * fleet_gib, SEGMENT_GIB):
         reasons.append(f"it reserves {fmt_gib(own.reserved_gib)}, the fleet {fmt_gib(fleet_gib)}")
-    temperatures = [reading.temperature_c for reading in others if reading.temperature_c is not None]
+
+    temperatures = [
+        reading.temperature_c for reading in others if reading.temperature_c is not None
+    ]
     if timed and temperatures and own.temperature_c is not None:
         fleet_c = statistics.median(temperatures)
         if abs(own.temperature_c - fleet_c) > MAX_KELVIN:
@@ -72,9 +96,10 @@ def differences(own: NodeReading, others: Sequence[NodeReading], *, timed: bool 
 
 @dataclass(slots=True)
 class NodeMonitor:
-    """Compares this node with the others, now and then. Its readings are stored; they are no results of the study.
+    """Compares this node with the others from time to time.
 
-    `selection` is the study's, after it was resumed; `timed` says whether speeds and temperatures count.
+    Its readings are stored, but they are not results of the study. `selection` belongs to the
+    resumed study; `timed` says whether speeds and temperatures count.
     """
 
     prober: "Prober"
@@ -88,31 +113,42 @@ class NodeMonitor:
     _is_warm: bool = False
 
     def is_due(self) -> bool:
-        """Whether CHECK_EVERY_S have passed since the last check."""
+        """Whether at least CHECK_EVERY_S have passed since the last check."""
         return time.monotonic() >= self._next_s
 
     def check(self) -> list[str]:
-        """Measure the baseline and list how this node differs; empty if no baseline was measured yet."""
+        """Measure the baseline and describe the differences of this node.
+
+        The list is empty if there is no measured baseline yet.
+        """
         self._next_s = time.monotonic() + CHECK_EVERY_S
         task = self.selection.task
         baseline = self.selection.baseline()
         measured = self.selection.record(baseline).measured if baseline else None
         if baseline is None or measured is None:
             return []
-        others = [NodeReading.of(measured)]  # the leader's, or whoever was first
+        # The first reading is the leader's, or the first worker's.
+        others = [NodeReading.of(measured)]
         others += [
             NodeReading.of(row.result.measurement)
             for row in self.store.of_study(task.study)
-            if row.result.rung is Rung.NODE and row.result.measurement is not None and not row.result.notes
+            if row.result.rung is Rung.NODE
+            and row.result.measurement is not None
+            and not row.result.notes
         ]
-        result = self.prober.probe(replace(self.request(baseline), rung=Rung.NODE, min_timed_s=2.0), self.log)
+
+        result = self.prober.probe(
+            replace(self.request(baseline), rung=Rung.NODE, min_timed_s=2.0), self.log
+        )
         if result.outcome is not Outcome.OK or result.measurement is None:
             reasons = [f"the baseline fails here: {result.reason or result.outcome}"]
         else:
             own = NodeReading.of(result.measurement)
-            if self._is_warm:  # a card that has worked is warmer than the others were when they were read
+            if self._is_warm:
+                # A card that has worked is warmer than the others were at their reading.
                 own = replace(own, temperature_c=None)
             reasons = differences(own, others, timed=self.timed)
+
         self._is_warm = True
         result = replace(result, notes=tuple(reasons))
         self.store.add(task.study, None, result, self.prober.fingerprint, model=task.model_key)

@@ -1,6 +1,7 @@
-"""The nodes of a study side by side: each process's latest reading of the baseline, and how it differs from the others.
+"""The nodes of a study side by side: the latest reading of the baseline of each process.
 
-Probes that were stored before they named their node are those of one node without a name.
+A node is compared with the others. Probes that were stored before probes named their node count as
+one node without a name.
 """
 
 import statistics
@@ -19,19 +20,23 @@ if TYPE_CHECKING:
     from autotune.study.storage.probe_store import StoredProbe
 
 UNNAMED = "unnamed"
-TOLD = keys("temperature_c", "sm_clock_mhz", "power_w", "utilization", "throttle_reasons")  # by the driver
+# The values that the driver reports.
+TOLD = keys("temperature_c", "sm_clock_mhz", "power_w", "utilization", "throttle_reasons")
 FAILED = (Outcome.CRASH, Outcome.TIMEOUT, Outcome.NUMERICS)
 WHOLE = (Rung.FULL, Rung.CONFIRM, Rung.NODE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One process that probed for a study. `name` is host:pid:ticks. Without a reading all that it says is None.
+    """One process that probed for a study.
 
-    `num_failed` counts probes that failed for other reasons than memory. `config` is what the reading measured, which
-    was at `read_at`. `variation` is the relative standard deviation of the timed micro batches; `relative_speed` is to
-    the median of the others. `apart` says how the node differs from that, and is empty where it does not, or where
-    there are no others. `unmeasured` says why there is no reading, and is None where there is one.
+    - `name` is host:pid:ticks. Without a reading, all values of the reading are None.
+    - `num_failed` counts probes that failed for reasons other than memory.
+    - `config` is the configuration of the reading, taken at `read_at`.
+    - `variation` is the relative standard deviation of the timed micro batches. `relative_speed` is
+      relative to the median of the others.
+    - `apart` lists the differences from that median. It is empty without differences or others.
+    - `unmeasured` is the reason for a missing reading, or None.
     """
 
     name: str
@@ -50,31 +55,36 @@ class Node:
 
     @property
     def host(self) -> str:
-        """The machine."""
+        """The machine's name."""
         return self.name.partition(":")[0]
 
     @property
     def telemetry(self) -> Telemetry:
-        """What the driver reported while the baseline was timed; its fields are None where it did not."""
+        """The driver's report while the baseline was timed; missing values are None."""
         return (self.measurement and self.measurement.telemetry) or Telemetry()
 
 
 def nodes_of(task: Task, stored: "Sequence[StoredProbe]") -> tuple[Node, ...]:
-    """The nodes in the order in which they first probed."""
+    """Return the nodes in the order of their first probes."""
     by_name: dict[str, list[ProbeResult]] = {}
     for row in stored:
         by_name.setdefault(row.result.node or UNNAMED, []).append(row.result)
+
     baseline = _baseline(task, [row.result for row in stored])
-    latest = {name: _latest(results, baseline) for name, results in by_name.items()}
+    latest = {name: _latest_result(results, baseline) for name, results in by_name.items()}
     readings = {name: _reading(one) for name, one in latest.items() if one is not None}
     timed = task.device.kind != "cpu"  # the processes of a machine share its processors
-    found = []
+
+    nodes = []
     for name, results in by_name.items():
-        own, others = readings.get(name), [reading for other, reading in readings.items() if other != name]
+        own = readings.get(name)
+        others = [reading for other, reading in readings.items() if other != name]
         apart = differences(own, others, timed=timed) if own else []
+
         last = next((one for one in reversed(results) if one.rung is Rung.NODE), None)
         if last and last.outcome is not Outcome.OK:
             apart.append(f"the baseline fails here: {last.reason or last.outcome}")
+
         node = Node(
             name=name,
             num_probes=len(results),
@@ -84,21 +94,31 @@ def nodes_of(task: Task, stored: "Sequence[StoredProbe]") -> tuple[Node, ...]:
             else None,
             last_seen=max((one.started_at for one in results if one.started_at), default=None),
             apart=tuple(apart),
-            unmeasured=None if own else _why_unmeasured(results, {baseline} if baseline else set(task.baselines)),
+            unmeasured=None
+            if own
+            else _why_unmeasured(results, {baseline} if baseline else set(task.baselines)),
         )
-        found.append(_measured(node, latest[name], task))
-    return tuple(found)
+        nodes.append(_add_reading(node, latest[name], task))
+    return tuple(nodes)
 
 
 def _baseline(task: Task, results: Sequence[ProbeResult]) -> TrainConfig | None:
-    """What all nodes measured: the configuration of their readings, else the first of the study's own that fits."""
+    """Return the configuration that all nodes measured.
+
+    It is the configuration of their readings, else the study's first baseline that fits.
+    """
     read = [one.config for one in results if one.rung is Rung.NODE]
     whole = {one.config for one in results if _is_whole(one)}
-    return next(iter(read), None) or next((config for config in task.baselines if config in whole), None)
+    return next(iter(read), None) or next(
+        (config for config in task.baselines if config in whole), None
+    )
 
 
 def _why_unmeasured(results: Sequence[ProbeResult], baselines: Collection[TrainConfig]) -> str:
-    """Why a node has no reading of the baseline: how its last probe of it ended, or that there was none."""
+    """Return why a node has no reading of the baseline.
+
+    The reason is the outcome of its last probe of the baseline, or that it ran none.
+    """
     last = next((one for one in reversed(results) if one.config in baselines), None)
     if last is None:
         return "no probe of the baseline ran here"
@@ -111,22 +131,30 @@ def _is_whole(result: ProbeResult) -> bool:
     return result.outcome is Outcome.OK and result.measurement is not None and result.rung in WHOLE
 
 
-def _latest(results: Sequence[ProbeResult], baseline: TrainConfig | None) -> ProbeResult | None:
-    return next((one for one in reversed(results) if one.config == baseline and _is_whole(one)), None)
+def _latest_result(
+    results: Sequence[ProbeResult], baseline: TrainConfig | None
+) -> ProbeResult | None:
+    return next(
+        (one for one in reversed(results) if one.config == baseline and _is_whole(one)), None
+    )
 
 
 def _reading(result: ProbeResult) -> NodeReading:
-    """Of a worker that had worked before, without its temperature: it is warmer than one that had not."""
+    """Return the reading of a result, without the temperature if the worker had worked before.
+
+    Such a card is warmer than a card that had not worked.
+    """
     assert result.measurement is not None
     reading = NodeReading.of(result.measurement)
     return replace(reading, temperature_c=None) if result.warm else reading
 
 
-def _measured(node: Node, result: ProbeResult | None, task: Task) -> Node:
+def _add_reading(node: Node, result: ProbeResult | None, task: Task) -> Node:
     if result is None or result.measurement is None:
         return node
     speed = performance(result.config, [result.measurement], task.workload)
-    times, price = result.measurement.micro_step_s, task.search_price
+    times = result.measurement.micro_step_s
+    price = task.search_price
     usd = None if price is None else 1000 * price.usd_per_hour / 3600 / speed.samples_per_second
     return replace(
         node,
@@ -141,7 +169,7 @@ def _measured(node: Node, result: ProbeResult | None, task: Task) -> Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRow:
-    """A node of a study, for programs; what is not known is None."""
+    """A node of a study, for programs; an unknown value is None."""
 
     JSON: ClassVar = keys(
         "study",
@@ -180,10 +208,10 @@ class NodeRow:
 
     @property
     def evidence(self) -> Evidence | None:
-        """How the speed is known; None without one."""
+        """The evidence for the speed, or None without a speed."""
         return Evidence.MEASURED if self.node.performance else None
 
 
 def node_row(node: Node, task: Task) -> NodeRow:
-    """The row of a node of the task's study."""
+    """Return the row of a node of the task's study."""
     return NodeRow(study=task.study, device=(task.measured_on or task.device).name, node=node)

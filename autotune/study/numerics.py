@@ -1,6 +1,7 @@
-"""Whether a cheaper number format trains like the reference: the losses of the same micro batches are compared.
+"""The numerics check: whether a cheaper number format trains like the reference.
 
-This needs real weights: with random ones the loss is about the logarithm of the vocabulary in any format.
+It compares the losses of the same micro batches. This needs real weights: with random weights the
+loss is about the logarithm of the vocabulary in any format.
 """
 
 import statistics
@@ -9,14 +10,18 @@ from dataclasses import replace
 from autotune.core.probe_types import Measurement
 from autotune.core.train_config import TrainConfig
 
-# A larger mean relative difference of the losses means that a format is unsound. bf16 itself rounds them to 0.4 %.
+# A larger mean relative difference of the losses marks a format as unsound. bf16 itself rounds
+# losses to 0.4 %.
 BOUND = 0.02
 REFERENCE = "bf16 under autocast (fp32 where there is none) and 32-bit optimizer state"
 FULL_STATE = {"adamw_8bit": "adamw_torch_fused", "paged_adamw_8bit": "adamw_torch_fused"}
 
 
 def in_question(config: TrainConfig) -> str:
-    """The formats that are coarser than the reference's, as 'fp16_mixed and adamw_8bit'; '' if there are none."""
+    """Name the formats that are coarser than the reference's; empty without any.
+
+    Example: 'fp16_mixed and adamw_8bit'.
+    """
     doubtful = [config.precision] if config.precision in ("fp16_mixed", "bf16_pure") else []
     doubtful += ["fp8"] if config.quantization == "fp8" else []
     doubtful += [config.optimizer] if config.optimizer.endswith("8bit") else []
@@ -24,10 +29,12 @@ def in_question(config: TrainConfig) -> str:
 
 
 def reference_of(config: TrainConfig, *, bf16: bool) -> TrainConfig | None:
-    """The same batches and optimizer in bf16 under autocast, or fp32 where the device has no bf16, with 32-bit state.
+    """Return the same batches and optimizer in the reference format.
 
-    Every layer is recomputed, so that it fits where the other does, if it can. None for an optimizer that is offered
-    with 8-bit state alone: against another optimizer it would be the algorithms that are compared.
+    The format is bf16 under autocast, or fp32 if the device has no bf16, with 32-bit optimizer
+    state. Every layer is recomputed, so that the reference fits if possible. Returns None for an
+    optimizer that exists only with 8-bit state: a comparison with another optimizer would compare
+    the algorithms.
     """
     optimizer = FULL_STATE.get(config.optimizer, config.optimizer)
     if optimizer.endswith("8bit"):
@@ -44,6 +51,9 @@ def reference_of(config: TrainConfig, *, bf16: bool) -> TrainConfig | None:
 
 
 def deviation(measurement: Measurement, reference: Measurement) -> float | None:
-    """Mean relative difference of the losses of the micro batches that both ran; None if they share none."""
+    """The mean relative difference of the losses of the micro batches that both ran.
+
+    It is None if they have none in common.
+    """
     shared = list(zip(measurement.losses, reference.losses, strict=False))
     return statistics.fmean(abs(loss / wanted - 1.0) for loss, wanted in shared) if shared else None

@@ -1,7 +1,7 @@
-"""Everything that Optuna does for us: which configuration is tried next, and what became of each.
+"""The interface to Optuna: the next configuration to try, and the outcome of each.
 
-Out of memory is information: such a trial is PRUNED with a signed margin, never FAIL, which samplers ignore. FAIL is
-for trials that have to be run again. History leaves as plain data.
+Out of memory is information: such a trial is PRUNED with a signed margin, never FAIL, which
+samplers ignore. FAIL marks trials that have to run again. The history leaves as plain data.
 """
 
 import contextlib
@@ -25,8 +25,9 @@ from autotune.study.storage.database import OTHER, Outages, one_at_a_time, retri
 from autotune.study.storage.optuna_storage import opened_storage, optuna_errors, optuna_storage
 
 STARTUP_TRIALS = 8
-METRIC, METRIC_OF_SEVERAL = "useful tokens/s", "useful tokens/s of each GPU"
-UNNAMED_S = 5.0  # how long a running trial may be without its worker's name
+METRIC = "useful tokens/s"
+METRIC_OF_SEVERAL = "useful tokens/s of each GPU"
+UNNAMED_S = 5.0  # the time that a running trial may be without its worker's name
 MAX_REASON = 500  # characters
 
 
@@ -51,10 +52,18 @@ class FinishedTrial:
 
 
 class Optimizer:
-    """One Optuna study: created, or continued if the space is the same. The caller closes it."""
+    """One Optuna study, created or continued. The caller closes it.
+
+    A continued study must have the same space.
+    """
 
     def __init__(
-        self, url: str, storage: RDBStorage, study: optuna.Study, space: SearchSpace, outages: Outages | None = None
+        self,
+        url: str,
+        storage: RDBStorage,
+        study: optuna.Study,
+        space: SearchSpace,
+        outages: Outages | None = None,
     ) -> None:
         self._url = url
         self._storage = storage
@@ -62,22 +71,27 @@ class Optimizer:
         self._space = space
         self.outages = outages or Outages()
         self.outages.watch(storage.engine)
-        self._begun: dict[int, optuna.Trial] = {}  # a second Trial object of the same trial would sample again
+        # A second Trial object of the same trial would sample again.
+        self._own_trials: dict[int, optuna.Trial] = {}
         self._is_asking = False  # stays True if a broken connection interrupted `ask`
         self._withdrawn: set[int] = set()
-        self._unnamed_since: dict[int, float] = {}  # running trials without a worker's name, and when they were seen
+        # Running trials without a worker's name, and when they were first seen.
+        self._unnamed_since: dict[int, float] = {}
 
     @classmethod
     def create(
         cls, url: str, name: str, space: SearchSpace, *, seed: int, outages: Outages | None = None
     ) -> "Optimizer":
-        """Create a study, or continue the one of this name."""
+        """Create a study, or continue the study of this name."""
         with optuna_errors(url), contextlib.ExitStack() as undo:
             storage = undo.enter_context(opened_storage(url))
             one_at_a_time(storage.engine)
-            study = optuna.create_study(storage=storage, study_name=name, direction="maximize", load_if_exists=True)
+            study = optuna.create_study(
+                storage=storage, study_name=name, direction="maximize", load_if_exists=True
+            )
             optimizer = cls(url, storage, study, space, outages)
-            with _experimental():
+
+            with _without_experimental_warnings():
                 if not study.metric_names:
                     several = len(space.choices("num_gpus")) > 1
                     study.set_metric_names([METRIC_OF_SEVERAL if several else METRIC])
@@ -85,8 +99,10 @@ class Optimizer:
                     multivariate=True,
                     group=True,
                     n_startup_trials=STARTUP_TRIALS,
-                    seed=seed + len(study.trials),  # a continued study must not draw the same numbers again
+                    # A continued study must not draw the same numbers again.
+                    seed=seed + len(study.trials),
                 )
+
             undo.pop_all()  # the caller closes the connections from here on
         return optimizer
 
@@ -108,29 +124,35 @@ class Optimizer:
             self._study.set_user_attr(key, value)
 
     def remembered(self, key: str) -> Any:
-        """The value under this key; None if there is none."""
+        """Return the value stored under this key, or None."""
         return self.attributes().get(key)
 
     @retried
     def attributes(self) -> dict[str, Any]:
-        """All values by key."""
+        """Return all stored values by key."""
         with optuna_errors(self._url):
             return dict(self._study.user_attrs)
 
-    def repair(self, settle: Callable[[int], bool], workers: Callable[[], Collection[str]] = tuple) -> int:
+    def repair(
+        self, settle: Callable[[int], bool], workers: Callable[[], Collection[str]] = tuple
+    ) -> int:
         """Finish trials that a killed session left running, or fail and queue them again.
 
         Args:
-            settle: Finishes the trial of this number if its probe is stored, and returns whether it was.
-            workers: The names of the live workers, whose trials are left alone. A trial without a worker's name waits
-                for UNNAMED_S: its worker may just have begun it.
+            settle: Finishes the trial of this number if its probe is stored, and returns whether it
+                was stored.
+            workers: The names of the live workers, whose trials are left alone. A trial without a
+                worker's name waits for UNNAMED_S, because its worker may just have begun it.
 
         Returns:
-            How many trials were queued again.
+            The number of trials that were queued again.
         """
-        num_queued, unnamed_since, now = 0, dict[int, float](), time.monotonic()
+        num_queued = 0
+        unnamed_since = dict[int, float]()
+        now = time.monotonic()
         running = self._in_state(TrialState.RUNNING)
-        live = workers()  # after the running trials were read, so that whoever began one of these has joined
+        # Read after the running trials, so that the worker of each such trial has joined.
+        live = workers()
         for trial in running:
             worker = trial.user_attrs.get("worker")
             if worker in live:
@@ -140,22 +162,23 @@ class Optimizer:
                 unnamed_since[trial.number] = since
             elif not settle(trial.number):
                 num_queued += self.give_back(trial.number)
+
         self._unnamed_since = unnamed_since
         return num_queued
 
     @retried
     def enqueue(self, chosen: dict[str, Any]) -> None:
-        """Queue a choice: whichever worker asks next tries it."""
+        """Queue a choice for the next worker that asks."""
         with optuna_errors(self._url):
             self._study.enqueue_trial(chosen)
 
     def hold(self, params: dict[str, Any]) -> None:
         """Propose only these values of these knobs from now on."""
-        with _experimental():
+        with _without_experimental_warnings():
             self._study.sampler = optuna.samplers.PartialFixedSampler(params, self._study.sampler)
 
     def is_waiting(self) -> bool:
-        """Whether the queue holds something."""
+        """Whether the queue holds a trial."""
         return bool(self._in_state(TrialState.WAITING))
 
     def has_unfinished(self) -> bool:
@@ -164,19 +187,30 @@ class Optimizer:
 
     @retried
     def ask(self, wanted: dict[str, Any] | None = None, *, worker: str = "") -> Proposal:
-        """Begin a trial: of the `wanted` choice, else of what is queued, else of what the sampler proposes."""
-        if self._is_asking:  # the last call was interrupted, and may have left a trial behind
+        """Begin a trial: the `wanted` choice, else the queue's next, else the sampler's."""
+        if self._is_asking:
+            # The last call was interrupted and may have left a trial behind.
             for trial in self._in_state(TrialState.RUNNING):
-                if worker and trial.user_attrs.get("worker") == worker and trial.number not in self._begun:
+                if (
+                    worker
+                    and trial.user_attrs.get("worker") == worker
+                    and trial.number not in self._own_trials
+                ):
                     self.give_back(trial.number)
+
         self._is_asking = True
         proposal = None
-        while proposal is None:  # else another worker took this one for dead, and gave the trial back
-            with optuna_errors(self._url), contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+        # The loop repeats if another worker took this worker for dead and gave the trial back.
+        while proposal is None:
+            with (
+                optuna_errors(self._url),
+                contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError),
+            ):
                 if wanted is None:
                     proposal = self._propose(self._study.ask(), worker)
                 else:
                     proposal = self._propose(self._begin(wanted, worker), "")
+
         self._is_asking = False
         return proposal
 
@@ -190,31 +224,42 @@ class Optimizer:
                 continue
             values = knob.possible(chosen)
             if len(values) == 1 < len(knob.choices()):
-                chosen[knob.name] = values[0]  # as those before it leave no choice
+                chosen[knob.name] = values[0]  # the knobs before it leave no choice
             elif knob.low is not None and knob.high is not None:
                 chosen[knob.name] = trial.suggest_int(knob.name, knob.low, knob.high, log=knob.log)
             else:
                 chosen[knob.name] = trial.suggest_categorical(knob.name, knob.values)
+
         config = self._space.config(chosen)
         trial.set_user_attr("config", config.as_dict())
-        self._begun[trial.number] = trial
+        self._own_trials[trial.number] = trial
         return Proposal(number=trial.number, config=config)
 
     def _begin(self, wanted: dict[str, Any], worker: str) -> optuna.Trial:
         """Begin a trial of this choice.
 
-        Optuna's public way is its queue, from which another worker could take the trial: hence the private names.
+        Optuna's public way is its queue, but another worker could take the trial from it. So this
+        uses private names.
         """
-        known = {name: distribution(knob) for name in wanted if (knob := self._space.knob(name)) is not None}
+        known = {
+            name: distribution(knob)
+            for name in wanted
+            if (knob := self._space.knob(name)) is not None
+        }
+
         template = optuna.trial.create_trial(
             state=TrialState.RUNNING,
             params={name: wanted[name] for name in known},
             distributions=known,
             user_attrs={"worker": worker} if worker else {},
         )
+
         study = self._study
-        study._thread_local.cached_all_trials = None  # as `Study.ask` does: else the sampler misses the latest trials
-        return optuna.Trial(study, study._storage.create_new_trial(study._study_id, template_trial=template))
+        # `Study.ask` does the same; otherwise the sampler misses the latest trials.
+        study._thread_local.cached_all_trials = None
+        return optuna.Trial(
+            study, study._storage.create_new_trial(study._study_id, template_trial=template)
+        )
 
     @retried
     def tell(
@@ -229,31 +274,44 @@ class Optimizer:
     ) -> bool:
         """Finish a trial. Margins are signed: above 0 is infeasible.
 
-        Returns False if another worker took this one for dead and gave the trial back: that stands.
+        Returns False if another worker took this worker for dead and gave the trial back. That
+        decision stands.
         """
-        with optuna_errors(self._url), contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
-            trial = self._begun.pop(number, None)
-            if trial is None:  # begun by a session that was killed; its id is nowhere public
+        with (
+            optuna_errors(self._url),
+            contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError),
+        ):
+            trial = self._own_trials.pop(number, None)
+            if trial is None:  # begun by a killed session; its id is not public anywhere
                 trial = optuna.trial.Trial(self._study, self._trial(number)._trial_id)
+
             state = self._trial(number).state
             if state.is_finished():
                 return state is not TrialState.FAIL
+
             for key, margin in margins.items():
-                if math.isfinite(margin) and key not in trial.constraints:  # a killed session may have set some
+                # A killed session may have set some constraints.
+                if math.isfinite(margin) and key not in trial.constraints:
                     trial.set_constraint(key, margin)
+
             trial.set_user_attr("outcome", outcome.value)
             trial.set_user_attr("reused", reused)
             if reason:
                 trial.set_user_attr("reason", reason[:MAX_REASON])
+
             if value is not None and math.isfinite(value):
                 if outcome is Outcome.OK:
                     return self._finish(number, TrialState.COMPLETE, value)
-                trial.report(value, step=0)  # SLOW: the predicted value shows samplers how far off it is
+                # SLOW: the predicted value shows samplers how far off the trial is.
+                trial.report(value, step=0)
             return self._finish(number, TrialState.PRUNED)
         return False
 
     def _finish(self, number: int, state: TrialState, value: float | None = None) -> bool:
-        """Whether this worker finished the trial; False if another was quicker, which Optuna reports in two ways."""
+        """Finish a trial in Optuna and return True, or False if another worker was quicker.
+
+        Optuna reports a quicker worker in two ways.
+        """
         try:
             self._study.tell(number, value, state)
         except (optuna.exceptions.UpdateFinishedTrialError, ValueError):
@@ -262,15 +320,19 @@ class Optimizer:
 
     @retried
     def withdraw(self, number: int) -> bool:
-        """Fail a trial, so that it counts for nothing. False if another worker was quicker."""
-        again = number in self._withdrawn  # after a broken connection the quicker worker may be this one
+        """Fail a trial, so that it does not count. Returns False if another worker was quicker."""
+        # After a broken connection, the quicker worker may be this one.
+        again = number in self._withdrawn
         self._withdrawn.add(number)
         with optuna_errors(self._url):
-            self._begun.pop(number, None)
+            self._own_trials.pop(number, None)
             return self._finish(number, TrialState.FAIL) or again
 
     def give_back(self, number: int) -> bool:
-        """Put an unfinished trial back into the queue, as a new trial. False if another worker did so."""
+        """Put an unfinished trial back into the queue, as a new trial.
+
+        Returns False if another worker did so.
+        """
         trial = self._trial(number)
         chosen = trial.system_attrs.get("fixed_params", {}) | trial.params
         if not self.withdraw(number):
@@ -280,25 +342,28 @@ class Optimizer:
         return True
 
     def finished_numbers(self) -> set[int]:
-        """The numbers of the trials with an outcome."""
+        """Return the numbers of the trials with an outcome."""
         return {trial.number for trial in self._in_state(TrialState.COMPLETE, TrialState.PRUNED)}
 
     def finished(self) -> list[FinishedTrial]:
-        """The trials with an outcome, in order, without those that were given back. Raises StorageError."""
+        """Return the trials with an outcome in order, without trials that were given back.
+
+        Raises StorageError.
+        """
         trials = self._in_state(TrialState.COMPLETE, TrialState.PRUNED)
-        return [_finished(trial) for trial in trials if "config" in trial.user_attrs]
+        return [_to_finished_trial(trial) for trial in trials if "config" in trial.user_attrs]
 
     @retried
     def record(self) -> tuple[dict[str, Any], list[FrozenTrial]]:
-        """What Optuna holds of the study: its attributes, and its trials of any state."""
+        """Return Optuna's record of the study: its attributes, and its trials in any state."""
         with optuna_errors(self._url):
             return dict(self._study.user_attrs), self._study.get_trials(deepcopy=False)
 
     @retried
     def _in_state(self, *states: TrialState) -> list[FrozenTrial]:
         with optuna_errors(self._url):
-            found: list[FrozenTrial] = self._study.get_trials(deepcopy=False, states=states)
-        return found
+            trials: list[FrozenTrial] = self._study.get_trials(deepcopy=False, states=states)
+        return trials
 
     @retried
     def _trial(self, number: int) -> FrozenTrial:
@@ -306,8 +371,8 @@ class Optimizer:
             return self._study.get_trials(deepcopy=False)[number]
 
 
-def _finished(trial: FrozenTrial) -> FinishedTrial:
-    """The trial with its outcome. Raises StorageError for attributes that are not those of a trial."""
+def _to_finished_trial(trial: FrozenTrial) -> FinishedTrial:
+    """Convert a trial with an outcome. Raises StorageError if its attributes are invalid."""
     try:
         return FinishedTrial(
             number=trial.number,
@@ -318,19 +383,24 @@ def _finished(trial: FrozenTrial) -> FinishedTrial:
             reason=trial.user_attrs.get("reason"),
         )
     except (TypeError, ValueError) as error:
-        raise StorageError(f"trial {trial.number} of the study cannot be read: {error}", remedy=OTHER) from None
+        raise StorageError(
+            f"trial {trial.number} of the study cannot be read: {error}", remedy=OTHER
+        ) from None
 
 
 def distribution(knob: Knob) -> BaseDistribution:
-    """A knob as Optuna samples it. Ordered integers given as a list stay categories, since they may have gaps."""
+    """Return the Optuna distribution of a knob.
+
+    A list of ordered integers stays categorical, since it may have gaps.
+    """
     if knob.low is not None and knob.high is not None:
         return IntDistribution(knob.low, knob.high, log=knob.log)
     return CategoricalDistribution(knob.values)
 
 
 @contextlib.contextmanager
-def _experimental() -> Iterator[None]:
-    """Silence Optuna's warnings that a feature is experimental."""
+def _without_experimental_warnings() -> Iterator[None]:
+    """Silence Optuna's warnings about experimental features."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         yield

@@ -1,4 +1,7 @@
-"""Prepare one session of a study: find everything that can be wrong before any GPU time is spent. Imports no torch."""
+"""The preparation of one session of a study. It finds all errors before GPU time is spent.
+
+It does not import torch.
+"""
 
 import itertools
 import time
@@ -24,10 +27,11 @@ from autotune.study.worker_group import further_cards, require_ray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPlan:
-    """One session of a study, resolved: what is tuned on what, where it is kept, and how long it may take.
+    """One session of a study, resolved: task, target, storage and time.
 
-    `cards` are those of the further local workers (None for each on the CPU). `started` is the time.monotonic() from
-    which the budget counts; `preparation_s`, mostly spent reading the dataset, comes before and is not part of it.
+    `cards` are the cards of the further local workers (None for each on the CPU). `started` is the
+    time.monotonic() at which the budget starts. `preparation_s` comes before it and is not part of
+    the budget; most of it is spent reading the dataset.
     """
 
     spec: StudySpec
@@ -42,7 +46,7 @@ class SessionPlan:
 
     @property
     def task(self) -> Task:
-        """What is tuned for what."""
+        """The task to tune."""
         return self.setup.task
 
     @property
@@ -52,7 +56,7 @@ class SessionPlan:
 
     @property
     def device(self) -> str:
-        """What probes run on: "cpu" or "cuda"."""
+        """The device of the probes: "cpu" or "cuda"."""
         return "cpu" if self.target.card is None else "cuda"
 
 
@@ -61,30 +65,35 @@ def prepare_session(
     say: Callable[[str], None] = lambda text: None,
     adjust: Callable[[Setup], Setup] = lambda setup: setup,
 ) -> SessionPlan:
-    """Resolve a spec. `adjust` may refine the setup, and check more, before anything is written.
+    """Resolve a spec. `adjust` may refine and check the setup before any file is written.
 
     Raises:
-        UsageError: options that contradict each other, or name what does not exist.
-        EnvironmentProblem: the target is not here, or too few GPUs.
-        StorageError: the study's directory cannot be written.
+        UsageError: options contradict each other, or name something that does not exist.
+        EnvironmentProblem: the target is missing on this machine, or has too few GPUs.
+        StorageError: the study's directory is not writable.
     """
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
         budget_s = parse_duration(spec.budget)
     except ValueError as error:
         raise UsageError(f"--budget: {error}", remedy="for example --budget 15m") from None
+
     spec = _with_counted_gpu(spec)
     target = find_target(spec.gpu)
     _check_combination(spec, target)
-    searched = replace(spec, pins={}) if spec.configs else spec  # pins are of the cases
+    # With named configurations, the pins belong to the cases.
+    searched = replace(spec, pins={}) if spec.configs else spec
     setup = adjust(with_transfer(set_up(searched, target, say), spec))
     setup = _with_ranks(setup, spec, target, say)
+
     require_ray(spec.ray)
     shared = spec.workers > 1 or spec.ray is not None
     url = shared_url(spec.storage) if shared else storage_url(spec.storage)
+
     if spec.study is None:
         name = f"{setup.task.study}-suite" if spec.configs else _unused_name(setup.task.study, url)
         setup = replace(setup, task=replace(setup.task, study=name))
+
     cards = further_cards(spec.workers, cpu=target.card is None)
     out = study_directory(spec.out, setup.task.study).absolute()
     make_writable(out)
@@ -98,77 +107,116 @@ def prepare_session(
         cards=cards,
         budget_s=budget_s,
         started=now,
-        preparation_s=now - begun,
+        preparation_s=now - start,
     )
 
 
 def _with_counted_gpu(spec: StudySpec) -> StudySpec:
-    """The spec with the number of GPUs that its card's name begins with, such as 8xh100."""
-    counted, gpu = split_count(spec.gpu)
-    if counted is None:
+    """Move the number of GPUs from the card's name, such as 8xh100, to `gpus`."""
+    num_gpus, gpu = split_count(spec.gpu)
+    if num_gpus is None:
         return spec
     if spec.gpus is not None:
-        raise UsageError(f"--gpu says {counted} GPUs and --gpus {spec.gpus}", remedy="leave out one of them")
-    return replace(spec, gpu=gpu, gpus=counted)
+        raise UsageError(
+            f"--gpu says {num_gpus} GPUs and --gpus {spec.gpus}", remedy="leave out one of them"
+        )
+    return replace(spec, gpu=gpu, gpus=num_gpus)
 
 
 def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[str], None]) -> Setup:
-    """The setup with a rank that is played, where the user wants that or has too few GPUs.
+    """Return the setup with a simulated rank, if the user wants one or has too few GPUs.
 
-    Raises UsageError where nobody knows how fast they send each other anything.
+    Raises UsageError if the interconnect bandwidth is unknown.
     """
-    task, numbers = setup.task, setup.task.numbers_of_gpus
+    task = setup.task
+    numbers = task.numbers_of_gpus
     gpus = numbers[-1]
     if spec.play_ranks and gpus == 1:
-        raise UsageError("--play-ranks: one GPU has no ranks", remedy="say how many GPUs with --gpus")
+        raise UsageError(
+            "--play-ranks: one GPU has no ranks", remedy="say how many GPUs with --gpus"
+        )
+
     here = gpus if target.card is None else len(visible())
     if gpus == 1 or (here >= gpus and len(numbers) == 1 and not spec.play_ranks):
         return setup
+
     if spec.verify:
         raise UsageError(
-            f"--verify runs the exported script on {gpus} GPUs, and a rank is played on one of {here}",
+            f"--verify runs the exported script on {gpus} GPUs, "
+            f"and a rank is played on one of {here}",
             remedy="leave out --verify, and run `autotune verify` where the GPUs are",
         )
-    if any(task.link_gb_s(Parallelism.of(config)) is None for config in task.baselines if config.num_gpus > 1):
+
+    if any(
+        task.link_gb_s(Parallelism.of(config)) is None
+        for config in task.baselines
+        if config.num_gpus > 1
+    ):
         reason = f"nobody published how fast {task.device.label} exchanges data with its like"
         remedy = "give a card of your own with link_gb_s (docs/using.md)"
         if target.card is None:
             remedy = "on a processor give one number with --gpus, without --play-ranks"
         raise UsageError(f"--gpus {gpus}: {reason}", remedy=remedy)
+
     if True in task.space.choices("offload"):
         raise UsageError(
-            "one GPU cannot play a rank whose model waits in the host's memory: real steps took 2 to 5 times as long",
-            remedy=f"run --gpus {gpus} where the GPUs are, or leave offload out; `autotune plan` knows the memory",
+            "one GPU cannot play a rank whose model waits in the host's memory: "
+            "real steps took 2 to 5 times as long",
+            remedy=f"run --gpus {gpus} where the GPUs are, or leave offload out; "
+            "`autotune plan` knows the memory",
         )
+
     played = " or ".join(str(number) for number in numbers if number > 1)
     say(f"one GPU plays a rank of {played}: memory is measured, speeds are projected")
     return replace(setup, task=replace(task, world=World.FAKE))
 
 
 def _check_combination(spec: StudySpec, target: Target) -> None:
-    """Raises UsageError for options that exclude each other."""
+    """Raise UsageError for options that exclude each other."""
     if spec.quality and spec.shallow_only:
-        raise UsageError("--quality trains the whole model, --shallow-only none", remedy="leave one of them out")
+        raise UsageError(
+            "--quality trains the whole model, --shallow-only none", remedy="leave one of them out"
+        )
+
     if spec.configs and (spec.quality or spec.shallow_only or spec.verify):
-        raise UsageError("configs are probed as they are", remedy="leave --quality, --verify and --shallow-only out")
+        raise UsageError(
+            "configs are probed as they are",
+            remedy="leave --quality, --verify and --shallow-only out",
+        )
+
     if spec.verify and (spec.shallow_only or target.measured_on is not None):
         raise UsageError(
-            "--verify runs what is exported on the device itself", remedy="leave out --verify, or --shallow-only"
+            "--verify runs what is exported on the device itself",
+            remedy="leave out --verify, or --shallow-only",
         )
-    if (spec.numbers_of_gpus or (1,)) != (1,) and (spec.workers > 1 or spec.ray is not None or spec.quality):
+
+    if (spec.numbers_of_gpus or (1,)) != (1,) and (
+        spec.workers > 1 or spec.ray is not None or spec.quality
+    ):
         raise UsageError(
-            "--gpus takes all GPUs for one training at a time", remedy="leave out --workers, --ray and --quality"
+            "--gpus takes all GPUs for one training at a time",
+            remedy="leave out --workers, --ray and --quality",
         )
+
     if spec.quality and spec.objective != Objective.SFT:
-        raise UsageError("--quality compares losses of the next token", remedy="leave --quality out, or --objective")
+        raise UsageError(
+            "--quality compares losses of the next token",
+            remedy="leave --quality out, or --objective",
+        )
+
     if spec.quality and spec.trained_by != "transformers":
-        raise UsageError("--quality trains with transformers' Trainer", remedy="leave --quality out, or --trainer trl")
+        raise UsageError(
+            "--quality trains with transformers' Trainer",
+            remedy="leave --quality out, or --trainer trl",
+        )
 
 
 def _unused_name(name: str, url: str) -> str:
-    """`name`, or `name` with the first number after it that no study of this database has."""
+    """Return `name`, or `name` with the first number that makes it unused in this database."""
     from autotune.study.storage.optuna_storage import study_names
 
     taken = set(study_names(url))
     numbered = (f"{name}-{number}" for number in itertools.count(2))
-    return next(candidate for candidate in itertools.chain([name], numbered) if candidate not in taken)
+    return next(
+        candidate for candidate in itertools.chain([name], numbered) if candidate not in taken
+    )

@@ -1,7 +1,8 @@
-"""How long a probe of a whole model will take, before it begins: from probes of a few of its layers, or an earlier one.
+"""The predicted duration of a probe of a whole model.
 
-Loading and a micro batch are linear in the number of layers. The lead and the first round take as long as they did,
-times the ratio of the micro batches and of their tokens. Whole rounds are timed; the first may count.
+The prediction uses probes of a few of its layers, or an earlier probe. Loading and a micro batch
+are linear in the number of layers. The lead and the first round scale with the number of micro
+batches and their time. Whole rounds are timed; the first may count.
 """
 
 import statistics
@@ -12,15 +13,18 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe.schedule import NEW_LENGTHS, NEW_LENGTHS_S, Schedule
 
 WHOLE = 0  # the depth of a whole model here
-EVALUATED = 0.5  # at most of the time of a micro batch that is trained on: its forward pass
-FIRST_MICROS = 12  # at most so many average micro batches are in lead and first round; the rest of their time compiles
+# An evaluated micro batch takes at most this share of a training micro batch: its forward pass.
+EVALUATED = 0.5
+# Lead and first round have at most this number of average micro batches; more time is compilation.
+FIRST_MICROS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Probed:
-    """Seconds of a micro batch on average, and of the lead and the first round, with so many in a step.
+class _ProbeTime:
+    """The times of one probe, in seconds, with `micro_steps` micro batches in a step.
 
-    `new_length_s` is how much longer one of a new length takes, None where that is not tried.
+    `micro_s` is the mean of a micro batch, `first_s` the time of the lead and the first round.
+    `new_length_s` is the extra time for a micro batch of a new length, or None if it was not tried.
     """
 
     micro_s: float
@@ -31,42 +35,66 @@ class _Probed:
 
 @dataclass(slots=True)
 class ProbeTimes:
-    """What the probes of one model took, by configuration and depth. `shape` says how many layers it has."""
+    """The probe times of one model, by configuration and depth. `shape` gives its layer count."""
 
     shape: ModelShape | None
-    _probed: dict[TrainConfig, dict[int, _Probed]] = field(default_factory=dict)
-    _loads_s: dict[int, float] = field(default_factory=dict)  # the longest by depth: a model may be there already
+    _times_of: dict[TrainConfig, dict[int, _ProbeTime]] = field(default_factory=dict)
+    # The longest load by depth: a model may be loaded already.
+    _loads_s: dict[int, float] = field(default_factory=dict)
 
     def learn(self, result: ProbeResult, measurement: Measurement) -> None:
-        """Take over what a successful probe took."""
-        seconds, depth, steps = result.seconds, result.depth or WHOLE, measurement.micro_steps
+        """Learn the times of a successful probe."""
+        seconds = result.seconds
+        depth = result.depth or WHOLE
         if "total" not in seconds:
             return
+
         micro_s = statistics.fmean(measurement.micro_step_s)
         first_s = seconds.get("first_step", seconds["total"])
-        if result.config.compile != "none":  # compiled code is there the next time
+        if result.config.compile != "none":  # the next time, the compiled code exists
             first_s = min(first_s, FIRST_MICROS * micro_s)
-        probed = _Probed(micro_s=micro_s, first_s=first_s, micro_steps=steps, new_length_s=measurement.new_length_s)
-        self._probed.setdefault(result.config, {})[depth] = probed
+
+        probed = _ProbeTime(
+            micro_s=micro_s,
+            first_s=first_s,
+            micro_steps=measurement.micro_steps,
+            new_length_s=measurement.new_length_s,
+        )
+        self._times_of.setdefault(result.config, {})[depth] = probed
         self._loads_s[depth] = max(self._loads_s.get(depth, 0.0), seconds.get("load", 0.0))
 
     def whole_s(self, request: ProbeRequest) -> float | None:
-        """Seconds of a probe of the whole model; None where nothing is known of the configuration."""
-        probed = self._probed.get(request.config, {})
+        """The seconds of a probe of the whole model, or None without a known probe."""
+        probed = self._times_of.get(request.config, {})
         known = probed.get(WHOLE) or (probed[max(probed)] if probed else None)
         if known is None:
             return None
+
         micros = {depth: one.micro_s for depth, one in probed.items()}
-        micro_s = micros[WHOLE] if WHOLE in micros else self._line(micros)
-        schedule = Schedule.plan(request, planned=True)  # by the probes that are known
-        then = Schedule.plan(replace(request, micro_steps=known.micro_steps), planned=True)
-        ratio = (schedule.lead_micros + schedule.round_micros) / (then.lead_micros + then.round_micros)
+        micro_s = micros[WHOLE] if WHOLE in micros else self._extrapolate(micros)
+
+        # The schedules of this request and of the known probe. Attention's plan for each length
+        # exists already, because the known probes made it.
+        schedule = Schedule.plan(request, planned=True)
+        known_schedule = Schedule.plan(
+            replace(request, micro_steps=known.micro_steps), planned=True
+        )
+        ratio = (schedule.lead_micros + schedule.round_micros) / (
+            known_schedule.lead_micros + known_schedule.round_micros
+        )
+
         first_s = known.first_s * micro_s / known.micro_s * ratio
         round_s = schedule.round_micros * micro_s
-        num_rounds = schedule.rounds_to_time(request, round_s / len(schedule.round), request.min_timed_s)
+        num_rounds = schedule.rounds_to_time(
+            request, round_s / len(schedule.round), request.min_timed_s
+        )
         timed_s = (num_rounds - schedule.first_counts(micro_s)) * round_s
-        load_s = self._loads_s[WHOLE] if WHOLE in self._loads_s else self._line(self._loads_s)
+
+        load_s = (
+            self._loads_s[WHOLE] if WHOLE in self._loads_s else self._extrapolate(self._loads_s)
+        )
         evaluated_s = schedule.evaluation_micros * micro_s * EVALUATED if request.evaluate else 0.0
+
         new_lengths_s = 0.0
         plans_s = [one.new_length_s for one in probed.values() if one.new_length_s is not None]
         if plans_s:
@@ -74,9 +102,13 @@ class ProbeTimes:
             new_lengths_s = min(NEW_LENGTHS * each_s, NEW_LENGTHS_S + each_s)
         return load_s + first_s + timed_s + new_lengths_s + evaluated_s
 
-    def _line(self, by_depth: dict[int, float]) -> float:
-        """The value of the whole model on the line through two depths; in proportion where there is one."""
-        num_layers, wide = self.shape.num_layers if self.shape else max(by_depth), max(by_depth)
+    def _extrapolate(self, by_depth: dict[int, float]) -> float:
+        """Extrapolate to the whole model on the line through two depths.
+
+        With one depth, the value is proportional to the depth.
+        """
+        wide = max(by_depth)
+        num_layers = self.shape.num_layers if self.shape else wide
         shallow = min(by_depth)
         if shallow == wide:
             return by_depth[wide] * num_layers / wide

@@ -1,4 +1,4 @@
-"""What a study reports while it works: an interface with a silent implementation, and one that passes lines on."""
+"""A study's progress reports: an interface, and an implementation that passes lines on."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 
 
 class Progress(Protocol):
-    """Receives what happens, in order. The command line's display implements it too."""
+    """Receives the events of a study in order. The command line's display implements it too."""
 
     def say(self, text: str) -> None:
-        """A step that takes a while begins."""
+        """A slow step begins."""
 
     def note(self, text: str, style: str | None = None) -> None:
-        """A line that the user should see; `style` is a colour for terminals."""
+        """A line for the user; `style` is a colour for terminals."""
 
     def plan(self, setup: Setup, *, fits_gib: float, trials: int | None, workers: int = 1) -> None:
         """The search is about to begin; the device offers `fits_gib` GiB."""
 
     def resumed(self, rows: list[TrialRecord]) -> None:
-        """The trials of earlier sessions; none in a new study."""
+        """The trials of earlier sessions; empty in a new study."""
 
     def trying(self, number: int, config: TrainConfig) -> None:
         """A trial begins."""
@@ -40,17 +40,17 @@ class Progress(Protocol):
 
 
 class TextProgress:
-    """Passes every step and note on as a line; by default nowhere."""
+    """Passes every step and note on as a line; the default discards them."""
 
     def __init__(self, write: Callable[[str], Any] = lambda text: None) -> None:
         self._write = write
 
     def say(self, text: str) -> None:
-        """Pass it on."""
+        """Pass the text on."""
         self._write(text)
 
     def note(self, text: str, style: str | None = None) -> None:
-        """Pass it on."""
+        """Pass the text on."""
         self._write(text)
 
     def plan(self, setup: Setup, *, fits_gib: float, trials: int | None, workers: int = 1) -> None:
@@ -59,20 +59,20 @@ class TextProgress:
             self._write(f"warning: {warning}")
 
     def resumed(self, rows: list[TrialRecord]) -> None:
-        """No line: how many there are is said anyway."""
+        """Write no line: the number of trials is reported anyway."""
 
     def trying(self, number: int, config: TrainConfig) -> None:
-        """No line: the trial has one when it ends."""
+        """Write no line: the trial gets one when it ends."""
 
     def trial(self, row: TrialRecord) -> None:
-        """One line for a trial."""
+        """Write one line for a trial."""
         speed = "" if row.tokens_per_second is None else f", {row.tokens_per_second:,.0f} tokens/s"
         self._write(f"trial {row.number}: {row.outcome.value}{speed}, {row.config.label()}")
 
     def result(self, summary: StudySummary, out_dir: str) -> None:
-        """Where the files are."""
+        """Write the directory of the files."""
         self._write(f"written: {out_dir}")
 
     def configs(self, results: "list[ConfigResult]", out_dir: str) -> None:
-        """Where the files are."""
+        """Write the directory of the files."""
         self._write(f"written: {out_dir}")

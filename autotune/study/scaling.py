@@ -13,16 +13,17 @@ from autotune.prediction.estimate import Estimate
 from autotune.problem.run_cost import FITS
 from autotune.problem.task import Task
 
-CHOICE = keys("num_gpus", "hosts", strategy="parallelism.name")  # a row that is recommended
+CHOICE = keys("num_gpus", "hosts", strategy="parallelism.name")  # a recommended row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """The best configuration of one strategy on so many GPUs of `hosts`, each of which has as many.
+    """The best configuration of one strategy, for GPUs that are split evenly over `hosts`.
 
-    `estimate` is of one GPU, but for its cost, which is of all; None where `problem` says why nothing can be trained.
-    `step` and `accumulation` are those of each GPU. `num_without_speed` more fit whose speed no formula knows.
-    `efficiency` is the speed of each GPU, compared with the plan's fewest.
+    `estimate` covers one GPU, except its cost, which covers all GPUs. It is None if training is
+    impossible; `problem` then gives the reason. `step` and `accumulation` belong to each GPU.
+    `num_without_speed` is the number of further configurations that fit without a predicted speed.
+    `efficiency` is the speed per GPU relative to the plan's smallest GPU count.
     """
 
     JSON: ClassVar = keys("num_gpus", "hosts", strategy="parallelism.name") | keys(
@@ -44,17 +45,17 @@ class RankPlan:
 
     @property
     def num_gpus(self) -> int:
-        """How many GPUs train."""
+        """The number of GPUs that train."""
         return self.parallelism.num_gpus
 
     @property
     def precision(self) -> str | None:
-        """The precision that the strategy computes in."""
+        """The precision of the strategy's arithmetic."""
         return self.parallelism.precision(self.estimate.config) if self.estimate else None
 
     @property
     def label(self) -> str:
-        """The configuration in one line, with the precision that the strategy computes in; empty without one."""
+        """The configuration in one line, with the strategy's precision; empty without one."""
         if self.estimate is None:
             return ""
         config = self.estimate.config
@@ -62,12 +63,12 @@ class RankPlan:
 
     @property
     def state(self) -> str | None:
-        """FITS, TIGHT or OOM of each GPU; None where nothing can be trained."""
+        """FITS, TIGHT or OOM of each GPU, or None if training is impossible."""
         return self.estimate.state if self.estimate else None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Useful tokens a second of all GPUs together."""
+        """The useful tokens/s of all GPUs together."""
         if self.estimate is None or self.estimate.tokens_per_s is None:
             return None
         return self.num_gpus * self.estimate.tokens_per_s
@@ -82,12 +83,12 @@ class RankPlan:
 
     @property
     def hours(self) -> float | None:
-        """Hours of the full run."""
+        """The hours of the full run."""
         return self.estimate.cost.full_run_hours if self.estimate and self.estimate.cost else None
 
     @property
     def usd(self) -> float | None:
-        """USD of the full run, for all GPUs."""
+        """The cost of the full run in USD, for all GPUs."""
         return self.estimate.cost.full_run_usd if self.estimate and self.estimate.cost else None
 
     @property
@@ -98,9 +99,10 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuPlan:
-    """The plans of one run for several numbers of GPUs, with a deadline in hours if there is one.
+    """The plans of one run for several numbers of GPUs, and a deadline in hours if there is one.
 
-    `how_sure` says where the numbers come from. A process needs `context_gib` beside `limit_gib`.
+    `how_sure` states the source of the numbers. A process needs `context_gib` in addition to
+    `limit_gib`.
     """
 
     JSON: ClassVar = keys(
@@ -125,37 +127,39 @@ class GpuPlan:
 
     @property
     def trainable(self) -> tuple[RankPlan, ...]:
-        """The rows that surely fit and whose speed is known."""
+        """The rows that certainly fit and have a known speed."""
         return tuple(row for row in self.rows if row.state == FITS and row.hours is not None)
 
     @property
     def needs_link(self) -> bool:
-        """Whether rows have no speed because the interconnect of the GPUs is unknown."""
+        """Whether rows have no speed because the interconnect bandwidth is unknown."""
         several = any(row.num_gpus > 1 and row.estimate and not row.step for row in self.rows)
         return several and self.task.device.link_gb_s is None
 
     @property
     def fastest(self) -> RankPlan | None:
-        """The row that trains most tokens a second, the one with fewer GPUs of equals."""
+        """The row with the most tokens/s; ties go to fewer GPUs."""
         return fastest(self.trainable)
 
     @property
     def cheapest(self) -> RankPlan | None:
-        """The row whose run costs least."""
+        """The row with the cheapest run."""
         return cheapest(self.trainable)
 
     @property
     def cheapest_within(self) -> RankPlan | None:
         """The cheapest row within the deadline."""
-        return cheapest(self.trainable, self.within_hours) if self.within_hours is not None else None
+        return (
+            cheapest(self.trainable, self.within_hours) if self.within_hours is not None else None
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
     """The run on each number of GPUs, the fewest first.
 
-    The winner takes `own` GPUs. Of the numbers that are `known` the rows are what the study knows of their best
-    configurations, of others they are the winner's, scaled.
+    The winner takes `own` GPUs. For the numbers in `known`, the rows come from the study's best
+    configurations. For the other numbers, they scale the winner.
     """
 
     own: int = 1
@@ -164,29 +168,43 @@ class Scaling:
 
     @property
     def trainable(self) -> tuple[RankPlan, ...]:
-        """The rows that have a speed."""
+        """The rows with a speed."""
         return tuple(row for row in self.rows if row.tokens_per_s is not None)
 
     def waits(self, row: RankPlan) -> float | None:
-        """The share of a step that waits for other GPUs, by formula; None where no step is known."""
+        """The share of a step that waits for other GPUs, by formula, or None if unknown."""
         return None if row.step is None else row.step.exposed_s / row.step.step_s
 
 
 def with_efficiency(rows: Sequence[RankPlan], reference: RankPlan | None) -> tuple[RankPlan, ...]:
-    """The rows with their efficiency against each GPU of `reference`; None if a speed is unknown."""
+    """Return the rows with their efficiency, relative to the speed per GPU of `reference`.
+
+    A row's efficiency is None if a speed is unknown.
+    """
     if reference is None or not reference.tokens_per_s:
         return tuple(rows)
     each = reference.tokens_per_s / reference.num_gpus
-    shares = (None if row.tokens_per_s is None else row.tokens_per_s / row.num_gpus / each for row in rows)
+
+    shares = (
+        None if row.tokens_per_s is None else row.tokens_per_s / row.num_gpus / each for row in rows
+    )
+
     return tuple(replace(row, efficiency=share) for row, share in zip(rows, shares, strict=True))
 
 
 def fastest(rows: Sequence[RankPlan]) -> RankPlan | None:
-    """The row that trains most tokens a second, the one with fewer GPUs of equals."""
+    """Return the row with the most tokens/s; ties go to fewer GPUs."""
     return max(rows, key=lambda row: (row.tokens_per_s or 0.0, -row.num_gpus), default=None)
 
 
 def cheapest(rows: Sequence[RankPlan], within_hours: float = math.inf) -> RankPlan | None:
-    """The row with the fewest GPU-hours, which all have one price, of those whose run ends in time."""
-    known = [(row.hours, row) for row in rows if row.hours is not None and row.hours <= within_hours]
-    return min(known, key=lambda entry: (entry[0] * entry[1].num_gpus, entry[0]), default=(None, None))[1]
+    """Return the row with the fewest GPU-hours among the rows that end in time.
+
+    All GPU-hours have the same price.
+    """
+    known = [
+        (row.hours, row) for row in rows if row.hours is not None and row.hours <= within_hours
+    ]
+    return min(
+        known, key=lambda entry: (entry[0] * entry[1].num_gpus, entry[0]), default=(None, None)
+    )[1]

@@ -1,7 +1,8 @@
-"""One process's part in a study: its prober, its database connections and what stands on them, closed at the end.
+"""One process's part in a study: its prober, its database connections and their users.
 
-`Leader` runs a study, `work` helps with one that another process leads, `explain` probes a winner's knobs. The worker
-process loads torch while the rest is set up, so a session starts it first.
+All are closed at the end. `Leader` runs a study, `work` helps with a study that another process
+leads, `explain` probes a winner's knobs. The worker process loads torch while the rest is set up,
+so a session starts it first.
 """
 
 import math
@@ -74,11 +75,12 @@ JOIN_RETRY_S = 2.0
 
 
 class Session:
-    """The prober and the database of one process; a context manager that closes all it opened.
+    """The prober and the database of one process, as a context manager that closes them.
 
-    `folder` takes logs and results that wait for the database. Probes end at `until`, in seconds of time.monotonic(),
-    as they do when the user asks to stop. `num_gpus` GPUs take part in each probe. With `reached` the database is
-    waited for from the first connection on, since this process has read from it before.
+    `folder` takes logs and results that wait for the database. Probes end when the user asks to
+    stop, or at `until` in seconds of time.monotonic(). `num_gpus` GPUs take part in each probe.
+    With `reached`, even the first connection waits for the database, since this process has read
+    from it before.
     """
 
     def __init__(
@@ -98,8 +100,10 @@ class Session:
         self.progress: Progress = progress or TextProgress()
         note = partial(self.progress.note, style="yellow")
         self.outages = Outages(note, self.stop, seconds=waiting_s(), reached=reached)
+
         self.logs = folder / "logs"
         self.until = math.inf
+
         self.prober: WorkerProber | RankPool
         if num_gpus == 1:
             self.prober = WorkerProber(device, self.logs, should_stop=self.is_over)
@@ -111,8 +115,10 @@ class Session:
         """Start the prober, then open the store."""
         with ExitStack() as undo:
             undo.enter_context(self.prober)
-            self.prober.launch()  # imports torch meanwhile
-            me, outbox = Worker.here("").name, self.folder / "outbox.jsonl"
+            self.prober.launch()  # torch is imported meanwhile
+
+            me = Worker.here("").name
+            outbox = self.folder / "outbox.jsonl"
             self.store = ProbeStore(self.url, outbox=outbox, outages=self.outages, node=me)
             undo.callback(self.store.close)
             self._opened = undo.pop_all()
@@ -127,14 +133,15 @@ class Session:
         return self.stop() or time.monotonic() >= self.until
 
     def start_prober(self) -> Fingerprint:
-        """Wait until the prober has started; what it runs on."""
+        """Wait until the prober has started, and return its device and packages."""
         self.progress.say("starting the probe worker, which loads PyTorch")
         return self.prober.fingerprint
 
     def compile_ahead(self, number: int) -> CompileAhead | None:
-        """What compiles ahead for the prober in so many processes, which end with this session; None with none.
+        """Start `number` processes that compile ahead for the prober, and return their handle.
 
-        The memory that it holds must be known, or that of the worker would not be.
+        They end with this session. Returns None without processes, or if the memory of other
+        processes is unknown: then the worker's own memory would be unknown too.
         """
         prober = self.prober
         if number == 0 or not isinstance(prober, WorkerProber) or not prober.knows_memory_of_others:
@@ -144,16 +151,25 @@ class Session:
         return prober.ahead
 
     def optimizer(self, name: str, task: Task, seed: int) -> Optimizer:
-        """The optimizer of a study, which is created if it does not exist; it closes with this session."""
+        """Return the optimizer of a study, and create the study if necessary.
+
+        It closes with this session.
+        """
         optimizer = Optimizer.create(self.url, name, task.space, seed=seed, outages=self.outages)
         self._opened.callback(optimizer.close)
         return optimizer
 
     def evaluator(
-        self, task: Task, terms: ProbeTerms, *, study: str, shape: ModelShape | None, shallow_only: bool = False
+        self,
+        task: Task,
+        terms: ProbeTerms,
+        *,
+        study: str,
+        shape: ModelShape | None,
+        shallow_only: bool = False,
     ) -> Evaluator:
-        """An evaluator of configurations for a task; its probes are stored under the name `study`."""
-        # What the formula was measured with.
+        """Return an evaluator for a task; its probes are stored under the name `study`."""
+        # The formula was measured with these trainers and objectives.
         measured = task.trainer == "transformers" or task.workload.objective is not Objective.SFT
         by_formula = task.device.kind != "cpu" and measured
         return Evaluator(
@@ -170,17 +186,24 @@ class Session:
 
 
 def _breakdown(task: Task, config: TrainConfig, micro_steps: int) -> MemoryBreakdown | None:
-    """What a probe of a configuration needs, by formula. For a played rank that is without NCCL."""
+    """The memory of a probe by formula; a simulated rank has no memory for NCCL."""
     objective = task.workload.objective
-    found = memory_of(task.model, task.workload.with_mask(config), micro_steps, objective=objective)
-    return replace(found, nccl=0.0) if found is not None and task.is_played(config) else found
+    breakdown = memory_of(
+        task.model, task.workload.with_mask(config), micro_steps, objective=objective
+    )
+    return (
+        replace(breakdown, nccl=0.0)
+        if breakdown is not None and task.is_played(config)
+        else breakdown
+    )
 
 
 class Leader:
-    """The process that leads a study: it sets the study up, searches, confirms, and keeps its record.
+    """The process that leads a study: it sets up, searches, confirms and keeps the record.
 
-    `on_resumed` gets the trials of earlier sessions once, `on_trial` every new one as it ends. A failure that ended the
-    search early is in `failure`: it is for the caller to raise, once the results so far are written.
+    `on_resumed` gets the trials of earlier sessions once, `on_trial` each new one as it ends.
+    `failure` holds an error that ended the search early. The caller raises it once the results so
+    far are written.
     """
 
     def __init__(
@@ -197,30 +220,43 @@ class Leader:
         self.on_trial = on_trial
         self.failure: TooManyFailures | EnvironmentProblem | None = None
         self._ahead: CompileAhead | None = None
-        self._before = read_record(plan.url, plan.study)  # of earlier sessions
+        self._before = read_record(plan.url, plan.study)  # the record of earlier sessions
         self._earlier_seconds = self._before.wall_seconds if self._before else 0.0
         session.until = plan.started + plan.budget_s
         self._fingerprint = session.start_prober()
-        target, note = plan.target, session.progress.note
+
+        target = plan.target
+        note = session.progress.note
         if target.held_by_others_gib:
             held = fmt_gib(target.held_by_others_gib)
             note(f"others hold {held} of this GPU: {target.other_processes()}", "yellow")
+
         self.memory_gib = target.memory_cap_gib(
-            session.prober.memory_gib, asked_gib=self._asked_gib(), may_exceed=plan.spec.shallow_only
+            session.prober.memory_gib,
+            asked_gib=self._asked_gib(),
+            may_exceed=plan.spec.shallow_only,
         )
+
         held_gib = session.prober.context_gib if target.card is None else 0.0
         if self.memory_gib * (1 - plan.spec.headroom) <= held_gib:
             raise UsageError(
-                f"--memory-gib {self.memory_gib:g} leaves nothing for tensors: the libraries hold {fmt_gib(held_gib)}",
-                remedy=f"give more than {fmt_gib(held_gib / (1 - plan.spec.headroom))}, or leave it out",
+                f"--memory-gib {self.memory_gib:g} leaves nothing for tensors: "
+                f"the libraries hold {fmt_gib(held_gib)}",
+                remedy=f"give more than {fmt_gib(held_gib / (1 - plan.spec.headroom))}, "
+                "or leave it out",
             )
+
         if plan.spec.dataset is not None:
             taken = fmt_seconds(plan.preparation_s)
             note(f"preparing the dataset took {taken}, which does not count against the budget")
 
     def _asked_gib(self) -> float | None:
-        """The memory that the user allows, or that an example card has beside what the libraries hold."""
-        spec, example_gib = self.plan.spec, self.plan.setup.task.example_gib
+        """The memory that the user allows.
+
+        For an example card, it is the card's memory plus the memory that the libraries hold.
+        """
+        spec = self.plan.spec
+        example_gib = self.plan.setup.task.example_gib
         if example_gib is None:
             return spec.memory_gib
         return round(example_gib + self.session.prober.context_gib / (1 - spec.headroom), 2)
@@ -233,26 +269,38 @@ class Leader:
             UsageError: another process leads the study, or its options differ from before.
             Cancelled: the user asked to stop, or the budget was over, before the search began.
         """
-        session, plan, spec = self.session, self.plan, self.plan.spec
+        session = self.session
+        plan = self.plan
+        spec = plan.spec
         terms = ProbeTerms(memory_gib=self.memory_gib, headroom=spec.headroom, seed=spec.seed)
         setup, shape = self._fit_setup()
-        session.progress.plan(setup, fits_gib=self.memory_gib, trials=spec.trials, workers=spec.workers)
-        evaluator = session.evaluator(setup.task, terms, study=plan.study, shape=shape, shallow_only=spec.shallow_only)
+        session.progress.plan(
+            setup, fits_gib=self.memory_gib, trials=spec.trials, workers=spec.workers
+        )
+
+        evaluator = session.evaluator(
+            setup.task, terms, study=plan.study, shape=shape, shallow_only=spec.shallow_only
+        )
         evaluator.learn_from_others()
         self._begin_lookahead(setup.task, evaluator)
-        tried: list[TrainConfig] = []
+
+        tried_configs: list[TrainConfig] = []
         if self._before is not None and self._before.limits is not None:
-            opened = self._before.reserve_opened
+            reserve_opened = self._before.reserve_opened
         else:
-            opened, tried = find_feasible(
+            reserve_opened, tried_configs = find_feasible(
                 setup.task,
                 setup.reserve,
                 evaluator,
                 session.progress.say,
             )
-        if opened:
-            session.progress.note(f"nothing else fits, so these are searched too: {setup.reserved}", "yellow")
+
+        if reserve_opened:
+            session.progress.note(
+                f"nothing else fits, so these are searched too: {setup.reserved}", "yellow"
+            )
             setup = open_reserve(setup)
+
         self._optimizer = session.optimizer(plan.study, setup.task, spec.seed)
         record = StudyRecord(
             task=setup.task,
@@ -260,22 +308,32 @@ class Leader:
             terms=terms,
             spec=replace(spec, storage=None),  # it may hold a password
             out=stored_out(plan.out, plan.url),
-            reserve_opened=opened,
+            reserve_opened=reserve_opened,
             shallow_only=spec.shallow_only,
         )
         start_record(self._optimizer, record)
-        self._lead(setup.task, evaluator, tried)
+        self._lead(setup.task, evaluator, tried_configs)
 
     def _fit_setup(self) -> tuple[Setup, ModelShape | None]:
-        """The setup narrowed to what the model's layers allow, and how those repeat. Raises UsageError."""
+        """Narrow the setup to the model's layers, and return it with the shape of the layers.
+
+        Raises UsageError.
+        """
         setup = self.plan.setup
-        # One conversion for all sessions, or values would not compare.
+        # All sessions use one conversion, or their values would not compare.
         if self._before is not None and setup.task.carried is not None:
             before = self._before.task
-            setup = replace(setup, task=replace(setup.task, carried=before.carried, calibration=before.calibration))
+            setup = replace(
+                setup,
+                task=replace(setup.task, carried=before.carried, calibration=before.calibration),
+            )
+
         if setup.task.device.kind == "cpu":
-            peak = self._before.task.peak_tflops if self._before else self.session.prober.peak_tflops
+            peak = (
+                self._before.task.peak_tflops if self._before else self.session.prober.peak_tflops
+            )
             setup = replace(setup, task=replace(setup.task, peak_tflops=peak))
+
         shape = self.session.prober.describe(setup.task.model.config)
         if self.plan.spec.shallow_only and (shape is None or depths(shape, None) is None):
             raise UsageError(
@@ -284,19 +342,25 @@ class Leader:
             )
         return adapt_to_layers(setup, shape), shape
 
-    def _lead(self, task: Task, evaluator: Evaluator, tried: list[TrainConfig]) -> None:
+    def _lead(self, task: Task, evaluator: Evaluator, tried_configs: list[TrainConfig]) -> None:
         """Search and confirm as the one leader among the study's workers."""
-        session, plan, spec = self.session, self.plan, self.plan.spec
-        progress, stop = session.progress, session.stop
+        session = self.session
+        plan = self.plan
+        spec = plan.spec
+        progress = session.progress
+        stop = session.stop
         limits = Limits(budget_s=plan.budget_s, trials=spec.trials, patience=spec.patience)
         me = Worker.here(self._fingerprint.device, leads=True)
+
         with Leases(plan.url, plan.study, me, outages=session.outages).joined() as leases:
             for worker in leases.confirmed_others(progress.say).values():
                 if worker.leads:
                     raise UsageError(
-                        f"study {plan.study!r} is being run by process {worker.pid} of {worker.host}",
+                        f"study {plan.study!r} is being run by process {worker.pid} "
+                        f"of {worker.host}",
                         remedy="help it with `autotune worker`, or give another name with --study",
                     )
+
             self.trials = SharedTrials(
                 task=task,
                 optimizer=self._optimizer,
@@ -311,39 +375,55 @@ class Leader:
                 on_trial=self._on_trial,
                 on_trial_of_others=self._on_trial,
             )
+
             self._look_ahead(self.trials)
             study = Study(self.trials)
             self.trials.resume(session.store.of_study(plan.study))
             self.on_resumed(self.trials.rows)
             progress.resumed(self.trials.rows)
-            self.trials.begin(tried)
-            self.update(limits=limits, earlier_seconds=self._earlier_seconds, phase=StudyPhase.SEARCHING)
+            self.trials.begin(tried_configs)
+            self.update(
+                limits=limits, earlier_seconds=self._earlier_seconds, phase=StudyPhase.SEARCHING
+            )
+
             try:
                 with (
-                    local_workers(plan.cards, plan.study, plan.url, plan.out, progress, session.is_over),
-                    ray_workers(spec.ray, plan.study, plan.url, task.device, progress, session.is_over),
+                    local_workers(
+                        plan.cards, plan.study, plan.url, plan.out, progress, session.is_over
+                    ),
+                    ray_workers(
+                        spec.ray, plan.study, plan.url, task.device, progress, session.is_over
+                    ),
                 ):
                     study.run()
                     self._end_lookahead()
-                    self.update(phase=StudyPhase.CONFIRMING)  # upon which the workers leave
+                    self.update(phase=StudyPhase.CONFIRMING)  # this tells the workers to leave
                 self.trials.sync(reap=True)
                 if not stop() and not spec.shallow_only:
                     study.confirm()
                 self.update(decomposition=self._decompose(evaluator))
             except (TooManyFailures, EnvironmentProblem) as error:
                 self.failure = error
-            except KeyboardInterrupt:  # of a caller that does not handle signals, such as a notebook
+            except KeyboardInterrupt:
+                # The caller does not handle signals; it may be a notebook.
                 stop.request()
             finally:
-                self.update(phase=StudyPhase.ENDED, too_short_for=() if stop() else self.trials.too_short_for)
+                self.update(
+                    phase=StudyPhase.ENDED,
+                    too_short_for=() if stop() else self.trials.too_short_for,
+                )
                 self.trials.reap()
                 self.update()
 
     def _begin_lookahead(self, task: Task, evaluator: Evaluator) -> None:
-        """Have the formula seeds and the baseline compiled ahead, where that pays."""
+        """Compile the code of the formula seeds and the baseline ahead, if that pays."""
         spec = self.plan.spec
-        alone = spec.workers == 1 and spec.ray is None
-        number = num_helpers(num_cores()) if alone and self.session.prober.device == "cuda" else 0
+        single_worker = spec.workers == 1 and spec.ray is None
+        number = (
+            num_helpers(num_cores())
+            if single_worker and self.session.prober.device == "cuda"
+            else 0
+        )
         wanted = {"auto": number, "always": max(number, 1), "never": 0}[spec.compile_ahead]
         self._ahead = self.session.compile_ahead(wanted)
         if self._ahead is not None:
@@ -353,8 +433,10 @@ class Leader:
             self._ahead.want(shallow_requests(evaluator, likely))
 
     def _look_ahead(self, trials: SharedTrials) -> None:
-        """Have compiled ahead what is likely to be tried next, whenever a trial begins; keep in mind what is there."""
-        ahead, trying, keys = self._ahead, trials.on_begin, dict[int, str]()
+        """Compile the likely next configurations ahead at each trial, and track compiled code."""
+        ahead = self._ahead
+        trying = trials.on_begin
+        keys = dict[int, str]()
         lookahead = Lookahead(trials, ahead) if ahead else None
 
         def on_begin(number: int, config: TrainConfig) -> None:
@@ -363,31 +445,45 @@ class Leader:
             trying(number, config)
 
         def is_compiled(config: TrainConfig) -> bool:
-            new = [row for row in trials.rows if row.number not in keys and row.outcome is not Outcome.REFUSED]
+            new = [
+                row
+                for row in trials.rows
+                if row.number not in keys and row.outcome is not Outcome.REFUSED
+            ]
             keys.update({row.number: code_key(row.config) for row in new})
             key = code_key(config)
             return key in keys.values() or (ahead is not None and key in ahead.compile_seconds())
 
-        trials.on_begin, trials.is_compiled = on_begin, is_compiled
+        trials.on_begin = on_begin
+        trials.is_compiled = is_compiled
 
     def _end_lookahead(self) -> None:
-        """Nothing is compiled any more: what is confirmed has the machine to itself."""
+        """Stop compilation ahead, so that confirmations have the machine to themselves."""
         if self._ahead is None:
             return
         compiled = self._ahead.compile_seconds()
         self._ahead.close()
         if compiled:
             each_s = sum(compiled.values()) / len(compiled)
-            self.session.progress.say(f"compiled ahead: {len(compiled)} ways to compute, {fmt_seconds(each_s)} each")
+            self.session.progress.say(
+                f"compiled ahead: {len(compiled)} ways to compute, {fmt_seconds(each_s)} each"
+            )
 
     def _decompose(self, evaluator: Evaluator) -> Decomposition | None:
-        """What the speed-up consists of, as far as truncated models show it in the time that is left."""
-        trials, recipe = self.trials, self.trials.selection.recipe(self._fingerprint)
+        """Decompose the speed-up, as far as truncated models can in the time that is left."""
+        trials = self.trials
+        recipe = trials.selection.recipe(self._fingerprint)
         if recipe is None or recipe.baseline is None or recipe.speedup is None:
             return None
-        shallow = evaluator.shape is not None and depths_of(evaluator.shape, recipe.config) is not None
-        # Stored under another name, as `explain` does.
-        apart = replace(evaluator, study=f"{trials.task.study}, explained", shallow_only=shallow)
+
+        shallow = (
+            evaluator.shape is not None and depths_of(evaluator.shape, recipe.config) is not None
+        )
+        # The probes are stored under another name, as in `explain`.
+        separate_evaluator = replace(
+            evaluator, study=f"{trials.task.study}, explained", shallow_only=shallow
+        )
+
         lasts_s = trials.lasting()
 
         def speed(config: TrainConfig) -> float | None:
@@ -395,10 +491,15 @@ class Leader:
             if not probed and (trials.has_ended() or lasts_s(config) > trials.left_s()):
                 return None
             try:
-                measured = apart.evaluate(config, None).result.measurement
-            except (Cancelled, TooManyFailures, ValueError):  # ValueError: its rows do not divide the global batch
+                measured = separate_evaluator.evaluate(config, None).result.measurement
+            except (Cancelled, TooManyFailures, ValueError):
+                # ValueError: the rows do not divide the global batch.
                 return None
-            return None if measured is None else run_performance(trials.task, config, [measured]).tokens_per_second
+            return (
+                None
+                if measured is None
+                else run_performance(trials.task, config, [measured]).tokens_per_second
+            )
 
         return decompose(recipe.config, recipe.baseline.config, recipe.speedup, speed)
 
@@ -416,22 +517,31 @@ class Leader:
         return self._earlier_seconds + time.monotonic() - self.plan.started
 
     def finalists(self) -> list[Candidate]:
-        """The candidates that may win, best first."""
+        """Return the candidates that may win, the best first."""
         selection = self.trials.selection
-        return [selection.candidate(config) for config in selection.finalists(self.trials.limits.finalists)]
+        return [
+            selection.candidate(config)
+            for config in selection.finalists(self.trials.limits.finalists)
+        ]
 
     def summary(self, project: Project) -> StudySummary:
-        """What the study found; `project` predicts the winner's run on other devices."""
+        """Return the study's result; `project` predicts the winner's run on other devices."""
         record = read_record(self.plan.url, self.plan.study)
         assert record is not None
-        trials, stored = self.trials, self.session.store.of_study(self.plan.study)
+        trials = self.trials
+        stored = self.session.store.of_study(self.plan.study)
         return summarize(
-            record, trials.rows, trials.selection, stored, project=project, wall_seconds=self._wall_seconds
+            record,
+            trials.rows,
+            trials.selection,
+            stored,
+            project=project,
+            wall_seconds=self._wall_seconds,
         )
 
 
 def find_record(name: str | None, url: str) -> StudyRecord:
-    """The record of a study by its name; of the newest study if none is given.
+    """Return the record of a study by its name, or of the newest study without a name.
 
     Raises:
         UsageError: there is no such study, or another version of autotune wrote it.
@@ -440,25 +550,34 @@ def find_record(name: str | None, url: str) -> StudyRecord:
     names = study_names(url)
     if not names:
         raise UsageError(
-            "there is no study in this database", remedy="start one with `autotune run`, or name --storage"
+            "there is no study in this database",
+            remedy="start one with `autotune run`, or name --storage",
         )
+
     if name is None:
         name = names[-1]
     if name not in names:
-        raise UsageError(f"there is no study {name!r} here", remedy=f"the studies are: {', '.join(names)}")
+        raise UsageError(
+            f"there is no study {name!r} here", remedy=f"the studies are: {', '.join(names)}"
+        )
+
     record = read_record(url, name)
     if record is None:
-        raise UsageError(f"{name!r} is not a study of autotune", remedy="name one that `autotune run` made")
+        raise UsageError(
+            f"{name!r} is not a study of autotune", remedy="name one that `autotune run` made"
+        )
     return record
 
 
 def read_summary(record: StudyRecord, url: str, project: Project) -> StudySummary:
-    """What a study found so far, from its database; `project` predicts the winner's run on other devices."""
+    """Read a study's result so far; `project` predicts the winner's run on other devices."""
     task = record.task
     with closing(Optimizer.open(url, task.study, task.space)) as optimizer:
         finished = optimizer.finished()
-    with closing(ProbeStore(url)) as store:  # read last: a running study stores a probe before its trial is finished
+    # Read last: a running study stores a probe before its trial is finished.
+    with closing(ProbeStore(url)) as store:
         stored = store.of_study(task.study)
+
     rows, selection = restore(task, finished, stored)
     probed = sum(row.result.seconds.get("total", 0.0) for row in stored)
     # A running study recorded its wall time when its last trial ended.
@@ -467,20 +586,27 @@ def read_summary(record: StudyRecord, url: str, project: Project) -> StudySummar
 
 
 def read_nodes(record: StudyRecord, url: str) -> tuple[Node, ...]:
-    """The nodes of a study side by side, from its database."""
+    """Read the nodes of a study from its database."""
     with closing(ProbeStore(url)) as store:
         return nodes_of(record.task, store.of_study(record.task.study))
 
 
-def await_study(url: str, name: str, wait_s: float, say: Callable[[str], None] = lambda text: None) -> StudyRecord:
-    """The record of a study once its search has begun. Raises UsageError if it has not within `wait_s` seconds."""
+def await_study(
+    url: str, name: str, wait_s: float, say: Callable[[str], None] = lambda text: None
+) -> StudyRecord:
+    """Wait until the search of a study has begun, and return the study's record.
+
+    Raises UsageError if it has not begun within `wait_s` seconds.
+    """
     until = time.monotonic() + wait_s
     is_announced = False
+
     while (record := read_record(url, name)) is None or record.limits is None:
         if time.monotonic() >= until:
             raise UsageError(
                 f"there is no study {name!r} in this database that could be joined",
-                remedy="start it with `autotune run --study NAME` and the same --storage, or --wait for it",
+                remedy="start it with `autotune run --study NAME` and the same --storage, "
+                "or --wait for it",
             )
         if not is_announced:
             say(f"waiting {fmt_seconds(wait_s)} at most for study {name!r} to begin")
@@ -490,41 +616,54 @@ def await_study(url: str, name: str, wait_s: float, say: Callable[[str], None] =
 
 
 def worker_folder(record: StudyRecord, url: str, out: Path | None) -> Path:
-    """The directory of this worker's logs: `out`, or one of its own in the study's directory."""
+    """Return the directory of this worker's logs: `out`, or a new one in the study's directory."""
     if out is not None:
         return out
-    return opened_out(record.out, url, record.task.study) / f"worker-{socket.gethostname()}-{os.getpid()}"
+    return (
+        opened_out(record.out, url, record.task.study)
+        / f"worker-{socket.gethostname()}-{os.getpid()}"
+    )
 
 
 def work(session: Session, record: StudyRecord, *, allow_mixed: bool = False) -> int:
-    """Help with a study until its leader has finished searching or a limit is reached; how many trials were done.
+    """Help with a study until its leader stops searching or a limit is reached.
+
+    Returns the number of trials that this worker did.
 
     Raises:
-        EnvironmentProblem: another GPU or other packages than the study's.
+        EnvironmentProblem: the GPU or the packages differ from the study's.
         TooManyFailures: this node differs from the others, or its probes keep failing.
     """
     assert record.limits is not None
-    name, task, progress = record.task.study, record.task, session.progress
+    name = record.task.study
+    task = record.task
+    progress = session.progress
     differences = record.fingerprint.differences(session.start_prober())
     if differences and not allow_mixed:
         raise EnvironmentProblem(
             f"this machine is not like the one that began the study: {'; '.join(differences)}",
-            remedy="workers of one study need the same GPU and the same packages (--allow-mixed to try nevertheless)",
+            remedy="workers of one study need the same GPU and the same packages "
+            "(--allow-mixed to try nevertheless)",
         )
+
     shape = session.prober.describe(task.model.config)
-    evaluator = session.evaluator(task, record.terms, study=name, shape=shape, shallow_only=record.shallow_only)
+    evaluator = session.evaluator(
+        task, record.terms, study=name, shape=shape, shallow_only=record.shallow_only
+    )
     evaluator.learn_from_others()
+
     me = Worker.here(session.prober.fingerprint.device)
     optimizer = session.optimizer(name, task, record.terms.seed + crc32(me.name.encode()))
-    begun = time.monotonic()
-    started = begun - record.wall_seconds + record.earlier_seconds
+
+    joined_at = time.monotonic()
+    started = joined_at - record.wall_seconds + record.earlier_seconds
     session.until = started + record.limits.budget_s
     num_done = 0
 
     def on_trial(row: TrialRecord) -> None:
         nonlocal num_done
         num_done += 1
-        add_worker_seconds(optimizer, me.name, time.monotonic() - begun)
+        add_worker_seconds(optimizer, me.name, time.monotonic() - joined_at)
         progress.trial(row)
 
     with Leases(session.url, name, me, outages=session.outages).joined() as leases:
@@ -543,14 +682,17 @@ def work(session: Session, record: StudyRecord, *, allow_mixed: bool = False) ->
         progress.resumed(trials.rows)
         trials.new_rows = _watched_rows(session, record, trials.selection, allow_mixed=allow_mixed)
         Study(trials).work(lambda: optimizer.remembered("phase") != StudyPhase.SEARCHING)
-        add_worker_seconds(optimizer, me.name, time.monotonic() - begun)
+        add_worker_seconds(optimizer, me.name, time.monotonic() - joined_at)
     return num_done
 
 
 def _watched_rows(
     session: Session, record: StudyRecord, selection: Selection, *, allow_mixed: bool
 ) -> Callable[[], list[StoredProbe]]:
-    """Check that this node is like the others; returns a reader of new rows that checks it again when it is due."""
+    """Check that this node is like the others, and return a reader of new rows.
+
+    The reader repeats the check whenever it is due.
+    """
     node = NodeMonitor(
         session.prober,
         session.store,
@@ -559,6 +701,7 @@ def _watched_rows(
         timed=record.task.device.kind != "cpu",
         log=session.logs / "node.log",
     )
+
     remedy = "see what else runs on it, its cooling and its clocks"
     if (reasons := node.check()) and not allow_mixed:
         raise TooManyFailures(
@@ -578,53 +721,72 @@ def _watched_rows(
 
 
 def worker_device(record: StudyRecord) -> str:
-    """The device, "cpu" or "cuda", for a worker of this study. Raises EnvironmentProblem."""
+    """Return the device for a worker of this study, "cpu" or "cuda". Raises EnvironmentProblem."""
     remedy = "GPUs of different models never share a study: begin another one on this card"
     device = require_device(record.task.measured_on or record.task.device, remedy)
     if device == "cpu":
         return device
+
     card = find_target("auto").card
     assert card is not None
     free_gib = card.memory_gib - card.used_gib
     if free_gib < record.terms.memory_gib - IGNORED_GIB:
         raise EnvironmentProblem(
-            f"the study uses {fmt_gib(record.terms.memory_gib)} of each card, and {fmt_gib(free_gib)} of this one "
-            "are free",
+            f"the study uses {fmt_gib(record.terms.memory_gib)} of each card, "
+            f"and {fmt_gib(free_gib)} of this one are free",
             remedy="end what holds this GPU's memory",
         )
     return device
 
 
 def require_device(device: DeviceSpec, remedy: str, gpus: int = 1) -> str:
-    """The device, "cpu" or "cuda", if this machine has as many of them. Raises EnvironmentProblem otherwise."""
+    """Return "cpu" or "cuda" if this machine has enough devices of this kind.
+
+    Raises EnvironmentProblem otherwise.
+    """
     kind = "cpu" if device.kind == "cpu" else "cuda"
     try:
-        found = find_target("cpu" if kind == "cpu" else "auto")
-        here, is_here = found.device.name, found.card is None or is_product(found.card, device)
+        target = find_target("cpu" if kind == "cpu" else "auto")
+        here = target.device.name
+        is_here = target.card is None or is_product(target.card, device)
     except EnvironmentProblem:
-        here, is_here = "no GPU", False
+        here = "no GPU"
+        is_here = False
+
     if not is_here:
         raise EnvironmentProblem(f"the study is for {device.name}, here is {here}", remedy=remedy)
     if kind == "cuda" and (number := len(visible())) < gpus:
-        raise EnvironmentProblem(f"the study is for {gpus} GPUs, visible here: {number}", remedy=remedy)
+        raise EnvironmentProblem(
+            f"the study is for {gpus} GPUs, visible here: {number}", remedy=remedy
+        )
     return kind
 
 
-def explain(session: Session, record: StudyRecord, winner: TrainConfig, baseline: TrainConfig) -> Ablation:
-    """Probe the winner of a study with one knob after another set back to the baseline's value; record the result.
+def explain(
+    session: Session, record: StudyRecord, winner: TrainConfig, baseline: TrainConfig
+) -> Ablation:
+    """Probe the winner of a study without each of its knobs, and record the ablation.
+
+    Each probe sets one knob back to the baseline's value.
 
     Raises:
-        EnvironmentProblem: the winner fails this time.
+        EnvironmentProblem: the probe of the winner fails.
         Cancelled: the user asked to stop during a probe; finished probes are stored.
     """
     task = record.task
     session.start_prober()
     shape = session.prober.describe(task.model.config)
     shallow = shape is not None and depths_of(shape, winner) is not None
-    # Stored under another name: otherwise a lucky probe could make another configuration the winner.
+
+    # The probes get another name: otherwise a lucky probe could make another configuration win.
     study = f"{task.study}, explained"
-    evaluator = session.evaluator(task, record.terms, study=study, shape=shape, shallow_only=shallow)
-    ablation = ablate(task, evaluator, winner, baseline, say=session.progress.say, should_stop=session.stop)
+    evaluator = session.evaluator(
+        task, record.terms, study=study, shape=shape, shallow_only=shallow
+    )
+
+    ablation = ablate(
+        task, evaluator, winner, baseline, say=session.progress.say, should_stop=session.stop
+    )
     amend_record(session.url, record, ablation=ablation)
     return ablation
 
@@ -632,36 +794,42 @@ def explain(session: Session, record: StudyRecord, winner: TrainConfig, baseline
 def profile(
     session: Session, record: StudyRecord, config: TrainConfig, trace: Path
 ) -> tuple[ProbeRequest, MicroBatchProfile, DeviceRates]:
-    """Profile one micro batch of a configuration, and measure what the device reaches.
+    """Profile one micro batch of a configuration, and measure the rates of the device.
 
     Raises:
         UsageError: the configuration is for several GPUs.
-        EnvironmentProblem: the probe fails, or the driver does not show what the GPU runs.
+        EnvironmentProblem: the probe fails, or the driver does not show the GPU's work.
         Cancelled: the user asked to stop.
     """
     prober = session.prober
     if not isinstance(prober, WorkerProber):
-        raise UsageError("one GPU is profiled, and the study probes several", remedy="profile a study of one GPU")
+        raise UsageError(
+            "one GPU is profiled, and the study probes several", remedy="profile a study of one GPU"
+        )
+
     session.start_prober()
-    asked = record.terms.request(record.task, config, prober.device)
-    request, log = replace(asked, new_lengths=False), session.logs / "profile.log"
+    base_request = record.terms.request(record.task, config, prober.device)
+    request = replace(base_request, new_lengths=False)
+    log = session.logs / "profile.log"
     session.progress.say(f"profiling a micro batch of {config.label()}")
-    result, found = prober.profile(request, log, trace)
+    result, micro_profile = prober.profile(request, log, trace)
     if result.outcome is not Outcome.OK:
         raise EnvironmentProblem(
             f"the probe failed this time: {result.reason or result.outcome}",
             remedy=f"see {log}, and whether something else uses the device (`autotune doctor`)",
         )
-    if found is None:
+    if micro_profile is None:
         raise EnvironmentProblem(
             "the driver does not show what the GPU runs",
-            remedy="let this user profile: NVreg_RestrictProfilingToAdminUsers=0, or end another profiler",
+            remedy="let this user profile: NVreg_RestrictProfilingToAdminUsers=0, "
+            "or end another profiler",
         )
+
     session.progress.say("measuring what the device reaches")
-    return request, found, prober.rates()
+    return request, micro_profile, prober.rates()
 
 
 def amend_record(url: str, record: StudyRecord, **changes: Any) -> None:
-    """Write fields of the record of a study that nobody has to be running."""
+    """Write fields of the record of a study, which need not be running."""
     with closing(Optimizer.open(url, record.task.study, record.task.space)) as optimizer:
         update_record(optimizer, **changes)

@@ -1,4 +1,4 @@
-"""Recipe and StudySummary: what a finished study says, as values that the report and the exporters read."""
+"""Recipe and StudySummary: the result of a study, as values that reports and exporters read."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,15 @@ from typing import Any, ClassVar
 from autotune.catalog import DeviceSpec, ModelSpec, Price
 from autotune.core.json_view import Native, View, also_native, json_data, keys, under
 from autotune.core.learning_rate import default_learning_rate
-from autotune.core.probe_types import Evidence, Fingerprint, Measurement, OomDetail, Outcome, ProbeResult, Rung
+from autotune.core.probe_types import (
+    Evidence,
+    Fingerprint,
+    Measurement,
+    OomDetail,
+    Outcome,
+    ProbeResult,
+    Rung,
+)
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.estimate import Estimate
 from autotune.problem.performance import Performance
@@ -23,7 +31,7 @@ COST_KEYS = (
     *("usd_per_hour", "cost_per_1000_samples_usd", "full_run_hours", "full_run_usd"),
     *("interval_usd", "interval_hours", "startup_s", "kwh", "pauses"),
 )
-CARD = keys(  # of another card
+CARD = keys(  # the keys of another card
     "state",
     "need_gib",
     "limit_gib",
@@ -36,16 +44,20 @@ CARD = keys(  # of another card
     evidence="cost.evidence",
     measurements_on_this_card="num_observations",
 )
-CREEP, CREEP_GIB = 0.02, 0.1  # what peaks may grow by and be called the same: relative, and at least
+# Peaks may grow by this much and still count as the same: relative, and at least in GiB.
+CREEP = 0.02
+CREEP_GIB = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One configuration with everything that is known of it."""
+    """One configuration with all its measurements and projections."""
 
     JSON: ClassVar = keys(
         "config",
-        performance=View("performance", keys("samples_per_second", "tokens_per_second", "step_time_s", "mfu")),
+        performance=View(
+            "performance", keys("samples_per_second", "tokens_per_second", "step_time_s", "mfu")
+        ),
         memory=keys(
             model_gib="measurement.model_gib",
             peak_during_training_gib="measurement.peak_allocated_gib",
@@ -61,12 +73,12 @@ class Candidate:
     performance: Performance
     measurement: Measurement
     cost: CostProjection
-    evidence: Evidence = Evidence.MEASURED  # of speed and cost
+    evidence: Evidence = Evidence.MEASURED  # for speed and cost
     memory_evidence: Evidence = Evidence.MEASURED
 
     @property
     def energy_j_per_token(self) -> float | None:
-        """Joules for each useful token; None if the driver does not report the power."""
+        """The joules per useful token, or None if the driver does not report the power."""
         telemetry = self.measurement.telemetry
         power_w = telemetry.power_w if telemetry else None
         return None if power_w is None else power_w / self.performance.tokens_per_second
@@ -74,9 +86,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The winner and what it rests on.
+    """The winner and the facts behind it.
 
-    `by_gpus` has the best of each number of GPUs, the fewest first; `learning` the rates that were tried for it.
+    `by_gpus` has the best configuration for each number of GPUs, the smallest number first.
+    `learning` has the learning rates that were tried for the winner.
     """
 
     study: str
@@ -92,23 +105,28 @@ class Recipe:
     by_examples: tuple[CostProjection, ...]
     cells: tuple[Candidate, ...] = ()  # the best of each learning cell
     by_gpus: tuple[Candidate, ...] = ()
-    within_hours: float | None = None  # by when the run is to end
-    example_gib: float | None = None  # the memory of an example card, which a CPU stands for
-    numerics: str = ""  # what is known of the winner's number formats
+    within_hours: float | None = None  # the deadline of the run
+    example_gib: float | None = None  # the memory of the example card that the CPU stands for
+    numerics: str = ""  # the evidence on the winner's number formats
     run_options: RunOptions = RunOptions()  # noqa: RUF009 (frozen)
     caveats: tuple[str, ...] = ()
     learning: Learning | None = None
 
     @property
     def learning_rate(self) -> float:
-        """The rate that was learned for the winner, else the usual one."""
-        # Before there was a default, alpha was twice the rank: as it is now of rank 16 alone.
+        """The learning rate that was found for the winner, else the usual one."""
+        # In older records without a default, alpha was twice the rank. Today that is only true for
+        # rank 16.
         is_valid = self.learning and (self.learning.default or self.config.lora_rank in (None, 16))
-        return self.learning.learning_rate if self.learning and is_valid else self.default_learning_rate
+        return (
+            self.learning.learning_rate
+            if self.learning and is_valid
+            else self.default_learning_rate
+        )
 
     @property
     def default_learning_rate(self) -> float:
-        """The rate that others use for such a training."""
+        """The usual learning rate for such a training."""
         return default_learning_rate(self.config.method, self.workload.objective, self.model.params)
 
     @property
@@ -118,42 +136,44 @@ class Recipe:
 
     @property
     def shape(self) -> RunShape:
-        """How the full run of the winner divides its examples into steps."""
+        """The division of the full run's examples into steps."""
         return self.workload.run_shape(self.config)
 
     @property
     def accumulation(self) -> int:
-        """Micro batches in each optimizer step of the winner."""
+        """The number of micro batches in each optimizer step of the winner."""
         return self.shape.accumulation
 
     @property
     def speedup(self) -> float | None:
-        """The winner's useful tokens/s over the baseline's; None without a baseline."""
+        """The winner's useful tokens/s over the baseline's, or None without a baseline."""
         if self.baseline is None:
             return None
-        return self.winner.performance.tokens_per_second / self.baseline.performance.tokens_per_second
+        return (
+            self.winner.performance.tokens_per_second / self.baseline.performance.tokens_per_second
+        )
 
     @property
     def speedup_interval(self) -> tuple[float, float] | None:
-        """The interval of the speed-up; None without a baseline."""
+        """The interval of the speed-up, or None without a baseline."""
         return self.winner.performance.times(self.baseline.performance) if self.baseline else None
 
     @property
     def speedup_evidence(self) -> Evidence:
-        """How the speed-up is known: as the less certain of winner and baseline is."""
+        """The evidence for the speed-up: the weaker of the winner's and the baseline's."""
         rank = list(Evidence)
         return max((one.evidence for one in (self.winner, self.baseline) if one), key=rank.index)
 
     @property
     def differs(self) -> bool:
-        """Whether winner and baseline can be told apart in speed."""
+        """Whether winner and baseline differ in speed by more than the error."""
         low, high = self.speedup_interval or (1.0, 1.0)
         return not low <= 1.0 <= high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """One finished trial, in the order they ran. `margin` is signed: memory needed / limit - 1."""
+    """One finished trial. `margin` is signed: memory needed / limit - 1."""
 
     number: int
     config: TrainConfig
@@ -173,9 +193,9 @@ class TrialRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """What one finalist learned: the loss of the held-out examples before and after, or the reason why not.
+    """The learning of one finalist: the held-out loss before and after, or the reason of a failure.
 
-    `full_run_hours` and `full_run_usd` are what its full run is projected to take.
+    `full_run_hours` and `full_run_usd` are projections of its full run.
     """
 
     config: TrainConfig
@@ -189,9 +209,10 @@ class Learned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """The finalists, each trained for `steps` optimizer steps on the same `trained_on` examples from one seed.
+    """The finalists, each trained for `steps` optimizer steps from one seed.
 
-    A loss is the mean over `held_out` other examples, each cut at `tokens`, of the loss a token.
+    All train on the same `trained_on` examples. A loss is the mean loss per token over `held_out`
+    other examples, each truncated to `tokens`.
     """
 
     steps: int
@@ -201,14 +222,18 @@ class Quality:
     learned: tuple[Learned, ...] = ()
 
     def ranked(self) -> tuple[Learned, ...]:
-        """The lowest loss first; failed ones last."""
+        """Return the finalists, the lowest loss first and failed ones last."""
         return tuple(
-            sorted(self.learned, key=lambda learned: math.inf if learned.loss_after is None else learned.loss_after)
+            sorted(
+                self.learned,
+                key=lambda learned: math.inf if learned.loss_after is None else learned.loss_after,
+            )
         )
 
     def front(self) -> tuple[Learned, ...]:
-        """Those that no other beats in both loss and time: the Pareto front, the fastest first."""
-        front, lowest = list[Learned](), math.inf
+        """Return the Pareto front of loss and time, the fastest first."""
+        front = list[Learned]()
+        lowest = math.inf
         for learned in sorted(self.ranked(), key=lambda learned: learned.full_run_hours):
             if learned.loss_after is not None and learned.loss_after < lowest:
                 lowest = learned.loss_after
@@ -216,12 +241,16 @@ class Quality:
         return tuple(front)
 
     def notes(self, winner: TrainConfig) -> list[str]:
-        """What a reader should know about the winner: that its loss is not known, or that another learned more."""
+        """List the caveats: the winner's loss is unknown, or another finalist learned more."""
         own = next((learned for learned in self.learned if learned.config == winner), None)
         if own is None:
-            return ["what this winner learns is not known: --quality trained others, before it was found"]
+            return [
+                "what this winner learns is not known: "
+                "--quality trained others, before it was found"
+            ]
         if own.loss_after is None:
             return [f"what the winner learns is not known, its training failed: {own.reason}"]
+
         best = self.ranked()[0]
         if best.loss_after is None or best.loss_after >= own.loss_after:
             return []
@@ -233,12 +262,15 @@ class Quality:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What the exported run of a winner did, compared with what was predicted. `reason` says why it failed.
+    """The exported run of a winner, compared with the predictions. `reason` says why it failed.
 
-    Errors are relative and signed: promised over done, minus 1. A peak is None where the device does not tell it.
-    `file` is what was run, and `probed` whether that is what was measured: else nothing was promised of it. A `soak`
-    trains on rows as long as can be among short ones: no speed was promised of these, and no more memory than
-    promised may be needed, nor more from quarter to quarter (`peaks_gib`, of allocated memory; () where untold).
+    - Errors are relative and signed: promised over done, minus 1.
+    - A peak is None if the device does not report it.
+    - `file` is the program that ran. `probed` says whether the study measured this program;
+      otherwise there is no promise for it.
+    - A `soak` trains on the longest possible rows among short ones. It has no promised speed. It
+      may need no more memory than promised, and the memory may not grow from quarter to quarter
+      (`peaks_gib`, of allocated memory; empty if unknown).
     """
 
     JSON: ClassVar = also_native("tokens_per_s", "speed_error", "memory_error", "holds", "better")
@@ -260,24 +292,31 @@ class Verification:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Useful tokens/s, for steps with as many tokens as predicted: how many a step has depends on the data."""
+        """The useful tokens/s for steps with the predicted number of tokens.
+
+        The real number of tokens in a step depends on the data.
+        """
         if self.seconds_per_step is None:
             return None
         return self.promised_tokens_per_s * self.promised_step_s / self.seconds_per_step
 
     @property
     def speed_error(self) -> float | None:
-        """Predicted over measured speed, minus 1; None if the run failed."""
-        return None if self.seconds_per_step is None else self.seconds_per_step / self.promised_step_s - 1
+        """Predicted over measured speed, minus 1. It is None if the run failed."""
+        return (
+            None
+            if self.seconds_per_step is None
+            else self.seconds_per_step / self.promised_step_s - 1
+        )
 
     @property
     def memory_error(self) -> float | None:
-        """Predicted over measured peak, minus 1; None if the device does not report it."""
+        """Predicted over measured peak, minus 1. It is None if the device does not report it."""
         return None if self.reserved_gib is None else self.promised_gib / self.reserved_gib - 1
 
     @property
     def memory_growth_gib(self) -> tuple[float, float] | None:
-        """The peaks in the second and last quarter of a soak, if memory grew from one to the other."""
+        """The peaks in the second and last quarter of a soak, if memory grew between them."""
         if not self.soak or len(self.peaks_gib) != 4:
             return None
         _, before, _, after = self.peaks_gib
@@ -285,30 +324,41 @@ class Verification:
 
     @property
     def _excess(self) -> dict[str, float]:
-        """By which share the run was slower and larger than promised, negative for faster and smaller."""
-        slower, larger = self.speed_error or 0.0, -(self.memory_error or 0.0)
-        return {} if not self.probed else {"larger": larger} if self.soak else {"slower": slower, "larger": larger}
+        """The relative excess of the run's time and memory over the promise.
+
+        A value is negative if the run was faster or smaller.
+        """
+        slower = self.speed_error or 0.0
+        larger = -(self.memory_error or 0.0)
+        if not self.probed:
+            return {}
+        if self.soak:
+            return {"larger": larger}
+        return {"slower": slower, "larger": larger}
 
     @property
     def worse(self) -> tuple[str, ...]:
-        """In what the run was worse than promised by more than the tolerance: "slower", "larger" or both."""
+        """The aspects that exceed the tolerance: "slower", "larger" or both."""
         return tuple(what for what, excess in self._excess.items() if excess > self.tolerance)
 
     @property
     def better(self) -> tuple[str, ...]:
-        """In what the run was better than promised by more than the tolerance: "faster", "smaller" or both."""
-        opposite = {} if self.soak else {"slower": "faster", "larger": "smaller"}  # short rows may need less memory
-        return tuple(opposite[what] for what in opposite if self._excess.get(what, 0.0) < -self.tolerance)
+        """The aspects that beat the promise by more than the tolerance: "faster", "smaller"."""
+        # In a soak, short rows may need less memory.
+        opposite = {} if self.soak else {"slower": "faster", "larger": "smaller"}
+        return tuple(
+            opposite[what] for what in opposite if self._excess.get(what, 0.0) < -self.tolerance
+        )
 
     @property
     def holds(self) -> bool:
-        """Whether the run succeeded, its memory does not grow, and nothing is worse than promised."""
+        """Whether the run succeeded, its memory is stable, and it is not worse than promised."""
         return self.speed_error is not None and self.memory_growth_gib is None and not self.worse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projections:
-    """The winner's run on other cards, and on other numbers of GPUs of its kind."""
+    """The winner's run on other cards and on other numbers of GPUs of its kind."""
 
     cards: tuple[Estimate, ...] = ()
     scaling: Scaling = Scaling()  # noqa: RUF009 (frozen)
@@ -316,10 +366,11 @@ class Projections:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudySummary:
-    """A whole study. `recipe` is None if no trial succeeded. Seconds are wall seconds over all sessions.
+    """A whole study. `recipe` is None if no trial succeeded.
 
-    `probes` is everything that was stored, in that order: what was decided without a probe has no seconds. `cards` and
-    `scaling` are projections of the winner's run to other cards and other numbers of GPUs.
+    Seconds are wall seconds over all sessions. `probes` has all stored results in order. A result
+    without a probe has no seconds. `cards` and `scaling` project the winner's run to other cards
+    and other numbers of GPUs.
     """
 
     JSON: ClassVar = keys(
@@ -361,37 +412,37 @@ class StudySummary:
     explanation: Ablation | None = None
     decomposition: Decomposition | None = None
     notes: tuple[str, ...] = ()
-    dataset: str | None = None  # the user's examples, as they were named
+    dataset: str | None = None  # the user's examples, as named by the user
     split: str | None = None
 
     @property
     def cells(self) -> tuple[Candidate, ...]:
-        """The best of each learning cell."""
+        """The best candidate of each learning cell."""
         return self.recipe.cells if self.recipe else ()
 
     @property
     def by_gpus(self) -> tuple[Candidate, ...]:
-        """The best of each number of GPUs."""
+        """The best candidate for each number of GPUs."""
         return self.recipe.by_gpus if self.recipe else ()
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """Doubts about the winner."""
+        """The doubts about the winner."""
         return self.recipe.caveats if self.recipe else ()
 
     @property
     def speedup_evidence(self) -> Evidence | None:
-        """How the speed-up is known; None without a baseline."""
+        """The evidence for the speed-up, or None without a baseline."""
         return self.recipe.speedup_evidence if self.recipe and self.recipe.baseline else None
 
     @property
     def probe_seconds(self) -> float:
-        """The seconds of all stored probes, summed up."""
+        """The total seconds of all stored probes."""
         return sum(probe.seconds.get("total", 0.0) for probe in self.probes)
 
     @property
     def configurations(self) -> tuple[TrialRecord, ...]:
-        """One trial for each configuration, for readers: the last that was probed, or else the first."""
+        """One trial per configuration, for readers: the last probed one, or else the first."""
         rows: dict[TrainConfig, TrialRecord] = {}
         for row in self.trials:
             if row.config not in rows or not row.reused:
@@ -399,9 +450,17 @@ class StudySummary:
         return tuple(sorted(rows.values(), key=lambda row: row.number))
 
     def counts(self) -> dict[str, int]:
-        """`judged` counts distinct configurations with a real probe; refusals are counted apart."""
-        judged = {row.config.digest for row in self.trials if row.outcome not in (Outcome.REFUSED, Outcome.CRASH)}
+        """Count the trials by outcome.
+
+        `judged` counts distinct configurations with a real probe. Refusals are counted separately.
+        """
+        judged = {
+            row.config.digest
+            for row in self.trials
+            if row.outcome not in (Outcome.REFUSED, Outcome.CRASH)
+        }
         count = {outcome: sum(row.outcome is outcome for row in self.trials) for outcome in Outcome}
+
         return {
             "total": len(self.trials),
             "judged": len(judged),
@@ -416,7 +475,7 @@ class StudySummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummaryFile:
-    """A study's summary with the directory of its files: the content of summary.json."""
+    """The content of summary.json: a study's summary and the directory of its files."""
 
     JSON: ClassVar = under("summary", StudySummary.JSON) | keys("out_dir")
 
@@ -435,6 +494,6 @@ class Status:
 
 
 def summary_data(summary: StudySummary, out_dir: str) -> dict[str, Any]:
-    """The content of summary.json as plain data."""
+    """Return the content of summary.json as plain data."""
     data: dict[str, Any] = json_data(SummaryFile(summary=summary, out_dir=out_dir))
     return data

@@ -1,7 +1,7 @@
-"""The further workers of a study: processes on the other GPUs of this machine, or of a Ray cluster.
+"""The further workers of a study: processes on the other GPUs of this machine or of a Ray cluster.
 
-Each is an `autotune worker` process, which ends with the leader or before. Trials that a lost worker had begun are
-queued again when its leases expire, so neither group restarts anything.
+Each is an `autotune worker` process, which ends with the leader or before. If a worker is lost, its
+trials are queued again when its leases expire, so neither group restarts workers.
 """
 
 import os
@@ -21,38 +21,41 @@ from autotune.core.process import module_command
 from autotune.study.progress import Progress
 from autotune.study.storage.location import make_writable
 
-LEAVE_S = 20.0  # for a worker to finish its probe once the search is over
+LEAVE_S = 20.0  # the time for a worker to finish its probe once the search is over
 RAY_START_S = 60.0
-RAY_RESOURCE = "autotune"  # how many workers a node takes on its processors, for a study that is probed on CPUs
-# Ray sets this to 1 in its processes; a CPU worker must have as many threads as the leader.
+# The resource that limits the workers on a node's processors, in a study that probes on CPUs.
+RAY_RESOURCE = "autotune"
+# Ray sets this to 1 in its processes; a CPU worker must use the leader's number of threads.
 THREADS_VARIABLE = "OMP_NUM_THREADS"
-STORAGE_VARIABLE = "AUTOTUNE_STORAGE"  # the URL may hold a password, which other users could read on a command line
+# The URL may hold a password, which other users could read on a command line.
+STORAGE_VARIABLE = "AUTOTUNE_STORAGE"
 WAITING = "waiting for the other workers to end what they probe"
 
 
 def further_cards(workers: int, *, cpu: bool) -> Sequence[int | str | None]:
-    """The GPUs of the `workers` other than the leader, or None for each on the CPU.
+    """Return the GPUs of the `workers` other than the leader, or None for each on the CPU.
 
-    Raises EnvironmentProblem if there are too few.
+    Raises EnvironmentProblem if there are too few GPUs.
     """
     if cpu:
         return [None] * (workers - 1)
     cards = nvml.visible() if workers > 1 else []
     if workers > max(len(cards), 1):
         raise EnvironmentProblem(
-            f"--workers {workers}: GPUs here: {len(cards)}", remedy=f"give --workers {max(len(cards), 1)}"
+            f"--workers {workers}: GPUs here: {len(cards)}",
+            remedy=f"give --workers {max(len(cards), 1)}",
         )
     return cards[1:workers]
 
 
 def require_ray(address: str | None) -> None:
-    """Raises UsageError if a Ray cluster is asked for and Ray is not installed."""
+    """Raise UsageError if a Ray cluster is asked for and Ray is not installed."""
     if address is not None and find_spec("ray") is None:
         raise UsageError("--ray: Ray is not installed", remedy="pip install 'ray>=2.52'")
 
 
 def _worker_command(study: str, *arguments: str) -> list[str]:
-    """The command of a worker that ends with this process."""
+    """Return the command of a worker that ends with this process."""
     command = [*module_command("autotune"), "worker", "--study", study, *arguments]
     return [*command, "--parent", str(os.getpid())]
 
@@ -69,29 +72,44 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def local_workers(
-    cards: Sequence[int | str | None], study: str, url: str, out: Path, progress: Progress, is_over: Callable[[], bool]
+    cards: Sequence[int | str | None],
+    study: str,
+    url: str,
+    out: Path,
+    progress: Progress,
+    is_over: Callable[[], bool],
 ) -> Iterator[None]:
-    """Run a worker process on each of these GPUs (None: the CPU) of this machine while the block runs.
+    """Run a worker process on each of these GPUs (None: the CPU) while the block runs.
 
-    At its end the workers have LEAVE_S seconds to finish, none after an error or once all `is_over`. A failed
-    one is reported.
+    At its end the workers have LEAVE_S seconds to finish. After an error, or once `is_over`, they
+    have no time. A failed worker is reported.
     """
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for number, card in enumerate(cards, 2):
             processes.append(_start(study, url, out / f"worker-{number}", card))
         yield
+
         if any(process.poll() is None for process in processes):
             progress.say(WAITING)
+
         until = time.monotonic() + LEAVE_S
-        while any(process.poll() is None for process in processes) and time.monotonic() < until and not is_over():
+        while (
+            any(process.poll() is None for process in processes)
+            and time.monotonic() < until
+            and not is_over()
+        ):
             time.sleep(0.1)
     finally:
         for number, process in enumerate(processes, 2):
             if process.poll():
-                text = f"worker {number} failed (exit code {process.returncode}): {out}/worker-{number}/logs"
+                text = (
+                    f"worker {number} failed (exit code {process.returncode}): "
+                    f"{out}/worker-{number}/logs"
+                )
                 progress.note(text, "yellow")
-            process.terminate()  # all of them first, then each is waited for
+            process.terminate()  # all workers first, then wait for each
+
         for process in processes:
             _end(process)
 
@@ -114,15 +132,21 @@ def _start(study: str, url: str, folder: Path, card: int | str | None) -> subpro
 
 @contextmanager
 def ray_workers(
-    address: str | None, study: str, url: str, device: DeviceSpec, progress: Progress, is_over: Callable[[], bool]
+    address: str | None,
+    study: str,
+    url: str,
+    device: DeviceSpec,
+    progress: Progress,
+    is_over: Callable[[], bool],
 ) -> Iterator[None]:
-    """Run a worker on each GPU of a Ray cluster that is like this one, except the leader's own, while the block runs.
+    """Run a worker on each GPU of a Ray cluster that is like this one while the block runs.
 
-    Ray only places the workers: an actor holds a GPU and starts `autotune worker` as a process that ends with it.
-    Without an address there are none. The workers end as those of `local_workers` do.
+    The leader's own GPU gets no worker. Ray only places the workers: an actor holds a GPU and
+    starts `autotune worker` as a process that ends with it. Without an address there are no
+    workers. The workers end in the same way as in `local_workers`.
 
     Raises:
-        EnvironmentProblem: there is no such cluster, or it has nothing to probe on.
+        EnvironmentProblem: there is no such cluster, or it has no device to probe on.
         UsageError: the nodes of the cluster cannot share the database.
     """
     if address is None:
@@ -134,16 +158,24 @@ def ray_workers(
     try:
         home = ray.get_runtime_context().get_node_id()
         nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-        if url.startswith("sqlite") and len({node["NodeManagerAddress"] for node in nodes.values()}) > 1:
+        if (
+            url.startswith("sqlite")
+            and len({node["NodeManagerAddress"] for node in nodes.values()}) > 1
+        ):
             raise UsageError(
                 "the study is in an SQLite file, which the nodes of the cluster cannot share",
                 remedy="give --storage postgresql+psycopg://...",
             )
+
         actors = _place(nodes, home, device)
         own = None if device.kind == "cpu" else (home, str(nvml.first_visible()))
+
         threads = os.environ.get(THREADS_VARIABLE)
-        begun = [actor.begin.remote(study, url, own, threads, os.getcwd()) for actor in actors]
-        _report(begun, RAY_START_S, "could not begin", progress)
+        begin_calls = [
+            actor.begin.remote(study, url, own, threads, os.getcwd()) for actor in actors
+        ]
+        _report(begin_calls, RAY_START_S, "could not begin", progress)
+
         patience = 0.0
         try:
             yield
@@ -151,14 +183,14 @@ def ray_workers(
                 progress.say(WAITING)
                 patience = LEAVE_S
         finally:
-            ended = [actor.end.remote(patience) for actor in actors]
-            _report(ended, patience + LEAVE_S + 5, "did not end", progress)
+            end_calls = [actor.end.remote(patience) for actor in actors]
+            _report(end_calls, patience + LEAVE_S + 5, "did not end", progress)
     finally:
         ray.shutdown()  # ends all actors
 
 
 def _place(nodes: dict[str, dict[str, Any]], home: str, device: DeviceSpec) -> list[Any]:
-    """An actor for each worker. Raises EnvironmentProblem if there is none to create."""
+    """Create an actor for each worker. Raises EnvironmentProblem if there is none to create."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -169,6 +201,7 @@ def _place(nodes: dict[str, dict[str, Any]], home: str, device: DeviceSpec) -> l
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         actor = ray.remote(_WorkerActor).options(num_cpus=0, scheduling_strategy=strategy, **needs)
         actors += [actor.remote() for _ in range(count)]
+
     if not actors:
         missing = f"the resource {RAY_RESOURCE}" if on_cpu else "such GPUs"
         raise EnvironmentProblem(
@@ -179,20 +212,27 @@ def _place(nodes: dict[str, dict[str, Any]], home: str, device: DeviceSpec) -> l
 
 
 def _report(calls: list[Any], seconds: float, failure: str, progress: Progress) -> None:
-    """Wait for the actors' answers, and report the workers that failed."""
+    """Wait for the actors' answers, and report failed workers."""
     import ray
 
     done, waiting = ray.wait(calls, num_returns=len(calls), timeout=seconds)
     if waiting:
-        progress.note(f"{len(waiting)} of Ray's workers did not answer within {seconds:.0f} s", "yellow")
+        progress.note(
+            f"{len(waiting)} of Ray's workers did not answer within {seconds:.0f} s", "yellow"
+        )
     for call in done:
         try:
             code = ray.get(call)
         except ray.exceptions.RayError as error:
-            progress.note(f"a worker of Ray's {failure}: {str(error).strip().splitlines()[0]}", "yellow")
+            progress.note(
+                f"a worker of Ray's {failure}: {str(error).strip().splitlines()[0]}", "yellow"
+            )
         else:
             if code:
-                progress.note(f"a worker of Ray's failed (exit code {code}): see Ray's logs of its node", "yellow")
+                progress.note(
+                    f"a worker of Ray's failed (exit code {code}): see Ray's logs of its node",
+                    "yellow",
+                )
 
 
 def _connect(address: str) -> None:
@@ -204,7 +244,8 @@ def _connect(address: str) -> None:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise EnvironmentProblem(
-            f"there is no Ray cluster at {address}: {error}", remedy="start one with `ray start --head`"
+            f"there is no Ray cluster at {address}: {error}",
+            remedy="start one with `ray start --head`",
         ) from None
     finally:
         for number, handler in handlers.items():  # Ray replaces them
@@ -212,14 +253,20 @@ def _connect(address: str) -> None:
                 signal.signal(number, handler)
 
 
-def workers_by_node(nodes: dict[str, dict[str, Any]], home: str, device: DeviceSpec) -> dict[str, int]:
-    """How many workers each node takes. A GPU counts if Ray names its type as it names that of the node `home`."""
+def workers_by_node(
+    nodes: dict[str, dict[str, Any]], home: str, device: DeviceSpec
+) -> dict[str, int]:
+    """Return the number of workers of each node.
+
+    A GPU counts if Ray gives it the same type as the GPU of the node `home`.
+    """
 
     def gpu_types(node: str) -> set[str]:
         return {name for name in nodes[node]["Resources"] if name.startswith("accelerator_type:")}
 
     if device.kind == "cpu":
         return {node: int(facts["Resources"].get(RAY_RESOURCE, 0)) for node, facts in nodes.items()}
+
     return {
         node: int(facts["Resources"].get("GPU", 0))
         for node, facts in nodes.items()
@@ -228,26 +275,43 @@ def workers_by_node(nodes: dict[str, dict[str, Any]], home: str, device: DeviceS
 
 
 class _WorkerActor:
-    """A Ray actor: holds a GPU and runs the worker on it as a process that ends with the actor."""
+    """A Ray actor that holds a GPU and runs the worker in a process that ends with the actor."""
 
     def __init__(self) -> None:
         self._worker: subprocess.Popen[bytes] | None = None
 
-    def begin(self, study: str, url: str, leader: tuple[str, str] | None, threads: str | None, folder: str) -> None:
-        """Start the worker; on the leader's own GPU (node id, CUDA_VISIBLE_DEVICES) only hold the GPU."""
+    def begin(
+        self, study: str, url: str, leader: tuple[str, str] | None, threads: str | None, folder: str
+    ) -> None:
+        """Start the worker. On the leader's own GPU, only hold the GPU.
+
+        `leader` is that GPU: (node id, CUDA_VISIBLE_DEVICES).
+        """
         import ray
 
-        if (ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES")) == leader:
+        if (
+            ray.get_runtime_context().get_node_id(),
+            os.environ.get("CUDA_VISIBLE_DEVICES"),
+        ) == leader:
             return
-        environment = {name: value for name, value in os.environ.items() if name != THREADS_VARIABLE}
+
+        environment = {
+            name: value for name, value in os.environ.items() if name != THREADS_VARIABLE
+        }
         environment[STORAGE_VARIABLE] = url
         if threads:
             environment[THREADS_VARIABLE] = threads
+
         cwd = folder if Path(folder).is_dir() else None
-        self._worker = subprocess.Popen(_worker_command(study), env=environment, cwd=cwd, stdin=subprocess.DEVNULL)
+        self._worker = subprocess.Popen(
+            _worker_command(study), env=environment, cwd=cwd, stdin=subprocess.DEVNULL
+        )
 
     def end(self, patience: float) -> int:
-        """Wait `patience` seconds for the worker to leave, then end it; its exit code, 0 if it was still working."""
+        """Wait `patience` seconds for the worker to leave, then end it.
+
+        Returns its exit code, or 0 if it was still working.
+        """
         if self._worker is None:
             return 0
         with suppress(subprocess.TimeoutExpired):

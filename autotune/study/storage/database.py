@@ -1,6 +1,7 @@
-"""The gateway to a study's database: its URL, connections, waiting through an outage, and errors in plain words.
+"""The gateway to a study's database: its URL, connections, outages and errors.
 
-Every error leaves as StorageError with the true cause and without a password.
+A session waits through an outage. Every error leaves as a StorageError in plain words, with the
+true cause and without a password.
 """
 
 import os
@@ -30,20 +31,19 @@ from autotune.core.units import fmt_seconds, parse_duration
 
 WAIT_VARIABLE = "AUTOTUNE_DATABASE_WAIT"
 WAIT_S = 300.0
-OTHER = (
-    "open it with the version that wrote it, or name another database with --storage"  # a row that has no known form
-)
+# The remedy for a row of unknown form.
+OTHER = "open it with the version that wrote it, or name another database with --storage"
 RETRY_EVERY_S = 1.0
-TRIES = 4  # of an operation whose connection breaks
-TABLE_TRIES = 30  # more than there are tables, each of which another process may be creating
+TRIES = 4  # the attempts at an operation whose connection breaks
+TABLE_TRIES = 30  # more than the number of tables; another process may be creating each of them
 TABLE_RETRY_S = 0.1
 P = ParamSpec("P")
 T = TypeVar("T")
 Owner = TypeVar("Owner", bound="HasOutages")
 
 LIBPQ_DRIVERS = ("psycopg", "psycopg2")  # drivers that take libpq's options
-# How soon PostgreSQL's client gives up on a host that vanished: while connecting (s), with unacknowledged data (ms),
-# and while waiting for an answer (s, s, count).
+# PostgreSQL's client gives up on a host that vanished after these times. They apply to a connection
+# attempt (s), to unacknowledged data (ms), and to waiting for an answer (s, s, count).
 LIBPQ_TIMEOUTS = {
     "connect_timeout": 10,
     "tcp_user_timeout": 10_000,
@@ -53,15 +53,29 @@ LIBPQ_TIMEOUTS = {
 }
 
 NETWORK_FILE_SYSTEMS = {
-    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "sshfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "s3fs")
+    *(
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "smbfs",
+        "sshfs",
+        "lustre",
+        "gpfs",
+        "beegfs",
+        "ceph",
+        "glusterfs",
+        "s3fs",
+    )
 }
 
 
 class Outages:
-    """How a session waits while a server that it had reached is unreachable: it retries every second for `seconds`.
+    """The waiting of a session for a server that became unreachable: a retry every second.
 
-    Only the thread that created this waits. `say` reports the outage and its end, `should_stop` ends the waiting. With
-    `reached` even the first connection is waited for. SQLite files are not waited for.
+    It lasts at most `seconds`. Only the thread that created this object waits. `say` reports the
+    outage and its end, and `should_stop` ends the waiting. With `reached`, even the first
+    connection is waited for. SQLite files are never waited for.
     """
 
     def __init__(
@@ -77,15 +91,18 @@ class Outages:
         self._seconds = seconds
         self._thread = threading.get_ident()
         self._reached = reached
-        self._until: float | None = None  # the end of the patience during an outage, shared by all connections
+        # The end of the patience during an outage, shared by all connections.
+        self._until: float | None = None
 
     def waits(self) -> bool:
-        """Whether a failed operation should be tried again now, in this thread."""
-        return self._seconds > 0 and threading.get_ident() == self._thread and not self._should_stop()
+        """Whether a failed operation should be tried again now in this thread."""
+        return (
+            self._seconds > 0 and threading.get_ident() == self._thread and not self._should_stop()
+        )
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside this block operations fail without waiting."""
+        """Let operations inside this block fail without waiting."""
         seconds = self._seconds
         self._seconds = 0.0
         try:
@@ -112,15 +129,17 @@ class Outages:
         sa.event.listen(engine, "do_connect", connect)
 
     def _wait_after(self, error: BaseException, url: URL) -> None:
-        """Sleep before the next attempt to connect; raise the error again if there is to be none."""
+        """Sleep before the next attempt to connect, or raise the error if there is none."""
         if not self._reached or not self.waits():
             raise error
+
         if self._until is None:
             self._until = time.monotonic() + self._seconds
             self.say(
                 f"the database {_public(url)} cannot be reached, waiting for it "
                 f"({fmt_seconds(self._seconds)} at most): {_first_line(error, url)}"
             )
+
         if time.monotonic() >= self._until:
             raise error
         time.sleep(RETRY_EVERY_S)
@@ -132,13 +151,13 @@ class Outages:
 
 
 class HasOutages(Protocol):
-    """Whatever holds database connections of a session."""
+    """An object that holds database connections of a session."""
 
     outages: Outages
 
 
 def retried(operation: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
-    """Decorate a method so that it runs again if its connection broke and `outages` wait. It must be idempotent."""
+    """Decorate an idempotent method: it runs again if its connection broke and `outages` wait."""
 
     @wraps(operation)
     def run(self: Owner, /, *arguments: P.args, **named: P.kwargs) -> T:
@@ -154,10 +173,13 @@ def retried(operation: Callable[Concatenate[Owner, P], T]) -> Callable[Concatena
 
 
 class Database:
-    """The connections of one component to one database, with errors translated and outages waited for."""
+    """The connections of one component to one database.
+
+    Errors are translated, and outages are waited for.
+    """
 
     def __init__(self, url: str, outages: Outages, tables: sa.MetaData) -> None:
-        """Create the tables that are missing. Raises StorageError, or UsageError for an unusable URL."""
+        """Create missing tables. Raises StorageError, or UsageError for an unusable URL."""
         self.url = url
         with storage_errors(url):
             self.engine = sa.create_engine(_parsed(url), **engine_options(url))
@@ -167,13 +189,13 @@ class Database:
 
     @contextmanager
     def begin(self) -> Iterator[sa.Connection]:
-        """A transaction. Raises StorageError."""
+        """Open a transaction. Raises StorageError."""
         with storage_errors(self.url), self.engine.begin() as connection:
             yield connection
 
     @contextmanager
     def connect(self) -> Iterator[sa.Connection]:
-        """A connection to read with. Raises StorageError."""
+        """Open a connection to read with. Raises StorageError."""
         with storage_errors(self.url), self.engine.connect() as connection:
             yield connection
 
@@ -183,18 +205,23 @@ class Database:
 
 
 def waiting_s() -> float:
-    """How long to wait for an unreachable server, from AUTOTUNE_DATABASE_WAIT (0: not at all). Raises UsageError."""
+    """The time to wait for an unreachable server, from AUTOTUNE_DATABASE_WAIT; 0 means no wait.
+
+    Raises UsageError.
+    """
     text = os.environ.get(WAIT_VARIABLE) or f"{WAIT_S:.0f}s"
     try:
         return 0.0 if text == "0" else parse_duration(text)
     except ValueError as error:
-        raise UsageError(f"{WAIT_VARIABLE}: {error}", remedy=f"for example {WAIT_VARIABLE}=5m") from None
+        raise UsageError(
+            f"{WAIT_VARIABLE}: {error}", remedy=f"for example {WAIT_VARIABLE}=5m"
+        ) from None
 
 
 def with_tables(make: Callable[[], T]) -> T:
     """Call `make`, which creates missing tables, until it succeeds.
 
-    If several processes find a table missing at once, all but one fail and must look again.
+    If several processes find a table missing at once, all but one fail and must try again.
     """
     for _ in range(TABLE_TRIES):
         try:
@@ -208,34 +235,41 @@ def with_tables(make: Callable[[], T]) -> T:
 
 
 def engine_options(url: str, *, pooled: bool = True) -> dict[str, Any]:
-    """Options of `create_engine`. SQLite waits for its lock; a server's pooled connection is checked before use.
+    """Return the options of `create_engine`.
 
-    PostgreSQL's client gets timeouts for a vanished host, unless the URL sets them. Without a pool (`pooled`), a
-    connection closes as soon as it was used.
+    SQLite waits for its lock. A server's pooled connection is checked before use. PostgreSQL's
+    client gets timeouts for a vanished host, unless the URL sets them. With `pooled` set to False,
+    a connection closes after its use.
     """
     parsed = _parsed(url)
     options: dict[str, Any] = {} if pooled else {"poolclass": sa.NullPool}
+
     if parsed.get_backend_name() == "sqlite":
         return options | {"connect_args": {"timeout": 60}}
     options |= {"pool_pre_ping": True, "pool_recycle": 1800}
+
     if parsed.get_backend_name() == "postgresql" and parsed.get_driver_name() in LIBPQ_DRIVERS:
-        options["connect_args"] = {name: value for name, value in LIBPQ_TIMEOUTS.items() if name not in parsed.query}
+        options["connect_args"] = {
+            name: value for name, value in LIBPQ_TIMEOUTS.items() if name not in parsed.query
+        }
     return options
 
 
 def one_at_a_time(engine: sa.Engine) -> None:
-    """Make SQLite lock when a transaction begins, not when it first writes.
+    """Make SQLite lock when a transaction begins rather than at its first write.
 
     Otherwise two workers could both read that a trial is queued, and both take it.
     """
     if engine.dialect.name == "sqlite":
         engine.dispose()
         sa.event.listen(engine, "connect", lambda raw, _: setattr(raw, "isolation_level", None))
-        sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+        sa.event.listen(
+            engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE")
+        )
 
 
 def network_drive(url: str) -> str | None:
-    """The kind of network file system that an SQLite file lies on; None for local disks and servers."""
+    """The kind of network file system of an SQLite file, or None for local disks and servers."""
     parsed = _parsed(url)
     if parsed.get_backend_name() != "sqlite" or not parsed.database:
         return None
@@ -246,7 +280,7 @@ def network_drive(url: str) -> str | None:
 
 
 def sqlite_folder(url: str) -> Path | None:
-    """The directory of the SQLite file of a URL; None for a server."""
+    """The directory of the SQLite file of a URL, or None for a server."""
     path = _sqlite_file(url)
     return path and path.parent.resolve()
 
@@ -259,24 +293,26 @@ def _sqlite_file(url: str) -> Path | None:
 
 
 def require_database(url: str) -> None:
-    """Raises UsageError if there is no such SQLite file, which opening would create."""
+    """Raise UsageError if the SQLite file does not exist, because opening would create it."""
     path = _sqlite_file(url)
     if url.startswith("sqlite") and (path is None or not path.exists()):
         raise UsageError(
-            f"there is no database {public_url(url)}", remedy="start a study with `autotune run`, or name --storage"
+            f"there is no database {public_url(url)}",
+            remedy="start a study with `autotune run`, or name --storage",
         )
 
 
 def read_only(url: str) -> str:
-    """A URL of the same database with which SQLite and PostgreSQL themselves refuse to write.
+    """Return a URL of the same database that makes SQLite and PostgreSQL refuse to write.
 
-    Raises UsageError if there is no such SQLite file.
+    Raises UsageError if the SQLite file does not exist.
     """
     with storage_errors(url):
         require_database(url)
         parsed = _parsed(url)
         backend = parsed.get_backend_name()
         path = parsed.database or ""
+
         if backend == "postgresql":
             options = f"{parsed.query.get('options', '')} -c default_transaction_read_only=on"
             parsed = parsed.update_query_dict({"options": options.strip()})
@@ -284,18 +320,19 @@ def read_only(url: str) -> str:
             if not path.startswith("file:"):
                 parsed = parsed.set(database=f"file:{quote(path)}")
             parsed = parsed.update_query_dict({"mode": "ro", "uri": "true"})
+
         return parsed.render_as_string(hide_password=False)
 
 
 def _parsed(url: str) -> URL:
     try:
         return make_url(url)
-    except ValueError:  # a port that is no number; the text may be part of a password
+    except ValueError:  # the port is not a number; the text may be part of a password
         raise ArgumentError("the port is not a number") from None
 
 
 def public_url(url: str) -> str:
-    """The URL without its password."""
+    """Return the URL without its password."""
     try:
         return _public(_parsed(url))
     except ArgumentError:
@@ -307,12 +344,12 @@ def _public(url: URL) -> str:
 
 
 def _secrets(url: URL) -> dict[str, str]:
-    """Passwords in a URL's query, as libpq and MySQL's drivers take them: ?password=, ?sslpassword=, ?passwd=."""
+    """Find the passwords in a URL's query: ?password=, ?sslpassword= (libpq), ?passwd= (MySQL)."""
     return {name: str(value) for name, value in url.query.items() if "passw" in name.lower()}
 
 
 def _first_line(error: BaseException, url: URL) -> str:
-    """The first line of a driver's message, without the password."""
+    """Return the first line of a driver's message without the password."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     for secret in filter(None, (url.password, *_secrets(url).values())):
         text = text.replace(str(secret), "***")
@@ -321,11 +358,14 @@ def _first_line(error: BaseException, url: URL) -> str:
 
 @contextmanager
 def storage_errors(url: str) -> Iterator[None]:
-    """Turn database errors into StorageError (or UsageError for an unusable URL), with the password hidden."""
+    """Convert database errors to StorageError, or to UsageError for an unusable URL.
+
+    The password is hidden.
+    """
     try:
         yield
     except (ArgumentError, NoSuchModuleError) as error:
-        # Some versions of SQLAlchemy repeat a URL that they cannot parse, password included.
+        # Some versions of SQLAlchemy repeat a URL that they cannot parse, including its password.
         why = f" ({error})" if isinstance(error, NoSuchModuleError) else ""
         raise UsageError(
             f"--storage: not a database URL that can be used: {public_url(url)}{why}",
@@ -335,6 +375,7 @@ def storage_errors(url: str) -> Iterator[None]:
         missing = getattr(error.__cause__, "name", None) or error.name  # Optuna wraps it
         if missing is None:
             raise
+
         raise UsageError(
             f"--storage: the driver {missing!r} for {public_url(url)} is not installed",
             remedy=f"pip install {missing}",
@@ -343,10 +384,15 @@ def storage_errors(url: str) -> Iterator[None]:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
+
         message = _first_line(getattr(cause, "orig", None) or cause, make_url(url))
         failed = StorageError(
             f"the database {public_url(url)} failed: {message}",
-            remedy="check that it can be reached and written, then run the same command with --study to continue",
+            remedy="check that it can be reached and written, "
+            "then run the same command with --study to continue",
         )
-        failed.lost = isinstance(error, PendingRollbackError) or getattr(error, "connection_invalidated", False)
+        failed.lost = isinstance(error, PendingRollbackError) or getattr(
+            error, "connection_invalidated", False
+        )
+
         raise failed from None

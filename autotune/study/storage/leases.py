@@ -1,8 +1,8 @@
-"""The workers of a study, the configurations that each has taken, and which workers are lost.
+"""The workers of a study, their leases of configurations, and the detection of lost workers.
 
-The database keeps two workers from probing the same configuration: its lease is a unique row. Workers count
-heartbeats, and each observer measures by its own clock how long a count has not changed, so that no two clocks need to
-agree. A worker on this machine is lost as soon as its process is.
+The database keeps two workers from probing the same configuration: its lease is a unique row.
+Workers count heartbeats. Each observer measures by its own clock how long a count has not changed,
+so the clocks need not agree. A worker on this machine is lost as soon as its process ends.
 """
 
 import json
@@ -23,7 +23,7 @@ from autotune.core.errors import StorageError
 from autotune.study.storage.database import Database, Outages, retried, storage_errors
 
 BEAT_S = 5.0
-LOST_S = 60.0  # a worker is lost if its count has not changed for so long
+LOST_S = 60.0  # a worker is lost if its count has not changed for this time
 
 _metadata = sa.MetaData()
 _workers = sa.Table(
@@ -37,7 +37,7 @@ _workers = sa.Table(
 _leases = sa.Table(
     "autotune_leases",
     _metadata,
-    sa.Column("id", sa.Integer, primary_key=True),  # the order in which they were taken
+    sa.Column("id", sa.Integer, primary_key=True),  # the order of the leases
     sa.Column("study", sa.String(255), nullable=False),
     sa.Column("config", sa.String(16), nullable=False),
     sa.Column("trial", sa.Integer, nullable=False),
@@ -48,21 +48,31 @@ _leases = sa.Table(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """A process that works on a study. `realm` names the boot and the process namespace in which its pid is valid."""
+    """A process that works on a study.
+
+    `realm` names the boot and the process namespace that make its pid unique.
+    """
 
     host: str
     realm: str
     pid: int
-    started: int  # ticks after the boot, which no setting of the clock moves
+    started: int  # ticks after the boot, which changes of the clock do not affect
     device: str
     leads: bool = False
 
     @classmethod
     def here(cls, device: str, *, leads: bool = False) -> "Worker":
-        """This process."""
+        """Describe this process."""
         pid = os.getpid()
         started = began(pid) or 0
-        return cls(host=socket.gethostname(), realm=_realm(), pid=pid, started=started, device=device, leads=leads)
+        return cls(
+            host=socket.gethostname(),
+            realm=_realm(),
+            pid=pid,
+            started=started,
+            device=device,
+            leads=leads,
+        )
 
     @property
     def name(self) -> str:
@@ -70,12 +80,12 @@ class Worker:
         return f"{self.host}:{self.pid}:{self.started}"
 
     def lives_here(self) -> bool | None:
-        """Whether the process is alive; None if it is on another machine or in another namespace."""
+        """Whether the process is alive, or None on another machine or in another namespace."""
         return began(self.pid) == self.started if self.realm == _realm() else None
 
 
 class Leases:
-    """One worker's view of a study. Raises StorageError where the database cannot be reached."""
+    """One worker's view of a study. Raises StorageError if the database cannot be reached."""
 
     def __init__(
         self,
@@ -90,25 +100,26 @@ class Leases:
         self._me = me
         self._clock = clock
         self.name = me.name
-        self._seen: dict[str, tuple[int, float]] = {}  # beats, and since when
-        self._beaten = clock()  # when this worker last counted up
+        self._seen: dict[str, tuple[int, float]] = {}  # beats, and the time of the last change
+        self._beaten = clock()  # the time of this worker's last heartbeat
         self._was_paused = False
         self.outages = outages or Outages()
         self._database = Database(url, self.outages, _metadata)
 
     @contextmanager
     def joined(self) -> Iterator["Leases"]:
-        """Join the study's workers for a `with` block; at its end all leases of this worker are released."""
+        """Join the study's workers for a `with` block. At its end, release all own leases."""
         self._beat()
         stop = threading.Event()
         heart = threading.Thread(target=self._beat_on, args=(stop,), daemon=True)
         heart.start()
+
         try:
             yield self
         finally:
             stop.set()
             heart.join()
-            with suppress(StorageError):  # the others find out
+            with suppress(StorageError):  # the other workers will notice by themselves
                 self.forget(self.name)
             self._database.close()
 
@@ -123,7 +134,8 @@ class Leases:
         with storage_errors(self._database.url):
             try:
                 with self._database.engine.begin() as connection:
-                    if connection.dialect.name == "postgresql":  # it numbers rows before it shows them to others
+                    # PostgreSQL assigns row numbers before rows become visible to others.
+                    if connection.dialect.name == "postgresql":
                         lock = sa.func.pg_advisory_xact_lock(crc32(self._study.encode()))
                         connection.execute(sa.select(lock))
                     self._count_up(connection)
@@ -134,7 +146,10 @@ class Leases:
 
     @retried
     def _holds(self, config: str, trial: int) -> bool:
-        """Whether this worker has the lease: its connection may have broken after it was taken."""
+        """Whether this worker has the lease.
+
+        Its connection may have broken after the lease was taken.
+        """
         same = {"study": self._study, "config": config, "trial": trial, "worker": self.name}
         with self._database.begin() as connection:
             return connection.execute(sa.select(_leases.c.id).filter_by(**same)).first() is not None
@@ -143,11 +158,13 @@ class Leases:
     def drop(self, config: str) -> None:
         """Release a configuration that is finished or given back."""
         with self._database.begin() as connection:
-            connection.execute(_leases.delete().filter_by(study=self._study, config=config, worker=self.name))
+            connection.execute(
+                _leases.delete().filter_by(study=self._study, config=config, worker=self.name)
+            )
 
     @retried
     def ahead(self, config: str) -> int:
-        """How many unfinished configurations were taken before this one."""
+        """Count the unfinished configurations that were taken before this one."""
         of_study = _leases.c.study == self._study
         own = sa.select(_leases.c.id).where(of_study, _leases.c.config == config).scalar_subquery()
         query = sa.select(sa.func.count()).select_from(_leases).where(of_study, _leases.c.id < own)
@@ -158,44 +175,60 @@ class Leases:
     def taken(self) -> set[str]:
         """The digests of the configurations that any worker has taken."""
         with self._database.begin() as connection:
-            return set(connection.execute(sa.select(_leases.c.config).where(_leases.c.study == self._study)).scalars())
+            return set(
+                connection.execute(
+                    sa.select(_leases.c.config).where(_leases.c.study == self._study)
+                ).scalars()
+            )
 
     @retried
     def workers(self) -> dict[str, Worker]:
-        """All workers by name. Workers that are lost are removed, with their leases."""
-        query = sa.select(_workers.c.name, _workers.c.beats, _workers.c.about).where(_workers.c.study == self._study)
+        """Return all workers by name. Lost workers are removed together with their leases."""
+        query = sa.select(_workers.c.name, _workers.c.beats, _workers.c.about).where(
+            _workers.c.study == self._study
+        )
         with self._database.begin() as connection:
             rows = connection.execute(query).all()
+
         now = self._clock()
         at_work = {self.name: self._me}
-        # After a pause of our own (database unreachable, process stopped) our observations are stale: start again.
+        # After a pause of this process (database unreachable, process stopped), the observations
+        # are stale, so they start again.
         if self._was_paused or now - self._beaten > 2 * BEAT_S:
             self._seen.clear()
             self._was_paused = False
+
         for name, beats, about in rows:
-            then, since = self._seen.get(name, (None, now))
-            self._seen[name] = (beats, now if then != beats else since)
+            last_beats, last_change = self._seen.get(name, (None, now))
+            self._seen[name] = (beats, now if last_beats != beats else last_change)
             worker = Worker(**json.loads(about))
             alive = worker.lives_here() is not False and now - self._seen[name][1] < LOST_S
             if alive:
                 at_work[name] = worker
             elif name != self.name:
                 self.forget(name)
-        with self._database.begin() as connection:  # leases of workers that were removed, took one and were killed
+
+        # A worker may have been removed, have taken a lease and have been killed.
+        with self._database.begin() as connection:
             joined = sa.select(_workers.c.name).where(_workers.c.study == self._study)
             lost = sa.and_(_leases.c.study == self._study, _leases.c.worker.not_in(joined))
             connection.execute(_leases.delete().where(lost))
         return at_work
 
     def confirmed_others(self, say: Callable[[str], None] = lambda text: None) -> dict[str, Worker]:
-        """The other workers that are surely alive: their processes are on this machine, or their heartbeats continue.
+        """Return the other workers that are certainly alive.
+
+        Their processes are on this machine, or their heartbeats continue.
 
         This takes a few heartbeats if there are workers on other machines.
         """
         others = {name: worker for name, worker in self.workers().items() if name != self.name}
         if any(worker.lives_here() is None for worker in others.values()):
             before = {name: self._seen[name][0] for name in others}
-            say(f"checking for {2.5 * BEAT_S:.0f} s whether workers of other hosts are still running")
+            say(
+                f"checking for {2.5 * BEAT_S:.0f} s "
+                "whether workers of other hosts are still running"
+            )
             time.sleep(2.5 * BEAT_S)
             now = self.workers()
             return {
@@ -220,48 +253,53 @@ class Leases:
             connection.execute(_workers.delete().filter_by(study=self._study, name=name))
 
     def _beat(self) -> None:
-        """Count up. A worker that is missing joins: it is new, or was taken for lost while it was stopped."""
+        """Count up. A missing worker joins: it is new, or was taken for lost during a pause."""
         with self._database.begin() as connection:
             self._count_up(connection)
-        before, self._beaten = self._beaten, self._clock()
+        before = self._beaten
+        self._beaten = self._clock()
         if self._beaten - before > 2 * BEAT_S:
             self._was_paused = True
 
     def _count_up(self, connection: sa.Connection) -> None:
         me = {"study": self._study, "name": self.name}
-        counted = connection.execute(_workers.update().filter_by(**me).values(beats=_workers.c.beats + 1))
-        if not counted.rowcount:
-            connection.execute(_workers.insert().values(**me, beats=0, about=json.dumps(asdict(self._me))))
+        update = connection.execute(
+            _workers.update().filter_by(**me).values(beats=_workers.c.beats + 1)
+        )
+        if not update.rowcount:
+            connection.execute(
+                _workers.insert().values(**me, beats=0, about=json.dumps(asdict(self._me)))
+            )
 
     def _beat_on(self, stop: threading.Event) -> None:
-        """Count up until `stop`, whatever the database does meanwhile."""
+        """Count up until `stop`, even if the database fails."""
         while not stop.wait(BEAT_S):
             with suppress(StorageError):
                 self._beat()
 
 
 class SingleWorker:
-    """In place of Leases where a session shares its study with nobody: every configuration is free."""
+    """The replacement of Leases in a session without other workers: no configuration is taken."""
 
     name = ""
 
     def take(self, config: str, trial: int) -> bool:
-        """Nobody else can have it."""
+        """Return True: there is no other worker."""
         return True
 
     def drop(self, config: str) -> None:
-        """Nothing is held."""
+        """Do nothing: there is no lease."""
 
     def ahead(self, config: str) -> int:
-        """Nobody else takes any."""
+        """Return 0: there is no other worker."""
         return 0
 
     def taken(self) -> set[str]:
-        """Nothing is held."""
+        """Return an empty set: there is no lease."""
         return set()
 
     def workers(self) -> Collection[str]:
-        """There are no others."""
+        """Return an empty collection: there is no other worker."""
         return ()
 
 
@@ -269,7 +307,10 @@ Coordinator = Leases | SingleWorker
 
 
 def began(pid: int) -> int | None:
-    """When a process of this machine began, in ticks after the boot; None if there is none, or only a zombie."""
+    """The start of a process of this machine in ticks after the boot.
+
+    It is None if the process does not exist or is a zombie.
+    """
     try:
         state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -278,7 +319,7 @@ def began(pid: int) -> int | None:
 
 
 def _realm() -> str:
-    """This boot of this machine and this process namespace, in which a pid names one process."""
+    """Name this boot of this machine and this process namespace; a pid is unique within both."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"

@@ -9,12 +9,16 @@ from autotune.core.text import slug
 
 DEFAULT_ROOT = Path("runs")
 DEFAULT_URL = f"sqlite:///{DEFAULT_ROOT / 'autotune.db'}"
-EVIDENCE = DEFAULT_ROOT / "evidence"  # where `autotune import` stores submissions, in the current directory
+# `autotune import` stores submissions here, in the current directory.
+EVIDENCE = DEFAULT_ROOT / "evidence"
 FREE_BYTES = 200 * 2**20
 
 
 def storage_url(storage: str | None) -> str:
-    """The database's URL: `storage`, else AUTOTUNE_STORAGE, else an SQLite file in runs/, which is created."""
+    """Return the database's URL: `storage`, else AUTOTUNE_STORAGE, else an SQLite file in runs/.
+
+    The folder runs/ is created if necessary.
+    """
     named = named_url(storage)
     if named is None:
         with write_errors(DEFAULT_ROOT.absolute()):
@@ -23,7 +27,10 @@ def storage_url(storage: str | None) -> str:
 
 
 def existing_url(storage: str | None) -> str:
-    """The same URL, where nothing is created. Raises UsageError if there is no such SQLite file."""
+    """Return the same URL without creating a folder.
+
+    Raises UsageError if the SQLite file does not exist.
+    """
     from autotune.study.storage.database import require_database, storage_errors
 
     url = named_url(storage) or DEFAULT_URL
@@ -33,32 +40,38 @@ def existing_url(storage: str | None) -> str:
 
 
 def named_url(storage: str | None) -> str | None:
-    """What the user named: `storage`, else AUTOTUNE_STORAGE, else None."""
+    """Return the URL that the user named: `storage`, else AUTOTUNE_STORAGE, else None."""
     return os.environ.get("AUTOTUNE_STORAGE") if storage is None else storage
 
 
 def shared_url(storage: str | None) -> str:
-    """The same for a database that several processes write. Raises UsageError for SQLite on a network drive."""
+    """Return the URL of a database that several processes write.
+
+    Raises UsageError for SQLite on a network drive.
+    """
     from autotune.study.storage.database import network_drive
 
     url = storage_url(storage)
     if kind := network_drive(url):
         raise UsageError(
-            f"the database is an SQLite file on a network drive ({kind}), whose locks do not hold between machines",
-            remedy="give --storage postgresql+psycopg://..., or a file on a disk of this machine for its own workers",
+            f"the database is an SQLite file on a network drive ({kind}), "
+            "whose locks do not hold between machines",
+            remedy="give --storage postgresql+psycopg://..., "
+            "or a file on a disk of this machine for its own workers",
         )
     return url
 
 
 def study_directory(out: str | None, study: str) -> Path:
-    """The directory of a study's files: `out`, or one under runs/ that is named after the study."""
+    """Return the directory of a study's files: `out`, or one under runs/ with the study's name."""
     return Path(out) if out else DEFAULT_ROOT / slug(study)
 
 
 def stored_out(out: Path, url: str) -> str:
-    """How a record names a study's directory: by its path from the SQLite file's, if it is inside that, else in full.
+    """Convert a study's directory to the form that a record stores.
 
-    Both can then be moved or copied together.
+    Inside the SQLite file's directory it is a relative path, so both can be moved or copied
+    together. Otherwise it is the full path.
     """
     from autotune.study.storage.database import sqlite_folder
 
@@ -69,7 +82,10 @@ def stored_out(out: Path, url: str) -> str:
 
 
 def opened_out(stored: str, url: str, study: str) -> Path:
-    """The directory that `stored_out` named, where the database is now; one under runs/ if this host has no such."""
+    """Return the directory that `stored_out` stored, relative to the database's present place.
+
+    If this host has no such directory, return one under runs/.
+    """
     from autotune.study.storage.database import sqlite_folder
 
     out = Path(stored)
@@ -79,7 +95,10 @@ def opened_out(stored: str, url: str, study: str) -> Path:
 
 
 def make_writable(directory: Path) -> None:
-    """Create a study's directory and its logs, and check that it can be written. Raises StorageError."""
+    """Create a study's directory with its logs, and check that it is writable.
+
+    Raises StorageError.
+    """
     with write_errors(directory):
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         trial = directory / ".writable"
@@ -88,5 +107,6 @@ def make_writable(directory: Path) -> None:
         space = os.statvfs(directory)
     if space.f_bavail * space.f_frsize < FREE_BYTES:
         raise StorageError(
-            f"less than {FREE_BYTES >> 20} MiB are free at {directory}", remedy="free some, or give another --out"
+            f"less than {FREE_BYTES >> 20} MiB are free at {directory}",
+            remedy="free some, or give another --out",
         )

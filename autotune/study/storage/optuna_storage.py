@@ -1,4 +1,4 @@
-"""Optuna's tables: opening them, their errors in our words, and which studies a database holds."""
+"""Optuna's tables: opening them, translating their errors, and listing a database's studies."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,13 +15,14 @@ _compatible: set[str] = set()  # URLs of databases whose tables suit this versio
 
 
 def optuna_storage(url: str) -> RDBStorage:
-    """Optuna's storage on this database. The caller disposes of its engine.
+    """Open Optuna's storage on this database. The caller disposes of its engine.
 
-    Optuna reads all its migrations to check the tables: that is done once a process for each database.
+    To check the tables, Optuna reads all its migrations. This happens once per process and
+    database.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if url not in _compatible:
-        # If this fails, nobody is left to close its connections: so it has no pool.
+        # If this fails, no caller can close its connections, so it has no pool.
         with_tables(lambda: RDBStorage(url, engine_kwargs=engine_options(url, pooled=False)))
         _compatible.add(url)
     return RDBStorage(url, engine_kwargs=engine_options(url), skip_compatibility_check=True)
@@ -29,7 +30,7 @@ def optuna_storage(url: str) -> RDBStorage:
 
 @contextlib.contextmanager
 def opened_storage(url: str) -> Iterator[RDBStorage]:
-    """The same for a `with` block, which closes its connections."""
+    """Open the same storage for a `with` block, which closes its connections."""
     storage = optuna_storage(url)
     try:
         yield storage
@@ -39,7 +40,10 @@ def opened_storage(url: str) -> Iterator[RDBStorage]:
 
 @contextlib.contextmanager
 def optuna_errors(url: str) -> Iterator[None]:
-    """Turn Optuna's errors into StorageError with the true cause, which Optuna wraps into one message."""
+    """Convert Optuna's errors to StorageError with the true cause.
+
+    Optuna wraps all causes in one message.
+    """
     with storage_errors(url):
         try:
             yield
@@ -50,18 +54,18 @@ def optuna_errors(url: str) -> Iterator[None]:
 
 
 def study_names(url: str) -> list[str]:
-    """The names of all studies of a database, oldest first."""
+    """Return the names of all studies of a database, the oldest first."""
     return list(all_attributes(url))
 
 
 def all_attributes(url: str) -> dict[str, dict[str, Any]]:
-    """The attributes of every study by its name, oldest first, read at once."""
+    """Read the attributes of every study at once, by its name, the oldest first."""
     with optuna_errors(url), opened_storage(url) as storage:
         return {study.study_name: dict(study.user_attrs) for study in storage.get_all_studies()}
 
 
 def read_record(url: str, name: str) -> StudyRecord | None:
-    """The record of a study; None if there is no such study, or none that was begun.
+    """Read the record of a study; return None if the study does not exist or has not begun.
 
     Raises:
         UsageError: another version of autotune wrote it.
@@ -77,6 +81,6 @@ def read_record(url: str, name: str) -> StudyRecord | None:
 
 
 def delete_study(url: str, name: str) -> None:
-    """Delete a study with its trials. Raises KeyError if there is none of this name."""
+    """Delete a study with its trials. Raises KeyError if no study has this name."""
     with optuna_errors(url), opened_storage(url) as storage:
         optuna.delete_study(study_name=name, storage=storage)

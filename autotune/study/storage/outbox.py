@@ -1,4 +1,7 @@
-"""Rows that wait for their database: a file that takes a line each while it is unreachable, and is emptied after."""
+"""Rows that wait for their database, in a file.
+
+The file takes a line per row while the database is unreachable, and is emptied afterwards.
+"""
 
 import fcntl
 import json
@@ -14,7 +17,7 @@ from autotune.core.files import sync_directory, write_errors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outbox:
-    """One file of rows as lines of JSON, which several processes may share."""
+    """One file of rows as lines of JSON. Several processes may share it."""
 
     path: Path
 
@@ -25,7 +28,7 @@ class Outbox:
     def add(self, row: dict[str, Any]) -> None:
         """Append a row, which is on disk when this returns. Raises StorageError."""
         with self._locked() as file:
-            # A process that was killed while writing left half a line: the newline keeps it apart from this one.
+            # A process that was killed while writing leaves half a line. The newline separates it.
             file.write("\n" + json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -33,7 +36,10 @@ class Outbox:
 
     @contextmanager
     def drained(self) -> Iterator[list[dict[str, Any]]]:
-        """All rows that wait; they are deleted if the block ends without an error. Raises StorageError."""
+        """Yield all waiting rows, and delete them if the block ends without an error.
+
+        Raises StorageError.
+        """
         with self._locked() as file:
             file.seek(0)
             rows = []

@@ -1,4 +1,4 @@
-"""Probe results in a table of our own: append-only evidence, found again by request and fingerprint.
+"""Probe results in a table of our own: append-only, looked up by request and fingerprint.
 
 A result that cannot be written waits in an outbox file, since it cost GPU time.
 """
@@ -37,25 +37,32 @@ _probes = sa.Table(
 )
 # Outcomes that repeat when the same probe runs again; a crash or a timeout may not.
 REUSABLE = (Outcome.OK, Outcome.OOM, Outcome.NUMERICS)
-LATE_ROWS = 1000  # a row may become visible after rows with higher numbers: transactions commit in any order
+# A row may become visible after rows with higher numbers, since transactions commit in any order.
+LATE_ROWS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredProbe:
-    """One row. `trial` is None for probes outside the search, such as those that confirm."""
+    """One row. `trial` is None for probes outside the search, such as confirmations."""
 
     trial: int | None
     result: ProbeResult
 
 
 class ProbeStore:
-    """The probe table of one database. `outbox` is the file where results wait while it is unreachable.
+    """The probe table of one database.
 
-    What is added is that of `node`, a worker's name.
+    Results wait in the file `outbox` while the database is unreachable. New rows get the name of
+    this worker, `node`.
     """
 
     def __init__(
-        self, url: str, *, outbox: Path | None = None, outages: Outages | None = None, node: str | None = None
+        self,
+        url: str,
+        *,
+        outbox: Path | None = None,
+        outages: Outages | None = None,
+        node: str | None = None,
     ) -> None:
         self._node = node
         self.outages = outages or Outages()
@@ -65,11 +72,17 @@ class ProbeStore:
         self._read_to = 0  # the highest id that was read
 
     def add(
-        self, study: str, trial: int | None, result: ProbeResult, fingerprint: Fingerprint, *, model: str = ""
+        self,
+        study: str,
+        trial: int | None,
+        result: ProbeResult,
+        fingerprint: Fingerprint,
+        *,
+        model: str = "",
     ) -> None:
         """Append one result durably. `model` is the digest of the model's config.
 
-        Raises StorageError if neither the database nor the outbox takes it.
+        Raises StorageError if both the database and the outbox fail.
         """
         row = {
             "study": study,
@@ -84,11 +97,13 @@ class ProbeStore:
             "result": json.dumps(to_data(replace(result, node=result.node or self._node))),
             "circumstances": json.dumps(to_data(fingerprint)),
         }
+
         if self._outbox is None:
             self._write(row)
             return
+
         try:
-            with self.outages.at_once():  # first to safety, then wait for the database
+            with self.outages.at_once():  # save the row first, then wait for the database
                 self._empty_outbox()
                 self._write(row)
         except StorageError as error:
@@ -100,22 +115,31 @@ class ProbeStore:
             self._insert(connection, row)
 
     def _insert(self, connection: sa.Connection, row: dict[str, Any]) -> None:
-        self._known.add(connection.execute(_probes.insert().values(**row).returning(_probes.c.id)).scalar_one())
+        self._known.add(
+            connection.execute(_probes.insert().values(**row).returning(_probes.c.id)).scalar_one()
+        )
 
     def _empty_outbox(self) -> None:
-        """Write the rows that wait, each once: after an error the database may have a row already."""
+        """Write each waiting row once; after an error the database may contain a row already."""
         if self._outbox is None or self._outbox.is_empty():
             return
+
         with self._outbox.drained() as rows, self._database.begin() as connection:
             for row in rows:
-                same = (column == row[column.name] for column in _probes.c if column is not _probes.c.id)
+                same = (
+                    column == row[column.name] for column in _probes.c if column is not _probes.c.id
+                )
                 if connection.execute(sa.select(_probes.c.id).where(*same)).first() is None:
                     self._insert(connection, row)
+
         self.outages.say(f"{len(rows)} waiting results are in the database now")
 
     @retried
     def find(self, request: str, fingerprint: str, rungs: Iterable[Rung]) -> ProbeResult | None:
-        """The newest stored answer to a request under the same fingerprint, from any study of this database."""
+        """Return the newest stored answer to a request, from any study of this database.
+
+        The fingerprint must be the same.
+        """
         query = (
             sa.select(_probes.c.result)
             .where(
@@ -127,18 +151,19 @@ class ProbeStore:
             .order_by(_probes.c.id.desc())
             .limit(1)
         )
+
         self._empty_outbox()
         with self._database.connect() as connection:
             text = connection.execute(query).scalar_one_or_none()
         return None if text is None else from_data(ProbeResult, json.loads(text))
 
     def of_study(self, study: str) -> list[StoredProbe]:
-        """Every row of a study, in the order they were written."""
+        """Return every row of a study, in the order of writing."""
         return self._rows(_probes.c.study == study)
 
     @retried
     def new_rows(self, study: str) -> list[StoredProbe]:
-        """The rows of a study that other processes wrote and that this one has not read yet."""
+        """Return the rows of a study from other processes that this process has not read yet."""
         which = sa.and_(_probes.c.study == study, _probes.c.id > self._read_to - LATE_ROWS)
         query = sa.select(_probes.c.id).where(which)
         with self._database.connect() as connection:
@@ -152,7 +177,10 @@ class ProbeStore:
             connection.execute(_probes.delete().where(_probes.c.study == study))
 
     def of_model(self, model: str, fingerprint: str) -> list[StoredProbe]:
-        """Every row of a model under this fingerprint, of all studies, in the order they were written."""
+        """Return every row of a model under this fingerprint, in the order of writing.
+
+        The rows may belong to any study.
+        """
         return self._rows(sa.and_(_probes.c.model == model, _probes.c.fingerprint == fingerprint))
 
     @retried
@@ -163,7 +191,10 @@ class ProbeStore:
             rows = connection.execute(query).mappings().all()
         self._known.update(row["id"] for row in rows)
         self._read_to = max((self._read_to, *(row["id"] for row in rows)))
-        return [StoredProbe(trial=row["trial"], result=_result(row["id"], row["result"])) for row in rows]
+        return [
+            StoredProbe(trial=row["trial"], result=_result(row["id"], row["result"]))
+            for row in rows
+        ]
 
     def close(self) -> None:
         """Close all connections."""
@@ -171,9 +202,11 @@ class ProbeStore:
 
 
 def _result(row: int, text: str) -> ProbeResult:
-    """The result in a row. Raises StorageError for any other text."""
+    """Parse the result in a row. Raises StorageError for any other text."""
     try:
         return from_data(ProbeResult, json.loads(text))
     except (TypeError, ValueError) as error:  # pydantic's error is a ValueError
         reason = str(error).splitlines()[0]
-        raise StorageError(f"row {row} of the probes cannot be read: {reason}", remedy=OTHER) from None
+        raise StorageError(
+            f"row {row} of the probes cannot be read: {reason}", remedy=OTHER
+        ) from None

@@ -13,7 +13,10 @@ LOCK = ".lock"  # a file in the directory
 
 @contextmanager
 def locked(directory: Path, study: str) -> Iterator[None]:
-    """Hold the lock of a study's directory, which ends with the process. Raises UsageError if another holds it."""
+    """Hold the lock of a study's directory for the block.
+
+    The lock ends with the process. Raises UsageError if another process holds it.
+    """
     with (directory / LOCK).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -30,7 +33,7 @@ def locked(directory: Path, study: str) -> Iterator[None]:
 
 
 def running_process(directory: Path) -> str | None:
-    """The id of the process that runs the study of this directory; None if there is none on this host."""
+    """The id of the process on this host that runs the directory's study, or None."""
     try:
         with (directory / LOCK).open() as file:
             try:

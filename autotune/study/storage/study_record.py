@@ -1,7 +1,8 @@
-"""What a study keeps about itself in its database, besides trials and probes: a versioned record with named fields.
+"""The record of a study in its database, in addition to trials and probes.
 
-Each field is a user attribute of the Optuna study, as JSON, so that the leader and its workers can update their own
-fields independently. A record of another schema version is refused: probe results of that version do not compare.
+The record is versioned and has named fields. Each field is a user attribute of the Optuna study, as
+JSON, so the leader and its workers can update their own fields independently. A record of another
+schema version is refused, because its probe results do not compare.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -21,12 +22,12 @@ from autotune.study.learning import Learning
 from autotune.study.summary import Quality, Verification
 
 SCHEMA_VERSION = 2  # 1 was a dictionary named "facts", without a version in it
-_VERSION = "schema_version"  # written last, so that a record with a version is complete
-_WORKER = "worker_seconds:"  # and a worker's name: each worker writes an attribute of its own
+_VERSION = "schema_version"  # written last, so a record with a version is complete
+_WORKER = "worker_seconds:"  # plus a worker's name: each worker writes its own attribute
 
 
 class StudyPhase(StrEnum):
-    """What the leader of a study is doing; workers help while it searches."""
+    """The phase of a study's leader; workers help while it searches."""
 
     SEARCHING = "searching"
     CONFIRMING = "confirming"
@@ -35,7 +36,10 @@ class StudyPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """When to stop searching. `trials` is a total over all sessions; `patience` counts trials without a better one."""
+    """The limits of a search.
+
+    `trials` is a total over all sessions. `patience` counts trials without an improvement.
+    """
 
     budget_s: float
     trials: int | None = None
@@ -46,23 +50,30 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeTerms:
-    """What all probes of a study have in common: the memory limit in GiB, the fraction kept free, and the seed."""
+    """The terms of all probes of a study: memory limit in GiB, fraction kept free, and seed."""
 
     memory_gib: float
     headroom: float
     seed: int = 0
 
     def request(self, task: Task, config: TrainConfig, device: str) -> ProbeRequest:
-        """The request for a probe of the whole model on `device` ("cpu" or "cuda")."""
-        return task.request(config, device=device, memory_gib=self.memory_gib, headroom=self.headroom, seed=self.seed)
+        """Return the request for a probe of the whole model on `device` ("cpu" or "cuda")."""
+        return task.request(
+            config,
+            device=device,
+            memory_gib=self.memory_gib,
+            headroom=self.headroom,
+            seed=self.seed,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyRecord:
-    """One study as its database knows it. `out` is the study's directory, as `location.opened_out` reads it.
+    """One study as its database knows it.
 
-    `wall_seconds` counts all sessions, `earlier_seconds` those before the current one, `worker_seconds` what each
-    further worker worked. `limits` and `phase` are None until the search begins.
+    `out` is the study's directory in the form that `location.opened_out` reads. `wall_seconds`
+    counts all sessions, `earlier_seconds` the sessions before the current one, `worker_seconds` the
+    time of each further worker. `limits` and `phase` are None until the search begins.
     """
 
     task: Task
@@ -80,17 +91,20 @@ class StudyRecord:
     quality: Quality | None = None
     verification: Verification | None = None
     learning: Learning | None = None
-    too_short_for: tuple[str, ...] = ()  # what the budget of the last session was too short for
+    too_short_for: tuple[str, ...] = ()  # the parts that the last session's budget left out
     ablation: Ablation | None = None
     decomposition: Decomposition | None = None
 
     @property
     def others_seconds(self) -> float:
-        """Seconds that workers other than the leader worked, summed up."""
+        """The total seconds that workers other than the leader worked."""
         return sum(self.worker_seconds.values())
 
     def identity(self) -> dict[str, Any]:
-        """What must not change when the study is continued, by what an error message calls it."""
+        """Return the values that must stay the same when the study continues.
+
+        The keys are their names in error messages.
+        """
         task = self.task
         return {
             "model": task.model.name,
@@ -104,7 +118,8 @@ class StudyRecord:
             "trainer": task.trainer,
             "workload": task.workload.facts(),
             "rows dealt out by length": task.workload.dealt,
-            "memory in GiB": round(self.terms.memory_gib),  # other processes on the card change it a little
+            # Other processes on the card change the memory a little.
+            "memory in GiB": round(self.terms.memory_gib),
             "headroom": self.terms.headroom,
             "fingerprint": to_data(self.fingerprint),
             "reserve opened": self.reserve_opened,
@@ -113,7 +128,10 @@ class StudyRecord:
         }
 
     def require_same(self, now: "StudyRecord") -> None:
-        """Refuse to continue this study as `now` would. Raises UsageError, which names what differs."""
+        """Raise UsageError if `now` would continue this study differently.
+
+        The error names the difference.
+        """
         current = to_data(now.identity())
         for key, value in to_data(self.identity()).items():
             if value != current[key]:
@@ -125,45 +143,54 @@ class StudyRecord:
 
     @classmethod
     def from_attributes(cls, name: str, attributes: dict[str, Any]) -> Self | None:
-        """The record among a study's attributes; None if there is none yet.
+        """Read the record from a study's attributes; return None if there is none yet.
 
         Raises:
             UsageError: another version of autotune wrote the study.
-            StorageError: the attributes do not have the form of a record.
+            StorageError: the attributes do not form a record.
         """
         version = attributes.get(_VERSION)
         if version is None and "facts" not in attributes:
             return None
+
         if version != SCHEMA_VERSION:
             is_newer = isinstance(version, int) and version > SCHEMA_VERSION
             raise UsageError(
                 f"study {name!r} was written by {'a newer' if is_newer else 'an earlier'} "
-                f"version of autotune (record version {version or 1}, this one reads {SCHEMA_VERSION})",
-                remedy="open it with the version that wrote it, or run the study again under another name",
+                f"version of autotune (record version {version or 1}, "
+                f"this one reads {SCHEMA_VERSION})",
+                remedy="open it with the version that wrote it, "
+                "or run the study again under another name",
             )
+
         names = {item.name for item in fields(cls)}
         values = {key: value for key, value in attributes.items() if key in names}
         values["worker_seconds"] = {
-            key.removeprefix(_WORKER): value for key, value in attributes.items() if key.startswith(_WORKER)
+            key.removeprefix(_WORKER): value
+            for key, value in attributes.items()
+            if key.startswith(_WORKER)
         }
+
         carried = (values.get("task") or {}).get("carried")
         if carried and "ratio" in carried:  # products and bytes had one ratio before
             ratio = carried.pop("ratio")
             carried |= {"products": ratio, "bytes": ratio}
+
         try:
             return from_data(cls, values)
         except (KeyError, TypeError, ValueError) as error:  # pydantic's error is a ValueError
             raise StorageError(
                 f"the record of study {name!r} cannot be read: {str(error).splitlines()[0]}",
-                remedy="open it with the version that made it, or run the study again under another name",
+                remedy="open it with the version that made it, "
+                "or run the study again under another name",
             ) from None
 
 
 class Attributes(Protocol):
-    """Where a record is written: the attributes of an Optuna study, which `Optimizer` opens."""
+    """The attributes of an Optuna study, which hold a record; `Optimizer` implements it."""
 
     def attributes(self) -> dict[str, Any]:
-        """All attributes."""
+        """Return all attributes."""
 
     def remember(self, key: str, value: Any) -> None:
         """Write one attribute."""
@@ -172,7 +199,7 @@ class Attributes(Protocol):
 def start_record(study: Attributes, record: StudyRecord) -> None:
     """Write the record of a study that begins or continues.
 
-    Raises UsageError if the study exists and what must not change differs.
+    Raises UsageError if the study exists with other values that must stay the same.
     """
     existing = StudyRecord.from_attributes(record.task.study, study.attributes())
     if existing is not None:
@@ -189,5 +216,5 @@ def update_record(study: Attributes, **changes: Any) -> None:
 
 
 def add_worker_seconds(study: Attributes, worker: str, seconds: float) -> None:
-    """Record how long a worker other than the leader has worked so far."""
+    """Record the seconds that a worker other than the leader has worked so far."""
     study.remember(f"{_WORKER}{worker}", seconds)
