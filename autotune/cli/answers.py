@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from autotune.report.answer import Answer
 
 
-def print_answer(make: Callable[[date], "Answer"], *, html: Path | None = None, silent: bool = False) -> None:
+def print_answer(
+    make: Callable[[date], "Answer"], *, html: Path | None = None, silent: bool = False
+) -> None:
     """Print the sentences and tables of the answer unless `silent`; with `html` write its page. Raises StorageError."""
     if html is None and silent:
         return

@@ -16,7 +16,10 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
     yield "", answer.answer
     batch = "one micro batch" if run.accumulation == 1 else f"{run.accumulation:,} micro batches"
     trains = f"{run.format}, {run.objective}" if run.objective is not Objective.SFT else run.format
-    yield "file", f"{report.file.name} ({trains}): {run.model}, {run.config.label()}, {batch} a step"
+    yield (
+        "file",
+        f"{report.file.name} ({trains}): {run.model}, {run.config.label()}, {batch} a step",
+    )
     yield "memory", answer.needs
     if report.fix:
         needs = "fits, with" if report.fix.state == FITS else "may fit, with"
@@ -42,20 +45,29 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
 def _truncation(report: CheckReport, fixed: CheckedRun) -> str:
     """What a shorter sequence cuts off."""
     truncated = report.workload.truncated
-    before, after = truncated(report.checked.run.config.seq_len), truncated(fixed.run.config.seq_len)
+    before, after = (
+        truncated(report.checked.run.config.seq_len),
+        truncated(fixed.run.config.seq_len),
+    )
     return f"; {after:.0%} of the tokens are cut off" if after > before else ""
 
 
 def _faster_text(report: CheckReport, faster: Faster) -> str:
     runnable = report.runnable or report.checked
-    new, old, full_rows = faster.config, runnable.run.config, report.workload.lengths.source == "assumed"
+    new, old, full_rows = (
+        faster.config,
+        runnable.run.config,
+        report.workload.lengths.source == "assumed",
+    )
     names = ["micro_batch_size", "checkpointing", "compile", "loss", "kernels"]
     if not full_rows:
         names.append("packing")
     if "eager" in (new.attention, old.attention):
         names.append("attention")
     pairs = [(name, getattr(new, name), getattr(old, name)) for name in names]
-    changes = [f"{name} {value} instead of {before}" for name, value, before in pairs if value != before]
+    changes = [
+        f"{name} {value} instead of {before}" for name, value, before in pairs if value != before
+    ]
     if FP32_BASE in runnable.run.notes:
         changes.append("the base in bfloat16")
     usd = runnable.estimate.cost.full_run_usd if runnable.estimate.cost else None
@@ -67,5 +79,8 @@ def _faster_text(report: CheckReport, faster: Faster) -> str:
 
 def edits_text(edits: Edits) -> str:
     """'gradient_checkpointing: true, micro_batch_size: 2', as YAML takes it."""
-    texts = {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in edits.items()}
+    texts = {
+        key: value if isinstance(value, str) else json.dumps(value, default=str)
+        for key, value in edits.items()
+    }
     return ", ".join(f"{key}: {text}" for key, text in texts.items())

@@ -42,7 +42,11 @@ class Display(AbstractContextManager["Display"]):
     def __init__(self, *, budget_s: float, quiet: bool = False, events: bool = False) -> None:
         tty = sys.stderr.isatty()
         self._console = console(stderr=True, quiet=quiet, highlight=False, soft_wrap=not tty)
-        self._status: Any = self._console.status("", refresh_per_second=REFRESHES_PER_S) if tty and not quiet else None
+        self._status: Any = (
+            self._console.status("", refresh_per_second=REFRESHES_PER_S)
+            if tty and not quiet
+            else None
+        )
         self._budget_s = budget_s
         self._events = events
         self._started = time.monotonic()
@@ -101,7 +105,9 @@ class Display(AbstractContextManager["Display"]):
         self._task = task = setup.task
         workload = task.workload
         space, price, device = task.space, task.search_price, task.device
-        proxy = f", measured on {task.measured_on.name} with a memory cap" if task.measured_on else ""
+        proxy = (
+            f", measured on {task.measured_on.name} with a memory cap" if task.measured_on else ""
+        )
         if task.plays_ranks:
             proxy += f", one of which plays a rank of {' or '.join(map(str, task.numbers_of_gpus))}"
         memory = f"{fmt_gib(fits_gib)} of memory, with the reserve and what libraries take"
@@ -114,13 +120,15 @@ class Display(AbstractContextManager["Display"]):
             cost = f"{describe_price(price, date.today())}; the search itself costs about {fmt_usd(search_usd)}"
         lines = {
             "study": task.study,
-            "model": f"{task.model.name}, " + ("local weights" if task.model.weights else "random weights"),
+            "model": f"{task.model.name}, "
+            + ("local weights" if task.model.weights else "random weights"),
             "device": f"{device.label}{proxy}, {memory}",
             "workload": f"{describe.workload(workload)}, global batch {workload.global_batch} examples",
             "lengths": str(workload.lengths),
             "space": f"{space.name}: {space.size():,} configurations",
             "baseline": task.baselines[0].label(),
-            "budget": fmt_seconds(self._budget_s) + (f" or {trials} trials in total" if trials else ""),
+            "budget": fmt_seconds(self._budget_s)
+            + (f" or {trials} trials in total" if trials else ""),
             "price": cost,
         }
         left_out = [str(removal) for removal in setup.removals]
@@ -136,7 +144,9 @@ class Display(AbstractContextManager["Display"]):
             self._compare(row)
         if best := self._best:
             speed = fmt_count(best.tokens_per_second)
-            self.note(f"the best of them: trial {best.number}, {speed} tokens/s, {best.config.label()}")
+            self.note(
+                f"the best of them: trial {best.number}, {speed} tokens/s, {best.config.label()}"
+            )
 
     def _score(self, row: TrialRecord) -> float:
         speed = row.tokens_per_second or 0.0
@@ -184,7 +194,9 @@ class Display(AbstractContextManager["Display"]):
         title, fields = f"{recipe.model.name} on {recipe.device.label}", answer(summary, recipe)
         table, steps = side_by_side(summary, recipe), next_steps(summary, recipe, out_dir)
         if self._status is not None:  # the notes that a terminal still has room for
-            taken = sum(self._height(field) for field in fields) + len(table) + 2 * len(steps) + MARGIN
+            taken = (
+                sum(self._height(field) for field in fields) + len(table) + 2 * len(steps) + MARGIN
+            )
             fields += self._as_fit([*recipe.caveats, *summary.notes], self._console.height - taken)
         self._print(f"{title}\n", "bold")
         for field in fields:
@@ -193,7 +205,9 @@ class Display(AbstractContextManager["Display"]):
         for index, (purpose, command) in enumerate(steps.items()):
             self._field("" if index else "next", f"{purpose}:")
             # A command is never broken across lines, so that it can be copied.
-            self._console.print(f"{'':>9}    {command}", style="cyan", markup=False, emoji=False, soft_wrap=True)
+            self._console.print(
+                f"{'':>9}    {command}", style="cyan", markup=False, emoji=False, soft_wrap=True
+            )
 
     def _as_fit(self, notes: list[str], lines: int) -> list[Field]:
         """As many notes as fit so many lines of the terminal; the last line says how many do not."""
@@ -216,7 +230,9 @@ class Display(AbstractContextManager["Display"]):
         self._print("")
         self._field("why", recipe.reason)
         if len(recipe.by_gpus) > 1:
-            self._fields("GPUs", describe.gpu_choices(summary.scaling.trainable, recipe.within_hours))
+            self._fields(
+                "GPUs", describe.gpu_choices(summary.scaling.trainable, recipe.within_hours)
+            )
         if made_of := describe.factors(summary.decomposition):
             self._field("factors", made_of)
         self._field("full run", describe.full_run(recipe.winner.cost))
@@ -226,7 +242,10 @@ class Display(AbstractContextManager["Display"]):
             self._fields("verified", describe.verification(summary.verification))
         if summary.quality:
             ranked = summary.quality.ranked()
-            self._fields("learned", [f"{finalist.config.label()}: {describe.learned(finalist)}" for finalist in ranked])
+            self._fields(
+                "learned",
+                [f"{finalist.config.label()}: {describe.learned(finalist)}" for finalist in ranked],
+            )
         self._fields("note", (*recipe.caveats, *summary.notes), "yellow")
         self._print("")
 
@@ -259,7 +278,9 @@ class Display(AbstractContextManager["Display"]):
         return text
 
     def _best_speed(self) -> str:
-        return "" if self._best is None else f"best {fmt_count(self._best.tokens_per_second)} tokens/s"
+        return (
+            "" if self._best is None else f"best {fmt_count(self._best.tokens_per_second)} tokens/s"
+        )
 
     def _best_run(self) -> str:
         """'trial 3, 10,531 tokens/s, full run about 49 s, $0.0082', before it is confirmed; empty without a best."""
@@ -281,7 +302,9 @@ class Display(AbstractContextManager["Display"]):
         for index, text in enumerate(texts):
             self._field("" if index else name, text, style)
 
-    def _hang(self, start: str, text: str, style: str | None, *, start_style: str | None = None) -> None:
+    def _hang(
+        self, start: str, text: str, style: str | None, *, start_style: str | None = None
+    ) -> None:
         """Print a line that continues below its own text where a terminal is too narrow."""
         from rich.text import Text
 

@@ -5,7 +5,9 @@ from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.report.answers import gpu_answer
 from autotune.study.scaling import GpuPlan, RankPlan
 
-NO_LINK = "nobody published how fast these cards exchange data: link_gb_s of a card of your own says it"
+NO_LINK = (
+    "nobody published how fast these cards exchange data: link_gb_s of a card of your own says it"
+)
 COLUMNS = {
     "GPUs": "right",
     "strategy": "left",
@@ -28,14 +30,23 @@ def print_gpu_plan(made: GpuPlan) -> None:
     print(f"{shape}. {answer.certainty}.")
     print_table(None, COLUMNS, [_cells(row) for row in made.rows])
     for reason in dict.fromkeys(row.problem for row in made.rows if row.problem):
-        rows = [f"{row.num_gpus} {row.parallelism.name}" for row in made.rows if row.problem == reason]
+        rows = [
+            f"{row.num_gpus} {row.parallelism.name}" for row in made.rows if row.problem == reason
+        ]
         print(f"{', '.join(rows)}: {reason}")
-    for number, strategy, unknown in ((row.num_gpus, row.parallelism.name, row.num_without_speed) for row in made.rows):
+    for number, strategy, unknown in (
+        (row.num_gpus, row.parallelism.name, row.num_without_speed) for row in made.rows
+    ):
         if unknown:
-            print(f"{number} {strategy}: {unknown:,} more fit whose speed no formula knows: `autotune run` measures it")
+            print(
+                f"{number} {strategy}: {unknown:,} more fit whose speed no formula knows: "
+                "`autotune run` measures it"
+            )
     if made.needs_link:
         print(f"no speed for several: {NO_LINK}")
-    beside = f"beside tensors and NCCL a process takes {fmt_gib(made.context_gib)} for its CUDA context"
+    beside = (
+        f"beside tensors and NCCL a process takes {fmt_gib(made.context_gib)} for its CUDA context"
+    )
     print(f"{answer.cost}; {beside}")
     print(answer.answer)
 

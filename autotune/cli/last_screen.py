@@ -43,7 +43,11 @@ def answer(summary: StudySummary, recipe: Recipe) -> list[Field]:
     """The winner and what it means, in the order in which a reader asks."""
     winner, found = recipe.winner, study_answer(recipe)
     number = {name: one.text for name, one in describe.numbers(winner).items()}
-    mfu = "" if winner.performance.mfu is None else f", MFU {number['MFU']}{describe.mfu_basis(recipe)}"
+    mfu = (
+        ""
+        if winner.performance.mfu is None
+        else f", MFU {number['MFU']}{describe.mfu_basis(recipe)}"
+    )
     speed_up = ", ".join(filter(None, (describe.speed_up(recipe), describe.speed_up_range(recipe))))
     search = describe.breakdown(summary)
     if summary.search_usd is not None:
@@ -65,7 +69,9 @@ def answer(summary: StudySummary, recipe: Recipe) -> list[Field]:
 
 def _too_large(summary: StudySummary) -> str:
     """The out-of-memory that missed the limit by the least, with where it happened; empty if there was none."""
-    misses = [row for row in summary.trials if row.outcome is Outcome.OOM and row.margin is not None]
+    misses = [
+        row for row in summary.trials if row.outcome is Outcome.OOM and row.margin is not None
+    ]
     if not misses:
         return ""
     closest = min(misses, key=lambda row: row.margin or 0.0)
@@ -75,13 +81,18 @@ def _too_large(summary: StudySummary) -> str:
 def side_by_side(summary: StudySummary, recipe: Recipe) -> list[str]:
     """A table with a line for each candidate: winner, baseline, and the best of each number of GPUs."""
     of_numbers = recipe.by_gpus if len(recipe.by_gpus) > 1 else ()
-    rows: dict[str, Candidate] = candidates(summary) | {describe.gpus(one.config): one for one in of_numbers}
+    rows: dict[str, Candidate] = candidates(summary) | {
+        describe.gpus(one.config): one for one in of_numbers
+    }
     table = [[" " * 9, *_COLUMNS]]
     for name, candidate in rows.items():
         numbers = describe.numbers(candidate)
         table.append([name, *(numbers[column].text for column in _COLUMNS.values())])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in table]
+    return [
+        "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+        for row in table
+    ]
 
 
 def next_steps(summary: StudySummary, recipe: Recipe, out_dir: str) -> dict[str, str]:
@@ -106,7 +117,9 @@ def _reading(page: str) -> dict[str, str]:
 
 def _copy(path: str) -> str:
     """A command that copies a file of this machine, named by the address of an SSH session, else by its name."""
-    connection = os.environ.get("SSH_CONNECTION", "").split()  # client's address and port, then this machine's
+    connection = os.environ.get(
+        "SSH_CONNECTION", ""
+    ).split()  # client's address and port, then this machine's
     host, port = connection[2:] if len(connection) == 4 else (socket.gethostname(), "22")
     host = f"[{host}]" if ":" in host else host
     with suppress(KeyError, OSError):  # a container's user may have no name

@@ -13,7 +13,10 @@ def print_plan(made: Plan) -> None:
     """Print the best configuration and the guides' one, then the tables of what fits."""
     task = made.task
     memory = fmt_gib(task.device.memory_gib)
-    print(f"{task.model.name} on {task.device.label}: {memory}, {fmt_gib(made.limit_gib)} of it for tensors")
+    print(
+        f"{task.model.name} on {task.device.label}: {memory}, {fmt_gib(made.limit_gib)} of it for "
+        "tensors"
+    )
     answer = plan_answer(made)
     print(f"{answer.certainty}.\n")
     best = None if made.best is made.baseline else made.best
@@ -32,14 +35,22 @@ def print_plan(made: Plan) -> None:
 def _print_table(name: str, cells: Sequence[Cell], limit_gib: float) -> None:
     if not any(cell.chosen.state in (FITS, TIGHT) for cell in cells):
         least = min(cell.recomputed.need_gib for cell in cells)
-        print(f"{name}: does not fit, the least it needs is {fmt_gib(least)} of {fmt_gib(limit_gib)}")
+        print(
+            f"{name}: does not fit, the least it needs is {fmt_gib(least)} of {fmt_gib(limit_gib)}"
+        )
         return
-    print(f"{name}: GiB by length and micro batch (c: only with every layer recomputed, ?: too close to tell)")
+    print(
+        f"{name}: GiB by length and micro batch (c: only with every layer recomputed, ?: too close "
+        "to tell)"
+    )
     lengths = dict.fromkeys(cell.seq_len for cell in cells)
     print_table(
         None,
         {"seq_len": "right"} | {str(cell.micro_batch_size): "right" for cell in cells},
-        [(str(length), *(_cell(cell) for cell in cells if cell.seq_len == length)) for length in lengths],
+        [
+            (str(length), *(_cell(cell) for cell in cells if cell.seq_len == length))
+            for length in lengths
+        ],
     )
 
 
@@ -48,5 +59,7 @@ def _cell(cell: Cell) -> str:
     chosen = cell.chosen
     if chosen.state not in (FITS, TIGHT):
         return "OOM"
-    mark = ("c" if chosen.config.checkpointing == "full" else "") + ("?" if chosen.state == TIGHT else "")
+    mark = ("c" if chosen.config.checkpointing == "full" else "") + (
+        "?" if chosen.state == TIGHT else ""
+    )
     return f"{chosen.need_gib:.1f} {mark}".strip()

@@ -20,7 +20,12 @@ def _models(incomplete: str) -> list[str]:
     """Names of models for the shell's TAB, like the next function."""
     from autotune.catalog import list_models
 
-    return [name for model in list_models() for name in (*model.aliases, model.name) if name.startswith(incomplete)]
+    return [
+        name
+        for model in list_models()
+        for name in (*model.aliases, model.name)
+        if name.startswith(incomplete)
+    ]
 
 
 def _spaces(incomplete: str) -> list[str]:
@@ -33,11 +38,16 @@ _COMPLETIONS = {"model": _models, "gpu": gpu_names, "space": _spaces}
 _PINS: dict[str, Any] = {  # options that are not fields of StudySpec of their own
     "spec": Annotated[
         Path | None,
-        typer.Option(help="Read a study spec (YAML, or a name of `autotune suites`); options override it."),
+        typer.Option(
+            help="Read a study spec (YAML, or a name of `autotune suites`); options override it."
+        ),
     ],
     "seq_len": Annotated[int | None, typer.Option(help="Pin the sequence length.")],
     "rank": Annotated[int | None, typer.Option(help="Pin the LoRA rank.")],
-    "set_": Annotated[list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="Pin a knob; repeatable.")],
+    "set_": Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KNOB=VALUE", help="Pin a knob; repeatable."),
+    ],
     "storage": Storage,
 }
 LENGTHS = (
@@ -59,9 +69,24 @@ PLANNED = (
         "set_",
         *CARD,
     ),
-    *("min_rank", "max_truncated", "allow_quantized", "allow_pure_bf16", "allow_any_optimizer", "slack"),
+    *(
+        "min_rank",
+        "max_truncated",
+        "allow_quantized",
+        "allow_pure_bf16",
+        "allow_any_optimizer",
+        "slack",
+    ),
 )
-ALL = ("model", "gpu", "spec", *(name for name in OPTIONS if name not in ("model", "gpu")), "seq_len", "rank", "set_")
+ALL = (
+    "model",
+    "gpu",
+    "spec",
+    *(name for name in OPTIONS if name not in ("model", "gpu")),
+    "seq_len",
+    "rank",
+    "set_",
+)
 
 
 def _annotation(name: str) -> Any:
@@ -70,10 +95,16 @@ def _annotation(name: str) -> Any:
         return _PINS[name]
     option = OPTIONS[name]
     field: Field[Any] = StudySpec.__dataclass_fields__[name]
-    text = option.help if option.shown_default is None else f"{option.help} [{option.shown_default}]"
+    text = (
+        option.help if option.shown_default is None else f"{option.help} [{option.shown_default}]"
+    )
     names = (f"--{name.replace('_', '-')}",)
-    kinds: Any = str | None if str in get_args(field.type) else field.type  # other kinds are for Python and files
-    parameter = typer.Option(*names, help=text, metavar=option.metavar, autocompletion=_COMPLETIONS.get(name))
+    kinds: Any = (
+        str | None if str in get_args(field.type) else field.type
+    )  # other kinds are for Python and files
+    parameter = typer.Option(
+        *names, help=text, metavar=option.metavar, autocompletion=_COMPLETIONS.get(name)
+    )
     return Annotated[kinds | None, parameter]
 
 
@@ -83,7 +114,11 @@ def with_study_options(*names: str) -> Callable[[Callable[..., None]], Callable[
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         keyword = inspect.Parameter.KEYWORD_ONLY
         declared = inspect.signature(command).parameters.values()
-        own = {parameter.name: parameter for parameter in declared if parameter.kind is not parameter.VAR_KEYWORD}
+        own = {
+            parameter.name: parameter
+            for parameter in declared
+            if parameter.kind is not parameter.VAR_KEYWORD
+        }
         parameters = [
             inspect.Parameter(name, keyword, default=None, annotation=_annotation(name))
             for name in names
@@ -100,7 +135,9 @@ def with_study_options(*names: str) -> Callable[[Callable[..., None]], Callable[
 def spec_of(options: dict[str, Any]) -> StudySpec:
     """The StudySpec that these options mean. Raises UsageError."""
     options = dict(options)
-    pins = pins_of(options.pop("set_") or [], seq_len=options.pop("seq_len"), lora_rank=options.pop("rank"))
+    pins = pins_of(
+        options.pop("set_") or [], seq_len=options.pop("seq_len"), lora_rank=options.pop("rank")
+    )
     return make_spec(options.pop("spec"), options | {"pins": pins or None})
 
 
@@ -110,13 +147,19 @@ def pins_of(settings: list[str], **named: Any) -> dict[str, Any]:
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals or not name or not text:
-            raise UsageError(f"--set {setting!r} is not KNOB=VALUE", remedy="for example --set checkpointing=none")
+            raise UsageError(
+                f"--set {setting!r} is not KNOB=VALUE",
+                remedy="for example --set checkpointing=none",
+            )
         try:
             value = load_yaml(text)
         except Exception:
-            raise UsageError(f"--set {setting!r}: the value cannot be read", remedy="quote it") from None
+            raise UsageError(
+                f"--set {setting!r}: the value cannot be read", remedy="quote it"
+            ) from None
         if pins.setdefault(name.strip(), value) != value:
             raise UsageError(
-                f"{name.strip()} is pinned to {pins[name.strip()]} and to {value}", remedy="give one value"
+                f"{name.strip()} is pinned to {pins[name.strip()]} and to {value}",
+                remedy="give one value",
             )
     return pins

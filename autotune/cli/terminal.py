@@ -62,7 +62,11 @@ def console(*, stderr: bool = False, **options: Any) -> "Console":
     class Clean(Console):
         def render(self, *arguments: Any, **named: Any) -> Iterable[Segment]:
             for segment in super().render(*arguments, **named):
-                yield segment if segment.control else segment._replace(text=printable_lines(segment.text))
+                yield (
+                    segment
+                    if segment.control
+                    else segment._replace(text=printable_lines(segment.text))
+                )
 
     stream = sys.stderr if stderr else sys.stdout
     return Clean(file=getattr(stream, "unguarded", stream), **options)
@@ -96,7 +100,9 @@ def print_table(title: str | None, columns: dict[str, Any], rows: list[tuple[str
     table = Table(title=title, title_justify="left")
     for number, (heading, justify) in enumerate(columns.items()):
         longest = max((len(row[number]) for row in rows), default=0)
-        whole = number == 0 and longest <= screen.width // 3  # a name of a row that is not folded before the rest is
+        whole = (
+            number == 0 and longest <= screen.width // 3
+        )  # a name of a row that is not folded before the rest is
         table.add_column(heading, justify=justify, overflow="fold", no_wrap=whole)
     for row in rows:
         table.add_row(*map(Text, row))  # no markup: names may hold brackets

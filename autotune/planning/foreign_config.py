@@ -30,7 +30,9 @@ USUAL_ALPHAS = (16, 32)  # at any rank
 MAX_COUNT = 10**15  # some write "all examples" as a large number
 
 TOOLS = ("trl", "axolotl", "llamafactory")
-_FLAGS = dict.fromkeys((True, "true", "yes", "on", "1", "auto"), True)  # auto: what a recent GPU supports
+_FLAGS = dict.fromkeys(
+    (True, "true", "yes", "on", "1", "auto"), True
+)  # auto: what a recent GPU supports
 _FLAGS |= dict.fromkeys((False, "false", "no", "off", "0"), False)
 _TRAINING = "pass the YAML that you train with, of TRL, Axolotl or LLaMA-Factory"
 _REMEDY = "pass the file of a supported run: sft, dpo, kto or reward, LoRA or full, of a base that is not quantised"
@@ -55,7 +57,9 @@ def _known_targets(config: TrainConfig, model: ModelSpec) -> tuple[str, str]:
     if targets in KNOBS["lora_targets"].choices:
         taken = target_modules(model.config["model_type"], targets)
         refused = taken and targets == ALL_LINEAR and config.method == "lora"
-        return targets, _table("notes")["refused"].format(names=", ".join(taken or ())) if refused else ""
+        return targets, _table("notes")["refused"].format(
+            names=", ".join(taken or ())
+        ) if refused else ""
     names = {name.rpartition(".")[2]: name for name in targets.split(",")}
     layers = set(sizes.matrices) if sizes else names.keys()
     for choice in KNOBS["lora_targets"].choices:
@@ -96,7 +100,9 @@ def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
     except _Refused as refusal:
         lines = read_user_text(path).splitlines()
         of_key = re.compile(rf"\s*['\"]?{re.escape(refusal.key)}['\"]?\s*:")
-        line = next((f":{number}" for number, text in enumerate(lines, 1) if of_key.match(text)), "")
+        line = next(
+            (f":{number}" for number, text in enumerate(lines, 1) if of_key.match(text)), ""
+        )
         raise UsageError(f"{path}{line}: {refusal}", remedy=refusal.remedy) from None
 
 
@@ -104,7 +110,9 @@ def _of_command(objective: str) -> str:
     """What a command of TRL trains for. Raises UsageError for what none does."""
     known = [str(one) for one in Objective if "trl" in one.trainers]
     if objective not in known:
-        raise UsageError(f"no command of TRL trains for {_shown(objective)}", remedy=f"give {', '.join(known)}")
+        raise UsageError(
+            f"no command of TRL trains for {_shown(objective)}", remedy=f"give {', '.join(known)}"
+        )
     return objective
 
 
@@ -126,16 +134,22 @@ def _load(path: Path) -> dict[str, Any]:
 
     values = read_user_yaml(path, RootModel[Any]).root
     if not isinstance(values, dict) or not values:
-        raise UsageError(f"{path} holds no keys with values", remedy="pass the YAML that you train with")
+        raise UsageError(
+            f"{path} holds no keys with values", remedy="pass the YAML that you train with"
+        )
     return {key: value for key, value in values.items() if isinstance(key, str)}
 
 
 def _tool_of(path: Path, values: dict[str, Any]) -> str:
     for other in _table("other_files"):
         if not values.get("do_train") and any(values.get(key) for key in other["keys"]):
-            raise UsageError(f"{path} is {other['what']}: it describes no training", remedy=_TRAINING)
+            raise UsageError(
+                f"{path} is {other['what']}: it describes no training", remedy=_TRAINING
+            )
     if any(key in values for key in _table("marks_of_v1")):
-        raise UsageError(f"{path}: the format of LLaMA-Factory v1 is not supported", remedy=_TRAINING)
+        raise UsageError(
+            f"{path}: the format of LLaMA-Factory v1 is not supported", remedy=_TRAINING
+        )
     all_marks = _table("marks")
     present = {tool: [key for key in marks if key in values] for tool, marks in all_marks.items()}
     first, second, *_ = sorted(TOOLS, key=lambda tool: len(present[tool]), reverse=True)
@@ -144,7 +158,8 @@ def _tool_of(path: Path, values: dict[str, Any]) -> str:
     marks = present if present[first] else all_marks
     keys = "; ".join(f"{', '.join(names)} of {tool}" for tool, names in marks.items() if names)
     raise UsageError(
-        f"{path}: cannot tell which tool it is for: it has {'both' if present[first] else 'none of'} {keys}",
+        f"{path}: cannot tell which tool it is for: it has "
+        f"{'both' if present[first] else 'none of'} {keys}",
         remedy=_TRAINING,
     )
 
@@ -169,7 +184,10 @@ class _File:
 
     def get(self, *keys: str) -> tuple[str, Any]:
         """The first key that is set, with its value; the first key and None where none is set."""
-        return next(((key, self.values[key]) for key in keys if self.values.get(key) is not None), (keys[0], None))
+        return next(
+            ((key, self.values[key]) for key in keys if self.values.get(key) is not None),
+            (keys[0], None),
+        )
 
     def has(self, *keys: str) -> bool:
         """Whether one of the keys is set and not switched off."""
@@ -182,11 +200,15 @@ class _File:
             self.note(value is not None, "auto", key=key, default=default)
             return default
         try:
-            number = math.nan if isinstance(value, bool) else float(value)  # "2e-4" is a number to the tools, too
+            number = (
+                math.nan if isinstance(value, bool) else float(value)
+            )  # "2e-4" is a number to the tools, too
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not least <= number <= most:
-            raise _Refused(key, f"a number from {least:g} to {most:,.0f} is needed, not {_shown(value)}")
+            raise _Refused(
+                key, f"a number from {least:g} to {most:,.0f} is needed, not {_shown(value)}"
+            )
         return number
 
     def note(self, applies: bool, note: str, /, **values: Any) -> None:
@@ -205,7 +227,11 @@ class _File:
         """True or false, in any form that YAML or the tools accept."""
         value = self.values.get(key)
         try:
-            return default if value is None else _FLAGS[value.lower() if isinstance(value, str) else value]
+            return (
+                default
+                if value is None
+                else _FLAGS[value.lower() if isinstance(value, str) else value]
+            )
         except (KeyError, TypeError):
             raise _Refused(key, f"true or false is needed, not {_shown(value)}") from None
 
@@ -222,7 +248,9 @@ class _File:
         parts = value.split(",") if isinstance(value, str) else [] if value is None else value
         if isinstance(parts, list):
             parts = [part.get("path", "") if isinstance(part, dict) else part for part in parts]
-        if not isinstance(parts, list) or not all(isinstance(part, str) and part.isprintable() for part in parts):
+        if not isinstance(parts, list) or not all(
+            isinstance(part, str) and part.isprintable() for part in parts
+        ):
             raise _Refused(key, f"names are needed, not {_shown(value)}")
         return tuple(part.strip() for part in parts if part.strip())
 
@@ -231,7 +259,10 @@ class _File:
         key, value = self.get(*keys)
         if value is not None and not isinstance(value, dict):
             raise _Refused(key, f"keys with values are needed, not {_shown(value)}")
-        return replace(self, values={name: item for name, item in (value or {}).items() if isinstance(name, str)})
+        return replace(
+            self,
+            values={name: item for name, item in (value or {}).items() if isinstance(name, str)},
+        )
 
 
 def _table(name: str) -> Any:
@@ -248,7 +279,10 @@ def _shown(value: Any) -> str:
 
 
 def _read(file: _File, tool: str) -> ForeignConfig:
-    for nested in ("model_init_kwargs", "bnb_config_kwargs"):  # tools prefer their values to those of the top level
+    for nested in (
+        "model_init_kwargs",
+        "bnb_config_kwargs",
+    ):  # tools prefer their values to those of the top level
         file = replace(file, values=file.values | file.inside(nested).values)
     for refused in _table("refused"):
         if key := next(filter(file.has, refused["keys"]), None):
@@ -257,33 +291,53 @@ def _read(file: _File, tool: str) -> ForeignConfig:
     model = file.text(model_key)
     if not model:
         raise _Refused(model_key, "is missing", "say which model is trained")
-    objective = {"trl": _of_trl, "axolotl": _of_axolotl, "llamafactory": _of_llamafactory}[tool](file)
+    objective = {"trl": _of_trl, "axolotl": _of_axolotl, "llamafactory": _of_llamafactory}[tool](
+        file
+    )
     knobs = {"trl": _trl, "axolotl": _axolotl, "llamafactory": _llamafactory}[tool](file)
     if tool != "trl" and file.has(*_table("noted")["own_loss"]):
         knobs["loss"] = "full"  # it replaces one that is fused
     if objective is not Objective.SFT:
         knobs |= _for_objective(file, tool, objective, packing=knobs["packing"])
-    file.note(knobs["loss"] == "chunked" and tool != "trl" and objective is Objective.SFT, "fused_loss")
+    file.note(
+        knobs["loss"] == "chunked" and tool != "trl" and objective is Objective.SFT, "fused_loss"
+    )
     if knobs["method"] == "lora":
         knobs |= _adapters(file, tool)
     elif knobs["quantization"] != "none":
-        quantized = next(key for key in ("load_in_4bit", "load_in_8bit", "quantization_bit") if file.has(key))
-        raise _Refused(quantized, "a quantised base is trained by adapters alone", "ask for LoRA, or do not quantise")
+        quantized = next(
+            key for key in ("load_in_4bit", "load_in_8bit", "quantization_bit") if file.has(key)
+        )
+        raise _Refused(
+            quantized,
+            "a quantised base is trained by adapters alone",
+            "ask for LoRA, or do not quantise",
+        )
     knobs |= _compute(file, tool)
     micro_batch = _whole(file, tool, "micro_batch_size")
     max_steps = file.whole("max_steps", default=-1, least=-MAX_COUNT, most=MAX_COUNT)
-    epochs = file.number(key_of(tool, "epochs"), default=default_of(tool, "epochs"), least=0.001, most=MAX_COUNT)
+    epochs = file.number(
+        key_of(tool, "epochs"), default=default_of(tool, "epochs"), least=0.001, most=MAX_COUNT
+    )
     datasets = file.names("datasets", "pretraining_dataset", "dataset_name", "dataset")
     samples = file.whole("max_samples", default=0, most=MAX_COUNT)  # of each dataset
-    double_quant = file.flag(key_of(tool, "double_quant"), default=bool(default_of(tool, "double_quant")))
-    seq_len = file.whole(key_of(tool, "seq_len"), "max_seq_length", default=default_of(tool, "seq_len"))
-    padded = "longest" if objective is Objective.SFT else "masked"  # the trainers for pairs give all rows a mask
+    double_quant = file.flag(
+        key_of(tool, "double_quant"), default=bool(default_of(tool, "double_quant"))
+    )
+    seq_len = file.whole(
+        key_of(tool, "seq_len"), "max_seq_length", default=default_of(tool, "seq_len")
+    )
+    padded = (
+        "longest" if objective is Objective.SFT else "masked"
+    )  # the trainers for pairs give all rows a mask
     knobs["padding"] = "max_length" if _fills_rows(file, tool, seq_len) else padded
     gpus = _table("data_parallel") + _table("parallel")
     return ForeignConfig(
         format=tool,
         model=model,
-        config=TrainConfig(micro_batch_size=micro_batch, seq_len=seq_len, double_quant=double_quant, **knobs),
+        config=TrainConfig(
+            micro_batch_size=micro_batch, seq_len=seq_len, double_quant=double_quant, **knobs
+        ),
         accumulation=_accumulation(file, tool, micro_batch),
         num_gpus=math.prod(file.whole(key, default=1) for key in gpus) if file.has(*gpus) else None,
         epochs=None if max_steps > 0 else float(epochs),
@@ -304,7 +358,11 @@ def _of_trl(file: _File) -> Objective:
         if losses and set(losses) <= set(known):
             return Objective(name)
     if losses:
-        raise _Refused("loss_type", f"no trainer of TRL that is supported has {_shown(', '.join(losses))}", _REMEDY)
+        raise _Refused(
+            "loss_type",
+            f"no trainer of TRL that is supported has {_shown(', '.join(losses))}",
+            _REMEDY,
+        )
     for name, keys in _table("objective_keys").items():
         if file.has(*keys):
             return Objective(name)
@@ -333,24 +391,40 @@ def _of_llamafactory(file: _File) -> Objective:
 def _known_objective(key: str, name: str, known: dict[str, str]) -> Objective:
     if name not in known:
         why = NOT_OFFERED.get(name, "no probe trains for it")
-        raise _Refused(key, f"{_shown(name)}, another objective than {', '.join(sorted(known))}: {why}", _REMEDY)
+        raise _Refused(
+            key,
+            f"{_shown(name)}, another objective than {', '.join(sorted(known))}: {why}",
+            _REMEDY,
+        )
     return Objective(known[name])
 
 
-def _for_objective(file: _File, tool: str, objective: Objective, *, packing: bool) -> dict[str, Any]:
+def _for_objective(
+    file: _File, tool: str, objective: Objective, *, packing: bool
+) -> dict[str, Any]:
     """Knobs that another objective than the next token decides, and notes on what its trainer does otherwise."""
     if packing:
         key = key_of(tool, "packing")
         raise _Refused(key, f"rows of {objective} are not packed", "switch it off")
-    compares = tool != "llamafactory" and file.names("loss_type") != ("apo_zero_unpaired",)  # answers and prompts
+    compares = tool != "llamafactory" and file.names("loss_type") != (
+        "apo_zero_unpaired",
+    )  # answers and prompts
     if objective is Objective.KTO and compares and _whole(file, tool, "micro_batch_size") < 2:
         key = key_of(tool, "micro_batch_size")
-        raise _Refused(key, "TRL compares the answers of a micro batch for KTO, which takes two", "write 2 or more")
+        raise _Refused(
+            key,
+            "TRL compares the answers of a micro batch for KTO, which takes two",
+            "write 2 or more",
+        )
     whole = tool == "llamafactory" or (tool == "axolotl" and objective is not Objective.REWARD)
     if whole and objective is Objective.REWARD:
         file.note(True, "value_head")
     elif whole:
-        file.note(True, "whole_logits", tool="LLaMA-Factory" if tool == "llamafactory" else "Axolotl's TRL 1.8")
+        file.note(
+            True,
+            "whole_logits",
+            tool="LLaMA-Factory" if tool == "llamafactory" else "Axolotl's TRL 1.8",
+        )
     for key in _table("other_references"):
         file.note(file.has(key), "other_reference", key=key)
     file.note(file.flag("precompute_ref_log_probs"), "precomputed")
@@ -412,11 +486,20 @@ def _compute(file: _File, tool: str) -> dict[str, Any]:
 def _adapters(file: _File, tool: str) -> dict[str, Any]:
     rank = _whole(file, tool, "lora_rank")
     if not rank:
-        raise _Refused(key_of(tool, "lora_rank"), "is missing, and has no default", "say the rank of the adapters")
-    rslora, alpha = file.flag(key_of(tool, "rslora")), file.number("lora_alpha", default=2 * rank, least=0)
+        raise _Refused(
+            key_of(tool, "lora_rank"),
+            "is missing, and has no default",
+            "say the rank of the adapters",
+        )
+    rslora, alpha = (
+        file.flag(key_of(tool, "rslora")),
+        file.number("lora_alpha", default=2 * rank, least=0),
+    )
     usual = rank / 4 <= alpha <= 4 * rank or alpha in USUAL_ALPHAS
     file.note(not (rslora or usual), "alpha", alpha=alpha)
-    key, default = ("lora_target", ("all",)) if tool == "llamafactory" else ("lora_target_modules", ())
+    key, default = (
+        ("lora_target", ("all",)) if tool == "llamafactory" else ("lora_target_modules", ())
+    )
     targets = set(file.names(key) or default)
     all_linear = file.flag("lora_target_linear") or targets & {"all", ALL_LINEAR}
     file.note(tool == "trl" and len(targets - {ALL_LINEAR}) == 1, "single_target")
@@ -432,7 +515,9 @@ def _adapters(file: _File, tool: str) -> dict[str, Any]:
 
 def _dropout(file: _File, tool: str) -> float:
     """The knob's value that is nearest to the file's; a share above zero never becomes zero, as it takes memory."""
-    share = file.number(key_of(tool, "lora_dropout"), default=default_of(tool, "lora_dropout"), least=0, most=1)
+    share = file.number(
+        key_of(tool, "lora_dropout"), default=default_of(tool, "lora_dropout"), least=0, most=1
+    )
     choices = [choice for choice in KNOBS["lora_dropout"].choices if choice or not share]
     return float(min(choices, key=lambda choice: abs(choice - share)))
 
@@ -460,7 +545,9 @@ def _trained_whole(file: _File) -> str:
         return "embedding_and_head"
     names = {name: name.rpartition(".")[2] for name in file.names(*keys)}
     ends = [end for end, of_end in known.items() if set(names.values()) & set(of_end)]
-    others = sorted(name for name, last in names.items() if not any(last in of_end for of_end in known.values()))
+    others = sorted(
+        name for name, last in names.items() if not any(last in of_end for of_end in known.values())
+    )
     file.note(bool(others), "whole_modules", key=key, names=_shown(", ".join(others)))
     return "_and_".join(ends) or "none"
 
@@ -484,9 +571,13 @@ def _trl(file: _File) -> dict[str, Any]:
     lora, fp16, packing = file.flag("use_peft"), file.flag("fp16"), file.flag("packing")
     dtype = file.text("dtype", "torch_dtype", default="float32").removeprefix("torch.")
     if dtype not in ("auto", "bfloat16", "float16", "float32"):
-        raise _Refused("dtype", f"auto, bfloat16, float16 or float32 is needed, not {_shown(dtype)}")
+        raise _Refused(
+            "dtype", f"auto, bfloat16, float16 or float32 is needed, not {_shown(dtype)}"
+        )
     if "max_length" in file.values and file.get("max_length", "max_seq_length")[1] is None:
-        raise _Refused("max_length", "nothing is cut off then", "write how many tokens the longest example has")
+        raise _Refused(
+            "max_length", "nothing is cut off then", "write how many tokens the longest example has"
+        )
     precision = _precision(False, file.flag("bf16", default=not fp16), fp16)
     if dtype == "float32" and lora and precision != "fp32":
         file.notes.append(FP32_BASE)
@@ -495,17 +586,24 @@ def _trl(file: _File) -> dict[str, Any]:
     elif dtype != "float32" and not (lora and precision != "fp32"):
         precision = "bf16_pure"  # what is trained is itself in bf16, whether under autocast or not
     more = file.inside("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
-    every, offload = more.whole("every_n_layers", default=1, most=9999), file.flag("activation_offloading")
+    every, offload = (
+        more.whole("every_n_layers", default=1, most=9999),
+        file.flag("activation_offloading"),
+    )
     checkpointing = "full" if every == 1 else f"every_{every}"
     if offload or more.flag("offload"):
         checkpointing = "offload"
-    if not file.flag("activation_checkpointing", default=file.flag("gradient_checkpointing", default=True)):
+    if not file.flag(
+        "activation_checkpointing", default=file.flag("gradient_checkpointing", default=True)
+    ):
         checkpointing = "none"
     file.note(not lora and file.has("lora_r"), "no_adapters")
     file.note(dtype == "auto", "dtype_auto")
     wrapped = file.text("packing_strategy") == "wrapped"
     file.note(packing and wrapped, "crossed")
-    file.note(packing and not wrapped and "flash" not in file.text("attn_implementation"), "packed_mask")
+    file.note(
+        packing and not wrapped and "flash" not in file.text("attn_implementation"), "packed_mask"
+    )
     file.note(offload and checkpointing == "none", "less_memory", key="activation_offloading")
     file.note(more.flag("selective"), "more_memory", key="selective")
     file.note(file.text("accelerate_config").startswith(("fsdp", "zero")), "sharded")
@@ -522,33 +620,62 @@ def _trl(file: _File) -> dict[str, Any]:
 
 
 def _axolotl(file: _File) -> dict[str, Any]:
-    adapter, four, eight = file.text("adapter"), file.flag("load_in_4bit"), file.flag("load_in_8bit")
+    adapter, four, eight = (
+        file.text("adapter"),
+        file.flag("load_in_4bit"),
+        file.flag("load_in_8bit"),
+    )
     if adapter not in ("", "lora", "qlora"):
-        raise _Refused("adapter", f"lora, qlora or none is supported, not {_shown(adapter)}", _REMEDY)
+        raise _Refused(
+            "adapter", f"lora, qlora or none is supported, not {_shown(adapter)}", _REMEDY
+        )
     if adapter == "qlora" and not four:
-        raise _Refused("adapter", "Axolotl refuses qlora without load_in_4bit: true", "add that line")
+        raise _Refused(
+            "adapter", "Axolotl refuses qlora without load_in_4bit: true", "add that line"
+        )
     file.note(adapter == "lora" and four, "not_quantised")
-    fp16, how = file.flag("fp16") or file.flag("float16"), file.values.get("bf16", "auto")  # empty, it is off
-    bf16 = file.flag("bfloat16") or how == "full" or (not fp16 if how == "auto" else file.flag("bf16"))
+    fp16, how = (
+        file.flag("fp16") or file.flag("float16"),
+        file.values.get("bf16", "auto"),
+    )  # empty, it is off
+    bf16 = (
+        file.flag("bfloat16") or how == "full" or (not fp16 if how == "auto" else file.flag("bf16"))
+    )
     pure = bf16 and (how == "full" or not adapter)
     file.note(bf16 and not adapter, "bf16_weights")
     words = {"offload", "offload_disk", "unsloth", "legacy", "disk", "hidden_states"}
     values = [file.values.get(key) for key in ("gradient_checkpointing", "activation_offloading")]
-    offload = any(value in words for value in values if isinstance(value, str)) or file.flag("activation_offloading")
+    offload = any(value in words for value in values if isinstance(value, str)) or file.flag(
+        "activation_offloading"
+    )
     file.note(offload, "offloaded")
-    plugins, linear = " ".join(file.names("plugins")).lower(), file.flag("liger_fused_linear_cross_entropy")
-    layers = [file.flag(f"liger_{layer}") for layer in ("rope", "rms_norm", "layer_norm", "glu_activation", "swiglu")]
+    plugins, linear = (
+        " ".join(file.names("plugins")).lower(),
+        file.flag("liger_fused_linear_cross_entropy"),
+    )
+    layers = [
+        file.flag(f"liger_{layer}")
+        for layer in ("rope", "rms_norm", "layer_norm", "glu_activation", "swiglu")
+    ]
     liger = "liger" in plugins
     file.note((linear or any(layers)) and not liger, "no_liger")
     file.note(liger and file.flag("liger_cross_entropy"), "less_memory", key="liger_cross_entropy")
-    fused = (liger and linear) or ("cut_cross_entropy" in plugins and file.flag("cut_cross_entropy", default=True))
+    fused = (liger and linear) or (
+        "cut_cross_entropy" in plugins and file.flag("cut_cross_entropy", default=True)
+    )
     own = [f"lora_{part}_kernel" for part in ("mlp", "qkv", "o", "embedding")]
-    automatic = not (eight or file.has("trust_remote_code") or any(file.values.get(key) is not None for key in own))
+    automatic = not (
+        eight
+        or file.has("trust_remote_code")
+        or any(file.values.get(key) is not None for key in own)
+    )
     file.note(adapter != "" and (automatic or file.has(*own)), "lora_kernels")
     checkpointing = "offload"
     if not offload:
         sharding = file.inside("fsdp_config")  # FSDP can recompute by itself
-        recomputed = any(sharding.flag(f"{prefix}activation_checkpointing") for prefix in ("", "fsdp_"))
+        recomputed = any(
+            sharding.flag(f"{prefix}activation_checkpointing") for prefix in ("", "fsdp_")
+        )
         checkpointing = "full" if file.flag("gradient_checkpointing") or recomputed else "none"
     return {
         "method": "lora" if adapter else "full",
@@ -563,11 +690,15 @@ def _axolotl(file: _File) -> dict[str, Any]:
 
 def _llamafactory(file: _File) -> dict[str, Any]:
     if not file.flag("do_train"):
-        raise _Refused("do_train", "is not true, so that LLaMA-Factory trains nothing", "add `do_train: true`")
+        raise _Refused(
+            "do_train", "is not true, so that LLaMA-Factory trains nothing", "add `do_train: true`"
+        )
     stage = file.text("stage", default="sft")
     method = file.text("finetuning_type", default="lora")
     if method not in ("lora", "full"):
-        raise _Refused("finetuning_type", f"lora or full is supported, not {_shown(method)}", _REMEDY)
+        raise _Refused(
+            "finetuning_type", f"lora or full is supported, not {_shown(method)}", _REMEDY
+        )
     bits = file.whole("quantization_bit", default=16)
     if bits not in (4, 8, 16):
         raise _Refused("quantization_bit", f"4 or 8 is supported, not {bits}", _REMEDY)
@@ -576,7 +707,10 @@ def _llamafactory(file: _File) -> dict[str, Any]:
     pure, bf16, fp16 = file.flag("pure_bf16"), file.flag("bf16"), file.flag("fp16")
     file.note(not (pure or bf16 or fp16), "no_autocast")
     recomputed = "offload" if file.flag("use_unsloth_gc") else "full"
-    liger, neat = file.flag("enable_liger_kernel") or file.flag("use_liger_kernel"), file.flag("neat_packing")
+    liger, neat = (
+        file.flag("enable_liger_kernel") or file.flag("use_liger_kernel"),
+        file.flag("neat_packing"),
+    )
     packing = neat or file.flag("packing", default=stage == "pt")
     file.note(packing and not neat, "crossed")
     return {

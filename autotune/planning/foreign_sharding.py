@@ -15,7 +15,9 @@ from autotune.prediction.estimate import memory_of
 from autotune.prediction.sharded_memory import MAX_LIVE, DeepSpeedBuffers
 from autotune.report.values.check import FP32_BASE, ForeignConfig
 
-_STAGE = re.compile(r"z(?:ero)?[-_]?([0-3])(?!\d)")  # in the name of a file, as zero3_bf16.json or ds_z2_config.json
+_STAGE = re.compile(
+    r"z(?:ero)?[-_]?([0-3])(?!\d)"
+)  # in the name of a file, as zero3_bf16.json or ds_z2_config.json
 _BY_STAGE = ("ddp", "zero1", "zero2", "zero3")
 _OFF: tuple[Any, ...] = (None, False, "", "false", "False", [], {})
 
@@ -36,7 +38,9 @@ def strategy_of(values: Mapping[str, Any]) -> str | None:
         if number is not None and number < len(_BY_STAGE):
             return _BY_STAGE[number]
         deepspeed = values.get("deepspeed_file")
-    if isinstance(deepspeed, str) and (stage := _STAGE.search(PurePosixPath(deepspeed).name.lower())):
+    if isinstance(deepspeed, str) and (
+        stage := _STAGE.search(PurePosixPath(deepspeed).name.lower())
+    ):
         return _BY_STAGE[int(stage[1])]
     if deepspeed not in _OFF:
         return None
@@ -60,7 +64,9 @@ def shared_out(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreig
     named = strategy_of(run.values)
     strategy = named or ("ddp" if gpus else None)
     if run.objective is not Objective.SFT and number > 1:
-        note = load_data("autotune.planning", "foreign_keys")["notes"]["one_gpu"].format(objective=run.objective)
+        note = load_data("autotune.planning", "foreign_keys")["notes"]["one_gpu"].format(
+            objective=run.objective
+        )
         return replace(run, notes=(*run.notes, note))
     if number == 1 or strategy is None or number not in KNOBS["num_gpus"].choices:
         return run
@@ -69,7 +75,9 @@ def shared_out(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreig
     config = replace(run.config, num_gpus=number, sharding=strategy, copies=copies)
     parallelism = Parallelism.of(config)
     if parallelism.shards and config.precision == "bf16_pure" and run.values.get("bf16") != "full":
-        config = replace(config, precision="bf16_mixed")  # FSDP2 and DeepSpeed keep what is trained in fp32
+        config = replace(
+            config, precision="bf16_mixed"
+        )  # FSDP2 and DeepSpeed keep what is trained in fp32
     notes = load_data("autotune.planning", "foreign_keys")["notes"]
     reason = parallelism.refusal(config)
     if reason is None and parallelism.shards and FP32_BASE in run.notes:
@@ -91,7 +99,9 @@ def buffers_of(run: ForeignConfig) -> DeepSpeedBuffers:
     zero = _zero(run.values)
     live = _count(zero.get("stage3_max_live_parameters"))
     bucket = _count(zero.get("reduce_bucket_size"))
-    return DeepSpeedBuffers(live=MAX_LIVE if live is None else live, bucket=bucket, builds_whole=False)
+    return DeepSpeedBuffers(
+        live=MAX_LIVE if live is None else live, bucket=bucket, builds_whole=False
+    )
 
 
 def _zero(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,8 +139,12 @@ def _offloads(values: Mapping[str, Any]) -> bool:
     deepspeed = values.get("deepspeed")
     if isinstance(deepspeed, dict):
         parts = [_zero(values).get(f"offload_{part}") for part in ("param", "optimizer")]
-        devices = [str(part.get("device", "cpu")).lower() for part in parts if isinstance(part, dict)]
+        devices = [
+            str(part.get("device", "cpu")).lower() for part in parts if isinstance(part, dict)
+        ]
         return any(device != "none" for device in devices) or bool(_zero(values).get("cpu_offload"))
     if "offload" in f"{deepspeed} {values.get('fsdp')}".lower():
         return True
-    return any(str(_of_fsdp(values, key)).lower() == "true" for key in ("offload_params", "cpu_offload"))
+    return any(
+        str(_of_fsdp(values, key)).lower() == "true" for key in ("offload_params", "cpu_offload")
+    )

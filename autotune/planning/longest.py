@@ -14,7 +14,14 @@ from autotune.core.errors import EnvironmentProblem, UsageError, did_you_mean
 from autotune.core.knobs import KNOBS
 from autotune.core.machine import host_memory_gib as host_memory_gib_here
 from autotune.core.memory_budget import memory_limit_gib
-from autotune.core.probe_types import DryCount, Evidence, MicroBatch, Outcome, ProbeRequest, ProbeResult
+from autotune.core.probe_types import (
+    DryCount,
+    Evidence,
+    MicroBatch,
+    Outcome,
+    ProbeRequest,
+    ProbeResult,
+)
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.planning.counted_memory import count, counted, no_count
@@ -38,7 +45,11 @@ LONG_ROWS: dict[str, Any] = {
     "loss": "chunked",
     "padding": "longest",  # for which torch takes flash attention
 }
-COUNTED_AT = ((65_536, 131_072), (16_384, 32_768), (4_096, 8_192))  # tokens of two rows that tell the line
+COUNTED_AT = (
+    (65_536, 131_072),
+    (16_384, 32_768),
+    (4_096, 8_192),
+)  # tokens of two rows that tell the line
 STEP = 1_024  # lengths are multiples of it
 FIRST = 1_024  # tokens of the row that makes the optimizer's state
 # The share of the probed steps that the long row has: so small that none is spent to warm up (`probe/schedule`).
@@ -52,7 +63,12 @@ HOST_SHARE = 0.8  # of the memory of a host that the inputs of layers may take
 # by its authors on an A100, and on Hopper, whose products it was not written for (the paper of FlashAttention-3).
 ATTENTION_SHARE, ATTENTION_SHARE_HOPPER = 0.7, 0.35
 # Knobs that have an option of their own here.
-PINNED_APART = {"seq_len": "--most-tokens", "method": "--method", "quantization": "--method", "lora_rank": "--rank"}
+PINNED_APART = {
+    "seq_len": "--most-tokens",
+    "method": "--method",
+    "quantization": "--method",
+    "lora_rank": "--rank",
+}
 TIME_ERROR = 1.3  # a predicted time is taken to be within this factor: of the one that was measured it was 1.23
 # What the allocator needs beyond a counted peak of few large tensors: on an H100 2.1 % of 39 GiB, and over 3.7 % under
 # a cap of 24 GB, where nothing is left to begin a block anew (`benchmarks/longest.py`).
@@ -77,7 +93,9 @@ class Longest:
     def config(self, method: str, tokens: int) -> TrainConfig:
         """The configuration of a method for rows of so many tokens. Raises ValueError for an impossible knob."""
         rank = {} if method == "full" else {"lora_rank": self.rank}
-        return TrainConfig(**(LONG_ROWS | METHODS[method] | rank | self.knobs | {"seq_len": tokens}))
+        return TrainConfig(
+            **(LONG_ROWS | METHODS[method] | rank | self.knobs | {"seq_len": tokens})
+        )
 
     def host_gib(self, config: TrainConfig) -> float:
         """GiB of pinned memory that the inputs of all layers take."""
@@ -122,7 +140,9 @@ class Longest:
                 least = f"{needs[0]:.1f} GiB are needed for {pair[0]:,} tokens, and there are {self.limit_gib:.1f}"
                 fewer = f"{limited_by} allows fewer than {STEP:,} tokens"
                 problem = least if limited_by == "gpu memory" else fewer
-                return LongestRow(method=method, config=config.as_dict(), limited_by=limited_by, problem=problem)
+                return LongestRow(
+                    method=method, config=config.as_dict(), limited_by=limited_by, problem=problem
+                )
         need = known[tokens] = self._need(method, tokens)
         if need > self.limit_gib:  # it is no single line
             tokens, limited_by = self._at_limit(method, known)
@@ -135,9 +155,13 @@ class Longest:
 
     def _at_limit(self, method: str, known: Mapping[int, float]) -> tuple[int, str]:
         """The tokens at which the line through the two known needs nearest to the limit meets it, and what limits."""
-        low, high = sorted(sorted(known, key=lambda tokens: abs(known[tokens] - self.limit_gib))[:2])
+        low, high = sorted(
+            sorted(known, key=lambda tokens: abs(known[tokens] - self.limit_gib))[:2]
+        )
         slope = (known[high] - known[low]) / (high - low)
-        found = {"gpu memory": int(low + (self.limit_gib - known[low]) / slope)} | self.bounds(method)
+        found = {"gpu memory": int(low + (self.limit_gib - known[low]) / slope)} | self.bounds(
+            method
+        )
         limited_by = min(found, key=lambda name: found[name])
         return max(found[limited_by] // STEP * STEP, 0), limited_by
 
@@ -167,16 +191,24 @@ class Longest:
         """
         attention = sum(flops for name, flops in count.flops.items() if "attention" in name)
         others = {name: flops for name, flops in count.flops.items() if "attention" not in name}
-        rest = counted_step_time(replace(config, checkpointing="full"), replace(count, flops=others))
+        rest = counted_step_time(
+            replace(config, checkpointing="full"), replace(count, flops=others)
+        )
         transfer = speed_transfer(resolve_device(REFERENCE), self.device)
         if rest is None or transfer is None or self.device.bf16_tflops is None:
             return None
         is_hopper = float(self.device.compute_capability or 0) >= 9.0
         share = ATTENTION_SHARE_HOPPER if is_hopper else ATTENTION_SHARE
         on_card = rest.on(transfer)
-        return on_card.micro_s + on_card.rest_s + attention / 2 / (1e12 * share * self.device.bf16_tflops)
+        return (
+            on_card.micro_s
+            + on_card.rest_s
+            + attention / 2 / (1e12 * share * self.device.bf16_tflops)
+        )
 
-    def request(self, config: TrainConfig, memory_gib: float, *, depth: int | None = None) -> ProbeRequest:
+    def request(
+        self, config: TrainConfig, memory_gib: float, *, depth: int | None = None
+    ) -> ProbeRequest:
         """A probe of one step with a short row, which makes the optimizer's state, and one with the long row."""
         shares = {FIRST: 1 - LONG_SHARE, config.seq_len: LONG_SHARE}
         return ProbeRequest(
@@ -233,7 +265,9 @@ def verify(
 
     def attempt(length: int, depth: int | None) -> Attempt:
         say(f"{method}: {length:,} tokens, {f'{depth} layers' if depth else 'all layers'}")
-        attempts.append(tried(probe(asked.request(asked.config(method, length), memory_gib, depth=depth))))
+        attempts.append(
+            tried(probe(asked.request(asked.config(method, length), memory_gib, depth=depth)))
+        )
         return attempts[-1]
 
     config = asked.config(method, tokens)
@@ -250,7 +284,13 @@ def verify(
         one = attempt(tokens, None)
         if one.outcome == Outcome.OK.value:
             best = one
-            longer = _scaled(tokens, one.need_gib or asked.limit_gib, asked.limit_gib, held, min(upper, failed - STEP))
+            longer = _scaled(
+                tokens,
+                one.need_gib or asked.limit_gib,
+                asked.limit_gib,
+                held,
+                min(upper, failed - STEP),
+            )
             if longer < tokens * (1 + LEAST_GAIN):
                 break
             tokens = longer
@@ -268,15 +308,21 @@ def _scaled(tokens: int, need_gib: float, limit_gib: float, held_gib: float, upp
     return min(int(tokens * factor), upper) // STEP * STEP
 
 
-def _verified(asked: Longest, predicted: LongestRow, best: Attempt | None, attempts: tuple[Attempt, ...]) -> LongestRow:
+def _verified(
+    asked: Longest, predicted: LongestRow, best: Attempt | None, attempts: tuple[Attempt, ...]
+) -> LongestRow:
     if best is None:
         last = attempts[-1]
         problem = f"no row was verified: {last.tokens:,} tokens ended with {last.outcome}"
-        nothing = LongestRow(method=predicted.method, config=predicted.config, problem=problem, attempts=attempts)
+        nothing = LongestRow(
+            method=predicted.method, config=predicted.config, problem=problem, attempts=attempts
+        )
         return replace(nothing, predicted_tokens=predicted.tokens)
     config = asked.config(predicted.method, best.tokens)
     bounds = asked.bounds(predicted.method)
-    limited_by = next((name for name, most in bounds.items() if best.tokens > most - STEP), "gpu memory")
+    limited_by = next(
+        (name for name, most in bounds.items() if best.tokens > most - STEP), "gpu memory"
+    )
     return replace(
         predicted,
         config=config.as_dict(),
@@ -338,9 +384,15 @@ def find_longest(
     from autotune.core.scratch import scratch_directory
     from autotune.probe.supervisor import WorkerProber
 
-    with scratch_directory() as folder, WorkerProber("cuda", Path(folder), should_stop=should_stop) as prober:
+    with (
+        scratch_directory() as folder,
+        WorkerProber("cuda", Path(folder), should_stop=should_stop) as prober,
+    ):
         cap = target.memory_cap_gib(prober.memory_gib, asked_gib=memory_gib)
-        asked = replace(asked, limit_gib=min(asked.limit_gib, memory_limit_gib(cap, HEADROOM, taken_gib=CONTEXT_GIB)))
+        asked = replace(
+            asked,
+            limit_gib=min(asked.limit_gib, memory_limit_gib(cap, HEADROOM, taken_gib=CONTEXT_GIB)),
+        )
         timed_on = (target.measured_on or device).name
 
         def run(request: ProbeRequest) -> ProbeResult:
@@ -352,11 +404,15 @@ def find_longest(
 def _require_possible(asked: Longest, method: str, say: Callable[[str], None]) -> None:
     """Raises UsageError for an unknown method or an impossible knob, and says which knobs have no effect."""
     if method not in METHODS:
-        raise UsageError(f"unknown method {method!r}{did_you_mean(method, METHODS)}", remedy=", ".join(METHODS))
+        raise UsageError(
+            f"unknown method {method!r}{did_you_mean(method, METHODS)}", remedy=", ".join(METHODS)
+        )
     try:
         config = asked.config(method, STEP)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"--set: {error}", remedy="docs/knobs.md lists the knobs and their values") from None
+        raise UsageError(
+            f"--set: {error}", remedy="docs/knobs.md lists the knobs and their values"
+        ) from None
     if config.tiling != (LONG_ROWS | asked.knobs)["tiling"]:
         raise UsageError(
             f"--set: layers of {method} with these knobs are not computed in tiles of tokens",

@@ -19,7 +19,12 @@ from autotune.problem.calibration import Calibration
 from autotune.report.values.profile import Bound, HostNeed
 
 DTYPES = {"bf16_mixed": "bf16", "bf16_pure": "bf16", "fp16_mixed": "fp16", "fp32": "fp32"}
-NOT_MOVED = (KernelClass.PRODUCTS, KernelClass.ATTENTION, KernelClass.OPTIMIZER, KernelClass.COLLECTIVES)
+NOT_MOVED = (
+    KernelClass.PRODUCTS,
+    KernelClass.ATTENTION,
+    KernelClass.OPTIMIZER,
+    KernelClass.COLLECTIVES,
+)
 LOADER_SHARE = 0.1  # of a micro batch, that a loader in the training's own process may take
 PROCESS_GIB = 2.0  # of host memory for PyTorch and transformers, which take 0.5 without CUDA
 CHECKPOINT_S = 60.0  # in which a checkpoint should be written
@@ -28,7 +33,9 @@ CHECKPOINT_S = 60.0  # in which a checkpoint should be written
 def count_work(request: ProbeRequest, profile: MicroBatchProfile) -> DryAnswer:
     """What the profiled micro batch computes and moves, counted on the meta device, in seconds."""
     rows = ((profile.length,),) * profile.rows
-    same = replace(request, micro_batches=(MicroBatch(rows=rows, length=profile.length, share=1.0),))
+    same = replace(
+        request, micro_batches=(MicroBatch(rows=rows, length=profile.length, share=1.0),)
+    )
     with DryProber() as prober:
         return prober.count(same)
 
@@ -41,7 +48,9 @@ def bounds(
     def took(*kinds: KernelClass) -> float:
         return sum(one.seconds for one in profile.micro_work if one.kind in kinds)
 
-    of_dtype = {} if config.quantization == "fp8" else rates.products.get(DTYPES[config.precision], {})
+    of_dtype = (
+        {} if config.quantization == "fp8" else rates.products.get(DTYPES[config.precision], {})
+    )
     rate = max(of_dtype.values(), default=0.0) * 1e12
     bandwidth = rates.copy_gb_s * 1e9
     moves = took(*(kind for kind in KernelClass if kind not in NOT_MOVED))
@@ -49,19 +58,39 @@ def bounds(
     if count is None:
         unknown: dict[str, Any] = {"flops": None, "moved_bytes": None, "best_s": None}
         named = {"matrix products": products, "attention": attention, "all that moves bytes": moves}
-        return tuple(Bound(work=name, seconds=seconds, **unknown) for name, seconds in named.items())
+        return tuple(
+            Bound(work=name, seconds=seconds, **unknown) for name, seconds in named.items()
+        )
     # A causal mask hides half of the products of attention, which only some counts leave out.
-    halves = {name: 1.0 if "efficient" in name else 0.5 for name in count.flops if "attention" in name}
+    halves = {
+        name: 1.0 if "efficient" in name else 0.5 for name in count.flops if "attention" in name
+    }
     of_attention = sum(count.flops[name] * half for name, half in halves.items())
     of_products = float(sum(number for name, number in count.flops.items() if name not in halves))
-    by_products = float(sum(number for name, number in count.moved_bytes.items() if "product" in name))
+    by_products = float(
+        sum(number for name, number in count.moved_bytes.items() if "product" in name)
+    )
     moved = float(sum(count.moved_bytes.values())) - by_products
     best = max(of_products / rate, by_products / bandwidth) if rate else None
     least = of_attention / rate if rate else None
     return (
-        Bound(work="matrix products", seconds=products, flops=of_products, moved_bytes=by_products, best_s=best),
-        Bound(work="attention", seconds=attention, flops=of_attention, moved_bytes=None, best_s=least),
-        Bound(work="all that moves bytes", seconds=moves, flops=None, moved_bytes=moved, best_s=moved / bandwidth),
+        Bound(
+            work="matrix products",
+            seconds=products,
+            flops=of_products,
+            moved_bytes=by_products,
+            best_s=best,
+        ),
+        Bound(
+            work="attention", seconds=attention, flops=of_attention, moved_bytes=None, best_s=least
+        ),
+        Bound(
+            work="all that moves bytes",
+            seconds=moves,
+            flops=None,
+            moved_bytes=moved,
+            best_s=moved / bandwidth,
+        ),
     )
 
 
@@ -102,7 +131,9 @@ def host_needs(
     for limit in LIMITS:
         if limit.part == "link to the GPU" and profile.on_gpu:
             found = limit.measured(calibration, device)
-            yield HostNeed(part=limit.part, found=found, needed=limit.least, unit=limit.unit, why=limit.why)
+            yield HostNeed(
+                part=limit.part, found=found, needed=limit.least, unit=limit.unit, why=limit.why
+            )
     if count is None:  # neither is the size of the model known here
         return
     weights_gib = gib(2 * count.total_params)

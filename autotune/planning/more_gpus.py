@@ -24,7 +24,9 @@ from autotune.study.scaling import RankPlan, Scaling, with_efficiency
 from autotune.study.summary import Candidate, Recipe
 
 NUMBERS = (1, 2, 4, 8)
-LARGER_BATCH = 1.05  # how much larger a global batch of packed rows may be, which whole micro batches round
+LARGER_BATCH = (
+    1.05  # how much larger a global batch of packed rows may be, which whole micro batches round
+)
 
 
 def on_other_numbers(recipe: Recipe) -> Scaling:
@@ -42,7 +44,10 @@ def on_other_numbers(recipe: Recipe) -> Scaling:
     if known.step is None:
         return Scaling(own=own)
     ratio = recipe.winner.performance.step_time_s / known.step.step_s
-    rows = [known if number == own else _best(recipe, number, ratio) for number in sorted({*NUMBERS, own})]
+    rows = [
+        known if number == own else _best(recipe, number, ratio)
+        for number in sorted({*NUMBERS, own})
+    ]
     return Scaling(own=own, known=(own,), rows=_compared(rows))
 
 
@@ -108,7 +113,9 @@ def _best(recipe: Recipe, number: int, ratio: float) -> RankPlan:
     if fitting:
         return max(fitting, key=lambda row: row.tokens_per_s or 0.0)
     least = min(known, key=lambda row: row.estimate.need_gib if row.estimate else 0.0, default=None)
-    return least or RankPlan(parallelism=Parallelism(num_gpus=number, strategy=strategy), problem=problem)
+    return least or RankPlan(
+        parallelism=Parallelism(num_gpus=number, strategy=strategy), problem=problem
+    )
 
 
 def _scaled_plan(recipe: Recipe, parallelism: Parallelism, ratio: float) -> RankPlan:
@@ -128,7 +135,9 @@ def _scaled_plan(recipe: Recipe, parallelism: Parallelism, ratio: float) -> Rank
 
     row = RankPlan(parallelism=Parallelism.of(config), accumulation=estimated.accumulation)
     if estimated.state != FITS or estimated.cost is None:
-        without_speed = replace(estimated, tokens_per_s=None, interval=None, samples_per_s=None, cost=None, step=None)
+        without_speed = replace(
+            estimated, tokens_per_s=None, interval=None, samples_per_s=None, cost=None, step=None
+        )
         return replace(row, estimate=without_speed)
     cost = replace(estimated.cost, evidence=Evidence.PROJECTED)
     return replace(row, estimate=replace(estimated, cost=cost), step=estimated.step)
@@ -136,7 +145,10 @@ def _scaled_plan(recipe: Recipe, parallelism: Parallelism, ratio: float) -> Rank
 
 def _divided(recipe: Recipe, parallelism: Parallelism) -> TrainConfig:
     """The winner with as many GPUs, and the largest micro batch by which the global batch stays what it is."""
-    own, largest = recipe.config, LARGER_BATCH * max(recipe.shape.examples_per_step, recipe.workload.global_batch)
+    own, largest = (
+        recipe.config,
+        LARGER_BATCH * max(recipe.shape.examples_per_step, recipe.workload.global_batch),
+    )
     for micro_batch_size in _halves(own.micro_batch_size):
         config = replace(
             own,
@@ -159,7 +171,9 @@ def _halves(number: int) -> Iterator[int]:
         number //= 2
 
 
-def _corrected(recipe: Recipe, alone: StepTimeEstimate, ratio: float, config: TrainConfig) -> StepTimeEstimate:
+def _corrected(
+    recipe: Recipe, alone: StepTimeEstimate, ratio: float, config: TrainConfig
+) -> StepTimeEstimate:
     """The formula's time, as many times as long as what was measured. With another micro batch its error stays."""
     scaled = alone.longer(ratio, rest=ratio)
     if config.micro_batch_size != recipe.config.micro_batch_size:

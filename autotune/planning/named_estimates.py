@@ -38,10 +38,14 @@ def estimate_named_configs(
     limit_gib = limit_of(spec, device)
     results = []
     for case, config, case_task in cases(spec, task):
-        result = ConfigResult(case=case, config=config, outcome=Outcome.REFUSED, evidence=Evidence.ESTIMATED)
+        result = ConfigResult(
+            case=case, config=config, outcome=Outcome.REFUSED, evidence=Evidence.ESTIMATED
+        )
         refused, estimated = case.excluded, None
         if not refused and not case.published:
-            refused = refusal(config, case_task.model, case_task.trainer, known_shape(case_task.model), device)
+            refused = refusal(
+                config, case_task.model, case_task.trainer, known_shape(case_task.model), device
+            )
         if not refused:
             seen = () if case.published else observations
             estimated, refused = _estimate(case_task, config, limit_gib, seen, counted=counted)
@@ -53,11 +57,18 @@ def estimate_named_configs(
 
 
 def _estimate(
-    task: Task, config: TrainConfig, limit_gib: float, observations: Sequence[Observation], *, counted: bool
+    task: Task,
+    config: TrainConfig,
+    limit_gib: float,
+    observations: Sequence[Observation],
+    *,
+    counted: bool,
 ) -> tuple[Estimate | None, str | None]:
     """The estimate of one configuration, or why there is none."""
     try:
-        estimated = estimate(task, config, limit_gib, observations, count=count if counted else None)
+        estimated = estimate(
+            task, config, limit_gib, observations, count=count if counted else None
+        )
     except ValueError as error:
         return None, str(error)
     return estimated, None if estimated else no_estimate(task, config, counted=counted)

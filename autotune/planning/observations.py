@@ -89,7 +89,9 @@ def load_evidence(directory: Path) -> tuple[tuple[Observation, ...], tuple[str, 
             submissions[submission.digest] = submission
         except UsageError as error:
             problems.append(str(error))
-    return tuple(one for submission in submissions.values() for one in _observations(submission)), tuple(problems)
+    return tuple(
+        one for submission in submissions.values() for one in _observations(submission)
+    ), tuple(problems)
 
 
 def _observations(submission: "Submission") -> tuple[Observation, ...]:
@@ -123,14 +125,19 @@ def _load(path: Path) -> "Submission":
     try:
         return Submission.model_validate_json(read_regular(path))
     except OSError as error:
-        raise UsageError(f"cannot read {name}: {error.strerror or error}", remedy="check the path") from None
+        raise UsageError(
+            f"cannot read {name}: {error.strerror or error}", remedy="check the path"
+        ) from None
     except ValidationError as error:
         problems = []
         for item in error.errors(include_url=False, include_context=False, include_input=False)[:5]:
             where = ".".join(str(part) for part in item["loc"]) or "the file"
-            problems.append(f"{name}: {_short(where)}: {_short(item['msg'].removeprefix('Value error, '))}")
+            problems.append(
+                f"{name}: {_short(where)}: {_short(item['msg'].removeprefix('Value error, '))}"
+            )
         raise UsageError(
-            "\n".join(problems), remedy="ask for a file that `autotune submit` of this version wrote"
+            "\n".join(problems),
+            remedy="ask for a file that `autotune submit` of this version wrote",
         ) from None
 
 

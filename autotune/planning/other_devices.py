@@ -22,7 +22,9 @@ from autotune.study.selection import Selection
 from autotune.study.summary import Candidate
 
 
-def estimate_other_devices(selection: Selection, winner: Candidate, headroom: float) -> tuple[Estimate, ...]:
+def estimate_other_devices(
+    selection: Selection, winner: Candidate, headroom: float
+) -> tuple[Estimate, ...]:
     """The winner on each card, the study's own among them: the cheapest first, those where it does not fit last.
 
     Cards of another vendor have other kernels, and are left out, as all others are for several GPUs. A study on a CPU
@@ -61,11 +63,19 @@ def _estimate_on(
     measurements: Sequence[Measurement],
     headroom: float,
 ) -> Estimate:
-    need, limit, price = winner.measurement.peak_reserved_gib, device_limit_gib(card, headroom), find_price(card.name)
+    need, limit, price = (
+        winner.measurement.peak_reserved_gib,
+        device_limit_gib(card, headroom),
+        find_price(card.name),
+    )
     # The error of the formula is allowed for measured memory too: contexts and workspaces differ from card to card.
     state = _missing_feature(card, winner.config) or memory_state(need, limit)
-    estimated = Estimate(device=card, config=winner.config, state=state, need_gib=need, limit_gib=limit, price=price)
-    transfer = observed_transfer(source, card, winner.config, published_observations(), task.calibration)
+    estimated = Estimate(
+        device=card, config=winner.config, state=state, need_gib=need, limit_gib=limit, price=price
+    )
+    transfer = observed_transfer(
+        source, card, winner.config, published_observations(), task.calibration
+    )
     if state != FITS or transfer is None:
         return estimated
     there = replace(task, device=card, measured_on=source, carried=transfer)
@@ -75,7 +85,10 @@ def _estimate_on(
         estimated,
         tokens_per_s=speed.tokens_per_second,
         # The source is the card of the probes: what was measured there is no projection.
-        cost=replace(cost, evidence=winner.memory_evidence if card.name == source.name else Evidence.PROJECTED),
+        cost=replace(
+            cost,
+            evidence=winner.memory_evidence if card.name == source.name else Evidence.PROJECTED,
+        ),
         num_observations=transfer.basis,
     )
 

@@ -30,7 +30,14 @@ from autotune.problem.setup import Setup, open_reserve, set_up
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
-from autotune.report.values.plan import LITTLE_KNOWN, NO_SPEED, ONLY_BASELINE, ONLY_LEANEST, Cell, Plan
+from autotune.report.values.plan import (
+    LITTLE_KNOWN,
+    NO_SPEED,
+    ONLY_BASELINE,
+    ONLY_LEANEST,
+    Cell,
+    Plan,
+)
 from autotune.study.ranking import Scored, choose, why
 
 MAX_CONFIGS = 10_000  # estimated in about two seconds
@@ -76,14 +83,21 @@ def planned_setup(spec: StudySpec, device: DeviceSpec, say: Say = silent) -> Set
     numbers = setup.task.numbers_of_gpus
     if numbers != (1,):
         listed = ",".join(map(str, numbers))
-        raise UsageError(f"this plans one GPU, not {listed}", remedy=f"`autotune plan --gpus {listed}` plans several")
+        raise UsageError(
+            f"this plans one GPU, not {listed}",
+            remedy=f"`autotune plan --gpus {listed}` plans several",
+        )
     for warning in setup.warnings:
         say(f"warning: {warning}")
     return setup
 
 
 def plan_setup(
-    setup: Setup, limit_gib: float, observations: Sequence[Observation] = (), *, counted: bool = False
+    setup: Setup,
+    limit_gib: float,
+    observations: Sequence[Observation] = (),
+    *,
+    counted: bool = False,
 ) -> Plan:
     """The plan of a study that is set up, or of its reserve where nothing else fits. Raises UsageError."""
     made = plan_task(setup.task, limit_gib, observations, counted=counted)
@@ -96,7 +110,9 @@ def plan_setup(
     return replace(reserve, from_reserve=True, reason=reason)
 
 
-def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] = (), *, counted: bool = False) -> Plan:
+def plan_task(
+    task: Task, limit_gib: float, observations: Sequence[Observation] = (), *, counted: bool = False
+) -> Plan:
     """Find the best configuration of the task's space by formula, under the rule that chooses a winner.
 
     `limit_gib` is what tensors may take. Without a formula only the baseline is counted; where that does not fit, what
@@ -109,7 +125,9 @@ def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] 
     configs = candidates(space)
     estimates, no_speed = _fitting(task, configs, limit_gib, observations)
     made = replace(
-        _plan_of(task, limit_gib, observations, baseline), num_estimated=len(configs), space_size=space.size()
+        _plan_of(task, limit_gib, observations, baseline),
+        num_estimated=len(configs),
+        space_size=space.size(),
     )
     if estimates:
         scored = [
@@ -119,7 +137,9 @@ def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] 
         winner = choose(scored, task.floors.slack)
         reason = why(winner, scored, task.floors.slack, task.space, configs)
         if no_speed:
-            reason += f"; {no_speed:,} more fit whose speed no formula knows: `autotune run` measures it"
+            reason += (
+                f"; {no_speed:,} more fit whose speed no formula knows: `autotune run` measures it"
+            )
         return replace(made, best=estimates[winner.config], reason=reason)
     return replace(made, reason=NO_SPEED) if no_speed else made
 
@@ -127,13 +147,22 @@ def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] 
 @functools.lru_cache(maxsize=32)
 def candidates(space: SearchSpace) -> tuple[TrainConfig, ...]:
     """Each configuration of a space once, or MAX_CONFIGS of them. Cards that are compared mostly share their space."""
-    stride = math.ceil(space.size() / MAX_CONFIGS)  # evenly spread over a space that is too large to estimate all
-    choices = islice(space.enumerate(), 0, None, stride) if stride <= MAX_STRIDE else space.sample(MAX_CONFIGS)
+    stride = math.ceil(
+        space.size() / MAX_CONFIGS
+    )  # evenly spread over a space that is too large to estimate all
+    choices = (
+        islice(space.enumerate(), 0, None, stride)
+        if stride <= MAX_STRIDE
+        else space.sample(MAX_CONFIGS)
+    )
     return tuple(dict.fromkeys(map(space.config, choices)))
 
 
 def _fitting(
-    task: Task, configs: Sequence[TrainConfig], limit_gib: float, observations: Sequence[Observation]
+    task: Task,
+    configs: Sequence[TrainConfig],
+    limit_gib: float,
+    observations: Sequence[Observation],
 ) -> tuple[dict[TrainConfig, Estimate], int]:
     """Those that surely fit and whose speed is known, and the number of those whose speed is not.
 
@@ -141,11 +170,15 @@ def _fitting(
     """
     found: dict[TrainConfig, Estimate] = {}
     no_speed = 0
-    too_large: dict[tuple[Any, ...], int] = {}  # the smallest micro batch without room, of configurations else alike
+    too_large: dict[
+        tuple[Any, ...], int
+    ] = {}  # the smallest micro batch without room, of configurations else alike
     hopeless = set()  # by what decides the memory between steps, which alone has no room
     for config in configs:
         alike, lasting = alike_but_for_rows(task, config), _LASTING(config)
-        if lasting in hopeless or config.micro_batch_size > too_large.get(alike, config.micro_batch_size):
+        if lasting in hopeless or config.micro_batch_size > too_large.get(
+            alike, config.micro_batch_size
+        ):
             continue
         estimated = estimate(task, config, limit_gib, observations)
         if estimated is None:
@@ -156,17 +189,23 @@ def _fitting(
             no_speed += 1
         elif estimated.state == OOM:
             too_large[alike] = config.micro_batch_size
-            if (memory := estimated.memory) and memory_state(memory.lasting_gib, limit_gib, memory.error) == OOM:
+            if (memory := estimated.memory) and memory_state(
+                memory.lasting_gib, limit_gib, memory.error
+            ) == OOM:
                 hopeless.add(lasting)
     return found, no_speed
 
 
 def alike_but_for_rows(task: Task, config: TrainConfig) -> tuple[Any, ...]:
     """What two configurations have in common where the one with more rows in a micro batch needs no less memory."""
-    return *_ALL_BUT_ROWS(config), task.workload.accumulation(config) > 1  # gradients then wait in the forward pass
+    return *_ALL_BUT_ROWS(config), task.workload.accumulation(
+        config
+    ) > 1  # gradients then wait in the forward pass
 
 
-def _plan_of(task: Task, limit_gib: float, observations: Sequence[Observation], baseline: Estimate) -> Plan:
+def _plan_of(
+    task: Task, limit_gib: float, observations: Sequence[Observation], baseline: Estimate
+) -> Plan:
     """A plan that knows the baseline alone."""
     counted = baseline.memory is not None and baseline.memory.counted
     return Plan(
@@ -180,11 +219,15 @@ def _plan_of(task: Task, limit_gib: float, observations: Sequence[Observation], 
         leanest=task.space.config(task.space.leanest()),
         how_sure=how_sure(counted=counted, objective=task.workload.objective),
         calibrated=calibrated_parts(task.calibration, task.device),
-        seen=tuple(observed.source for observed in observations if observed.device == task.device.name),
+        seen=tuple(
+            observed.source for observed in observations if observed.device == task.device.name
+        ),
     )
 
 
-def _counted_plan(task: Task, limit_gib: float, observations: Sequence[Observation], baseline: Estimate) -> Plan:
+def _counted_plan(
+    task: Task, limit_gib: float, observations: Sequence[Observation], baseline: Estimate
+) -> Plan:
     """The plan where no formula covers the baseline, which was counted."""
     made = _plan_of(task, limit_gib, observations, baseline)
     found, reason = baseline, ONLY_BASELINE
@@ -193,28 +236,42 @@ def _counted_plan(task: Task, limit_gib: float, observations: Sequence[Observati
         if leanest is None or leanest.state != FITS:
             return made
         found, reason = leanest, ONLY_LEANEST
-    return replace(made, best=found, reason=reason) if found.tokens_per_s else replace(made, reason=NO_SPEED)
+    return (
+        replace(made, best=found, reason=reason)
+        if found.tokens_per_s
+        else replace(made, reason=NO_SPEED)
+    )
 
 
-def count_leanest(task: Task, limit_gib: float, observations: Sequence[Observation] = ()) -> Estimate | None:
+def count_leanest(
+    task: Task, limit_gib: float, observations: Sequence[Observation] = ()
+) -> Estimate | None:
     """Count what the configuration that needs the least memory needs; None where it cannot be counted."""
     spaces = [task.space]
     if "full" in task.space.choices("loss"):
-        spaces.append(task.space.pin("loss", "full"))  # the logits of some heads cannot be made in chunks
+        spaces.append(
+            task.space.pin("loss", "full")
+        )  # the logits of some heads cannot be made in chunks
     configs = dict.fromkeys(space.config(space.leanest()) for space in spaces)
     estimates = (estimate(task, config, limit_gib, observations, count=count) for config in configs)
     return next((found for found in estimates if found is not None), None)
 
 
-def _baseline(task: Task, limit_gib: float, observations: Sequence[Observation], *, counted: bool) -> Estimate:
+def _baseline(
+    task: Task, limit_gib: float, observations: Sequence[Observation], *, counted: bool
+) -> Estimate:
     """What guides give, with the largest micro batch that fits, else with their own. Raises UsageError."""
     first = None
     for number, config in enumerate(task.baselines):
-        estimated = estimate(task, config, limit_gib, observations, count=count if counted else None)
+        estimated = estimate(
+            task, config, limit_gib, observations, count=count if counted else None
+        )
         if estimated is not None and estimated.state == FITS:
             return estimated
         first = first or estimated
-        if counted and number == 0:  # a count takes seconds, and where the smallest does not fit, none does
+        if (
+            counted and number == 0
+        ):  # a count takes seconds, and where the smallest does not fit, none does
             smallest = estimate(task, task.baselines[-1], limit_gib, observations, count=count)
             first = first or smallest
             if smallest is not None and smallest.state != FITS:
@@ -234,7 +291,9 @@ def distinguishable(space: SearchSpace, baseline: TrainConfig) -> SearchSpace:
             space = space.pin(name, getattr(baseline, name))
     for name, value in (("quantization", "int8"), ("checkpointing", "offload")):
         if (knob := space.knob(name)) and knob.choices() != (value,):
-            space, _ = space.narrow(name, functools.partial(operator.ne, value), "there is no formula for it")
+            space, _ = space.narrow(
+                name, functools.partial(operator.ne, value), "there is no formula for it"
+            )
     return space
 
 
@@ -247,17 +306,29 @@ def memory_tables(made: Plan) -> dict[str, tuple[Cell, ...]]:
     longest = task.model.max_seq_len or max(LENGTHS)
     lengths = [length for length in LENGTHS if length <= longest] or [longest]
     precision, baseline = task.device.usual_precision, task.baselines[0]
-    usual = TrainConfig(precision=precision, attention=baseline.attention, lora_targets=baseline.lora_targets)
-    full, lora = replace(usual, method="full"), replace(usual, lora_rank=baseline.lora_rank or usual.lora_rank)
+    usual = TrainConfig(
+        precision=precision, attention=baseline.attention, lora_targets=baseline.lora_targets
+    )
+    full, lora = (
+        replace(usual, method="full"),
+        replace(usual, lora_rank=baseline.lora_rank or usual.lora_rank),
+    )
     bases = [
         lora,
         replace(lora, quantization="nf4", double_quant=True),
         full,
         replace(full, precision="bf16_pure", optimizer="adamw_8bit"),
     ]
-    batches = BATCHES[1:] if task.workload.objective is Objective.KTO else BATCHES  # which one answer cannot train
-    tables = {_table_name(base): tuple(table_cells(task, base, made.limit_gib, batches, lengths)) for base in bases}
-    return {name: cells for name, cells in tables.items() if cells}  # no formula covers those of some models
+    batches = (
+        BATCHES[1:] if task.workload.objective is Objective.KTO else BATCHES
+    )  # which one answer cannot train
+    tables = {
+        _table_name(base): tuple(table_cells(task, base, made.limit_gib, batches, lengths))
+        for base in bases
+    }
+    return {
+        name: cells for name, cells in tables.items() if cells
+    }  # no formula covers those of some models
 
 
 def _table_name(config: TrainConfig) -> str:
@@ -274,7 +345,9 @@ def table_cells(
 ) -> Iterator[Cell]:
     """The cells of a table, row by row of the lengths; all other knobs are as in `base`."""
     full = Lengths.constant(max(lengths))  # every row is as long as may be
-    workload = Workload(lengths=full, global_batch=2 * math.lcm(*batches), objective=task.workload.objective)
+    workload = Workload(
+        lengths=full, global_batch=2 * math.lcm(*batches), objective=task.workload.objective
+    )
     divisible = replace(task, workload=workload)
     for length in lengths:
         for size in batches:
@@ -282,4 +355,6 @@ def table_cells(
             plain = estimate(divisible, replace(config, checkpointing="none"), limit_gib)
             recomputed = estimate(divisible, replace(config, checkpointing="full"), limit_gib)
             if plain is not None and recomputed is not None:
-                yield Cell(micro_batch_size=size, seq_len=length, plain=plain, recomputed=recomputed)
+                yield Cell(
+                    micro_batch_size=size, seq_len=length, plain=plain, recomputed=recomputed
+                )

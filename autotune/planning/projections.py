@@ -9,5 +9,6 @@ from autotune.study.summary import Projections, Recipe
 def project_winner(selection: Selection, recipe: Recipe, headroom: float) -> Projections:
     """The winner's run elsewhere. `headroom` is the share of a card's memory that stays free."""
     return Projections(
-        cards=estimate_other_devices(selection, recipe.winner, headroom), scaling=on_other_numbers(recipe)
+        cards=estimate_other_devices(selection, recipe.winner, headroom),
+        scaling=on_other_numbers(recipe),
     )

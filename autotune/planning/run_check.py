@@ -60,11 +60,22 @@ SHARED = (
     "optimizer",
     "optimizer_in_backward",
 )
-_EXAMPLE_OPTIONS = ("dataset", "tokenizer", "lengths", "mean_tokens", "p99_tokens", "tokens_per_example")
+_EXAMPLE_OPTIONS = (
+    "dataset",
+    "tokenizer",
+    "lengths",
+    "mean_tokens",
+    "p99_tokens",
+    "tokens_per_example",
+)
 
 
 def check(
-    file: Path, options: Mapping[str, Any] | None = None, *, observations: Sequence[Observation] = (), say: Say = silent
+    file: Path,
+    options: Mapping[str, Any] | None = None,
+    *,
+    observations: Sequence[Observation] = (),
+    say: Say = silent,
 ) -> CheckReport:
     """Check the run that a YAML file of TRL, Axolotl or LLaMA-Factory describes.
 
@@ -80,10 +91,13 @@ def check(
     run = shared_out(for_model(run, model), model, options.pop("gpus", None))
     if options.get("objective") not in (None, run.objective):
         raise UsageError(
-            f"{file} trains for {run.objective}, not {options['objective']}", remedy="leave --objective out"
+            f"{file} trains for {run.objective}, not {options['objective']}",
+            remedy="leave --objective out",
         )
     options["objective"] = str(run.objective)
-    spec = make_spec(None, options | {"gpu": device.option, "model": model.name if assumption else name})
+    spec = make_spec(
+        None, options | {"gpu": device.option, "model": model.name if assumption else name}
+    )
     task, warnings = _task(spec, device, run, say)
     context = CheckContext(
         task=replace(task, model=model, workload=_workload(task.workload, spec, run)),
@@ -95,7 +109,8 @@ def check(
     checked = check_run(context, run)
     if checked is None:
         raise UsageError(
-            f"there is no formula for {without}, and what it needs cannot be counted: {_why(context, run)}",
+            f"there is no formula for {without}, and what it needs cannot be counted: "
+            f"{_why(context, run)}",
             remedy="measure it: `autotune run`, with --shallow-only where the GPU is too small",
         )
     fix, fixes = _changes(context, checked)
@@ -140,7 +155,9 @@ def _changes(
 
 def _why(context: CheckContext, run: ForeignConfig) -> str:
     """Why what a run needs cannot be counted."""
-    return no_count(context.model, context.at_longest(run.config), min(run.accumulation, 2), run.objective)
+    return no_count(
+        context.model, context.at_longest(run.config), min(run.accumulation, 2), run.objective
+    )
 
 
 def find_model(name: str) -> tuple[ModelSpec, str | None]:
@@ -151,7 +168,10 @@ def find_model(name: str) -> tuple[ModelSpec, str | None]:
     """
     spec = None if os.path.isdir(os.path.expanduser(name)) else shaped_like(name)
     if spec is not None and name.lower() not in map(str.lower, (spec.name, *spec.aliases)):
-        return spec, f"{name} is taken to be shaped like {spec.name}, after its name (else give --model)."
+        return (
+            spec,
+            f"{name} is taken to be shaped like {spec.name}, after its name (else give --model).",
+        )
     try:
         return resolve_model(name), None
     except UsageError as error:
@@ -161,14 +181,18 @@ def find_model(name: str) -> tuple[ModelSpec, str | None]:
         ) from None
 
 
-def _task(spec: StudySpec, device: DeviceSpec, run: ForeignConfig, say: Say) -> tuple[Task, tuple[str, ...]]:
+def _task(
+    spec: StudySpec, device: DeviceSpec, run: ForeignConfig, say: Say
+) -> tuple[Task, tuple[str, ...]]:
     """The study of the same examples with the same global batch, and warnings about their lengths."""
     context = resolve_model(spec.model).max_seq_len or run.config.seq_len
     rows = run.accumulation * run.config.micro_batch_size
     pins = {"seq_len": min(run.config.seq_len, context)}
     setup = set_up(replace(spec, gpu=device.option, pins=pins, global_batch=rows), device, say)
     assumed = setup.task.workload.lengths.source == "assumed"
-    return setup.task, () if assumed else tuple(f"{text}." for text in setup.warnings if "cut off" in text)
+    return setup.task, () if assumed else tuple(
+        f"{text}." for text in setup.warnings if "cut off" in text
+    )
 
 
 def _workload(workload: Workload, spec: StudySpec, run: ForeignConfig) -> Workload:
@@ -179,7 +203,9 @@ def _workload(workload: Workload, spec: StudySpec, run: ForeignConfig) -> Worklo
         workload = replace(workload, lengths=Lengths.constant(tokens, "assumed"))
     if run.max_examples is None or spec.examples is not None or spec.tokens is not None:
         return workload
-    examples = run.max_examples if workload.examples_assumed else min(workload.examples, run.max_examples)
+    examples = (
+        run.max_examples if workload.examples_assumed else min(workload.examples, run.max_examples)
+    )
     return replace(workload, examples=examples, examples_assumed=False)
 
 
@@ -199,10 +225,14 @@ def _smallest_card(checked: CheckedRun, headroom: float) -> DeviceSpec | None:
 
 def _alike(config: TrainConfig) -> TrainConfig:
     """A usual configuration with what decides whether formulas cover it, but for what is counted as something else."""
-    return TrainConfig(method=config.method, precision=config.precision, lora_targets=config.lora_targets)
+    return TrainConfig(
+        method=config.method, precision=config.precision, lora_targets=config.lora_targets
+    )
 
 
-def _faster(task: Task, spec: StudySpec, context: CheckContext, run: ForeignConfig) -> Faster | None:
+def _faster(
+    task: Task, spec: StudySpec, context: CheckContext, run: ForeignConfig
+) -> Faster | None:
     """The fastest configuration that fits and learns the same; with full rows where the lengths are not known.
 
     None where the run is counted, since to count a whole space would take minutes, on several GPUs, and for other
@@ -218,7 +248,11 @@ def _faster(task: Task, spec: StudySpec, context: CheckContext, run: ForeignConf
     checked = check_run(replace(context, task=replace(context.task, workload=workload)), run)
     tokens_per_s = checked.estimate.tokens_per_s if checked else None
     no_bf16 = config.precision.startswith("bf16") and not context.device.supports_bf16
-    if tokens_per_s is None or no_bf16 or config.seq_len > (context.model.max_seq_len or config.seq_len):
+    if (
+        tokens_per_s is None
+        or no_bf16
+        or config.seq_len > (context.model.max_seq_len or config.seq_len)
+    ):
         return None
     pins = {knob: getattr(config, knob) for knob in SHARED}
     if config.packing or not lengths_known:
@@ -226,20 +260,31 @@ def _faster(task: Task, spec: StudySpec, context: CheckContext, run: ForeignConf
     space = task.space
     for knob, value in pins.items():
         space = space if value is None else space.pin(knob, value)
-    batch = max(1, round(workload.run_shape(config, accumulation=run.accumulation).examples_per_step))
-    space, _ = space.narrow("micro_batch_size", lambda size: batch % size == 0, "it does not divide the global batch")
+    batch = max(
+        1, round(workload.run_shape(config, accumulation=run.accumulation).examples_per_step)
+    )
+    space, _ = space.narrow(
+        "micro_batch_size", lambda size: batch % size == 0, "it does not divide the global batch"
+    )
     ours = replace(workload, global_batch=batch, dealt=task.workload.dealt)
     study = replace(task, model=context.model, space=space, workload=ours)
     best = plan_task(study, context.limit_gib, context.observations).best
     times = (best.tokens_per_s or 0.0) / tokens_per_s if best else 0.0
     if best is None or times < MIN_SPEEDUP:
         return None
-    return Faster(config=best.config, times=times, command=_run_command(spec, config, workload, batch))
+    return Faster(
+        config=best.config, times=times, command=_run_command(spec, config, workload, batch)
+    )
 
 
-def _run_command(spec: StudySpec, config: TrainConfig, workload: Workload, global_batch: int) -> str:
+def _run_command(
+    spec: StudySpec, config: TrainConfig, workload: Workload, global_batch: int
+) -> str:
     """The `autotune run` that measures configurations which learn the same."""
-    given = {name: getattr(spec, name) for name in ("model", "gpu", *_EXAMPLE_OPTIONS, "tokens", "examples")}
+    given = {
+        name: getattr(spec, name)
+        for name in ("model", "gpu", *_EXAMPLE_OPTIONS, "tokens", "examples")
+    }
     options = {name: value for name, value in given.items() if value is not None}
     if config.method == "full":
         options["space"] = "full"
@@ -255,7 +300,11 @@ def _run_command(spec: StudySpec, config: TrainConfig, workload: Workload, globa
         words += [f"--{name.replace('_', '-')}", str(value)]
     for knob in SHARED:
         value = getattr(config, knob)
-        if knob not in ("method", "lora_rank", "seq_len") and value not in (False, "none", ALL_LINEAR):
+        if knob not in ("method", "lora_rank", "seq_len") and value not in (
+            False,
+            "none",
+            ALL_LINEAR,
+        ):
             words += ["--set", f"{knob}={value}"]
     return shlex.join(words)
 
@@ -281,7 +330,8 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
         yield f"What is offloaded has no formula: the need lies between {between}, and the larger one is reported."
     if config.quantization == "int8":
         yield (
-            "A base in 8 bits is counted without outliers, inputs of 6 or more that are held twice: 9 % in probes."
+            "A base in 8 bits is counted without outliers, inputs of 6 or more that are held "
+            "twice: 9 % in probes."
             if checked.bounds.reported.counted
             else "A base in 8 bits could not be counted: the run needs more than with one of 4 bits, which is reported."
         )
@@ -304,7 +354,7 @@ def _notes_of_gpus(checked: CheckedRun) -> Iterator[str]:
     elif run.num_gpus > 1:
         again = fmt_gib(checked.bounds.reported.gradients or checked.bounds.reported.adapters)
         yield (
-            f"The estimate is for each of {run.num_gpus} GPUs, as data parallel: each holds all of it, sharding is not "
-            "modelled."
+            f"The estimate is for each of {run.num_gpus} GPUs, as data parallel: each holds all of "
+            "it, sharding is not modelled."
         )
         yield f"Their communication is not counted, nor that torch then holds the gradients twice ({again} more)."

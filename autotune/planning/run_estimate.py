@@ -22,7 +22,9 @@ from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 from autotune.report.values.check import FP32_BASE, CheckedRun, Edits, ForeignConfig
 
-OFFLOADED = 1.06  # times as long: measured by `benchmarks/levers.py reference`, Mistral-7B on an H200
+OFFLOADED = (
+    1.06  # times as long: measured by `benchmarks/levers.py reference`, Mistral-7B on an H200
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,11 @@ class CheckContext:
 
     def at_longest(self, config: TrainConfig) -> TrainConfig:
         """The configuration whose memory is asked for: with the longest rows that occur, as far as these are known."""
-        return config if self.workload.lengths.source == "assumed" else self.workload.at_longest(config)
+        return (
+            config
+            if self.workload.lengths.source == "assumed"
+            else self.workload.at_longest(config)
+        )
 
 
 def bounds_of(context: CheckContext, run: ForeignConfig) -> MemoryBounds | None:
@@ -58,13 +64,17 @@ def bounds_of(context: CheckContext, run: ForeignConfig) -> MemoryBounds | None:
     return memory_bounds(context.model, replace(run, config=context.at_longest(run.config)))
 
 
-def check_run(context: CheckContext, run: ForeignConfig, edits: Edits | None = None) -> CheckedRun | None:
+def check_run(
+    context: CheckContext, run: ForeignConfig, edits: Edits | None = None
+) -> CheckedRun | None:
     """Estimate a run; None where it is not known what it needs."""
     bounds = bounds_of(context, run)
     if bounds is None:
         return None
     task, config, seen = context.task, run.config, context.observations
-    shape = context.workload.run_shape(config, accumulation=run.accumulation, world_size=run.num_gpus or 1)
+    shape = context.workload.run_shape(
+        config, accumulation=run.accumulation, world_size=run.num_gpus or 1
+    )
     estimated = estimate(
         task,
         config,
@@ -81,8 +91,12 @@ def check_run(context: CheckContext, run: ForeignConfig, edits: Edits | None = N
 def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
     """What a run needs at least and at most; None where no formula covers the model and it cannot be counted."""
     config, steps, sizes = run.config, min(run.accumulation, 2), Sizes.of(model)
-    known = replace(_checkpoints_on_gpu(config), dora=False)  # DoRA takes more; how much was not measured
-    low = high = memory_of(model, known, steps, buffers=buffers_of(run), objective=run.objective, count=count)
+    known = replace(
+        _checkpoints_on_gpu(config), dora=False
+    )  # DoRA takes more; how much was not measured
+    low = high = memory_of(
+        model, known, steps, buffers=buffers_of(run), objective=run.objective, count=count
+    )
     is_int8 = config.quantization == "int8"
     if is_int8 and low is None:
         in_4_bits = replace(known, quantization="nf4")
@@ -92,9 +106,13 @@ def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
     if sizes is None or (is_int8 and low.counted):
         return _bounded_count(run, low)
     if FP32_BASE in run.notes:
-        low, high = (_with_fp32_base(sizes, _checkpoints_on_gpu(config), memory) for memory in (low, high))
+        low, high = (
+            _with_fp32_base(sizes, _checkpoints_on_gpu(config), memory) for memory in (low, high)
+        )
     if config.offloads:
-        in_host_memory = gib(config.tokens * sizes.layers * sizes.hidden * (2 if config.method == "lora" else 4))
+        in_host_memory = gib(
+            config.tokens * sizes.layers * sizes.hidden * (2 if config.method == "lora" else 4)
+        )
         low = replace(low, activations=max(low.activations - in_host_memory, 0.0))
     return MemoryBounds(least=low, most=None if config.dora or is_int8 or run.needs_more else high)
 
@@ -104,10 +122,14 @@ def _bounded_count(run: ForeignConfig, counted: MemoryBreakdown) -> MemoryBounds
     in_fp32 = FP32_BASE in run.notes
     low = high = counted
     if in_fp32 and run.config.quantization == "none":
-        low = replace(low, weights=2 * low.weights)  # 4 bytes a value instead of 2, and casts of them besides
+        low = replace(
+            low, weights=2 * low.weights
+        )  # 4 bytes a value instead of 2, and casts of them besides
     if run.config.offloads:
         low = replace(low, activations=0.0)
-    return MemoryBounds(least=low, most=None if run.config.dora or in_fp32 or run.needs_more else high)
+    return MemoryBounds(
+        least=low, most=None if run.config.dora or in_fp32 or run.needs_more else high
+    )
 
 
 def _checkpoints_on_gpu(config: TrainConfig) -> TrainConfig:
@@ -124,7 +146,11 @@ def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) 
     frozen = sizes.params - (sizes.linear_params if quantized else 0)
     every = config.checkpoint_every
     recomputed = 0 if every is None else math.ceil(sizes.layers / every)
-    casts = 0 if quantized else min(sizes.layers - recomputed + 1, sizes.layers) * sizes.linear_params / sizes.layers
+    casts = (
+        0
+        if quantized
+        else min(sizes.layers - recomputed + 1, sizes.layers) * sizes.linear_params / sizes.layers
+    )
     checkpoints = config.tokens * recomputed * sizes.hidden  # 4 bytes a value instead of 2
     head = sizes.embedding if memory.logits else 0
     return replace(
@@ -140,13 +166,23 @@ def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | 
     config = context.workload.at_mean(run.config)
     if FP32_BASE in run.notes and Sizes.of(context.model) is None:
         return None  # what its casts take is not counted
-    steps, host, known = min(run.accumulation, 2), host_of(context.task.calibration), _checkpoints_on_gpu(config)
-    step_time = step_time_of(context.model, known, steps, host, objective=run.objective, count=count)
+    steps, host, known = (
+        min(run.accumulation, 2),
+        host_of(context.task.calibration),
+        _checkpoints_on_gpu(config),
+    )
+    step_time = step_time_of(
+        context.model, known, steps, host, objective=run.objective, count=count
+    )
     if step_time is None:
         return None
     cast = _cast_s(context.model, run)
     longer = OFFLOADED if config.offloads else 1.0
-    step_time = replace(step_time, products_s=longer * step_time.products_s, bytes_s=longer * step_time.bytes_s + cast)
+    step_time = replace(
+        step_time,
+        products_s=longer * step_time.products_s,
+        bytes_s=longer * step_time.bytes_s + cast,
+    )
     cast_error = cast / step_time.device_s / 2
     return replace(step_time, device_error=math.hypot(step_time.device_error, cast_error))
 

@@ -34,7 +34,12 @@ from autotune.problem.task import Task
 from autotune.study.ranking import Scored, choose
 from autotune.study.scaling import GpuPlan, RankPlan, with_efficiency
 
-OF_RANKS = ("sharding", "copies", "sync_each_batch", "offload")  # knobs that candidates for one GPU do not have
+OF_RANKS = (
+    "sharding",
+    "copies",
+    "sync_each_batch",
+    "offload",
+)  # knobs that candidates for one GPU do not have
 
 
 def plan_spec(
@@ -55,29 +60,50 @@ def plan_spec(
     """
     counted, gpu = split_count(spec.gpu)
     if counted is not None and gpus is not None:
-        raise UsageError(f"--gpu says {counted} GPUs and --gpus {gpus}", remedy="leave out one of them")
+        raise UsageError(
+            f"--gpu says {counted} GPUs and --gpus {gpus}", remedy="leave out one of them"
+        )
     numbers = counted if gpus is None else gpus
     if numbers is None and nodes is not None:
         numbers = MOST_GPUS
     if numbers is None:
-        raise UsageError("between which numbers of GPUs is to be chosen?", remedy="for example --gpus 1,2,4,8")
+        raise UsageError(
+            "between which numbers of GPUs is to be chosen?", remedy="for example --gpus 1,2,4,8"
+        )
     if spec.configs:
         raise UsageError(
-            "--gpus plans a search space, and the spec names configurations", remedy="leave out one of them"
+            "--gpus plans a search space, and the spec names configurations",
+            remedy="leave out one of them",
         )
     if reason := untested("objective", spec.objective, "several_gpus"):
         raise UsageError(reason, remedy="leave out --gpus, or plan for sft")
-    counts, hosts, hours, device = parse_gpus(numbers), parse_nodes(nodes), parse_within(within), planned_device(gpu)
+    counts, hosts, hours, device = (
+        parse_gpus(numbers),
+        parse_nodes(nodes),
+        parse_within(within),
+        planned_device(gpu),
+    )
     network_gb_s = parse_network(network)
     if hosts[-1] > 1 and network_gb_s is None:
-        raise UsageError("--nodes: what links the hosts?", remedy=f"give --network GB_PER_S, or {', '.join(NETWORKS)}")
+        raise UsageError(
+            "--nodes: what links the hosts?",
+            remedy=f"give --network GB_PER_S, or {', '.join(NETWORKS)}",
+        )
     of_ranks = {knob: value for knob, value in spec.pins.items() if knob in OF_RANKS}
     pins = {knob: value for knob, value in spec.pins.items() if knob not in OF_RANKS}
     setup = planned_setup(replace(spec, gpu=gpu, gpus=None, pins=pins), device, say)
     say_removals(setup, say)
     links = {number: network_gb_s if number > 1 else None for number in hosts}
     limit_gib = limit_of(spec, device)
-    return plan_gpus(setup.task, limit_gib, counts, observations, within_hours=hours, hosts=links, of_ranks=of_ranks)
+    return plan_gpus(
+        setup.task,
+        limit_gib,
+        counts,
+        observations,
+        within_hours=hours,
+        hosts=links,
+        of_ranks=of_ranks,
+    )
 
 
 def plan_gpus(
@@ -105,7 +131,10 @@ def plan_gpus(
         )
     configs = candidates(distinguishable(task.space, baseline))
     rows = [
-        replace(_plan_rank(task, limit_gib, parallelism, configs, observations, network_gb_s), hosts=number_of_hosts)
+        replace(
+            _plan_rank(task, limit_gib, parallelism, configs, observations, network_gb_s),
+            hosts=number_of_hosts,
+        )
         for number_of_hosts, network_gb_s in hosts.items()
         for number in numbers
         for parallelism in _parallelisms(number, number_of_hosts, of_ranks)
@@ -133,7 +162,9 @@ def _parallelisms(number: int, hosts: int, of_ranks: Mapping[str, Any]) -> Itera
     if hosts == 1 and number > copies and number % copies == 0:
         of_shards["copies"] = copies
     for strategy in STRATEGIES[:1] if total == 1 else [wanted] if wanted else STRATEGIES[1:]:
-        yield Parallelism(num_gpus=total, strategy=strategy, **(of_shards if strategy in FSDP2 else {}))
+        yield Parallelism(
+            num_gpus=total, strategy=strategy, **(of_shards if strategy in FSDP2 else {})
+        )
     if hosts > 1 and number > 1 and wanted in (None, "fsdp2"):
         yield Parallelism(num_gpus=total, strategy="fsdp2", copies=hosts, **of_shards)
 
@@ -152,7 +183,12 @@ def _plan_rank(
     for config in configs:
         try:
             estimated = estimate(
-                task, config, limit_gib, observations, parallelism=parallelism, network_gb_s=network_gb_s
+                task,
+                config,
+                limit_gib,
+                observations,
+                parallelism=parallelism,
+                network_gb_s=network_gb_s,
             )
         except ValueError as error:
             problem = problem or str(error)
@@ -162,7 +198,10 @@ def _plan_rank(
 
     fitting = [one for one in found.values() if one.state == FITS]
     if fitting:
-        scored = [Scored(config=one.config, score=_score(one), free_fraction=-one.margin) for one in fitting]
+        scored = [
+            Scored(config=one.config, score=_score(one), free_fraction=-one.margin)
+            for one in fitting
+        ]
         winner = choose(scored, task.floors.slack).config
         unknown = sum(one.single_gpu is None for one in fitting if one.config != winner)
         return replace(_row(parallelism, found[winner]), num_without_speed=unknown)
@@ -174,7 +213,9 @@ def _plan_rank(
 def _row(parallelism: Parallelism, estimated: Estimate) -> RankPlan:
     """The row of an estimate; the step of one GPU alone has no communication to show."""
     step = estimated.step if parallelism.num_gpus > 1 else None
-    return RankPlan(parallelism=parallelism, estimate=estimated, step=step, accumulation=estimated.accumulation)
+    return RankPlan(
+        parallelism=parallelism, estimate=estimated, step=step, accumulation=estimated.accumulation
+    )
 
 
 def _score(estimated: Estimate) -> float:

@@ -35,12 +35,18 @@ class SlowPart:
 
 
 def _pace(calibration: Calibration | None, device: DeviceSpec) -> float | None:
-    return MEASURED_HOST.scale / host_of(calibration).scale if calibration and calibration.on_gpu else None
+    return (
+        MEASURED_HOST.scale / host_of(calibration).scale
+        if calibration and calibration.on_gpu
+        else None
+    )
 
 
 def _products(calibration: Calibration | None, device: DeviceSpec) -> float | None:
     expected = products_tflops(device)
-    return IN_TRAINING * calibration.products_tflops() / expected if calibration and expected else None
+    return (
+        IN_TRAINING * calibration.products_tflops() / expected if calibration and expected else None
+    )
 
 
 def _copies(calibration: Calibration | None, device: DeviceSpec) -> float | None:

@@ -127,9 +127,14 @@ class Submission(BaseModel):
         if device is None:
             raise ValueError(f"gpu: {self.gpu!r} is not in the catalogue of GPUs")
         if device.kind != "cpu" and match_device(self.product, self.memory_gib) != device:
-            raise ValueError(f"product: {self.product!r} of {self.memory_gib:g} GiB is no {self.gpu}")
+            raise ValueError(
+                f"product: {self.product!r} of {self.memory_gib:g} GiB is no {self.gpu}"
+            )
         if self.model is not None and not _is_catalogued(self.model, self.model_digest):
-            raise ValueError(f"model: {self.model!r} of shape {self.model_digest} is not in the catalogue of models")
+            raise ValueError(
+                f"model: {self.model!r} of shape {self.model_digest} is not in the catalogue of "
+                "models"
+            )
         if any(row.peak_reserved_gib > self.memory_gib for row in self.rows):
             raise ValueError("peak_reserved_gib: more than the GPU's memory")
         return self
@@ -153,11 +158,15 @@ def submission_of(recipe: Recipe, measured_on: str) -> Submission:
     spec, fingerprint = recipe.model, recipe.fingerprint
     if recipe.device.name not in {device.name for device in list_devices()}:
         raise UsageError(
-            f"{recipe.device.name} is not in the catalogue of GPUs: nobody could compare this study",
+            f"{recipe.device.name} is not in the catalogue of GPUs: nobody could compare this "
+            "study",
             remedy="add a row to autotune/catalog/data/gpus.yaml, and run the study again",
         )
     if recipe.workload.objective is not Objective.SFT:
-        raise UsageError(f"the atlas has no studies for {recipe.workload.objective} yet", remedy="share one of sft")
+        raise UsageError(
+            f"the atlas has no studies for {recipe.workload.objective} yet",
+            remedy="share one of sft",
+        )
     versions = {"autotune": __version__, "python": fingerprint.python, **fingerprint.packages}
     versions |= {"driver": fingerprint.driver or "", "cuda": fingerprint.cuda or ""}
     try:

@@ -42,7 +42,9 @@ PINS: dict[str, dict[str, Any]] = {
 }
 
 
-def entry_of(spec: StudySpec, method: str, device: DeviceSpec, observations: Sequence[Observation] = ()) -> Entry:
+def entry_of(
+    spec: StudySpec, method: str, device: DeviceSpec, observations: Sequence[Observation] = ()
+) -> Entry:
     """The entry of the spec's model, without its longest row."""
     try:
         setup = planned_setup(replace(spec, space=method), device)
@@ -73,7 +75,9 @@ def _entry(model: str, method: str, card: ComparedCard) -> Entry:
     )
 
 
-def _entry_with_row(spec: StudySpec, method: str, device: DeviceSpec, observations: Sequence[Observation]) -> Entry:
+def _entry_with_row(
+    spec: StudySpec, method: str, device: DeviceSpec, observations: Sequence[Observation]
+) -> Entry:
     """The entry with its longest row. What PINS leave out is looked at where it may decide whether anything fits."""
     limit_gib = limit_of(spec, device)
     entry = entry_of(replace(spec, pins=PINS[method] | spec.pins), method, device, observations)
@@ -81,7 +85,10 @@ def _entry_with_row(spec: StudySpec, method: str, device: DeviceSpec, observatio
         return entry
     if entry.state != FITS:
         entry = entry_of(spec, method, device, observations)
-    return replace(entry, longest_row=longest_row(planned_setup(replace(spec, space=method), device), limit_gib))
+    return replace(
+        entry,
+        longest_row=longest_row(planned_setup(replace(spec, space=method), device), limit_gib),
+    )
 
 
 def trainable(
@@ -96,7 +103,10 @@ def trainable(
     `say` gets progress. Raises UsageError where the memory of the card is not known or nothing can be planned for it.
     """
     if spec.objective != Objective.SFT:
-        raise UsageError(f"--objective {spec.objective} is planned for one model", remedy="say which with --model")
+        raise UsageError(
+            f"--objective {spec.objective} is planned for one model",
+            remedy="say which with --model",
+        )
     models = tuple(models or sizes())
     limit_gib, last = limit_of(spec, device), time.monotonic()
     entries: list[Entry] = []
@@ -105,9 +115,14 @@ def trainable(
             say(f"{number} of {len(models)} models: {model.short}")
             last = time.monotonic()
         for method in METHODS:
-            entries.append(_entry_with_row(replace(spec, model=model.name), method, device, observations))
+            entries.append(
+                _entry_with_row(replace(spec, model=model.name), method, device, observations)
+            )
     if all(entry.problem for entry in entries):
-        raise UsageError("\n".join(dict.fromkeys(str(entry.problem) for entry in entries)), remedy="see `plan --help`")
+        raise UsageError(
+            "\n".join(dict.fromkeys(str(entry.problem) for entry in entries)),
+            remedy="see `plan --help`",
+        )
     task = planned_setup(replace(spec, model=models[0].name, space="lora"), device).task
     return Trainable(
         device=device,
@@ -129,7 +144,9 @@ def sizes(models: Iterable[ModelSpec] = ()) -> list[ModelSpec]:
     """
     known = [(model.params or 0, model) for model in models or list_models() if Sizes.of(model)]
     groups: list[list[tuple[int, ModelSpec]]] = []
-    for params, model in sorted(((params, model) for params, model in known if params >= LEAST_PARAMS), key=_size):
+    for params, model in sorted(
+        ((params, model) for params, model in known if params >= LEAST_PARAMS), key=_size
+    ):
         if not groups or params > STEP * groups[-1][0][0]:
             groups.append([])
         groups[-1].append((params, model))
@@ -151,13 +168,20 @@ def longest_row(setup: Setup, limit_gib: float) -> int | None:
         if name not in DEPENDENT and space.knob(name):
             space = space.pin(name, value)
     most = min(task.model.max_seq_len or LONGEST, LONGEST)
-    lengths = [*takewhile(lambda length: length < most, (SHORTEST << power for power in range(20))), most]
+    lengths = [
+        *takewhile(lambda length: length < most, (SHORTEST << power for power in range(20))),
+        most,
+    ]
 
     def fits(config: TrainConfig, length: int) -> bool:
         need = memory_of(task.model, replace(config, seq_len=length))
-        return need is not None and memory_state(need.peak_reserved_gib, limit_gib, need.error) == FITS
+        return (
+            need is not None and memory_state(need.peak_reserved_gib, limit_gib, need.error) == FITS
+        )
 
     num_fitting = 0
-    for config in candidates(space):  # a longer row needs more, so that each goes on where the one before ended
+    for config in candidates(
+        space
+    ):  # a longer row needs more, so that each goes on where the one before ended
         num_fitting += sum(1 for _ in takewhile(partial(fits, config), lengths[num_fitting:]))
     return lengths[num_fitting - 1] if num_fitting else None

@@ -11,7 +11,14 @@ from autotune.cli.answers import print_answer
 from autotune.cli.options import Json, Storage, StudyName
 from autotune.cli.stop import stop_on_signals
 from autotune.cli.terminal import print_answer_json, print_json, print_note
-from autotune.core.errors import Cancelled, EnvironmentProblem, Interrupted, NothingFits, UsageError, VerificationFailed
+from autotune.core.errors import (
+    Cancelled,
+    EnvironmentProblem,
+    Interrupted,
+    NothingFits,
+    UsageError,
+    VerificationFailed,
+)
 from autotune.core.files import write_atomic
 from autotune.core.probe_types import Outcome
 from autotune.core.process import StopToken
@@ -29,10 +36,17 @@ if TYPE_CHECKING:
 def explain(
     study: StudyName = None,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Profile a micro batch instead: where its time goes, and what is lost.")
+        bool,
+        typer.Option(
+            "--profile",
+            help="Profile a micro batch instead: where its time goes, and what is lost.",
+        ),
     ] = False,
     trial: Annotated[
-        int | None, typer.Option(metavar="N", help="With --profile: the configuration of this trial. [the winner's]")
+        int | None,
+        typer.Option(
+            metavar="N", help="With --profile: the configuration of this trial. [the winner's]"
+        ),
     ] = None,
     storage: Storage = None,
     json_: Json = False,
@@ -60,16 +74,23 @@ def explain(
     recipe = result.recipe
     if recipe.baseline is None:
         raise NothingFits(
-            f"study {result.summary.study!r} has no baseline that succeeded", remedy="continue it with `autotune run`"
+            f"study {result.summary.study!r} has no baseline that succeeded",
+            remedy="continue it with `autotune run`",
         )
-    device = session.require_device(result.task.measured_on or result.task.device, "explain it there")
+    device = session.require_device(
+        result.task.measured_on or result.task.device, "explain it there"
+    )
     make_writable(result.out)
     with stop_on_signals() as stop:
         try:
             progress = TextProgress(print_note)
             gpus = result.task.probing_gpus
-            with session.Session(result.url, result.out, device, num_gpus=gpus, stop=stop, progress=progress) as opened:
-                ablation = session.explain(opened, result.record, recipe.config, recipe.baseline.config)
+            with session.Session(
+                result.url, result.out, device, num_gpus=gpus, stop=stop, progress=progress
+            ) as opened:
+                ablation = session.explain(
+                    opened, result.record, recipe.config, recipe.baseline.config
+                )
         except Cancelled:
             raise _stopped(stop, "stopped; finished probes are stored") from None
     result.reload().report()
@@ -90,7 +111,9 @@ def _config_of(result: "StudyResult", trial: int | None) -> "TrainConfig":
     if found is None:
         raise UsageError(f"study {result.summary.study!r} has no trial {trial}", remedy=listed)
     if found.outcome not in (Outcome.OK, Outcome.SLOW):
-        raise UsageError(f"trial {trial} ended with {found.outcome}", remedy=f"name one that fits: {listed}")
+        raise UsageError(
+            f"trial {trial} ended with {found.outcome}", remedy=f"name one that fits: {listed}"
+        )
     return found.config
 
 
@@ -102,13 +125,17 @@ def _profile(result: "StudyResult", config: "TrainConfig", *, as_json: bool) -> 
     from autotune.study import session
     from autotune.study.progress import TextProgress
 
-    device = session.require_device(result.task.measured_on or result.task.device, "profile it there")
+    device = session.require_device(
+        result.task.measured_on or result.task.device, "profile it there"
+    )
     make_writable(result.out)
     trace, progress = result.out / "profile_trace.json.gz", TextProgress(print_note)
     with stop_on_signals() as stop:
         try:
             gpus = result.task.probing_gpus
-            with session.Session(result.url, result.out, device, num_gpus=gpus, stop=stop, progress=progress) as opened:
+            with session.Session(
+                result.url, result.out, device, num_gpus=gpus, stop=stop, progress=progress
+            ) as opened:
                 request, found, rates = session.profile(opened, result.record, config, trace)
         except Cancelled:
             raise _stopped(stop, "stopped; nothing was profiled") from None
@@ -116,9 +143,13 @@ def _profile(result: "StudyResult", config: "TrainConfig", *, as_json: bool) -> 
     write_atomic(result.out / "profile.json", json.dumps(json_data(report), indent=2) + "\n")
     if as_json:
         print_answer_json(report)
-    print_answer(lambda today: profile_answer(report), html=result.out / "profile.html", silent=as_json)
+    print_answer(
+        lambda today: profile_answer(report), html=result.out / "profile.html", silent=as_json
+    )
     if not as_json:
-        print(f"\nwritten: {short_path(result.out / 'profile.html')}, profile.json and {trace.name}")
+        print(
+            f"\nwritten: {short_path(result.out / 'profile.html')}, profile.json and {trace.name}"
+        )
 
 
 def _profile_report(
@@ -139,8 +170,14 @@ def _profile_report(
     counted = count_work(request, found)
     shape, tokenizer = task.workload.run_shape(config), spec.tokenizer or task.model.tokenizer
     tokenised = None
-    if spec.dataset is not None and tokenizer is not None and task.workload.objective.value == "sft":
-        tokenised = tokenised_per_s(Path(spec.dataset), tokenizer, split=spec.split, loss_on=spec.loss_on)
+    if (
+        spec.dataset is not None
+        and tokenizer is not None
+        and task.workload.objective.value == "sft"
+    ):
+        tokenised = tokenised_per_s(
+            Path(spec.dataset), tokenizer, split=spec.split, loss_on=spec.loss_on
+        )
     needs = host_needs(
         found,
         config,
@@ -167,13 +204,21 @@ def _profile_report(
 def verify(
     study: StudyName = None,
     format_: Annotated[
-        str | None, typer.Option("--format", help="What to run: train (train.py) or trl (TRL's file). [as probed]")
+        str | None,
+        typer.Option(
+            "--format", help="What to run: train (train.py) or trl (TRL's file). [as probed]"
+        ),
     ] = None,
     soak: Annotated[
-        bool, typer.Option("--soak", help="Mix the longest possible rows with short ones; memory must not grow.")
+        bool,
+        typer.Option(
+            "--soak", help="Mix the longest possible rows with short ones; memory must not grow."
+        ),
     ] = False,
     micro_steps: Annotated[int, typer.Option(help="Micro batches to run, at least.")] = 200,
-    tolerance: Annotated[float, typer.Option(help="Share by which it may be slower or larger than promised.")] = 0.05,
+    tolerance: Annotated[
+        float, typer.Option(help="Share by which it may be slower or larger than promised.")
+    ] = 0.05,
     storage: Storage = None,
     json_: Json = False,
 ) -> None:
@@ -193,7 +238,10 @@ def verify(
     from autotune.study.session import amend_record
 
     if not 1 <= micro_steps <= 10**6 or not 0 < tolerance < 100:
-        raise UsageError("--micro-steps is a positive number, --tolerance a share such as 0.05", remedy="see --help")
+        raise UsageError(
+            "--micro-steps is a positive number, --tolerance a share such as 0.05",
+            remedy="see --help",
+        )
     if format_ not in (None, *FORMATS):
         raise UsageError(f"--format cannot be {format_!r}", remedy=f"one of {', '.join(FORMATS)}")
     result = load_study(study, storage)
@@ -243,9 +291,13 @@ def require_measured_here(recipe: "Recipe", form: str | None = None) -> None:
     if recipe.winner.evidence is not Evidence.MEASURED:
         remedy = f"run the study on {recipe.device.name} itself"
         if recipe.winner.evidence is Evidence.EXTRAPOLATED:  # here, from a few layers
-            remedy = "continue the study with a larger --budget, so that the whole model is measured"
+            remedy = (
+                "continue the study with a larger --budget, so that the whole model is measured"
+            )
         raise UsageError(
-            f"the winner's speed is {recipe.winner.evidence}, not measured: there is no promise to hold", remedy=remedy
+            f"the winner's speed is {recipe.winner.evidence}, not measured: there is no promise "
+            "to hold",
+            remedy=remedy,
         )
     if (form or probed_format(recipe)) == "trl" and find_spec("trl") is None:
         raise EnvironmentProblem("TRL is not installed", remedy="pip install trl")

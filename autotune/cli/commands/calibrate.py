@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 def calibrate(
     gpu: Gpu = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a copy, to take to another machine.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a copy, to take to another machine.")
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Measure the device of this machine and its host, keep the result and print it.
@@ -40,7 +42,9 @@ def calibrate(
         try:
             made = measure(gpu or "auto", progress=print_note, should_stop=stop)
         except Cancelled:
-            raise Interrupted("stopped; nothing was kept", exit_code=128 + (stop.signal or 2)) from None
+            raise Interrupted(
+                "stopped; nothing was kept", exit_code=128 + (stop.signal or 2)
+            ) from None
     if out is not None:
         write_calibration(made, out)
     if json_:
@@ -67,11 +71,17 @@ def facts(calibration: "Calibration") -> dict[str, str]:
     reference = calibration.reference
     training = f"{reference:.2f} times as fast as these rates lead to expect" if reference else DASH
     issued = f"{fmt_count(calibration.layer_ms)} ms to issue a layer"
-    link = "" if rates.link_gb_s is None else f", {fmt_count(rates.link_gb_s)} GB/s to and from the host"
-    disk = "" if calibration.disk_mb_s is None else f", disk {fmt_count(calibration.disk_mb_s)} MB/s"
+    link = (
+        ""
+        if rates.link_gb_s is None
+        else f", {fmt_count(rates.link_gb_s)} GB/s to and from the host"
+    )
+    disk = (
+        "" if calibration.disk_mb_s is None else f", disk {fmt_count(calibration.disk_mb_s)} MB/s"
+    )
     together = [
-        f"{one.num_gpus}: {fmt_count(one.gather_gb_s)} gathered, {fmt_count(one.scatter_gb_s)} scattered, "
-        f"{fmt_count(one.reduce_gb_s)} added up"
+        f"{one.num_gpus}: {fmt_count(one.gather_gb_s)} gathered, {fmt_count(one.scatter_gb_s)} "
+        f"scattered, {fmt_count(one.reduce_gb_s)} added up"
         for one in calibration.collectives
     ]
     several = {"GPUs": f"GB/s between so many {'; '.join(together)}"} if together else {}

@@ -18,7 +18,9 @@ def gpus(json_: Json = False) -> None:
     """Print every GPU with its default price of an hour, and what it costs to buy."""
     from autotune.catalog import age, find_price, find_purchase, list_devices
 
-    rows = [(device, find_price(device.name), find_purchase(device.name)) for device in list_devices()]
+    rows = [
+        (device, find_price(device.name), find_purchase(device.name)) for device in list_devices()
+    ]
     today = date.today()
     if json_:
         from autotune.report.values.catalog import DatedPrice, Gpu
@@ -31,7 +33,13 @@ def gpus(json_: Json = False) -> None:
         return
     print_table(
         "GPUs (dense peaks; prices are seeds, override with --price)",
-        {"name": "left", "memory GiB": "right", "bf16 TFLOP/s": "right", "GB/s": "right", "USD/h of one GPU": "left"}
+        {
+            "name": "left",
+            "memory GiB": "right",
+            "bf16 TFLOP/s": "right",
+            "GB/s": "right",
+            "USD/h of one GPU": "left",
+        }
         | {"USD to buy, at launch": "right"},
         [
             (
@@ -39,7 +47,9 @@ def gpus(json_: Json = False) -> None:
                 DASH if device.memory_gib is None else f"{device.memory_gib:.1f}",
                 fmt_count(device.bf16_tflops),
                 fmt_count(device.bandwidth_gb_s),
-                f"{fmt_usd(price.usd_per_hour)} ({price.provider}, {age(price.as_of, today)})" if price else DASH,
+                f"{fmt_usd(price.usd_per_hour)} ({price.provider}, {age(price.as_of, today)})"
+                if price
+                else DASH,
                 f"{fmt_usd(purchase.usd)} ({purchase.as_of[:4]})" if purchase else DASH,
             )
             for device, price, purchase in rows
@@ -76,9 +86,12 @@ def models(json_: Json = False) -> None:
 def prices(
     gpu: Annotated[str | None, typer.Argument(help="Name of a GPU; all by default.")] = None,
     own: Annotated[
-        Path | None, typer.Option("--prices", metavar="FILE", help="Your own prices, which come first.")
+        Path | None,
+        typer.Option("--prices", metavar="FILE", help="Your own prices, which come first."),
     ] = None,
-    live: Annotated[bool, typer.Option("--live", help="Ask what clouds charge today (pip install gpuhunt).")] = False,
+    live: Annotated[
+        bool, typer.Option("--live", help="Ask what clouds charge today (pip install gpuhunt).")
+    ] = False,
     json_: Json = False,
 ) -> None:
     """Print the prices of `gpu`, or of all GPUs: those of the user's file `own`, then live ones, then the seeds.
@@ -107,10 +120,14 @@ def prices(
         print_answer_json([DatedPrice(price=row, age=age(row.as_of, today)) for row in rows])
         return
     if not rows:
-        print(f"no price of {devices[0].name} is known; give one with --price, or a file of your own with --prices")
+        print(
+            f"no price of {devices[0].name} is known; give one with --price, or a file of your own "
+            "with --prices"
+        )
         return
     print_table(
-        "USD of one GPU (seeds, not quotes; a file of your own with --prices, today's offers with --live)",
+        "USD of one GPU (seeds, not quotes; a file of your own with --prices, today's offers "
+        "with --live)",
         {"GPU": "left", "provider": "left", "GPUs": "right"}
         | dict.fromkeys(("an hour", "a day", "a week", "an hour at spot"), "right")
         | {"age": "left", "source": "left"},
@@ -119,7 +136,10 @@ def prices(
                 row.device,
                 row.provider,
                 str(row.count),
-                *map(fmt_usd, (row.usd_per_hour, row.usd_per_day, row.usd_per_week, row.spot_usd_per_hour)),
+                *map(
+                    fmt_usd,
+                    (row.usd_per_hour, row.usd_per_day, row.usd_per_week, row.spot_usd_per_hour),
+                ),
                 age(row.as_of, today),
                 row.source if row.quotable else f"{row.source} (a reference, not a quote)",
             )
@@ -132,7 +152,9 @@ def prices(
 
 
 def schema(
-    command: Annotated[str | None, typer.Argument(help='Such as plan, "plan --gpu", "status --nodes".')] = None,
+    command: Annotated[
+        str | None, typer.Argument(help='Such as plan, "plan --gpu", "status --nodes".')
+    ] = None,
 ) -> None:
     """Print the JSON Schema of what a command prints with --json, or which commands have one.
 
@@ -180,7 +202,13 @@ def suites(json_: Json = False) -> None:
 
         print_answer_json(
             [
-                Suite(name=name, gpu=spec.gpu, configs=len(spec.configs), source=spec.source, file=str(path))
+                Suite(
+                    name=name,
+                    gpu=spec.gpu,
+                    configs=len(spec.configs),
+                    source=spec.source,
+                    file=str(path),
+                )
                 for name, (path, spec) in loaded.items()
             ]
         )
@@ -188,5 +216,8 @@ def suites(json_: Json = False) -> None:
     print_table(
         "Published results to hold estimates against: `autotune plan --spec NAME`",
         {"name": "left", "GPU": "left", "configurations": "right", "published": "left"},
-        [(name, spec.gpu, str(len(spec.configs)), spec.source or DASH) for name, (_, spec) in loaded.items()],
+        [
+            (name, spec.gpu, str(len(spec.configs)), spec.source or DASH)
+            for name, (_, spec) in loaded.items()
+        ],
     )

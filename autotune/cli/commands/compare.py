@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 USD_PER_KWH = 0.30
 KWH_HELP = (
-    "What electricity costs, in USD a kWh. The default is a round number between what households paid in the US (0.16, "
-    "EIA, 2024) and in Italy (0.43, Statista, March 2025)."
+    "What electricity costs, in USD a kWh. The default is a round number between what households "
+    "paid in the US (0.16, EIA, 2024) and in Italy (0.43, Statista, March 2025)."
 )
 BUY_REMEDY = "allow more, or rent (without --buy); `autotune gpus` has the prices of cards, where they are known"
 BY_SUFFIX = {".md": "markdown", ".csv": "csv", ".html": "html", ".json": "json"}
@@ -35,27 +35,46 @@ BY_SUFFIX = {".md": "markdown", ".csv": "csv", ".html": "html", ".json": "json"}
 def compare_command(
     gpus: Annotated[
         list[str] | None,
-        typer.Option("--gpus", metavar="NAMES", help="Separated by commas; repeatable. [with --buy what it can buy]"),
+        typer.Option(
+            "--gpus",
+            metavar="NAMES",
+            help="Separated by commas; repeatable. [with --buy what it can buy]",
+        ),
     ] = None,
     model: Annotated[list[str] | None, typer.Option(help="As for `run`; repeatable.")] = None,
     methods: Annotated[
-        list[str] | None, typer.Option(metavar="NAMES", help="Each by itself: lora, qlora, full. [what --space has]")
+        list[str] | None,
+        typer.Option(metavar="NAMES", help="Each by itself: lora, qlora, full. [what --space has]"),
     ] = None,
     max_usd: Annotated[float | None, typer.Option(help="What the run may cost.")] = None,
     max_hours: Annotated[float | None, typer.Option(help="How long the run may take.")] = None,
-    owned: Annotated[str | None, typer.Option(metavar="GPU", help="A card of your own, or one you may buy.")] = None,
+    owned: Annotated[
+        str | None, typer.Option(metavar="GPU", help="A card of your own, or one you may buy.")
+    ] = None,
     owned_usd: Annotated[float | None, typer.Option(help="What that card costs.")] = None,
-    owned_hours: Annotated[float, typer.Option(help="Hours of use over which its cost is spread.")] = 10_000,
-    usd_per_kwh: Annotated[float, typer.Option("--electricity", "--usd-per-kwh", help=KWH_HELP)] = USD_PER_KWH,
+    owned_hours: Annotated[
+        float, typer.Option(help="Hours of use over which its cost is spread.")
+    ] = 10_000,
+    usd_per_kwh: Annotated[
+        float, typer.Option("--electricity", "--usd-per-kwh", help=KWH_HELP)
+    ] = USD_PER_KWH,
     sizes: Annotated[
-        str | None, typer.Option(metavar="NUMBERS", help="Cost of so many examples. [10000,50000,100000]")
+        str | None,
+        typer.Option(metavar="NUMBERS", help="Cost of so many examples. [10000,50000,100000]"),
     ] = None,
-    buy: Annotated[float | None, typer.Option(metavar="USD", help="Which card to buy for at most so much.")] = None,
-    hours_per_week: Annotated[float, typer.Option(help="With --buy: how long the card would be used.")] = 40.0,
+    buy: Annotated[
+        float | None, typer.Option(metavar="USD", help="Which card to buy for at most so much.")
+    ] = None,
+    hours_per_week: Annotated[
+        float, typer.Option(help="With --buy: how long the card would be used.")
+    ] = 40.0,
     format_: Annotated[
-        str | None, typer.Option("--format", help="table, markdown, csv, html or json. [by --out, or table]")
+        str | None,
+        typer.Option("--format", help="table, markdown, csv, html or json. [by --out, or table]"),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the comparison to this file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the comparison to this file.")
+    ] = None,
     html: Html = None,
     json_: Json = False,
     evidence: Evidence = EVIDENCE,
@@ -74,7 +93,11 @@ def compare_command(
     from autotune.report.values.rent_or_buy import Purse, parse_sizes, purchases
 
     form = _form("json" if json_ else format_, out, needs_page=bool(sizes or buy) and not html)
-    purse = None if buy is None else Purse(budget_usd=buy, usd_per_kwh=usd_per_kwh, hours_per_week=hours_per_week)
+    purse = (
+        None
+        if buy is None
+        else Purse(budget_usd=buy, usd_per_kwh=usd_per_kwh, hours_per_week=hours_per_week)
+    )
     numbers = parse_sizes(sizes)
     made = compare(
         [spec_of(options | {"model": name}) for name in model or (None,)],
@@ -92,7 +115,9 @@ def compare_command(
     if unmet:
         raise NothingFits(unmet, remedy=made.remedy())
     if buys_nothing:
-        raise NothingFits(f"nothing that surely fits is known to cost at most {fmt_usd(buy)}", remedy=BUY_REMEDY)
+        raise NothingFits(
+            f"nothing that surely fits is known to cost at most {fmt_usd(buy)}", remedy=BUY_REMEDY
+        )
 
 
 def _form(named: str | None, out: Path | None, *, needs_page: bool) -> str:
@@ -101,10 +126,13 @@ def _form(named: str | None, out: Path | None, *, needs_page: bool) -> str:
 
     form = named or BY_SUFFIX.get(out.suffix.lower() if out else "", "table")
     if form not in ("table", *FORMATS):
-        raise UsageError(f"there is no format {form!r}", remedy=f"use one of table, {', '.join(FORMATS)}")
+        raise UsageError(
+            f"there is no format {form!r}", remedy=f"use one of table, {', '.join(FORMATS)}"
+        )
     if needs_page and form not in ("table", "json"):
         raise UsageError(
-            f"{form} shows neither --sizes nor --buy", remedy="add --html FILE for a page with them, or take --json"
+            f"{form} shows neither --sizes nor --buy",
+            remedy="add --html FILE for a page with them, or take --json",
         )
     return form
 
@@ -117,17 +145,23 @@ def _cards(named: list[str] | None, usd: float | None) -> list[str]:
         return named or []
     if not (found := within(usd)):
         raise NothingFits(
-            f"no card is known to cost at most {fmt_usd(usd)}", remedy="allow more, or rent: --gpus NAMES"
+            f"no card is known to cost at most {fmt_usd(usd)}",
+            remedy="allow more, or rent: --gpus NAMES",
         )
     return found
 
 
-def _own_card(name: str | None, usd: float | None, hours: float, usd_per_kwh: float) -> "Owned | None":
+def _own_card(
+    name: str | None, usd: float | None, hours: float, usd_per_kwh: float
+) -> "Owned | None":
     from autotune.catalog import resolve_device
     from autotune.report.values.comparison import Owned
 
     if (name is None) is not (usd is None):
-        raise UsageError("--owned and --owned-usd go together", remedy="for example --owned rtx-4090 --owned-usd 1800")
+        raise UsageError(
+            "--owned and --owned-usd go together",
+            remedy="for example --owned rtx-4090 --owned-usd 1800",
+        )
     if name is None or usd is None:
         return None
     return Owned(device=resolve_device(name), usd=usd, hours=hours, usd_per_kwh=usd_per_kwh)
@@ -148,7 +182,9 @@ def _show(
     from autotune.report.values.compared import compared
 
     text = io.StringIO()
-    with redirect_stdout(text if out else sys.stdout):  # a table is as wide as what it is printed to
+    with redirect_stdout(
+        text if out else sys.stdout
+    ):  # a table is as wide as what it is printed to
         if form == "table":
             _print(made, date.today())
         elif form == "json":
@@ -156,20 +192,33 @@ def _show(
         else:
             print(FORMATS[form](made, date.today()), end="")
         if form == "table" or html:
-            print_answer(lambda today: costs_answer(made, sizes, purse, today), html=html, silent=form != "table")
+            print_answer(
+                lambda today: costs_answer(made, sizes, purse, today),
+                html=html,
+                silent=form != "table",
+            )
     if out is not None:
         write_atomic(out, text.getvalue())
 
 
 def _print(made: "Comparison", today: date) -> None:
-    from autotune.report.comparison import COLUMNS, cells, heading, how_estimated, verdicts, workload_text
+    from autotune.report.comparison import (
+        COLUMNS,
+        cells,
+        heading,
+        how_estimated,
+        verdicts,
+        workload_text,
+    )
 
     print(f"{how_estimated(made)}.")
     for group in made.groups:
         print(f"\n{heading(group)}\n{workload_text(group)}")
         rows = [cells(group, card, today) for card in group.cards]
         for table in ("speed", "cost"):  # apart, so that each fits the width of a terminal
-            columns = [column for column in COLUMNS if column.table == table or column.title == "card"]
+            columns = [
+                column for column in COLUMNS if column.table == table or column.title == "card"
+            ]
             titles = {column.title: "right" if column.numeric else "left" for column in columns}
             print_table(None, titles, [tuple(row[title] for title in titles) for row in rows])
         width = max(len(row["card"]) for row in rows)

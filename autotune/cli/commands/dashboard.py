@@ -17,8 +17,12 @@ from autotune.study.storage.location import existing_url
 
 def dashboard(
     study: StudyName = None,
-    host: Annotated[str, typer.Option(help="Address of this machine to listen at; loopback only.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; where it is taken, one that is free.")] = 8080,
+    host: Annotated[
+        str, typer.Option(help="Address of this machine to listen at; loopback only.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port; where it is taken, one that is free.")
+    ] = 8080,
     storage: Storage = None,
 ) -> None:
     """Serve a study until Ctrl-C; `port` 0, or one that is taken, means any that is free.
@@ -29,7 +33,9 @@ def dashboard(
         StorageError: the database cannot be read.
     """
     if importlib.util.find_spec("optuna_dashboard") is None:
-        raise EnvironmentProblem("optuna-dashboard is not installed", remedy="pip install optuna-dashboard")
+        raise EnvironmentProblem(
+            "optuna-dashboard is not installed", remedy="pip install optuna-dashboard"
+        )
     from autotune.api import load_study
     from autotune.report.dashboard import PAGE, LiveDashboard, gate, is_loopback, without_refused
     from autotune.study.optimizer import Optimizer
@@ -44,7 +50,9 @@ def dashboard(
     result = load_study(study, url)
     name = result.summary.study
     search = Optimizer.open(url, name, result.task.space)
-    logging.getLogger("optuna_dashboard").setLevel(logging.ERROR)  # it warns of too few trials at each look
+    logging.getLogger("optuna_dashboard").setLevel(
+        logging.ERROR
+    )  # it warns of too few trials at each look
     app = LiveDashboard(search.record, lambda: load_study(name, url).summary, result.out.name)
     with _listen(host, port) as server:
         server.set_app(gate(without_refused(app)))
@@ -84,5 +92,7 @@ def _listen(host: str, port: int) -> _Server:
         return kind((host, port), _Quiet)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            raise UsageError(f"cannot listen at {host}, port {port}: {error.strerror}", remedy="see --help") from None
+            raise UsageError(
+                f"cannot listen at {host}, port {port}: {error.strerror}", remedy="see --help"
+            ) from None
     return kind((host, 0), _Quiet)

@@ -46,7 +46,10 @@ REASONS = {  # what its reason must contain
     "throttle": "slowed down",
 }
 OUTSIDE_PROBES = ("disk-full", "db-gone")
-USUAL = (*(name for name in OUTCOMES if name != "hang"), *OUTSIDE_PROBES)  # a hang takes 15 minutes until its timeout
+USUAL = (
+    *(name for name in OUTCOMES if name != "hang"),
+    *OUTSIDE_PROBES,
+)  # a hang takes 15 minutes until its timeout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +64,18 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """The row of a table."""
-        return self.fault, self.happened, "yes" if self.survived else "NO", str(self.lost), str(self.orphans)
+        return (
+            self.fault,
+            self.happened,
+            "yes" if self.survived else "NO",
+            str(self.lost),
+            str(self.orphans),
+        )
 
 
-dev = typer.Typer(help="Tests of a machine or a fleet.", no_args_is_help=True, rich_markup_mode=None)
+dev = typer.Typer(
+    help="Tests of a machine or a fleet.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 @dev.command(help="Inject faults into small studies, and print how each ended.")
@@ -89,7 +100,8 @@ def inject(
     for name in fault or ():
         if name not in known:
             raise UsageError(
-                f"there is no fault {name!r}{did_you_mean(name, known)}", remedy=f"the faults are {', '.join(known)}"
+                f"there is no fault {name!r}{did_you_mean(name, known)}",
+                remedy=f"the faults are {', '.join(known)}",
             )
     rows: list[Row] = []
     for name in fault or USUAL:
@@ -99,7 +111,13 @@ def inject(
     if json_:
         print_json([asdict(row) for row in rows])
     else:
-        columns = {"fault": "left", "what happened": "left", "survived": "left", "lost": "right", "orphans": "right"}
+        columns = {
+            "fault": "left",
+            "what happened": "left",
+            "survived": "left",
+            "lost": "right",
+            "orphans": "right",
+        }
         print_table(None, columns, [row.cells() for row in rows])
     failed = [row.fault for row in rows if not row.survived or row.lost or row.orphans]
     if failed:
@@ -120,13 +138,21 @@ def _strike(fault: str, gpu: str, folder: Path) -> Row:
         survived = code == 0 and outcome == OUTCOMES[fault] and expected in reason
     else:
         if fault == "disk-full":  # files may not grow much beyond an empty database
-            first = _study(folder, gpu, limit=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (FULL, FULL)))
+            first = _study(
+                folder, gpu, limit=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (FULL, FULL))
+            )
         else:
             first = _without_database(folder, gpu)
         code = _study(folder, gpu)  # the same command, as the error says
         trials = _trials(folder)
         happened, survived = f"exit {first}, then continued: exit {code}", (first, code) == (6, 0)
-    return Row(fault=fault, happened=happened, survived=survived, lost=TRIALS - len(trials), orphans=_orphans(folder))
+    return Row(
+        fault=fault,
+        happened=happened,
+        survived=survived,
+        lost=TRIALS - len(trials),
+        orphans=_orphans(folder),
+    )
 
 
 def _without_database(folder: Path, gpu: str) -> int:
@@ -157,11 +183,22 @@ def _study(
     from autotune.probe.fault_injection import VARIABLE
 
     command = [*module_command("autotune"), "run", "--quiet", "--gpu", gpu, "--model", "demo-3m"]
-    command += ["--space", "space.yaml", "--trials", str(TRIALS), "--study", "injected", "--out", "out"]
+    command += [
+        "--space",
+        "space.yaml",
+        "--trials",
+        str(TRIALS),
+        "--study",
+        "injected",
+        "--out",
+        "out",
+    ]
     command += ["--storage", "sqlite:///study.db"]
     environment = os.environ | {VARIABLE: struck, "TMPDIR": str(folder / "tmp")}
     with (folder / "study.log").open("ab") as log:
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, preexec_fn=limit)
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=log, stderr=log, preexec_fn=limit
+        )
         while process.poll() is None:
             meanwhile()
             time.sleep(0.02)
@@ -170,7 +207,9 @@ def _study(
 
 def _trials(folder: Path) -> list[dict[str, Any]]:
     try:
-        return [json.loads(line) for line in (folder / "out" / "trials.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (folder / "out" / "trials.jsonl").read_text().splitlines()
+        ]
     except (OSError, ValueError):  # it does not exist yet, or ends with half a line
         return []
 
@@ -179,4 +218,7 @@ def _orphans(folder: Path) -> int:
     """How many processes name the directory on their command line, as workers do."""
     import psutil
 
-    return sum(str(folder) in " ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))
+    return sum(
+        str(folder) in " ".join(one.info["cmdline"] or ())
+        for one in psutil.process_iter(["cmdline"])
+    )

@@ -29,7 +29,9 @@ def doctor(storage: Storage = None, json_: Json = False) -> None:
                 print(f"{'':>9}-> {check.remedy}")
     missing = [check.name for check in checks if check.ok is False]
     if missing:
-        raise EnvironmentProblem(f"this machine lacks: {', '.join(missing)}", remedy="see the lines marked MISSING")
+        raise EnvironmentProblem(
+            f"this machine lacks: {', '.join(missing)}", remedy="see the lines marked MISSING"
+        )
 
 
 def _packages() -> list[Check]:
@@ -42,7 +44,9 @@ def _packages() -> list[Check]:
             checks.append(Check(name=name, ok=True, found=metadata.version(name)))
         except metadata.PackageNotFoundError:
             remedy = f"pip install {name}" if needed else None
-            checks.append(Check(name=name, ok=False if needed else None, found="not installed", remedy=remedy))
+            checks.append(
+                Check(name=name, ok=False if needed else None, found="not installed", remedy=remedy)
+            )
     return checks
 
 
@@ -55,7 +59,9 @@ def _gpus() -> list[Check]:
         return [Check(name="NVIDIA GPU", ok=None, found="none (NVML finds no card)", remedy=remedy)]
     checks = []
     for card in cards:
-        holders = ", ".join(f"{one.name or '?'} pid {one.pid} {fmt_gib(one.used_gib)}" for one in card.processes)
+        holders = ", ".join(
+            f"{one.name or '?'} pid {one.pid} {fmt_gib(one.used_gib)}" for one in card.processes
+        )
         found = f"{card.name}, {fmt_gib(card.memory_gib - card.used_gib)} of {fmt_gib(card.memory_gib)} free"
         found += f", driver {card.driver}" + (f", held by {holders}" if holders else "")
         checks.append(Check(name=f"GPU {card.index}", ok=True, found=found))
@@ -74,8 +80,16 @@ def _torch() -> list[Check]:
     except (EnvironmentProblem, TooManyFailures) as error:
         where = "on the GPU" if on_gpu else "here"
         remedy = "install a build of torch that this machine and its driver can run"
-        return [Check(name="torch", ok=False, found=f"does not train {where}: {error}", remedy=remedy)]
-    checks = [Check(name="torch", ok=True, found=f"{fingerprint.packages['torch']}, CUDA {fingerprint.cuda or 'none'}")]
+        return [
+            Check(name="torch", ok=False, found=f"does not train {where}: {error}", remedy=remedy)
+        ]
+    checks = [
+        Check(
+            name="torch",
+            ok=True,
+            found=f"{fingerprint.packages['torch']}, CUDA {fingerprint.cuda or 'none'}",
+        )
+    ]
     if on_gpu:
         bf16 = fingerprint.has_bf16
         checks += [
@@ -109,8 +123,14 @@ def _calibration() -> list[Check]:
         remedy = f"`{command}` measures this machine in about 30 s, and estimates for it use that"
         checks = [Check(name="calibration", ok=None, found="none", remedy=remedy)]
     else:
-        checks = [Check(name=f"calibrated {name}", ok=True, found=text) for name, text in facts(kept).items()]
-    slow = [Check(name=f"slow: {one.limit.part}", ok=None, found=str(one)) for one in slow_parts(kept, device)]
+        checks = [
+            Check(name=f"calibrated {name}", ok=True, found=text)
+            for name, text in facts(kept).items()
+        ]
+    slow = [
+        Check(name=f"slow: {one.limit.part}", ok=None, found=str(one))
+        for one in slow_parts(kept, device)
+    ]
     return [*checks, *slow]
 
 

@@ -14,11 +14,21 @@ from autotune.study.storage.location import make_writable
 
 def learn(
     study: StudyName = None,
-    dataset: Annotated[Path | None, typer.Option(metavar="PATH", help="Your examples. [the study's]")] = None,
-    split: Annotated[str | None, typer.Option(metavar="NAME", help="Part of --dataset. [the study's]")] = None,
-    share: Annotated[float, typer.Option(help="Share of the full run's steps that it may take.")] = 0.1,
+    dataset: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Your examples. [the study's]")
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Part of --dataset. [the study's]")
+    ] = None,
+    share: Annotated[
+        float, typer.Option(help="Share of the full run's steps that it may take.")
+    ] = 0.1,
     others: Annotated[
-        int, typer.Option(min=0, help="Train so many other ranks, lengths or number formats too, at the rate found.")
+        int,
+        typer.Option(
+            min=0,
+            help="Train so many other ranks, lengths or number formats too, at the rate found.",
+        ),
     ] = 0,
     storage: Storage = None,
     json_: Json = False,
@@ -49,9 +59,20 @@ def learn(
     split = split if dataset else spec.split
     with stop_on_signals() as stop:
         try:
-            found = try_rates(recipe, examples, result.out, print_note, stop, split=split, share=share, others=others)
+            found = try_rates(
+                recipe,
+                examples,
+                result.out,
+                print_note,
+                stop,
+                split=split,
+                share=share,
+                others=others,
+            )
         except Cancelled:
-            raise Interrupted("stopped; no rate was recorded", exit_code=128 + (stop.signal or 2)) from None
+            raise Interrupted(
+                "stopped; no rate was recorded", exit_code=128 + (stop.signal or 2)
+            ) from None
     amend_record(result.url, result.record, learning=found)
     reloaded = result.reload()
     reloaded.report()

@@ -14,7 +14,13 @@ if TYPE_CHECKING:
     from autotune.planning.longest import Longest
     from autotune.report.values.longest import LongestRow
 
-COLUMNS = {"method": "left", "longest row": "right", "known": "left", "step": "right", "tokens/s": "right"} | {
+COLUMNS = {
+    "method": "left",
+    "longest row": "right",
+    "known": "left",
+    "step": "right",
+    "tokens/s": "right",
+} | {
     "GPU": "right",
     "host": "right",
     "limited by": "left",
@@ -22,19 +28,33 @@ COLUMNS = {"method": "left", "longest row": "right", "known": "left", "step": "r
 
 
 def longest(
-    model: Annotated[str, typer.Option(help="Model: a name of the catalogue, a Hub name or a directory.")],
+    model: Annotated[
+        str, typer.Option(help="Model: a name of the catalogue, a Hub name or a directory.")
+    ],
     gpu: Gpu = None,
-    method: Annotated[list[str] | None, typer.Option(help="full, lora or qlora; repeatable. [all three]")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="full, lora or qlora; repeatable. [all three]")
+    ] = None,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 16,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="Pin a knob; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="KNOB=VALUE", help="Pin a knob; repeatable."),
     ] = None,
-    memory_gib: Annotated[float | None, typer.Option("--memory-gib", help="GiB of the card that may be used.")] = None,
+    memory_gib: Annotated[
+        float | None, typer.Option("--memory-gib", help="GiB of the card that may be used.")
+    ] = None,
     host_memory_gib: Annotated[
-        float | None, typer.Option("--host-memory-gib", help="GiB of the host. [this host's, if the card is here]")
+        float | None,
+        typer.Option(
+            "--host-memory-gib", help="GiB of the host. [this host's, if the card is here]"
+        ),
     ] = None,
-    most_tokens: Annotated[int | None, typer.Option(min=1024, help="Look at no longer rows.")] = None,
-    predict: Annotated[bool, typer.Option("--predict", help="Only predict, although the card is here.")] = False,
+    most_tokens: Annotated[
+        int | None, typer.Option(min=1024, help="Look at no longer rows.")
+    ] = None,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Only predict, although the card is here.")
+    ] = False,
     json_: Json = False,
 ) -> None:
     """Print the longest row that fits, by method: predicted without a GPU, and verified by real steps where it is here.
@@ -86,24 +106,37 @@ def _print(asked: "Longest", rows: list["LongestRow"]) -> None:
     limits = f"{fmt_gib(asked.limit_gib)} for tensors"
     if asked.host_limit_gib is not None:
         limits += f", {fmt_gib(asked.host_limit_gib)} of the host for inputs of layers"
-    print_table(f"{asked.model.short} on {asked.device.name}: {limits}", COLUMNS, [_cells(row) for row in rows])
+    print_table(
+        f"{asked.model.short} on {asked.device.name}: {limits}",
+        COLUMNS,
+        [_cells(row) for row in rows],
+    )
     for row in rows:
         if row.problem:
             print(f"{row.method}: {row.problem}.")
     positions, most = asked.model.max_seq_len, max((row.tokens or 0 for row in rows), default=0)
     if positions and most > positions:
-        print(f"The model was trained for {positions:,} positions: what it learns of longer rows is not known.")
+        print(
+            f"The model was trained for {positions:,} positions: what it learns of longer rows is "
+            "not known."
+        )
     estimated = [row for row in rows if row.evidence == "estimated" and row.tokens]
     if estimated:
         print(
-            "Estimated rows were counted without a GPU, and leave 6 % for the allocator. Their times are estimates too."
+            "Estimated rows were counted without a GPU, and leave 6 % for the allocator. Their "
+            "times are estimates too."
         )
-        if any(row.config.get("attention") == "sdpa_cudnn" and row.limited_by == "gpu memory" for row in estimated):
+        if any(
+            row.config.get("attention") == "sdpa_cudnn" and row.limited_by == "gpu memory"
+            for row in estimated
+        ):
             print(
-                "cuDNN's attention needs more than was counted: on an H100 under a cap of 24 GB a row 9 % shorter than "
-                "predicted did not fit."
+                "cuDNN's attention needs more than was counted: on an H100 under a cap of 24 GB a "
+                "row 9 % shorter than predicted did not fit."
             )
-    for card in sorted({row.timed_on for row in rows if row.timed_on and row.timed_on != asked.device.name}):
+    for card in sorted(
+        {row.timed_on for row in rows if row.timed_on and row.timed_on != asked.device.name}
+    ):
         print(f"Times are those of {card}, which stood in under a cap of its memory.")
 
 
@@ -111,7 +144,15 @@ def _cells(row: "LongestRow") -> tuple[str, ...]:
     if row.tokens is None:
         return (row.method, DASH, DASH, DASH, DASH, DASH, DASH, DASH)
     is_range = row.step_s_low != row.step_s_high
-    step = f"{fmt_seconds(row.step_s_low)} to {fmt_seconds(row.step_s_high)}" if is_range else fmt_seconds(row.step_s)
-    speed = DASH if row.tokens_per_s is None else f"{'about ' if is_range else ''}{row.tokens_per_s:,.0f}"
+    step = (
+        f"{fmt_seconds(row.step_s_low)} to {fmt_seconds(row.step_s_high)}"
+        if is_range
+        else fmt_seconds(row.step_s)
+    )
+    speed = (
+        DASH
+        if row.tokens_per_s is None
+        else f"{'about ' if is_range else ''}{row.tokens_per_s:,.0f}"
+    )
     memory = fmt_gib(row.gpu_gib), fmt_gib(row.host_gib)
     return row.method, f"{row.tokens:,}", row.evidence, step, speed, *memory, row.limited_by or DASH

@@ -30,17 +30,22 @@ def plan_command(
     gpu: Gpu = None,
     gpus: Annotated[
         str | None,
-        typer.Option(metavar="NUMBERS", help="Plan for so many GPUs of one host, as 1,2,4,8 (or --gpu 8xh100)."),
+        typer.Option(
+            metavar="NUMBERS",
+            help="Plan for so many GPUs of one host, as 1,2,4,8 (or --gpu 8xh100).",
+        ),
     ] = None,
     nodes: Annotated[
-        str | None, typer.Option(metavar="NUMBERS", help="Plan for so many hosts of --gpus each, as 1,2,4.")
+        str | None,
+        typer.Option(metavar="NUMBERS", help="Plan for so many hosts of --gpus each, as 1,2,4."),
     ] = None,
     network: Annotated[
         str | None,
         typer.Option(help=f"What links them: GB/s out of a host, or {', '.join(NETWORKS)}."),
     ] = None,
     within: Annotated[
-        str | None, typer.Option(help="With --gpus: the cheapest that ends within this time, as 6h.")
+        str | None,
+        typer.Option(help="With --gpus: the cheapest that ends within this time, as 6h."),
     ] = None,
     evidence: Evidence = EVIDENCE,
     html: Html = None,
@@ -55,15 +60,24 @@ def plan_command(
         UsageError: an option is unknown or impossible, or two contradict each other.
     """
     several: dict[str, Any] = {"gpus": gpus, "nodes": nodes, "network": network, "within": within}
-    if not any(options[name] for name in ("model", "spec", "space", "dataset")) and not any(several.values()) and gpu:
+    if (
+        not any(options[name] for name in ("model", "spec", "space", "dataset"))
+        and not any(several.values())
+        and gpu
+    ):
         spec = spec_of(options | {"gpu": gpu, "model": ANY_MODEL})
         plan_card(spec, evidence=evidence, html=html, as_json=json_)
         return
     if html is not None:
-        raise UsageError("--html is for a plan of a card, without a model", remedy="`autotune compare --out FILE.html`")
+        raise UsageError(
+            "--html is for a plan of a card, without a model",
+            remedy="`autotune compare --out FILE.html`",
+        )
     spec = spec_of(options | {"gpu": gpu})
     if spec.gpus not in (None, 1):  # of a file
-        several |= {name: getattr(spec, name) for name in ("gpus", "within") if several[name] is None}
+        several |= {
+            name: getattr(spec, name) for name in ("gpus", "within") if several[name] is None
+        }
     if split_count(spec.gpu)[0] is None and all(given is None for given in several.values()):
         plan(spec, evidence=evidence, as_json=json_)
     else:
@@ -116,12 +130,16 @@ def plan_named_configs(
     from autotune.report.describe import how_known
     from autotune.study.named_configs import COLUMNS, SourcedResult, agreement
 
-    results = estimate_named_configs(spec, device=device, observations=observations, say=print_note, counted=True)
+    results = estimate_named_configs(
+        spec, device=device, observations=observations, say=print_note, counted=True
+    )
     if as_json:
         print_answer_json([SourcedResult(result=result, source=spec.source) for result in results])
         return
     calibrated = calibrated_parts(calibration_of(spec, device), device)
-    print(f"{device.label}. {how_known(how_sure(objective=Objective(spec.objective)), calibrated)}.")
+    print(
+        f"{device.label}. {how_known(how_sure(objective=Objective(spec.objective)), calibrated)}."
+    )
     print_table(None, dict(COLUMNS), [result.cells() for result in results])
     if said := agreement(results):
         print(said)
@@ -148,15 +166,21 @@ def plan_card(spec: StudySpec, *, evidence: Path, html: Path | None, as_json: bo
         return trainable_answer(made, today)
 
     device = planned_device(spec.gpu)
-    made = trainable(spec, device, observations=known_observations(evidence, print_note), say=print_note)
+    made = trainable(
+        spec, device, observations=known_observations(evidence, print_note), say=print_note
+    )
     if as_json:
         print_answer_json(made)
     print_answer(answer, html=html, silent=as_json)
     if not any(entry.state == FITS for entry in made.entries):
-        raise NothingFits(f"nothing surely fits {device.name}", remedy="shorter samples: --tokens-per-example 512")
+        raise NothingFits(
+            f"nothing surely fits {device.name}", remedy="shorter samples: --tokens-per-example 512"
+        )
 
 
-def plan_several(spec: StudySpec, asked: dict[str, Any], *, evidence: Path, as_json: bool = False) -> None:
+def plan_several(
+    spec: StudySpec, asked: dict[str, Any], *, evidence: Path, as_json: bool = False
+) -> None:
     """Print a plan for several numbers of GPUs: `asked` are arguments of `plan_spec`.
 
     Raises:
@@ -185,4 +209,7 @@ def plan_several(spec: StudySpec, asked: dict[str, Any], *, evidence: Path, as_j
             remedy=f"plan for more GPUs, {ways_to_fit(leanest)}",
         )
     if within is not None and made.cheapest_within is None:
-        raise NothingFits(f"no plan is known to end within {within}", remedy="allow more time, or plan for more GPUs")
+        raise NothingFits(
+            f"no plan is known to end within {within}",
+            remedy="allow more time, or plan for more GPUs",
+        )

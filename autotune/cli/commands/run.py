@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 def run(
     json_: Json = False,
     events: Annotated[
-        bool, typer.Option("--events", help="Print a line of JSON on stdout for each event, the result last.")
+        bool,
+        typer.Option(
+            "--events", help="Print a line of JSON on stdout for each event, the result last."
+        ),
     ] = False,
     quiet: Quiet = False,
     **options: Any,
@@ -40,9 +43,15 @@ def run(
 
 def resume(
     study: StudyName = None,
-    budget: Annotated[str | None, typer.Option(help="Wall time from now: 90s, 15m, 1h. [as before]")] = None,
-    trials: Annotated[int | None, typer.Option(help="Total number of trials, over all sessions. [as before]")] = None,
-    workers: Annotated[int | None, typer.Option(help="GPUs of this machine to probe on. [as before]")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Wall time from now: 90s, 15m, 1h. [as before]")
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="Total number of trials, over all sessions. [as before]")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="GPUs of this machine to probe on. [as before]")
+    ] = None,
     storage: Storage = None,
     json_: Json = False,
     quiet: Quiet = False,
@@ -55,11 +64,19 @@ def resume(
     changes: dict[str, Any] = {"budget": budget, "trials": trials, "workers": workers}
     given = {key: value for key, value in changes.items() if value is not None}
     name = record.task.study
-    spec = replace(record.spec, **given, study=name, storage=storage, out=str(opened_out(record.out, url, name)))
+    spec = replace(
+        record.spec,
+        **given,
+        study=name,
+        storage=storage,
+        out=str(opened_out(record.out, url, name)),
+    )
     run_spec(spec, as_json=json_, quiet=quiet)
 
 
-def run_spec(spec: "StudySpec", *, as_json: bool = False, quiet: bool = False, events: bool = False) -> None:
+def run_spec(
+    spec: "StudySpec", *, as_json: bool = False, quiet: bool = False, events: bool = False
+) -> None:
     """Run or continue a study. Raises AutotuneError for everything a user can act on."""
     if not quiet and sys.stderr.isatty():  # what follows takes seconds to load
         wanted = f"looking for the best way to train {spec.model} (--gpu {spec.gpu})"

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 def submit(
     study: StudyName = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="[the study's submission.json]")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="[the study's submission.json]")
+    ] = None,
     storage: Storage = None,
     json_: Json = False,
 ) -> None:
@@ -52,12 +54,17 @@ def submit(
         print_answer_json(Files(study=result.summary.study, files=(str(path),)))
         return
     print(path)
-    print("It names GPU, model and versions, and no file, dataset, study or machine. Read it before you send it.")
+    print(
+        "It names GPU, model and versions, and no file, dataset, study or machine. Read it before "
+        "you send it."
+    )
 
 
 def import_(
     file: Annotated[Path, typer.Argument(help="What `autotune submit` wrote.")],
-    evidence: Annotated[Path, typer.Option(metavar="DIR", help="[runs/evidence]", show_default=False)] = EVIDENCE,
+    evidence: Annotated[
+        Path, typer.Option(metavar="DIR", help="[runs/evidence]", show_default=False)
+    ] = EVIDENCE,
     json_: Json = False,
 ) -> None:
     """Check a submission and keep it as evidence.
@@ -96,5 +103,7 @@ def _measured_on(study: str, storage: str | None) -> str:
     from autotune.study.storage.probe_store import ProbeStore
 
     with closing(ProbeStore(storage_url(storage))) as store:
-        days = [row.result.started_at[:10] for row in store.of_study(study) if row.result.started_at]
+        days = [
+            row.result.started_at[:10] for row in store.of_study(study) if row.result.started_at
+        ]
     return max(days, default=date.today().isoformat())

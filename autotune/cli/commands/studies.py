@@ -35,9 +35,12 @@ Formats = Annotated[
 def status(
     study: StudyName = None,
     storage: Storage = None,
-    nodes: Annotated[bool, typer.Option("--nodes", help="Its nodes side by side: speed, memory, clocks.")] = False,
+    nodes: Annotated[
+        bool, typer.Option("--nodes", help="Its nodes side by side: speed, memory, clocks.")
+    ] = False,
     json_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="With --nodes: write a JSON file for each node.")
+        Path | None,
+        typer.Option(metavar="DIR", help="With --nodes: write a JSON file for each node."),
     ] = None,
     html: Html = None,
     json_: Json = False,
@@ -54,7 +57,10 @@ def status(
     from autotune.study.summary import Status, SummaryFile
 
     if not nodes and (json_dir or html):
-        raise UsageError("--json-dir and --html are for --nodes", remedy="`autotune report` writes a study's page")
+        raise UsageError(
+            "--json-dir and --html are for --nodes",
+            remedy="`autotune report` writes a study's page",
+        )
     result = load_study(study, storage)
     if nodes:
         _print_nodes(result, json_dir=json_dir, html=html, as_json=json_)
@@ -65,7 +71,9 @@ def status(
         file = SummaryFile(summary=summary, out_dir=str(result.out))
         print_answer_json(Status(file=file, running=process is not None))
         return
-    counts = [f"{count} {kind}" for kind, count in summary.counts().items() if count or kind == "total"]
+    counts = [
+        f"{count} {kind}" for kind, count in summary.counts().items() if count or kind == "total"
+    ]
     lines = {
         "study": summary.study + (f", being run by process {process}" if process else ""),
         "trials": ", ".join(counts),
@@ -79,7 +87,9 @@ def status(
         print(f"{key:>7}  {text}")
 
 
-def _print_nodes(result: "StudyResult", *, json_dir: Path | None, html: Path | None, as_json: bool) -> None:
+def _print_nodes(
+    result: "StudyResult", *, json_dir: Path | None, html: Path | None, as_json: bool
+) -> None:
     from autotune.core.json_view import json_data
     from autotune.report.answer import nodes_answer
     from autotune.study.nodes import node_row
@@ -123,9 +133,17 @@ def list_all(storage: Storage = None, json_: Json = False) -> None:
         print_answer_json(rows)
         return
     if not rows:
-        print("there is no study in this database: start one with `autotune run`, or name --storage")
+        print(
+            "there is no study in this database: start one with `autotune run`, or name --storage"
+        )
         return
-    columns = {"study": "left", "model": "left", "device": "left", "trials": "right", "tokens/s": "right"}
+    columns = {
+        "study": "left",
+        "model": "left",
+        "device": "left",
+        "trials": "right",
+        "tokens/s": "right",
+    }
     columns |= {"running": "left"}
     cells: list[tuple[str, ...]] = []
     for row in rows:
@@ -172,11 +190,15 @@ def delete(
         at_work = leases.confirmed_others(partial(print, file=sys.stderr)).values()
         if at_work:
             hosts = ", ".join(f"process {worker.pid} of {worker.host}" for worker in at_work)
-            raise UsageError(f"study {study!r} is being worked on by {hosts}", remedy="stop it first")
+            raise UsageError(
+                f"study {study!r} is being worked on by {hosts}", remedy="stop it first"
+            )
         if not yes:
             if not sys.stdin.isatty():
                 raise UsageError("nobody can be asked here", remedy="add --yes")
-            answer = input(f"delete study {study} with its {len(result.summary.trials)} trials? [y/N] ")
+            answer = input(
+                f"delete study {study} with its {len(result.summary.trials)} trials? [y/N] "
+            )
             if answer.strip().lower() not in ("y", "yes"):
                 print("nothing was deleted", file=sys.stderr if json_ else sys.stdout)
                 return
@@ -234,7 +256,8 @@ def export(
 def report(
     study: StudyName = None,
     against: Annotated[
-        str | None, typer.Argument(help="Another study: write one page with the winners of both instead.")
+        str | None,
+        typer.Argument(help="Another study: write one page with the winners of both instead."),
     ] = None,
     out: Directory = None,
     storage: Storage = None,
@@ -253,9 +276,12 @@ def report(
 
 def fleet(
     study: StudyName = None,
-    workers: Annotated[int, typer.Option(min=1, help="How many workers, besides the `autotune run` that leads.")] = 1,
+    workers: Annotated[
+        int, typer.Option(min=1, help="How many workers, besides the `autotune run` that leads.")
+    ] = 1,
     format_: Annotated[
-        list[str] | None, typer.Option("--format", help="kubernetes, skypilot, slurm (all by default); repeatable.")
+        list[str] | None,
+        typer.Option("--format", help="kubernetes, skypilot, slurm (all by default); repeatable."),
     ] = None,
     out: Directory = None,
     storage: Storage = None,
@@ -278,7 +304,8 @@ def fleet(
     result = load_study(study, storage)
     if result.record.limits is None:
         raise UsageError(
-            f"study {result.summary.study!r} cannot be joined yet", remedy="wait until `autotune run` has begun it"
+            f"study {result.summary.study!r} cannot be joined yet",
+            remedy="wait until `autotune run` has begun it",
         )
     job = workers_job(
         study=result.summary.study,

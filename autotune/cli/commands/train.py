@@ -13,7 +13,13 @@ import typer
 from autotune.cli.options import Json, Storage, StudyName
 from autotune.cli.stop import stop_on_signals
 from autotune.cli.terminal import console, print_note
-from autotune.core.errors import PREEMPTED, AutotuneError, EnvironmentProblem, Interrupted, UsageError
+from autotune.core.errors import (
+    PREEMPTED,
+    AutotuneError,
+    EnvironmentProblem,
+    Interrupted,
+    UsageError,
+)
 from autotune.core.text import operands, short_path
 from autotune.core.units import fmt_seconds, fmt_usd
 
@@ -23,24 +29,46 @@ if TYPE_CHECKING:
     from autotune.study.summary import Recipe
 
 PLAIN_S = 30.0  # between two lines where there is no terminal
-STOPPED = (PREEMPTED, 128 + signal.SIGTERM, -signal.SIGTERM)  # exit codes; the last one before training begins
+STOPPED = (
+    PREEMPTED,
+    128 + signal.SIGTERM,
+    -signal.SIGTERM,
+)  # exit codes; the last one before training begins
 
 
 def train(
     study: StudyName = None,
-    dataset: Annotated[Path | None, typer.Option(metavar="PATH", help="File or folder of examples.")] = None,
-    split: Annotated[str | None, typer.Option(metavar="NAME", help="Part of --dataset. [train, if any]")] = None,
-    model: Annotated[str | None, typer.Option(help="Directory or Hub name of the weights. [the study's]")] = None,
-    random_weights: Annotated[bool, typer.Option("--random-weights", help="Try the speed, without data.")] = False,
-    output: Annotated[Path | None, typer.Option("--output-dir", help="[trained/ in the study's directory]")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint, if any.")] = False,
-    max_steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many optimizer steps.")] = None,
+    dataset: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="File or folder of examples.")
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Part of --dataset. [train, if any]")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Directory or Hub name of the weights. [the study's]")
+    ] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Try the speed, without data.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output-dir", help="[trained/ in the study's directory]")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the last checkpoint, if any.")
+    ] = False,
+    max_steps: Annotated[
+        int | None, typer.Option(min=1, help="Stop after so many optimizer steps.")
+    ] = None,
     pass_env: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A variable that the training needs too: HF_TOKEN, HTTPS_PROXY; repeatable."),
+        typer.Option(
+            metavar="NAME",
+            help="A variable that the training needs too: HF_TOKEN, HTTPS_PROXY; repeatable.",
+        ),
     ] = None,
     other_device: Annotated[
-        bool, typer.Option("--other-device", help="Train here even if the study is for another device.")
+        bool,
+        typer.Option("--other-device", help="Train here even if the study is for another device."),
     ] = False,
     storage: Storage = None,
     json_: Json = False,
@@ -59,7 +87,14 @@ def train(
 
     result = load_study(study, storage)
     recipe = result.recipe
-    _check(result, dataset, split, random_weights=random_weights, pass_env=pass_env or [], other_device=other_device)
+    _check(
+        result,
+        dataset,
+        split,
+        random_weights=random_weights,
+        pass_env=pass_env or [],
+        other_device=other_device,
+    )
     # A run that only tries the speed saves nothing, unless a directory is given.
     saves = output is not None or not random_weights
     output = (output or result.out / ("trained" if saves else "tried")).absolute()
@@ -83,8 +118,12 @@ def train(
         options += ["--other-device"] * other_device
         options += ["--storage", public_url(storage)] if storage else []
         again = _command([*options, "--resume"], recipe.study)
-        raise interruption(output, again, 128 + signal.SIGINT if stop.signal == signal.SIGINT else PREEMPTED)
-    raise AutotuneError(f"training failed: {error or f'exit code {code}'}", remedy=f"read {run.log}")
+        raise interruption(
+            output, again, 128 + signal.SIGINT if stop.signal == signal.SIGINT else PREEMPTED
+        )
+    raise AutotuneError(
+        f"training failed: {error or f'exit code {code}'}", remedy=f"read {run.log}"
+    )
 
 
 def _script(output: Path, recipe: "Recipe", *, resume: bool) -> Path:
@@ -93,14 +132,21 @@ def _script(output: Path, recipe: "Recipe", *, resume: bool) -> Path:
 
     earlier = sorted(output.glob("checkpoint-*")) + sorted(output.glob("*.safetensors"))
     if earlier and not resume:
-        raise UsageError(f"{earlier[0]} is of an earlier run", remedy="add --resume, or name another --output-dir")
+        raise UsageError(
+            f"{earlier[0]} is of an earlier run",
+            remedy="add --resume, or name another --output-dir",
+        )
     script = output / "export" / "train.py"
-    if not (resume and script.is_file()):  # a run is continued with its own script, whichever configuration wins by now
+    if not (
+        resume and script.is_file()
+    ):  # a run is continued with its own script, whichever configuration wins by now
         write_exports(output, recipe, ["train"])
     return script
 
 
-def _script_options(dataset: Path | None, split: str | None, model: str | None, max_steps: int | None) -> list[str]:
+def _script_options(
+    dataset: Path | None, split: str | None, model: str | None, max_steps: int | None
+) -> list[str]:
     """The options that the exported script knows by the same names."""
     options = ["--dataset", str(dataset.absolute())] if dataset else ["--random-weights"]
     given = {"--split": split, "--model": model, "--max-steps": max_steps and str(max_steps)}
@@ -128,10 +174,14 @@ def _check(
     if (dataset is None) is not random_weights:
         raise UsageError(
             "give either --dataset PATH to train on, or --random-weights to try the speed",
-            remedy=_command(["--dataset", *(training_data(result.summary) or ["data.jsonl"])], recipe.study),
+            remedy=_command(
+                ["--dataset", *(training_data(result.summary) or ["data.jsonl"])], recipe.study
+            ),
         )
     if missing := [name for name in pass_env if name not in os.environ]:
-        raise UsageError(f"--pass-env {missing[0]}: there is no such variable", remedy="export it before")
+        raise UsageError(
+            f"--pass-env {missing[0]}: there is no such variable", remedy="export it before"
+        )
     if dataset is not None:
         check_exists(dataset, split)
     try:
@@ -151,10 +201,13 @@ def _command(options: list[str], study: str) -> str:
 def interruption(output: Path, again: str, exit_code: int) -> Interrupted:
     """The error for a run that a signal stopped; it names the last whole checkpoint in `output`, and what continues."""
     steps = [
-        int(path.parent.name.removeprefix("checkpoint-")) for path in output.glob("checkpoint-*/trainer_state.json")
+        int(path.parent.name.removeprefix("checkpoint-"))
+        for path in output.glob("checkpoint-*/trainer_state.json")
     ]
     return Interrupted(
-        f"stopped; a checkpoint of step {max(steps)} is saved" if steps else "stopped; there is no checkpoint",
+        f"stopped; a checkpoint of step {max(steps)} is saved"
+        if steps
+        else "stopped; there is no checkpoint",
         remedy=f"continue with: {again}",
         exit_code=exit_code,
     )
@@ -171,7 +224,9 @@ class TrainingDisplay:
         self._warned = False
         self._stopping = False
         self._console = console(stderr=True, highlight=False, soft_wrap=True)
-        self._bar = Progress(BarColumn(), TextColumn("{task.description}"), console=self._console, transient=True)
+        self._bar = Progress(
+            BarColumn(), TextColumn("{task.description}"), console=self._console, transient=True
+        )
         self._task = self._bar.add_task("loading", total=None)
 
     def __enter__(self) -> "TrainingDisplay":
@@ -191,7 +246,10 @@ class TrainingDisplay:
         """Report once that a stop was requested."""
         if not self._stopping:
             self._stopping = True
-            self.say("stopping: this step will end and a checkpoint be saved; a second signal ends the run at once")
+            self.say(
+                "stopping: this step will end and a checkpoint be saved; a second signal ends the "
+                "run at once"
+            )
         return True
 
     def progress(self, now: "Progress") -> None:
@@ -213,5 +271,6 @@ class TrainingDisplay:
             self._warned = True
             how = "longer" if now.slowdown > 0 else "less"
             self.say(
-                f"note: a step takes {abs(now.slowdown):.0%} {how} than was measured (other rows, or a busy device)"
+                f"note: a step takes {abs(now.slowdown):.0%} {how} than was measured (other rows, "
+                "or a busy device)"
             )

@@ -23,9 +23,12 @@ def worker(
     storage: Storage = None,
     out: Annotated[Path | None, typer.Option(help="Directory for logs. [the study's]")] = None,
     allow_mixed: Annotated[
-        bool, typer.Option("--allow-mixed", help="Join although this machine differs from the others.")
+        bool,
+        typer.Option("--allow-mixed", help="Join although this machine differs from the others."),
     ] = False,
-    wait: Annotated[str | None, typer.Option(help="How long to wait for the study to begin, such as 15m.")] = None,
+    wait: Annotated[
+        str | None, typer.Option(help="How long to wait for the study to begin, such as 15m.")
+    ] = None,
     parent: Annotated[int | None, typer.Option(hidden=True, help="End with this process.")] = None,
     quiet: Quiet = False,
     json_: Json = False,
@@ -48,7 +51,9 @@ def worker(
         wait_s = parse_duration(wait) if wait else 0.0
     except ValueError as error:
         raise UsageError(f"--wait: {error}", remedy="for example --wait 15m") from None
-    record = session.await_study(url, study, wait_s, (lambda text: None) if quiet else partial(print, file=sys.stderr))
+    record = session.await_study(
+        url, study, wait_s, (lambda text: None) if quiet else partial(print, file=sys.stderr)
+    )
     device = session.worker_device(record)
     folder = session.worker_folder(record, url, out)
     make_writable(folder)
@@ -57,7 +62,13 @@ def worker(
         stop_on_signals() as stop,
         Display(budget_s=record.limits.budget_s, quiet=quiet) as display,
         session.Session(
-            url, folder, device, num_gpus=record.task.probing_gpus, stop=stop, progress=display, reached=True
+            url,
+            folder,
+            device,
+            num_gpus=record.task.probing_gpus,
+            stop=stop,
+            progress=display,
+            reached=True,
         ) as opened,
         stop.ending(),
     ):
