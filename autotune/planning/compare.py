@@ -50,7 +50,7 @@ from autotune.report.values.comparison import Budget, ComparedCard, Comparison, 
 
 # The value of these that needs the least memory depends on the other knobs.
 DEPENDENT = ("micro_batch_size", "optimizer", "checkpointing", "compile", "loss", "kernels")
-QUIET_S = 2.0  # # the shortest pause between two lines of progress
+QUIET_S = 2.0  # the shortest pause between two lines of progress
 
 
 def compare(
@@ -234,7 +234,7 @@ def _least_by_bf16(
         try:
             least = least_memory(open_reserve(planned_setup(spec, card, say)).task, math.inf)
         except UsageError:
-            continue  # # no configuration of the space runs on such cards
+            continue  # no configuration of the space runs on such cards
 
         if least:
             needs[bf16] = least

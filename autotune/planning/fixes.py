@@ -20,12 +20,12 @@ MAX_MICRO_BATCH = 1024
 MIN_LENGTH = 256
 NESTED = ("model_init_kwargs", "bnb_config_kwargs")  # a key inside one of these is changed there
 CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
-# Ranks of changes, by their effect on the result of the training: the same result; another optimizer state, or
-# no DoRA; another base, or no fp32 master weights; shorter sequences; adapters instead of all
-# parameters.
+# Ranks of changes, by their effect on the result of the training: the same result; another optimizer
+# state, or no DoRA; another base, or no fp32 master weights; shorter sequences; adapters instead of
+# all parameters.
 SAME_RESULT, OTHER_OPTIMIZER, QUANTIZED, SHORTER, ADAPTERS = range(5)
 
-Fix = tuple[int, Edits]  # # the rank of a change, and the keys to write
+Fix = tuple[int, Edits]  # the rank of a change, and the keys to write
 
 
 def edited(values: dict[str, Any], edits: Edits) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class FixSearch:
             state = OOM if bounds is None else bounds.state(self.context.limit_gib)
             return state == FITS or state in accepted
 
-        if not fits(sizes[-1]):  # # a smaller micro batch never needs more
+        if not fits(sizes[-1]):  # a smaller micro batch never needs more
             return None
         return self._fixed(edits, run, sizes[bisect_left(sizes, True, key=fits)])
 
@@ -251,6 +251,7 @@ def _subsets(fixes: list[Fix], rank: int) -> Iterator[tuple[int, Edits]]:
         for chosen in combinations(allowed, count):
             ranks = [fix_rank for fix_rank, _ in chosen]
             if ranks.count(ADAPTERS) <= 1 and (rank in (SAME_RESULT, SHORTER) or rank in ranks):
+
                 merged: Edits = {}
                 for _, edits in chosen:
                     merged |= edits
