@@ -20,9 +20,9 @@ MAX_MICRO_BATCH = 1024
 MIN_LENGTH = 256
 NESTED = ("model_init_kwargs", "bnb_config_kwargs")  # a key inside one of these is changed there
 CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
-# Ranks of changes, by their effect on the result of the training: the same result; another optimizer
-# state, or no DoRA; another base, or no fp32 master weights; shorter sequences; adapters instead of
-# all parameters.
+# Ranks of changes, by their effect on the result of the training: the same result; another
+# optimizer state, or no DoRA; another base, or no fp32 master weights; shorter sequences; adapters
+# instead of all parameters.
 SAME_RESULT, OTHER_OPTIMIZER, QUANTIZED, SHORTER, ADAPTERS = range(5)
 
 Fix = tuple[int, Edits]  # the rank of a change, and the keys to write
@@ -55,7 +55,7 @@ def fixes_of(run: ForeignConfig) -> Iterator[Fix]:
         yield SAME_RESULT, fused
     if config.checkpointing == "none":
         newer_key = tool == "trl" and "activation_checkpointing" in values
-        edits = {"activation_checkpointing": True} if newer_key else table["checkpointing"]
+        edits: Edits = {"activation_checkpointing": True} if newer_key else table["checkpointing"]
         yield SAME_RESULT, edits
     if config.optimizer in ("adamw_torch", "adamw_torch_fused") and "optimizer" in table:
         yield OTHER_OPTIMIZER, table["optimizer"]
@@ -186,7 +186,7 @@ class FixSearch:
         return self._fixed(edits, run, sizes[bisect_left(sizes, True, key=fits)])
 
     def _parse(self, edits: Edits) -> ForeignConfig | None:
-        """Read the edited file for the run's number of GPUs, or return None if its tool refuses it."""
+        """Read the edited file for the run's number of GPUs; return None if its tool refuses."""
         run = self.checked.run
         key = repr(edits)
 
@@ -251,7 +251,6 @@ def _subsets(fixes: list[Fix], rank: int) -> Iterator[tuple[int, Edits]]:
         for chosen in combinations(allowed, count):
             ranks = [fix_rank for fix_rank, _ in chosen]
             if ranks.count(ADAPTERS) <= 1 and (rank in (SAME_RESULT, SHORTER) or rank in ranks):
-
                 merged: Edits = {}
                 for _, edits in chosen:
                     merged |= edits

@@ -262,7 +262,7 @@ class Longest:
 def tried(result: ProbeResult) -> Attempt:
     """Return the result of a probe of `Longest.request`."""
     measurement = result.measurement
-    need_gib = None
+    need_gib: float | None = None
     if measurement:
         need_gib = measurement.peak_reserved_gib
     elif result.oom:

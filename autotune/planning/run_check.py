@@ -79,9 +79,9 @@ def check(
 ) -> CheckReport:
     """Check the run that a YAML file of TRL, Axolotl or LLaMA-Factory describes.
 
-    `options` are fields of StudySpec about the card, the number of GPUs, the model, the examples, the memory and the
-    price; None is absent.
-    Raises UsageError if file, model or card cannot be read or are unknown, or if it is not known what the run needs.
+    `options` are fields of StudySpec about the card, the number of GPUs, the model, the examples,
+    the memory and the price; None is absent. Raises UsageError if file, model or card cannot be
+    read or are unknown, or if it is not known what the run needs.
     """
     options = dict(options or {})
     run = read_file(file, options.get("objective"))
@@ -163,8 +163,8 @@ def _why(context: CheckContext, run: ForeignConfig) -> str:
 def find_model(name: str) -> tuple[ModelSpec, str | None]:
     """The model that a file names, and a sentence where another is assumed to have its shape, by its name.
 
-    Copies of a model under another organisation or in a local directory, and models tuned from it for chats, have its
-    shape. Raises UsageError.
+    Copies of a model under another organisation or in a local directory, and models tuned from it
+    for chats, have its shape. Raises UsageError.
     """
     spec = None if os.path.isdir(os.path.expanduser(name)) else shaped_like(name)
     if spec is not None and name.lower() not in map(str.lower, (spec.name, *spec.aliases)):
@@ -235,8 +235,8 @@ def _faster(
 ) -> Faster | None:
     """The fastest configuration that fits and learns the same; with full rows where the lengths are not known.
 
-    None where the run is counted, since to count a whole space would take minutes, on several GPUs, and for other
-    objectives than the next token, whose loops differ from tool to tool.
+    None where the run is counted, since to count a whole space would take minutes, on several GPUs,
+    and for other objectives than the next token, whose loops differ from tool to tool.
     """
     config, workload = run.config, context.workload
     lengths_known = workload.lengths.source != "assumed"

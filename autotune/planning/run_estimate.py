@@ -1,7 +1,7 @@
 """Estimate a run that another tool's file describes, on one card: what it needs, and how long it takes.
 
-Where no formula covers the model or its int8 base, a dry probe counts its memory. Other configurations without a
-formula are bounded by two that are covered, or from below.
+Where no formula covers the model or its int8 base, a dry probe counts its memory. Other
+configurations without a formula are bounded by two that are covered, or from below.
 """
 
 import math
@@ -139,8 +139,9 @@ def _checkpoints_on_gpu(config: TrainConfig) -> TrainConfig:
 def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) -> MemoryBreakdown:
     """The memory with a frozen base in float32 under autocast, which keeps no cast of frozen weights.
 
-    Each product casts its weight again, and the autograd graph holds that cast until the layer's backward pass: of all
-    layers that are not recomputed, and of the head while its logits exist (a test counts those of the layers).
+    Each product casts its weight again, and the autograd graph holds that cast until the layer's
+    backward pass: of all layers that are not recomputed, and of the head while its logits exist (a
+    test counts those of the layers).
     """
     quantized = config.quantization != "none"
     frozen = sizes.params - (sizes.linear_params if quantized else 0)

@@ -1,6 +1,7 @@
 """Plan the same run on one and on several GPUs of a kind, by formula: the best configuration of each strategy.
 
-Every number is projected. Between hosts collectives run at the pace of the network, if that is the slower.
+Every number is projected. Between hosts collectives run at the pace of the network, if that is the
+slower.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,9 +55,11 @@ def plan_spec(
 ) -> GpuPlan:
     """Plan a study for `gpus`, numbers of GPUs; without them, for the number in `spec.gpu`, such as 8xh100.
 
-    With `nodes` they are those of each of so many hosts, which `network` links (`gpu_counts.parse_network`).
+    With `nodes` they are those of each of so many hosts, which `network` links
+    (`gpu_counts.parse_network`).
 
-    Raises UsageError where a part of the spec, a number or the deadline is impossible, or no formula covers the model.
+    Raises UsageError where a part of the spec, a number or the deadline is impossible, or no
+    formula covers the model.
     """
     counted, gpu = split_count(spec.gpu)
     if counted is not None and gpus is not None:
@@ -118,8 +121,8 @@ def plan_gpus(
 ) -> GpuPlan:
     """Plan the task for each of these numbers of GPUs, by each strategy.
 
-    They are those of each host; `hosts` says how many there are, and the GB/s of what links so many. `of_ranks` pins
-    knobs of OF_RANKS.
+    They are those of each host; `hosts` says how many there are, and the GB/s of what links so
+    many. `of_ranks` pins knobs of OF_RANKS.
 
     Raises UsageError where no formula covers model or configuration.
     """

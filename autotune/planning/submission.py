@@ -67,7 +67,8 @@ class MeasuredRow(BaseModel):
 class Submission(BaseModel):
     """The file, with field names as keys. The first row is the winner; a second is the baseline.
 
-    `gpu` and `model` are names of the catalogue, None for any other model. `product` is the driver's name of the GPU.
+    `gpu` and `model` are names of the catalogue, None for any other model. `product` is the
+    driver's name of the GPU.
     """
 
     model_config = CHECKED

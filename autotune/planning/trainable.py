@@ -1,6 +1,7 @@
 """What a card can train: models by their size and by method. Whether each fits, its longest row, its speed and cost.
 
-The same entries make the atlas (`benchmarks/atlas.py`), which has all models on ten cards. Everything is an estimate.
+The same entries make the atlas (`benchmarks/atlas.py`), which has all models on ten cards.
+Everything is an estimate.
 """
 
 import time
@@ -100,7 +101,8 @@ def trainable(
 ) -> Trainable:
     """What the card can train of `models`, by default those of `sizes`, with the options of `spec` but its model.
 
-    `say` gets progress. Raises UsageError where the memory of the card is not known or nothing can be planned for it.
+    `say` gets progress. Raises UsageError where the memory of the card is not known or nothing can
+    be planned for it.
     """
     if spec.objective != Objective.SFT:
         raise UsageError(
@@ -140,7 +142,8 @@ def trainable(
 def sizes(models: Iterable[ModelSpec] = ()) -> list[ModelSpec]:
     """A model of each size, the smallest first: of those that the formulas cover, the one with the longest context.
 
-    Models of one size differ by less than STEP. By default the catalogue's from LEAST_PARAMS parameters on.
+    Models of one size differ by less than STEP. By default the catalogue's from LEAST_PARAMS
+    parameters on.
     """
     known = [(model.params or 0, model) for model in models or list_models() if Sizes.of(model)]
     groups: list[list[tuple[int, ModelSpec]]] = []
