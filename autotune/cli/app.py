@@ -1,7 +1,8 @@
-"""The command line: names the commands and loads a command's file on use. The only place that prints errors and exits.
+"""The command line: names the commands, and imports a command's file when it runs.
 
-Exit codes: 0 done, 1 unexpected, 2 usage or config, 3 environment, 4 nothing fits, 5 too many failures, 6 storage,
-7 budget too short, 75 preempted, 130 and 143 stopped by a signal.
+It is the only place that prints errors and exits. Exit codes: 0 done, 1 unexpected, 2 usage or
+config, 3 environment, 4 nothing fits, 5 too many failures, 6 storage, 7 budget too short, 75
+preempted, 130 and 143 stopped by a signal.
 """
 
 import atexit
@@ -18,7 +19,7 @@ from autotune.cli.terminal import guard
 from autotune.core.errors import AutotuneError, StorageError
 from autotune.core.version import __version__
 
-# Of each command: its function as module:name in autotune.cli.commands, and its help.
+# For each command: its function as module:name in autotune.cli.commands, and its help
 COMMANDS = {
     "run": (
         "run:run",
@@ -126,7 +127,10 @@ COMMANDS = {
 
 
 class LazyGroup(TyperGroup):
-    """The commands of COMMANDS. A command's file is imported when the command runs; the list needs its help only."""
+    """The commands of COMMANDS.
+
+    A command's file is imported when the command runs. The list of commands needs only their help.
+    """
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -135,15 +139,17 @@ class LazyGroup(TyperGroup):
         }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
-        """Replace the entry of the list by the command itself."""
+        """Replace the list's entry by the command itself."""
         name, entry, rest = super().resolve_command(ctx, args)
         if entry is None:
             return name, entry, rest
+
         place, text = COMMANDS[entry.name or ""]
         module, _, function = place.partition(":")
         target = getattr(import_module(f"autotune.cli.commands.{module}"), function)
         if isinstance(target, typer.Typer):
             return name, typer.main.get_group(target), rest
+
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
         single.command(name, help=text)(target)
         return name, typer.main.get_command(single), rest
@@ -177,18 +183,22 @@ def _main(
 
 
 def collect_rarely() -> None:
-    """Walk the libraries' objects rarely, and not at the end: that took half the processor time of a short command."""
+    """Collect garbage rarely, and not at exit: it took half the CPU time of a short command."""
     gc.set_threshold(100_000, 50, 100)
     atexit.register(gc.freeze)
 
 
 def main() -> None:
-    """Entry point: one clear error, a remedy and a documented exit code; a traceback only with --debug."""
+    """Run the command line; print a failure as one error, a remedy and an exit code.
+
+    A traceback is printed only with --debug.
+    """
     guard()
     collect_rarely()
     debug = "--debug" in sys.argv[1:]
     if debug:
         sys.argv = [sys.argv[0], "--debug", *(arg for arg in sys.argv[1:] if arg != "--debug")]
+
     try:
         app(standalone_mode=True)
     except KeyboardInterrupt:
@@ -198,6 +208,7 @@ def main() -> None:
     except Exception as error:
         if debug:
             traceback.print_exc()
+        # An unexpected error gets a remedy, too.
         if isinstance(error, OSError) and error.strerror and not isinstance(error, ConnectionError):
             place = "" if error.filename is None else f"{error.filename}: "
             error = StorageError(
@@ -210,6 +221,7 @@ def main() -> None:
                 remedy="run again with --debug and report the traceback",
             )
             error.explained = "unexpected"
+
         print(f"error: {error}", file=sys.stderr)
         if error.remedy:
             print(f"  try: {error.remedy}", file=sys.stderr)

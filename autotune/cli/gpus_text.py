@@ -1,4 +1,4 @@
-"""What `autotune plan --gpus` prints: a row for each strategy on each number of GPUs, and which of them to take."""
+"""The text of `autotune plan --gpus`: a row per strategy and number of GPUs, and the best ones."""
 
 from autotune.cli.terminal import print_table
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
@@ -22,26 +22,33 @@ COLUMNS = {
 
 
 def print_gpu_plan(made: GpuPlan) -> None:
-    """Print the table, why rows are empty, and the cheapest and the fastest row."""
-    task, answer = made.task, gpu_answer(made)
+    """Print the table, the reasons for empty rows, and the cheapest and the fastest row."""
+    task = made.task
+    answer = gpu_answer(made)
     hosts = "one host" if all(row.hosts == 1 for row in made.rows) else "hosts"
     print(f"{task.model.name} on {hosts} of {task.device.label}: {answer.needs}")
-    shape = f"{task.workload.trained:,} examples x {task.workload.epochs}, global batch {task.workload.global_batch}"
+    shape = (
+        f"{task.workload.trained:,} examples x {task.workload.epochs}, global batch "
+        f"{task.workload.global_batch}"
+    )
     print(f"{shape}. {answer.certainty}.")
+
     print_table(None, COLUMNS, [_cells(row) for row in made.rows])
     for reason in dict.fromkeys(row.problem for row in made.rows if row.problem):
         rows = [
             f"{row.num_gpus} {row.parallelism.name}" for row in made.rows if row.problem == reason
         ]
         print(f"{', '.join(rows)}: {reason}")
-    for number, strategy, unknown in (
+
+    for number, strategy, num_unknown in (
         (row.num_gpus, row.parallelism.name, row.num_without_speed) for row in made.rows
     ):
-        if unknown:
+        if num_unknown:
             print(
-                f"{number} {strategy}: {unknown:,} more fit whose speed no formula knows: "
+                f"{number} {strategy}: {num_unknown:,} more fit whose speed no formula knows: "
                 "`autotune run` measures it"
             )
+
     if made.needs_link:
         print(f"no speed for several: {NO_LINK}")
     beside = (
@@ -52,7 +59,8 @@ def print_gpu_plan(made: GpuPlan) -> None:
 
 
 def _cells(row: RankPlan) -> tuple[str, ...]:
-    estimated, efficiency = row.estimate, row.efficiency
+    estimated = row.estimate
+    efficiency = row.efficiency
     bounds = DASH if row.interval is None else " to ".join(map(fmt_count, row.interval))
     return (
         str(row.num_gpus) if row.hosts == 1 else f"{row.hosts} x {row.num_gpus // row.hosts}",

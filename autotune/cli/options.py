@@ -1,4 +1,7 @@
-"""Options that several commands share. Those of a study are in `study_options`, which takes longer to load."""
+"""Options that several commands share.
+
+The options of a study are in `study_options`, which takes longer to import.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +10,7 @@ import typer
 
 
 def gpu_names(incomplete: str) -> list[str]:
-    """Names of GPUs for the shell's TAB."""
+    """Return the names of GPUs for the shell's completion."""
     from autotune.catalog import list_devices
 
     return [

@@ -1,4 +1,4 @@
-"""What `autotune plan` prints, and the words of an estimate that `autotune check` prints too."""
+"""The text of `autotune plan`, and the lines of an estimate that `autotune check` prints too."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,9 @@ from autotune.report.values.plan import Cell, Plan
 
 
 def print_plan(made: Plan) -> None:
-    """Print the best configuration and the guides' one, then the tables of what fits."""
+    """Print the best configuration and the usual one, then the tables of sizes that fit."""
     task = made.task
+
     memory = fmt_gib(task.device.memory_gib)
     print(
         f"{task.model.name} on {task.device.label}: {memory}, {fmt_gib(made.limit_gib)} of it for "
@@ -19,6 +20,7 @@ def print_plan(made: Plan) -> None:
     )
     answer = plan_answer(made)
     print(f"{answer.certainty}.\n")
+
     best = None if made.best is made.baseline else made.best
     for name, estimated in (("best", best), ("guides", made.baseline)):
         if estimated is not None:
@@ -26,6 +28,7 @@ def print_plan(made: Plan) -> None:
             for label, text in estimate_lines(estimated, task).items():
                 print(f"{label:>8}  {text}")
             print()
+
     if answer.reason:
         print(f"{'why':>8}  {answer.reason}\n")
     for name, cells in made.what_fits.items():
@@ -39,6 +42,7 @@ def _print_table(name: str, cells: Sequence[Cell], limit_gib: float) -> None:
             f"{name}: does not fit, the least it needs is {fmt_gib(least)} of {fmt_gib(limit_gib)}"
         )
         return
+
     print(
         f"{name}: GiB by length and micro batch (c: only with every layer recomputed, ?: too close "
         "to tell)"
@@ -55,11 +59,10 @@ def _print_table(name: str, cells: Sequence[Cell], limit_gib: float) -> None:
 
 
 def _cell(cell: Cell) -> str:
-    """'31.2', '18.4 c', '22.0 c?', 'OOM'."""
+    """Return a cell's text: '31.2', '18.4 c', '22.0 c?' or 'OOM'."""
     chosen = cell.chosen
     if chosen.state not in (FITS, TIGHT):
         return "OOM"
-    mark = ("c" if chosen.config.checkpointing == "full" else "") + (
-        "?" if chosen.state == TIGHT else ""
-    )
-    return f"{chosen.need_gib:.1f} {mark}".strip()
+    recomputed = "c" if chosen.config.checkpointing == "full" else ""
+    uncertain = "?" if chosen.state == TIGHT else ""
+    return f"{chosen.need_gib:.1f} {recomputed}{uncertain}".strip()

@@ -1,4 +1,4 @@
-"""Signals of the command line: the first asks to stop and keeps what there is, the second ends the process at once."""
+"""Signals of the command line: the first requests a stop, the second ends the process at once."""
 
 import os
 import signal

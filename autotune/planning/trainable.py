@@ -154,7 +154,7 @@ def sizes(models: Iterable[ModelSpec] = ()) -> list[ModelSpec]:
     """Return a model of each size, the smallest first.
 
     Models of one size differ by less than the factor STEP. Each size is represented by its model
-    with the longest context that a formula covers. By default, the models are the catalogue's, from
+    with the longest context that a formula covers. The default models are the catalogue's, from
     LEAST_PARAMS parameters on.
     """
     sized_models = [
