@@ -1,4 +1,4 @@
-"""`autotune explain` and `autotune verify`: probe a study's winner again, record the result and print it."""
+"""`autotune explain` and `autotune verify`: probe a study's winner again, and record the result."""
 
 import json
 from importlib.util import find_spec
@@ -71,16 +71,19 @@ def explain(
     if profile:
         _profile(result, _config_of(result, trial), as_json=json_)
         return
+
     recipe = result.recipe
     if recipe.baseline is None:
         raise NothingFits(
             f"study {result.summary.study!r} has no baseline that succeeded",
             remedy="continue it with `autotune run`",
         )
+
     device = session.require_device(
         result.task.measured_on or result.task.device, "explain it there"
     )
     make_writable(result.out)
+
     with stop_on_signals() as stop:
         try:
             progress = TextProgress(print_note)
@@ -93,32 +96,38 @@ def explain(
                 )
         except Cancelled:
             raise _stopped(stop, "stopped; finished probes are stored") from None
+
     result.reload().report()
     if json_:
         print_json(to_data(ablation))
     else:
         print("\n".join(describe.ablation(ablation) or ["the winner is the baseline itself"]))
+
     if stop():
         raise _stopped(stop, "stopped; not every knob was probed")
 
 
 def _config_of(result: "StudyResult", trial: int | None) -> "TrainConfig":
-    """The configuration of a trial, by default the winner. Raises UsageError and NothingFits where there is none."""
+    """Return the configuration of a trial, or the winner's.
+
+    Raises UsageError for an unknown or failed trial, and NothingFits without a winner.
+    """
     if trial is None:
         return result.winner
+
     listed = "`trials.jsonl` in its directory lists them"
-    found = next((row for row in result.summary.trials if row.number == trial), None)
-    if found is None:
+    row = next((one for one in result.summary.trials if one.number == trial), None)
+    if row is None:
         raise UsageError(f"study {result.summary.study!r} has no trial {trial}", remedy=listed)
-    if found.outcome not in (Outcome.OK, Outcome.SLOW):
+    if row.outcome not in (Outcome.OK, Outcome.SLOW):
         raise UsageError(
-            f"trial {trial} ended with {found.outcome}", remedy=f"name one that fits: {listed}"
+            f"trial {trial} ended with {row.outcome}", remedy=f"name one that fits: {listed}"
         )
-    return found.config
+    return row.config
 
 
 def _profile(result: "StudyResult", config: "TrainConfig", *, as_json: bool) -> None:
-    """Profile a micro batch of a configuration, print what it says, and write it beside the study's outputs."""
+    """Profile a micro batch of a configuration, print the report, and write its files."""
     from autotune.core.json_view import json_data
     from autotune.core.text import short_path
     from autotune.report.micro_batch import profile_answer
@@ -129,17 +138,22 @@ def _profile(result: "StudyResult", config: "TrainConfig", *, as_json: bool) -> 
         result.task.measured_on or result.task.device, "profile it there"
     )
     make_writable(result.out)
-    trace, progress = result.out / "profile_trace.json.gz", TextProgress(print_note)
+    trace = result.out / "profile_trace.json.gz"
+    progress = TextProgress(print_note)
+
     with stop_on_signals() as stop:
         try:
             gpus = result.task.probing_gpus
             with session.Session(
                 result.url, result.out, device, num_gpus=gpus, stop=stop, progress=progress
             ) as opened:
-                request, found, rates = session.profile(opened, result.record, config, trace)
+                request, measured_profile, rates = session.profile(
+                    opened, result.record, config, trace
+                )
         except Cancelled:
             raise _stopped(stop, "stopped; nothing was profiled") from None
-    report = _profile_report(result, request, found, rates, short_path(trace))
+
+    report = _profile_report(result, request, measured_profile, rates, short_path(trace))
     write_atomic(result.out / "profile.json", json.dumps(json_data(report), indent=2) + "\n")
     if as_json:
         print_answer_json(report)
@@ -155,20 +169,24 @@ def _profile(result: "StudyResult", config: "TrainConfig", *, as_json: bool) -> 
 def _profile_report(
     result: "StudyResult",
     request: "ProbeRequest",
-    found: "MicroBatchProfile",
+    profile: "MicroBatchProfile",
     rates: "DeviceRates",
     trace: str,
 ) -> "ProfileReport":
-    """What the profile says, with what a micro batch needs at best, and what the machine has for the run."""
+    """Return the profile's report with the micro batch's bounds and the needs of the run."""
     from autotune.core.machine import disk_mb_s
     from autotune.planning.micro_batch import bounds, count_work, host_needs
     from autotune.problem.dataset import tokenised_per_s
     from autotune.report.values.profile import ProfileReport
 
-    task, config, spec = result.task, request.config, result.record.spec
+    task = result.task
+    config = request.config
+    spec = result.record.spec
     print_note("counting what a micro batch computes and moves")
-    counted = count_work(request, found)
-    shape, tokenizer = task.workload.run_shape(config), spec.tokenizer or task.model.tokenizer
+    counted = count_work(request, profile)
+
+    shape = task.workload.run_shape(config)
+    tokenizer = spec.tokenizer or task.model.tokenizer
     tokenised = None
     if (
         spec.dataset is not None
@@ -178,23 +196,25 @@ def _profile_report(
         tokenised = tokenised_per_s(
             Path(spec.dataset), tokenizer, split=spec.split, loss_on=spec.loss_on
         )
+
     needs = host_needs(
-        found,
+        profile,
         config,
         task.measured_on or task.device,
         count=counted.count,
         calibration=task.calibration,
         disk_mb_s=disk_mb_s(result.out),
-        examples_per_s=found.rows * shape.examples_per_row / found.micro_s,
+        examples_per_s=profile.rows * shape.examples_per_row / profile.micro_s,
         tokenised_per_s=tokenised,
     )
+
     return ProfileReport(
         study=result.summary.study,
         device=task.measured_on or task.device,
         config=config,
         accumulation=shape.accumulation,
-        profile=found,
-        bounds=bounds(found, counted.count, rates, config),
+        profile=profile,
+        bounds=bounds(profile, counted.count, rates, config),
         needs=tuple(needs),
         trace=trace,
         uncounted=counted.refused,
@@ -229,7 +249,8 @@ def verify(
         NothingFits: the study has no winner.
         EnvironmentProblem: another device than the study's, or no TRL.
         StorageError: no room for weights that TRL could read.
-        VerificationFailed: it is slower or larger than promised, beyond the tolerance, or its memory grows.
+        VerificationFailed: it is slower or larger than promised, beyond the tolerance, or its
+            memory grows.
     """
     from autotune.api import load_study
     from autotune.export.run.verify import FORMATS
@@ -244,10 +265,12 @@ def verify(
         )
     if format_ not in (None, *FORMATS):
         raise UsageError(f"--format cannot be {format_!r}", remedy=f"one of {', '.join(FORMATS)}")
+
     result = load_study(study, storage)
     recipe = result.recipe
     require_measured_here(recipe, format_)
     make_writable(result.out)
+
     with stop_on_signals() as stop:
         try:
             verification = run_and_compare(
@@ -262,14 +285,15 @@ def verify(
             )
         except Cancelled:
             raise _stopped(stop, "stopped; nothing was verified") from None
+
     amend_record(result.url, result.record, verification=verification)
     result.reload().report()
     _print_verification(verification, as_json=json_)
     if reason := describe.failed_verification(verification):
         raise VerificationFailed(
             reason,
-            remedy=f"read {result.out / 'logs' / 'verify.log'}; something else may be using the device "
-            "(`autotune doctor`)",
+            remedy=f"read {result.out / 'logs' / 'verify.log'}; something else may be using the "
+            "device (`autotune doctor`)",
         )
 
 
@@ -283,14 +307,19 @@ def _print_verification(verification: "Verification", *, as_json: bool) -> None:
 
 
 def require_measured_here(recipe: "Recipe", form: str | None = None) -> None:
-    """Raises UsageError or EnvironmentProblem if this machine cannot compare the recipe with reality."""
+    """Check that this machine can compare the recipe with reality.
+
+    Raises UsageError or EnvironmentProblem if it cannot.
+    """
     from autotune.core.probe_types import Evidence
     from autotune.export.run.verify import probed_format
     from autotune.study.session import require_device
 
     if recipe.winner.evidence is not Evidence.MEASURED:
         remedy = f"run the study on {recipe.device.name} itself"
-        if recipe.winner.evidence is Evidence.EXTRAPOLATED:  # here, from a few layers
+        if (
+            recipe.winner.evidence is Evidence.EXTRAPOLATED
+        ):  # measured on this card, but on a few layers only
             remedy = (
                 "continue the study with a larger --budget, so that the whole model is measured"
             )

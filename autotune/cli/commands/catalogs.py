@@ -1,4 +1,4 @@
-"""`autotune gpus`, `models`, `prices`, `spaces` and `suites`: what the package holds; `schema`: the forms of JSON."""
+"""`autotune gpus`, `models`, `prices`, `spaces`, `suites`: the catalogues. `schema`: JSON forms."""
 
 from datetime import date
 from pathlib import Path
@@ -21,6 +21,7 @@ def gpus(json_: Json = False) -> None:
     rows = [
         (device, find_price(device.name), find_purchase(device.name)) for device in list_devices()
     ]
+
     today = date.today()
     if json_:
         from autotune.report.values.catalog import DatedPrice, Gpu
@@ -31,6 +32,7 @@ def gpus(json_: Json = False) -> None:
             answer.append(Gpu(device=device, price=dated, purchase=purchase))
         print_answer_json(answer)
         return
+
     print_table(
         "GPUs (dense peaks; prices are seeds, override with --price)",
         {
@@ -94,7 +96,9 @@ def prices(
     ] = False,
     json_: Json = False,
 ) -> None:
-    """Print the prices of `gpu`, or of all GPUs: those of the user's file `own`, then live ones, then the seeds.
+    """Print the prices of `gpu`, or of all GPUs.
+
+    The prices of the user's file `own` come first, then live ones, then the seeds.
 
     Raises:
         UsageError: no such GPU, or a price file that cannot be read.
@@ -106,6 +110,7 @@ def prices(
     devices = list_devices() if gpu is None else (resolve_device(gpu),)
     own_prices = load_prices(own) if own else ()
     today = date.today()
+
     rows: list[Price] = []
     for device in devices:
         rows += best_first(device.name, own_prices)
@@ -114,17 +119,20 @@ def prices(
 
             rows += live_prices(device, today=today)
         rows += best_first(device.name, list_prices())
+
     if json_:
         from autotune.report.values.catalog import DatedPrice
 
         print_answer_json([DatedPrice(price=row, age=age(row.as_of, today)) for row in rows])
         return
+
     if not rows:
         print(
             f"no price of {devices[0].name} is known; give one with --price, or a file of your own "
             "with --prices"
         )
         return
+
     print_table(
         "USD of one GPU (seeds, not quotes; a file of your own with --prices, today's offers "
         "with --live)",
@@ -146,6 +154,7 @@ def prices(
             for row in rows
         ],
     )
+
     priced = {row.device for row in rows} | {"cpu"}
     if unpriced := [device.name for device in devices if device.name not in priced]:
         print(f"no price is known of {', '.join(unpriced)}")

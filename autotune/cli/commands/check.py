@@ -1,4 +1,4 @@
-"""`autotune check`: whether a run that another tool's YAML describes fits a card, how long it takes, what to change."""
+"""`autotune check`: whether another tool's run fits a card, its time, and changes to make."""
 
 import sys
 from pathlib import Path
@@ -49,11 +49,13 @@ def check_command(
     report = check(
         file, options, observations=known_observations(evidence, print_note), say=print_note
     )
+
     if json_:
         print_answer_json(report)
     else:
         for label, text in lines(report):
             print(printable(f"{label:>8}  {text}" if label else text))
+
     device = report.device.name
     if report.checked.state == TIGHT:
         print(f"warning: {printable(file.name)} may run out of memory on {device}", file=sys.stderr)

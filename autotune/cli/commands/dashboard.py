@@ -1,4 +1,4 @@
-"""`autotune dashboard`: a study in optuna-dashboard, on this machine alone, without a way to change it. No torch."""
+"""`autotune dashboard`: a study in optuna-dashboard, read-only, on this machine only. No torch."""
 
 import errno
 import importlib.util
@@ -46,14 +46,15 @@ def dashboard(
             f"--host {host}: the dashboard asks for no password, so it is for this machine alone",
             remedy=f"leave --host out, and on yours: {_tunnel(port or 8080)}",
         )
+
     url = read_only(existing_url(storage))
     result = load_study(study, url)
     name = result.summary.study
     search = Optimizer.open(url, name, result.task.space)
-    logging.getLogger("optuna_dashboard").setLevel(
-        logging.ERROR
-    )  # it warns of too few trials at each look
+    # It warns of too few trials at each look.
+    logging.getLogger("optuna_dashboard").setLevel(logging.ERROR)
     app = LiveDashboard(search.record, lambda: load_study(name, url).summary, result.out.name)
+
     with _listen(host, port) as server:
         server.set_app(gate(without_refused(app)))
         bound = server.server_port
@@ -74,7 +75,7 @@ def _tunnel(port: int, host: str = "127.0.0.1") -> str:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True  # a page that is being sent does not keep Ctrl-C waiting
+    daemon_threads = True  # Ctrl-C does not wait for a page that is being sent
 
 
 class _Server6(_Server):
@@ -83,7 +84,7 @@ class _Server6(_Server):
 
 class _Quiet(WSGIRequestHandler):
     def log_message(self, *args: Any) -> None:
-        """No line a request."""
+        """Log no requests."""
 
 
 def _listen(host: str, port: int) -> _Server:

@@ -1,4 +1,4 @@
-"""`autotune run` and `autotune resume`: run or continue a study, show its progress and print its result."""
+"""`autotune run` and `autotune resume`: run or continue a study, and show progress and result."""
 
 import json
 import sys
@@ -62,11 +62,11 @@ def resume(
     url = existing_url(storage)
     record = find_record(study, url)
     changes: dict[str, Any] = {"budget": budget, "trials": trials, "workers": workers}
-    given = {key: value for key, value in changes.items() if value is not None}
+    values = {key: value for key, value in changes.items() if value is not None}
     name = record.task.study
     spec = replace(
         record.spec,
-        **given,
+        **values,
         study=name,
         storage=storage,
         out=str(opened_out(record.out, url, name)),
@@ -77,10 +77,11 @@ def resume(
 def run_spec(
     spec: "StudySpec", *, as_json: bool = False, quiet: bool = False, events: bool = False
 ) -> None:
-    """Run or continue a study. Raises AutotuneError for everything a user can act on."""
-    if not quiet and sys.stderr.isatty():  # what follows takes seconds to load
-        wanted = f"looking for the best way to train {spec.model} (--gpu {spec.gpu})"
-        print_note(f"{wanted}: the search takes {spec.budget} at most, then comes the answer")
+    """Run or continue a study. Raises AutotuneError for every failure that a user can act on."""
+    if not quiet and sys.stderr.isatty():  # the next imports take seconds
+        title = f"looking for the best way to train {spec.model} (--gpu {spec.gpu})"
+        print_note(f"{title}: the search takes {spec.budget} at most, then comes the answer")
+
     from autotune.api.main import main
     from autotune.cli.console import Display
 
@@ -88,7 +89,7 @@ def run_spec(
 
     @contextmanager
     def shown(plan: "SessionPlan") -> Iterator[Display]:
-        """Show the search; during it, a signal asks it to stop."""
+        """Show the search. During the search, a signal requests a stop."""
         display = Display(budget_s=plan.budget_s, quiet=quiet, events=events)
         with stop_on_signals(stop), display:
             yield display

@@ -1,4 +1,4 @@
-"""`autotune train`: start the full run of a study's winner, and show its progress and its cost."""
+"""`autotune train`: start the full run of a study's winner, and show its progress and cost."""
 
 import os
 import shlex
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autotune.export.run.train import Progress
     from autotune.study.summary import Recipe
 
-PLAIN_S = 30.0  # between two lines where there is no terminal
+PLAIN_S = 30.0  # between two lines without a terminal
 STOPPED = (
     PREEMPTED,
     128 + signal.SIGTERM,
@@ -103,16 +103,19 @@ def train(
     directory = ["--output-dir", str(output)] if saves else []
     arguments = [*options, *(directory or ["--output-dir", ""]), *(["--resume"] if resume else [])]
     run = Run(recipe, script, output, arguments, fresh=not resume, pass_env=pass_env or ())
+
     display = TrainingDisplay()
     display.say(f"training {recipe.config.label()}; its log is {run.log}")
     with stop_on_signals() as stop, display:
         code, error = run.train(display.progress, lambda: stop() and display.stopping())
+
     if code == 0:
         saved = f"the weights are in {output}" if saves else "nothing was saved"
         display.say(f"done: {display.line}; {saved}")
         if json_:
             sys.stdout.write((output / "training.json").read_text())
         return
+
     if code in STOPPED:
         options += [*directory, *(f"--pass-env={name}" for name in pass_env or ())]
         options += ["--other-device"] * other_device
@@ -121,25 +124,29 @@ def train(
         raise interruption(
             output, again, 128 + signal.SIGINT if stop.signal == signal.SIGINT else PREEMPTED
         )
+
     raise AutotuneError(
         f"training failed: {error or f'exit code {code}'}", remedy=f"read {run.log}"
     )
 
 
 def _script(output: Path, recipe: "Recipe", *, resume: bool) -> Path:
-    """The exported script in this directory, written unless its run is resumed. Raises UsageError for another run's."""
+    """Return the exported script of this directory; write it unless its run is resumed.
+
+    Raises UsageError if the directory holds another run.
+    """
     from autotune.report.study_directory import write_exports
 
-    earlier = sorted(output.glob("checkpoint-*")) + sorted(output.glob("*.safetensors"))
-    if earlier and not resume:
+    earlier_files = sorted(output.glob("checkpoint-*")) + sorted(output.glob("*.safetensors"))
+    if earlier_files and not resume:
         raise UsageError(
-            f"{earlier[0]} is of an earlier run",
+            f"{earlier_files[0]} is of an earlier run",
             remedy="add --resume, or name another --output-dir",
         )
+
     script = output / "export" / "train.py"
-    if not (
-        resume and script.is_file()
-    ):  # a run is continued with its own script, whichever configuration wins by now
+    # A run is continued with its own script, even if another configuration has won since.
+    if not (resume and script.is_file()):
         write_exports(output, recipe, ["train"])
     return script
 
@@ -147,10 +154,10 @@ def _script(output: Path, recipe: "Recipe", *, resume: bool) -> Path:
 def _script_options(
     dataset: Path | None, split: str | None, model: str | None, max_steps: int | None
 ) -> list[str]:
-    """The options that the exported script knows by the same names."""
+    """Return the options that the exported script knows by the same names."""
     options = ["--dataset", str(dataset.absolute())] if dataset else ["--random-weights"]
-    given = {"--split": split, "--model": model, "--max-steps": max_steps and str(max_steps)}
-    return options + [word for name, value in given.items() if value for word in (name, value)]
+    values = {"--split": split, "--model": model, "--max-steps": max_steps and str(max_steps)}
+    return options + [word for name, value in values.items() if value for word in (name, value)]
 
 
 def _check(
@@ -162,7 +169,7 @@ def _check(
     pass_env: list[str],
     other_device: bool,
 ) -> None:
-    """Refuse what cannot be trained with these options, before anything is written."""
+    """Refuse options that cannot train, before anything is written."""
     from autotune.problem.dataset import check_exists
     from autotune.report.describe import training_commands, training_data
     from autotune.study.session import require_device
@@ -178,12 +185,14 @@ def _check(
                 ["--dataset", *(training_data(result.summary) or ["data.jsonl"])], recipe.study
             ),
         )
+
     if missing := [name for name in pass_env if name not in os.environ]:
         raise UsageError(
             f"--pass-env {missing[0]}: there is no such variable", remedy="export it before"
         )
     if dataset is not None:
         check_exists(dataset, split)
+
     try:
         remedy = "train there, or here with --other-device: slower, or out of memory"
         require_device(recipe.device, remedy, recipe.config.num_gpus)
@@ -194,12 +203,15 @@ def _check(
 
 
 def _command(options: list[str], study: str) -> str:
-    """The command line of `autotune train` with these options."""
+    """Return the command line of `autotune train` with these options."""
     return shlex.join(["autotune", "train", *options, *operands(study)])
 
 
 def interruption(output: Path, again: str, exit_code: int) -> Interrupted:
-    """The error for a run that a signal stopped; it names the last whole checkpoint in `output`, and what continues."""
+    """Return the error for a run that a signal stopped.
+
+    It names the last whole checkpoint in `output`, and the command that continues the run.
+    """
     steps = [
         int(path.parent.name.removeprefix("checkpoint-"))
         for path in output.glob("checkpoint-*/trainer_state.json")
@@ -214,7 +226,10 @@ def interruption(output: Path, again: str, exit_code: int) -> Interrupted:
 
 
 class TrainingDisplay:
-    """The run's progress on stderr: a bar on a terminal, a line every half minute elsewhere."""
+    """The run's progress on stderr.
+
+    A terminal shows a bar; other outputs get a line every half minute.
+    """
 
     def __init__(self) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
@@ -223,6 +238,7 @@ class TrainingDisplay:
         self._printed_at = 0.0
         self._warned = False
         self._stopping = False
+
         self._console = console(stderr=True, highlight=False, soft_wrap=True)
         self._bar = Progress(
             BarColumn(), TextColumn("{task.description}"), console=self._console, transient=True
@@ -253,7 +269,7 @@ class TrainingDisplay:
         return True
 
     def progress(self, now: "Progress") -> None:
-        """Show how far the run is; warn once if its steps take longer or less than measured."""
+        """Show the run's progress; warn once if its steps take longer or less than measured."""
         from autotune.export.run.verify import TOLERANCE
 
         loss = "" if now.loss is None else f", loss {now.loss:.4g}"
@@ -261,16 +277,21 @@ class TrainingDisplay:
         projected = f"projected {fmt_seconds(now.projected_s)}"
         projected += "" if now.projected_usd is None else f", {fmt_usd(now.projected_usd)}"
         left = f"{fmt_seconds(now.left_s)} left, " if now.left_s else ""
-        self.line = f"step {now.step:,} of {now.of:,}{loss}, {fmt_seconds(now.trained_s)}{spent}; {left}{projected}"
+        self.line = (
+            f"step {now.step:,} of {now.of:,}{loss}, {fmt_seconds(now.trained_s)}{spent}; "
+            f"{left}{projected}"
+        )
+
         if self._console.is_terminal:
             self._bar.update(self._task, total=now.of, completed=now.step, description=self.line)
         elif time.monotonic() - self._printed_at >= PLAIN_S:
             self._printed_at = time.monotonic()
             self.say(self.line)
+
         if now.slowdown is not None and abs(now.slowdown) > TOLERANCE and not self._warned:
             self._warned = True
-            how = "longer" if now.slowdown > 0 else "less"
+            direction = "longer" if now.slowdown > 0 else "less"
             self.say(
-                f"note: a step takes {abs(now.slowdown):.0%} {how} than was measured (other rows, "
-                "or a busy device)"
+                f"note: a step takes {abs(now.slowdown):.0%} {direction} than was measured (other "
+                "rows, or a busy device)"
             )
