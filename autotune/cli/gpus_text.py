@@ -21,11 +21,11 @@ COLUMNS = {
 }
 
 
-def print_gpu_plan(made: GpuPlan) -> None:
+def print_gpu_plan(gpu_plan: GpuPlan) -> None:
     """Print the table, the reasons for empty rows, and the cheapest and the fastest row."""
-    task = made.task
-    answer = gpu_answer(made)
-    hosts = "one host" if all(row.hosts == 1 for row in made.rows) else "hosts"
+    task = gpu_plan.task
+    answer = gpu_answer(gpu_plan)
+    hosts = "one host" if all(row.hosts == 1 for row in gpu_plan.rows) else "hosts"
     print(f"{task.model.name} on {hosts} of {task.device.label}: {answer.needs}")
     shape = (
         f"{task.workload.trained:,} examples x {task.workload.epochs}, global batch "
@@ -33,15 +33,17 @@ def print_gpu_plan(made: GpuPlan) -> None:
     )
     print(f"{shape}. {answer.certainty}.")
 
-    print_table(None, COLUMNS, [_cells(row) for row in made.rows])
-    for reason in dict.fromkeys(row.problem for row in made.rows if row.problem):
+    print_table(None, COLUMNS, [_cells(row) for row in gpu_plan.rows])
+    for reason in dict.fromkeys(row.problem for row in gpu_plan.rows if row.problem):
         rows = [
-            f"{row.num_gpus} {row.parallelism.name}" for row in made.rows if row.problem == reason
+            f"{row.num_gpus} {row.parallelism.name}"
+            for row in gpu_plan.rows
+            if row.problem == reason
         ]
         print(f"{', '.join(rows)}: {reason}")
 
     for number, strategy, num_unknown in (
-        (row.num_gpus, row.parallelism.name, row.num_without_speed) for row in made.rows
+        (row.num_gpus, row.parallelism.name, row.num_without_speed) for row in gpu_plan.rows
     ):
         if num_unknown:
             print(
@@ -49,10 +51,11 @@ def print_gpu_plan(made: GpuPlan) -> None:
                 "`autotune run` measures it"
             )
 
-    if made.needs_link:
+    if gpu_plan.needs_link:
         print(f"no speed for several: {NO_LINK}")
     beside = (
-        f"beside tensors and NCCL a process takes {fmt_gib(made.context_gib)} for its CUDA context"
+        f"beside tensors and NCCL a process takes {fmt_gib(gpu_plan.context_gib)} for its CUDA "
+        "context"
     )
     print(f"{answer.cost}; {beside}")
     print(answer.answer)

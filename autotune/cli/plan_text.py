@@ -9,20 +9,20 @@ from autotune.report.answers import estimate_lines, plan_answer
 from autotune.report.values.plan import Cell, Plan
 
 
-def print_plan(made: Plan) -> None:
+def print_plan(study_plan: Plan) -> None:
     """Print the best configuration and the usual one, then the tables of sizes that fit."""
-    task = made.task
+    task = study_plan.task
 
     memory = fmt_gib(task.device.memory_gib)
     print(
-        f"{task.model.name} on {task.device.label}: {memory}, {fmt_gib(made.limit_gib)} of it for "
-        "tensors"
+        f"{task.model.name} on {task.device.label}: {memory}, {fmt_gib(study_plan.limit_gib)} of "
+        "it for tensors"
     )
-    answer = plan_answer(made)
+    answer = plan_answer(study_plan)
     print(f"{answer.certainty}.\n")
 
-    best = None if made.best is made.baseline else made.best
-    for name, estimated in (("best", best), ("guides", made.baseline)):
+    best = None if study_plan.best is study_plan.baseline else study_plan.best
+    for name, estimated in (("best", best), ("guides", study_plan.baseline)):
         if estimated is not None:
             print(f"{name:>8}  {estimated.config.label()}")
             for label, text in estimate_lines(estimated, task).items():
@@ -31,8 +31,8 @@ def print_plan(made: Plan) -> None:
 
     if answer.reason:
         print(f"{'why':>8}  {answer.reason}\n")
-    for name, cells in made.what_fits.items():
-        _print_table(name, cells, made.limit_gib)
+    for name, cells in study_plan.what_fits.items():
+        _print_table(name, cells, study_plan.limit_gib)
 
 
 def _print_table(name: str, cells: Sequence[Cell], limit_gib: float) -> None:

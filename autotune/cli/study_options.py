@@ -121,13 +121,13 @@ def spec_of(options: dict[str, Any]) -> StudySpec:
     return make_spec(options.pop("spec"), options | {"pins": pins or None})
 
 
-def pins_of(settings: list[str], **named: Any) -> dict[str, Any]:
+def pins_of(settings: list[str], **options: Any) -> dict[str, Any]:
     """Return {knob: value} from KNOB=VALUE settings and the named options.
 
     Values are read as YAML. Raises UsageError for a setting that cannot be read, or for two values
     of one knob.
     """
-    pins = {name: value for name, value in named.items() if value is not None}
+    pins = {name: value for name, value in options.items() if value is not None}
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals or not name or not text:

@@ -124,11 +124,11 @@ def compare(
 def _how_sure(groups: Sequence[Group]) -> str:
     """Return the sources of memory and speed with their errors: the formula, counting, or both."""
     needs = [card.least for group in groups for card in group.cards if card.least]
-    counted = {need.memory is not None and need.memory.counted for need in needs}
+    counted_flags = {need.memory is not None and need.memory.counted for need in needs}
     plans = (card.plan for group in groups for card in group.cards if card.plan)
     objective = next((plan.task.workload.objective for plan in plans), Objective.SFT)
 
-    kinds = [False] * (counted != {True}) + [True] * (True in counted)
+    kinds = [False] * (counted_flags != {True}) + [True] * (True in counted_flags)
     return "; where no formula covers a model, ".join(
         how_sure(counted=kind, objective=objective) for kind in kinds
     )
@@ -177,8 +177,8 @@ def compare_card(
 ) -> ComparedCard:
     """Plan for this study's card, and find its leanest configuration. Raises UsageError."""
     plan = plan_setup(setup, limit_gib, observations, counted=True)
-    least = least_memory(open_reserve(setup).task, limit_gib) or plan.baseline
-    return ComparedCard(device=setup.task.device, plan=plan, least=least)
+    leanest = least_memory(open_reserve(setup).task, limit_gib) or plan.baseline
+    return ComparedCard(device=setup.task.device, plan=plan, least=leanest)
 
 
 def least_memory(task: Task, limit_gib: float) -> Estimate | None:
@@ -232,12 +232,12 @@ def _least_by_bf16(
         )
 
         try:
-            least = least_memory(open_reserve(planned_setup(spec, card, say)).task, math.inf)
+            leanest = least_memory(open_reserve(planned_setup(spec, card, say)).task, math.inf)
         except UsageError:
             continue  # no configuration of the space runs on such cards
 
-        if least:
-            needs[bf16] = least
+        if leanest:
+            needs[bf16] = leanest
 
     return needs
 

@@ -117,19 +117,19 @@ class FixSearch:
     def each_alone(self) -> list[CheckedRun]:
         """Return each change that helps by itself; a size is the largest one that fits."""
         run = self.checked.run
-        parsed = [(edits, self._parse(edits)) for _, edits in fixes_of(run)]
-        results = [self._fixed(edits, new) for edits, new in parsed if new is not None]
+        edited_runs = [(edits, self._parse(edits)) for _, edits in fixes_of(run)]
+        results = [self._fixed(edits, new) for edits, new in edited_runs if new is not None]
 
         if sizes := self._smaller_batches(run):
             results.append(self._largest({}, {}, (FITS,)) or self._fixed({}, run, sizes[-1]))
 
         if lengths := self._shorter(run):
-            shortened = [self._fixed({}, run, length) for length in lengths]
-            fitting = (one for one in shortened if one and one.state == FITS)
-            results.append(next(fitting, shortened[0]))
+            shorter_runs = [self._fixed({}, run, length) for length in lengths]
+            fitting = (one for one in shorter_runs if one and one.state == FITS)
+            results.append(next(fitting, shorter_runs[0]))
 
-        changed = [fixed for fixed in results if fixed and fixed.edits]
-        return [fixed for fixed in changed if self.saved_gib(fixed) > 0.005 or fixed.state == FITS]
+        changes = [fixed for fixed in results if fixed and fixed.edits]
+        return [fixed for fixed in changes if self.saved_gib(fixed) > 0.005 or fixed.state == FITS]
 
     def saved_gib(self, fixed: CheckedRun) -> float:
         """Return the GiB that this change saves."""

@@ -121,10 +121,11 @@ def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
 
 def _command_objective(objective: str) -> str:
     """Return the objective of a TRL command. Raises UsageError if no command trains for it."""
-    known = [str(one) for one in Objective if "trl" in one.trainers]
-    if objective not in known:
+    objectives = [str(one) for one in Objective if "trl" in one.trainers]
+    if objective not in objectives:
         raise UsageError(
-            f"no command of TRL trains for {_quote(objective)}", remedy=f"give {', '.join(known)}"
+            f"no command of TRL trains for {_quote(objective)}",
+            remedy=f"give {', '.join(objectives)}",
         )
     return objective
 
@@ -320,9 +321,9 @@ def _read(file: _File, tool: str) -> ForeignConfig:
     for nested in ("model_init_kwargs", "bnb_config_kwargs"):
         file = replace(file, values=file.values | file.mapping(nested).values)
 
-    for refused in _table("refused"):
-        if key := next(filter(file.has, refused["keys"]), None):
-            raise _Refused(key, refused["reason"], _REMEDY)
+    for unsupported_run in _table("refused"):
+        if key := next(filter(file.has, unsupported_run["keys"]), None):
+            raise _Refused(key, unsupported_run["reason"], _REMEDY)
 
     model_key = key_of(tool, "model")
     model = file.text(model_key)
@@ -597,13 +598,13 @@ def _targets(file: _File, names: set[str]) -> str:
     if not names:
         file.note(True, "default_targets")
         return "q_v"
-    joined = ",".join(sorted(names))
+    names_text = ",".join(sorted(names))
     try:
-        check_value("lora_targets", joined)
+        check_value("lora_targets", names_text)
     except ValueError:
-        file.note(True, "targets", targets=_quote(joined))
+        file.note(True, "targets", targets=_quote(names_text))
         return ALL_LINEAR
-    return joined
+    return names_text
 
 
 def _modules_to_save(file: _File) -> str:
@@ -619,13 +620,13 @@ def _modules_to_save(file: _File) -> str:
 
     names = {name: name.rpartition(".")[2] for name in file.names(*keys)}
     ends = [end for end, end_names in known.items() if set(names.values()) & set(end_names)]
-    others = sorted(
+    other_names = sorted(
         name
         for name, last in names.items()
         if not any(last in end_names for end_names in known.values())
     )
 
-    file.note(bool(others), "whole_modules", key=key, names=_quote(", ".join(others)))
+    file.note(bool(other_names), "whole_modules", key=key, names=_quote(", ".join(other_names)))
     return "_and_".join(ends) or "none"
 
 
@@ -761,10 +762,10 @@ def _axolotl_knobs(file: _File) -> dict[str, Any]:
     checkpointing = "offload"
     if not offload:
         sharding = file.mapping("fsdp_config")  # FSDP can recompute by itself
-        recomputed = any(
+        fsdp_recomputes = any(
             sharding.flag(f"{prefix}activation_checkpointing") for prefix in ("", "fsdp_")
         )
-        checkpointing = "full" if file.flag("gradient_checkpointing") or recomputed else "none"
+        checkpointing = "full" if file.flag("gradient_checkpointing") or fsdp_recomputes else "none"
 
     return {
         "method": "lora" if adapter else "full",
@@ -799,7 +800,7 @@ def _llamafactory_knobs(file: _File) -> dict[str, Any]:
     bf16 = file.flag("bf16")
     fp16 = file.flag("fp16")
     file.note(not (pure or bf16 or fp16), "no_autocast")
-    recomputed = "offload" if file.flag("use_unsloth_gc") else "full"
+    usual_mode = "offload" if file.flag("use_unsloth_gc") else "full"
 
     liger = file.flag("enable_liger_kernel") or file.flag("use_liger_kernel")
     neat = file.flag("neat_packing")
@@ -811,7 +812,7 @@ def _llamafactory_knobs(file: _File) -> dict[str, Any]:
         # Without autocast, the base has its published dtype, and trained parameters are in fp32.
         "precision": _precision(pure, bf16, fp16, "bf16_mixed" if method == "lora" else "fp32"),
         "quantization": _quantization(bits == 4, bits == 8),
-        "checkpointing": "none" if file.flag("disable_gradient_checkpointing") else recomputed,
+        "checkpointing": "none" if file.flag("disable_gradient_checkpointing") else usual_mode,
         "loss": "chunked" if liger else "full",
         "kernels": "liger" if liger else "torch",
         "packing": packing,

@@ -313,10 +313,10 @@ def verify(
     few_layers = counted(asked.model, config, 1, depth=FEW_LAYERS).count
     assert count is not None  # the row was predicted from a count
     static_gib = count.model_gib + count.adapters_gib + count.gradients_gib + count.optimizer_gib
-    if few_layers is not None and (first := attempt(tokens, FEW_LAYERS)).need_gib is not None:
+    if few_layers is not None and (trial := attempt(tokens, FEW_LAYERS)).need_gib is not None:
         # If a few layers need more than their count, all layers need the same amount more.
         extra_gib = (
-            first.need_gib - counted_breakdown(asked.model, config, few_layers).peak_reserved_gib
+            trial.need_gib - counted_breakdown(asked.model, config, few_layers).peak_reserved_gib
         )
         tokens = _scaled(
             tokens, (predicted.gpu_gib or 0.0) + extra_gib, asked.limit_gib, static_gib, upper

@@ -148,9 +148,9 @@ def host_needs(
     yield _cores(config)
     for limit in LIMITS:
         if limit.part == "link to the GPU" and profile.on_gpu:
-            found = limit.measured(calibration, device)
+            value = limit.measured(calibration, device)
             yield HostNeed(
-                part=limit.part, found=found, needed=limit.least, unit=limit.unit, why=limit.why
+                part=limit.part, found=value, needed=limit.least, unit=limit.unit, why=limit.why
             )
     if count is None:  # the size of the model is unknown, too
         return

@@ -42,12 +42,12 @@ def on_other_numbers(recipe: Recipe) -> Scaling:
             own=own, known=tuple(row.num_gpus for row in rows), rows=_rows_with_efficiency(rows)
         )
 
-    known = _measured_plan(recipe, recipe.winner)
-    if known.step is None:
+    own_plan = _measured_plan(recipe, recipe.winner)
+    if own_plan.step is None:
         return Scaling(own=own)
-    ratio = recipe.winner.performance.step_time_s / known.step.step_s
+    ratio = recipe.winner.performance.step_time_s / own_plan.step.step_s
     rows = [
-        known if number == own else _best(recipe, number, ratio)
+        own_plan if number == own else _best(recipe, number, ratio)
         for number in sorted({*NUMBERS, own})
     ]
     return Scaling(own=own, known=(own,), rows=_rows_with_efficiency(rows))
@@ -121,10 +121,10 @@ def _best(recipe: Recipe, number: int, ratio: float) -> RankPlan:
     fitting = [row for row in estimates if row.tokens_per_s is not None]
     if fitting:
         return max(fitting, key=lambda row: row.tokens_per_s or 0.0)
-    least = min(
+    leanest = min(
         estimates, key=lambda row: row.estimate.need_gib if row.estimate else 0.0, default=None
     )
-    return least or RankPlan(
+    return leanest or RankPlan(
         parallelism=Parallelism(num_gpus=number, strategy=strategy), problem=problem
     )
 

@@ -91,10 +91,10 @@ def planned_setup(spec: StudySpec, device: DeviceSpec, say: Say = silent) -> Set
     setup = set_up(spec, device, say)
     numbers = setup.task.numbers_of_gpus
     if numbers != (1,):
-        listed = ",".join(map(str, numbers))
+        numbers_text = ",".join(map(str, numbers))
         raise UsageError(
-            f"this plans one GPU, not {listed}",
-            remedy=f"`autotune plan --gpus {listed}` plans several",
+            f"this plans one GPU, not {numbers_text}",
+            remedy=f"`autotune plan --gpus {numbers_text}` plans several",
         )
 
     for warning in setup.warnings:
@@ -333,12 +333,12 @@ def distinguishable(space: SearchSpace, baseline: TrainConfig) -> SearchSpace:
 # --- tables of the sizes that fit
 
 
-def memory_tables(made: Plan) -> dict[str, tuple[Cell, ...]]:
+def memory_tables(study_plan: Plan) -> dict[str, tuple[Cell, ...]]:
     """Return tables by name: the lengths and micro batches that fit.
 
     They cover LoRA, QLoRA and full fine-tuning in their usual forms.
     """
-    task = made.task
+    task = study_plan.task
     longest = task.model.max_seq_len or max(LENGTHS)
     lengths = [length for length in LENGTHS if length <= longest] or [longest]
     baseline = task.baselines[0]
@@ -360,7 +360,7 @@ def memory_tables(made: Plan) -> dict[str, tuple[Cell, ...]]:
     # KTO cannot train on a micro batch of one answer.
     batches = BATCHES[1:] if task.workload.objective is Objective.KTO else BATCHES
     tables = {
-        _table_name(base): tuple(table_cells(task, base, made.limit_gib, batches, lengths))
+        _table_name(base): tuple(table_cells(task, base, study_plan.limit_gib, batches, lengths))
         for base in bases
     }
 
@@ -385,14 +385,14 @@ def table_cells(
     workload = Workload(
         lengths=row_lengths, global_batch=2 * math.lcm(*batches), objective=task.workload.objective
     )
-    divisible = replace(task, workload=workload)
+    table_task = replace(task, workload=workload)
 
     for length in lengths:
         for size in batches:
             config = replace(base, micro_batch_size=size, seq_len=length)
 
-            plain = estimate(divisible, replace(config, checkpointing="none"), limit_gib)
-            recomputed = estimate(divisible, replace(config, checkpointing="full"), limit_gib)
+            plain = estimate(table_task, replace(config, checkpointing="none"), limit_gib)
+            recomputed = estimate(table_task, replace(config, checkpointing="full"), limit_gib)
             if plain is not None and recomputed is not None:
                 yield Cell(
                     micro_batch_size=size, seq_len=length, plain=plain, recomputed=recomputed

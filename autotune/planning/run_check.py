@@ -413,12 +413,14 @@ def _gpu_notes(checked: CheckedRun) -> Iterator[str]:
             "(--gpus N)."
         )
     elif run.num_gpus > 1:
-        again = fmt_gib(checked.bounds.reported.gradients or checked.bounds.reported.adapters)
+        gradients_text = fmt_gib(
+            checked.bounds.reported.gradients or checked.bounds.reported.adapters
+        )
         yield (
             f"The estimate is for each of {run.num_gpus} GPUs, as data parallel: each holds all of "
             "it, sharding is not modelled."
         )
         yield (
             "Their communication is not counted, nor that torch then holds the gradients twice "
-            f"({again} more)."
+            f"({gradients_text} more)."
         )

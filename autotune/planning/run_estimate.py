@@ -128,13 +128,13 @@ def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
     return MemoryBounds(least=low, most=None if config.dora or is_int8 or run.needs_more else high)
 
 
-def _bounded_count(run: ForeignConfig, counted: MemoryBreakdown) -> MemoryBounds:
+def _bounded_count(run: ForeignConfig, memory: MemoryBreakdown) -> MemoryBounds:
     """Return the memory bounds of a counted run.
 
     A count ignores offloading and a base in float32.
     """
     in_fp32 = FP32_BASE in run.notes
-    low = high = counted
+    low = high = memory
     if in_fp32 and run.config.quantization == "none":
         # A value takes 4 bytes instead of 2; its casts come on top.
         low = replace(low, weights=2 * low.weights)
@@ -161,13 +161,15 @@ def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) 
     frozen = sizes.params - (sizes.linear_params if quantized else 0)
 
     every = config.checkpoint_every
-    recomputed = 0 if every is None else math.ceil(sizes.layers / every)
+    num_recomputed = 0 if every is None else math.ceil(sizes.layers / every)
     casts = (
         0
         if quantized
-        else min(sizes.layers - recomputed + 1, sizes.layers) * sizes.linear_params / sizes.layers
+        else min(sizes.layers - num_recomputed + 1, sizes.layers)
+        * sizes.linear_params
+        / sizes.layers
     )
-    checkpoints = config.tokens * recomputed * sizes.hidden  # 4 bytes a value instead of 2
+    checkpoints = config.tokens * num_recomputed * sizes.hidden  # 4 bytes a value instead of 2
     head = sizes.embedding if memory.logits else 0
 
     return replace(

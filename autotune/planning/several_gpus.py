@@ -163,7 +163,7 @@ def _parallelisms(number: int, hosts: int, of_ranks: Mapping[str, Any]) -> Itera
     HSDP shards within hosts only, or within one host as `of_ranks` says.
     """
     total = hosts * number
-    wanted = of_ranks.get("sharding")
+    strategy_pin = of_ranks.get("sharding")
     shard_pins = {knob: value for knob, value in of_ranks.items() if knob != "sharding"}
     copies = shard_pins.pop("copies", 1)
     if hosts == 1 and number > copies and number % copies == 0:
@@ -172,13 +172,13 @@ def _parallelisms(number: int, hosts: int, of_ranks: Mapping[str, Any]) -> Itera
     strategies: Sequence[str] = STRATEGIES[1:]
     if total == 1:
         strategies = STRATEGIES[:1]
-    elif wanted:
-        strategies = [wanted]
+    elif strategy_pin:
+        strategies = [strategy_pin]
     for strategy in strategies:
         yield Parallelism(
             num_gpus=total, strategy=strategy, **(shard_pins if strategy in FSDP2 else {})
         )
-    if hosts > 1 and number > 1 and wanted in (None, "fsdp2"):
+    if hosts > 1 and number > 1 and strategy_pin in (None, "fsdp2"):
         yield Parallelism(num_gpus=total, strategy="fsdp2", copies=hosts, **shard_pins)
 
 

@@ -59,15 +59,15 @@ def entry_of(
 def _entry(model: str, method: str, card: ComparedCard) -> Entry:
     """Return the entry of a compared card."""
     best = card.best
-    least = card.least
-    need = best or least
+    leanest = card.least
+    need = best or leanest
     return Entry(
         model=model,
         method=method,
         card=card.device.name,
         state=FITS if card.holds_it else card.state,
         need_gib=need.need_gib if need else None,
-        least_gib=least.need_gib if least else None,
+        least_gib=leanest.need_gib if leanest else None,
         memory_by=need.memory_by if need else None,
         tokens_per_s=card.tokens_per_s or None,
         interval=best.interval if best else None,

@@ -90,9 +90,9 @@ def explain(
             gpus = result.task.probing_gpus
             with session.Session(
                 result.url, result.out, device, num_gpus=gpus, stop=stop, progress=progress
-            ) as opened:
+            ) as own_session:
                 ablation = session.explain(
-                    opened, result.record, recipe.config, recipe.baseline.config
+                    own_session, result.record, recipe.config, recipe.baseline.config
                 )
         except Cancelled:
             raise _stopped(stop, "stopped; finished probes are stored") from None
@@ -115,13 +115,13 @@ def _config_of(result: "StudyResult", trial: int | None) -> "TrainConfig":
     if trial is None:
         return result.winner
 
-    listed = "`trials.jsonl` in its directory lists them"
+    hint = "`trials.jsonl` in its directory lists them"
     row = next((one for one in result.summary.trials if one.number == trial), None)
     if row is None:
-        raise UsageError(f"study {result.summary.study!r} has no trial {trial}", remedy=listed)
+        raise UsageError(f"study {result.summary.study!r} has no trial {trial}", remedy=hint)
     if row.outcome not in (Outcome.OK, Outcome.SLOW):
         raise UsageError(
-            f"trial {trial} ended with {row.outcome}", remedy=f"name one that fits: {listed}"
+            f"trial {trial} ended with {row.outcome}", remedy=f"name one that fits: {hint}"
         )
     return row.config
 
@@ -146,9 +146,9 @@ def _profile(result: "StudyResult", config: "TrainConfig", *, as_json: bool) -> 
             gpus = result.task.probing_gpus
             with session.Session(
                 result.url, result.out, device, num_gpus=gpus, stop=stop, progress=progress
-            ) as opened:
+            ) as own_session:
                 request, measured_profile, rates = session.profile(
-                    opened, result.record, config, trace
+                    own_session, result.record, config, trace
                 )
         except Cancelled:
             raise _stopped(stop, "stopped; nothing was profiled") from None
@@ -183,7 +183,7 @@ def _profile_report(
     config = request.config
     spec = result.record.spec
     print_note("counting what a micro batch computes and moves")
-    counted = count_work(request, profile)
+    count_answer = count_work(request, profile)
 
     shape = task.workload.run_shape(config)
     tokenizer = spec.tokenizer or task.model.tokenizer
@@ -201,7 +201,7 @@ def _profile_report(
         profile,
         config,
         task.measured_on or task.device,
-        count=counted.count,
+        count=count_answer.count,
         calibration=task.calibration,
         disk_mb_s=disk_mb_s(result.out),
         examples_per_s=profile.rows * shape.examples_per_row / profile.micro_s,
@@ -214,10 +214,10 @@ def _profile_report(
         config=config,
         accumulation=shape.accumulation,
         profile=profile,
-        bounds=bounds(profile, counted.count, rates, config),
+        bounds=bounds(profile, count_answer.count, rates, config),
         needs=tuple(needs),
         trace=trace,
-        uncounted=counted.refused,
+        uncounted=count_answer.refused,
     )
 
 

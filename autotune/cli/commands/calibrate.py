@@ -57,11 +57,11 @@ def calibrate(
     for slow in slow_parts(calibration, device):
         print(f"{'slow':>10}  {slow.limit.part}: {slow}")
 
-    kept = f"kept in {short_path(kept_path(calibration.device))}"
+    place = f"kept in {short_path(kept_path(calibration.device))}"
     if calibration.on_gpu:
-        print(f"{kept}: estimates for {calibration.device} on this machine use it from now on")
+        print(f"{place}: estimates for {calibration.device} on this machine use it from now on")
     else:
-        print(f"{kept}: `--calibration` with this file uses its host in an estimate for a GPU")
+        print(f"{place}: `--calibration` with this file uses its host in an estimate for a GPU")
 
 
 def facts(calibration: "Calibration") -> dict[str, str]:
@@ -89,9 +89,9 @@ def facts(calibration: "Calibration") -> dict[str, str]:
         f"scattered, {fmt_count(one.reduce_gb_s)} added up"
         for one in calibration.collectives
     ]
-    several = {"GPUs": f"GB/s between so many {'; '.join(links)}"} if links else {}
+    collectives = {"GPUs": f"GB/s between so many {'; '.join(links)}"} if links else {}
 
-    return several | {
+    return collectives | {
         "device": f"{calibration.device} ({printable(calibration.fingerprint.device)}), "
         f"{calibration.label}",
         "products": f"TFLOP/s by the side of the matrices: {'; '.join(products)}",

@@ -28,8 +28,8 @@ def gpus(json_: Json = False) -> None:
 
         answer = []
         for device, price, purchase in rows:
-            dated = DatedPrice(price=price, age=age(price.as_of, today)) if price else None
-            answer.append(Gpu(device=device, price=dated, purchase=purchase))
+            dated_price = DatedPrice(price=price, age=age(price.as_of, today)) if price else None
+            answer.append(Gpu(device=device, price=dated_price, purchase=purchase))
         print_answer_json(answer)
         return
 
@@ -155,9 +155,9 @@ def prices(
         ],
     )
 
-    priced = {row.device for row in rows} | {"cpu"}
-    if unpriced := [device.name for device in devices if device.name not in priced]:
-        print(f"no price is known of {', '.join(unpriced)}")
+    priced_names = {row.device for row in rows} | {"cpu"}
+    if unpriced_names := [device.name for device in devices if device.name not in priced_names]:
+        print(f"no price is known of {', '.join(unpriced_names)}")
 
 
 def schema(
@@ -182,9 +182,9 @@ def spaces(json_: Json = False) -> None:
     """Print every search space that comes with the package."""
     from autotune.problem.search_space import SearchSpace, shipped_spaces
 
-    loaded = {name: SearchSpace.load(name) for name in shipped_spaces()}
+    spaces_by_name = {name: SearchSpace.load(name) for name in shipped_spaces()}
     if json_:
-        print_json({name: space.describe() for name, space in loaded.items()})
+        print_json({name: space.describe() for name, space in spaces_by_name.items()})
         return
     print_table(
         "Search spaces (copy one, edit it, and pass it with --space FILE)",
@@ -196,7 +196,7 @@ def spaces(json_: Json = False) -> None:
                 ", ".join(knob.name for knob in space.knobs if len(knob.choices()) > 1),
                 str(shipped_spaces()[name]),
             )
-            for name, space in loaded.items()
+            for name, space in spaces_by_name.items()
         ],
     )
 
@@ -205,7 +205,7 @@ def suites(json_: Json = False) -> None:
     """Print every suite of published results that comes with the package."""
     from autotune.problem.study_spec import make_spec, shipped_suites
 
-    loaded = {name: (path, make_spec(path, {})) for name, path in shipped_suites().items()}
+    suites_by_name = {name: (path, make_spec(path, {})) for name, path in shipped_suites().items()}
     if json_:
         from autotune.report.values.catalog import Suite
 
@@ -218,7 +218,7 @@ def suites(json_: Json = False) -> None:
                     source=spec.source,
                     file=str(path),
                 )
-                for name, (path, spec) in loaded.items()
+                for name, (path, spec) in suites_by_name.items()
             ]
         )
         return
@@ -227,6 +227,6 @@ def suites(json_: Json = False) -> None:
         {"name": "left", "GPU": "left", "configurations": "right", "published": "left"},
         [
             (name, spec.gpu, str(len(spec.configs)), spec.source or DASH)
-            for name, (_, spec) in loaded.items()
+            for name, (_, spec) in suites_by_name.items()
         ],
     )

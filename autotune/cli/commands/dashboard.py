@@ -57,11 +57,11 @@ def dashboard(
 
     with _listen(host, port) as server:
         server.set_app(gate(without_refused(app)))
-        bound = server.server_port
-        if port not in (bound, 0):
+        actual_port = server.server_port
+        if port not in (actual_port, 0):
             print(f"port {port} is taken; this is another")
-        print(f"http://{_in_url(host)}:{bound}{PAGE}")
-        print(f"from another machine, first: {_tunnel(bound, host)}")
+        print(f"http://{_in_url(host)}:{actual_port}{PAGE}")
+        print(f"from another machine, first: {_tunnel(actual_port, host)}")
         print("a copy of the study, made again as it goes on; Ctrl-C ends it", flush=True)
         server.serve_forever()
 

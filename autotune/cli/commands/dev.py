@@ -99,12 +99,12 @@ def inject(
         UsageError: there is no such fault.
         TooManyFailures: a study did not survive, lost a trial, or left a process.
     """
-    known = (*OUTCOMES, *OUTSIDE_PROBES)
+    faults = (*OUTCOMES, *OUTSIDE_PROBES)
     for name in fault or ():
-        if name not in known:
+        if name not in faults:
             raise UsageError(
-                f"there is no fault {name!r}{did_you_mean(name, known)}",
-                remedy=f"the faults are {', '.join(known)}",
+                f"there is no fault {name!r}{did_you_mean(name, faults)}",
+                remedy=f"the faults are {', '.join(faults)}",
             )
 
     rows: list[Row] = []
@@ -125,9 +125,11 @@ def inject(
         }
         print_table(None, columns, [row.cells() for row in rows])
 
-    failed = [row.fault for row in rows if not row.survived or row.lost or row.orphans]
-    if failed:
-        raise TooManyFailures(f"not survived: {', '.join(failed)}", remedy="see the table above")
+    failed_faults = [row.fault for row in rows if not row.survived or row.lost or row.orphans]
+    if failed_faults:
+        raise TooManyFailures(
+            f"not survived: {', '.join(failed_faults)}", remedy="see the table above"
+        )
 
 
 def _strike(fault: str, gpu: str, folder: Path) -> Row:
@@ -148,15 +150,15 @@ def _strike(fault: str, gpu: str, folder: Path) -> Row:
         survived = code == 0 and outcome == OUTCOMES[fault] and expected in reason
     else:
         if fault == "disk-full":  # a file may not grow much beyond an empty database
-            first = _study(
+            first_code = _study(
                 folder, gpu, limit=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (FULL, FULL))
             )
         else:
-            first = _without_database(folder, gpu)
+            first_code = _without_database(folder, gpu)
         code = _study(folder, gpu)  # the same command, as the error says
         trials = _trials(folder)
-        happened = f"exit {first}, then continued: exit {code}"
-        survived = (first, code) == (6, 0)
+        happened = f"exit {first_code}, then continued: exit {code}"
+        survived = (first_code, code) == (6, 0)
 
     return Row(
         fault=fault,
@@ -173,17 +175,17 @@ def _without_database(folder: Path, gpu: str) -> int:
     Returns the exit code. The database is restored when the study has ended.
     """
     database = folder / "study.db"
-    aside = folder / "aside.db"
+    hidden_database = folder / "aside.db"
 
     def take() -> None:
-        if _trials(folder) and not aside.exists():
-            database.rename(aside)
+        if _trials(folder) and not hidden_database.exists():
+            database.rename(hidden_database)
             database.mkdir()
 
     code = _study(folder, gpu, meanwhile=take)
-    if aside.exists():
+    if hidden_database.exists():
         database.rmdir()
-        aside.rename(database)
+        hidden_database.rename(database)
     return code
 
 

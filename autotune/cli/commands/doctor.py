@@ -42,13 +42,15 @@ def _packages() -> list[Check]:
 
     checks = []
     for name in (*NEEDED, *OPTIONAL):
-        needed = name in NEEDED
+        is_needed = name in NEEDED
         try:
             checks.append(Check(name=name, ok=True, found=metadata.version(name)))
         except metadata.PackageNotFoundError:
-            remedy = f"pip install {name}" if needed else None
+            remedy = f"pip install {name}" if is_needed else None
             checks.append(
-                Check(name=name, ok=False if needed else None, found="not installed", remedy=remedy)
+                Check(
+                    name=name, ok=False if is_needed else None, found="not installed", remedy=remedy
+                )
             )
     return checks
 
@@ -68,9 +70,9 @@ def _gpus() -> list[Check]:
             f"{one.name or '?'} pid {one.pid} {fmt_gib(one.used_gib)}" for one in card.processes
         )
         memory = f"{fmt_gib(card.memory_gib - card.used_gib)} of {fmt_gib(card.memory_gib)} free"
-        found = f"{card.name}, {memory}"
-        found += f", driver {card.driver}" + (f", held by {holders}" if holders else "")
-        checks.append(Check(name=f"GPU {card.index}", ok=True, found=found))
+        text = f"{card.name}, {memory}"
+        text += f", driver {card.driver}" + (f", held by {holders}" if holders else "")
+        checks.append(Check(name=f"GPU {card.index}", ok=True, found=text))
     return checks
 
 
@@ -126,20 +128,20 @@ def _calibration() -> list[Check]:
 
     card = present_card()
     device = data_sheet(card) if card else resolve_device("cpu")
-    kept = kept_calibration(device, print_note)
-    if kept is None:
+    calibration = kept_calibration(device, print_note)
+    if calibration is None:
         command = "autotune calibrate" + ("" if card else " --gpu cpu")
         remedy = f"`{command}` measures this machine in about 30 s, and estimates for it use that"
         checks = [Check(name="calibration", ok=None, found="none", remedy=remedy)]
     else:
         checks = [
             Check(name=f"calibrated {name}", ok=True, found=text)
-            for name, text in facts(kept).items()
+            for name, text in facts(calibration).items()
         ]
 
     slow = [
         Check(name=f"slow: {one.limit.part}", ok=None, found=str(one))
-        for one in slow_parts(kept, device)
+        for one in slow_parts(calibration, device)
     ]
     return [*checks, *slow]
 

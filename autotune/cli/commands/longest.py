@@ -118,22 +118,22 @@ def _print(query: "Longest", rows: list["LongestRow"]) -> None:
             print(f"{row.method}: {row.problem}.")
 
     positions = query.model.max_seq_len
-    most = max((row.tokens or 0 for row in rows), default=0)
-    if positions and most > positions:
+    max_tokens = max((row.tokens or 0 for row in rows), default=0)
+    if positions and max_tokens > positions:
         print(
             f"The model was trained for {positions:,} positions: what it learns of longer rows is "
             "not known."
         )
 
-    estimated = [row for row in rows if row.evidence == "estimated" and row.tokens]
-    if estimated:
+    estimated_rows = [row for row in rows if row.evidence == "estimated" and row.tokens]
+    if estimated_rows:
         print(
             "Estimated rows were counted without a GPU, and leave 6 % for the allocator. Their "
             "times are estimates too."
         )
         if any(
             row.config.get("attention") == "sdpa_cudnn" and row.limited_by == "gpu memory"
-            for row in estimated
+            for row in estimated_rows
         ):
             print(
                 "cuDNN's attention needs more than was counted: on an H100 under a cap of 24 GB a "
@@ -158,11 +158,8 @@ def _cells(row: "LongestRow") -> tuple[str, ...]:
         if is_range
         else fmt_seconds(row.step_s)
     )
-    speed = (
-        DASH
-        if row.tokens_per_s is None
-        else f"{'about ' if is_range else ''}{row.tokens_per_s:,.0f}"
-    )
+    about = "about " if is_range else ""
+    speed = DASH if row.tokens_per_s is None else f"{about}{row.tokens_per_s:,.0f}"
 
     memory = fmt_gib(row.gpu_gib), fmt_gib(row.host_gib)
     return row.method, f"{row.tokens:,}", row.evidence, step, speed, *memory, row.limited_by or DASH

@@ -59,11 +59,16 @@ def plan_command(
     Raises:
         UsageError: an option is unknown or impossible, or two contradict each other.
     """
-    several: dict[str, Any] = {"gpus": gpus, "nodes": nodes, "network": network, "within": within}
+    gpu_options: dict[str, Any] = {
+        "gpus": gpus,
+        "nodes": nodes,
+        "network": network,
+        "within": within,
+    }
 
     # A card alone: plan a model of each size.
     names_study = any(options[name] for name in ("model", "spec", "space", "dataset"))
-    if not names_study and not any(several.values()) and gpu:
+    if not names_study and not any(gpu_options.values()) and gpu:
         spec = spec_of(options | {"gpu": gpu, "model": ANY_MODEL})
         plan_card(spec, evidence=evidence, html=html, as_json=json_)
         return
@@ -75,13 +80,13 @@ def plan_command(
 
     spec = spec_of(options | {"gpu": gpu})
     if spec.gpus not in (None, 1):  # from a file
-        several |= {
-            name: getattr(spec, name) for name in ("gpus", "within") if several[name] is None
+        gpu_options |= {
+            name: getattr(spec, name) for name in ("gpus", "within") if gpu_options[name] is None
         }
-    if split_count(spec.gpu)[0] is None and all(value is None for value in several.values()):
+    if split_count(spec.gpu)[0] is None and all(value is None for value in gpu_options.values()):
         plan(spec, evidence=evidence, as_json=json_)
     else:
-        plan_several(spec, several, evidence=evidence, as_json=json_)
+        plan_several(spec, gpu_options, evidence=evidence, as_json=json_)
 
 
 def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
@@ -185,9 +190,9 @@ def plan_card(spec: StudySpec, *, evidence: Path, html: Path | None, as_json: bo
 
 
 def plan_several(
-    spec: StudySpec, asked: dict[str, Any], *, evidence: Path, as_json: bool = False
+    spec: StudySpec, query: dict[str, Any], *, evidence: Path, as_json: bool = False
 ) -> None:
-    """Print a plan for several numbers of GPUs: `asked` holds arguments of `plan_spec`.
+    """Print a plan for several numbers of GPUs: `query` holds arguments of `plan_spec`.
 
     Raises:
         UsageError: a part of the spec, the numbers or the deadline is impossible, or no formula
@@ -199,10 +204,10 @@ def plan_several(
     from autotune.problem.run_cost import FITS
     from autotune.problem.search_space import ways_to_fit
 
-    gpus = asked["gpus"]
-    within = asked["within"]
+    gpus = query["gpus"]
+    within = query["within"]
     observations = known_observations(evidence, print_note)
-    result = plan_spec(spec, **asked, observations=observations, say=print_note)
+    result = plan_spec(spec, **query, observations=observations, say=print_note)
     task = result.task
 
     if as_json:

@@ -197,9 +197,9 @@ def delete(
 
     result = load_study(study, storage)
     with closing(Leases(result.url, study, Worker.here(""))) as leases:
-        others = leases.confirmed_others(partial(print, file=sys.stderr)).values()
-        if others:
-            hosts = ", ".join(f"process {worker.pid} of {worker.host}" for worker in others)
+        other_workers = leases.confirmed_others(partial(print, file=sys.stderr)).values()
+        if other_workers:
+            hosts = ", ".join(f"process {worker.pid} of {worker.host}" for worker in other_workers)
             raise UsageError(
                 f"study {study!r} is being worked on by {hosts}", remedy="stop it first"
             )
@@ -335,9 +335,9 @@ def fleet(
     )
 
     folder = out or result.out
-    written: list[Path] = []
+    paths: list[Path] = []
     for system in format_ or SYSTEMS:
         for file, text in render(job, system).items():
             write_atomic(folder / file, text)
-            written.append(folder / file)
-    _print_files(result.summary.study, written, as_json=json_)
+            paths.append(folder / file)
+    _print_files(result.summary.study, paths, as_json=json_)

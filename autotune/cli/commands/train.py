@@ -120,9 +120,11 @@ def train(
         options += [*directory, *(f"--pass-env={name}" for name in pass_env or ())]
         options += ["--other-device"] * other_device
         options += ["--storage", public_url(storage)] if storage else []
-        again = _command([*options, "--resume"], recipe.study)
+        resume_command = _command([*options, "--resume"], recipe.study)
         raise interruption(
-            output, again, 128 + signal.SIGINT if stop.signal == signal.SIGINT else PREEMPTED
+            output,
+            resume_command,
+            128 + signal.SIGINT if stop.signal == signal.SIGINT else PREEMPTED,
         )
 
     raise AutotuneError(
@@ -207,7 +209,7 @@ def _command(options: list[str], study: str) -> str:
     return shlex.join(["autotune", "train", *options, *operands(study)])
 
 
-def interruption(output: Path, again: str, exit_code: int) -> Interrupted:
+def interruption(output: Path, resume_command: str, exit_code: int) -> Interrupted:
     """Return the error for a run that a signal stopped.
 
     It names the last whole checkpoint in `output`, and the command that continues the run.
@@ -220,7 +222,7 @@ def interruption(output: Path, again: str, exit_code: int) -> Interrupted:
         f"stopped; a checkpoint of step {max(steps)} is saved"
         if steps
         else "stopped; there is no checkpoint",
-        remedy=f"continue with: {again}",
+        remedy=f"continue with: {resume_command}",
         exit_code=exit_code,
     )
 
@@ -273,13 +275,13 @@ class TrainingDisplay:
         from autotune.export.run.verify import TOLERANCE
 
         loss = "" if now.loss is None else f", loss {now.loss:.4g}"
-        spent = "" if now.spent_usd is None else f", {fmt_usd(now.spent_usd)}"
-        projected = f"projected {fmt_seconds(now.projected_s)}"
-        projected += "" if now.projected_usd is None else f", {fmt_usd(now.projected_usd)}"
-        left = f"{fmt_seconds(now.left_s)} left, " if now.left_s else ""
+        spent_text = "" if now.spent_usd is None else f", {fmt_usd(now.spent_usd)}"
+        projected_text = f"projected {fmt_seconds(now.projected_s)}"
+        projected_text += "" if now.projected_usd is None else f", {fmt_usd(now.projected_usd)}"
+        left_text = f"{fmt_seconds(now.left_s)} left, " if now.left_s else ""
         self.line = (
-            f"step {now.step:,} of {now.of:,}{loss}, {fmt_seconds(now.trained_s)}{spent}; "
-            f"{left}{projected}"
+            f"step {now.step:,} of {now.of:,}{loss}, {fmt_seconds(now.trained_s)}{spent_text}; "
+            f"{left_text}{projected_text}"
         )
 
         if self._console.is_terminal:

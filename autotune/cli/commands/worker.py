@@ -72,10 +72,10 @@ def worker(
             stop=stop,
             progress=display,
             reached=True,
-        ) as opened,
+        ) as own_session,
         stop.ending(),
     ):
-        num_done = session.work(opened, record, allow_mixed=allow_mixed)
+        num_done = session.work(own_session, record, allow_mixed=allow_mixed)
         display.note(f"{num_done} trials of study {study} were done here")
         if json_:
             print_answer_json(Worked(study=study, trials=num_done))
