@@ -1,4 +1,4 @@
-"""Compare cards for the same run: the cheapest, the fastest, and the best within a budget.
+"""Compares cards for the same run: the cheapest, the fastest, and the best within a budget.
 
 It also says when buying a card pays. Every number is an estimate from one plan per card. The plans
 share errors, so cards with overlapping intervals are in the wrong order less often than the

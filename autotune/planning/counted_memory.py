@@ -39,9 +39,9 @@ def counted(
         return DryAnswer(refused="the images of its rows are not counted")
 
     if config.knows_ends and (config.packing or not config.has_mask):
-        # torch's own flash attention needs the same memory, and the counter has no extra package to
-        # import. These settings keep packed examples apart without a mask, so each row is counted
-        # as if it held one example.
+        # torch's own flash attention needs the same memory and no extra package. These settings
+        # keep packed examples apart without a mask, so each row is counted as if it held one
+        # example.
         config = replace(
             config,
             attention="sdpa",

@@ -2,7 +2,7 @@
 
 The device's time is the reference card's time (`prediction/step_time`), transferred to the device
 (`prediction/transfer`). It is corrected by other users' measurements of the same method there. The
-CPU time to issue the work assumes an unknown host. A calibration replaces the assumptions about its
+time to issue the work assumes an unknown host. A calibration replaces the assumptions about its
 card and its host.
 """
 

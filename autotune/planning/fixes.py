@@ -115,7 +115,10 @@ class FixSearch:
     parsed: dict[str, ForeignConfig | None] = field(default_factory=dict)
 
     def each_alone(self) -> list[CheckedRun]:
-        """Return each change that helps by itself; a size is the largest one that fits."""
+        """Return each change that helps by itself.
+
+        Micro batch and length are the largest ones that fit.
+        """
         run = self.checked.run
         edited_runs = [(edits, self._parse(edits)) for _, edits in fixes_of(run)]
         results = [self._fixed(edits, new) for edits, new in edited_runs if new is not None]
@@ -151,7 +154,10 @@ class FixSearch:
         return None
 
     def _lengths_for(self, rank: int) -> list[Edits]:
-        """Return the lengths to try: the run's own, shorter ones (at SHORTER), or both."""
+        """Return the lengths to try for a rank.
+
+        Below SHORTER this is the run's own length, at SHORTER the shorter ones, and beyond it both.
+        """
         unchanged: list[Edits] = [] if rank == SHORTER else [{}]
         return unchanged + (self._shorter(self.checked.run) if rank >= SHORTER else [])
 

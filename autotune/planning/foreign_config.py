@@ -1,9 +1,9 @@
 """Reads a fine-tuning run from a YAML file of TRL, Axolotl or LLaMA-Factory, as a TrainConfig.
 
-The file's content is neither executed nor looked up. A missing key takes the tool's own default,
-from the sources of TRL 1.16, Axolotl 0.18 and LLaMA-Factory 0.9.5. If memory or speed depends on
-something that no knob expresses, the result has a note. A run for an objective without a probe is
-refused.
+The reader executes no part of the file and looks up no names. A missing key takes the tool's own
+default, from the sources of TRL 1.16, Axolotl 0.18 and LLaMA-Factory 0.9.5. If memory or speed
+depends on something that no knob expresses, the result has a note. A run for an objective without a
+probe is refused.
 """
 
 import json
@@ -189,7 +189,7 @@ def _tool_of(path: Path, values: dict[str, Any]) -> str:
 
 
 class _Refused(UsageError):
-    """The value of a key is impossible or unsupported."""
+    """An error: the value of a key is impossible or unsupported."""
 
     def __init__(self, key: str, message: str, remedy: str = "correct it in the file") -> None:
         super().__init__(f"{key}: {message}", remedy=remedy)
@@ -512,7 +512,10 @@ def _whole_number(file: _File, tool: str, knob: str) -> int:
 
 
 def _compute_knobs(file: _File, tool: str) -> dict[str, Any]:
-    """Return optimizer, attention, compilation and data loading: only the keys differ by tool."""
+    """Return the knobs of optimizer, attention, compilation and data loading.
+
+    Only their keys differ between the tools.
+    """
     compile_keys = ("torch_compile_backend", "torch_compile_mode") if tool != "axolotl" else ()
     compiled = file.flag("torch_compile") or file.has(*compile_keys)
     file.note(compiled, "compiled")

@@ -1,4 +1,4 @@
-"""How another tool's run shards its training, from its file and the user's number of GPUs."""
+"""Reads how another tool's run shards its training, from its file and the user's GPU count."""
 
 import re
 from collections.abc import Mapping
@@ -103,7 +103,7 @@ def shared_out(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreig
 
 
 def buffers_of(run: ForeignConfig) -> DeepSpeedBuffers:
-    """Return the number of parameters that DeepSpeed gathers and sends at once.
+    """Return the numbers of parameters that DeepSpeed gathers and sends at once.
 
     They come from DeepSpeed's own file, or from its defaults and the Trainer's.
     """

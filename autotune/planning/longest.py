@@ -1,8 +1,9 @@
 """Finds the longest row that fits a card, for each method.
 
-Two steps counted without a GPU predict it, and a GPU verifies it. Layers are computed in tiles of
-tokens, the loss in chunks, and the inputs of recomputed layers are offloaded to the host. The
-memory of a row is then linear in its length, and the host holds a part of it (docs/longest.md).
+Two steps counted without a GPU predict the row, and real steps on a GPU verify it. Layers are
+computed in tiles of tokens, the loss in chunks, and the inputs of recomputed layers are offloaded
+to the host. The memory of a row is then linear in its length, and the host holds a part of it
+(docs/longest.md).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,8 +60,8 @@ PATIENCE_S = 7200.0  # for one step
 FEW_LAYERS = 2
 HOST_SHARE = 0.8  # the share of a host's memory that the inputs of layers may take
 # The share of its peak that the GPU reaches in flash attention on long rows, without the masked
-# half. FlashAttention-2 on an A100 by its authors. It was not written for the matrix units of
-# Hopper, so its share there is lower (the paper of FlashAttention-3).
+# half. FlashAttention-2 reaches 0.7 on an A100, by its authors. It was not written for the matrix
+# units of Hopper, so its share there is lower (the paper of FlashAttention-3).
 ATTENTION_SHARE, ATTENTION_SHARE_HOPPER = 0.7, 0.35
 # These knobs have their own options here.
 PINNED_APART = {
@@ -139,7 +140,7 @@ class Longest:
             if None in needs:
                 problem = no_count(self.model, self.config(method, pair[0]), 1)
                 return LongestRow(method=method, config=config.as_dict(), problem=problem)
-            # The longest pair below the predicted length gives the line.
+            # The longest pair that starts below the predicted length gives the line.
 
             need_by_tokens = dict(zip(pair, needs, strict=True))
             tokens, limited_by = self._at_limit(method, need_by_tokens)
@@ -456,7 +457,7 @@ def find_longest(
 
 
 def _require_possible(query: Longest, method: str, say: Callable[[str], None]) -> None:
-    """Warn of knobs without effect.
+    """Warn about knobs without effect.
 
     Raises UsageError for an unknown method or an impossible knob.
     """

@@ -2,7 +2,7 @@
 
 The measured speed is scaled by the formulas for several GPUs. The configuration stays the same.
 Only the micro batch shrinks if the global batch leaves too few rows per GPU. `plan --gpus` searches
-the best configuration for each number, by formula alone.
+for the best configuration of each number, by formula alone.
 """
 
 import math
@@ -195,7 +195,7 @@ def _corrected(
 ) -> StepTimeEstimate:
     """Return the formula's time times the measured ratio.
 
-    With the winner's micro batch, it has the errors of the measurement, otherwise the formula's.
+    With the winner's micro batch, it has the error of the measurement, otherwise the formula's.
     """
     scaled = single_gpu_step.longer(ratio, rest=ratio)
     if config.micro_batch_size != recipe.config.micro_batch_size:

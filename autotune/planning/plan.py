@@ -221,7 +221,10 @@ def _fitting(
 
 
 def alike_but_for_rows(task: Task, config: TrainConfig) -> tuple[Any, ...]:
-    """Return a key: of two configurations with the same key, more rows need no less memory."""
+    """Return a key for configurations that differ only in rows per micro batch.
+
+    Among configurations with the same key, more rows never need less memory.
+    """
     # If gradients accumulate, they also exist during the forward pass.
     accumulates = task.workload.accumulation(config) > 1
     return *_ALL_BUT_ROWS(config), accumulates
@@ -285,7 +288,7 @@ def count_leanest(
 def _baseline(
     task: Task, limit_gib: float, observations: Sequence[Observation], *, counted: bool
 ) -> Estimate:
-    """Return the usual configuration with its largest fitting micro batch, or with its own.
+    """Return the usual configuration with the largest micro batch that fits, or with its own.
 
     Raises UsageError if neither a formula nor a count covers it.
     """

@@ -151,11 +151,12 @@ def _checkpoints_on_gpu(config: TrainConfig) -> TrainConfig:
 
 
 def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) -> MemoryBreakdown:
-    """Return the memory with a frozen base in float32 under autocast, which caches no such casts.
+    """Return the memory with a frozen base in float32 under autocast.
 
-    Each product casts its weight again, and the autograd graph holds that cast until the layer's
-    backward pass. So casts exist for all layers that are not recomputed, and for the head while its
-    logits exist. A test counts the casts of the layers.
+    Autocast caches no casts of frozen weights. Each product casts its weight again, and the
+    autograd graph holds that cast until the layer's backward pass. So casts exist for all layers
+    that are not recomputed, and for the head while its logits exist. A test counts the casts of the
+    layers.
     """
     quantized = config.quantization != "none"
     frozen = sizes.params - (sizes.linear_params if quantized else 0)

@@ -13,7 +13,7 @@ from autotune.problem.calibration import Calibration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """A part of a machine is slow below `least`, in `unit`.
+    """A limit of a part of a machine: the part is slow below `least`, in `unit`.
 
     `measured` returns None if the value is unknown.
     """

@@ -47,7 +47,7 @@ PINS: dict[str, dict[str, Any]] = {
 def entry_of(
     spec: StudySpec, method: str, device: DeviceSpec, observations: Sequence[Observation] = ()
 ) -> Entry:
-    """The entry of the spec's model, without its longest row."""
+    """Return the entry of the spec's model, without its longest row."""
     try:
         setup = planned_setup(replace(spec, space=method), device)
         card = compare_card(setup, limit_of(spec, device), observations)
@@ -153,9 +153,9 @@ def trainable(
 def sizes(models: Iterable[ModelSpec] = ()) -> list[ModelSpec]:
     """Return a model of each size, the smallest first.
 
-    Models of one size differ by less than the factor STEP. Each size is represented by its model
-    with the longest context that a formula covers. The default models are the catalogue's, from
-    LEAST_PARAMS parameters on.
+    Models of one size differ by less than the factor STEP. Each size is represented by one model
+    that a formula covers: the one with the longest context. The default models are the catalogue's,
+    from LEAST_PARAMS parameters on.
     """
     sized_models = [
         (model.params or 0, model) for model in models or list_models() if Sizes.of(model)

@@ -117,7 +117,7 @@ def compare_command(
     buys_nothing = purse is not None and not any(
         purchases(group, purse) for group in comparison.groups
     )
-    # If the answer is only that no card can be bought, tables before it would mislead.
+    # If no card can be bought, the error comes alone, without tables before it.
     if unmet or not buys_nothing or form != "table":
         _show(comparison, form, numbers, purse, out=out, html=html)
 

@@ -51,7 +51,7 @@ def dashboard(
     result = load_study(study, url)
     name = result.summary.study
     search = Optimizer.open(url, name, result.task.space)
-    # It warns of too few trials at each look.
+    # The library warns about too few trials at each view.
     logging.getLogger("optuna_dashboard").setLevel(logging.ERROR)
     app = LiveDashboard(search.record, lambda: load_study(name, url).summary, result.out.name)
 

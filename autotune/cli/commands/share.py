@@ -1,4 +1,4 @@
-"""`autotune submit` and `autotune import`: publish a study's results, and import others."""
+"""`autotune submit` and `autotune import`: publish or import measured results."""
 
 from contextlib import closing
 from datetime import date
