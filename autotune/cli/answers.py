@@ -1,4 +1,4 @@
-"""Prints the answer to a question: its tables on stdout, and its page to a file."""
+"""Prints an answer: its tables on stdout, and its page to a file."""
 
 from collections.abc import Callable
 from datetime import date
@@ -12,10 +12,16 @@ if TYPE_CHECKING:
     from autotune.report.answer import Answer
 
 
-def print_answer(make: Callable[[date], "Answer"], *, html: Path | None = None, silent: bool = False) -> None:
-    """Print the sentences and tables of the answer unless `silent`; with `html` write its page. Raises StorageError."""
+def print_answer(
+    make: Callable[[date], "Answer"], *, html: Path | None = None, silent: bool = False
+) -> None:
+    """Print an answer's sentences and tables unless `silent`, and write its page to `html`.
+
+    Raises StorageError if the page cannot be written.
+    """
     if html is None and silent:
         return
+
     today = date.today()
     answer = make(today)
     if html is not None:
@@ -24,6 +30,7 @@ def print_answer(make: Callable[[date], "Answer"], *, html: Path | None = None, 
         write_atomic(html, page(answer, today))
     if silent:
         return
+
     print(answer.title)
     for sentence in (*answer.found, *answer.notes):
         print(sentence)

@@ -1,7 +1,8 @@
-"""The command line: names the commands and loads a command's file on use. The only place that prints errors and exits.
+"""The command line: names the commands, and imports a command's file when it runs.
 
-Exit codes: 0 done, 1 unexpected, 2 usage or config, 3 environment, 4 nothing fits, 5 too many failures, 6 storage,
-7 budget too short, 75 preempted, 130 and 143 stopped by a signal.
+It is the only place that prints errors and exits. Exit codes: 0 done, 1 unexpected, 2 usage or
+config, 3 environment, 4 nothing fits, 5 too many failures, 6 storage, 7 budget too short, 75
+preempted, 130 and 143 stopped by a signal.
 """
 
 import atexit
@@ -18,25 +19,41 @@ from autotune.cli.terminal import guard
 from autotune.core.errors import AutotuneError, StorageError
 from autotune.core.version import __version__
 
-# Of each command: its function as module:name in autotune.cli.commands, and its help.
+# For each command: its function as module:name in autotune.cli.commands, and its help
 COMMANDS = {
-    "run": ("run:run", "Search for the best configuration with real probes, confirm it, and export it with its cost."),
-    "plan": ("plan:plan_command", "Estimate what fits a GPU, how fast it trains and what that costs; needs no GPU."),
+    "run": (
+        "run:run",
+        "Search for the best configuration with real probes, confirm it, and export it with its "
+        "cost.",
+    ),
+    "plan": (
+        "plan:plan_command",
+        "Estimate what fits a GPU, how fast it trains and what that costs; needs no GPU.",
+    ),
     "compare": (
         "compare:compare_command",
-        "Compare GPUs for the same run: what fits, how fast it is, and what it costs; needs no GPU.",
+        "Compare GPUs for the same run: what fits, how fast it is, and what it costs; needs no "
+        "GPU.",
     ),
     "check": (
         "check:check_command",
-        "Check whether the run of another tool's YAML fits a GPU, how long it takes and what to change; needs no GPU.",
+        "Check whether the run of another tool's YAML fits a GPU, how long it takes and what to "
+        "change; needs no GPU.",
     ),
     "status": ("studies:status", "Show how far a study is, and its best configuration so far."),
     "list": ("studies:list_all", "List the studies of a database."),
-    "resume": ("run:resume", "Continue a study that was stopped, with the options it was begun with."),
-    "delete": ("studies:delete", "Delete a study and its probes from the database; its files stay."),
+    "resume": (
+        "run:resume",
+        "Continue a study that was stopped, with the options it was begun with.",
+    ),
+    "delete": (
+        "studies:delete",
+        "Delete a study and its probes from the database; its files stay.",
+    ),
     "explain": (
         "analysis:explain",
-        "Probe a study's winner with one knob after another set back, and print what each is worth.",
+        "Probe a study's winner with one knob after another set back, and print what each is "
+        "worth.",
     ),
     "verify": (
         "analysis:verify",
@@ -44,64 +61,95 @@ COMMANDS = {
     ),
     "learn": (
         "learn:learn",
-        "Find the learning rate of a study's winner by short real trainings on your own examples and weights.",
+        "Find the learning rate of a study's winner by short real trainings on your own examples "
+        "and weights.",
     ),
-    "train": ("train:train", "Start the full run with a study's winner; shows its progress and its cost."),
+    "train": (
+        "train:train",
+        "Start the full run with a study's winner; shows its progress and its cost.",
+    ),
     "worker": (
         "worker:worker",
-        "Help with a study that another process leads, on the GPU of this machine, until its search is over.",
+        "Help with a study that another process leads, on the GPU of this machine, until its "
+        "search is over.",
     ),
     "fleet": (
         "studies:fleet",
-        "Write files that start workers of a study on Kubernetes, SkyPilot or Slurm; none contains the database's URL.",
+        "Write files that start workers of a study on Kubernetes, SkyPilot or Slurm; none "
+        "contains the database's URL.",
     ),
-    "oom": ("studies:oom", "Explain every out-of-memory and refusal of a study, and what to change."),
+    "oom": (
+        "studies:oom",
+        "Explain every out-of-memory and refusal of a study, and what to change.",
+    ),
     "export": ("studies:export", "Write the winner's configuration for a trainer."),
-    "report": ("studies:report", "Write report.html and the other files of a study again, or compare two studies."),
+    "report": (
+        "studies:report",
+        "Write report.html and the other files of a study again, or compare two studies.",
+    ),
     "dashboard": (
         "dashboard:dashboard",
-        "Show a study in optuna-dashboard, read-only and on this machine alone (pip install optuna-dashboard).\n\n"
-        "It shows a copy in memory, with notes, figures and reports; the database is only read. A study that still "
-        "runs is read again every 5 seconds while the page is open.",
+        "Show a study in optuna-dashboard, read-only and on this machine alone (pip install "
+        "optuna-dashboard).\n\nIt shows a copy in memory, with notes, figures and reports; the "
+        "database is only read. A study that still runs is read again every 5 seconds while the "
+        "page is open.",
     ),
     "longest": (
         "longest:longest",
-        "Find the longest row that fits a GPU, by method: predicted, and tried by real steps where the GPU is here.",
+        "Find the longest row that fits a GPU, by method: predicted, and tried by real steps "
+        "where the GPU is here.",
     ),
     "calibrate": (
         "calibrate:calibrate",
-        "Measure this machine in about 30 seconds: card, host, disk and link. Estimates for it use that from then on.",
+        "Measure this machine in about 30 seconds: card, host, disk and link. Estimates for it "
+        "use that from then on.",
     ),
     "doctor": ("doctor:doctor", "Check whether this machine has what a study needs."),
     "gpus": ("catalogs:gpus", "List the GPUs of the catalogue."),
     "models": ("catalogs:models", "List the models of the catalogue."),
     "prices": ("catalogs:prices", "List what an hour of a GPU costs, and how old each price is."),
-    "submit": ("share:submit", "Write a study's winner and baseline to a file for others, without anything private."),
-    "import": ("share:import_", "Check a file that somebody else submitted, and store it as evidence."),
+    "submit": (
+        "share:submit",
+        "Write a study's winner and baseline to a file for others, without anything private.",
+    ),
+    "import": (
+        "share:import_",
+        "Check a file that somebody else submitted, and store it as evidence.",
+    ),
     "spaces": ("catalogs:spaces", "List the search spaces that come with the package."),
-    "suites": ("catalogs:suites", "List the published results that come with the package, to hold estimates against."),
+    "suites": (
+        "catalogs:suites",
+        "List the published results that come with the package, to hold estimates against.",
+    ),
     "schema": ("catalogs:schema", "Print the JSON Schema of what a command prints with --json."),
     "dev": ("dev:dev", "Tests of a machine or a fleet."),
 }
 
 
 class LazyGroup(TyperGroup):
-    """The commands of COMMANDS. A command's file is imported when the command runs; the list needs its help only."""
+    """The commands of COMMANDS.
+
+    A command's file is imported when the command runs. The list of commands needs only their help.
+    """
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands = {name: TyperCommand(name, help=text) for name, (_, text) in COMMANDS.items()}
+        self.commands = {
+            name: TyperCommand(name, help=text) for name, (_, text) in COMMANDS.items()
+        }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
-        """Replace the entry of the list by the command itself."""
+        """Replace the list's entry by the command itself."""
         name, entry, rest = super().resolve_command(ctx, args)
         if entry is None:
             return name, entry, rest
+
         place, text = COMMANDS[entry.name or ""]
         module, _, function = place.partition(":")
         target = getattr(import_module(f"autotune.cli.commands.{module}"), function)
         if isinstance(target, typer.Typer):
             return name, typer.main.get_group(target), rest
+
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
         single.command(name, help=text)(target)
         return name, typer.main.get_command(single), rest
@@ -126,25 +174,31 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _main(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,
 ) -> None:
     pass
 
 
 def collect_rarely() -> None:
-    """Walk the libraries' objects rarely, and not at the end: that took half the processor time of a short command."""
+    """Collect garbage rarely, and not at exit: it took half the CPU time of a short command."""
     gc.set_threshold(100_000, 50, 100)
     atexit.register(gc.freeze)
 
 
 def main() -> None:
-    """Entry point: one clear error, a remedy and a documented exit code; a traceback only with --debug."""
+    """Run the command line; print a failure as one error, a remedy and an exit code.
+
+    A traceback is printed only with --debug.
+    """
     guard()
     collect_rarely()
     debug = "--debug" in sys.argv[1:]
     if debug:
         sys.argv = [sys.argv[0], "--debug", *(arg for arg in sys.argv[1:] if arg != "--debug")]
+
     try:
         app(standalone_mode=True)
     except KeyboardInterrupt:
@@ -154,14 +208,20 @@ def main() -> None:
     except Exception as error:
         if debug:
             traceback.print_exc()
+        # An unexpected error gets a remedy, too.
         if isinstance(error, OSError) and error.strerror and not isinstance(error, ConnectionError):
             place = "" if error.filename is None else f"{error.filename}: "
-            error = StorageError(f"{place}{error.strerror}", remedy="check that it exists, and can be read and written")
+            error = StorageError(
+                f"{place}{error.strerror}",
+                remedy="check that it exists, and can be read and written",
+            )
         elif not isinstance(error, AutotuneError):
             error = AutotuneError(
-                f"unexpected {type(error).__name__}: {error}", remedy="run again with --debug and report the traceback"
+                f"unexpected {type(error).__name__}: {error}",
+                remedy="run again with --debug and report the traceback",
             )
             error.explained = "unexpected"
+
         print(f"error: {error}", file=sys.stderr)
         if error.remedy:
             print(f"  try: {error.remedy}", file=sys.stderr)

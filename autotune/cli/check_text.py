@@ -1,4 +1,4 @@
-"""What `autotune check` prints: the verdict on a run, what it needs, how long it takes, and what to change."""
+"""The text of `autotune check`: the verdict on a run, its memory and time, and changes to make."""
 
 import json
 from collections.abc import Iterator
@@ -11,13 +11,20 @@ from autotune.report.values.check import FP32_BASE, VERDICTS, CheckedRun, CheckR
 
 
 def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
-    """(label, text) of each line, the verdict first."""
-    checked, run, answer = report.checked, report.checked.run, check_answer(report)
+    """Yield the (label, text) of each line, the verdict first."""
+    checked = report.checked
+    run = checked.run
+    answer = check_answer(report)
     yield "", answer.answer
+
     batch = "one micro batch" if run.accumulation == 1 else f"{run.accumulation:,} micro batches"
     trains = f"{run.format}, {run.objective}" if run.objective is not Objective.SFT else run.format
-    yield "file", f"{report.file.name} ({trains}): {run.model}, {run.config.label()}, {batch} a step"
+    yield (
+        "file",
+        f"{report.file.name} ({trains}): {run.model}, {run.config.label()}, {batch} a step",
+    )
     yield "memory", answer.needs
+
     if report.fix:
         needs = "fits, with" if report.fix.state == FITS else "may fit, with"
         text = f"then it {needs} {fmt_gib(report.fix.estimate.need_gib)}"
@@ -26,38 +33,52 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
         yield "change", "nothing that was tried surely makes it fit"
     for fixed, saved in report.fixes:
         estimated = fixed.estimate
-        text = f"saves {fmt_gib(saved)}, needs {fmt_gib(estimated.need_gib)}: {VERDICTS[estimated.state]}"
+        text = (
+            f"saves {fmt_gib(saved)}, needs {fmt_gib(estimated.need_gib)}: "
+            f"{VERDICTS[estimated.state]}"
+        )
         yield "alone", f"{edits_text(fixed.edits)}: {text}{_truncation(report, fixed)}"
+
     if checked.state != FITS and checked.bounds.most is not None:
         card = report.smallest_card.name if report.smallest_card else "none of the catalogue"
         yield "card", f"the smallest on which it fits as it is: {card}"
     yield from duration_lines(report)
     if report.faster:
         yield "faster", _faster_text(report, report.faster)
+
     for note in report.notes:
         yield "note", note
     yield "how", answer.certainty
 
 
 def _truncation(report: CheckReport, fixed: CheckedRun) -> str:
-    """What a shorter sequence cuts off."""
+    """Return a phrase for the tokens that a shorter sequence truncates, if there are any."""
     truncated = report.workload.truncated
-    before, after = truncated(report.checked.run.config.seq_len), truncated(fixed.run.config.seq_len)
+    before = truncated(report.checked.run.config.seq_len)
+    after = truncated(fixed.run.config.seq_len)
     return f"; {after:.0%} of the tokens are cut off" if after > before else ""
 
 
 def _faster_text(report: CheckReport, faster: Faster) -> str:
+    """Return the line about a faster configuration."""
     runnable = report.runnable or report.checked
-    new, old, full_rows = faster.config, runnable.run.config, report.workload.lengths.source == "assumed"
+    new = faster.config
+    old = runnable.run.config
+    full_rows = report.workload.lengths.source == "assumed"
+
     names = ["micro_batch_size", "checkpointing", "compile", "loss", "kernels"]
     if not full_rows:
         names.append("packing")
     if "eager" in (new.attention, old.attention):
         names.append("attention")
+
     pairs = [(name, getattr(new, name), getattr(old, name)) for name in names]
-    changes = [f"{name} {value} instead of {before}" for name, value, before in pairs if value != before]
+    changes = [
+        f"{name} {value} instead of {before}" for name, value, before in pairs if value != before
+    ]
     if FP32_BASE in runnable.run.notes:
         changes.append("the base in bfloat16")
+
     usd = runnable.estimate.cost.full_run_usd if runnable.estimate.cost else None
     cost = f", {fmt_usd(usd / faster.times)} instead of {fmt_usd(usd)}" if usd else ""
     rows = " on full rows" if full_rows else ""
@@ -66,6 +87,9 @@ def _faster_text(report: CheckReport, faster: Faster) -> str:
 
 
 def edits_text(edits: Edits) -> str:
-    """'gradient_checkpointing: true, micro_batch_size: 2', as YAML takes it."""
-    texts = {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in edits.items()}
+    """Return edits as YAML: 'gradient_checkpointing: true, micro_batch_size: 2'."""
+    texts = {
+        key: value if isinstance(value, str) else json.dumps(value, default=str)
+        for key, value in edits.items()
+    }
     return ", ".join(f"{key}: {text}" for key, text in texts.items())

@@ -1,4 +1,4 @@
-"""The output of `autotune run` on stderr: a live status and colours on a terminal, plain lines elsewhere."""
+"""The output of `autotune run` on stderr: a live status on a terminal, plain lines elsewhere."""
 
 import json
 import sys
@@ -30,26 +30,35 @@ if TYPE_CHECKING:
 
     from autotune.study.named_configs import ConfigResult
 
-STATUS_EVERY_S = 30.0  # without a terminal
-REFRESHES_PER_S = 4  # of a terminal: a slow connection must keep up
-MARGIN = 6  # lines of the last screen: title, blank ones, and the shell's prompt
+STATUS_EVERY_S = 30.0  # between two status lines without a terminal
+REFRESHES_PER_S = 4  # on a terminal: a slow connection must keep up
+MARGIN = 6  # lines of the last screen: title, blank lines, and the shell's prompt
 _STYLES = {Outcome.OK: "green", Outcome.OOM: "yellow", Outcome.REFUSED: "dim", Outcome.SLOW: "dim"}
 
 
 class Display(AbstractContextManager["Display"]):
-    """One run's output. `quiet` prints nothing on stderr, `events` prints a JSON line on stdout for each event."""
+    """The output of one run.
+
+    `quiet` prints nothing on stderr. `events` prints a JSON line on stdout for each event.
+    """
 
     def __init__(self, *, budget_s: float, quiet: bool = False, events: bool = False) -> None:
         tty = sys.stderr.isatty()
         self._console = console(stderr=True, quiet=quiet, highlight=False, soft_wrap=not tty)
-        self._status: Any = self._console.status("", refresh_per_second=REFRESHES_PER_S) if tty and not quiet else None
+        self._status: Any = (
+            self._console.status("", refresh_per_second=REFRESHES_PER_S)
+            if tty and not quiet
+            else None
+        )
+
         self._budget_s = budget_s
         self._events = events
         self._started = time.monotonic()
         self._best: TrialRecord | None = None
         self._task: Task | None = None
         self._step = "starting"
-        self._shown = dict[TrainConfig, Outcome]()  # the outcomes in the lines of configurations
+        # The last printed outcome of each configuration
+        self._printed = dict[TrainConfig, Outcome]()
         self._usd_per_hour: float | None = None
         self._ended = threading.Event()
 
@@ -67,11 +76,14 @@ class Display(AbstractContextManager["Display"]):
             self._status.stop()
 
     def __rich__(self) -> "Text":
-        """The text next to the spinner, made again at each refresh of the terminal: a line for each question."""
+        """Return the text next to the spinner, with a line for each question.
+
+        rich calls it at each refresh of the terminal.
+        """
         from rich.text import Text
 
         lines = [("time", self._clock_text()), ("now", self._step), ("best", self._best_run())]
-        text = "\n".join(f"{name:<4}  {told}" for name, told in lines if told)
+        text = "\n".join(f"{name:<4}  {value}" for name, value in lines if value)
         return Text(text, no_wrap=True, overflow="ellipsis")
 
     def _print_status(self) -> None:
@@ -85,7 +97,7 @@ class Display(AbstractContextManager["Display"]):
             sys.stdout.flush()
 
     def say(self, text: str) -> None:
-        """Show a step that takes a while: next to the spinner on a terminal, as a line elsewhere."""
+        """Show a long step: next to the spinner on a terminal, as a line elsewhere."""
         self._event("step", text=text)
         self._step = text
         if self._status is None:
@@ -97,32 +109,50 @@ class Display(AbstractContextManager["Display"]):
         self._print(text, style)
 
     def plan(self, setup: Setup, *, fits_gib: float, trials: int | None, workers: int = 1) -> None:
-        """Print what is about to happen, before any GPU time is spent."""
+        """Print the study's plan before any GPU time is spent."""
         self._task = task = setup.task
         workload = task.workload
-        space, price, device = task.space, task.search_price, task.device
-        proxy = f", measured on {task.measured_on.name} with a memory cap" if task.measured_on else ""
+        space = task.space
+        price = task.search_price
+        device = task.device
+
+        proxy = (
+            f", measured on {task.measured_on.name} with a memory cap" if task.measured_on else ""
+        )
         if task.plays_ranks:
             proxy += f", one of which plays a rank of {' or '.join(map(str, task.numbers_of_gpus))}"
+
         memory = f"{fmt_gib(fits_gib)} of memory, with the reserve and what libraries take"
         if task.example_gib is not None:
-            memory = f"as an example card of {fmt_gib(task.example_gib)}, so that something exceeds it (--memory-gib)"
+            memory = (
+                f"as an example card of {fmt_gib(task.example_gib)}, so that something exceeds it "
+                "(--memory-gib)"
+            )
+
         cost = "no price is known for this device (--price USD_PER_HOUR)"
         if price is not None:
             self._usd_per_hour = price.usd_per_hour * workers
             search_usd = self._budget_s / 3600 * self._usd_per_hour
-            cost = f"{describe_price(price, date.today())}; the search itself costs about {fmt_usd(search_usd)}"
+            cost = (
+                f"{describe_price(price, date.today())}; the search itself costs about "
+                f"{fmt_usd(search_usd)}"
+            )
+
         lines = {
             "study": task.study,
-            "model": f"{task.model.name}, " + ("local weights" if task.model.weights else "random weights"),
+            "model": f"{task.model.name}, "
+            + ("local weights" if task.model.weights else "random weights"),
             "device": f"{device.label}{proxy}, {memory}",
-            "workload": f"{describe.workload(workload)}, global batch {workload.global_batch} examples",
+            "workload": f"{describe.workload(workload)}, global batch {workload.global_batch} "
+            "examples",
             "lengths": str(workload.lengths),
             "space": f"{space.name}: {space.size():,} configurations",
             "baseline": task.baselines[0].label(),
-            "budget": fmt_seconds(self._budget_s) + (f" or {trials} trials in total" if trials else ""),
+            "budget": fmt_seconds(self._budget_s)
+            + (f" or {trials} trials in total" if trials else ""),
             "price": cost,
         }
+
         left_out = [str(removal) for removal in setup.removals]
         self._event("plan", **lines, left_out=left_out, warnings=list(setup.warnings))
         for name, text in lines.items():
@@ -131,12 +161,14 @@ class Display(AbstractContextManager["Display"]):
         self._fields("warning", setup.warnings, "yellow")
 
     def resumed(self, rows: list[TrialRecord]) -> None:
-        """Find the best trial of earlier sessions, with which new ones are compared."""
+        """Find the best trial of earlier sessions, so that new trials are compared with it."""
         for row in rows:
             self._compare(row)
         if best := self._best:
             speed = fmt_count(best.tokens_per_second)
-            self.note(f"the best of them: trial {best.number}, {speed} tokens/s, {best.config.label()}")
+            self.note(
+                f"the best of them: trial {best.number}, {speed} tokens/s, {best.config.label()}"
+            )
 
     def _score(self, row: TrialRecord) -> float:
         speed = row.tokens_per_second or 0.0
@@ -148,30 +180,32 @@ class Display(AbstractContextManager["Display"]):
             self._best = row
 
     def trying(self, number: int, config: TrainConfig) -> None:
-        """Show which trial is being probed; its line comes when it ends."""
+        """Show the trial that is being probed; its line is printed when it ends."""
         self._step = f"trial {number}: {config.label()}"
 
     def trial(self, row: TrialRecord) -> None:
         """Print one line for a finished trial: its numbers and outcome, its configuration, details.
 
-        None for a configuration that was proposed again and has its line.
+        A configuration that was proposed again with the same outcome gets no second line.
         """
         self._event("trial", **to_data(row))
         self._compare(row)
         self._step = "searching"
-        if row.reused and row is not self._best and self._shown.get(row.config) is row.outcome:
+        if row.reused and row is not self._best and self._printed.get(row.config) is row.outcome:
             return
-        if not self._shown:
+
+        if not self._printed:
             self._print(f"\n{'trial':>5}  {'tok/s':>7}  {'GiB':>5}  outcome  configuration", "dim")
+
         verdict = "best" if row is self._best else row.outcome.value
         gib = fmt_gib(describe.memory_gib(row)).removesuffix(" GiB")
         start = f"{row.number:>5}  {fmt_count(row.tokens_per_second):>7}  {gib:>5}  {verdict:<7}  "
         text = ": ".join(filter(None, (row.config.label(), "; ".join(_details(row)))))
         self._hang(start, text, _STYLES.get(row.outcome, "red"))
-        self._shown[row.config] = row.outcome
+        self._printed[row.config] = row.outcome
 
     def result(self, summary: StudySummary, out_dir: str) -> None:
-        """Print the winner against the baseline, what it will cost, where the files are and what to do next."""
+        """Print the winner and the baseline, the costs, the files and the next steps."""
         self._event("result", **summary_data(summary, out_dir))
         recipe = summary.recipe
         if recipe is None:
@@ -181,22 +215,36 @@ class Display(AbstractContextManager["Display"]):
             self._status.stop()
         self._details(summary, recipe)
         self._turn_page()
-        title, fields = f"{recipe.model.name} on {recipe.device.label}", answer(summary, recipe)
-        table, steps = side_by_side(summary, recipe), next_steps(summary, recipe, out_dir)
-        if self._status is not None:  # the notes that a terminal still has room for
-            taken = sum(self._height(field) for field in fields) + len(table) + 2 * len(steps) + MARGIN
-            fields += self._as_fit([*recipe.caveats, *summary.notes], self._console.height - taken)
+
+        title = f"{recipe.model.name} on {recipe.device.label}"
+        fields = answer(summary, recipe)
+        table = side_by_side(summary, recipe)
+        steps = next_steps(summary, recipe, out_dir)
+        if self._status is not None:
+            # A terminal shows the notes that it still has room for.
+            height = sum(self._height(field) for field in fields)
+            used = height + len(table) + 2 * len(steps) + MARGIN
+            fields += self._notes_for(
+                [*recipe.caveats, *summary.notes], self._console.height - used
+            )
+
         self._print(f"{title}\n", "bold")
         for field in fields:
             self._field(field.name, field.text, field.style)
         self._print("\n".join(["", *table, ""]))
+
         for index, (purpose, command) in enumerate(steps.items()):
             self._field("" if index else "next", f"{purpose}:")
             # A command is never broken across lines, so that it can be copied.
-            self._console.print(f"{'':>9}    {command}", style="cyan", markup=False, emoji=False, soft_wrap=True)
+            self._console.print(
+                f"{'':>9}    {command}", style="cyan", markup=False, emoji=False, soft_wrap=True
+            )
 
-    def _as_fit(self, notes: list[str], lines: int) -> list[Field]:
-        """As many notes as fit so many lines of the terminal; the last line says how many do not."""
+    def _notes_for(self, notes: list[str], lines: int) -> list[Field]:
+        """Return the notes that fit into `lines` lines of the terminal.
+
+        The last line gives the number of notes that do not fit.
+        """
         fields: list[Field] = []
         for index, text in enumerate(notes):
             field = Field(name="" if index else "note", text=text, style="yellow")
@@ -208,30 +256,40 @@ class Display(AbstractContextManager["Display"]):
         return fields
 
     def _height(self, field: Field) -> int:
-        """The lines that a field takes on the terminal."""
+        """Return the number of lines that a field takes on the terminal."""
         return len(self._wrapped(f"{field.name:>9}  ", field.text))
 
     def _details(self, summary: StudySummary, recipe: Recipe) -> None:
-        """Print what the answer rests on: above the last screen, and in the report."""
+        """Print the reasons for the answer above the last screen.
+
+        They are in the report, too.
+        """
         self._print("")
         self._field("why", recipe.reason)
         if len(recipe.by_gpus) > 1:
-            self._fields("GPUs", describe.gpu_choices(summary.scaling.trainable, recipe.within_hours))
+            self._fields(
+                "GPUs", describe.gpu_choices(summary.scaling.trainable, recipe.within_hours)
+            )
         if made_of := describe.factors(summary.decomposition):
             self._field("factors", made_of)
         self._field("full run", describe.full_run(recipe.winner.cost))
         self._field("numerics", recipe.numerics)
         self._fields("trade", trade_offs(recipe))
+
         if summary.verification:
             self._fields("verified", describe.verification(summary.verification))
         if summary.quality:
             ranked = summary.quality.ranked()
-            self._fields("learned", [f"{finalist.config.label()}: {describe.learned(finalist)}" for finalist in ranked])
+            self._fields(
+                "learned",
+                [f"{finalist.config.label()}: {describe.learned(finalist)}" for finalist in ranked],
+            )
+
         self._fields("note", (*recipe.caveats, *summary.notes), "yellow")
         self._print("")
 
     def _turn_page(self) -> None:
-        """Move all that a terminal shows into its history, and begin at its top."""
+        """Scroll the terminal's content into its history, and continue at the top."""
         if self._status is not None and not self._console.is_dumb_terminal:
             from rich.control import Control
 
@@ -239,31 +297,40 @@ class Display(AbstractContextManager["Display"]):
             self._console.control(Control.home())
 
     def configs(self, results: "list[ConfigResult]", out_dir: str) -> None:
-        """The results of named configurations; the command prints their table."""
+        """Announce the results of named configurations; the command prints their table."""
         self._event("result", configs=json_data(results))
         if not self._events:
             self._print(f"written: {out_dir}/suite.md and suite.json")
 
     def _status_line(self) -> str:
-        """Progress first, then the current step: a narrow terminal cuts off the end."""
+        """Return the status.
+
+        Progress comes before the current step, because a narrow terminal truncates the end.
+        """
         return ", ".join(filter(None, (self._clock_text(), self._best_speed(), self._step)))
 
     def _clock_text(self) -> str:
-        """'0:58 elapsed ($0.01), 1:01 left'."""
+        """Return the time as '0:58 elapsed ($0.01), 1:01 left'."""
         elapsed_s = time.monotonic() - self._started
         text = f"{_clock(elapsed_s)} elapsed"
         if self._usd_per_hour is not None:
             text += f" (${elapsed_s / 3600 * self._usd_per_hour:.2f})"
-        if self._budget_s > elapsed_s:  # a verification is outside the budget
+        if self._budget_s > elapsed_s:  # a verification does not count against the budget
             text += f", {_clock(self._budget_s - elapsed_s)} left"
         return text
 
     def _best_speed(self) -> str:
-        return "" if self._best is None else f"best {fmt_count(self._best.tokens_per_second)} tokens/s"
+        return (
+            "" if self._best is None else f"best {fmt_count(self._best.tokens_per_second)} tokens/s"
+        )
 
     def _best_run(self) -> str:
-        """'trial 3, 10,531 tokens/s, full run about 49 s, $0.0082', before it is confirmed; empty without a best."""
-        best, task = self._best, self._task
+        """Return the best unconfirmed trial, or an empty text.
+
+        For example: 'trial 3, 10,531 tokens/s, full run about 49 s, $0.0082'.
+        """
+        best = self._best
+        task = self._task
         if best is None or task is None or not best.tokens_per_second:
             return ""
         hours = task.hours_of_steps(best.config, best.tokens_per_second)
@@ -273,16 +340,18 @@ class Display(AbstractContextManager["Display"]):
         return f"trial {best.number}, {speed}, full run about {fmt_hours(hours)}{usd}"
 
     def _field(self, name: str, text: str, style: str | None = None) -> None:
-        """A named line of the plan or the result."""
+        """Print a named line of the plan or the result."""
         self._hang(f"{name:>9}  ", text, style, start_style="dim")
 
     def _fields(self, name: str, texts: Iterable[str], style: str | None = None) -> None:
-        """Several lines, of which the first has the name."""
+        """Print several lines; the first one has the name."""
         for index, text in enumerate(texts):
             self._field("" if index else name, text, style)
 
-    def _hang(self, start: str, text: str, style: str | None, *, start_style: str | None = None) -> None:
-        """Print a line that continues below its own text where a terminal is too narrow."""
+    def _hang(
+        self, start: str, text: str, style: str | None, *, start_style: str | None = None
+    ) -> None:
+        """Print a line; on a narrow terminal it continues below its own text."""
         from rich.text import Text
 
         if self._status is not None:
@@ -291,7 +360,7 @@ class Display(AbstractContextManager["Display"]):
         self._console.print(line, emoji=False, soft_wrap=True)
 
     def _wrapped(self, start: str, text: str) -> list[str]:
-        """The lines of a text after `start` on the terminal."""
+        """Return the lines of a text that follows `start` on the terminal."""
         width = max(self._console.width - len(start), 30)
         return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
 
@@ -300,12 +369,12 @@ class Display(AbstractContextManager["Display"]):
 
 
 def _clock(seconds: float) -> str:
-    """75 -> '1:15'."""
+    """Return minutes and seconds: 75 -> '1:15'."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 def _details(row: TrialRecord) -> list[str]:
-    """What a trial's line adds to its numbers."""
+    """Return the details that a trial's line adds to its numbers."""
     details = []
     if row.outcome is Outcome.OOM and row.margin is not None:
         details.append(describe.overrun(row))

@@ -1,11 +1,13 @@
-"""What `autotune plan --gpus` prints: a row for each strategy on each number of GPUs, and which of them to take."""
+"""The text of `autotune plan --gpus`: a row per strategy and number of GPUs, and the best ones."""
 
 from autotune.cli.terminal import print_table
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.report.answers import gpu_answer
 from autotune.study.scaling import GpuPlan, RankPlan
 
-NO_LINK = "nobody published how fast these cards exchange data: link_gb_s of a card of your own says it"
+NO_LINK = (
+    "nobody published how fast these cards exchange data: link_gb_s of a card of your own says it"
+)
 COLUMNS = {
     "GPUs": "right",
     "strategy": "left",
@@ -19,29 +21,49 @@ COLUMNS = {
 }
 
 
-def print_gpu_plan(made: GpuPlan) -> None:
-    """Print the table, why rows are empty, and the cheapest and the fastest row."""
-    task, answer = made.task, gpu_answer(made)
-    hosts = "one host" if all(row.hosts == 1 for row in made.rows) else "hosts"
+def print_gpu_plan(gpu_plan: GpuPlan) -> None:
+    """Print the table, the reasons for empty rows, and the cheapest and the fastest row."""
+    task = gpu_plan.task
+    answer = gpu_answer(gpu_plan)
+    hosts = "one host" if all(row.hosts == 1 for row in gpu_plan.rows) else "hosts"
     print(f"{task.model.name} on {hosts} of {task.device.label}: {answer.needs}")
-    shape = f"{task.workload.trained:,} examples x {task.workload.epochs}, global batch {task.workload.global_batch}"
+    shape = (
+        f"{task.workload.trained:,} examples x {task.workload.epochs}, global batch "
+        f"{task.workload.global_batch}"
+    )
     print(f"{shape}. {answer.certainty}.")
-    print_table(None, COLUMNS, [_cells(row) for row in made.rows])
-    for reason in dict.fromkeys(row.problem for row in made.rows if row.problem):
-        rows = [f"{row.num_gpus} {row.parallelism.name}" for row in made.rows if row.problem == reason]
+
+    print_table(None, COLUMNS, [_cells(row) for row in gpu_plan.rows])
+    for reason in dict.fromkeys(row.problem for row in gpu_plan.rows if row.problem):
+        rows = [
+            f"{row.num_gpus} {row.parallelism.name}"
+            for row in gpu_plan.rows
+            if row.problem == reason
+        ]
         print(f"{', '.join(rows)}: {reason}")
-    for number, strategy, unknown in ((row.num_gpus, row.parallelism.name, row.num_without_speed) for row in made.rows):
-        if unknown:
-            print(f"{number} {strategy}: {unknown:,} more fit whose speed no formula knows: `autotune run` measures it")
-    if made.needs_link:
+
+    for number, strategy, num_unknown in (
+        (row.num_gpus, row.parallelism.name, row.num_without_speed) for row in gpu_plan.rows
+    ):
+        if num_unknown:
+            print(
+                f"{number} {strategy}: {num_unknown:,} more fit whose speed no formula knows: "
+                "`autotune run` measures it"
+            )
+
+    if gpu_plan.needs_link:
         print(f"no speed for several: {NO_LINK}")
-    beside = f"beside tensors and NCCL a process takes {fmt_gib(made.context_gib)} for its CUDA context"
+    beside = (
+        f"beside tensors and NCCL a process takes {fmt_gib(gpu_plan.context_gib)} for its CUDA "
+        "context"
+    )
     print(f"{answer.cost}; {beside}")
     print(answer.answer)
 
 
 def _cells(row: RankPlan) -> tuple[str, ...]:
-    estimated, efficiency = row.estimate, row.efficiency
+    estimated = row.estimate
+    efficiency = row.efficiency
     bounds = DASH if row.interval is None else " to ".join(map(fmt_count, row.interval))
     return (
         str(row.num_gpus) if row.hosts == 1 else f"{row.hosts} x {row.num_gpus // row.hosts}",

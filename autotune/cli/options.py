@@ -1,4 +1,7 @@
-"""Options that several commands share. Those of a study are in `study_options`, which takes longer to load."""
+"""Options that several commands share.
+
+The options of a study are in `study_options`, which takes longer to import.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,25 +10,40 @@ import typer
 
 
 def gpu_names(incomplete: str) -> list[str]:
-    """Names of GPUs for the shell's TAB."""
+    """Return the names of GPUs for the shell's completion."""
     from autotune.catalog import list_devices
 
-    return [name for name in ("auto", *(device.name for device in list_devices())) if name.startswith(incomplete)]
+    return [
+        name
+        for name in ("auto", *(device.name for device in list_devices()))
+        if name.startswith(incomplete)
+    ]
 
 
 StudyName = Annotated[str | None, typer.Argument(help="Name of the study; the newest by default.")]
 Storage = Annotated[
     str | None,
-    typer.Option(help="Database URL, or AUTOTUNE_STORAGE. [default: sqlite:///runs/autotune.db]", show_default=False),
+    typer.Option(
+        help="Database URL, or AUTOTUNE_STORAGE. [default: sqlite:///runs/autotune.db]",
+        show_default=False,
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write tables and figures to this page too.")]
+Html = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write tables and figures to this page too.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 Gpu = Annotated[
     str | None,
-    typer.Option(help="Target GPU: a name, auto (the one here), or a card of your own.", autocompletion=gpu_names),
+    typer.Option(
+        help="Target GPU: a name, auto (the one here), or a card of your own.",
+        autocompletion=gpu_names,
+    ),
 ]
 Directory = Annotated[Path | None, typer.Option(help="Directory. [the study's]")]
 Evidence = Annotated[
-    Path, typer.Option(metavar="DIR", help="What `autotune import` stored, which makes the speeds more exact.")
+    Path,
+    typer.Option(
+        metavar="DIR", help="What `autotune import` stored, which makes the speeds more exact."
+    ),
 ]

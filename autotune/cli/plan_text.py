@@ -1,4 +1,4 @@
-"""What `autotune plan` prints, and the words of an estimate that `autotune check` prints too."""
+"""The text of `autotune plan`, and the lines of an estimate that `autotune check` prints too."""
 
 from collections.abc import Sequence
 
@@ -9,44 +9,60 @@ from autotune.report.answers import estimate_lines, plan_answer
 from autotune.report.values.plan import Cell, Plan
 
 
-def print_plan(made: Plan) -> None:
-    """Print the best configuration and the guides' one, then the tables of what fits."""
-    task = made.task
+def print_plan(study_plan: Plan) -> None:
+    """Print the best configuration and the usual one, then the tables of sizes that fit."""
+    task = study_plan.task
+
     memory = fmt_gib(task.device.memory_gib)
-    print(f"{task.model.name} on {task.device.label}: {memory}, {fmt_gib(made.limit_gib)} of it for tensors")
-    answer = plan_answer(made)
+    print(
+        f"{task.model.name} on {task.device.label}: {memory}, {fmt_gib(study_plan.limit_gib)} of "
+        "it for tensors"
+    )
+    answer = plan_answer(study_plan)
     print(f"{answer.certainty}.\n")
-    best = None if made.best is made.baseline else made.best
-    for name, estimated in (("best", best), ("guides", made.baseline)):
+
+    best = None if study_plan.best is study_plan.baseline else study_plan.best
+    for name, estimated in (("best", best), ("guides", study_plan.baseline)):
         if estimated is not None:
             print(f"{name:>8}  {estimated.config.label()}")
             for label, text in estimate_lines(estimated, task).items():
                 print(f"{label:>8}  {text}")
             print()
+
     if answer.reason:
         print(f"{'why':>8}  {answer.reason}\n")
-    for name, cells in made.what_fits.items():
-        _print_table(name, cells, made.limit_gib)
+    for name, cells in study_plan.what_fits.items():
+        _print_table(name, cells, study_plan.limit_gib)
 
 
 def _print_table(name: str, cells: Sequence[Cell], limit_gib: float) -> None:
     if not any(cell.chosen.state in (FITS, TIGHT) for cell in cells):
         least = min(cell.recomputed.need_gib for cell in cells)
-        print(f"{name}: does not fit, the least it needs is {fmt_gib(least)} of {fmt_gib(limit_gib)}")
+        print(
+            f"{name}: does not fit, the least it needs is {fmt_gib(least)} of {fmt_gib(limit_gib)}"
+        )
         return
-    print(f"{name}: GiB by length and micro batch (c: only with every layer recomputed, ?: too close to tell)")
+
+    print(
+        f"{name}: GiB by length and micro batch (c: only with every layer recomputed, ?: too close "
+        "to tell)"
+    )
     lengths = dict.fromkeys(cell.seq_len for cell in cells)
     print_table(
         None,
         {"seq_len": "right"} | {str(cell.micro_batch_size): "right" for cell in cells},
-        [(str(length), *(_cell(cell) for cell in cells if cell.seq_len == length)) for length in lengths],
+        [
+            (str(length), *(_cell(cell) for cell in cells if cell.seq_len == length))
+            for length in lengths
+        ],
     )
 
 
 def _cell(cell: Cell) -> str:
-    """'31.2', '18.4 c', '22.0 c?', 'OOM'."""
+    """Return a cell's text: '31.2', '18.4 c', '22.0 c?' or 'OOM'."""
     chosen = cell.chosen
     if chosen.state not in (FITS, TIGHT):
         return "OOM"
-    mark = ("c" if chosen.config.checkpointing == "full" else "") + ("?" if chosen.state == TIGHT else "")
-    return f"{chosen.need_gib:.1f} {mark}".strip()
+    recomputed = "c" if chosen.config.checkpointing == "full" else ""
+    uncertain = "?" if chosen.state == TIGHT else ""
+    return f"{chosen.need_gib:.1f} {recomputed}{uncertain}".strip()

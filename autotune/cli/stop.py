@@ -1,4 +1,4 @@
-"""Signals of the command line: the first asks to stop and keeps what there is, the second ends the process at once."""
+"""Signals of the command line: the first requests a stop, the second ends the process at once."""
 
 import os
 import signal
@@ -19,9 +19,11 @@ def stop_on_signals(stop: StopToken | None = None) -> Iterator[StopToken]:
             os._exit(128 + number)  # the probe worker ends with its parent
         stop.request(number)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    old_handlers = {
+        number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield stop
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""The options that describe a study, generated from the fields of StudySpec, and the StudySpec that they mean."""
+"""The options of a study, generated from the fields of StudySpec, and the resulting StudySpec."""
 
 import inspect
 from collections.abc import Callable
@@ -17,27 +17,39 @@ if TYPE_CHECKING:
 
 
 def _models(incomplete: str) -> list[str]:
-    """Names of models for the shell's TAB, like the next function."""
+    """Return the names of models for the shell's completion."""
     from autotune.catalog import list_models
 
-    return [name for model in list_models() for name in (*model.aliases, model.name) if name.startswith(incomplete)]
+    return [
+        name
+        for model in list_models()
+        for name in (*model.aliases, model.name)
+        if name.startswith(incomplete)
+    ]
 
 
 def _spaces(incomplete: str) -> list[str]:
+    """Return the names of search spaces for the shell's completion."""
     from autotune.problem.search_space import shipped_spaces
 
     return [name for name in shipped_spaces() if name.startswith(incomplete)]
 
 
 _COMPLETIONS = {"model": _models, "gpu": gpu_names, "space": _spaces}
-_PINS: dict[str, Any] = {  # options that are not fields of StudySpec of their own
+# Options that are not fields of StudySpec
+_PINS: dict[str, Any] = {
     "spec": Annotated[
         Path | None,
-        typer.Option(help="Read a study spec (YAML, or a name of `autotune suites`); options override it."),
+        typer.Option(
+            help="Read a study spec (YAML, or a name of `autotune suites`); options override it."
+        ),
     ],
     "seq_len": Annotated[int | None, typer.Option(help="Pin the sequence length.")],
     "rank": Annotated[int | None, typer.Option(help="Pin the LoRA rank.")],
-    "set_": Annotated[list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="Pin a knob; repeatable.")],
+    "set_": Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KNOB=VALUE", help="Pin a knob; repeatable."),
+    ],
     "storage": Storage,
 }
 LENGTHS = (
@@ -46,50 +58,53 @@ LENGTHS = (
 )
 CARD = ("memory_gib", "headroom", "price", "prices", "calibration")
 PLANNED = (
-    *(
-        "spec",
-        "space",
-        "objective",
-        *LENGTHS,
-        "epochs",
-        "global_batch",
-        "global_batch_tokens",
-        "seq_len",
-        "rank",
-        "set_",
-        *CARD,
-    ),
-    *("min_rank", "max_truncated", "allow_quantized", "allow_pure_bf16", "allow_any_optimizer", "slack"),
+    *("spec", "space", "objective", *LENGTHS, "epochs", "global_batch", "global_batch_tokens"),
+    *("seq_len", "rank", "set_", *CARD),
+    *("min_rank", "max_truncated", "allow_quantized", "allow_pure_bf16", "allow_any_optimizer"),
+    "slack",
 )
-ALL = ("model", "gpu", "spec", *(name for name in OPTIONS if name not in ("model", "gpu")), "seq_len", "rank", "set_")
+_OTHERS = tuple(name for name in OPTIONS if name not in ("model", "gpu"))
+ALL = ("model", "gpu", "spec", *_OTHERS, "seq_len", "rank", "set_")
 
 
 def _annotation(name: str) -> Any:
-    """The annotation of an option of this name, as typer reads it."""
+    """Return the annotation of an option in the form that typer reads."""
     if name in _PINS:
         return _PINS[name]
     option = OPTIONS[name]
+
     field: Field[Any] = StudySpec.__dataclass_fields__[name]
-    text = option.help if option.shown_default is None else f"{option.help} [{option.shown_default}]"
+    text = (
+        option.help if option.shown_default is None else f"{option.help} [{option.shown_default}]"
+    )
     names = (f"--{name.replace('_', '-')}",)
-    kinds: Any = str | None if str in get_args(field.type) else field.type  # other kinds are for Python and files
-    parameter = typer.Option(*names, help=text, metavar=option.metavar, autocompletion=_COMPLETIONS.get(name))
+    # Types other than text are for Python and files.
+    kinds: Any = str | None if str in get_args(field.type) else field.type
+    parameter = typer.Option(
+        *names, help=text, metavar=option.metavar, autocompletion=_COMPLETIONS.get(name)
+    )
     return Annotated[kinds | None, parameter]
 
 
 def with_study_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command that takes **options these options of a study, before its own."""
+    """Give a command that takes **options these options of a study, before its own options."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         keyword = inspect.Parameter.KEYWORD_ONLY
         declared = inspect.signature(command).parameters.values()
-        own = {parameter.name: parameter for parameter in declared if parameter.kind is not parameter.VAR_KEYWORD}
+        own_parameters = {
+            parameter.name: parameter
+            for parameter in declared
+            if parameter.kind is not parameter.VAR_KEYWORD
+        }
+
         parameters = [
             inspect.Parameter(name, keyword, default=None, annotation=_annotation(name))
             for name in names
-            if name not in own
+            if name not in own_parameters
         ]
-        parameters += [parameter.replace(kind=keyword) for parameter in own.values()]
+        parameters += [parameter.replace(kind=keyword) for parameter in own_parameters.values()]
+
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
@@ -98,25 +113,39 @@ def with_study_options(*names: str) -> Callable[[Callable[..., None]], Callable[
 
 
 def spec_of(options: dict[str, Any]) -> StudySpec:
-    """The StudySpec that these options mean. Raises UsageError."""
+    """Return the StudySpec that these options describe. Raises UsageError."""
     options = dict(options)
-    pins = pins_of(options.pop("set_") or [], seq_len=options.pop("seq_len"), lora_rank=options.pop("rank"))
+    pins = pins_of(
+        options.pop("set_") or [], seq_len=options.pop("seq_len"), lora_rank=options.pop("rank")
+    )
     return make_spec(options.pop("spec"), options | {"pins": pins or None})
 
 
-def pins_of(settings: list[str], **named: Any) -> dict[str, Any]:
-    """{knob: value} from KNOB=VALUE settings (values as YAML reads them) and the named options. Raises UsageError."""
-    pins = {name: value for name, value in named.items() if value is not None}
+def pins_of(settings: list[str], **options: Any) -> dict[str, Any]:
+    """Return {knob: value} from KNOB=VALUE settings and the named options.
+
+    Values are read as YAML. Raises UsageError for a setting that cannot be read, or for two values
+    of one knob.
+    """
+    pins = {name: value for name, value in options.items() if value is not None}
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals or not name or not text:
-            raise UsageError(f"--set {setting!r} is not KNOB=VALUE", remedy="for example --set checkpointing=none")
+            raise UsageError(
+                f"--set {setting!r} is not KNOB=VALUE",
+                remedy="for example --set checkpointing=none",
+            )
+
         try:
             value = load_yaml(text)
         except Exception:
-            raise UsageError(f"--set {setting!r}: the value cannot be read", remedy="quote it") from None
+            raise UsageError(
+                f"--set {setting!r}: the value cannot be read", remedy="quote it"
+            ) from None
+
         if pins.setdefault(name.strip(), value) != value:
             raise UsageError(
-                f"{name.strip()} is pinned to {pins[name.strip()]} and to {value}", remedy="give one value"
+                f"{name.strip()} is pinned to {pins[name.strip()]} and to {value}",
+                remedy="give one value",
             )
     return pins

@@ -1,8 +1,9 @@
-"""What is printed: the names, configs and messages of other people can do nothing to the terminal.
+"""Prints text so that names, configs and messages of other people cannot control the terminal.
 
-`guard` puts streams before stdout and stderr that show control characters as question marks. rich writes past them,
-since it colours and moves the cursor itself; `console` cleans each text before rich styles it. What the encoding of a
-terminal or a pipe lacks is a hyphen for a dash, and a question mark for all else.
+`guard` wraps stdout and stderr in streams that show control characters as question marks. rich
+bypasses them, since it emits colors and cursor moves itself; `console` cleans each text before rich
+styles it. If the encoding lacks a character, a dash becomes a hyphen, and any other character a
+question mark.
 """
 
 import codecs
@@ -23,13 +24,13 @@ _PIPE_WIDTH = 240
 
 
 class _Guarded:
-    """A text stream that passes on what a terminal can do no more than show."""
+    """A text stream without control characters."""
 
     def __init__(self, stream: Any) -> None:
         self.unguarded = stream
 
     def write(self, text: str) -> int:
-        """Write the text, whose control characters are question marks."""
+        """Write the text with question marks for its control characters."""
         self.unguarded.write(printable_lines(text))
         return len(text)
 
@@ -38,7 +39,7 @@ class _Guarded:
 
 
 def _closest(error: UnicodeError) -> tuple[str, int]:
-    """What is written in place of characters that an encoding lacks."""
+    """Replace characters that an encoding lacks."""
     assert isinstance(error, UnicodeEncodeError)
     lacking = error.object[error.start : error.end]
     return "".join("-" if char == DASH else "?" for char in lacking), error.end
@@ -55,14 +56,17 @@ def guard() -> None:
 
 
 def console(*, stderr: bool = False, **options: Any) -> "Console":
-    """A console of rich's, whose texts are printable."""
+    """Return a console of rich whose texts are printable."""
     from rich.console import Console
     from rich.segment import Segment
 
     class Clean(Console):
-        def render(self, *arguments: Any, **named: Any) -> Iterable[Segment]:
-            for segment in super().render(*arguments, **named):
-                yield segment if segment.control else segment._replace(text=printable_lines(segment.text))
+        def render(self, *arguments: Any, **keywords: Any) -> Iterable[Segment]:
+            for segment in super().render(*arguments, **keywords):
+                if segment.control:
+                    yield segment
+                else:
+                    yield segment._replace(text=printable_lines(segment.text))
 
     stream = sys.stderr if stderr else sys.stdout
     return Clean(file=getattr(stream, "unguarded", stream), **options)
@@ -79,7 +83,7 @@ def print_json(rows: Any) -> None:
 
 
 def print_answer_json(answer: Any) -> None:
-    """Print a value, or several, as JSON on stdout."""
+    """Print a value, or a list of values, as JSON on stdout."""
     from autotune.core.json_view import json_data
 
     print_json(json_data(answer))
@@ -93,11 +97,14 @@ def print_table(title: str | None, columns: dict[str, Any], rows: list[tuple[str
     screen = console()
     if not screen.is_terminal:
         screen = console(width=_PIPE_WIDTH)
+
     table = Table(title=title, title_justify="left")
     for number, (heading, justify) in enumerate(columns.items()):
         longest = max((len(row[number]) for row in rows), default=0)
-        whole = number == 0 and longest <= screen.width // 3  # a name of a row that is not folded before the rest is
-        table.add_column(heading, justify=justify, overflow="fold", no_wrap=whole)
+        # The name of a row is folded last.
+        is_whole = number == 0 and longest <= screen.width // 3
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=is_whole)
+
     for row in rows:
         table.add_row(*map(Text, row))  # no markup: names may hold brackets
     screen.print(table)

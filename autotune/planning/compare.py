@@ -1,7 +1,8 @@
-"""Compare cards for the same run: the cheapest, the fastest, what a budget allows, and when an own card pays.
+"""Compares cards for the same run: the cheapest, the fastest, and the best within a budget.
 
-Everything rests on a plan for each card, and is an estimate. The plans share errors, so that two cards whose intervals
-overlap are less often in the wrong order than the intervals suggest.
+It also says when buying a card pays. Every number is an estimate from one plan per card. The plans
+share errors, so cards with overlapping intervals are in the wrong order less often than the
+intervals suggest.
 """
 
 import math
@@ -30,7 +31,13 @@ from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
 from autotune.planning.device_estimate import device_limit_gib, how_sure, limit_of, smallest_card
 from autotune.planning.observations import Say, silent
-from autotune.planning.plan import alike_but_for_rows, candidates, count_leanest, plan_setup, planned_setup
+from autotune.planning.plan import (
+    alike_but_for_rows,
+    candidates,
+    count_leanest,
+    plan_setup,
+    planned_setup,
+)
 from autotune.prediction.estimate import Estimate, estimate, memory_of, memory_state
 from autotune.prediction.memory_formula import ERROR, MemoryBreakdown
 from autotune.prediction.observed_speed import Observation
@@ -41,9 +48,9 @@ from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
 from autotune.report.values.comparison import Budget, ComparedCard, Comparison, Group, Owned
 
-# Which value of these needs the least memory depends on the other knobs.
+# The value of these that needs the least memory depends on the other knobs.
 DEPENDENT = ("micro_batch_size", "optimizer", "checkpointing", "compile", "loss", "kernels")
-QUIET_S = 2.0  # between two lines of progress
+QUIET_S = 2.0  # the shortest pause between two lines of progress
 
 
 def compare(
@@ -56,19 +63,24 @@ def compare(
     observations: Sequence[Observation] = (),
     say: Say = silent,
 ) -> Comparison:
-    """Compare cards for the run of each spec, a spec a model; with each of `methods`, which are search spaces.
+    """Compare cards for the run of each spec (one per model), with each search space of `methods`.
 
-    A name of `gpus` or `methods` may be several with commas between. The own card is compared too. `say` gets warnings
-    and progress. Raises UsageError if a part of a spec is unknown or impossible, or no formula covers any model on any
-    card.
+    An entry of `gpus` or `methods` may hold several names with commas between them. The user's own
+    card is compared too. `say` receives warnings and progress.
+
+    Raises UsageError if a part of a spec is unknown or impossible, or if no model has a formula on
+    any card.
     """
     cards = _named_cards([*gpus, owned.device.option] if owned else gpus)
     studies = _studies(specs, methods)
-    titles = [(printable(resolve_model(spec.model).name), printable(spec.space_name or "default")) for spec in studies]
+    titles = [
+        (printable(resolve_model(spec.model).name), printable(spec.space_name or "default"))
+        for spec in studies
+    ]
     warnings: set[str] = set()
 
     def say_once(text: str) -> None:
-        """Most warnings hold for all cards."""
+        """Pass each warning on once, since most warnings hold for all cards."""
         if text not in warnings:
             say(text)
         warnings.add(text)
@@ -83,18 +95,23 @@ def compare(
                 number = len(groups) * len(cards) + len(compared)
                 say(f"{number} of {len(studies) * len(cards)}: {model}, {method}, {card.name}")
                 last_progress = time.monotonic()
+
             try:
                 setup = planned_setup(spec, card, say_once)
-                made = compare_card(setup, limit_of(spec, card), observations)
-                compared.append(replace(made, spot=_spot(spec, card)))
+                result = compare_card(setup, limit_of(spec, card), observations)
+                compared.append(replace(result, spot=_spot(spec, card)))
             except UsageError as error:
                 errors.append(error)
                 compared.append(ComparedCard(device=card, problem=printable(str(error))))
+
         smallest = smallest_holding(_least_by_bf16(spec, compared, say_once), spec.headroom)
         groups.append(Group(model=model, method=method, cards=tuple(compared), smallest=smallest))
+
     if not any(group.plan for group in groups):
         raise UsageError("\n".join(dict.fromkeys(map(str, errors))), remedy=errors[0].remedy)
+
     plans = [card.plan for group in groups for card in group.cards if card.plan]
+
     return Comparison(
         groups=tuple(groups),
         how_sure=_how_sure(groups),
@@ -105,29 +122,32 @@ def compare(
 
 
 def _how_sure(groups: Sequence[Group]) -> str:
-    """Where memory and speed come from: the formula, counting, or both."""
+    """Return the sources of memory and speed with their errors: the formula, counting, or both."""
     needs = [card.least for group in groups for card in group.cards if card.least]
-    counted = {need.memory is not None and need.memory.counted for need in needs}
+    counted_flags = {need.memory is not None and need.memory.counted for need in needs}
     plans = (card.plan for group in groups for card in group.cards if card.plan)
     objective = next((plan.task.workload.objective for plan in plans), Objective.SFT)
-    kinds = [False] * (counted != {True}) + [True] * (True in counted)
-    return "; where no formula covers a model, ".join(how_sure(counted=kind, objective=objective) for kind in kinds)
+
+    kinds = [False] * (counted_flags != {True}) + [True] * (True in counted_flags)
+    return "; where no formula covers a model, ".join(
+        how_sure(counted=kind, objective=objective) for kind in kinds
+    )
 
 
 def _spot(spec: StudySpec, card: DeviceSpec) -> Price | None:
-    """The cheapest spot price of a card; None where the user gave a price."""
+    """Return the cheapest spot price of a card, or None if the user gave a price."""
     if spec.price is not None:
         return None
     return find_spot(card.name, load_prices(Path(expanduser(spec.prices))) if spec.prices else ())
 
 
 def _names(values: Sequence[str]) -> list[str]:
-    """The names in texts with commas between them, each once."""
+    """Split texts at their commas, and return each name once."""
     return list(dict.fromkeys(name for text in values for name in split_names(text)))
 
 
 def _named_cards(names: Sequence[str]) -> list[DeviceSpec]:
-    """The cards of these names, each once. Raises UsageError."""
+    """Return the cards with these names, each once. Raises UsageError."""
     cards = list(dict.fromkeys(resolve_device(name) for name in _names(names)))
     if not cards:
         raise UsageError("which GPUs?", remedy="for example --gpus a10,l4,a100-80gb,h100")
@@ -135,74 +155,107 @@ def _named_cards(names: Sequence[str]) -> list[DeviceSpec]:
 
 
 def _studies(specs: Sequence[StudySpec], methods: Sequence[str]) -> list[StudySpec]:
-    """Each model with each method. Raises UsageError for an unknown one."""
+    """Return a spec for each model and method. Raises UsageError for an unknown method."""
     names = _names(methods)
     if any(spec.configs for spec in specs):
-        raise UsageError("a suite names its configurations, and there is no best to look for", remedy="`autotune plan`")
+        raise UsageError(
+            "a suite names its configurations, and there is no best to look for",
+            remedy="`autotune plan`",
+        )
     if names and any(spec.space for spec in specs):
-        raise UsageError("--methods and a space of one's own cannot both be", remedy="leave out one of them")
+        raise UsageError(
+            "--methods and a space of one's own cannot both be", remedy="leave out one of them"
+        )
+
     for name in names:
         SearchSpace.load(name)
     return [replace(spec, space=name) for spec in specs for name in names] or list(specs)
 
 
-def compare_card(setup: Setup, limit_gib: float, observations: Sequence[Observation] = ()) -> ComparedCard:
-    """The plan for the card of this study, and what needs the least memory there. Raises UsageError."""
-    made = plan_setup(setup, limit_gib, observations, counted=True)
-    least = least_memory(open_reserve(setup).task, limit_gib) or made.baseline
-    return ComparedCard(device=setup.task.device, plan=made, least=least)
+def compare_card(
+    setup: Setup, limit_gib: float, observations: Sequence[Observation] = ()
+) -> ComparedCard:
+    """Plan for this study's card, and find its leanest configuration. Raises UsageError."""
+    plan = plan_setup(setup, limit_gib, observations, counted=True)
+    leanest = least_memory(open_reserve(setup).task, limit_gib) or plan.baseline
+    return ComparedCard(device=setup.task.device, plan=plan, least=leanest)
 
 
 def least_memory(task: Task, limit_gib: float) -> Estimate | None:
-    """The configuration of the space that needs the least memory; None where that is not known.
+    """Return the configuration of the space that needs the least memory, or None if unknown.
 
-    Where no formula covers any, the leanest is counted.
+    If no formula covers a configuration, the leanest one is counted.
     """
     space = task.space
     for name, value in space.leanest().items():
         if name in KNOBS and name not in DEPENDENT:
             space = space.pin(name, value)
     configs = candidates(space) if Sizes.of(task.model) else ()
-    smallest: dict[tuple[Any, ...], TrainConfig] = {}  # micro batches of configurations that are else alike
+
+    # Among configurations that differ only in their micro batch, the smallest one is the leanest.
+    smallest: dict[tuple[Any, ...], TrainConfig] = {}
     for config in configs:
-        alike = alike_but_for_rows(task, config)
-        smallest[alike] = min(smallest.get(alike, config), config, key=lambda one: one.micro_batch_size)
-    needs = {config: memory for config in smallest.values() if (memory := _memory(task, config)) is not None}
+        key = alike_but_for_rows(task, config)
+        smallest[key] = min(smallest.get(key, config), config, key=lambda one: one.micro_batch_size)
+
+    needs = {
+        config: memory
+        for config in smallest.values()
+        if (memory := _memory(task, config)) is not None
+    }
+
     if not needs:
         return count_leanest(task, limit_gib)
     return estimate(task, min(needs, key=lambda config: needs[config].peak_reserved_gib), limit_gib)
 
 
 def _memory(task: Task, config: TrainConfig) -> MemoryBreakdown | None:
-    """The memory of a configuration with the longest rows, by formula."""
+    """Return the memory that a configuration needs for the longest rows, by formula."""
     micro_steps = task.workload.run_shape(config).probe_micro_steps
-    longest, objective = task.workload.at_longest(config), task.workload.objective
-    return memory_of(task.model, longest, micro_steps, objective=objective)
+    longest = task.workload.at_longest(config)
+    return memory_of(task.model, longest, micro_steps, objective=task.workload.objective)
 
 
-def _least_by_bf16(spec: StudySpec, compared: Sequence[ComparedCard], say: Say) -> dict[bool, Estimate]:
-    """What needs the least memory on cards with bf16 (True) and without it; one card stands for all of its kind."""
+def _least_by_bf16(
+    spec: StudySpec, compared: Sequence[ComparedCard], say: Say
+) -> dict[bool, Estimate]:
+    """Return the leanest configuration for cards with bf16 (True) and for cards without it.
+
+    One card stands for all cards of its kind.
+    """
     needs = {card.device.supports_bf16: card.least for card in compared if card.least}
     missing = {True, False} - {card.device.supports_bf16 for card in compared}
+
     for bf16 in missing if needs else ():
-        card = next(card for card in list_devices() if card.kind != "cpu" and card.supports_bf16 is bf16)
+        card = next(
+            card for card in list_devices() if card.kind != "cpu" and card.supports_bf16 is bf16
+        )
+
         try:
-            least = least_memory(open_reserve(planned_setup(spec, card, say)).task, math.inf)
+            leanest = least_memory(open_reserve(planned_setup(spec, card, say)).task, math.inf)
         except UsageError:
-            continue  # nothing of the space runs on such cards
-        if least:
-            needs[bf16] = least
+            continue  # no configuration of the space runs on such cards
+
+        if leanest:
+            needs[bf16] = leanest
+
     return needs
 
 
 def smallest_holding(needs: Mapping[bool, Estimate], headroom: float) -> DeviceSpec | None:
-    """The card with the least memory that surely holds what is needed; `needs` is by whether a card has bf16."""
+    """Return the smallest card that surely fits, or None.
+
+    `needs` holds the leanest configuration for cards with bf16 (True) and without.
+    """
 
     def fits(card: DeviceSpec) -> bool:
         need = needs.get(card.supports_bf16)
         if need is None:
             return False
         limit_gib = device_limit_gib(card, headroom)
-        return memory_state(need.need_gib, limit_gib, need.memory.error if need.memory else ERROR) == FITS
+        return (
+            memory_state(need.need_gib, limit_gib, need.memory.error if need.memory else ERROR)
+            == FITS
+        )
 
     return smallest_card(fits)

@@ -1,4 +1,4 @@
-"""Memory and time of models and configurations that no formula covers, counted by a dry probe in its own process."""
+"""Counts memory and time of models without a formula, by a dry probe in its own process."""
 
 import functools
 from dataclasses import replace
@@ -11,14 +11,20 @@ from autotune.core.train_config import TrainConfig
 from autotune.dry.prober import DryAnswer, DryProber
 
 
-def count(model: ModelSpec, config: TrainConfig, micro_steps: int, objective: Objective) -> DryCount | None:
-    """Count a training step of the whole model, the counter of `estimate`; None if `no_count` says why."""
+def count(
+    model: ModelSpec, config: TrainConfig, micro_steps: int, objective: Objective
+) -> DryCount | None:
+    """Count a training step of the whole model, or return None (see `no_count`)."""
     return counted(model, config, micro_steps, objective).count
 
 
-def no_count(model: ModelSpec, config: TrainConfig, micro_steps: int, objective: Objective = Objective.SFT) -> str:
-    """Why `count` has no answer, as a part of a sentence."""
-    return printable(counted(model, config, micro_steps, objective).refused or "it can be counted").rstrip(".")
+def no_count(
+    model: ModelSpec, config: TrainConfig, micro_steps: int, objective: Objective = Objective.SFT
+) -> str:
+    """Return why `count` has no answer, as part of a sentence."""
+    return printable(
+        counted(model, config, micro_steps, objective).refused or "it can be counted"
+    ).rstrip(".")
 
 
 def counted(
@@ -28,16 +34,22 @@ def counted(
     objective: Objective = Objective.SFT,
     depth: int | None = None,
 ) -> DryAnswer:
-    """What a dry probe counts of the whole model, or of `depth` of its layers, or why it counts nothing."""
+    """Count the whole model, or `depth` of its layers, by a dry probe; or say why it cannot."""
     if model.sees_images:
         return DryAnswer(refused="the images of its rows are not counted")
+
     if config.knows_ends and (config.packing or not config.has_mask):
-        # torch's own flash attention holds the same, and needs no package to be counted. These keep packed examples
-        # apart without a mask, so that their rows are counted as if each held one.
+        # torch's own flash attention needs the same memory and no extra package. These settings
+        # keep packed examples apart without a mask, so each row is counted as if it held one
+        # example.
         config = replace(
-            config, attention="sdpa", packing=False, padding="max_length" if config.packing else config.padding
+            config,
+            attention="sdpa",
+            packing=False,
+            padding="max_length" if config.packing else config.padding,
         )
-    # What may be used of the memory of a card does not change what is needed.
+
+    # The request needs a limit, but the limit does not change the count.
     request = ProbeRequest(
         config=config,
         model=model.config,
@@ -47,10 +59,11 @@ def counted(
         objective=objective,
         trainer=objective.trainers[0],
     )
+
     return _prober().count(request)
 
 
 @functools.cache
 def _prober() -> DryProber:
-    """One process serves all questions. It ends with this one."""
+    """Return this process's prober. Its worker answers all requests and ends with it."""
     return DryProber()

@@ -1,9 +1,9 @@
-"""Estimate one configuration on one device by formula: whether it fits, how fast it trains, what the full run costs.
+"""Estimates one configuration on one device by formula: whether it fits, its speed and its cost.
 
-The device's time is that of the reference card (`prediction/step_time`), transferred to the device
-(`prediction/transfer`) and corrected by what others measured there with the same method. The host's time to issue the
-work is that of a host of which nothing is known. Where there is a calibration, it replaces what is assumed of its card
-and of its host.
+The device's time is the reference card's time (`prediction/step_time`), transferred to the device
+(`prediction/transfer`). It is corrected by other users' measurements of the same method there. The
+time to issue the work assumes an unknown host. A calibration replaces the assumptions about its
+card and its host.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,31 +22,36 @@ from autotune.problem.target import device_cap_gib, find_target
 from autotune.problem.task import Task
 
 ACCURACY = (
-    "memory by a formula that was within 0.3 % of the 3 models on an H200 that it was made with, and 5.1 % of 11 "
-    "others (LoRA, nf4, full fine-tuning); speed by another, 12 % off in the median of these"
+    "memory by a formula that was within 0.3 % of the 3 models on an H200 that it was made with, "
+    "and 5.1 % of 11 others (LoRA, nf4, full fine-tuning); speed by another, 12 % off in the "
+    "median of these"
 )
-# What `benchmarks/counts.py probes` and `benchmarks/counts.py speed` found.
+# Results of `benchmarks/counts.py probes` and `benchmarks/counts.py speed`
 COUNTED = (
-    "memory by counting a training step without a GPU, 0.2 % off in the median and 0.5 % at worst for 36 kinds of "
-    "model on an H100 (whole models on int8 bases with random weights held up to 9 % more); speed by its arithmetic "
-    "and the bytes it moves, 1.7 % off in the median of 10 dense models on an H200 where the device sets the pace, and "
-    "4.3 % of 11 others on an H100 (14 % before it was mended for these)"
+    "memory by counting a training step without a GPU, 0.2 % off in the median and 0.5 % at worst "
+    "for 36 kinds of model on an H100 (whole models on int8 bases with random weights held up to "
+    "9 % more); speed by its arithmetic and the bytes it moves, 1.7 % off in the median of 10 "
+    "dense models on an H200 where the device sets the pace, and 4.3 % of 11 others on an H100 "
+    "(14 % before it was mended for these)"
 )
-# What `benchmarks/plan.py objectives` found.
+# Results of `benchmarks/plan.py objectives`
 OF_OBJECTIVES = (
-    "memory by a formula that was within 0.9 % of 24 trainings for dpo, kto, reward and classification on an H200 "
-    "(six models, LoRA, all recomputed); speed by another, 10 % off in the median of these and 25 % at worst"
+    "memory by a formula that was within 0.9 % of 24 trainings for dpo, kto, reward and "
+    "classification on an H200 (six models, LoRA, all recomputed); speed by another, 10 % off in "
+    "the median of these and 25 % at worst"
 )
-
 
 RANK_ACCURACY = (
-    "memory of FSDP2 by a formula that was within 2.7 % of four measured ranks and 2.1 % of 192 counted ones, of DDP "
-    "within 1.6 % of six, of ZeRO within 1.5 % of eight; speeds of several by formulas that little was measured for"
+    "memory of FSDP2 by a formula that was within 2.7 % of four measured ranks and 2.1 % of 192 "
+    "counted ones, of DDP within 1.6 % of six, of ZeRO within 1.5 % of eight; speeds of several "
+    "by formulas that little was measured for"
 )
 
 
-def how_sure(*, counted: bool = False, objective: Objective = Objective.SFT, num_gpus: int = 1) -> str:
-    """Where memory and speed come from, and how far they were off, on one GPU or on several that share a training."""
+def how_sure(
+    *, counted: bool = False, objective: Objective = Objective.SFT, num_gpus: int = 1
+) -> str:
+    """Return the sources of memory and speed and their errors, for one GPU or for several."""
     if num_gpus > 1:
         return RANK_ACCURACY
     if counted:
@@ -55,39 +60,47 @@ def how_sure(*, counted: bool = False, objective: Objective = Objective.SFT, num
 
 
 def planned_device(name: str) -> DeviceSpec:
-    """The catalogue's device of this name; `auto` means the GPU of this machine. Raises UsageError if there is none."""
+    """Return the device with this name; `auto` means this machine's GPU. Raises UsageError."""
     if name.strip().lower() != "auto":
         return resolve_device(name)
     try:
         return find_target(name).device
     except EnvironmentProblem:
-        raise UsageError("which GPU? There is none here", remedy="name one: --gpu a10 (`autotune gpus`)") from None
+        raise UsageError(
+            "which GPU? There is none here", remedy="name one: --gpu a10 (`autotune gpus`)"
+        ) from None
 
 
 def device_limit_gib(device: DeviceSpec, headroom: float, memory_gib: float | None = None) -> float:
-    """GiB that tensors may take on the device: its memory without the reserved share and without a CUDA context.
+    """Return the GiB that tensors may use: the memory minus the reserve and a CUDA context.
 
-    `memory_gib` can only lower the memory of the device. Raises UsageError if that is not known.
+    `memory_gib` can only lower the device's memory. Raises UsageError if the memory is unknown.
     """
-    return max(memory_limit_gib(device_cap_gib(device, memory_gib), headroom, taken_gib=CONTEXT_GIB), 0.01)
+    return max(
+        memory_limit_gib(device_cap_gib(device, memory_gib), headroom, taken_gib=CONTEXT_GIB), 0.01
+    )
 
 
 def limit_of(spec: StudySpec, device: DeviceSpec) -> float:
-    """`device_limit_gib` as the spec asks for it."""
+    """Return `device_limit_gib` with the headroom and the memory of the spec."""
     return device_limit_gib(device, spec.headroom, spec.memory_gib)
 
 
 def smallest_card(fits: Callable[[DeviceSpec], bool]) -> DeviceSpec | None:
-    """The card of known memory with the least of it for which `fits` holds."""
-    cards = sorted((card for card in list_devices() if card.memory_gib), key=lambda card: card.memory_gib or 0.0)
+    """Return the smallest card that `fits` accepts, by memory, or None."""
+    cards = sorted(
+        (card for card in list_devices() if card.memory_gib),
+        key=lambda card: card.memory_gib or 0.0,
+    )
     return next(filter(fits, cards), None)
 
 
 def no_estimate(task: Task, config: TrainConfig, *, counted: bool) -> str:
-    """Why `estimate` knows nothing of a configuration."""
+    """Return why `estimate` has no result for a configuration."""
     covers = f"there is no formula for {unsupported(task.model, config)}"
     if not counted or config.num_gpus > 1:
         return covers
+
     workload = task.workload
     steps = workload.run_shape(config).probe_micro_steps
     reason = no_count(task.model, workload.at_longest(config), steps, workload.objective)
@@ -95,10 +108,15 @@ def no_estimate(task: Task, config: TrainConfig, *, counted: bool) -> str:
 
 
 def corrected_by_observations(task: Task, observations: Sequence[Observation]) -> Task:
-    """The task, its projection from another card corrected by what was measured on the task's own device."""
+    """Return the task with its speed transfer corrected by measurements on its own device."""
     if task.measured_on is None:
         return task
-    transfer = observed_transfer(task.measured_on, task.device, task.baselines[0], observations, task.calibration)
+
+    transfer = observed_transfer(
+        task.measured_on, task.device, task.baselines[0], observations, task.calibration
+    )
     if transfer is None or not transfer.basis:
         return task
-    return replace(task, carried=replace(transfer, host=task.carried.host if task.carried else None))
+    return replace(
+        task, carried=replace(transfer, host=task.carried.host if task.carried else None)
+    )

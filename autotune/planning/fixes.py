@@ -1,4 +1,4 @@
-"""Find changes to another tool's file that make its run fit a card."""
+"""Finds changes to another tool's file that make its run fit a card."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -15,18 +15,21 @@ from autotune.planning.run_estimate import CheckContext, bounds_of, check_run
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.report.values.check import FP32_BASE, CheckedRun, Edits, ForeignConfig
 
-MAX_MICRO_BATCH, MIN_LENGTH = 1024, 256  # of what is tried
-NESTED = ("model_init_kwargs", "bnb_config_kwargs")  # keys that stand there are changed there
+# Limits of the search
+MAX_MICRO_BATCH = 1024
+MIN_LENGTH = 256
+NESTED = ("model_init_kwargs", "bnb_config_kwargs")  # a key inside one of these is changed there
 CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
-# How much a change of a file changes what is learned: nothing; the optimizer's state, or DoRA; the base, or the fp32
-# master weights; the sequence; adapters are trained instead of all parameters.
+# Ranks of changes, by their effect on the result of the training: the same result; another
+# optimizer state, or no DoRA; another base, or no fp32 master weights; shorter sequences; adapters
+# instead of all parameters.
 SAME_RESULT, OTHER_OPTIMIZER, QUANTIZED, SHORTER, ADAPTERS = range(5)
 
-Fix = tuple[int, Edits]  # how much it changes what is learned, and the keys to write
+Fix = tuple[int, Edits]  # the rank of a change, and the keys to write
 
 
 def edited(values: dict[str, Any], edits: Edits) -> dict[str, Any]:
-    """A copy of the file's values with the edits, each written where its tool reads the key."""
+    """Return the file's values with the edits, each in the place that the tool reads."""
     new = dict(values)
     for key, value in edits.items():
         inner = next((name for name in NESTED if key in (values.get(name) or ())), None)
@@ -38,9 +41,13 @@ def edited(values: dict[str, Any], edits: Edits) -> dict[str, Any]:
 
 
 def fixes_of(run: ForeignConfig) -> Iterator[Fix]:
-    """Each change that may save memory, but those of micro batch and length."""
-    config, tool, values = run.config, run.format, run.values
+    """Yield each change that may save memory, except changes of micro batch and length."""
+    config = run.config
+    tool = run.format
+    values = run.values
     table: dict[str, Edits] = load_data("autotune.planning", "foreign_keys")["fixes"][tool]
+
+    # Changes for every method
     if FP32_BASE in run.notes:
         yield SAME_RESULT, {"dtype": "bfloat16"}
     fused = _fused_loss(values) if tool == "axolotl" else table.get("loss")
@@ -48,31 +55,45 @@ def fixes_of(run: ForeignConfig) -> Iterator[Fix]:
         yield SAME_RESULT, fused
     if config.checkpointing == "none":
         newer_key = tool == "trl" and "activation_checkpointing" in values
-        yield SAME_RESULT, {"activation_checkpointing": True} if newer_key else table["checkpointing"]
+        edits: Edits = {"activation_checkpointing": True} if newer_key else table["checkpointing"]
+        yield SAME_RESULT, edits
     if config.optimizer in ("adamw_torch", "adamw_torch_fused") and "optimizer" in table:
         yield OTHER_OPTIMIZER, table["optimizer"]
     if config.dora:
         yield OTHER_OPTIMIZER, {key_of(tool, "dora"): False}
-    quantized = _switching_off(table["quantized"], values, "load_in_8bit")
+
+    # Changes for adapters
+    quantization = _switching_off(table["quantized"], values, "load_in_8bit")
     if config.method == "lora":
         if config.quantization != "nf4":
-            yield QUANTIZED, quantized
+            yield QUANTIZED, quantization
         return
+
+    # Changes for full fine-tuning
     if config.precision != "bf16_pure" and "pure" in table:
         yield QUANTIZED, table["pure"]
     adapters = table["adapters"]
     if tool == "axolotl":
         adapters = adapters | {"lora_r": values.get("lora_r") or 16}
     yield ADAPTERS, adapters
-    yield ADAPTERS, adapters | quantized
+    yield ADAPTERS, adapters | quantization
 
 
 def _fused_loss(values: dict[str, Any]) -> Edits:
-    """What fuses Axolotl's loss with the head: Liger if its plugin is loaded, else Cut Cross Entropy."""
+    """Return the edits that fuse Axolotl's loss with the head.
+
+    Liger does it if its plugin is loaded, otherwise Cut Cross Entropy.
+    """
     plugins = values.get("plugins") or []
-    plugins = [name.strip() for name in plugins.split(",")] if isinstance(plugins, str) else list(plugins)
+    plugins = (
+        [name.strip() for name in plugins.split(",")] if isinstance(plugins, str) else list(plugins)
+    )
+
     if any("liger" in str(name).lower() for name in plugins):
-        return _switching_off({"liger_fused_linear_cross_entropy": True}, values, "liger_cross_entropy")
+        return _switching_off(
+            {"liger_fused_linear_cross_entropy": True}, values, "liger_cross_entropy"
+        )
+
     if not any("cut_cross_entropy" in str(name).lower() for name in plugins):
         plugins.append(CUT_CROSS_ENTROPY)
     return {"plugins": plugins, "cut_cross_entropy": True}
@@ -84,34 +105,45 @@ def _switching_off(edits: Edits, values: dict[str, Any], key: str) -> Edits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixSearch:
-    """Tries changes of a run that may not fit. `parsed` remembers what the file is with each set of edits."""
+    """Tries changes to a run that may not fit.
+
+    `parsed` caches the reading of the file with each set of edits.
+    """
 
     context: CheckContext
     checked: CheckedRun
     parsed: dict[str, ForeignConfig | None] = field(default_factory=dict)
 
     def each_alone(self) -> list[CheckedRun]:
-        """Each change by itself, if it helps; of micro batches and lengths the largest that fits."""
+        """Return each change that helps by itself.
+
+        Micro batch and length are the largest ones that fit.
+        """
         run = self.checked.run
-        parsed = [(edits, self._parse(edits)) for _, edits in fixes_of(run)]
-        results = [self._fixed(edits, new) for edits, new in parsed if new is not None]
+        edited_runs = [(edits, self._parse(edits)) for _, edits in fixes_of(run)]
+        results = [self._fixed(edits, new) for edits, new in edited_runs if new is not None]
+
         if sizes := self._smaller_batches(run):
             results.append(self._largest({}, {}, (FITS,)) or self._fixed({}, run, sizes[-1]))
+
         if lengths := self._shorter(run):
-            shortened = [self._fixed({}, run, length) for length in lengths]
-            fitting = (one for one in shortened if one and one.state == FITS)
-            results.append(next(fitting, shortened[0]))
-        changed = [fixed for fixed in results if fixed and fixed.edits]
-        return [fixed for fixed in changed if self.saved_gib(fixed) > 0.005 or fixed.state == FITS]
+            shorter_runs = [self._fixed({}, run, length) for length in lengths]
+            fitting = (one for one in shorter_runs if one and one.state == FITS)
+            results.append(next(fitting, shorter_runs[0]))
+
+        changes = [fixed for fixed in results if fixed and fixed.edits]
+        return [fixed for fixed in changes if self.saved_gib(fixed) > 0.005 or fixed.state == FITS]
 
     def saved_gib(self, fixed: CheckedRun) -> float:
-        """GiB by which the need falls."""
+        """Return the GiB that this change saves."""
         return self.checked.estimate.need_gib - fixed.estimate.need_gib
 
     def best(self) -> CheckedRun | None:
-        """What makes it fit: what is learned changes as little as can be, then the fewest changes, then the fastest.
+        """Return the best set of changes that makes the run fit, or None.
 
-        For a run that does not fit, where nothing surely fits, what is too close to tell.
+        The order of preference: the least change of the training's result, then the fewest changes,
+        then the fastest run. If the run does not fit and no set is certain to fit, a set within the
+        error is returned.
         """
         fixes = list(fixes_of(self.checked.run))
         for accepted in ((FITS,), (TIGHT,)) if self.checked.state == OOM else ((FITS,),):
@@ -122,12 +154,17 @@ class FixSearch:
         return None
 
     def _lengths_for(self, rank: int) -> list[Edits]:
-        """The length as it is, at SHORTER only other ones, and beyond both."""
+        """Return the lengths to try for a rank.
+
+        Below SHORTER this is the run's own length, at SHORTER the shorter ones, and beyond it both.
+        """
         unchanged: list[Edits] = [] if rank == SHORTER else [{}]
         return unchanged + (self._shorter(self.checked.run) if rank >= SHORTER else [])
 
-    def _best_subset(self, fixes: list[Fix], rank: int, length: Edits, accepted: Sequence[str]) -> CheckedRun | None:
-        """Of the combinations of this rank at this length that come to an accepted state, the least change."""
+    def _best_subset(
+        self, fixes: list[Fix], rank: int, length: Edits, accepted: Sequence[str]
+    ) -> CheckedRun | None:
+        """Return the accepted result with the fewest changes for this rank and length."""
         results = []
         for place, (count, edits) in enumerate(_subsets(fixes, rank)):
             fixed = self._largest(edits, length, accepted)
@@ -135,10 +172,11 @@ class FixSearch:
                 resized = len(fixed.edits) > len(edits)
                 speed = fixed.estimate.tokens_per_s or 0.0
                 results.append((count + resized, -speed, place, fixed))
+
         return min(results)[-1] if results else None
 
     def _largest(self, edits: Edits, length: Edits, accepted: Sequence[str]) -> CheckedRun | None:
-        """With these edits the largest micro batch of an accepted state; the global batch stays as it is."""
+        """Return the largest micro batch in an accepted state; the global batch stays the same."""
         run = self._parse(edits)
         if run is None:
             return None
@@ -149,43 +187,54 @@ class FixSearch:
             state = OOM if bounds is None else bounds.state(self.context.limit_gib)
             return state == FITS or state in accepted
 
-        if not fits(sizes[-1]):  # a smaller one never needs more
+        if not fits(sizes[-1]):  # a smaller micro batch never needs more
             return None
         return self._fixed(edits, run, sizes[bisect_left(sizes, True, key=fits)])
 
     def _parse(self, edits: Edits) -> ForeignConfig | None:
-        """Read the edited file, shared out over as many GPUs as the run; None if its tool refuses it."""
-        run, key = self.checked.run, repr(edits)
+        """Read the edited file for the run's number of GPUs; return None if its tool refuses."""
+        run = self.checked.run
+        key = repr(edits)
+
         if not edits:
             return run
         if key not in self.parsed:
             try:
-                new = for_model(parse(edited(run.values, edits), run.format), self.context.model)
+                edited_run = for_model(
+                    parse(edited(run.values, edits), run.format), self.context.model
+                )
                 num_gpus = run.num_gpus if run.config.num_gpus > 1 else None
-                self.parsed[key] = shared_out(new, self.context.model, num_gpus)
+                self.parsed[key] = shared_out(edited_run, self.context.model, num_gpus)
             except UsageError:
                 self.parsed[key] = None
         return self.parsed[key]
 
-    def _fixed(self, edits: Edits, run: ForeignConfig, size: Edits | None = None) -> CheckedRun | None:
+    def _fixed(
+        self, edits: Edits, run: ForeignConfig, size: Edits | None = None
+    ) -> CheckedRun | None:
         return check_run(self.context, self._resized(run, size or {}), edits | (size or {}))
 
     def _resized(self, run: ForeignConfig, size: Edits) -> ForeignConfig:
         rows = run.config.micro_batch_size * run.accumulation
         micro = size.get(key_of(run.format, "micro_batch_size"), run.config.micro_batch_size)
-        config = replace(run.config, micro_batch_size=micro, seq_len=size.get(self._length_key, run.config.seq_len))
+        config = replace(
+            run.config,
+            micro_batch_size=micro,
+            seq_len=size.get(self._length_key, run.config.seq_len),
+        )
         return replace(run, config=config, accumulation=rows // micro)
 
     def _smaller_batches(self, run: ForeignConfig) -> list[Edits]:
-        """Smaller micro batches that leave the global batch as it is, the largest first."""
+        """Return the smaller micro batches that keep the global batch, the largest first."""
         micro = run.config.micro_batch_size
         rows = micro * run.accumulation
         sizes = [size for size in range(min(micro - 1, MAX_MICRO_BATCH), 0, -1) if rows % size == 0]
-        batch_key, accumulation_key = key_of(run.format, "micro_batch_size"), key_of(run.format, "accumulation")
+        batch_key = key_of(run.format, "micro_batch_size")
+        accumulation_key = key_of(run.format, "accumulation")
         return [{batch_key: size, accumulation_key: rows // size} for size in sizes]
 
     def _shorter(self, run: ForeignConfig) -> list[Edits]:
-        """Shorter sequences: powers of two, the longest first."""
+        """Return shorter sequence lengths: powers of two, the longest first."""
         powers = range((run.config.seq_len - 1).bit_length() - 1, MIN_LENGTH.bit_length() - 2, -1)
         return [{self._length_key: 2**power} for power in powers]
 
@@ -197,17 +246,18 @@ class FixSearch:
 
 
 def _subsets(fixes: list[Fix], rank: int) -> Iterator[tuple[int, Edits]]:
-    """How many changes, and their edits together, of each combination of this rank.
+    """Yield each combination of this rank: the number of its changes, and their edits merged.
 
-    A combination has the largest rank of its changes; SAME_RESULT and SHORTER, which has no changes of its own, also
-    take those below. At most one of a combination trains adapters.
+    A combination has the largest rank of its changes. SHORTER has no changes of its own, so
+    SAME_RESULT and SHORTER also include lower ranks. At most one change of a combination trains
+    adapters.
     """
     allowed = [fix for fix in fixes if fix[0] <= rank]
     for count in range(len(allowed) + 1):
         for chosen in combinations(allowed, count):
             ranks = [fix_rank for fix_rank, _ in chosen]
             if ranks.count(ADAPTERS) <= 1 and (rank in (SAME_RESULT, SHORTER) or rank in ranks):
-                together: Edits = {}
+                merged: Edits = {}
                 for _, edits in chosen:
-                    together |= edits
-                yield count, together
+                    merged |= edits
+                yield count, merged

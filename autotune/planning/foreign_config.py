@@ -1,8 +1,9 @@
-"""Read a fine-tuning run from the YAML file of TRL, Axolotl or LLaMA-Factory, as a TrainConfig.
+"""Reads a fine-tuning run from a YAML file of TRL, Axolotl or LLaMA-Factory, as a TrainConfig.
 
-Nothing of the file is run or looked up. What the file leaves out is the tool's own default, from the sources of TRL
-1.16, Axolotl 0.18 and LLaMA-Factory 0.9.5. Where memory or speed depend on something that no knob expresses, the result
-has a note. A run for an objective that no probe trains for is refused.
+The reader executes no part of the file and looks up no names. A missing key takes the tool's own
+default, from the sources of TRL 1.16, Axolotl 0.18 and LLaMA-Factory 0.9.5. If memory or speed
+depends on something that no knob expresses, the result has a note. A run for an objective without a
+probe is refused.
 """
 
 import json
@@ -24,38 +25,51 @@ from autotune.export.keys import default_of, key_of
 from autotune.problem.constraints import NO_SDPA
 from autotune.report.values.check import FP32_BASE, ForeignConfig
 
-MAX_KNOB = 2**24  # the most that TrainConfig takes
-OUTSIDE_LAYERS = {"lm_head", "embed_tokens", "wte"}  # their adapters are not counted
-USUAL_ALPHAS = (16, 32)  # at any rank
-MAX_COUNT = 10**15  # some write "all examples" as a large number
+MAX_KNOB = 2**24  # the largest number that TrainConfig accepts
+OUTSIDE_LAYERS = {"lm_head", "embed_tokens", "wte"}  # adapters on these are not counted
+USUAL_ALPHAS = (16, 32)  # usual for any rank
+MAX_COUNT = 10**15  # some files write "all examples" as a large number
 
 TOOLS = ("trl", "axolotl", "llamafactory")
-_FLAGS = dict.fromkeys((True, "true", "yes", "on", "1", "auto"), True)  # auto: what a recent GPU supports
+# "auto" is on, because a recent GPU supports the feature.
+_FLAGS = dict.fromkeys((True, "true", "yes", "on", "1", "auto"), True)
 _FLAGS |= dict.fromkeys((False, "false", "no", "off", "0"), False)
 _TRAINING = "pass the YAML that you train with, of TRL, Axolotl or LLaMA-Factory"
-_REMEDY = "pass the file of a supported run: sft, dpo, kto or reward, LoRA or full, of a base that is not quantised"
+_REMEDY = (
+    "pass the file of a supported run: sft, dpo, kto or reward, LoRA or full, of a base that is "
+    "not quantised"
+)
 
 
 def for_model(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:
-    """The run as it is with this model: its attention, as transformers chooses it, and the layers with adapters.
+    """Adapt the run to its model: the attention that transformers chooses, and the adapted layers.
 
-    Raises UsageError where no layer has a name that the file gives.
+    Raises UsageError if the model has no layer with a name from the file.
     """
-    config, kind = run.config, model.config["model_type"]
+    config = run.config
+    kind = model.config["model_type"]
     if kind in NO_SDPA and config.attention == "sdpa":
         config = replace(config, attention="eager")
+
     targets, note = _known_targets(config, model)
     notes = (*run.notes, note) if note and note not in run.notes else run.notes
     return replace(run, config=replace(config, lora_targets=targets), notes=notes)
 
 
 def _known_targets(config: TrainConfig, model: ModelSpec) -> tuple[str, str]:
-    """The value of `lora_targets` that says the same of this model, and a note on names that it does not have."""
-    targets, sizes = config.lora_targets, Sizes.of(model)
+    """Return the equivalent `lora_targets` for this model, and a note on names it does not have.
+
+    Raises UsageError if no name matches a linear layer.
+    """
+    targets = config.lora_targets
+    sizes = Sizes.of(model)
     if targets in KNOBS["lora_targets"].choices:
-        taken = target_modules(model.config["model_type"], targets)
-        refused = taken and targets == ALL_LINEAR and config.method == "lora"
-        return targets, _table("notes")["refused"].format(names=", ".join(taken or ())) if refused else ""
+        layer_names = target_modules(model.config["model_type"], targets)
+        if layer_names and targets == ALL_LINEAR and config.method == "lora":
+            return targets, _table("notes")["refused"].format(names=", ".join(layer_names))
+        return targets, ""
+
+    # A list of names may equal one of the knob's choices.
     names = {name.rpartition(".")[2]: name for name in targets.split(",")}
     layers = set(sizes.matrices) if sizes else names.keys()
     for choice in KNOBS["lora_targets"].choices:
@@ -63,61 +77,75 @@ def _known_targets(config: TrainConfig, model: ModelSpec) -> tuple[str, str]:
             return str(choice), ""
     if layers <= names.keys() if sizes else any(map(set(names).issuperset, _table("all_linear"))):
         return ALL_LINEAR, ""
+
     absent = sorted(names.keys() - layers - OUTSIDE_LAYERS)
     if not names.keys() & layers:
         known = ", ".join(sizes.matrices if sizes else ())
-        wrong = f"no linear layer of this model is named {_shown(', '.join(absent))}"
+        wrong = f"no linear layer of this model is named {_quote(', '.join(absent))}"
         raise UsageError(wrong, remedy=f"name some that it has: {known}")
-    note = _table("notes")["absent"].format(targets=_shown(", ".join(absent))) if absent else ""
+    note = _table("notes")["absent"].format(targets=_quote(", ".join(absent))) if absent else ""
     return ",".join(sorted(names[name] for name in names.keys() & layers)), note
 
 
 def parse(values: dict[str, Any], tool: str) -> ForeignConfig:
-    """The run that the values of a file describe to `tool`, one of TOOLS.
+    """Return the run that the values of a file describe for `tool`, one of TOOLS.
 
-    Raises UsageError for an impossible value, and for a kind of run that is not supported.
+    Raises UsageError for an impossible value, and for an unsupported kind of run.
     """
     return replace(_read(_File(values=values, notes=[]), tool), values=values)
 
 
 def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
-    """The run that a file of TRL, Axolotl or LLaMA-Factory describes; `objective` is what only TRL's command says.
+    """Return the run that a file of TRL, Axolotl or LLaMA-Factory describes.
 
-    Raises UsageError if there is none, and as `parse`.
+    `objective` names the objective of TRL's command, which the file does not contain. Raises
+    UsageError if the file describes no run, and in the cases of `parse`.
     """
     values = _load(path)
     tool = _tool_of(path, values)
-    values.pop("objective", None)  # which is no key of any tool
-    values |= _of_deepspeed(path, values.get("deepspeed"))
+    values.pop("objective", None)  # our own entry, which is no key of any tool
+    values |= _deepspeed_settings(path, values.get("deepspeed"))
     if objective is not None and tool == "trl":
-        values["objective"] = _of_command(objective)
+        values["objective"] = _command_objective(objective)
+
     try:
         return parse(values, tool)
     except _Refused as refusal:
         lines = read_user_text(path).splitlines()
         of_key = re.compile(rf"\s*['\"]?{re.escape(refusal.key)}['\"]?\s*:")
-        line = next((f":{number}" for number, text in enumerate(lines, 1) if of_key.match(text)), "")
+        line = next(
+            (f":{number}" for number, text in enumerate(lines, 1) if of_key.match(text)), ""
+        )
         raise UsageError(f"{path}{line}: {refusal}", remedy=refusal.remedy) from None
 
 
-def _of_command(objective: str) -> str:
-    """What a command of TRL trains for. Raises UsageError for what none does."""
-    known = [str(one) for one in Objective if "trl" in one.trainers]
-    if objective not in known:
-        raise UsageError(f"no command of TRL trains for {_shown(objective)}", remedy=f"give {', '.join(known)}")
+def _command_objective(objective: str) -> str:
+    """Return the objective of a TRL command. Raises UsageError if no command trains for it."""
+    objectives = [str(one) for one in Objective if "trl" in one.trainers]
+    if objective not in objectives:
+        raise UsageError(
+            f"no command of TRL trains for {_quote(objective)}",
+            remedy=f"give {', '.join(objectives)}",
+        )
     return objective
 
 
-def _of_deepspeed(path: Path, named: Any) -> dict[str, Any]:
-    """What DeepSpeed's own file says, if a run names one that is there: beside the run's, or from this directory on."""
+def _deepspeed_settings(path: Path, file_name: Any) -> dict[str, Any]:
+    """Return the content of the DeepSpeed file that a run names, if the file exists.
+
+    It is looked up beside the run's file, then in the current directory.
+    """
     for folder in (path.parent, Path()):
         try:
-            text = read_user_text(folder / named)
-            found = json.loads(text) if text.lstrip().startswith("{") else _load(folder / named)
+            text = read_user_text(folder / file_name)
+            settings = (
+                json.loads(text) if text.lstrip().startswith("{") else _load(folder / file_name)
+            )
         except (TypeError, ValueError, RecursionError, UsageError):
             continue
-        if isinstance(found, dict):
-            return {"deepspeed": found, "deepspeed_file": named}
+
+        if isinstance(settings, dict):
+            return {"deepspeed": settings, "deepspeed_file": file_name}
     return {}
 
 
@@ -126,16 +154,26 @@ def _load(path: Path) -> dict[str, Any]:
 
     values = read_user_yaml(path, RootModel[Any]).root
     if not isinstance(values, dict) or not values:
-        raise UsageError(f"{path} holds no keys with values", remedy="pass the YAML that you train with")
+        raise UsageError(
+            f"{path} holds no keys with values", remedy="pass the YAML that you train with"
+        )
     return {key: value for key, value in values.items() if isinstance(key, str)}
 
 
 def _tool_of(path: Path, values: dict[str, Any]) -> str:
+    """Return the tool that the file is for. Raises UsageError if that is unclear."""
+    # Some YAML files belong to these tools but describe no training.
     for other in _table("other_files"):
         if not values.get("do_train") and any(values.get(key) for key in other["keys"]):
-            raise UsageError(f"{path} is {other['what']}: it describes no training", remedy=_TRAINING)
+            raise UsageError(
+                f"{path} is {other['what']}: it describes no training", remedy=_TRAINING
+            )
     if any(key in values for key in _table("marks_of_v1")):
-        raise UsageError(f"{path}: the format of LLaMA-Factory v1 is not supported", remedy=_TRAINING)
+        raise UsageError(
+            f"{path}: the format of LLaMA-Factory v1 is not supported", remedy=_TRAINING
+        )
+
+    # The tool with the most of its own keys wins.
     all_marks = _table("marks")
     present = {tool: [key for key in marks if key in values] for tool, marks in all_marks.items()}
     first, second, *_ = sorted(TOOLS, key=lambda tool: len(present[tool]), reverse=True)
@@ -144,13 +182,14 @@ def _tool_of(path: Path, values: dict[str, Any]) -> str:
     marks = present if present[first] else all_marks
     keys = "; ".join(f"{', '.join(names)} of {tool}" for tool, names in marks.items() if names)
     raise UsageError(
-        f"{path}: cannot tell which tool it is for: it has {'both' if present[first] else 'none of'} {keys}",
+        f"{path}: cannot tell which tool it is for: it has "
+        f"{'both' if present[first] else 'none of'} {keys}",
         remedy=_TRAINING,
     )
 
 
 class _Refused(UsageError):
-    """The value of a key is impossible, or not supported."""
+    """An error: the value of a key is impossible or unsupported."""
 
     def __init__(self, key: str, message: str, remedy: str = "correct it in the file") -> None:
         super().__init__(f"{key}: {message}", remedy=remedy)
@@ -159,87 +198,116 @@ class _Refused(UsageError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """The values of a file by key, each read as the type that it must have; of several keys the first that is set.
+    """The values of a file by key. Each method reads a value as one type.
 
-    `notes` collects sentences about the run. All methods raise _Refused for a value of the wrong type.
+    If a method takes several keys, it reads the first key that is set. `notes` collects sentences
+    about the run. All methods raise _Refused for a value of the wrong type.
     """
 
     values: dict[str, Any]
     notes: list[str]
 
     def get(self, *keys: str) -> tuple[str, Any]:
-        """The first key that is set, with its value; the first key and None where none is set."""
-        return next(((key, self.values[key]) for key in keys if self.values.get(key) is not None), (keys[0], None))
+        """Return the first key that is set and its value.
+
+        Without such a key, return the first key with None as its value.
+        """
+        return next(
+            ((key, self.values[key]) for key in keys if self.values.get(key) is not None),
+            (keys[0], None),
+        )
 
     def has(self, *keys: str) -> bool:
-        """Whether one of the keys is set and not switched off."""
+        """Return whether one of the keys is set and not switched off."""
         return any(self.values.get(key) not in (None, False, "", "false", [], {}) for key in keys)
 
     def number(self, *keys: str, default: float, least: float = 1, most: float = MAX_KNOB) -> float:
-        """A number from `least` to `most`; "auto" means the default."""
+        """Return a number from `least` to `most`; "auto" means the default."""
         key, value = self.get(*keys)
         if value is None or value == "auto":
             self.note(value is not None, "auto", key=key, default=default)
             return default
+
         try:
-            number = math.nan if isinstance(value, bool) else float(value)  # "2e-4" is a number to the tools, too
+            # The tools also accept "2e-4" as a number.
+            number = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
+
         if not least <= number <= most:
-            raise _Refused(key, f"a number from {least:g} to {most:,.0f} is needed, not {_shown(value)}")
+            raise _Refused(
+                key, f"a number from {least:g} to {most:,.0f} is needed, not {_quote(value)}"
+            )
         return number
 
     def note(self, applies: bool, note: str, /, **values: Any) -> None:
-        """Add the note of this name if it applies."""
+        """Add the note with this name if it applies."""
         if applies:
             self.notes.append(_table("notes")[note].format(**values))
 
     def whole(self, *keys: str, default: int, least: int = 1, most: int = MAX_KNOB) -> int:
-        """A whole number from `least` to `most`."""
+        """Return a whole number from `least` to `most`."""
         number = float(self.number(*keys, default=default, least=least, most=most))
         if not number.is_integer():
             raise _Refused(self.get(*keys)[0], f"a whole number is needed, not {number:g}")
         return int(number)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """True or false, in any form that YAML or the tools accept."""
+        """Return true or false, in any form that YAML or the tools accept."""
         value = self.values.get(key)
+        if value is None:
+            return default
         try:
-            return default if value is None else _FLAGS[value.lower() if isinstance(value, str) else value]
+            return _FLAGS[value.lower() if isinstance(value, str) else value]
         except (KeyError, TypeError):
-            raise _Refused(key, f"true or false is needed, not {_shown(value)}") from None
+            raise _Refused(key, f"true or false is needed, not {_quote(value)}") from None
 
     def text(self, *keys: str, default: str = "") -> str:
-        """A printable text without spaces around it."""
+        """Return a printable text without spaces around it."""
         key, value = self.get(*keys)
         if value is not None and not (isinstance(value, str) and value.isprintable()):
-            raise _Refused(key, f"a name is needed, not {_shown(value)}")
+            raise _Refused(key, f"a name is needed, not {_quote(value)}")
         return (value or "").strip() or default
 
     def names(self, *keys: str) -> tuple[str, ...]:
-        """The names in a list of names or of mappings with a path, or in a text with commas between them."""
+        """Return the names in a text with commas, or in a list.
+
+        The list holds names or mappings with a path.
+        """
         key, value = self.get(*keys)
-        parts = value.split(",") if isinstance(value, str) else [] if value is None else value
+
+        parts: Any = value
+        if isinstance(value, str):
+            parts = value.split(",")
+        elif value is None:
+            parts = []
+
         if isinstance(parts, list):
             parts = [part.get("path", "") if isinstance(part, dict) else part for part in parts]
-        if not isinstance(parts, list) or not all(isinstance(part, str) and part.isprintable() for part in parts):
-            raise _Refused(key, f"names are needed, not {_shown(value)}")
+        if not isinstance(parts, list) or not all(
+            isinstance(part, str) and part.isprintable() for part in parts
+        ):
+            raise _Refused(key, f"names are needed, not {_quote(value)}")
         return tuple(part.strip() for part in parts if part.strip())
 
-    def inside(self, *keys: str) -> "_File":
-        """The mapping that a key holds, as a file of its own with the same notes."""
+    def mapping(self, *keys: str) -> "_File":
+        """Return the mapping that a key holds, as a file with the same notes."""
         key, value = self.get(*keys)
         if value is not None and not isinstance(value, dict):
-            raise _Refused(key, f"keys with values are needed, not {_shown(value)}")
-        return replace(self, values={name: item for name, item in (value or {}).items() if isinstance(name, str)})
+            raise _Refused(key, f"keys with values are needed, not {_quote(value)}")
+        return replace(
+            self,
+            values={name: item for name, item in (value or {}).items() if isinstance(name, str)},
+        )
 
 
 def _table(name: str) -> Any:
-    """A part of planning/foreign_keys.yaml."""
+    """Return a part of planning/foreign_keys.yaml."""
     return load_data("autotune.planning", "foreign_keys")[name]
 
 
-def _shown(value: Any) -> str:
+def _quote(value: Any) -> str:
+    """Return the value as a short text for messages."""
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits
@@ -248,42 +316,73 @@ def _shown(value: Any) -> str:
 
 
 def _read(file: _File, tool: str) -> ForeignConfig:
-    for nested in ("model_init_kwargs", "bnb_config_kwargs"):  # tools prefer their values to those of the top level
-        file = replace(file, values=file.values | file.inside(nested).values)
-    for refused in _table("refused"):
-        if key := next(filter(file.has, refused["keys"]), None):
-            raise _Refused(key, refused["reason"], _REMEDY)
+    """Return the run that a file describes for a tool, without its original values."""
+    # The tools prefer the values in these mappings to the values at the top level.
+    for nested in ("model_init_kwargs", "bnb_config_kwargs"):
+        file = replace(file, values=file.values | file.mapping(nested).values)
+
+    for unsupported_run in _table("refused"):
+        if key := next(filter(file.has, unsupported_run["keys"]), None):
+            raise _Refused(key, unsupported_run["reason"], _REMEDY)
+
     model_key = key_of(tool, "model")
     model = file.text(model_key)
     if not model:
         raise _Refused(model_key, "is missing", "say which model is trained")
-    objective = {"trl": _of_trl, "axolotl": _of_axolotl, "llamafactory": _of_llamafactory}[tool](file)
-    knobs = {"trl": _trl, "axolotl": _axolotl, "llamafactory": _llamafactory}[tool](file)
+    read_objective = {
+        "trl": _trl_objective,
+        "axolotl": _axolotl_objective,
+        "llamafactory": _llamafactory_objective,
+    }
+    read_knobs = {"trl": _trl_knobs, "axolotl": _axolotl_knobs, "llamafactory": _llamafactory_knobs}
+    objective = read_objective[tool](file)
+    knobs = read_knobs[tool](file)
     if tool != "trl" and file.has(*_table("noted")["own_loss"]):
-        knobs["loss"] = "full"  # it replaces one that is fused
+        knobs["loss"] = "full"  # the custom loss replaces a fused one
     if objective is not Objective.SFT:
-        knobs |= _for_objective(file, tool, objective, packing=knobs["packing"])
-    file.note(knobs["loss"] == "chunked" and tool != "trl" and objective is Objective.SFT, "fused_loss")
+        knobs |= _objective_knobs(file, tool, objective, packing=knobs["packing"])
+    file.note(
+        knobs["loss"] == "chunked" and tool != "trl" and objective is Objective.SFT, "fused_loss"
+    )
+
     if knobs["method"] == "lora":
-        knobs |= _adapters(file, tool)
+        knobs |= _adapter_knobs(file, tool)
     elif knobs["quantization"] != "none":
-        quantized = next(key for key in ("load_in_4bit", "load_in_8bit", "quantization_bit") if file.has(key))
-        raise _Refused(quantized, "a quantised base is trained by adapters alone", "ask for LoRA, or do not quantise")
-    knobs |= _compute(file, tool)
-    micro_batch = _whole(file, tool, "micro_batch_size")
+        quantization_key = next(
+            key for key in ("load_in_4bit", "load_in_8bit", "quantization_bit") if file.has(key)
+        )
+        raise _Refused(
+            quantization_key,
+            "a quantised base is trained by adapters alone",
+            "ask for LoRA, or do not quantise",
+        )
+
+    knobs |= _compute_knobs(file, tool)
+    micro_batch = _whole_number(file, tool, "micro_batch_size")
     max_steps = file.whole("max_steps", default=-1, least=-MAX_COUNT, most=MAX_COUNT)
-    epochs = file.number(key_of(tool, "epochs"), default=default_of(tool, "epochs"), least=0.001, most=MAX_COUNT)
+    epochs = file.number(
+        key_of(tool, "epochs"), default=default_of(tool, "epochs"), least=0.001, most=MAX_COUNT
+    )
+
     datasets = file.names("datasets", "pretraining_dataset", "dataset_name", "dataset")
-    samples = file.whole("max_samples", default=0, most=MAX_COUNT)  # of each dataset
-    double_quant = file.flag(key_of(tool, "double_quant"), default=bool(default_of(tool, "double_quant")))
-    seq_len = file.whole(key_of(tool, "seq_len"), "max_seq_length", default=default_of(tool, "seq_len"))
-    padded = "longest" if objective is Objective.SFT else "masked"  # the trainers for pairs give all rows a mask
-    knobs["padding"] = "max_length" if _fills_rows(file, tool, seq_len) else padded
+    samples = file.whole("max_samples", default=0, most=MAX_COUNT)  # per dataset
+    double_quant = file.flag(
+        key_of(tool, "double_quant"), default=bool(default_of(tool, "double_quant"))
+    )
+    seq_len = file.whole(
+        key_of(tool, "seq_len"), "max_seq_length", default=default_of(tool, "seq_len")
+    )
+
+    # The trainers for pairs give all rows a mask.
+    padding = "longest" if objective is Objective.SFT else "masked"
+    knobs["padding"] = "max_length" if _fills_rows(file, tool, seq_len) else padding
     gpus = _table("data_parallel") + _table("parallel")
     return ForeignConfig(
         format=tool,
         model=model,
-        config=TrainConfig(micro_batch_size=micro_batch, seq_len=seq_len, double_quant=double_quant, **knobs),
+        config=TrainConfig(
+            micro_batch_size=micro_batch, seq_len=seq_len, double_quant=double_quant, **knobs
+        ),
         accumulation=_accumulation(file, tool, micro_batch),
         num_gpus=math.prod(file.whole(key, default=1) for key in gpus) if file.has(*gpus) else None,
         epochs=None if max_steps > 0 else float(epochs),
@@ -295,16 +394,24 @@ def _read(file: _File, tool: str) -> ForeignConfig:
     )
 
 
-def _of_trl(file: _File) -> Objective:
-    """What the file trains for: as the user said, or by keys that only one of TRL's trainers reads."""
+def _trl_objective(file: _File) -> Objective:
+    """Return the file's objective: the user's, or by keys that only one of TRL's trainers reads."""
     if file.has("objective"):
         return Objective(file.text("objective"))
+
+    # The loss names the trainer, if it is set.
     losses = file.names("loss_type")
     for name, known in _table("objective_losses").items():
         if losses and set(losses) <= set(known):
             return Objective(name)
     if losses:
-        raise _Refused("loss_type", f"no trainer of TRL that is supported has {_shown(', '.join(losses))}", _REMEDY)
+        raise _Refused(
+            "loss_type",
+            f"no trainer of TRL that is supported has {_quote(', '.join(losses))}",
+            _REMEDY,
+        )
+
+    # Without a loss, some keys belong to one trainer only, and others to several.
     for name, keys in _table("objective_keys").items():
         if file.has(*keys):
             return Objective(name)
@@ -315,14 +422,14 @@ def _of_trl(file: _File) -> Objective:
     return Objective.SFT
 
 
-def _of_axolotl(file: _File) -> Objective:
-    named = file.text("rl") if file.has("rl") else ""
+def _axolotl_objective(file: _File) -> Objective:
+    name = file.text("rl") if file.has("rl") else ""
     if file.flag("reward_model"):
         return Objective.REWARD
-    return _known_objective("rl", named, _table("rl")) if named else Objective.SFT
+    return _known_objective("rl", name, _table("rl")) if name else Objective.SFT
 
 
-def _of_llamafactory(file: _File) -> Objective:
+def _llamafactory_objective(file: _File) -> Objective:
     objective = _known_objective("stage", file.text("stage", default="sft"), _table("stages"))
     loss = file.text("pref_loss", default="sigmoid")
     if objective is Objective.DPO and loss in ("orpo", "simpo"):
@@ -333,24 +440,48 @@ def _of_llamafactory(file: _File) -> Objective:
 def _known_objective(key: str, name: str, known: dict[str, str]) -> Objective:
     if name not in known:
         why = NOT_OFFERED.get(name, "no probe trains for it")
-        raise _Refused(key, f"{_shown(name)}, another objective than {', '.join(sorted(known))}: {why}", _REMEDY)
+        raise _Refused(
+            key,
+            f"{_quote(name)}, another objective than {', '.join(sorted(known))}: {why}",
+            _REMEDY,
+        )
     return Objective(known[name])
 
 
-def _for_objective(file: _File, tool: str, objective: Objective, *, packing: bool) -> dict[str, Any]:
-    """Knobs that another objective than the next token decides, and notes on what its trainer does otherwise."""
+def _objective_knobs(
+    file: _File, tool: str, objective: Objective, *, packing: bool
+) -> dict[str, Any]:
+    """Return the knobs that an objective other than SFT sets, and note how its trainer differs."""
     if packing:
         key = key_of(tool, "packing")
         raise _Refused(key, f"rows of {objective} are not packed", "switch it off")
-    compares = tool != "llamafactory" and file.names("loss_type") != ("apo_zero_unpaired",)  # answers and prompts
-    if objective is Objective.KTO and compares and _whole(file, tool, "micro_batch_size") < 2:
+
+    # One loss of KTO does not compare answers and prompts.
+    compares = tool != "llamafactory" and file.names("loss_type") != ("apo_zero_unpaired",)
+    if (
+        objective is Objective.KTO
+        and compares
+        and _whole_number(file, tool, "micro_batch_size") < 2
+    ):
         key = key_of(tool, "micro_batch_size")
-        raise _Refused(key, "TRL compares the answers of a micro batch for KTO, which takes two", "write 2 or more")
-    whole = tool == "llamafactory" or (tool == "axolotl" and objective is not Objective.REWARD)
-    if whole and objective is Objective.REWARD:
+        raise _Refused(
+            key,
+            "TRL compares the answers of a micro batch for KTO, which takes two",
+            "write 2 or more",
+        )
+
+    full_logits = tool == "llamafactory" or (
+        tool == "axolotl" and objective is not Objective.REWARD
+    )
+    if full_logits and objective is Objective.REWARD:
         file.note(True, "value_head")
-    elif whole:
-        file.note(True, "whole_logits", tool="LLaMA-Factory" if tool == "llamafactory" else "Axolotl's TRL 1.8")
+    elif full_logits:
+        file.note(
+            True,
+            "whole_logits",
+            tool="LLaMA-Factory" if tool == "llamafactory" else "Axolotl's TRL 1.8",
+        )
+
     for key in _table("other_references"):
         file.note(file.has(key), "other_reference", key=key)
     file.note(file.flag("precompute_ref_log_probs"), "precomputed")
@@ -358,13 +489,16 @@ def _for_objective(file: _File, tool: str, objective: Objective, *, packing: boo
 
 
 def _accumulation(file: _File, tool: str, micro_batch: int) -> int:
-    """Micro batches of a step. An older key of Axolotl holds the rows of a step."""
+    """Return the number of micro batches per step.
+
+    An older key of Axolotl holds the number of rows per step.
+    """
     default = max(1, file.whole("batch_size", default=micro_batch) // micro_batch)
     return file.whole(key_of(tool, "accumulation"), default=default)
 
 
 def _fills_rows(file: _File, tool: str, seq_len: int) -> bool:
-    """Whether rows are padded to seq_len, rather than to the longest of a micro batch or a little more."""
+    """Return whether rows are padded to seq_len, not to the longest row of a micro batch."""
     if tool == "llamafactory":
         return False
     if tool == "axolotl" and file.values.get("pad_to_sequence_len") is not None:
@@ -372,35 +506,44 @@ def _fills_rows(file: _File, tool: str, seq_len: int) -> bool:
     return file.whole("pad_to_multiple_of", default=1) >= seq_len
 
 
-def _whole(file: _File, tool: str, what: str) -> int:
-    """The whole number that the tool's key for a knob holds, else the tool's default."""
-    return file.whole(key_of(tool, what), default=default_of(tool, what))
+def _whole_number(file: _File, tool: str, knob: str) -> int:
+    """Return the whole number in the tool's key for a knob, or the tool's default."""
+    return file.whole(key_of(tool, knob), default=default_of(tool, knob))
 
 
-def _compute(file: _File, tool: str) -> dict[str, Any]:
-    """Optimizer, attention, compilation and loading of data, which are the same in all tools but for the keys."""
+def _compute_knobs(file: _File, tool: str) -> dict[str, Any]:
+    """Return the knobs of optimizer, attention, compilation and data loading.
+
+    Only their keys differ between the tools.
+    """
     compile_keys = ("torch_compile_backend", "torch_compile_mode") if tool != "axolotl" else ()
     compiled = file.flag("torch_compile") or file.has(*compile_keys)
     file.note(compiled, "compiled")
+
     for name, keys in _table("noted").items():
         for key in keys:
             file.note(file.has(key), name, key=key)
     split = _table("parallel") + _table("split")
     file.note(any(file.whole(key, default=1) > 1 for key in split), "sharded")
+
+    # Axolotl's older keys name the attention, `<name>_attention: true`.
     older = next((name for name in _table("attention_flags") if file.flag(f"{name}_attention")), "")
     attention = file.text(key_of(tool, "attention"), default=older)
     attentions = {name: name for name in KNOBS["attention"].choices} | _table("attentions")
-    file.note(attention not in attentions, "attention", name=_shown(attention))
+    file.note(attention not in attentions, "attention", name=_quote(attention))
+
     optimizer = file.text(key_of(tool, "optimizer"), default=str(KNOBS["optimizer"].default))
     optimizers = {name: name for name in KNOBS["optimizer"].choices} | _table("optimizers")
     similar = (known for part, known in _table("similar_optimizers").items() if part in optimizer)
     state = next(similar, "adamw_torch")
-    file.note(optimizer not in optimizers, "optimizer", name=_shown(optimizer), state=state)
+    file.note(optimizer not in optimizers, "optimizer", name=_quote(optimizer), state=state)
+
     workers = file.whole(key_of(tool, "loader_workers"), default=0, least=0)
     choices = KNOBS["loader_workers"].choices
     strategy = file.text("train_sampling_strategy")
+
     return {
-        # Older versions of transformers have it as a key, as Axolotl has.
+        # Older versions of transformers have this key, like Axolotl.
         "group_by_length": strategy == "group_by_length" or file.flag("group_by_length"),
         "optimizer": optimizers.get(optimizer, state),
         "attention": attentions.get(attention, "sdpa"),
@@ -409,21 +552,32 @@ def _compute(file: _File, tool: str) -> dict[str, Any]:
     }
 
 
-def _adapters(file: _File, tool: str) -> dict[str, Any]:
-    rank = _whole(file, tool, "lora_rank")
+def _adapter_knobs(file: _File, tool: str) -> dict[str, Any]:
+    """Return the knobs of the adapters."""
+    rank = _whole_number(file, tool, "lora_rank")
     if not rank:
-        raise _Refused(key_of(tool, "lora_rank"), "is missing, and has no default", "say the rank of the adapters")
-    rslora, alpha = file.flag(key_of(tool, "rslora")), file.number("lora_alpha", default=2 * rank, least=0)
+        raise _Refused(
+            key_of(tool, "lora_rank"),
+            "is missing, and has no default",
+            "say the rank of the adapters",
+        )
+
+    rslora = file.flag(key_of(tool, "rslora"))
+    alpha = file.number("lora_alpha", default=2 * rank, least=0)
     usual = rank / 4 <= alpha <= 4 * rank or alpha in USUAL_ALPHAS
     file.note(not (rslora or usual), "alpha", alpha=alpha)
-    key, default = ("lora_target", ("all",)) if tool == "llamafactory" else ("lora_target_modules", ())
-    targets = set(file.names(key) or default)
+
+    if tool == "llamafactory":
+        targets = set(file.names("lora_target") or ("all",))
+    else:
+        targets = set(file.names("lora_target_modules") or ())
     all_linear = file.flag("lora_target_linear") or targets & {"all", ALL_LINEAR}
     file.note(tool == "trl" and len(targets - {ALL_LINEAR}) == 1, "single_target")
+
     return {
         "lora_rank": rank,
         "lora_targets": ALL_LINEAR if all_linear else _targets(file, targets),
-        "modules_to_save": _trained_whole(file),
+        "modules_to_save": _modules_to_save(file),
         "dora": file.flag(key_of(tool, "dora")),
         "rslora": rslora,
         "lora_dropout": _dropout(file, tool),
@@ -431,42 +585,56 @@ def _adapters(file: _File, tool: str) -> dict[str, Any]:
 
 
 def _dropout(file: _File, tool: str) -> float:
-    """The knob's value that is nearest to the file's; a share above zero never becomes zero, as it takes memory."""
-    share = file.number(key_of(tool, "lora_dropout"), default=default_of(tool, "lora_dropout"), least=0, most=1)
+    """Return the choice of `lora_dropout` nearest to the file's value.
+
+    A share above zero never becomes zero, because dropout takes memory.
+    """
+    share = file.number(
+        key_of(tool, "lora_dropout"), default=default_of(tool, "lora_dropout"), least=0, most=1
+    )
     choices = [choice for choice in KNOBS["lora_dropout"].choices if choice or not share]
     return float(min(choices, key=lambda choice: abs(choice - share)))
 
 
 def _targets(file: _File, names: set[str]) -> str:
-    """Where the adapters are, as the knob `lora_targets` says it."""
+    """Return the targets of the adapters as a value of the knob `lora_targets`."""
     if not names:
         file.note(True, "default_targets")
         return "q_v"
-    joined = ",".join(sorted(names))
+    names_text = ",".join(sorted(names))
     try:
-        check_value("lora_targets", joined)
+        check_value("lora_targets", names_text)
     except ValueError:
-        file.note(True, "targets", targets=_shown(joined))
+        file.note(True, "targets", targets=_quote(names_text))
         return ALL_LINEAR
-    return joined
+    return names_text
 
 
-def _trained_whole(file: _File) -> str:
-    """What is trained beside the adapters, as the knob `modules_to_save` says it; a note on what else is."""
+def _modules_to_save(file: _File) -> str:
+    """Return the modules trained beside the adapters, as the knob `modules_to_save`.
+
+    Other modules get a note.
+    """
     known = _table("ends")
     keys = ("lora_modules_to_save", "additional_target")
     key, value = file.get(*keys)
     if value is None and file.has(*_table("resized")):
         return "embedding_and_head"
+
     names = {name: name.rpartition(".")[2] for name in file.names(*keys)}
-    ends = [end for end, of_end in known.items() if set(names.values()) & set(of_end)]
-    others = sorted(name for name, last in names.items() if not any(last in of_end for of_end in known.values()))
-    file.note(bool(others), "whole_modules", key=key, names=_shown(", ".join(others)))
+    ends = [end for end, end_names in known.items() if set(names.values()) & set(end_names)]
+    other_names = sorted(
+        name
+        for name, last in names.items()
+        if not any(last in end_names for end_names in known.values())
+    )
+
+    file.note(bool(other_names), "whole_modules", key=key, names=_quote(", ".join(other_names)))
     return "_and_".join(ends) or "none"
 
 
 def _precision(pure: bool, bf16: bool, fp16: bool, otherwise: str = "fp32") -> str:
-    """The first that is set."""
+    """Return the precision of the first flag that is set."""
     if pure:
         return "bf16_pure"
     if bf16:
@@ -474,42 +642,63 @@ def _precision(pure: bool, bf16: bool, fp16: bool, otherwise: str = "fp32") -> s
     return "fp16_mixed" if fp16 else otherwise
 
 
-def _quantization(four: bool, eight: bool) -> str:
-    if four:
+def _quantization(four_bit: bool, eight_bit: bool) -> str:
+    if four_bit:
         return "nf4"
-    return "int8" if eight else "none"
+    return "int8" if eight_bit else "none"
 
 
-def _trl(file: _File) -> dict[str, Any]:
-    lora, fp16, packing = file.flag("use_peft"), file.flag("fp16"), file.flag("packing")
+def _trl_knobs(file: _File) -> dict[str, Any]:
+    """Return the knobs whose keys only TRL has."""
+    lora = file.flag("use_peft")
+    fp16 = file.flag("fp16")
+    packing = file.flag("packing")
     dtype = file.text("dtype", "torch_dtype", default="float32").removeprefix("torch.")
     if dtype not in ("auto", "bfloat16", "float16", "float32"):
-        raise _Refused("dtype", f"auto, bfloat16, float16 or float32 is needed, not {_shown(dtype)}")
+        raise _Refused(
+            "dtype", f"auto, bfloat16, float16 or float32 is needed, not {_quote(dtype)}"
+        )
+
     if "max_length" in file.values and file.get("max_length", "max_seq_length")[1] is None:
-        raise _Refused("max_length", "nothing is cut off then", "write how many tokens the longest example has")
+        raise _Refused(
+            "max_length", "nothing is cut off then", "write how many tokens the longest example has"
+        )
+
     precision = _precision(False, file.flag("bf16", default=not fp16), fp16)
     if dtype == "float32" and lora and precision != "fp32":
         file.notes.append(FP32_BASE)
     if dtype == "float16":
         precision = "fp16_mixed"
     elif dtype != "float32" and not (lora and precision != "fp32"):
-        precision = "bf16_pure"  # what is trained is itself in bf16, whether under autocast or not
-    more = file.inside("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
-    every, offload = more.whole("every_n_layers", default=1, most=9999), file.flag("activation_offloading")
+        # The trained parameters are in bf16 themselves, with autocast or without.
+        precision = "bf16_pure"
+
+    recompute_options = file.mapping(
+        "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"
+    )
+    every = recompute_options.whole("every_n_layers", default=1, most=9999)
+    offload = file.flag("activation_offloading")
     checkpointing = "full" if every == 1 else f"every_{every}"
-    if offload or more.flag("offload"):
+    if offload or recompute_options.flag("offload"):
         checkpointing = "offload"
-    if not file.flag("activation_checkpointing", default=file.flag("gradient_checkpointing", default=True)):
+    if not file.flag(
+        "activation_checkpointing", default=file.flag("gradient_checkpointing", default=True)
+    ):
         checkpointing = "none"
+
     file.note(not lora and file.has("lora_r"), "no_adapters")
     file.note(dtype == "auto", "dtype_auto")
-    wrapped = file.text("packing_strategy") == "wrapped"
-    file.note(packing and wrapped, "crossed")
-    file.note(packing and not wrapped and "flash" not in file.text("attn_implementation"), "packed_mask")
+    is_wrapped = file.text("packing_strategy") == "wrapped"
+    file.note(packing and is_wrapped, "crossed")
+    file.note(
+        packing and not is_wrapped and "flash" not in file.text("attn_implementation"),
+        "packed_mask",
+    )
     file.note(offload and checkpointing == "none", "less_memory", key="activation_offloading")
-    file.note(more.flag("selective"), "more_memory", key="selective")
+    file.note(recompute_options.flag("selective"), "more_memory", key="selective")
     file.note(file.text("accelerate_config").startswith(("fsdp", "zero")), "sharded")
-    file.note(_of_trl(file) is Objective.SFT, "chunked_loss")
+    file.note(_trl_objective(file) is Objective.SFT, "chunked_loss")
+
     return {
         "method": "lora" if lora else "full",
         "precision": precision,
@@ -521,39 +710,70 @@ def _trl(file: _File) -> dict[str, Any]:
     }
 
 
-def _axolotl(file: _File) -> dict[str, Any]:
-    adapter, four, eight = file.text("adapter"), file.flag("load_in_4bit"), file.flag("load_in_8bit")
+def _axolotl_knobs(file: _File) -> dict[str, Any]:
+    """Return the knobs whose keys only Axolotl has."""
+    adapter = file.text("adapter")
+    four_bit = file.flag("load_in_4bit")
+    eight_bit = file.flag("load_in_8bit")
     if adapter not in ("", "lora", "qlora"):
-        raise _Refused("adapter", f"lora, qlora or none is supported, not {_shown(adapter)}", _REMEDY)
-    if adapter == "qlora" and not four:
-        raise _Refused("adapter", "Axolotl refuses qlora without load_in_4bit: true", "add that line")
-    file.note(adapter == "lora" and four, "not_quantised")
-    fp16, how = file.flag("fp16") or file.flag("float16"), file.values.get("bf16", "auto")  # empty, it is off
-    bf16 = file.flag("bfloat16") or how == "full" or (not fp16 if how == "auto" else file.flag("bf16"))
-    pure = bf16 and (how == "full" or not adapter)
+        raise _Refused(
+            "adapter", f"lora, qlora or none is supported, not {_quote(adapter)}", _REMEDY
+        )
+    if adapter == "qlora" and not four_bit:
+        raise _Refused(
+            "adapter", "Axolotl refuses qlora without load_in_4bit: true", "add that line"
+        )
+    file.note(adapter == "lora" and four_bit, "not_quantised")
+
+    fp16 = file.flag("fp16") or file.flag("float16")
+    bf16_mode = file.values.get("bf16", "auto")  # an empty key switches it off
+    bf16 = file.flag("bfloat16") or bf16_mode == "full"
+    if not bf16:
+        bf16 = not fp16 if bf16_mode == "auto" else file.flag("bf16")
+    pure = bf16 and (bf16_mode == "full" or not adapter)
     file.note(bf16 and not adapter, "bf16_weights")
+
     words = {"offload", "offload_disk", "unsloth", "legacy", "disk", "hidden_states"}
     values = [file.values.get(key) for key in ("gradient_checkpointing", "activation_offloading")]
-    offload = any(value in words for value in values if isinstance(value, str)) or file.flag("activation_offloading")
+    offload = any(value in words for value in values if isinstance(value, str)) or file.flag(
+        "activation_offloading"
+    )
     file.note(offload, "offloaded")
-    plugins, linear = " ".join(file.names("plugins")).lower(), file.flag("liger_fused_linear_cross_entropy")
-    layers = [file.flag(f"liger_{layer}") for layer in ("rope", "rms_norm", "layer_norm", "glu_activation", "swiglu")]
+    plugins = " ".join(file.names("plugins")).lower()
+    linear = file.flag("liger_fused_linear_cross_entropy")
+
+    layers = [
+        file.flag(f"liger_{layer}")
+        for layer in ("rope", "rms_norm", "layer_norm", "glu_activation", "swiglu")
+    ]
+
     liger = "liger" in plugins
     file.note((linear or any(layers)) and not liger, "no_liger")
     file.note(liger and file.flag("liger_cross_entropy"), "less_memory", key="liger_cross_entropy")
-    fused = (liger and linear) or ("cut_cross_entropy" in plugins and file.flag("cut_cross_entropy", default=True))
-    own = [f"lora_{part}_kernel" for part in ("mlp", "qkv", "o", "embedding")]
-    automatic = not (eight or file.has("trust_remote_code") or any(file.values.get(key) is not None for key in own))
-    file.note(adapter != "" and (automatic or file.has(*own)), "lora_kernels")
+    fused = (liger and linear) or (
+        "cut_cross_entropy" in plugins and file.flag("cut_cross_entropy", default=True)
+    )
+
+    kernel_keys = [f"lora_{part}_kernel" for part in ("mlp", "qkv", "o", "embedding")]
+    automatic = not (
+        eight_bit
+        or file.has("trust_remote_code")
+        or any(file.values.get(key) is not None for key in kernel_keys)
+    )
+    file.note(adapter != "" and (automatic or file.has(*kernel_keys)), "lora_kernels")
+
     checkpointing = "offload"
     if not offload:
-        sharding = file.inside("fsdp_config")  # FSDP can recompute by itself
-        recomputed = any(sharding.flag(f"{prefix}activation_checkpointing") for prefix in ("", "fsdp_"))
-        checkpointing = "full" if file.flag("gradient_checkpointing") or recomputed else "none"
+        sharding = file.mapping("fsdp_config")  # FSDP can recompute by itself
+        fsdp_recomputes = any(
+            sharding.flag(f"{prefix}activation_checkpointing") for prefix in ("", "fsdp_")
+        )
+        checkpointing = "full" if file.flag("gradient_checkpointing") or fsdp_recomputes else "none"
+
     return {
         "method": "lora" if adapter else "full",
         "precision": _precision(pure, bf16, fp16),
-        "quantization": _quantization(four and adapter != "lora", eight),
+        "quantization": _quantization(four_bit and adapter != "lora", eight_bit),
         "checkpointing": checkpointing,
         "loss": "chunked" if fused else "full",
         "kernels": "liger" if liger and any(layers) else "torch",
@@ -561,30 +781,41 @@ def _axolotl(file: _File) -> dict[str, Any]:
     }
 
 
-def _llamafactory(file: _File) -> dict[str, Any]:
+def _llamafactory_knobs(file: _File) -> dict[str, Any]:
+    """Return the knobs whose keys only LLaMA-Factory has."""
     if not file.flag("do_train"):
-        raise _Refused("do_train", "is not true, so that LLaMA-Factory trains nothing", "add `do_train: true`")
+        raise _Refused(
+            "do_train", "is not true, so that LLaMA-Factory trains nothing", "add `do_train: true`"
+        )
     stage = file.text("stage", default="sft")
     method = file.text("finetuning_type", default="lora")
     if method not in ("lora", "full"):
-        raise _Refused("finetuning_type", f"lora or full is supported, not {_shown(method)}", _REMEDY)
+        raise _Refused(
+            "finetuning_type", f"lora or full is supported, not {_quote(method)}", _REMEDY
+        )
     bits = file.whole("quantization_bit", default=16)
     if bits not in (4, 8, 16):
         raise _Refused("quantization_bit", f"4 or 8 is supported, not {bits}", _REMEDY)
-    by = file.text("quantization_method", default="bnb")
-    file.note(bits < 16 and by != "bnb", "quantised_by", name=_shown(by))
-    pure, bf16, fp16 = file.flag("pure_bf16"), file.flag("bf16"), file.flag("fp16")
+    quantizer = file.text("quantization_method", default="bnb")
+    file.note(bits < 16 and quantizer != "bnb", "quantised_by", name=_quote(quantizer))
+
+    pure = file.flag("pure_bf16")
+    bf16 = file.flag("bf16")
+    fp16 = file.flag("fp16")
     file.note(not (pure or bf16 or fp16), "no_autocast")
-    recomputed = "offload" if file.flag("use_unsloth_gc") else "full"
-    liger, neat = file.flag("enable_liger_kernel") or file.flag("use_liger_kernel"), file.flag("neat_packing")
+    usual_mode = "offload" if file.flag("use_unsloth_gc") else "full"
+
+    liger = file.flag("enable_liger_kernel") or file.flag("use_liger_kernel")
+    neat = file.flag("neat_packing")
     packing = neat or file.flag("packing", default=stage == "pt")
     file.note(packing and not neat, "crossed")
+
     return {
         "method": method,
-        # Without autocast the base is as published, and what is trained is in fp32.
+        # Without autocast, the base has its published dtype, and trained parameters are in fp32.
         "precision": _precision(pure, bf16, fp16, "bf16_mixed" if method == "lora" else "fp32"),
         "quantization": _quantization(bits == 4, bits == 8),
-        "checkpointing": "none" if file.flag("disable_gradient_checkpointing") else recomputed,
+        "checkpointing": "none" if file.flag("disable_gradient_checkpointing") else usual_mode,
         "loss": "chunked" if liger else "full",
         "kernels": "liger" if liger else "torch",
         "packing": packing,

@@ -1,7 +1,9 @@
-"""The longest row that fits a card, by method: predicted by counting two steps without a GPU, and tried on one.
+"""Finds the longest row that fits a card, for each method.
 
-Layers are computed in tiles of tokens, the loss in chunks, and the inputs of recomputed layers wait in the host's
-memory. What a row takes is then a line in its length (docs/longest.md), of which the host holds a part.
+Two steps counted without a GPU predict the row, and real steps on a GPU verify it. Layers are
+computed in tiles of tokens, the loss in chunks, and the inputs of recomputed layers are offloaded
+to the host. The memory of a row is then linear in its length, and the host holds a part of it
+(docs/longest.md).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +16,14 @@ from autotune.core.errors import EnvironmentProblem, UsageError, did_you_mean
 from autotune.core.knobs import KNOBS
 from autotune.core.machine import host_memory_gib as host_memory_gib_here
 from autotune.core.memory_budget import memory_limit_gib
-from autotune.core.probe_types import DryCount, Evidence, MicroBatch, Outcome, ProbeRequest, ProbeResult
+from autotune.core.probe_types import (
+    DryCount,
+    Evidence,
+    MicroBatch,
+    Outcome,
+    ProbeRequest,
+    ProbeResult,
+)
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.planning.counted_memory import count, counted, no_count
@@ -36,34 +45,45 @@ LONG_ROWS: dict[str, Any] = {
     "checkpointing": "offload",
     "tiling": "tokens",
     "loss": "chunked",
-    "padding": "longest",  # for which torch takes flash attention
+    "padding": "longest",  # torch then uses flash attention
 }
-COUNTED_AT = ((65_536, 131_072), (16_384, 32_768), (4_096, 8_192))  # tokens of two rows that tell the line
+# Tokens of two rows, which determine the line
+COUNTED_AT = ((65_536, 131_072), (16_384, 32_768), (4_096, 8_192))
 STEP = 1_024  # lengths are multiples of it
 FIRST = 1_024  # tokens of the row that makes the optimizer's state
-# The share of the probed steps that the long row has: so small that none is spent to warm up (`probe/schedule`).
+# The share of the long row in the probed steps. It is small enough that the warm-up contains no
+# long row (`probe/schedule`).
 LONG_SHARE = 0.04
-LEAST_GAIN = 0.02  # a longer row is tried only if it is by so much longer
-HEADROOM = 0.01  # of the card's memory
-PATIENCE_S = 7200.0  # of one step
+LEAST_GAIN = 0.02  # a longer row is tried only if it is longer by this share
+HEADROOM = 0.01  # as a share of the card's memory
+PATIENCE_S = 7200.0  # for one step
 FEW_LAYERS = 2
-HOST_SHARE = 0.8  # of the memory of a host that the inputs of layers may take
-# The share of the peak that flash attention reaches on long rows, counting what a causal mask leaves: FlashAttention-2
-# by its authors on an A100, and on Hopper, whose products it was not written for (the paper of FlashAttention-3).
+HOST_SHARE = 0.8  # the share of a host's memory that the inputs of layers may take
+# The share of its peak that the GPU reaches in flash attention on long rows, without the masked
+# half. FlashAttention-2 reaches 0.7 on an A100, by its authors. It was not written for the matrix
+# units of Hopper, so its share there is lower (the paper of FlashAttention-3).
 ATTENTION_SHARE, ATTENTION_SHARE_HOPPER = 0.7, 0.35
-# Knobs that have an option of their own here.
-PINNED_APART = {"seq_len": "--most-tokens", "method": "--method", "quantization": "--method", "lora_rank": "--rank"}
-TIME_ERROR = 1.3  # a predicted time is taken to be within this factor: of the one that was measured it was 1.23
-# What the allocator needs beyond a counted peak of few large tensors: on an H100 2.1 % of 39 GiB, and over 3.7 % under
-# a cap of 24 GB, where nothing is left to begin a block anew (`benchmarks/longest.py`).
+# These knobs have their own options here.
+PINNED_APART = {
+    "seq_len": "--most-tokens",
+    "method": "--method",
+    "quantization": "--method",
+    "lora_rank": "--rank",
+}
+# A predicted time is within this factor. The one measured time was off by 1.23.
+TIME_ERROR = 1.3
+# The allocator's share on top of a counted peak of few large tensors: 2.1 % of 39 GiB on an H100,
+# and over 3.7 % under a cap of 24 GB, with no memory left to allocate a block anew
+# (`benchmarks/longest.py`).
 ALLOCATOR_SHARE = 0.06
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Longest:
-    """What is asked: a model, the card of the run, GiB that tensors may take there, and GiB of the host for inputs.
+    """A query: a model, a card, the GiB that tensors may use there, and the host's GiB for inputs.
 
-    `most_tokens` bounds the rows that are predicted and tried, `host_limit_gib` is None where the host is not known.
+    `most_tokens` bounds the predicted and tried rows. `host_limit_gib` is None if the host is
+    unknown.
     """
 
     model: ModelSpec
@@ -75,71 +95,97 @@ class Longest:
     knobs: dict[str, Any] = field(default_factory=dict)
 
     def config(self, method: str, tokens: int) -> TrainConfig:
-        """The configuration of a method for rows of so many tokens. Raises ValueError for an impossible knob."""
+        """Return the configuration of a method for rows of `tokens` tokens.
+
+        Raises ValueError for an impossible knob.
+        """
         rank = {} if method == "full" else {"lora_rank": self.rank}
-        return TrainConfig(**(LONG_ROWS | METHODS[method] | rank | self.knobs | {"seq_len": tokens}))
+        return TrainConfig(
+            **(LONG_ROWS | METHODS[method] | rank | self.knobs | {"seq_len": tokens})
+        )
 
     def host_gib(self, config: TrainConfig) -> float:
-        """GiB of pinned memory that the inputs of all layers take."""
-        # What prepares a quantised base keeps its embedding and norms, and so what layers hand on, in 32 bits.
+        """Return the GiB of pinned memory that the inputs of all layers take."""
+        # The preparation of a quantized base keeps its embedding and norms in 32 bits, and so the
+        # hidden states between layers.
         element_bytes = 4 if config.base_dtype == "float32" or config.kbit_preparation else 2
-        each = config.tokens * self.model.hidden_size * element_bytes
-        return gib(self.model.num_layers * each) if config.offloads else 0.0
+        layer_bytes = config.tokens * self.model.hidden_size * element_bytes
+        return gib(self.model.num_layers * layer_bytes) if config.offloads else 0.0
 
     def bounds(self, method: str) -> dict[str, int]:
-        """The most tokens that the host and the user allow, by what limits."""
-        found = {} if self.most_tokens is None else {"what was asked for": self.most_tokens}
-        each = self.host_gib(self.config(method, STEP)) / STEP
-        if self.host_limit_gib is not None and each:
-            found["host memory"] = int(self.host_limit_gib / each)
-        return found
+        """Return the most tokens that the user and the host's memory allow, by the limit's name."""
+        limits = {} if self.most_tokens is None else {"what was asked for": self.most_tokens}
+        gib_per_token = self.host_gib(self.config(method, STEP)) / STEP
+        if self.host_limit_gib is not None and gib_per_token:
+            limits["host memory"] = int(self.host_limit_gib / gib_per_token)
+        return limits
 
     def count(self, config: TrainConfig) -> DryCount | None:
-        """Count a step of one micro batch."""
+        """Count a step with one micro batch."""
         return counted(self.model, config, 1).count
 
     def need_gib(self, config: TrainConfig) -> float | None:
-        """GiB that a step of one micro batch needs by the estimate; None if nothing covers the configuration."""
+        """Return the GiB that a step with one micro batch needs, or None without an estimate."""
         memory = memory_of(self.model, config, 1, count=count)
         return None if memory is None else memory.peak_reserved_gib
 
     def predict(self, method: str) -> LongestRow:
-        """The longest row by two counts, which a third one checks. Nothing is run on a GPU."""
+        """Predict the longest row from two counts, and check it by a third, without a GPU."""
         config = self.config(method, STEP)
         upper = min(self.bounds(method).values(), default=2**24)
         pairs = [pair for pair in COUNTED_AT if pair[0] <= upper] or COUNTED_AT[-1:]
+
         for pair in pairs:
             needs = [self._need(method, tokens) for tokens in pair]
             if None in needs:
                 problem = no_count(self.model, self.config(method, pair[0]), 1)
                 return LongestRow(method=method, config=config.as_dict(), problem=problem)
-            known = dict(zip(pair, needs, strict=True))
-            tokens, limited_by = self._at_limit(method, known)
+            # The longest pair that starts below the predicted length gives the line.
+
+            need_by_tokens = dict(zip(pair, needs, strict=True))
+            tokens, limited_by = self._at_limit(method, need_by_tokens)
             if tokens >= pair[0]:
                 break
         else:
             if tokens < STEP:
-                least = f"{needs[0]:.1f} GiB are needed for {pair[0]:,} tokens, and there are {self.limit_gib:.1f}"
-                fewer = f"{limited_by} allows fewer than {STEP:,} tokens"
-                problem = least if limited_by == "gpu memory" else fewer
-                return LongestRow(method=method, config=config.as_dict(), limited_by=limited_by, problem=problem)
-        need = known[tokens] = self._need(method, tokens)
-        if need > self.limit_gib:  # it is no single line
-            tokens, limited_by = self._at_limit(method, known)
+                if limited_by == "gpu memory":
+                    problem = (
+                        f"{needs[0]:.1f} GiB are needed for {pair[0]:,} tokens, "
+                        f"and there are {self.limit_gib:.1f}"
+                    )
+                else:
+                    problem = f"{limited_by} allows fewer than {STEP:,} tokens"
+                return LongestRow(
+                    method=method, config=config.as_dict(), limited_by=limited_by, problem=problem
+                )
+
+        need = need_by_tokens[tokens] = self._need(method, tokens)
+        if need > self.limit_gib:  # the need is not linear up to this length
+            tokens, limited_by = self._at_limit(method, need_by_tokens)
+
         return self._predicted(method, tokens, limited_by)
 
     def _need(self, method: str, tokens: int) -> Any:
-        """GiB that a row needs at most, with what the allocator takes beyond that; None where it cannot be counted."""
+        """Return the GiB that a row needs with the allocator's share, or None without a count."""
         need_gib = self.need_gib(self.config(method, tokens))
         return None if need_gib is None else need_gib * (1 + ALLOCATOR_SHARE)
 
-    def _at_limit(self, method: str, known: Mapping[int, float]) -> tuple[int, str]:
-        """The tokens at which the line through the two known needs nearest to the limit meets it, and what limits."""
-        low, high = sorted(sorted(known, key=lambda tokens: abs(known[tokens] - self.limit_gib))[:2])
-        slope = (known[high] - known[low]) / (high - low)
-        found = {"gpu memory": int(low + (self.limit_gib - known[low]) / slope)} | self.bounds(method)
-        limited_by = min(found, key=lambda name: found[name])
-        return max(found[limited_by] // STEP * STEP, 0), limited_by
+    def _at_limit(self, method: str, need_by_tokens: Mapping[int, float]) -> tuple[int, str]:
+        """Return the longest row within all limits, and the limit that bounds it.
+
+        The GPU's limit is extrapolated on the line through the two known needs nearest to it.
+        """
+        low, high = sorted(
+            sorted(need_by_tokens, key=lambda tokens: abs(need_by_tokens[tokens] - self.limit_gib))[
+                :2
+            ]
+        )
+        slope = (need_by_tokens[high] - need_by_tokens[low]) / (high - low)
+        limits = {
+            "gpu memory": int(low + (self.limit_gib - need_by_tokens[low]) / slope)
+        } | self.bounds(method)
+        limited_by = min(limits, key=lambda name: limits[name])
+        return max(limits[limited_by] // STEP * STEP, 0), limited_by
 
     def _predicted(self, method: str, tokens: int, limited_by: str) -> LongestRow:
         config = self.config(method, tokens)
@@ -161,23 +207,40 @@ class Longest:
         )
 
     def step_s(self, config: TrainConfig, count: DryCount) -> float | None:
-        """Seconds of a step with one long row: attention by its arithmetic below the diagonal, all else as counted.
+        """Return the seconds of a step with one long row, or None without the card's rates.
 
-        Copies to the host's memory run meanwhile. None where the card's rates are not known.
+        Attention counts by its arithmetic below the diagonal, and the rest as counted. Copies to
+        the host's memory overlap with the compute.
         """
         attention = sum(flops for name, flops in count.flops.items() if "attention" in name)
-        others = {name: flops for name, flops in count.flops.items() if "attention" not in name}
-        rest = counted_step_time(replace(config, checkpointing="full"), replace(count, flops=others))
+        other_flops = {
+            name: flops for name, flops in count.flops.items() if "attention" not in name
+        }
+
+        others_time = counted_step_time(
+            replace(config, checkpointing="full"), replace(count, flops=other_flops)
+        )
         transfer = speed_transfer(resolve_device(REFERENCE), self.device)
-        if rest is None or transfer is None or self.device.bf16_tflops is None:
+        if others_time is None or transfer is None or self.device.bf16_tflops is None:
             return None
+
         is_hopper = float(self.device.compute_capability or 0) >= 9.0
         share = ATTENTION_SHARE_HOPPER if is_hopper else ATTENTION_SHARE
-        on_card = rest.on(transfer)
-        return on_card.micro_s + on_card.rest_s + attention / 2 / (1e12 * share * self.device.bf16_tflops)
+        on_card = others_time.on(transfer)
 
-    def request(self, config: TrainConfig, memory_gib: float, *, depth: int | None = None) -> ProbeRequest:
-        """A probe of one step with a short row, which makes the optimizer's state, and one with the long row."""
+        return (
+            on_card.micro_s
+            + on_card.rest_s
+            + attention / 2 / (1e12 * share * self.device.bf16_tflops)
+        )
+
+    def request(
+        self, config: TrainConfig, memory_gib: float, *, depth: int | None = None
+    ) -> ProbeRequest:
+        """Return a probe of two steps, with a short row and with the long row.
+
+        The step with the short row makes the optimizer's state.
+        """
         shares = {FIRST: 1 - LONG_SHARE, config.seq_len: LONG_SHARE}
         return ProbeRequest(
             config=config,
@@ -198,15 +261,20 @@ class Longest:
 
 
 def tried(result: ProbeResult) -> Attempt:
-    """What a probe of `Longest.request` found."""
-    measured, oom = result.measurement, result.oom
-    need = measured.peak_reserved_gib if measured else oom.need_gib if oom else None
+    """Return the result of a probe of `Longest.request`."""
+    measurement = result.measurement
+    need_gib: float | None = None
+    if measurement:
+        need_gib = measurement.peak_reserved_gib
+    elif result.oom:
+        need_gib = result.oom.need_gib
+
     return Attempt(
         tokens=result.config.seq_len,
         depth=result.depth,
         outcome=result.outcome.value,
-        need_gib=need,
-        step_s=measured.kind_s[-1][1] if measured and measured.kind_s else None,
+        need_gib=need_gib,
+        step_s=measurement.kind_s[-1][1] if measurement and measurement.kind_s else None,
     )
 
 
@@ -220,63 +288,91 @@ def verify(
     most: int = 3,
     say: Callable[[str], None] = lambda text: None,
 ) -> LongestRow:
-    """The longest row that took a real step on the card, begun with the predicted one: at most `most` whole models.
+    """Return the longest row that passed a real step on the card, within `most` whole models.
 
-    A few layers at the full length are tried first, whose need tells that of all layers (their other inputs wait in
-    the host), so that the length of the first whole model is nearly right. `memory_gib` is the card's, or the cap.
+    A few layers are probed at the full length first. Their need gives the need of all layers, since
+    the other inputs are offloaded. So the first whole model has nearly the right length.
+    `memory_gib` is the card's memory or the cap.
     """
-    method, tokens = predicted.method, predicted.tokens
+    method = predicted.method
+    tokens = predicted.tokens
     if tokens is None:
         return predicted
+
     attempts: list[Attempt] = []
     upper = min(asked.bounds(method).values(), default=2**24)
 
     def attempt(length: int, depth: int | None) -> Attempt:
         say(f"{method}: {length:,} tokens, {f'{depth} layers' if depth else 'all layers'}")
-        attempts.append(tried(probe(asked.request(asked.config(method, length), memory_gib, depth=depth))))
+        attempts.append(
+            tried(probe(asked.request(asked.config(method, length), memory_gib, depth=depth)))
+        )
         return attempts[-1]
 
     config = asked.config(method, tokens)
-    count, few = asked.count(config), counted(asked.model, config, 1, depth=FEW_LAYERS).count
-    assert count is not None  # it was predicted
-    held = count.model_gib + count.adapters_gib + count.gradients_gib + count.optimizer_gib
-    if few is not None and (first := attempt(tokens, FEW_LAYERS)).need_gib is not None:
-        # What a few layers take beyond what was counted of them, all layers take too.
-        beyond = first.need_gib - counted_breakdown(asked.model, config, few).peak_reserved_gib
-        tokens = _scaled(tokens, (predicted.gpu_gib or 0.0) + beyond, asked.limit_gib, held, upper)
+    count = asked.count(config)
+    few_layers = counted(asked.model, config, 1, depth=FEW_LAYERS).count
+    assert count is not None  # the row was predicted from a count
+    static_gib = count.model_gib + count.adapters_gib + count.gradients_gib + count.optimizer_gib
+    if few_layers is not None and (trial := attempt(tokens, FEW_LAYERS)).need_gib is not None:
+        # If a few layers need more than their count, all layers need the same amount more.
+        extra_gib = (
+            trial.need_gib - counted_breakdown(asked.model, config, few_layers).peak_reserved_gib
+        )
+        tokens = _scaled(
+            tokens, (predicted.gpu_gib or 0.0) + extra_gib, asked.limit_gib, static_gib, upper
+        )
+
     best: Attempt | None = None
-    failed = upper + STEP
+    failed_at = upper + STEP
     for _ in range(most):
-        one = attempt(tokens, None)
-        if one.outcome == Outcome.OK.value:
-            best = one
-            longer = _scaled(tokens, one.need_gib or asked.limit_gib, asked.limit_gib, held, min(upper, failed - STEP))
+        last = attempt(tokens, None)
+        if last.outcome == Outcome.OK.value:
+            best = last
+            longer = _scaled(
+                tokens,
+                last.need_gib or asked.limit_gib,
+                asked.limit_gib,
+                static_gib,
+                min(upper, failed_at - STEP),
+            )
             if longer < tokens * (1 + LEAST_GAIN):
                 break
             tokens = longer
-        elif one.outcome == Outcome.OOM.value and best is None:
-            failed = tokens
+        elif last.outcome == Outcome.OOM.value and best is None:
+            failed_at = tokens
             tokens = int(tokens * 0.97) // STEP * STEP
         else:
             break
+
     return _verified(asked, replace(predicted, timed_on=timed_on), best, tuple(attempts))
 
 
-def _scaled(tokens: int, need_gib: float, limit_gib: float, held_gib: float, upper: int) -> int:
-    """The tokens that take the whole limit, where so many need `need_gib`, of which `held_gib` are there anyway."""
-    factor = max(limit_gib - held_gib, 0.0) / max(need_gib - held_gib, 1e-3)
+def _scaled(tokens: int, need_gib: float, limit_gib: float, static_gib: float, upper: int) -> int:
+    """Return the length that takes the whole limit, if `tokens` tokens need `need_gib`.
+
+    `static_gib` of the need do not depend on the length.
+    """
+    factor = max(limit_gib - static_gib, 0.0) / max(need_gib - static_gib, 1e-3)
     return min(int(tokens * factor), upper) // STEP * STEP
 
 
-def _verified(asked: Longest, predicted: LongestRow, best: Attempt | None, attempts: tuple[Attempt, ...]) -> LongestRow:
+def _verified(
+    query: Longest, predicted: LongestRow, best: Attempt | None, attempts: tuple[Attempt, ...]
+) -> LongestRow:
     if best is None:
         last = attempts[-1]
         problem = f"no row was verified: {last.tokens:,} tokens ended with {last.outcome}"
-        nothing = LongestRow(method=predicted.method, config=predicted.config, problem=problem, attempts=attempts)
-        return replace(nothing, predicted_tokens=predicted.tokens)
-    config = asked.config(predicted.method, best.tokens)
-    bounds = asked.bounds(predicted.method)
-    limited_by = next((name for name, most in bounds.items() if best.tokens > most - STEP), "gpu memory")
+        row = LongestRow(
+            method=predicted.method, config=predicted.config, problem=problem, attempts=attempts
+        )
+        return replace(row, predicted_tokens=predicted.tokens)
+
+    config = query.config(predicted.method, best.tokens)
+    bounds = query.bounds(predicted.method)
+    limited_by = next(
+        (name for name, most in bounds.items() if best.tokens > most - STEP), "gpu memory"
+    )
     return replace(
         predicted,
         config=config.as_dict(),
@@ -286,7 +382,7 @@ def _verified(asked: Longest, predicted: LongestRow, best: Attempt | None, attem
         step_s_low=best.step_s,
         step_s_high=best.step_s,
         gpu_gib=best.need_gib,
-        host_gib=asked.host_gib(config),
+        host_gib=query.host_gib(config),
         limited_by=limited_by,
         attempts=attempts,
     )
@@ -306,15 +402,17 @@ def find_longest(
     say: Callable[[str], None] = lambda text: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Longest, list[LongestRow]]:
-    """What was asked, and the longest row of each method: tried on the GPU of this machine where it can, with `probe`.
+    """Return the query, and the longest row of each method.
 
-    Raises UsageError for an unknown method, knob or card, and what the prober raises.
+    With `probe`, rows are verified on this machine's GPU if possible. Raises UsageError for an
+    unknown method, knob or card, and the errors of the prober.
     """
     target = _target_here(gpu) if probe else None
     device = target.device if target else planned_device(gpu)
     if host_memory_gib is None and target is not None:
         host_memory_gib = host_memory_gib_here()
-    asked = Longest(
+
+    query = Longest(
         model=model,
         device=device,
         limit_gib=device_limit_gib(device, HEADROOM, memory_gib),
@@ -323,52 +421,68 @@ def find_longest(
         rank=rank,
         knobs=dict(knobs or {}),
     )
-    for name in PINNED_APART.keys() & asked.knobs.keys():
+
+    for name in PINNED_APART.keys() & query.knobs.keys():
         raise UsageError(f"--set {name}: rows have their own", remedy=f"give {PINNED_APART[name]}")
     for method in methods:
-        _require_possible(asked, method, say)
+        _require_possible(query, method, say)
+
     rows = []
     for method in methods:
         say(f"{method}: counting without the GPU")
-        rows.append(asked.predict(method))
+        rows.append(query.predict(method))
+
     if target is None:
-        return asked, rows
+        return query, rows
 
     # A prediction alone needs neither the prober nor its libraries.
     from autotune.core.scratch import scratch_directory
     from autotune.probe.supervisor import WorkerProber
 
-    with scratch_directory() as folder, WorkerProber("cuda", Path(folder), should_stop=should_stop) as prober:
+    with (
+        scratch_directory() as folder,
+        WorkerProber("cuda", Path(folder), should_stop=should_stop) as prober,
+    ):
         cap = target.memory_cap_gib(prober.memory_gib, asked_gib=memory_gib)
-        asked = replace(asked, limit_gib=min(asked.limit_gib, memory_limit_gib(cap, HEADROOM, taken_gib=CONTEXT_GIB)))
+        query = replace(
+            query,
+            limit_gib=min(query.limit_gib, memory_limit_gib(cap, HEADROOM, taken_gib=CONTEXT_GIB)),
+        )
         timed_on = (target.measured_on or device).name
 
         def run(request: ProbeRequest) -> ProbeResult:
             return prober.probe(request, Path(folder, "longest.log"))
 
-        return asked, [verify(asked, row, run, cap, timed_on=timed_on, say=say) for row in rows]
+        return query, [verify(query, row, run, cap, timed_on=timed_on, say=say) for row in rows]
 
 
-def _require_possible(asked: Longest, method: str, say: Callable[[str], None]) -> None:
-    """Raises UsageError for an unknown method or an impossible knob, and says which knobs have no effect."""
+def _require_possible(query: Longest, method: str, say: Callable[[str], None]) -> None:
+    """Warn about knobs without effect.
+
+    Raises UsageError for an unknown method or an impossible knob.
+    """
     if method not in METHODS:
-        raise UsageError(f"unknown method {method!r}{did_you_mean(method, METHODS)}", remedy=", ".join(METHODS))
+        raise UsageError(
+            f"unknown method {method!r}{did_you_mean(method, METHODS)}", remedy=", ".join(METHODS)
+        )
     try:
-        config = asked.config(method, STEP)
+        config = query.config(method, STEP)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"--set: {error}", remedy="docs/knobs.md lists the knobs and their values") from None
-    if config.tiling != (LONG_ROWS | asked.knobs)["tiling"]:
+        raise UsageError(
+            f"--set: {error}", remedy="docs/knobs.md lists the knobs and their values"
+        ) from None
+    if config.tiling != (LONG_ROWS | query.knobs)["tiling"]:
         raise UsageError(
             f"--set: layers of {method} with these knobs are not computed in tiles of tokens",
             remedy="leave dropout, compilation and other kernels out, or give --set tiling=none",
         )
-    for name, value in asked.knobs.items():
+    for name, value in query.knobs.items():
         if getattr(config, name) == KNOBS[name].default != value:
             say(f"warning: {method}: {name} has no effect with these knobs")
 
 
 def _target_here(gpu: str) -> Target | None:
-    """The target that the GPU of this machine can probe for; None where there is no such GPU."""
+    """Return the target that this machine's GPU can probe for, or None without such a GPU."""
     try:
         target = find_target(gpu)
     except EnvironmentProblem:
@@ -377,7 +491,7 @@ def _target_here(gpu: str) -> Target | None:
 
 
 def longest_answer(asked: Longest, rows: Sequence[LongestRow]) -> LongestAnswer:
-    """The answer of `autotune longest`."""
+    """Return the answer of `autotune longest`."""
     return LongestAnswer(
         model=asked.model.name,
         device=asked.device.name,

@@ -1,7 +1,8 @@
-"""The winner's run on other numbers of GPUs of its kind: its measured speed, scaled by the formulas of several GPUs.
+"""Projects the winner's run to other numbers of GPUs of its kind.
 
-The configuration stays, but for the micro batch where more GPUs leave too little of the global batch for each. `plan
---gpus` looks for the best configuration of each number, by formula alone.
+The measured speed is scaled by the formulas for several GPUs. The configuration stays the same.
+Only the micro batch shrinks if the global batch leaves too few rows per GPU. `plan --gpus` searches
+for the best configuration of each number, by formula alone.
 """
 
 import math
@@ -24,35 +25,41 @@ from autotune.study.scaling import RankPlan, Scaling, with_efficiency
 from autotune.study.summary import Candidate, Recipe
 
 NUMBERS = (1, 2, 4, 8)
-LARGER_BATCH = 1.05  # how much larger a global batch of packed rows may be, which whole micro batches round
+# Packed rows round a global batch to whole micro batches. It may grow by this factor.
+LARGER_BATCH = 1.05
 
 
 def on_other_numbers(recipe: Recipe) -> Scaling:
-    """The study's best for each number of GPUs, where it compared several.
+    """Return the study's best configuration per number of GPUs, if it compared several.
 
-    Else the winner's run on NUMBERS of GPUs, by DDP or FSDP2, whichever is faster. Then there are no rows where no
-    formula covers the model, or nobody published what links the cards.
+    Otherwise return the winner's run on NUMBERS of GPUs, by the faster of DDP and FSDP2. There are
+    no rows if no formula covers the model or the link between the cards is unknown.
     """
     own = recipe.config.num_gpus
     if len(recipe.by_gpus) > 1:
-        rows = [_as_measured(recipe, candidate) for candidate in recipe.by_gpus]
-        return Scaling(own=own, known=tuple(row.num_gpus for row in rows), rows=_compared(rows))
+        rows = [_measured_plan(recipe, candidate) for candidate in recipe.by_gpus]
+        return Scaling(
+            own=own, known=tuple(row.num_gpus for row in rows), rows=_rows_with_efficiency(rows)
+        )
 
-    known = _as_measured(recipe, recipe.winner)
-    if known.step is None:
+    own_plan = _measured_plan(recipe, recipe.winner)
+    if own_plan.step is None:
         return Scaling(own=own)
-    ratio = recipe.winner.performance.step_time_s / known.step.step_s
-    rows = [known if number == own else _best(recipe, number, ratio) for number in sorted({*NUMBERS, own})]
-    return Scaling(own=own, known=(own,), rows=_compared(rows))
+    ratio = recipe.winner.performance.step_time_s / own_plan.step.step_s
+    rows = [
+        own_plan if number == own else _best(recipe, number, ratio)
+        for number in sorted({*NUMBERS, own})
+    ]
+    return Scaling(own=own, known=(own,), rows=_rows_with_efficiency(rows))
 
 
-def _compared(rows: list[RankPlan]) -> tuple[RankPlan, ...]:
-    """The rows with their efficiency against the fewest GPUs that have a speed."""
+def _rows_with_efficiency(rows: list[RankPlan]) -> tuple[RankPlan, ...]:
+    """Return the rows with their efficiency relative to the fewest GPUs that have a speed."""
     return with_efficiency(rows, next((row for row in rows if row.tokens_per_s is not None), None))
 
 
 def _task(recipe: Recipe) -> Task:
-    """The study of a recipe, as far as an estimate depends on it; the price is that of one GPU."""
+    """Return the task of a recipe for estimates. Its price is the price of one GPU."""
     return Task(
         study=recipe.study,
         model=recipe.model,
@@ -64,11 +71,12 @@ def _task(recipe: Recipe) -> Task:
     )
 
 
-def _as_measured(recipe: Recipe, candidate: Candidate) -> RankPlan:
-    """What the study knows of a candidate, as each GPU's share; its step is by formula, where there is one."""
-    config, shape = candidate.config, recipe.workload.run_shape(candidate.config)
-    each = candidate.performance.tokens_per_second / config.num_gpus
-    slowest, fastest = candidate.performance.spread  # of step times: the shortest first
+def _measured_plan(recipe: Recipe, candidate: Candidate) -> RankPlan:
+    """Return the study's results for a candidate as one GPU's share, with a formula's step time."""
+    config = candidate.config
+    shape = recipe.workload.run_shape(config)
+    tokens_per_s = candidate.performance.tokens_per_second / config.num_gpus
+    slowest, fastest = candidate.performance.spread  # the spread of step times, the shortest first
     return RankPlan(
         parallelism=Parallelism.of(config),
         estimate=Estimate(
@@ -77,8 +85,8 @@ def _as_measured(recipe: Recipe, candidate: Candidate) -> RankPlan:
             state=FITS,
             need_gib=candidate.measurement.peak_reserved_gib,
             limit_gib=candidate.measurement.limit_gib,
-            tokens_per_s=each,
-            interval=(each / (1 + fastest), each / (1 + slowest)),
+            tokens_per_s=tokens_per_s,
+            interval=(tokens_per_s / (1 + fastest), tokens_per_s / (1 + slowest)),
             cost=candidate.cost,
         ),
         step=_step_by_formula(recipe, config),
@@ -87,38 +95,52 @@ def _as_measured(recipe: Recipe, candidate: Candidate) -> RankPlan:
 
 
 def _step_by_formula(recipe: Recipe, config: TrainConfig) -> RankStepTime | None:
-    """The step time by formula; None if no formula covers it."""
+    """Return the step time by formula, if one covers the configuration."""
     if recipe.workload.objective is not Objective.SFT:
         return None
-    by_formula = estimate(_task(recipe), config, math.inf)
-    return None if by_formula is None else by_formula.step
+    estimated = estimate(_task(recipe), config, math.inf)
+    return None if estimated is None else estimated.step
 
 
 def _best(recipe: Recipe, number: int, ratio: float) -> RankPlan:
-    """The fastest strategy that fits on so many GPUs, or the one that needs least, or why there is none."""
-    rows, problem = [], "no formula covers it"
+    """Return the fastest strategy that fits on `number` GPUs.
+
+    Otherwise return the strategy that needs the least memory, or the reason that there is no
+    estimate.
+    """
+    rows = []
+    problem = "no formula covers it"
     for strategy in PROBED if number > 1 else ("none",):
         parallelism = Parallelism(num_gpus=number, strategy=strategy)
         try:
             rows.append(_scaled_plan(recipe, parallelism, ratio))
         except ValueError as error:
             problem = str(error)
-    known = [row for row in rows if row.estimate is not None]
-    fitting = [row for row in known if row.tokens_per_s is not None]
+
+    estimates = [row for row in rows if row.estimate is not None]
+    fitting = [row for row in estimates if row.tokens_per_s is not None]
     if fitting:
         return max(fitting, key=lambda row: row.tokens_per_s or 0.0)
-    least = min(known, key=lambda row: row.estimate.need_gib if row.estimate else 0.0, default=None)
-    return least or RankPlan(parallelism=Parallelism(num_gpus=number, strategy=strategy), problem=problem)
+    leanest = min(
+        estimates, key=lambda row: row.estimate.need_gib if row.estimate else 0.0, default=None
+    )
+    return leanest or RankPlan(
+        parallelism=Parallelism(num_gpus=number, strategy=strategy), problem=problem
+    )
 
 
 def _scaled_plan(recipe: Recipe, parallelism: Parallelism, ratio: float) -> RankPlan:
-    """The winner under a strategy; without a speed where it may not fit. Raises ValueError for what cannot be."""
-    config = _divided(recipe, parallelism)
-    task, limit_gib = _task(recipe), recipe.winner.measurement.limit_gib
+    """Return the winner's plan under a strategy, without a speed if it may not fit.
+
+    Raises ValueError for an impossible strategy or without a formula.
+    """
+    config = _config_for(recipe, parallelism)
+    task = _task(recipe)
+    limit_gib = recipe.winner.measurement.limit_gib
     by_formula = estimate(task, config, math.inf)
 
     def measured_pace() -> StepTimeEstimate | None:
-        """The formula's time of one GPU, times the ratio of the measured time to it."""
+        """Return the formula's time on one GPU, scaled by the ratio of measured to predicted."""
         single = by_formula.single_gpu if by_formula else None
         return single and _corrected(recipe, single, ratio, config)
 
@@ -128,15 +150,23 @@ def _scaled_plan(recipe: Recipe, parallelism: Parallelism, ratio: float) -> Rank
 
     row = RankPlan(parallelism=Parallelism.of(config), accumulation=estimated.accumulation)
     if estimated.state != FITS or estimated.cost is None:
-        without_speed = replace(estimated, tokens_per_s=None, interval=None, samples_per_s=None, cost=None, step=None)
+        without_speed = replace(
+            estimated, tokens_per_s=None, interval=None, samples_per_s=None, cost=None, step=None
+        )
         return replace(row, estimate=without_speed)
     cost = replace(estimated.cost, evidence=Evidence.PROJECTED)
     return replace(row, estimate=replace(estimated, cost=cost), step=estimated.step)
 
 
-def _divided(recipe: Recipe, parallelism: Parallelism) -> TrainConfig:
-    """The winner with as many GPUs, and the largest micro batch by which the global batch stays what it is."""
-    own, largest = recipe.config, LARGER_BATCH * max(recipe.shape.examples_per_step, recipe.workload.global_batch)
+def _config_for(recipe: Recipe, parallelism: Parallelism) -> TrainConfig:
+    """Return the winner's configuration on several GPUs, with the same global batch.
+
+    The micro batch is the largest one that keeps the global batch. Raises ValueError if the global
+    batch cannot be divided.
+    """
+    own = recipe.config
+    largest = LARGER_BATCH * max(recipe.shape.examples_per_step, recipe.workload.global_batch)
+
     for micro_batch_size in _halves(own.micro_batch_size):
         config = replace(
             own,
@@ -150,6 +180,7 @@ def _divided(recipe: Recipe, parallelism: Parallelism) -> TrainConfig:
             continue
         if shape.examples_per_step <= largest:
             return config
+
     raise ValueError(f"a global batch of {recipe.workload.global_batch} cannot be divided so")
 
 
@@ -159,9 +190,14 @@ def _halves(number: int) -> Iterator[int]:
         number //= 2
 
 
-def _corrected(recipe: Recipe, alone: StepTimeEstimate, ratio: float, config: TrainConfig) -> StepTimeEstimate:
-    """The formula's time, as many times as long as what was measured. With another micro batch its error stays."""
-    scaled = alone.longer(ratio, rest=ratio)
+def _corrected(
+    recipe: Recipe, single_gpu_step: StepTimeEstimate, ratio: float, config: TrainConfig
+) -> StepTimeEstimate:
+    """Return the formula's time times the measured ratio.
+
+    With the winner's micro batch, it has the error of the measurement, otherwise the formula's.
+    """
+    scaled = single_gpu_step.longer(ratio, rest=ratio)
     if config.micro_batch_size != recipe.config.micro_batch_size:
         return scaled
     error = max(math.log1p(abs(end)) for end in recipe.winner.performance.spread) / EIGHTY_PERCENT

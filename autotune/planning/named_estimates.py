@@ -1,4 +1,4 @@
-"""Estimates of the configurations that a spec names, next to what was published of them."""
+"""Estimates the configurations that a spec names, next to their published results."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,43 +29,62 @@ def estimate_named_configs(
     say: Say = silent,
     counted: bool = False,
 ) -> list[ConfigResult]:
-    """Estimate each configuration that the spec names, `counted` as by `plan`. Raises UsageError for what cannot be.
+    """Estimate each configuration that the spec names. Raises UsageError for an impossible spec.
 
-    `observations` correct only what nothing was published of: a published row must not predict itself or its neighbour.
-    Nor does it matter for a published row whether the trainer here could train it, since it was trained elsewhere.
+    `counted` means the same as in `plan`. `observations` correct only rows without published
+    results: a published row must not predict itself or its neighbour. The limits of the trainer
+    here do not matter for a published row, because it was trained elsewhere.
     """
     task = planned_setup(replace(spec, pins={}), device, say).task
     limit_gib = limit_of(spec, device)
     results = []
+
     for case, config, case_task in cases(spec, task):
-        result = ConfigResult(case=case, config=config, outcome=Outcome.REFUSED, evidence=Evidence.ESTIMATED)
-        refused, estimated = case.excluded, None
-        if not refused and not case.published:
-            refused = refusal(config, case_task.model, case_task.trainer, known_shape(case_task.model), device)
-        if not refused:
-            seen = () if case.published else observations
-            estimated, refused = _estimate(case_task, config, limit_gib, seen, counted=counted)
+        result = ConfigResult(
+            case=case, config=config, outcome=Outcome.REFUSED, evidence=Evidence.ESTIMATED
+        )
+        reason = case.excluded
+        estimated: Estimate | None = None
+        # The estimate of a published row ignores the limits of this trainer.
+        if not reason and not case.published:
+            reason = refusal(
+                config, case_task.model, case_task.trainer, known_shape(case_task.model), device
+            )
+        if not reason:
+            usable = () if case.published else observations
+            estimated, reason = _estimate(case_task, config, limit_gib, usable, counted=counted)
+
         if estimated is None:
-            results.append(replace(result, reason=refused))
+            results.append(replace(result, reason=reason))
         else:
             results.append(_with_numbers(result, case_task, estimated))
+
     return results
 
 
 def _estimate(
-    task: Task, config: TrainConfig, limit_gib: float, observations: Sequence[Observation], *, counted: bool
+    task: Task,
+    config: TrainConfig,
+    limit_gib: float,
+    observations: Sequence[Observation],
+    *,
+    counted: bool,
 ) -> tuple[Estimate | None, str | None]:
-    """The estimate of one configuration, or why there is none."""
+    """Return the estimate of one configuration, or the reason that it has none."""
     try:
-        estimated = estimate(task, config, limit_gib, observations, count=count if counted else None)
+        estimated = estimate(
+            task, config, limit_gib, observations, count=count if counted else None
+        )
     except ValueError as error:
         return None, str(error)
     return estimated, None if estimated else no_estimate(task, config, counted=counted)
 
 
 def _with_numbers(result: ConfigResult, task: Task, estimated: Estimate) -> ConfigResult:
-    """The result with what was estimated: memory of a GPU, speed of all."""
-    config, need_gib, memory = result.config, estimated.need_gib, estimated.memory
+    """Add the estimates to the result: the memory of one GPU and the speed of all."""
+    config = result.config
+    need_gib = estimated.need_gib
+    memory = estimated.memory
     error = memory.error if memory else ERROR
     result = replace(
         result,
@@ -79,11 +98,13 @@ def _with_numbers(result: ConfigResult, task: Task, estimated: Estimate) -> Conf
     )
     if not (estimated.samples_per_s and estimated.tokens_per_s and estimated.interval):
         return result
+
     shape = task.workload.run_shape(config, world_size=config.num_gpus)
     samples_per_s = config.num_gpus * estimated.samples_per_s
     rows_per_s = samples_per_s / shape.examples_per_row
     low, high = (useful / estimated.tokens_per_s for useful in estimated.interval)
     tokens_per_s = rows_per_s * config.seq_len
+
     return replace(
         result,
         tokens_per_s=tokens_per_s,

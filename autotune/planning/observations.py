@@ -1,6 +1,6 @@
-"""What others measured: the observations that come with the package, and the submissions that were imported.
+"""Loads measurements of others: the observations in the package, and imported submissions.
 
-`submission` checks the form of a submission; it is loaded only where there is a file to read.
+`submission` validates a submission. It is imported only if there is a file to read.
 """
 
 import functools
@@ -23,12 +23,12 @@ Say = Callable[[str], None]
 
 
 def silent(text: str) -> None:
-    """Report nothing."""
+    """Ignore a message."""
 
 
 @functools.cache
 def published_observations() -> tuple[Observation, ...]:
-    """What comes with the package: measurements that others published."""
+    """Return the published measurements that come with the package."""
     unknown = {"step_time_s": None, "peak_reserved_gib": None, "model_digest": None}
     return tuple(
         Observation(**unknown | row | {"config": TrainConfig(**row["config"])})
@@ -37,7 +37,10 @@ def published_observations() -> tuple[Observation, ...]:
 
 
 def known_observations(directory: Path = EVIDENCE, say: Say = silent) -> tuple[Observation, ...]:
-    """What was published, and what was imported into `directory`; `say` gets a warning for each unreadable file."""
+    """Return the published observations and the submissions imported into `directory`.
+
+    `say` gets a warning for each unreadable file.
+    """
     imported, problems = load_evidence(directory)
     for problem in problems:
         say(f"warning: {problem}")
@@ -45,55 +48,64 @@ def known_observations(directory: Path = EVIDENCE, say: Say = silent) -> tuple[O
 
 
 def read_submission(path: Path) -> tuple[Observation, ...]:
-    """The observations of a submission that somebody else wrote.
+    """Return the observations of a submission from another user.
 
-    Raises UsageError if it is unreadable, too large, or has anything that a submission does not have.
+    Raises UsageError if it is unreadable or too large, or has an unknown field.
     """
     return _observations(_load(path))
 
 
 def store_submission(path: Path, directory: Path) -> tuple[Path, bool]:
-    """Check a submission and copy it into `directory`, named by its digest. True: it was there before.
+    """Check a submission, and copy it into `directory` under its digest.
+
+    Returns the path, and whether it was there before.
 
     Raises:
-        UsageError: as `read_submission`.
+        UsageError: in the cases of `read_submission`.
         StorageError: `directory` cannot be written.
     """
     submission = _load(path)
-    target = directory / f"{submission.digest}.json"  # nothing in the file decides its name
+    target = directory / f"{submission.digest}.json"  # the file's content cannot choose its name
     try:
-        known = _load(target) == submission
+        was_there = _load(target) == submission
     except UsageError:
-        known = False
-    if not known:
+        was_there = False
+    if not was_there:
         write_atomic(target, submission.text)
-    return target, known
+    return target, was_there
 
 
 def load_evidence(directory: Path) -> tuple[tuple[Observation, ...], tuple[str, ...]]:
-    """The observations of every valid file of `directory`, each once, and what is wrong with the others.
+    """Return the observations of each valid file of `directory` once, and the others' problems.
 
     Never raises.
     """
     submissions: dict[str, Submission] = {}
     problems = []
+
     try:
         names = sorted(name for name in os.listdir(directory) if name.endswith(".json"))
     except FileNotFoundError:
         return (), ()
     except OSError as error:
         return (), (f"cannot read {_short(str(directory))}: {error.strerror}",)
+
     for name in names:
         try:
             submission = _load(directory / name)
             submissions[submission.digest] = submission
         except UsageError as error:
             problems.append(str(error))
-    return tuple(one for submission in submissions.values() for one in _observations(submission)), tuple(problems)
+
+    return tuple(
+        observation
+        for submission in submissions.values()
+        for observation in _observations(submission)
+    ), tuple(problems)
 
 
 def _observations(submission: "Submission") -> tuple[Observation, ...]:
-    """One for each row."""
+    """Return one observation per row."""
     return tuple(
         Observation(
             device=submission.gpu,
@@ -123,17 +135,22 @@ def _load(path: Path) -> "Submission":
     try:
         return Submission.model_validate_json(read_regular(path))
     except OSError as error:
-        raise UsageError(f"cannot read {name}: {error.strerror or error}", remedy="check the path") from None
+        raise UsageError(
+            f"cannot read {name}: {error.strerror or error}", remedy="check the path"
+        ) from None
     except ValidationError as error:
         problems = []
         for item in error.errors(include_url=False, include_context=False, include_input=False)[:5]:
-            where = ".".join(str(part) for part in item["loc"]) or "the file"
-            problems.append(f"{name}: {_short(where)}: {_short(item['msg'].removeprefix('Value error, '))}")
+            place = ".".join(str(part) for part in item["loc"]) or "the file"
+            problems.append(
+                f"{name}: {_short(place)}: {_short(item['msg'].removeprefix('Value error, '))}"
+            )
         raise UsageError(
-            "\n".join(problems), remedy="ask for a file that `autotune submit` of this version wrote"
+            "\n".join(problems),
+            remedy="ask for a file that `autotune submit` of this version wrote",
         ) from None
 
 
 def _short(text: str) -> str:
-    """Text of a file's author for one line of a terminal."""
+    """Return a file author's text as it may appear in one line of a terminal."""
     return printable(text)[:300]

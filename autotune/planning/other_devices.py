@@ -1,7 +1,7 @@
-"""Estimate the winner's run on every other known card: whether it fits, how long it takes and what it costs.
+"""Estimates the winner's run on every other known card: whether it fits, its time and its cost.
 
-Memory was measured or extrapolated, and is the same on other cards; speed is projected. `compare` looks for the best
-configuration of each card.
+Memory was measured or extrapolated, and is the same on other cards. Speed is projected. `compare`
+searches for the best configuration of each card.
 """
 
 import math
@@ -22,16 +22,22 @@ from autotune.study.selection import Selection
 from autotune.study.summary import Candidate
 
 
-def estimate_other_devices(selection: Selection, winner: Candidate, headroom: float) -> tuple[Estimate, ...]:
-    """The winner on each card, the study's own among them: the cheapest first, those where it does not fit last.
+def estimate_other_devices(
+    selection: Selection, winner: Candidate, headroom: float
+) -> tuple[Estimate, ...]:
+    """Return the winner on each card, including the study's own card.
 
-    Cards of another vendor have other kernels, and are left out, as all others are for several GPUs. A study on a CPU
-    gives nothing.
+    The cheapest card comes first, and cards without enough memory come last. Cards of another
+    vendor are left out, because they have other kernels. With several GPUs, only the study's own
+    card remains. A study on a CPU has no rows.
     """
-    task, measurements = selection.task, selection.record(winner.config).best_known
-    device, source = task.device, task.measured_on or task.device
+    task = selection.task
+    measurements = selection.record(winner.config).best_known
+    device = task.device
+    source = task.measured_on or device
     if device.kind == "cpu":
         return ()
+
     own = Estimate(
         device=device,
         config=winner.config,
@@ -43,8 +49,10 @@ def estimate_other_devices(selection: Selection, winner: Candidate, headroom: fl
         cost=winner.cost,
         num_observations=task.carried.basis if task.carried else 0,
     )
-    if winner.config.num_gpus > 1:  # speeds of several depend on what links them
+
+    if winner.config.num_gpus > 1:  # the speed of several GPUs depends on their link
         return (own,)
+
     others = [
         _estimate_on(card, task, source, winner, measurements, headroom)
         for card in list_devices()
@@ -61,27 +69,39 @@ def _estimate_on(
     measurements: Sequence[Measurement],
     headroom: float,
 ) -> Estimate:
-    need, limit, price = winner.measurement.peak_reserved_gib, device_limit_gib(card, headroom), find_price(card.name)
-    # The error of the formula is allowed for measured memory too: contexts and workspaces differ from card to card.
+    need = winner.measurement.peak_reserved_gib
+    limit = device_limit_gib(card, headroom)
+    price = find_price(card.name)
+
+    # Measured memory gets the formula's error, too: contexts and workspaces differ by card.
     state = _missing_feature(card, winner.config) or memory_state(need, limit)
-    estimated = Estimate(device=card, config=winner.config, state=state, need_gib=need, limit_gib=limit, price=price)
-    transfer = observed_transfer(source, card, winner.config, published_observations(), task.calibration)
+    estimated = Estimate(
+        device=card, config=winner.config, state=state, need_gib=need, limit_gib=limit, price=price
+    )
+
+    transfer = observed_transfer(
+        source, card, winner.config, published_observations(), task.calibration
+    )
     if state != FITS or transfer is None:
         return estimated
-    there = replace(task, device=card, measured_on=source, carried=transfer)
-    speed = run_performance(there, winner.config, measurements)
+
+    task_on_card = replace(task, device=card, measured_on=source, carried=transfer)
+    speed = run_performance(task_on_card, winner.config, measurements)
     cost = project(task.workload, winner.config, speed, price)
     return replace(
         estimated,
         tokens_per_s=speed.tokens_per_second,
-        # The source is the card of the probes: what was measured there is no projection.
-        cost=replace(cost, evidence=winner.memory_evidence if card.name == source.name else Evidence.PROJECTED),
+        # The source is the card of the probes, so its results are measured and not projected.
+        cost=replace(
+            cost,
+            evidence=winner.memory_evidence if card.name == source.name else Evidence.PROJECTED,
+        ),
         num_observations=transfer.basis,
     )
 
 
 def _missing_feature(card: DeviceSpec, config: TrainConfig) -> str | None:
-    """What the configuration needs and the card lacks."""
+    """Return the feature that the configuration needs and the card lacks."""
     if config.precision.startswith("bf16") and not card.supports_bf16:
         return "has no bf16"
     if config.quantization == "fp8" and not card.supports_fp8:

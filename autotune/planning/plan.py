@@ -1,6 +1,7 @@
-"""Plan a study by formula: the best configuration of its search space on a card, before anything is measured.
+"""Plans a study by formula: the best configuration of its search space, before any measurement.
 
-Every number is an estimate (`device_estimate`). The rule that chooses is that of a measured study.
+Every number is an estimate (`device_estimate`). The winner is chosen by the same rule as in a
+measured study.
 """
 
 import functools
@@ -30,12 +31,21 @@ from autotune.problem.setup import Setup, open_reserve, set_up
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
-from autotune.report.values.plan import LITTLE_KNOWN, NO_SPEED, ONLY_BASELINE, ONLY_LEANEST, Cell, Plan
+from autotune.report.values.plan import (
+    LITTLE_KNOWN,
+    NO_SPEED,
+    ONLY_BASELINE,
+    ONLY_LEANEST,
+    Cell,
+    Plan,
+)
 from autotune.study.ranking import Scored, choose, why
 
 MAX_CONFIGS = 10_000  # estimated in about two seconds
-MAX_STRIDE = 300  # between two configurations of a large space: a longer walk takes longer than the estimates
+# Between two configurations of a large space. A longer walk takes more time than the estimates.
+MAX_STRIDE = 300
 BATCHES = (1, 2, 4, 8, 16, 32)
+# The knobs that determine the memory between steps
 _LASTING = operator.attrgetter(
     "method", "precision", "quantization", "double_quant", "lora_rank", "lora_targets", "optimizer"
 )
@@ -53,63 +63,90 @@ def plan(
 ) -> Plan:
     """Plan the study that `autotune run` would do with this spec, on its GPU or on `device`.
 
-    The reserve of the space is opened where nothing else fits. `say` gets warnings, progress, and what is left out of
-    the space and why. With `counted`, a dry probe counts what the baseline of a model without a formula needs. Raises
-    UsageError if a part of the spec is unknown or impossible, or nothing is known of model and card.
+    The reserve of the space is opened if the rest does not fit. `say` gets warnings, progress, and
+    the parts left out of the space. With `counted`, a dry probe counts the baseline of a model
+    without a formula.
+
+    Raises UsageError if a part of the spec is unknown or impossible, or if the model or the card
+    has no data.
     """
     device = device or planned_device(spec.gpu)
     setup = planned_setup(spec, device, say)
     say_removals(setup, say)
-    made = plan_setup(setup, limit_of(spec, device), observations, counted=counted)
-    return replace(made, what_fits=memory_tables(made))
+    result = plan_setup(setup, limit_of(spec, device), observations, counted=counted)
+    return replace(result, what_fits=memory_tables(result))
 
 
 def say_removals(setup: Setup, say: Say) -> None:
-    """Say what is left out of the space, and why."""
+    """Report each part that is left out of the space, and the reason."""
     for removal in setup.removals:
         say(f"left out: {removal}")
 
 
 def planned_setup(spec: StudySpec, device: DeviceSpec, say: Say = silent) -> Setup:
-    """The study that `autotune run` would do on this card; its warnings go to `say`. Raises UsageError."""
+    """Set up the study that `autotune run` would do on this card. Raises UsageError.
+
+    `say` gets the warnings.
+    """
     setup = set_up(spec, device, say)
     numbers = setup.task.numbers_of_gpus
     if numbers != (1,):
-        listed = ",".join(map(str, numbers))
-        raise UsageError(f"this plans one GPU, not {listed}", remedy=f"`autotune plan --gpus {listed}` plans several")
+        numbers_text = ",".join(map(str, numbers))
+        raise UsageError(
+            f"this plans one GPU, not {numbers_text}",
+            remedy=f"`autotune plan --gpus {numbers_text}` plans several",
+        )
+
     for warning in setup.warnings:
         say(f"warning: {warning}")
     return setup
 
 
 def plan_setup(
-    setup: Setup, limit_gib: float, observations: Sequence[Observation] = (), *, counted: bool = False
+    setup: Setup,
+    limit_gib: float,
+    observations: Sequence[Observation] = (),
+    *,
+    counted: bool = False,
 ) -> Plan:
-    """The plan of a study that is set up, or of its reserve where nothing else fits. Raises UsageError."""
-    made = plan_task(setup.task, limit_gib, observations, counted=counted)
-    if made.best is not None or made.reason in LITTLE_KNOWN or setup.reserve == setup.task.space:
-        return made
+    """Plan a study, or its reserve if the rest does not fit. Raises UsageError."""
+    result = plan_task(setup.task, limit_gib, observations, counted=counted)
+    if (
+        result.best is not None
+        or result.reason in LITTLE_KNOWN
+        or setup.reserve == setup.task.space
+    ):
+        return result
+
     reserve = plan_task(open_reserve(setup).task, limit_gib, observations, counted=counted)
+
     if reserve.best is None and reserve.reason not in LITTLE_KNOWN:
-        return replace(made, leanest=reserve.leanest)
+        return replace(result, leanest=reserve.leanest)
     reason = f"nothing fits without one of these: {setup.reserved}; {reserve.reason}"
     return replace(reserve, from_reserve=True, reason=reason)
 
 
-def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] = (), *, counted: bool = False) -> Plan:
-    """Find the best configuration of the task's space by formula, under the rule that chooses a winner.
+def plan_task(
+    task: Task, limit_gib: float, observations: Sequence[Observation] = (), *, counted: bool = False
+) -> Plan:
+    """Find the best configuration of the task's space by formula, under the winner rule.
 
-    `limit_gib` is what tensors may take. Without a formula only the baseline is counted; where that does not fit, what
-    needs the least memory. Raises UsageError if no formula covers the model or the card.
+    `limit_gib` is the GiB that tensors may use. Without a formula, only the baseline is counted. If
+    it does not fit, the leanest configuration is counted.
+
+    Raises UsageError if no formula covers the model or the card.
     """
     baseline = _baseline(task, limit_gib, observations, counted=counted)
     if unsupported(task.model, baseline.config):
         return _counted_plan(task, limit_gib, observations, baseline)
+
     space = distinguishable(task.space, baseline.config)
     configs = candidates(space)
     estimates, no_speed = _fitting(task, configs, limit_gib, observations)
-    made = replace(
-        _plan_of(task, limit_gib, observations, baseline), num_estimated=len(configs), space_size=space.size()
+    result = replace(
+        _plan_of(task, limit_gib, observations, baseline),
+        num_estimated=len(configs),
+        space_size=space.size(),
     )
     if estimates:
         scored = [
@@ -119,56 +156,86 @@ def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] 
         winner = choose(scored, task.floors.slack)
         reason = why(winner, scored, task.floors.slack, task.space, configs)
         if no_speed:
-            reason += f"; {no_speed:,} more fit whose speed no formula knows: `autotune run` measures it"
-        return replace(made, best=estimates[winner.config], reason=reason)
-    return replace(made, reason=NO_SPEED) if no_speed else made
+            reason += (
+                f"; {no_speed:,} more fit whose speed no formula knows: `autotune run` measures it"
+            )
+        return replace(result, best=estimates[winner.config], reason=reason)
+    return replace(result, reason=NO_SPEED) if no_speed else result
 
 
 @functools.lru_cache(maxsize=32)
 def candidates(space: SearchSpace) -> tuple[TrainConfig, ...]:
-    """Each configuration of a space once, or MAX_CONFIGS of them. Cards that are compared mostly share their space."""
-    stride = math.ceil(space.size() / MAX_CONFIGS)  # evenly spread over a space that is too large to estimate all
-    choices = islice(space.enumerate(), 0, None, stride) if stride <= MAX_STRIDE else space.sample(MAX_CONFIGS)
+    """Return each configuration of a space once, or MAX_CONFIGS of them.
+
+    The result is cached, since the compared cards mostly share their space.
+    """
+    # A space that is too large is covered evenly, or by a random sample if the walk is too long.
+    stride = math.ceil(space.size() / MAX_CONFIGS)
+    choices: Iterator[dict[str, Any]]
+    if stride <= MAX_STRIDE:
+        choices = islice(space.enumerate(), 0, None, stride)
+    else:
+        choices = space.sample(MAX_CONFIGS)
     return tuple(dict.fromkeys(map(space.config, choices)))
 
 
 def _fitting(
-    task: Task, configs: Sequence[TrainConfig], limit_gib: float, observations: Sequence[Observation]
+    task: Task,
+    configs: Sequence[TrainConfig],
+    limit_gib: float,
+    observations: Sequence[Observation],
 ) -> tuple[dict[TrainConfig, Estimate], int]:
-    """Those that surely fit and whose speed is known, and the number of those whose speed is not.
+    """Return the configurations that surely fit and have a speed, and count those without a speed.
 
-    Most of a card's do not fit, and are left out by what others need.
+    Most configurations do not fit on a card. They are skipped if a similar one already failed.
     """
-    found: dict[TrainConfig, Estimate] = {}
+    estimates: dict[TrainConfig, Estimate] = {}
     no_speed = 0
-    too_large: dict[tuple[Any, ...], int] = {}  # the smallest micro batch without room, of configurations else alike
-    hopeless = set()  # by what decides the memory between steps, which alone has no room
+    # The smallest micro batch that does not fit, by the other knobs
+    too_large: dict[tuple[Any, ...], int] = {}
+    # The values of _LASTING whose memory between steps alone does not fit
+    hopeless = set()
     for config in configs:
-        alike, lasting = alike_but_for_rows(task, config), _LASTING(config)
-        if lasting in hopeless or config.micro_batch_size > too_large.get(alike, config.micro_batch_size):
+        key = alike_but_for_rows(task, config)
+        lasting = _LASTING(config)
+        smallest_failure = too_large.get(key, config.micro_batch_size)
+        if lasting in hopeless or config.micro_batch_size > smallest_failure:
             continue
+
         estimated = estimate(task, config, limit_gib, observations)
         if estimated is None:
             continue
+
         if estimated.state == FITS and estimated.tokens_per_s:
-            found[config] = estimated
+            estimates[config] = estimated
         elif estimated.state == FITS:
             no_speed += 1
         elif estimated.state == OOM:
-            too_large[alike] = config.micro_batch_size
-            if (memory := estimated.memory) and memory_state(memory.lasting_gib, limit_gib, memory.error) == OOM:
+            too_large[key] = config.micro_batch_size
+            if (memory := estimated.memory) and memory_state(
+                memory.lasting_gib, limit_gib, memory.error
+            ) == OOM:
                 hopeless.add(lasting)
-    return found, no_speed
+
+    return estimates, no_speed
 
 
 def alike_but_for_rows(task: Task, config: TrainConfig) -> tuple[Any, ...]:
-    """What two configurations have in common where the one with more rows in a micro batch needs no less memory."""
-    return *_ALL_BUT_ROWS(config), task.workload.accumulation(config) > 1  # gradients then wait in the forward pass
+    """Return a key for configurations that differ only in rows per micro batch.
+
+    Among configurations with the same key, more rows never need less memory.
+    """
+    # If gradients accumulate, they also exist during the forward pass.
+    accumulates = task.workload.accumulation(config) > 1
+    return *_ALL_BUT_ROWS(config), accumulates
 
 
-def _plan_of(task: Task, limit_gib: float, observations: Sequence[Observation], baseline: Estimate) -> Plan:
-    """A plan that knows the baseline alone."""
+def _plan_of(
+    task: Task, limit_gib: float, observations: Sequence[Observation], baseline: Estimate
+) -> Plan:
+    """Return a plan that contains only the baseline."""
     counted = baseline.memory is not None and baseline.memory.counted
+
     return Plan(
         task=task,
         limit_gib=limit_gib,
@@ -180,88 +247,132 @@ def _plan_of(task: Task, limit_gib: float, observations: Sequence[Observation], 
         leanest=task.space.config(task.space.leanest()),
         how_sure=how_sure(counted=counted, objective=task.workload.objective),
         calibrated=calibrated_parts(task.calibration, task.device),
-        seen=tuple(observed.source for observed in observations if observed.device == task.device.name),
+        seen=tuple(
+            observed.source for observed in observations if observed.device == task.device.name
+        ),
     )
 
 
-def _counted_plan(task: Task, limit_gib: float, observations: Sequence[Observation], baseline: Estimate) -> Plan:
-    """The plan where no formula covers the baseline, which was counted."""
-    made = _plan_of(task, limit_gib, observations, baseline)
-    found, reason = baseline, ONLY_BASELINE
+def _counted_plan(
+    task: Task, limit_gib: float, observations: Sequence[Observation], baseline: Estimate
+) -> Plan:
+    """Return the plan of a model without a formula, whose baseline was counted."""
+    result = _plan_of(task, limit_gib, observations, baseline)
+    best = baseline
+    reason = ONLY_BASELINE
     if baseline.state != FITS:
         leanest = count_leanest(task, limit_gib, observations)
         if leanest is None or leanest.state != FITS:
-            return made
-        found, reason = leanest, ONLY_LEANEST
-    return replace(made, best=found, reason=reason) if found.tokens_per_s else replace(made, reason=NO_SPEED)
+            return result
+        best = leanest
+        reason = ONLY_LEANEST
+
+    if best.tokens_per_s:
+        return replace(result, best=best, reason=reason)
+    return replace(result, reason=NO_SPEED)
 
 
-def count_leanest(task: Task, limit_gib: float, observations: Sequence[Observation] = ()) -> Estimate | None:
-    """Count what the configuration that needs the least memory needs; None where it cannot be counted."""
+def count_leanest(
+    task: Task, limit_gib: float, observations: Sequence[Observation] = ()
+) -> Estimate | None:
+    """Count the configuration that needs the least memory; return None if it cannot be counted."""
     spaces = [task.space]
     if "full" in task.space.choices("loss"):
-        spaces.append(task.space.pin("loss", "full"))  # the logits of some heads cannot be made in chunks
+        # The logits of some heads cannot be computed in chunks.
+        spaces.append(task.space.pin("loss", "full"))
     configs = dict.fromkeys(space.config(space.leanest()) for space in spaces)
     estimates = (estimate(task, config, limit_gib, observations, count=count) for config in configs)
-    return next((found for found in estimates if found is not None), None)
+    return next((estimated for estimated in estimates if estimated is not None), None)
 
 
-def _baseline(task: Task, limit_gib: float, observations: Sequence[Observation], *, counted: bool) -> Estimate:
-    """What guides give, with the largest micro batch that fits, else with their own. Raises UsageError."""
-    first = None
+def _baseline(
+    task: Task, limit_gib: float, observations: Sequence[Observation], *, counted: bool
+) -> Estimate:
+    """Return the usual configuration with the largest micro batch that fits, or with its own.
+
+    Raises UsageError if neither a formula nor a count covers it.
+    """
+    fallback = None
     for number, config in enumerate(task.baselines):
-        estimated = estimate(task, config, limit_gib, observations, count=count if counted else None)
+        estimated = estimate(
+            task, config, limit_gib, observations, count=count if counted else None
+        )
         if estimated is not None and estimated.state == FITS:
             return estimated
-        first = first or estimated
-        if counted and number == 0:  # a count takes seconds, and where the smallest does not fit, none does
+        fallback = fallback or estimated
+
+        # A count takes seconds. If the smallest micro batch does not fit, no other does.
+        if counted and number == 0:
             smallest = estimate(task, task.baselines[-1], limit_gib, observations, count=count)
-            first = first or smallest
+            fallback = fallback or smallest
             if smallest is not None and smallest.state != FITS:
                 break
-    if first is None:
+
+    if fallback is None:
         raise UsageError(
             no_estimate(task, task.baselines[0], counted=counted),
-            remedy="`autotune run` on a GPU probes it, or says at once why not; --shallow-only if the GPU is too small",
+            remedy="`autotune run` on a GPU probes it, or says at once why not; --shallow-only if "
+            "the GPU is too small",
         )
-    return first
+    return fallback
 
 
 def distinguishable(space: SearchSpace, baseline: TrainConfig) -> SearchSpace:
-    """The space without values that no formula covers; knobs that no formula depends on are as in `baseline`."""
+    """Return the space without values that have no formula.
+
+    Knobs without an effect on any formula get their values from `baseline`.
+    """
     for name in ("attention", "dora", "rslora", "loader_workers"):
         if (knob := space.knob(name)) and getattr(baseline, name) in knob.choices():
             space = space.pin(name, getattr(baseline, name))
     for name, value in (("quantization", "int8"), ("checkpointing", "offload")):
         if (knob := space.knob(name)) and knob.choices() != (value,):
-            space, _ = space.narrow(name, functools.partial(operator.ne, value), "there is no formula for it")
+            space, _ = space.narrow(
+                name, functools.partial(operator.ne, value), "there is no formula for it"
+            )
     return space
 
 
-# --- tables of what fits
+# --- tables of the sizes that fit
 
 
-def memory_tables(made: Plan) -> dict[str, tuple[Cell, ...]]:
-    """What fits by length and micro batch, for LoRA, QLoRA and full fine-tuning as guides give them, by their name."""
-    task = made.task
+def memory_tables(study_plan: Plan) -> dict[str, tuple[Cell, ...]]:
+    """Return tables by name: the lengths and micro batches that fit.
+
+    They cover LoRA, QLoRA and full fine-tuning in their usual forms.
+    """
+    task = study_plan.task
     longest = task.model.max_seq_len or max(LENGTHS)
     lengths = [length for length in LENGTHS if length <= longest] or [longest]
-    precision, baseline = task.device.usual_precision, task.baselines[0]
-    usual = TrainConfig(precision=precision, attention=baseline.attention, lora_targets=baseline.lora_targets)
-    full, lora = replace(usual, method="full"), replace(usual, lora_rank=baseline.lora_rank or usual.lora_rank)
+    baseline = task.baselines[0]
+
+    usual = TrainConfig(
+        precision=task.device.usual_precision,
+        attention=baseline.attention,
+        lora_targets=baseline.lora_targets,
+    )
+    full = replace(usual, method="full")
+    lora = replace(usual, lora_rank=baseline.lora_rank or usual.lora_rank)
     bases = [
         lora,
         replace(lora, quantization="nf4", double_quant=True),
         full,
         replace(full, precision="bf16_pure", optimizer="adamw_8bit"),
     ]
-    batches = BATCHES[1:] if task.workload.objective is Objective.KTO else BATCHES  # which one answer cannot train
-    tables = {_table_name(base): tuple(table_cells(task, base, made.limit_gib, batches, lengths)) for base in bases}
-    return {name: cells for name, cells in tables.items() if cells}  # no formula covers those of some models
+
+    # KTO cannot train on a micro batch of one answer.
+    batches = BATCHES[1:] if task.workload.objective is Objective.KTO else BATCHES
+    tables = {
+        _table_name(base): tuple(table_cells(task, base, study_plan.limit_gib, batches, lengths))
+        for base in bases
+    }
+
+    # Some models have no formula for some tables.
+    return {name: cells for name, cells in tables.items() if cells}
 
 
 def _table_name(config: TrainConfig) -> str:
-    """What all cells of a table have in common."""
+    """Return the common knobs of all cells of a table."""
     kind = "full fine-tuning" if config.method == "full" else f"LoRA r{config.lora_rank}"
     if config.lora_targets != TrainConfig().lora_targets:
         kind += f" of {config.lora_targets}"
@@ -272,14 +383,20 @@ def _table_name(config: TrainConfig) -> str:
 def table_cells(
     task: Task, base: TrainConfig, limit_gib: float, batches: Sequence[int], lengths: Sequence[int]
 ) -> Iterator[Cell]:
-    """The cells of a table, row by row of the lengths; all other knobs are as in `base`."""
-    full = Lengths.constant(max(lengths))  # every row is as long as may be
-    workload = Workload(lengths=full, global_batch=2 * math.lcm(*batches), objective=task.workload.objective)
-    divisible = replace(task, workload=workload)
+    """Yield the cells of a table, one length after the other; other knobs are as in `base`."""
+    row_lengths = Lengths.constant(max(lengths))  # every row has the full length
+    workload = Workload(
+        lengths=row_lengths, global_batch=2 * math.lcm(*batches), objective=task.workload.objective
+    )
+    table_task = replace(task, workload=workload)
+
     for length in lengths:
         for size in batches:
             config = replace(base, micro_batch_size=size, seq_len=length)
-            plain = estimate(divisible, replace(config, checkpointing="none"), limit_gib)
-            recomputed = estimate(divisible, replace(config, checkpointing="full"), limit_gib)
+
+            plain = estimate(table_task, replace(config, checkpointing="none"), limit_gib)
+            recomputed = estimate(table_task, replace(config, checkpointing="full"), limit_gib)
             if plain is not None and recomputed is not None:
-                yield Cell(micro_batch_size=size, seq_len=length, plain=plain, recomputed=recomputed)
+                yield Cell(
+                    micro_batch_size=size, seq_len=length, plain=plain, recomputed=recomputed
+                )

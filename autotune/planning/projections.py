@@ -1,4 +1,4 @@
-"""Project a study's winner to other cards and to other numbers of GPUs, once, when the study is summarized."""
+"""Projects a study's winner to other cards and numbers of GPUs, when the study is summarized."""
 
 from autotune.planning.more_gpus import on_other_numbers
 from autotune.planning.other_devices import estimate_other_devices
@@ -7,7 +7,8 @@ from autotune.study.summary import Projections, Recipe
 
 
 def project_winner(selection: Selection, recipe: Recipe, headroom: float) -> Projections:
-    """The winner's run elsewhere. `headroom` is the share of a card's memory that stays free."""
+    """Return the winner's run elsewhere. `headroom` is the reserved share of a card's memory."""
     return Projections(
-        cards=estimate_other_devices(selection, recipe.winner, headroom), scaling=on_other_numbers(recipe)
+        cards=estimate_other_devices(selection, recipe.winner, headroom),
+        scaling=on_other_numbers(recipe),
     )

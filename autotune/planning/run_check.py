@@ -1,6 +1,6 @@
-"""Check a run that another tool's file describes: whether it fits a card, how long it takes, and what to change.
+"""Checks a run that another tool's file describes: whether it fits, its time, and useful changes.
 
-Nothing of the file is run.
+The file's content is not executed.
 """
 
 import os
@@ -43,8 +43,9 @@ from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 from autotune.report.values.check import FP32_BASE, CheckedRun, CheckReport, Faster, ForeignConfig
 
-MIN_SPEEDUP = 1.05  # from which on a faster configuration is reported
-# Knobs that the faster configuration shares with the run, since they change what is learned.
+MIN_SPEEDUP = 1.05  # a faster configuration is reported from this factor on
+# The faster configuration shares these knobs with the run, because they affect the training's
+# result.
 SHARED = (
     "method",
     "lora_rank",
@@ -60,17 +61,30 @@ SHARED = (
     "optimizer",
     "optimizer_in_backward",
 )
-_EXAMPLE_OPTIONS = ("dataset", "tokenizer", "lengths", "mean_tokens", "p99_tokens", "tokens_per_example")
+_EXAMPLE_OPTIONS = (
+    "dataset",
+    "tokenizer",
+    "lengths",
+    "mean_tokens",
+    "p99_tokens",
+    "tokens_per_example",
+)
 
 
 def check(
-    file: Path, options: Mapping[str, Any] | None = None, *, observations: Sequence[Observation] = (), say: Say = silent
+    file: Path,
+    options: Mapping[str, Any] | None = None,
+    *,
+    observations: Sequence[Observation] = (),
+    say: Say = silent,
 ) -> CheckReport:
     """Check the run that a YAML file of TRL, Axolotl or LLaMA-Factory describes.
 
-    `options` are fields of StudySpec about the card, the number of GPUs, the model, the examples, the memory and the
-    price; None is absent.
-    Raises UsageError if file, model or card cannot be read or are unknown, or if it is not known what the run needs.
+    `options` are fields of StudySpec for the card, the number of GPUs, the model, the examples, the
+    memory and the price. The value None means absent.
+
+    Raises UsageError if the file, the model or the card is unreadable or unknown, or if the need of
+    the run is unknown.
     """
     options = dict(options or {})
     run = read_file(file, options.get("objective"))
@@ -78,26 +92,36 @@ def check(
     name = options.get("model") or run.model
     model, assumption = find_model(name)
     run = shared_out(for_model(run, model), model, options.pop("gpus", None))
+
     if options.get("objective") not in (None, run.objective):
         raise UsageError(
-            f"{file} trains for {run.objective}, not {options['objective']}", remedy="leave --objective out"
+            f"{file} trains for {run.objective}, not {options['objective']}",
+            remedy="leave --objective out",
         )
     options["objective"] = str(run.objective)
-    spec = make_spec(None, options | {"gpu": device.option, "model": model.name if assumption else name})
+    spec = make_spec(
+        None, options | {"gpu": device.option, "model": model.name if assumption else name}
+    )
+
     task, warnings = _task(spec, device, run, say)
     context = CheckContext(
         task=replace(task, model=model, workload=_workload(task.workload, spec, run)),
         limit_gib=limit_of(spec, device),
         observations=tuple(observations),
     )
-    if without := unsupported(model, _alike(run.config)) or unsupported(model, run.config):
-        say(f"counting what it needs, since there is no formula for {without}")
+
+    if uncovered := unsupported(model, _similar_config(run.config)) or unsupported(
+        model, run.config
+    ):
+        say(f"counting what it needs, since there is no formula for {uncovered}")
     checked = check_run(context, run)
     if checked is None:
         raise UsageError(
-            f"there is no formula for {without}, and what it needs cannot be counted: {_why(context, run)}",
+            f"there is no formula for {uncovered}, and what it needs cannot be counted: "
+            f"{_no_count_reason(context, run)}",
             remedy="measure it: `autotune run`, with --shallow-only where the GPU is too small",
         )
+
     fix, fixes = _changes(context, checked)
     smallest = None if checked.state == FITS else _smallest_card(checked, spec.headroom)
     runnable = fix if checked.state == OOM else checked
@@ -127,64 +151,86 @@ def check(
 def _changes(
     context: CheckContext, checked: CheckedRun
 ) -> tuple[CheckedRun | None, tuple[tuple[CheckedRun, float], ...]]:
-    """Return the change that makes the run fit, and each change alone with the GiB it saves; none if the run fits."""
+    """Return the changes that make the run fit together, and each helpful change with its GiB.
+
+    A run that fits gets no changes.
+    """
     if checked.state == FITS:
         return None, ()
 
     search = FixSearch(context=context, checked=checked)
-    alone = tuple((fixed, search.saved_gib(fixed)) for fixed in search.each_alone())
-    if checked.bounds.reported.counted:  # counting all combinations of changes would take minutes
-        return next((fixed for fixed, _ in alone if fixed.state == FITS), None), alone
-    return search.best(), alone
+    single_changes = tuple((fixed, search.saved_gib(fixed)) for fixed in search.each_alone())
+    if checked.bounds.reported.counted:
+        # Counting all combinations of changes would take minutes.
+        fitting = (fixed for fixed, _ in single_changes if fixed.state == FITS)
+        return next(fitting, None), single_changes
+    return search.best(), single_changes
 
 
-def _why(context: CheckContext, run: ForeignConfig) -> str:
-    """Why what a run needs cannot be counted."""
-    return no_count(context.model, context.at_longest(run.config), min(run.accumulation, 2), run.objective)
+def _no_count_reason(context: CheckContext, run: ForeignConfig) -> str:
+    """Return why the run's need cannot be counted."""
+    return no_count(
+        context.model, context.at_longest(run.config), min(run.accumulation, 2), run.objective
+    )
 
 
 def find_model(name: str) -> tuple[ModelSpec, str | None]:
-    """The model that a file names, and a sentence where another is assumed to have its shape, by its name.
+    """Return the model that a file names, and a sentence if a similar model is assumed.
 
-    Copies of a model under another organisation or in a local directory, and models tuned from it for chats, have its
-    shape. Raises UsageError.
+    Copies of a model under another organization or in a local directory have the model's shape. So
+    have chat models tuned from it. Raises UsageError for an unknown model.
     """
     spec = None if os.path.isdir(os.path.expanduser(name)) else shaped_like(name)
     if spec is not None and name.lower() not in map(str.lower, (spec.name, *spec.aliases)):
-        return spec, f"{name} is taken to be shaped like {spec.name}, after its name (else give --model)."
+        return (
+            spec,
+            f"{name} is taken to be shaped like {spec.name}, after its name (else give --model).",
+        )
+
     try:
         return resolve_model(name), None
     except UsageError as error:
         raise UsageError(
             str(error),
-            remedy="give --model: a name of its shape that `autotune models` lists, or a directory with config.json",
+            remedy="give --model: a name of its shape that `autotune models` lists, or a directory "
+            "with config.json",
         ) from None
 
 
-def _task(spec: StudySpec, device: DeviceSpec, run: ForeignConfig, say: Say) -> tuple[Task, tuple[str, ...]]:
-    """The study of the same examples with the same global batch, and warnings about their lengths."""
+def _task(
+    spec: StudySpec, device: DeviceSpec, run: ForeignConfig, say: Say
+) -> tuple[Task, tuple[str, ...]]:
+    """Return the task with the same examples and global batch, and warnings about their lengths."""
     context = resolve_model(spec.model).max_seq_len or run.config.seq_len
     rows = run.accumulation * run.config.micro_batch_size
     pins = {"seq_len": min(run.config.seq_len, context)}
     setup = set_up(replace(spec, gpu=device.option, pins=pins, global_batch=rows), device, say)
-    assumed = setup.task.workload.lengths.source == "assumed"
-    return setup.task, () if assumed else tuple(f"{text}." for text in setup.warnings if "cut off" in text)
+    is_assumed = setup.task.workload.lengths.source == "assumed"
+    return setup.task, () if is_assumed else tuple(
+        f"{text}." for text in setup.warnings if "cut off" in text
+    )
 
 
 def _workload(workload: Workload, spec: StudySpec, run: ForeignConfig) -> Workload:
-    """The examples as the user gave them; else as many as the file says. Other tools do not deal out their rows."""
+    """Return the user's workload, or the number of examples that the file gives.
+
+    Other tools do not deal out the rows of a step by length.
+    """
     workload = replace(workload, dealt=False)
     if workload.lengths.source == "assumed":
         tokens = min(DEFAULT_TOKENS, run.config.seq_len)
         workload = replace(workload, lengths=Lengths.constant(tokens, "assumed"))
     if run.max_examples is None or spec.examples is not None or spec.tokens is not None:
         return workload
-    examples = run.max_examples if workload.examples_assumed else min(workload.examples, run.max_examples)
+
+    examples = (
+        run.max_examples if workload.examples_assumed else min(workload.examples, run.max_examples)
+    )
     return replace(workload, examples=examples, examples_assumed=False)
 
 
 def _smallest_card(checked: CheckedRun, headroom: float) -> DeviceSpec | None:
-    """The card with the least memory on which the run fits as it is."""
+    """Return the smallest card on which the run fits unchanged, by memory."""
     bf16 = checked.run.config.precision.startswith("bf16")
 
     def fits(card: DeviceSpec) -> bool:
@@ -197,50 +243,80 @@ def _smallest_card(checked: CheckedRun, headroom: float) -> DeviceSpec | None:
 # --- a faster configuration
 
 
-def _alike(config: TrainConfig) -> TrainConfig:
-    """A usual configuration with what decides whether formulas cover it, but for what is counted as something else."""
-    return TrainConfig(method=config.method, precision=config.precision, lora_targets=config.lora_targets)
+def _similar_config(config: TrainConfig) -> TrainConfig:
+    """Return a usual configuration with the knobs that decide whether a formula covers it.
 
-
-def _faster(task: Task, spec: StudySpec, context: CheckContext, run: ForeignConfig) -> Faster | None:
-    """The fastest configuration that fits and learns the same; with full rows where the lengths are not known.
-
-    None where the run is counted, since to count a whole space would take minutes, on several GPUs, and for other
-    objectives than the next token, whose loops differ from tool to tool.
+    Knobs that are counted as other values are left out.
     """
-    config, workload = run.config, context.workload
+    return TrainConfig(
+        method=config.method, precision=config.precision, lora_targets=config.lora_targets
+    )
+
+
+def _faster(
+    task: Task, spec: StudySpec, context: CheckContext, run: ForeignConfig
+) -> Faster | None:
+    """Return the fastest configuration that fits and has the same training result, or None.
+
+    It assumes full rows if the lengths are unknown. There is none for a counted run, because
+    counting a whole space would take minutes. There is none for several GPUs, nor for objectives
+    other than SFT, whose training loops differ from tool to tool.
+    """
+    config = run.config
+    workload = context.workload
     lengths_known = workload.lengths.source != "assumed"
     if not lengths_known:
         workload = replace(workload, lengths=Lengths.constant(config.seq_len, "assumed"))
-    by_formula = not unsupported(context.model, _alike(config))
+
+    by_formula = not unsupported(context.model, _similar_config(config))
     if config.num_gpus > 1 or run.objective is not Objective.SFT or not by_formula:
         return None
+
     checked = check_run(replace(context, task=replace(context.task, workload=workload)), run)
     tokens_per_s = checked.estimate.tokens_per_s if checked else None
     no_bf16 = config.precision.startswith("bf16") and not context.device.supports_bf16
-    if tokens_per_s is None or no_bf16 or config.seq_len > (context.model.max_seq_len or config.seq_len):
+    if (
+        tokens_per_s is None
+        or no_bf16
+        or config.seq_len > (context.model.max_seq_len or config.seq_len)
+    ):
         return None
+
+    # Pin the knobs that affect the training's result.
     pins = {knob: getattr(config, knob) for knob in SHARED}
     if config.packing or not lengths_known:
         pins["packing"] = config.packing and lengths_known
     space = task.space
     for knob, value in pins.items():
         space = space if value is None else space.pin(knob, value)
-    batch = max(1, round(workload.run_shape(config, accumulation=run.accumulation).examples_per_step))
-    space, _ = space.narrow("micro_batch_size", lambda size: batch % size == 0, "it does not divide the global batch")
-    ours = replace(workload, global_batch=batch, dealt=task.workload.dealt)
-    study = replace(task, model=context.model, space=space, workload=ours)
+
+    batch = max(
+        1, round(workload.run_shape(config, accumulation=run.accumulation).examples_per_step)
+    )
+    space, _ = space.narrow(
+        "micro_batch_size", lambda size: batch % size == 0, "it does not divide the global batch"
+    )
+    workload_for_plan = replace(workload, global_batch=batch, dealt=task.workload.dealt)
+    study = replace(task, model=context.model, space=space, workload=workload_for_plan)
+
     best = plan_task(study, context.limit_gib, context.observations).best
     times = (best.tokens_per_s or 0.0) / tokens_per_s if best else 0.0
     if best is None or times < MIN_SPEEDUP:
         return None
-    return Faster(config=best.config, times=times, command=_run_command(spec, config, workload, batch))
+    return Faster(
+        config=best.config, times=times, command=_run_command(spec, config, workload, batch)
+    )
 
 
-def _run_command(spec: StudySpec, config: TrainConfig, workload: Workload, global_batch: int) -> str:
-    """The `autotune run` that measures configurations which learn the same."""
-    given = {name: getattr(spec, name) for name in ("model", "gpu", *_EXAMPLE_OPTIONS, "tokens", "examples")}
-    options = {name: value for name, value in given.items() if value is not None}
+def _run_command(
+    spec: StudySpec, config: TrainConfig, workload: Workload, global_batch: int
+) -> str:
+    """Return the `autotune run` command that measures configurations with the same result."""
+    values = {
+        name: getattr(spec, name)
+        for name in ("model", "gpu", *_EXAMPLE_OPTIONS, "tokens", "examples")
+    }
+    options = {name: value for name, value in values.items() if value is not None}
     if config.method == "full":
         options["space"] = "full"
     else:
@@ -250,61 +326,101 @@ def _run_command(spec: StudySpec, config: TrainConfig, workload: Workload, globa
         options["tokens_per_example"] = config.seq_len
     if not {"examples", "tokens", "dataset", "lengths"} & set(options):
         options["examples"] = workload.examples
+
     words = ["autotune", "run"]
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     for knob in SHARED:
         value = getattr(config, knob)
-        if knob not in ("method", "lora_rank", "seq_len") and value not in (False, "none", ALL_LINEAR):
+        is_default = value in (False, "none", ALL_LINEAR)
+        if knob not in ("method", "lora_rank", "seq_len") and not is_default:
             words += ["--set", f"{knob}={value}"]
     return shlex.join(words)
 
 
-# --- what the verdict leaves out
+# --- the limits of the verdict
 
 
 def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -> Iterator[str]:
-    run, config, device = checked.run, checked.run.config, context.device
+    """Yield a sentence for each fact that the estimate leaves out or assumes."""
+    run = checked.run
+    config = run.config
+    device = context.device
     if assumption:
         yield assumption
     if not device.supports_bf16 and config.precision.startswith("bf16"):
-        yield f"{device.name} has no bf16: it starts with bf16 off and fp16 on alone, which takes as much memory."
+        yield (
+            f"{device.name} has no bf16: it starts with bf16 off and fp16 on alone, which takes as "
+            "much memory."
+        )
     max_seq_len = context.model.max_seq_len
     if max_seq_len and config.seq_len > max_seq_len and not assumption:
-        yield f"Sequences of {config.seq_len:,} tokens are longer than the model's context of {max_seq_len:,}."
+        yield (
+            f"Sequences of {config.seq_len:,} tokens are longer than the model's context of "
+            f"{max_seq_len:,}."
+        )
+
     if config.dora:
-        yield "How much memory DoRA takes besides its adapters is not known: the run needs more than the estimate."
+        yield (
+            "How much memory DoRA takes besides its adapters is not known: the run needs more than "
+            "the estimate."
+        )
     elif checked.bounds.reported.counted and FP32_BASE in run.notes:
-        yield "What the casts of a base in float32 take is not known: the run needs more than the estimate."
+        yield (
+            "What the casts of a base in float32 take is not known: the run needs more than the "
+            "estimate."
+        )
     elif checked.bounds.least != checked.bounds.most and checked.bounds.most is not None:
         between = "none of it on the GPU and all"
-        yield f"What is offloaded has no formula: the need lies between {between}, and the larger one is reported."
+        yield (
+            f"What is offloaded has no formula: the need lies between {between}, and the larger "
+            "one is reported."
+        )
     if config.quantization == "int8":
         yield (
-            "A base in 8 bits is counted without outliers, inputs of 6 or more that are held twice: 9 % in probes."
+            "A base in 8 bits is counted without outliers, inputs of 6 or more that are held "
+            "twice: 9 % in probes."
             if checked.bounds.reported.counted
-            else "A base in 8 bits could not be counted: the run needs more than with one of 4 bits, which is reported."
+            else "A base in 8 bits could not be counted: the run needs more than with one of 4 "
+            "bits, which is reported."
         )
-    yield from _notes_of_gpus(checked)
+
+    yield from _gpu_notes(checked)
     if context.workload.lengths.source == "assumed":
         lengths = context.workload.lengths
-        yield f"How long the examples are was not given: {lengths} (--dataset, --lengths, --mean-tokens)."
+        yield (
+            f"How long the examples are was not given: {lengths} "
+            "(--dataset, --lengths, --mean-tokens)."
+        )
     if config.padding == "longest":
         rows = f"a micro batch with a row of {context.at_longest(config).seq_len:,} tokens"
-        yield f"Memory is estimated for {rows}, speed for rows padded to the longest of each micro batch."
+        yield (
+            f"Memory is estimated for {rows}, speed for rows padded to the longest of each micro "
+            "batch."
+        )
 
 
-def _notes_of_gpus(checked: CheckedRun) -> Iterator[str]:
-    run, config = checked.run, checked.run.config
+def _gpu_notes(checked: CheckedRun) -> Iterator[str]:
+    """Yield sentences about the number of GPUs."""
+    run = checked.run
+    config = run.config
     if config.num_gpus > 1:
         shared = KNOBS["sharding"].phrases[config.sharding]
         yield f"The estimate is for each of {run.num_gpus} GPUs of one host: {shared}."
     elif run.num_gpus is None:
-        yield "The file does not say on how many GPUs it trains: one is assumed, without sharding (--gpus N)."
-    elif run.num_gpus > 1:
-        again = fmt_gib(checked.bounds.reported.gradients or checked.bounds.reported.adapters)
         yield (
-            f"The estimate is for each of {run.num_gpus} GPUs, as data parallel: each holds all of it, sharding is not "
-            "modelled."
+            "The file does not say on how many GPUs it trains: one is assumed, without sharding "
+            "(--gpus N)."
         )
-        yield f"Their communication is not counted, nor that torch then holds the gradients twice ({again} more)."
+    elif run.num_gpus > 1:
+        gradients_text = fmt_gib(
+            checked.bounds.reported.gradients or checked.bounds.reported.adapters
+        )
+        yield (
+            f"The estimate is for each of {run.num_gpus} GPUs, as data parallel: each holds all of "
+            "it, sharding is not modelled."
+        )
+        yield (
+            "Their communication is not counted, nor that torch then holds the gradients twice "
+            f"({gradients_text} more)."
+        )

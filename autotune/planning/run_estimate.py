@@ -1,7 +1,7 @@
-"""Estimate a run that another tool's file describes, on one card: what it needs, and how long it takes.
+"""Estimates a run that another tool's file describes, on one card: its memory and its time.
 
-Where no formula covers the model or its int8 base, a dry probe counts its memory. Other configurations without a
-formula are bounded by two that are covered, or from below.
+If no formula covers the model or its int8 base, a dry probe counts the memory. For other
+configurations without a formula, two covered ones are the bounds, or one is the lower bound.
 """
 
 import math
@@ -22,12 +22,16 @@ from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 from autotune.report.values.check import FP32_BASE, CheckedRun, Edits, ForeignConfig
 
-OFFLOADED = 1.06  # times as long: measured by `benchmarks/levers.py reference`, Mistral-7B on an H200
+# The step's slowdown by offloading, from `benchmarks/levers.py reference`: Mistral-7B on an H200
+OFFLOADED = 1.06
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckContext:
-    """What the verdict depends on besides the run. The examples of `task` count; its space and global batch do not."""
+    """The verdict's inputs besides the run.
+
+    The examples of `task` count, but not its space and its global batch.
+    """
 
     task: Task
     limit_gib: float
@@ -49,22 +53,34 @@ class CheckContext:
         return self.task.workload
 
     def at_longest(self, config: TrainConfig) -> TrainConfig:
-        """The configuration whose memory is asked for: with the longest rows that occur, as far as these are known."""
-        return config if self.workload.lengths.source == "assumed" else self.workload.at_longest(config)
+        """Return the configuration with the longest rows, if their lengths are known.
+
+        The memory is estimated for it.
+        """
+        if self.workload.lengths.source == "assumed":
+            return config
+        return self.workload.at_longest(config)
 
 
 def bounds_of(context: CheckContext, run: ForeignConfig) -> MemoryBounds | None:
-    """The memory that a run needs with the examples of `context`; None if it is unknown."""
+    """Return the memory that a run needs with the examples of `context`, if it is known."""
     return memory_bounds(context.model, replace(run, config=context.at_longest(run.config)))
 
 
-def check_run(context: CheckContext, run: ForeignConfig, edits: Edits | None = None) -> CheckedRun | None:
-    """Estimate a run; None where it is not known what it needs."""
+def check_run(
+    context: CheckContext, run: ForeignConfig, edits: Edits | None = None
+) -> CheckedRun | None:
+    """Estimate a run; return None if its need is unknown."""
     bounds = bounds_of(context, run)
     if bounds is None:
         return None
-    task, config, seen = context.task, run.config, context.observations
-    shape = context.workload.run_shape(config, accumulation=run.accumulation, world_size=run.num_gpus or 1)
+
+    task = context.task
+    config = run.config
+    shape = context.workload.run_shape(
+        config, accumulation=run.accumulation, world_size=run.num_gpus or 1
+    )
+
     estimated = estimate(
         task,
         config,
@@ -72,42 +88,62 @@ def check_run(context: CheckContext, run: ForeignConfig, edits: Edits | None = N
         shape=replace(shape, epochs=run.epochs or 1),
         num_steps=run.max_steps,
         memory=bounds,
-        clock=lambda: on_device(task, config, _step_time(context, run), seen),
+        clock=lambda: on_device(task, config, _step_time(context, run), context.observations),
     )
     assert estimated is not None  # its memory is known
     return CheckedRun(run=run, bounds=bounds, estimate=estimated, edits=edits or {})
 
 
 def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
-    """What a run needs at least and at most; None where no formula covers the model and it cannot be counted."""
-    config, steps, sizes = run.config, min(run.accumulation, 2), Sizes.of(model)
-    known = replace(_checkpoints_on_gpu(config), dora=False)  # DoRA takes more; how much was not measured
-    low = high = memory_of(model, known, steps, buffers=buffers_of(run), objective=run.objective, count=count)
+    """Return the least and the most memory that a run needs.
+
+    Returns None if no formula covers the model and it cannot be counted.
+    """
+    config = run.config
+    steps = min(run.accumulation, 2)
+    sizes = Sizes.of(model)
+    # DoRA needs more memory; the additional amount was not measured.
+    covered = replace(_checkpoints_on_gpu(config), dora=False)
+    low = high = memory_of(
+        model, covered, steps, buffers=buffers_of(run), objective=run.objective, count=count
+    )
     is_int8 = config.quantization == "int8"
     if is_int8 and low is None:
-        in_4_bits = replace(known, quantization="nf4")
+        in_4_bits = replace(covered, quantization="nf4")
         low = high = memory_of(model, in_4_bits, steps, objective=run.objective, count=count)
     if low is None or high is None:
         return None
+
     if sizes is None or (is_int8 and low.counted):
         return _bounded_count(run, low)
     if FP32_BASE in run.notes:
-        low, high = (_with_fp32_base(sizes, _checkpoints_on_gpu(config), memory) for memory in (low, high))
+        low, high = (
+            _with_fp32_base(sizes, _checkpoints_on_gpu(config), memory) for memory in (low, high)
+        )
     if config.offloads:
-        in_host_memory = gib(config.tokens * sizes.layers * sizes.hidden * (2 if config.method == "lora" else 4))
-        low = replace(low, activations=max(low.activations - in_host_memory, 0.0))
+        offloaded_gib = gib(
+            config.tokens * sizes.layers * sizes.hidden * (2 if config.method == "lora" else 4)
+        )
+        low = replace(low, activations=max(low.activations - offloaded_gib, 0.0))
     return MemoryBounds(least=low, most=None if config.dora or is_int8 or run.needs_more else high)
 
 
-def _bounded_count(run: ForeignConfig, counted: MemoryBreakdown) -> MemoryBounds:
-    """What a run needs that is only counted: counts know no offloading, and no base in float32."""
+def _bounded_count(run: ForeignConfig, memory: MemoryBreakdown) -> MemoryBounds:
+    """Return the memory bounds of a counted run.
+
+    A count ignores offloading and a base in float32.
+    """
     in_fp32 = FP32_BASE in run.notes
-    low = high = counted
+    low = high = memory
     if in_fp32 and run.config.quantization == "none":
-        low = replace(low, weights=2 * low.weights)  # 4 bytes a value instead of 2, and casts of them besides
+        # A value takes 4 bytes instead of 2; its casts come on top.
+        low = replace(low, weights=2 * low.weights)
     if run.config.offloads:
         low = replace(low, activations=0.0)
-    return MemoryBounds(least=low, most=None if run.config.dora or in_fp32 or run.needs_more else high)
+
+    return MemoryBounds(
+        least=low, most=None if run.config.dora or in_fp32 or run.needs_more else high
+    )
 
 
 def _checkpoints_on_gpu(config: TrainConfig) -> TrainConfig:
@@ -115,18 +151,28 @@ def _checkpoints_on_gpu(config: TrainConfig) -> TrainConfig:
 
 
 def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) -> MemoryBreakdown:
-    """The memory with a frozen base in float32 under autocast, which keeps no cast of frozen weights.
+    """Return the memory with a frozen base in float32 under autocast.
 
-    Each product casts its weight again, and the autograd graph holds that cast until the layer's backward pass: of all
-    layers that are not recomputed, and of the head while its logits exist (a test counts those of the layers).
+    Autocast caches no casts of frozen weights. Each product casts its weight again, and the
+    autograd graph holds that cast until the layer's backward pass. So casts exist for all layers
+    that are not recomputed, and for the head while its logits exist. A test counts the casts of the
+    layers.
     """
     quantized = config.quantization != "none"
     frozen = sizes.params - (sizes.linear_params if quantized else 0)
+
     every = config.checkpoint_every
-    recomputed = 0 if every is None else math.ceil(sizes.layers / every)
-    casts = 0 if quantized else min(sizes.layers - recomputed + 1, sizes.layers) * sizes.linear_params / sizes.layers
-    checkpoints = config.tokens * recomputed * sizes.hidden  # 4 bytes a value instead of 2
+    num_recomputed = 0 if every is None else math.ceil(sizes.layers / every)
+    casts = (
+        0
+        if quantized
+        else min(sizes.layers - num_recomputed + 1, sizes.layers)
+        * sizes.linear_params
+        / sizes.layers
+    )
+    checkpoints = config.tokens * num_recomputed * sizes.hidden  # 4 bytes a value instead of 2
     head = sizes.embedding if memory.logits else 0
+
     return replace(
         memory,
         weights=memory.weights + gib(2 * frozen),
@@ -136,27 +182,45 @@ def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) 
 
 
 def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | None:
-    """The times of a step on the reference card; None where no formula covers the model or the configuration."""
+    """Return the step time on the reference card, or None if no formula covers the run."""
     config = context.workload.at_mean(run.config)
     if FP32_BASE in run.notes and Sizes.of(context.model) is None:
-        return None  # what its casts take is not counted
-    steps, host, known = min(run.accumulation, 2), host_of(context.task.calibration), _checkpoints_on_gpu(config)
-    step_time = step_time_of(context.model, known, steps, host, objective=run.objective, count=count)
+        return None  # the time of its casts is not counted
+
+    steps = min(run.accumulation, 2)
+    host = host_of(context.task.calibration)
+    covered = _checkpoints_on_gpu(config)
+    step_time = step_time_of(
+        context.model, covered, steps, host, objective=run.objective, count=count
+    )
     if step_time is None:
         return None
-    cast = _cast_s(context.model, run)
-    longer = OFFLOADED if config.offloads else 1.0
-    step_time = replace(step_time, products_s=longer * step_time.products_s, bytes_s=longer * step_time.bytes_s + cast)
-    cast_error = cast / step_time.device_s / 2
+
+    cast_s = _cast_s(context.model, run)
+    slowdown = OFFLOADED if config.offloads else 1.0
+    step_time = replace(
+        step_time,
+        products_s=slowdown * step_time.products_s,
+        bytes_s=slowdown * step_time.bytes_s + cast_s,
+    )
+
+    cast_error = cast_s / step_time.device_s / 2
     return replace(step_time, device_error=math.hypot(step_time.device_error, cast_error))
 
 
 def _cast_s(model: ModelSpec, run: ForeignConfig) -> float:
-    """Seconds in which the reference card casts a float32 base for one micro batch: 4 bytes read, 2 written a value."""
-    sizes, config = Sizes.of(model), run.config
+    """Return the reference card's seconds to cast a float32 base for one micro batch.
+
+    Each value means 4 bytes read and 2 bytes written.
+    """
+    sizes = Sizes.of(model)
+    config = run.config
     if sizes is None or FP32_BASE not in run.notes:
         return 0.0
+
     every = config.checkpoint_every
     passes = 1.0 if every is None else 1.0 + 1.0 / every
-    cast = sizes.embedding + (0 if config.quantization == "nf4" else sizes.linear_params * passes)
-    return 6 * cast / ((resolve_device(REFERENCE).bandwidth_gb_s or math.nan) * 1e9)
+    num_values = sizes.embedding + (
+        0 if config.quantization == "nf4" else sizes.linear_params * passes
+    )
+    return 6 * num_values / ((resolve_device(REFERENCE).bandwidth_gb_s or math.nan) * 1e9)

@@ -1,6 +1,7 @@
-"""Plan the same run on one and on several GPUs of a kind, by formula: the best configuration of each strategy.
+"""Plans the same run on several numbers of GPUs, by formula, with the best of each strategy.
 
-Every number is projected. Between hosts collectives run at the pace of the network, if that is the slower.
+Every number is projected. Between hosts, collectives run at the pace of the network if that is
+slower.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +35,8 @@ from autotune.problem.task import Task
 from autotune.study.ranking import Scored, choose
 from autotune.study.scaling import GpuPlan, RankPlan, with_efficiency
 
-OF_RANKS = ("sharding", "copies", "sync_each_batch", "offload")  # knobs that candidates for one GPU do not have
+# Knobs that candidates for one GPU do not have
+OF_RANKS = ("sharding", "copies", "sync_each_batch", "offload")
 
 
 def plan_spec(
@@ -47,37 +49,64 @@ def plan_spec(
     observations: Sequence[Observation] = (),
     say: Say = silent,
 ) -> GpuPlan:
-    """Plan a study for `gpus`, numbers of GPUs; without them, for the number in `spec.gpu`, such as 8xh100.
+    """Plan a study for the numbers of GPUs in `gpus`, or for the number in `spec.gpu` (8xh100).
 
-    With `nodes` they are those of each of so many hosts, which `network` links (`gpu_counts.parse_network`).
+    With `nodes`, these are GPUs per host, for each number of hosts. `network` is the link between
+    the hosts (`gpu_counts.parse_network`).
 
-    Raises UsageError where a part of the spec, a number or the deadline is impossible, or no formula covers the model.
+    Raises UsageError if a part of the spec, a number or the deadline is impossible, or if no
+    formula covers the model.
     """
-    counted, gpu = split_count(spec.gpu)
-    if counted is not None and gpus is not None:
-        raise UsageError(f"--gpu says {counted} GPUs and --gpus {gpus}", remedy="leave out one of them")
-    numbers = counted if gpus is None else gpus
+    spec_count, gpu = split_count(spec.gpu)
+    if spec_count is not None and gpus is not None:
+        raise UsageError(
+            f"--gpu says {spec_count} GPUs and --gpus {gpus}", remedy="leave out one of them"
+        )
+
+    numbers = spec_count if gpus is None else gpus
     if numbers is None and nodes is not None:
         numbers = MOST_GPUS
     if numbers is None:
-        raise UsageError("between which numbers of GPUs is to be chosen?", remedy="for example --gpus 1,2,4,8")
+        raise UsageError(
+            "between which numbers of GPUs is to be chosen?", remedy="for example --gpus 1,2,4,8"
+        )
+
     if spec.configs:
         raise UsageError(
-            "--gpus plans a search space, and the spec names configurations", remedy="leave out one of them"
+            "--gpus plans a search space, and the spec names configurations",
+            remedy="leave out one of them",
         )
     if reason := untested("objective", spec.objective, "several_gpus"):
         raise UsageError(reason, remedy="leave out --gpus, or plan for sft")
-    counts, hosts, hours, device = parse_gpus(numbers), parse_nodes(nodes), parse_within(within), planned_device(gpu)
+
+    counts = parse_gpus(numbers)
+    hosts = parse_nodes(nodes)
+    hours = parse_within(within)
+    device = planned_device(gpu)
+
     network_gb_s = parse_network(network)
     if hosts[-1] > 1 and network_gb_s is None:
-        raise UsageError("--nodes: what links the hosts?", remedy=f"give --network GB_PER_S, or {', '.join(NETWORKS)}")
-    of_ranks = {knob: value for knob, value in spec.pins.items() if knob in OF_RANKS}
+        raise UsageError(
+            "--nodes: what links the hosts?",
+            remedy=f"give --network GB_PER_S, or {', '.join(NETWORKS)}",
+        )
+
+    rank_pins = {knob: value for knob, value in spec.pins.items() if knob in OF_RANKS}
     pins = {knob: value for knob, value in spec.pins.items() if knob not in OF_RANKS}
+
     setup = planned_setup(replace(spec, gpu=gpu, gpus=None, pins=pins), device, say)
     say_removals(setup, say)
     links = {number: network_gb_s if number > 1 else None for number in hosts}
     limit_gib = limit_of(spec, device)
-    return plan_gpus(setup.task, limit_gib, counts, observations, within_hours=hours, hosts=links, of_ranks=of_ranks)
+    return plan_gpus(
+        setup.task,
+        limit_gib,
+        counts,
+        observations,
+        within_hours=hours,
+        hosts=links,
+        of_ranks=rank_pins,
+    )
 
 
 def plan_gpus(
@@ -92,10 +121,10 @@ def plan_gpus(
 ) -> GpuPlan:
     """Plan the task for each of these numbers of GPUs, by each strategy.
 
-    They are those of each host; `hosts` says how many there are, and the GB/s of what links so many. `of_ranks` pins
-    knobs of OF_RANKS.
+    The numbers are per host. `hosts` maps each number of hosts to the GB/s of the link between
+    them. `of_ranks` pins knobs of OF_RANKS.
 
-    Raises UsageError where no formula covers model or configuration.
+    Raises UsageError if no formula covers the model or the configuration.
     """
     baseline = task.baselines[0]
     if unsupported(task.model, baseline):
@@ -103,19 +132,25 @@ def plan_gpus(
             no_estimate(task, baseline, counted=False),
             remedy="leave out --gpus: `autotune plan` counts what one GPU needs",
         )
+
     configs = candidates(distinguishable(task.space, baseline))
     rows = [
-        replace(_plan_rank(task, limit_gib, parallelism, configs, observations, network_gb_s), hosts=number_of_hosts)
+        replace(
+            _plan_rank(task, limit_gib, parallelism, configs, observations, network_gb_s),
+            hosts=number_of_hosts,
+        )
         for number_of_hosts, network_gb_s in hosts.items()
         for number in numbers
         for parallelism in _parallelisms(number, number_of_hosts, of_ranks)
     ]
-    certain = [row for row in rows if row.state == FITS and row.hours is not None]
-    alone = next((row for row in certain if row.num_gpus == 1), None)
+
+    fitting = [row for row in rows if row.state == FITS and row.hours is not None]
+    one_gpu = next((row for row in fitting if row.num_gpus == 1), None)
+
     return GpuPlan(
         task=task,
         limit_gib=limit_gib,
-        rows=with_efficiency(rows, alone),
+        rows=with_efficiency(rows, one_gpu),
         how_sure=RANK_ACCURACY,
         context_gib=CONTEXT_GIB,
         within_hours=within_hours,
@@ -123,19 +158,28 @@ def plan_gpus(
 
 
 def _parallelisms(number: int, hosts: int, of_ranks: Mapping[str, Any]) -> Iterator[Parallelism]:
-    """The ways to share out a training among so many GPUs of each host.
+    """Yield the ways to shard a training over `number` GPUs on each host.
 
-    HSDP shards within hosts alone, or within one host as `of_ranks` says.
+    HSDP shards within hosts only, or within one host as `of_ranks` says.
     """
-    total, wanted = hosts * number, of_ranks.get("sharding")
-    of_shards = {knob: value for knob, value in of_ranks.items() if knob != "sharding"}
-    copies = of_shards.pop("copies", 1)
+    total = hosts * number
+    strategy_pin = of_ranks.get("sharding")
+    shard_pins = {knob: value for knob, value in of_ranks.items() if knob != "sharding"}
+    copies = shard_pins.pop("copies", 1)
     if hosts == 1 and number > copies and number % copies == 0:
-        of_shards["copies"] = copies
-    for strategy in STRATEGIES[:1] if total == 1 else [wanted] if wanted else STRATEGIES[1:]:
-        yield Parallelism(num_gpus=total, strategy=strategy, **(of_shards if strategy in FSDP2 else {}))
-    if hosts > 1 and number > 1 and wanted in (None, "fsdp2"):
-        yield Parallelism(num_gpus=total, strategy="fsdp2", copies=hosts, **of_shards)
+        shard_pins["copies"] = copies
+
+    strategies: Sequence[str] = STRATEGIES[1:]
+    if total == 1:
+        strategies = STRATEGIES[:1]
+    elif strategy_pin:
+        strategies = [strategy_pin]
+    for strategy in strategies:
+        yield Parallelism(
+            num_gpus=total, strategy=strategy, **(shard_pins if strategy in FSDP2 else {})
+        )
+    if hosts > 1 and number > 1 and strategy_pin in (None, "fsdp2"):
+        yield Parallelism(num_gpus=total, strategy="fsdp2", copies=hosts, **shard_pins)
 
 
 def _plan_rank(
@@ -146,40 +190,60 @@ def _plan_rank(
     observations: Sequence[Observation],
     network_gb_s: float | None,
 ) -> RankPlan:
-    """The best configuration of a strategy, or the one that needs least if none surely fits, or why there is none."""
+    """Return the best configuration of a strategy.
+
+    If none surely fits, return the one that needs the least memory, or the reason that there is no
+    estimate.
+    """
     problem = None
-    found: dict[TrainConfig, Estimate] = {}
+    estimates: dict[TrainConfig, Estimate] = {}
     for config in configs:
         try:
             estimated = estimate(
-                task, config, limit_gib, observations, parallelism=parallelism, network_gb_s=network_gb_s
+                task,
+                config,
+                limit_gib,
+                observations,
+                parallelism=parallelism,
+                network_gb_s=network_gb_s,
             )
         except ValueError as error:
             problem = problem or str(error)
             continue
         if estimated is not None:
-            found[config] = estimated
+            estimates[config] = estimated
 
-    fitting = [one for one in found.values() if one.state == FITS]
+    fitting = [one for one in estimates.values() if one.state == FITS]
     if fitting:
-        scored = [Scored(config=one.config, score=_score(one), free_fraction=-one.margin) for one in fitting]
+        scored = [
+            Scored(config=one.config, score=_score(one), free_fraction=-one.margin)
+            for one in fitting
+        ]
         winner = choose(scored, task.floors.slack).config
-        unknown = sum(one.single_gpu is None for one in fitting if one.config != winner)
-        return replace(_row(parallelism, found[winner]), num_without_speed=unknown)
-    if found:
-        return _row(parallelism, min(found.values(), key=lambda one: one.need_gib))
+        num_unknown = sum(one.single_gpu is None for one in fitting if one.config != winner)
+        return replace(_row(parallelism, estimates[winner]), num_without_speed=num_unknown)
+    if estimates:
+        return _row(parallelism, min(estimates.values(), key=lambda one: one.need_gib))
     return RankPlan(parallelism=parallelism, problem=problem or "no formula covers it")
 
 
 def _row(parallelism: Parallelism, estimated: Estimate) -> RankPlan:
-    """The row of an estimate; the step of one GPU alone has no communication to show."""
+    """Return the row of an estimate.
+
+    The step of one GPU is left out, because it has no communication to show.
+    """
     step = estimated.step if parallelism.num_gpus > 1 else None
-    return RankPlan(parallelism=parallelism, estimate=estimated, step=step, accumulation=estimated.accumulation)
+    return RankPlan(
+        parallelism=parallelism, estimate=estimated, step=step, accumulation=estimated.accumulation
+    )
 
 
 def _score(estimated: Estimate) -> float:
-    """What orders the configurations of a strategy: their speed, or that of one GPU alone if their link is unknown."""
+    """Return the speed that orders the configurations of a strategy.
+
+    It is the speed of one GPU alone if the link is unknown.
+    """
     if estimated.tokens_per_s is not None:
         return estimated.tokens_per_s
-    alone = estimated.single_gpu
-    return estimated.config.tokens / alone.micro_s if alone else 1.0
+    single_gpu = estimated.single_gpu
+    return estimated.config.tokens / single_gpu.micro_s if single_gpu else 1.0

@@ -1,4 +1,4 @@
-"""What is slow about a machine: each limit stands in one table, with the reason for it."""
+"""Finds slow parts of a machine. One table holds each limit and its reason."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +13,10 @@ from autotune.problem.calibration import Calibration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """A part of a machine that is slow below `least`, in `unit`. `measured` gives None where it is not known."""
+    """A limit of a part of a machine: the part is slow below `least`, in `unit`.
+
+    `measured` returns None if the value is unknown.
+    """
 
     part: str
     measured: Callable[[Calibration | None, DeviceSpec], float | None]
@@ -35,12 +38,18 @@ class SlowPart:
 
 
 def _pace(calibration: Calibration | None, device: DeviceSpec) -> float | None:
-    return MEASURED_HOST.scale / host_of(calibration).scale if calibration and calibration.on_gpu else None
+    return (
+        MEASURED_HOST.scale / host_of(calibration).scale
+        if calibration and calibration.on_gpu
+        else None
+    )
 
 
 def _products(calibration: Calibration | None, device: DeviceSpec) -> float | None:
     expected = products_tflops(device)
-    return IN_TRAINING * calibration.products_tflops() / expected if calibration and expected else None
+    return (
+        IN_TRAINING * calibration.products_tflops() / expected if calibration and expected else None
+    )
 
 
 def _copies(calibration: Calibration | None, device: DeviceSpec) -> float | None:
@@ -61,21 +70,24 @@ LIMITS = (
         measured=lambda calibration, device: host_memory_gib(),
         least=16,
         unit="GiB",
-        why="a 7B in bf16 has 14 GiB, which pass through it when a model is loaded or a checkpoint is written",
+        why="a 7B in bf16 has 14 GiB, which pass through it when a model is loaded or a checkpoint "
+        "is written",
     ),
     Limit(
         part="disk",
         measured=lambda calibration, device: calibration.disk_mb_s if calibration else None,
         least=200,
         unit="MB/s",
-        why="a 7B in bf16 then takes over a minute to write, and training waits for each checkpoint",
+        why="a 7B in bf16 then takes over a minute to write, and training waits for each "
+        "checkpoint",
     ),
     Limit(
         part="link to the GPU",
         measured=lambda calibration, device: calibration.rates.link_gb_s if calibration else None,
         least=10,
         unit="GB/s",
-        why="PCIe 3.0 with 16 lanes reaches 12: offloaded checkpoints and paged optimizers go over it in every step",
+        why="PCIe 3.0 with 16 lanes reaches 12: offloaded checkpoints and paged optimizers go over "
+        "it in every step",
     ),
     Limit(
         part="host",
@@ -102,7 +114,10 @@ LIMITS = (
 
 
 def slow_parts(calibration: Calibration | None, device: DeviceSpec) -> Iterator[SlowPart]:
-    """What is slow about this machine: processors and memory in any case, the rest as far as it was calibrated."""
+    """Yield the slow parts of this machine.
+
+    Processors and memory are always checked, the other parts only with a calibration.
+    """
     for limit in LIMITS:
         value = limit.measured(calibration, device)
         if value is not None and value < limit.least:

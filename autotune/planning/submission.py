@@ -1,7 +1,7 @@
-"""Submission: the measured rows of a study in a file for others, without private data.
+"""Defines a submission: a file with the measured rows of a study, without private data.
 
 pydantic checks each value against a range, a pattern or a list, when a submission is made and when
-one is read. This module loads it: import the module inside the functions that need it.
+one is read. This module loads pydantic, so import it inside the functions that need it.
 """
 
 import json
@@ -20,7 +20,7 @@ from autotune.core.train_config import TrainConfig, digest_of
 from autotune.core.version import __version__
 from autotune.study.summary import Candidate, Recipe
 
-AGREEMENT = 0.01  # largest relative error of tokens/s against the batch over the step time
+AGREEMENT = 0.01  # the largest relative error of tokens/s against the step's tokens over its time
 CHECKED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 Word = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}\z")]
@@ -31,9 +31,10 @@ Gib = Annotated[float, Field(ge=1e-3, le=1e5)]
 
 
 class MeasuredRow(BaseModel):
-    """A configuration and its measurement. Raw tokens include padding; useful tokens train the model.
+    """A configuration and its measurement.
 
-    `tokens_per_row` is the mean length with padding, None if all rows have `seq_len` tokens.
+    Raw tokens include padding, and useful tokens train the model. `tokens_per_row` is the mean
+    length with padding, or None if all rows have `seq_len` tokens.
     """
 
     model_config = CHECKED
@@ -55,6 +56,7 @@ class MeasuredRow(BaseModel):
         tokens_per_row = self.tokens_per_row or self.config.seq_len
         if tokens_per_row > self.config.seq_len:
             raise ValueError("tokens_per_row: more than seq_len")
+
         rows = self.accumulation * self.config.micro_batch_size * self.config.num_gpus
         tokens = rows * tokens_per_row
         if not math.isclose(self.raw_tokens_per_s, tokens / self.step_time_s, rel_tol=AGREEMENT):
@@ -67,7 +69,8 @@ class MeasuredRow(BaseModel):
 class Submission(BaseModel):
     """The file, with field names as keys. The first row is the winner; a second is the baseline.
 
-    `gpu` and `model` are names of the catalogue, None for any other model. `product` is the driver's name of the GPU.
+    `gpu` and `model` are catalogue names; `model` is None for any other model. `product` is the
+    driver's name of the GPU.
     """
 
     model_config = CHECKED
@@ -87,9 +90,9 @@ class Submission(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _from_version_1(cls, data: Any) -> Any:
-        """Flatten a file of version 1, without the kind and the size of its model.
+        """Flatten a file of version 1, and drop the kind and the size of its model.
 
-        A file with any other key stays as it is, and its version is then refused.
+        A file with any other key stays unchanged, and its version is then refused.
         """
         match data:
             case {
@@ -106,7 +109,9 @@ class Submission(BaseModel):
                 and versions.keys() <= {"autotune", "python", "driver", "cuda"}
                 and facts.keys() <= {"date", "trainer", "global_batch"}
             ):
-                known = {name: one for name, one in versions.items() if one is not None}
+                known_versions = {
+                    name: version for name, version in versions.items() if version is not None
+                }
                 return {
                     **facts,
                     "schema_version": 2,
@@ -115,7 +120,7 @@ class Submission(BaseModel):
                     "memory_gib": memory_gib,
                     "model": model,
                     "model_digest": digest,
-                    "versions": packages | known,
+                    "versions": packages | known_versions,
                     "rows": [winner] if baseline is None else [winner, baseline],
                 }
         return data
@@ -126,10 +131,17 @@ class Submission(BaseModel):
         device = {device.name: device for device in list_devices()}.get(self.gpu)
         if device is None:
             raise ValueError(f"gpu: {self.gpu!r} is not in the catalogue of GPUs")
+
         if device.kind != "cpu" and match_device(self.product, self.memory_gib) != device:
-            raise ValueError(f"product: {self.product!r} of {self.memory_gib:g} GiB is no {self.gpu}")
+            raise ValueError(
+                f"product: {self.product!r} of {self.memory_gib:g} GiB is no {self.gpu}"
+            )
+
         if self.model is not None and not _is_catalogued(self.model, self.model_digest):
-            raise ValueError(f"model: {self.model!r} of shape {self.model_digest} is not in the catalogue of models")
+            raise ValueError(
+                f"model: {self.model!r} of shape {self.model_digest} is not in the catalogue of "
+                "models"
+            )
         if any(row.peak_reserved_gib > self.memory_gib for row in self.rows):
             raise ValueError("peak_reserved_gib: more than the GPU's memory")
         return self
@@ -141,25 +153,32 @@ class Submission(BaseModel):
 
     @property
     def digest(self) -> str:
-        """The same for submissions with the same content."""
+        """The digest of the content."""
         return digest_of(self.model_dump(mode="json"))
 
 
 def submission_of(recipe: Recipe, measured_on: str) -> Submission:
-    """The submission of a study. `measured_on` is a day, like 2026-11-22.
+    """Return the submission of a study. `measured_on` is a day, like 2026-11-22.
 
-    Raises UsageError if the GPU is not in the catalogue, or a number is impossible.
+    Raises UsageError if the GPU is not in the catalogue or a number is impossible.
     """
-    spec, fingerprint = recipe.model, recipe.fingerprint
+    spec = recipe.model
+    fingerprint = recipe.fingerprint
     if recipe.device.name not in {device.name for device in list_devices()}:
         raise UsageError(
-            f"{recipe.device.name} is not in the catalogue of GPUs: nobody could compare this study",
+            f"{recipe.device.name} is not in the catalogue of GPUs: nobody could compare this "
+            "study",
             remedy="add a row to autotune/catalog/data/gpus.yaml, and run the study again",
         )
     if recipe.workload.objective is not Objective.SFT:
-        raise UsageError(f"the atlas has no studies for {recipe.workload.objective} yet", remedy="share one of sft")
+        raise UsageError(
+            f"the atlas has no studies for {recipe.workload.objective} yet",
+            remedy="share one of sft",
+        )
+
     versions = {"autotune": __version__, "python": fingerprint.python, **fingerprint.packages}
     versions |= {"driver": fingerprint.driver or "", "cuda": fingerprint.cuda or ""}
+
     try:
         return Submission(
             schema_version=2,
@@ -182,7 +201,8 @@ def submission_of(recipe: Recipe, measured_on: str) -> Submission:
 
 
 def _row(recipe: Recipe, candidate: Candidate) -> MeasuredRow:
-    measured, speed = candidate.measurement, candidate.performance
+    measurement = candidate.measurement
+    speed = candidate.performance
     shape = recipe.workload.run_shape(candidate.config)
     return MeasuredRow(
         config=candidate.config,
@@ -191,10 +211,10 @@ def _row(recipe: Recipe, candidate: Candidate) -> MeasuredRow:
         useful_tokens_per_s=speed.tokens_per_second,
         raw_tokens_per_s=shape.tokens_per_step / speed.step_time_s,
         step_time_s=speed.step_time_s,
-        peak_reserved_gib=measured.peak_reserved_gib,
-        limit_gib=measured.limit_gib,
-        context_gib=measured.context_gib,
-        power_w=measured.telemetry.power_w if measured.telemetry else None,
+        peak_reserved_gib=measurement.peak_reserved_gib,
+        limit_gib=measurement.limit_gib,
+        context_gib=measurement.context_gib,
+        power_w=measurement.telemetry.power_w if measurement.telemetry else None,
         evidence=candidate.evidence,
     )
 
@@ -204,6 +224,9 @@ def _is_catalogued(name: str, digest: str) -> bool:
 
 
 def _public(version: str) -> str:
-    """The version without its local part, which may hold anything, unless that names the device of a torch build."""
+    """Return the version without its local part, which may hold private text.
+
+    A local part that names the device of a torch build stays.
+    """
     public, _, local = version.partition("+")
     return version if re.fullmatch(r"(cu|cpu|rocm|xpu)[0-9.]*", local) else public

@@ -1,6 +1,7 @@
-"""What a card can train: models by their size and by method. Whether each fits, its longest row, its speed and cost.
+"""Finds the models that a card can train, by size and method, with speed, cost and longest row.
 
-The same entries make the atlas (`benchmarks/atlas.py`), which has all models on ten cards. Everything is an estimate.
+The atlas has the same entries for all models on ten cards (`benchmarks/atlas.py`). Everything is an
+estimate.
 """
 
 import time
@@ -29,11 +30,12 @@ from autotune.problem.study_spec import StudySpec
 from autotune.report.values.comparison import ComparedCard
 from autotune.report.values.trainable import METHODS, Entry, Trainable
 
-STEP = 1.2  # sizes of models that are closer than this are one row
-HOPELESS = 1.5  # what needs so many times the memory does not fit by any other knob
+STEP = 1.2  # models whose sizes differ by less than this factor share a row
+HOPELESS = 1.5  # beyond this multiple of the limit, no other knob makes a model fit
 LEAST_PARAMS = 10**8
 SHORTEST, LONGEST = 128, 2**20  # rows in tokens
-# What makes a plan long and decides little where something fits: none changed a speed by 5 %.
+# Pinned knobs make a plan shorter and hardly change it once something fits. Each changed a speed by
+# less than 5 %.
 _ADAPTERS = {"lora_rank": 16, "optimizer": "adamw_torch_fused", "padding": "bucket"}
 PINS: dict[str, dict[str, Any]] = {
     "full": {"padding": "bucket"},
@@ -42,8 +44,10 @@ PINS: dict[str, dict[str, Any]] = {
 }
 
 
-def entry_of(spec: StudySpec, method: str, device: DeviceSpec, observations: Sequence[Observation] = ()) -> Entry:
-    """The entry of the spec's model, without its longest row."""
+def entry_of(
+    spec: StudySpec, method: str, device: DeviceSpec, observations: Sequence[Observation] = ()
+) -> Entry:
+    """Return the entry of the spec's model, without its longest row."""
     try:
         setup = planned_setup(replace(spec, space=method), device)
         card = compare_card(setup, limit_of(spec, device), observations)
@@ -53,16 +57,17 @@ def entry_of(spec: StudySpec, method: str, device: DeviceSpec, observations: Seq
 
 
 def _entry(model: str, method: str, card: ComparedCard) -> Entry:
-    """The entry of a card that was compared."""
-    best, least = card.best, card.least
-    need = best or least
+    """Return the entry of a compared card."""
+    best = card.best
+    leanest = card.least
+    need = best or leanest
     return Entry(
         model=model,
         method=method,
         card=card.device.name,
         state=FITS if card.holds_it else card.state,
         need_gib=need.need_gib if need else None,
-        least_gib=least.need_gib if least else None,
+        least_gib=leanest.need_gib if leanest else None,
         memory_by=need.memory_by if need else None,
         tokens_per_s=card.tokens_per_s or None,
         interval=best.interval if best else None,
@@ -73,15 +78,25 @@ def _entry(model: str, method: str, card: ComparedCard) -> Entry:
     )
 
 
-def _entry_with_row(spec: StudySpec, method: str, device: DeviceSpec, observations: Sequence[Observation]) -> Entry:
-    """The entry with its longest row. What PINS leave out is looked at where it may decide whether anything fits."""
+def _entry_with_row(
+    spec: StudySpec, method: str, device: DeviceSpec, observations: Sequence[Observation]
+) -> Entry:
+    """Return the entry with its longest row.
+
+    The knobs pinned by PINS are freed only if they may decide whether anything fits.
+    """
     limit_gib = limit_of(spec, device)
     entry = entry_of(replace(spec, pins=PINS[method] | spec.pins), method, device, observations)
+
     if entry.problem or (entry.least_gib or 0.0) > HOPELESS * limit_gib:
         return entry
     if entry.state != FITS:
         entry = entry_of(spec, method, device, observations)
-    return replace(entry, longest_row=longest_row(planned_setup(replace(spec, space=method), device), limit_gib))
+
+    return replace(
+        entry,
+        longest_row=longest_row(planned_setup(replace(spec, space=method), device), limit_gib),
+    )
 
 
 def trainable(
@@ -91,23 +106,36 @@ def trainable(
     observations: Sequence[Observation] = (),
     say: Say = silent,
 ) -> Trainable:
-    """What the card can train of `models`, by default those of `sizes`, with the options of `spec` but its model.
+    """Return the models that the card can train, with the options of `spec` except its model.
 
-    `say` gets progress. Raises UsageError where the memory of the card is not known or nothing can be planned for it.
+    `models` are by default the result of `sizes`. `say` gets progress. Raises UsageError if the
+    card's memory is unknown or no plan exists for it.
     """
     if spec.objective != Objective.SFT:
-        raise UsageError(f"--objective {spec.objective} is planned for one model", remedy="say which with --model")
+        raise UsageError(
+            f"--objective {spec.objective} is planned for one model",
+            remedy="say which with --model",
+        )
+
     models = tuple(models or sizes())
-    limit_gib, last = limit_of(spec, device), time.monotonic()
+    limit_gib = limit_of(spec, device)
+    last_progress = time.monotonic()
+
     entries: list[Entry] = []
     for number, model in enumerate(models):
-        if time.monotonic() - last > QUIET_S:
+        if time.monotonic() - last_progress > QUIET_S:
             say(f"{number} of {len(models)} models: {model.short}")
-            last = time.monotonic()
+            last_progress = time.monotonic()
         for method in METHODS:
-            entries.append(_entry_with_row(replace(spec, model=model.name), method, device, observations))
+            entries.append(
+                _entry_with_row(replace(spec, model=model.name), method, device, observations)
+            )
     if all(entry.problem for entry in entries):
-        raise UsageError("\n".join(dict.fromkeys(str(entry.problem) for entry in entries)), remedy="see `plan --help`")
+        raise UsageError(
+            "\n".join(dict.fromkeys(str(entry.problem) for entry in entries)),
+            remedy="see `plan --help`",
+        )
+
     task = planned_setup(replace(spec, model=models[0].name, space="lora"), device).task
     return Trainable(
         device=device,
@@ -123,16 +151,24 @@ def trainable(
 
 
 def sizes(models: Iterable[ModelSpec] = ()) -> list[ModelSpec]:
-    """A model of each size, the smallest first: of those that the formulas cover, the one with the longest context.
+    """Return a model of each size, the smallest first.
 
-    Models of one size differ by less than STEP. By default the catalogue's from LEAST_PARAMS parameters on.
+    Models of one size differ by less than the factor STEP. Each size is represented by one model
+    that a formula covers: the one with the longest context. The default models are the catalogue's,
+    from LEAST_PARAMS parameters on.
     """
-    known = [(model.params or 0, model) for model in models or list_models() if Sizes.of(model)]
+    sized_models = [
+        (model.params or 0, model) for model in models or list_models() if Sizes.of(model)
+    ]
+
     groups: list[list[tuple[int, ModelSpec]]] = []
-    for params, model in sorted(((params, model) for params, model in known if params >= LEAST_PARAMS), key=_size):
+    for params, model in sorted(
+        ((params, model) for params, model in sized_models if params >= LEAST_PARAMS), key=_size
+    ):
         if not groups or params > STEP * groups[-1][0][0]:
             groups.append([])
         groups[-1].append((params, model))
+
     return [max(group, key=lambda item: (item[1].max_seq_len or 0, item[0]))[1] for group in groups]
 
 
@@ -141,23 +177,31 @@ def _size(item: tuple[int, ModelSpec]) -> tuple[int, str]:
 
 
 def longest_row(setup: Setup, limit_gib: float) -> int | None:
-    """The longest power of two, or all that the positions allow, of which one row surely fits; None where none does.
+    """Return the longest row that surely fits: a power of two, or all positions of the model.
 
-    It is that of the configuration that needs the least memory, by the formula.
+    It belongs to the configuration with the least memory, by formula. Returns None if not even the
+    shortest row fits.
     """
     task = open_reserve(setup).task
     space = task.space.pin("micro_batch_size", min(task.space.choices("micro_batch_size")))
     for name, value in (space.leanest() | {"seq_len": SHORTEST}).items():
         if name not in DEPENDENT and space.knob(name):
             space = space.pin(name, value)
+
     most = min(task.model.max_seq_len or LONGEST, LONGEST)
-    lengths = [*takewhile(lambda length: length < most, (SHORTEST << power for power in range(20))), most]
+    lengths = [
+        *takewhile(lambda length: length < most, (SHORTEST << power for power in range(20))),
+        most,
+    ]
 
     def fits(config: TrainConfig, length: int) -> bool:
         need = memory_of(task.model, replace(config, seq_len=length))
-        return need is not None and memory_state(need.peak_reserved_gib, limit_gib, need.error) == FITS
+        return (
+            need is not None and memory_state(need.peak_reserved_gib, limit_gib, need.error) == FITS
+        )
 
     num_fitting = 0
-    for config in candidates(space):  # a longer row needs more, so that each goes on where the one before ended
+    for config in candidates(space):
+        # A longer row needs more memory, so each configuration continues after the previous one's.
         num_fitting += sum(1 for _ in takewhile(partial(fits, config), lengths[num_fitting:]))
     return lengths[num_fitting - 1] if num_fitting else None

@@ -1,1 +1,1 @@
-"""The commands of the CLI, a file each or a few small ones together; loaded when used."""
+"""The commands of the CLI: one file per command, or a few small ones together, imported on use."""

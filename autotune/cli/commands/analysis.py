@@ -1,4 +1,4 @@
-"""`autotune explain` and `autotune verify`: probe a study's winner again, record the result and print it."""
+"""`autotune explain` and `autotune verify`: probe a study's winner again, and record the result."""
 
 import json
 from importlib.util import find_spec
@@ -11,7 +11,14 @@ from autotune.cli.answers import print_answer
 from autotune.cli.options import Json, Storage, StudyName
 from autotune.cli.stop import stop_on_signals
 from autotune.cli.terminal import print_answer_json, print_json, print_note
-from autotune.core.errors import Cancelled, EnvironmentProblem, Interrupted, NothingFits, UsageError, VerificationFailed
+from autotune.core.errors import (
+    Cancelled,
+    EnvironmentProblem,
+    Interrupted,
+    NothingFits,
+    UsageError,
+    VerificationFailed,
+)
 from autotune.core.files import write_atomic
 from autotune.core.probe_types import Outcome
 from autotune.core.process import StopToken
@@ -29,10 +36,17 @@ if TYPE_CHECKING:
 def explain(
     study: StudyName = None,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Profile a micro batch instead: where its time goes, and what is lost.")
+        bool,
+        typer.Option(
+            "--profile",
+            help="Profile a micro batch instead: where its time goes, and what is lost.",
+        ),
     ] = False,
     trial: Annotated[
-        int | None, typer.Option(metavar="N", help="With --profile: the configuration of this trial. [the winner's]")
+        int | None,
+        typer.Option(
+            metavar="N", help="With --profile: the configuration of this trial. [the winner's]"
+        ),
     ] = None,
     storage: Storage = None,
     json_: Json = False,
@@ -57,123 +71,174 @@ def explain(
     if profile:
         _profile(result, _config_of(result, trial), as_json=json_)
         return
+
     recipe = result.recipe
     if recipe.baseline is None:
         raise NothingFits(
-            f"study {result.summary.study!r} has no baseline that succeeded", remedy="continue it with `autotune run`"
+            f"study {result.summary.study!r} has no baseline that succeeded",
+            remedy="continue it with `autotune run`",
         )
-    device = session.require_device(result.task.measured_on or result.task.device, "explain it there")
+
+    device = session.require_device(
+        result.task.measured_on or result.task.device, "explain it there"
+    )
     make_writable(result.out)
+
     with stop_on_signals() as stop:
         try:
             progress = TextProgress(print_note)
             gpus = result.task.probing_gpus
-            with session.Session(result.url, result.out, device, num_gpus=gpus, stop=stop, progress=progress) as opened:
-                ablation = session.explain(opened, result.record, recipe.config, recipe.baseline.config)
+            with session.Session(
+                result.url, result.out, device, num_gpus=gpus, stop=stop, progress=progress
+            ) as own_session:
+                ablation = session.explain(
+                    own_session, result.record, recipe.config, recipe.baseline.config
+                )
         except Cancelled:
             raise _stopped(stop, "stopped; finished probes are stored") from None
+
     result.reload().report()
     if json_:
         print_json(to_data(ablation))
     else:
         print("\n".join(describe.ablation(ablation) or ["the winner is the baseline itself"]))
+
     if stop():
         raise _stopped(stop, "stopped; not every knob was probed")
 
 
 def _config_of(result: "StudyResult", trial: int | None) -> "TrainConfig":
-    """The configuration of a trial, by default the winner. Raises UsageError and NothingFits where there is none."""
+    """Return the configuration of a trial, or the winner's.
+
+    Raises UsageError for an unknown or failed trial, and NothingFits without a winner.
+    """
     if trial is None:
         return result.winner
-    listed = "`trials.jsonl` in its directory lists them"
-    found = next((row for row in result.summary.trials if row.number == trial), None)
-    if found is None:
-        raise UsageError(f"study {result.summary.study!r} has no trial {trial}", remedy=listed)
-    if found.outcome not in (Outcome.OK, Outcome.SLOW):
-        raise UsageError(f"trial {trial} ended with {found.outcome}", remedy=f"name one that fits: {listed}")
-    return found.config
+
+    hint = "`trials.jsonl` in its directory lists them"
+    row = next((one for one in result.summary.trials if one.number == trial), None)
+    if row is None:
+        raise UsageError(f"study {result.summary.study!r} has no trial {trial}", remedy=hint)
+    if row.outcome not in (Outcome.OK, Outcome.SLOW):
+        raise UsageError(
+            f"trial {trial} ended with {row.outcome}", remedy=f"name one that fits: {hint}"
+        )
+    return row.config
 
 
 def _profile(result: "StudyResult", config: "TrainConfig", *, as_json: bool) -> None:
-    """Profile a micro batch of a configuration, print what it says, and write it beside the study's outputs."""
+    """Profile a micro batch of a configuration, print the report, and write its files."""
     from autotune.core.json_view import json_data
     from autotune.core.text import short_path
     from autotune.report.micro_batch import profile_answer
     from autotune.study import session
     from autotune.study.progress import TextProgress
 
-    device = session.require_device(result.task.measured_on or result.task.device, "profile it there")
+    device = session.require_device(
+        result.task.measured_on or result.task.device, "profile it there"
+    )
     make_writable(result.out)
-    trace, progress = result.out / "profile_trace.json.gz", TextProgress(print_note)
+    trace = result.out / "profile_trace.json.gz"
+    progress = TextProgress(print_note)
+
     with stop_on_signals() as stop:
         try:
             gpus = result.task.probing_gpus
-            with session.Session(result.url, result.out, device, num_gpus=gpus, stop=stop, progress=progress) as opened:
-                request, found, rates = session.profile(opened, result.record, config, trace)
+            with session.Session(
+                result.url, result.out, device, num_gpus=gpus, stop=stop, progress=progress
+            ) as own_session:
+                request, measured_profile, rates = session.profile(
+                    own_session, result.record, config, trace
+                )
         except Cancelled:
             raise _stopped(stop, "stopped; nothing was profiled") from None
-    report = _profile_report(result, request, found, rates, short_path(trace))
+
+    report = _profile_report(result, request, measured_profile, rates, short_path(trace))
     write_atomic(result.out / "profile.json", json.dumps(json_data(report), indent=2) + "\n")
     if as_json:
         print_answer_json(report)
-    print_answer(lambda today: profile_answer(report), html=result.out / "profile.html", silent=as_json)
+    print_answer(
+        lambda today: profile_answer(report), html=result.out / "profile.html", silent=as_json
+    )
     if not as_json:
-        print(f"\nwritten: {short_path(result.out / 'profile.html')}, profile.json and {trace.name}")
+        print(
+            f"\nwritten: {short_path(result.out / 'profile.html')}, profile.json and {trace.name}"
+        )
 
 
 def _profile_report(
     result: "StudyResult",
     request: "ProbeRequest",
-    found: "MicroBatchProfile",
+    profile: "MicroBatchProfile",
     rates: "DeviceRates",
     trace: str,
 ) -> "ProfileReport":
-    """What the profile says, with what a micro batch needs at best, and what the machine has for the run."""
+    """Return the profile's report with the micro batch's bounds and the needs of the run."""
     from autotune.core.machine import disk_mb_s
     from autotune.planning.micro_batch import bounds, count_work, host_needs
     from autotune.problem.dataset import tokenised_per_s
     from autotune.report.values.profile import ProfileReport
 
-    task, config, spec = result.task, request.config, result.record.spec
+    task = result.task
+    config = request.config
+    spec = result.record.spec
     print_note("counting what a micro batch computes and moves")
-    counted = count_work(request, found)
-    shape, tokenizer = task.workload.run_shape(config), spec.tokenizer or task.model.tokenizer
+    count_answer = count_work(request, profile)
+
+    shape = task.workload.run_shape(config)
+    tokenizer = spec.tokenizer or task.model.tokenizer
     tokenised = None
-    if spec.dataset is not None and tokenizer is not None and task.workload.objective.value == "sft":
-        tokenised = tokenised_per_s(Path(spec.dataset), tokenizer, split=spec.split, loss_on=spec.loss_on)
+    if (
+        spec.dataset is not None
+        and tokenizer is not None
+        and task.workload.objective.value == "sft"
+    ):
+        tokenised = tokenised_per_s(
+            Path(spec.dataset), tokenizer, split=spec.split, loss_on=spec.loss_on
+        )
+
     needs = host_needs(
-        found,
+        profile,
         config,
         task.measured_on or task.device,
-        count=counted.count,
+        count=count_answer.count,
         calibration=task.calibration,
         disk_mb_s=disk_mb_s(result.out),
-        examples_per_s=found.rows * shape.examples_per_row / found.micro_s,
+        examples_per_s=profile.rows * shape.examples_per_row / profile.micro_s,
         tokenised_per_s=tokenised,
     )
+
     return ProfileReport(
         study=result.summary.study,
         device=task.measured_on or task.device,
         config=config,
         accumulation=shape.accumulation,
-        profile=found,
-        bounds=bounds(found, counted.count, rates, config),
+        profile=profile,
+        bounds=bounds(profile, count_answer.count, rates, config),
         needs=tuple(needs),
         trace=trace,
-        uncounted=counted.refused,
+        uncounted=count_answer.refused,
     )
 
 
 def verify(
     study: StudyName = None,
     format_: Annotated[
-        str | None, typer.Option("--format", help="What to run: train (train.py) or trl (TRL's file). [as probed]")
+        str | None,
+        typer.Option(
+            "--format", help="What to run: train (train.py) or trl (TRL's file). [as probed]"
+        ),
     ] = None,
     soak: Annotated[
-        bool, typer.Option("--soak", help="Mix the longest possible rows with short ones; memory must not grow.")
+        bool,
+        typer.Option(
+            "--soak", help="Mix the longest possible rows with short ones; memory must not grow."
+        ),
     ] = False,
     micro_steps: Annotated[int, typer.Option(help="Micro batches to run, at least.")] = 200,
-    tolerance: Annotated[float, typer.Option(help="Share by which it may be slower or larger than promised.")] = 0.05,
+    tolerance: Annotated[
+        float, typer.Option(help="Share by which it may be slower or larger than promised.")
+    ] = 0.05,
     storage: Storage = None,
     json_: Json = False,
 ) -> None:
@@ -184,7 +249,8 @@ def verify(
         NothingFits: the study has no winner.
         EnvironmentProblem: another device than the study's, or no TRL.
         StorageError: no room for weights that TRL could read.
-        VerificationFailed: it is slower or larger than promised, beyond the tolerance, or its memory grows.
+        VerificationFailed: it is slower or larger than promised, beyond the tolerance, or its
+            memory grows.
     """
     from autotune.api import load_study
     from autotune.export.run.verify import FORMATS
@@ -193,13 +259,18 @@ def verify(
     from autotune.study.session import amend_record
 
     if not 1 <= micro_steps <= 10**6 or not 0 < tolerance < 100:
-        raise UsageError("--micro-steps is a positive number, --tolerance a share such as 0.05", remedy="see --help")
+        raise UsageError(
+            "--micro-steps is a positive number, --tolerance a share such as 0.05",
+            remedy="see --help",
+        )
     if format_ not in (None, *FORMATS):
         raise UsageError(f"--format cannot be {format_!r}", remedy=f"one of {', '.join(FORMATS)}")
+
     result = load_study(study, storage)
     recipe = result.recipe
     require_measured_here(recipe, format_)
     make_writable(result.out)
+
     with stop_on_signals() as stop:
         try:
             verification = run_and_compare(
@@ -214,14 +285,15 @@ def verify(
             )
         except Cancelled:
             raise _stopped(stop, "stopped; nothing was verified") from None
+
     amend_record(result.url, result.record, verification=verification)
     result.reload().report()
     _print_verification(verification, as_json=json_)
     if reason := describe.failed_verification(verification):
         raise VerificationFailed(
             reason,
-            remedy=f"read {result.out / 'logs' / 'verify.log'}; something else may be using the device "
-            "(`autotune doctor`)",
+            remedy=f"read {result.out / 'logs' / 'verify.log'}; something else may be using the "
+            "device (`autotune doctor`)",
         )
 
 
@@ -235,17 +307,26 @@ def _print_verification(verification: "Verification", *, as_json: bool) -> None:
 
 
 def require_measured_here(recipe: "Recipe", form: str | None = None) -> None:
-    """Raises UsageError or EnvironmentProblem if this machine cannot compare the recipe with reality."""
+    """Check that this machine can compare the recipe with reality.
+
+    Raises UsageError or EnvironmentProblem if it cannot.
+    """
     from autotune.core.probe_types import Evidence
     from autotune.export.run.verify import probed_format
     from autotune.study.session import require_device
 
     if recipe.winner.evidence is not Evidence.MEASURED:
         remedy = f"run the study on {recipe.device.name} itself"
-        if recipe.winner.evidence is Evidence.EXTRAPOLATED:  # here, from a few layers
-            remedy = "continue the study with a larger --budget, so that the whole model is measured"
+        if (
+            recipe.winner.evidence is Evidence.EXTRAPOLATED
+        ):  # measured on this card, but on a few layers only
+            remedy = (
+                "continue the study with a larger --budget, so that the whole model is measured"
+            )
         raise UsageError(
-            f"the winner's speed is {recipe.winner.evidence}, not measured: there is no promise to hold", remedy=remedy
+            f"the winner's speed is {recipe.winner.evidence}, not measured: there is no promise "
+            "to hold",
+            remedy=remedy,
         )
     if (form or probed_format(recipe)) == "trl" and find_spec("trl") is None:
         raise EnvironmentProblem("TRL is not installed", remedy="pip install trl")

@@ -1,4 +1,4 @@
-"""`autotune calibrate`: measure this machine once, so that estimates need not assume what it is."""
+"""`autotune calibrate`: measure this machine once, so that estimates need fewer assumptions."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 def calibrate(
     gpu: Gpu = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a copy, to take to another machine.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a copy, to take to another machine.")
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Measure the device of this machine and its host, keep the result and print it.
@@ -38,45 +40,60 @@ def calibrate(
     device = find_target(gpu or "auto").device
     with stop_on_signals() as stop:
         try:
-            made = measure(gpu or "auto", progress=print_note, should_stop=stop)
+            calibration = measure(gpu or "auto", progress=print_note, should_stop=stop)
         except Cancelled:
-            raise Interrupted("stopped; nothing was kept", exit_code=128 + (stop.signal or 2)) from None
+            raise Interrupted(
+                "stopped; nothing was kept", exit_code=128 + (stop.signal or 2)
+            ) from None
+
     if out is not None:
-        write_calibration(made, out)
+        write_calibration(calibration, out)
     if json_:
-        print_json(to_data(made))
+        print_json(to_data(calibration))
         return
-    for name, text in facts(made).items():
+
+    for name, text in facts(calibration).items():
         print(f"{name:>10}  {text}")
-    for slow in slow_parts(made, device):
+    for slow in slow_parts(calibration, device):
         print(f"{'slow':>10}  {slow.limit.part}: {slow}")
-    kept = f"kept in {short_path(kept_path(made.device))}"
-    if made.on_gpu:
-        print(f"{kept}: estimates for {made.device} on this machine use it from now on")
+
+    place = f"kept in {short_path(kept_path(calibration.device))}"
+    if calibration.on_gpu:
+        print(f"{place}: estimates for {calibration.device} on this machine use it from now on")
     else:
-        print(f"{kept}: `--calibration` with this file uses its host in an estimate for a GPU")
+        print(f"{place}: `--calibration` with this file uses its host in an estimate for a GPU")
 
 
 def facts(calibration: "Calibration") -> dict[str, str]:
-    """What was measured, in words, by what it is about."""
+    """Return the measurements as sentences, by subject."""
     rates = calibration.rates
     products = (
         f"{name} " + ", ".join(f"{fmt_count(rate)} ({side:,})" for side, rate in by_side.items())
         for name, by_side in rates.products.items()
     )
+
     reference = calibration.reference
     training = f"{reference:.2f} times as fast as these rates lead to expect" if reference else DASH
     issued = f"{fmt_count(calibration.layer_ms)} ms to issue a layer"
-    link = "" if rates.link_gb_s is None else f", {fmt_count(rates.link_gb_s)} GB/s to and from the host"
-    disk = "" if calibration.disk_mb_s is None else f", disk {fmt_count(calibration.disk_mb_s)} MB/s"
-    together = [
-        f"{one.num_gpus}: {fmt_count(one.gather_gb_s)} gathered, {fmt_count(one.scatter_gb_s)} scattered, "
-        f"{fmt_count(one.reduce_gb_s)} added up"
+    link = (
+        ""
+        if rates.link_gb_s is None
+        else f", {fmt_count(rates.link_gb_s)} GB/s to and from the host"
+    )
+    disk = (
+        "" if calibration.disk_mb_s is None else f", disk {fmt_count(calibration.disk_mb_s)} MB/s"
+    )
+
+    links = [
+        f"{one.num_gpus}: {fmt_count(one.gather_gb_s)} gathered, {fmt_count(one.scatter_gb_s)} "
+        f"scattered, {fmt_count(one.reduce_gb_s)} added up"
         for one in calibration.collectives
     ]
-    several = {"GPUs": f"GB/s between so many {'; '.join(together)}"} if together else {}
-    return several | {
-        "device": f"{calibration.device} ({printable(calibration.fingerprint.device)}), {calibration.label}",
+    collectives = {"GPUs": f"GB/s between so many {'; '.join(links)}"} if links else {}
+
+    return collectives | {
+        "device": f"{calibration.device} ({printable(calibration.fingerprint.device)}), "
+        f"{calibration.label}",
         "products": f"TFLOP/s by the side of the matrices: {'; '.join(products)}",
         "copies": f"{fmt_count(rates.copy_gb_s)} GB/s within its memory{link}",
         "host": f"{issued}, {fmt_count(rates.launch_us)} microseconds a small kernel",

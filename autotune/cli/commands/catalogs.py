@@ -1,4 +1,4 @@
-"""`autotune gpus`, `models`, `prices`, `spaces` and `suites`: what the package holds; `schema`: the forms of JSON."""
+"""`autotune gpus`, `models`, `prices`, `spaces`, `suites`: the catalogues. `schema`: JSON forms."""
 
 from datetime import date
 from pathlib import Path
@@ -18,20 +18,30 @@ def gpus(json_: Json = False) -> None:
     """Print every GPU with its default price of an hour, and what it costs to buy."""
     from autotune.catalog import age, find_price, find_purchase, list_devices
 
-    rows = [(device, find_price(device.name), find_purchase(device.name)) for device in list_devices()]
+    rows = [
+        (device, find_price(device.name), find_purchase(device.name)) for device in list_devices()
+    ]
+
     today = date.today()
     if json_:
         from autotune.report.values.catalog import DatedPrice, Gpu
 
         answer = []
         for device, price, purchase in rows:
-            dated = DatedPrice(price=price, age=age(price.as_of, today)) if price else None
-            answer.append(Gpu(device=device, price=dated, purchase=purchase))
+            dated_price = DatedPrice(price=price, age=age(price.as_of, today)) if price else None
+            answer.append(Gpu(device=device, price=dated_price, purchase=purchase))
         print_answer_json(answer)
         return
+
     print_table(
         "GPUs (dense peaks; prices are seeds, override with --price)",
-        {"name": "left", "memory GiB": "right", "bf16 TFLOP/s": "right", "GB/s": "right", "USD/h of one GPU": "left"}
+        {
+            "name": "left",
+            "memory GiB": "right",
+            "bf16 TFLOP/s": "right",
+            "GB/s": "right",
+            "USD/h of one GPU": "left",
+        }
         | {"USD to buy, at launch": "right"},
         [
             (
@@ -39,7 +49,9 @@ def gpus(json_: Json = False) -> None:
                 DASH if device.memory_gib is None else f"{device.memory_gib:.1f}",
                 fmt_count(device.bf16_tflops),
                 fmt_count(device.bandwidth_gb_s),
-                f"{fmt_usd(price.usd_per_hour)} ({price.provider}, {age(price.as_of, today)})" if price else DASH,
+                f"{fmt_usd(price.usd_per_hour)} ({price.provider}, {age(price.as_of, today)})"
+                if price
+                else DASH,
                 f"{fmt_usd(purchase.usd)} ({purchase.as_of[:4]})" if purchase else DASH,
             )
             for device, price, purchase in rows
@@ -76,12 +88,17 @@ def models(json_: Json = False) -> None:
 def prices(
     gpu: Annotated[str | None, typer.Argument(help="Name of a GPU; all by default.")] = None,
     own: Annotated[
-        Path | None, typer.Option("--prices", metavar="FILE", help="Your own prices, which come first.")
+        Path | None,
+        typer.Option("--prices", metavar="FILE", help="Your own prices, which come first."),
     ] = None,
-    live: Annotated[bool, typer.Option("--live", help="Ask what clouds charge today (pip install gpuhunt).")] = False,
+    live: Annotated[
+        bool, typer.Option("--live", help="Ask what clouds charge today (pip install gpuhunt).")
+    ] = False,
     json_: Json = False,
 ) -> None:
-    """Print the prices of `gpu`, or of all GPUs: those of the user's file `own`, then live ones, then the seeds.
+    """Print the prices of `gpu`, or of all GPUs.
+
+    The prices of the user's file `own` come first, then live ones, then the seeds.
 
     Raises:
         UsageError: no such GPU, or a price file that cannot be read.
@@ -93,6 +110,7 @@ def prices(
     devices = list_devices() if gpu is None else (resolve_device(gpu),)
     own_prices = load_prices(own) if own else ()
     today = date.today()
+
     rows: list[Price] = []
     for device in devices:
         rows += best_first(device.name, own_prices)
@@ -101,16 +119,23 @@ def prices(
 
             rows += live_prices(device, today=today)
         rows += best_first(device.name, list_prices())
+
     if json_:
         from autotune.report.values.catalog import DatedPrice
 
         print_answer_json([DatedPrice(price=row, age=age(row.as_of, today)) for row in rows])
         return
+
     if not rows:
-        print(f"no price of {devices[0].name} is known; give one with --price, or a file of your own with --prices")
+        print(
+            f"no price of {devices[0].name} is known; give one with --price, or a file of your own "
+            "with --prices"
+        )
         return
+
     print_table(
-        "USD of one GPU (seeds, not quotes; a file of your own with --prices, today's offers with --live)",
+        "USD of one GPU (seeds, not quotes; a file of your own with --prices, today's offers "
+        "with --live)",
         {"GPU": "left", "provider": "left", "GPUs": "right"}
         | dict.fromkeys(("an hour", "a day", "a week", "an hour at spot"), "right")
         | {"age": "left", "source": "left"},
@@ -119,20 +144,26 @@ def prices(
                 row.device,
                 row.provider,
                 str(row.count),
-                *map(fmt_usd, (row.usd_per_hour, row.usd_per_day, row.usd_per_week, row.spot_usd_per_hour)),
+                *map(
+                    fmt_usd,
+                    (row.usd_per_hour, row.usd_per_day, row.usd_per_week, row.spot_usd_per_hour),
+                ),
                 age(row.as_of, today),
                 row.source if row.quotable else f"{row.source} (a reference, not a quote)",
             )
             for row in rows
         ],
     )
-    priced = {row.device for row in rows} | {"cpu"}
-    if unpriced := [device.name for device in devices if device.name not in priced]:
-        print(f"no price is known of {', '.join(unpriced)}")
+
+    priced_names = {row.device for row in rows} | {"cpu"}
+    if unpriced_names := [device.name for device in devices if device.name not in priced_names]:
+        print(f"no price is known of {', '.join(unpriced_names)}")
 
 
 def schema(
-    command: Annotated[str | None, typer.Argument(help='Such as plan, "plan --gpu", "status --nodes".')] = None,
+    command: Annotated[
+        str | None, typer.Argument(help='Such as plan, "plan --gpu", "status --nodes".')
+    ] = None,
 ) -> None:
     """Print the JSON Schema of what a command prints with --json, or which commands have one.
 
@@ -151,9 +182,9 @@ def spaces(json_: Json = False) -> None:
     """Print every search space that comes with the package."""
     from autotune.problem.search_space import SearchSpace, shipped_spaces
 
-    loaded = {name: SearchSpace.load(name) for name in shipped_spaces()}
+    spaces_by_name = {name: SearchSpace.load(name) for name in shipped_spaces()}
     if json_:
-        print_json({name: space.describe() for name, space in loaded.items()})
+        print_json({name: space.describe() for name, space in spaces_by_name.items()})
         return
     print_table(
         "Search spaces (copy one, edit it, and pass it with --space FILE)",
@@ -165,7 +196,7 @@ def spaces(json_: Json = False) -> None:
                 ", ".join(knob.name for knob in space.knobs if len(knob.choices()) > 1),
                 str(shipped_spaces()[name]),
             )
-            for name, space in loaded.items()
+            for name, space in spaces_by_name.items()
         ],
     )
 
@@ -174,19 +205,28 @@ def suites(json_: Json = False) -> None:
     """Print every suite of published results that comes with the package."""
     from autotune.problem.study_spec import make_spec, shipped_suites
 
-    loaded = {name: (path, make_spec(path, {})) for name, path in shipped_suites().items()}
+    suites_by_name = {name: (path, make_spec(path, {})) for name, path in shipped_suites().items()}
     if json_:
         from autotune.report.values.catalog import Suite
 
         print_answer_json(
             [
-                Suite(name=name, gpu=spec.gpu, configs=len(spec.configs), source=spec.source, file=str(path))
-                for name, (path, spec) in loaded.items()
+                Suite(
+                    name=name,
+                    gpu=spec.gpu,
+                    configs=len(spec.configs),
+                    source=spec.source,
+                    file=str(path),
+                )
+                for name, (path, spec) in suites_by_name.items()
             ]
         )
         return
     print_table(
         "Published results to hold estimates against: `autotune plan --spec NAME`",
         {"name": "left", "GPU": "left", "configurations": "right", "published": "left"},
-        [(name, spec.gpu, str(len(spec.configs)), spec.source or DASH) for name, (_, spec) in loaded.items()],
+        [
+            (name, spec.gpu, str(len(spec.configs)), spec.source or DASH)
+            for name, (_, spec) in suites_by_name.items()
+        ],
     )

@@ -1,4 +1,4 @@
-"""`autotune check`: whether a run that another tool's YAML describes fits a card, how long it takes, what to change."""
+"""`autotune check`: whether another tool's run fits a card, its time, and changes to make."""
 
 import sys
 from pathlib import Path
@@ -16,12 +16,20 @@ from autotune.study.storage.location import EVIDENCE
 
 @with_study_options("objective", *LENGTHS, *CARD)
 def check_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The YAML that TRL, Axolotl or LLaMA-Factory reads.")],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="The YAML that TRL, Axolotl or LLaMA-Factory reads."),
+    ],
     gpu: Gpu = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of one host that share out the training. [the file's, or 1]")
+        int | None,
+        typer.Option(
+            min=1, help="GPUs of one host that share out the training. [the file's, or 1]"
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="A model of the same shape. [the file's]")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A model of the same shape. [the file's]")
+    ] = None,
     evidence: Evidence = EVIDENCE,
     json_: Json = False,
     **options: Any,
@@ -38,17 +46,23 @@ def check_command(
     from autotune.problem.run_cost import OOM, TIGHT
 
     options |= {"gpu": gpu, "gpus": gpus, "model": model}
-    report = check(file, options, observations=known_observations(evidence, print_note), say=print_note)
+    report = check(
+        file, options, observations=known_observations(evidence, print_note), say=print_note
+    )
+
     if json_:
         print_answer_json(report)
     else:
         for label, text in lines(report):
             print(printable(f"{label:>8}  {text}" if label else text))
+
     device = report.device.name
     if report.checked.state == TIGHT:
         print(f"warning: {printable(file.name)} may run out of memory on {device}", file=sys.stderr)
     if report.checked.state == OOM:
         card = report.smallest_card
-        larger = f"a larger GPU, such as {card.name}" if card else "several GPUs that share the model"
+        larger = (
+            f"a larger GPU, such as {card.name}" if card else "several GPUs that share the model"
+        )
         remedy = f"{edits_text(report.fix.edits)}, or {larger}" if report.fix else larger
         raise NothingFits(f"{printable(file.name)} does not fit {device}", remedy=printable(remedy))

@@ -1,4 +1,4 @@
-"""`autotune compare`: the same run on several cards, by formula: what fits, how fast, and what it costs."""
+"""`autotune compare`: the same run on several cards, by formula: fit, speed and cost."""
 
 import io
 import sys
@@ -24,10 +24,13 @@ if TYPE_CHECKING:
 
 USD_PER_KWH = 0.30
 KWH_HELP = (
-    "What electricity costs, in USD a kWh. The default is a round number between what households paid in the US (0.16, "
-    "EIA, 2024) and in Italy (0.43, Statista, March 2025)."
+    "What electricity costs, in USD a kWh. The default is a round number between what households "
+    "paid in the US (0.16, EIA, 2024) and in Italy (0.43, Statista, March 2025)."
 )
-BUY_REMEDY = "allow more, or rent (without --buy); `autotune gpus` has the prices of cards, where they are known"
+BUY_REMEDY = (
+    "allow more, or rent (without --buy); `autotune gpus` has the prices of cards, where they are "
+    "known"
+)
 BY_SUFFIX = {".md": "markdown", ".csv": "csv", ".html": "html", ".json": "json"}
 
 
@@ -35,27 +38,46 @@ BY_SUFFIX = {".md": "markdown", ".csv": "csv", ".html": "html", ".json": "json"}
 def compare_command(
     gpus: Annotated[
         list[str] | None,
-        typer.Option("--gpus", metavar="NAMES", help="Separated by commas; repeatable. [with --buy what it can buy]"),
+        typer.Option(
+            "--gpus",
+            metavar="NAMES",
+            help="Separated by commas; repeatable. [with --buy what it can buy]",
+        ),
     ] = None,
     model: Annotated[list[str] | None, typer.Option(help="As for `run`; repeatable.")] = None,
     methods: Annotated[
-        list[str] | None, typer.Option(metavar="NAMES", help="Each by itself: lora, qlora, full. [what --space has]")
+        list[str] | None,
+        typer.Option(metavar="NAMES", help="Each by itself: lora, qlora, full. [what --space has]"),
     ] = None,
     max_usd: Annotated[float | None, typer.Option(help="What the run may cost.")] = None,
     max_hours: Annotated[float | None, typer.Option(help="How long the run may take.")] = None,
-    owned: Annotated[str | None, typer.Option(metavar="GPU", help="A card of your own, or one you may buy.")] = None,
+    owned: Annotated[
+        str | None, typer.Option(metavar="GPU", help="A card of your own, or one you may buy.")
+    ] = None,
     owned_usd: Annotated[float | None, typer.Option(help="What that card costs.")] = None,
-    owned_hours: Annotated[float, typer.Option(help="Hours of use over which its cost is spread.")] = 10_000,
-    usd_per_kwh: Annotated[float, typer.Option("--electricity", "--usd-per-kwh", help=KWH_HELP)] = USD_PER_KWH,
+    owned_hours: Annotated[
+        float, typer.Option(help="Hours of use over which its cost is spread.")
+    ] = 10_000,
+    usd_per_kwh: Annotated[
+        float, typer.Option("--electricity", "--usd-per-kwh", help=KWH_HELP)
+    ] = USD_PER_KWH,
     sizes: Annotated[
-        str | None, typer.Option(metavar="NUMBERS", help="Cost of so many examples. [10000,50000,100000]")
+        str | None,
+        typer.Option(metavar="NUMBERS", help="Cost of so many examples. [10000,50000,100000]"),
     ] = None,
-    buy: Annotated[float | None, typer.Option(metavar="USD", help="Which card to buy for at most so much.")] = None,
-    hours_per_week: Annotated[float, typer.Option(help="With --buy: how long the card would be used.")] = 40.0,
+    buy: Annotated[
+        float | None, typer.Option(metavar="USD", help="Which card to buy for at most so much.")
+    ] = None,
+    hours_per_week: Annotated[
+        float, typer.Option(help="With --buy: how long the card would be used.")
+    ] = 40.0,
     format_: Annotated[
-        str | None, typer.Option("--format", help="table, markdown, csv, html or json. [by --out, or table]")
+        str | None,
+        typer.Option("--format", help="table, markdown, csv, html or json. [by --out, or table]"),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the comparison to this file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the comparison to this file.")
+    ] = None,
     html: Html = None,
     json_: Json = False,
     evidence: Evidence = EVIDENCE,
@@ -74,9 +96,14 @@ def compare_command(
     from autotune.report.values.rent_or_buy import Purse, parse_sizes, purchases
 
     form = _form("json" if json_ else format_, out, needs_page=bool(sizes or buy) and not html)
-    purse = None if buy is None else Purse(budget_usd=buy, usd_per_kwh=usd_per_kwh, hours_per_week=hours_per_week)
+    purse = (
+        None
+        if buy is None
+        else Purse(budget_usd=buy, usd_per_kwh=usd_per_kwh, hours_per_week=hours_per_week)
+    )
     numbers = parse_sizes(sizes)
-    made = compare(
+
+    comparison = compare(
         [spec_of(options | {"model": name}) for name in model or (None,)],
         gpus=_cards(gpus, buy),
         methods=methods or (),
@@ -85,56 +112,76 @@ def compare_command(
         observations=known_observations(evidence, print_note),
         say=print_note,
     )
-    unmet = made.unmet()
-    buys_nothing = purse is not None and not any(purchases(group, purse) for group in made.groups)
-    if unmet or not buys_nothing or form != "table":  # else tables would come before what is wrong
-        _show(made, form, numbers, purse, out=out, html=html)
+
+    unmet = comparison.unmet()
+    buys_nothing = purse is not None and not any(
+        purchases(group, purse) for group in comparison.groups
+    )
+    # If no card can be bought, the error comes alone, without tables before it.
+    if unmet or not buys_nothing or form != "table":
+        _show(comparison, form, numbers, purse, out=out, html=html)
+
     if unmet:
-        raise NothingFits(unmet, remedy=made.remedy())
+        raise NothingFits(unmet, remedy=comparison.remedy())
     if buys_nothing:
-        raise NothingFits(f"nothing that surely fits is known to cost at most {fmt_usd(buy)}", remedy=BUY_REMEDY)
+        raise NothingFits(
+            f"nothing that surely fits is known to cost at most {fmt_usd(buy)}", remedy=BUY_REMEDY
+        )
 
 
-def _form(named: str | None, out: Path | None, *, needs_page: bool) -> str:
-    """The form of the output: as named, by the file's suffix, or a table."""
+def _form(name: str | None, out: Path | None, *, needs_page: bool) -> str:
+    """Return the output's form: the given name, the form of the file's suffix, or a table."""
     from autotune.report.comparison import FORMATS
 
-    form = named or BY_SUFFIX.get(out.suffix.lower() if out else "", "table")
+    form = name or BY_SUFFIX.get(out.suffix.lower() if out else "", "table")
     if form not in ("table", *FORMATS):
-        raise UsageError(f"there is no format {form!r}", remedy=f"use one of table, {', '.join(FORMATS)}")
+        raise UsageError(
+            f"there is no format {form!r}", remedy=f"use one of table, {', '.join(FORMATS)}"
+        )
     if needs_page and form not in ("table", "json"):
         raise UsageError(
-            f"{form} shows neither --sizes nor --buy", remedy="add --html FILE for a page with them, or take --json"
+            f"{form} shows neither --sizes nor --buy",
+            remedy="add --html FILE for a page with them, or take --json",
         )
     return form
 
 
-def _cards(named: list[str] | None, usd: float | None) -> list[str]:
-    """The cards as named, or those that can be bought for so much. Raises NothingFits where none can."""
+def _cards(names: list[str] | None, usd: float | None) -> list[str]:
+    """Return the named cards, or the cards that `usd` can buy.
+
+    Raises NothingFits if it can buy no card.
+    """
     from autotune.report.values.rent_or_buy import within
 
-    if usd is None or named:
-        return named or []
-    if not (found := within(usd)):
+    if usd is None or names:
+        return names or []
+    if not (affordable := within(usd)):
         raise NothingFits(
-            f"no card is known to cost at most {fmt_usd(usd)}", remedy="allow more, or rent: --gpus NAMES"
+            f"no card is known to cost at most {fmt_usd(usd)}",
+            remedy="allow more, or rent: --gpus NAMES",
         )
-    return found
+    return affordable
 
 
-def _own_card(name: str | None, usd: float | None, hours: float, usd_per_kwh: float) -> "Owned | None":
+def _own_card(
+    name: str | None, usd: float | None, hours: float, usd_per_kwh: float
+) -> "Owned | None":
+    """Return the user's own card, if it is given. Raises UsageError."""
     from autotune.catalog import resolve_device
     from autotune.report.values.comparison import Owned
 
     if (name is None) is not (usd is None):
-        raise UsageError("--owned and --owned-usd go together", remedy="for example --owned rtx-4090 --owned-usd 1800")
+        raise UsageError(
+            "--owned and --owned-usd go together",
+            remedy="for example --owned rtx-4090 --owned-usd 1800",
+        )
     if name is None or usd is None:
         return None
     return Owned(device=resolve_device(name), usd=usd, hours=hours, usd_per_kwh=usd_per_kwh)
 
 
 def _show(
-    made: "Comparison",
+    comparison: "Comparison",
     form: str,
     sizes: tuple[int, ...],
     purse: "Purse | None",
@@ -142,41 +189,58 @@ def _show(
     out: Path | None,
     html: Path | None,
 ) -> None:
-    """Print the comparison in this form, or write it to `out`, and its page to `html`."""
+    """Print the comparison in this form or write it to `out`, and write its page to `html`."""
     from autotune.report.answer import costs_answer
     from autotune.report.comparison import FORMATS
     from autotune.report.values.compared import compared
 
     text = io.StringIO()
-    with redirect_stdout(text if out else sys.stdout):  # a table is as wide as what it is printed to
+    # A table is as wide as the terminal or file that it is printed to.
+    with redirect_stdout(text if out else sys.stdout):
         if form == "table":
-            _print(made, date.today())
+            _print(comparison, date.today())
         elif form == "json":
-            print_answer_json(compared(made, sizes, purse))
+            print_answer_json(compared(comparison, sizes, purse))
         else:
-            print(FORMATS[form](made, date.today()), end="")
+            print(FORMATS[form](comparison, date.today()), end="")
         if form == "table" or html:
-            print_answer(lambda today: costs_answer(made, sizes, purse, today), html=html, silent=form != "table")
+            print_answer(
+                lambda today: costs_answer(comparison, sizes, purse, today),
+                html=html,
+                silent=form != "table",
+            )
     if out is not None:
         write_atomic(out, text.getvalue())
 
 
-def _print(made: "Comparison", today: date) -> None:
-    from autotune.report.comparison import COLUMNS, cells, heading, how_estimated, verdicts, workload_text
+def _print(comparison: "Comparison", today: date) -> None:
+    from autotune.report.comparison import (
+        COLUMNS,
+        cells,
+        heading,
+        how_estimated,
+        verdicts,
+        workload_text,
+    )
 
-    print(f"{how_estimated(made)}.")
-    for group in made.groups:
+    print(f"{how_estimated(comparison)}.")
+    for group in comparison.groups:
         print(f"\n{heading(group)}\n{workload_text(group)}")
         rows = [cells(group, card, today) for card in group.cards]
-        for table in ("speed", "cost"):  # apart, so that each fits the width of a terminal
-            columns = [column for column in COLUMNS if column.table == table or column.title == "card"]
+
+        for table in ("speed", "cost"):  # two tables, so that each fits the width of a terminal
+            columns = [
+                column for column in COLUMNS if column.table == table or column.title == "card"
+            ]
             titles = {column.title: "right" if column.numeric else "left" for column in columns}
             print_table(None, titles, [tuple(row[title] for title in titles) for row in rows])
+
         width = max(len(row["card"]) for row in rows)
         basis = [column.title for column in COLUMNS if column.table == "basis"]
         for row, card in zip(rows, group.cards, strict=True):
             if card.best:
                 print(f"{row['card']:>{width}}  {'; '.join(row[title] for title in basis)}")
+
         print()
-        for verdict in verdicts(made, group):
+        for verdict in verdicts(comparison, group):
             print(verdict)

@@ -1,4 +1,4 @@
-"""`autotune dashboard`: a study in optuna-dashboard, on this machine alone, without a way to change it. No torch."""
+"""`autotune dashboard`: a study in optuna-dashboard, read-only, on this machine only. No torch."""
 
 import errno
 import importlib.util
@@ -17,8 +17,12 @@ from autotune.study.storage.location import existing_url
 
 def dashboard(
     study: StudyName = None,
-    host: Annotated[str, typer.Option(help="Address of this machine to listen at; loopback only.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; where it is taken, one that is free.")] = 8080,
+    host: Annotated[
+        str, typer.Option(help="Address of this machine to listen at; loopback only.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port; where it is taken, one that is free.")
+    ] = 8080,
     storage: Storage = None,
 ) -> None:
     """Serve a study until Ctrl-C; `port` 0, or one that is taken, means any that is free.
@@ -29,7 +33,9 @@ def dashboard(
         StorageError: the database cannot be read.
     """
     if importlib.util.find_spec("optuna_dashboard") is None:
-        raise EnvironmentProblem("optuna-dashboard is not installed", remedy="pip install optuna-dashboard")
+        raise EnvironmentProblem(
+            "optuna-dashboard is not installed", remedy="pip install optuna-dashboard"
+        )
     from autotune.api import load_study
     from autotune.report.dashboard import PAGE, LiveDashboard, gate, is_loopback, without_refused
     from autotune.study.optimizer import Optimizer
@@ -40,19 +46,22 @@ def dashboard(
             f"--host {host}: the dashboard asks for no password, so it is for this machine alone",
             remedy=f"leave --host out, and on yours: {_tunnel(port or 8080)}",
         )
+
     url = read_only(existing_url(storage))
     result = load_study(study, url)
     name = result.summary.study
     search = Optimizer.open(url, name, result.task.space)
-    logging.getLogger("optuna_dashboard").setLevel(logging.ERROR)  # it warns of too few trials at each look
+    # The library warns about too few trials at each view.
+    logging.getLogger("optuna_dashboard").setLevel(logging.ERROR)
     app = LiveDashboard(search.record, lambda: load_study(name, url).summary, result.out.name)
+
     with _listen(host, port) as server:
         server.set_app(gate(without_refused(app)))
-        bound = server.server_port
-        if port not in (bound, 0):
+        actual_port = server.server_port
+        if port not in (actual_port, 0):
             print(f"port {port} is taken; this is another")
-        print(f"http://{_in_url(host)}:{bound}{PAGE}")
-        print(f"from another machine, first: {_tunnel(bound, host)}")
+        print(f"http://{_in_url(host)}:{actual_port}{PAGE}")
+        print(f"from another machine, first: {_tunnel(actual_port, host)}")
         print("a copy of the study, made again as it goes on; Ctrl-C ends it", flush=True)
         server.serve_forever()
 
@@ -66,7 +75,7 @@ def _tunnel(port: int, host: str = "127.0.0.1") -> str:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True  # a page that is being sent does not keep Ctrl-C waiting
+    daemon_threads = True  # Ctrl-C does not wait for a page that is being sent
 
 
 class _Server6(_Server):
@@ -75,7 +84,7 @@ class _Server6(_Server):
 
 class _Quiet(WSGIRequestHandler):
     def log_message(self, *args: Any) -> None:
-        """No line a request."""
+        """Log no requests."""
 
 
 def _listen(host: str, port: int) -> _Server:
@@ -84,5 +93,7 @@ def _listen(host: str, port: int) -> _Server:
         return kind((host, port), _Quiet)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            raise UsageError(f"cannot listen at {host}, port {port}: {error.strerror}", remedy="see --help") from None
+            raise UsageError(
+                f"cannot listen at {host}, port {port}: {error.strerror}", remedy="see --help"
+            ) from None
     return kind((host, 0), _Quiet)

@@ -1,7 +1,7 @@
-"""`autotune dev inject`: inject faults into small real studies, and check that each ends as it should.
+"""`autotune dev inject`: inject faults into small real studies, and check each study's end.
 
-Each study is a process in a temporary directory. `probe.fault_injection` injects faults into probes, this module into
-the disk and the database.
+Each study is a process in a temporary directory. `probe.fault_injection` injects faults into
+probes, and this module into the disk and the database.
 """
 
 import json
@@ -25,8 +25,8 @@ from autotune.core.process import module_command
 from autotune.core.scratch import scratch_directory
 
 TRIALS = 4
-FULL = 200_000  # bytes of a file on a disk that is full
-STRUCK = 1  # the number of the trial that has the fault
+FULL = 200_000  # the maximum bytes of a file on a full disk
+STRUCK = 1  # the number of the trial with the fault
 SPACE = """\
 version: 1
 knobs:
@@ -35,23 +35,29 @@ knobs:
   lora_rank: {values: [16, 32], kind: learning}
   checkpointing: {values: [none, full]}
 """
-OUTCOMES = {  # the expected outcome of that trial
+# The expected outcome of that trial
+OUTCOMES = {
     **dict.fromkeys(("oom", "host-oom"), "oom"),
     **dict.fromkeys(("crash", "ecc", "exit", "sigkill", "sigsegv"), "crash"),
     **dict.fromkeys(("slow", "throttle"), "ok"),
     **{"nan": "numerics", "hang": "timeout"},
 }
-REASONS = {  # what its reason must contain
+# A part of its expected reason
+REASONS = {
     **dict.fromkeys(("crash", "ecc", "exit", "sigkill", "sigsegv"), "tried twice"),
     "throttle": "slowed down",
 }
 OUTSIDE_PROBES = ("disk-full", "db-gone")
-USUAL = (*(name for name in OUTCOMES if name != "hang"), *OUTSIDE_PROBES)  # a hang takes 15 minutes until its timeout
+# Without "hang", which takes 15 minutes until its timeout
+USUAL = (*(name for name in OUTCOMES if name != "hang"), *OUTSIDE_PROBES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """How a study with a fault ended. `lost` counts missing trials, `orphans` processes that were left."""
+    """The end of a study with a fault.
+
+    `lost` counts missing trials, and `orphans` counts the processes that remain.
+    """
 
     fault: str
     happened: str
@@ -60,11 +66,19 @@ class Row:
     orphans: int
 
     def cells(self) -> tuple[str, ...]:
-        """The row of a table."""
-        return self.fault, self.happened, "yes" if self.survived else "NO", str(self.lost), str(self.orphans)
+        """Return the row of a table."""
+        return (
+            self.fault,
+            self.happened,
+            "yes" if self.survived else "NO",
+            str(self.lost),
+            str(self.orphans),
+        )
 
 
-dev = typer.Typer(help="Tests of a machine or a fleet.", no_args_is_help=True, rich_markup_mode=None)
+dev = typer.Typer(
+    help="Tests of a machine or a fleet.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 @dev.command(help="Inject faults into small studies, and print how each ended.")
@@ -72,8 +86,8 @@ def inject(
     fault: Annotated[
         list[str] | None,
         typer.Option(
-            help="oom, host-oom, crash, ecc, exit, sigkill, sigsegv, nan, slow, throttle, hang, disk-full, db-gone; "
-            "repeatable."
+            help="oom, host-oom, crash, ecc, exit, sigkill, sigsegv, nan, slow, throttle, hang, "
+            "disk-full, db-gone; repeatable.",
         ),
     ] = None,
     gpu: Annotated[str, typer.Option(help="What small studies run on: auto, or cpu.")] = "cpu",
@@ -85,63 +99,93 @@ def inject(
         UsageError: there is no such fault.
         TooManyFailures: a study did not survive, lost a trial, or left a process.
     """
-    known = (*OUTCOMES, *OUTSIDE_PROBES)
+    faults = (*OUTCOMES, *OUTSIDE_PROBES)
     for name in fault or ():
-        if name not in known:
+        if name not in faults:
             raise UsageError(
-                f"there is no fault {name!r}{did_you_mean(name, known)}", remedy=f"the faults are {', '.join(known)}"
+                f"there is no fault {name!r}{did_you_mean(name, faults)}",
+                remedy=f"the faults are {', '.join(faults)}",
             )
+
     rows: list[Row] = []
     for name in fault or USUAL:
         print(f"injecting {name}", file=sys.stderr)
         with scratch_directory() as folder:
             rows.append(_strike(name, gpu, Path(folder)))
+
     if json_:
         print_json([asdict(row) for row in rows])
     else:
-        columns = {"fault": "left", "what happened": "left", "survived": "left", "lost": "right", "orphans": "right"}
+        columns = {
+            "fault": "left",
+            "what happened": "left",
+            "survived": "left",
+            "lost": "right",
+            "orphans": "right",
+        }
         print_table(None, columns, [row.cells() for row in rows])
-    failed = [row.fault for row in rows if not row.survived or row.lost or row.orphans]
-    if failed:
-        raise TooManyFailures(f"not survived: {', '.join(failed)}", remedy="see the table above")
+
+    failed_faults = [row.fault for row in rows if not row.survived or row.lost or row.orphans]
+    if failed_faults:
+        raise TooManyFailures(
+            f"not survived: {', '.join(failed_faults)}", remedy="see the table above"
+        )
 
 
 def _strike(fault: str, gpu: str, folder: Path) -> Row:
+    """Run a small study with a fault, and return its end."""
     (folder / "space.yaml").write_text(SPACE)
     (folder / "tmp").mkdir()
+
     if fault in OUTCOMES:
         code = _study(folder, gpu, f"{fault}:{STRUCK}")
         trials = _trials(folder)
         row = next((row for row in trials if row["number"] == STRUCK), {})
-        outcome, reason = row.get("outcome", "none"), row.get("reason") or ""
-        happened, expected = f"trial {STRUCK}: {outcome}", REASONS.get(fault, "")
+        outcome = row.get("outcome", "none")
+        reason = row.get("reason") or ""
+        happened = f"trial {STRUCK}: {outcome}"
+        expected = REASONS.get(fault, "")
         if expected and expected in reason:
             happened += f", {expected}"
         survived = code == 0 and outcome == OUTCOMES[fault] and expected in reason
     else:
-        if fault == "disk-full":  # files may not grow much beyond an empty database
-            first = _study(folder, gpu, limit=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (FULL, FULL)))
+        if fault == "disk-full":  # a file may not grow much beyond an empty database
+            first_code = _study(
+                folder, gpu, limit=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (FULL, FULL))
+            )
         else:
-            first = _without_database(folder, gpu)
+            first_code = _without_database(folder, gpu)
         code = _study(folder, gpu)  # the same command, as the error says
         trials = _trials(folder)
-        happened, survived = f"exit {first}, then continued: exit {code}", (first, code) == (6, 0)
-    return Row(fault=fault, happened=happened, survived=survived, lost=TRIALS - len(trials), orphans=_orphans(folder))
+        happened = f"exit {first_code}, then continued: exit {code}"
+        survived = (first_code, code) == (6, 0)
+
+    return Row(
+        fault=fault,
+        happened=happened,
+        survived=survived,
+        lost=TRIALS - len(trials),
+        orphans=_orphans(folder),
+    )
 
 
 def _without_database(folder: Path, gpu: str) -> int:
-    """Run a study whose database a directory replaces after the first trial, until it has ended; its exit code."""
-    database, aside = folder / "study.db", folder / "aside.db"
+    """Run a study whose database is replaced by a directory after the first trial.
+
+    Returns the exit code. The database is restored when the study has ended.
+    """
+    database = folder / "study.db"
+    hidden_database = folder / "aside.db"
 
     def take() -> None:
-        if _trials(folder) and not aside.exists():
-            database.rename(aside)
+        if _trials(folder) and not hidden_database.exists():
+            database.rename(hidden_database)
             database.mkdir()
 
     code = _study(folder, gpu, meanwhile=take)
-    if aside.exists():
+    if hidden_database.exists():
         database.rmdir()
-        aside.rename(database)
+        hidden_database.rename(database)
     return code
 
 
@@ -153,15 +197,22 @@ def _study(
     limit: Callable[[], None] | None = None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run or continue the study; its exit code. `meanwhile` is called again and again until it ends."""
+    """Run or continue the study, and return its exit code.
+
+    `meanwhile` is called repeatedly until the study ends.
+    """
     from autotune.probe.fault_injection import VARIABLE
 
     command = [*module_command("autotune"), "run", "--quiet", "--gpu", gpu, "--model", "demo-3m"]
-    command += ["--space", "space.yaml", "--trials", str(TRIALS), "--study", "injected", "--out", "out"]
+    command += ["--space", "space.yaml", "--trials", str(TRIALS), "--study", "injected"]
+    command += ["--out", "out"]
     command += ["--storage", "sqlite:///study.db"]
+
     environment = os.environ | {VARIABLE: struck, "TMPDIR": str(folder / "tmp")}
     with (folder / "study.log").open("ab") as log:
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, preexec_fn=limit)
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=log, stderr=log, preexec_fn=limit
+        )
         while process.poll() is None:
             meanwhile()
             time.sleep(0.02)
@@ -170,13 +221,18 @@ def _study(
 
 def _trials(folder: Path) -> list[dict[str, Any]]:
     try:
-        return [json.loads(line) for line in (folder / "out" / "trials.jsonl").read_text().splitlines()]
-    except (OSError, ValueError):  # it does not exist yet, or ends with half a line
+        return [
+            json.loads(line) for line in (folder / "out" / "trials.jsonl").read_text().splitlines()
+        ]
+    except (OSError, ValueError):  # the file does not exist yet, or ends with half a line
         return []
 
 
 def _orphans(folder: Path) -> int:
-    """How many processes name the directory on their command line, as workers do."""
+    """Count the processes that name the directory on their command line, like workers."""
     import psutil
 
-    return sum(str(folder) in " ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))
+    return sum(
+        str(folder) in " ".join(one.info["cmdline"] or ())
+        for one in psutil.process_iter(["cmdline"])
+    )

@@ -1,4 +1,4 @@
-"""`autotune doctor`: what this machine has of what a study needs, and what to do about the rest."""
+"""`autotune doctor`: checks whether this machine has the needs of a study, and names remedies."""
 
 import importlib.util
 import shutil
@@ -17,8 +17,9 @@ OPTIONAL = ("bitsandbytes", "trl", "liger-kernel", "deepspeed", "optuna-dashboar
 
 
 def doctor(storage: Storage = None, json_: Json = False) -> None:
-    """Print every check. Raises EnvironmentProblem (exit 3) if something that is needed is missing."""
+    """Print every check. Raises EnvironmentProblem (exit 3) if a necessary part is missing."""
     checks = [*_packages(), *_gpus(), *_torch(), *_disk(), _storage(storage), *_calibration()]
+
     if json_:
         print_answer_json(checks)
     else:
@@ -27,55 +28,79 @@ def doctor(storage: Storage = None, json_: Json = False) -> None:
             print(f"{mark:>7}  {check.name:<22} {check.found}")
             if check.remedy:
                 print(f"{'':>9}-> {check.remedy}")
+
     missing = [check.name for check in checks if check.ok is False]
     if missing:
-        raise EnvironmentProblem(f"this machine lacks: {', '.join(missing)}", remedy="see the lines marked MISSING")
+        raise EnvironmentProblem(
+            f"this machine lacks: {', '.join(missing)}", remedy="see the lines marked MISSING"
+        )
 
 
 def _packages() -> list[Check]:
+    """Check the packages."""
     from importlib import metadata
 
     checks = []
     for name in (*NEEDED, *OPTIONAL):
-        needed = name in NEEDED
+        is_needed = name in NEEDED
         try:
             checks.append(Check(name=name, ok=True, found=metadata.version(name)))
         except metadata.PackageNotFoundError:
-            remedy = f"pip install {name}" if needed else None
-            checks.append(Check(name=name, ok=False if needed else None, found="not installed", remedy=remedy))
+            remedy = f"pip install {name}" if is_needed else None
+            checks.append(
+                Check(
+                    name=name, ok=False if is_needed else None, found="not installed", remedy=remedy
+                )
+            )
     return checks
 
 
 def _gpus() -> list[Check]:
+    """Check the NVIDIA GPUs, or report that there is none."""
     from autotune.core.nvml import list_gpus
 
     cards = list_gpus()
     if not cards:
         remedy = "without one, try --gpu cpu --model demo-3m; with one, install NVIDIA's driver"
         return [Check(name="NVIDIA GPU", ok=None, found="none (NVML finds no card)", remedy=remedy)]
+
     checks = []
     for card in cards:
-        holders = ", ".join(f"{one.name or '?'} pid {one.pid} {fmt_gib(one.used_gib)}" for one in card.processes)
-        found = f"{card.name}, {fmt_gib(card.memory_gib - card.used_gib)} of {fmt_gib(card.memory_gib)} free"
-        found += f", driver {card.driver}" + (f", held by {holders}" if holders else "")
-        checks.append(Check(name=f"GPU {card.index}", ok=True, found=found))
+        holders = ", ".join(
+            f"{one.name or '?'} pid {one.pid} {fmt_gib(one.used_gib)}" for one in card.processes
+        )
+        memory = f"{fmt_gib(card.memory_gib - card.used_gib)} of {fmt_gib(card.memory_gib)} free"
+        text = f"{card.name}, {memory}"
+        text += f", driver {card.driver}" + (f", held by {holders}" if holders else "")
+        checks.append(Check(name=f"GPU {card.index}", ok=True, found=text))
     return checks
 
 
 def _torch() -> list[Check]:
+    """Check torch by training a tiny model in a worker."""
     from autotune.core.nvml import list_gpus
     from autotune.probe.supervisor import check_worker
 
     if importlib.util.find_spec("torch") is None:
         return [Check(name="torch", ok=False, found="not installed", remedy="pip install torch")]
+
     on_gpu = bool(list_gpus())
     try:
         fingerprint, nf4_problem = check_worker("cuda" if on_gpu else "cpu")
     except (EnvironmentProblem, TooManyFailures) as error:
         where = "on the GPU" if on_gpu else "here"
         remedy = "install a build of torch that this machine and its driver can run"
-        return [Check(name="torch", ok=False, found=f"does not train {where}: {error}", remedy=remedy)]
-    checks = [Check(name="torch", ok=True, found=f"{fingerprint.packages['torch']}, CUDA {fingerprint.cuda or 'none'}")]
+        return [
+            Check(name="torch", ok=False, found=f"does not train {where}: {error}", remedy=remedy)
+        ]
+
+    checks = [
+        Check(
+            name="torch",
+            ok=True,
+            found=f"{fingerprint.packages['torch']}, CUDA {fingerprint.cuda or 'none'}",
+        )
+    ]
     if on_gpu:
         bf16 = fingerprint.has_bf16
         checks += [
@@ -96,21 +121,28 @@ def _disk() -> list[Check]:
 
 
 def _calibration() -> list[Check]:
-    """What is known of the speed of this machine, and what is slow about it; nothing of it is needed."""
+    """Check for a calibration, and report slow parts of this machine. Both are optional."""
     from autotune.catalog import resolve_device
     from autotune.planning.slow_parts import slow_parts
     from autotune.problem.target import data_sheet, kept_calibration, present_card
 
     card = present_card()
     device = data_sheet(card) if card else resolve_device("cpu")
-    kept = kept_calibration(device, print_note)
-    if kept is None:
+    calibration = kept_calibration(device, print_note)
+    if calibration is None:
         command = "autotune calibrate" + ("" if card else " --gpu cpu")
         remedy = f"`{command}` measures this machine in about 30 s, and estimates for it use that"
         checks = [Check(name="calibration", ok=None, found="none", remedy=remedy)]
     else:
-        checks = [Check(name=f"calibrated {name}", ok=True, found=text) for name, text in facts(kept).items()]
-    slow = [Check(name=f"slow: {one.limit.part}", ok=None, found=str(one)) for one in slow_parts(kept, device)]
+        checks = [
+            Check(name=f"calibrated {name}", ok=True, found=text)
+            for name, text in facts(calibration).items()
+        ]
+
+    slow = [
+        Check(name=f"slow: {one.limit.part}", ok=None, found=str(one))
+        for one in slow_parts(calibration, device)
+    ]
     return [*checks, *slow]
 
 

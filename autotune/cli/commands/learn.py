@@ -1,4 +1,4 @@
-"""`autotune learn`: find the learning rate of a study's winner by short trainings, and record it with the study."""
+"""`autotune learn`: find and record the learning rate of a study's winner by short trainings."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,16 +14,26 @@ from autotune.study.storage.location import make_writable
 
 def learn(
     study: StudyName = None,
-    dataset: Annotated[Path | None, typer.Option(metavar="PATH", help="Your examples. [the study's]")] = None,
-    split: Annotated[str | None, typer.Option(metavar="NAME", help="Part of --dataset. [the study's]")] = None,
-    share: Annotated[float, typer.Option(help="Share of the full run's steps that it may take.")] = 0.1,
+    dataset: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Your examples. [the study's]")
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Part of --dataset. [the study's]")
+    ] = None,
+    share: Annotated[
+        float, typer.Option(help="Share of the full run's steps that it may take.")
+    ] = 0.1,
     others: Annotated[
-        int, typer.Option(min=0, help="Train so many other ranks, lengths or number formats too, at the rate found.")
+        int,
+        typer.Option(
+            min=0,
+            help="Train so many other ranks, lengths or number formats too, at the rate found.",
+        ),
     ] = 0,
     storage: Storage = None,
     json_: Json = False,
 ) -> None:
-    """Find the learning rate of a study's winner with real weights and examples, and record it with the study.
+    """Find the learning rate of a study's winner with real weights and examples, and record it.
 
     Raises:
         UsageError: no such study, no weights, no examples, or too few steps for a search.
@@ -40,23 +50,39 @@ def learn(
     if not 0 < share <= 10:
         raise UsageError("--share is a share of the full run, such as 0.1", remedy="see --help")
     result = load_study(study, storage)
-    recipe, spec = result.recipe, result.record.spec
+    recipe = result.recipe
+    spec = result.record.spec
     examples = dataset or (Path(spec.dataset) if spec.dataset else None)
     if examples is None:
         raise UsageError("there is nothing to learn from", remedy="give --dataset PATH")
+
     require_device(recipe.device, "learn there")
     make_writable(result.out)
     split = split if dataset else spec.split
+
     with stop_on_signals() as stop:
         try:
-            found = try_rates(recipe, examples, result.out, print_note, stop, split=split, share=share, others=others)
+            learning = try_rates(
+                recipe,
+                examples,
+                result.out,
+                print_note,
+                stop,
+                split=split,
+                share=share,
+                others=others,
+            )
         except Cancelled:
-            raise Interrupted("stopped; no rate was recorded", exit_code=128 + (stop.signal or 2)) from None
-    amend_record(result.url, result.record, learning=found)
+            raise Interrupted(
+                "stopped; no rate was recorded", exit_code=128 + (stop.signal or 2)
+            ) from None
+
+    amend_record(result.url, result.record, learning=learning)
     reloaded = result.reload()
     reloaded.report()
     reloaded.export()
+
     if json_:
-        print_answer_json(found)
+        print_answer_json(learning)
     else:
-        print("\n".join(describe.learning(found)))
+        print("\n".join(describe.learning(learning)))

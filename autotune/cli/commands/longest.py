@@ -1,4 +1,4 @@
-"""`autotune longest`: the longest row that fits a card, by method, tried on it where it is here."""
+"""`autotune longest`: the longest row that fits a card, by method, verified if the card is here."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from autotune.planning.longest import Longest
     from autotune.report.values.longest import LongestRow
 
-COLUMNS = {"method": "left", "longest row": "right", "known": "left", "step": "right", "tokens/s": "right"} | {
+COLUMNS = {"method": "left", "longest row": "right", "known": "left", "step": "right"} | {
+    "tokens/s": "right",
     "GPU": "right",
     "host": "right",
     "limited by": "left",
@@ -22,25 +23,42 @@ COLUMNS = {"method": "left", "longest row": "right", "known": "left", "step": "r
 
 
 def longest(
-    model: Annotated[str, typer.Option(help="Model: a name of the catalogue, a Hub name or a directory.")],
+    model: Annotated[
+        str, typer.Option(help="Model: a name of the catalogue, a Hub name or a directory.")
+    ],
     gpu: Gpu = None,
-    method: Annotated[list[str] | None, typer.Option(help="full, lora or qlora; repeatable. [all three]")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="full, lora or qlora; repeatable. [all three]")
+    ] = None,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 16,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="Pin a knob; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="KNOB=VALUE", help="Pin a knob; repeatable."),
     ] = None,
-    memory_gib: Annotated[float | None, typer.Option("--memory-gib", help="GiB of the card that may be used.")] = None,
+    memory_gib: Annotated[
+        float | None, typer.Option("--memory-gib", help="GiB of the card that may be used.")
+    ] = None,
     host_memory_gib: Annotated[
-        float | None, typer.Option("--host-memory-gib", help="GiB of the host. [this host's, if the card is here]")
+        float | None,
+        typer.Option(
+            "--host-memory-gib", help="GiB of the host. [this host's, if the card is here]"
+        ),
     ] = None,
-    most_tokens: Annotated[int | None, typer.Option(min=1024, help="Look at no longer rows.")] = None,
-    predict: Annotated[bool, typer.Option("--predict", help="Only predict, although the card is here.")] = False,
+    most_tokens: Annotated[
+        int | None, typer.Option(min=1024, help="Look at no longer rows.")
+    ] = None,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Only predict, although the card is here.")
+    ] = False,
     json_: Json = False,
 ) -> None:
-    """Print the longest row that fits, by method: predicted without a GPU, and verified by real steps where it is here.
+    """Print the longest row that fits, by method.
+
+    Rows are predicted without a GPU, and verified by real steps if the GPU is here.
 
     Raises:
-        UsageError: the model, the card, a method or a knob is unknown or impossible, or the model cannot be counted.
+        UsageError: the model, the card, a method or a knob is unknown or impossible, or the model
+            cannot be counted.
         EnvironmentProblem: the card cannot be probed.
         NothingFits: no method holds any row.
         Interrupted: stopped by a signal.
@@ -51,7 +69,7 @@ def longest(
 
     with stop_on_signals() as stop:
         try:
-            asked, rows = find(
+            query, rows = find(
                 model,
                 gpu or "auto",
                 methods=method or (),
@@ -66,52 +84,82 @@ def longest(
             )
         except Cancelled:
             raise Interrupted("stopped", exit_code=128 + (stop.signal or 2)) from None
+
     if json_:
-        print_answer_json(longest_answer(asked, rows))
+        print_answer_json(longest_answer(query, rows))
     else:
-        _print(asked, rows)
+        _print(query, rows)
+
     if not any(row.tokens or row.limited_by for row in rows):
         raise UsageError(
-            f"no row of {asked.model.short} can be judged: {rows[0].problem}",
+            f"no row of {query.model.short} can be judged: {rows[0].problem}",
             remedy="leave tiles out (--set tiling=none), or try another model",
         )
     if not any(row.tokens for row in rows):
         raise NothingFits(
-            f"no row of {asked.model.short} fits {asked.device.name} by these methods",
+            f"no row of {query.model.short} fits {query.device.name} by these methods",
             remedy="try --method qlora, a smaller model, or a larger card (`autotune compare`)",
         )
 
 
-def _print(asked: "Longest", rows: list["LongestRow"]) -> None:
-    limits = f"{fmt_gib(asked.limit_gib)} for tensors"
-    if asked.host_limit_gib is not None:
-        limits += f", {fmt_gib(asked.host_limit_gib)} of the host for inputs of layers"
-    print_table(f"{asked.model.short} on {asked.device.name}: {limits}", COLUMNS, [_cells(row) for row in rows])
+def _print(query: "Longest", rows: list["LongestRow"]) -> None:
+    """Print the table and the sentences about it."""
+    limits = f"{fmt_gib(query.limit_gib)} for tensors"
+    if query.host_limit_gib is not None:
+        limits += f", {fmt_gib(query.host_limit_gib)} of the host for inputs of layers"
+
+    print_table(
+        f"{query.model.short} on {query.device.name}: {limits}",
+        COLUMNS,
+        [_cells(row) for row in rows],
+    )
     for row in rows:
         if row.problem:
             print(f"{row.method}: {row.problem}.")
-    positions, most = asked.model.max_seq_len, max((row.tokens or 0 for row in rows), default=0)
-    if positions and most > positions:
-        print(f"The model was trained for {positions:,} positions: what it learns of longer rows is not known.")
-    estimated = [row for row in rows if row.evidence == "estimated" and row.tokens]
-    if estimated:
+
+    positions = query.model.max_seq_len
+    max_tokens = max((row.tokens or 0 for row in rows), default=0)
+    if positions and max_tokens > positions:
         print(
-            "Estimated rows were counted without a GPU, and leave 6 % for the allocator. Their times are estimates too."
+            f"The model was trained for {positions:,} positions: what it learns of longer rows is "
+            "not known."
         )
-        if any(row.config.get("attention") == "sdpa_cudnn" and row.limited_by == "gpu memory" for row in estimated):
+
+    estimated_rows = [row for row in rows if row.evidence == "estimated" and row.tokens]
+    if estimated_rows:
+        print(
+            "Estimated rows were counted without a GPU, and leave 6 % for the allocator. Their "
+            "times are estimates too."
+        )
+        if any(
+            row.config.get("attention") == "sdpa_cudnn" and row.limited_by == "gpu memory"
+            for row in estimated_rows
+        ):
             print(
-                "cuDNN's attention needs more than was counted: on an H100 under a cap of 24 GB a row 9 % shorter than "
-                "predicted did not fit."
+                "cuDNN's attention needs more than was counted: on an H100 under a cap of 24 GB a "
+                "row 9 % shorter than predicted did not fit."
             )
-    for card in sorted({row.timed_on for row in rows if row.timed_on and row.timed_on != asked.device.name}):
+
+    other_cards = {
+        row.timed_on for row in rows if row.timed_on and row.timed_on != query.device.name
+    }
+    for card in sorted(other_cards):
         print(f"Times are those of {card}, which stood in under a cap of its memory.")
 
 
 def _cells(row: "LongestRow") -> tuple[str, ...]:
+    """Return the cells of a row of the table."""
     if row.tokens is None:
         return (row.method, DASH, DASH, DASH, DASH, DASH, DASH, DASH)
     is_range = row.step_s_low != row.step_s_high
-    step = f"{fmt_seconds(row.step_s_low)} to {fmt_seconds(row.step_s_high)}" if is_range else fmt_seconds(row.step_s)
-    speed = DASH if row.tokens_per_s is None else f"{'about ' if is_range else ''}{row.tokens_per_s:,.0f}"
+
+    step = (
+        f"{fmt_seconds(row.step_s_low)} to {fmt_seconds(row.step_s_high)}"
+        if is_range
+        else fmt_seconds(row.step_s)
+    )
+    about = "about " if is_range else ""
+    speed = DASH if row.tokens_per_s is None else f"{about}{row.tokens_per_s:,.0f}"
+
     memory = fmt_gib(row.gpu_gib), fmt_gib(row.host_gib)
     return row.method, f"{row.tokens:,}", row.evidence, step, speed, *memory, row.limited_by or DASH

@@ -1,4 +1,4 @@
-"""`autotune plan`: what a card would hold, how fast it would train and what that would cost, without having one."""
+"""`autotune plan`: the fit, speed and cost of a training on a card, without having the card."""
 
 from datetime import date
 from pathlib import Path
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autotune.prediction.observed_speed import Observation
     from autotune.report.answer import Answer
 
-ANY_MODEL = "demo-3m"  # stands in a spec where each model is planned
+ANY_MODEL = "demo-3m"  # a placeholder in the spec of a plan for each model
 
 
 @with_study_options("model", *PLANNED)
@@ -30,44 +30,63 @@ def plan_command(
     gpu: Gpu = None,
     gpus: Annotated[
         str | None,
-        typer.Option(metavar="NUMBERS", help="Plan for so many GPUs of one host, as 1,2,4,8 (or --gpu 8xh100)."),
+        typer.Option(
+            metavar="NUMBERS",
+            help="Plan for so many GPUs of one host, as 1,2,4,8 (or --gpu 8xh100).",
+        ),
     ] = None,
     nodes: Annotated[
-        str | None, typer.Option(metavar="NUMBERS", help="Plan for so many hosts of --gpus each, as 1,2,4.")
+        str | None,
+        typer.Option(metavar="NUMBERS", help="Plan for so many hosts of --gpus each, as 1,2,4."),
     ] = None,
     network: Annotated[
         str | None,
         typer.Option(help=f"What links them: GB/s out of a host, or {', '.join(NETWORKS)}."),
     ] = None,
     within: Annotated[
-        str | None, typer.Option(help="With --gpus: the cheapest that ends within this time, as 6h.")
+        str | None,
+        typer.Option(help="With --gpus: the cheapest that ends within this time, as 6h."),
     ] = None,
     evidence: Evidence = EVIDENCE,
     html: Html = None,
     json_: Json = False,
     **options: Any,
 ) -> None:
-    """Print the plan of the study that these options describe, for one GPU or for several numbers of them.
+    """Print the plan of the study that these options describe, for one GPU or several numbers.
 
-    Without a model, what the GPU can train of each size.
+    Without a model, print the models of each size that the GPU can train.
 
     Raises:
         UsageError: an option is unknown or impossible, or two contradict each other.
     """
-    several: dict[str, Any] = {"gpus": gpus, "nodes": nodes, "network": network, "within": within}
-    if not any(options[name] for name in ("model", "spec", "space", "dataset")) and not any(several.values()) and gpu:
+    gpu_options: dict[str, Any] = {
+        "gpus": gpus,
+        "nodes": nodes,
+        "network": network,
+        "within": within,
+    }
+
+    # A card alone: plan a model of each size.
+    names_study = any(options[name] for name in ("model", "spec", "space", "dataset"))
+    if not names_study and not any(gpu_options.values()) and gpu:
         spec = spec_of(options | {"gpu": gpu, "model": ANY_MODEL})
         plan_card(spec, evidence=evidence, html=html, as_json=json_)
         return
     if html is not None:
-        raise UsageError("--html is for a plan of a card, without a model", remedy="`autotune compare --out FILE.html`")
+        raise UsageError(
+            "--html is for a plan of a card, without a model",
+            remedy="`autotune compare --out FILE.html`",
+        )
+
     spec = spec_of(options | {"gpu": gpu})
-    if spec.gpus not in (None, 1):  # of a file
-        several |= {name: getattr(spec, name) for name in ("gpus", "within") if several[name] is None}
-    if split_count(spec.gpu)[0] is None and all(given is None for given in several.values()):
+    if spec.gpus not in (None, 1):  # from a file
+        gpu_options |= {
+            name: getattr(spec, name) for name in ("gpus", "within") if gpu_options[name] is None
+        }
+    if split_count(spec.gpu)[0] is None and all(value is None for value in gpu_options.values()):
         plan(spec, evidence=evidence, as_json=json_)
     else:
-        plan_several(spec, several, evidence=evidence, as_json=json_)
+        plan_several(spec, gpu_options, evidence=evidence, as_json=json_)
 
 
 def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
@@ -83,30 +102,33 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
     from autotune.problem.search_space import ways_to_fit
     from autotune.report.values.plan import LITTLE_KNOWN
 
-    device, observations = planned_device(spec.gpu), known_observations(evidence, print_note)
+    device = planned_device(spec.gpu)
+    observations = known_observations(evidence, print_note)
     if spec.configs:
         plan_named_configs(spec, device, observations, as_json=as_json)
         return
-    made = make_plan(spec, device=device, observations=observations, say=print_note, counted=True)
+
+    result = make_plan(spec, device=device, observations=observations, say=print_note, counted=True)
     if as_json:
-        print_answer_json(made)
+        print_answer_json(result)
     else:
         from autotune.cli.plan_text import print_plan
 
-        print_plan(made)
-    if made.best is None and made.reason not in LITTLE_KNOWN:
+        print_plan(result)
+
+    if result.best is None and result.reason not in LITTLE_KNOWN:
         raise NothingFits(
             f"nothing in the search space surely fits {device.name}",
-            remedy=f"{ways_to_fit(made.leanest)}; `autotune compare` says which card holds it",
+            remedy=f"{ways_to_fit(result.leanest)}; `autotune compare` says which card holds it",
         )
 
 
 def plan_named_configs(
     spec: StudySpec, device: "DeviceSpec", observations: "Sequence[Observation]", *, as_json: bool
 ) -> None:
-    """Print estimates of the configurations that the spec names, next to what was published, and where.
+    """Print estimates of the configurations that the spec names, next to their published results.
 
-    Raises UsageError for a configuration that cannot be.
+    Raises UsageError for an impossible configuration.
     """
     from autotune.core.objective import Objective
     from autotune.planning.device_estimate import how_sure
@@ -116,25 +138,30 @@ def plan_named_configs(
     from autotune.report.describe import how_known
     from autotune.study.named_configs import COLUMNS, SourcedResult, agreement
 
-    results = estimate_named_configs(spec, device=device, observations=observations, say=print_note, counted=True)
+    results = estimate_named_configs(
+        spec, device=device, observations=observations, say=print_note, counted=True
+    )
     if as_json:
         print_answer_json([SourcedResult(result=result, source=spec.source) for result in results])
         return
+
     calibrated = calibrated_parts(calibration_of(spec, device), device)
-    print(f"{device.label}. {how_known(how_sure(objective=Objective(spec.objective)), calibrated)}.")
+    print(
+        f"{device.label}. {how_known(how_sure(objective=Objective(spec.objective)), calibrated)}."
+    )
     print_table(None, dict(COLUMNS), [result.cells() for result in results])
-    if said := agreement(results):
-        print(said)
+    if agreement_text := agreement(results):
+        print(agreement_text)
     if spec.source:
         print(f"Published: {spec.source}")
 
 
 def plan_card(spec: StudySpec, *, evidence: Path, html: Path | None, as_json: bool = False) -> None:
-    """Print what the spec's card can train, of the models of each size; the spec's own model does not matter.
+    """Print the models of each size that the spec's card can train; the spec's model is ignored.
 
     Raises:
-        UsageError: an option is impossible, or nothing is known of the card.
-        NothingFits: nothing surely fits.
+        UsageError: an option is impossible, or the card is unknown.
+        NothingFits: no model surely fits.
         StorageError: `html` cannot be written.
     """
     from autotune.planning.device_estimate import planned_device
@@ -145,44 +172,60 @@ def plan_card(spec: StudySpec, *, evidence: Path, html: Path | None, as_json: bo
     def answer(today: date) -> "Answer":
         from autotune.report.answer import trainable_answer
 
-        return trainable_answer(made, today)
+        return trainable_answer(result, today)
 
     device = planned_device(spec.gpu)
-    made = trainable(spec, device, observations=known_observations(evidence, print_note), say=print_note)
+    result = trainable(
+        spec, device, observations=known_observations(evidence, print_note), say=print_note
+    )
+
     if as_json:
-        print_answer_json(made)
+        print_answer_json(result)
     print_answer(answer, html=html, silent=as_json)
-    if not any(entry.state == FITS for entry in made.entries):
-        raise NothingFits(f"nothing surely fits {device.name}", remedy="shorter samples: --tokens-per-example 512")
+
+    if not any(entry.state == FITS for entry in result.entries):
+        raise NothingFits(
+            f"nothing surely fits {device.name}", remedy="shorter samples: --tokens-per-example 512"
+        )
 
 
-def plan_several(spec: StudySpec, asked: dict[str, Any], *, evidence: Path, as_json: bool = False) -> None:
-    """Print a plan for several numbers of GPUs: `asked` are arguments of `plan_spec`.
+def plan_several(
+    spec: StudySpec, query: dict[str, Any], *, evidence: Path, as_json: bool = False
+) -> None:
+    """Print a plan for several numbers of GPUs: `query` holds arguments of `plan_spec`.
 
     Raises:
-        UsageError: a part of the spec, the numbers or the deadline is impossible, or no formula covers the model.
-        NothingFits: no strategy surely fits on any of the numbers, or none is known to end within the deadline.
+        UsageError: a part of the spec, the numbers or the deadline is impossible, or no formula
+            covers the model.
+        NothingFits: no strategy surely fits on any of the numbers, or ends within the deadline.
     """
     from autotune.planning.observations import known_observations
     from autotune.planning.several_gpus import plan_spec
     from autotune.problem.run_cost import FITS
     from autotune.problem.search_space import ways_to_fit
 
-    gpus, within = asked["gpus"], asked["within"]
+    gpus = query["gpus"]
+    within = query["within"]
     observations = known_observations(evidence, print_note)
-    made = plan_spec(spec, **asked, observations=observations, say=print_note)
-    task = made.task
+    result = plan_spec(spec, **query, observations=observations, say=print_note)
+    task = result.task
+
     if as_json:
-        print_answer_json(made)
+        print_answer_json(result)
     else:
         from autotune.cli.gpus_text import print_gpu_plan
 
-        print_gpu_plan(made)
-    if not any(row.state == FITS for row in made.rows):
+        print_gpu_plan(result)
+
+    if not any(row.state == FITS for row in result.rows):
         leanest = task.space.config(task.space.leanest())
         raise NothingFits(
             f"nothing in the search space surely fits {gpus or spec.gpu} x {task.device.name}",
             remedy=f"plan for more GPUs, {ways_to_fit(leanest)}",
         )
-    if within is not None and made.cheapest_within is None:
-        raise NothingFits(f"no plan is known to end within {within}", remedy="allow more time, or plan for more GPUs")
+
+    if within is not None and result.cheapest_within is None:
+        raise NothingFits(
+            f"no plan is known to end within {within}",
+            remedy="allow more time, or plan for more GPUs",
+        )

@@ -1,4 +1,4 @@
-"""`autotune run` and `autotune resume`: run or continue a study, show its progress and print its result."""
+"""`autotune run` and `autotune resume`: run or continue a study, and show progress and result."""
 
 import json
 import sys
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 def run(
     json_: Json = False,
     events: Annotated[
-        bool, typer.Option("--events", help="Print a line of JSON on stdout for each event, the result last.")
+        bool,
+        typer.Option(
+            "--events", help="Print a line of JSON on stdout for each event, the result last."
+        ),
     ] = False,
     quiet: Quiet = False,
     **options: Any,
@@ -40,9 +43,15 @@ def run(
 
 def resume(
     study: StudyName = None,
-    budget: Annotated[str | None, typer.Option(help="Wall time from now: 90s, 15m, 1h. [as before]")] = None,
-    trials: Annotated[int | None, typer.Option(help="Total number of trials, over all sessions. [as before]")] = None,
-    workers: Annotated[int | None, typer.Option(help="GPUs of this machine to probe on. [as before]")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Wall time from now: 90s, 15m, 1h. [as before]")
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="Total number of trials, over all sessions. [as before]")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="GPUs of this machine to probe on. [as before]")
+    ] = None,
     storage: Storage = None,
     json_: Json = False,
     quiet: Quiet = False,
@@ -53,17 +62,26 @@ def resume(
     url = existing_url(storage)
     record = find_record(study, url)
     changes: dict[str, Any] = {"budget": budget, "trials": trials, "workers": workers}
-    given = {key: value for key, value in changes.items() if value is not None}
+    values = {key: value for key, value in changes.items() if value is not None}
     name = record.task.study
-    spec = replace(record.spec, **given, study=name, storage=storage, out=str(opened_out(record.out, url, name)))
+    spec = replace(
+        record.spec,
+        **values,
+        study=name,
+        storage=storage,
+        out=str(opened_out(record.out, url, name)),
+    )
     run_spec(spec, as_json=json_, quiet=quiet)
 
 
-def run_spec(spec: "StudySpec", *, as_json: bool = False, quiet: bool = False, events: bool = False) -> None:
-    """Run or continue a study. Raises AutotuneError for everything a user can act on."""
-    if not quiet and sys.stderr.isatty():  # what follows takes seconds to load
-        wanted = f"looking for the best way to train {spec.model} (--gpu {spec.gpu})"
-        print_note(f"{wanted}: the search takes {spec.budget} at most, then comes the answer")
+def run_spec(
+    spec: "StudySpec", *, as_json: bool = False, quiet: bool = False, events: bool = False
+) -> None:
+    """Run or continue a study. Raises AutotuneError for every failure that a user can act on."""
+    if not quiet and sys.stderr.isatty():  # the next imports take seconds
+        title = f"looking for the best way to train {spec.model} (--gpu {spec.gpu})"
+        print_note(f"{title}: the search takes {spec.budget} at most, then comes the answer")
+
     from autotune.api.main import main
     from autotune.cli.console import Display
 
@@ -71,7 +89,7 @@ def run_spec(spec: "StudySpec", *, as_json: bool = False, quiet: bool = False, e
 
     @contextmanager
     def shown(plan: "SessionPlan") -> Iterator[Display]:
-        """Show the search; during it, a signal asks it to stop."""
+        """Show the search. During the search, a signal requests a stop."""
         display = Display(budget_s=plan.budget_s, quiet=quiet, events=events)
         with stop_on_signals(stop), display:
             yield display

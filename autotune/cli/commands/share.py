@@ -1,4 +1,4 @@
-"""`autotune submit` and `autotune import`: publish what a study measured, and store what others measured."""
+"""`autotune submit` and `autotune import`: publish or import measured results."""
 
 from contextlib import closing
 from datetime import date
@@ -21,14 +21,17 @@ if TYPE_CHECKING:
 
 def submit(
     study: StudyName = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="[the study's submission.json]")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="[the study's submission.json]")
+    ] = None,
     storage: Storage = None,
     json_: Json = False,
 ) -> None:
     """Write the public part of a study: its winner and baseline, its GPU and its versions.
 
     Raises:
-        UsageError: no such study, a GPU that is not in the catalogue, or speeds that are only projected.
+        UsageError: no such study, a GPU that is not in the catalogue, or speeds that are only
+            projected.
         NothingFits: it has no winner.
         StorageError: the file cannot be written.
     """
@@ -39,25 +42,33 @@ def submit(
     result = load_study(study, storage)
     recipe = result.recipe
     if recipe.winner.evidence is Evidence.PROJECTED:
-        device, gpus = recipe.device.name, recipe.config.num_gpus
-        wanted = device if gpus == 1 else f"{gpus} GPUs {device}"
+        device = recipe.device.name
+        gpus = recipe.config.num_gpus
+        target = device if gpus == 1 else f"{gpus} GPUs {device}"
         raise UsageError(
-            f"its speeds are projected: no training was measured on {wanted}",
-            remedy=f"run the study on {wanted}",
+            f"its speeds are projected: no training was measured on {target}",
+            remedy=f"run the study on {target}",
         )
+
     submission = submission_of(recipe, _measured_on(result.summary.study, storage))
     path = out or result.out / "submission.json"
     write_atomic(path, submission.text)
+
     if json_:
         print_answer_json(Files(study=result.summary.study, files=(str(path),)))
         return
     print(path)
-    print("It names GPU, model and versions, and no file, dataset, study or machine. Read it before you send it.")
+    print(
+        "It names GPU, model and versions, and no file, dataset, study or machine. Read it before "
+        "you send it."
+    )
 
 
 def import_(
     file: Annotated[Path, typer.Argument(help="What `autotune submit` wrote.")],
-    evidence: Annotated[Path, typer.Option(metavar="DIR", help="[runs/evidence]", show_default=False)] = EVIDENCE,
+    evidence: Annotated[
+        Path, typer.Option(metavar="DIR", help="[runs/evidence]", show_default=False)
+    ] = EVIDENCE,
     json_: Json = False,
 ) -> None:
     """Check a submission and keep it as evidence.
@@ -68,16 +79,20 @@ def import_(
     """
     from autotune.planning.observations import read_submission, store_submission
 
-    path, known = store_submission(file, evidence)
+    path, was_known = store_submission(file, evidence)
     rows = read_submission(path)
+
     if json_:
-        print_answer_json(Imported(file=str(path), was_known=known, rows=tuple(map(_row, rows))))
+        print_answer_json(
+            Imported(file=str(path), was_known=was_known, rows=tuple(map(_row, rows)))
+        )
         return
+
     for row in rows:
         model = row.model or f"a model of shape {row.model_digest}"
         speed = f"{fmt_count(row.tokens_per_s)} tokens/s, {fmt_gib(row.peak_reserved_gib)}"
         print(f"{row.device}  {model}  {row.config.label()}  {speed}  [{row.evidence}]")
-    print(f"{path} is stored already: nothing changed" if known else path)
+    print(f"{path} is stored already: nothing changed" if was_known else path)
 
 
 def _row(row: "Observation") -> ImportedRow:
@@ -92,9 +107,11 @@ def _row(row: "Observation") -> ImportedRow:
 
 
 def _measured_on(study: str, storage: str | None) -> str:
-    """The day of the study's last probe."""
+    """Return the day of the study's last probe."""
     from autotune.study.storage.probe_store import ProbeStore
 
     with closing(ProbeStore(storage_url(storage))) as store:
-        days = [row.result.started_at[:10] for row in store.of_study(study) if row.result.started_at]
+        days = [
+            row.result.started_at[:10] for row in store.of_study(study) if row.result.started_at
+        ]
     return max(days, default=date.today().isoformat())

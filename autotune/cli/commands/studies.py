@@ -1,4 +1,4 @@
-"""The commands about studies that exist: list, status, oom, export, report, delete and fleet."""
+"""The commands on existing studies: list, status, oom, export, report, delete and fleet."""
 
 import json
 import sys
@@ -26,8 +26,8 @@ Formats = Annotated[
     list[str] | None,
     typer.Option(
         "--format",
-        help="recipe, trl, train, axolotl, llamafactory (these by default), transformers, accelerate, kubernetes, "
-        "skypilot, slurm; repeatable.",
+        help="recipe, trl, train, axolotl, llamafactory (these by default), transformers, "
+        "accelerate, kubernetes, skypilot, slurm; repeatable.",
     ),
 ]
 
@@ -35,9 +35,12 @@ Formats = Annotated[
 def status(
     study: StudyName = None,
     storage: Storage = None,
-    nodes: Annotated[bool, typer.Option("--nodes", help="Its nodes side by side: speed, memory, clocks.")] = False,
+    nodes: Annotated[
+        bool, typer.Option("--nodes", help="Its nodes side by side: speed, memory, clocks.")
+    ] = False,
     json_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="With --nodes: write a JSON file for each node.")
+        Path | None,
+        typer.Option(metavar="DIR", help="With --nodes: write a JSON file for each node."),
     ] = None,
     html: Html = None,
     json_: Json = False,
@@ -54,24 +57,34 @@ def status(
     from autotune.study.summary import Status, SummaryFile
 
     if not nodes and (json_dir or html):
-        raise UsageError("--json-dir and --html are for --nodes", remedy="`autotune report` writes a study's page")
+        raise UsageError(
+            "--json-dir and --html are for --nodes",
+            remedy="`autotune report` writes a study's page",
+        )
+
     result = load_study(study, storage)
     if nodes:
         _print_nodes(result, json_dir=json_dir, html=html, as_json=json_)
         return
+
     summary = result.summary
     process = running_process(result.out)
     if json_:
         file = SummaryFile(summary=summary, out_dir=str(result.out))
         print_answer_json(Status(file=file, running=process is not None))
         return
-    counts = [f"{count} {kind}" for kind, count in summary.counts().items() if count or kind == "total"]
+
+    counts = [
+        f"{count} {kind}" for kind, count in summary.counts().items() if count or kind == "total"
+    ]
     lines = {
         "study": summary.study + (f", being run by process {process}" if process else ""),
         "trials": ", ".join(counts),
-        "time": f"{fmt_seconds(summary.wall_seconds)} in all, {fmt_seconds(summary.probe_seconds)} of it probing",
+        "time": f"{fmt_seconds(summary.wall_seconds)} in all, "
+        f"{fmt_seconds(summary.probe_seconds)} of it probing",
         "files": str(result.out),
     }
+
     if summary.recipe is not None:
         best = summary.recipe.winner
         lines["best"] = f"{best.config.label()}: {candidate_line(best)}"
@@ -79,20 +92,24 @@ def status(
         print(f"{key:>7}  {text}")
 
 
-def _print_nodes(result: "StudyResult", *, json_dir: Path | None, html: Path | None, as_json: bool) -> None:
+def _print_nodes(
+    result: "StudyResult", *, json_dir: Path | None, html: Path | None, as_json: bool
+) -> None:
+    """Print the nodes of a study as tables or JSON, and write their files."""
     from autotune.core.json_view import json_data
     from autotune.report.answer import nodes_answer
     from autotune.study.nodes import node_row
     from autotune.study.session import read_nodes
 
-    found = read_nodes(result.record, result.url)
-    rows: list[dict[str, Any]] = [json_data(node_row(node, result.task)) for node in found]
+    nodes = read_nodes(result.record, result.url)
+    rows: list[dict[str, Any]] = [json_data(node_row(node, result.task)) for node in nodes]
     if json_dir is not None:
         for row in rows:
             write_atomic(json_dir / f"{dashed(row['node'])}.json", json.dumps(row, indent=2) + "\n")
+
     if as_json:
         print_json(rows)
-    print_answer(lambda today: nodes_answer(found, result.task), html=html, silent=as_json)
+    print_answer(lambda today: nodes_answer(nodes, result.task), html=html, silent=as_json)
 
 
 def list_all(storage: Storage = None, json_: Json = False) -> None:
@@ -107,30 +124,41 @@ def list_all(storage: Storage = None, json_: Json = False) -> None:
     rows = []
     try:
         url = existing_url(storage)
-        found = all_attributes(url)
+        attributes_by_study = all_attributes(url)
     except UsageError:
         if named_url(storage) is not None:
             raise
-        url, found = "", {}  # where no study was begun, there is none to list
-    for name, attributes in found.items():
+        url = ""
+        attributes_by_study = {}  # no study was ever begun here
+    for name, attributes in attributes_by_study.items():
         try:
             record = StudyRecord.from_attributes(name, attributes)
             if record is not None:
                 rows.append(_row(result_of(record, url)))
-        except AutotuneError as error:  # of another version: the others are still listed
+        except AutotuneError as error:  # a study of another version; the others are still listed
             print(error, file=sys.stderr)
+
     if json_:
         print_answer_json(rows)
         return
     if not rows:
-        print("there is no study in this database: start one with `autotune run`, or name --storage")
+        print(
+            "there is no study in this database: start one with `autotune run`, or name --storage"
+        )
         return
-    columns = {"study": "left", "model": "left", "device": "left", "trials": "right", "tokens/s": "right"}
+
+    columns = {
+        "study": "left",
+        "model": "left",
+        "device": "left",
+        "trials": "right",
+        "tokens/s": "right",
+    }
     columns |= {"running": "left"}
     cells: list[tuple[str, ...]] = []
     for row in rows:
-        known = (row.study, row.model, row.device, str(row.trials))
-        cells.append((*known, fmt_count(row.tokens_per_s), "yes" if row.running else "no"))
+        facts = (row.study, row.model, row.device, str(row.trials))
+        cells.append((*facts, fmt_count(row.tokens_per_s), "yes" if row.running else "no"))
     print_table(None, columns, cells)
 
 
@@ -155,10 +183,10 @@ def delete(
     storage: Storage = None,
     json_: Json = False,
 ) -> None:
-    """Delete a study: its trials and its probes, which no other study can use then. Its files stay.
+    """Delete a study with its trials and probes. Its files stay.
 
-    Raises UsageError if there is no such study, if somebody works on it, or if `yes` is missing and nobody can be
-    asked.
+    Other studies can then no longer use the probes. Raises UsageError if there is no such study, if
+    a process works on it, or if `yes` is missing and stdin is no terminal.
     """
     from contextlib import closing
 
@@ -169,21 +197,28 @@ def delete(
 
     result = load_study(study, storage)
     with closing(Leases(result.url, study, Worker.here(""))) as leases:
-        at_work = leases.confirmed_others(partial(print, file=sys.stderr)).values()
-        if at_work:
-            hosts = ", ".join(f"process {worker.pid} of {worker.host}" for worker in at_work)
-            raise UsageError(f"study {study!r} is being worked on by {hosts}", remedy="stop it first")
+        other_workers = leases.confirmed_others(partial(print, file=sys.stderr)).values()
+        if other_workers:
+            hosts = ", ".join(f"process {worker.pid} of {worker.host}" for worker in other_workers)
+            raise UsageError(
+                f"study {study!r} is being worked on by {hosts}", remedy="stop it first"
+            )
+
         if not yes:
             if not sys.stdin.isatty():
                 raise UsageError("nobody can be asked here", remedy="add --yes")
-            answer = input(f"delete study {study} with its {len(result.summary.trials)} trials? [y/N] ")
+            answer = input(
+                f"delete study {study} with its {len(result.summary.trials)} trials? [y/N] "
+            )
             if answer.strip().lower() not in ("y", "yes"):
                 print("nothing was deleted", file=sys.stderr if json_ else sys.stdout)
                 return
+
         delete_study(result.url, study)
         with closing(ProbeStore(result.url)) as store:
             store.forget(study)
         leases.clear()
+
     if json_:
         print_answer_json(Files(study=study, files=(str(result.out),)))
     else:
@@ -191,7 +226,10 @@ def delete(
 
 
 def oom(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
-    """Print every OOM and refusal of a study, with what to change: as Markdown, which a terminal shows laid out."""
+    """Print every OOM and refusal of a study as Markdown, with the changes to make.
+
+    A terminal shows the Markdown laid out.
+    """
     from autotune.api import load_study
     from autotune.report.oom import oom_report
 
@@ -207,7 +245,7 @@ def oom(study: StudyName = None, storage: Storage = None, json_: Json = False) -
 
 
 def _print_files(study: str, paths: Iterable[Path], *, as_json: bool) -> None:
-    """Print the paths of what was written, one a line."""
+    """Print the paths of the files, one per line."""
     if as_json:
         print_answer_json(Files(study=study, files=tuple(map(str, paths))))
         return
@@ -234,13 +272,14 @@ def export(
 def report(
     study: StudyName = None,
     against: Annotated[
-        str | None, typer.Argument(help="Another study: write one page with the winners of both instead.")
+        str | None,
+        typer.Argument(help="Another study: write one page with the winners of both instead."),
     ] = None,
     out: Directory = None,
     storage: Storage = None,
     json_: Json = False,
 ) -> None:
-    """Write summary, reports and exports of a study again; or one page with the winners of two studies side by side.
+    """Write summary, reports and exports of a study again, or one page with two studies' winners.
 
     Raises UsageError if there is no such study, and NothingFits if one of two has no winner.
     """
@@ -253,9 +292,12 @@ def report(
 
 def fleet(
     study: StudyName = None,
-    workers: Annotated[int, typer.Option(min=1, help="How many workers, besides the `autotune run` that leads.")] = 1,
+    workers: Annotated[
+        int, typer.Option(min=1, help="How many workers, besides the `autotune run` that leads.")
+    ] = 1,
     format_: Annotated[
-        list[str] | None, typer.Option("--format", help="kubernetes, skypilot, slurm (all by default); repeatable.")
+        list[str] | None,
+        typer.Option("--format", help="kubernetes, skypilot, slurm (all by default); repeatable."),
     ] = None,
     out: Directory = None,
     storage: Storage = None,
@@ -273,13 +315,17 @@ def fleet(
     if existing_url(storage).startswith("sqlite"):
         raise UsageError(
             "the study is in an SQLite file, which other machines cannot share",
-            remedy="run it with --storage postgresql+psycopg://..., or with --workers N on this machine alone",
+            remedy="run it with --storage postgresql+psycopg://..., or with --workers N on this "
+            "machine alone",
         )
+
     result = load_study(study, storage)
     if result.record.limits is None:
         raise UsageError(
-            f"study {result.summary.study!r} cannot be joined yet", remedy="wait until `autotune run` has begun it"
+            f"study {result.summary.study!r} cannot be joined yet",
+            remedy="wait until `autotune run` has begun it",
         )
+
     job = workers_job(
         study=result.summary.study,
         device=result.task.measured_on or result.task.device,
@@ -287,9 +333,11 @@ def fleet(
         budget_s=result.record.limits.budget_s,
         count=workers,
     )
-    folder, written = out or result.out, []
-    for wanted in format_ or SYSTEMS:
-        for file, text in render(job, wanted).items():
+
+    folder = out or result.out
+    paths: list[Path] = []
+    for system in format_ or SYSTEMS:
+        for file, text in render(job, system).items():
             write_atomic(folder / file, text)
-            written.append(folder / file)
-    _print_files(result.summary.study, written, as_json=json_)
+            paths.append(folder / file)
+    _print_files(result.summary.study, paths, as_json=json_)

@@ -1,4 +1,4 @@
-"""`autotune train`: start the full run of a study's winner, and show its progress and its cost."""
+"""`autotune train`: start the full run of a study's winner, and show its progress and cost."""
 
 import os
 import shlex
@@ -13,7 +13,13 @@ import typer
 from autotune.cli.options import Json, Storage, StudyName
 from autotune.cli.stop import stop_on_signals
 from autotune.cli.terminal import console, print_note
-from autotune.core.errors import PREEMPTED, AutotuneError, EnvironmentProblem, Interrupted, UsageError
+from autotune.core.errors import (
+    PREEMPTED,
+    AutotuneError,
+    EnvironmentProblem,
+    Interrupted,
+    UsageError,
+)
 from autotune.core.text import operands, short_path
 from autotune.core.units import fmt_seconds, fmt_usd
 
@@ -22,25 +28,47 @@ if TYPE_CHECKING:
     from autotune.export.run.train import Progress
     from autotune.study.summary import Recipe
 
-PLAIN_S = 30.0  # between two lines where there is no terminal
-STOPPED = (PREEMPTED, 128 + signal.SIGTERM, -signal.SIGTERM)  # exit codes; the last one before training begins
+PLAIN_S = 30.0  # between two lines without a terminal
+STOPPED = (
+    PREEMPTED,
+    128 + signal.SIGTERM,
+    -signal.SIGTERM,
+)  # exit codes; the last one before training begins
 
 
 def train(
     study: StudyName = None,
-    dataset: Annotated[Path | None, typer.Option(metavar="PATH", help="File or folder of examples.")] = None,
-    split: Annotated[str | None, typer.Option(metavar="NAME", help="Part of --dataset. [train, if any]")] = None,
-    model: Annotated[str | None, typer.Option(help="Directory or Hub name of the weights. [the study's]")] = None,
-    random_weights: Annotated[bool, typer.Option("--random-weights", help="Try the speed, without data.")] = False,
-    output: Annotated[Path | None, typer.Option("--output-dir", help="[trained/ in the study's directory]")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint, if any.")] = False,
-    max_steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many optimizer steps.")] = None,
+    dataset: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="File or folder of examples.")
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Part of --dataset. [train, if any]")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Directory or Hub name of the weights. [the study's]")
+    ] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Try the speed, without data.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output-dir", help="[trained/ in the study's directory]")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the last checkpoint, if any.")
+    ] = False,
+    max_steps: Annotated[
+        int | None, typer.Option(min=1, help="Stop after so many optimizer steps.")
+    ] = None,
     pass_env: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A variable that the training needs too: HF_TOKEN, HTTPS_PROXY; repeatable."),
+        typer.Option(
+            metavar="NAME",
+            help="A variable that the training needs too: HF_TOKEN, HTTPS_PROXY; repeatable.",
+        ),
     ] = None,
     other_device: Annotated[
-        bool, typer.Option("--other-device", help="Train here even if the study is for another device.")
+        bool,
+        typer.Option("--other-device", help="Train here even if the study is for another device."),
     ] = False,
     storage: Storage = None,
     json_: Json = False,
@@ -59,7 +87,14 @@ def train(
 
     result = load_study(study, storage)
     recipe = result.recipe
-    _check(result, dataset, split, random_weights=random_weights, pass_env=pass_env or [], other_device=other_device)
+    _check(
+        result,
+        dataset,
+        split,
+        random_weights=random_weights,
+        pass_env=pass_env or [],
+        other_device=other_device,
+    )
     # A run that only tries the speed saves nothing, unless a directory is given.
     saves = output is not None or not random_weights
     output = (output or result.out / ("trained" if saves else "tried")).absolute()
@@ -68,43 +103,63 @@ def train(
     directory = ["--output-dir", str(output)] if saves else []
     arguments = [*options, *(directory or ["--output-dir", ""]), *(["--resume"] if resume else [])]
     run = Run(recipe, script, output, arguments, fresh=not resume, pass_env=pass_env or ())
+
     display = TrainingDisplay()
     display.say(f"training {recipe.config.label()}; its log is {run.log}")
     with stop_on_signals() as stop, display:
         code, error = run.train(display.progress, lambda: stop() and display.stopping())
+
     if code == 0:
         saved = f"the weights are in {output}" if saves else "nothing was saved"
         display.say(f"done: {display.line}; {saved}")
         if json_:
             sys.stdout.write((output / "training.json").read_text())
         return
+
     if code in STOPPED:
         options += [*directory, *(f"--pass-env={name}" for name in pass_env or ())]
         options += ["--other-device"] * other_device
         options += ["--storage", public_url(storage)] if storage else []
-        again = _command([*options, "--resume"], recipe.study)
-        raise interruption(output, again, 128 + signal.SIGINT if stop.signal == signal.SIGINT else PREEMPTED)
-    raise AutotuneError(f"training failed: {error or f'exit code {code}'}", remedy=f"read {run.log}")
+        resume_command = _command([*options, "--resume"], recipe.study)
+        raise interruption(
+            output,
+            resume_command,
+            128 + signal.SIGINT if stop.signal == signal.SIGINT else PREEMPTED,
+        )
+
+    raise AutotuneError(
+        f"training failed: {error or f'exit code {code}'}", remedy=f"read {run.log}"
+    )
 
 
 def _script(output: Path, recipe: "Recipe", *, resume: bool) -> Path:
-    """The exported script in this directory, written unless its run is resumed. Raises UsageError for another run's."""
+    """Return the exported script of this directory; write it unless its run is resumed.
+
+    Raises UsageError if the directory holds another run.
+    """
     from autotune.report.study_directory import write_exports
 
-    earlier = sorted(output.glob("checkpoint-*")) + sorted(output.glob("*.safetensors"))
-    if earlier and not resume:
-        raise UsageError(f"{earlier[0]} is of an earlier run", remedy="add --resume, or name another --output-dir")
+    earlier_files = sorted(output.glob("checkpoint-*")) + sorted(output.glob("*.safetensors"))
+    if earlier_files and not resume:
+        raise UsageError(
+            f"{earlier_files[0]} is of an earlier run",
+            remedy="add --resume, or name another --output-dir",
+        )
+
     script = output / "export" / "train.py"
-    if not (resume and script.is_file()):  # a run is continued with its own script, whichever configuration wins by now
+    # A run is continued with its own script, even if another configuration has won since.
+    if not (resume and script.is_file()):
         write_exports(output, recipe, ["train"])
     return script
 
 
-def _script_options(dataset: Path | None, split: str | None, model: str | None, max_steps: int | None) -> list[str]:
-    """The options that the exported script knows by the same names."""
+def _script_options(
+    dataset: Path | None, split: str | None, model: str | None, max_steps: int | None
+) -> list[str]:
+    """Return the options that the exported script knows by the same names."""
     options = ["--dataset", str(dataset.absolute())] if dataset else ["--random-weights"]
-    given = {"--split": split, "--model": model, "--max-steps": max_steps and str(max_steps)}
-    return options + [word for name, value in given.items() if value for word in (name, value)]
+    values = {"--split": split, "--model": model, "--max-steps": max_steps and str(max_steps)}
+    return options + [word for name, value in values.items() if value for word in (name, value)]
 
 
 def _check(
@@ -116,7 +171,7 @@ def _check(
     pass_env: list[str],
     other_device: bool,
 ) -> None:
-    """Refuse what cannot be trained with these options, before anything is written."""
+    """Refuse options that cannot train, before anything is written."""
     from autotune.problem.dataset import check_exists
     from autotune.report.describe import training_commands, training_data
     from autotune.study.session import require_device
@@ -128,12 +183,18 @@ def _check(
     if (dataset is None) is not random_weights:
         raise UsageError(
             "give either --dataset PATH to train on, or --random-weights to try the speed",
-            remedy=_command(["--dataset", *(training_data(result.summary) or ["data.jsonl"])], recipe.study),
+            remedy=_command(
+                ["--dataset", *(training_data(result.summary) or ["data.jsonl"])], recipe.study
+            ),
         )
+
     if missing := [name for name in pass_env if name not in os.environ]:
-        raise UsageError(f"--pass-env {missing[0]}: there is no such variable", remedy="export it before")
+        raise UsageError(
+            f"--pass-env {missing[0]}: there is no such variable", remedy="export it before"
+        )
     if dataset is not None:
         check_exists(dataset, split)
+
     try:
         remedy = "train there, or here with --other-device: slower, or out of memory"
         require_device(recipe.device, remedy, recipe.config.num_gpus)
@@ -144,24 +205,33 @@ def _check(
 
 
 def _command(options: list[str], study: str) -> str:
-    """The command line of `autotune train` with these options."""
+    """Return the command line of `autotune train` with these options."""
     return shlex.join(["autotune", "train", *options, *operands(study)])
 
 
-def interruption(output: Path, again: str, exit_code: int) -> Interrupted:
-    """The error for a run that a signal stopped; it names the last whole checkpoint in `output`, and what continues."""
+def interruption(output: Path, resume_command: str, exit_code: int) -> Interrupted:
+    """Return the error for a run that a signal stopped.
+
+    It names the last whole checkpoint in `output`, and the command that continues the run.
+    """
     steps = [
-        int(path.parent.name.removeprefix("checkpoint-")) for path in output.glob("checkpoint-*/trainer_state.json")
+        int(path.parent.name.removeprefix("checkpoint-"))
+        for path in output.glob("checkpoint-*/trainer_state.json")
     ]
     return Interrupted(
-        f"stopped; a checkpoint of step {max(steps)} is saved" if steps else "stopped; there is no checkpoint",
-        remedy=f"continue with: {again}",
+        f"stopped; a checkpoint of step {max(steps)} is saved"
+        if steps
+        else "stopped; there is no checkpoint",
+        remedy=f"continue with: {resume_command}",
         exit_code=exit_code,
     )
 
 
 class TrainingDisplay:
-    """The run's progress on stderr: a bar on a terminal, a line every half minute elsewhere."""
+    """The run's progress on stderr.
+
+    A terminal shows a bar; other outputs get a line every half minute.
+    """
 
     def __init__(self) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
@@ -170,8 +240,11 @@ class TrainingDisplay:
         self._printed_at = 0.0
         self._warned = False
         self._stopping = False
+
         self._console = console(stderr=True, highlight=False, soft_wrap=True)
-        self._bar = Progress(BarColumn(), TextColumn("{task.description}"), console=self._console, transient=True)
+        self._bar = Progress(
+            BarColumn(), TextColumn("{task.description}"), console=self._console, transient=True
+        )
         self._task = self._bar.add_task("loading", total=None)
 
     def __enter__(self) -> "TrainingDisplay":
@@ -191,27 +264,36 @@ class TrainingDisplay:
         """Report once that a stop was requested."""
         if not self._stopping:
             self._stopping = True
-            self.say("stopping: this step will end and a checkpoint be saved; a second signal ends the run at once")
+            self.say(
+                "stopping: this step will end and a checkpoint be saved; a second signal ends the "
+                "run at once"
+            )
         return True
 
     def progress(self, now: "Progress") -> None:
-        """Show how far the run is; warn once if its steps take longer or less than measured."""
+        """Show the run's progress; warn once if its steps take longer or less than measured."""
         from autotune.export.run.verify import TOLERANCE
 
         loss = "" if now.loss is None else f", loss {now.loss:.4g}"
-        spent = "" if now.spent_usd is None else f", {fmt_usd(now.spent_usd)}"
-        projected = f"projected {fmt_seconds(now.projected_s)}"
-        projected += "" if now.projected_usd is None else f", {fmt_usd(now.projected_usd)}"
-        left = f"{fmt_seconds(now.left_s)} left, " if now.left_s else ""
-        self.line = f"step {now.step:,} of {now.of:,}{loss}, {fmt_seconds(now.trained_s)}{spent}; {left}{projected}"
+        spent_text = "" if now.spent_usd is None else f", {fmt_usd(now.spent_usd)}"
+        projected_text = f"projected {fmt_seconds(now.projected_s)}"
+        projected_text += "" if now.projected_usd is None else f", {fmt_usd(now.projected_usd)}"
+        left_text = f"{fmt_seconds(now.left_s)} left, " if now.left_s else ""
+        self.line = (
+            f"step {now.step:,} of {now.of:,}{loss}, {fmt_seconds(now.trained_s)}{spent_text}; "
+            f"{left_text}{projected_text}"
+        )
+
         if self._console.is_terminal:
             self._bar.update(self._task, total=now.of, completed=now.step, description=self.line)
         elif time.monotonic() - self._printed_at >= PLAIN_S:
             self._printed_at = time.monotonic()
             self.say(self.line)
+
         if now.slowdown is not None and abs(now.slowdown) > TOLERANCE and not self._warned:
             self._warned = True
-            how = "longer" if now.slowdown > 0 else "less"
+            direction = "longer" if now.slowdown > 0 else "less"
             self.say(
-                f"note: a step takes {abs(now.slowdown):.0%} {how} than was measured (other rows, or a busy device)"
+                f"note: a step takes {abs(now.slowdown):.0%} {direction} than was measured (other "
+                "rows, or a busy device)"
             )

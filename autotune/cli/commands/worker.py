@@ -1,4 +1,4 @@
-"""`autotune worker`: help with a study that another process leads, on the GPU of this machine."""
+"""`autotune worker`: join a running study with this machine's GPU."""
 
 import signal
 import sys
@@ -23,9 +23,12 @@ def worker(
     storage: Storage = None,
     out: Annotated[Path | None, typer.Option(help="Directory for logs. [the study's]")] = None,
     allow_mixed: Annotated[
-        bool, typer.Option("--allow-mixed", help="Join although this machine differs from the others.")
+        bool,
+        typer.Option("--allow-mixed", help="Join although this machine differs from the others."),
     ] = False,
-    wait: Annotated[str | None, typer.Option(help="How long to wait for the study to begin, such as 15m.")] = None,
+    wait: Annotated[
+        str | None, typer.Option(help="How long to wait for the study to begin, such as 15m.")
+    ] = None,
     parent: Annotated[int | None, typer.Option(hidden=True, help="End with this process.")] = None,
     quiet: Quiet = False,
     json_: Json = False,
@@ -36,7 +39,8 @@ def worker(
         UsageError: no such study, or a database that machines cannot share.
         EnvironmentProblem: another kind of machine than the study's.
         TooManyFailures: this node differs from the others, or its probes keep failing.
-        Interrupted: stopped by a signal; the current trial is queued again. Exit code 75 after SIGTERM.
+        Interrupted: stopped by a signal; the current trial is queued again. Exit code 75 after
+            SIGTERM.
     """
     from autotune.cli.console import Display
     from autotune.study import session
@@ -48,23 +52,34 @@ def worker(
         wait_s = parse_duration(wait) if wait else 0.0
     except ValueError as error:
         raise UsageError(f"--wait: {error}", remedy="for example --wait 15m") from None
-    record = session.await_study(url, study, wait_s, (lambda text: None) if quiet else partial(print, file=sys.stderr))
+
+    record = session.await_study(
+        url, study, wait_s, (lambda text: None) if quiet else partial(print, file=sys.stderr)
+    )
     device = session.worker_device(record)
     folder = session.worker_folder(record, url, out)
     make_writable(folder)
     assert record.limits is not None
+
     with (
         stop_on_signals() as stop,
         Display(budget_s=record.limits.budget_s, quiet=quiet) as display,
         session.Session(
-            url, folder, device, num_gpus=record.task.probing_gpus, stop=stop, progress=display, reached=True
-        ) as opened,
+            url,
+            folder,
+            device,
+            num_gpus=record.task.probing_gpus,
+            stop=stop,
+            progress=display,
+            reached=True,
+        ) as own_session,
         stop.ending(),
     ):
-        num_done = session.work(opened, record, allow_mixed=allow_mixed)
+        num_done = session.work(own_session, record, allow_mixed=allow_mixed)
         display.note(f"{num_done} trials of study {study} were done here")
         if json_:
             print_answer_json(Worked(study=study, trials=num_done))
+
     if stop.signal is not None:
         code = PREEMPTED if stop.signal == signal.SIGTERM else 128 + stop.signal
         raise Interrupted("stopped; the current trial is queued again", exit_code=code)
