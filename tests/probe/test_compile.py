@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
 ]
 
-TINY_LLAMA = TINY | {"model_type": "llama", "num_hidden_layers": 8}
+TINY_LLAMA = TINY | {"model_type": "llama", "num_hidden_layers": 6}
 # The worker is in this process, so that its compiler can be asked.
 SERVE = """
 import json, sys
@@ -111,14 +111,14 @@ from autotune.trainer.model_builder import decoder_layers, require_input_gradien
 
 torch.manual_seed(0)
 shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-base = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=100, use_cache=False, **shape))
+base = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, vocab_size=100, use_cache=False, **shape))
 model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear"))
 adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 for parameter in adapters:
     torch.nn.init.normal_(parameter, std=0.1)
 require_input_gradients(base)
 tokens = torch.randint(0, 100, (2, 32))
-for budget in (None, 1.0, 0.8, 0.5, 0.3):
+for budget in (None, 1.0, 0.5, 0.3):
     if budget is not None:
         compile_layers(decoder_layers(model), budget)
     kept = []
@@ -141,6 +141,6 @@ def test_a_smaller_budget_keeps_less_and_gradients_stay_the_same() -> None:
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     sizes = [size for size, *_ in rows]
-    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 5
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
     for _, *values in rows[1:]:
         assert values == pytest.approx(rows[0][1:], rel=1e-4, abs=1e-6)

@@ -119,8 +119,9 @@ def test_gradients_are_those_of_peft(family: str, knobs: dict[str, Any]) -> None
     assert difference(found, of_peft) < ROUNDING
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective_50"])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("family", "checkpointing"), [("llama", "none"), ("llama", "full"), ("qwen2", "selective_50")], ids=str
+)
 def test_compiled_layers_are_one_graph_with_the_same_gradients(family: str, checkpointing: str) -> None:
     config = TrainConfig(precision="fp32", lora_rank=4, seq_len=LENGTH, checkpointing=checkpointing)
     expected, of_peft = gradients(family, config, joined=False)
@@ -130,12 +131,12 @@ def test_compiled_layers_are_one_graph_with_the_same_gradients(family: str, chec
     assert difference(found, of_peft) < ROUNDING
 
 
-def test_compiled_code_is_found_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+def test_compiled_code_is_found_on_disk(tmp_path: Path) -> None:
     config = TrainConfig(precision="fp32", lora_rank=4, seq_len=LENGTH, checkpointing="none")
-    for counter in ("autograd_cache_saved", "autograd_cache_hit"):  # the second time as in another process
-        gradients("llama", config, joined=True, compiled=True)
-        assert counters["aot_autograd"][counter] == 1
+    with torch.compiler.config.patch(cache_key_tag=str(tmp_path)):  # which nothing on disk has
+        for counter in ("autograd_cache_saved", "autograd_cache_hit"):  # the second time as in another process
+            gradients("llama", config, joined=True, compiled=True)
+            assert counters["aot_autograd"][counter] == 1
 
 
 @pytest.mark.parametrize("precision", ["bf16_mixed", "bf16_pure"])
@@ -243,16 +244,17 @@ def test_a_resident_model_is_as_it_was_after_a_probe() -> None:
     ("model", "knobs"),
     [
         ("mistral-7b", {}),
-        ("mistral-7b", {"lora_rank": 64}),
-        ("mistral-7b", {"precision": "bf16_pure"}),
+        ("mistral-7b", {"lora_rank": 64, "precision": "bf16_pure"}),
+        ("mistral-7b", {"lora_targets": "q_v"}),
         ("qwen2.5-7b", {"checkpointing": "every_2"}),
-        ("qwen2.5-7b", {"lora_targets": "q_v"}),
     ],
     ids=str,
 )
 def test_a_count_adds_what_the_formula_adds(model: str, knobs: dict[str, Any]) -> None:
     """Wide matrices, copies of adapters, what is kept beside inputs, and cuBLAS's workspace of a second stream."""
     spec = resolve_model(model)
+    few = 20 if model == "qwen2.5-7b" else 4  # its large head hides less than a layer in the formula
+    spec = replace(spec, config=spec.config | {"num_hidden_layers": few}, params=None)
     config = TrainConfig(**{"micro_batch_size": 4, "seq_len": 1024} | COMPILED | knobs)
     counted, by_formula = [], []
     for one in (config, replace(config, lora_kernels="joined")):

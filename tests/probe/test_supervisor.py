@@ -14,7 +14,7 @@ from autotune.probe.supervisor import WorkerProber, check_worker
 from autotune.study.evaluator import shortened
 from tests.helpers.probing import LARGE, MODEL, WIDE, measured, pid_of, request
 
-pytestmark = [pytest.mark.probe, pytest.mark.real_processes]
+pytestmark = pytest.mark.probe
 
 TOO_LARGE: dict[str, Any] = LARGE | {"micro_batch_size": 128}
 
@@ -73,6 +73,7 @@ def test_a_checkpoint_of_all_weights_is_not_tried(prober: WorkerProber) -> None:
     assert measured is not None and measured.evaluation_s is not None and measured.checkpoint_s is None
 
 
+@pytest.mark.real_processes
 def test_the_first_whole_model_says_how_long_its_worker_took_to_start(tmp_path: Path) -> None:
     whole = request()
     with WorkerProber("cpu", tmp_path) as started:
@@ -145,11 +146,9 @@ def test_an_error_in_the_model_is_a_crash_with_its_reason(prober: WorkerProber) 
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "lora": {"lora_rank": 8},
-    "rank": {"lora_rank": 64},
-    "dora": {"lora_rank": 8, "dora": True},
+    "dora": {"lora_rank": 64, "dora": True, "precision": "bf16_mixed"},
     "full": {"method": "full"},
     "in backward": {"method": "full", "optimizer_in_backward": True},
-    "bf16": {"precision": "bf16_mixed"},
     "checkpointing": {"checkpointing": "full"},
 }
 
@@ -203,6 +202,7 @@ SECRETS = {
 }
 
 
+@pytest.mark.real_processes
 def test_no_secret_reaches_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
@@ -217,6 +217,7 @@ def test_no_secret_reaches_the_worker(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {"PATH", "HF_HOME", "HF_HUB_OFFLINE"} <= names
 
 
+@pytest.mark.real_processes
 def test_a_worker_that_cannot_start_is_a_problem_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +231,7 @@ def test_a_worker_that_cannot_start_is_a_problem_of_the_machine(
         assert prober._process is None
 
 
+@pytest.mark.real_processes
 def test_a_machine_is_checked_by_training_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fingerprint, nf4_problem = check_worker("cpu")
     assert fingerprint.packages["torch"] and nf4_problem is None

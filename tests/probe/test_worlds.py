@@ -128,7 +128,7 @@ def test_what_fsdp2_trains_with(prober: WorkerProber, knobs: dict[str, Any]) -> 
     assert prober.starts == starts
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.families), "full"])  # real ranks have LoRA
 def test_a_model_larger_than_a_rank_is_shared_out_before_it_has_memory(prober: WorkerProber, method: str) -> None:
     """A rank holds what it would if the whole model had been there first, and its limit is below that."""
     roomy, tight = (
@@ -278,7 +278,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
         yield started
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.families)])  # two ranks have both
 def test_a_played_rank_of_two_copies_holds_what_a_real_one_does(method: str, four: RankPool) -> None:
     """Four ranks hold the model twice (HSDP), each half of a copy, as the formula says; and learn as one does."""
     model = resolve_model("demo-3m")
