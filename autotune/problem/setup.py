@@ -258,8 +258,8 @@ def _with_gpus(space: SearchSpace, spec: StudySpec, target: Target) -> SearchSpa
             f"--gpus {listed}: {reason}", remedy="give --gpu auto, or leave --gpus out"
         )
     for option, value in (("objective", spec.objective), ("trainer", spec.trained_by)):
-        if reason := untested(option, value, "several_gpus"):
-            raise UsageError(reason, remedy=f"leave --gpus or --{option} out")
+        if problem := untested(option, value, "several_gpus"):
+            raise UsageError(problem, remedy=f"leave --gpus or --{option} out")
     space = space if space.knob("sharding") else space.offer("sharding", PROBED)
     return space.condition(
         "sharding", "num_gpus", tuple(number for number in numbers if number > 1)
