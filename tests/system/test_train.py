@@ -57,7 +57,6 @@ def session(
 
 
 @pytest.mark.probe
-@pytest.mark.real_processes
 def test_a_killed_stopped_and_resumed_run_trains_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

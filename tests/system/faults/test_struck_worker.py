@@ -25,7 +25,8 @@ from autotune.probe.supervisor import HOST_OOM, WorkerProber
 from autotune.probe.worker_process import WorkerProcess
 from tests.helpers.probing import LARGE, WIDE, alive, members, pid_of, request, until
 
-pytestmark = [pytest.mark.probe, pytest.mark.real_processes]
+pytestmark = pytest.mark.probe
+real = pytest.mark.real_processes  # for one test of each kind; the others are of the same kernel and the same code
 RecordFault = Callable[..., None]
 GROUP = 3  # the worker, the watchdog that kills its group, and the child
 
@@ -95,7 +96,9 @@ def count_orphans(faulty: Faulty) -> int:
     return len(faulty.group())
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGKILL, marks=real), signal.SIGSEGV, signal.SIGTERM], ids=lambda one: one.name
+)
 def test_the_probe_of_a_killed_worker_is_repeated_once(
     faulty: Faulty, record_fault: RecordFault, number: signal.Signals
 ) -> None:
@@ -191,6 +194,7 @@ def test_killing_a_child_of_the_worker_does_no_harm(faulty: Faulty, record_fault
     record_fault("SIGKILL to a child of the worker", survived=fine)
 
 
+@real
 def test_closing_leaves_no_process(faulty: Faulty, record_fault: RecordFault) -> None:
     faulty.prober.close()
     assert faulty.works_again()
@@ -224,7 +228,7 @@ def tuning(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", int, Path]]:
         yield tuner, int(tuner.stdout.readline()), files
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=lambda one: one.name)
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=real), signal.SIGSEGV], ids=lambda one: one.name)
 def test_a_killed_tuner_leaves_no_process_and_no_file(
     faulty: Faulty, record_fault: RecordFault, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -237,6 +241,7 @@ def test_a_killed_tuner_leaves_no_process_and_no_file(
     record_fault(f"{number.name} to the tuner", survived=tuner.returncode == -number, orphans=len(members(group)))
 
 
+@real
 def test_what_a_tuner_killed_with_its_watchdog_leaves_is_removed_at_the_next_start(
     faulty: Faulty, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
