@@ -30,7 +30,7 @@ from tests.helpers.hostile import NAMES, arguments_of_autotune
 from tests.helpers.sessions import record_of
 from tests.unit.export.test_script import demo, write
 
-STEPS = 30
+STEPS = 12
 CONFIG = TrainConfig(micro_batch_size=2, seq_len=32, optimizer="adamw_torch", precision="bf16_pure")
 _TO_BE_KILLED = """
 import sys

@@ -42,7 +42,7 @@ class Faulty:
     def group(self) -> list[int]:
         return members(self.worker)
 
-    def probe_while(self, name: str, act: Callable[[], None], timed_s: float = 600.0) -> Any:
+    def probe_while(self, name: str, act: Callable[[], None], timed_s: float = 600.0, **size: Any) -> Any:
         """Run a probe of this duration and call `act` after it has begun."""
         self.prober.fingerprint  # noqa: B018 (starts the worker)
         if self.prober._process is None:
@@ -50,7 +50,7 @@ class Faulty:
         self.worker = pid_of(self.prober)
         log = self.folder / "logs" / f"{name}.log"
         asked = ProbeRequest(
-            config=request(**LARGE).config,
+            config=request(**(LARGE | size)).config,
             model=WIDE,
             device="cpu",
             memory_gib=4.0,
@@ -102,7 +102,8 @@ def count_orphans(faulty: Faulty) -> int:
 def test_the_probe_of_a_killed_worker_is_repeated_once(
     faulty: Faulty, record_fault: RecordFault, number: signal.Signals
 ) -> None:
-    result = faulty.probe_while(number.name, lambda: os.kill(faulty.worker, number), timed_s=0.5)
+    small = {"micro_batch_size": 4, "seq_len": 64}
+    result = faulty.probe_while(number.name, lambda: os.kill(faulty.worker, number), timed_s=2.0, **small)
     assert result.notes == (f"tried twice, since the first time the worker was killed by {number.name}",)
     assert result.log == f"{number.name}.log"
     assert result.outcome is Outcome.OK, result.reason
