@@ -251,8 +251,9 @@ def _settle(request: dict[str, Any]) -> None:
 
     variables = request["variables"]
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    own = filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))
+    own = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [*own, *(path for path in sys.path if path not in inherited)]
+    sys.orig_argv = [sys.executable, *request["arguments"]]
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(variables)
@@ -268,6 +269,9 @@ def _settle(request: dict[str, Any]) -> None:
     sys.stdout = sys.__stdout__ = _output(1, "strict", through)
     sys.stderr = sys.__stderr__ = _output(2, "backslashreplace", through)
     sys.stderr.reconfigure(line_buffering=True)
+    custom = next((file for path in own if (file := Path(path, "sitecustomize.py")).exists()), None)
+    if custom is not None:
+        runpy.run_path(str(custom))
 
 
 def _output(handle: int, errors: str, through: bool) -> io.TextIOWrapper:

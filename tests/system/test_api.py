@@ -28,21 +28,42 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "python.md"
 
 
 @pytest.mark.probe
-def test_the_documented_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_examples_run_and_their_study_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They print nothing, their studies leave no connection open, and the command line resumes one with its space."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AUTOTUNE_STORAGE", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # on all cores, as a user's study runs
+    engines: list[Any] = []
+    create = sqlalchemy.create_engine
+
+    def remember(*arguments: Any, **options: Any) -> Any:
+        engines.append(create(*arguments, **options))
+        return engines[-1]
+
+    monkeypatch.setattr("sqlalchemy.create_engine", remember)
+    monkeypatch.setattr("sqlalchemy.engine.create_engine", remember)  # Optuna's
     names: dict[str, Any] = {}
     examples = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     assert len(examples) == 4
     for example in examples:
         exec(example, names)
-    result, same = names["result"], names["same"]
+    assert capfd.readouterr() == ("", "")
+    pools = [engine.pool for engine in engines if isinstance(engine.pool, sqlalchemy.QueuePool)]
+    assert len(pools) > 4 and all(pool.checkedout() + pool.checkedin() == 0 for pool in pools)
+    result, same, space = names["result"], names["same"], names["space"]
     assert isinstance(result.winner, TrainConfig) and result.winner.seq_len == 64
     assert len(result.trials) == 2 and result.trials == same.trials
     assert names["fastest"]["outcome"] == "ok" and "memory" in result.figures
     assert same.data()["winner"]["config"] == result.winner.as_dict()
     assert (tmp_path / "again" / "report.html").is_file() and (tmp_path / "again" / "export" / "train.py").is_file()
+
+    assert result.record.spec.space == space
+    resume(result.summary.study, trials=3, quiet=True)
+    resumed = load_study(result.summary.study)
+    assert resumed.record.spec.space == space and len(resumed.trials) == 3
+    assert resumed.trials[:2] == result.trials and resumed.winner.seq_len == 64
 
 
 def study_result(**changes: Any) -> StudyResult:
@@ -129,36 +150,6 @@ def test_an_impossible_option_is_an_autotune_error(tmp_path: Path, monkeypatch: 
         tune("demo-3m", gpu="cpu", epochs=0)
     assert caught.value.remedy and caught.value.exit_code == 2
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.probe
-def test_a_space_from_python_survives_resume_and_nothing_is_printed_or_left_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Two studies in one process leave no connection open, and the command line resumes one of them."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("AUTOTUNE_STORAGE", raising=False)
-    engines: list[Any] = []
-    create = sqlalchemy.create_engine
-
-    def remember(*arguments: Any, **options: Any) -> Any:
-        engines.append(create(*arguments, **options))
-        return engines[-1]
-
-    monkeypatch.setattr("sqlalchemy.create_engine", remember)
-    monkeypatch.setattr("sqlalchemy.engine.create_engine", remember)  # Optuna's
-    space = SearchSpace.of(micro_batch_size=[1, 2], seq_len=64, lora_rank=16, checkpointing="none")
-    for trials in (1, 2):
-        result = tune("demo-3m", gpu="cpu", space=space, examples=200, budget="5m", trials=trials, study="mine")
-        assert len(result.trials) == trials
-    assert capfd.readouterr() == ("", "")
-    pools = [engine.pool for engine in engines if isinstance(engine.pool, sqlalchemy.QueuePool)]
-    assert len(pools) > 4 and all(pool.checkedout() + pool.checkedin() == 0 for pool in pools)
-    assert result.record.spec.space == space
-    resume("mine", trials=2, quiet=True)
-    resumed = load_study("mine")  # which of two that are nearly as fast leads may change with what is measured again
-    assert resumed.record.spec.space == space and len(resumed.trials) == 2
-    assert resumed.winner in {replace(result.winner, micro_batch_size=size) for size in (1, 2)}
 
 
 def test_a_suite_has_no_best() -> None:

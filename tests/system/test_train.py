@@ -30,7 +30,7 @@ from tests.helpers.hostile import NAMES, arguments_of_autotune
 from tests.helpers.sessions import record_of
 from tests.unit.export.test_script import demo, write
 
-STEPS = 30
+STEPS = 12
 CONFIG = TrainConfig(micro_batch_size=2, seq_len=32, optimizer="adamw_torch", precision="bf16_pure")
 _TO_BE_KILLED = """
 import sys
@@ -57,7 +57,6 @@ def session(
 
 
 @pytest.mark.probe
-@pytest.mark.real_processes
 def test_a_killed_stopped_and_resumed_run_trains_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

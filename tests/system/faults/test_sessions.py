@@ -24,9 +24,7 @@ from autotune.study.storage.probe_store import ProbeStore, StoredProbe
 from tests.helpers.outage import away, cut_off, make_tables
 from tests.helpers.replay import machine
 from tests.helpers.sessions import BASELINE, Session, Start, by_tokens, starter, states
-from tests.system.faults.tuner import STEPS, TOTAL
-
-pytestmark = pytest.mark.real_processes
+from tests.system.faults.tuner import LAUNCHED, STEPS, TOTAL
 
 HERE = Path(__file__).parent
 RecordFault = Callable[..., None]
@@ -47,44 +45,56 @@ def rows_of(url: str) -> list[StoredProbe]:
         store.close()
 
 
+def launches(out: Path) -> list[tuple[str, str]]:
+    """Digest and rung of every probe so far."""
+    return [tuple(json.loads(line)) for line in (out / LAUNCHED).read_text().splitlines()]
+
+
+def num_lost(url: str, before: list[StoredProbe], launched: list[tuple[str, str]]) -> int:
+    """How many results of `before` are not stored any more, or were measured again: launched since."""
+    after = rows_of(url)
+    known = {(row.result.request_digest, row.result.rung.value) for row in before if row.result.rung is Rung.FULL}
+    return sum(row not in after for row in before) + len(known & set(launched))
+
+
 def continued(url: str, out: Path, before: list[StoredProbe]) -> int:
-    """Resume the study of a killed tuner. Return the number of results lost or measured again."""
+    """Resume the study of a killed tuner to its end. Return the number of results lost or measured again."""
+    begun = len(launches(out))
     ended = tune(url, out)
     assert ended.returncode == 0, ended.stderr
-    printed = json.loads(ended.stdout)
-    after, trial_states = rows_of(url), states(url)
-    assert printed["rows"] == TOTAL == sum(state in (TrialState.COMPLETE, TrialState.PRUNED) for state in trial_states)
+    trial_states = states(url)
+    num_finished = sum(state in (TrialState.COMPLETE, TrialState.PRUNED) for state in trial_states)
+    assert int(ended.stdout) == TOTAL == num_finished
     assert not {TrialState.RUNNING, TrialState.WAITING} & set(trial_states)
     assert json.loads((out / "summary.json").read_text())["winner"] is not None
     assert "</html>" in (out / "report.html").read_text()
-    known = {(row.result.request_digest, row.result.rung.value) for row in before if row.result.rung is Rung.FULL}
-    again = known & {(digest, rung) for digest, rung in printed["launched"]}
-    return sum(row not in after for row in before) + len(again)
+    return num_lost(url, before, launches(out)[begun:])
 
 
-@pytest.mark.parametrize("step", STEPS)
 def test_a_study_continues_after_the_tuner_is_killed_at_any_step(
-    tmp_path: Path, database: str, record_fault: RecordFault, step: str
+    tmp_path: Path, database: str, record_fault: RecordFault
 ) -> None:
-    out = tmp_path / "out"
-    killed = tune(database, out, step)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    before = rows_of(database)
-    assert len(before) >= 2
-    lost = continued(database, out, before)
-    record_fault(f"SIGKILL to the tuner once it has {step}", survived=True, lost=lost)
+    """One study, whose tuner is killed at each step in turn: the next one goes on, and the last one ends."""
+    out, before, begun, fault = tmp_path / "out", list[StoredProbe](), 0, ""
+    for step in STEPS:
+        killed = tune(database, out, step)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        if fault:
+            record_fault(fault, survived=True, lost=num_lost(database, before, launches(out)[begun:]))
+        stored = rows_of(database)
+        assert len(stored) > len(before) or step == "written part of the export"
+        before, begun, fault = stored, len(launches(out)), f"SIGKILL to the tuner once it has {step}"
+    record_fault(fault, survived=True, lost=continued(database, out, before))
 
 
-@pytest.mark.parametrize("spare", [4096, 40_000])
-def test_a_study_continues_after_a_full_disk(
-    tmp_path: Path, tables: Path, record_fault: RecordFault, spare: int
-) -> None:
-    """No file may grow beyond the size of the database: not the database, the outbox or the report."""
+def test_a_study_continues_after_a_full_disk(tmp_path: Path, tables: Path, record_fault: RecordFault) -> None:
+    """No file may grow beyond the size of the database: not the database, the outbox or the report. Then a bit more."""
     out, file = tmp_path / "out", tmp_path / "autotune.db"
     file.write_bytes(tables.read_bytes())
-    url = f"sqlite:///{file}"
-    full = tune(url, out, str(file.stat().st_size + spare))
-    assert full.returncode == 1 and "StorageError: " in full.stderr.splitlines()[-1], full.stderr
+    url, size = f"sqlite:///{file}", file.stat().st_size
+    for spare in (4096, 40_000):
+        full = tune(url, out, str(size + spare))
+        assert full.returncode == 1 and "StorageError: " in full.stderr.splitlines()[-1], full.stderr
     lost = continued(url, out, rows_of(url))
     record_fault("the disk is full", survived=True, lost=lost)
 
@@ -113,6 +123,8 @@ def test_a_study_continues_after_a_full_drive(tmp_path: Path, tables: Path, reco
 
 # In one process with a ReplayProber: the database fails while the third probe runs
 
+FEW = 5  # trials
+
 
 def struck(act: Callable[[], None]) -> Callable[[ProbeRequest], ProbeResult]:
     fine, asked = machine(rate=by_tokens, limit_gib=100.0), [0]
@@ -131,7 +143,7 @@ def finished(session: Session, database: str) -> bool:
     session.study.confirm()
     trial_states = states(database)
     num_finished = sum(state in (TrialState.COMPLETE, TrialState.PRUNED) for state in trial_states)
-    whole = len(session.study.trials.rows) == num_finished == TOTAL and TrialState.RUNNING not in trial_states
+    whole = len(session.study.trials.rows) == num_finished == FEW and TrialState.RUNNING not in trial_states
     return whole and session.summary().recipe is not None
 
 
@@ -145,11 +157,11 @@ def test_a_result_survives_an_unreachable_database(
     start_anywhere: Start, database: str, record_fault: RecordFault
 ) -> None:
     outage = away(database)
-    first = start_anywhere(struck(outage.__enter__), begin=[BASELINE], trials=TOTAL)
+    first = start_anywhere(struck(outage.__enter__), begin=[BASELINE], trials=FEW)
     with pytest.raises(StorageError, match="the database"):
         first.study.run()
     outage.__exit__(None, None, None)
-    second = start_anywhere(trials=TOTAL)
+    second = start_anywhere(trials=FEW)
     launched = {request.digest for request in first.prober.requests}
     survived = finished(second, database)
     again = launched & {request.digest for request in second.prober.requests if request.rung is Rung.FULL}
@@ -161,7 +173,7 @@ def test_a_short_outage_loses_nothing(start_anywhere: Start, database: str, reco
         with away(database):
             pass
 
-    session = start_anywhere(struck(blink), begin=[BASELINE], trials=TOTAL)
+    session = start_anywhere(struck(blink), begin=[BASELINE], trials=FEW)
     survived = finished(session, database)
     record_fault(
         "the database is unreachable for a moment while a probe runs", survived=survived, lost=num_repeated(session)
@@ -178,7 +190,7 @@ def test_a_study_waits_for_the_server_to_come_back(
         outage.__enter__()
         threading.Timer(2.5, outage.__exit__, (None, None, None)).start()
 
-    session = start_on_server(struck(vanish), begin=[BASELINE], trials=TOTAL, waits_s=60.0)
+    session = start_on_server(struck(vanish), begin=[BASELINE], trials=FEW, waits_s=60.0)
     survived = finished(session, server)
     assert sum("cannot be reached, waiting for it" in line for line in session.said) == 1
     assert session.said.count("the database is back") == 1
@@ -188,7 +200,7 @@ def test_a_study_waits_for_the_server_to_come_back(
 
 @pytest.mark.server
 def test_closed_connections_are_opened_again(start_on_server: Start, server: str, record_fault: RecordFault) -> None:
-    session = start_on_server(struck(lambda: cut_off(server)), begin=[BASELINE], trials=TOTAL)
+    session = start_on_server(struck(lambda: cut_off(server)), begin=[BASELINE], trials=FEW)
     survived = finished(session, server)
     record_fault("the server closes all connections", survived=survived, lost=num_repeated(session))
 
@@ -209,7 +221,7 @@ def test_a_study_waits_for_the_lock_of_another_process(start: Start, tmp_path: P
         threading.Thread(target=hold).start()
         taken.wait()
 
-    session = start(struck(lock), begin=[BASELINE], trials=TOTAL)
+    session = start(struck(lock), begin=[BASELINE], trials=FEW)
     survived = finished(session, f"sqlite:///{file}")
     record_fault("the database is locked by another process", survived=survived, lost=num_repeated(session))
 
@@ -224,11 +236,11 @@ def test_an_overwritten_database_is_an_error_and_a_copy_of_it_continues(
         copies.append(file.read_bytes())
         file.write_bytes(b"certainly not SQLite" * 500)
 
-    session = start(struck(overwrite), begin=[BASELINE], trials=TOTAL)
+    session = start(struck(overwrite), begin=[BASELINE], trials=FEW)
     with pytest.raises(StorageError):
         session.study.run()
     file.write_bytes(copies[0])
-    second = start(trials=TOTAL)
+    second = start(trials=FEW)
     survived = finished(second, f"sqlite:///{file}")
     launched = {request.digest for request in session.prober.requests}
     again = launched & {request.digest for request in second.prober.requests if request.rung is Rung.FULL}
@@ -266,12 +278,12 @@ def test_a_killed_server_restarts_with_all_results(
                 one.kill()
             psutil.wait_procs(processes, timeout=30)
 
-        first = start(struck(kill), begin=[BASELINE], trials=TOTAL, waits_s=2.0)
+        first = start(struck(kill), begin=[BASELINE], trials=FEW, waits_s=2.0)
         with pytest.raises(StorageError):
             first.study.run()
         own.ensure_postgres_running()
         assert make_url(url).host == make_url(own.get_uri()).host
-        second = start(trials=TOTAL)
+        second = start(trials=FEW)
         launched = {request.digest for request in first.prober.requests}
         survived = finished(second, url)
         again = launched & {request.digest for request in second.prober.requests if request.rung is Rung.FULL}

@@ -25,7 +25,8 @@ from autotune.probe.supervisor import HOST_OOM, WorkerProber
 from autotune.probe.worker_process import WorkerProcess
 from tests.helpers.probing import LARGE, WIDE, alive, members, pid_of, request, until
 
-pytestmark = [pytest.mark.probe, pytest.mark.real_processes]
+pytestmark = pytest.mark.probe
+real = pytest.mark.real_processes  # for one test of each kind; the others are of the same kernel and the same code
 RecordFault = Callable[..., None]
 GROUP = 3  # the worker, the watchdog that kills its group, and the child
 
@@ -41,7 +42,7 @@ class Faulty:
     def group(self) -> list[int]:
         return members(self.worker)
 
-    def probe_while(self, name: str, act: Callable[[], None], timed_s: float = 600.0) -> Any:
+    def probe_while(self, name: str, act: Callable[[], None], timed_s: float = 600.0, **size: Any) -> Any:
         """Run a probe of this duration and call `act` after it has begun."""
         self.prober.fingerprint  # noqa: B018 (starts the worker)
         if self.prober._process is None:
@@ -49,7 +50,7 @@ class Faulty:
         self.worker = pid_of(self.prober)
         log = self.folder / "logs" / f"{name}.log"
         asked = ProbeRequest(
-            config=request(**LARGE).config,
+            config=request(**(LARGE | size)).config,
             model=WIDE,
             device="cpu",
             memory_gib=4.0,
@@ -95,11 +96,14 @@ def count_orphans(faulty: Faulty) -> int:
     return len(faulty.group())
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGKILL, marks=real), signal.SIGSEGV, signal.SIGTERM], ids=lambda one: one.name
+)
 def test_the_probe_of_a_killed_worker_is_repeated_once(
     faulty: Faulty, record_fault: RecordFault, number: signal.Signals
 ) -> None:
-    result = faulty.probe_while(number.name, lambda: os.kill(faulty.worker, number), timed_s=0.5)
+    small = {"micro_batch_size": 4, "seq_len": 64}
+    result = faulty.probe_while(number.name, lambda: os.kill(faulty.worker, number), timed_s=2.0, **small)
     assert result.notes == (f"tried twice, since the first time the worker was killed by {number.name}",)
     assert result.log == f"{number.name}.log"
     assert result.outcome is Outcome.OK, result.reason
@@ -191,6 +195,7 @@ def test_killing_a_child_of_the_worker_does_no_harm(faulty: Faulty, record_fault
     record_fault("SIGKILL to a child of the worker", survived=fine)
 
 
+@real
 def test_closing_leaves_no_process(faulty: Faulty, record_fault: RecordFault) -> None:
     faulty.prober.close()
     assert faulty.works_again()
@@ -224,7 +229,7 @@ def tuning(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", int, Path]]:
         yield tuner, int(tuner.stdout.readline()), files
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=lambda one: one.name)
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=real), signal.SIGSEGV], ids=lambda one: one.name)
 def test_a_killed_tuner_leaves_no_process_and_no_file(
     faulty: Faulty, record_fault: RecordFault, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -237,6 +242,7 @@ def test_a_killed_tuner_leaves_no_process_and_no_file(
     record_fault(f"{number.name} to the tuner", survived=tuner.returncode == -number, orphans=len(members(group)))
 
 
+@real
 def test_what_a_tuner_killed_with_its_watchdog_leaves_is_removed_at_the_next_start(
     faulty: Faulty, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """A whole session with a `ReplayProber` in its own process, which kills itself at one of its steps.
 
 The arguments are URL, OUT and STEP. `STEPS` holds for each step the object, the name of its function, and the number of
-the call after which the process is killed.
+the call after which the process is killed. Each probe is a line of LAUNCHED, with its digest and its rung.
 """
 
 import json
@@ -13,6 +13,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from autotune.core.probe_types import ProbeRequest, ProbeResult
 from autotune.report import study_directory
 from autotune.study.evaluator import Evaluator
 from autotune.study.optimizer import Optimizer
@@ -21,12 +22,13 @@ from tests.helpers.replay import ReplayProber, machine
 from tests.helpers.sessions import BASELINE, by_tokens, starter
 
 TOTAL = 9
-STEPS: dict[str, tuple[Any, str, int]] = {
+LAUNCHED = "launched.jsonl"
+STEPS: dict[str, tuple[Any, str, int]] = {  # in the order in which one study comes to them
     "proposed a trial": (Optimizer, "ask", 3),
-    "checked the memory of a trial": (Evaluator, "_gate", 4),
-    "probed a trial": (ReplayProber, "probe", 3),
-    "stored a result": (ProbeStore, "add", 3),
-    "recorded a trial": (Optimizer, "tell", 3),
+    "checked the memory of a trial": (Evaluator, "_gate", 2),
+    "probed a trial": (ReplayProber, "probe", 2),
+    "stored a result": (ProbeStore, "add", 2),
+    "recorded a trial": (Optimizer, "tell", 2),
     "confirmed a finalist": (Evaluator, "confirm", 1),
     "written part of the export": (study_directory, "write_atomic", 6),
 }
@@ -47,7 +49,20 @@ def arm(holder: Any, name: str, at: int) -> None:
     setattr(holder, name, armed)
 
 
+def note_launches(file: Path) -> None:
+    """Write down what is probed, before it is."""
+    probe = ReplayProber.probe
+
+    def noted(self: ReplayProber, request: ProbeRequest, log: Path) -> ProbeResult:
+        with file.open("a") as lines:
+            lines.write(json.dumps([request.digest, request.rung.value]) + "\n")
+        return probe(self, request, log)
+
+    setattr(ReplayProber, "probe", noted)  # noqa: B010
+
+
 def main(url: str, out: Path, step: str) -> None:
+    note_launches(out / LAUNCHED)
     if step in STEPS:
         arm(*STEPS[step])
     elif step:  # a limit on the size of files
@@ -57,8 +72,7 @@ def main(url: str, out: Path, step: str) -> None:
     session.study.run()
     session.study.confirm()
     study_directory.write_study(out, session.summary())
-    launched = [(request.digest, request.rung.value) for request in session.prober.requests]
-    print(json.dumps({"rows": len(session.study.trials.rows), "winner": session.winner().digest, "launched": launched}))
+    print(len(session.study.trials.rows))
 
 
 if __name__ == "__main__":
