@@ -86,6 +86,7 @@ class SharedTrials:
     _not_finished: set[int] = field(default_factory=set)  # of these, the trials that Optuna does not have as finished
     _met_others: bool = False  # whether others had taken configurations when this worker asked for a trial
     _reap_at: float = 0.0
+    _promises: dict[TrainConfig, float] = field(default_factory=dict)  # what the formula has found
     _random: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311 (no secret hangs on it)
 
     def __post_init__(self) -> None:
@@ -242,8 +243,10 @@ class SharedTrials:
 
     def promise(self, config: TrainConfig) -> float:
         """The score of a configuration by formula; 0 where there is none."""
-        speed = formula_speed(self.task, config)
-        return self.task.score(config, speed) if speed else 0.0
+        if config not in self._promises:
+            speed = formula_speed(self.task, config)
+            self._promises[config] = self.task.score(config, speed) if speed else 0.0
+        return self._promises[config]
 
     def await_others(self) -> bool:
         """Wait a moment, and return whether to ask again.

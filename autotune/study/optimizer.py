@@ -238,8 +238,9 @@ class Optimizer:
             state = self._trial(number).state
             if state.is_finished():
                 return state is not TrialState.FAIL
+            known = trial.constraints  # a killed session may have set some; read once, as each read is a query
             for key, margin in margins.items():
-                if math.isfinite(margin) and key not in trial.constraints:  # a killed session may have set some
+                if math.isfinite(margin) and key not in known:
                     trial.set_constraint(key, margin)
             trial.set_user_attr("outcome", outcome.value)
             trial.set_user_attr("reused", reused)
