@@ -110,6 +110,7 @@ class SharedTrials:
     # Whether others had taken configurations when this worker asked for a trial.
     _met_others: bool = False
     _reap_at: float = 0.0
+    _promises: dict[TrainConfig, float] = field(default_factory=dict)
     _random: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311 (not for secrets)
 
     def __post_init__(self) -> None:
@@ -324,9 +325,11 @@ class SharedTrials:
         return config.compile == "none" or self.is_compiled(config)
 
     def promise(self, config: TrainConfig) -> float:
-        """The score of a configuration by formula; 0 without a prediction."""
-        speed = formula_speed(self.task, config)
-        return self.task.score(config, speed) if speed else 0.0
+        """The score of a configuration by formula, computed once; 0 without a prediction."""
+        if config not in self._promises:
+            speed = formula_speed(self.task, config)
+            self._promises[config] = self.task.score(config, speed) if speed else 0.0
+        return self._promises[config]
 
     def await_others(self) -> bool:
         """Wait a moment if others may still free a trial; return whether to ask again.

@@ -289,9 +289,10 @@ class Optimizer:
             if state.is_finished():
                 return state is not TrialState.FAIL
 
+            # A killed session may have set some constraints. Each read is a query: read them once.
+            known = trial.constraints
             for key, margin in margins.items():
-                # A killed session may have set some constraints.
-                if math.isfinite(margin) and key not in trial.constraints:
+                if math.isfinite(margin) and key not in known:
                     trial.set_constraint(key, margin)
 
             trial.set_user_attr("outcome", outcome.value)

@@ -25,6 +25,7 @@ from autotune.study.history import summarize
 from autotune.study.loop import Study
 from autotune.study.optimizer import Optimizer
 from autotune.study.storage.database import Outages
+from autotune.study.storage.optuna_storage import opened_storage
 from autotune.study.storage.probe_store import ProbeStore
 from autotune.study.storage.study_record import Limits, ProbeTerms, StudyRecord
 from autotune.study.summary import StudySummary, TrialRecord
@@ -151,10 +152,8 @@ def starter(url: str, logs: Path, opened: list[Any]) -> Start:
 
 def states(database: str) -> list[TrialState]:
     """The states of all trials as Optuna reads them."""
-    storage = optuna.storages.RDBStorage(database)
-    trial_states = [trial.state for trial in optuna.load_study(storage=storage, study_name="one").trials]
-    storage.engine.dispose()
-    return trial_states
+    with opened_storage(database) as storage:
+        return [trial.state for trial in optuna.load_study(storage=storage, study_name="one").trials]
 
 
 def whole(start: Start, answers: Answers | None = None, **arguments: Any) -> Session:

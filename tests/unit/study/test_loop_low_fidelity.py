@@ -18,10 +18,12 @@ from autotune.study.evaluator import Evaluator
 from autotune.study.loop import Study
 from autotune.study.optimizer import Optimizer
 from autotune.study.selection import Selection
+from autotune.study.storage.optuna_storage import opened_storage
 from autotune.study.storage.probe_store import ProbeStore
 from autotune.study.storage.study_record import Limits
 from tests.helpers.factories import add_measured, measurement, result
 from tests.helpers.layered import FULL_S, SHAPE, SHORT_S, Answer, asked, layered
+from tests.helpers.memory_study import keep_studies_in_memory
 from tests.helpers.replay import ReplayProber
 from tests.helpers.sessions import BASELINE, Session, by_tokens, space, subject_of
 
@@ -70,11 +72,17 @@ def opener(folder: Path, opened: list[Any]) -> Open:
 
 
 @pytest.fixture
-def open_study(tmp_path: Path) -> Iterator[Open]:
+def open_stored(tmp_path: Path) -> Iterator[Open]:
     opened: list[Any] = []
     yield opener(tmp_path, opened)
     for one in opened:
         one.close()
+
+
+@pytest.fixture
+def open_study(open_stored: Open, monkeypatch: pytest.MonkeyPatch) -> Open:
+    keep_studies_in_memory(monkeypatch)
+    return open_stored
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +107,8 @@ def full_depth(session: Session) -> int:
 
 
 def trials(tmp_path: Path, name: str = "study") -> list[FrozenTrial]:
-    storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path / name}.db")
-    found = optuna.load_study(storage=storage, study_name="one").trials
-    storage.engine.dispose()
-    return found
+    with opened_storage(f"sqlite:///{tmp_path / name}.db") as storage:
+        return optuna.load_study(storage=storage, study_name="one").trials
 
 
 def test_the_winner_is_the_same_for_fewer_whole_models(open_study: Open, finished: Finished) -> None:
@@ -187,7 +193,7 @@ def test_only_what_was_known_before_is_said_to_be_reused(
 
 @pytest.mark.parametrize("depth", [8, None])
 def test_a_session_that_was_killed_between_depths_reported_nothing_wrong(
-    open_study: Open, tmp_path: Path, depth: int | None
+    open_stored: Open, tmp_path: Path, depth: int | None
 ) -> None:
     class Killed(BaseException):
         pass
@@ -197,11 +203,11 @@ def test_a_session_that_was_killed_between_depths_reported_nothing_wrong(
             raise Killed
         return layered()(request)
 
-    first = open_study(killed)
+    first = open_stored(killed)
     cut_off = first.search.ask()
     with pytest.raises(Killed):
         first.evaluator.evaluate(cut_off.config, cut_off.number)
-    second = open_study(layered(), trials=1)
+    second = open_stored(layered(), trials=1)
     assert second.study.trials.rows == []
     second.study.run()
     (row,) = second.study.trials.rows

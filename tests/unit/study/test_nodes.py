@@ -1,6 +1,8 @@
 """The nodes of a study side by side: who measured what, how fast, and who is apart."""
 
 import json
+import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from autotune.study.storage.location import stored_out
 from autotune.study.storage.probe_store import ProbeStore, StoredProbe
 from autotune.study.storage.study_record import start_record
 from tests.helpers.factories import FINGERPRINT, measurement, result
-from tests.helpers.sessions import BASELINE, Start, begun, record_of, subject_of
+from tests.helpers.sessions import BASELINE, begun, record_of, starter, subject_of
 
 TASK = replace(subject_of(), device=resolve_device("h200"), price=find_price("h200-sxm"))
 COOL = Telemetry(
@@ -154,16 +156,19 @@ def test_a_store_names_its_node(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def study(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def study(tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A study in the current directory, in which two nodes measured the baseline."""
     monkeypatch.chdir(tmp_path)
-    url = "sqlite:///autotune.db"
-    session = begun(start)
+    shutil.copy(tables, "autotune.db")
+    url, opened = "sqlite:///autotune.db", list[Any]()
+    session = begun(starter(url, tmp_path / "logs", opened))
     start_record(session.search, record_of(out=Path(stored_out(tmp_path / "runs" / "one", url))))
     measured = session.store.of_study("one")[0].result
     for node, rung in (("b/../x:2:2", Rung.NODE), ("c:3:3", Rung.NODE)):
         session.store.add("one", None, replace(measured, rung=rung, node=node), FINGERPRINT)
-    return url
+    yield url
+    for one in opened:
+        one.close()
 
 
 def test_the_command(study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

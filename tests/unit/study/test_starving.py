@@ -18,6 +18,7 @@ from autotune.study.loop import Study
 from autotune.study.optimizer import Optimizer
 from autotune.study.storage.probe_store import ProbeStore
 from autotune.study.storage.study_record import Limits
+from tests.helpers.memory_study import keep_studies_in_memory
 from tests.helpers.replay import ReplayProber
 from tests.helpers.sessions import Session
 from tests.helpers.slow_card import SlowCard
@@ -74,8 +75,9 @@ def searched(tmp_path: Path, model: str, space: str, budget_s: float, layer_load
     [("qwen2.5-1.5b", "full", 60.0, 0.02), ("llama-3.1-70b", "qlora", 210.0, 0.15)],
 )
 def test_many_candidates_are_judged(
-    tmp_path: Path, model: str, space: str, budget_s: float, layer_load_s: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, space: str, budget_s: float, layer_load_s: float
 ) -> None:
+    keep_studies_in_memory(monkeypatch)
     session, card = searched(tmp_path, model, space, budget_s, layer_load_s)
     session.store.close()
     trials = session.study.trials
