@@ -15,14 +15,16 @@ from autotune.core.objective import Objective
 from autotune.problem.image_files import flat, pictures_of, text_of
 from autotune.problem.images import Pictured, pictured, taken
 from autotune.problem.length_distribution import Lengths
-from autotune.trainer.examples import (
+from autotune.trainer.examples import Encoder, label_names, label_of
+from autotune.trainer.forms import (
     FORMS,
     Chat,
-    Encoder,
-    label_names,
-    label_of,
+    adapt,
+    is_untrained,
+    join_parts,
     parse_image_row,
     parse_row,
+    texts_of,
 )
 from autotune.trainer.reading import BadDataset, Located, find_files, read_rows
 from autotune.trainer.token_cache import CannotKeep, read_about, read_ends, tokenise
@@ -196,10 +198,8 @@ def _lengths_for(objective: Objective, path: Path, tokenizer: Any, split: str | 
     for where, row in read_rows(path, split):
         try:
             examples = rows_of(objective, row)
-        except (KeyError, TypeError) as error:
-            raise BadDataset(
-                f"{where}: {objective} needs {COLUMNS[objective]}: {error!r}"
-            ) from None
+        except ValueError as error:
+            raise BadDataset(f"{where}: {error}") from None
         for example in examples:
             texts += [(where, one) for one in example]
             sizes.append(len(example))
@@ -231,35 +231,64 @@ def _lengths_for(objective: Objective, path: Path, tokenizer: Any, split: str | 
 def rows_of(objective: Objective, row: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """Split a dataset's row into examples, each a list of rows for next-token prediction.
 
-    Raises KeyError and TypeError for a row without the columns that the objective needs.
+    Raises ValueError for a row without the columns that the objective needs.
     """
     columns = {name: value for name, value in row.items() if value is not None}
     if objective is Objective.CLASSIFICATION:
         label_of(columns)
         return [[{"text": columns["text"]}]]
     if objective is Objective.KTO and "completion" in columns:
-        columns["label"]
-        return [[{"prompt": columns["prompt"], "completion": columns["completion"]}]]
+        _require(objective, columns, "prompt", "label")
+        return [[_answer_row(columns, columns["completion"])]]
 
+    _require(objective, columns, "chosen", "rejected")
     answers = [columns["chosen"], columns["rejected"]]
-    prompt = columns.get("prompt")
-    if prompt is None and all(isinstance(answer, str) for answer in answers):
+    has_prompt = "prompt" in columns or "instruction" in columns
+    if not has_prompt and all(isinstance(answer, str) for answer in answers):
         prompt = os.path.commonprefix(answers)  # noqa: RUF071 (of texts, as TRL takes it)
+        columns["prompt"] = prompt
         answers = [answer[len(prompt) :] for answer in answers]
 
-    pair = [_answer_row(prompt, answer) for answer in answers]
+    pair = [_answer_row(columns, answer) for answer in answers]
     # TRL also splits pairs for KTO.
     return [[one] for one in pair] if objective is Objective.KTO else [pair]
 
 
-def _answer_row(prompt: Any, answer: Any) -> dict[str, Any]:
-    """Return a row with a prompt and an answer.
+def _require(objective: Objective, columns: dict[str, Any], *names: str) -> None:
+    if any(name not in columns for name in names):
+        found = ", ".join(columns) or "none"
+        raise ValueError(f"{objective} needs {COLUMNS[objective]}; its columns: {found}")
 
-    An answer of messages already contains the prompt if the prompt is missing or is text.
+
+def _answer_row(columns: dict[str, Any], answer: Any) -> dict[str, Any]:
+    """Return the row of a prompt and an answer, with all columns that the prompt is made of.
+
+    Messages contain the prompt, unless it is given as messages of its own.
     """
+    beside = {name: columns[name] for name in ("system", "tools") if name in columns}
+    prompt = columns.get("prompt")
+    if isinstance(answer, str) and "instruction" in columns and not prompt:
+        of_prompt = ("instruction", "input", "history")
+        parts = {name: columns[name] for name in of_prompt if name in columns}
+        return {**parts, **beside, "output": answer}
     if prompt and isinstance(prompt, str) is isinstance(answer, str):
-        return {"prompt": prompt, "completion": answer}
-    return {"text": answer} if isinstance(answer, str) else {"messages": answer}
+        return {**beside, "prompt": prompt, "completion": answer}
+    if not isinstance(answer, str):
+        if prompt and not any(prompt.strip() in text for text in _contents(answer)):
+            raise ValueError(
+                "the text of its prompt is not in its messages: give the prompt as messages"
+            )
+        return {**beside, "messages": answer}
+    if prompt or beside:
+        raise ValueError("its answers are text, and its prompt is not: give both in the same form")
+    return {"text": answer}
+
+
+def _contents(messages: Any) -> list[str]:
+    """Return the texts of messages, or an empty list for anything else."""
+    made = messages if isinstance(messages, list) else []
+    contents = [one.get("content") or one.get("value") for one in made if isinstance(one, dict)]
+    return [content for content in contents if isinstance(content, str)]
 
 
 def form_of(path: Path, split: str | None, objective: Objective = Objective.SFT) -> str:
@@ -327,14 +356,16 @@ def _bytes(where: str, form: Any, loss_on: str | None) -> tuple[int, int]:
             if loss_on == "all":
                 return 0, len(prompt + completion)
             return len(prompt), len(completion)
-        sizes = [
-            len(f"{one['role']}{one.get('content', '')}{one.get('tool_calls', '')}".encode())
-            for one in form.messages
-        ]
+        adapted = enumerate(adapt(form.messages, ""), 1)
+        messages = [join_parts(one, number) for number, one in adapted]
+        texts = [one["role"] + "".join(text for _, text in texts_of(one)) for one in messages]
+        sizes = [len(text.encode()) for text in texts]
     except UnicodeEncodeError:
         raise BadDataset(f"{where}: half of a surrogate pair is not a character") from None
+    except ValueError as error:
+        raise BadDataset(f"{where}: {error}") from None
 
-    trained_flags = [message["role"] == "assistant" for message in form.messages]
+    trained_flags = [one["role"] == "assistant" and not is_untrained(one) for one in form.messages]
     if loss_on == "completion" or (loss_on is None and form.completion is not None):
         first = len(sizes) - 1 if form.completion is None else form.completion
         trained_flags = [index >= first for index in range(len(sizes))]

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from autotune.core.errors import UsageError
 from autotune.core.files import refuse_special_files
 from autotune.core.images import Picture
-from autotune.trainer.examples import Chat, Plain, is_image
+from autotune.trainer.forms import Chat, Plain, is_image
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from . import rows
-from .examples import Encoder, Plain, parse_image_row
+from .examples import Encoder
+from .forms import Plain, parse_image_row
 from .images import Tensors, add_token_types, join_values, random_example, random_values
 from .reading import BadDataset, read_rows
 

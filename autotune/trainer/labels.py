@@ -27,6 +27,7 @@ class LabelEncoder:
         self._numbers = {name: number for number, name in enumerate(names)}
         self._longest = longest
         self.key = ("labels", *names, longest)
+        self.notes: dict[str, int] = {}
 
     def encode(self, rows: Iterable[Located]) -> Iterator[list[int]]:
         """Yield the example of each row."""

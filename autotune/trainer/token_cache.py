@@ -2,7 +2,7 @@
 
 `tokens` has the tokens of all examples as 32-bit integers; a token that is not trained on is stored
 as its complement. `ends` has the end of each example as a 64-bit integer. `about.json` has the
-counts.
+counts, and notes on what the chat template leaves out.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from typing import Any
 from .examples import Encoder
 from .reading import BadDataset, find_files, read_rows
 
-VERSION = 1  # increase it if the format of the files or their meaning changes
+VERSION = 2  # increase it if the format of the files or their meaning changes
 # An upper estimate of the bytes of tokens for each byte of the dataset; 1 for other formats
 BYTES_OF_TOKENS = {".parquet": 4.0, ".arrow": 1.5}
 SAY_EVERY_S = 2.0
@@ -63,6 +63,8 @@ def tokenise(
         if not _is_whole(folder):  # another process may have been faster
             reason = f"{error.strerror or error} (XDG_CACHE_HOME can name another folder)"
             raise CannotKeep(f"its tokens cannot be kept in {folder.parent}: {reason}") from None
+    for note in read_about(folder)["notes"]:
+        say(f"warning: {path.name}: {note}")
     return folder
 
 
@@ -109,7 +111,7 @@ def _is_whole(folder: Path) -> bool:
     try:
         about = read_about(folder)
         sizes = [(folder / name).stat().st_size for name in ("tokens", "ends")]
-        return sizes == [4 * about["tokens"], 8 * about["examples"]] and "trained" in about
+        return sizes == [4 * about["tokens"], 8 * about["examples"]] and "notes" in about
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -147,13 +149,16 @@ def _write(
 
     if not examples:
         raise BadDataset(f"{path} has no rows")
-    about = {"examples": examples, "tokens": tokens, "trained": trained}
+    notes = [
+        f"{note} ({number:,} of {examples:,} examples)" for note, number in encoder.notes.items()
+    ]
+    about = {"examples": examples, "tokens": tokens, "trained": trained, "notes": notes}
     (folder / "about.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
 
 
-def read_about(folder: Path) -> dict[str, int]:
-    """Return the number of examples, of tokens, and of tokens to train on."""
-    about: dict[str, int] = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+def read_about(folder: Path) -> dict[str, Any]:
+    """Return the numbers of examples, tokens and tokens to train on, and notes for the user."""
+    about: dict[str, Any] = json.loads((folder / "about.json").read_text(encoding="utf-8"))
     return about
 
 

@@ -22,7 +22,7 @@ from autotune.export.run.process import run_exported, scratch_folder, time_limit
 from autotune.problem.dataset import dataset_errors
 from autotune.problem.workload import Workload
 from autotune.study.summary import Candidate, Learned, Quality, Recipe
-from autotune.trainer.examples import COLUMNS
+from autotune.trainer.forms import COLUMNS
 from autotune.trainer.reading import read_rows
 
 FINALISTS = 4

@@ -20,7 +20,7 @@ from autotune.problem.images import MOST_KINDS, images_of, pictured
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import InvalidSpec, StudySpec
 from autotune.problem.target import Target
-from autotune.trainer.examples import Chat, parse_image_row
+from autotune.trainer.forms import Chat, parse_image_row
 from autotune.trainer.reading import BadDataset
 from tests.helpers.seeing import seeing
 

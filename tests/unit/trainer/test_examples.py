@@ -4,16 +4,8 @@ from typing import Any
 
 import pytest
 
-from autotune.trainer.examples import (
-    ALPACA,
-    Chat,
-    Encoder,
-    Plain,
-    _common_length,
-    _serialize_arguments,
-    parse,
-    parse_row,
-)
+from autotune.trainer.examples import Encoder, _common_length
+from autotune.trainer.forms import ALPACA, Chat, Plain, parse, parse_row, serialize_arguments
 from autotune.trainer.reading import BadDataset
 from tests.helpers.tokenizers import CHATML, byte_level, template
 
@@ -192,7 +184,8 @@ def test_tool_calls_are_answers_and_what_tools_say_is_not(tokenizer: Any, rows: 
 
 
 def test_arguments_are_text_where_a_template_needs_that(tokenizer: Any) -> None:
-    adds = "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls %}{{ 'call ' + c.function.arguments }}"
+    adds = "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls %}"
+    adds += "{{ 'call ' + c.function.arguments + c.function.name }}"
     adds += "{% endfor %}{{ m.content }}{% endfor %}"
     assert 'call {"city": "Paris"}' in shown(tokenizer, {"messages": WITH_TOOLS}, "all", adds)
 
@@ -203,11 +196,24 @@ def test_arguments_are_text_where_a_template_needs_that(tokenizer: Any) -> None:
         ({"words": "a"}, None, "rows.jsonl:7: needs messages, .*its columns: words"),
         ({"text": None}, None, "its columns: text"),
         ({"prompt": "a"}, None, "its columns: prompt"),
-        ({"text": 3}, None, "3 is not text"),
-        ({"messages": "a"}, None, "rows.jsonl:7: needs"),
-        ({"messages": []}, None, "there are no messages"),
-        ({"messages": "[" * 100_000}, None, "rows.jsonl:7: needs messages, .*RecursionError"),
-        ({"messages": [{"role": "user"}]}, None, "KeyError.'content'"),
+        ({"text": 3}, None, "text is 3, which is not text"),
+        ({"messages": "a"}, None, "rows.jsonl:7: messages is 'a', which is not JSON"),
+        ({"messages": []}, None, "there are no messages in messages"),
+        ({"messages": {}}, None, "messages is {}, which is not a list"),
+        ({"messages": "[" * 100_000}, None, "rows.jsonl:7: its values are nested too deeply"),
+        ({"messages": [{"role": "user"}]}, None, "message 1 has no content; its keys: role"),
+        ({"messages": [{"content": "a"}]}, None, "message 1 has no role; its keys: content"),
+        ({"messages": ["a"]}, None, "message 1 is 'a', which is not an object"),
+        ({"messages": [{"role": "user", "content": 3}]}, None, "the content of message 1 is 3, which is not text"),
+        (
+            {"conversations": [{"from": "function_call", "value": "a"}]},
+            None,
+            "the call in message 1 is 'a', .*not JSON",
+        ),
+        ({"messages": TURNS[:1], "tools": "a"}, None, "tools is 'a', which is not JSON"),
+        ({"messages": TURNS[:1], "chat_template_kwargs": []}, None, r"chat_template_kwargs is \[\], .*not an object"),
+        ({"instruction": "a", "output": "b", "history": [["c"]]}, None, "history has .* not a question and its answer"),
+        ({"prompt": "a", "completion": "b", "system": "c"}, None, "its column system goes with messages"),
         ({"text": "\ud83d"}, None, "half of a surrogate pair"),
         ({"text": "a"}, "completion", "plain text has no completion"),
         ({"messages": TURNS[:3]}, "completion", "last message is not the assistant's"),
@@ -256,7 +262,9 @@ class Asked:
         self.asked.append(how)
         return {"input_ids": [[1]] * len(texts), "offset_mapping": [[(0, 9)]] * len(texts)}
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], **how: Any) -> dict[str, Any]:
+    def apply_chat_template(self, messages: list[dict[str, Any]], **how: Any) -> Any:
+        if how.get("tokenize") is False:
+            return str(messages)
         self.asked.append(how)
         return {"input_ids": [4, 5], "assistant_masks": [0, 1]}
 
@@ -296,12 +304,12 @@ def test_a_message_without_calls_says_nothing_of_them() -> None:
 
 def test_arguments_of_a_call_are_text_that_a_person_reads() -> None:
     call = {"function": {"name": "weather", "arguments": {"city": "Köln"}}}
-    made = _serialize_arguments({"role": "assistant", "tool_calls": [call, {"name": "plain"}]})
+    made = serialize_arguments({"role": "assistant", "tool_calls": [call, {"name": "plain"}]})
     assert made["tool_calls"] == [
         {"function": {"name": "weather", "arguments": '{"city": "Köln"}'}},
         {"name": "plain", "arguments": "{}"},
     ]
-    assert _serialize_arguments({"role": "user", "content": "one"}) == {"role": "user", "content": "one"}
+    assert serialize_arguments({"role": "user", "content": "one"}) == {"role": "user", "content": "one"}
 
 
 @pytest.mark.parametrize(
@@ -317,8 +325,7 @@ def test_a_conversation_may_begin_with_an_answer(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{{ loop.length }}"])
-def test_answers_that_a_template_does_not_show_cannot_be_told_apart(tokenizer: Any, content: str) -> None:
-    """What it renders of a conversation changes with its length."""
-    silent = "{{ messages | length }}{% for m in messages %}{{ m.role }}" + content + "{% endfor %}"
-    with pytest.raises(BadDataset, match="message 2 cannot be located in the rendered text"):
+def test_a_template_that_shows_no_text_is_refused(tokenizer: Any, content: str) -> None:
+    silent = "{% for m in messages %}{{ m.role }}" + content + "{% endfor %}"
+    with pytest.raises(BadDataset, match="leaves out the text of message 1 of role user"):
         shown(tokenizer, {"messages": TURNS}, "assistant", silent)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from autotune.core.images import picture_of
 from autotune.problem.dataset import image_lengths
-from autotune.trainer.examples import split_parts
+from autotune.trainer.forms import split_parts
 from autotune.trainer.image_rows import ImageRows, _split, collate_image_examples
 from autotune.trainer.model_builder import config_of
 from autotune.trainer.reading import BadDataset

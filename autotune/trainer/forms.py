@@ -1,0 +1,482 @@
+"""Parses the rows of a dataset into plain texts and conversations.
+
+A row has messages, a prompt and its completion, an instruction and its output (Alpaca), a
+conversation (ShareGPT), or text. Every fault of a row is a ValueError that says in words what the
+row has and what was expected.
+"""
+
+import difflib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .reading import BadDataset
+
+COLUMNS = (
+    "messages",
+    "conversations",
+    "system",
+    "tools",
+    "chat_template_kwargs",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "history",
+    "text",
+)
+FORMS = "messages, conversations, prompt and completion, instruction and output, or text"
+PLACEHOLDER = "<image>"  # LLaMA-Factory's marker for an image in a text
+
+# Names of roles in datasets, and the names that chat templates have for them
+ROLES = {
+    **dict.fromkeys(("system", "user", "assistant", "tool", "developer"), ""),
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "ai", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("observation", "tool_response", "function_response"), "tool"),
+    **dict.fromkeys(("function", "ipython"), "tool"),
+}
+CALL_ROLES = ("function_call", "tool_call")  # the content is the call
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a thought in a message
+FLAGS = ("loss", "train", "weight")  # keys that exclude a message from the training
+
+# Stanford Alpaca's own prompts, for tokenizers without a chat template
+ALPACA = (
+    "Below is an instruction that describes a task{given}."
+    " Write a response that appropriately completes the request."
+)
+ALPACA_GIVEN = ", paired with an input that provides further context"
+
+Message = dict[str, Any]
+Change = Callable[[str, str], str]  # takes the kind of a text and the text, and returns another
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain:
+    """Text to train on, after an optional prompt."""
+
+    prompt: str | None = None
+    completion: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """Messages for the tokenizer's chat template.
+
+    The messages from the index `completion` on answer the messages before it.
+    """
+
+    messages: list[Message]
+    completion: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def parse_row(where: str, row: dict[str, Any], *, has_template: bool = True) -> Plain | Chat:
+    """Parse a row. Raises BadDataset with the location of a row that is not an example."""
+    try:
+        return parse(row, has_template=has_template)
+    except ValueError as error:
+        raise BadDataset(f"{where}: {error}") from None
+    except RecursionError:
+        raise BadDataset(f"{where}: its values are nested too deeply") from None
+
+
+def parse(row: dict[str, Any], *, has_template: bool = True) -> Plain | Chat:
+    """Parse a row. Columns that are null count as missing.
+
+    Raises ValueError for a row of unknown form, and RecursionError for nested values without end.
+    """
+    columns: dict[str, Any] = _drop_nulls(row)
+    beside = {
+        "tools": _parse_tools(columns.get("tools")),
+        "options": _check(dict, columns.get("chat_template_kwargs", {}), "chat_template_kwargs"),
+    }
+
+    for name in ("messages", "conversations"):
+        if name in columns:
+            messages = _parse_messages(columns[name], name)
+            return Chat(messages=_with_system(columns, messages), **beside)
+    if "prompt" in columns and "completion" in columns:
+        return _parse_prompt(columns, beside)
+    if "instruction" in columns and "output" in columns:
+        return _parse_alpaca(columns, has_template=has_template)
+    if "text" in columns:
+        return Plain(completion=_check(str, columns["text"], "text"))
+    raise ValueError(f"needs {FORMS}; its columns: {', '.join(map(str, row)) or 'none'}")
+
+
+def _drop_nulls(value: Any) -> Any:
+    """Return `value` without keys of null values. A table adds them to rows without these keys."""
+    if isinstance(value, dict):
+        return {key: _drop_nulls(one) for key, one in value.items() if one is not None}
+    return [_drop_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+NAMES = {str: "text", list: "a list", dict: "an object"}
+
+
+def _check(kind: type, value: Any, name: str) -> Any:
+    """Return a value of this type. Raises ValueError with its name if it has another type."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is {value!r:.40}, which is not {NAMES[kind]}")
+    return value
+
+
+def _parse_json(value: Any, name: str) -> Any:
+    """Return the value of JSON text, or a value that is no text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"{name} is {value!r:.40}, which is not JSON ({error})") from None
+
+
+def _parse_tools(given: Any) -> list[Any] | None:
+    tools: list[Any] = _check(list, _parse_json(given or [], "tools"), "tools")
+    return tools or None
+
+
+def _parse_messages(given: Any, name: str) -> list[Message]:
+    messages = _check(list, _parse_json(given, name), name)
+    if not messages:
+        raise ValueError(f"there are no messages in {name}")
+    return [_parse_message(one, number) for number, one in enumerate(messages, 1)]
+
+
+def _parse_message(given: Any, number: int) -> Message:
+    """Return a message with the names of chat templates."""
+    name = f"message {number}"
+    message = dict(_check(dict, given, name))
+    for theirs, ours in (("from", "role"), ("value", "content")):
+        if theirs in message:
+            message[ours] = message.pop(theirs)
+    if "role" not in message:
+        raise ValueError(f"{name} has no role; its keys: {', '.join(map(str, given)) or 'none'}")
+
+    role = _check(str, message["role"], f"the role of {name}").strip()
+    known = role.lower()
+    if known in CALL_ROLES:
+        calls = _parse_json(message.pop("content", None), f"the call in {name}")
+        calls = calls if isinstance(calls, list) else [calls]
+        message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    message["role"] = ROLES[known] or known if known in ROLES else role
+    _check_flags(message, name)
+
+    if calls := message.pop("tool_calls", None):
+        calls = _check(list, _parse_json(calls, f"tool_calls of {name}"), f"tool_calls of {name}")
+        message["tool_calls"] = [_parse_call(call, name) for call in calls]
+    elif "content" not in message and not any(message.get(key) for key in THOUGHTS):
+        raise ValueError(f"{name} has no content; its keys: {', '.join(map(str, given))}")
+    content = message.get("content", "")
+    if not isinstance(content, str | list):
+        raise ValueError(f"the content of {name} is {content!r:.40}, which is not text")
+    return message
+
+
+def _parse_call(call: Any, name: str) -> dict[str, Any]:
+    """Return a tool call whose arguments are an object, as chat templates take it."""
+    call = _check(dict, call, f"a tool call of {name}")
+    inside = _check(dict, call.get("function", call), f"a tool call of {name}")
+    if "name" not in inside:
+        raise ValueError(f"a tool call of {name} has no name")
+    if isinstance(inside.get("arguments"), str):
+        arguments = inside["arguments"] or "{}"
+        inside = inside | {"arguments": _parse_json(arguments, f"arguments in {name}")}
+    return call | {"function": inside} if "function" in call else inside
+
+
+def serialize_arguments(message: Message) -> Message:
+    """Return a message whose tool calls have their arguments as JSON."""
+    calls = []
+    for call in message.get("tool_calls", []):
+        inside = call.get("function", call)
+        arguments = json.dumps(inside.get("arguments", {}), ensure_ascii=False)
+        written = inside | {"arguments": arguments}
+        calls.append(call | {"function": written} if "function" in call else written)
+    return message | {"tool_calls": calls} if calls else message
+
+
+def _check_flags(message: Message, name: str) -> None:
+    """Raises ValueError for a flag that the training cannot follow."""
+    for key in FLAGS:
+        value = message.get(key)
+        if value is None:
+            continue
+        if value not in (0, 1):  # True and False are 1 and 0
+            raise ValueError(
+                f"{key} of {name} is {value!r:.40}: only true, false, 1 and 0 are known"
+            )
+        if value and message["role"] != "assistant" and key == "train":
+            raise ValueError(f"{name} has train: true, and only the assistant's text is trained on")
+    if "train_detail" in message:
+        raise ValueError(f"{name} has train_detail: parts of a message cannot be left out")
+
+
+def is_untrained(message: Message) -> bool:
+    """Return whether a flag excludes this message from the training."""
+    return any(key in message and not message[key] for key in FLAGS)
+
+
+def _with_system(columns: dict[str, Any], messages: list[Message]) -> list[Message]:
+    """Return the messages after the text of the column `system`."""
+    system = columns.get("system")
+    if not system:
+        return messages
+    first = {"role": "system", "content": _check(str, system, "system")}
+    if messages[0]["role"] != "system":
+        return [first, *messages]
+    if messages[0].get("content") != system:
+        raise ValueError("it has a system message and another text in its column system: keep one")
+    return messages
+
+
+def _parse_prompt(columns: dict[str, Any], beside: dict[str, Any]) -> Plain | Chat:
+    """Parse a prompt and its completion: two texts, or two lists of messages."""
+    prompt = columns["prompt"]
+    completion = columns["completion"]
+    if not isinstance(prompt, str):
+        before = _with_system(columns, _parse_messages(prompt, "prompt"))
+        after = _parse_messages(completion, "completion")
+        return Chat(messages=before + after, completion=len(before), **beside)
+
+    for name in ("system", "tools"):
+        if columns.get(name):
+            raise ValueError(
+                f"its column {name} goes with messages, and its prompt is text:"
+                " write it into the prompt, or give the prompt as messages"
+            )
+    return Plain(prompt=prompt, completion=_check(str, completion, "completion"))
+
+
+def _parse_alpaca(columns: dict[str, Any], *, has_template: bool) -> Plain | Chat:
+    """Parse an instruction and its output. Without a template, use Alpaca's own prompt."""
+    instruction = _check(str, columns["instruction"], "instruction")
+    given = _check(str, columns.get("input", ""), "input")
+    output = _check(str, columns["output"], "output")
+    system = _check(str, columns.get("system", ""), "system")
+    history = [_check_turn(turn) for turn in _check(list, columns.get("history", []), "history")]
+    if not has_template:
+        if history:
+            raise ValueError("its history needs a tokenizer with a chat template")
+        prompt = system or ALPACA.format(given=ALPACA_GIVEN if given else "")
+        prompt += f"\n\n### Instruction:\n{instruction}\n\n"
+        prompt += f"### Input:\n{given}\n\n" if given else ""
+        return Plain(prompt=prompt + "### Response:\n", completion=output)
+
+    messages = [{"role": "system", "content": system}] if system else []
+    for question, answer in history:
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
+    messages.append({"role": "user", "content": "\n".join(filter(None, (instruction, given)))})
+    reply = {"role": "assistant", "content": output}
+    return Chat(messages=[*messages, reply], completion=len(messages))
+
+
+def _check_turn(turn: Any) -> tuple[str, str]:
+    if not isinstance(turn, list | tuple) or len(turn) != 2:
+        raise ValueError(f"history has {turn!r:.40}, which is not a question and its answer")
+    question, answer = turn
+    return _check(str, question, "a question in history"), _check(
+        str, answer, "an answer in history"
+    )
+
+
+# --- the texts of messages
+
+
+def map_texts(message: Message, change: Change) -> Message:
+    """Return the message with each of its texts replaced by `change(kind, text)`.
+
+    The kinds are `text`, `thought`, `name` (of a called function) and `argument`.
+    """
+    made = dict(message)
+    content = message.get("content")
+    if isinstance(content, str):
+        made["content"] = change("text", content)
+    elif isinstance(content, list):
+        made["content"] = [_map_part(part, change) for part in content]
+    for key in THOUGHTS:
+        if isinstance(message.get(key), str):
+            made[key] = change("thought", message[key])
+    if calls := message.get("tool_calls"):
+        made["tool_calls"] = [_map_call(call, change) for call in calls]
+    return made
+
+
+def _map_part(part: Any, change: Change) -> Any:
+    return part | {"text": change("text", part["text"])} if is_text(part) else part
+
+
+def _map_call(call: dict[str, Any], change: Change) -> dict[str, Any]:
+    inside = call.get("function", call)
+    changed = inside | {"name": change("name", str(inside["name"]))}
+    if "arguments" in inside:
+        changed["arguments"] = _map_strings(inside["arguments"], change)
+    return call | {"function": changed} if "function" in call else changed
+
+
+def _map_strings(value: Any, change: Change) -> Any:
+    if isinstance(value, dict):
+        return {key: _map_strings(one, change) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_map_strings(one, change) for one in value]
+    return change("argument", value) if isinstance(value, str) else value
+
+
+def texts_of(message: Message) -> list[tuple[str, str]]:
+    """Return each text of a message that is not blank, with its kind."""
+    found: list[tuple[str, str]] = []
+
+    def keep(kind: str, text: str) -> str:
+        if text.strip():
+            found.append((kind, text))
+        return text
+
+    map_texts(message, keep)
+    return found
+
+
+def is_text(part: Any) -> bool:
+    """Return whether this part of a message is text."""
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
+def is_image(part: Any) -> bool:
+    """Return whether this part of a message is the place of an image."""
+    return isinstance(part, dict) and part.get("type") == "image"
+
+
+def join_parts(message: Message, number: int) -> Message:
+    """Return a message whose text is one string, as the chat templates of text models take it.
+
+    Raises ValueError for a part that is not text.
+    """
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    for part in content:
+        if not is_text(part):
+            kind = part.get("type") if isinstance(part, dict) else None
+            has = f"type {kind}" if kind else f"{part!r:.40}"
+            raise ValueError(f"message {number} has a part of {has}: this model reads text only")
+    return message | {"content": "".join(part["text"] for part in content)}
+
+
+# --- what a chat template knows
+
+
+def adapt(messages: Iterable[Message], template: str) -> list[Message]:
+    """Return messages with the roles and keys that a chat template reads.
+
+    Without a template (""), names stay as they are. Raises ValueError for an unknown role.
+    """
+    return [_adapt(message, number, template) for number, message in enumerate(messages, 1)]
+
+
+def _adapt(message: Message, number: int, template: str) -> Message:
+    role = message["role"]
+    if role not in ROLES and not _names(template, role):
+        near = difflib.get_close_matches(role.lower(), ROLES, 1)
+        hint = f", did you mean {near[0]}?" if near else ""
+        raise ValueError(
+            f"message {number} has the unknown role {role!r:.40}{hint}"
+            f" (known: {', '.join(sorted(ROLES))})"
+        )
+    if not template:
+        return message
+    if role == "developer" and not _names(template, role):
+        message = message | {"role": "system"}
+
+    # Templates know one of several names for a thought.
+    if not any(key in template for key in THOUGHTS):
+        return message
+    wanted = next(key for key in THOUGHTS if key in template)
+    for key in THOUGHTS:
+        if key in message and key not in template and wanted not in message:
+            message = {name: value for name, value in message.items() if name != key} | {
+                wanted: message[key]
+            }
+    return message
+
+
+def _names(template: str, role: str) -> bool:
+    """Return whether a chat template compares a role with this name."""
+    return f"'{role}'" in template or f'"{role}"' in template
+
+
+# --- messages with images
+
+
+def split_parts(messages: list[Message], number: int) -> list[Message]:
+    """Return messages whose content is a list of parts, for the chat templates of image models.
+
+    If the messages have no place for an image, the first user message begins with `number` images.
+    Raises ValueError for a part that is neither text nor an image.
+    """
+    made = [
+        message | {"content": _parse_parts(message.get("content") or "")} for message in messages
+    ]
+    if number and not any(is_image(part) for message in made for part in message["content"]):
+        first = next((message for message in made if message["role"] == "user"), made[0])
+        first["content"][:0] = [{"type": "image"}] * number
+    return made
+
+
+def _parse_parts(content: Any) -> list[dict[str, Any]]:
+    if not isinstance(content, str):
+        return [{"type": "image"} if is_image(part) else _check_part(part) for part in content]
+    parts: list[dict[str, Any]] = []
+    for place, text in enumerate(content.split(PLACEHOLDER)):
+        parts += [{"type": "image"}] * (place > 0) + [{"type": "text", "text": text}] * bool(text)
+    return parts
+
+
+def _check_part(part: Any) -> Any:
+    if not is_text(part) or part.get("type") != "text":
+        raise ValueError(f"the part {part!r:.60} of a message is neither text nor of type image")
+    return part
+
+
+def parse_image_row(where: str, row: dict[str, Any]) -> tuple[Plain | Chat, list[Any]]:
+    """Parse a row with messages in parts, and return its images in the order of their places.
+
+    The columns `images` and `image` name the images; without these columns, the parts of messages
+    do. Raises BadDataset with the location if the images and the places do not match.
+    """
+    listed = row.get("images") or row.get("image") or []
+    named = list(listed) if isinstance(listed, list | tuple) else [listed]
+    others = {name: value for name, value in row.items() if name not in ("image", "images")}
+    form = parse_row(where, others)
+    if isinstance(form, Plain):
+        if named or PLACEHOLDER in (form.prompt or "") + form.completion:
+            raise BadDataset(
+                f"{where}: a row with images needs messages, or columns that become messages"
+            )
+        return form, []
+
+    if not named:
+        named = _named_images(form)
+    try:
+        form.messages[:] = split_parts(form.messages, len(named))
+    except ValueError as error:
+        raise BadDataset(f"{where}: {error}") from None
+
+    places = sum(is_image(part) for message in form.messages for part in message["content"])
+    if places != len(named):
+        raise BadDataset(
+            f"{where}: its messages have places for {places} images, and it names {len(named)}"
+        )
+    return form, named
+
+
+def _named_images(form: Chat) -> list[Any]:
+    """Return the images that the parts of messages name."""
+    contents = [message.get("content") for message in form.messages]
+    lists = [content for content in contents if isinstance(content, list)]
+    images = [part for content in lists for part in content if is_image(part)]
+    return [name for part in images if (name := part.get("image") or part.get("path"))]

@@ -1,0 +1,93 @@
+"""Finds the texts of a conversation that a chat template leaves out.
+
+A template that does not know a role, a tool call or a thought renders nothing for it, and raises no
+error. The model would then train on answers without their questions.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from .forms import Chat, Message, map_texts, texts_of
+
+# Some templates take a thought out of the content by these tags.
+TAGS = re.compile(r"</?think(?:ing)?>")
+Render = Callable[[list[Message]], str]
+Lost = list[tuple[int, str]]  # the index of a message, and the kind of its lost text
+
+
+class LostText:
+    """Compares conversations with their rendered text.
+
+    Conversations of the same structure (roles, and kinds of texts) are rendered once with a unique
+    mark in place of each text. This finds a lost text of any length. Each conversation's own texts
+    are searched too, because a template can depend on them.
+    """
+
+    def __init__(self) -> None:
+        self._of_structure: dict[Any, Lost] = {}
+
+    def find(self, form: Chat, text: str, render: Render) -> Lost:
+        """Return the messages with a text that is not in the rendered `text`, and its kind."""
+        texts = [texts_of(message) for message in form.messages]
+        structure = (
+            tuple(
+                (message["role"], tuple(kind for kind, _ in found))
+                for message, found in zip(form.messages, texts, strict=True)
+            ),
+            bool(form.tools),
+            repr(form.options),
+        )
+        if structure not in self._of_structure:
+            self._of_structure[structure] = _find_by_marks(form, render)
+
+        lost = dict.fromkeys(self._of_structure[structure])
+        flat = ""
+        for index, found in enumerate(texts):
+            for kind, whole in found:
+                tags = TAGS.findall(whole)
+                for place, part in enumerate(TAGS.split(whole)):
+                    if _appears(part.strip(), text):
+                        continue
+                    flat = flat or _without_spaces(text)
+                    if _without_spaces(part) in flat:
+                        continue
+                    is_thought = place < len(tags) and tags[place].startswith("</")
+                    lost[index, "thought" if is_thought else kind] = None
+        return list(lost)
+
+
+def _find_by_marks(form: Chat, render: Render) -> Lost:
+    """Return what is lost if each text is a unique mark."""
+    marks: dict[str, tuple[int, str]] = {}
+
+    def mark_message(index: int, message: Message) -> Message:
+        def mark(kind: str, text: str) -> str:
+            if not text.strip():
+                return text
+            name = f"[[text {len(marks)} stands here]]"
+            marks[name] = (index, kind)
+            return name
+
+        return map_texts(message, mark)
+
+    marked = [mark_message(index, message) for index, message in enumerate(form.messages)]
+    try:
+        rendered = render(marked)
+    except Exception:  # a template may refuse the marks: each conversation's own texts decide
+        return []
+    return [where for mark, where in marks.items() if mark not in rendered]
+
+
+def _appears(part: str, text: str) -> bool:
+    """Return whether a text is in the rendered text, also as JSON writes it."""
+    return (
+        part in text
+        or json.dumps(part, ensure_ascii=False)[1:-1] in text
+        or json.dumps(part)[1:-1] in text
+    )
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())
