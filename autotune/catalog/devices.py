@@ -130,7 +130,9 @@ def resolve_device(name: str) -> DeviceSpec:
     if not is_own(name):
         return catalogued_device(name)
     device = replace(_device(own_row(name)), given=name.strip())
-    if (known := _by_name().get(_normal(device.name))) is not None:  # whose prices and measurements it would get
+    if (
+        known := _by_name().get(_normal(device.name))
+    ) is not None:  # whose prices and measurements it would get
         raise UsageError(
             f"--gpu {device.given}: the catalogue has a card named {device.name}",
             remedy=f"give yours another name, such as my-{device.name}, or take that one: --gpu {known.name}",
@@ -158,13 +160,17 @@ def match_device(nvml_name: str, memory_gib: float | None = None) -> DeviceSpec 
     RTX 3060 with 8 GB as it calls one with 12 GB.
     """
     for device in list_devices():
-        if nvml_name.casefold() in (known.casefold() for known in device.nvml_names) and device.has_memory(memory_gib):
+        if nvml_name.casefold() in (
+            known.casefold() for known in device.nvml_names
+        ) and device.has_memory(memory_gib):
             return device
     words, size = _words(nvml_name)
     found = [
         device
         for device in list_devices()
-        if device.kind == "cuda" and _same_product(device, words, size) and device.has_memory(memory_gib)
+        if device.kind == "cuda"
+        and _same_product(device, words, size)
+        and device.has_memory(memory_gib)
     ]
     return found[0] if len(found) == 1 else None
 
@@ -198,10 +204,14 @@ def _same_product(device: DeviceSpec, words: frozenset[str], size: str | None) -
 
 
 def _device(row: dict[str, Any]) -> DeviceSpec:
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in row.items()
+    }
     mib, marketed = values.pop("memory_mib", None), values.pop("marketed_gb", None)
     if mib is not None:
-        values = {"memory_source": "total of nvidia-smi, recalled"} | values | {"memory_gib": mib / 1024}
+        values = (
+            {"memory_source": "total of nvidia-smi, recalled"} | values | {"memory_gib": mib / 1024}
+        )
     elif marketed is not None:
         values["memory_gib"] = marketed * GIB_PER_MARKETED_GB
         values["memory_source"] = f"estimate: {GIB_PER_MARKETED_GB} of the marketed GB"

@@ -36,9 +36,18 @@ def to_prices(items: Iterable[Any], version: str, today: date) -> list[Price]:
     """The items of gpuhunt as prices, without those of unknown GPUs and those that are only offered as spot."""
     cheapest: dict[tuple[str, str, int], dict[bool, Any]] = {}
     for item in items:
-        if not item.gpu_count or not item.gpu_name or not item.gpu_memory or not 0 < item.price < float("inf"):
+        if (
+            not item.gpu_count
+            or not item.gpu_name
+            or not item.gpu_memory
+            or not 0 < item.price < float("inf")
+        ):
             continue
-        device = None if BOUND_FLAGS & set(item.flags) else offered(item.gpu_name, item.gpu_memory, item.instance_name)
+        device = (
+            None
+            if BOUND_FLAGS & set(item.flags)
+            else offered(item.gpu_name, item.gpu_memory, item.instance_name)
+        )
         if device is not None:
             kinds = cheapest.setdefault((item.provider, device.name, item.gpu_count), {})
             if item.spot not in kinds or item.price < kinds[item.spot].price:
@@ -51,7 +60,9 @@ def to_prices(items: Iterable[Any], version: str, today: date) -> list[Price]:
             spot_usd_per_hour=kinds[True].price / count if True in kinds else None,
             count=count,
             as_of=today.isoformat(),
-            source=_one_line(f"gpuhunt {version}, {kinds[False].instance_name} in {kinds[False].location}"),
+            source=_one_line(
+                f"gpuhunt {version}, {kinds[False].instance_name} in {kinds[False].location}"
+            ),
         )
         for (provider, name, count), kinds in cheapest.items()
         if False in kinds
@@ -67,7 +78,9 @@ def offered(gpu_name: str, memory_gb: float, instance: str) -> DeviceSpec | None
     """
     if found := match_device(instance, memory_gb):
         return found
-    name = re.sub(r"^rtx(pro)?(?=\d)", lambda match: "rtx-pro-" if match[1] else "rtx-", gpu_name.lower())
+    name = re.sub(
+        r"^rtx(pro)?(?=\d)", lambda match: "rtx-pro-" if match[1] else "rtx-", gpu_name.lower()
+    )
     name = re.sub(r"(?<=\d)(?=(?:ada|nvl|ti|super|tisuper)$)|(?<=\dti)(?=super$)", "-", name)
     form = re.search(r"(?<![a-z0-9])(pcie|sxm\d?)(?![a-z0-9])", instance.lower())
     if form and (found := match_device(f"{name}-{form[1]}", memory_gb)):

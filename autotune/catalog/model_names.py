@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 # Organisations that publish copies of others' models under their names.
-MIRRORS = frozenset({"ai-modelscope", "llm-research", "mistral-community", "nousresearch", "unsloth"})
+MIRRORS = frozenset(
+    {"ai-modelscope", "llm-research", "mistral-community", "nousresearch", "unsloth"}
+)
 # Organisations that have changed their names, and those whose models lie with two.
 _SAME = ({"cohereforai", "coherelabs"}, {"thudm", "zai-org"}, {"codellama", "meta-llama"})
 
@@ -36,13 +38,17 @@ class ModelNames:
         self.exact: dict[str, int] = {}
         self._organisations: list[set[str]] = []
         self._last: dict[str, set[int]] = {}  # by the part behind the slash
-        self._plain: dict[str, set[int]] = {}  # by that part without what says how a model was tuned
+        self._plain: dict[
+            str, set[int]
+        ] = {}  # by that part without what says how a model was tuned
         for number, row in enumerate(rows):
             organisations: set[str] = set()
             for name in (row["name"].lower(), *map(str.lower, row["aliases"])):
                 self.exact[name] = number
                 organisation, _, last = name.rpartition("/")
-                organisations |= {organisation}.union(*(same for same in _SAME if organisation in same))
+                organisations |= {organisation}.union(
+                    *(same for same in _SAME if organisation in same)
+                )
                 self._last.setdefault(_without_maker(last), set()).add(number)
                 self._plain.setdefault(_plain(last), set()).add(number)
             self._organisations.append(organisations)
@@ -56,7 +62,10 @@ class ModelNames:
             return Match(self.exact[name.lower()], name if "/" in name else None)
         plainer = _QUANTISED.sub("", name)
         organisation, _, last = plainer.lower().rpartition("/")
-        stages = [*((part, self._last) for part in _shortened(_without_maker(last))), (_plain(last), self._plain)]
+        stages = [
+            *((part, self._last) for part in _shortened(_without_maker(last))),
+            (_plain(last), self._plain),
+        ]
         for part, index in stages:
             rows = index.get(part, set())
             if len(rows) == 1:

@@ -76,9 +76,20 @@ class Sizes:
         """The (in, out) of each matrix of a layer, by its name."""
         hidden, inner, queries, keys = self.hidden, self.intermediate, self.queries, self.keys
         out, down = {"o_proj": (queries, hidden)}, {"down_proj": (inner, hidden)}
-        if self.family == "phi3":  # queries, keys and values in one matrix, both halves of the MLP in another
-            return {"qkv_proj": (hidden, queries + 2 * keys)} | out | {"gate_up_proj": (hidden, 2 * inner)} | down
-        attention = {"q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys)} | out
+        if (
+            self.family == "phi3"
+        ):  # queries, keys and values in one matrix, both halves of the MLP in another
+            return (
+                {"qkv_proj": (hidden, queries + 2 * keys)}
+                | out
+                | {"gate_up_proj": (hidden, 2 * inner)}
+                | down
+            )
+        attention = {
+            "q_proj": (hidden, queries),
+            "k_proj": (hidden, keys),
+            "v_proj": (hidden, keys),
+        } | out
         return attention | {"gate_proj": (hidden, inner), "up_proj": (hidden, inner)} | down
 
     @functools.cached_property

@@ -35,7 +35,9 @@ _NOT_SHAPE = frozenset(
 )
 
 # Heads with losses of their own, by the end of a class's name.
-_OTHER_HEADS = re.compile(r"(For\w*Classification|ForQuestionAnswering|ForMultipleChoice|ForMaskedLM|RewardModel)$")
+_OTHER_HEADS = re.compile(
+    r"(For\w*Classification|ForQuestionAnswering|ForMultipleChoice|ForMaskedLM|RewardModel)$"
+)
 
 _PARTS = ("text_config", "vision_config", "audio_config")  # of models that take more than text
 
@@ -64,7 +66,9 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.config.get("model_type"), str) or not self.config["model_type"]:
-            raise UsageError(f"the config of {self.name} has no model_type", remedy="add it, for example llama")
+            raise UsageError(
+                f"the config of {self.name} has no model_type", remedy="add it, for example llama"
+            )
         for keys in (_LAYERS, _HIDDEN, _VOCAB):
             if self.size(*keys) is None:
                 raise UsageError(
@@ -88,7 +92,9 @@ class ModelSpec:
     def size(self, *keys: str) -> int | None:
         """The first of these keys that holds a size, a positive integer that can be; text_config goes first."""
         text = self.config.get("text_config")
-        for value in (part.get(key) for part in (text, self.config) if isinstance(part, dict) for key in keys):
+        for value in (
+            part.get(key) for part in (text, self.config) if isinstance(part, dict) for key in keys
+        ):
             if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_SIZE:
                 return value
         return None
@@ -143,7 +149,11 @@ class ModelSpec:
 
     def flops_per_token(self, method: str, seq_len: int) -> float | None:
         """Necessary FLOPs a trained token; see the function of this name."""
-        return None if self.params is None else flops_per_token(self.config, self.params, method, seq_len)
+        return (
+            None
+            if self.params is None
+            else flops_per_token(self.config, self.params, method, seq_len)
+        )
 
 
 def list_models() -> tuple[ModelSpec, ...]:
@@ -161,7 +171,11 @@ def resolve_model(name: str) -> ModelSpec:
     known = _names().exact
     if name.lower() in known:
         spec = _spec(_rows()[known[name.lower()]])
-        return spec if "/" not in name or name.lower() == spec.name.lower() else replace(spec, name=name, aliases=())
+        return (
+            spec
+            if "/" not in name or name.lower() == spec.name.lower()
+            else replace(spec, name=name, aliases=())
+        )
     path = os.path.expanduser(name)
     if name and os.path.isdir(path):
         return _from_directory(Path(path).resolve())
@@ -194,7 +208,9 @@ def _names() -> ModelNames:
 
 
 def _spec(row: dict[str, Any]) -> ModelSpec:
-    return ModelSpec(**{**row, "aliases": tuple(row["aliases"]), "config": copy.deepcopy(row["config"])})
+    return ModelSpec(
+        **{**row, "aliases": tuple(row["aliases"]), "config": copy.deepcopy(row["config"])}
+    )
 
 
 def _from_directory(path: Path) -> ModelSpec:
@@ -252,7 +268,9 @@ def _read_config(path: Path, shown: str | None = None) -> dict[str, Any]:
     shown = shown or str(path)
     _refuse_unsupported(config, shown)
     if sees_images(config):
-        defaults = load_data("autotune.catalog", "data/models")["text_defaults"].get(config["model_type"])
+        defaults = load_data("autotune.catalog", "data/models")["text_defaults"].get(
+            config["model_type"]
+        )
         if defaults is not None and isinstance(text := config.get("text_config"), dict):
             config = config | {"text_config": defaults | text}
     shape: dict[str, Any] = _shape_of(config)
@@ -266,12 +284,17 @@ def _read_object(path: Path, shown: str | None = None) -> dict[str, Any]:
         config = json.loads(read_regular(path), parse_constant=lambda name: {"__float__": name})
     except OSError as error:
         raise UsageError(
-            f"cannot read {shown}: {error.strerror or error}", remedy="pass a directory with a config.json"
+            f"cannot read {shown}: {error.strerror or error}",
+            remedy="pass a directory with a config.json",
         ) from None
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{shown} is not valid JSON: {error}", remedy="download it again") from None
+        raise UsageError(
+            f"{shown} is not valid JSON: {error}", remedy="download it again"
+        ) from None
     if not isinstance(config, dict):
-        raise UsageError(f"{shown} is not a JSON object", remedy="pass the config.json of a transformers model")
+        raise UsageError(
+            f"{shown} is not a JSON object", remedy="pass the config.json of a transformers model"
+        )
     return config
 
 
@@ -287,7 +310,11 @@ def _refuse_unsupported(config: dict[str, Any], shown: str) -> None:
             remedy="pass the unquantised model; the knob `quantization` quantises it",
         )
     named = config.get("architectures")
-    others = [name for name in named if _OTHER_HEADS.search(str(name))] if isinstance(named, list) else []
+    others = (
+        [name for name in named if _OTHER_HEADS.search(str(name))]
+        if isinstance(named, list)
+        else []
+    )
     if others:
         raise UsageError(
             f"{shown} is of a {others[0]}, whose head no probe trains: trainings begin with causal language models",
@@ -295,7 +322,9 @@ def _refuse_unsupported(config: dict[str, Any], shown: str) -> None:
             "or remove architectures from a local copy",
         )
     if config.get("is_encoder_decoder") is True:
-        raise UsageError(f"{shown} is of an encoder-decoder model", remedy="pass a causal language model")
+        raise UsageError(
+            f"{shown} is of an encoder-decoder model", remedy="pass a causal language model"
+        )
     parts = [name for name in _PARTS if isinstance(config.get(name), dict)]
     if parts and not (sees_images(config) and "vision_config" in parts):
         raise UsageError(
@@ -322,7 +351,9 @@ def _paths(config: dict[str, Any], within: str = "") -> Iterator[str]:
 def _shape_of(value: Any) -> Any:
     """`value` without private keys and those of `_NOT_SHAPE`, at every depth."""
     if isinstance(value, dict):
-        kept = {key for key in value if key == "__float__" or (key[:1] != "_" and key not in _NOT_SHAPE)}
+        kept = {
+            key for key in value if key == "__float__" or (key[:1] != "_" and key not in _NOT_SHAPE)
+        }
         return {key: _shape_of(item) for key, item in value.items() if key in kept}
     return value
 
@@ -355,7 +386,9 @@ def flops_per_token(config: dict[str, Any], params: int, method: str, seq_len: i
     hidden = config.get("hidden_size") or config["n_embd"]
     head_dim = config.get("head_dim") or hidden // heads
     context = sum(_mean_context(seq_len, window) for window in _windows(config))
-    return float(FLOPS_PER_PARAMETER[method] * _multiplied(config, params) + 12 * context * heads * head_dim)
+    return float(
+        FLOPS_PER_PARAMETER[method] * _multiplied(config, params) + 12 * context * heads * head_dim
+    )
 
 
 def _multiplied(config: dict[str, Any], params: int) -> int:
@@ -366,10 +399,14 @@ def _multiplied(config: dict[str, Any], params: int) -> int:
     if family == "gpt2":
         params -= config["n_positions"] * config["n_embd"]
     if family == "mixtral":
-        params -= _idle(config, config["num_hidden_layers"], "num_local_experts", "intermediate_size")
+        params -= _idle(
+            config, config["num_hidden_layers"], "num_local_experts", "intermediate_size"
+        )
     if family == "qwen3_moe":
         step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-        layers = [i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0]
+        layers = [
+            i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0
+        ]
         params -= _idle(config, len(layers), "num_experts", "moe_intermediate_size")
     return params
 

@@ -42,13 +42,20 @@ def is_own(name: str) -> bool:
 
 def own_row(name: str) -> dict[str, Any]:
     """The row that a card of the user's own has, with the keys of `data/gpus.yaml`. Raises UsageError."""
-    row = _row_of_text(name) if "=" in name else _row_of_file(Path(os.path.expanduser(name.strip())))
+    row = (
+        _row_of_text(name) if "=" in name else _row_of_file(Path(os.path.expanduser(name.strip())))
+    )
     memory = row.pop("memory")
-    return row | {"marketed_gb": row["marketed_gb"] or memory, "source": row["source"] or "given by --gpu"}
+    return row | {
+        "marketed_gb": row["marketed_gb"] or memory,
+        "source": row["source"] or "given by --gpu",
+    }
 
 
 def _row_of_file(path: Path) -> dict[str, Any]:
-    lines = (line for line in read_user_text(path).splitlines() if line.strip()[:1] not in ("", "#"))
+    lines = (
+        line for line in read_user_text(path).splitlines() if line.strip()[:1] not in ("", "#")
+    )
     listed = next((line for line in lines if not line.startswith("---")), "").startswith("-")
     read: Any = read_user_yaml(path, _file_model(listed)).model_dump()
     row: dict[str, Any] = read[0] if listed else read
@@ -62,8 +69,12 @@ def _row_of_text(text: str) -> dict[str, Any]:
     for part in filter(None, map(str.strip, text.split(","))):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or key in given:
-            problem = f"{key} is given twice" if equals else f"{part!r} is not of the form key=value"
-            raise UsageError(f"--gpu {printable(text)}: {problem}", remedy=f"for example --gpu {EXAMPLE}")
+            problem = (
+                f"{key} is given twice" if equals else f"{part!r} is not of the form key=value"
+            )
+            raise UsageError(
+                f"--gpu {printable(text)}: {problem}", remedy=f"for example --gpu {EXAMPLE}"
+            )
         given[key] = value
     try:
         row: dict[str, Any] = _row_model().model_validate_strings(given).model_dump()
@@ -97,7 +108,9 @@ def _row_model() -> "type[BaseModel]":
     from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
     size = Annotated[float | None, Field(gt=0, le=MAX_SIZE)]
-    text = Annotated[str | None, Field(min_length=1, max_length=300, pattern=r"^[^\x00-\x1f\x7f-\x9f]+\z")]
+    text = Annotated[
+        str | None, Field(min_length=1, max_length=300, pattern=r"^[^\x00-\x1f\x7f-\x9f]+\z")
+    ]
 
     def as_text(value: Any) -> Any:
         """YAML reads 8.9 as a number, and 2026-11-24 as a date."""
@@ -119,17 +132,22 @@ def _row_model() -> "type[BaseModel]":
         fp32_tflops: size = None
         vendor: Literal["nvidia", "amd"] = "nvidia"
         arch: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,29}\z")] = "unknown"
-        compute_capability: Annotated[str | None, BeforeValidator(as_text), Field(pattern=r"^[0-9]{1,2}\.[0-9]\z")] = (
-            None
-        )
-        nvml_names: Annotated[list[Annotated[str, Field(min_length=1, max_length=100)]], Field(max_length=8)] = []
+        compute_capability: Annotated[
+            str | None, BeforeValidator(as_text), Field(pattern=r"^[0-9]{1,2}\.[0-9]\z")
+        ] = None
+        nvml_names: Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=100)]], Field(max_length=8)
+        ] = []
         aliases: Annotated[list[str], Field(max_length=0)] = []
         as_of: Annotated[text, BeforeValidator(as_text)] = None
         source: text = None
 
         @model_validator(mode="after")
         def _is_enough(self) -> Self:
-            if sum(size is not None for size in (self.memory, self.marketed_gb, self.memory_mib)) != 1:
+            if (
+                sum(size is not None for size in (self.memory, self.marketed_gb, self.memory_mib))
+                != 1
+            ):
                 raise ValueError(
                     "say how much memory the card has, once: memory (GB, as it is sold), or memory_mib (the total that "
                     "nvidia-smi prints)"

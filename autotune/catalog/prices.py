@@ -49,7 +49,9 @@ class Price:
         """The price of as many times these GPUs together, for what takes them all."""
         spot = self.spot_usd_per_hour
         together = number * self.usd_per_hour
-        return replace(self, usd_per_hour=together, spot_usd_per_hour=None if spot is None else number * spot)
+        return replace(
+            self, usd_per_hour=together, spot_usd_per_hour=None if spot is None else number * spot
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +103,11 @@ def find_price(device: str, own: Sequence[Price] = ()) -> Price | None:
 def find_spot(device: str, own: Sequence[Price] = ()) -> Price | None:
     """The row with the cheapest spot price of `device`, of the user's own if one has any; None where none is known."""
     for prices in (own, list_prices()):
-        rows = [price for price in prices if price.device == device and price.spot_usd_per_hour is not None]
+        rows = [
+            price
+            for price in prices
+            if price.device == device and price.spot_usd_per_hour is not None
+        ]
         if rows:
             return min(rows, key=lambda price: price.spot_usd_per_hour or 0.0)
     return None
@@ -133,7 +139,11 @@ def age(as_of: str | None, today: date) -> str:
         return f"{_number(days, 'day')} old" if days else "of today"
     if not months:
         return "of this month" if month else "of this year"
-    return f"{_number(months, 'month')} old" if month and months < 24 else f"{_number(months // 12, 'year')} old"
+    return (
+        f"{_number(months, 'month')} old"
+        if month and months < 24
+        else f"{_number(months // 12, 'year')} old"
+    )
 
 
 def describe_price(price: Price | None, today: date) -> str:
@@ -144,14 +154,18 @@ def describe_price(price: Price | None, today: date) -> str:
         return f"{fmt_usd(price.usd_per_hour)}/h, an example and no market price"
     part = f", 1/{price.count} of an instance of {price.count}" if price.count > 1 else ""
     doubt = "" if price.quotable else ", a reference and not a quote"
-    return f"{fmt_usd(price.usd_per_hour)}/h, {price.provider}, {age(price.as_of, today)}{part}{doubt}"
+    return (
+        f"{fmt_usd(price.usd_per_hour)}/h, {price.provider}, {age(price.as_of, today)}{part}{doubt}"
+    )
 
 
 def _parts(as_of: str) -> tuple[int, int | None, int | None]:
     """Year, month and day of 2026-11-01, 2026-11 or 2026. Raises ValueError on anything else."""
     match = re.fullmatch(r"([0-9]{4})(?:-([0-9]{2})(?:-([0-9]{2}))?)?", as_of)
     if match is None:
-        raise ValueError(f"a date is a day, a month or a year, like 2026-11-01 or 2026, not {as_of[:40]!r}")
+        raise ValueError(
+            f"a date is a day, a month or a year, like 2026-11-01 or 2026, not {as_of[:40]!r}"
+        )
     year, (month, day) = int(match[1]), (int(part) if part else None for part in match.groups()[1:])
     date(year, month or 1, day or 1)  # or it raises
     return year, month, day

@@ -24,11 +24,35 @@ ALWAYS_SET = {
     "PYTHONUNBUFFERED": "1",
 }
 PASSED_ON = (
-    *("PATH", "HOME", "USER", "LANG", "TMPDIR", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH", "CC", "CXX"),
+    *(
+        "PATH",
+        "HOME",
+        "USER",
+        "LANG",
+        "TMPDIR",
+        "TZ",
+        "VIRTUAL_ENV",
+        "PYTHONPATH",
+        "LD_LIBRARY_PATH",
+        "CC",
+        "CXX",
+    ),
     "AUTOTUNE_INJECT",
 )
 PASSED_ON_PREFIXES = (
-    *("LC_", "CUDA_", "NVIDIA_", "NCCL_", "TORCH", "TRITON_", "OMP_", "MKL_", "XDG_CACHE", "HF_HOME", "HF_HUB_"),
+    *(
+        "LC_",
+        "CUDA_",
+        "NVIDIA_",
+        "NCCL_",
+        "TORCH",
+        "TRITON_",
+        "OMP_",
+        "MKL_",
+        "XDG_CACHE",
+        "HF_HOME",
+        "HF_HUB_",
+    ),
     *("WANDB_", "MLFLOW_", "TRACKIO_", "TENSORBOARD_"),
 )
 SECRET_NAME = re.compile("TOKEN|KEY|SECRET|CREDENTIAL|PASS", re.IGNORECASE)

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="BaseModel")
 
 MAX_BYTES = 2**20  # of a configuration
-MAX_VALUES = 10_000  # of a user's file, its aliases written out; the shipped ones have fewer than a hundred
+MAX_VALUES = (
+    10_000  # of a user's file, its aliases written out; the shipped ones have fewer than a hundred
+)
 
 
 def load_yaml(text: str) -> Any:
@@ -31,7 +33,12 @@ def load_yaml(text: str) -> Any:
     try:
         # CSafeLoader is SafeLoader over libyaml: the same restricted set of types.
         return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
-    except (AttributeError, IndexError, KeyError, TypeError):  # PyYAML's own, of tags such as `!!bool maybe`
+    except (
+        AttributeError,
+        IndexError,
+        KeyError,
+        TypeError,
+    ):  # PyYAML's own, of tags such as `!!bool maybe`
         raise yaml.YAMLError("a value is not of its tag") from None
 
 
@@ -84,7 +91,9 @@ def refuse_special_files(directory: Path) -> None:
     """Raises UsageError if a directory holds a pipe, a socket or a device, on which a library may wait for ever."""
     for path in directory.glob("*"):
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise UsageError(f"{path} is not a regular file", remedy="remove it, or name another directory")
+            raise UsageError(
+                f"{path} is not a regular file", remedy="remove it, or name another directory"
+            )
 
 
 def read_user_yaml(path: Path, model: type[M]) -> M:
@@ -102,10 +111,14 @@ def read_user_yaml(path: Path, model: type[M]) -> M:
             raise ValueError(f"more than {MAX_VALUES:,} values, with its aliases written out")
         data = load_yaml(text)
     except RecursionError:
-        raise UsageError(f"{path}: not valid YAML: nested too deeply", remedy="check the file") from None
+        raise UsageError(
+            f"{path}: not valid YAML: nested too deeply", remedy="check the file"
+        ) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise UsageError(f"{path}:{line}: not valid YAML: {error.reason}", remedy="fix that line") from None
+        raise UsageError(
+            f"{path}:{line}: not valid YAML: {error.reason}", remedy="fix that line"
+        ) from None
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -139,7 +152,9 @@ def _num_values(node: Any, known: dict[int, int]) -> int:
         for key, value in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 if (key.tag, key.value) in names:
-                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} stands twice", problem_mark=key.start_mark)
+                    raise yaml.MarkedYAMLError(
+                        problem=f"{key.value!r} stands twice", problem_mark=key.start_mark
+                    )
                 names.add((key.tag, key.value))
             children += [key, value]
     elif isinstance(node, yaml.SequenceNode):
@@ -186,7 +201,12 @@ def write_atomic(path: Path, text: str, *, executable: bool = False) -> None:
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(temporary, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            with open(
+                temporary,
+                "x",
+                encoding="utf-8",
+                opener=lambda name, flags: os.open(name, flags, mode),
+            ) as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())

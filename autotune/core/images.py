@@ -48,8 +48,16 @@ def sees_images(config: Mapping[str, Any]) -> bool:
 def parse_size(text: str) -> tuple[int, int]:
     """'896x672' -> (896, 672): width and height in pixels. Raises UsageError for any other text."""
     width, _, height = text.lower().partition("x")
-    if not (width.isdecimal() and height.isdecimal() and 0 < int(width) < 10**5 and 0 < int(height) < 10**5):
-        raise UsageError(f"an image of {text!r} is not possible", remedy="give width and height in pixels, as 896x672")
+    if not (
+        width.isdecimal()
+        and height.isdecimal()
+        and 0 < int(width) < 10**5
+        and 0 < int(height) < 10**5
+    ):
+        raise UsageError(
+            f"an image of {text!r} is not possible",
+            remedy="give width and height in pixels, as 896x672",
+        )
     return int(width), int(height)
 
 
@@ -63,7 +71,8 @@ def picture_of(
     """
     if not sees_images(config):
         raise UsageError(
-            f"images of {config.get('model_type')} models cannot be computed", remedy=f"take {', '.join(_RULES)}"
+            f"images of {config.get('model_type')} models cannot be computed",
+            remedy=f"take {', '.join(_RULES)}",
         )
     try:
         return _RULES[config["model_type"]](config, width, height, processor or {})
@@ -74,7 +83,9 @@ def picture_of(
         ) from None
 
 
-def _patches(config: Mapping[str, Any], width: int, height: int, processor: Mapping[str, Any]) -> Picture:
+def _patches(
+    config: Mapping[str, Any], width: int, height: int, processor: Mapping[str, Any]
+) -> Picture:
     """Qwen2.5-VL: patches of the image, scaled to a multiple of merged patches and between two numbers of pixels."""
     vision = config["vision_config"]
     patch, merge, frames = vision.get("patch_size", 14), vision.get("spatial_merge_size", 2), 2
@@ -90,7 +101,10 @@ def _patches(config: Mapping[str, Any], width: int, height: int, processor: Mapp
     rows, columns = round(height / side), round(width / side)
     if rows * columns * side**2 > most:
         scale = math.sqrt(height * width / most)
-        rows, columns = max(1, math.floor(height / scale / side)), max(1, math.floor(width / scale / side))
+        rows, columns = (
+            max(1, math.floor(height / scale / side)),
+            max(1, math.floor(width / scale / side)),
+        )
     elif rows * columns * side**2 < least:
         scale = math.sqrt(least / (height * width))
         rows, columns = math.ceil(height * scale / side), math.ceil(width * scale / side)
@@ -99,21 +113,29 @@ def _patches(config: Mapping[str, Any], width: int, height: int, processor: Mapp
     return Picture(tokens=rows * columns, beside=2, pixels=(math.prod(grid), values), grid=grid)
 
 
-def _square(config: Mapping[str, Any], width: int, height: int, processor: Mapping[str, Any]) -> Picture:
+def _square(
+    config: Mapping[str, Any], width: int, height: int, processor: Mapping[str, Any]
+) -> Picture:
     """Gemma 3: every image is scaled to one square, with a line break and a mark at either end."""
     if processor.get("do_pan_and_scan"):
-        raise UsageError("do_pan_and_scan is not computed", remedy="set it to false in preprocessor_config.json")
+        raise UsageError(
+            "do_pan_and_scan is not computed", remedy="set it to false in preprocessor_config.json"
+        )
     vision = config["vision_config"]
     side = vision["image_size"]
     pixels = (1, vision.get("num_channels", 3), side, side)
     return Picture(tokens=config.get("mm_tokens_per_image", 256), beside=4, pixels=pixels)
 
 
-def _tiles(config: Mapping[str, Any], width: int, height: int, processor: Mapping[str, Any]) -> Picture:
+def _tiles(
+    config: Mapping[str, Any], width: int, height: int, processor: Mapping[str, Any]
+) -> Picture:
     """SmolVLM and Idefics 3: square tiles of the scaled image, row by row, and after them all of it in one more."""
     vision = config["vision_config"]
     tile = (processor.get("max_image_size") or {}).get("longest_edge") or vision["image_size"]
-    longest = min((processor.get("size") or {}).get("longest_edge") or TILES_A_SIDE * tile, MOST_SIDE)
+    longest = min(
+        (processor.get("size") or {}).get("longest_edge") or TILES_A_SIDE * tile, MOST_SIDE
+    )
     ratio = width / height
     if width >= height:
         wide, high = longest, _even(int(longest / ratio))
@@ -128,7 +150,9 @@ def _tiles(config: Mapping[str, Any], width: int, height: int, processor: Mappin
     text = config.get("text_config") or {}
     has_tags = (text.get("vocab_size") or 0) - config.get("image_token_id", 0) > 2
     tag = 1 if has_tags else TEXT_TAG
-    beside = number * (1 + tag) + rows + 1  # a mark and a tag before each, a line break after a row, a mark at the end
+    beside = (
+        number * (1 + tag) + rows + 1
+    )  # a mark and a tag before each, a line break after a row, a mark at the end
     pixels = (number, vision.get("num_channels", 3), tile, tile)
     return Picture(tokens=number * each, beside=beside, pixels=pixels)
 

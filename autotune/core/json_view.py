@@ -59,7 +59,9 @@ def under(prefix: str, shown: Keys) -> Keys:
 def _under(prefix: str, path: Any) -> Any:
     if isinstance(path, dict):
         return under(prefix, path)
-    return f"{prefix}.{path}" if isinstance(path, str) else replace(path, path=f"{prefix}.{path.path}")
+    return (
+        f"{prefix}.{path}" if isinstance(path, str) else replace(path, path=f"{prefix}.{path.path}")
+    )
 
 
 def json_data(value: Any) -> Any:
@@ -151,7 +153,11 @@ def _at(value: Any, path: str) -> Any:
 def _model(kind: type) -> Any:
     """The form of a dataclass."""
     shown = _shown(kind)
-    return json_form(_type_at(kind, shown)) if isinstance(shown, str) else _object_form(kind.__name__, kind, shown)
+    return (
+        json_form(_type_at(kind, shown))
+        if isinstance(shown, str)
+        else _object_form(kind.__name__, kind, shown)
+    )
 
 
 def _object_form(name: str, kind: type, shown: Keys) -> Any:
@@ -159,7 +165,8 @@ def _object_form(name: str, kind: type, shown: Keys) -> Any:
 
     only_these = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     forms: dict[str, Any] = {
-        key: (_entry_form(name, kind, key, path), ...) for key, path in _expanded(kind, shown).items()
+        key: (_entry_form(name, kind, key, path), ...)
+        for key, path in _expanded(kind, shown).items()
     }
     return create_model(name, __config__=only_these, **forms)
 

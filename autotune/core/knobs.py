@@ -116,24 +116,36 @@ class KnobSpec:
         if self.form == "checkpointing":
             checkpoint_every(value)
         elif self.form == "integer":
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_INTEGER:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int)
+                or not 1 <= value <= MAX_INTEGER
+            ):
                 raise ValueError(f"{self.name} is a positive integer, not {value!r}")
         elif self.form == "boolean":
             if not isinstance(value, bool):
                 raise ValueError(f"{self.name} is true or false, not {value!r}")
         elif isinstance(value, bool) or not (value in self.choices or self._names_modules(value)):
             or_names = " or names of modules as in q_proj,up_proj" if self.form == "modules" else ""
-            raise ValueError(f"{self.name} is one of {', '.join(map(str, self.choices))}{or_names}, not {value!r}")
+            raise ValueError(
+                f"{self.name} is one of {', '.join(map(str, self.choices))}{or_names}, not {value!r}"
+            )
 
     def _names_modules(self, value: Any) -> bool:
         names = _names_in(value) if self.form == "modules" and isinstance(value, str) else []
-        if not names or not all(map(_MODULE.fullmatch, names)) or {*self.choices, "all_linear"} & set(names):
+        if (
+            not names
+            or not all(map(_MODULE.fullmatch, names))
+            or {*self.choices, "all_linear"} & set(names)
+        ):
             return False
         return len(names) > 1 or bool(_SINGLE.fullmatch(names[0]))
 
     def is_active(self, values: Mapping[str, Any]) -> bool:
         """Whether the knob has an effect with these values of all knobs."""
-        if not self.never_with and not self.active_when:  # most knobs, asked for each of thousands of configurations
+        if (
+            not self.never_with and not self.active_when
+        ):  # most knobs, asked for each of thousands of configurations
             return True
         if any(values[name] == excluded for name, excluded in self.never_with.items()):
             return False
@@ -145,7 +157,8 @@ class KnobSpec:
             return ",".join(sorted(set(_names_in(value))))
         # Most knobs have none, asked for each of thousands of configurations.
         while self.impossible_with and any(
-            _is_among(values[name], excluded) for name, excluded in self.impossible_with.get(value, {}).items()
+            _is_among(values[name], excluded)
+            for name, excluded in self.impossible_with.get(value, {}).items()
         ):
             value = self.choices[self.choices.index(value) + 1]
         return value
@@ -159,7 +172,11 @@ class KnobSpec:
     def speed_rank(self, value: Any) -> Any:
         """A key by which the fastest value sorts first. Equal for all values where no order is known."""
         if self.form == "checkpointing":
-            return -(checkpoint_every(value) or math.inf), -SELECTIVE.get(value, 1.0), value == "offload"
+            return (
+                -(checkpoint_every(value) or math.inf),
+                -SELECTIVE.get(value, 1.0),
+                value == "offload",
+            )
         return self.fastest_first.index(value) if value in self.fastest_first else 0
 
     def memory_rank(self, value: Any) -> Any:
@@ -204,10 +221,16 @@ def checkpoint_every(checkpointing: str) -> int | None:
         return None
     if checkpointing in ("full", "offload"):
         return 1
-    match = re.fullmatch(r"every_([2-9]|[1-9][0-9]{1,3})", checkpointing) if isinstance(checkpointing, str) else None
+    match = (
+        re.fullmatch(r"every_([2-9]|[1-9][0-9]{1,3})", checkpointing)
+        if isinstance(checkpointing, str)
+        else None
+    )
     if match is None:
         names = ", ".join(("none", "full", "offload", *SELECTIVE))
-        raise ValueError(f"checkpointing is {names} or every_K with K of 2 or more, not {checkpointing!r}")
+        raise ValueError(
+            f"checkpointing is {names} or every_K with K of 2 or more, not {checkpointing!r}"
+        )
     return int(match.group(1))
 
 
@@ -238,7 +261,8 @@ def _tuples(value: Any) -> Any:
 
 KNOBS = {
     row["name"]: KnobSpec(
-        **{key: _tuples(value) for key, value in row.items()} | {"affects": frozenset(row["affects"])}
+        **{key: _tuples(value) for key, value in row.items()}
+        | {"affects": frozenset(row["affects"])}
     )
     for row in load_data("autotune.core", "knobs")
 }

@@ -14,6 +14,8 @@ def repetition(kinds: Sequence[Any]) -> tuple[int, int | None]:
         for period in range(1, total + 1):
             prefix = total - period
             is_seen_twice = prefix < length // 2 and prefix + 2 * period <= length
-            if is_seen_twice and all(kinds[at] == kinds[at + period] for at in range(prefix, length - period)):
+            if is_seen_twice and all(
+                kinds[at] == kinds[at + period] for at in range(prefix, length - period)
+            ):
                 return prefix, period
     return 0, None

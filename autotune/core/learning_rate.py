@@ -19,7 +19,9 @@ _BY_TRL = {
 }
 
 
-def default_learning_rate(method: str, objective: Objective = Objective.SFT, params: int | None = None) -> float:
+def default_learning_rate(
+    method: str, objective: Objective = Objective.SFT, params: int | None = None
+) -> float:
     """The usual rate of a method, lora or full, for a model of so many parameters; None counts as few."""
     if (rate := _BY_TRL.get((objective, method))) is not None:
         return rate

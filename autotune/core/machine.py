@@ -10,7 +10,10 @@ from autotune.core.units import MIB, gib
 
 CGROUP = Path("/sys/fs/cgroup")  # version 2; within a container, the limits of the container
 CHUNK_BYTES = 8 * MIB
-WRITTEN_BYTES, AT_MOST_S = 256 * MIB, 3.0  # so much is written, and less to a disk that takes longer
+WRITTEN_BYTES, AT_MOST_S = (
+    256 * MIB,
+    3.0,
+)  # so much is written, and less to a disk that takes longer
 CPUINFO = Path("/proc/cpuinfo")
 # Any of these sets is enough for oneDNN, which torch multiplies bf16 with. Without them a product takes some 200 times
 # as long as in fp32 (measured: 6.8 s for 256 x 1024 by 1024 x 4096 on two cores of an AMD EPYC with AVX2; 0.03 s).
@@ -25,7 +28,9 @@ def processor_name(path: Path = CPUINFO) -> str:
 @functools.cache
 def multiplies_bf16(path: Path = CPUINFO) -> bool:
     """Whether the processor multiplies bf16 about as fast as fp32, by the features it names; False if it names none."""
-    features = set((_cpuinfo(path, "flags") or _cpuinfo(path, "features")).split())  # of x86, of Arm
+    features = set(
+        (_cpuinfo(path, "flags") or _cpuinfo(path, "features")).split()
+    )  # of x86, of Arm
     return any(needed <= features for needed in BF16_FEATURES)
 
 

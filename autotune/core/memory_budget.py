@@ -17,7 +17,9 @@ def memory_limit_gib(cap_gib: float, reserve_fraction: float, *, taken_gib: floa
 
 def nccl_of(parallelism: Parallelism) -> float:
     """What NCCL takes on each GPU: for those that share out a copy, and for those with the same shard."""
-    return sum(nccl_gib(number) for number in (parallelism.num_shards, parallelism.copies) if number > 1)
+    return sum(
+        nccl_gib(number) for number in (parallelism.num_shards, parallelism.copies) if number > 1
+    )
 
 
 def nccl_gib(num_gpus: int) -> float:

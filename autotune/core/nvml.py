@@ -69,7 +69,9 @@ class Nvml:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(card)
             else:
                 uuid = str(card)
-                handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+                handle = pynvml.nvmlDeviceGetHandleByUUID(
+                    uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+                )
             return cls(handle, _quiet(pynvml.nvmlSystemGetDriverVersion))
         except (pynvml.NVMLError, OSError):
             return None
@@ -120,8 +122,12 @@ class Nvml:
             utilization=None if rates is None else rates.gpu / 100,
             power_w=None if power is None else power / 1000,
             energy_j=None if energy is None else energy / 1000,
-            temperature_c=_quiet(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
-            sm_clock_mhz=_quiet(lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)),
+            temperature_c=_quiet(
+                lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
+            ),
+            sm_clock_mhz=_quiet(
+                lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+            ),
             throttle_reasons=tuple(name for bit, name in THROTTLE_REASONS.items() if bits & bit),
         )
 
@@ -130,12 +136,16 @@ class Nvml:
         import pynvml
 
         found = []
-        for process in _quiet(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)) or []:
+        for process in (
+            _quiet(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)) or []
+        ):
             name = None
             with suppress(psutil.Error):
                 name = psutil.Process(process.pid).name()
             used = process.usedGpuMemory
-            found.append(GpuProcess(pid=process.pid, name=name, used_gib=None if used is None else gib(used)))
+            found.append(
+                GpuProcess(pid=process.pid, name=name, used_gib=None if used is None else gib(used))
+            )
         return found
 
 

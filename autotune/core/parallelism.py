@@ -35,7 +35,11 @@ class Parallelism:
     copies: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.num_gpus, bool) or not isinstance(self.num_gpus, int) or self.num_gpus < 1:
+        if (
+            isinstance(self.num_gpus, bool)
+            or not isinstance(self.num_gpus, int)
+            or self.num_gpus < 1
+        ):
             raise ValueError(f"num_gpus is a positive integer, not {self.num_gpus!r}")
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy is one of {', '.join(STRATEGIES)}, not {self.strategy!r}")
@@ -86,7 +90,11 @@ class Parallelism:
 
     def precision(self, config: TrainConfig) -> str:
         """The name of what a configuration computes in under this strategy."""
-        return SHARDED_PRECISION if self.shards and config.precision == "bf16_mixed" else config.precision
+        return (
+            SHARDED_PRECISION
+            if self.shards and config.precision == "bf16_mixed"
+            else config.precision
+        )
 
     def refusal(self, config: TrainConfig) -> str | None:
         """Why this strategy cannot train the configuration; None if it can."""

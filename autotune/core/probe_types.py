@@ -25,7 +25,9 @@ class Outcome(StrEnum):
     REFUSED = "refused"  # predicted not to fit, nothing was launched
     SLOW = "slow"  # pruned: cannot become the best
     TIMEOUT = "timeout"
-    NUMERICS = "numerics"  # loss not finite, exactly 0, or with real weights too far from the reference's
+    NUMERICS = (
+        "numerics"  # loss not finite, exactly 0, or with real weights too far from the reference's
+    )
     CRASH = "crash"
 
 
@@ -119,7 +121,11 @@ class MicroBatch:
     @property
     def digested(self) -> tuple[Any, ...]:
         """What a probe's digest says of it."""
-        images = ([[(one.tokens, one.pixels) for one in row] for row in self.images],) if self.images else ()
+        images = (
+            ([[(one.tokens, one.pixels) for one in row] for row in self.images],)
+            if self.images
+            else ()
+        )
         return (self.rows, self.length, round(self.share, 6), *images)
 
 
@@ -187,7 +193,9 @@ class ProbeRequest:
     def kinds(self) -> tuple[MicroBatch, ...]:
         """The kinds of micro batch to train on; a single one, of full rows, where none were named."""
         config = self.config
-        full = MicroBatch(rows=((config.seq_len,),) * config.micro_batch_size, length=config.seq_len, share=1.0)
+        full = MicroBatch(
+            rows=((config.seq_len,),) * config.micro_batch_size, length=config.seq_len, share=1.0
+        )
         return self.micro_batches or (full,)
 
     @property
@@ -201,7 +209,9 @@ class ProbeRequest:
 
         Where there is a mask, or TRL makes one. Elsewhere such attention is left out (`runtime.patches`).
         """
-        masked = self.config.padding == "masked" or (self.trainer == "trl" and self.config.has_any_length)
+        masked = self.config.padding == "masked" or (
+            self.trainer == "trl" and self.config.has_any_length
+        )
         return masked and len({kind.length for kind in self.kinds}) > 1
 
     @property
@@ -226,7 +236,9 @@ class ProbeRequest:
                 **({} if self.flash else {"flash": False}),
                 **({} if self.vision == "frozen" else {"vision": self.vision}),
                 **({} if self.objective is Objective.SFT else {"objective": self.objective}),
-                **({"kept": "fp8"} if self.config.quantization == "fp8" else {}),  # earlier probes kept 16 bits
+                **(
+                    {"kept": "fp8"} if self.config.quantization == "fp8" else {}
+                ),  # earlier probes kept 16 bits
             }
         )
 
@@ -386,7 +398,9 @@ class Measurement:
     host_waits: bool = False
     kernels: KernelTimes | None = None
     time_error: float = 0.0
-    warm_s: float | None = None  # what the steps before the timed ones take where nothing has to be loaded or compiled
+    warm_s: float | None = (
+        None  # what the steps before the timed ones take where nothing has to be loaded or compiled
+    )
     new_length_s: float | None = None
     row_length: int | None = None  # tokens of the longest rows, padding included
     evaluation_s: float | None = None
@@ -398,7 +412,9 @@ class Measurement:
     peak_allocated_gib: float
     peak_reserved_gib: float  # what must fit under limit_gib
     limit_gib: float  # usable memory less context, headroom and managed memory
-    context_gib: float | None  # CUDA context, kernels, libraries; None where the driver does not show it
+    context_gib: (
+        float | None
+    )  # CUDA context, kernels, libraries; None where the driver does not show it
     managed_gib: float = 0.0  # paged optimizer state, which torch does not count
     in_host_gib: float = 0.0  # what is trained and its optimizer state, where all that lasts waits in the host's memory
     alloc_retries: int = 0
@@ -417,7 +433,12 @@ class Measurement:
     @property
     def checkpoint_gib(self) -> float:
         """The size of a rank's share of a checkpoint: what is trained, adapters or all weights, and optimizer state."""
-        return (self.adapters_gib or self.model_gib) + self.optimizer_gib + self.managed_gib + self.in_host_gib
+        return (
+            (self.adapters_gib or self.model_gib)
+            + self.optimizer_gib
+            + self.managed_gib
+            + self.in_host_gib
+        )
 
     def terms_gib(self, peak_gib: float) -> dict[str, float]:
         """What a peak consists of: weights, adapters, gradients, optimizer state; activations are the rest."""
@@ -505,5 +526,7 @@ class ProbeResult:
     notes: tuple[str, ...] = ()
     log: str | None = None
     started_at: str | None = None  # ISO 8601, UTC
-    node: str | None = None  # host:pid:ticks of the process that asked for it; None of results of earlier versions
+    node: str | None = (
+        None  # host:pid:ticks of the process that asked for it; None of results of earlier versions
+    )
     schema_version: int = SCHEMA_VERSION

@@ -32,7 +32,9 @@ def slug(study: str) -> str:
     plain = re.sub(r"[^a-z0-9._-]+", "-", study.lower()).strip("-.")[:80]
     if plain == study and plain and not re.search(r"-[0-9a-f]{8}$", plain):
         return plain
-    return f"{plain or 'study'}-{hashlib.sha256(study.encode(errors='surrogatepass')).hexdigest()[:8]}"
+    return (
+        f"{plain or 'study'}-{hashlib.sha256(study.encode(errors='surrogatepass')).hexdigest()[:8]}"
+    )
 
 
 def operands(*texts: str) -> list[str]:

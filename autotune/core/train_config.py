@@ -15,7 +15,9 @@ LORA_ALPHA = 32  # at every rank, with which the best learning rate hardly depen
 RSLORA_ALPHA = 8  # divided by the root of rank 16 it is 2, which is LoRA's scale there
 
 # With the default that no other knob changes; with what is no value where there is none.
-_ROWS = tuple((name, knob, knob.default if knob.default_stays else object()) for name, knob in KNOBS.items())
+_ROWS = tuple(
+    (name, knob, knob.default if knob.default_stays else object()) for name, knob in KNOBS.items()
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,9 @@ class TrainConfig:
         # A knob stands after those that decide whether it is active, so one pass is enough.
         values = {name: getattr(self, name) for name in KNOBS}
         for name, knob, staying in _ROWS:
-            if values[name] is staying:  # nearly every value, of each of thousands of configurations
+            if (
+                values[name] is staying
+            ):  # nearly every value, of each of thousands of configurations
                 continue
             if not knob.is_active(values):
                 values[name] = knob.inactive_value
@@ -75,7 +79,9 @@ class TrainConfig:
                 raise ValueError(knob.required)
             else:
                 if values[name] == knob.inactive and knob.inactive not in (None, *knob.choices):
-                    values[name] = knob.choices[0]  # another value of another knob has given it an effect
+                    values[name] = knob.choices[
+                        0
+                    ]  # another value of another knob has given it an effect
                 knob.check(values[name])
                 values[name] = knob.possible(values[name], values)
                 object.__setattr__(self, name, values[name])
@@ -132,7 +138,9 @@ class TrainConfig:
     @property
     def base_dtype(self) -> str:
         """Dtype of the base weights, by torch's name: full fine-tuning trains fp32 weights unless it is pure bf16."""
-        if self.precision == "bf16_pure" or (self.method == "lora" and self.precision == "bf16_mixed"):
+        if self.precision == "bf16_pure" or (
+            self.method == "lora" and self.precision == "bf16_mixed"
+        ):
             return "bfloat16"
         if self.method == "lora" and self.precision == "fp16_mixed":
             return "float16"

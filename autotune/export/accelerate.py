@@ -35,7 +35,9 @@ def export(recipe: Recipe) -> dict[str, str]:
         values |= data["compiled"]
     head = tool_file.texts(data["head"], tool_file.settings_of(recipe, "trl"))
     files = {"accelerate.yaml": sectioned([*summary_lines(recipe), "", *head], [("", values)])}
-    return files | (deepspeed_file(recipe) if config.num_gpus == 1 or config.sharding in ZERO else {})
+    return files | (
+        deepspeed_file(recipe) if config.num_gpus == 1 or config.sharding in ZERO else {}
+    )
 
 
 def deepspeed_file(recipe: Recipe) -> dict[str, str]:
@@ -45,7 +47,10 @@ def deepspeed_file(recipe: Recipe) -> dict[str, str]:
     precisions = {name: {"enabled": mixed == name} for name in ("bf16", "fp16")}
     stage = int(config.sharding[-1]) if config.sharding in ZERO else 2
     layer = Shares.counted(recipe.model, config, recipe.winner.measurement).layer
-    return {"deepspeed.json": json.dumps(deepspeed_settings(stage, round(layer)) | precisions, indent=2) + "\n"}
+    return {
+        "deepspeed.json": json.dumps(deepspeed_settings(stage, round(layer)) | precisions, indent=2)
+        + "\n"
+    }
 
 
 def command(recipe: Recipe) -> str:

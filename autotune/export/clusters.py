@@ -18,17 +18,27 @@ from autotune.core.files import load_data
 from autotune.core.probe_types import Fingerprint
 from autotune.core.text import dashed
 from autotune.core.version import __version__
-from autotune.export.header import allocator, comment, has_published_weights, sectioned, summary_lines
+from autotune.export.header import (
+    allocator,
+    comment,
+    has_published_weights,
+    sectioned,
+    summary_lines,
+)
 from autotune.export.script import runtime_files
 from autotune.study.summary import Recipe
 
 URL = "AUTOTUNE_STORAGE"
 UNPROJECTED_H = 0.5  # hours of a training run that no projection has: start-up, downloads and saves
-STARTING_S = 1800.0  # seconds of a worker's time limit beyond the study's budget: packages, images, a queue
+STARTING_S = (
+    1800.0  # seconds of a worker's time limit beyond the study's budget: packages, images, a queue
+)
 GRACE_S = 120  # seconds from the signal to the end: for a step and a checkpoint, from which the next attempt goes on
 RETRIES = 3  # attempts after a preemption; a run that fails otherwise has a single one
 _MAKER = re.compile(r"^(nvidia-)?(geforce-|tesla-)?")
-_FORM = re.compile(r"-(sxm\d?|pcie|blackwell|server|16gb|40gb|96gb)(?=-|$)")  # and the size that a plain name means
+_FORM = re.compile(
+    r"-(sxm\d?|pcie|blackwell|server|16gb|40gb|96gb)(?=-|$)"
+)  # and the size that a plain name means
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +99,14 @@ def training_job(recipe: Recipe) -> JobSpec:
     name = slug(recipe.study)
     variable, value = allocator(recipe)
     hours = math.ceil(recipe.winner.cost.interval_hours[1] + UNPROJECTED_H)
-    limit = f"{hours} h, the upper end of the projection and {60 * UNPROJECTED_H:.0f} min, rounded up"
+    limit = (
+        f"{hours} h, the upper end of the projection and {60 * UNPROJECTED_H:.0f} min, rounded up"
+    )
     notes = [f"The speed holds for train.py on this card. Time limit: {limit}."]
     if recipe.model.weights:
-        notes.append("The weights are a local directory, which that machine needs too: model in train_config.json.")
+        notes.append(
+            "The weights are a local directory, which that machine needs too: model in train_config.json."
+        )
     elif not has_published_weights(recipe):
         notes.append("There are no published weights of this shape: add --model.")
     return JobSpec(
@@ -111,7 +125,15 @@ def training_job(recipe: Recipe) -> JobSpec:
             "autotune-model": recipe.model.name,
             "autotune-fingerprint": recipe.fingerprint.digest,
         },
-        command=["bash", "/export/launch.sh", "--dataset", "/data/train.jsonl", "--output-dir", "/output", "--resume"],
+        command=[
+            "bash",
+            "/export/launch.sh",
+            "--dataset",
+            "/data/train.jsonl",
+            "--output-dir",
+            "/output",
+            "--resume",
+        ],
         env=[{"name": variable, "value": value}],
         volumes=[
             {"name": "export", "projected": {"sources": _config_maps(name)}},
@@ -126,10 +148,14 @@ def training_job(recipe: Recipe) -> JobSpec:
     )
 
 
-def workers_job(*, study: str, device: DeviceSpec, fingerprint: Fingerprint, budget_s: float, count: int) -> JobSpec:
+def workers_job(
+    *, study: str, device: DeviceSpec, fingerprint: Fingerprint, budget_s: float, count: int
+) -> JobSpec:
     """`count` workers of a study, which end with its budget of `budget_s` seconds; `device` is the card that probes."""
     name = f"{slug(study)[:44].strip('-')}-workers"
-    versions = ", ".join(f"{package} {version}" for package, version in sorted(fingerprint.packages.items()))
+    versions = ", ".join(
+        f"{package} {version}" for package, version in sorted(fingerprint.packages.items())
+    )
     argument = f"--study={study}"
     return JobSpec(
         use="worker",
@@ -211,7 +237,9 @@ def _skypilot(job: JobSpec) -> str:
     """A task in the fields of SkyPilot 0.14, for one worker: all nodes of a task end with the first."""
     gpu = {"accelerators": f"{sky_gpu(job.device)}:{job.gpus}"} if job.device.kind != "cpu" else {}
     recovery = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [PREEMPTED]}
-    workdir = {"workdir": "."} if job.count is None else {}  # a training run needs the other exported files
+    workdir = (
+        {"workdir": "."} if job.count is None else {}
+    )  # a training run needs the other exported files
     values = {
         "name": job.name,
         **workdir,
@@ -250,7 +278,11 @@ exit "$code"
 """
 
 
-SYSTEMS: dict[str, Callable[[JobSpec], str]] = {"kubernetes": _kubernetes, "skypilot": _skypilot, "slurm": _slurm}
+SYSTEMS: dict[str, Callable[[JobSpec], str]] = {
+    "kubernetes": _kubernetes,
+    "skypilot": _skypilot,
+    "slurm": _slurm,
+}
 
 
 def slug(name: str) -> str:
@@ -263,29 +295,40 @@ def gpu_product(device: DeviceSpec, fingerprint: Fingerprint) -> str | None:
     """The card as GPU feature discovery labels it: the driver's name with dashes for blanks. None if not NVIDIA's."""
     if device.vendor != "nvidia":
         return None
-    name = device.nvml_names[0] if device.nvml_names else fingerprint.device  # uncatalogued: the card of the study
+    name = (
+        device.nvml_names[0] if device.nvml_names else fingerprint.device
+    )  # uncatalogued: the card of the study
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:63].strip("-_.")
 
 
 def sky_gpu(device: DeviceSpec) -> str:
     """The name in SkyPilot's catalogue: A100-80GB, H200, RTX6000-Ada. It leaves out variants that clouds name apart."""
-    name = re.sub("^(rtx-[0-9].*)-[0-9]+gb$", r"\1", _MAKER.sub("", _FORM.sub("", device.name)))  # of GeForce cards
+    name = re.sub(
+        "^(rtx-[0-9].*)-[0-9]+gb$", r"\1", _MAKER.sub("", _FORM.sub("", device.name))
+    )  # of GeForce cards
     name = re.sub("^rtx-(?:(pro)-)?", r"rtx\1", name)
     return re.sub("-ws$", "-wk", name).upper().replace("-ADA", "-Ada").replace("-MAXQ", "-MaxQ")
 
 
 def slurm_gpu(device: DeviceSpec) -> str:
     """A type as clusters like to name it: a100, h200, rtx_4090."""
-    return re.sub(r"[^a-z0-9]+", "_", re.sub(r"-\d+gb(?=-|$)", "", _MAKER.sub("", _FORM.sub("", device.name))))
+    return re.sub(
+        r"[^a-z0-9]+", "_", re.sub(r"-\d+gb(?=-|$)", "", _MAKER.sub("", _FORM.sub("", device.name)))
+    )
 
 
 def _config_maps(name: str) -> list[dict[str, Any]]:
     """The exported folder from two config maps, each of which can hold the files of one folder alone."""
     files = [path.rpartition("/")[2] for path in runtime_files()]
     runtime = [{"key": file, "path": f"runtime/{file}"} for file in files]
-    return [{"configMap": {"name": name}}, {"configMap": {"name": f"{name}-runtime", "items": runtime}}]
+    return [
+        {"configMap": {"name": name}},
+        {"configMap": {"name": f"{name}-runtime", "items": runtime}},
+    ]
 
 
 def _packages(fingerprint: Fingerprint) -> list[str]:
     """The probed packages as pip takes them, without the build of a version."""
-    return [f"{name}=={version.partition('+')[0]}" for name, version in fingerprint.packages.items()]
+    return [
+        f"{name}=={version.partition('+')[0]}" for name, version in fingerprint.packages.items()
+    ]

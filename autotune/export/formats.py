@@ -42,7 +42,9 @@ def export_all(recipe: Recipe, formats: Iterable[str]) -> dict[str, str]:
     for name in names:
         if obstacle := _obstacle(name, recipe):
             others = (name for name in FORMATS if _obstacle(name, recipe) is None)
-            raise UsageError(f"{name} is not written: {obstacle}", remedy=f"take one of {', '.join(others)}")
+            raise UsageError(
+                f"{name} is not written: {obstacle}", remedy=f"take one of {', '.join(others)}"
+            )
     if recipe.config.num_gpus > 1 and set(BY_ACCELERATE).intersection(names):
         names.append("accelerate")
     files = {file: text for name in names for file, text in FORMATS[name](recipe).items()}
@@ -53,7 +55,10 @@ def export_all(recipe: Recipe, formats: Iterable[str]) -> dict[str, str]:
 
 def _obstacle(name: str, recipe: Recipe) -> str | None:
     """Why a format cannot say what is learned, or how several processes share out the training; None where it can."""
-    for setting, value in (("images", recipe.model.sees_images), ("objective", recipe.workload.objective)):
+    for setting, value in (
+        ("images", recipe.model.sees_images),
+        ("objective", recipe.workload.objective),
+    ):
         if reason := untested(setting, value, "format", name):
             return reason
 
@@ -75,4 +80,6 @@ def require_formats(wanted: Iterable[str], known: Iterable[str]) -> None:
                 remedy="take trl, axolotl or llamafactory",
             )
         if name not in names:
-            raise UsageError(f"there is no format {name!r}", remedy=f"the formats are {', '.join(names)}")
+            raise UsageError(
+                f"there is no format {name!r}", remedy=f"the formats are {', '.join(names)}"
+            )

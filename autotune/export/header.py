@@ -50,7 +50,11 @@ def sectioned(head: Iterable[str], sections: Iterable[tuple[str, dict[str, Any]]
     text = comment(head) + "\n"
     for note, values in sections:
         if values:
-            text += "\n" + (f"{comment([note])}\n" if note else "") + yaml.safe_dump(values, sort_keys=False, width=120)
+            text += (
+                "\n"
+                + (f"{comment([note])}\n" if note else "")
+                + yaml.safe_dump(values, sort_keys=False, width=120)
+            )
     return text
 
 
@@ -96,13 +100,17 @@ def warmup_steps_of(num_steps: int) -> int:
 def save_steps(recipe: Recipe) -> int:
     """Optimizer steps from one checkpoint to the next."""
     winner = recipe.winner
-    return recipe.run_options.steps_between_saves(winner.cost.num_steps, winner.performance.step_time_s)
+    return recipe.run_options.steps_between_saves(
+        winner.cost.num_steps, winner.performance.step_time_s
+    )
 
 
 def eval_steps(recipe: Recipe) -> int:
     """Optimizer steps from one evaluation of the examples that are held out to the next, where any are."""
     winner = recipe.winner
-    return recipe.run_options.steps_between_evaluations(winner.cost.num_steps, winner.performance.step_time_s)
+    return recipe.run_options.steps_between_evaluations(
+        winner.cost.num_steps, winner.performance.step_time_s
+    )
 
 
 def model_source(recipe: Recipe) -> str:

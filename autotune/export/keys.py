@@ -22,7 +22,9 @@ from autotune.study.summary import Recipe
 
 TOOLS = {"trl": "TRL", "axolotl": "Axolotl", "llamafactory": "LLaMA-Factory"}
 
-Entries = dict[str, Any]  # a tool's keys with their values; a dot in a key stands for a mapping inside a mapping
+Entries = dict[
+    str, Any
+]  # a tool's keys with their values; a dot in a key stands for a mapping inside a mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +72,21 @@ def gaps() -> dict[str, list[Entries]]:
 
 def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
     """What rows and gaps refer to: the knobs that have an effect, and what follows from them and from the run."""
-    config, report_to, evaluates = recipe.config, recipe.run_options.report_to, recipe.workload.held_out() > 0
+    config, report_to, evaluates = (
+        recipe.config,
+        recipe.run_options.report_to,
+        recipe.workload.held_out() > 0,
+    )
     attention = attention_of(tool, config)
     modules = target_modules(recipe.model.config["model_type"], config.lora_targets)
-    if modules and config.lora_targets == ALL_LINEAR:  # PEFT refuses some of the layers that tools find
+    if (
+        modules and config.lora_targets == ALL_LINEAR
+    ):  # PEFT refuses some of the layers that tools find
         config = replace(config, lora_targets=",".join(modules))
     if modules and tool == "trl" and len(modules) == 1:
-        modules *= 2  # TRL passes a single name on as a pattern for whole paths, which would match none
+        modules *= (
+            2  # TRL passes a single name on as a pattern for whole paths, which would match none
+        )
     saved = saved_modules(recipe.model.config["model_type"], config.modules_to_save)
     return config.as_dict() | {
         "model": model_source(recipe),
@@ -105,7 +115,9 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         # LLaMA-Factory reads its file with OmegaConf, which fills in what stands in ${...}.
         "run_name": recipe.study.replace("${", "{") if report_to != "none" else None,
         # Where it fills rows, Axolotl does so to multiples of 64.
-        "unusual_seq_len": config.seq_len if config.padding == "max_length" and config.seq_len % 64 else None,
+        "unusual_seq_len": config.seq_len
+        if config.padding == "max_length" and config.seq_len % 64
+        else None,
         "padded_multiple": _padded_multiple(recipe),
         "attention": attention,
         "other_attention": attention != config.attention,
@@ -127,7 +139,9 @@ def _padded_multiple(recipe: Recipe) -> int | None:
     lengths = recipe.workload.padded_lengths(config)
     multiples = [(number, math.ceil(lengths[-1] / number)) for number in range(len(lengths), 0, -1)]
     # A model may have no positions beyond seq_len.
-    return next((multiple for number, multiple in multiples if number * multiple <= config.seq_len), None)
+    return next(
+        (multiple for number, multiple in multiples if number * multiple <= config.seq_len), None
+    )
 
 
 def attention_of(tool: str, config: TrainConfig) -> str:
@@ -137,7 +151,9 @@ def attention_of(tool: str, config: TrainConfig) -> str:
     if config.attention == "eager":
         return "disabled"
     # It refuses flash attention with more than one packed row.
-    can_flash = config.attention == "flash_attention_2" and not (config.packing and config.micro_batch_size > 1)
+    can_flash = config.attention == "flash_attention_2" and not (
+        config.packing and config.micro_batch_size > 1
+    )
     return "fa2" if can_flash else "sdpa"
 
 
@@ -170,9 +186,15 @@ def inexpressible(tool: str, recipe: Recipe) -> list[str]:
 
 def _gap(tool: str, knob: str, value: Any, values: Mapping[str, Any]) -> str:
     if knob in gaps():
-        entries = (entry for entry in gaps()[knob] if tool in entry["tools"] and meets(values, entry["when"]))
+        entries = (
+            entry
+            for entry in gaps()[knob]
+            if tool in entry["tools"] and meets(values, entry["when"])
+        )
         return next((str(entry["reason"]) for entry in entries), "")
-    if value == getattr(TrainConfig(), knob) or any(getattr(row, tool) is not None for row in _rows(knob)):
+    if value == getattr(TrainConfig(), knob) or any(
+        getattr(row, tool) is not None for row in _rows(knob)
+    ):
         return ""
     return f"{TOOLS[tool]} has no key for it"
 
@@ -180,7 +202,8 @@ def _gap(tool: str, knob: str, value: Any, values: Mapping[str, Any]) -> str:
 def meets(values: Mapping[str, Any], conditions: Mapping[str, Any]) -> bool:
     """Whether each value of `conditions` is that in `values`, or lists it."""
     return all(
-        values.get(name) in (wanted if isinstance(wanted, list) else [wanted]) for name, wanted in conditions.items()
+        values.get(name) in (wanted if isinstance(wanted, list) else [wanted])
+        for name, wanted in conditions.items()
     )
 
 

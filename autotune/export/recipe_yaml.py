@@ -27,7 +27,12 @@ def _data(recipe: Recipe) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "study": recipe.study,
-        "model": {"name": model.name, "params": model.params, "weights": model.weights, "config": model.config},
+        "model": {
+            "name": model.name,
+            "params": model.params,
+            "weights": model.weights,
+            "config": model.config,
+        },
         "device": {"name": device.name, "memory_gib": device.memory_gib},
         "workload": workload.facts()
         | {

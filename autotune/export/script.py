@@ -25,7 +25,9 @@ from autotune.study.summary import Recipe
 from autotune.trainer.settings import UNSHARDED_SHARE, RunSettings
 
 SAMPLED = 1024  # lengths that stand for all; with fewer, the longest, which is always there, would be too frequent
-ENCODING = "# -*- coding: utf-8 -*-\n"  # in the first line: the second is then no place for another one
+ENCODING = (
+    "# -*- coding: utf-8 -*-\n"  # in the first line: the second is then no place for another one
+)
 SCRIPT = '''\
 """Fine-tune with exactly the configuration that was measured. For its options: python train.py --help
 
@@ -75,8 +77,12 @@ def settings(recipe: Recipe) -> RunSettings:
     config, workload = recipe.config, recipe.workload
     about = summary_lines(recipe)
     if recipe.trainer != "transformers":
-        about.append("Measured with TRL's SFTTrainer, not with this script: its speed and its peak differ.")
-    one_batch = math.ceil(2 * recipe.shape.examples_per_step) if config.packing else config.micro_batch_size
+        about.append(
+            "Measured with TRL's SFTTrainer, not with this script: its speed and its peak differ."
+        )
+    one_batch = (
+        math.ceil(2 * recipe.shape.examples_per_step) if config.packing else config.micro_batch_size
+    )
     examples = max(recipe.workload.trained, one_batch)  # fewer would be no batch at all
     lengths = sample(recipe, min(SAMPLED, examples))
     lengths = lengths if len(set(lengths)) > 1 else lengths[:1]
@@ -86,7 +92,9 @@ def settings(recipe: Recipe) -> RunSettings:
         model=model_source(recipe),
         has_published_weights=has_published_weights(recipe),
         use_cpu=on_cpu(recipe),
-        model_settings=model_settings(config, recipe.model.config["model_type"], workload.objective, workload.vision),
+        model_settings=model_settings(
+            config, recipe.model.config["model_type"], workload.objective, workload.vision
+        ),
         method=config.method,
         precision=config.precision,
         micro_batch_size=config.micro_batch_size,
@@ -136,7 +144,8 @@ def _images(recipe: Recipe, lengths: list[int]) -> list[list[dict[str, Any]]]:
         return []
     pictured, longest = recipe.workload.pictured, max(lengths)
     return [
-        [asdict(picture) for picture in images_of(pictured, length, largest=length == longest)] for length in lengths
+        [asdict(picture) for picture in images_of(pictured, length, largest=length == longest)]
+        for length in lengths
     ]
 
 
@@ -151,11 +160,17 @@ def _is_larger_than_gpu(recipe: Recipe) -> bool:
 def sample(recipe: Recipe, number: int) -> list[int]:
     """`number` lengths in tokens that represent those of the run, the longest among them: it makes the peak."""
     lengths = recipe.workload.lengths.sample(number, recipe.config.seq_len)
-    lengths[lengths.index(max(lengths))] = min(recipe.workload.lengths.longest, recipe.config.seq_len)
+    lengths[lengths.index(max(lengths))] = min(
+        recipe.workload.lengths.longest, recipe.config.seq_len
+    )
     return lengths
 
 
 def _padded_lengths(recipe: Recipe) -> list[int]:
     """The lengths to the next of which rows are padded, up to seq_len: the data may be longer than was known."""
     lengths = recipe.workload.padded_lengths(recipe.config)
-    return [*lengths, recipe.config.seq_len] if lengths and lengths[-1] < recipe.config.seq_len else list(lengths)
+    return (
+        [*lengths, recipe.config.seq_len]
+        if lengths and lengths[-1] < recipe.config.seq_len
+        else list(lengths)
+    )

@@ -9,7 +9,13 @@ from typing import Any
 
 from autotune.core.files import load_data
 from autotune.export import keys
-from autotune.export.header import environment, has_published_weights, on_cpu, sectioned, summary_lines
+from autotune.export.header import (
+    environment,
+    has_published_weights,
+    on_cpu,
+    sectioned,
+    summary_lines,
+)
 from autotune.study.summary import Recipe
 
 SECTIONS = ("model", "data", "adapters", "batch", "memory", "schedule")
@@ -34,7 +40,9 @@ def export(recipe: Recipe, tool: str) -> dict[str, str]:
         notes = texts([note for note in about["notes"] if note["section"] == name], values)
         with_notes.append((" ".join(notes), keys.write(tool, name, recipe)))
     kinds = about.get("json_files", {}).items()
-    more = {name: json.dumps(of.get(values["form"], of["other"]), indent=2) + "\n" for name, of in kinds}
+    more = {
+        name: json.dumps(of.get(values["form"], of["other"]), indent=2) + "\n" for name, of in kinds
+    }
     return {file_of(recipe, tool): sectioned(head, with_notes), **more}
 
 
@@ -46,7 +54,9 @@ def file_of(recipe: Recipe, tool: str) -> str:
 
 def training_command(recipe: Recipe, tool: str) -> str:
     """The command line that trains by the tool's file."""
-    return texts(load_data("autotune.export", "tools")[tool]["commands"], settings_of(recipe, tool))[-1]
+    return texts(
+        load_data("autotune.export", "tools")[tool]["commands"], settings_of(recipe, tool)
+    )[-1]
 
 
 def settings_of(recipe: Recipe, tool: str) -> dict[str, Any]:
@@ -59,7 +69,11 @@ def settings_of(recipe: Recipe, tool: str) -> dict[str, Any]:
         "probed_transformers": recipe.fingerprint.packages.get("transformers", "another version"),
         "has_published_weights": has_published_weights(recipe),
         "environment": environment(recipe),
-        "place": "on the processor" if on_cpu(recipe) else f"on {num_gpus} GPUs" if num_gpus > 1 else "on one GPU",
+        "place": "on the processor"
+        if on_cpu(recipe)
+        else f"on {num_gpus} GPUs"
+        if num_gpus > 1
+        else "on one GPU",
         "launch_arguments": " ".join(launch_arguments(recipe)),
         "trainer": recipe.trainer,
     }
@@ -67,7 +81,11 @@ def settings_of(recipe: Recipe, tool: str) -> dict[str, Any]:
 
 def texts(items: list[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
     """The texts of the items that apply, filled in."""
-    return [item["text"].format_map(values) for item in items if keys.meets(values, item.get("when", {}))]
+    return [
+        item["text"].format_map(values)
+        for item in items
+        if keys.meets(values, item.get("when", {}))
+    ]
 
 
 def launch_arguments(recipe: Recipe) -> list[str]:

@@ -28,11 +28,19 @@ def export(recipe: Recipe) -> dict[str, str]:
     values: dict[str, Any] = {"training_args.json": _arguments(recipe)}
     built = model_settings(config, recipe.model.config["model_type"])
     if lora := built.lora_arguments():
-        base = {"peft_type": "LORA", "base_model_name_or_path": model_source(recipe), "inference_mode": False}
+        base = {
+            "peft_type": "LORA",
+            "base_model_name_or_path": model_source(recipe),
+            "inference_mode": False,
+        }
         values["adapter_config.json"] = base | lora
     if bitsandbytes := built.bitsandbytes_arguments():
         compute = {"bnb_4bit_compute_dtype": config.base_dtype}
-        values["quantization_config.json"] = {"quant_method": "bitsandbytes", **bitsandbytes, **compute}
+        values["quantization_config.json"] = {
+            "quant_method": "bitsandbytes",
+            **bitsandbytes,
+            **compute,
+        }
     files = {name: json.dumps(value, indent=2) + "\n" for name, value in values.items()}
     files["train_config.json"] = script.settings(recipe).to_json()
     return files | {"transformers_notes.md": _notes(recipe, files)}
@@ -41,7 +49,11 @@ def export(recipe: Recipe) -> dict[str, str]:
 def _arguments(recipe: Recipe) -> dict[str, Any]:
     """Names that transformers 5.3 to 5.23 know: whole warm-up steps, and gradient_checkpointing."""
     sections = ("batch", "memory", "schedule")
-    values = {key: value for section in sections for key, value in keys.write("trl", section, recipe).items()}
+    values = {
+        key: value
+        for section in sections
+        for key, value in keys.write("trl", section, recipe).items()
+    }
     return {name: value for name, value in values.items() if name not in _TRL_ONLY}
 
 

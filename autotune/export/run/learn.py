@@ -82,7 +82,10 @@ def learn(
             say(f"for comparison: {candidate.config.label()}")
             limit_s = time_limit_s(longest, candidate.performance.step_time_s)
             with learner(candidate, f"learning-{candidate.config.digest}") as opened:
-                again = [opened.train(found.learning_rate, longest, seed, limit_s) for seed in range(learning.SEEDS)]
+                again = [
+                    opened.train(found.learning_rate, longest, seed, limit_s)
+                    for seed in range(learning.SEEDS)
+                ]
             compared.append(Compared(config=candidate.config, attempts=tuple(again)))
     return replace(found, others=tuple(compared))
 
@@ -90,8 +93,15 @@ def learn(
 def _rounds(recipe: Recipe, dataset: Path, share: float) -> list[tuple[int, int]]:
     """The rounds of the search. Raises UsageError where there can be none."""
     if reason := impossible(recipe.model, recipe.workload, str(dataset)):
-        raise UsageError(f"nothing can be learned: {reason}", remedy="run the study with --model DIR --dataset FILE")
-    if recipe.config.num_gpus > 1 or recipe.trainer != "transformers" or recipe.workload.objective is not Objective.SFT:
+        raise UsageError(
+            f"nothing can be learned: {reason}",
+            remedy="run the study with --model DIR --dataset FILE",
+        )
+    if (
+        recipe.config.num_gpus > 1
+        or recipe.trainer != "transformers"
+        or recipe.workload.objective is not Objective.SFT
+    ):
         raise UsageError(
             "rates are learned on one GPU, by train.py, for the next token",
             remedy="tune for one GPU with transformers first",
@@ -125,7 +135,9 @@ def _search(
 
     attempts = learning.search(recipe.default_learning_rate, rounds, train)
     if all(attempt.loss is None for attempt in attempts):
-        raise AutotuneError("every training diverged", remedy="read logs/learning.log, and look at the examples")
+        raise AutotuneError(
+            "every training diverged", remedy="read logs/learning.log, and look at the examples"
+        )
     return attempts
 
 
@@ -151,7 +163,9 @@ class Learner:
         )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         assert self._process is not None and self._output is not None
         self._process.kill()
         self._process.communicate()
@@ -160,7 +174,12 @@ class Learner:
     def train(self, rate: float, steps: int, seed: int, limit_s: float) -> Attempt:
         """One training. Raises AutotuneError where the process ends or hangs, and Cancelled."""
         began = time.monotonic()
-        request = {"learning_rate": rate, "warmup_steps": warmup_steps_of(steps), "steps": steps, "seed": seed}
+        request = {
+            "learning_rate": rate,
+            "warmup_steps": warmup_steps_of(steps),
+            "steps": steps,
+            "seed": seed,
+        }
         answer = self._ask(request, began + limit_s)
         return Attempt(
             learning_rate=rate,

@@ -19,7 +19,9 @@ from autotune.core.nvml import visible
 from autotune.export.run import child
 
 ERROR = re.compile(r"(?m)^(?:[\w.]*(?:Error|Exception|Exit)\b|[\w.]+: error: ).*")
-OF_LAUNCHER = "torch.distributed.elastic"  # torchrun says last that a process of it failed, and not why
+OF_LAUNCHER = (
+    "torch.distributed.elastic"  # torchrun says last that a process of it failed, and not why
+)
 START_S = 900.0  # seconds for imports, weights and the first step
 ENDING_S = 10.0  # seconds in which a killed process ends
 SLOWER = 10.0  # a run hangs if it takes this many times the measured seconds
@@ -30,9 +32,18 @@ def time_limit_s(steps: int, step_s: float) -> float:
     return START_S + SLOWER * steps * step_s
 
 
-def command(script: str, arguments: Sequence[str], on_parents_death: signal.Signals = signal.SIGKILL) -> list[str]:
+def command(
+    script: str, arguments: Sequence[str], on_parents_death: signal.Signals = signal.SIGKILL
+) -> list[str]:
     """The command that runs a script (a path to a .py file) or a module; it gets the signal if this process dies."""
-    return [sys.executable, child.__file__, str(int(on_parents_death)), str(os.getpid()), script, *arguments]
+    return [
+        sys.executable,
+        child.__file__,
+        str(int(on_parents_death)),
+        str(os.getpid()),
+        script,
+        *arguments,
+    ]
 
 
 @contextmanager

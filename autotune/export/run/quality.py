@@ -66,7 +66,9 @@ def compare(
         OSError: the disk has no room for the sample.
     """
     first = [recipe.winner, recipe.baseline] if recipe.baseline else [recipe.winner]
-    finalists = list({candidate.config: candidate for candidate in [*first, *others]}.values())[:FINALISTS]
+    finalists = list({candidate.config: candidate for candidate in [*first, *others]}.values())[
+        :FINALISTS
+    ]
     steps = _num_steps(recipe.workload)
     quality = Quality(
         steps=steps,
@@ -76,7 +78,9 @@ def compare(
     )
     learned: list[Learned] = []
     with suppress(Cancelled), scratch_folder(out / ".quality") as scratch:
-        drawn = sample(dataset, split, recipe.workload.lengths.number, quality.trained_on, quality.held_out)
+        drawn = sample(
+            dataset, split, recipe.workload.lengths.number, quality.trained_on, quality.held_out
+        )
         write_files(scratch, {"examples.jsonl": drawn})
         for number, candidate in enumerate(finalists, 1):
             say(f"learning, {number} of {len(finalists)}: {candidate.config.label()}")
@@ -98,7 +102,9 @@ def num_held_out(workload: Workload, most: int = HELD_OUT) -> int:
     return min(most, max(1, round(HELD_OUT_SHARE * workload.lengths.number)))
 
 
-def sample(dataset: Path, split: str | None, number: int, num_trained: int, num_held_out: int) -> str:
+def sample(
+    dataset: Path, split: str | None, number: int, num_trained: int, num_held_out: int
+) -> str:
     """JSON lines of `number` rows: examples to train on, in a random order, then those held out.
 
     Raises UsageError if the dataset has become shorter.
@@ -112,13 +118,24 @@ def sample(dataset: Path, split: str | None, number: int, num_trained: int, num_
                 example = {name: row[name] for name in COLUMNS if row.get(name) is not None}
                 lines[places[index]] = json.dumps(example)
     if "" in lines:
-        raise UsageError(f"{dataset} has fewer rows than at the start", remedy="run again on the whole file")
+        raise UsageError(
+            f"{dataset} has fewer rows than at the start", remedy="run again on the whole file"
+        )
     return "\n".join(lines) + "\n"
 
 
-def _train(candidate: Candidate, quality: Quality, folder: Path, log: Path, should_stop: Callable[[], bool]) -> Learned:
+def _train(
+    candidate: Candidate, quality: Quality, folder: Path, log: Path, should_stop: Callable[[], bool]
+) -> Learned:
     """One finalist's training by the script in `folder`. Raises Cancelled."""
-    arguments = ["--dataset", "../examples.jsonl", "--max-steps", str(quality.steps), "--output-dir", ""]
+    arguments = [
+        "--dataset",
+        "../examples.jsonl",
+        "--max-steps",
+        str(quality.steps),
+        "--output-dir",
+        "",
+    ]
     arguments += ["--held-out", str(quality.held_out), str(quality.tokens)]
     arguments += ["--report-to", "none"]
     limit_s = time_limit_s(quality.steps, candidate.performance.step_time_s)

@@ -73,7 +73,9 @@ class Run:
         self._output = output
         self._fresh = fresh
         pauses = recipe.winner.cost.pauses
-        is_whole = "--dataset" in arguments and "--max-steps" not in arguments  # of others, no pauses were projected
+        is_whole = (
+            "--dataset" in arguments and "--max-steps" not in arguments
+        )  # of others, no pauses were projected
         self._paused_s = pauses.known_s if pauses and is_whole else 0.0
         self._environment = passed_on(os.environ, pass_env)
         self._steps = output / "progress.jsonl"
@@ -87,7 +89,9 @@ class Run:
         self._log_begins = 0
         self.log = output / "train.log"
 
-    def train(self, on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]) -> tuple[int, str]:
+    def train(
+        self, on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]
+    ) -> tuple[int, str]:
         """Run the script to its end, and return its exit code and the last error that it printed.
 
         A stop is passed on to the script once, and waited for until its checkpoint is saved. Raises UsageError if
@@ -119,7 +123,8 @@ class Run:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise UsageError(
-                    f"another run trains in {self._output}, or still saves", remedy="wait, or give another --output-dir"
+                    f"another run trains in {self._output}, or still saves",
+                    remedy="wait, or give another --output-dir",
                 ) from None
             self._restore(log)
             return subprocess.Popen(
@@ -129,7 +134,9 @@ class Run:
                 stderr=log,
                 env=self._environment,
                 start_new_session=True,  # so that only this process passes a Ctrl-C on
-                pass_fds=[lock.fileno()],  # the run holds the lock until it has saved, even if this process dies
+                pass_fds=[
+                    lock.fileno()
+                ],  # the run holds the lock until it has saved, even if this process dies
             )
 
     def _restore(self, log: IO[bytes]) -> None:

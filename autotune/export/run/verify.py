@@ -18,7 +18,13 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, fmt_seconds, gib
 from autotune.export import script, tool_file
 from autotune.export.header import on_cpu
-from autotune.export.run.process import AddedLines, run_exported, scratch_folder, time_limit_s, write_files
+from autotune.export.run.process import (
+    AddedLines,
+    run_exported,
+    scratch_folder,
+    time_limit_s,
+    write_files,
+)
 from autotune.probe.trl_entry import STEPS
 from autotune.problem.run_options import RunOptions
 from autotune.study.summary import Recipe, Verification
@@ -54,12 +60,16 @@ def verify(
         StorageError: the disk has no room for the random weights that `trl sft` reads.
     """
     # Of its run options, it evaluates and saves once, and reports nowhere.
-    recipe = replace(recipe, workload=replace(recipe.workload, eval_share=0.0), run_options=RunOptions())
+    recipe = replace(
+        recipe, workload=replace(recipe.workload, eval_share=0.0), run_options=RunOptions()
+    )
     winner = recipe.winner
     step_s = winner.performance.step_time_s
     form = form or probed_format(recipe)
     file = "train.py" if form == "train" else tool_file.file_of(recipe, form)
-    steps = max(math.ceil(micro_steps / recipe.accumulation), 4 if soak else 2) + 1  # the first warms up
+    steps = (
+        max(math.ceil(micro_steps / recipe.accumulation), 4 if soak else 2) + 1
+    )  # the first warms up
     prediction = Verification(
         config=winner.config,
         micro_steps=(steps - 1) * recipe.accumulation,
@@ -104,13 +114,19 @@ def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
     timed = winner.measurement.kind_s
     if not padded_tokens or len(kinds) != len(timed) or len({kind.length for kind in kinds}) < 2:
         return step_s
-    padded_tokens /= recipe.workload.objective.rows_per_example  # lengths are those of a pair's longer row
+    padded_tokens /= (
+        recipe.workload.objective.rows_per_example
+    )  # lengths are those of a pair's longer row
     mean = sum(kind.share * kind.length for kind in kinds)
     moments = [
         (kind.share * (kind.length - mean) * seconds, kind.share * (kind.length - mean) ** 2)
         for kind, (_, seconds) in zip(kinds, timed, strict=True)
     ]
-    slope = sum(one for one, _ in moments) / sum(square for _, square in moments) / winner.config.micro_batch_size
+    slope = (
+        sum(one for one, _ in moments)
+        / sum(square for _, square in moments)
+        / winner.config.micro_batch_size
+    )
     return step_s + slope * (padded_tokens - shape.tokens_per_step / shape.world_size)
 
 
@@ -165,7 +181,9 @@ def straining_lengths(config: TrainConfig) -> list[int]:
     return lengths
 
 
-def _run_train(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None, run: Run) -> dict[str, Any] | str:
+def _run_train(
+    recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None, run: Run
+) -> dict[str, Any] | str:
     write_files(folder, script.export(recipe))
     config, longest = recipe.config, recipe.workload.longest_row(recipe.config)
     arguments = ["--random-weights", "--max-steps", str(steps), "--held-out", "1", str(longest)]
@@ -176,7 +194,9 @@ def _run_train(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | No
     return run(arguments, num_gpus=config.num_gpus)
 
 
-def _run_trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None, run: Run) -> dict[str, Any] | str:
+def _run_trl(
+    recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None, run: Run
+) -> dict[str, Any] | str:
     """Run TRL's own script with a clock through accelerate's launcher, as `trl sft` runs it."""
     config, objective = recipe.config, recipe.workload.objective
     _check_room(recipe, folder)
@@ -195,7 +215,9 @@ def _run_trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None
     overrides = {
         "model_name_or_path": folder / "model",
         "dataset_name": folder / "data",
-        **({"assistant_only_loss": False} if objective is Objective.SFT else {}),  # the rows are tokens
+        **(
+            {"assistant_only_loss": False} if objective is Objective.SFT else {}
+        ),  # the rows are tokens
         "output_dir": folder / "saved",
         "max_steps": steps,
         "eval_on_start": True,
@@ -206,7 +228,12 @@ def _run_trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None
         "save_steps": every,
         "save_total_limit": 1,
     }
-    arguments = ["--quiet", *tool_file.launch_arguments(recipe), "--module", "autotune.probe.trl_entry"]
+    arguments = [
+        "--quiet",
+        *tool_file.launch_arguments(recipe),
+        "--module",
+        "autotune.probe.trl_entry",
+    ]
     arguments += [objective, "--config", tool_file.file_of(recipe, "trl")]
     for name, value in overrides.items():
         arguments += [f"--{name}", str(value)]
@@ -217,7 +244,9 @@ def _made_for_trl(recipe: Recipe, steps: int, lengths: list[int] | None) -> dict
     """What `probe.synthetic_model` makes: weights of the model's shape, and random rows."""
     config = recipe.config
     batch = round(recipe.shape.examples_per_step)
-    rows = batch * min(steps, math.ceil(ROWS / batch))  # whole steps: the last of a pass would be shorter
+    rows = batch * min(
+        steps, math.ceil(ROWS / batch)
+    )  # whole steps: the last of a pass would be shorter
     return {
         "model": recipe.model.config,
         "device": "cpu" if on_cpu(recipe) else "cuda",
@@ -233,7 +262,9 @@ def _check_room(recipe: Recipe, folder: Path) -> None:
     """Raise StorageError where the disk has no room for the weights in bf16 and for what TRL saves at the end."""
     config = recipe.config
     full_bytes = 2 if config.precision == "bf16_pure" else 4
-    saved_bytes = full_bytes if config.method == "full" else 0  # for each parameter; LoRA saves adapters only
+    saved_bytes = (
+        full_bytes if config.method == "full" else 0
+    )  # for each parameter; LoRA saves adapters only
     needed = gib(recipe.winner.measurement.total_params * (2 + saved_bytes))
     free = gib(shutil.disk_usage(folder).free)
     if needed > free:
@@ -249,7 +280,9 @@ def with_result(prediction: Verification, result: dict[str, Any] | str, steps: i
         return replace(prediction, reason=result)
     seconds = result.get("seconds_per_step")
     if result.get("steps") != steps or not isinstance(seconds, int | float) or not seconds > 0:
-        return replace(prediction, reason=f"it took {result.get('steps')} steps of {steps}, of {seconds} s")
+        return replace(
+            prediction, reason=f"it took {result.get('steps')} steps of {steps}, of {seconds} s"
+        )
     return replace(
         prediction,
         seconds_per_step=float(seconds),
