@@ -1,6 +1,6 @@
-"""Today's offers of clouds, through gpuhunt (`pip install gpuhunt`), which is imported on use.
+"""Today's offers of clouds, through gpuhunt (`pip install gpuhunt`), with a lazy import.
 
-Its published catalogues are read and nothing else: no account, no key, no marketplace.
+Only its published catalogues are read: no account, no key, no marketplace.
 """
 
 import functools
@@ -18,22 +18,24 @@ from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.text import printable
 
 TIMEOUT_S = 20.0  # gpuhunt waits for its server forever
-# Sold under conditions that one study does not meet: two machines at least, or reserved days ahead.
+# Offers with conditions that one study cannot meet: at least two machines, or days of notice.
 BOUND_FLAGS = frozenset({"runpod-cluster", "gcp-dws-calendar-mode"})
-# What clouds mean by a name that the catalogue reads otherwise: no workstation stands in a rack.
+# The clouds' meaning of a name with another meaning in the catalogue: no rack holds a workstation.
 RENTED = {"rtx-pro-6000": "rtx-pro-6000-server"}
 
 
 def live_prices(device: DeviceSpec, *, today: date | None = None) -> tuple[Price, ...]:
-    """What clouds ask for `device` today, the best first: the cheapest region of each provider and size of instance.
+    """Return today's cloud prices for `device`, the best first.
 
-    Raises EnvironmentProblem if gpuhunt is not installed, or its catalogues could not be fetched.
+    There is one price for each provider and size of instance, of the cheapest region. Raises
+    EnvironmentProblem if gpuhunt is not installed, or its catalogues could not be fetched.
     """
     return tuple(best_first(device.name, _all(today or date.today())))
 
 
 def to_prices(items: Iterable[Any], version: str, today: date) -> list[Price]:
-    """The items of gpuhunt as prices, without those of unknown GPUs and those that are only offered as spot."""
+    """Convert gpuhunt's items to prices, without unknown GPUs and spot-only offers."""
+    # The cheapest item of each provider, device and count, by whether it is a spot offer.
     cheapest: dict[tuple[str, str, int], dict[bool, Any]] = {}
     for item in items:
         if (
@@ -52,6 +54,7 @@ def to_prices(items: Iterable[Any], version: str, today: date) -> list[Price]:
             kinds = cheapest.setdefault((item.provider, device.name, item.gpu_count), {})
             if item.spot not in kinds or item.price < kinds[item.spot].price:
                 kinds[item.spot] = item
+
     return [
         Price(
             provider=_one_line(provider),
@@ -71,13 +74,16 @@ def to_prices(items: Iterable[Any], version: str, today: date) -> list[Price]:
 
 @functools.cache
 def offered(gpu_name: str, memory_gb: float, instance: str) -> DeviceSpec | None:
-    """The product behind gpuhunt's name of a GPU (A100, RTX6000Ada, H100NVL), its memory and its instance's name.
+    """Return the product for gpuhunt's GPU name (A100, RTX6000Ada, H100NVL), memory and instance.
 
-    gpuhunt does not say the form. Some instances do: RunPod's are called as the driver calls the card, Lambda's say
-    pcie or sxm. Elsewhere it is the one that the catalogue means by the name alone. None: no such product.
+    gpuhunt does not give the form factor. Some instance names do: RunPod uses the driver's name of
+    the card, and Lambda's names contain pcie or sxm. Otherwise, the catalogue's meaning of the name
+    decides. The result is None if no product matches.
     """
     if found := match_device(instance, memory_gb):
         return found
+
+    # Write the name as the catalogue does.
     name = re.sub(
         r"^rtx(pro)?(?=\d)", lambda match: "rtx-pro-" if match[1] else "rtx-", gpu_name.lower()
     )
@@ -85,6 +91,7 @@ def offered(gpu_name: str, memory_gb: float, instance: str) -> DeviceSpec | None
     form = re.search(r"(?<![a-z0-9])(pcie|sxm\d?)(?![a-z0-9])", instance.lower())
     if form and (found := match_device(f"{name}-{form[1]}", memory_gb)):
         return found
+
     for known in (f"{name}-{memory_gb:.0f}gb", RENTED.get(name, name)):
         try:
             device = catalogued_device(known)
@@ -102,7 +109,7 @@ def _all(today: date) -> tuple[Price, ...]:
 
 
 def _fetch() -> tuple[list[Any], str]:
-    """Every offer of a GPU that gpuhunt knows, and its version."""
+    """Fetch every offer of a GPU that gpuhunt knows, and return it with gpuhunt's version."""
     try:
         import gpuhunt
     except ImportError:
@@ -113,8 +120,8 @@ def _fetch() -> tuple[list[Any], str]:
 
     try:
         with _quick_and_quiet():
-            # Not `gpuhunt.query`: that asks marketplaces too, with whatever keys are in the environment, and fails
-            # where one of them does.
+            # Not `gpuhunt.query`: it also queries marketplaces, with any keys in the environment,
+            # and fails if one of them fails.
             items = gpuhunt.Catalog().query(min_gpu_count=1)
     except Exception as error:
         raise EnvironmentProblem(
@@ -126,9 +133,11 @@ def _fetch() -> tuple[list[Any], str]:
 
 @contextmanager
 def _quick_and_quiet() -> Iterator[None]:
-    """Silence gpuhunt, which logs a traceback for each catalogue that it cannot reach."""
+    """Limit gpuhunt's waits, and silence its traceback for each unreachable catalogue."""
     logger = logging.getLogger("gpuhunt")
-    level, timeout = logger.level, socket.getdefaulttimeout()
+    level = logger.level
+    timeout = socket.getdefaulttimeout()
+
     logger.setLevel(logging.CRITICAL + 1)
     socket.setdefaulttimeout(TIMEOUT_S)
     try:
@@ -139,5 +148,5 @@ def _quick_and_quiet() -> Iterator[None]:
 
 
 def _one_line(text: str) -> str:
-    """What a server sent, fit for one line of a terminal."""
+    """Make a server's text fit for one line of a terminal."""
     return printable(text, " ")[:200]
