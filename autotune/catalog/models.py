@@ -462,7 +462,7 @@ def _idle_params(config: dict[str, Any], layers: int, experts: str, width: str) 
 
 
 def _mean_context(seq_len: int, window: int | None) -> float:
-    """Return the mean number of tokens that a token attends to, within the window if there is one."""
+    """Return the mean number of tokens that a token attends to, within the window if any."""
     reach = seq_len if window is None else min(window, seq_len)
     return reach * (1 - reach / (2 * seq_len))
 

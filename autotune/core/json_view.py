@@ -111,7 +111,9 @@ def json_form(kind: Any) -> Any:
 def _shown(kind: type) -> Keys | str:
     """Return the keys of a dataclass, or the path to the value that replaces it."""
     shown: Keys | str | None = getattr(kind, "JSON", None)
-    return shown if isinstance(shown, str) else _expanded(kind, also() if shown is None else shown)
+    if isinstance(shown, str):
+        return shown
+    return _expanded(kind, also() if shown is None else shown)
 
 
 def _expanded(kind: type, shown: Keys) -> Keys:
@@ -186,8 +188,9 @@ def _entry_form(name: str, kind: type, key: str, path: Any) -> Any:
 
 def _viewed_form(name: str, kind: Any, shown: Keys) -> Any:
     if get_origin(kind) in (Union, types.UnionType):
-        parts = tuple(_viewed_form(name, part, shown) for part in get_args(kind))
-        return Union[parts]  # noqa: UP007 (made from a tuple)
+        return Union[  # noqa: UP007 (made from a tuple)
+            tuple(_viewed_form(name, part, shown) for part in get_args(kind))
+        ]
     if get_origin(kind) in (tuple, list):
         return list[_viewed_form(name, get_args(kind)[0], shown)]  # type: ignore[misc]
     return kind if kind is type(None) else _object_form(name, kind, shown)

@@ -317,7 +317,8 @@ class Fingerprint:
 
     def differences(self, other: "Fingerprint") -> list[str]:
         """Return 'torch: 2.11.0 then, 2.13.0 now' for each field that differs in `other` (now)."""
-        then, now = self._flat(), other._flat()
+        then = self._flat()
+        now = other._flat()
         return [
             f"{key}: {then.get(key)} then, {now.get(key)} now"
             for key in sorted(then | now)
