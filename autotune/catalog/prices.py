@@ -89,7 +89,7 @@ def prices_of(device: str, own: Sequence[Price] = ()) -> list[Price]:
 
     The user's own prices come before the catalogue's. Within each, quotable rows come before old or
     second-hand ones, then smaller instances first, because an eighth of eight GPUs is not rented
-    out. The cheapest on-demand price is first.
+    out. Among equals, the cheapest on-demand price is first.
     """
     return [*best_first(device, own), *best_first(device, list_prices())]
 

@@ -28,5 +28,5 @@ def saved_modules(model_type: str, saved: str) -> list[str] | None:
 
 
 def has_own_names(model_type: str) -> bool:
-    """Return whether the table lists this type's modules, or the usual names must do."""
+    """Return whether the table lists this type's module names; otherwise the usual names apply."""
     return model_type in load_data("autotune.core", "lora_targets")

@@ -335,7 +335,7 @@ def sky_gpu(device: DeviceSpec) -> str:
     It omits variants that clouds name differently.
     """
     name = _MAKER.sub("", _FORM.sub("", device.name))
-    name = re.sub("^(rtx-[0-9].*)-[0-9]+gb$", r"\1", name)  # GeForce cards have no size
+    name = re.sub("^(rtx-[0-9].*)-[0-9]+gb$", r"\1", name)  # GeForce names have no size there
     name = re.sub("^rtx-(?:(pro)-)?", r"rtx\1", name)
     return re.sub("-ws$", "-wk", name).upper().replace("-ADA", "-Ada").replace("-MAXQ", "-MaxQ")
 
