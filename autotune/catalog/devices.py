@@ -1,6 +1,6 @@
-"""DeviceSpec: what a GPU product can do by its data sheet, and which product a name means.
+"""DeviceSpec, the data sheet of a GPU product, and the search for a product by name.
 
-`core.nvml` reads the state of the cards of this machine; this module only matches their names.
+`core.nvml` reads the state of this machine's cards; this module only matches their names.
 """
 
 import functools
@@ -13,15 +13,16 @@ from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import load_data
 from autotune.core.machine import multiplies_bf16
 
-# For cards whose total in nvidia-smi is unknown. The known totals, of cards whose ECC takes no memory, are 0.995 to 1.0
-# of the marketed GB taken as GiB (H100 0.9956, H200 0.9957, A100 1.0).
+# For cards whose total in nvidia-smi is unknown. Known totals are 0.995 to 1.0 of the marketed GB
+# taken as GiB (H100 0.9956, H200 0.9957, A100 1.0). ECC takes no memory of these cards.
 GIB_PER_MARKETED_GB = 0.99
 
-# The share of nvidia-smi's total that a process can use: 0.996 on an H200, 0.97 to 0.98 on a T4, an L4 and an A10.
+# The share of nvidia-smi's total that a process can use: 0.996 on an H200, 0.97 to 0.98 on a T4, an
+# L4 and an A10.
 USABLE = 0.98
 
-# How far the memory of a product may differ from what was read: torch sees 3 % less than nvidia-smi (14.6 of a T4's
-# 15.0).
+# The relative tolerance when comparing a product's memory with a reading: torch reports 3 % less
+# than nvidia-smi (14.6 of a T4's 15.0).
 MEMORY_TOLERANCE = 0.1
 
 _VENDOR_WORDS = frozenset({"nvidia", "tesla", "geforce", "amd", "instinct"})
@@ -29,10 +30,11 @@ _VENDOR_WORDS = frozenset({"nvidia", "tesla", "geforce", "amd", "instinct"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """One product. Rates are dense peaks in TFLOP/s with fp32 accumulation; None is not known, or not in hardware.
+    """One product. Rates are dense peaks in TFLOP/s with fp32 accumulation.
 
-    `link_gb_s` is what collectives reach between the cards of one host. `given` is what `--gpu` said of a card of the
-    user's own, None for one of the catalogue.
+    A rate is None if it is unknown or the hardware lacks it. `link_gb_s` is the bandwidth of
+    collectives between the cards of one host. `given` is the text of `--gpu` for a user's own card,
+    or None for a card of the catalogue.
     """
 
     name: str
@@ -56,12 +58,12 @@ class DeviceSpec:
 
     @property
     def label(self) -> str:
-        """The name as it is shown: it says of a card of the user's own that it is one."""
+        """The displayed name, which marks a user's own card."""
         return self.name if self.given is None else f"{self.name} (as you described it)"
 
     @property
     def option(self) -> str:
-        """What `--gpu` takes for this card."""
+        """The value of `--gpu` for this card."""
         return self.given or self.name
 
     @property
@@ -71,120 +73,140 @@ class DeviceSpec:
 
     @property
     def usable_gib(self) -> float | None:
-        """The memory for tensors, CUDA context and reserve together; None if unknown."""
+        """The memory for tensors, CUDA context and reserve together, if known."""
         return None if self.memory_gib is None else self.memory_gib * USABLE
 
     @property
     def has_rates(self) -> bool:
-        """Whether its peak and its bandwidth are known, without which no speed is estimated."""
+        """Whether its peak and bandwidth are known; otherwise no speed is estimated."""
         return bool((self.bf16_tflops or self.fp16_tflops) and self.bandwidth_gb_s)
 
     @property
     def supports_bf16(self) -> bool:
-        """Multiplies bf16 at speed: NVIDIA from compute capability 8.0 on; a CPU is the one of this machine."""
+        """Whether it multiplies bf16 at speed: NVIDIA from compute capability 8.0 on.
+
+        A CPU is the CPU of this machine.
+        """
         if self.kind == "cpu":
             return multiplies_bf16()
         return self.bf16_tflops is not None or self._at_least(8, 0)
 
     @property
     def has_flash(self) -> bool:
-        """Has fast kernels of torch's own attention: NVIDIA from compute capability 8.0 on, as bf16; a CPU its own."""
+        """Whether torch's own attention has fast kernels for it.
+
+        NVIDIA has them from compute capability 8.0 on, like bf16; a CPU has its own.
+        """
         return self.kind == "cpu" or self.supports_bf16
 
     @property
     def usual_precision(self) -> str:
-        """What a training on it computes in where nothing else is asked for."""
+        """The default precision of training on it."""
         if self.supports_bf16:
             return "bf16_mixed"
         return "fp32" if self.kind == "cpu" else "fp16_mixed"
 
     @property
     def supports_fp8(self) -> bool:
-        """Multiplies 8-bit floats: NVIDIA from compute capability 8.9 on."""
+        """Whether it multiplies 8-bit floats: NVIDIA from compute capability 8.9 on."""
         return self.kind != "cpu" and (self.fp8_tflops is not None or self._at_least(8, 9))
 
     def has_memory(self, memory_gib: float | None) -> bool:
-        """Whether the product may have this memory; true where either is unknown."""
+        """Return whether the product may have this memory; true if either value is unknown."""
         if memory_gib is None or self.memory_gib is None:
             return True
         return abs(memory_gib - self.memory_gib) <= MEMORY_TOLERANCE * self.memory_gib
 
     def _at_least(self, *wanted: int) -> bool:
-        """NVIDIA's compute capability; False where it is not known."""
+        """Return whether NVIDIA's compute capability is at least `wanted`; false if unknown."""
         major, _, minor = (self.compute_capability or "").partition(".")
         return major.isdigit() and (int(major), int(minor or 0)) >= wanted
 
 
 @functools.cache
 def list_devices() -> tuple[DeviceSpec, ...]:
-    """Every product of the catalogue."""
+    """Return every product of the catalogue."""
     return tuple(_device(row) for row in load_data("autotune.catalog", "data/gpus"))
 
 
 def resolve_device(name: str) -> DeviceSpec:
-    """The product that a user's `name` means: catalogue name, alias or NVML name, in any case, with - or _ or space.
+    """Return the product for a user's `name`: catalogue name, alias or NVML name.
 
-    A file of YAML, or keys with values (`memory=24,...`), is a card of the user's own; see `own_devices`. Raises
-    UsageError for an unknown name, and for a card that is not described as it must be.
+    Upper and lower case are equal, and so are dashes, underscores and spaces. A YAML file or keys
+    with values (`memory=24,...`) describe a user's own card; see `own_devices`. Raises UsageError
+    for an unknown name or a wrong description.
     """
     if not is_own(name):
         return catalogued_device(name)
+
     device = replace(_device(own_row(name)), given=name.strip())
-    if (known := _by_name().get(_normal(device.name))) is not None:  # whose prices and measurements it would get
+    # With a name of the catalogue, it would get that card's prices and measurements.
+    if (known := _by_name().get(_normalize(device.name))) is not None:
         raise UsageError(
             f"--gpu {device.given}: the catalogue has a card named {device.name}",
-            remedy=f"give yours another name, such as my-{device.name}, or take that one: --gpu {known.name}",
+            remedy=f"give yours another name, such as my-{device.name},"
+            f" or take that one: --gpu {known.name}",
         )
     return device
 
 
 def catalogued_device(name: str) -> DeviceSpec:
-    """The product of the catalogue that a name means. Raises UsageError for an unknown one."""
+    """Return the catalogue's product for a name. Raises UsageError for an unknown name."""
     known = _by_name()
-    found = known.get(_normal(name))
-    if found is None:
+    device = known.get(_normalize(name))
+    if device is None:
         raise UsageError(
-            f"unknown gpu {name!r}{did_you_mean(_normal(name), known)}",
-            remedy=f"autotune gpus lists them; for any other: --gpu {EXAMPLE}, or a file of YAML with these keys",
+            f"unknown gpu {name!r}{did_you_mean(_normalize(name), known)}",
+            remedy=f"autotune gpus lists them; for any other: --gpu {EXAMPLE},"
+            " or a file of YAML with these keys",
         )
-    return found
+    return device
 
 
 def match_device(nvml_name: str, memory_gib: float | None = None) -> DeviceSpec | None:
-    """The product that NVML or the driver calls `nvml_name`; None when it is not catalogued or could be several.
+    """Return the product that NVML or the driver calls `nvml_name`.
 
-    Every word of the name must be accounted for, so that an A10G, a MIG slice, a laptop or a SUPER variant is never
-    taken for the card whose name it contains. `memory_gib` decides between sizes of one product: the driver calls an
-    RTX 3060 with 8 GB as it calls one with 12 GB.
+    The result is None if the product is not in the catalogue or the name is ambiguous. Every word
+    of the name must match. An A10G, a MIG slice, a laptop or a SUPER variant is never taken for the
+    card whose name it contains. `memory_gib` selects the size of a product, because the driver uses
+    one name for an RTX 3060 with 8 GB or 12 GB.
     """
     for device in list_devices():
-        if nvml_name.casefold() in (known.casefold() for known in device.nvml_names) and device.has_memory(memory_gib):
+        names = (known.casefold() for known in device.nvml_names)
+        if nvml_name.casefold() in names and device.has_memory(memory_gib):
             return device
+
     words, size = _words(nvml_name)
-    found = [
+    matches = [
         device
         for device in list_devices()
-        if device.kind == "cuda" and _same_product(device, words, size) and device.has_memory(memory_gib)
+        if device.kind == "cuda"
+        and _same_product(device, words, size)
+        and device.has_memory(memory_gib)
     ]
-    return found[0] if len(found) == 1 else None
+    return matches[0] if len(matches) == 1 else None
 
 
 @functools.cache
 def _by_name() -> dict[str, DeviceSpec]:
     return {
-        _normal(name): device
+        _normalize(name): device
         for device in list_devices()
         for name in (device.name, *device.aliases, *device.nvml_names)
     }
 
 
-def _normal(name: str) -> str:
+def _normalize(name: str) -> str:
     return re.sub(r"[\s_-]+", "-", name.strip().lower())
 
 
 def _words(name: str) -> tuple[frozenset[str], str | None]:
-    """'NVIDIA A100-SXM4-40GB' -> ({'a100', 'sxm'}, '40gb'): the words of a name without vendor, and the size in it."""
-    words = {re.sub(r"^sxm\d$", "sxm", word) for word in _normal(name).split("-")} - _VENDOR_WORDS
+    """Return the words of a name without its vendor, and the size in it.
+
+    'NVIDIA A100-SXM4-40GB' -> ({'a100', 'sxm'}, '40gb').
+    """
+    parts = _normalize(name).split("-")
+    words = {re.sub(r"^sxm\d$", "sxm", word) for word in parts} - _VENDOR_WORDS
     sizes = sorted(word for word in words if re.fullmatch(r"\d+gb", word))
     return frozenset(words.difference(sizes)), sizes[0] if sizes else None
 
@@ -198,10 +220,16 @@ def _same_product(device: DeviceSpec, words: frozenset[str], size: str | None) -
 
 
 def _device(row: dict[str, Any]) -> DeviceSpec:
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-    mib, marketed = values.pop("memory_mib", None), values.pop("marketed_gb", None)
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in row.items()
+    }
+    mib = values.pop("memory_mib", None)
+    marketed = values.pop("marketed_gb", None)
+
     if mib is not None:
-        values = {"memory_source": "total of nvidia-smi, recalled"} | values | {"memory_gib": mib / 1024}
+        values = (
+            {"memory_source": "total of nvidia-smi, recalled"} | values | {"memory_gib": mib / 1024}
+        )
     elif marketed is not None:
         values["memory_gib"] = marketed * GIB_PER_MARKETED_GB
         values["memory_source"] = f"estimate: {GIB_PER_MARKETED_GB} of the marketed GB"

@@ -1,6 +1,6 @@
-"""The card that demo-3m is tuned for on a processor, so that a demonstration has a limit that is met and a cost.
+"""The example card for demo-3m on a processor: it gives a demonstration a memory limit and a cost.
 
-No such card is sold: whatever shows its memory or its price calls it an example.
+No such card is sold, so every place that shows its memory or price calls it an example.
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from autotune.catalog.prices import EXAMPLE, Price
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleCard:
-    """GiB for tensors and reserve, beside what the libraries hold, and USD for an hour."""
+    """GiB for tensors and reserve, in addition to the libraries' memory, and USD per hour."""
 
     memory_gib: float
     usd_per_hour: float
 
     def price(self, device: str) -> Price:
-        """Its price, for the catalogue name of the device that stands for it."""
+        """Return its price, for the catalogue name of the device that represents it."""
         return Price(
             provider=EXAMPLE,
             device=device,
@@ -33,5 +33,8 @@ _OF_MODELS = {"demo-3m": ExampleCard(memory_gib=0.3, usd_per_hour=0.60)}
 
 
 def example_card(model: ModelSpec, device: DeviceSpec) -> ExampleCard | None:
-    """The example card that `device` stands for with `model`; None for a GPU, and for every published model."""
+    """Return the example card that `device` represents with `model`.
+
+    The result is None for a GPU, and for every published model.
+    """
     return _OF_MODELS.get(model.name) if device.kind == "cpu" else None

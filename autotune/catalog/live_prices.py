@@ -1,6 +1,6 @@
-"""Today's offers of clouds, through gpuhunt (`pip install gpuhunt`), which is imported on use.
+"""Today's offers of clouds, through gpuhunt (`pip install gpuhunt`), with a lazy import.
 
-Its published catalogues are read and nothing else: no account, no key, no marketplace.
+Only its published catalogues are read: no account, no key, no marketplace.
 """
 
 import functools
@@ -18,31 +18,43 @@ from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.text import printable
 
 TIMEOUT_S = 20.0  # gpuhunt waits for its server forever
-# Sold under conditions that one study does not meet: two machines at least, or reserved days ahead.
+# Offers with conditions that one study cannot meet: at least two machines, or days of notice.
 BOUND_FLAGS = frozenset({"runpod-cluster", "gcp-dws-calendar-mode"})
-# What clouds mean by a name that the catalogue reads otherwise: no workstation stands in a rack.
+# The clouds' meaning of a name with another meaning in the catalogue: no rack holds a workstation.
 RENTED = {"rtx-pro-6000": "rtx-pro-6000-server"}
 
 
 def live_prices(device: DeviceSpec, *, today: date | None = None) -> tuple[Price, ...]:
-    """What clouds ask for `device` today, the best first: the cheapest region of each provider and size of instance.
+    """Return today's cloud prices for `device`, the best first.
 
-    Raises EnvironmentProblem if gpuhunt is not installed, or its catalogues could not be fetched.
+    There is one price for each provider and size of instance, of the cheapest region. Raises
+    EnvironmentProblem if gpuhunt is not installed, or its catalogues could not be fetched.
     """
     return tuple(best_first(device.name, _all(today or date.today())))
 
 
 def to_prices(items: Iterable[Any], version: str, today: date) -> list[Price]:
-    """The items of gpuhunt as prices, without those of unknown GPUs and those that are only offered as spot."""
+    """Convert gpuhunt's items to prices, without unknown GPUs and spot-only offers."""
+    # The cheapest item of each provider, device and count, by whether it is a spot offer.
     cheapest: dict[tuple[str, str, int], dict[bool, Any]] = {}
     for item in items:
-        if not item.gpu_count or not item.gpu_name or not item.gpu_memory or not 0 < item.price < float("inf"):
+        if (
+            not item.gpu_count
+            or not item.gpu_name
+            or not item.gpu_memory
+            or not 0 < item.price < float("inf")
+        ):
             continue
-        device = None if BOUND_FLAGS & set(item.flags) else offered(item.gpu_name, item.gpu_memory, item.instance_name)
+        device = (
+            None
+            if BOUND_FLAGS & set(item.flags)
+            else offered(item.gpu_name, item.gpu_memory, item.instance_name)
+        )
         if device is not None:
             kinds = cheapest.setdefault((item.provider, device.name, item.gpu_count), {})
             if item.spot not in kinds or item.price < kinds[item.spot].price:
                 kinds[item.spot] = item
+
     return [
         Price(
             provider=_one_line(provider),
@@ -51,7 +63,9 @@ def to_prices(items: Iterable[Any], version: str, today: date) -> list[Price]:
             spot_usd_per_hour=kinds[True].price / count if True in kinds else None,
             count=count,
             as_of=today.isoformat(),
-            source=_one_line(f"gpuhunt {version}, {kinds[False].instance_name} in {kinds[False].location}"),
+            source=_one_line(
+                f"gpuhunt {version}, {kinds[False].instance_name} in {kinds[False].location}"
+            ),
         )
         for (provider, name, count), kinds in cheapest.items()
         if False in kinds
@@ -60,18 +74,24 @@ def to_prices(items: Iterable[Any], version: str, today: date) -> list[Price]:
 
 @functools.cache
 def offered(gpu_name: str, memory_gb: float, instance: str) -> DeviceSpec | None:
-    """The product behind gpuhunt's name of a GPU (A100, RTX6000Ada, H100NVL), its memory and its instance's name.
+    """Return the product for gpuhunt's GPU name (A100, RTX6000Ada, H100NVL), memory and instance.
 
-    gpuhunt does not say the form. Some instances do: RunPod's are called as the driver calls the card, Lambda's say
-    pcie or sxm. Elsewhere it is the one that the catalogue means by the name alone. None: no such product.
+    gpuhunt does not give the form factor. Some instance names do: RunPod uses the driver's name of
+    the card, and Lambda's names contain pcie or sxm. Otherwise, the catalogue's meaning of the name
+    decides. The result is None if no product matches.
     """
     if found := match_device(instance, memory_gb):
         return found
-    name = re.sub(r"^rtx(pro)?(?=\d)", lambda match: "rtx-pro-" if match[1] else "rtx-", gpu_name.lower())
+
+    # Write the name as the catalogue does.
+    name = re.sub(
+        r"^rtx(pro)?(?=\d)", lambda match: "rtx-pro-" if match[1] else "rtx-", gpu_name.lower()
+    )
     name = re.sub(r"(?<=\d)(?=(?:ada|nvl|ti|super|tisuper)$)|(?<=\dti)(?=super$)", "-", name)
     form = re.search(r"(?<![a-z0-9])(pcie|sxm\d?)(?![a-z0-9])", instance.lower())
     if form and (found := match_device(f"{name}-{form[1]}", memory_gb)):
         return found
+
     for known in (f"{name}-{memory_gb:.0f}gb", RENTED.get(name, name)):
         try:
             device = catalogued_device(known)
@@ -89,7 +109,7 @@ def _all(today: date) -> tuple[Price, ...]:
 
 
 def _fetch() -> tuple[list[Any], str]:
-    """Every offer of a GPU that gpuhunt knows, and its version."""
+    """Fetch every offer of a GPU that gpuhunt knows, and return it with gpuhunt's version."""
     try:
         import gpuhunt
     except ImportError:
@@ -100,8 +120,8 @@ def _fetch() -> tuple[list[Any], str]:
 
     try:
         with _quick_and_quiet():
-            # Not `gpuhunt.query`: that asks marketplaces too, with whatever keys are in the environment, and fails
-            # where one of them does.
+            # Not `gpuhunt.query`: it also queries marketplaces, with any keys in the environment,
+            # and fails if one of them fails.
             items = gpuhunt.Catalog().query(min_gpu_count=1)
     except Exception as error:
         raise EnvironmentProblem(
@@ -113,9 +133,11 @@ def _fetch() -> tuple[list[Any], str]:
 
 @contextmanager
 def _quick_and_quiet() -> Iterator[None]:
-    """Silence gpuhunt, which logs a traceback for each catalogue that it cannot reach."""
+    """Limit gpuhunt's waits, and silence its traceback for each unreachable catalogue."""
     logger = logging.getLogger("gpuhunt")
-    level, timeout = logger.level, socket.getdefaulttimeout()
+    level = logger.level
+    timeout = socket.getdefaulttimeout()
+
     logger.setLevel(logging.CRITICAL + 1)
     socket.setdefaulttimeout(TIMEOUT_S)
     try:
@@ -126,5 +148,5 @@ def _quick_and_quiet() -> Iterator[None]:
 
 
 def _one_line(text: str) -> str:
-    """What a server sent, fit for one line of a terminal."""
+    """Make a server's text fit for one line of a terminal."""
     return printable(text, " ")[:200]

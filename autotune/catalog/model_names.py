@@ -1,8 +1,8 @@
-"""Which row of the catalogue a published name shares its shape with, by the name alone.
+"""Finds the row of the catalogue that has the shape of a published model, by the name alone.
 
-Models tuned for chats, dated versions and mirrors have the shape of the model that they were made of, and say so in
-their names. What else a name says (Vision, Guard, Reward, GGUF, AWQ, a length of context) is never left out: such a
-model may have another shape, and is none of ours.
+Models tuned for chats, dated versions and mirrors have the shape of their base model, and their
+names say so. Other words of a name (Vision, Guard, Reward, GGUF, AWQ, a context length) are never
+ignored. Such a model may have another shape, so it matches no row.
 """
 
 import re
@@ -10,59 +10,70 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Organisations that publish copies of others' models under their names.
-MIRRORS = frozenset({"ai-modelscope", "llm-research", "mistral-community", "nousresearch", "unsloth"})
-# Organisations that have changed their names, and those whose models lie with two.
-_SAME = ({"cohereforai", "coherelabs"}, {"thudm", "zai-org"}, {"codellama", "meta-llama"})
+# Organisations that publish copies of other organisations' models under their names.
+MIRRORS = frozenset(
+    {"ai-modelscope", "llm-research", "mistral-community", "nousresearch", "unsloth"}
+)
+# Organisations that have changed their names, and pairs that publish the same models.
+_SYNONYMS = ({"cohereforai", "coherelabs"}, {"thudm", "zai-org"}, {"codellama", "meta-llama"})
 
-# A copy in nf4: the knob `quantization` makes it of the model that the rest names.
+# An nf4 copy of the model named by the rest; the knob `quantization` makes the same copy.
 _QUANTISED = re.compile(r"-(?:unsloth-)?bnb-4bit$", re.IGNORECASE)
 _WORDS = r"-(?:instruct|chat|base|it|pt|hf|bf16|\d{4})"
-_TUNED, _LAST_TUNED = re.compile(_WORDS + "(?=-|$)"), re.compile(_WORDS + "$")
+_TUNED = re.compile(_WORDS + "(?=-|$)")
+_LAST_TUNED = re.compile(_WORDS + "$")
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """`row` is the position in the catalogue. `published` is the Hub name to train from, None if none was given."""
+    """A row of the catalogue, by position, and the Hub name to train from, if one was given."""
 
     row: int
     published: str | None
 
 
 class ModelNames:
-    """The names of the catalogue's rows, and the rule that reads others."""
+    """The names of the catalogue's rows, and the rule that matches other names."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
         self.exact: dict[str, int] = {}
         self._organisations: list[set[str]] = []
-        self._last: dict[str, set[int]] = {}  # by the part behind the slash
-        self._plain: dict[str, set[int]] = {}  # by that part without what says how a model was tuned
+        self._by_last_part: dict[str, set[int]] = {}  # the part of the name after the slash
+        self._by_plain_name: dict[str, set[int]] = {}  # that part without words about tuning
+
         for number, row in enumerate(rows):
             organisations: set[str] = set()
             for name in (row["name"].lower(), *map(str.lower, row["aliases"])):
                 self.exact[name] = number
                 organisation, _, last = name.rpartition("/")
-                organisations |= {organisation}.union(*(same for same in _SAME if organisation in same))
-                self._last.setdefault(_without_maker(last), set()).add(number)
-                self._plain.setdefault(_plain(last), set()).add(number)
+                synonyms = (same for same in _SYNONYMS if organisation in same)
+                organisations |= {organisation}.union(*synonyms)
+                self._by_last_part.setdefault(_without_maker(last), set()).add(number)
+                self._by_plain_name.setdefault(_plain_name(last), set()).add(number)
             self._organisations.append(organisations)
 
     def find(self, name: str, *, any_organisation: bool = False) -> Match | None:
-        """The one row that shares its shape with the model of this name; None if there is none, or several.
+        """Return the one row with the shape of the model of this name.
 
-        The organisation has to be that of the row or a mirror, or not to be named.
+        Returns None if no row or several rows match. A named organisation must be the row's own, or
+        a mirror, unless `any_organisation` is true.
         """
         if name.lower() in self.exact:
             return Match(self.exact[name.lower()], name if "/" in name else None)
-        plainer = _QUANTISED.sub("", name)
-        organisation, _, last = plainer.lower().rpartition("/")
-        stages = [*((part, self._last) for part in _shortened(_without_maker(last))), (_plain(last), self._plain)]
+
+        unquantised = _QUANTISED.sub("", name)
+        organisation, _, last = unquantised.lower().rpartition("/")
+        stages = [
+            *((part, self._by_last_part) for part in _name_variants(_without_maker(last))),
+            (_plain_name(last), self._by_plain_name),
+        ]
+
         for part, index in stages:
             rows = index.get(part, set())
             if len(rows) == 1:
                 (row,) = rows
                 if any_organisation or organisation in self._organisations[row] | MIRRORS | {""}:
-                    return Match(row, plainer if organisation else None)
+                    return Match(row, unquantised if organisation else None)
             if rows:
                 return None
         return None
@@ -72,18 +83,19 @@ def _without_maker(last: str) -> str:
     return last.removeprefix("meta-")
 
 
-def _shortened(last: str) -> Iterator[str]:
-    """The name, then without one word at its end after another that says how it was tuned, then without all of them.
+def _name_variants(last: str) -> Iterator[str]:
+    """Yield the name, then without one more tuning word at its end, then without all of them.
 
-    A row of a tuned version comes before that of its base: Qwen3-4B-Instruct-2507 has another context than Qwen3-4B.
+    A row of a tuned version comes before the row of its base: Qwen3-4B-Instruct-2507 has another
+    context than Qwen3-4B.
     """
     yield last
-    while (found := _LAST_TUNED.search(last)) is not None:
-        last = last[: found.start()]
+    while (word := _LAST_TUNED.search(last)) is not None:
+        last = last[: word.start()]
         yield last
-    yield _plain(last)
+    yield _plain_name(last)
 
 
-def _plain(last: str) -> str:
-    """'meta-llama-3.1-8b-instruct' -> 'llama-3.1-8b'."""
+def _plain_name(last: str) -> str:
+    """Return the name without maker and tuning: 'meta-llama-3.1-8b-instruct' -> 'llama-3.1-8b'."""
     return _TUNED.sub("", _without_maker(last))

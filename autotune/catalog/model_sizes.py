@@ -1,4 +1,4 @@
-"""The sizes of a model's layers, by name, for the families whose layers are known."""
+"""The sizes of a model's layers by name, for the families with known layers."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -9,15 +9,16 @@ from autotune.core.lora_targets import target_modules
 from autotune.core.objective import Objective
 from autotune.core.train_config import TrainConfig
 
-# The families with formulas: `kept_factors.yaml` has a row for each.
+# The families with formulas; `kept_factors.yaml` has a row for each.
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "gemma", "gemma2", "phi3", "qwen3"})
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots, so that what follows from the sizes is kept
+@dataclass(frozen=True, kw_only=True)  # without slots, because it caches properties
 class Sizes:
-    """The sizes of a model from which its memory follows.
+    """The sizes of a model that determine its memory.
 
-    `tied`: the head is the embedding; `capped`: the logits are capped after the head. `params` counts all parameters.
+    `tied` means that the head is the embedding, and `capped` that the logits are capped after the
+    head. `params` counts all parameters.
     """
 
     family: str
@@ -35,12 +36,14 @@ class Sizes:
     @classmethod
     @functools.lru_cache(maxsize=256)
     def of(cls, model: ModelSpec) -> "Sizes | None":
-        """The sizes of the model; None for a family that has no formula."""
+        """Return the sizes of the model, or None for a family without a formula."""
         config: dict[str, Any] = model.config
-        family, heads = config["model_type"], model.size("num_attention_heads")
+        family = config["model_type"]
+        heads = model.size("num_attention_heads")
         intermediate = model.size("intermediate_size")
         if family not in FAMILIES or heads is None or intermediate is None:
             return None
+
         sizes = cls(
             family=family,
             layers=model.num_layers,
@@ -58,38 +61,55 @@ class Sizes:
 
     @property
     def queries(self) -> int:
-        """Width of all query heads together."""
+        """The width of all query heads together."""
         return self.heads * self.head_dim
 
     @property
     def keys(self) -> int:
-        """Width of all key heads together."""
+        """The width of all key heads together."""
         return self.key_heads * self.head_dim
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding, or of the head."""
+        """The parameters of the embedding, or of the head."""
         return self.vocab * self.hidden
 
     @functools.cached_property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """The (in, out) of each matrix of a layer, by its name."""
-        hidden, inner, queries, keys = self.hidden, self.intermediate, self.queries, self.keys
-        out, down = {"o_proj": (queries, hidden)}, {"down_proj": (inner, hidden)}
-        if self.family == "phi3":  # queries, keys and values in one matrix, both halves of the MLP in another
-            return {"qkv_proj": (hidden, queries + 2 * keys)} | out | {"gate_up_proj": (hidden, 2 * inner)} | down
-        attention = {"q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys)} | out
+        """The (in, out) sizes of each matrix of a layer, by its name."""
+        hidden = self.hidden
+        inner = self.intermediate
+        queries = self.queries
+        keys = self.keys
+        out = {"o_proj": (queries, hidden)}
+        down = {"down_proj": (inner, hidden)}
+
+        # One matrix has queries, keys and values, and another both halves of the MLP.
+        if self.family == "phi3":
+            return (
+                {"qkv_proj": (hidden, queries + 2 * keys)}
+                | out
+                | {"gate_up_proj": (hidden, 2 * inner)}
+                | down
+            )
+
+        attention = {
+            "q_proj": (hidden, queries),
+            "k_proj": (hidden, keys),
+            "v_proj": (hidden, keys),
+        } | out
         return attention | {"gate_proj": (hidden, inner), "up_proj": (hidden, inner)} | down
 
     @functools.cached_property
     def linear_params(self) -> int:
-        """Parameters of the matrices of all layers."""
+        """The parameters of the matrices of all layers."""
         return self.layers * sum(fan_in * fan_out for fan_in, fan_out in self.matrices.values())
 
     def for_objective(self, objective: Objective) -> "Sizes":
-        """The same model with the head that an objective trains: one over labels takes the place of the vocabulary's.
+        """Return the sizes of the same model with the head for an objective.
 
-        It is so small that it counts for nothing, and shares nothing with the embedding.
+        A head over labels replaces the vocabulary's head. Its own size is negligible, and it shares
+        no weights with the embedding.
         """
         if objective.num_labels is None:
             return self
@@ -97,13 +117,13 @@ class Sizes:
         return replace(self, tied=False, capped=False, params=self.params - head)
 
     def adapted(self, config: TrainConfig) -> set[str]:
-        """The names of the matrices that get adapters, and other names that `lora_targets` has."""
+        """Return the names of the matrices with adapters, and other names in `lora_targets`."""
         if config.method == "full":
             return set()
         names = target_modules(self.family, config.lora_targets)
         return set(self.matrices) if names is None else set(names)
 
     def adapter_params(self, config: TrainConfig) -> int:
-        """Parameters of the adapters in all layers."""
+        """Return the parameters of the adapters in all layers."""
         sides = sum(sum(self.matrices[name]) for name in self.adapted(config))
         return self.layers * (config.lora_rank or 0) * sides

@@ -1,4 +1,4 @@
-"""Cards of the user's own: a file with one row as in `data/gpus.yaml`, or its keys in words: `memory=24,...`."""
+"""A user's own cards: a file with one row as in `data/gpus.yaml`, or its keys: `memory=24,...`."""
 
 import functools
 import os
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 EXAMPLE = "memory=24,bf16_tflops=165,bandwidth_gb_s=1008,tdp_w=450"
-MAX_SIZE = 1e6  # of any rate or size; more is a typing error
+MAX_SIZE = 1e6  # of any rate or size; a larger number is a typing error
 
 
 def split_names(text: str) -> list[str]:
-    """The cards of a text with commas between them: 'a10,memory=24,tdp_w=450,h100' names three.
+    """Split a text into cards at its commas: 'a10,memory=24,tdp_w=450,h100' has three cards.
 
-    Neighbours with an equals sign belong to one card, until a key comes a second time.
+    Neighbours with an equals sign belong to one card, until a key occurs again.
     """
     cards: list[str] = []
-    keys: set[str] = set()  # of the card of the user's own that may go on
+    keys: set[str] = set()  # of the last card, if it is a user's own
     for part in filter(None, map(str.strip, text.split(","))):
         key, equals, _ = part.partition("=")
         if equals and keys and key.strip() not in keys:
@@ -36,19 +36,30 @@ def split_names(text: str) -> list[str]:
 
 
 def is_own(name: str) -> bool:
-    """Whether what `--gpu` says describes a card, and does not name one of the catalogue."""
+    """Return whether the value of `--gpu` describes a card instead of naming one."""
     return "=" in name or name.strip().lower().endswith((".yaml", ".yml"))
 
 
 def own_row(name: str) -> dict[str, Any]:
-    """The row that a card of the user's own has, with the keys of `data/gpus.yaml`. Raises UsageError."""
-    row = _row_of_text(name) if "=" in name else _row_of_file(Path(os.path.expanduser(name.strip())))
+    """Return the row of a user's own card, with the keys of `data/gpus.yaml`.
+
+    Raises UsageError.
+    """
+    if "=" in name:
+        row = _row_of_text(name)
+    else:
+        row = _row_of_file(Path(os.path.expanduser(name.strip())))
     memory = row.pop("memory")
-    return row | {"marketed_gb": row["marketed_gb"] or memory, "source": row["source"] or "given by --gpu"}
+    return row | {
+        "marketed_gb": row["marketed_gb"] or memory,
+        "source": row["source"] or "given by --gpu",
+    }
 
 
 def _row_of_file(path: Path) -> dict[str, Any]:
-    lines = (line for line in read_user_text(path).splitlines() if line.strip()[:1] not in ("", "#"))
+    lines = (
+        line for line in read_user_text(path).splitlines() if line.strip()[:1] not in ("", "#")
+    )
     listed = next((line for line in lines if not line.startswith("---")), "").startswith("-")
     read: Any = read_user_yaml(path, _file_model(listed)).model_dump()
     row: dict[str, Any] = read[0] if listed else read
@@ -62,9 +73,14 @@ def _row_of_text(text: str) -> dict[str, Any]:
     for part in filter(None, map(str.strip, text.split(","))):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or key in given:
-            problem = f"{key} is given twice" if equals else f"{part!r} is not of the form key=value"
-            raise UsageError(f"--gpu {printable(text)}: {problem}", remedy=f"for example --gpu {EXAMPLE}")
+            problem = (
+                f"{key} is given twice" if equals else f"{part!r} is not of the form key=value"
+            )
+            raise UsageError(
+                f"--gpu {printable(text)}: {problem}", remedy=f"for example --gpu {EXAMPLE}"
+            )
         given[key] = value
+
     try:
         row: dict[str, Any] = _row_model().model_validate_strings(given).model_dump()
     except ValidationError as error:
@@ -84,23 +100,26 @@ def _problem(text: str, item: Any) -> str:
 
 
 def _usual_name(row: dict[str, Any]) -> str:
-    """'card-24gb', after the memory: such a card needs a name in tables and for its study."""
-    mib, gb = row["memory_mib"], row["marketed_gb"] or row["memory"]
+    """Return 'card-24gb', from its memory: a card needs a name in tables and for its study."""
+    mib = row["memory_mib"]
+    gb = row["marketed_gb"] or row["memory"]
     return f"card-{dashed(f'{gb or mib / 1024:.4g}')}gb"
 
 
 @functools.cache
 def _row_model() -> "type[BaseModel]":
-    """The pydantic model of one row, made on first use."""
+    """Make the pydantic model of one row, on first use."""
     from typing import Annotated, Literal, Self
 
     from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
     size = Annotated[float | None, Field(gt=0, le=MAX_SIZE)]
-    text = Annotated[str | None, Field(min_length=1, max_length=300, pattern=r"^[^\x00-\x1f\x7f-\x9f]+\z")]
+    text = Annotated[
+        str | None, Field(min_length=1, max_length=300, pattern=r"^[^\x00-\x1f\x7f-\x9f]+\z")
+    ]
 
     def as_text(value: Any) -> Any:
-        """YAML reads 8.9 as a number, and 2026-11-24 as a date."""
+        """Convert a value to text, because YAML reads 8.9 as a number and 2026-11-24 as a date."""
         return value if value is None else str(value)
 
     class Row(BaseModel):
@@ -119,25 +138,29 @@ def _row_model() -> "type[BaseModel]":
         fp32_tflops: size = None
         vendor: Literal["nvidia", "amd"] = "nvidia"
         arch: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,29}\z")] = "unknown"
-        compute_capability: Annotated[str | None, BeforeValidator(as_text), Field(pattern=r"^[0-9]{1,2}\.[0-9]\z")] = (
-            None
-        )
-        nvml_names: Annotated[list[Annotated[str, Field(min_length=1, max_length=100)]], Field(max_length=8)] = []
+        compute_capability: Annotated[
+            str | None, BeforeValidator(as_text), Field(pattern=r"^[0-9]{1,2}\.[0-9]\z")
+        ] = None
+        nvml_names: Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=100)]], Field(max_length=8)
+        ] = []
         aliases: Annotated[list[str], Field(max_length=0)] = []
         as_of: Annotated[text, BeforeValidator(as_text)] = None
         source: text = None
 
         @model_validator(mode="after")
         def _is_enough(self) -> Self:
-            if sum(size is not None for size in (self.memory, self.marketed_gb, self.memory_mib)) != 1:
+            sizes = (self.memory, self.marketed_gb, self.memory_mib)
+            if sum(size is not None for size in sizes) != 1:
                 raise ValueError(
-                    "say how much memory the card has, once: memory (GB, as it is sold), or memory_mib (the total that "
-                    "nvidia-smi prints)"
+                    "say how much memory the card has, once: memory (GB, as it is sold),"
+                    " or memory_mib (the total that nvidia-smi prints)"
                 )
             if not (self.bf16_tflops or self.fp16_tflops or self.compute_capability):
                 raise ValueError(
-                    "say how fast the card multiplies: bf16_tflops, its dense peak with fp32 accumulation (or "
-                    "fp16_tflops of a card without bf16); where that is not known, compute_capability, like 8.9"
+                    "say how fast the card multiplies: bf16_tflops, its dense peak with fp32"
+                    " accumulation (or fp16_tflops of a card without bf16); where that is not"
+                    " known, compute_capability, like 8.9"
                 )
             return self
 
@@ -146,7 +169,7 @@ def _row_model() -> "type[BaseModel]":
 
 @functools.cache
 def _file_model(listed: bool) -> "type[BaseModel]":
-    """The pydantic model of a file: one row, alone or as a list of one, as in `data/gpus.yaml`."""
+    """Make the pydantic model of a file: one row, alone or in a list as in `data/gpus.yaml`."""
     from typing import Annotated
 
     from pydantic import Field, RootModel

@@ -1,4 +1,4 @@
-"""What a GPU costs: an hour of it, by the catalogue or by the user's own prices, which come first; and buying it."""
+"""The price of a GPU hour, from the user's own prices or the catalogue, and the price of a card."""
 
 import functools
 import re
@@ -17,14 +17,17 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 NO_PRICE = "no price is known"
-EXAMPLE = "example"  # the provider of the price that no card has
+EXAMPLE = "example"  # the provider of the example card's price
 MAX_COUNT = 1024  # GPUs of one offer
-MAX_USD = 1e6  # an hour of one offer; more is a typing error
+MAX_USD = 1e6  # for one hour of one offer; a larger number is a typing error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """USD for one hour of one GPU, rented on demand in an instance of `count`. `as_of` None: undated."""
+    """USD for one hour of one GPU, rented on demand in an instance of `count` GPUs.
+
+    A price without `as_of` is undated.
+    """
 
     provider: str
     device: str
@@ -37,7 +40,7 @@ class Price:
 
     @property
     def usd_per_day(self) -> float:
-        """USD for 24 hours of one GPU; no cloud of the catalogue publishes a discount for them."""
+        """USD for 24 hours of one GPU; no cloud of the catalogue publishes a daily discount."""
         return 24 * self.usd_per_hour
 
     @property
@@ -46,15 +49,17 @@ class Price:
         return 7 * self.usd_per_day
 
     def of_gpus(self, number: float) -> "Price":
-        """The price of as many times these GPUs together, for what takes them all."""
+        """Return the price of this price's GPUs times `number`, rented together."""
         spot = self.spot_usd_per_hour
         together = number * self.usd_per_hour
-        return replace(self, usd_per_hour=together, spot_usd_per_hour=None if spot is None else number * spot)
+        return replace(
+            self, usd_per_hour=together, spot_usd_per_hour=None if spot is None else number * spot
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Purchase:
-    """What a new card costs in USD: the price at its launch, on the day `as_of`."""
+    """The price of a new card in USD at its launch, on the day `as_of`."""
 
     device: str
     usd: float
@@ -64,58 +69,69 @@ class Purchase:
 
 @functools.cache
 def list_prices() -> tuple[Price, ...]:
-    """The prices that come with the package."""
+    """Return the prices that come with the package."""
     return tuple(_of_one_gpu(row) for row in load_data("autotune.catalog", "data/prices"))
 
 
 def load_prices(path: Path) -> tuple[Price, ...]:
-    """The user's own prices, a YAML list of rows like those of `data/prices.yaml`.
+    """Read the user's own prices, a YAML list of rows like `data/prices.yaml`.
 
-    One is `- {provider: mine, device: a10, usd: 0.55, spot_usd: 0.2, count: 1, as_of: 2026-11-01}`; provider, device
-    (any name that `catalogued_device` knows) and usd are needed. Raises UsageError for another form; the line is named.
+    A row is `- {provider: mine, device: a10, usd: 0.55, spot_usd: 0.2, count: 1,
+    as_of: 2026-11-01}`. Provider, device (any name that `catalogued_device` knows) and usd are
+    required. Raises UsageError with the line for another form.
     """
     rows: Any = read_user_yaml(path, _file_model()).model_dump()
     return tuple(_of_one_gpu(row | {"source": row["source"] or path.name}) for row in rows)
 
 
 def prices_of(device: str, own: Sequence[Price] = ()) -> list[Price]:
-    """Every price of `device`, a catalogue name, the best first, and the user's own prices before the catalogue's.
+    """Return every price of `device`, a catalogue name, the best first.
 
-    Then quotable rows go before old or second-hand ones, instances of one GPU before larger ones (nobody rents an
-    eighth of eight), and the cheapest on-demand price first.
+    The user's own prices come before the catalogue's. Within each, quotable rows come before old or
+    second-hand ones, then smaller instances first, because an eighth of eight GPUs is not rented
+    out. Among equals, the cheapest on-demand price is first.
     """
     return [*best_first(device, own), *best_first(device, list_prices())]
 
 
 def best_first(device: str, prices: Iterable[Price]) -> list[Price]:
-    """Those of `device` in the order in which they are preferred."""
+    """Return the prices of `device` in order of preference."""
     rows = (price for price in prices if price.device == device)
     return sorted(rows, key=lambda price: (not price.quotable, price.count, price.usd_per_hour))
 
 
 def find_price(device: str, own: Sequence[Price] = ()) -> Price | None:
-    """The first of `prices_of`; None when no row has `device`."""
+    """Return the first of `prices_of`, or None if no row has `device`."""
     return next(iter(prices_of(device, own)), None)
 
 
 def find_spot(device: str, own: Sequence[Price] = ()) -> Price | None:
-    """The row with the cheapest spot price of `device`, of the user's own if one has any; None where none is known."""
+    """Return the row with the cheapest spot price of `device`, or None without a spot price.
+
+    The user's own rows come first.
+    """
     for prices in (own, list_prices()):
-        rows = [price for price in prices if price.device == device and price.spot_usd_per_hour is not None]
+        rows = [
+            price
+            for price in prices
+            if price.device == device and price.spot_usd_per_hour is not None
+        ]
         if rows:
             return min(rows, key=lambda price: price.spot_usd_per_hour or 0.0)
     return None
 
 
 def find_purchase(device: str) -> Purchase | None:
-    """What `device`, a catalogue name, costs to buy; None where that is not known."""
+    """Return the purchase price of `device`, a catalogue name, or None if it is unknown."""
     return _purchases().get(device)
 
 
 def age(as_of: str | None, today: date) -> str:
-    """How old a price of that day, month or year is: '12 days old', '4 months old', '2 years old', 'undated'.
+    """Return the age of a price of that day, month or year.
 
-    Whole units, in the precision of the date: of a year alone, years between the calendar years.
+    It is text such as '12 days old', '4 months old', '2 years old' or 'undated'. Ages are whole
+    units in the precision of the date. For a date without a month, the age is the difference of
+    the calendar years.
     """
     if as_of is None:
         return "undated"
@@ -123,37 +139,54 @@ def age(as_of: str | None, today: date) -> str:
         year, month, day = _parts(as_of)
     except ValueError:
         return f"of an unreadable date ({as_of})"
+
     months = 12 * (today.year - year) + (today.month - month if month else 0)
     if day and today.day < day:
-        months -= 1  # the last one is not over
+        months -= 1  # the last month is not over
     if months < 0:
         return f"dated in the future ({as_of})"
+
     if not months and day:
         days = (today - date.fromisoformat(as_of)).days
         return f"{_number(days, 'day')} old" if days else "of today"
     if not months:
         return "of this month" if month else "of this year"
-    return f"{_number(months, 'month')} old" if month and months < 24 else f"{_number(months // 12, 'year')} old"
+    return (
+        f"{_number(months, 'month')} old"
+        if month and months < 24
+        else f"{_number(months // 12, 'year')} old"
+    )
 
 
 def describe_price(price: Price | None, today: date) -> str:
-    """'$0.75/h, lambda, 3 months old': a price with its provider, its age, and the instance that it is a part of."""
+    """Describe a price with its provider, its age, and its instance if it has several GPUs.
+
+    '$0.75/h, lambda, 3 months old'.
+    """
     if price is None:
         return f"{DASH} ({NO_PRICE})"
     if price.provider == EXAMPLE:
         return f"{fmt_usd(price.usd_per_hour)}/h, an example and no market price"
     part = f", 1/{price.count} of an instance of {price.count}" if price.count > 1 else ""
     doubt = "" if price.quotable else ", a reference and not a quote"
-    return f"{fmt_usd(price.usd_per_hour)}/h, {price.provider}, {age(price.as_of, today)}{part}{doubt}"
+    return (
+        f"{fmt_usd(price.usd_per_hour)}/h, {price.provider}, {age(price.as_of, today)}{part}{doubt}"
+    )
 
 
 def _parts(as_of: str) -> tuple[int, int | None, int | None]:
-    """Year, month and day of 2026-11-01, 2026-11 or 2026. Raises ValueError on anything else."""
+    """Return year, month and day of 2026-11-01, 2026-11 or 2026.
+
+    Raises ValueError for any other text.
+    """
     match = re.fullmatch(r"([0-9]{4})(?:-([0-9]{2})(?:-([0-9]{2}))?)?", as_of)
     if match is None:
-        raise ValueError(f"a date is a day, a month or a year, like 2026-11-01 or 2026, not {as_of[:40]!r}")
-    year, (month, day) = int(match[1]), (int(part) if part else None for part in match.groups()[1:])
-    date(year, month or 1, day or 1)  # or it raises
+        raise ValueError(
+            f"a date is a day, a month or a year, like 2026-11-01 or 2026, not {as_of[:40]!r}"
+        )
+    year = int(match[1])
+    month, day = (int(part) if part else None for part in match.groups()[1:])
+    date(year, month or 1, day or 1)  # raises ValueError for an impossible date
     return year, month, day
 
 
@@ -162,9 +195,13 @@ def _number(count: int, unit: str) -> str:
 
 
 def _of_one_gpu(row: dict[str, Any]) -> Price:
-    """The price in a row; `usd` and `spot_usd` are of the whole instance, and all other keys are fields of Price."""
+    """Return the price in a row.
+
+    `usd` and `spot_usd` are prices of the whole instance; all other keys are fields of Price.
+    """
     values = dict(row)
-    usd, spot = values.pop("usd"), values.pop("spot_usd")
+    usd = values.pop("usd")
+    spot = values.pop("spot_usd")
     spot_usd_per_hour = None if spot is None else spot / row["count"]
     return Price(usd_per_hour=usd / row["count"], spot_usd_per_hour=spot_usd_per_hour, **values)
 
@@ -177,7 +214,7 @@ def _purchases() -> dict[str, Purchase]:
 
 @functools.cache
 def _file_model() -> "type[BaseModel]":
-    """The pydantic model of a price file, made on first use."""
+    """Make the pydantic model of a price file, on first use."""
     from pydantic import BaseModel, ConfigDict, Field, RootModel, field_validator
 
     class Row(BaseModel):
@@ -204,13 +241,13 @@ def _file_model() -> "type[BaseModel]":
         def _known(cls, name: str) -> str:
             try:
                 return catalogued_device(name).name
-            except UsageError as error:  # pydantic adds the line to a ValueError alone
+            except UsageError as error:  # pydantic adds the line only to a ValueError
                 raise ValueError(str(error)) from None
 
         @field_validator("as_of")
         @classmethod
         def _dated(cls, when: date | int | str | None) -> str | None:
-            """YAML reads 2026-11-01 as a date, 2026 as a number and 2026-11 as text."""
+            """Convert to text: YAML reads 2026-11-01 as a date, 2026 as a number."""
             if when is not None:
                 _parts(str(when))
             return None if when is None else str(when)

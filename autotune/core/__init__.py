@@ -1,1 +1,4 @@
-"""Values and vocabulary that every other package uses: errors, units, files, knobs, configurations, probe values."""
+"""Values and vocabulary that every other package uses.
+
+They are errors, units, files, knobs, configurations and probe values.
+"""

@@ -1,6 +1,6 @@
-"""The environment variables of a process that this one starts.
+"""The environment variables of a child process.
 
-It holds only variables that are known to be needed: no database or cloud secret reaches the process.
+The list has only variables that a child needs, so no database or cloud secret reaches it.
 """
 
 import re
@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 
 from autotune.trainer.settings import ALLOCATOR_VARIABLE, ALLOCATORS, one_gpu
 
-# On a CPU, peaks repeat to 1 % only if large blocks come straight from the kernel and go straight back. Threads that
-# spin long while they wait make a step twenty times slower as soon as another process wants a core; those that sleep at
-# once make it up to a seventh slower than the full run, whose threads spin. Some 10 microseconds are enough.
+# On a CPU, peaks repeat to 1 % only if large blocks come straight from the kernel and return to it
+# at once. Threads that spin long while they wait make a step twenty times slower if another process
+# needs a core. Threads that sleep at once make a step up to a seventh slower than in the full run,
+# whose threads spin. Spinning for about 10 microseconds is enough.
 ON_CPU = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
@@ -18,17 +19,41 @@ ON_CPU = {
     "GOMP_SPINCOUNT": "3000",
 }
 ALWAYS_SET = {
-    ALLOCATOR_VARIABLE: ALLOCATORS["expandable"],  # each probe changes it as it wants
+    ALLOCATOR_VARIABLE: ALLOCATORS["expandable"],  # each probe sets its own value
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",
 }
 PASSED_ON = (
-    *("PATH", "HOME", "USER", "LANG", "TMPDIR", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH", "CC", "CXX"),
+    *(
+        "PATH",
+        "HOME",
+        "USER",
+        "LANG",
+        "TMPDIR",
+        "TZ",
+        "VIRTUAL_ENV",
+        "PYTHONPATH",
+        "LD_LIBRARY_PATH",
+        "CC",
+        "CXX",
+    ),
     "AUTOTUNE_INJECT",
 )
 PASSED_ON_PREFIXES = (
-    *("LC_", "CUDA_", "NVIDIA_", "NCCL_", "TORCH", "TRITON_", "OMP_", "MKL_", "XDG_CACHE", "HF_HOME", "HF_HUB_"),
+    *(
+        "LC_",
+        "CUDA_",
+        "NVIDIA_",
+        "NCCL_",
+        "TORCH",
+        "TRITON_",
+        "OMP_",
+        "MKL_",
+        "XDG_CACHE",
+        "HF_HOME",
+        "HF_HUB_",
+    ),
     *("WANDB_", "MLFLOW_", "TRACKIO_", "TENSORBOARD_"),
 )
 SECRET_NAME = re.compile("TOKEN|KEY|SECRET|CREDENTIAL|PASS", re.IGNORECASE)
@@ -36,7 +61,10 @@ SECRET_VALUE = re.compile(r"://\S*@")  # a URL with a password
 
 
 def passed_on(parent: Mapping[str, str], named: Iterable[str] = ()) -> dict[str, str]:
-    """The variables of its parent that a process which trains needs, without secrets, and those `named`."""
+    """Return the parent's variables that a training process needs, and the variables in `named`.
+
+    Variables that look like secrets are left out, unless they are named.
+    """
     needed = {
         name
         for name, value in parent.items()
@@ -47,6 +75,6 @@ def passed_on(parent: Mapping[str, str], named: Iterable[str] = ()) -> dict[str,
 
 
 def child_environment(parent: Mapping[str, str], device: str) -> dict[str, str]:
-    """The environment of a worker on `device` ("cuda" or "cpu")."""
+    """Return the environment of a worker on `device` ("cuda" or "cpu")."""
     on_device = ON_CPU if device == "cpu" else one_gpu(parent.get("CUDA_VISIBLE_DEVICES", "0"))
     return passed_on(parent) | ALWAYS_SET | on_device

@@ -1,18 +1,19 @@
-"""Errors a user can act on. Each says what happened, what to do about it, and how the process exits.
+"""Errors that a user can act on, each with a message, a remedy and an exit code.
 
-Expected failures of a probe (out of memory, timeout, ...) are values (`probe_types.Outcome`), not exceptions.
+Expected failures of a probe (out of memory, timeout, ...) are values (`probe_types.Outcome`), not
+exceptions.
 """
 
 from collections.abc import Iterable
 
-PREEMPTED = 75  # the exit code that asks for another attempt later
+PREEMPTED = 75  # the exit code that requests another attempt later
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The hint "; did you mean 'a10' or 'a100'?", or an empty text if no known name is similar."""
+    """Return a hint such as "; did you mean 'a10' or 'a100'?", empty if no name is similar."""
     import difflib
 
-    close = difflib.get_close_matches(str(name).lower(), sorted(set(known)))  # three at most
+    close = difflib.get_close_matches(str(name).lower(), sorted(set(known)))  # at most three
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
@@ -20,7 +21,7 @@ class AutotuneError(Exception):
     """An error shown to the user as one message and one remedy, without a traceback."""
 
     exit_code = 1
-    explained: str | None = None  # where docs/errors.md says more
+    explained: str | None = None  # the section of docs/errors.md that explains it
 
     def __init__(self, message: str, *, remedy: str | None = None) -> None:
         super().__init__(message)
@@ -28,13 +29,13 @@ class AutotuneError(Exception):
 
 
 class UsageError(AutotuneError):
-    """Wrong name, value or file given by the user."""
+    """The user gave a wrong name, value or file."""
 
     exit_code = 2
 
 
 class EnvironmentProblem(AutotuneError):
-    """The machine lacks what was asked for: a GPU, a driver, a package."""
+    """The machine lacks a GPU, a driver or a package that the command needs."""
 
     exit_code = 3
     explained = "no-such-device"
@@ -48,35 +49,35 @@ class NothingFits(AutotuneError):
 
 
 class TooManyFailures(AutotuneError):
-    """Probes keep failing for reasons other than memory: the machine, not the configuration, is suspect."""
+    """Probes keep failing for reasons other than memory, so the machine is suspect."""
 
     exit_code = 5
     explained = "too-many-failures"
 
 
 class VerificationFailed(AutotuneError):
-    """The exported run failed, or was slower or larger than predicted by more than the tolerance."""
+    """The exported run failed, or its time or memory exceeded the prediction by too much."""
 
     explained = "verification-failed"
 
 
 class StorageError(AutotuneError):
-    """A database or directory that cannot be reached, read or written."""
+    """A database or directory cannot be reached, read or written."""
 
     exit_code = 6
     explained = "storage"
-    lost = False  # the connection broke: whether the operation happened is unknown
+    lost = False  # the connection broke, so the operation may or may not have happened
 
 
 class BudgetTooShort(AutotuneError):
-    """The budget was over before there was anything to report."""
+    """The budget ended before there was a result to report."""
 
     exit_code = 7
     explained = "budget-too-short"
 
 
 class Interrupted(AutotuneError):
-    """Stopped by a signal; the study can be continued."""
+    """A signal stopped the command; the study can be continued."""
 
     def __init__(self, message: str, *, remedy: str | None = None, exit_code: int = 130) -> None:
         super().__init__(message, remedy=remedy)
@@ -84,4 +85,4 @@ class Interrupted(AutotuneError):
 
 
 class Cancelled(Exception):
-    """The user asked to stop, or the budget was over, during a probe; the probe was ended and has no result."""
+    """The user stopped the command or the budget ended during a probe; the probe has no result."""

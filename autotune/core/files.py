@@ -1,4 +1,4 @@
-"""Reading users' YAML with line numbers, and writing files whole or not at all."""
+"""Reads users' YAML with line numbers, and writes files whole or not at all."""
 
 import functools
 import os
@@ -17,34 +17,40 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound="BaseModel")
 
-MAX_BYTES = 2**20  # of a configuration
-MAX_VALUES = 10_000  # of a user's file, its aliases written out; the shipped ones have fewer than a hundred
+MAX_BYTES = 2**20  # of a configuration file
+# The values in a user's file, with aliases expanded. Shipped files have fewer than a hundred.
+MAX_VALUES = 10_000
 
 
 def load_yaml(text: str) -> Any:
-    """Safe-load one YAML document; libyaml's parser is used where it was built in (ten times faster).
+    """Load one YAML document safely, with libyaml's parser if it is built in (ten times faster).
 
-    Raises yaml.YAMLError, RecursionError, and ValueError of a number or date that cannot be.
+    Raises yaml.YAMLError, RecursionError, and ValueError for an impossible number or date.
     """
     import yaml
 
     try:
         # CSafeLoader is SafeLoader over libyaml: the same restricted set of types.
         return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
-    except (AttributeError, IndexError, KeyError, TypeError):  # PyYAML's own, of tags such as `!!bool maybe`
+    except (AttributeError, IndexError, KeyError, TypeError):
+        # PyYAML raises these for tags such as `!!bool maybe`.
         raise yaml.YAMLError("a value is not of its tag") from None
 
 
 @functools.cache
 def load_data(package: str, name: str) -> Any:
-    """The parsed `<name>.yaml` of one of our packages. Shared between callers: copy what you hand out."""
+    """Return the parsed `<name>.yaml` of one of our packages.
+
+    Callers share the result, so they must copy the data that they hand out.
+    """
     return load_yaml(files(package).joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def shipped_files(inside: str, beside: str) -> dict[str, Path]:
-    """Name -> path of the YAML files of a folder that ships with the package, which a user may copy.
+    """Return name -> path of the YAML files in a shipped folder, which a user may copy.
 
-    A wheel has the folder inside the package as `inside`, a checkout next to it as `beside`.
+    A wheel has the folder as `inside` within the package; a checkout has it as `beside` next to the
+    package.
     """
     package = Path(str(files("autotune")))
     folder = package / inside
@@ -54,7 +60,10 @@ def shipped_files(inside: str, beside: str) -> dict[str, Path]:
 
 
 def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """The content of a regular file. Raises OSError for any other, without waiting for the writer of a pipe."""
+    """Return the content of a regular file.
+
+    Raises OSError for any other file, without waiting for the writer of a pipe.
+    """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError("it is not a regular file")
@@ -65,47 +74,60 @@ def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def read_user_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """The text of a file that a person named. Raises UsageError if it is no regular file of UTF-8 text."""
+    """Return the text of a user's file. Raises UsageError unless it is regular and UTF-8 text."""
     try:
         return read_regular(path, max_bytes).decode()
     except UnicodeDecodeError:
         reason = "it is not UTF-8 text"
-    except (OSError, ValueError) as error:  # a path with a zero in it is a ValueError
+    except (OSError, ValueError) as error:  # a path with a NUL character raises ValueError
         reason = getattr(error, "strerror", None) or str(error)
     raise UsageError(f"cannot read {path}: {reason}", remedy="check the path")
 
 
 def cache_directory() -> Path:
-    """What is kept for this user between studies: $XDG_CACHE_HOME or ~/.cache, and in it autotune."""
+    """Return the directory for a user's data between studies.
+
+    It is `autotune` in $XDG_CACHE_HOME or ~/.cache.
+    """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autotune"
 
 
 def refuse_special_files(directory: Path) -> None:
-    """Raises UsageError if a directory holds a pipe, a socket or a device, on which a library may wait for ever."""
+    """Raise UsageError if a directory holds a pipe, a socket or a device.
+
+    A library may wait forever for such a file.
+    """
     for path in directory.glob("*"):
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise UsageError(f"{path} is not a regular file", remedy="remove it, or name another directory")
+            raise UsageError(
+                f"{path} is not a regular file", remedy="remove it, or name another directory"
+            )
 
 
 def read_user_yaml(path: Path, model: type[M]) -> M:
-    """Read a YAML file that a person wrote and validate it.
+    """Read and validate a YAML file that a user wrote.
 
-    Raises UsageError if it is unreadable, not YAML, or not of the model's form; the line is named.
+    Raises UsageError, with the line, if it is unreadable, not YAML, or does not match the model.
     """
     import yaml
     from pydantic import ValidationError
 
     text = read_user_text(path)
+    # Parse the text. The composed nodes keep the line numbers for later messages.
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None and _num_values(node, {}) > MAX_VALUES:
             raise ValueError(f"more than {MAX_VALUES:,} values, with its aliases written out")
         data = load_yaml(text)
     except RecursionError:
-        raise UsageError(f"{path}: not valid YAML: nested too deeply", remedy="check the file") from None
+        raise UsageError(
+            f"{path}: not valid YAML: nested too deeply", remedy="check the file"
+        ) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise UsageError(f"{path}:{line}: not valid YAML: {error.reason}", remedy="fix that line") from None
+        raise UsageError(
+            f"{path}:{line}: not valid YAML: {error.reason}", remedy="fix that line"
+        ) from None
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -113,13 +135,15 @@ def read_user_yaml(path: Path, model: type[M]) -> M:
             f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}",
             remedy="fix the syntax at that line",
         ) from None
+
+    # Validate the data, and name the lines of the first five problems.
     try:
         return model.model_validate(data)
     except ValidationError as error:
         problems = []
         for item in error.errors()[:5]:
             message = item["msg"].removeprefix("Value error, ")
-            # A check of the whole begins with the name of the key it found wrong.
+            # A check of the whole file names the wrong key at the start of its message.
             line = _line_of(node, item["loc"] or (message.partition(" ")[0],))
             where = ".".join(str(part) for part in item["loc"]) or "the file"
             problems.append(f"{path}:{line}: {where}: {message}")
@@ -127,43 +151,52 @@ def read_user_yaml(path: Path, model: type[M]) -> M:
 
 
 def _num_values(node: Any, known: dict[int, int]) -> int:
-    """How many values a YAML tree has once its aliases are written out. Raises YAMLError if a key stands twice."""
+    """Return the number of values in a YAML tree with its aliases expanded.
+
+    Raises YAMLError if a key occurs twice.
+    """
     import yaml
 
     if id(node) in known:
         return known[id(node)]
-    known[id(node)] = MAX_VALUES  # whoever is met again while it is being counted holds itself
+    known[id(node)] = MAX_VALUES  # a node that is met again during its own count contains itself
+
     children = []
     if isinstance(node, yaml.MappingNode):
         names = set()
         for key, value in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 if (key.tag, key.value) in names:
-                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} stands twice", problem_mark=key.start_mark)
+                    raise yaml.MarkedYAMLError(
+                        problem=f"{key.value!r} stands twice", problem_mark=key.start_mark
+                    )
                 names.add((key.tag, key.value))
             children += [key, value]
     elif isinstance(node, yaml.SequenceNode):
         children = node.value
+
     known[id(node)] = 1 + sum(_num_values(child, known) for child in children)
     return known[id(node)]
 
 
 def _line_of(node: Any, loc: tuple[int | str, ...]) -> int:
-    """The 1-based line of the deepest part of `loc` that exists in the composed YAML tree."""
+    """Return the 1-based line of the deepest part of `loc` that exists in the YAML tree."""
     line = 1 if node is None else node.start_mark.line + 1
     for part in loc:
         children = getattr(node, "value", None)
         if not isinstance(children, list):
             break
         if node.id == "mapping":
-            found = next(((key, value) for key, value in children if key.value == str(part)), None)
+            pair = next(((key, value) for key, value in children if key.value == str(part)), None)
         elif isinstance(part, int) and part < len(children):
-            found = children[part], children[part]
+            pair = children[part], children[part]
         else:
-            found = None
-        if found is None:
+            pair = None
+        if pair is None:
             break
-        line, node = found[0].start_mark.line + 1, found[1]
+
+        line = pair[0].start_mark.line + 1
+        node = pair[1]
     return line
 
 
@@ -175,18 +208,28 @@ def write_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         raise StorageError(
             f"cannot write {path}: {error.strerror or error}",
-            remedy="choose a place that can be written, with --out or --storage, or free some space",
+            remedy="choose a place that can be written, with --out or --storage,"
+            " or free some space",
         ) from None
 
 
 def write_atomic(path: Path, text: str, *, executable: bool = False) -> None:
-    """Write `text` to `path` by rename, so that a reader, a crash or a power cut never leaves half a file."""
+    """Write `text` to `path` by rename.
+
+    A reader, a crash or a power cut never leaves half a file.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     mode = 0o777 if executable else 0o666  # less the umask
+
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(temporary, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            with open(
+                temporary,
+                "x",
+                encoding="utf-8",
+                opener=lambda name, flags: os.open(name, flags, mode),
+            ) as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
@@ -198,7 +241,7 @@ def write_atomic(path: Path, text: str, *, executable: bool = False) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until the names of a directory's files are on disk, on file systems that can say so."""
+    """Wait until the names of a directory's files are on disk, if the file system supports it."""
     with suppress(OSError):
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:

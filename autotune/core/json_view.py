@@ -1,8 +1,9 @@
-"""A frozen value as JSON data, and the form of that data from the value's types: each key is defined once.
+"""Converts a frozen value to JSON data, and derives the form of that data from the value's types.
 
-A dataclass is an object with all of its fields, or with the keys that its `JSON` names: fields, properties and methods
-without arguments, by their path from the value ("task.model.name", "config.label()"). A part of a path that is None
-makes the whole None. If `JSON` is one path, the data of the value at its end stands for the whole.
+Each key is therefore defined once. A dataclass becomes an object with all of its fields, or with
+the keys in its `JSON` attribute. Such a key refers to a field, a property or a method without
+arguments by its path from the value ("task.model.name", "config.label()"). If a part of the path is
+None, the result is None. If `JSON` is one path, the data at its end replaces the whole value.
 """
 
 import types
@@ -19,51 +20,53 @@ from autotune.core.serialization import to_data
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """A path to a value that keeps its stored form, with all fields (`serialization.to_data`)."""
+    """A path to a value in its stored form, with all fields (`serialization.to_data`)."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A path to a value, or to several, with keys of its own."""
+    """A path to a value or a sequence of values, shown with their own keys."""
 
     path: str
     keys: dict[str, Any]
 
 
 ALL = "*"
-Keys = dict[str, Any]  # by key: a path (None: the key itself), Native, View, or Keys
+Keys = dict[str, Any]  # by key: a path or None (the key itself), Native, View, or Keys
 
 
 def keys(*names: str, **renamed: Any) -> Keys:
-    """Keys by their attribute: `names` that are both, and others as key=path."""
+    """Return keys for `names`, each its own path, and for `renamed`, written as key=path."""
     return dict.fromkeys(names, None) | renamed
 
 
 def also(*names: str, **renamed: Any) -> Keys:
-    """All fields of the dataclass, and these keys."""
+    """Return keys for all fields of the dataclass, and these keys."""
     return {ALL: None} | keys(*names, **renamed)
 
 
 def also_native(*names: str, **renamed: Any) -> Keys:
-    """All fields of the dataclass as they are stored, and these keys."""
+    """Return keys for all fields of the dataclass in their stored form, and these keys."""
     return {ALL: Native(ALL)} | keys(*names, **renamed)
 
 
 def under(prefix: str, shown: Keys) -> Keys:
-    """These keys of the value at `prefix`, as keys of the value that has it."""
+    """Return the keys with `prefix` before each path."""
     return {key: _under(prefix, path or key) for key, path in shown.items()}
 
 
 def _under(prefix: str, path: Any) -> Any:
     if isinstance(path, dict):
         return under(prefix, path)
-    return f"{prefix}.{path}" if isinstance(path, str) else replace(path, path=f"{prefix}.{path.path}")
+    if isinstance(path, str):
+        return f"{prefix}.{path}"
+    return replace(path, path=f"{prefix}.{path.path}")
 
 
 def json_data(value: Any) -> Any:
-    """The value as data for `json.dumps`."""
+    """Return the value as data for `json.dumps`."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, date | PurePath):
@@ -80,20 +83,24 @@ def json_data(value: Any) -> Any:
 
 
 def json_form(kind: Any) -> Any:
-    """The form of `json_data` for this type, as a type that pydantic checks."""
-    origin, arguments = get_origin(kind), get_args(kind)
+    """Return the form of `json_data` for this type, as a type that pydantic checks."""
+    origin = get_origin(kind)
+    arguments = get_args(kind)
+
     if origin in (Union, types.UnionType):
         return Union[tuple(map(json_form, arguments))]  # noqa: UP007 (made from a tuple)
     if origin is ClassVar:
         return json_form(arguments[0])
     if origin is Literal:
         return kind
+
     if origin is tuple and arguments[-1] is not Ellipsis:
         return tuple[tuple(map(json_form, arguments))]  # type: ignore[misc]
     if origin is not None and issubclass(origin, Mapping):
         return dict[str, json_form(arguments[1])]  # type: ignore[misc]
     if origin is not None and arguments:
         return list[json_form(arguments[0])]  # type: ignore[misc]
+
     if isinstance(kind, type) and issubclass(kind, Enum):
         return Literal[tuple(member.value for member in kind)]
     if isinstance(kind, type) and issubclass(kind, date | PurePath):
@@ -102,13 +109,15 @@ def json_form(kind: Any) -> Any:
 
 
 def _shown(kind: type) -> Keys | str:
-    """The keys of a dataclass, or the path to the value that replaces it."""
+    """Return the keys of a dataclass, or the path to the value that replaces it."""
     shown: Keys | str | None = getattr(kind, "JSON", None)
-    return shown if isinstance(shown, str) else _expanded(kind, also() if shown is None else shown)
+    if isinstance(shown, str):
+        return shown
+    return _expanded(kind, also() if shown is None else shown)
 
 
 def _expanded(kind: type, shown: Keys) -> Keys:
-    """The keys with all fields of the dataclass if they ask for these."""
+    """Return the keys, with all fields of the dataclass in place of `ALL`."""
     if ALL not in shown:
         return shown
     names = [field.name for field in fields(kind)]
@@ -138,7 +147,7 @@ def _viewed(value: Any, shown: Keys) -> Any:
 
 
 def _at(value: Any, path: str) -> Any:
-    """Follow a path to its value, or to the first None."""
+    """Follow a path and return its value, or None as soon as a part of the path is None."""
     for step in path.split("."):
         if value is None:
             return None
@@ -149,9 +158,11 @@ def _at(value: Any, path: str) -> Any:
 
 @cache
 def _model(kind: type) -> Any:
-    """The form of a dataclass."""
+    """Return the form of a dataclass."""
     shown = _shown(kind)
-    return json_form(_type_at(kind, shown)) if isinstance(shown, str) else _object_form(kind.__name__, kind, shown)
+    if isinstance(shown, str):
+        return json_form(_type_at(kind, shown))
+    return _object_form(kind.__name__, kind, shown)
 
 
 def _object_form(name: str, kind: type, shown: Keys) -> Any:
@@ -159,7 +170,8 @@ def _object_form(name: str, kind: type, shown: Keys) -> Any:
 
     only_these = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     forms: dict[str, Any] = {
-        key: (_entry_form(name, kind, key, path), ...) for key, path in _expanded(kind, shown).items()
+        key: (_entry_form(name, kind, key, path), ...)
+        for key, path in _expanded(kind, shown).items()
     }
     return create_model(name, __config__=only_these, **forms)
 
@@ -176,14 +188,16 @@ def _entry_form(name: str, kind: type, key: str, path: Any) -> Any:
 
 def _viewed_form(name: str, kind: Any, shown: Keys) -> Any:
     if get_origin(kind) in (Union, types.UnionType):
-        return Union[tuple(_viewed_form(name, part, shown) for part in get_args(kind))]  # noqa: UP007 (made from a tuple)
+        return Union[  # noqa: UP007 (made from a tuple)
+            tuple(_viewed_form(name, part, shown) for part in get_args(kind))
+        ]
     if get_origin(kind) in (tuple, list):
         return list[_viewed_form(name, get_args(kind)[0], shown)]  # type: ignore[misc]
     return kind if kind is type(None) else _object_form(name, kind, shown)
 
 
 def _type_at(kind: Any, path: str) -> Any:
-    """The type at the end of a path, which may be None if a part of the path may be."""
+    """Return the type at the end of a path, with None if a part of the path may be None."""
     may_be_none = False
     for step in path.split("."):
         parts = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
@@ -194,7 +208,7 @@ def _type_at(kind: Any, path: str) -> Any:
 
 
 def _type_of(owner: type, step: str) -> Any:
-    """The type of one field, property or method."""
+    """Return the type of one field, property or method."""
     found = getattr(owner, name := step.removesuffix("()"), None)
     if isinstance(found, property):
         return get_type_hints(found.fget)["return"]

@@ -1,19 +1,23 @@
-"""The pattern in which a model's layers repeat."""
+"""Finds the repeating pattern of a model's layers."""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 def repetition(kinds: Sequence[Any]) -> tuple[int, int | None]:
-    """(prefix, period) of a sequence in which `prefix` items are followed by the same `period` items over and over.
+    """Return the (prefix, period) of a sequence with the smallest sum.
 
-    The pair with the smallest sum is returned. The period is None where nothing repeats at least twice.
+    After `prefix` items, the next `period` items repeat until the end of the sequence. The period
+    is None unless they occur at least twice.
     """
     length = len(kinds)
     for total in range(1, length):
         for period in range(1, total + 1):
             prefix = total - period
             is_seen_twice = prefix < length // 2 and prefix + 2 * period <= length
-            if is_seen_twice and all(kinds[at] == kinds[at + period] for at in range(prefix, length - period)):
+            if is_seen_twice and all(
+                kinds[at] == kinds[at + period] for at in range(prefix, length - period)
+            ):
                 return prefix, period
+
     return 0, None

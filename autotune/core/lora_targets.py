@@ -1,4 +1,4 @@
-"""Which modules of a model get adapters, and which are trained whole beside them, by their names."""
+"""The names of the modules that get adapters, and of the modules trained in full beside them."""
 
 from autotune.core.files import load_data
 from autotune.core.knobs import KNOBS
@@ -7,10 +7,11 @@ ALL_LINEAR: str = KNOBS["lora_targets"].default
 
 
 def target_modules(model_type: str, targets: str) -> list[str] | None:
-    """The ends of the modules' paths for a value of the knob `lora_targets`; None for all linear layers but the head.
+    """Return the ends of the module paths for a value of the knob `lora_targets`.
 
-    All linear layers have names where PEFT refuses adapters on some. Empty where a model of this `model_type`,
-    transformers' name of the family, has no such layers.
+    `model_type` is transformers' name of the model family. For all linear layers except the head,
+    the result is None, or a list if PEFT refuses adapters on some layers of the family. The result
+    is empty if the family has no such layers.
     """
     if targets not in KNOBS["lora_targets"].choices:
         return targets.split(",")
@@ -20,12 +21,12 @@ def target_modules(model_type: str, targets: str) -> list[str] | None:
 
 
 def saved_modules(model_type: str, saved: str) -> list[str] | None:
-    """The ends of the modules' paths for a value of the knob `modules_to_save`; None for no module."""
+    """Return the ends of the module paths for a value of `modules_to_save`; `none` gives None."""
     table = load_data("autotune.core", "lora_targets")["ends"]
     ends: list[str] = table.get(model_type, ["embed_tokens", "lm_head"])
     return {"none": None, "embedding": ends[:1], "head": ends[1:]}.get(saved, ends)
 
 
 def has_own_names(model_type: str) -> bool:
-    """Whether the names of this type's layers of attention are known, and not taken to be the usual ones."""
+    """Return whether the table lists this type's module names; otherwise the usual names apply."""
     return model_type in load_data("autotune.core", "lora_targets")

@@ -1,4 +1,4 @@
-"""What the host has: processors, memory, and how fast its disk takes a file. No torch, and nothing is left behind."""
+"""The host's processors and memory, and the write speed of its disk. Imports no torch."""
 
 import functools
 import os
@@ -10,61 +10,70 @@ from autotune.core.units import MIB, gib
 
 CGROUP = Path("/sys/fs/cgroup")  # version 2; within a container, the limits of the container
 CHUNK_BYTES = 8 * MIB
-WRITTEN_BYTES, AT_MOST_S = 256 * MIB, 3.0  # so much is written, and less to a disk that takes longer
+# The file for the write test has this size, and less on a disk that takes longer than this time.
+WRITTEN_BYTES = 256 * MIB
+AT_MOST_S = 3.0
 CPUINFO = Path("/proc/cpuinfo")
-# Any of these sets is enough for oneDNN, which torch multiplies bf16 with. Without them a product takes some 200 times
-# as long as in fp32 (measured: 6.8 s for 256 x 1024 by 1024 x 4096 on two cores of an AMD EPYC with AVX2; 0.03 s).
+# Any of these sets is enough for oneDNN, torch's library for bf16 products. Without them, a bf16
+# product takes about 200 times as long as in fp32. On two cores of an AMD EPYC with AVX2, a product
+# of 256 x 1024 by 1024 x 4096 took 6.8 s instead of 0.03 s.
 BF16_FEATURES = ({"avx512bw", "avx512vl", "avx512dq"}, {"avx_ne_convert"}, {"bf16"})
 
 
 def processor_name(path: Path = CPUINFO) -> str:
-    """What the processor is called: 'AMD EPYC 9654'."""
+    """Return the name of the processor, such as 'AMD EPYC 9654'."""
     return _cpuinfo(path, "model name") or "CPU"
 
 
 @functools.cache
 def multiplies_bf16(path: Path = CPUINFO) -> bool:
-    """Whether the processor multiplies bf16 about as fast as fp32, by the features it names; False if it names none."""
-    features = set((_cpuinfo(path, "flags") or _cpuinfo(path, "features")).split())  # of x86, of Arm
+    """Return whether the processor multiplies bf16 about as fast as fp32.
+
+    The answer follows from its listed features; it is false without a list.
+    """
+    # x86 has flags, Arm has features.
+    features = set((_cpuinfo(path, "flags") or _cpuinfo(path, "features")).split())
     return any(needed <= features for needed in BF16_FEATURES)
 
 
 def num_cores(cgroup: Path = CGROUP) -> float:
-    """The processors that this process may use: 0.5 where a container has half of one."""
+    """Return the processors that this process may use: 0.5 in a container with half a processor."""
     cores = float(len(os.sched_getaffinity(0)))
     quota, _, period = _limit(cgroup / "cpu.max").partition(" ")
     return min(cores, int(quota) / int(period)) if quota.isdigit() and period.isdigit() else cores
 
 
 def host_memory_gib(cgroup: Path = CGROUP) -> float:
-    """The memory that this process may use."""
+    """Return the memory that this process may use."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _limit(cgroup / "memory.max")
     return gib(min(total, int(limit)) if limit.isdigit() else total)
 
 
 def disk_mb_s(directory: Path) -> float | None:
-    """MB/s at which a file of `directory` is written and reaches the disk; None where none can be written.
+    """Return the MB/s at which a file in `directory` reaches the disk, or None if writing fails.
 
-    The file has no name, so that the kernel removes it whatever becomes of this process. Its bytes are random: some
-    disks compress.
+    The file has no name, so the kernel removes it even if this process is killed. Its bytes are
+    random, because some disks compress.
     """
     chunk = os.urandom(CHUNK_BYTES)
     try:
         with TemporaryFile(dir=directory) as file:
-            begin, written = time.perf_counter(), 0
+            begin = time.perf_counter()
+            written = 0
             while written < WRITTEN_BYTES and time.perf_counter() - begin < AT_MOST_S:
                 file.write(chunk)
                 file.flush()
                 os.fdatasync(file.fileno())
                 written += len(chunk)
+
             return written / 1e6 / (time.perf_counter() - begin)
     except OSError:
         return None
 
 
 def _cpuinfo(path: Path, key: str) -> str:
-    """The first value of a key, which is written in any case; empty where there is none."""
+    """Return the first value of a key in any case, or an empty text if the key is missing."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     pairs = (line.partition(":") for line in lines)
     return next((value.strip() for name, _, value in pairs if name.strip().lower() == key), "")

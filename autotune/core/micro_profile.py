@@ -1,6 +1,6 @@
-"""What a profile of one micro batch found: the device's time by what its kernels do, and by part of the model.
+"""The profile of one micro batch: the device's time by kernel class and by part of the model.
 
-It crosses the process boundary as JSON. Seconds are the device's own; None is unknown.
+It crosses the process boundary as JSON. Seconds are the device's own; an unknown value is None.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class KernelClass(StrEnum):
-    """What a kernel does; on a CPU an operator."""
+    """The kind of work that a kernel does; on a CPU, the kind of operator."""
 
     PRODUCTS = "matrix products"
     ATTENTION = "attention"
@@ -21,7 +21,7 @@ class KernelClass(StrEnum):
 
 
 class Part(StrEnum):
-    """The part of a model that had a kernel run."""
+    """The part of a model that launched a kernel."""
 
     PROJECTIONS = "attention projections"
     ATTENTION = "attention itself"
@@ -35,7 +35,11 @@ class Part(StrEnum):
 
 
 class Stage(StrEnum):
-    """When in a step. What checkpointing computes again stands apart, but for compiled layers: there it is backward."""
+    """The stage of a training step.
+
+    Recomputation by checkpointing has its own stage, except in compiled layers, which count it as
+    backward.
+    """
 
     FORWARD = "forward"
     RECOMPUTED = "recomputed"
@@ -45,7 +49,10 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledWork:
-    """What all kernels of a class took for a part in a stage. `part` is None where compiled code hides it."""
+    """The total of all kernels of one class, for one part and one stage.
+
+    `part` is None if compiled code hides it.
+    """
 
     part: Part | None
     stage: Stage
@@ -56,7 +63,10 @@ class ProfiledWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTotal:
-    """All kernels of one name. `fuses` are the operators that a kernel of Inductor computes, as its name tells them."""
+    """The total of all kernels with one name.
+
+    `fuses` names the operators that a kernel of Inductor combines, as the kernel's name lists them.
+    """
 
     name: str
     kind: KernelClass
@@ -69,9 +79,10 @@ class KernelTotal:
 class MicroBatchProfile:
     """One micro batch of `rows` rows of `length` tokens, and the optimizer step after it.
 
-    `micro_s` is what the micro batch takes when it is not profiled, `profiled_s` what it took. `busy_s` is the time of
-    it in which a GPU ran any kernel; on a CPU (`on_gpu` is false) that of all operators. `longest` are the names that
-    took longest. `loader_rows_per_s` is how fast the loader makes rows of examples that are tokenised.
+    `micro_s` is the time of the micro batch without profiling, and `profiled_s` with profiling.
+    `busy_s` is the part of the micro batch during which a GPU ran any kernel. On a CPU (`on_gpu` is
+    false), it is the time of all operators. `longest` has the kernel names with the longest times.
+    `loader_rows_per_s` is the speed at which the loader makes rows of tokenised examples.
     """
 
     on_gpu: bool
@@ -97,5 +108,5 @@ class MicroBatchProfile:
 
     @property
     def idle_s(self) -> float:
-        """What a micro batch that is not profiled takes beyond the work: the device waits, mostly for the host."""
+        """The device's idle time in a micro batch without profiling, mostly due to the host."""
         return max(self.micro_s - self.busy_s, 0.0)

@@ -1,6 +1,7 @@
-"""The NVIDIA GPUs of this machine, by NVML and without torch: memory and its holders, clocks, power, throttling.
+"""Reads the NVIDIA GPUs of this machine through NVML, without torch.
 
-Reads only; no setting of a card is ever changed. Values that the driver does not report are None.
+The values are memory and its holders, clocks, power and throttling. No setting of a card is ever
+changed. A value that the driver does not report is None.
 """
 
 import os
@@ -14,7 +15,7 @@ from autotune.core.units import gib
 
 T = TypeVar("T")
 
-# Bits of nvmlDeviceGetCurrentClocksEventReasons. A power cap is normal on small cards; the others are not.
+# Bits of nvmlDeviceGetCurrentClocksEventReasons. Only a power cap is normal, on small cards.
 THROTTLE_REASONS = {
     0x4: "power cap",
     0x8: "hardware slow-down",
@@ -35,7 +36,7 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuInfo:
-    """One card as NVML prints it."""
+    """The values of one card that NVML reports."""
 
     index: int
     uuid: str
@@ -48,7 +49,7 @@ class GpuInfo:
 
 
 class Nvml:
-    """One card, opened by UUID or index. Use `open`; a machine without driver gives None."""
+    """One card, opened by UUID or index with `open`, which returns None without a driver."""
 
     def __init__(self, handle: Any, driver: str | None) -> None:
         self._handle = handle
@@ -56,7 +57,10 @@ class Nvml:
 
     @classmethod
     def open(cls, card: int | str | None = None) -> "Nvml | None":
-        """The card with this index or UUID (with or without its 'GPU-' prefix); the first visible one by default."""
+        """Open the card with this index or UUID, by default the first visible one.
+
+        The UUID may lack its 'GPU-' prefix. Returns None without a driver or such a card.
+        """
         if not has_driver():
             return None
         import pynvml
@@ -69,16 +73,18 @@ class Nvml:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(card)
             else:
                 uuid = str(card)
-                handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+                handle = pynvml.nvmlDeviceGetHandleByUUID(
+                    uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+                )
             return cls(handle, _quiet(pynvml.nvmlSystemGetDriverVersion))
         except (pynvml.NVMLError, OSError):
             return None
 
     def info(self, index: int = 0) -> GpuInfo:
-        """The card's name, memory and processes; `index` is only passed on."""
+        """Return the card's name, memory and processes; `index` is only copied to the result."""
         import pynvml
 
-        # The second version of this call keeps what the driver reserves for itself apart from what is in use.
+        # Version 2 of this call does not count the memory that the driver reserves as used.
         memory = pynvml.nvmlDeviceGetMemoryInfo(self._handle, version=pynvml.nvmlMemory_v2)
         capability = _quiet(lambda: pynvml.nvmlDeviceGetCudaComputeCapability(self._handle))
         return GpuInfo(
@@ -93,22 +99,28 @@ class Nvml:
         )
 
     def used_gib(self) -> float | None:
-        """The memory of the card that is in use, by whichever process."""
+        """Return the memory in use on the card, by any process."""
         return _quiet(lambda: self.info().used_gib)
 
     def used_by_process_gib(self, pid: int) -> float | None:
-        """Memory of one process; None where the driver hides it (containers with their own process numbers)."""
+        """Return the memory of one process, or None if the driver hides it.
+
+        The driver hides it from containers with their own process numbers.
+        """
         return next((process.used_gib for process in self._processes() if process.pid == pid), None)
 
     def uncorrected_errors(self) -> int | None:
-        """Uncorrected memory errors since the driver was loaded; None for memory without error correction (ECC)."""
+        """Return the number of uncorrected memory errors since the driver was loaded.
+
+        Memory without error correction (ECC) gives None.
+        """
         import pynvml
 
         kinds = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
         return _quiet(lambda: int(pynvml.nvmlDeviceGetTotalEccErrors(self._handle, *kinds)))
 
     def sample(self) -> Telemetry:
-        """Read all sensors; None for each that the driver does not have. Energy is counted since the driver's start."""
+        """Read all sensors; energy counts from the start of the driver."""
         import pynvml
 
         handle = self._handle
@@ -116,12 +128,17 @@ class Nvml:
         power = _quiet(lambda: pynvml.nvmlDeviceGetPowerUsage(handle))
         energy = _quiet(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
         bits = _quiet(lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)) or 0
+
         return Telemetry(
             utilization=None if rates is None else rates.gpu / 100,
             power_w=None if power is None else power / 1000,
             energy_j=None if energy is None else energy / 1000,
-            temperature_c=_quiet(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
-            sm_clock_mhz=_quiet(lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)),
+            temperature_c=_quiet(
+                lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
+            ),
+            sm_clock_mhz=_quiet(
+                lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+            ),
             throttle_reasons=tuple(name for bit, name in THROTTLE_REASONS.items() if bits & bit),
         )
 
@@ -130,17 +147,22 @@ class Nvml:
         import pynvml
 
         found = []
-        for process in _quiet(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)) or []:
+        running = _quiet(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)) or []
+        for process in running:
             name = None
             with suppress(psutil.Error):
                 name = psutil.Process(process.pid).name()
             used = process.usedGpuMemory
-            found.append(GpuProcess(pid=process.pid, name=name, used_gib=None if used is None else gib(used)))
+            used_gib = None if used is None else gib(used)
+            found.append(GpuProcess(pid=process.pid, name=name, used_gib=used_gib))
         return found
 
 
 def has_driver() -> bool:
-    """Whether NVIDIA's driver is here. Without it, pynvml (0.1 s to import) has nothing to read."""
+    """Return whether NVIDIA's driver is installed.
+
+    Without the driver, pynvml (0.1 s to import) cannot read anything.
+    """
     import ctypes
 
     try:
@@ -151,7 +173,7 @@ def has_driver() -> bool:
 
 
 def list_gpus() -> list[GpuInfo]:
-    """Every NVIDIA card of this machine; empty where there is no driver."""
+    """Return every NVIDIA card of this machine; the list is empty without a driver."""
     if not has_driver():
         return []
     import pynvml
@@ -166,7 +188,7 @@ def list_gpus() -> list[GpuInfo]:
 
 
 def visible() -> list[int | str]:
-    """The cards CUDA would use, in its order, by index or UUID."""
+    """Return the cards that CUDA would use, in its order, by index or UUID."""
     named = _named_cards()
     if named is None:
         return [card.index for card in list_gpus()]
@@ -174,16 +196,20 @@ def visible() -> list[int | str]:
 
 
 def first_visible() -> int | str:
-    """The card CUDA would call device 0, by index or UUID; card 0 where CUDA_VISIBLE_DEVICES is not set.
+    """Return the card that CUDA would call device 0, by index or UUID.
 
-    "" and "-1", which hide all cards, are returned as they are: no card has such a name.
+    Without CUDA_VISIBLE_DEVICES it is card 0. The values "" and "-1", which hide all cards, are
+    returned unchanged: no card has such a name.
     """
     named = _named_cards()
     return 0 if named is None else named[0]
 
 
 def _named_cards() -> list[int | str] | None:
-    """The entries of CUDA_VISIBLE_DEVICES: at least one, which may be empty. None where it is not set."""
+    """Return the entries of CUDA_VISIBLE_DEVICES, or None if it is not set.
+
+    There is at least one entry, which may be empty.
+    """
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return None
@@ -192,7 +218,7 @@ def _named_cards() -> list[int | str] | None:
 
 
 def _quiet(read: Callable[[], T]) -> T | None:
-    """The value, or None where the driver does not report it."""
+    """Return the value, or None if the driver does not report it."""
     import pynvml
 
     try:

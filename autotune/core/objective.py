@@ -1,8 +1,11 @@
-"""What a training is for: it decides the head of the model, the rows that an example has, and the loop that trains."""
+"""The objective of a training run.
+
+It determines the head of the model, the rows of an example, and the training loop.
+"""
 
 from enum import StrEnum
 
-# Why what people ask for is not among them.
+# Objectives that users ask for, with the reason why each is missing.
 NOT_OFFERED = {
     "grpo": "its answers are generated while it trains, which no probe does",
     "ppo": "its answers are generated while it trains, which no probe does",
@@ -13,43 +16,52 @@ NOT_OFFERED = {
 
 
 class Objective(StrEnum):
-    """Each is probed through the trainer that people use for it: TRL's, or transformers' for classification."""
+    """The goal of a training run.
 
-    SFT = "sft"  # the next token
-    DPO = "dpo"  # pairs of a chosen and a rejected answer, beside what the untrained model says of them
-    KTO = "kto"  # answers that are wanted or not, beside what the untrained model says of them
-    REWARD = "reward"  # pairs as of DPO, for a score that is higher for the chosen one
+    Each is probed with its usual trainer: TRL's, or transformers' for classification.
+    """
+
+    SFT = "sft"  # predicts the next token
+    # Pairs of a chosen and a rejected answer, compared with the untrained model.
+    DPO = "dpo"
+    # Answers that are wanted or unwanted, compared with the untrained model.
+    KTO = "kto"
+    REWARD = "reward"  # pairs as in DPO; the chosen answer gets the higher score
     CLASSIFICATION = "classification"  # texts with a label
 
     @property
     def trainers(self) -> tuple[str, ...]:
-        """What can train for it, the usual one first."""
+        """The trainers for this objective, the usual one first."""
         if self is Objective.SFT:
             return ("transformers", "trl")
         return ("transformers",) if self is Objective.CLASSIFICATION else ("trl",)
 
     @property
     def rows_per_example(self) -> int:
-        """The rows that an example has in a micro batch."""
+        """The number of rows for each example in a micro batch."""
         return 2 if self in (Objective.DPO, Objective.REWARD) else 1
 
     @property
     def num_labels(self) -> int | None:
-        """The values that a head gives for a row; None where it gives one for each token of the vocabulary.
+        """The number of values that a head gives for a row.
 
-        Two stand for any number of classes: next to the hidden size all are small.
+        It is None if the head gives a value for each token of the vocabulary. Two labels stand for
+        any number of classes, because all are small next to the hidden size.
         """
         return {Objective.REWARD: 1, Objective.CLASSIFICATION: 2}.get(self)
 
     @property
     def has_reference(self) -> bool:
-        """Whether the untrained model computes too: a copy in full fine-tuning, else the model without its adapters."""
+        """Whether the untrained model computes too.
+
+        It is a copy in full fine-tuning, otherwise the model without its adapters.
+        """
         return self in (Objective.DPO, Objective.KTO)
 
     @property
     def passes(self) -> tuple[int, int]:
-        """Forward passes without gradients in each micro batch: of the trained model, and of the untrained one.
+        """Forward passes without gradients in each micro batch, of the trained and untrained model.
 
-        KTO asks both about the answers to other prompts too.
+        KTO evaluates both models on the answers to other prompts too.
         """
         return {Objective.DPO: (0, 1), Objective.KTO: (1, 2)}.get(self, (0, 0))

@@ -1,4 +1,4 @@
-"""Pages and documents that are made from a package's templates; the only file that imports jinja2, on use."""
+"""Jinja environments for a package's templates. Only this file imports jinja2, on first use."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,10 @@ if TYPE_CHECKING:
 
 
 def environment(package: str) -> "Environment":
-    """The Jinja environment of the templates of a package: HTML is escaped, and an unknown name is an error."""
+    """Return the Jinja environment of a package's templates.
+
+    It escapes HTML, and an unknown name raises an error.
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
     pages = Environment(

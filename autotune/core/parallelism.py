@@ -1,4 +1,4 @@
-"""On how many GPUs a configuration trains and what these share out: a checked value, and what cannot be trained so."""
+"""The GPUs and the strategy of a training run: a checked value, and the settings it refuses."""
 
 from dataclasses import dataclass, replace
 
@@ -6,14 +6,16 @@ from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
 from autotune.core.untested import untested_in
 
-# `none` is one GPU; `ddp` has the whole model on each. fsdp2 shards weights, gradients and optimizer state by torch's
-# fully_shard, fsdp2_keep the same without resharding after the forward pass; zero1 to zero3 are DeepSpeed's stages.
+# `none` is one GPU; `ddp` keeps the whole model on each GPU. fsdp2 shards weights, gradients and
+# optimizer state with torch's fully_shard. fsdp2_keep does the same, but does not reshard after the
+# forward pass. zero1 to zero3 are DeepSpeed's stages.
 FSDP2 = ("fsdp2", "fsdp2_keep")
 ZERO = ("zero1", "zero2", "zero3")
-PROBED = ("ddp", *FSDP2)  # what a search chooses among unasked
+PROBED = ("ddp", *FSDP2)  # the strategies that a search tries by default
 STRATEGIES = ("none", "ddp", *FSDP2, *ZERO)
-# FSDP2 (as accelerate sets it) and DeepSpeed compute in bf16 without autocast, and keep fp32 masters of what is
-# trained. That is neither bf16_mixed, whose activations are larger, nor bf16_pure, which has no masters.
+# FSDP2 (as accelerate configures it) and DeepSpeed compute in bf16 without autocast, with fp32
+# master weights for all trained parameters. bf16_mixed has larger activations, and bf16_pure has no
+# master weights.
 SHARDED_PRECISION = "bf16_sharded"
 OF_ONE_GPU = tuple(knob for knob in KNOBS.values() if knob.active_when.get("num_gpus") == 1)
 BITSANDBYTES = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
@@ -21,11 +23,14 @@ BITSANDBYTES = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
-    """The number of processes, one for each GPU, and the strategy by which they share out a training.
+    """The number of processes, one for each GPU, and the strategy that divides the training.
 
-    Under FSDP2, `sync_each_batch` divides gradients after each micro batch, and `offload` keeps what lasts in the
-    host's memory; the GPUs hold all shards in each of several `copies`, mostly one for each host, which add up their
-    gradients (HSDP). Raises ValueError for what cannot run.
+    Under FSDP2, `sync_each_batch` reduces and shards the gradients after each micro batch.
+    `offload` keeps weights, gradients and optimizer state in the host's memory. With several
+    `copies` (HSDP), each copy holds all shards, mostly on one host, and the copies add up their
+    gradients.
+
+    Raises ValueError for a combination that cannot run.
     """
 
     num_gpus: int = 1
@@ -35,27 +40,34 @@ class Parallelism:
     copies: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.num_gpus, bool) or not isinstance(self.num_gpus, int) or self.num_gpus < 1:
+        if (
+            isinstance(self.num_gpus, bool)
+            or not isinstance(self.num_gpus, int)
+            or self.num_gpus < 1
+        ):
             raise ValueError(f"num_gpus is a positive integer, not {self.num_gpus!r}")
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy is one of {', '.join(STRATEGIES)}, not {self.strategy!r}")
         if (self.num_gpus == 1) is not (self.strategy == "none"):
             raise ValueError(
-                f"strategy {self.strategy} is not for {self.num_gpus} GPUs: one GPU has none, several have"
+                f"strategy {self.strategy} is not for {self.num_gpus} GPUs:"
+                " one GPU has none, several have"
             )
 
         if self.strategy not in FSDP2 and (self.sync_each_batch or self.offload or self.copies > 1):
             raise ValueError(
-                f"{self.strategy} divides no gradients after each micro batch, offloads and copies no shards"
+                f"{self.strategy} divides no gradients after each micro batch,"
+                " offloads and copies no shards"
             )
         if self.copies < 1 or self.num_gpus % self.copies or self.num_gpus == self.copies > 1:
             raise ValueError(
-                f"{self.copies} copies of the shards are not on equally many of {self.num_gpus} GPUs, or two"
+                f"{self.copies} copies of the shards are not on equally many of"
+                f" {self.num_gpus} GPUs, or two"
             )
 
     @classmethod
     def of(cls, config: TrainConfig) -> "Parallelism":
-        """What the configuration says."""
+        """Return the parallelism that the configuration sets."""
         return cls(
             num_gpus=config.num_gpus,
             strategy=config.sharding,
@@ -66,32 +78,37 @@ class Parallelism:
 
     @property
     def name(self) -> str:
-        """The strategy as tables show it."""
+        """The name of the strategy in tables."""
         return self.strategy.replace("fsdp2", "hsdp") if self.copies > 1 else self.strategy
 
     @property
     def num_shards(self) -> int:
-        """On how many GPUs what is divided is divided."""
+        """The number of GPUs that divide one copy of the model."""
         return self.num_gpus // self.copies
 
     @property
     def of_copy(self) -> "Parallelism":
-        """How the GPUs of one copy share it out."""
+        """The parallelism within one copy of the shards."""
         return replace(self, num_gpus=self.num_shards, copies=1)
 
     @property
     def shards(self) -> bool:
-        """Whether some of the model's memory is divided among the GPUs."""
+        """Whether the GPUs divide some of the model's memory among them."""
         return self.strategy in (*FSDP2, *ZERO)
 
     def precision(self, config: TrainConfig) -> str:
-        """The name of what a configuration computes in under this strategy."""
-        return SHARDED_PRECISION if self.shards and config.precision == "bf16_mixed" else config.precision
+        """Return the name of the precision that a configuration has under this strategy."""
+        if self.shards and config.precision == "bf16_mixed":
+            return SHARDED_PRECISION
+        return config.precision
 
     def refusal(self, config: TrainConfig) -> str | None:
-        """Why this strategy cannot train the configuration; None if it can."""
+        """Return the reason why this strategy cannot train the configuration, or None if it can."""
         if self.num_gpus > 1 and config.optimizer_in_backward:
-            return "an optimizer in the backward pass would step before the GPUs have shared their gradients"
+            return (
+                "an optimizer in the backward pass would step before the GPUs have shared"
+                " their gradients"
+            )
         if self.num_gpus > 1:
             for knob in OF_ONE_GPU:
                 if (value := getattr(config, knob.name)) != knob.default:
@@ -109,14 +126,18 @@ class Parallelism:
 
 
 def _fsdp2_refusal(config: TrainConfig) -> str | None:
-    """Return the reason why FSDP2 cannot train a configuration; None if it can.
+    """Return the reason why FSDP2 cannot train a configuration, or None if it can.
 
-    bitsandbytes#1945, #1633 and transformers' Trainer on two ranks show these failures.
+    bitsandbytes issues 1945 and 1633, and runs of transformers' Trainer on two ranks, show these
+    failures.
     """
     if config.quantization in ("nf4", "int8"):
         return f"FSDP2 loses the statistics of {config.quantization} weights"
     if config.optimizer in BITSANDBYTES:
-        return f"{config.optimizer} of bitsandbytes has no code for sharded tensors, and breaks the GPU's context"
+        return (
+            f"{config.optimizer} of bitsandbytes has no code for sharded tensors,"
+            " and breaks the GPU's context"
+        )
     if config.optimizer == "adafactor":
         return "Adafactor mixes whole and sharded tensors, and fails under FSDP2"
     return None

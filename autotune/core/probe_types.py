@@ -1,6 +1,7 @@
-"""The requests and results of probes: values that cross the process boundary and are stored in the database as JSON.
+"""The requests and results of probes, which cross the process boundary and are stored as JSON.
 
-A failed probe has a ProbeResult too. GiB is 2**30 bytes, seconds are wall or device-event seconds, None is unknown.
+A failed probe has a ProbeResult too. GiB is 2**30 bytes, seconds are wall or device-event seconds,
+and an unknown value is None.
 """
 
 from dataclasses import dataclass, field
@@ -14,41 +15,45 @@ from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig, digest_of
 
 SCHEMA_VERSION = 1
-PROBE_VERSION = 9  # raised when probes measure something else than before; stored results are then measured again
+# Raised when probes measure something different; stored results are then measured again.
+PROBE_VERSION = 9
 
 
 class Outcome(StrEnum):
-    """How a probe ended."""
+    """The way a probe ended."""
 
     OK = "ok"
     OOM = "oom"
-    REFUSED = "refused"  # predicted not to fit, nothing was launched
+    REFUSED = "refused"  # predicted not to fit, so it was not launched
     SLOW = "slow"  # pruned: cannot become the best
     TIMEOUT = "timeout"
-    NUMERICS = "numerics"  # loss not finite, exactly 0, or with real weights too far from the reference's
+    # The loss is not finite, or exactly 0; with real weights, it is too far from the reference's.
+    NUMERICS = "numerics"
     CRASH = "crash"
 
 
 class Rung(StrEnum):
-    """How much a probe measures, and for what."""
+    """The amount that a probe measures, and its purpose."""
 
     GATE = "gate"
     SHALLOW = "shallow"
     FULL = "full"
     CONFIRM = "confirm"
-    REFERENCE = "reference"  # gives the losses that others are compared with
-    NODE = "node"  # only compares a worker's node with the others
+    REFERENCE = "reference"  # gives the losses for comparison
+    NODE = "node"  # only compares a worker's node with other nodes
 
 
 class World(StrEnum):
-    """How a probe on several GPUs comes by its ranks, the processes that share out a training."""
+    """The origin of the ranks of a probe on several GPUs; a rank is one process of the training."""
 
-    FAKE = "fake"  # one process plays rank 0: memory and computation of a rank, no communication, and wrong losses
-    REAL = "real"  # a process for each, on a device of its own
+    # One process simulates rank 0: its memory and computation, without communication. The losses
+    # are wrong.
+    FAKE = "fake"
+    REAL = "real"  # one process for each rank, on its own device
 
 
 class Phase(StrEnum):
-    """The part of a probe in which something happened."""
+    """A part of a probe."""
 
     START = "start"  # worker start, imports
     LOAD = "load"  # build the model, attach adapters
@@ -59,12 +64,12 @@ class Phase(StrEnum):
     STEADY = "steady"  # timed steps as a whole
     EVALUATE = "evaluate"
     SAVE = "save"
-    PROFILE = "profile"  # of one micro batch, once everything else was measured
+    PROFILE = "profile"  # of one micro batch, after all other measurements
     CLEANUP = "cleanup"
 
 
 class Evidence(StrEnum):
-    """How a number is known, the most certain first."""
+    """The source of a number, the most certain first."""
 
     MEASURED = "measured"  # this GPU, full depth
     EXTRAPOLATED = "extrapolated"  # this GPU, truncated depth
@@ -74,16 +79,25 @@ class Evidence(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """How a model's decoder layers repeat: `prefix` different layers, then the same `period` layers over and over.
+    """The pattern of a model's decoder layers, and the properties that limit its configurations.
 
-    `period` is None where nothing repeats. `unquantized` is the share of all parameters that are in the layers but in
-    no linear module, such as the fused experts of a mixture: quantisation does not touch them. `untrained` is the part
-    of it that adapters on every linear layer leave out; PEFT reaches the rest through `parametrized` weights, which
-    cannot be compiled. `plain_head` says that the logits are neither capped nor scaled after the head, `liger` that
-    Liger has kernels for the model, `sdpa` that transformers has SDPA attention for it. `no_adapters` is why PEFT
-    refuses adapters on every linear layer. `linear_layers` are the paths of linear modules inside a layer, sorted;
-    empty where they are not known. `has_labels` says that transformers can give it a head over labels, `sees_images`
-    that it has a vision tower, `tileable` that its layers can be computed in tiles of tokens.
+    Attributes:
+        num_layers: The number of decoder layers.
+        prefix: The number of different layers before the repeating ones.
+        period: The number of layers that repeat after the prefix, or None without repetition.
+        unquantized: The share of all parameters that are in the layers but not in a linear module,
+            such as the fused experts of a mixture. Quantisation does not change them.
+        untrained: The part of `unquantized` that adapters on every linear layer leave out. PEFT
+            reaches the rest through `parametrized` weights.
+        parametrized: Whether PEFT parametrizes weights, which cannot be compiled.
+        plain_head: Whether the logits are neither capped nor scaled after the head.
+        liger: Whether Liger has kernels for the model.
+        sdpa: Whether transformers has SDPA attention for the model.
+        no_adapters: The reason why PEFT refuses adapters on every linear layer, if it does.
+        linear_layers: The paths of linear modules inside a layer, sorted; empty if unknown.
+        has_labels: Whether transformers can give the model a head over labels.
+        sees_images: Whether the model has a vision tower.
+        tileable: Whether its layers can be computed in tiles of tokens.
     """
 
     num_layers: int
@@ -104,11 +118,12 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """A kind of micro batch of the run: the lengths of the examples in each of its rows, and what these are padded to.
+    """A kind of micro batch of the run.
 
-    `length` is in tokens, and `share` the kind's share of the run's micro batches. A kind with a share of 0 is not
-    timed: it is the longest that can occur, which sets the peak of the memory. `images` has those of each row, whose
-    lengths count them; it is empty where rows have text alone.
+    `rows` has the lengths of the examples in each row, and each row is padded to `length` tokens.
+    `share` is the kind's share of the run's micro batches. A kind with share 0 is not timed: it is
+    the longest possible micro batch, which determines the peak memory. `images` has the images of
+    each row, whose lengths include them; it is empty if rows contain only text.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -118,29 +133,49 @@ class MicroBatch:
 
     @property
     def digested(self) -> tuple[Any, ...]:
-        """What a probe's digest says of it."""
-        images = ([[(one.tokens, one.pixels) for one in row] for row in self.images],) if self.images else ()
-        return (self.rows, self.length, round(self.share, 6), *images)
+        """The part of the kind that enters a probe's digest."""
+        if not self.images:
+            return (self.rows, self.length, round(self.share, 6))
+        images = [[(one.tokens, one.pixels) for one in row] for row in self.images]
+        return (self.rows, self.length, round(self.share, 6), images)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRequest:
     """One probe.
 
-    `model` is the transformers config as plain data; `weights` a local directory with safetensors, or None for random
-    weights. `micro_steps` is the number of micro batches in each probed optimizer step (2 whenever the full run
-    accumulates at all, since gradients that stay alive raise the second one's peak). Whole steps are timed, for at
-    least `min_timed_s` and `min_timed_micros` micro batches; with `evaluate` a few micro batches are evaluated and a
-    checkpoint of the adapters is saved, since full runs die there. `memory_gib` is the memory that the run may use,
-    `headroom` the share of it that must stay free. `depth` is None for the whole model. `micro_batches` are the kinds
-    of micro batch that stand for those of the run, in an order in which neighbours differ much; without them all rows
-    are full. `trained_share` of the tokens are trained on, those at the end of each example. With `profile` the kernels
-    of one micro batch are timed once everything else was; not of a whole model, whose micro batches take long. With
-    `new_lengths` a few micro batches of new lengths are timed, where attention plans for each. Without `flash`, torch's
-    own attention has neither FlashAttention nor cuDNN to choose from: the card of the run is too old for them.
-    `micro_steps` and micro batches are those of each GPU, where the configuration has several; `world` says who their
-    ranks are. No phase is taken to hang before `patience_s`. `vision` is frozen or trained: whether a vision tower is
-    trained too.
+    Attributes:
+        config: The configuration to probe.
+        model: The transformers config as plain data.
+        weights: A local directory with safetensors, or None for random weights.
+        device: "cuda" or "cpu".
+        micro_steps: The number of micro batches in each probed optimizer step, for each GPU. It is
+            2 if the full run accumulates at all, because live gradients raise the peak of the
+            second micro batch.
+        memory_gib: The memory that the run may use.
+        headroom: The share of that memory that must stay free.
+        rung: The amount to measure.
+        depth: The number of layers, or None for the whole model.
+        trainer: The trainer to probe.
+        objective: The objective of the training run.
+        vision: "frozen", or "trained" if a vision tower is trained too.
+        world: The origin of the ranks, if the configuration has several GPUs.
+        min_timed_micros: The least number of micro batches to time. Whole steps are timed.
+        max_timed_steps: The greatest number of steps to time.
+        min_timed_s: The least total time of the timed steps.
+        evaluate: Whether to evaluate a few micro batches and to save a checkpoint of the adapters,
+            because full runs fail there.
+        seed: The seed of all random numbers.
+        micro_batches: The kinds of micro batch that represent the run, for each GPU, ordered so
+            that neighbours differ much. Without them, all rows are full.
+        trained_share: The share of the tokens that are trained on, at the end of each example.
+        profile: Whether to time the kernels of one micro batch, after all other measurements. A
+            whole model is not profiled, because its micro batches take long.
+        new_lengths: Whether to time a few micro batches of new lengths, if attention makes a plan
+            for each length.
+        flash: Whether torch's own attention may choose FlashAttention or cuDNN. It is false if the
+            card of the run is too old for them.
+        patience_s: The time before which no phase is taken to hang.
     """
 
     config: TrainConfig
@@ -170,7 +205,7 @@ class ProbeRequest:
 
     @property
     def parallelism(self) -> Parallelism:
-        """How the GPUs of the configuration share out its training."""
+        """The number of GPUs of the configuration and their strategy."""
         return Parallelism.of(self.config)
 
     @property
@@ -180,14 +215,16 @@ class ProbeRequest:
 
     @property
     def has_real_ranks(self) -> bool:
-        """Whether several processes share out this training, which wait for each other."""
+        """Whether several processes, which wait for each other, divide this training."""
         return self.config.num_gpus > 1 and self.world is World.REAL
 
     @property
     def kinds(self) -> tuple[MicroBatch, ...]:
-        """The kinds of micro batch to train on; a single one, of full rows, where none were named."""
+        """The kinds of micro batch to train on; without `micro_batches`, one kind of full rows."""
         config = self.config
-        full = MicroBatch(rows=((config.seq_len,),) * config.micro_batch_size, length=config.seq_len, share=1.0)
+        full = MicroBatch(
+            rows=((config.seq_len,),) * config.micro_batch_size, length=config.seq_len, share=1.0
+        )
         return self.micro_batches or (full,)
 
     @property
@@ -197,21 +234,27 @@ class ProbeRequest:
 
     @property
     def plans_by_length(self) -> bool:
-        """Whether torch may choose an attention that plans for each length of a micro batch, of which the run has many.
+        """Whether torch may choose an attention that makes a plan for each micro batch length.
 
-        Where there is a mask, or TRL makes one. Elsewhere such attention is left out (`runtime.patches`).
+        It may if the run has many lengths, and it or TRL makes a mask. In other cases such
+        attention is excluded (`trainer.patches`).
         """
-        masked = self.config.padding == "masked" or (self.trainer == "trl" and self.config.has_any_length)
+        masked = self.config.padding == "masked" or (
+            self.trainer == "trl" and self.config.has_any_length
+        )
         return masked and len({kind.length for kind in self.kinds}) > 1
 
     @property
     def digest(self) -> str:
-        """What must be equal for a stored result to answer this request on the same fingerprint."""
+        """Twelve hex digits, equal for all requests that one stored result answers.
+
+        The fingerprints must be equal too.
+        """
         return digest_of(
             {
                 "config": self.config.as_dict(),
                 "model": self.model,
-                # With real weights the losses are checked, and they depend on both.
+                # With real weights the losses are checked, and they depend on weights and seed.
                 "weights": self.weights is not None and [self.weights, self.seed],
                 "device": self.device,
                 "micro_steps": self.micro_steps,
@@ -226,7 +269,8 @@ class ProbeRequest:
                 **({} if self.flash else {"flash": False}),
                 **({} if self.vision == "frozen" else {"vision": self.vision}),
                 **({} if self.objective is Objective.SFT else {"objective": self.objective}),
-                **({"kept": "fp8"} if self.config.quantization == "fp8" else {}),  # earlier probes kept 16 bits
+                # Earlier probes kept 16-bit weights.
+                **({"kept": "fp8"} if self.config.quantization == "fp8" else {}),
             }
         )
 
@@ -235,7 +279,8 @@ class ProbeRequest:
 class RankAddress:
     """The address of a process among real ranks.
 
-    It has the rank's number, and the path of a file that does not exist yet, where the ranks meet.
+    It has the rank's number, and the path of a file that does not exist yet, at which the ranks
+    meet.
     """
 
     number: int
@@ -244,7 +289,7 @@ class RankAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """The hardware and software that a measurement holds for, compared by digest."""
+    """The hardware and software that a measurement is valid for, compared by digest."""
 
     device: str
     compute_capability: str | None = None
@@ -255,21 +300,25 @@ class Fingerprint:
     packages: dict[str, str]
     allocator: str
     threads: int | None = None  # CPU only
-    probe: int = 1  # `PROBE_VERSION` of what measured
+    probe: int = 1  # the `PROBE_VERSION` of the probe
 
     @property
     def has_bf16(self) -> bool:
-        """Whether a GPU computes bf16 in hardware, from compute capability 8.0 on; older ones emulate it."""
+        """Whether a GPU computes bf16 in hardware, from compute capability 8.0 on.
+
+        Older GPUs emulate it.
+        """
         return float(self.compute_capability or 0) >= 8.0
 
     @property
     def digest(self) -> str:
-        """Twelve hex digits, equal for equal fingerprints."""
+        """Twelve hex digits that are equal for equal fingerprints."""
         return digest_of(to_data(self))
 
     def differences(self, other: "Fingerprint") -> list[str]:
-        """'torch: 2.11.0 then, 2.13.0 now' for each field in which `other` (now) differs from this one (then)."""
-        then, now = self._flat(), other._flat()
+        """Return 'torch: 2.11.0 then, 2.13.0 now' for each field that differs in `other` (now)."""
+        then = self._flat()
+        now = other._flat()
         return [
             f"{key}: {then.get(key)} then, {now.get(key)} now"
             for key in sorted(then | now)
@@ -284,9 +333,10 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
-    """One reading of a card's sensors by NVML, or means over the `num_samples` readings during the timed steps.
+    """One reading of a card's sensors by NVML, or the means of `num_samples` readings.
 
-    None where the driver does not report a value. `utilization` is the share of time in which a kernel ran.
+    The readings are taken during the timed steps. A value that the driver does not report is None.
+    `utilization` is the share of time during which a kernel ran.
     """
 
     utilization: float | None = None
@@ -299,17 +349,21 @@ class Telemetry:
 
     @property
     def slowed_by(self) -> tuple[str, ...]:
-        """The reasons that are a fault: heat or the hardware. A power cap is normal on small cards."""
+        """The reasons that are a fault: heat or the hardware.
+
+        A power cap is normal on small cards.
+        """
         return tuple(reason for reason in self.throttle_reasons if reason != "power cap")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRates:
-    """What a device reaches when it does one thing at a time, on random data.
+    """The rates that a device reaches on random data, one operation at a time.
 
-    `products` are TFLOP/s of products of square matrices, by dtype (bf16, fp16, fp32) and side. `copy_gb_s` counts what
-    a copy within the device's memory reads and what it writes; `link_gb_s` is the slower direction between the host's
-    pinned memory and the device, None on a CPU. `launch_us` are microseconds of the host for one small kernel.
+    `products` is the TFLOP/s of products of square matrices, by dtype (bf16, fp16, fp32) and side.
+    `copy_gb_s` counts the bytes that a copy within the device's memory reads, and the bytes that it
+    writes. `link_gb_s` is the slower direction between the host's pinned memory and the device; a
+    CPU has no such link. `launch_us` is the host's time for one small kernel, in microseconds.
     """
 
     products: dict[str, dict[int, float]]
@@ -320,9 +374,10 @@ class DeviceRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRates:
-    """What `num_gpus` of a host reach together, as bus bandwidths in GB/s: bytes on the wire of each GPU per second.
+    """The bus bandwidths of `num_gpus` GPUs of a host: GB/s on the wire of each GPU.
 
-    FSDP2 gathers the weights of a layer, and scatters the sum of its gradients; DDP adds up gradients in buckets.
+    FSDP2 gathers the weights of a layer, and scatters the sum of its gradients. DDP adds up
+    gradients in buckets.
     """
 
     num_gpus: int
@@ -333,11 +388,12 @@ class CollectiveRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTimes:
-    """Seconds of a GPU's kernels in one micro batch by what they do, from a profile.
+    """The time of a GPU's kernels in one micro batch by kind of work, from a profile.
 
-    They multiply matrices, with factors of 8 bits (`fp8_s`) or more (`products_s`), compute fused attention, or move
-    bytes. `busy_s` is the time in which any kernel ran, and `micro_s` what the same micro batch takes when it is not
-    profiled: the device waits for the host, or between two kernels, for the rest.
+    Kernels multiply matrices, with 8-bit factors (`fp8_s`) or larger ones (`products_s`), compute
+    fused attention, or move bytes. `busy_s` is the time during which any kernel ran. `micro_s` is
+    the time of the same micro batch without profiling. In the difference, the device waits for the
+    host or between two kernels.
     """
 
     products_s: float
@@ -349,7 +405,7 @@ class KernelTimes:
     num_kernels: int
 
 
-# The host sets the pace if issuing a micro batch takes it at least this share of the time of a micro batch.
+# A micro batch is CPU-bound if the host takes at least this share of its time to issue it.
 HOST_SHARE = 0.8
 
 
@@ -357,20 +413,40 @@ HOST_SHARE = 0.8
 class Measurement:
     """Raw times and peaks of one probe on one rank.
 
-    `step_s` is start to start of whole probed optimizer steps; `micro_step_s` of each of their micro batches (the whole
-    step where there is a single one); `rest_s` what each step takes beyond its micro batches: clipping, optimizer,
-    logging. Where the run has several kinds of micro batch, `micro_step_s` are means over all kinds by their shares,
-    `step_s` what steps of such micro batches take, and `kind_s` pairs of each kind's share and its own seconds, in the
-    order of the request.
-    `phase_s` and `phase_peak_gib` are keyed by Phase; `segment_peak_gib` is finer: it divides both passes where their
-    peaks may move as depth grows. `host_micro_s` is what the host takes to issue a micro batch; with many layers the
-    device's queue fills, and it includes waiting. It is None where that is not known: on a CPU, and
-    where the host waits for the device within a micro batch (`host_waits`), as it does with images.
-    So `host_share`, the share of a micro batch's time that the host needs itself, comes from truncated models, as do
-    `kernels`; None where there are none. `time_error` is the relative error that extrapolated times may have, 0 where
-    they were measured. `new_length_s` is how much longer a micro batch takes if its length is new to the process, since
-    libraries then make a plan; `evaluation_s` is the mean time of a micro batch that is only evaluated; `checkpoint_s`
-    is what writing a checkpoint takes. They are None where that was not tried.
+    Attributes:
+        step_s: The time of each whole probed optimizer step, from start to start. With several
+            kinds of micro batch, it is the time of a step of average micro batches.
+        micro_step_s: The time of each micro batch; with only one in a step, of the whole step. With
+            several kinds, the values are means over all kinds, weighted by their shares.
+        rest_s: The time of each step outside its micro batches: clipping, optimizer, logging.
+        micro_steps: The number of micro batches in a step.
+        phase_s: The time of a step in each phase.
+        phase_peak_gib: The peak memory in each phase.
+        segment_peak_gib: The peak memory in finer parts. Both passes are divided if their peak
+            may move to another part as depth grows.
+        kind_s: The share and the seconds of each kind, in the order of the request.
+        host_micro_s: The time that the host takes to issue a micro batch. With many layers the
+            device's queue fills, and the time includes waiting. It is None on a CPU and if
+            `host_waits`.
+        host_share: The share of a micro batch's time that the host itself needs. It comes from
+            truncated models, because their queue does not fill; unknown without them.
+        host_waits: Whether the host waits for the device within a micro batch, as with images.
+        kernels: The kernels of a micro batch, from truncated models, or None.
+        time_error: The possible relative error of extrapolated times; 0 for measured times.
+        warm_s: The time of the steps before the timed ones, without loading and compilation.
+        new_length_s: The extra time of a micro batch whose length is new to the process, because
+            libraries then make a plan. Unknown if it was not measured.
+        row_length: The tokens of the longest rows, including padding.
+        evaluation_s: The mean time of a micro batch in an evaluation; unknown if not measured.
+        checkpoint_s: The time to write a checkpoint; unknown if it was not measured.
+        model_gib: The resident base weights.
+        gradients_gib: The largest gradients of one micro batch that are alive at once.
+        peak_reserved_gib: The peak that must fit under `limit_gib`.
+        limit_gib: The usable memory less context, headroom and managed memory.
+        context_gib: CUDA context, kernels and libraries; unknown if the driver does not show it.
+        managed_gib: Paged optimizer state, which torch does not count.
+        in_host_gib: Trained weights and optimizer state, if they are kept in the host's memory.
+        losses: The losses of the first micro batches.
     """
 
     step_s: tuple[float, ...]
@@ -386,41 +462,52 @@ class Measurement:
     host_waits: bool = False
     kernels: KernelTimes | None = None
     time_error: float = 0.0
-    warm_s: float | None = None  # what the steps before the timed ones take where nothing has to be loaded or compiled
+    warm_s: float | None = None
     new_length_s: float | None = None
-    row_length: int | None = None  # tokens of the longest rows, padding included
+    row_length: int | None = None
     evaluation_s: float | None = None
     checkpoint_s: float | None = None
-    model_gib: float  # resident base weights
+    model_gib: float
     adapters_gib: float
-    gradients_gib: float  # of one micro batch, as far as they are alive at once
+    gradients_gib: float
     optimizer_gib: float
     peak_allocated_gib: float
-    peak_reserved_gib: float  # what must fit under limit_gib
-    limit_gib: float  # usable memory less context, headroom and managed memory
-    context_gib: float | None  # CUDA context, kernels, libraries; None where the driver does not show it
-    managed_gib: float = 0.0  # paged optimizer state, which torch does not count
-    in_host_gib: float = 0.0  # what is trained and its optimizer state, where all that lasts waits in the host's memory
+    peak_reserved_gib: float
+    limit_gib: float
+    context_gib: float | None
+    managed_gib: float = 0.0
+    in_host_gib: float = 0.0
     alloc_retries: int = 0
     loss_first: float
     loss_last: float
-    losses: tuple[float, ...] = ()  # of the first micro batches
+    losses: tuple[float, ...] = ()
     trainable_params: int
     total_params: int
     telemetry: Telemetry | None = None
 
     @property
     def host_bound(self) -> bool:
-        """Whether the host is known to set the pace: speed then depends on what else runs on it."""
+        """Whether the step is known to be CPU-bound; its speed then depends on the host's load."""
         return (self.host_share or 0.0) >= HOST_SHARE
 
     @property
     def checkpoint_gib(self) -> float:
-        """The size of a rank's share of a checkpoint: what is trained, adapters or all weights, and optimizer state."""
-        return (self.adapters_gib or self.model_gib) + self.optimizer_gib + self.managed_gib + self.in_host_gib
+        """The size of a rank's share of a checkpoint: trained weights and optimizer state.
+
+        The trained weights are the adapters, or all weights.
+        """
+        return (
+            (self.adapters_gib or self.model_gib)
+            + self.optimizer_gib
+            + self.managed_gib
+            + self.in_host_gib
+        )
 
     def terms_gib(self, peak_gib: float) -> dict[str, float]:
-        """What a peak consists of: weights, adapters, gradients, optimizer state; activations are the rest."""
+        """Return the parts of a peak: weights, adapters, gradients and optimizer state.
+
+        Activations are the rest.
+        """
         terms = {
             "weights": self.model_gib,
             "adapters": self.adapters_gib,
@@ -430,19 +517,21 @@ class Measurement:
         return terms | {"activations": max(peak_gib - sum(terms.values()), 0.0)}
 
 
-# Ends of the names of products whose rows begin nowhere that quick kernels could load from, and of attention of wide
-# heads, which no registers hold.
-UNALIGNED, WIDE = "unaligned", "wide"
+# Suffixes of operation names. The rows of an unaligned product begin at addresses that fast kernels
+# cannot load from. The heads of a wide attention do not fit in registers.
+UNALIGNED = "unaligned"
+WIDE = "wide"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryCount:
-    """What a training step on the meta device was counted to hold, at one depth, without the CUDA context.
+    """The counted memory of a training step on the meta device, at one depth, without CUDA context.
 
-    The peaks have the keys of `Measurement`. `flops` is the arithmetic of products of matrices in one micro batch, by
-    operation, of which some are UNALIGNED or WIDE; `moved_bytes` what its operations read and write, by kind: products
-    of matrices, thin ones whose time is that of their bytes, strided tensors, rows that are gathered or scattered, and
-    all others; `operations` is their number, of which each is a kernel.
+    The peaks have the keys of `Measurement`. `flops` is the arithmetic of matrix products in one
+    micro batch, by operation; some names end in UNALIGNED or WIDE. `moved_bytes` has the bytes that
+    operations read and write, by kind: matrix products, thin products that are bound by bandwidth,
+    strided tensors, gathered or scattered rows, and all others. `operations` is the number of
+    operations; each is a kernel.
     """
 
     model_gib: float
@@ -460,7 +549,7 @@ class DryCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OomDetail:
-    """Where memory ran out and what held it then. `terms_gib` names the parts, which sum to `allocated_gib`."""
+    """The place where memory ran out, and its contents: `terms_gib` sums to `allocated_gib`."""
 
     phase: Phase
     requested_gib: float | None
@@ -471,13 +560,13 @@ class OomDetail:
 
     @property
     def need_gib(self) -> float:
-        """What was needed at least: the request that failed is part of it."""
+        """The least memory that was needed, including the request that failed."""
         return max(self.allocated_gib + (self.requested_gib or 0.0), self.reserved_gib)
 
     @property
     def margin(self) -> float:
         """Need / limit - 1, always positive."""
-        if self.limit_gib <= 0:  # the context alone is more than what was allowed
+        if self.limit_gib <= 0:  # the context alone exceeds the allowed memory
             return 1.0
         return max(self.need_gib / self.limit_gib - 1.0, 1e-3)
 
@@ -486,8 +575,9 @@ class OomDetail:
 class ProbeResult:
     """The answer to one request.
 
-    `seconds` says where its wall time went: load, first_step, steady, cleanup, total; `turn` is the wait for others
-    that compile ahead on the same device. Of all that, `compile` is what the worker compiled for.
+    `seconds` divides its wall time: load, first_step, steady, cleanup, total. `turn` is the wait
+    for other processes that compile ahead on the same device. `compile` is the compilation time
+    within the total.
     """
 
     request_digest: str
@@ -496,14 +586,15 @@ class ProbeResult:
     outcome: Outcome
     evidence: Evidence = Evidence.MEASURED
     depth: int | None = None
-    phase: Phase | None = None  # where it failed
-    reason: str | None = None  # why it failed, in words
+    phase: Phase | None = None  # the phase of the failure
+    reason: str | None = None  # the reason for the failure, in words
     oom: OomDetail | None = None
     measurement: Measurement | None = None
     seconds: dict[str, float] = field(default_factory=dict)
-    warm: bool = False  # the worker had already served a probe
+    warm: bool = False  # the worker had already served another probe
     notes: tuple[str, ...] = ()
     log: str | None = None
     started_at: str | None = None  # ISO 8601, UTC
-    node: str | None = None  # host:pid:ticks of the process that asked for it; None of results of earlier versions
+    # host:pid:ticks of the process that requested it; earlier versions did not store it
+    node: str | None = None
     schema_version: int = SCHEMA_VERSION

@@ -1,4 +1,4 @@
-"""Directories for temporary files, which the next process removes where the process that used one was killed."""
+"""Directories for temporary files. If a process is killed, the next one removes its directory."""
 
 import fcntl
 import os
@@ -13,20 +13,25 @@ NAME = "autotune-scratch-"
 
 @contextmanager
 def scratch_directory() -> Iterator[str]:
-    """A new directory, removed at the end, and by the next caller if this process is killed.
+    """Create a directory, and remove it at the end of the block.
 
-    A shared lock shows that a process uses the directory: whoever gets the lock alone may remove it.
+    If this process is killed, the next caller removes the directory. A shared lock shows that a
+    process uses it; an exclusive lock is the permission to remove it.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{NAME}*"):
-        with suppress(OSError), _opened(left) as handle:  # which is in use, or somebody else's
+        # Skips a directory in use, or of another user.
+        with suppress(OSError), _open_directory(left) as handle:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left)
+
     new = tempfile.mkdtemp(prefix="autotune-new-")
-    with _opened(new) as handle:
-        with suppress(OSError):  # a file system without locks, on which nothing is removed
+    with _open_directory(new) as handle:
+        with suppress(OSError):  # file systems without locks: their directories are never removed
             fcntl.flock(handle, fcntl.LOCK_SH)
+
+        # Another process could remove the directory if it had this name before the lock.
         path = new.replace("autotune-new-", NAME)
-        os.rename(new, path)  # only now, as it could be removed before it was locked
+        os.rename(new, path)
         try:
             yield path
         finally:
@@ -34,8 +39,8 @@ def scratch_directory() -> Iterator[str]:
 
 
 @contextmanager
-def _opened(path: str | Path) -> Iterator[int]:
-    """The descriptor of a directory. Raises OSError for a link, and for one of another user."""
+def _open_directory(path: str | Path) -> Iterator[int]:
+    """Open a directory. Raises OSError for a link, and for a directory of another user."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if os.fstat(handle).st_uid != os.getuid():

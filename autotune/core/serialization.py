@@ -1,4 +1,4 @@
-"""Dataclasses to plain JSON-able data and back, checked by pydantic, which is imported on first use."""
+"""Converts dataclasses to plain JSON data and back. Pydantic checks them; its import is lazy."""
 
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
@@ -6,28 +6,31 @@ from typing import Any, TypeVar
 from autotune.core.errors import StorageError
 
 T = TypeVar("T")
-_adapters: dict[Any, Any] = {}  # one takes milliseconds to make
+_adapters: dict[Any, Any] = {}  # making one takes milliseconds
 
 
 def to_data(value: Any) -> Any:
-    """A dataclass as plain JSON-able data."""
+    """Convert a dataclass to plain JSON data."""
     return _adapter(type(value)).dump_python(value, mode="json")
 
 
 def from_data(kind: type[T], data: Any) -> T:
-    """The inverse of `to_data`.
+    """Convert plain JSON data to a value of `kind`, the inverse of `to_data`.
 
     Raises:
-        StorageError: a newer version of autotune wrote the data (its `schema_version` is above that of `kind`).
-        pydantic.ValidationError: the data has another form.
+        StorageError: The `schema_version` of the data is above the version of `kind`, so a newer
+            version of autotune wrote the data.
+        pydantic.ValidationError: The data has another form.
     """
     known = _schema_version(kind)
     written = data.get("schema_version") if isinstance(data, dict) else None
     if known is not None and isinstance(written, int) and written > known:
         raise StorageError(
-            f"a stored {kind.__name__} has version {written}, and this autotune reads versions up to {known}",
+            f"a stored {kind.__name__} has version {written},"
+            f" and this autotune reads versions up to {known}",
             remedy="update autotune to the version that wrote it",
         )
+
     value: T = _adapter(kind).validate_python(data)
     return value
 

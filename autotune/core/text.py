@@ -1,4 +1,4 @@
-"""Text of unknown origin, made safe for a terminal, a command line, a file name, or Markdown."""
+"""Makes text of unknown origin safe for a terminal, a command line, a file name, or Markdown."""
 
 import re
 import shlex
@@ -8,45 +8,47 @@ from autotune.core.units import DASH
 
 
 def printable(text: str, replacement: str = "?") -> str:
-    """The text on one line, without characters that a terminal would act on."""
+    """Return the text on one line, without characters that control a terminal."""
     return "".join(char if char.isprintable() else replacement for char in text)
 
 
 def printable_lines(text: str) -> str:
-    """The same with the ends of its lines, and tabs, kept."""
+    """Return the text without characters that control a terminal, except line ends and tabs."""
     return re.sub(r"[^\n\t -~]", lambda found: printable(found[0]), text)
 
 
 def dashed(text: str) -> str:
-    """The lower-case letters and digits of the text, with one dash for each run of other characters between them."""
+    """Return the text in lower case, with a dash for each run of characters except a-z and 0-9."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def slug(study: str) -> str:
-    """A directory name for a study: readable, and never a path. Names that had to be changed end in a hash.
+    """Return a readable directory name for a study, which is never a path.
 
-    So does a name that looks as if it ended in one, so that no two names share a directory.
+    A changed name ends in a hash. So does the directory of a study whose own name seems to end in
+    a hash, so no two studies share a directory.
     """
     import hashlib
 
     plain = re.sub(r"[^a-z0-9._-]+", "-", study.lower()).strip("-.")[:80]
     if plain == study and plain and not re.search(r"-[0-9a-f]{8}$", plain):
         return plain
-    return f"{plain or 'study'}-{hashlib.sha256(study.encode(errors='surrogatepass')).hexdigest()[:8]}"
+    digest = hashlib.sha256(study.encode(errors="surrogatepass")).hexdigest()
+    return f"{plain or 'study'}-{digest[:8]}"
 
 
 def operands(*texts: str) -> list[str]:
-    """Arguments of a command that are no options, also where one begins with a dash; shlex.join makes them a line."""
+    """Return the arguments for a command, after "--" if one of them begins with a dash."""
     return ["--", *texts] if any(text.startswith("-") for text in texts) else [*texts]
 
 
 def study_command(verb: str, study: str) -> str:
-    """A command line of autotune that takes a study by its name."""
+    """Return an autotune command line with the name of a study as its argument."""
     return shlex.join(["autotune", verb, *operands(study)])
 
 
 def short_path(path: Path) -> str:
-    """The path as it is typed here: relative to the working directory, if it is inside."""
+    """Return the path relative to the working directory if it is inside, otherwise unchanged."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
@@ -54,7 +56,7 @@ def short_path(path: Path) -> str:
 
 
 def code_span(text: str) -> str:
-    """Any text as one Markdown code span, in which nothing is interpreted; a dash for text without content."""
+    """Return the text as one Markdown code span; a dash replaces text without content."""
     flat = " ".join(printable(text, " ").split()) or DASH
     fence = "`" * (1 + max(map(len, re.findall("`+", flat)), default=0))
     padding = " " if "`" in (flat[0], flat[-1]) else ""

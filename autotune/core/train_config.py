@@ -1,7 +1,8 @@
-"""TrainConfig: one candidate fine-tuning configuration, the value that travels through the whole program.
+"""TrainConfig: one candidate configuration, the value that travels through the whole program.
 
-It is canonical: knobs without effect are set to a fixed value, so that equal configurations have equal digests. The
-global batch is not part of it: the user chooses it, and it is the same for every candidate (`problem.workload`).
+It is canonical: ineffective knobs have a fixed value, so equal configurations have equal digests.
+It does not include the global batch, which the user chooses for all candidates
+(`problem.workload`).
 """
 
 import hashlib
@@ -11,16 +12,18 @@ from typing import Any, ClassVar
 
 from autotune.core.knobs import KNOBS, SELECTIVE, checkpoint_every
 
-LORA_ALPHA = 32  # at every rank, with which the best learning rate hardly depends on it (`core.learning_rate`)
-RSLORA_ALPHA = 8  # divided by the root of rank 16 it is 2, which is LoRA's scale there
+LORA_ALPHA = 32  # at every rank; the best learning rate then hardly depends on it (`learning_rate`)
+RSLORA_ALPHA = 8  # divided by the root of rank 16 it gives 2, LoRA's scale at rank 16
 
-# With the default that no other knob changes; with what is no value where there is none.
-_ROWS = tuple((name, knob, knob.default if knob.default_stays else object()) for name, knob in KNOBS.items())
+# Each knob with its default if no other knob can change it, otherwise with a sentinel.
+_ROWS = tuple(
+    (name, knob, knob.default if knob.default_stays else object()) for name, knob in KNOBS.items()
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """One configuration: a field for each knob of the registry, where its values and its meaning are described.
+    """One configuration, with a field for each knob. `knobs.yaml` describes values and meaning.
 
     Raises ValueError for a value that its knob cannot have.
     """
@@ -63,19 +66,23 @@ class TrainConfig:
     offload: bool = KNOBS["offload"].default
 
     def __post_init__(self) -> None:
-        # A knob stands after those that decide whether it is active, so one pass is enough.
+        # A knob comes after the knobs that decide whether it is active, so one pass is enough.
         values = {name: getattr(self, name) for name in KNOBS}
+
         for name, knob, staying in _ROWS:
-            if values[name] is staying:  # nearly every value, of each of thousands of configurations
+            # This skips nearly every value, in each of thousands of configurations.
+            if values[name] is staying:
                 continue
+
             if not knob.is_active(values):
                 values[name] = knob.inactive_value
                 object.__setattr__(self, name, knob.inactive_value)
             elif knob.required and values[name] is None:
                 raise ValueError(knob.required)
             else:
+                # A new value of another knob may have given this one an effect.
                 if values[name] == knob.inactive and knob.inactive not in (None, *knob.choices):
-                    values[name] = knob.choices[0]  # another value of another knob has given it an effect
+                    values[name] = knob.choices[0]
                 knob.check(values[name])
                 values[name] = knob.possible(values[name], values)
                 object.__setattr__(self, name, values[name])
@@ -87,17 +94,17 @@ class TrainConfig:
 
     @property
     def checkpoint_every(self) -> int | None:
-        """1 recomputes every layer, k each k-th; None recomputes no layer as a whole."""
+        """The number k if every k-th layer is recomputed as a whole, otherwise None."""
         return checkpoint_every(self.checkpointing)
 
     @property
     def activation_budget(self) -> float:
-        """The share of what a compiled layer keeps for its backward pass that it may keep; it recomputes the rest."""
+        """The share of its activations that a compiled layer may keep; it recomputes the rest."""
         return SELECTIVE.get(self.checkpointing, 1.0)
 
     @property
     def knows_ends(self) -> bool:
-        """Whether the attention of packed rows knows where their examples end, and computes no more."""
+        """Whether the attention of packed rows knows the ends of examples, and computes no more."""
         return self.attention == "flash_attention_2" or self.packed_attention == "varlen"
 
     @property
@@ -107,32 +114,40 @@ class TrainConfig:
 
     @property
     def has_mask(self) -> bool:
-        """Whether attention gets a mask: it keeps packed examples apart, or hides padding, which a single row lacks."""
+        """Whether attention gets a mask, which separates packed examples or hides padding.
+
+        A micro batch of one row has no padding.
+        """
         if self.packing:
             return self.packed_attention == "mask"
         return self.padding == "masked" and self.micro_batch_size > 1
 
     @property
     def attention_implementation(self) -> str:
-        """The name of what transformers computes attention with (`attn_implementation`)."""
+        """The name of the attention in transformers (`attn_implementation`)."""
         return "varlen" if self.packed_attention == "varlen" else self.attention
 
     @property
     def has_any_length(self) -> bool:
-        """Whether micro batches are as long as the longest example in them, whatever that is."""
+        """Whether a micro batch is exactly as long as its longest example."""
         return self.padding in ("longest", "masked")
 
     @property
     def lora_alpha(self) -> int | None:
-        """The numerator of LoRA's scale, the same for all ranks, so that one learning rate serves them all."""
+        """The numerator of LoRA's scale, equal for all ranks, so one learning rate fits them."""
         if self.lora_rank is None:
             return None
         return RSLORA_ALPHA if self.rslora else LORA_ALPHA
 
     @property
     def base_dtype(self) -> str:
-        """Dtype of the base weights, by torch's name: full fine-tuning trains fp32 weights unless it is pure bf16."""
-        if self.precision == "bf16_pure" or (self.method == "lora" and self.precision == "bf16_mixed"):
+        """The dtype of the base weights, by torch's name.
+
+        Full fine-tuning trains fp32 weights, except in pure bf16.
+        """
+        if self.precision == "bf16_pure" or (
+            self.method == "lora" and self.precision == "bf16_mixed"
+        ):
             return "bfloat16"
         if self.method == "lora" and self.precision == "fp16_mixed":
             return "float16"
@@ -140,33 +155,38 @@ class TrainConfig:
 
     @property
     def learning_rate(self) -> float:
-        """A common default, for probes, which are too short to tell rates apart."""
+        """A common default for probes, which are too short to compare rates."""
         return 2e-4 if self.method == "lora" else 1e-5
 
     @property
     def digest(self) -> str:
-        """Twelve hex digits, equal for equal configurations."""
+        """Twelve hex digits that are equal for equal configurations."""
         return digest_of(self.as_dict())
 
     @property
     def capability(self) -> tuple[float, ...]:
-        """Larger for a configuration that can learn more: compared knob by knob, by `capability_priority`."""
+        """A tuple that is larger if the configuration can learn more.
+
+        Knobs are compared in the order of `capability_priority`.
+        """
         return tuple(KNOBS[name].capability_rank(getattr(self, name)) for name in _by_capability())
 
     def as_dict(self) -> dict[str, Any]:
-        """Every knob that has an effect, by name; some not at their default."""
+        """Return the knobs that have an effect, by name, without some knobs at their default."""
         values = {name: getattr(self, name) for name in KNOBS}
         return {name: values[name] for name, knob in KNOBS.items() if knob.is_listed(values)}
 
     def label(self) -> str:
-        """One short line: 'lora r16 4x1024 bf16_mixed ckpt-full adamw_torch_fused'."""
+        """Return one short line: 'lora r16 4x1024 bf16_mixed ckpt-full adamw_torch_fused'."""
         values = {name: getattr(self, name) for name in KNOBS}
         variant = ("rs" if self.rslora else "") + ("dora" if self.dora else "lora")
         parts = [f"{variant} r{self.lora_rank}" if self.method == "lora" else "full"]
         if self.quantization != "none":
             parts.append(self.quantization + ("-double" if self.double_quant else ""))
+
         size = f"{self.micro_batch_size}x{self.seq_len}"
         parts += [size, self.precision, f"ckpt-{self.checkpointing}", self.optimizer]
+
         for knob in sorted(KNOBS.values(), key=lambda knob: knob.tag_order):
             value = values[knob.name]
             if knob.tag and value != knob.possible(knob.default, values) and knob.is_active(values):
@@ -175,7 +195,7 @@ class TrainConfig:
 
 
 def learning_differences(config: TrainConfig, other: TrainConfig) -> str:
-    """The differences in what the two can learn, as 'lora_rank 64 instead of 16'."""
+    """Describe the differences in learning capability, such as 'lora_rank 64 instead of 16'."""
     return ", ".join(
         f"{name} {getattr(config, name)} instead of {getattr(other, name)}"
         for name in _by_capability()
@@ -184,18 +204,21 @@ def learning_differences(config: TrainConfig, other: TrainConfig) -> str:
 
 
 def checkpoints_some(transformers: str) -> bool:
-    """Whether TrainingArguments of this version of transformers can recompute some layers only, or offload."""
+    """Return whether TrainingArguments can recompute only some layers, or offload.
+
+    `transformers` is the version of transformers.
+    """
     major, minor, *_ = (*transformers.split("."), "", "")
     return major.isdigit() and minor.isdigit() and (int(major), int(minor)) >= (5, 23)
 
 
 def digest_of(data: Any) -> str:
-    """Twelve hex digits over the canonical JSON of plain data."""
+    """Return twelve hex digits over the canonical JSON of plain data."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _by_capability() -> list[str]:
-    """The knobs that are compared in capability, the most important first."""
+    """Return the knobs that are compared in capability, the most important first."""
     ranked = [knob for knob in KNOBS.values() if knob.capability_priority is not None]
     return [knob.name for knob in sorted(ranked, key=lambda knob: knob.capability_priority or 0)]

@@ -1,4 +1,4 @@
-"""Units and how they are printed. GiB is 2**30 bytes everywhere; unknown prints as a dash, never as zero."""
+"""Units and their text forms. GiB is 2**30 bytes; an unknown value prints as a dash, never as 0."""
 
 from typing import Any
 
@@ -9,26 +9,26 @@ DASH = "–"
 
 
 def gib(num_bytes: float) -> float:
-    """Bytes to GiB."""
+    """Convert bytes to GiB."""
     return num_bytes / GIB
 
 
 def fmt_gib(value: float | None) -> str:
-    """1.5 -> '1.50 GiB', 23.46 -> '23.5 GiB', None -> a dash."""
+    """Format a size: 1.5 -> '1.50 GiB', 23.46 -> '23.5 GiB', and a dash for None."""
     if value is None:
         return DASH
     return f"{value:.2f} GiB" if value < 9.995 else f"{value:.1f} GiB"
 
 
 def fmt_count(value: float | None) -> str:
-    """12345.6 -> '12,346'; small numbers keep two digits."""
+    """Format a number: 12345.6 -> '12,346'; numbers below 100 have three significant digits."""
     if value is None:
         return DASH
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def fmt_usd(value: float | None) -> str:
-    """12.3 -> '$12.30', 0.584 -> '$0.584', None -> a dash."""
+    """Format a price: 12.3 -> '$12.30', 0.584 -> '$0.584', and a dash for None."""
     if value is None:
         return DASH
     if value > 0.995:
@@ -38,7 +38,7 @@ def fmt_usd(value: float | None) -> str:
 
 
 def fmt_seconds(value: float | None) -> str:
-    """0.0123 -> '12 ms', 75 -> '1 min 15 s', 9000 -> '2 h 30 min'."""
+    """Format a time: 0.0123 -> '12 ms', 75 -> '1 min 15 s', 9000 -> '2 h 30 min'."""
     if value is None:
         return DASH
     if value < 0.9995:
@@ -56,12 +56,15 @@ def fmt_seconds(value: float | None) -> str:
 
 
 def fmt_hours(value: float | None) -> str:
-    """2.5 -> '2 h 30 min'; like `fmt_seconds`, of a number of hours."""
+    """Format a number of hours as `fmt_seconds` does: 2.5 -> '2 h 30 min'."""
     return fmt_seconds(None if value is None else value * 3600)
 
 
 def parse_duration(text: str) -> float:
-    """'90', '90s', '2m', '1.5h', '1h30m' -> seconds. Raises ValueError on anything else, zero included."""
+    """Convert '90', '90s', '2m', '1.5h' or '1h30m' to seconds.
+
+    Raises ValueError for any other text, and for zero.
+    """
     import re
 
     number = r"([0-9]+(?:\.[0-9]+)?)"
@@ -78,7 +81,7 @@ def parse_duration(text: str) -> float:
 
 
 def fmt_difference(then: Any, now: Any) -> str:
-    """Where two pieces of plain data differ, in one line."""
+    """Describe the differences of two pieces of plain data in one line."""
     if isinstance(then, dict) and isinstance(now, dict):
         parts = [
             f"{key}: {fmt_difference(then.get(key), now.get(key))}"

@@ -1,7 +1,7 @@
 """The pairs of features that are untested together: a row of `untested.yaml` for each.
 
-Constraints, error messages and docs/knobs.md read these rows. A pair that is known to fail is no
-row: the code that refuses it says why.
+Constraints, error messages and docs/knobs.md read these rows. A pair that is known to fail has no
+row: the code that refuses it gives the reason.
 """
 
 import functools
@@ -29,11 +29,11 @@ class UntestedPair:
 
     Attributes:
         setting: A knob, or an option of `autotune run`.
-        values: The untested values; `true` for any use of an option, as of `--quality`.
+        values: The untested values; `true` stands for any use of an option such as `--quality`.
         feature: The setting in words, with its verb; `{value}` stands for the value.
         context: A key of `CONTEXTS`.
-        among: The members of the context in which the setting is untested, as `dpo` of `objective`.
-        tested: Instead of `among`, the only members in which the setting is tested.
+        among: The untested members of the context, such as `dpo`.
+        tested: Instead of `among`, the only tested members.
         reason: The reason for the doubt, if there is one.
     """
 
@@ -46,11 +46,11 @@ class UntestedPair:
     reason: str = ""
 
     def applies(self, member: str) -> bool:
-        """Whether the setting is untested in this member of the context."""
+        """Return whether the setting is untested in this member of the context."""
         return member in self.among if self.among else member not in self.tested
 
     def sentence(self, member: str = "", value: Any = "") -> str:
-        """The message that refuses the setting: 'CUDA graphs are untested with dpo'."""
+        """Return the message that refuses the setting: 'CUDA graphs are untested with dpo'."""
         context = CONTEXTS[self.context].format(member)
         untested = f"{self.feature.format(value=value)} untested {context}"
 
@@ -59,7 +59,7 @@ class UntestedPair:
 
 @functools.cache
 def untested_pairs() -> tuple[UntestedPair, ...]:
-    """All rows of the table."""
+    """Return all rows of the table."""
     return tuple(map(_pair, load_data("autotune.core", "untested")))
 
 
@@ -70,12 +70,12 @@ def _pair(row: dict[str, Any]) -> UntestedPair:
 
 @functools.cache
 def untested_in(context: str, member: str = "") -> tuple[UntestedPair, ...]:
-    """The rows that apply in a member of a context; `images` and `several_gpus` have none."""
+    """Return the rows for a member of a context; `images` and `several_gpus` have no members."""
     pairs = (pair for pair in untested_pairs() if pair.context == context)
     return tuple(pair for pair in pairs if pair.applies(member))
 
 
 def untested(setting: str, value: Any, context: str, member: str = "") -> str | None:
-    """The message that refuses a setting in a context; None if no row does."""
+    """Return the message that refuses a setting in a context, or None if no row refuses it."""
     pairs = (pair for pair in untested_in(context, member) if pair.setting == setting)
     return next((pair.sentence(member, value) for pair in pairs if value in pair.values), None)

@@ -1,1 +1,1 @@
-"""Writes the winner in formats that others run. An exporter is one pure function: a Recipe in, file texts out."""
+"""Writes the winner in other tools' formats. An exporter is a pure function: Recipe to texts."""

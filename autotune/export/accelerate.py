@@ -1,4 +1,4 @@
-"""accelerate.yaml: how a training script of one's own is launched, and how several GPUs share out what it trains."""
+"""Writes accelerate.yaml: the launch of a user's own training script, on one or several GPUs."""
 
 import json
 
@@ -11,13 +11,13 @@ from autotune.study.summary import Recipe
 from autotune.trainer.settings import deepspeed_settings
 
 SIZES = "parallelism_config_"  # the prefix of its keys
-MIXED = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}  # of accelerate; anything else is "no"
+MIXED = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}  # accelerate's names; all others are "no"
 
 
 def export(recipe: Recipe) -> dict[str, str]:
-    """accelerate.yaml, and deepspeed.json where a stage of DeepSpeed was measured.
+    """Return accelerate.yaml, and deepspeed.json if a DeepSpeed stage was measured.
 
-    For one GPU deepspeed.json is for several later, of which the head of the other file tells.
+    One GPU also gets deepspeed.json, for several GPUs later; the head of accelerate.yaml says so.
     """
     data = load_data("autotune.export", "accelerate")
     config = recipe.config
@@ -25,6 +25,7 @@ def export(recipe: Recipe) -> dict[str, str]:
     values = data["accelerate"] | {"mixed_precision": mixed, "use_cpu": on_cpu(recipe)}
     values |= {"num_processes": config.num_gpus} | data["sharding"][config.sharding]
     values = {key: value for key, value in values.items() if value is not None}
+
     if config.copies > 1:
         shards = Parallelism.of(config).num_shards
         sizes = {f"{SIZES}dp_replicate_size": config.copies, f"{SIZES}dp_shard_size": shards}
@@ -33,21 +34,25 @@ def export(recipe: Recipe) -> dict[str, str]:
         values["fsdp_config"] = values["fsdp_config"] | {"fsdp_offload_params": True}
     if config.compile == "per_layer":
         values |= data["compiled"]
+
     head = tool_file.texts(data["head"], tool_file.settings_of(recipe, "trl"))
     files = {"accelerate.yaml": sectioned([*summary_lines(recipe), "", *head], [("", values)])}
-    return files | (deepspeed_file(recipe) if config.num_gpus == 1 or config.sharding in ZERO else {})
+    return files | (
+        deepspeed_file(recipe) if config.num_gpus == 1 or config.sharding in ZERO else {}
+    )
 
 
 def deepspeed_file(recipe: Recipe) -> dict[str, str]:
-    """deepspeed.json: the settings that were measured, or for one GPU those of the second stage."""
+    """Return deepspeed.json: the measured settings, or the settings of stage 2 for one GPU."""
     config = recipe.config
     mixed = MIXED.get(config.precision)
     precisions = {name: {"enabled": mixed == name} for name in ("bf16", "fp16")}
     stage = int(config.sharding[-1]) if config.sharding in ZERO else 2
     layer = Shares.counted(recipe.model, config, recipe.winner.measurement).layer
-    return {"deepspeed.json": json.dumps(deepspeed_settings(stage, round(layer)) | precisions, indent=2) + "\n"}
+    settings = deepspeed_settings(stage, round(layer)) | precisions
+    return {"deepspeed.json": json.dumps(settings, indent=2) + "\n"}
 
 
 def command(recipe: Recipe) -> str:
-    """The command line that runs a script of the user's own."""
+    """Return the command line that runs a user's own script."""
     return f"{environment(recipe)} accelerate launch --config_file accelerate.yaml your_script.py"

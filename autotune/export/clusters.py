@@ -1,8 +1,9 @@
-"""Files that start a job on Kubernetes, SkyPilot or Slurm: the full training run, or the workers of a study.
+"""Files that start a job on Kubernetes, SkyPilot or Slurm: the full training run, or study workers.
 
-A JobSpec says what runs, and a renderer for each system writes it. Image and data are the user's. Names that other
-people chose are data: they stand in YAML, sanitised, or as one quoted argument, and not in a shell's code or comments.
-The URL of a study's database is in no file: it comes from a secret or the environment.
+A JobSpec describes the job, and each system has a renderer for it. The user provides image and
+data. Names that other people chose are data. They appear in YAML, sanitised, or as one quoted
+argument, but never in a shell's code or comments. The URL of a study's database is in no file: it
+comes from a secret or the environment.
 """
 
 import math
@@ -18,27 +19,38 @@ from autotune.core.files import load_data
 from autotune.core.probe_types import Fingerprint
 from autotune.core.text import dashed
 from autotune.core.version import __version__
-from autotune.export.header import allocator, comment, has_published_weights, sectioned, summary_lines
+from autotune.export.header import (
+    allocator,
+    comment,
+    has_published_weights,
+    sectioned,
+    summary_lines,
+)
 from autotune.export.script import runtime_files
 from autotune.study.summary import Recipe
 
 URL = "AUTOTUNE_STORAGE"
-UNPROJECTED_H = 0.5  # hours of a training run that no projection has: start-up, downloads and saves
-STARTING_S = 1800.0  # seconds of a worker's time limit beyond the study's budget: packages, images, a queue
-GRACE_S = 120  # seconds from the signal to the end: for a step and a checkpoint, from which the next attempt goes on
-RETRIES = 3  # attempts after a preemption; a run that fails otherwise has a single one
+UNPROJECTED_H = 0.5  # hours of a training run outside the projection: start-up, downloads and saves
+# Seconds that a worker may take beyond the study's budget, for packages, images and a queue.
+STARTING_S = 1800.0
+# Seconds from the signal to the end, enough for a step and the checkpoint for the next attempt.
+GRACE_S = 120
+RETRIES = 3  # attempts after a preemption; after any other failure there is no retry
 _MAKER = re.compile(r"^(nvidia-)?(geforce-|tesla-)?")
-_FORM = re.compile(r"-(sxm\d?|pcie|blackwell|server|16gb|40gb|96gb)(?=-|$)")  # and the size that a plain name means
+# The form, and the size that a plain name means.
+_FORM = re.compile(r"-(sxm\d?|pcie|blackwell|server|16gb|40gb|96gb)(?=-|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """A job on one GPU or several of one node, or `count` such jobs side by side.
+    """A job on one or several GPUs of one node, or `count` such jobs in parallel.
 
-    `clusters.yaml` has the files of each `use`. The head of a YAML file is `about`, which has names, the steps that
-    start it on the system, and `notes`; the head of a script leaves `about` out. No attempt follows an exit code of
-    `hopeless`. `command`, `env` and `volumes` are those of a Kubernetes container, `task` are further keys of SkyPilot,
-    which runs `run` in a shell; Slurm runs `srun` after `before`.
+    `clusters.yaml` has the files for each `use`. The head of a YAML file has `about`, the steps
+    that start the job on the system, and `notes`. The head of a script omits `about`, which
+    contains names. After an exit code in `hopeless`, there is no further attempt.
+
+    `command`, `env` and `volumes` are for a Kubernetes container. `task` has further keys for
+    SkyPilot, which runs `run` in a shell. Slurm runs `srun` after `before`.
     """
 
     use: str  # of clusters.yaml
@@ -63,11 +75,11 @@ class JobSpec:
     count: int | None = None
 
     def file(self, system: str) -> str:
-        """The name of the job's file on a system of SYSTEMS."""
+        """Return the name of the job's file on a system of SYSTEMS."""
         return str(load_data("autotune.export", "clusters")[self.use][system]["file"])
 
     def head(self, system: str) -> list[str]:
-        """The lines of the comment that begins the file."""
+        """Return the lines of the comment at the top of the file."""
         steps = load_data("autotune.export", "clusters")[self.use][system]["steps"]
         filled = steps.format(name=self.name, count=self.count, version=__version__, url=URL)
         about = () if system == "slurm" else (*self.about, "")
@@ -75,26 +87,36 @@ class JobSpec:
 
 
 def export(recipe: Recipe, system: str) -> dict[str, str]:
-    """The file that runs launch.sh on the GPUs of one node of a system of SYSTEMS."""
+    """Return the file that runs launch.sh on the GPUs of one node of a system of SYSTEMS."""
     return render(training_job(recipe), system)
 
 
 def render(job: JobSpec, system: str) -> dict[str, str]:
-    """The job's file for a system of SYSTEMS, by its name."""
+    """Return the name and text of the job's file for a system of SYSTEMS."""
     return {job.file(system): SYSTEMS[system](job)}
 
 
 def training_job(recipe: Recipe) -> JobSpec:
-    """The full run by launch.sh, as long as the upper end of the projection and what that leaves out."""
+    """Return the job of the full run by launch.sh.
+
+    Its time limit is the upper end of the projection, plus the time outside the projection.
+    """
     name = slug(recipe.study)
     variable, value = allocator(recipe)
     hours = math.ceil(recipe.winner.cost.interval_hours[1] + UNPROJECTED_H)
-    limit = f"{hours} h, the upper end of the projection and {60 * UNPROJECTED_H:.0f} min, rounded up"
+    limit = (
+        f"{hours} h, the upper end of the projection and {60 * UNPROJECTED_H:.0f} min, rounded up"
+    )
+
     notes = [f"The speed holds for train.py on this card. Time limit: {limit}."]
     if recipe.model.weights:
-        notes.append("The weights are a local directory, which that machine needs too: model in train_config.json.")
+        notes.append(
+            "The weights are a local directory, which that machine needs too:"
+            " model in train_config.json."
+        )
     elif not has_published_weights(recipe):
         notes.append("There are no published weights of this shape: add --model.")
+
     return JobSpec(
         use="train",
         name=name,
@@ -105,13 +127,21 @@ def training_job(recipe: Recipe) -> JobSpec:
         limit_s=3600 * hours,
         cpus=recipe.config.num_gpus * (4 + recipe.config.loader_workers),
         gpus=recipe.config.num_gpus,
-        hopeless=[2, 4],  # wrong arguments, nothing fits
+        hopeless=[2, 4],  # wrong arguments, or no configuration fits
         annotations={
             "autotune-study": recipe.study,
             "autotune-model": recipe.model.name,
             "autotune-fingerprint": recipe.fingerprint.digest,
         },
-        command=["bash", "/export/launch.sh", "--dataset", "/data/train.jsonl", "--output-dir", "/output", "--resume"],
+        command=[
+            "bash",
+            "/export/launch.sh",
+            "--dataset",
+            "/data/train.jsonl",
+            "--output-dir",
+            "/output",
+            "--resume",
+        ],
         env=[{"name": variable, "value": value}],
         volumes=[
             {"name": "export", "projected": {"sources": _config_maps(name)}},
@@ -122,15 +152,24 @@ def training_job(recipe: Recipe) -> JobSpec:
         packages=_packages(recipe.fingerprint),
         before=f'cd -- "${{SLURM_SUBMIT_DIR:?submit it with sbatch}}"\nexport {variable}={value}',
         run='bash launch.sh --dataset "$DATASET" --output-dir "$OUTPUT" --resume',
-        srun='bash launch.sh --dataset "${DATASET:?name your data}" --output-dir "${OUTPUT:-out}" --resume',
+        srun='bash launch.sh --dataset "${DATASET:?name your data}"'
+        ' --output-dir "${OUTPUT:-out}" --resume',
     )
 
 
-def workers_job(*, study: str, device: DeviceSpec, fingerprint: Fingerprint, budget_s: float, count: int) -> JobSpec:
-    """`count` workers of a study, which end with its budget of `budget_s` seconds; `device` is the card that probes."""
+def workers_job(
+    *, study: str, device: DeviceSpec, fingerprint: Fingerprint, budget_s: float, count: int
+) -> JobSpec:
+    """Return `count` workers of a study, which end with its budget of `budget_s` seconds.
+
+    `device` is the card that probes.
+    """
     name = f"{slug(study)[:44].strip('-')}-workers"
-    versions = ", ".join(f"{package} {version}" for package, version in sorted(fingerprint.packages.items()))
+    versions = ", ".join(
+        f"{package} {version}" for package, version in sorted(fingerprint.packages.items())
+    )
     argument = f"--study={study}"
+
     return JobSpec(
         use="worker",
         name=name,
@@ -141,9 +180,9 @@ def workers_job(*, study: str, device: DeviceSpec, fingerprint: Fingerprint, bud
         device=device,
         fingerprint=fingerprint,
         limit_s=math.ceil((budget_s + STARTING_S) / 60) * 60,
-        hopeless=[2, 3, 4, 6],  # 1 and 5 may be the node's
+        hopeless=[2, 3, 4, 6],  # 1 and 5 may be a problem of the node
         annotations={"autotune-study": study},
-        # Kubernetes replaces $(NAME) in here, and $$ by $.
+        # Kubernetes replaces $(NAME) in this list, and $$ by $.
         command=["autotune", "worker", argument.replace("$", "$$"), "--out=/tmp/worker"],
         env=[{"name": URL, "valueFrom": {"secretKeyRef": {"name": name, "key": "url"}}}],
         task={"secrets": {URL: None}},
@@ -156,14 +195,20 @@ def workers_job(*, study: str, device: DeviceSpec, fingerprint: Fingerprint, bud
 
 
 def _kubernetes(job: JobSpec) -> str:
-    """A batch/v1 Job, whose pod failure policy is stable since Kubernetes 1.31; for several pods it is Indexed."""
+    """Return a batch/v1 Job, which is Indexed for several pods.
+
+    Its pod failure policy is stable since Kubernetes 1.31.
+    """
     label = gpu_product(job.device, job.fingerprint)
     gpu = {"limits": {f"{job.device.vendor}.com/gpu": job.gpus}}
     mounts = [{"name": volume["name"], "mountPath": f"/{volume['name']}"} for volume in job.volumes]
     volumes = list(job.volumes)
-    if job.gpus > 1:  # through which NCCL reaches the GPUs of a node: containers have 64 MB of it
-        mounts.append({"name": "shared-memory", "mountPath": "/dev/shm"})  # noqa: S108 (of the container)
+    # NCCL connects the GPUs of a node through shared memory, and containers have only 64 MB of it.
+    if job.gpus > 1:
+        shared = "/dev/shm"  # noqa: S108 (of the container)
+        mounts.append({"name": "shared-memory", "mountPath": shared})
         volumes.append({"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
+
     container = {
         "name": job.use,
         "image": "your-registry/your-image:tag",
@@ -174,18 +219,20 @@ def _kubernetes(job: JobSpec) -> str:
     }
     pod = {
         "restartPolicy": "Never",
-        "activeDeadlineSeconds": job.limit_s,  # of a pod that runs: waiting for a GPU does not count
+        "activeDeadlineSeconds": job.limit_s,  # for a running pod; waiting for a GPU does not count
         "terminationGracePeriodSeconds": GRACE_S,
         "nodeSelector": label and {"nvidia.com/gpu.product": label},
         "containers": [_without_empty(container)],
         "volumes": volumes,
     }
+
     codes = {"containerName": job.use, "operator": "In"}
     rules = [
         {"action": "FailJob", "onExitCodes": {**codes, "values": job.hopeless}},
         {"action": "Ignore", "onExitCodes": {**codes, "values": [PREEMPTED]}},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     ]
+
     spec = {
         "completionMode": "Indexed" if job.count else None,
         "completions": job.count,
@@ -208,23 +255,29 @@ def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _skypilot(job: JobSpec) -> str:
-    """A task in the fields of SkyPilot 0.14, for one worker: all nodes of a task end with the first."""
+    """Return a task in the fields of SkyPilot 0.14, for one worker.
+
+    A task with several nodes would end with its first node.
+    """
     gpu = {"accelerators": f"{sky_gpu(job.device)}:{job.gpus}"} if job.device.kind != "cpu" else {}
     recovery = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [PREEMPTED]}
-    workdir = {"workdir": "."} if job.count is None else {}  # a training run needs the other exported files
+    # A training run needs the other exported files.
+    workdir = {"workdir": "."} if job.count is None else {}
+
     values = {
         "name": job.name,
         **workdir,
         "resources": {**gpu, "job_recovery": recovery},
         **job.task,
-        "setup": f"pip install -- {shlex.join(job.packages)}",  # as probed; the index decides on the build of torch
+        # The probed versions; the package index selects the build of torch.
+        "setup": f"pip install -- {shlex.join(job.packages)}",
         "run": job.run,
     }
     return sectioned(job.head("skypilot"), [("", values)])
 
 
 def _slurm(job: JobSpec) -> str:
-    """A batch script, to be submitted from its folder; several jobs are an array."""
+    """Return a batch script, to be submitted from its folder; several jobs are an array."""
     hours, minutes = divmod(job.limit_s // 60, 60)
     options = [
         f"--job-name={job.name}",
@@ -236,6 +289,7 @@ def _slurm(job: JobSpec) -> str:
         f"--open-mode=append --output={'%x-%A_%a.log' if job.count else '%x-%j.log'}",
     ]
     sbatch = "\n".join(f"#SBATCH {option}" for option in options if option)
+
     return f"""#!/usr/bin/env bash
 {comment(job.head("slurm"))}
 {sbatch}
@@ -250,42 +304,61 @@ exit "$code"
 """
 
 
-SYSTEMS: dict[str, Callable[[JobSpec], str]] = {"kubernetes": _kubernetes, "skypilot": _skypilot, "slurm": _slurm}
+SYSTEMS: dict[str, Callable[[JobSpec], str]] = {
+    "kubernetes": _kubernetes,
+    "skypilot": _skypilot,
+    "slurm": _slurm,
+}
 
 
 def slug(name: str) -> str:
-    """A label of DNS (RFC 1123), which is a name to Kubernetes, SkyPilot and Slurm alike."""
+    """Return a DNS label (RFC 1123), which is a valid name for Kubernetes, SkyPilot and Slurm."""
     name = dashed(name)
     return (name if name[:1].isalpha() else f"autotune-{name}")[:52].strip("-")
 
 
 def gpu_product(device: DeviceSpec, fingerprint: Fingerprint) -> str | None:
-    """The card as GPU feature discovery labels it: the driver's name with dashes for blanks. None if not NVIDIA's."""
+    """Return the label of the card by GPU feature discovery, or None for another vendor.
+
+    It is the driver's name with dashes instead of blanks.
+    """
     if device.vendor != "nvidia":
         return None
-    name = device.nvml_names[0] if device.nvml_names else fingerprint.device  # uncatalogued: the card of the study
+    # A card outside the catalogue is the card of the study.
+    name = device.nvml_names[0] if device.nvml_names else fingerprint.device
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:63].strip("-_.")
 
 
 def sky_gpu(device: DeviceSpec) -> str:
-    """The name in SkyPilot's catalogue: A100-80GB, H200, RTX6000-Ada. It leaves out variants that clouds name apart."""
-    name = re.sub("^(rtx-[0-9].*)-[0-9]+gb$", r"\1", _MAKER.sub("", _FORM.sub("", device.name)))  # of GeForce cards
+    """Return the name in SkyPilot's catalogue: A100-80GB, H200, RTX6000-Ada.
+
+    It omits variants that clouds name differently.
+    """
+    name = _MAKER.sub("", _FORM.sub("", device.name))
+    name = re.sub("^(rtx-[0-9].*)-[0-9]+gb$", r"\1", name)  # GeForce names have no size there
     name = re.sub("^rtx-(?:(pro)-)?", r"rtx\1", name)
     return re.sub("-ws$", "-wk", name).upper().replace("-ADA", "-Ada").replace("-MAXQ", "-MaxQ")
 
 
 def slurm_gpu(device: DeviceSpec) -> str:
-    """A type as clusters like to name it: a100, h200, rtx_4090."""
-    return re.sub(r"[^a-z0-9]+", "_", re.sub(r"-\d+gb(?=-|$)", "", _MAKER.sub("", _FORM.sub("", device.name))))
+    """Return a type in the usual style of clusters: a100, h200, rtx_4090."""
+    name = _MAKER.sub("", _FORM.sub("", device.name))
+    name = re.sub(r"-\d+gb(?=-|$)", "", name)
+    return re.sub(r"[^a-z0-9]+", "_", name)
 
 
 def _config_maps(name: str) -> list[dict[str, Any]]:
-    """The exported folder from two config maps, each of which can hold the files of one folder alone."""
+    """Return two config maps for the exported folder: each can hold one folder's files."""
     files = [path.rpartition("/")[2] for path in runtime_files()]
     runtime = [{"key": file, "path": f"runtime/{file}"} for file in files]
-    return [{"configMap": {"name": name}}, {"configMap": {"name": f"{name}-runtime", "items": runtime}}]
+    return [
+        {"configMap": {"name": name}},
+        {"configMap": {"name": f"{name}-runtime", "items": runtime}},
+    ]
 
 
 def _packages(fingerprint: Fingerprint) -> list[str]:
-    """The probed packages as pip takes them, without the build of a version."""
-    return [f"{name}=={version.partition('+')[0]}" for name, version in fingerprint.packages.items()]
+    """Return the probed packages as arguments of pip, without the build of a version."""
+    return [
+        f"{name}=={version.partition('+')[0]}" for name, version in fingerprint.packages.items()
+    ]

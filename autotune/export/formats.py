@@ -1,4 +1,4 @@
-"""The formats of the winner by name, those that a study writes unasked, and the texts of any of them."""
+"""The formats of the winner by name, the formats of every study, and the texts of any of them."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -22,29 +22,33 @@ FORMATS: dict[str, Callable[[Recipe], dict[str, str]]] = {
     "skypilot": partial(clusters.export, system="skypilot"),
     "slurm": partial(clusters.export, system="slurm"),
 }
-USUAL = ("recipe", "trl", "train", "axolotl", "llamafactory")  # what a study writes unasked
-# accelerate.yaml says how several GPUs share out a training that these start; Axolotl's file has keys of its own.
+USUAL = ("recipe", "trl", "train", "axolotl", "llamafactory")  # the formats of every study
+# Tools that need accelerate.yaml for several GPUs; Axolotl's file has its own keys for them.
 BY_ACCELERATE = ("trl", "llamafactory", "transformers")
 
 
 def usual(recipe: Recipe) -> list[str]:
-    """The formats that a study writes unasked."""
+    """Return the formats that every study writes, if they can express the recipe."""
     return [name for name in USUAL if _obstacle(name, recipe) is None]
 
 
 def export_all(recipe: Recipe, formats: Iterable[str]) -> dict[str, str]:
-    """File name to text, for all `formats`. Names that end in .sh are to be made executable.
+    """Return file name -> text for all `formats`. Names that end in .sh need to be executable.
 
-    Raises UsageError for any other, and for what cannot say how several processes share out the training.
+    Raises UsageError for an unknown format, and for a format that cannot express the recipe.
     """
     names = list(formats)
     require_formats(names, FORMATS)
+
     for name in names:
         if obstacle := _obstacle(name, recipe):
             others = (name for name in FORMATS if _obstacle(name, recipe) is None)
-            raise UsageError(f"{name} is not written: {obstacle}", remedy=f"take one of {', '.join(others)}")
+            raise UsageError(
+                f"{name} is not written: {obstacle}", remedy=f"take one of {', '.join(others)}"
+            )
     if recipe.config.num_gpus > 1 and set(BY_ACCELERATE).intersection(names):
         names.append("accelerate")
+
     files = {file: text for name in names for file, text in FORMATS[name](recipe).items()}
     if "axolotl" in names and recipe.config.sharding in ZERO:
         files |= accelerate.deepspeed_file(recipe)
@@ -52,8 +56,11 @@ def export_all(recipe: Recipe, formats: Iterable[str]) -> dict[str, str]:
 
 
 def _obstacle(name: str, recipe: Recipe) -> str | None:
-    """Why a format cannot say what is learned, or how several processes share out the training; None where it can."""
-    for setting, value in (("images", recipe.model.sees_images), ("objective", recipe.workload.objective)):
+    """Return the reason why a format cannot express the objective or the parallelism, if any."""
+    for setting, value in (
+        ("images", recipe.model.sees_images),
+        ("objective", recipe.workload.objective),
+    ):
         if reason := untested(setting, value, "format", name):
             return reason
 
@@ -70,9 +77,11 @@ def require_formats(wanted: Iterable[str], known: Iterable[str]) -> None:
     for name in wanted:
         if name == "torchtune" and "trl" in names:
             raise UsageError(
-                "the format torchtune was removed: its project has ended, and autotune 0.1.0 was the last version "
-                "that wrote its file",
+                "the format torchtune was removed: its project has ended, and autotune 0.1.0 was"
+                " the last version that wrote its file",
                 remedy="take trl, axolotl or llamafactory",
             )
         if name not in names:
-            raise UsageError(f"there is no format {name!r}", remedy=f"the formats are {', '.join(names)}")
+            raise UsageError(
+                f"there is no format {name!r}", remedy=f"the formats are {', '.join(names)}"
+            )

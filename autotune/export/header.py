@@ -1,4 +1,4 @@
-"""What several exporters need: lines for a header comment, and the values that follow from a recipe."""
+"""Shared parts of the exporters: lines for a header comment, and values derived from a recipe."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,15 +12,15 @@ WARMUP_SHARE = 0.03
 
 
 def on_cpu(recipe: Recipe) -> bool:
-    """Whether the study is of a CPU, on which its exports then run too."""
+    """Return whether the study was run on a CPU; its exports then run on a CPU too."""
     return recipe.device.kind == "cpu"
 
 
 def environment(recipe: Recipe) -> str:
-    """Variables that stand before a command.
+    """Return the environment variables for a command line.
 
-    The study's number of GPUs is seen, counted as nvidia-smi does: among more than one Trainer would split each batch
-    of a single process, and TRL refuses to run so.
+    They make exactly the study's number of GPUs visible, numbered as in nvidia-smi. With more than
+    one GPU visible, Trainer would split each batch of a single process, and TRL refuses to run.
     """
     if on_cpu(recipe):
         return "CUDA_VISIBLE_DEVICES="
@@ -29,87 +29,110 @@ def environment(recipe: Recipe) -> str:
 
 
 def allocator(recipe: Recipe) -> tuple[str, str]:
-    """The environment variable by which torch's allocator is as it was measured: its name and value."""
+    """Return the variable for the measured setting of torch's allocator, as (name, value)."""
     return ALLOCATOR_VARIABLE, ALLOCATORS[recipe.config.allocator]
 
 
 def one_line(text: str) -> str:
-    """`text` fit for a comment: one line of printable characters, since anybody may choose study and model names."""
+    """Return `text` fit for a comment: one line of printable characters.
+
+    Users and model authors choose the names in it.
+    """
     return printable(text, " ").rstrip()
 
 
 def comment(lines: Iterable[str]) -> str:
-    """The lines as a `#` comment, which YAML, Python and bash share; ends without a newline."""
+    """Return the lines as a `#` comment of YAML, Python or bash, without a newline at the end."""
     return "\n".join(f"# {one_line(line)}".rstrip() for line in lines)
 
 
 def sectioned(head: Iterable[str], sections: Iterable[tuple[str, dict[str, Any]]]) -> str:
-    """YAML below a comment, its keys in sections of which each may have a note; what is empty is left out."""
+    """Return YAML below a comment, with keys in sections that may have a note.
+
+    Empty sections are left out.
+    """
     import yaml
 
     text = comment(head) + "\n"
     for note, values in sections:
         if values:
-            text += "\n" + (f"{comment([note])}\n" if note else "") + yaml.safe_dump(values, sort_keys=False, width=120)
+            heading = f"{comment([note])}\n" if note else ""
+            text += "\n" + heading + yaml.safe_dump(values, sort_keys=False, width=120)
     return text
 
 
 def summary_lines(recipe: Recipe) -> list[str]:
-    """What the file is, what to expect of it and where that was measured: six lines, in pairs."""
-    winner, cost, workload = recipe.winner, recipe.winner.cost, recipe.workload
-    memory, fingerprint = winner.measurement, recipe.fingerprint
+    """Return six lines in pairs: the file's content, the expected results, and the measurement."""
+    winner = recipe.winner
+    cost = winner.cost
+    workload = recipe.workload
+    memory = winner.measurement
+    fingerprint = recipe.fingerprint
+
     low, high = (fmt_seconds(3600 * hours) for hours in cost.interval_hours)
     machine = [fingerprint.device]
     machine += [f"driver {fingerprint.driver}"] if fingerprint.driver else []
     machine += [f"CUDA {fingerprint.cuda}"] if fingerprint.cuda else []
     packages = [f"{name} {version}" for name, version in sorted(fingerprint.packages.items())]
+
     return [
         f"autotune study {recipe.study}: {recipe.model.name} on {recipe.device.label}",
         f"Configuration: {winner.config.label()}, {recipe.accumulation} micro batches a step",
         f"Expect ({winner.evidence.value}): {fmt_seconds(winner.performance.step_time_s)} a step,"
         f" {fmt_count(winner.performance.tokens_per_second)} useful tokens/s{trained_on(recipe)},"
         f" peak {fmt_gib(memory.peak_reserved_gib)} of {fmt_gib(memory.limit_gib)}",
-        f"Full run: {workload.examples:,} examples, {workload.epochs} epoch(s), {cost.num_steps:,} steps:"
-        f" {fmt_seconds(3600 * cost.full_run_hours)} ({low} to {high}), {fmt_usd(cost.full_run_usd)}",
+        f"Full run: {workload.examples:,} examples, {workload.epochs} epoch(s),"
+        f" {cost.num_steps:,} steps: {fmt_seconds(3600 * cost.full_run_hours)}"
+        f" ({low} to {high}), {fmt_usd(cost.full_run_usd)}",
         f"Probed with {recipe.trainer} on {', '.join(machine)}",
         f"Fingerprint {fingerprint.digest}: python {fingerprint.python}, {', '.join(packages)}",
     ]
 
 
 def trained_on(recipe: Recipe) -> str:
-    """How many of the useful tokens per second are trained on; "" where all are."""
+    """Return the useful tokens per second that are trained on, as text; "" if all of them are."""
     share = recipe.workload.lengths.trained_share
     trained = fmt_count(share * recipe.winner.performance.tokens_per_second)
     return "" if share == 1 else f" ({trained} of them trained on)"
 
 
 def warmup_steps(recipe: Recipe) -> int:
-    """Optimizer steps of warm-up. All versions of transformers take a whole number; 5.16 removed warmup_ratio."""
+    """Return the optimizer steps of warm-up.
+
+    All versions of transformers accept a whole number, but 5.16 removed warmup_ratio.
+    """
     return warmup_steps_of(recipe.winner.cost.num_steps)
 
 
 def warmup_steps_of(num_steps: int) -> int:
-    """Optimizer steps of warm-up in a run of so many."""
+    """Return the optimizer steps of warm-up in a run of `num_steps`."""
     return round(WARMUP_SHARE * num_steps)
 
 
 def save_steps(recipe: Recipe) -> int:
-    """Optimizer steps from one checkpoint to the next."""
+    """Return the number of optimizer steps between two checkpoints."""
     winner = recipe.winner
-    return recipe.run_options.steps_between_saves(winner.cost.num_steps, winner.performance.step_time_s)
+    return recipe.run_options.steps_between_saves(
+        winner.cost.num_steps, winner.performance.step_time_s
+    )
 
 
 def eval_steps(recipe: Recipe) -> int:
-    """Optimizer steps from one evaluation of the examples that are held out to the next, where any are."""
+    """Return the number of optimizer steps between two evaluations of the held-out examples."""
     winner = recipe.winner
-    return recipe.run_options.steps_between_evaluations(winner.cost.num_steps, winner.performance.step_time_s)
+    return recipe.run_options.steps_between_evaluations(
+        winner.cost.num_steps, winner.performance.step_time_s
+    )
 
 
 def model_source(recipe: Recipe) -> str:
-    """The source of the weights: the user's directory, else the name, which may be one on the Hub."""
+    """Return the source of the weights: the user's directory, or the model's name."""
     return recipe.model.weights or recipe.model.name
 
 
 def has_published_weights(recipe: Recipe) -> bool:
-    """False for a made-up shape such as demo-3m: its name is neither of the Hub (org/name) nor a directory."""
+    """Return whether the weights exist, on the Hub (org/name) or in a directory.
+
+    They do not for an invented shape such as demo-3m.
+    """
     return recipe.model.weights is not None or "/" in recipe.model.name

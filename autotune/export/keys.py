@@ -1,8 +1,9 @@
-"""The key table: how TRL, Axolotl and LLaMA-Factory write each knob and each setting of a run.
+"""The key table: the form of each knob and run setting in TRL, Axolotl and LLaMA-Factory.
 
-The table is `keys.yaml`. The exporters write their files from it, and `planning.foreign_config` reads other people's
-files by it. A new knob needs a row for the tools that can express it. Where a tool cannot, its file says so, with the
-reason from the table, or else as a knob that the tool has no key for.
+The table is `keys.yaml`. The exporters write their files from it, and `planning.foreign_config`
+reads other people's files with it. A new knob needs a row for the tools that can express it. A
+tool's file lists the knobs that it cannot express. Each has the reason from the table, or the text
+that the tool has no key for it.
 """
 
 import functools
@@ -22,15 +23,16 @@ from autotune.study.summary import Recipe
 
 TOOLS = {"trl": "TRL", "axolotl": "Axolotl", "llamafactory": "LLaMA-Factory"}
 
-Entries = dict[str, Any]  # a tool's keys with their values; a dot in a key stands for a mapping inside a mapping
+# A tool's keys with their values; a dot in a key means a mapping inside a mapping.
+Entries = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """How each tool writes a knob or setting `of`, or entries that are always the same (`of` is None).
+    """The form of a knob or setting `of` in each tool, or constant entries if `of` is None.
 
-    With `of`, a tool's cell is the key that takes our own value, or its keys with their value for each of ours.
-    `defaults` are the values that a tool assumes when a file leaves the key out.
+    With `of`, a tool's cell is the key for our own value, or its keys, each with the tool's value
+    for each of ours. `defaults` are the values that a tool assumes if a file omits the key.
     """
 
     of: str | None = None
@@ -41,15 +43,17 @@ class Row:
     defaults: Entries = field(default_factory=dict)
 
     def entries(self, tool: str, values: Mapping[str, Any]) -> Entries:
-        """What the tool writes; nothing for a knob that has no effect in this configuration."""
+        """Return the tool's entries; they are empty for a knob without effect."""
         cell = getattr(self, tool)
         if cell is None or not meets(values, self.when):
             return {}
+
         if self.of is None:
             return dict(cell)
         value = values.get(self.of)
         if value is None:
             return {}
+
         if isinstance(cell, str):
             return {cell: value}
         written = {key: theirs.get(value, theirs.get("other")) for key, theirs in cell.items()}
@@ -58,26 +62,32 @@ class Row:
 
 @functools.cache
 def sections() -> dict[str, tuple[Row, ...]]:
-    """The rows by section of a file, in the order in which their keys are written."""
+    """Return the rows of each section of a file, in the order of writing."""
     data = load_data("autotune.export", "keys")["sections"]
     return {section: tuple(Row(**row) for row in rows) for section, rows in data.items()}
 
 
 def gaps() -> dict[str, list[Entries]]:
-    """By knob what tools cannot express: entries with `tools`, `when` and `reason`."""
+    """Return the settings that tools cannot express, by knob: `tools`, `when` and `reason`."""
     return dict(load_data("autotune.export", "keys")["gaps"])
 
 
 def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
-    """What rows and gaps refer to: the knobs that have an effect, and what follows from them and from the run."""
-    config, report_to, evaluates = recipe.config, recipe.run_options.report_to, recipe.workload.held_out() > 0
+    """Return the values for rows and gaps: the effective knobs, and values derived from the run."""
+    config = recipe.config
+    report_to = recipe.run_options.report_to
+    evaluates = recipe.workload.held_out() > 0
     attention = attention_of(tool, config)
+
     modules = target_modules(recipe.model.config["model_type"], config.lora_targets)
-    if modules and config.lora_targets == ALL_LINEAR:  # PEFT refuses some of the layers that tools find
+    # The tools' own search would find layers on which PEFT refuses adapters.
+    if modules and config.lora_targets == ALL_LINEAR:
         config = replace(config, lora_targets=",".join(modules))
+    # TRL passes a single name on as a pattern for whole paths, which would not match.
     if modules and tool == "trl" and len(modules) == 1:
-        modules *= 2  # TRL passes a single name on as a pattern for whole paths, which would match none
+        modules *= 2
     saved = saved_modules(recipe.model.config["model_type"], config.modules_to_save)
+
     return config.as_dict() | {
         "model": model_source(recipe),
         "on_cpu": on_cpu(recipe),
@@ -102,17 +112,19 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "eval_share": recipe.workload.eval_share if evaluates else None,
         "eval_steps": eval_steps(recipe) if evaluates else None,
         "report_to": report_to,
-        # LLaMA-Factory reads its file with OmegaConf, which fills in what stands in ${...}.
+        # LLaMA-Factory reads its file with OmegaConf, which substitutes ${...}.
         "run_name": recipe.study.replace("${", "{") if report_to != "none" else None,
-        # Where it fills rows, Axolotl does so to multiples of 64.
-        "unusual_seq_len": config.seq_len if config.padding == "max_length" and config.seq_len % 64 else None,
+        # Axolotl fills rows to multiples of 64.
+        "unusual_seq_len": config.seq_len
+        if config.padding == "max_length" and config.seq_len % 64
+        else None,
         "padded_multiple": _padded_multiple(recipe),
         "attention": attention,
         "other_attention": attention != config.attention,
         "checkpoint_every": config.checkpoint_every,
         "skips_layers": (config.checkpoint_every or 1) > 1,
         "selects": config.activation_budget < 1,
-        # Whether the probed transformers can recompute only some layers, and offload what it recomputes from.
+        # Whether the probed transformers can recompute only some layers, and offload checkpoints.
         "by_layer": checkpoints_some(recipe.fingerprint.packages.get("transformers", "")),
         "needs_liger": config.kernels == "liger" or config.loss == "chunked",
         "probed_with_trl": recipe.trainer == "trl",
@@ -120,29 +132,37 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
 
 
 def _padded_multiple(recipe: Recipe) -> int | None:
-    """A length with no more multiples than lengths were measured; None where every length occurs."""
+    """Return a length with no more multiples than the number of measured lengths.
+
+    The result is None if every length occurs.
+    """
     config = recipe.config
     if config.packing:  # TRL makes packed rows a single row
         return config.tokens if config.compile == "per_layer" else None
+
     lengths = recipe.workload.padded_lengths(config)
     multiples = [(number, math.ceil(lengths[-1] / number)) for number in range(len(lengths), 0, -1)]
     # A model may have no positions beyond seq_len.
-    return next((multiple for number, multiple in multiples if number * multiple <= config.seq_len), None)
+    return next(
+        (multiple for number, multiple in multiples if number * multiple <= config.seq_len), None
+    )
 
 
 def attention_of(tool: str, config: TrainConfig) -> str:
-    """The attention that the tool uses for this configuration, by the tool's own name."""
+    """Return the attention that the tool uses for this configuration, by the tool's own name."""
     if tool != "llamafactory":
         return "sdpa" if config.attention == "sdpa_cudnn" else config.attention
     if config.attention == "eager":
         return "disabled"
-    # It refuses flash attention with more than one packed row.
-    can_flash = config.attention == "flash_attention_2" and not (config.packing and config.micro_batch_size > 1)
+    # LLaMA-Factory refuses flash attention with more than one packed row.
+    can_flash = config.attention == "flash_attention_2" and not (
+        config.packing and config.micro_batch_size > 1
+    )
     return "fa2" if can_flash else "sdpa"
 
 
 def write(tool: str, section: str, recipe: Recipe) -> dict[str, Any]:
-    """The keys of one section of a tool's file with their values, in the order of the table."""
+    """Return the keys of one section of a tool's file with their values, in the table's order."""
     values = settings(tool, recipe)
     written: dict[str, Any] = {}
     for row in sections()[section]:
@@ -156,36 +176,53 @@ def write(tool: str, section: str, recipe: Recipe) -> dict[str, Any]:
 
 
 def inexpressible(tool: str, recipe: Recipe) -> list[str]:
-    """Each knob that the tool's file cannot express, with the reason and what is written instead."""
+    """Return each knob that the tool's file cannot express, with the reason and the substitute."""
     values = settings(tool, recipe)
-    found = []
+    gaps_of_tool = []
     for knob, value in recipe.config.as_dict().items():
+        # The probe already ran these knobs in TRL's own way.
         if tool == recipe.trainer == "trl" and knob not in ("checkpointing", "compile"):
-            continue  # it was probed as TRL does it
+            continue
         if reason := _gap(tool, knob, value, values):
-            shown = "" if value is True else f" {str(value).lower() if value is False else value}"
-            found.append(f"{knob}{shown}: {reason.format_map(values)}")
-    return found
+            gaps_of_tool.append(f"{knob}{_shown_value(value)}: {reason.format_map(values)}")
+    return gaps_of_tool
+
+
+def _shown_value(value: Any) -> str:
+    if value is True:
+        return ""
+    return " false" if value is False else f" {value}"
 
 
 def _gap(tool: str, knob: str, value: Any, values: Mapping[str, Any]) -> str:
     if knob in gaps():
-        entries = (entry for entry in gaps()[knob] if tool in entry["tools"] and meets(values, entry["when"]))
+        entries = (
+            entry
+            for entry in gaps()[knob]
+            if tool in entry["tools"] and meets(values, entry["when"])
+        )
         return next((str(entry["reason"]) for entry in entries), "")
-    if value == getattr(TrainConfig(), knob) or any(getattr(row, tool) is not None for row in _rows(knob)):
+
+    if value == getattr(TrainConfig(), knob) or any(
+        getattr(row, tool) is not None for row in _rows(knob)
+    ):
         return ""
     return f"{TOOLS[tool]} has no key for it"
 
 
 def meets(values: Mapping[str, Any], conditions: Mapping[str, Any]) -> bool:
-    """Whether each value of `conditions` is that in `values`, or lists it."""
+    """Return whether each value of `conditions` equals the value in `values`, or lists it."""
     return all(
-        values.get(name) in (wanted if isinstance(wanted, list) else [wanted]) for name, wanted in conditions.items()
+        values.get(name) in (wanted if isinstance(wanted, list) else [wanted])
+        for name, wanted in conditions.items()
     )
 
 
 def key_of(tool: str, what: str) -> str:
-    """The key by which a tool knows a knob or a setting, the first of several. Raises KeyError if it has none."""
+    """Return a tool's key for a knob or a setting, the first of several.
+
+    Raises KeyError if it has none.
+    """
     for row in _rows(what):
         if cell := getattr(row, tool):
             key = cell if isinstance(cell, str) else next(iter(cell))
@@ -194,7 +231,7 @@ def key_of(tool: str, what: str) -> str:
 
 
 def default_of(tool: str, what: str) -> Any:
-    """The value, in our terms, that a tool assumes where its file leaves the key out; None where none is known."""
+    """Return the value, in our terms, that a tool assumes if its file omits the key, if known."""
     return next((row.defaults[tool] for row in _rows(what) if tool in row.defaults), None)
 
 

@@ -1,4 +1,4 @@
-"""recipe.yaml: the whole result in a form of our own, for people and programs; nothing reads it to train."""
+"""Writes recipe.yaml: the whole result in our own form. Trainers do not read it."""
 
 import json
 from typing import Any
@@ -14,20 +14,33 @@ SCHEMA_VERSION = 1
 
 
 def export(recipe: Recipe) -> dict[str, str]:
-    """`recipe.yaml`: every knob, what it measured and costs, the baseline, and the circumstances of the measurement."""
-    # Through JSON, so that nothing shared becomes a YAML anchor and nothing but plain data is left.
+    """Return `recipe.yaml`.
+
+    It has every knob, the measured values, the cost, the baseline, and the circumstances of the
+    measurement.
+    """
+    # The way through JSON leaves only plain data, without shared objects, which would become YAML
+    # anchors.
     data = json.loads(json.dumps(_data(recipe)))
     body = yaml.safe_dump(data, sort_keys=False, width=120)
     return {"recipe.yaml": f"{comment(summary_lines(recipe))}\n{body}"}
 
 
 def _data(recipe: Recipe) -> dict[str, Any]:
-    workload, model, device = recipe.workload, recipe.model, recipe.device
+    workload = recipe.workload
+    model = recipe.model
+    device = recipe.device
     winner = json_data(recipe.winner)
+
     return {
         "schema_version": SCHEMA_VERSION,
         "study": recipe.study,
-        "model": {"name": model.name, "params": model.params, "weights": model.weights, "config": model.config},
+        "model": {
+            "name": model.name,
+            "params": model.params,
+            "weights": model.weights,
+            "config": model.config,
+        },
         "device": {"name": device.name, "memory_gib": device.memory_gib},
         "workload": workload.facts()
         | {

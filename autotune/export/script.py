@@ -1,4 +1,7 @@
-"""train.py and its folder: the training itself as plain transformers and peft, with all values in train_config.json."""
+"""Writes train.py and its folder: training with plain transformers and peft.
+
+All of its values are in train_config.json.
+"""
 
 import json
 import math
@@ -24,10 +27,14 @@ from autotune.problem.run_options import KEPT_CHECKPOINTS
 from autotune.study.summary import Recipe
 from autotune.trainer.settings import UNSHARDED_SHARE, RunSettings
 
-SAMPLED = 1024  # lengths that stand for all; with fewer, the longest, which is always there, would be too frequent
-ENCODING = "# -*- coding: utf-8 -*-\n"  # in the first line: the second is then no place for another one
+# The number of lengths that represent the run. A smaller sample would contain the longest length,
+# which is always included, too often.
+SAMPLED = 1024
+# In the first line: Python then ignores an encoding in the second line.
+ENCODING = "# -*- coding: utf-8 -*-\n"
 SCRIPT = '''\
-"""Fine-tune with exactly the configuration that was measured. For its options: python train.py --help
+"""Fine-tune with exactly the configuration that was measured. For its options: \
+python train.py --help
 
 The configuration is in train_config.json, the training in runtime/train.py.
 """
@@ -49,9 +56,9 @@ exec "${{PYTHON:-python3}}" -- "$(dirname -- "${{BASH_SOURCE[0]}}")/train.py" "$
 
 
 def export(recipe: Recipe) -> dict[str, str]:
-    """The script, its launcher and the modules it runs; its settings, and the model's shape for random weights.
+    """Return the script, its launcher and modules, its settings, and the model's shape.
 
-    Names that users gave, or a model has, are in the JSON files only.
+    Random weights need the shape. Names of users and models are only in the JSON files.
     """
     return {
         "train.py": ENCODING + SCRIPT,
@@ -64,29 +71,39 @@ def export(recipe: Recipe) -> dict[str, str]:
 
 @cache
 def runtime_files() -> dict[str, str]:
-    """The modules of `trainer` by their names in the exported folder."""
+    """Return the modules of `trainer` by their names in the exported folder."""
     files = sorted(resources.files("autotune.trainer").iterdir(), key=lambda file: file.name)
     python = [file for file in files if file.name.endswith(".py")]
     return {f"runtime/{file.name}": ENCODING + file.read_text(encoding="utf-8") for file in python}
 
 
 def settings(recipe: Recipe) -> RunSettings:
-    """What train_config.json says of this recipe."""
-    config, workload = recipe.config, recipe.workload
+    """Return the content of train_config.json for this recipe."""
+    config = recipe.config
+    workload = recipe.workload
     about = summary_lines(recipe)
     if recipe.trainer != "transformers":
-        about.append("Measured with TRL's SFTTrainer, not with this script: its speed and its peak differ.")
-    one_batch = math.ceil(2 * recipe.shape.examples_per_step) if config.packing else config.micro_batch_size
-    examples = max(recipe.workload.trained, one_batch)  # fewer would be no batch at all
+        about.append(
+            "Measured with TRL's SFTTrainer, not with this script: its speed and its peak differ."
+        )
+
+    # With fewer examples, there would be no complete batch.
+    one_batch = (
+        math.ceil(2 * recipe.shape.examples_per_step) if config.packing else config.micro_batch_size
+    )
+    examples = max(recipe.workload.trained, one_batch)
     lengths = sample(recipe, min(SAMPLED, examples))
     lengths = lengths if len(set(lengths)) > 1 else lengths[:1]
+
     return RunSettings(
         about=about,
         versions={"python": recipe.fingerprint.python, **recipe.fingerprint.packages},
         model=model_source(recipe),
         has_published_weights=has_published_weights(recipe),
         use_cpu=on_cpu(recipe),
-        model_settings=model_settings(config, recipe.model.config["model_type"], workload.objective, workload.vision),
+        model_settings=model_settings(
+            config, recipe.model.config["model_type"], workload.objective, workload.vision
+        ),
         method=config.method,
         precision=config.precision,
         micro_batch_size=config.micro_batch_size,
@@ -131,31 +148,50 @@ def settings(recipe: Recipe) -> RunSettings:
 
 
 def _images(recipe: Recipe, lengths: list[int]) -> list[list[dict[str, Any]]]:
-    """The images of a row of each length; the longest has the largest. Empty where the model takes text alone."""
+    """Return the images of a row of each length; the longest row has the largest images.
+
+    The list is empty if the model takes only text.
+    """
     if not recipe.model.sees_images:
         return []
-    pictured, longest = recipe.workload.pictured, max(lengths)
+    pictured = recipe.workload.pictured
+    longest = max(lengths)
     return [
-        [asdict(picture) for picture in images_of(pictured, length, largest=length == longest)] for length in lengths
+        [asdict(picture) for picture in images_of(pictured, length, largest=length == longest)]
+        for length in lengths
     ]
 
 
 def _is_larger_than_gpu(recipe: Recipe) -> bool:
-    """Whether the whole model, with fp32 masters if it is trained, takes more than a GPU that is to hold a shard."""
-    config, measured = recipe.config, recipe.winner.measurement
+    """Return whether the whole model is larger than a GPU that holds only a shard.
+
+    The size includes fp32 masters if the model is trained.
+    """
+    config = recipe.config
+    measured = recipe.winner.measurement
     element_bytes = 2 if config.method == "lora" and config.base_dtype != "float32" else 4
     whole_gib = element_bytes * measured.total_params / 2**30
     return config.sharding in FSDP2 and whole_gib > UNSHARDED_SHARE * measured.limit_gib
 
 
 def sample(recipe: Recipe, number: int) -> list[int]:
-    """`number` lengths in tokens that represent those of the run, the longest among them: it makes the peak."""
+    """Return `number` lengths in tokens that represent the run.
+
+    The longest length is included, because it determines the peak.
+    """
     lengths = recipe.workload.lengths.sample(number, recipe.config.seq_len)
-    lengths[lengths.index(max(lengths))] = min(recipe.workload.lengths.longest, recipe.config.seq_len)
+    lengths[lengths.index(max(lengths))] = min(
+        recipe.workload.lengths.longest, recipe.config.seq_len
+    )
     return lengths
 
 
 def _padded_lengths(recipe: Recipe) -> list[int]:
-    """The lengths to the next of which rows are padded, up to seq_len: the data may be longer than was known."""
+    """Return the lengths that rows are padded to, up to seq_len.
+
+    The data may be longer than the study knew.
+    """
     lengths = recipe.workload.padded_lengths(recipe.config)
-    return [*lengths, recipe.config.seq_len] if lengths and lengths[-1] < recipe.config.seq_len else list(lengths)
+    if lengths and lengths[-1] < recipe.config.seq_len:
+        return [*lengths, recipe.config.seq_len]
+    return list(lengths)

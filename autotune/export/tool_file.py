@@ -1,6 +1,6 @@
-"""The YAML file that TRL, Axolotl or LLaMA-Factory takes, with what it cannot express in its head.
+"""Writes the YAML file for TRL, Axolotl or LLaMA-Factory; its head lists the missing settings.
 
-The keys are those of `keys.yaml`, heads and notes are in `tools.yaml`.
+The keys come from `keys.yaml`, heads and notes from `tools.yaml`.
 """
 
 import json
@@ -9,14 +9,20 @@ from typing import Any
 
 from autotune.core.files import load_data
 from autotune.export import keys
-from autotune.export.header import environment, has_published_weights, on_cpu, sectioned, summary_lines
+from autotune.export.header import (
+    environment,
+    has_published_weights,
+    on_cpu,
+    sectioned,
+    summary_lines,
+)
 from autotune.study.summary import Recipe
 
 SECTIONS = ("model", "data", "adapters", "batch", "memory", "schedule")
 
 
 def export(recipe: Recipe, tool: str) -> dict[str, str]:
-    """The file of a tool of `keys.TOOLS`, and other files that it reads."""
+    """Return the file for a tool of `keys.TOOLS`, and other files that the tool reads."""
     about = load_data("autotune.export", "tools")[tool]
     values = settings_of(recipe, tool)
     head = [
@@ -29,49 +35,66 @@ def export(recipe: Recipe, tool: str) -> dict[str, str]:
         *(f"- {text}" for text in texts(about["differences"], values)),
         *(f"not expressed: {item}" for item in keys.inexpressible(tool, recipe)),
     ]
+
     with_notes = []
     for name in SECTIONS:
         notes = texts([note for note in about["notes"] if note["section"] == name], values)
         with_notes.append((" ".join(notes), keys.write(tool, name, recipe)))
-    kinds = about.get("json_files", {}).items()
-    more = {name: json.dumps(of.get(values["form"], of["other"]), indent=2) + "\n" for name, of in kinds}
-    return {file_of(recipe, tool): sectioned(head, with_notes), **more}
+
+    json_files = {
+        name: json.dumps(of.get(values["form"], of["other"]), indent=2) + "\n"
+        for name, of in about.get("json_files", {}).items()
+    }
+    return {file_of(recipe, tool): sectioned(head, with_notes), **json_files}
 
 
 def file_of(recipe: Recipe, tool: str) -> str:
-    """The name of the tool's file."""
+    """Return the name of the tool's file."""
     name: str = load_data("autotune.export", "tools")[tool]["file"]
     return name.format_map({"objective": recipe.workload.objective})
 
 
 def training_command(recipe: Recipe, tool: str) -> str:
-    """The command line that trains by the tool's file."""
-    return texts(load_data("autotune.export", "tools")[tool]["commands"], settings_of(recipe, tool))[-1]
+    """Return the command line that trains with the tool's file."""
+    commands = load_data("autotune.export", "tools")[tool]["commands"]
+    return texts(commands, settings_of(recipe, tool))[-1]
 
 
 def settings_of(recipe: Recipe, tool: str) -> dict[str, Any]:
-    """What texts are filled in from, and `when` compares."""
+    """Return the values that fill the texts, and that `when` compares."""
     about = load_data("autotune.export", "tools")[tool]
-    num_gpus = recipe.config.num_gpus
+
     return keys.settings(tool, recipe) | {
         "version": about.get("version"),
         "transformers": about.get("transformers"),
         "probed_transformers": recipe.fingerprint.packages.get("transformers", "another version"),
         "has_published_weights": has_published_weights(recipe),
         "environment": environment(recipe),
-        "place": "on the processor" if on_cpu(recipe) else f"on {num_gpus} GPUs" if num_gpus > 1 else "on one GPU",
+        "place": _place(recipe),
         "launch_arguments": " ".join(launch_arguments(recipe)),
         "trainer": recipe.trainer,
     }
 
 
+def _place(recipe: Recipe) -> str:
+    if on_cpu(recipe):
+        return "on the processor"
+    num_gpus = recipe.config.num_gpus
+    return f"on {num_gpus} GPUs" if num_gpus > 1 else "on one GPU"
+
+
 def texts(items: list[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
-    """The texts of the items that apply, filled in."""
-    return [item["text"].format_map(values) for item in items if keys.meets(values, item.get("when", {}))]
+    """Return the texts of the items that apply, with their values filled in."""
+    return [
+        item["text"].format_map(values)
+        for item in items
+        if keys.meets(values, item.get("when", {}))
+    ]
 
 
 def launch_arguments(recipe: Recipe) -> list[str]:
-    """Arguments of `accelerate launch` for what was probed."""
-    # It overwrites ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION, so that only its own flag has an effect.
+    """Return the arguments of `accelerate launch` for the probed configuration."""
+    # The launcher overwrites ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION, so only its own flag has
+    # an effect.
     regional = ["--dynamo_use_regional_compilation"] if recipe.config.compile == "per_layer" else []
     return ["--num_processes", str(recipe.config.num_gpus), *regional]

@@ -1,6 +1,7 @@
-"""training_args.json, adapter_config.json and quantization_config.json, for the user's own Trainer script.
+"""Writes training_args.json, adapter_config.json and quantization_config.json for a Trainer script.
 
-JSON has no comments, so `transformers_notes.md` says how to load the files, and what none of them can express.
+JSON has no comments. So `transformers_notes.md` explains how to load the files, and lists the
+settings that they cannot express.
 """
 
 import json
@@ -15,38 +16,55 @@ from autotune.study.summary import Recipe
 
 # Keys of trl_sft.yaml that TrainingArguments does not take.
 _TRL_ONLY = ("max_length", "packing", "packing_strategy", "pad_to_multiple_of")
-_OWN_WORDS = (
-    "checkpointing",
-    "compile",
-    "optimizer_in_backward",
-)  # knobs that TRL passes to TrainingArguments unchanged
+# Knobs that TRL passes to TrainingArguments unchanged.
+_PASSED_KNOBS = ("checkpointing", "compile", "optimizer_in_backward")
 
 
 def export(recipe: Recipe) -> dict[str, str]:
-    """The arguments, the notes and train_config.json; with LoRA the adapter's file, of a quantized base its file."""
+    """Return the arguments, the notes and train_config.json.
+
+    LoRA adds the file of the adapter, and a quantized base its own file.
+    """
     config = recipe.config
     values: dict[str, Any] = {"training_args.json": _arguments(recipe)}
     built = model_settings(config, recipe.model.config["model_type"])
+
     if lora := built.lora_arguments():
-        base = {"peft_type": "LORA", "base_model_name_or_path": model_source(recipe), "inference_mode": False}
+        base = {
+            "peft_type": "LORA",
+            "base_model_name_or_path": model_source(recipe),
+            "inference_mode": False,
+        }
         values["adapter_config.json"] = base | lora
     if bitsandbytes := built.bitsandbytes_arguments():
         compute = {"bnb_4bit_compute_dtype": config.base_dtype}
-        values["quantization_config.json"] = {"quant_method": "bitsandbytes", **bitsandbytes, **compute}
+        values["quantization_config.json"] = {
+            "quant_method": "bitsandbytes",
+            **bitsandbytes,
+            **compute,
+        }
+
     files = {name: json.dumps(value, indent=2) + "\n" for name, value in values.items()}
     files["train_config.json"] = script.settings(recipe).to_json()
     return files | {"transformers_notes.md": _notes(recipe, files)}
 
 
 def _arguments(recipe: Recipe) -> dict[str, Any]:
-    """Names that transformers 5.3 to 5.23 know: whole warm-up steps, and gradient_checkpointing."""
+    """Return arguments that transformers 5.3 to 5.23 know.
+
+    Warm-up steps are a whole number, and checkpointing is gradient_checkpointing.
+    """
     sections = ("batch", "memory", "schedule")
-    values = {key: value for section in sections for key, value in keys.write("trl", section, recipe).items()}
+    values = {
+        key: value
+        for section in sections
+        for key, value in keys.write("trl", section, recipe).items()
+    }
     return {name: value for name, value in values.items() if name not in _TRL_ONLY}
 
 
 def _notes(recipe: Recipe, files: dict[str, str]) -> str:
-    gaps = [item for item in keys.inexpressible("trl", recipe) if item.startswith(_OWN_WORDS)]
+    gaps = [item for item in keys.inexpressible("trl", recipe) if item.startswith(_PASSED_KNOBS)]
     page = environment("autotune.export").get_template("transformers_notes.md.j2")
     return page.render(
         recipe=recipe,

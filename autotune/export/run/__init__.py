@@ -1,1 +1,1 @@
-"""Runs of exported scripts: the full training run, verification, and held-out losses."""
+"""Runs exported scripts: the full training run, verification, and held-out losses."""

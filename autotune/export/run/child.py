@@ -1,6 +1,6 @@
-"""Runs a script, or a module, as the main program of this process, which ends when its parent does.
+"""Runs a script or a module as the main program of this process, which ends with its parent.
 
-`process.command` starts this file by its path, so that autotune need not be installed for the interpreter.
+`process.command` starts this file by its path, so the interpreter does not need autotune installed.
 """
 
 import os
@@ -10,12 +10,17 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Arguments: the signal that ends this process, its parent's process id, a script or module, and its arguments."""
+    """Run the target with its arguments.
+
+    The command line has the signal that ends this process, the parent's process id, a script or a
+    module, and its arguments.
+    """
     number, parent, target, *arguments = sys.argv[1:]
     sys.path[0] = str(Path(__file__).absolute().parents[3])
     from autotune.core.process import die_with_parent
 
     die_with_parent(int(parent), number=int(number))
+
     sys.argv = [target, *arguments]
     if target.endswith(".py"):
         sys.path[0] = os.path.dirname(os.path.abspath(target))

@@ -1,7 +1,7 @@
-"""Short real trainings of a study's winner at several learning rates, on the user's own examples and weights.
+"""Short real trainings of a study's winner at several learning rates, on the user's own examples.
 
-One process loads the weights, and trains with the parts of the exported script. Which rates and how many steps is
-decided by `study.learning`.
+One process loads the weights, and trains with the parts of the exported script. `study.learning`
+chooses the rates and the number of steps.
 """
 
 import json
@@ -28,8 +28,8 @@ from autotune.study.learning import Attempt, Compared, Learning
 from autotune.study.summary import Candidate, Recipe
 
 SHARE = 0.1  # of the full run's steps
-HELD_OUT = 256  # examples held out, at most
-WAIT_S = 0.2  # between two looks at whether to stop
+HELD_OUT = 256  # the most held-out examples
+WAIT_S = 0.2  # between two checks of whether to stop
 
 
 def learn(
@@ -45,18 +45,21 @@ def learn(
 ) -> Learning:
     """Find the learning rate of the winner in at most `share` of the full run's optimizer steps.
 
-    Then as many `others`, the best of other ranks, lengths or number formats, train at that rate, beyond the share.
-    The device must be free. `out` is the study's directory, which gets a log.
+    Then the `others` best candidates with other ranks, lengths or number formats train at that
+    rate, beyond the share. The device must be free. `out` is the study's directory, which gets a
+    log.
 
     Raises:
-        UsageError: there are no weights or examples, or the full run is too short for a search.
-        AutotuneError: a training failed.
+        UsageError: There are no weights or examples, or the full run is too short for a search.
+        AutotuneError: A training failed.
         Cancelled: `should_stop` returned true.
     """
     rounds = _rounds(recipe, dataset, share)
-    longest, number = rounds[-1][1], recipe.workload.lengths.number
+    longest = rounds[-1][1]
+    number = recipe.workload.lengths.number
     held_out = num_held_out(recipe.workload, HELD_OUT)
     num_trained = min(longest * recipe.workload.global_batch, number - held_out)
+
     with scratch_folder(out / ".learning") as scratch:
         examples = scratch / "examples.jsonl"
         write_files(scratch, {examples.name: sample(dataset, split, number, num_trained, held_out)})
@@ -68,34 +71,47 @@ def learn(
             write_files(folder, script.export(replace(recipe, winner=candidate)))
             return Learner([str(folder), *arguments], out / "logs" / f"{name}.log", should_stop)
 
-        with learner(recipe.winner, "learning") as opened:
-            attempts = _search(recipe, rounds, opened, say)
-        found = Learning(
+        with learner(recipe.winner, "learning") as process:
+            attempts = _search(recipe, rounds, process, say)
+        result = Learning(
             config=recipe.config,
             attempts=attempts,
             run_steps=recipe.winner.cost.num_steps,
             held_out=held_out,
             default=recipe.default_learning_rate,
         )
+
         compared = []
         for candidate in [cell for cell in recipe.cells if cell.config != recipe.config][:others]:
             say(f"for comparison: {candidate.config.label()}")
             limit_s = time_limit_s(longest, candidate.performance.step_time_s)
-            with learner(candidate, f"learning-{candidate.config.digest}") as opened:
-                again = [opened.train(found.learning_rate, longest, seed, limit_s) for seed in range(learning.SEEDS)]
-            compared.append(Compared(config=candidate.config, attempts=tuple(again)))
-    return replace(found, others=tuple(compared))
+            with learner(candidate, f"learning-{candidate.config.digest}") as process:
+                repeats = [
+                    process.train(result.learning_rate, longest, seed, limit_s)
+                    for seed in range(learning.SEEDS)
+                ]
+            compared.append(Compared(config=candidate.config, attempts=tuple(repeats)))
+    return replace(result, others=tuple(compared))
 
 
 def _rounds(recipe: Recipe, dataset: Path, share: float) -> list[tuple[int, int]]:
-    """The rounds of the search. Raises UsageError where there can be none."""
+    """Return the rounds of the search. Raises UsageError if a search is impossible."""
     if reason := impossible(recipe.model, recipe.workload, str(dataset)):
-        raise UsageError(f"nothing can be learned: {reason}", remedy="run the study with --model DIR --dataset FILE")
-    if recipe.config.num_gpus > 1 or recipe.trainer != "transformers" or recipe.workload.objective is not Objective.SFT:
+        raise UsageError(
+            f"nothing can be learned: {reason}",
+            remedy="run the study with --model DIR --dataset FILE",
+        )
+
+    if (
+        recipe.config.num_gpus > 1
+        or recipe.trainer != "transformers"
+        or recipe.workload.objective is not Objective.SFT
+    ):
         raise UsageError(
             "rates are learned on one GPU, by train.py, for the next token",
             remedy="tune for one GPU with transformers first",
         )
+
     run_steps = recipe.winner.cost.num_steps
     rounds = learning.rounds_of(int(share * run_steps))
     if rounds is None:
@@ -110,8 +126,9 @@ def _rounds(recipe: Recipe, dataset: Path, share: float) -> list[tuple[int, int]
 def _search(
     recipe: Recipe, rounds: list[tuple[int, int]], learner: "Learner", say: Callable[[str], None]
 ) -> tuple[Attempt, ...]:
-    """All trainings of the winner. Raises AutotuneError where each diverged."""
-    step_s, done = recipe.winner.performance.step_time_s, 0
+    """Train the winner in all rounds. Raises AutotuneError if every training diverged."""
+    step_s = recipe.winner.performance.step_time_s
+    done = 0
     total = learning.steps_of(rounds)
 
     def train(rate: float, steps: int, seed: int) -> Attempt:
@@ -125,16 +142,20 @@ def _search(
 
     attempts = learning.search(recipe.default_learning_rate, rounds, train)
     if all(attempt.loss is None for attempt in attempts):
-        raise AutotuneError("every training diverged", remedy="read logs/learning.log, and look at the examples")
+        raise AutotuneError(
+            "every training diverged", remedy="read logs/learning.log, and look at the examples"
+        )
     return attempts
 
 
 class Learner:
-    """The process that trains (`probe.learner`). It is killed at the end, and ends with this one."""
+    """The process that trains (`probe.learner`). It is killed at the end, or ends with this one."""
 
     def __init__(self, arguments: list[str], log: Path, should_stop: Callable[[], bool]) -> None:
-        """Start nothing yet. `arguments` are an exported folder and options of its script."""
-        self._arguments, self._log, self._should_stop = arguments, log, should_stop
+        """`arguments` are an exported folder and its script's options. The process starts later."""
+        self._arguments = arguments
+        self._log = log
+        self._should_stop = should_stop
         self._process: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
 
@@ -151,17 +172,25 @@ class Learner:
         )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         assert self._process is not None and self._output is not None
         self._process.kill()
         self._process.communicate()
         self._output.close()
 
     def train(self, rate: float, steps: int, seed: int, limit_s: float) -> Attempt:
-        """One training. Raises AutotuneError where the process ends or hangs, and Cancelled."""
+        """Train once. Raises Cancelled, and AutotuneError if the process ends or hangs."""
         began = time.monotonic()
-        request = {"learning_rate": rate, "warmup_steps": warmup_steps_of(steps), "steps": steps, "seed": seed}
+        request = {
+            "learning_rate": rate,
+            "warmup_steps": warmup_steps_of(steps),
+            "steps": steps,
+            "seed": seed,
+        }
         answer = self._ask(request, began + limit_s)
+
         return Attempt(
             learning_rate=rate,
             seed=seed,
@@ -174,6 +203,7 @@ class Learner:
     def _ask(self, request: dict[str, Any], until: float) -> dict[str, Any]:
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
+
         try:
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
@@ -185,6 +215,7 @@ class Learner:
             line = process.stdout.readline()
         except BrokenPipeError:
             line = b""
+
         if not line:
             process.wait()
             reason = last_error(self._log) or f"exit code {process.returncode}"

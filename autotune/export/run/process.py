@@ -1,4 +1,7 @@
-"""Runs an exported script as a user would, in a process that ends with this one and is killed if it hangs."""
+"""Runs an exported script as a user would, in a process that ends with this one.
+
+A process that hangs is killed.
+"""
 
 import json
 import os
@@ -19,25 +22,38 @@ from autotune.core.nvml import visible
 from autotune.export.run import child
 
 ERROR = re.compile(r"(?m)^(?:[\w.]*(?:Error|Exception|Exit)\b|[\w.]+: error: ).*")
-OF_LAUNCHER = "torch.distributed.elastic"  # torchrun says last that a process of it failed, and not why
+# The last error of torchrun says that one of its processes failed, but not why.
+OF_LAUNCHER = "torch.distributed.elastic"
 START_S = 900.0  # seconds for imports, weights and the first step
-ENDING_S = 10.0  # seconds in which a killed process ends
+ENDING_S = 10.0  # seconds that a killed process may take to end
 SLOWER = 10.0  # a run hangs if it takes this many times the measured seconds
 
 
 def time_limit_s(steps: int, step_s: float) -> float:
-    """Seconds after which a run of so many steps is taken to hang."""
+    """Return the seconds after which a run of `steps` steps is considered to hang."""
     return START_S + SLOWER * steps * step_s
 
 
-def command(script: str, arguments: Sequence[str], on_parents_death: signal.Signals = signal.SIGKILL) -> list[str]:
-    """The command that runs a script (a path to a .py file) or a module; it gets the signal if this process dies."""
-    return [sys.executable, child.__file__, str(int(on_parents_death)), str(os.getpid()), script, *arguments]
+def command(
+    script: str, arguments: Sequence[str], on_parents_death: signal.Signals = signal.SIGKILL
+) -> list[str]:
+    """Return the command that runs a script (a path to a .py file) or a module.
+
+    The process gets the signal if this process dies.
+    """
+    return [
+        sys.executable,
+        child.__file__,
+        str(int(on_parents_death)),
+        str(os.getpid()),
+        script,
+        *arguments,
+    ]
 
 
 @contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder that is removed at the end, and also where a killed session left one."""
+    """Create an empty folder, and remove it at the end. A killed session's folder is replaced."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
@@ -47,7 +63,7 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
-    """Write texts by their relative paths, and make the folders that they need."""
+    """Write texts by their relative paths, and make the required folders."""
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,14 +71,14 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 class AddedLines:
-    """Reads a file that another process writes, line by line; it may not exist yet."""
+    """Reads the lines that another process adds to a file, which may not exist yet."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._read_bytes = 0
 
     def read(self) -> list[bytes]:
-        """The whole lines that were added since the last call."""
+        """Return the complete lines that were added since the last call."""
         if not self._file.exists():
             return []
         with self._file.open("rb") as file:
@@ -84,18 +100,20 @@ def run_exported(
     environment: Mapping[str, str] | None = None,
     while_running: Callable[[], None] = lambda: None,
 ) -> dict[str, Any] | str:
-    """Run a script of `folder`, or a module, and return the JSON object that it prints last, or why there is none.
+    """Run a script in `folder`, or a module, and return the last JSON object that it prints.
 
-    The script gets the environment of a probe, with all GPUs if it takes several, and `environment`. Its stderr goes to
-    `log`. It is killed after `limit_s` seconds. `while_running` is called ten times a second. Raises Cancelled
-    if `should_stop` returned true.
+    If there is none, the result is the reason as text. The script gets the environment of a probe,
+    with all GPUs if it needs several, and the variables in `environment`. Its stderr goes to `log`.
+    It is killed after `limit_s` seconds. `while_running` is called ten times a second. Raises
+    Cancelled if `should_stop` returned true.
     """
     started = time.monotonic()
     stdout = folder / "stdout"
-    # As for a probe on CUDA: the settings that make a CPU's memory peaks repeat would cost time.
+    # The environment of a probe on CUDA: the settings for repeatable CPU memory peaks cost time.
     variables = child_environment(os.environ, "cuda") | dict(environment or {})
     if num_gpus > 1:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, visible()))
+
     with stdout.open("wb") as out, log.open("wb") as err:
         process = subprocess.Popen(
             command(script, arguments),
@@ -114,6 +132,7 @@ def run_exported(
                 time.sleep(0.1)
         finally:
             _end(process)
+
     if process.returncode == 0:
         return _last_object(stdout)
     took = time.monotonic() - started
@@ -123,24 +142,29 @@ def run_exported(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process with all that it started: each rank has a session of its own."""
+    """Kill a process and all processes that it started: each rank has its own session."""
     import psutil
 
     started: list[psutil.Process] = []
     with suppress(psutil.Error):
         if process.poll() is None:
             started = psutil.Process(process.pid).children(recursive=True)
+
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     for one in started:
         with suppress(psutil.Error):
             one.kill()
     process.wait()
-    psutil.wait_procs(started, ENDING_S)  # they hold memory of the device until then
+    # They hold memory of the device until they end.
+    psutil.wait_procs(started, ENDING_S)
 
 
 def last_error(log: Path, begins: int = 0) -> str:
-    """The last line of a log, from byte `begins` on, that names an error; "" if none does. Progress bars may follow."""
+    """Return the last line of a log that contains an error, or "" without an error.
+
+    It searches from byte `begins` on. Progress bars may follow the error.
+    """
     errors = ERROR.findall(log.read_bytes()[begins:].decode("utf-8", errors="replace"))
     own = [error for error in errors if not error.startswith(OF_LAUNCHER)] or errors
     return own[-1].strip()[:300] if own else ""

@@ -1,8 +1,8 @@
-"""Held-out loss of the finalists: a short real training of each on the user's own examples, by the exported script.
+"""Held-out losses of the finalists, from short real trainings on the user's examples.
 
-All finalists train on the same examples from the same seed. The examples held out are trained on by none, and give a
-loss before and after. The speed of a configuration says nothing about what it learns; a few steps from one seed say a
-little.
+The exported script trains all finalists on the same examples with the same seed. It never trains on
+the held-out examples, which give a loss before and after. The speed of a configuration does not
+show how well it learns, and a few steps with one seed show only a little.
 """
 
 import json
@@ -26,13 +26,13 @@ from autotune.trainer.forms import COLUMNS
 from autotune.trainer.reading import read_rows
 
 FINALISTS = 4
-STEPS = 20  # optimizer steps of each finalist, fewer of a small dataset
-HELD_OUT = 64  # examples held out, at most
-HELD_OUT_SHARE = 0.1  # of all examples, at most
+STEPS = 20  # optimizer steps of each finalist; a small dataset has fewer
+HELD_OUT = 64  # the most held-out examples
+HELD_OUT_SHARE = 0.1  # the largest share of all examples that is held out
 
 
 def impossible(model: ModelSpec, workload: Workload, dataset: str | None) -> str | None:
-    """Why no held-out loss can be measured; None where it can."""
+    """Return the reason why held-out losses cannot be measured, if there is one."""
     if model.sees_images:
         return "it reads rows without images"
     if model.weights is None:
@@ -42,7 +42,10 @@ def impossible(model: ModelSpec, workload: Workload, dataset: str | None) -> str
     if model.tokenizer != model.weights:
         return f"it needs the model's tokenizer beside its weights, in {model.weights}"
     if _num_steps(workload) < 1:
-        return f"{workload.lengths.number:,} examples are too few for a step of {workload.global_batch}"
+        return (
+            f"{workload.lengths.number:,} examples are too few"
+            f" for a step of {workload.global_batch}"
+        )
     return None
 
 
@@ -58,15 +61,16 @@ def compare(
 ) -> Quality:
     """Train the winner, the baseline and the other finalists, and report their held-out losses.
 
-    The device must be free. `out` is the study's directory, which gets a log for each finalist. After a stop the result
-    has those that finished.
+    The device must be free. `out` is the study's directory, which gets a log for each finalist.
+    After a stop, the result has the finalists that finished.
 
     Raises:
-        UsageError: the dataset has become shorter.
-        OSError: the disk has no room for the sample.
+        UsageError: The dataset has become shorter.
+        OSError: The disk has no room for the sample.
     """
     first = [recipe.winner, recipe.baseline] if recipe.baseline else [recipe.winner]
-    finalists = list({candidate.config: candidate for candidate in [*first, *others]}.values())[:FINALISTS]
+    candidates = {candidate.config: candidate for candidate in [*first, *others]}
+    finalists = list(candidates.values())[:FINALISTS]
     steps = _num_steps(recipe.workload)
     quality = Quality(
         steps=steps,
@@ -74,18 +78,23 @@ def compare(
         held_out=num_held_out(recipe.workload),
         tokens=max(candidate.config.seq_len for candidate in finalists),
     )
+
     learned: list[Learned] = []
     with suppress(Cancelled), scratch_folder(out / ".quality") as scratch:
-        drawn = sample(dataset, split, recipe.workload.lengths.number, quality.trained_on, quality.held_out)
-        write_files(scratch, {"examples.jsonl": drawn})
+        examples = sample(
+            dataset, split, recipe.workload.lengths.number, quality.trained_on, quality.held_out
+        )
+        write_files(scratch, {"examples.jsonl": examples})
+
         for number, candidate in enumerate(finalists, 1):
             say(f"learning, {number} of {len(finalists)}: {candidate.config.label()}")
-            # Its projection is as long as this run, since the warm-up is a share of it.
+            # The projection covers only this short run, because the warm-up is a share of it.
             short = replace(candidate, cost=replace(candidate.cost, num_steps=steps))
             folder = scratch / candidate.config.digest
             write_files(folder, script.export(replace(recipe, winner=short)))
             log = out / "logs" / f"quality-{candidate.config.digest}.log"
             learned.append(_train(candidate, quality, folder, log, should_stop))
+
     return replace(quality, learned=tuple(learned))
 
 
@@ -94,33 +103,43 @@ def _num_steps(workload: Workload) -> int:
 
 
 def num_held_out(workload: Workload, most: int = HELD_OUT) -> int:
-    """How many examples are held out: a share of them, and no more than `most`."""
+    """Return the number of held-out examples: a share of all, but at most `most`."""
     return min(most, max(1, round(HELD_OUT_SHARE * workload.lengths.number)))
 
 
-def sample(dataset: Path, split: str | None, number: int, num_trained: int, num_held_out: int) -> str:
-    """JSON lines of `number` rows: examples to train on, in a random order, then those held out.
+def sample(
+    dataset: Path, split: str | None, number: int, num_trained: int, num_held_out: int
+) -> str:
+    """Return JSON lines of `number` rows: examples to train on in random order, then held-out ones.
 
     Raises UsageError if the dataset has become shorter.
     """
     chosen = random.Random(0).sample(range(number), num_trained + num_held_out)  # noqa: S311
     places = {row: place for place, row in enumerate(chosen)}
     lines = [""] * len(chosen)
+
     with dataset_errors():
         for index, (_, row) in enumerate(read_rows(dataset, split)):
             if index in places:
                 example = {name: row[name] for name in COLUMNS if row.get(name) is not None}
                 lines[places[index]] = json.dumps(example)
+
     if "" in lines:
-        raise UsageError(f"{dataset} has fewer rows than at the start", remedy="run again on the whole file")
+        raise UsageError(
+            f"{dataset} has fewer rows than at the start", remedy="run again on the whole file"
+        )
     return "\n".join(lines) + "\n"
 
 
-def _train(candidate: Candidate, quality: Quality, folder: Path, log: Path, should_stop: Callable[[], bool]) -> Learned:
-    """One finalist's training by the script in `folder`. Raises Cancelled."""
-    arguments = ["--dataset", "../examples.jsonl", "--max-steps", str(quality.steps), "--output-dir", ""]
+def _train(
+    candidate: Candidate, quality: Quality, folder: Path, log: Path, should_stop: Callable[[], bool]
+) -> Learned:
+    """Train one finalist with the script in `folder`. Raises Cancelled."""
+    arguments = ["--dataset", "../examples.jsonl", "--max-steps", str(quality.steps)]
+    arguments += ["--output-dir", ""]
     arguments += ["--held-out", str(quality.held_out), str(quality.tokens)]
     arguments += ["--report-to", "none"]
+
     limit_s = time_limit_s(quality.steps, candidate.performance.step_time_s)
     started = time.monotonic()
     result = run_exported(folder, arguments, log, limit_s=limit_s, should_stop=should_stop)
@@ -134,7 +153,7 @@ def _train(candidate: Candidate, quality: Quality, folder: Path, log: Path, shou
 
 
 def _losses(result: dict[str, Any] | str, steps: int) -> dict[str, Any]:
-    """`loss_before` and `loss_after` from what the script printed, or the `reason` why they do not count."""
+    """Return `loss_before` and `loss_after` from the script's output, or the `reason` for none."""
     if isinstance(result, str):
         return {"reason": result}
     try:

@@ -1,4 +1,4 @@
-"""The full run of a study's winner: its exported script in a process of its own, its progress, and its cost."""
+"""The full run of a study's winner: its exported script in its own process, progress and cost."""
 
 import fcntl
 import json
@@ -18,16 +18,17 @@ from autotune.core.files import write_atomic
 from autotune.export.run.process import AddedLines, command, last_error
 from autotune.study.summary import Recipe
 
-SETTLED_STEPS = 20  # steps of a session before its speed is compared with the measured one
+SETTLED_STEPS = 20  # steps of a session before its speed is compared with the measured speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """The progress of a full run.
 
-    `trained_s` and `spent_usd` count the training of all its sessions, `projected_s` and `projected_usd` are what the
-    study projected for the whole run, and `left_s` goes by the speed of this session. `slowdown` is the time of a step
-    over the measured one, minus 1; None on a CPU and in the first steps.
+    `trained_s` and `spent_usd` cover the training in all sessions. `projected_s` and
+    `projected_usd` are the study's projection for the whole run. `left_s` is based on the speed of
+    this session. `slowdown` is the step time over the measured step time, minus 1; it is unknown on
+    a CPU and in the first steps.
     """
 
     step: int
@@ -41,7 +42,10 @@ class Progress:
     slowdown: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        """The values of training.json; `error` is the time of a complete run over the projection, minus 1."""
+        """Return the values for training.json.
+
+        `error` is the time of a complete run over the projection, minus 1.
+        """
         names = ("of", "trained_s", "spent_usd", "projected_s", "projected_usd", "loss")
         error = self.trained_s / self.projected_s - 1 if self.step == self.of else None
         values = {name: getattr(self, name) for name in names}
@@ -51,8 +55,8 @@ class Progress:
 class Run:
     """One session of a full run, which may continue earlier ones.
 
-    The script's output goes to train.log in `output`, a line for each step to progress.jsonl, the result to
-    training.json.
+    The script's output goes to train.log in `output`, a line for each step to progress.jsonl, and
+    the result to training.json.
     """
 
     def __init__(
@@ -67,42 +71,48 @@ class Run:
     ) -> None:
         """`script` is the exported train.py; `fresh` discards the records of earlier sessions.
 
-        The script gets the variables of the environment that a probe gets, and those in `pass_env`.
+        The script gets the environment variables of a probe, and the variables in `pass_env`.
         """
         self._recipe = recipe
         self._output = output
         self._fresh = fresh
         pauses = recipe.winner.cost.pauses
-        is_whole = "--dataset" in arguments and "--max-steps" not in arguments  # of others, no pauses were projected
+        # The projected pauses are valid only for a whole run.
+        is_whole = "--dataset" in arguments and "--max-steps" not in arguments
         self._paused_s = pauses.known_s if pauses and is_whole else 0.0
         self._environment = passed_on(os.environ, pass_env)
         self._steps = output / "progress.jsonl"
+
         # When this process dies, the run gets SIGTERM and saves a checkpoint.
         arguments = [*arguments, "--progress", str(self._steps)]
         self._command = command(str(script), arguments, signal.SIGTERM)
-        self._added = AddedLines(self._steps)
-        self._sessions: dict[float, float] = {}  # seconds trained, by the session's time of start
+
+        self._added_lines = AddedLines(self._steps)
+        self._sessions: dict[float, float] = {}  # seconds of training, by the session's start time
         self._first: dict[str, Any] | None = None  # the first line of this session
         self._last: dict[str, Any] = {}
         self._log_begins = 0
         self.log = output / "train.log"
 
-    def train(self, on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]) -> tuple[int, str]:
-        """Run the script to its end, and return its exit code and the last error that it printed.
+    def train(
+        self, on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]
+    ) -> tuple[int, str]:
+        """Run the script to its end, and return its exit code and its last error.
 
-        A stop is passed on to the script once, and waited for until its checkpoint is saved. Raises UsageError if
-        another run trains in this directory.
+        A stop is passed on to the script once, and the script may save its checkpoint. Raises
+        UsageError if another run trains in this directory.
         """
         process = self._start()
         started = time.monotonic()
-        passed_on = False
+        is_stopping = False
         while process.poll() is None:
-            if should_stop() and not passed_on:
-                passed_on = True
+            if should_stop() and not is_stopping:
+                is_stopping = True
                 process.send_signal(signal.SIGTERM)
             if self._read():
                 on_progress(self._progress())
             time.sleep(0.2)
+
         self._read()
         if self._first is not None:
             progress = self._progress()
@@ -119,21 +129,24 @@ class Run:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise UsageError(
-                    f"another run trains in {self._output}, or still saves", remedy="wait, or give another --output-dir"
+                    f"another run trains in {self._output}, or still saves",
+                    remedy="wait, or give another --output-dir",
                 ) from None
             self._restore(log)
+
             return subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=self._environment,
-                start_new_session=True,  # so that only this process passes a Ctrl-C on
-                pass_fds=[lock.fileno()],  # the run holds the lock until it has saved, even if this process dies
+                start_new_session=True,  # only this process passes a Ctrl-C on
+                # The run holds the lock until it has saved, even if this process dies.
+                pass_fds=[lock.fileno()],
             )
 
     def _restore(self, log: IO[bytes]) -> None:
-        """Read the lines of earlier sessions, and cut off half a line at the end."""
+        """Read the lines of earlier sessions, and remove an incomplete last line."""
         if self._fresh:
             self._steps.unlink(missing_ok=True)
             log.truncate(0)
@@ -145,8 +158,8 @@ class Run:
         self._log_begins = log.seek(0, os.SEEK_END)
 
     def _read(self) -> bool:
-        """Read the lines that were added to progress.jsonl; False if there are none."""
-        lines = self._added.read()
+        """Read the new lines of progress.jsonl; return false if there are none."""
+        lines = self._added_lines.read()
         for line in lines:
             with suppress(ValueError, KeyError, TypeError):
                 self._add(json.loads(line))
@@ -158,16 +171,18 @@ class Run:
         self._last = line
 
     def _progress(self) -> Progress:
-        """Seconds and USD count all sessions, with the steps that were lost and done again."""
+        """Return the progress; seconds and USD include repeated steps of all sessions."""
         last = self._last
         first = self._first or last
         trained_s = sum(self._sessions.values())
         steps = last["step"] - first["step"]
         measured_s = self._recipe.winner.performance.step_time_s
-        step_s = (_in_steps(last) - _in_steps(first)) / steps if steps else measured_s
+        step_s = (_step_seconds(last) - _step_seconds(first)) / steps if steps else measured_s
+
         projected_s = last["of"] * measured_s + self._paused_s
         usd_per_s = self._recipe.price.usd_per_hour / 3600 if self._recipe.price else None
         is_settled = steps >= SETTLED_STEPS and self._recipe.device.kind != "cpu"
+
         return Progress(
             step=last["step"],
             of=last["of"],
@@ -181,6 +196,9 @@ class Run:
         )
 
 
-def _in_steps(line: dict[str, Any]) -> float:
-    """Seconds of a session until this line, without its evaluations and saves; older scripts did not count these."""
+def _step_seconds(line: dict[str, Any]) -> float:
+    """Return the seconds of a session until this line, without evaluations and saves.
+
+    Older scripts did not count these.
+    """
     return float(line["seconds"] - line.get("paused", 0.0))
