@@ -173,11 +173,11 @@ def purchases(group: Group, purse: Purse) -> list[Bought]:
     for card in group.cards:
         purchase = find_purchase(card.device.name)
         if purchase and purchase.usd <= purse.budget_usd and card.cost and card.device.tdp_w:
-            cards.append(_bought(group, card, purchase, purse))
+            cards.append(_purchase(group, card, purchase, purse))
     return sorted(cards, key=lambda one: (one.is_guess, -one.tokens_per_s, one.usd))
 
 
-def _bought(group: Group, card: ComparedCard, purchase: Purchase, purse: Purse) -> Bought:
+def _purchase(group: Group, card: ComparedCard, purchase: Purchase, purse: Purse) -> Bought:
     """Return a purchase of this card, compared with renting it and with the cheapest cards."""
     cost = card.cost
     assert cost is not None
