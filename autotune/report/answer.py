@@ -518,6 +518,7 @@ def _node_probes(nodes: Sequence[Node]) -> Table:
         sensors = node.telemetry
         readings = (sensors.temperature_c, sensors.sm_clock_mhz, sensors.power_w)
         card = (DASH if value is None else f"{value:.0f}" for value in readings)
-        seen = DASH if node.last_seen is None else node.last_seen[:16].replace("T", " ")
-        rows.append((node.name, *card, f"{node.num_probes:,}", f"{node.num_failed:,}", seen))
+        probes = (f"{node.num_probes:,}", f"{node.num_failed:,}")
+        last_seen = DASH if node.last_seen is None else node.last_seen[:16].replace("T", " ")
+        rows.append((node.name, *card, *probes, last_seen))
     return Table(title="Card and probes", columns={"node": "left"} | columns, rows=tuple(rows))

@@ -266,29 +266,32 @@ def _rivals(names: tuple[str, ...]) -> str:
 def _own_card(comparison: Comparison, group: Group) -> str:
     """Describe the cost of a run on the own card, and when the card pays."""
     owned = comparison.owned
-    own = comparison.own_run(group)
+    own_run = comparison.own_run(group)
     card = comparison.own_card(group)
     assert owned is not None
     name = f"your own {owned.device.name}"
-    if own is None or card is None or card.cost is None:
+    if own_run is None or card is None or card.cost is None:
         return f"{name}: {DASH}, since it does not surely fit, or its speed or power is not known"
 
     text = (
-        f"{name}: {fmt_usd(own.usd)} a run, {fmt_usd(own.electricity_usd)} of it electricity "
+        f"{name}: {fmt_usd(own_run.usd)} a run, "
+        f"{fmt_usd(own_run.electricity_usd)} of it electricity "
         f"({fmt_usd(owned.usd)} over {owned.hours:,.0f} h, "
         f"{fmt_usd(owned.usd_per_kwh)} a kWh at its power limit)"
     )
     against = (
-        f"against {own.rented} rented at {fmt_usd(group.cheapest.usd)}" if group.cheapest else ""
+        f"against {own_run.rented} rented at {fmt_usd(group.cheapest.usd)}"
+        if group.cheapest
+        else ""
     )
-    if own.never_pays:
+    if own_run.never_pays:
         return f"{text}; it never pays {against}: its electricity alone costs as much"
-    if own.pays_after_runs is None:
+    if own_run.pays_after_runs is None:
         return f"{text}; whether that pays is not known: {NO_PRICE}"
 
-    hours = own.pays_after_runs * card.cost.full_run_hours
+    hours = own_run.pays_after_runs * card.cost.full_run_hours
     late = f", more than its {owned.hours:,.0f} h" if hours > owned.hours else ""
-    runs = f"{math.ceil(own.pays_after_runs):,} such runs ({fmt_hours(hours)}{late})"
+    runs = f"{math.ceil(own_run.pays_after_runs):,} such runs ({fmt_hours(hours)}{late})"
     return f"{text}; it pays after {runs} {against}"
 
 

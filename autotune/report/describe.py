@@ -116,8 +116,8 @@ def speed_up(recipe: Recipe) -> str:
     num_gpus = recipe.config.num_gpus
     baseline_gpus = recipe.baseline.config.num_gpus
     if num_gpus != baseline_gpus:
-        own = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
-        label += f", on {own} instead of {baseline_gpus}"
+        winner_gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+        label += f", on {winner_gpus} instead of {baseline_gpus}"
 
     if recipe.speedup >= 1.1:
         return f"{recipe.speedup:.1f} times the speed of the baseline{label}"
@@ -393,8 +393,8 @@ def verification(result: Verification) -> list[str]:
     if result.soak:
         lines = [f"{run}, rows of {result.config.seq_len:,} tokens among short ones: succeeded"]
     else:
-        measured = f"{fmt_count(result.tokens_per_s)} measured in {run} ({result.speed_error:+.1%})"
-        lines = [f"{fmt_count(result.promised_tokens_per_s)} tokens/s predicted, {measured}"]
+        speed = f"{fmt_count(result.tokens_per_s)} measured in {run} ({result.speed_error:+.1%})"
+        lines = [f"{fmt_count(result.promised_tokens_per_s)} tokens/s predicted, {speed}"]
 
     peak = "this device does not report its peak"
     if result.reserved_gib is not None:

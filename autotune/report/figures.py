@@ -443,24 +443,24 @@ def sizes(costs: Sequence[SizeCost], group: Group) -> dict[str, Any] | None:
     at_spot = [(one, one.usd_spot, (one.usd_spot_low, one.usd_spot_high)) for one in costs]
 
     for card, (rows, how) in product(cards, ((on_demand, ""), (at_spot, " at spot"))):
-        own = [
+        points = [
             (one, usd, (low or 0.0, high or 0.0))
             for one, usd, (low, high) in rows
             if one.card == card and usd
         ]
         name = f"{escape(card)}{how}"
-        usds = [usd for _, usd, _ in own]
-        if own:
+        usds = [usd for _, usd, _ in points]
+        if points:
             figure.add_scatter(
-                x=[one.examples for one, _, _ in own],
+                x=[one.examples for one, _, _ in points],
                 y=usds,
                 mode="lines+markers",
                 line=_card_line(group, card, "dot" if how else ""),
                 marker={"symbol": "circle-open" if how else "circle"},
-                error_y=_error_bars(usds, [interval for _, _, interval in own]),
+                error_y=_error_bars(usds, [interval for _, _, interval in points]),
                 hovertext=[
                     f"{name}<br><b>{fmt_usd(usd)}</b>, {fmt_hours(one.hours)}"
-                    for one, usd, _ in own
+                    for one, usd, _ in points
                 ],
                 name=name,
             )
@@ -482,23 +482,23 @@ def buying(bought: Sequence[Bought], group: Group) -> dict[str, Any] | None:
     best = next(iter(bought), None)
     cheapest = group.cheapest
     at_spot = group.cheapest_at_spot
-    own = next((card for card in group.cards if best and card.device.name == best.card), None)
+    own_card = next((card for card in group.cards if best and card.device.name == best.card), None)
     pays_after: list[float] = []
     if best:
         pays_after = [
             hours for hours in (best.pays_after_hours, best.pays_after_hours_at_spot) if hours
         ]
-    if best is None or own is None or own.cost is None or not pays_after:
+    if best is None or own_card is None or own_card.cost is None or not pays_after:
         return None
 
     # Each line: name, USD at once, USD per hour, card, dash.
     lines = [(f"{best.card} bought", best.usd, best.electricity_usd_per_hour, best.card, "solid")]
     if cheapest is not None and cheapest.usd is not None:
-        rate = cheapest.usd / own.cost.full_run_hours
+        rate = cheapest.usd / own_card.cost.full_run_hours
         name = f"{cheapest.device.name} rented for the same work"
         lines.append((name, 0.0, rate, cheapest.device.name, "dash"))
     if at_spot is not None and at_spot.spot_usd is not None:
-        rate = at_spot.spot_usd / own.cost.full_run_hours
+        rate = at_spot.spot_usd / own_card.cost.full_run_hours
         lines.append((f"{at_spot.device.name} at spot", 0.0, rate, at_spot.device.name, "dot"))
 
     figure = empty()

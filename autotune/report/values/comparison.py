@@ -402,14 +402,14 @@ class Comparison:
                 f"whether anything is within {self.budget} is not known: no formula knows the speed"
             ]
         else:
-            held = [card for group in planned for card in group.cards if card.holds_it]
-            unknown = dict.fromkeys(card.device.name for card in held if card.cost is None)
+            holders = [card for group in planned for card in group.cards if card.holds_it]
+            unknown = dict.fromkeys(card.device.name for card in holders if card.cost is None)
             lines = [f"nothing {'of known speed ' if unknown else ''}is within {self.budget}"]
             if unknown:
                 lines.append(f"no formula knows the speed of {', '.join(unknown)}")
             for group, advice in advised:
-                named = (("cheapest", advice.cheapest), ("fastest", advice.fastest))
-                best = [f"{kind} is {option}" for kind, option in named if option]
+                kinds = (("cheapest", advice.cheapest), ("fastest", advice.fastest))
+                best = [f"{kind} is {option}" for kind, option in kinds if option]
                 lines.append(
                     f"{group.model}, {group.method}: "
                     f"{', '.join(best) or 'fits none of these cards'}"
