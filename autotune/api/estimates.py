@@ -62,7 +62,7 @@ def plan(
 
     A dry probe counts, in seconds, if no formula covers the model. With `gpus`, such as [1, 2, 4,
     8], the answer is a GpuPlan for these GPU counts on one host. Its deadline is `within`: "6h", or
-    a number of hours. With `nodes`, these are the GPUs of each host, and `network` is the link
+    a number of hours. With `nodes`, these are the GPUs of each host. `network` is then the link
     between hosts: GB/s out of a host, or a name such as "ethernet-100". `options` are the options
     of `autotune plan`, with underscores. Raises AutotuneError.
     """
