@@ -1,6 +1,7 @@
-"""autotune from Python: tune a model, load a study, plan without a GPU. The command line stands on it too.
+"""autotune from Python: tune a model, load a study, plan without a GPU.
 
-`main.py` is the first file to read: it shows the whole program.
+The command line calls these functions too. `main.py` is the first file to read: it shows the whole
+program.
 """
 
 from importlib import import_module

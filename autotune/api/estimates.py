@@ -60,21 +60,25 @@ def plan(
 ) -> "Plan | GpuPlan":
     """Estimate memory, speed and cost on a GPU by formula; needs no GPU.
 
-    A dry probe counts, in seconds, if no formula covers the model. With `gpus`, such as
-    [1, 2, 4, 8], the answer is a GpuPlan for these GPU counts on one host, and `within` is its
-    deadline: "6h", or a number of hours. With `nodes`, these are the GPUs of each host, and
-    `network` is the link between hosts: GB/s out of a host, or a name such as "ethernet-100".
-    `options` are the options of `autotune plan`, with underscores. Raises AutotuneError.
+    A dry probe counts, in seconds, if no formula covers the model. With `gpus`, such as [1, 2, 4,
+    8], the answer is a GpuPlan for these GPU counts on one host. Its deadline is `within`: "6h", or
+    a number of hours. With `nodes`, these are the GPUs of each host. `network` is then the link
+    between hosts: GB/s out of a host, or a name such as "ethernet-100". `options` are the options
+    of `autotune plan`, with underscores. Raises AutotuneError.
     """
     from autotune.planning import plan as planning
     from autotune.planning.observations import known_observations
 
-    spec, observations = StudySpec(model=model, gpu=gpu, space=space, **options), known_observations()
+    spec = StudySpec(model=model, gpu=gpu, space=space, **options)
+    observations = known_observations()
     if gpus is None and nodes is None and network is None and within is None:
         return planning.plan(spec, observations=observations, counted=True)
+
     from autotune.planning.several_gpus import plan_spec
 
-    return plan_spec(spec, gpus, nodes=nodes, network=network, within=within, observations=observations)
+    return plan_spec(
+        spec, gpus, nodes=nodes, network=network, within=within, observations=observations
+    )
 
 
 def compare(
@@ -96,7 +100,9 @@ def compare(
     names = [models] if isinstance(models, str) else models
     specs = [StudySpec(model=name, **options) for name in names]
     observations = known_observations()
-    return planning.compare(specs, gpus=gpus, methods=methods, budget=budget, owned=owned, observations=observations)
+    return planning.compare(
+        specs, gpus=gpus, methods=methods, budget=budget, owned=owned, observations=observations
+    )
 
 
 def check(file: str | Path, **options: Any) -> "CheckReport":
@@ -175,6 +181,7 @@ def calibrate(
             f"{target.device.name} is not here, but {target.measured_on.name}",
             remedy="calibrate the card that is here: leave --gpu out",
         )
-    made = measure(target, say=progress, should_stop=should_stop)
-    write_calibration(made, kept_path(made.device))
-    return made
+
+    calibration = measure(target, say=progress, should_stop=should_stop)
+    write_calibration(calibration, kept_path(calibration.device))
+    return calibration

@@ -39,10 +39,10 @@ def main(
     """
     stop = stop or StopToken()
     plan = steps.prepare(spec, say)
-    shown = open_progress(plan) if open_progress else nullcontext(TextProgress())
+    display = open_progress(plan) if open_progress else nullcontext(TextProgress())
 
     outcome = RunOutcome(plan=plan)  # in case a stop ends the study early
-    with shown as progress, steps.session(plan, progress, stop) as study:
+    with display as progress, steps.session(plan, progress, stop) as study:
         if spec.configs:
             outcome = steps.probe_named(study, plan)
         else:

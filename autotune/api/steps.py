@@ -60,12 +60,18 @@ def _adjust(spec: StudySpec, say: Callable[[str], None], setup: Setup) -> Setup:
         from autotune.planning.device_estimate import corrected_by_observations
         from autotune.planning.observations import known_observations
 
-        setup = replace(setup, task=corrected_by_observations(setup.task, known_observations(say=say)))
+        setup = replace(
+            setup, task=corrected_by_observations(setup.task, known_observations(say=say))
+        )
+
     if spec.quality:
         from autotune.export.run.quality import impossible
 
         if reason := impossible(setup.task.model, setup.task.workload, spec.dataset):
-            raise UsageError(f"--quality cannot run: {reason}", remedy="give what it needs, or leave --quality out")
+            raise UsageError(
+                f"--quality cannot run: {reason}",
+                remedy="give what it needs, or leave --quality out",
+            )
     return setup
 
 
@@ -74,17 +80,22 @@ def _adjust(spec: StudySpec, say: Callable[[str], None], setup: Setup) -> Setup:
 
 @contextmanager
 def session(plan: SessionPlan, progress: Progress, stop: StopToken) -> "Iterator[Session]":
-    """Lock the study, start its workers and open its database. A stop ends the body without an exception."""
+    """Lock the study, start its workers and open its database.
+
+    A stop ends the body without an exception.
+    """
     from autotune.study.session import Session
     from autotune.study.storage.study_lock import locked
 
     num_gpus = plan.task.probing_gpus
     with (
         locked(plan.out, plan.study),
-        Session(plan.url, plan.out, plan.device, num_gpus=num_gpus, stop=stop, progress=progress) as opened,
+        Session(
+            plan.url, plan.out, plan.device, num_gpus=num_gpus, stop=stop, progress=progress
+        ) as opened_session,
         stop.ending(),
     ):
-        yield opened
+        yield opened_session
 
 
 def probe_named(session: "Session", plan: SessionPlan) -> RunOutcome:
@@ -105,8 +116,11 @@ def probe_named(session: "Session", plan: SessionPlan) -> RunOutcome:
     )
     if results:
         session.progress.configs(results, short_path(plan.out))
-    missed = [case.name for case in plan.spec.configs[len(results) :]]
-    error = _too_short(plan, ", ".join(missed)) if missed and not session.stop() else None
+
+    missing = [case.name for case in plan.spec.configs[len(results) :]]
+    error = None
+    if missing and not session.stop():
+        error = _budget_too_short(plan, ", ".join(missing))
     return RunOutcome(plan=plan, data=json_data(results), configs=tuple(results), error=error)
 
 
@@ -134,13 +148,14 @@ def render(leader: "Leader") -> StudySummary:
 
 
 def train_finalists(leader: "Leader", answer: StudySummary) -> StudySummary:
-    """Train the finalists on the dataset if --quality asks for it, and add their losses to the answer.
+    """Train the finalists on the dataset if --quality asks for it.
 
-    A failure is reported, and the answer stays as it is.
+    Their losses become part of the answer. A failure is reported, and the answer stays as it is.
     """
     from autotune.export.run.quality import compare
 
-    spec, progress = leader.plan.spec, leader.session.progress
+    spec = leader.plan.spec
+    progress = leader.session.progress
     if not (spec.quality and _can_run_export(leader, answer)):
         return answer
     assert spec.dataset is not None and answer.recipe is not None
@@ -178,13 +193,15 @@ def verify_export(leader: "Leader", answer: StudySummary) -> StudySummary:
     assert answer.recipe is not None
 
     session = leader.session
-    measured = verify(answer.recipe, leader.plan.out, say=session.progress.say, should_stop=session.stop)
-    leader.update(verification=measured)
+    verification = verify(
+        answer.recipe, leader.plan.out, say=session.progress.say, should_stop=session.stop
+    )
+    leader.update(verification=verification)
     return render(leader)
 
 
 def _can_run_export(leader: "Leader", answer: StudySummary) -> bool:
-    """Tell whether there is a winner to run; if so, end the prober, whose memory the run needs."""
+    """Return whether there is a winner to run. If so, end the prober to free the memory."""
     if leader.failure is not None or answer.recipe is None or leader.session.stop():
         return False
     leader.session.prober.close()
@@ -203,16 +220,22 @@ def finish(leader: "Leader", answer: StudySummary) -> RunOutcome:
 
 
 def _shortcoming(leader: "Leader", summary: StudySummary) -> AutotuneError | None:
-    """Why a search that ended in order is not a success: no configuration succeeded, or the verification failed."""
+    """Return the error of a search that ended in order without a success, or None.
+
+    Either no configuration succeeded, or the verification failed.
+    """
     if leader.session.stop():
         return None
+
     out = short_path(leader.plan.out)
     verification = summary.verification
     if leader.plan.spec.verify and verification is not None and not verification.holds:
         reason = describe.failed_verification(verification) or ""
         return VerificationFailed(reason, remedy=f"read {out}/logs/verify.log, and run it again")
     if summary.recipe is None:
-        return TooManyFailures("no configuration succeeded", remedy=f"see {out}/oom_report.md and {out}/logs")
+        return TooManyFailures(
+            "no configuration succeeded", remedy=f"see {out}/oom_report.md and {out}/logs"
+        )
     return None
 
 
@@ -220,10 +243,11 @@ def with_interruption(outcome: RunOutcome, stop: StopToken) -> RunOutcome:
     """Add the error of a session that measured too little, or that the user stopped."""
     plan = outcome.plan
     if stop.signal is None and outcome.data is None:
-        missed = "the start of the worker and a first probe that fits: nothing was measured"
-        return replace(outcome, error=_too_short(plan, missed))
+        missing = "the start of the worker and a first probe that fits: nothing was measured"
+        return replace(outcome, error=_budget_too_short(plan, missing))
     if outcome.error is not None or stop.signal is None:
         return outcome
+
     interrupted = Interrupted(
         "stopped; the results so far are stored",
         remedy=f"continue with the same command and --study={shlex.quote(plan.study)}",
@@ -232,6 +256,8 @@ def with_interruption(outcome: RunOutcome, stop: StopToken) -> RunOutcome:
     return replace(outcome, error=interrupted)
 
 
-def _too_short(plan: SessionPlan, missed: str) -> BudgetTooShort:
-    remedy = "give a longer --budget or a smaller model; what was probed is stored and not probed again"
-    return BudgetTooShort(f"--budget {plan.spec.budget} was too short for {missed}", remedy=remedy)
+def _budget_too_short(plan: SessionPlan, missing: str) -> BudgetTooShort:
+    remedy = (
+        "give a longer --budget or a smaller model; what was probed is stored and not probed again"
+    )
+    return BudgetTooShort(f"--budget {plan.spec.budget} was too short for {missing}", remedy=remedy)

@@ -34,14 +34,14 @@ def tune(
     progress: Callable[[str], Any] | None = None,
     **options: Any,
 ) -> "StudyResult":
-    """Search for the best configuration with real probes, as `autotune run` does, and return the study.
+    """Search for the best configuration with real probes, as `autotune run` does.
 
-    `options` are the options of the command, with underscores: budget="10m", examples=50_000,
-    pins={"lora_rank": 32}. With several GPU counts in `gpus`, such as [1, 2, 4, 8], the study
-    compares them. The function writes the same files and the same database as the command. It does
-    not print: `progress`, for example `print`, receives a line for each step and trial. Ctrl-C
-    during the search raises Interrupted after the files are written. The same study name continues
-    the study.
+    The result is the study. `options` are the options of the command, with underscores:
+    budget="10m", examples=50_000, pins={"lora_rank": 32}. With several GPU counts in `gpus`, such
+    as [1, 2, 4, 8], the study compares them. The function writes the same files and the same
+    database as the command. It does not print: `progress`, for example `print`, receives a line for
+    each step and trial. Ctrl-C during the search raises Interrupted after the files are written.
+    The same study name continues the study.
 
     Raises:
         AutotuneError: the error of the command, with `remedy` and `exit_code`.
@@ -50,7 +50,10 @@ def tune(
     counts = gpus if isinstance(gpus, int | str | None) else tuple(gpus)
     spec = StudySpec(model=model, gpu=gpu, space=space, gpus=counts, **options)
     if spec.configs:
-        raise UsageError("a suite has no best to return", remedy="probe its configurations with `autotune run --spec`")
+        raise UsageError(
+            "a suite has no best to return",
+            remedy="probe its configurations with `autotune run --spec`",
+        )
 
     say = progress or (lambda text: None)
     outcome = main(spec, lambda plan: nullcontext(TextProgress(say)), say=say)
@@ -108,7 +111,8 @@ class StudyResult:
             name = self.summary.study
             raise NothingFits(
                 f"study {name!r} has no configuration that succeeded",
-                remedy=f"see `{study_command('oom', name)}`, or let it go on: `{study_command('resume', name)}`",
+                remedy=f"see `{study_command('oom', name)}`, "
+                f"or let it go on: `{study_command('resume', name)}`",
             )
         return self.summary.recipe
 
@@ -119,7 +123,10 @@ class StudyResult:
 
     @property
     def trials(self) -> list[dict[str, Any]]:
-        """A dict for each trial, fit for a data frame: its knobs, outcome, tokens/s, GiB, evidence and reason."""
+        """A dict for each trial, ready for a data frame.
+
+        It has the knobs, the outcome, tokens/s, GiB, the evidence and the reason.
+        """
         return [
             {
                 "number": row.number,
@@ -141,13 +148,17 @@ class StudyResult:
 
         from autotune.report.html import draw
 
-        return {name: Figure(drawn) for name, drawn in draw(self.summary).items() if drawn is not None}
+        return {
+            name: Figure(drawn) for name, drawn in draw(self.summary).items() if drawn is not None
+        }
 
     def data(self) -> dict[str, Any]:
         """The content of summary.json."""
         return summary_data(self.summary, str(self.out))
 
-    def report(self, out: str | Path | None = None, *, against: "StudyResult | None" = None) -> Path:
+    def report(
+        self, out: str | Path | None = None, *, against: "StudyResult | None" = None
+    ) -> Path:
         """Write report.html and the other files of the study, into its own directory by default.
 
         With `against`, write one page instead, with the winners of both studies side by side.
@@ -185,8 +196,13 @@ class StudyResult:
         return facts
 
     def __repr__(self) -> str:
-        return f"StudyResult({', '.join(f'{name}={text!r}' for name, text in self._facts().items())})"
+        return (
+            f"StudyResult({', '.join(f'{name}={text!r}' for name, text in self._facts().items())})"
+        )
 
     def _repr_html_(self) -> str:
-        rows = (f"<tr><th>{name}</th><td>{html.escape(text)}</td></tr>" for name, text in self._facts().items())
+        rows = (
+            f"<tr><th>{name}</th><td>{html.escape(text)}</td></tr>"
+            for name, text in self._facts().items()
+        )
         return f"<table>{''.join(rows)}</table>"

@@ -1,5 +1,6 @@
-"""The report of a study, made from a StudySummary alone: report.html, the OOM report, and what terminals print.
+"""Renders the report of a study from a StudySummary: report.html, the OOM report and terminal text.
 
-`describe` has the words, `infos` and `timeline` the plain values, `figures` draws them (plotly), `html` renders them,
-and `oom` explains what did not fit. `comparison` is the page of several cards, `dashboard` a study in optuna-dashboard.
+`describe` has the words, and `infos` and `timeline` have the plain values. `figures` draws them
+with plotly, and `html` renders them. `oom` explains trials that did not fit. `comparison` is the
+page of several cards, and `dashboard` shows a study in optuna-dashboard.
 """

@@ -1,7 +1,8 @@
-"""The answer to one question as tables for a terminal and as a page: what a card trains, rent or buy, how nodes differ.
+"""The answer to one question, as tables for a terminal and as a page.
 
-An answer has sentences, tables and figures, each made once for both: what is asked for first, then what it rests on.
-The page opens offline and holds plotly.js.
+The questions: Which models does a card train? Rent or buy? How do the nodes differ? An answer has
+sentences, tables and figures, each created once for both forms. The result comes first, then its
+basis. The page opens offline and contains plotly.js.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,17 +25,19 @@ from autotune.report.values.rent_or_buy import Bought, Purse, SizeCost, purchase
 from autotune.report.values.trainable import METHODS, Entry, Trainable
 from autotune.study.nodes import Node
 
-PHONE = 40  # characters of a row of a table
+PHONE = 40  # characters of a table's row that a phone shows
 SPOT = (
-    "At spot the cloud may take the GPU back at any time. The run then goes on from its last checkpoint (autotune "
-    "train --resume, or as the exported cluster jobs do), and what it computes twice is not in these numbers. A day is "
-    "24 hours and a week 168. A dash is not known."
+    "At spot the cloud may take the GPU back at any time. "
+    "The run then goes on from its last checkpoint "
+    "(autotune train --resume, or as the exported cluster jobs do), "
+    "and what it computes twice is not in these numbers. "
+    "A day is 24 hours and a week 168. A dash is not known."
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows of texts; `columns` has each heading with the side to which its cells keep."""
+    """Rows of texts. `columns` has each heading with the alignment of its cells."""
 
     title: str
     columns: dict[str, str]
@@ -42,17 +45,17 @@ class Table:
 
     @property
     def is_wide(self) -> bool:
-        """Whether its rows need more characters than a phone shows side by side; names of columns wrap at spaces."""
+        """Whether its rows have more characters than a phone shows. Headings wrap at spaces."""
         columns = zip(self.columns, *self.rows, strict=True)
         return sum(max(map(len, (*name.split(), *cells))) for name, *cells in columns) > PHONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What is asked for in sentences (`found`), what that rests on (`notes`), and figures by their caption.
+    """An answer in sentences (`found`), with its basis (`notes`), tables, and figures by caption.
 
-    `drawings` make the figures, because a terminal shows no figure and needs no Plotly. A drawing returns the
-    arguments of Plotly.newPlot, or None if it has no data.
+    `drawings` are functions that make the figures, because a terminal shows no figure and needs no
+    Plotly. A drawing returns the arguments of Plotly.newPlot, or None without data.
     """
 
     title: str
@@ -62,14 +65,19 @@ class Answer:
     drawings: dict[str, Callable[[], dict[str, Any] | None]]
 
     def figures(self) -> dict[str, dict[str, Any]]:
-        """The figures that have data, by their caption."""
+        """Return the figures that have data, by their caption."""
         return {caption: figure for caption, draw in self.drawings.items() if (figure := draw())}
 
 
 def page(answer: Answer, today: date) -> str:
-    """The answer as one page of HTML, with what the words of its tables mean."""
-    words = [text for table in answer.tables for text in (*table.columns, *(row[0] for row in table.rows))]
+    """Render the answer as one page of HTML, with the meaning of the words in its tables."""
+    words = [
+        text
+        for table in answer.tables
+        for text in (*table.columns, *(row[0] for row in table.rows))
+    ]
     drawn = answer.figures()
+
     view = {
         "answer": answer,
         "drawn": drawn,
@@ -82,67 +90,89 @@ def page(answer: Answer, today: date) -> str:
     return html_page("answer.html.j2", view)
 
 
-# --- what a card can train
+# --- the models that a card trains
 
 
-def trainable_answer(made: Trainable, today: date) -> Answer:
-    """A table for each method, with a row for each model, the smallest first."""
+def trainable_answer(result: Trainable, today: date) -> Answer:
+    """Return an answer with a table for each method. A table has a row for each model by size."""
     columns = {"model": "left", "billion": "right", "verdict": "left"}
     columns |= dict.fromkeys(("tokens/s (80 %)", "USD/1,000 samples"), "right")
-    notes = [
-        f"{fmt_gib(made.device.memory_gib)}, {fmt_gib(made.limit_gib)} of it for tensors. "
-        f"{how_known(made.how_sure, made.calibrated)}.",
-        f"Samples of {made.lengths.removesuffix(' each')}; price of an hour: {describe_price(made.price, today)}.",
-        "A verdict has the longest row, in tokens, of which one surely fits. tight: too close to tell. *: fits only "
-        "with what learns differently, pure bf16 or another optimizer than AdamW.",
-        f"{len(made.models)} models, one of each size; --model NAME plans any other.",
-        *_refusals(made.entries),
-    ]
-    if any(entry.tokens_per_s for entry in made.entries) and made.is_guess:
-        notes.append("Nobody measured such a card: its speeds are guesses.")
     tables = [
-        Table(title=title, columns=columns, rows=tuple(_model_row(made, model, method) for model in made.models))
+        Table(
+            title=title,
+            columns=columns,
+            rows=tuple(_model_row(result, model, method) for model in result.models),
+        )
         for method, title in METHODS.items()
     ]
+
+    lengths = result.lengths.removesuffix(" each")
+    notes = [
+        f"{fmt_gib(result.device.memory_gib)}, {fmt_gib(result.limit_gib)} of it for tensors. "
+        f"{how_known(result.how_sure, result.calibrated)}.",
+        f"Samples of {lengths}; price of an hour: {describe_price(result.price, today)}.",
+        "A verdict has the longest row, in tokens, of which one surely fits. "
+        "tight: too close to tell. *: fits only with what learns differently, "
+        "pure bf16 or another optimizer than AdamW.",
+        f"{len(result.models)} models, one of each size; --model NAME plans any other.",
+        *_refusals(result.entries),
+    ]
+    if any(entry.tokens_per_s for entry in result.entries) and result.is_guess:
+        notes.append("Nobody measured such a card: its speeds are guesses.")
+
+    caption = "Tokens/s by model and method, with 80 % intervals"
     return Answer(
-        title=f"What {made.device.label} can train",
-        found=tuple(_largest(made)),
+        title=f"What {result.device.label} can train",
+        found=tuple(_largest_models(result)),
         notes=tuple(notes),
         tables=tuple(tables),
-        drawings={"Tokens/s by model and method, with 80 % intervals": partial(figures.trainable, made)},
+        drawings={caption: partial(figures.trainable, result)},
     )
 
 
-def _largest(made: Trainable) -> Iterator[str]:
-    """By method, the largest model that surely fits without learning differently."""
+def _largest_models(result: Trainable) -> Iterator[str]:
+    """Name the largest model of each method that is certain to fit without learning differently."""
     for method, title in METHODS.items():
-        fits = {one.model for one in made.entries if one.method == method and one.state == FITS}
-        fits -= {one.model for one in made.entries if one.method == method and one.learns_differently}
-        largest = next((model for model in reversed(made.models) if model.name in fits), None)
+        entries = [one for one in result.entries if one.method == method]
+        fits = {one.model for one in entries if one.state == FITS}
+        fits -= {one.model for one in entries if one.learns_differently}
+        largest = next((model for model in reversed(result.models) if model.name in fits), None)
+
         if largest is None:
             yield f"{title}: none of these models surely fits."
         else:
-            size = "" if largest.params is None else f" ({largest.params / 1e9:.3g} billion parameters)"
+            size = ""
+            if largest.params is not None:
+                size = f" ({largest.params / 1e9:.3g} billion parameters)"
             yield f"{title}: {largest.short}{size} is the largest of these that surely fits."
 
 
-def _model_row(made: Trainable, model: ModelSpec, method: str) -> tuple[str, ...]:
-    entry = next(one for one in made.row(model) if one.method == method)
+def _model_row(result: Trainable, model: ModelSpec, method: str) -> tuple[str, ...]:
+    """Return the row of a model in the table of a method."""
+    entry = next(one for one in result.row(model) if one.method == method)
     size = DASH if model.params is None else f"{model.params / 1e9:.3g}"
     return model.short, size, _verdict(entry), _speed(entry), fmt_usd(entry.usd_per_1000)
 
 
 def _verdict(entry: Entry) -> str:
-    """'fits, rows to 8,192', 'fits*, rows to 2,048', 'tight', 'no: needs 63 GiB', 'refused'."""
+    """Return the verdict on an entry.
+
+    For example 'fits, rows to 8,192', 'fits*, rows to 2,048', 'tight', 'no: needs 63 GiB' or
+    'refused'. A star marks configurations that learn differently.
+    """
     if entry.problem:
         return "refused"
     if entry.state == OOM:
         return "no" if entry.least_gib is None else f"no: needs {entry.least_gib:,.0f} GiB"
+
     state = entry.state + "*" * entry.learns_differently
-    return state if entry.state == TIGHT or entry.longest_row is None else f"{state}, rows to {entry.longest_row:,}"
+    if entry.state == TIGHT or entry.longest_row is None:
+        return state
+    return f"{state}, rows to {entry.longest_row:,}"
 
 
 def _speed(entry: Entry) -> str:
+    """Format the speed with its interval."""
     if entry.tokens_per_s is None or entry.interval is None:
         return DASH
     low, high = map(fmt_count, entry.interval)
@@ -150,42 +180,64 @@ def _speed(entry: Entry) -> str:
 
 
 def _refusals(entries: Sequence[Entry]) -> list[str]:
-    return [f"{name}: {why}." for name, why in dict.fromkeys((one.model, one.problem) for one in entries) if why]
+    """Say why models cannot be trained, each reason once."""
+    return [
+        f"{name}: {why}."
+        for name, why in dict.fromkeys((one.model, one.problem) for one in entries)
+        if why
+    ]
 
 
-# --- what sizes cost, and whether to buy
+# --- the cost of sizes, and the purchase of a card
 
 
-def costs_answer(made: Comparison, sizes: Sequence[int], purse: Purse | None, today: date) -> Answer:
-    """For each model and method: prices of the cards, the cost of each size on each, and with a purse what to buy."""
+def costs_answer(
+    comparison: Comparison, sizes: Sequence[int], purse: Purse | None, today: date
+) -> Answer:
+    """Return the prices of the cards and the cost of each size, for each model and method.
+
+    With a purchase budget, the answer also says which card to buy.
+    """
+    sentences: list[str] = []
     tables: list[Table] = []
     drawings: dict[str, Callable[[], dict[str, Any] | None]] = {}
-    found, notes = [], [f"{how_estimated(made)}.", SPOT]
-    for group in made.groups:
+    notes = [f"{how_estimated(comparison)}.", SPOT]
+
+    for group in comparison.groups:
         costs = size_costs(group, sizes)
-        own = [_prices_table(group, today), *(_size_table(costs, examples) for examples in sizes)]
-        named: dict[str, Callable[[], dict[str, Any] | None]] = {}
-        sentences: list[str] = []
+        group_tables = [
+            _prices_table(group, today),
+            *(_size_table(costs, examples) for examples in sizes),
+        ]
+        group_drawings: dict[str, Callable[[], dict[str, Any] | None]] = {}
+        group_sentences: list[str] = []
+
         if purse is not None:
             bought = purchases(group, purse)
-            own += [_buying_table(bought, purse), _paying_table(bought, purse)] if bought else []
-            named["USD by hours of use, bought and rented"] = partial(figures.buying, bought, group)
-            sentences += buying_sentences(bought, purse)
+            if bought:
+                group_tables += [_buying_table(bought, purse), _paying_table(bought, purse)]
+            caption = "USD by hours of use, bought and rented"
+            group_drawings[caption] = partial(figures.buying, bought, group)
+            group_sentences += buying_sentences(bought, purse)
             notes.append(_buying_basis(purse))
-        sentences += _cheapest(costs, max(sizes))
+        group_sentences += _cheapest(costs, max(sizes))
         caption = "USD by number of examples, on demand and at spot, with 80 % intervals"
-        named[caption] = partial(figures.sizes, costs, group)
-        prefix = f"{heading(group)}: " * (len(made.groups) > 1)
-        tables += [replace(table, title=prefix + table.title) for table in own]
-        drawings |= {prefix + name: draw for name, draw in named.items()}
-        found += [prefix + sentence for sentence in sentences]
+        group_drawings[caption] = partial(figures.sizes, costs, group)
+
+        # Titles name the group if there are several.
+        prefix = f"{heading(group)}: " * (len(comparison.groups) > 1)
+        tables += [replace(table, title=prefix + table.title) for table in group_tables]
+        drawings |= {prefix + name: draw for name, draw in group_drawings.items()}
+        sentences += [prefix + sentence for sentence in group_sentences]
         notes.insert(1, f"{heading(group)}, {workload_text(group)}.")
+
     title = "Rent or buy" if purse else "Cost by size"
-    if len(made.groups) == 1:
-        title += f": {made.groups[0].model.rpartition('/')[2]}, {made.groups[0].method}"
+    if len(comparison.groups) == 1:
+        group = comparison.groups[0]
+        title += f": {group.model.rpartition('/')[2]}, {group.method}"
     return Answer(
         title=title,
-        found=tuple(found),
+        found=tuple(sentences),
         notes=tuple(dict.fromkeys(notes)),
         tables=tuple(tables),
         drawings=drawings,
@@ -193,40 +245,64 @@ def costs_answer(made: Comparison, sizes: Sequence[int], purse: Purse | None, to
 
 
 def _prices_table(group: Group, today: date) -> Table:
+    """Return the table of the prices of one GPU: an hour, a day, a week, and an hour at spot."""
     rows = []
     for card in group.cards:
         price = card.plan.task.price if card.plan else None
-        spot = card.spot
-        at_spot = (
-            DASH if spot is None else f"{fmt_usd(spot.spot_usd_per_hour)} ({spot.provider}, {age(spot.as_of, today)})"
-        )
-        longer = (price.usd_per_day, price.usd_per_week) if price else (None, None)
-        rows.append((card.device.label, describe_price(price, today), *map(fmt_usd, longer), at_spot))
+        hourly = describe_price(price, today)
+        daily = fmt_usd(price.usd_per_day if price else None)
+        weekly = fmt_usd(price.usd_per_week if price else None)
+        at_spot = DASH
+        if (spot := card.spot) is not None:
+            source = f"{spot.provider}, {age(spot.as_of, today)}"
+            at_spot = f"{fmt_usd(spot.spot_usd_per_hour)} ({source})"
+        rows.append((card.device.label, hourly, daily, weekly, at_spot))
+
     columns = {"card": "left", "price": "left", "a day": "right", "a week": "right"}
-    return Table(title="Prices of one GPU", columns=columns | {"an hour at spot": "left"}, rows=tuple(rows))
+    return Table(
+        title="Prices of one GPU", columns=columns | {"an hour at spot": "left"}, rows=tuple(rows)
+    )
 
 
 def _usd(usd: float | None, low: float | None, high: float | None) -> str:
+    """Format USD with their interval."""
     return DASH if usd is None else f"{fmt_usd(usd)} ({fmt_usd(low)} to {fmt_usd(high)})"
 
 
 def _cheapest(costs: Sequence[SizeCost], examples: int) -> Iterator[str]:
-    """The cheapest card for so many examples on demand, and at spot; of cards that somebody measured, if any is."""
+    """Name the cheapest card for this number of examples, on demand and at spot.
+
+    A card without a measurement of its kind wins only if all cards lack one.
+    """
     rows = [one for one in costs if one.examples == examples]
+
     for how, priced in {
         "on demand": [(one, one.usd, one.usd_low, one.usd_high) for one in rows],
         "at spot": [(one, one.usd_spot, one.usd_spot_low, one.usd_spot_high) for one in rows],
     }.items():
-        known = [(usd, low or 0.0, high or 0.0, one) for one, usd, low, high in priced if usd is not None]
-        if known:
-            usd, low, high, best = min(known, key=lambda row: (row[-1].is_guess, row[0], row[-1].hours))
-            rivals = [one.card for _, least, most, one in known if one != best and least <= high and low <= most]
-            doubt = f"; {' and '.join(rivals)} cannot be told from it" if rivals else ""
-            yield f"Cheapest {how} for {examples:,} examples: {best.card}, {_usd(usd, low, high)}{doubt}"
+        known = [
+            (usd, low or 0.0, high or 0.0, one) for one, usd, low, high in priced if usd is not None
+        ]
+        if not known:
+            continue
+
+        # The intervals of rivals overlap the interval of the cheapest card.
+        usd, low, high, best = min(known, key=lambda row: (row[-1].is_guess, row[0], row[-1].hours))
+        rivals = [
+            one.card
+            for _, least, most, one in known
+            if one != best and least <= high and low <= most
+        ]
+        doubt = f"; {' and '.join(rivals)} cannot be told from it" if rivals else ""
+        cost = f"{best.card}, {_usd(usd, low, high)}{doubt}"
+        yield f"Cheapest {how} for {examples:,} examples: {cost}"
 
 
 def _size_table(costs: Sequence[SizeCost], examples: int) -> Table:
-    columns = {"card": "left"} | dict.fromkeys(("hours (80 %)", "USD on demand (80 %)", "USD at spot (80 %)"), "right")
+    """Return the table of hours and USD for one number of examples."""
+    columns = {"card": "left"} | dict.fromkeys(
+        ("hours (80 %)", "USD on demand (80 %)", "USD at spot (80 %)"), "right"
+    )
     rows = [
         (
             one.card,
@@ -241,37 +317,58 @@ def _size_table(costs: Sequence[SizeCost], examples: int) -> Table:
 
 
 def _buying_table(bought: Sequence[Bought], purse: Purse) -> Table:
+    """Return the table of the cards that the budget buys."""
     columns = {"card": "left", "USD, at launch": "left", "tokens/s (80 %)": "right", "W": "right"}
     rows = []
     for one in bought:
         low, high = map(fmt_count, (one.tokens_per_s_low, one.tokens_per_s_high))
         speed = f"{fmt_count(one.tokens_per_s)} ({low} to {high})" + ", a guess" * one.is_guess
         usd = f"{fmt_usd(one.usd)} ({one.as_of[:4]})"
-        rows.append((one.card, usd, speed, f"{one.power_w:.0f}", fmt_usd(one.electricity_usd_per_hour)))
+        rows.append(
+            (one.card, usd, speed, f"{one.power_w:.0f}", fmt_usd(one.electricity_usd_per_hour))
+        )
     title = f"What {fmt_usd(purse.budget_usd)} buys"
     return Table(title=title, columns=columns | {"electricity/h": "right"}, rows=tuple(rows))
 
 
 def _paying_table(bought: Sequence[Bought], purse: Purse) -> Table:
-    """A row for each card and what it would replace: the same card rented, and the cheapest rented."""
+    """Return the table of the hours of use until a purchase pays.
+
+    Each card has a row against renting the same card, and a row against the cheapest card.
+    """
     rows = []
     for one in bought:
         itself = (
-            _pays(one.pays_after_hours_against_itself, purse, known=one.rent_usd_per_hour is not None),
-            _pays(one.pays_after_hours_against_its_spot, purse, known=one.spot_usd_per_hour is not None),
+            _pays(
+                one.pays_after_hours_against_itself, purse, known=one.rent_usd_per_hour is not None
+            ),
+            _pays(
+                one.pays_after_hours_against_its_spot,
+                purse,
+                known=one.spot_usd_per_hour is not None,
+            ),
         )
         cheapest = (
             _pays(one.pays_after_hours, purse, known=one.rented is not None, rented=one.rented),
-            _pays(one.pays_after_hours_at_spot, purse, known=bool(one.rented_at_spot), rented=one.rented_at_spot),
+            _pays(
+                one.pays_after_hours_at_spot,
+                purse,
+                known=bool(one.rented_at_spot),
+                rented=one.rented_at_spot,
+            ),
         )
         rows += [(one.card, "the same card", *itself), (one.card, "the cheapest", *cheapest)]
+
     columns = {"card": "left", "against renting": "left", "on demand": "right", "at spot": "right"}
     title = f"Hours of use after which it pays, and months at {purse.hours_per_week:g} h a week"
     return Table(title=title, columns=columns, rows=tuple(rows))
 
 
 def _pays(hours: float | None, purse: Purse, *, known: bool, rented: str | None = None) -> str:
-    """'3,863 h, 22.2 months', 'never', or a dash where no price is known; with the card that is rented instead."""
+    """Return '3,863 h, 22.2 months', 'never', or a dash if no price is known.
+
+    The text ends with the card that is rented instead, if there is one.
+    """
     if not known:
         return DASH
     after = "never" if hours is None else f"{hours:,.0f} h, {purse.months(hours):,.1f} months"
@@ -279,13 +376,19 @@ def _pays(hours: float | None, purse: Purse, *, known: bool, rented: str | None 
 
 
 def buying_sentences(bought: Sequence[Bought], purse: Purse) -> list[str]:
-    """Which card to buy, and when it pays against renting the cheapest on demand and at spot."""
+    """Name the card to buy, and the time until it pays against renting the cheapest card."""
     if not bought:
         return [f"Nothing that surely fits is known to cost at most {fmt_usd(purse.budget_usd)}"]
+
     best = bought[0]
-    rivals = [one.card for one in bought[1:] if (one.tokens_per_s_high or 0.0) >= (best.tokens_per_s_low or 0.0)]
+    rivals = [
+        one.card
+        for one in bought[1:]
+        if (one.tokens_per_s_high or 0.0) >= (best.tokens_per_s_low or 0.0)
+    ]
     text = f"Buy {best.card}, the fastest for at most {fmt_usd(purse.budget_usd)}"
     text += f"; {' and '.join(rivals)} cannot be told from it" if rivals else ""
+
     pays = [
         _pays_sentence(hours, purse, f"{rented} rented {how}")
         for how, rented, hours in (
@@ -298,6 +401,7 @@ def buying_sentences(bought: Sequence[Bought], purse: Purse) -> list[str]:
 
 
 def _pays_sentence(hours: float | None, purse: Purse, against: str) -> str:
+    """Say when the card pays against renting another one."""
     if hours is None:
         return f"It never pays against {against}"
     months = f"{purse.months(hours):,.1f} months at {purse.hours_per_week:g} h a week"
@@ -305,10 +409,12 @@ def _pays_sentence(hours: float | None, purse: Purse, against: str) -> str:
 
 
 def _buying_basis(purse: Purse) -> str:
+    """Return the assumptions of a purchase."""
     source = "Wikipedia's list; each with its year"
     return (
-        f"Cards are bought at the price of their launch ({source}), and take their power limit at "
-        f"{fmt_usd(purse.usd_per_kwh)} a kWh. The rest of the computer and what the card is worth later do not count; "
+        f"Cards are bought at the price of their launch ({source}), "
+        f"and take their power limit at {fmt_usd(purse.usd_per_kwh)} a kWh. "
+        "The rest of the computer and what the card is worth later do not count; "
         "hours against the cheapest rest on estimated speeds. A dash: no price is known."
     )
 
@@ -317,80 +423,102 @@ def _buying_basis(purse: Purse) -> str:
 
 
 def nodes_answer(nodes: Sequence[Node], task: Task) -> Answer:
-    """Which nodes of a study are apart from the others and why, and a row for each in three tables."""
-    measured, several = next((node.config.label() for node in nodes if node.config), None), len(nodes) > 1
+    """Say which nodes of a study are apart from the others, with three tables of all nodes."""
+    label = next((node.config.label() for node in nodes if node.config), None)
+    baseline = f", {label}" if label else ""
+    several = len(nodes) > 1
     notes = [
-        f"Each node measured the baseline{f', {measured}' if measured else ''}; its latest reading is shown, with what "
-        "the driver reported meanwhile. Times are UTC.",
+        f"Each node measured the baseline{baseline}; its latest reading is shown, "
+        "with what the driver reported meanwhile. Times are UTC.",
         "to others: its speed against the median of theirs. " * several
         + "variation: the standard deviation of the timed micro batches over their mean. "
-        + "apart: more than 5 % of speed, 2 % of memory or 10 C from the median of the others, or the baseline fails "
-        "there. " * several + "A dash is not known.",
+        + "apart: more than 5 % of speed, 2 % of memory or 10 C from the median of the others, "
+        "or the baseline fails there. " * several + "A dash is not known.",
     ]
     if several and task.device.kind == "cpu":
         notes.append("Nodes on one machine share its processors: only their memory is compared.")
+
+    caption = "Tokens/s of the baseline, with the range of the timed steps"
     return Answer(
         title=f"Nodes of {task.study}",
-        found=tuple(_apart(nodes, timed=task.device.kind != "cpu")),
+        found=tuple(_node_findings(nodes, has_speeds=task.device.kind != "cpu")),
         notes=tuple(notes),
         tables=(_node_speeds(nodes), _node_memory(nodes), _node_probes(nodes)),
-        drawings={"Tokens/s of the baseline, with the range of the timed steps": partial(figures.nodes, nodes)},
+        drawings={caption: partial(figures.nodes, nodes)},
     )
 
 
-def _apart(nodes: Sequence[Node], *, timed: bool) -> Iterator[str]:
-    """A sentence for each node that is apart, was slowed down or not measured; one where there is none."""
+def _node_findings(nodes: Sequence[Node], *, has_speeds: bool) -> Iterator[str]:
+    """Yield a sentence for each node that is apart, slowed down or not measured.
+
+    Without such a node, one sentence says so.
+    """
     quiet = True
     for node in nodes:
-        slowed = node.telemetry.throttle_reasons
-        reasons = [*node.apart, *([f"slowed down by {', '.join(slowed)}"] if slowed else [])]
+        throttling = node.telemetry.throttle_reasons
+        reasons = list(node.apart)
+        if throttling:
+            reasons.append(f"slowed down by {', '.join(throttling)}")
         if node.unmeasured and not node.apart:
             reasons.append(f"not measured: {node.unmeasured}")
         if reasons:
             quiet = False
             yield f"{node.name}{' is apart' if node.apart else ''}: {'; '.join(reasons)}"
+
     if quiet and len(nodes) > 1:
-        by = "" if timed else " in memory, which is all that is compared on a CPU"
-        yield f"None of the {len(nodes)} nodes is apart from the others{by}."
+        scope = "" if has_speeds else " in memory, which is all that is compared on a CPU"
+        yield f"None of the {len(nodes)} nodes is apart from the others{scope}."
     if len(nodes) == 1:
         yield "There is one node, and nothing to compare it with."
 
 
 def _node_speeds(nodes: Sequence[Node]) -> Table:
-    cells = [
-        {
-            "node": node.name,
-            "samples/s": DASH if node.performance is None else f"{node.performance.samples_per_second:,.2f}",
-            "tokens/s": fmt_count(node.performance.tokens_per_second if node.performance else None),
-            "to others": DASH if node.relative_speed is None else f"{node.relative_speed - 1:+.1%}",
-            "variation": DASH if node.variation is None else f"{node.variation:.1%}",
-            "apart": "yes" if node.apart else DASH if node.unmeasured else "no",
-        }
-        for node in nodes
-    ]
-    of_others = () if len(nodes) > 1 else ("to others", "apart")  # which one alone has not
-    columns = [column for column in cells[0] if column not in of_others] if cells else ["node"]
+    """Return the table of speeds. One node alone has no columns for the comparison with others."""
+    cells = [_speed_cells(node) for node in nodes]
+    comparisons = () if len(nodes) > 1 else ("to others", "apart")
+    columns = [column for column in cells[0] if column not in comparisons] if cells else ["node"]
+
     rows = [tuple(row[column] for column in columns) for row in cells]
-    return Table(title="Speed", columns=dict.fromkeys(columns, "right") | {"node": "left"}, rows=tuple(rows))
+    return Table(
+        title="Speed", columns=dict.fromkeys(columns, "right") | {"node": "left"}, rows=tuple(rows)
+    )
+
+
+def _speed_cells(node: Node) -> dict[str, str]:
+    """Return the cells of a node by column."""
+    speed = node.performance
+    apart = DASH if node.unmeasured else "no"
+    return {
+        "node": node.name,
+        "samples/s": DASH if speed is None else f"{speed.samples_per_second:,.2f}",
+        "tokens/s": fmt_count(speed.tokens_per_second if speed else None),
+        "to others": DASH if node.relative_speed is None else f"{node.relative_speed - 1:+.1%}",
+        "variation": DASH if node.variation is None else f"{node.variation:.1%}",
+        "apart": "yes" if node.apart else apart,
+    }
 
 
 def _node_memory(nodes: Sequence[Node]) -> Table:
+    """Return the table of memory and cost."""
     columns = dict.fromkeys(("peak GiB", "reserved GiB", "USD/1,000 samples"), "right")
     rows = []
     for node in nodes:
-        measured = node.measurement
-        peaks = (measured.peak_allocated_gib, measured.peak_reserved_gib) if measured else (None, None)
-        gib = (DASH if peak is None else f"{peak:,.2f}" for peak in peaks)
+        peak = node.measurement
+        peaks = (peak.peak_allocated_gib, peak.peak_reserved_gib) if peak else (None, None)
+        gib = (DASH if value is None else f"{value:,.2f}" for value in peaks)
         rows.append((node.name, *gib, fmt_usd(node.cost_per_1000_samples_usd)))
     return Table(title="Memory and cost", columns={"node": "left"} | columns, rows=tuple(rows))
 
 
 def _node_probes(nodes: Sequence[Node]) -> Table:
+    """Return the table of the card's sensors and the probes of each node."""
     columns = dict.fromkeys(("C", "MHz", "W", "probes", "failed", "last seen"), "right")
     rows = []
     for node in nodes:
-        told = (node.telemetry.temperature_c, node.telemetry.sm_clock_mhz, node.telemetry.power_w)
-        card = (DASH if value is None else f"{value:.0f}" for value in told)
-        seen = DASH if node.last_seen is None else node.last_seen[:16].replace("T", " ")
-        rows.append((node.name, *card, f"{node.num_probes:,}", f"{node.num_failed:,}", seen))
+        sensors = node.telemetry
+        readings = (sensors.temperature_c, sensors.sm_clock_mhz, sensors.power_w)
+        card = (DASH if value is None else f"{value:.0f}" for value in readings)
+        probes = (f"{node.num_probes:,}", f"{node.num_failed:,}")
+        last_seen = DASH if node.last_seen is None else node.last_seen[:16].replace("T", " ")
+        rows.append((node.name, *card, *probes, last_seen))
     return Table(title="Card and probes", columns={"node": "left"} | columns, rows=tuple(rows))

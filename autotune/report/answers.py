@@ -1,6 +1,6 @@
-"""The answers of commands in words: the answer, its needs and cost, how certain they are, and why.
+"""The answers of commands in words: the answer, its needs and cost, its certainty and its reason.
 
-Each is made from the frozen value of the command, once for all renderers.
+Each answer is created from the command's frozen value, once for all renderers.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,10 @@ from autotune.study.summary import Recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The answer of a command in words, in the order of a reader's questions. `details` is the whole value."""
+    """The answer of a command in words, in the order of a reader's questions.
+
+    `details` is the whole value.
+    """
 
     answer: str
     needs: str
@@ -35,77 +38,92 @@ class Answer:
 # --- plan
 
 
-def plan_answer(made: Plan) -> Answer:
-    """The best configuration on one card."""
-    chosen = made.best or made.baseline
-    lines = estimate_lines(chosen, made.task)
+def plan_answer(plan: Plan) -> Answer:
+    """Answer with the best configuration on one card."""
+    chosen = plan.best or plan.baseline
+    lines = estimate_lines(chosen, plan.task)
 
-    reason = made.reason if made.reason in LITTLE_KNOWN or made.best is not None else ""
-    if made.best is not None and made.reason not in LITTLE_KNOWN and made.num_estimated < made.space_size:
-        of_all = f" (of the first {made.num_estimated:,} of {made.space_size:,} configurations)"
-        reason += "" if made.counted else of_all
+    little_known = plan.reason in LITTLE_KNOWN
+    reason = plan.reason if little_known or plan.best is not None else ""
+    is_partial = plan.num_estimated < plan.space_size and not plan.counted
+    if plan.best is not None and not little_known and is_partial:
+        reason += f" (of the first {plan.num_estimated:,} of {plan.space_size:,} configurations)"
 
     return Answer(
-        answer=made.best.config.label() if made.best else "no configuration is certain to fit",
+        answer=plan.best.config.label() if plan.best else "no configuration is certain to fit",
         needs=lines["memory"],
         cost=lines.get("cost", DASH),
-        certainty=describe.how_known(made.how_sure, made.calibrated),
+        certainty=describe.how_known(plan.how_sure, plan.calibrated),
         reason=reason,
-        details=made,
+        details=plan,
     )
 
 
 def estimate_lines(estimated: Estimate, task: Task) -> dict[str, str]:
-    """The estimates of a configuration by label: memory, speed, run and cost."""
+    """Return the estimates of a configuration by label: memory, speed, run and cost."""
     need = f"{fmt_gib(estimated.need_gib)} of {fmt_gib(estimated.limit_gib)}, {estimated.state}"
     terms = memory_terms(estimated)
-    cost, price = estimated.cost, task.price
+    cost = estimated.cost
+    price = task.price
     if estimated.interval is None or cost is None:
-        return {"memory": f"{need}: {terms}"} | ({} if estimated.state == OOM else {"speed": "unknown"})
+        speed: dict[str, str] = {} if estimated.state == OOM else {"speed": "unknown"}
+        return {"memory": f"{need}: {terms}"} | speed
+
     hours = " to ".join(map(fmt_hours, cost.interval_hours))
     lines = {
         "memory": f"{need}: {terms}",
         "speed": speed_text(estimated),
-        "run": f"{fmt_hours(cost.full_run_hours)} ({hours}) for {cost.examples:,} examples x {cost.epochs}",
+        "run": f"{fmt_hours(cost.full_run_hours)} ({hours}) "
+        f"for {cost.examples:,} examples x {cost.epochs}",
         "cost": f"{DASH} ({NO_PRICE}: --price USD_PER_HOUR)",
     }
     if price is not None and cost.interval_usd is not None:
         bounds = " to ".join(map(fmt_usd, cost.interval_usd))
         spot = f", spot {fmt_usd(cost.spot_usd)}" if cost.spot_usd is not None else ""
-        lines["cost"] = f"{fmt_usd(cost.full_run_usd)} ({bounds}){spot} at {describe_price(price, date.today())}"
+        hourly = describe_price(price, date.today())
+        lines["cost"] = f"{fmt_usd(cost.full_run_usd)} ({bounds}){spot} at {hourly}"
     return lines
 
 
 def memory_terms(estimated: Estimate) -> str:
-    """'weights 13.5 + adapters 0.2 + ...': the terms of the memory that are large enough to show."""
+    """List the terms of memory of at least 0.05 GiB: 'weights 13.5 + adapters 0.2 + ...'."""
     terms = estimated.memory.terms() if estimated.memory else {}
     return " + ".join(f"{name} {value:.1f}" for name, value in terms.items() if value >= 0.05)
 
 
 def speed_text(estimated: Estimate, unit: str = "useful tokens/s") -> str:
-    """'1,109 useful tokens/s (934 to 1,318, tightened by 2 measured on this card)', also with the calibrated parts."""
+    """Format a speed with its interval and its basis.
+
+    For example '1,109 useful tokens/s (934 to 1,318, tightened by 2 measured on this card)', with
+    the calibrated parts at the end.
+    """
     low, high = map(fmt_count, estimated.interval or (None, None))
     count = estimated.num_observations
-    tightened = f", tightened by {count} measured on this card" if count else ""
-    tightened = ", no measurement of this kind of card" if estimated.is_guess else tightened
-    tightened += f", {estimated.calibrated}" if estimated.calibrated else ""
-    return f"{fmt_count(estimated.tokens_per_s)} {unit} ({low} to {high}{tightened})"
+    basis = f", tightened by {count} measured on this card" if count else ""
+    basis = ", no measurement of this kind of card" if estimated.is_guess else basis
+    basis += f", {estimated.calibrated}" if estimated.calibrated else ""
+    return f"{fmt_count(estimated.tokens_per_s)} {unit} ({low} to {high}{basis})"
 
 
 # --- plan --gpus
 
 
-def gpu_answer(made: GpuPlan) -> Answer:
-    """The cheapest and the fastest number of GPUs."""
-    task, choices = made.task, describe.gpu_choices(made.trainable, made.within_hours)
-    price = describe_price(task.price, date.today()) if task.price else f"{NO_PRICE}: --price USD_PER_HOUR"
+def gpu_answer(plan: GpuPlan) -> Answer:
+    """Answer with the cheapest and the fastest number of GPUs."""
+    task = plan.task
+    choices = describe.gpu_choices(plan.trainable, plan.within_hours)
+    price = f"{NO_PRICE}: --price USD_PER_HOUR"
+    if task.price:
+        price = describe_price(task.price, date.today())
+
     return Answer(
         answer="\n".join(choices),
-        needs=f"{fmt_gib(task.device.memory_gib)} each, {fmt_gib(made.limit_gib)} of it for tensors and NCCL",
+        needs=f"{fmt_gib(task.device.memory_gib)} each, "
+        f"{fmt_gib(plan.limit_gib)} of it for tensors and NCCL",
         cost=f"price of a GPU: {price}",
-        certainty=f"Every number is projected, nothing was measured here: {made.how_sure}",
-        reason=next((row.problem for row in made.rows if row.problem), ""),
-        details=made,
+        certainty=f"Every number is projected, nothing was measured here: {plan.how_sure}",
+        reason=next((row.problem for row in plan.rows if row.problem), ""),
+        details=plan,
     )
 
 
@@ -113,11 +131,12 @@ def gpu_answer(made: GpuPlan) -> Answer:
 
 
 def check_answer(report: CheckReport) -> Answer:
-    """The verdict on another tool's run."""
+    """Answer with the verdict on another tool's run."""
     checked = report.checked
+    phase = checked.bounds.reported.phase
     return Answer(
         answer=verdict(report),
-        needs=f"{memory_terms(checked.estimate)}; the peak is in the {checked.bounds.reported.phase} pass",
+        needs=f"{memory_terms(checked.estimate)}; the peak is in the {phase} pass",
         cost=dict(duration_lines(report)).get("cost", DASH),
         certainty=describe.how_known(report.how_sure, report.calibrated),
         reason=" ".join(report.notes),
@@ -126,41 +145,61 @@ def check_answer(report: CheckReport) -> Answer:
 
 
 def verdict(report: CheckReport) -> str:
-    """'out of memory: needs 27.3 of 20.6 GiB on a10, 6.7 GiB (33 %) too much'."""
-    checked, limit, device = report.checked, report.limit_gib, report.device.label
-    bounds, least = checked.bounds, checked.bounds.least.peak_reserved_gib
-    peak = least if checked.state == OOM else checked.estimate.need_gib
+    """Return the verdict in words.
+
+    For example 'out of memory: needs 27.3 of 20.6 GiB on a10, 6.7 GiB (33 %) too much'. If the need
+    is uncertain, the text has its lower bound or its range.
+    """
+    checked = report.checked
+    bounds = checked.bounds
+    limit = report.limit_gib
+    device = report.device.label
     num_gpus = checked.run.num_gpus or 1
     place = f"each of {num_gpus} {device}" if num_gpus > 1 else device
+
+    # The need, or its range.
+    least = bounds.least.peak_reserved_gib
+    peak = least if checked.state == OOM else checked.estimate.need_gib
     lower = ""
     if bounds.least != bounds.most:
-        lower = f"{least:.1f} to " if bounds.most is not None and checked.state != OOM else "at least "
+        has_range = bounds.most is not None and checked.state != OOM
+        lower = f"{least:.1f} to " if has_range else "at least "
     needs = f"{VERDICTS[checked.state]}: needs {lower}{peak:.1f} of {limit:.1f} GiB on {place}"
     if lower and checked.state == TIGHT:
         return needs
+
+    # The distance to the limit.
     difference = f"{abs(peak - limit):.1f} GiB ({100 * abs(peak / limit - 1):.0f} %)"
-    errs = f", and the estimate errs by up to {100 * bounds.reported.error:.2g} %" if checked.state == TIGHT else ""
-    return f"{needs}, {difference} {'too much' if peak > limit else 'to spare'}{errs}"
+    direction = "too much" if peak > limit else "to spare"
+    error = ""
+    if checked.state == TIGHT:
+        error = f", and the estimate errs by up to {100 * bounds.reported.error:.2g} %"
+    return f"{needs}, {difference} {direction}{error}"
 
 
 def duration_lines(report: CheckReport) -> Iterator[tuple[str, str]]:
-    """The speed, time and cost of the run, as (label, text) of each line."""
+    """Yield the speed, time and cost of the run, as (label, text) of each line."""
     if report.runnable is None:
         return
-    estimated, run = report.runnable.estimate, report.checked.run
-    cost, price, workload = estimated.cost, report.price, report.workload
-    changed = ", with that change" if report.checked.state == OOM else ""
+
+    estimated = report.runnable.estimate
+    run = report.checked.run
+    cost = estimated.cost
+    change = ", with that change" if report.checked.state == OOM else ""
     if cost is None:
-        yield "speed", f"unknown: no formula knows it{changed}"
+        yield "speed", f"unknown: no formula knows it{change}"
         return
     each = " a GPU" if (run.num_gpus or 1) > 1 else ""
-    yield "speed", f"{speed_text(estimated, f'useful tokens/s{each}')}, estimated{changed}"
+    yield "speed", f"{speed_text(estimated, f'useful tokens/s{each}')}, estimated{change}"
+
     steps = f"{cost.num_steps:,} steps"
     if run.max_steps is None:
-        assumed = " (assumed)" if workload.examples_assumed else ""
-        steps = f"{workload.examples:,} examples{assumed} x {run.epochs:g}, {steps}"
+        assumed = " (assumed)" if report.workload.examples_assumed else ""
+        steps = f"{report.workload.examples:,} examples{assumed} x {run.epochs:g}, {steps}"
     hours = " to ".join(map(fmt_hours, cost.interval_hours))
-    yield "run", f"{fmt_hours(cost.full_run_hours)} ({hours}) for {steps}, estimated{changed}"
+    yield "run", f"{fmt_hours(cost.full_run_hours)} ({hours}) for {steps}, estimated{change}"
+
+    price = report.price
     if price is None or cost.interval_usd is None:
         yield "cost", f"{DASH} ({NO_PRICE}: --price USD_PER_HOUR)"
         return
@@ -173,13 +212,16 @@ def duration_lines(report: CheckReport) -> Iterator[tuple[str, str]]:
 
 
 def study_answer(recipe: Recipe) -> Answer:
-    """The winner of a study."""
+    """Answer with the winner of a study."""
     winner = recipe.winner
     number = {name: one.text for name, one in describe.numbers(winner).items()}
-    of_example = "" if recipe.example_gib is None else f" on an example card of {fmt_gib(recipe.example_gib)}"
+    card = ""
+    if recipe.example_gib is not None:
+        card = f" on an example card of {fmt_gib(recipe.example_gib)}"
+
     return Answer(
         answer=winner.config.label(),
-        needs=f"{number['peak reserved']} at the peak, {number['limit']} is the limit{of_example}",
+        needs=f"{number['peak reserved']} at the peak, {number['limit']} is the limit{card}",
         cost=_study_cost(recipe, number),
         certainty=f"{describe.evidence(winner)}. {describe.intervals(winner)}",
         reason=recipe.reason,
@@ -188,7 +230,7 @@ def study_answer(recipe: Recipe) -> Answer:
 
 
 def _study_cost(recipe: Recipe, number: dict[str, str]) -> str:
-    """'$0.58 ($0.57 to $0.59) for the full run of 10 min (9 min 50 s to 10 min 5 s), 10,000 examples; $3.50/h, ...'."""
+    """Describe cost and time, each with its interval, the workload and the price of an hour."""
     cost = recipe.winner.cost
     run = f"{number['time']} ({describe.hours_range(cost)}), {describe.workload(recipe.workload)}"
     if recipe.price is None:

@@ -1,7 +1,7 @@
-"""A study in optuna-dashboard: a copy in memory with the report's notes and figures, which nobody can change.
+"""Shows a read-only copy of a study in optuna-dashboard, with the report's notes and figures.
 
-The dashboard asks for no password and has routes that delete, so it never gets the study's own database.
-`cli.commands.dashboard` reads that database and serves this application.
+The dashboard asks for no password and has routes that delete. It therefore never gets the study's
+own database. `cli.commands.dashboard` reads that database and serves this application.
 """
 
 import copy
@@ -34,25 +34,25 @@ from autotune.study.summary import StudySummary, TrialRecord
 
 REFRESH_S = 5.0
 PAGE = "/dashboard/studies/0"  # the first study of a storage in memory
-TITLES = {  # of the figures that fit in half a window
+TITLES = {  # the figures that fit in half a window
     "scatter": "Useful tokens/s against peak reserved memory",
     "history": "Useful tokens/s of each trial",
     "importances": "Share of the variation of speed between the values of each knob",
     "memory": "Memory of winner and baseline",
     "quality": "Held-out loss of the finalists against the hours of their full run",
 }
-REFUSED = (  # controls that would change something, as CSS selects them
+REFUSED = (  # CSS selectors of the controls that would change the study
     '[aria-label="delete artifact"]',
     '[aria-label="delete study"]',
     '[aria-label="rename study"]',
     *(f'button:has([data-testid="{icon}Icon"])' for icon in ("AddBox", "Edit", "StopCircle")),
     '.MuiCard-root:has(> button [data-testid="UploadFileIcon"])',
 )
-Record = tuple[dict[str, Any], list[FrozenTrial]]  # user attributes of a study, and its trials
+Record = tuple[dict[str, Any], list[FrozenTrial]]  # a study's user attributes and trials
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether only this machine can reach the host: 127.0.0.1, ::1, localhost and the like."""
+    """Return whether only this machine can reach the host: 127.0.0.1, ::1, localhost and so on."""
     try:
         return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
     except ValueError:
@@ -60,55 +60,65 @@ def is_loopback(host: str | None) -> bool:
 
 
 def gate(app: WSGIApplication) -> WSGIApplication:
-    """Let only GET and HEAD through (else 405), and only requests for a loopback host (else 403, or 400).
+    """Accept only GET and HEAD, and only requests for a loopback host.
 
-    The check of the host stops DNS rebinding: a foreign page whose name resolves to 127.0.0.1 sends that name.
+    Other methods get 405, other hosts 403, and a malformed host 400. The check of the host stops
+    DNS rebinding: a foreign page whose name resolves to 127.0.0.1 sends its own name.
     """
 
-    def gated(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+    def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         try:
             host = urlsplit(f"//{environ.get('HTTP_HOST', '')}").hostname
         except ValueError:  # such as "["
             return _refuse(start_response, "400 Bad Request", "the Host header names no host")
+
         if not is_loopback(host):
-            return _refuse(start_response, "403 Forbidden", "this view answers to 127.0.0.1 and localhost only")
+            return _refuse(
+                start_response, "403 Forbidden", "this view answers to 127.0.0.1 and localhost only"
+            )
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             return _refuse(start_response, "405 Method Not Allowed", "this view is read-only")
         return app(environ, start_response)
 
-    return gated
+    return application
 
 
 def without_refused(app: WSGIApplication) -> WSGIApplication:
-    """Hide the controls of optuna-dashboard's page whose requests `gate` refuses: a button that fails only confuses."""
+    """Hide the controls of optuna-dashboard's page whose requests `gate` refuses.
 
-    def served(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+    A button that always fails would only confuse.
+    """
+
+    def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         if not environ["PATH_INFO"].startswith("/dashboard"):
             return app(environ, start_response)
-        started: list[Any] = []
+
+        # The page must be complete before its headers are sent, because its length changes.
+        response: list[Any] = []
 
         def start(*answer: Any) -> Callable[[bytes], object]:
-            started[:] = answer
-            return started.append  # WSGI's old way to write; nobody takes it here
+            response[:] = answer
+            return response.append  # the old way to write in WSGI, unused here
 
         page = b"".join(app(environ, start))
-        status, headers, *error = started
-        hidden = f"<style>{', '.join(REFUSED)} {{ display: none !important }}</style></head>"
-        page = page.replace(b"</head>", hidden.encode())
-        kept = [(name, value) for name, value in headers if name.lower() != "content-length"]
-        start_response(status, kept, *error)
+        status, headers, *error = response
+        style = f"<style>{', '.join(REFUSED)} {{ display: none !important }}</style></head>"
+        page = page.replace(b"</head>", style.encode())
+        headers = [(name, value) for name, value in headers if name.lower() != "content-length"]
+        start_response(status, headers, *error)
         return [page]
 
-    return served
+    return application
 
 
 def _refuse(start_response: StartResponse, status: str, reason: str) -> Iterable[bytes]:
+    """Answer with an error and its reason as JSON."""
     start_response(status, [("Content-Type", "application/json"), ("Allow", "GET, HEAD")])
     return [json.dumps({"reason": reason}).encode()]
 
 
 def _importances(summary: StudySummary, start_response: StartResponse) -> Iterable[bytes]:
-    """The report's shares for the dashboard's own chart, which would draw another measure."""
+    """Answer with the report's shares. The dashboard's chart would show another measure."""
     kind = CategoricalDistribution.__name__
     shares = [
         {"name": knob, "importance": one.share, "distribution": kind}
@@ -119,19 +129,29 @@ def _importances(summary: StudySummary, start_response: StartResponse) -> Iterab
 
 
 class Copy(optuna.storages.InMemoryStorage):
-    """A storage whose best trial, as the dashboard shows it, is the winner's: the fastest one may be less capable."""
+    """A storage whose best trial, as the dashboard shows it, is the winner's trial.
+
+    The fastest trial may have a less capable configuration.
+    """
 
     winner: int | None = None
 
     def get_best_trial(self, study_id: int) -> FrozenTrial:
-        """The trial of the winner; the one with the largest value if there is none."""
-        return super().get_best_trial(study_id) if self.winner is None else self.get_trial(self.winner)
+        """Return the trial of the winner, or the trial with the largest value without a winner."""
+        if self.winner is None:
+            return super().get_best_trial(study_id)
+        return self.get_trial(self.winner)
 
 
 class LiveDashboard:
-    """The dashboard of a study that may still run. A request reads the study again, at most every REFRESH_S seconds."""
+    """The dashboard of a study that may still run.
 
-    def __init__(self, read: Callable[[], Record], summarize: Callable[[], StudySummary], out: str) -> None:
+    A request reads the study again, at most every REFRESH_S seconds.
+    """
+
+    def __init__(
+        self, read: Callable[[], Record], summarize: Callable[[], StudySummary], out: str
+    ) -> None:
         self._read = read
         self._summarize = summarize
         self._reports = ReportStore(out)
@@ -150,12 +170,15 @@ class LiveDashboard:
                 except Exception as error:  # the last copy can still be served
                     print(f"cannot read the study again: {error}", file=sys.stderr)
                 self._read_at = time.monotonic()
-            app, summary = self._app, self._reports.summary
+            app = self._app
+            summary = self._reports.summary
+
         if environ["PATH_INFO"].endswith("/param_importances") and summary is not None:
             return _importances(summary, start_response)
         return app(environ, start_response)
 
     def _show(self, record: Record) -> None:
+        """Replace the copy by this state of the study."""
         summary = self._summarize()
         storage = copy_study(summary, record, self._reports)
         self._app: WSGIApplication = optuna_dashboard.wsgi(storage, artifact_store=self._reports)
@@ -164,87 +187,116 @@ class LiveDashboard:
 
 
 class ReportStore:
-    """An artifact store of the reports, each made when it is opened, under names that no foreign page can guess.
+    """An artifact store of the reports, under names that no foreign page can guess.
 
-    `out` is the study's directory, as the report shows it.
+    Opening a report renders it. `out` is the study's directory, as the report shows it.
     """
 
     def __init__(self, out: str) -> None:
         self.summary: StudySummary | None = None
         self._write: dict[str, tuple[str, str, Callable[[StudySummary], str]]] = {
             str(uuid.uuid4()): ("report.html", "text/html", lambda summary: render(summary, out)),
-            str(uuid.uuid4()): ("oom_report.md", "text/markdown", lambda summary: oom_report(summary).markdown()),
+            str(uuid.uuid4()): (
+                "oom_report.md",
+                "text/markdown",
+                lambda summary: oom_report(summary).markdown(),
+            ),
         }
 
     def open_reader(self, artifact_id: str) -> BinaryIO:
-        """The text of one report. Part of optuna-dashboard's protocol."""
+        """Return the text of one report, as optuna-dashboard's protocol demands."""
         assert self.summary is not None
         return io.BytesIO(self._write[artifact_id][-1](self.summary).encode())
 
     def attributes(self) -> dict[str, str]:
-        """The attributes that Optuna's upload_artifact writes into a study."""
+        """Return the attributes that Optuna's upload_artifact would write into a study."""
         attributes = {}
         for key, (name, kind, _) in self._write.items():
-            artifact = {"artifact_id": key, "filename": name, "mimetype": f"{kind}; charset=utf-8", "encoding": None}
+            artifact = {
+                "artifact_id": key,
+                "filename": name,
+                "mimetype": f"{kind}; charset=utf-8",
+                "encoding": None,
+            }
             attributes[f"artifacts:{key}"] = json.dumps(artifact)
         return attributes
 
 
 def copy_study(summary: StudySummary, record: Record, reports: ReportStore) -> Copy:
-    """A copy of the study in memory, with notes, figures and reports."""
+    """Copy the study into memory, with notes, figures and reports."""
     storage = Copy()
     study = optuna.create_study(
-        storage=storage, study_name=summary.study, direction="maximize", sampler=optuna.samplers.RandomSampler()
+        storage=storage,
+        study_name=summary.study,
+        direction="maximize",
+        sampler=optuna.samplers.RandomSampler(),
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         several = len({row.config.num_gpus for row in summary.trials}) > 1
         study.set_metric_names([METRIC_OF_SEVERAL if several else METRIC])
+
+    # Attributes with structure are for the program and would fill the page.
     attributes, trials = record
     for key, value in attributes.items():
-        if not isinstance(value, dict | list):  # those are for the program and would fill the page
+        if not isinstance(value, dict | list):
             study.set_user_attr(key, value)
     for trial in trials:
         study.add_trial(_with_visible_constraints(trial))
+
     for key, text in reports.attributes().items():
         storage.set_study_system_attr(0, key, text)
     optuna_dashboard.save_note(study, _note(summary))
     for row in summary.trials:
-        if row.number < len(trials):  # the summary was read after the record
-            optuna_dashboard.save_note(optuna.trial.Trial(study, row.number), _trial_note(row, summary))
+        if row.number < len(trials):  # the summary is newer than the record
+            noted_trial = optuna.trial.Trial(study, row.number)
+            optuna_dashboard.save_note(noted_trial, _trial_note(row, summary))
+
     _save_figures(study, summary)
     storage.winner = _winner(summary, len(trials))
     return storage
 
 
 def _winner(summary: StudySummary, num_trials: int) -> int | None:
-    """The number of the first trial of the winner's configuration; None if no trial had it."""
-    numbers = [row.number for row in summary.trials if summary.recipe and row.config == summary.recipe.config]
+    """Return the number of the first trial of the winner's configuration, or None without one."""
+    numbers = [
+        row.number
+        for row in summary.trials
+        if summary.recipe and row.config == summary.recipe.config
+    ]
     return next((number for number in numbers if number < num_trials), None)
 
 
 def _with_visible_constraints(trial: FrozenTrial) -> FrozenTrial:
-    """A copy with its constraints where optuna-dashboard 0.21 reads them: all under one key, as before Optuna 5.
+    """Copy a trial, with its constraints under the key that optuna-dashboard 0.21 reads.
 
-    The other keys go, since constraints in both places would count twice. `config` repeats the parameters.
+    Before Optuna 5, all constraints were under this one key. The newer keys are removed, because
+    constraints in both places would count twice. `config` is removed because it repeats the
+    parameters.
     """
     visible = copy.copy(trial)
-    others = {key: value for key, value in trial.system_attrs.items() if not key.startswith("constraints")}
-    visible.system_attrs = others | {"constraints": [value for _, value in sorted(trial.constraints.items())]}
+    others = {
+        key: value for key, value in trial.system_attrs.items() if not key.startswith("constraints")
+    }
+    visible.system_attrs = others | {
+        "constraints": [value for _, value in sorted(trial.constraints.items())]
+    }
     visible.user_attrs = {key: value for key, value in trial.user_attrs.items() if key != "config"}
     return visible
 
 
 def _save_figures(study: optuna.Study, summary: StudySummary) -> None:
+    """Save the figures of TITLES that have data."""
     import plotly.graph_objects as go
 
     drawn = draw(summary)
     for name, title in TITLES.items():
         if drawn[name] is not None:
             figure = go.Figure(drawn[name])
+            # The margins hold the title, a legend of three lines, and the mode bar.
             figure.update_layout(
                 title={"text": title, "x": 0.02, "y": 0.98, "yanchor": "top"},
-                margin={"t": 110, "r": 44},  # for the title and a legend of three lines, and for the mode bar
+                margin={"t": 110, "r": 44},
                 height=450,
                 paper_bgcolor="white",  # the window may be white or black
                 plot_bgcolor="white",
@@ -254,26 +306,36 @@ def _save_figures(study: optuna.Study, summary: StudySummary) -> None:
 
 
 def _note(summary: StudySummary) -> str:
-    """The best of the study so far, in Markdown."""
+    """Return the winner so far, in Markdown."""
     if (recipe := summary.recipe) is None:
         return "No configuration has succeeded so far."
+
     best = recipe.winner
     number = _winner(summary, len(summary.trials))
     trial = "" if number is None else f" (trial {number})"
-    lines = [f"**Winner**{trial}: {code_span(best.config.label())}", candidate_line(best), code_span(recipe.reason)]
+    lines = [
+        f"**Winner**{trial}: {code_span(best.config.label())}",
+        candidate_line(best),
+        code_span(recipe.reason),
+    ]
     return "\n\n".join(lines + [f"- {code_span(caveat)}" for caveat in recipe.caveats])
 
 
 def _trial_note(row: TrialRecord, summary: StudySummary) -> str:
-    """A trial in Markdown: its outcome, numbers, reason and log."""
-    won = summary.recipe is not None and summary.recipe.config == row.config
-    ran = row.tokens_per_second is not None
-    numbers = [f"{fmt_count(row.tokens_per_second)} tokens/s"] if ran else []
+    """Return a trial in Markdown: its outcome, numbers, reason and log."""
+    is_winner = summary.recipe is not None and summary.recipe.config == row.config
+    has_speed = row.tokens_per_second is not None
+    numbers = [f"{fmt_count(row.tokens_per_second)} tokens/s"] if has_speed else []
     if row.peak_reserved_gib is not None:
-        numbers.append(f"{fmt_gib(row.peak_reserved_gib)} {'reserved' if ran else 'needed'}")
+        verb = "reserved" if has_speed else "needed"
+        numbers.append(f"{fmt_gib(row.peak_reserved_gib)} {verb}")
     if row.limit_gib is not None:
         numbers.append(f"limit {fmt_gib(row.limit_gib)}")
-    lines = [f"**{LABELS[row.outcome]}**{', the winner' if won else ''} [{row.evidence}]", ", ".join(numbers)]
+
+    lines = [
+        f"**{LABELS[row.outcome]}**{', the winner' if is_winner else ''} [{row.evidence}]",
+        ", ".join(numbers),
+    ]
     lines += [f"Reason: {code_span(row.reason)}"] if row.reason else []
     lines += [f"Log: {code_span(row.log)}"] if row.log else []
     return "\n\n".join(filter(None, lines))

@@ -1,7 +1,8 @@
-"""The words for the results of a study, once: outcomes, numbers, configurations, ablations, verifications.
+"""The words for the results of a study, each in one place.
 
-The terminal, the report, the dashboard, `autotune status` and notebooks all use them. Exported files have a
-header of their own (`export.header`), since exports come before reports.
+They cover outcomes, numbers, configurations, ablations and verifications. The terminal, the report,
+the dashboard, `autotune status` and notebooks use them. Exported files have their own header
+(`export.header`), because exports come before reports.
 """
 
 import math
@@ -24,9 +25,16 @@ from autotune.study.ablation import AblatedKnob, Ablation
 from autotune.study.decomposition import Decomposition
 from autotune.study.learning import Learning
 from autotune.study.scaling import RankPlan, cheapest, fastest
-from autotune.study.summary import Candidate, Learned, Recipe, StudySummary, TrialRecord, Verification
+from autotune.study.summary import (
+    Candidate,
+    Learned,
+    Recipe,
+    StudySummary,
+    TrialRecord,
+    Verification,
+)
 
-# The name of each outcome for people.
+# The name of each outcome in texts for people.
 LABELS = {
     Outcome.OK: "fits",
     Outcome.SLOW: "pruned as slow",
@@ -37,13 +45,18 @@ LABELS = {
     Outcome.CRASH: "crash",
 }
 NOT_MEASURED = "Nothing was measured here. Estimated"
-SPEED, MEMORY, COST = "Performance", "Memory", "Cost of the full run"
+SPEED = "Performance"
+MEMORY = "Memory"
+COST = "Cost of the full run"
 SAME_GIB = 0.005  # a smaller difference in memory prints as 0.00
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:
-    """One number of a candidate. `value` is None where it is unknown, or where a ratio of two means nothing."""
+    """One number of a candidate.
+
+    `value` is None if it is unknown, or if a ratio of two such numbers has no meaning.
+    """
 
     group: str
     value: float | None
@@ -51,8 +64,11 @@ class Number:
 
 
 def numbers(candidate: Candidate) -> dict[str, Number]:
-    """Everything measured or projected for a candidate, by name, in the order of the report."""
-    speed, memory, cost = candidate.performance, candidate.measurement, candidate.cost
+    """Return every number measured or projected for a candidate, by name, in the report's order."""
+    speed = candidate.performance
+    memory = candidate.measurement
+    cost = candidate.cost
+
     free = 1.0 - memory.peak_reserved_gib / memory.limit_gib
     hours = cost.full_run_hours
     per_1000 = cost.cost_per_1000_samples_usd
@@ -76,16 +92,18 @@ def numbers(candidate: Candidate) -> dict[str, Number]:
 
 
 def candidate_line(candidate: Candidate) -> str:
-    """'28,000 tokens/s, 53.3 GiB, full run 10 min 20 s, $0.584 [measured]'."""
+    """Summarise as '28,000 tokens/s, 53.3 GiB, full run 10 min 20 s, $0.584 [measured]'."""
     text = {name: number.text for name, number in numbers(candidate).items()}
     run = f"full run {text['time']}, {text['USD']}"
-    return f"{text['useful tokens/s']} tokens/s, {text['peak reserved']}, {run} [{candidate.evidence}]"
+    return (
+        f"{text['useful tokens/s']} tokens/s, {text['peak reserved']}, {run} [{candidate.evidence}]"
+    )
 
 
 def speed_up(recipe: Recipe) -> str:
-    """The winner's speed against the baseline's, without a ratio where the two cannot be told apart.
+    """Compare the winner's speed with the baseline's, without a ratio if they are within the error.
 
-    A ratio is labelled where either was not measured as a whole model.
+    A ratio is labelled if one of the two was not measured as a whole model.
     """
     if recipe.baseline is None or recipe.speedup is None:
         return "no baseline was measured"
@@ -93,124 +111,163 @@ def speed_up(recipe: Recipe) -> str:
         return "the baseline is the best configuration"
     if not recipe.differs:
         return "no measurable difference in speed from the baseline"
+
     label = " (extrapolated)" if recipe.speedup_evidence is Evidence.EXTRAPOLATED else ""
-    own, other = recipe.config.num_gpus, recipe.baseline.config.num_gpus
-    if own != other:
-        label += f", on {'1 GPU' if own == 1 else f'{own} GPUs'} instead of {other}"
+    num_gpus = recipe.config.num_gpus
+    baseline_gpus = recipe.baseline.config.num_gpus
+    if num_gpus != baseline_gpus:
+        winner_gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+        label += f", on {winner_gpus} instead of {baseline_gpus}"
+
     if recipe.speedup >= 1.1:
         return f"{recipe.speedup:.1f} times the speed of the baseline{label}"
-    return f"{abs(recipe.speedup - 1):.0%} {'faster' if recipe.speedup > 1 else 'slower'} than the baseline{label}"
+    direction = "faster" if recipe.speedup > 1 else "slower"
+    return f"{abs(recipe.speedup - 1):.0%} {direction} than the baseline{label}"
 
 
 def gpus(config: TrainConfig) -> str:
-    """'1 GPU', '8 GPUs, fsdp2'."""
+    """Describe the GPUs as '1 GPU' or '8 GPUs, fsdp2'."""
     return "1 GPU" if config.num_gpus == 1 else f"{config.num_gpus} GPUs, {config.sharding}"
 
 
 def speed_up_range(recipe: Recipe) -> str:
-    """'2.07 to 2.15 times its 8,003 tokens/s'; empty where there is no other baseline than the winner."""
-    if recipe.speedup_interval is None or recipe.baseline is None or recipe.config == recipe.baseline.config:
+    """Describe the interval as '2.07 to 2.15 times its 8,003 tokens/s'.
+
+    The text is empty without a baseline, or if the baseline is the winner.
+    """
+    if (
+        recipe.speedup_interval is None
+        or recipe.baseline is None
+        or recipe.config == recipe.baseline.config
+    ):
         return ""
     low, high = recipe.speedup_interval
-    return f"{low:.2f} to {high:.2f} times its {fmt_count(recipe.baseline.performance.tokens_per_second)} tokens/s"
+    speed = fmt_count(recipe.baseline.performance.tokens_per_second)
+    return f"{low:.2f} to {high:.2f} times its {speed} tokens/s"
 
 
 def factors(decomposition: Decomposition | None) -> str:
-    """'padding or packing 3.10, compilation 1.22', which multiply to the speed-up; factors of 1.00 are left out."""
-    parts = [(one.name, f"{one.factor:.2f}") for one in decomposition.factors] if decomposition else []
+    """List the factors as 'padding or packing 3.10, compilation 1.22'.
+
+    They multiply to the speed-up. Factors of 1.00 are left out.
+    """
+    parts: list[tuple[str, str]] = []
+    if decomposition:
+        parts = [(one.name, f"{one.factor:.2f}") for one in decomposition.factors]
     return ", ".join(f"{name} {factor}" for name, factor in parts if factor != "1.00")
 
 
 def how_known(how_sure: str, calibrated: str | None) -> str:
-    """The basis of estimates, in a sentence without its stop."""
+    """Return the basis of estimates, as a sentence without its full stop."""
     return f"{f'Estimated, {calibrated}' if calibrated else NOT_MEASURED}: {how_sure}"
 
 
 def gpu_choices(rows: Sequence[RankPlan], within_hours: float | None) -> list[str]:
-    """The cheapest and the fastest row, and the cheapest that ends in time where there is a deadline, in words."""
+    """Describe the cheapest and the fastest row.
+
+    With a deadline, also describe the cheapest row that meets it.
+    """
     lines = [_gpu_choice("cheapest", cheapest(rows)), _gpu_choice("fastest", fastest(rows))]
     if within_hours is not None:
         in_time = cheapest(rows, within_hours)
-        lines.append(_gpu_choice(f"cheapest within {fmt_hours(within_hours)}", in_time, within_hours))
+        lines.append(
+            _gpu_choice(f"cheapest within {fmt_hours(within_hours)}", in_time, within_hours)
+        )
     return lines
 
 
 def _gpu_choice(name: str, row: RankPlan | None, deadline_hours: float | None = None) -> str:
-    """'fastest: 8 GPUs, fsdp2 (lora r16 ...), 6 h, $96', and whether it may miss the deadline."""
+    """Describe a row as 'fastest: 8 GPUs, fsdp2 (lora r16 ...), 6 h, $96'.
+
+    The text also says if the run may miss the deadline.
+    """
     if row is None or row.estimate is None or row.estimate.cost is None or row.hours is None:
         return f"{name}: none is known"
-    shared_out = "1 GPU" if row.num_gpus == 1 else f"{row.num_gpus} GPUs, {row.parallelism.name}"
-    shared_out += f" on {row.hosts} hosts" if row.hosts > 1 else ""
+
+    layout = "1 GPU" if row.num_gpus == 1 else f"{row.num_gpus} GPUs, {row.parallelism.name}"
+    layout += f" on {row.hosts} hosts" if row.hosts > 1 else ""
     high = row.estimate.cost.interval_hours[1]
-    late = f"; it may take {fmt_hours(high)}" if deadline_hours is not None and high > deadline_hours else ""
+    late = (
+        f"; it may take {fmt_hours(high)}"
+        if deadline_hours is not None and high > deadline_hours
+        else ""
+    )
     cost = f"{row.hours * row.num_gpus:.3g} GPU-hours" if row.usd is None else fmt_usd(row.usd)
-    return f"{name}: {shared_out} ({row.label}), {fmt_hours(row.hours)}, {cost}{late}"
+    return f"{name}: {layout} ({row.label}), {fmt_hours(row.hours)}, {cost}{late}"
 
 
 def mfu_basis(recipe: Recipe) -> str:
-    """' of what this processor reached in large products': a CPU has no data sheet. Empty for a GPU."""
-    return " of what this processor reached in large products" if recipe.device.kind == "cpu" else ""
+    """Return the basis of a CPU's MFU, which has no data sheet. The text is empty for a GPU."""
+    return (
+        " of what this processor reached in large products" if recipe.device.kind == "cpu" else ""
+    )
 
 
 def intervals(candidate: Candidate) -> str:
-    """What the intervals of its time and cost are."""
-    known = {
-        Evidence.MEASURED: "are the spread of the measured steps, at least what two probes differ by, and of the full "
-        "run what its host or CPU may drift by",
+    """Return a sentence on the meaning of the candidate's intervals of time and cost."""
+    meanings = {
+        Evidence.MEASURED: "are the spread of the measured steps, "
+        "at least what two probes differ by, "
+        "and of the full run what its host or CPU may drift by",
         Evidence.EXTRAPOLATED: "hold the possible error of the extrapolation from a few layers",
-        Evidence.PROJECTED: "hold 80% of the cases of the projection from another card, and the spread of the steps",
+        Evidence.PROJECTED: "hold 80% of the cases of the projection from another card, "
+        "and the spread of the steps",
     }
-    return f"Intervals {known.get(candidate.evidence, 'are those of the formula')}."
+    return f"Intervals {meanings.get(candidate.evidence, 'are those of the formula')}."
 
 
 def evidence(candidate: Candidate) -> str:
-    """The evidence of speed and memory; named apart where they differ."""
+    """Return the evidence of speed and memory, with both names if they differ."""
     if candidate.evidence is candidate.memory_evidence:
         return candidate.evidence.value
     return f"speed {candidate.evidence}, memory {candidate.memory_evidence}"
 
 
 def workload(task: Workload) -> str:
-    """'10,000 examples (assumed), 500 of them held out, 1 epoch'."""
+    """Describe a workload as '10,000 examples (assumed), 500 of them held out, 1 epoch'."""
     examples = f"{task.examples:,} examples" + (" (assumed)" if task.examples_assumed else "")
     examples += f", {held_out:,} of them held out" if (held_out := task.held_out()) else ""
     return f"{examples}, 1 epoch" if task.epochs == 1 else f"{examples}, {task.epochs} epochs"
 
 
 def pauses(cost: CostProjection) -> tuple[str, ...]:
-    """'3 evaluations in 2 min 5 s', '4 checkpoints in 1.2 s', as far as their times are known."""
+    """List the pauses of a run: '3 evaluations in 2 min 5 s', '4 checkpoints in 1.2 s'.
+
+    Pauses of unknown length are left out.
+    """
     between = cost.pauses
     if between is None:
         return ()
-    counted = (
+
+    kinds = (
         (between.num_evaluations, "evaluation", between.evaluation_s),
         (between.num_checkpoints, "checkpoint", between.checkpoint_s),
     )
     return tuple(
         f"{number:,} {name}{'s' * (number > 1)} in {fmt_seconds(seconds)}"
-        for number, name, seconds in counted
+        for number, name, seconds in kinds
         if number and seconds is not None
     )
 
 
 def left_out(cost: CostProjection) -> str:
-    """'They do not include start-up, checkpoint saves and evaluation.'."""
+    """Return 'They do not include start-up, checkpoint saves and evaluation.', for this run."""
     *others, last = cost.left_out
     return f"They do not include {', '.join(others)}{' and ' * bool(others)}{last}."
 
 
 def hours_range(cost: CostProjection) -> str:
-    """'10 min 13 s to 10 min 26 s'."""
+    """Format the interval of the time as '10 min 13 s to 10 min 26 s'."""
     return " to ".join(fmt_seconds(hours * 3600) for hours in cost.interval_hours)
 
 
 def usd_range(cost: CostProjection) -> str:
-    """'$0.578 to $0.589', or a dash without a price."""
+    """Format the interval of the cost as '$0.578 to $0.589', or a dash without a price."""
     return DASH if cost.interval_usd is None else " to ".join(map(fmt_usd, cost.interval_usd))
 
 
 def full_run(cost: CostProjection) -> str:
-    """The intervals of time and cost, and the energy where they are known."""
+    """Describe the intervals of time and cost, and the energy, as far as they are known."""
     text = hours_range(cost)
     if cost.startup_s is not None:
         text += f" after about {fmt_seconds(cost.startup_s)} to start"
@@ -224,28 +281,34 @@ def full_run(cost: CostProjection) -> str:
 
 
 def overrun(row: TrialRecord) -> str:
-    """'20.5% over the limit in forward': by how much an out-of-memory missed the limit, and where."""
+    """Describe an out-of-memory as '20.5% over the limit in forward': the excess and the phase."""
     return f"{row.margin:.1%} over the limit" + (f" in {row.oom.phase}" if row.oom else "")
 
 
 def memory_gib(row: TrialRecord) -> float | None:
-    """The peak reserved memory of a trial, or the least that it needed where it did not fit."""
+    """Return the peak reserved memory of a trial, or its least need if it did not fit."""
     if row.peak_reserved_gib is None and row.margin is not None and row.limit_gib is not None:
         return row.limit_gib * (1.0 + row.margin)
     return row.peak_reserved_gib
 
 
 def breakdown(summary: StudySummary) -> str:
-    """'12 configurations: 8 fit, 2 out of memory, 2 refused'. What was proposed again counts once."""
-    labels, tried = LABELS | {Outcome.OK: "fit"}, summary.configurations
-    counts = Counter(row.outcome for row in tried)
+    """Count the outcomes as '12 configurations: 8 fit, 2 out of memory, 2 refused'.
+
+    A configuration that was proposed twice counts once.
+    """
+    labels = LABELS | {Outcome.OK: "fit"}
+    configurations = summary.configurations
+    counts = Counter(row.outcome for row in configurations)
     parts = [f"{counts[outcome]:,} {label}" for outcome, label in labels.items() if counts[outcome]]
-    number = "1 configuration" if len(tried) == 1 else f"{len(tried):,} configurations"
+    number = "1 configuration"
+    if len(configurations) != 1:
+        number = f"{len(configurations):,} configurations"
     return f"{number}: {', '.join(parts)}" if parts else "nothing was tried"
 
 
 def configuration(recipe: Recipe) -> tuple[str, ...]:
-    """The winner's configuration, one phrase for each decision."""
+    """Describe the winner's configuration, with one phrase for each decision."""
     config = recipe.config
     kind = ("rs" if config.rslora else "") + ("DoRA" if config.dora else "LoRA")
     base = {
@@ -255,15 +318,25 @@ def configuration(recipe: Recipe) -> tuple[str, ...]:
         "nf4": " on a 4-bit (NF4) base" + (", double quantised" if config.double_quant else ""),
     }[config.quantization]
     quantized = "Q" if config.quantization == "nf4" else ""
-    every, values = config.checkpoint_every, {name: getattr(config, name) for name in KNOBS}
+    method = f"{quantized}{kind} of rank {config.lora_rank}{base}"
+    if config.method == "full":
+        method = "full fine-tuning"
+
+    every = config.checkpoint_every
     recomputed = {None: "no activation checkpointing", 1: "activation checkpointing in every layer"}
     if config.activation_budget < 1:
-        recomputed[None] = f"compiled layers that keep up to {config.activation_budget:.0%} of their activations"
+        recomputed[None] = (
+            f"compiled layers that keep up to {config.activation_budget:.0%} of their activations"
+        )
     if config.offloads:
         recomputed[1] += ", with its inputs in host memory"
+
+    # The usual targets of adapters have a phrase of their own.
+    own_targets = config.lora_targets not in KNOBS["lora_targets"].choices
+    values = {name: getattr(config, name) for name in KNOBS}
     return (
-        "full fine-tuning" if config.method == "full" else f"{quantized}{kind} of rank {config.lora_rank}{base}",
-        *([f"adapters on {config.lora_targets}"] if config.lora_targets not in KNOBS["lora_targets"].choices else []),
+        method,
+        *([f"adapters on {config.lora_targets}"] if own_targets else []),
         _batch(recipe),
         recomputed.get(every, f"activation checkpointing in one layer of {every}"),
         *(
@@ -275,23 +348,29 @@ def configuration(recipe: Recipe) -> tuple[str, ...]:
 
 
 def training_commands(summary: StudySummary, recipe: Recipe, out_dir: str) -> dict[str, str]:
-    """What trains with the export in the study's directory: command lines for a shell, by their purpose."""
+    """Return the shell commands that train with the export in the study's directory, by purpose."""
     if recipe.trainer == "trl":
         cd = shlex.join(["cd", *operands(f"{out_dir}/export")])
-        purpose = f"name your dataset in export/{tool_file.file_of(recipe, 'trl')}, then start the full run"
+        file = tool_file.file_of(recipe, "trl")
+        purpose = f"name your dataset in export/{file}, then start the full run"
         return {purpose: f"{cd} && {tool_file.training_command(recipe, 'trl')}"}
+
     launch = shlex.join(["bash", *operands(f"{out_dir}/export/launch.sh")])
     several = f" on {recipe.config.num_gpus} GPUs" if recipe.config.num_gpus > 1 else ""
     commands = {f"try the exported run{several}": f"{launch} --random-weights --max-steps 5"}
     if has_published_weights(recipe):
         dataset = training_data(summary)
-        purpose = "start the full run" if dataset else "write your examples as lines of JSON, then start the full run"
+        purpose = (
+            "start the full run"
+            if dataset
+            else "write your examples as lines of JSON, then start the full run"
+        )
         commands[purpose] = f"{launch} {shlex.join(['--dataset', *(dataset or ['data.jsonl'])])}"
     return commands
 
 
 def training_data(summary: StudySummary) -> list[str]:
-    """The path of the study's dataset, and the option that names its split; empty if it has none."""
+    """Return the path of the study's dataset and the option for its split; empty if it has none."""
     if summary.dataset is None:
         return []
     split = ["--split", summary.split] if summary.split else []
@@ -299,37 +378,46 @@ def training_data(summary: StudySummary) -> list[str]:
 
 
 def learned(finalist: Learned) -> str:
-    """What one finalist learned, or why its training failed."""
+    """Describe the result of one finalist's training, or why the training failed."""
     if finalist.loss_before is None or finalist.loss_after is None:
         return f"failed: {finalist.reason}"
     return f"held-out loss {finalist.loss_before:.4f} to {finalist.loss_after:.4f}"
 
 
 def verification(result: Verification) -> list[str]:
-    """The exported run against the prediction, one line for each number."""
+    """Compare the exported run with the prediction, one line for each number."""
     if result.tokens_per_s is None:
         return [f"the exported run failed: {result.reason}"]
+
     run = f"{result.micro_steps} micro batches of {result.file}"
     if result.soak:
         lines = [f"{run}, rows of {result.config.seq_len:,} tokens among short ones: succeeded"]
     else:
-        measured = f"{fmt_count(result.tokens_per_s)} measured in {run} ({result.speed_error:+.1%})"
-        lines = [f"{fmt_count(result.promised_tokens_per_s)} tokens/s predicted, {measured}"]
+        speed = f"{fmt_count(result.tokens_per_s)} measured in {run} ({result.speed_error:+.1%})"
+        lines = [f"{fmt_count(result.promised_tokens_per_s)} tokens/s predicted, {speed}"]
+
     peak = "this device does not report its peak"
     if result.reserved_gib is not None:
         peak = f"{fmt_gib(result.reserved_gib)} reserved ({result.memory_error:+.1%})"
     lines.append(f"{fmt_gib(result.promised_gib)} predicted, {peak}")
+
     if not result.probed:
-        lines.append(f"{result.file} is not what was probed: its speed and memory were not predicted")
+        lines.append(
+            f"{result.file} is not what was probed: its speed and memory were not predicted"
+        )
     if result.better:
-        lines.append(f"a wrong prediction: the run is {' and '.join(result.better)} by over {result.tolerance:.0%}")
+        better = " and ".join(result.better)
+        lines.append(f"a wrong prediction: the run is {better} by over {result.tolerance:.0%}")
     if result.soak:
         lines.append(_memory_growth(result))
     return lines
 
 
 def failed_verification(result: Verification) -> str | None:
-    """Why a verification failed: the run failed, its memory grows, or a number is off. None where it holds."""
+    """Return why a verification failed, or None if it holds.
+
+    The run failed, its memory grows, or a number is wrong.
+    """
     if result.holds:
         return None
     if result.seconds_per_step is None:
@@ -340,17 +428,20 @@ def failed_verification(result: Verification) -> str | None:
 
 
 def ablation_effect(result: Ablation, knob: AblatedKnob) -> str:
-    """How many times as fast the winner is because of this knob, and what the knob costs in memory."""
+    """Describe this knob's factor in the winner's speed, and its cost in memory."""
     winner = result.winner
     if knob.tokens_per_s is None or winner.tokens_per_s is None:
         if knob.outcome not in (Outcome.OOM, Outcome.REFUSED) or not knob.peak_gib:
             return f"without it: {knob.outcome.value}"
-        return f"does not fit without it: at least {fmt_gib(knob.peak_gib)} of {fmt_gib(knob.limit_gib)}"
+        need = f"{fmt_gib(knob.peak_gib)} of {fmt_gib(knob.limit_gib)}"
+        return f"does not fit without it: at least {need}"
+
     ratio = winner.tokens_per_s / knob.tokens_per_s
     unclear = abs(ratio - 1) <= math.hypot(knob.error, winner.error)
     speed = "no clear difference in speed" if unclear else f"{ratio:.2f} times as fast"
     if knob.peak_gib is None or winner.peak_gib is None:
         return speed
+
     more = winner.peak_gib - knob.peak_gib
     if abs(more) < SAME_GIB:
         return f"{speed}, as much memory"
@@ -358,16 +449,25 @@ def ablation_effect(result: Ablation, knob: AblatedKnob) -> str:
 
 
 def ablation(result: Ablation) -> list[str]:
-    """One line for each knob, the most helpful first. A comparison is as certain as the less certain of the two is."""
+    """Return a line for each knob, the most helpful first.
+
+    A comparison has the weaker evidence of its two sides.
+    """
     rank = list(Evidence)
-    return [
-        f"{knob.knob} {getattr(result.winner.config, knob.knob)} instead of {getattr(knob.config, knob.knob)}: "
-        f"{ablation_effect(result, knob)} [{max(knob.evidence, result.winner.evidence, key=rank.index).value}]"
-        for knob in result.ranked()
-    ]
+    lines = []
+    for knob in result.ranked():
+        value = getattr(result.winner.config, knob.knob)
+        other = getattr(knob.config, knob.knob)
+        weaker = max(knob.evidence, result.winner.evidence, key=rank.index)
+        lines.append(
+            f"{knob.knob} {value} instead of {other}: "
+            f"{ablation_effect(result, knob)} [{weaker.value}]"
+        )
+    return lines
 
 
 def _batch(recipe: Recipe) -> str:
+    """Describe the micro batch, the accumulation and the global batch."""
     config = recipe.config
     row = "row" if config.packing else "sequence"
     rows = f"1 {row}" if config.micro_batch_size == 1 else f"{config.micro_batch_size} {row}s"
@@ -375,11 +475,13 @@ def _batch(recipe: Recipe) -> str:
     if recipe.accumulation > 1:
         text += f", accumulated {recipe.accumulation} times"
     if config.packing:
-        return f"{text}: packed, a global batch of {recipe.shape.examples_per_step:.1f} examples on average"
+        examples = f"{recipe.shape.examples_per_step:.1f}"
+        return f"{text}: packed, a global batch of {examples} examples on average"
     return f"{text}: a global batch of {recipe.workload.global_batch}"
 
 
 def _memory_growth(result: Verification) -> str:
+    """Say whether the memory of a soak grows."""
     if not result.peaks_gib:
         return "whether memory grows is not known: the run does not report its peaks"
     if result.memory_growth_gib is None:
@@ -387,26 +489,37 @@ def _memory_growth(result: Verification) -> str:
         return f"memory does not grow: {peaks} GiB by quarters"
     before, after = result.memory_growth_gib
     return (
-        f"memory grows from {fmt_gib(before)} in the second quarter of the steps to {fmt_gib(after)} in the last "
-        f"({after / before - 1:+.1%})"
+        f"memory grows from {fmt_gib(before)} in the second quarter of the steps "
+        f"to {fmt_gib(after)} in the last ({after / before - 1:+.1%})"
     )
 
 
-def learning(found: Learning) -> list[str]:
-    """The rates that were tried, the one that is taken, and how sure that is: a line each."""
-    longest = found.last_round[0].steps
-    lines = [f"learning rate {found.learning_rate:.2g}, from {len(found.attempts)} trainings of {found.steps:,} steps"]
-    for rate, losses in found.losses().items():
-        each = ", ".join("diverged" if math.isinf(loss) else f"{loss:.4f}" for loss in losses)
-        default = " (the default)" if rate == found.default else ""
-        lines.append(f"  {rate:.2g}{default}: held-out loss {each} after {longest} steps")
-    tried = sorted({attempt.learning_rate for attempt in found.attempts} - set(found.losses()))
-    behind = ", ".join(f"{rate:.2g}" for rate in tried)
-    lines += [f"  after fewer steps these were behind: {behind}"] if tried else []
-    for other in found.others:
-        each = ", ".join("diverged" if math.isinf(loss) else f"{loss:.4f}" for loss in other.losses)
-        what = learning_differences(other.config, found.config) or other.config.label()
-        lines.append(f"  {what}: held-out loss {each}: {found.difference(other)}")
-    share = found.steps / found.run_steps
-    lines.append(f"it took {fmt_seconds(found.seconds)}, and {share:.1%} of the full run's {found.run_steps:,} steps")
-    return lines + found.notes()
+def learning(result: Learning) -> list[str]:
+    """Describe the chosen learning rate, the loss of each rate, and the certainty of the choice."""
+    longest = result.last_round[0].steps
+    trainings = f"{len(result.attempts)} trainings of {result.steps:,} steps"
+    lines = [f"learning rate {result.learning_rate:.2g}, from {trainings}"]
+
+    # The rates of the last round, then the rates that earlier rounds dropped.
+    for rate, losses in result.losses().items():
+        default = " (the default)" if rate == result.default else ""
+        lines.append(
+            f"  {rate:.2g}{default}: held-out loss {_losses(losses)} after {longest} steps"
+        )
+    dropped = sorted({attempt.learning_rate for attempt in result.attempts} - set(result.losses()))
+    behind = ", ".join(f"{rate:.2g}" for rate in dropped)
+    lines += [f"  after fewer steps these were behind: {behind}"] if dropped else []
+
+    for other in result.others:
+        name = learning_differences(other.config, result.config) or other.config.label()
+        lines.append(f"  {name}: held-out loss {_losses(other.losses)}: {result.difference(other)}")
+
+    share = f"{result.steps / result.run_steps:.1%}"
+    time = fmt_seconds(result.seconds)
+    lines.append(f"it took {time}, and {share} of the full run's {result.run_steps:,} steps")
+    return lines + result.notes()
+
+
+def _losses(losses: Sequence[float]) -> str:
+    """List losses as '1.2345, diverged'."""
+    return ", ".join("diverged" if math.isinf(loss) else f"{loss:.4f}" for loss in losses)

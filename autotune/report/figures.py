@@ -1,4 +1,7 @@
-"""Figures as JSON-able data for plotly. A figure with nothing to show is None, and the report says so in a sentence."""
+"""Figures as JSON-able data for plotly.
+
+A figure without data is None, and the report says so in a sentence.
+"""
 
 import statistics
 import textwrap
@@ -14,7 +17,18 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_count, fmt_gib, fmt_hours, fmt_seconds, fmt_usd
 from autotune.report.describe import LABELS, ablation_effect, memory_gib
 from autotune.report.infos import TERMS, CellRow, Importance, ParallelInfo
-from autotune.report.style import ACCENT, BLUE, GREY, MARKERS, PALE_BLUE, PURPLE, YELLOW, empty, escape, finish
+from autotune.report.style import (
+    ACCENT,
+    BLUE,
+    GREY,
+    MARKERS,
+    PALE_BLUE,
+    PURPLE,
+    YELLOW,
+    empty,
+    escape,
+    finish,
+)
 from autotune.report.timeline import KINDS, TIMED, Slice, Span, TimelineInfo, slices
 from autotune.report.values.comparison import Group
 from autotune.report.values.estimate import Estimate
@@ -30,24 +44,32 @@ from autotune.study.summary import Candidate, Quality, TrialRecord
 TERM_COLOURS = dict(zip(TERMS, (BLUE, PALE_BLUE, YELLOW, ACCENT, GREY), strict=True))
 KIND_COLOURS = dict(zip(KINDS, (GREY, YELLOW, BLUE, PURPLE), strict=True))
 STAGE_COLOURS = {Stage.FORWARD: BLUE, Stage.RECOMPUTED: PALE_BLUE, Stage.BACKWARD: ACCENT}
-LINES = (  # of the parallel coordinates: group, name, colour, opacity; the fastest are drawn last
+# The lines of the parallel coordinates: group, name, colour, opacity. The fastest are drawn last.
+LINES = (
     (2, "slower", GREY, 0.35),
     (1, "at least half as fast", BLUE, 0.7),
     (0, "within 5 % of the fastest", ACCENT, 0.95),
 )
-METHOD_MARKERS = {"full": (ACCENT, "square"), "lora": (BLUE, "circle"), "qlora": (PURPLE, "diamond")}
+METHOD_MARKERS = {
+    "full": (ACCENT, "square"),
+    "lora": (BLUE, "circle"),
+    "qlora": (PURPLE, "diamond"),
+}
 SERIES = (BLUE, ACCENT, PURPLE, YELLOW, GREY, PALE_BLUE)
 DASHES = ("solid", "dash")
 LONG_S = 900.0  # a longer time axis is in minutes
-FAR = 15  # times the slowest
-NARROW = 20  # of a label beside a figure that needs its width
-WRAP = 26  # characters of a bar's name on one line: a phone shows a few more
-EDGE = 1.5  # of the limit; a farther miss is drawn at the edge, so that it does not squeeze the rest
+FAR = 15  # beyond this ratio of the speeds, a log axis labels only powers of ten
+NARROW = 20  # characters of a label beside a figure that needs the width itself
+WRAP = 26  # characters of a bar's name on one line; a phone shows a few more
+EDGE = 1.5  # times the limit; larger misses are drawn at the edge, to leave room for the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """One horizontal bar. `interval` are the ends of its error, `text` is to its right, `hover` is escaped HTML."""
+    """One horizontal bar.
+
+    `interval` has the ends of its error bar. `text` stands to its right. `hover` is escaped HTML.
+    """
 
     name: str
     value: float
@@ -60,15 +82,22 @@ class Bar:
 def scatter(
     rows: tuple[TrialRecord, ...], candidates: dict[str, Candidate], limit_gib: float | None
 ) -> dict[str, Any] | None:
-    """Useful tokens/s against peak reserved memory of the trials with a known memory; `candidates` are marked."""
+    """Plot useful tokens/s against peak reserved memory for trials with a known memory.
+
+    `candidates` are marked.
+    """
     rows = tuple(row for row in rows if memory_gib(row) is not None)
     edge = float("inf") if limit_gib is None else limit_gib * EDGE
     speeds = [candidate.performance.tokens_per_second for candidate in candidates.values()]
-    figure = _trials(rows, lambda row: min(memory_gib(row) or 0.0, edge), highest=max(speeds, default=0.0))
+    figure = _trials(
+        rows, lambda row: min(memory_gib(row) or 0.0, edge), highest=max(speeds, default=0.0)
+    )
     if figure is None:
         return None
+
     for name, candidate in candidates.items():
-        speed, peak_gib = candidate.performance.tokens_per_second, candidate.measurement.peak_reserved_gib
+        speed = candidate.performance.tokens_per_second
+        peak_gib = candidate.measurement.peak_reserved_gib
         figure.add_scatter(
             x=[peak_gib],
             y=[speed],
@@ -81,17 +110,21 @@ def scatter(
             cliponaxis=False,
             showlegend=False,
         )
+
     if limit_gib is not None:
-        _limit_line(figure, limit_gib)
-    figure.update_xaxes(range=_around([memory_gib(row) or 0.0 for row in rows], limit_gib))
+        _add_limit_line(figure, limit_gib)
+    figure.update_xaxes(range=_memory_range([memory_gib(row) or 0.0 for row in rows], limit_gib))
     return finish(figure, x="peak reserved memory, GiB", y="useful tokens/s", height=430)
 
 
-def history(rows: tuple[TrialRecord, ...], best: tuple[tuple[int, float], ...]) -> dict[str, Any] | None:
-    """Useful tokens/s of each trial in order, with the best so far as a line."""
+def history(
+    rows: tuple[TrialRecord, ...], best: tuple[tuple[int, float], ...]
+) -> dict[str, Any] | None:
+    """Plot useful tokens/s of each trial in order, with a line for the best so far."""
     figure = _trials(rows, lambda row: row.number)
     if figure is None:
         return None
+
     if len(best) > 1:
         figure.add_scatter(
             x=[number for number, _ in best],
@@ -105,17 +138,26 @@ def history(rows: tuple[TrialRecord, ...], best: tuple[tuple[int, float], ...]) 
 
 
 def timeline(info: TimelineInfo) -> dict[str, Any] | None:
-    """How seconds were spent, by rung, or in slices of a long study; above it how busy the GPU was in timed steps."""
+    """Plot the use of time by rung, or in slices for a long study.
+
+    Bars above it show the GPU's utilization in timed steps.
+    """
     if not info.spans:
         return None
-    figure, parts = empty(), slices(info)
+
+    figure = empty()
+    parts = slices(info)
     unit_s, unit = (60.0, "minutes") if info.length_s > LONG_S else (1.0, "seconds")
     rungs = [rung.value for rung in Rung if any(span.rung is rung for span in info.spans)]
     if parts:
         _add_slices(figure, parts, unit_s)
     else:
         _add_spans(figure, info.spans, unit_s)
-    busy: list[Slice | Span] = [part for part in parts or info.spans if part.utilization is not None]
+
+    # The utilization, on an axis of its own.
+    busy: list[Slice | Span] = [
+        part for part in parts or info.spans if part.utilization is not None
+    ]
     if busy:
         figure.add_bar(
             x=[(part.start_s + part.seconds / 2) / unit_s for part in busy],
@@ -126,11 +168,21 @@ def timeline(info: TimelineInfo) -> dict[str, Any] | None:
             hovertext=[f"a kernel ran <b>{part.utilization:.0%}</b> of the time" for part in busy],
             showlegend=False,
         )
-        scale = {"range": [0, 1], "tickformat": ".0%", "tickvals": [0, 0.5, 1], "title": {"text": "busy"}}
-        figure.update_layout(yaxis={"domain": [0.0, 0.62]}, yaxis2={"domain": [0.7, 1.0], "anchor": "x"} | scale)
+        scale = {
+            "range": [0, 1],
+            "tickformat": ".0%",
+            "tickvals": [0, 0.5, 1],
+            "title": {"text": "busy"},
+        }
+        figure.update_layout(
+            yaxis={"domain": [0.0, 0.62]}, yaxis2={"domain": [0.7, 1.0], "anchor": "x"} | scale
+        )
+
     figure.update_layout(legend_traceorder="normal")
     if parts:
-        figure.update_layout(barmode="stack", bargap=0, yaxis={"range": [0, 1], "tickformat": ".0%"})
+        figure.update_layout(
+            barmode="stack", bargap=0, yaxis={"range": [0, 1], "tickformat": ".0%"}
+        )
     else:
         rows = {"type": "category", "categoryarray": rungs[::-1], "showgrid": False}
         figure.update_layout(barmode="overlay", bargap=0.3, yaxis=rows)
@@ -139,13 +191,21 @@ def timeline(info: TimelineInfo) -> dict[str, Any] | None:
 
 
 def horizontal_bars(
-    bars: Sequence[Bar], *, x: str, ticks: str, row_px: int, line_at: float | None = None, end: float | None = None
+    bars: Sequence[Bar],
+    *,
+    x: str,
+    ticks: str,
+    row_px: int,
+    line_at: float | None = None,
+    end: float | None = None,
 ) -> dict[str, Any]:
-    """One bar below another; `x` titles the axis and `ticks` is its format in d3's language.
+    """Plot one bar below another. `x` titles the axis, and `ticks` is its format in d3's language.
 
-    `line_at` draws a vertical line; with `end` the axis reaches from 0 to it, and as far beyond as its label does.
+    `line_at` draws a vertical line. With `end`, the axis reaches from 0 to `end`, and as far beyond
+    as its label needs.
     """
-    figure, names = empty(), [[escape(line) for line in textwrap.wrap(bar.name, WRAP)] for bar in bars]
+    figure = empty()
+    names = [[escape(line) for line in textwrap.wrap(bar.name, WRAP)] for bar in bars]
     figure.add_bar(
         x=[bar.value for bar in bars],
         y=["<br>".join(lines) for lines in names],
@@ -156,63 +216,102 @@ def horizontal_bars(
         hovertext=[bar.hover for bar in bars] if any(bar.hover for bar in bars) else None,
         cliponaxis=False,
     )
-    if errors := _errors([bar.value for bar in bars], [bar.interval for bar in bars]):
+
+    if errors := _error_bars([bar.value for bar in bars], [bar.interval for bar in bars]):
         figure.update_traces(error_x=errors)
     if line_at is not None:
         figure.add_vline(x=line_at, line={"color": ACCENT, "width": 1.5})
     if end is not None:
         figure.update_xaxes(range=[0.0, 1.04 * end])
+
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     figure.update_xaxes(tickformat=ticks, nticks=5, tickangle=0)
     return finish(figure, x=x, height=70 + max(row_px, 18 * max(map(len, names))) * len(bars))
 
 
 def importances(shares: dict[str, Importance]) -> dict[str, Any] | None:
-    """The share of each knob with its interval, in their order."""
-    bars = [Bar(name=f"{knob} {one.share:.0%}", value=one.share, interval=one.interval) for knob, one in shares.items()]
-    return horizontal_bars(bars, x="share of the variation of speed", ticks=".0%", row_px=34, end=1.0) if bars else None
+    """Plot the share of each knob with its interval, in the given order."""
+    bars = [
+        Bar(name=f"{knob} {one.share:.0%}", value=one.share, interval=one.interval)
+        for knob, one in shares.items()
+    ]
+    if not bars:
+        return None
+    title = "share of the variation of speed"
+    return horizontal_bars(bars, x=title, ticks=".0%", row_px=34, end=1.0)
 
 
 def capability(rows: tuple[CellRow, ...]) -> dict[str, Any] | None:
-    """The cost of each other learning cell against the winner, the cheapest on top; what learns more stands out."""
+    """Plot the cost of each other learning cell against the winner, the cheapest on top.
+
+    Cells that learn more are highlighted.
+    """
     bars = []
     for row in rows:
         low, high = row.interval
         if row.changes:
-            label, evidence = escape(row.candidate.config.label()), row.candidate.evidence
+            label = escape(row.candidate.config.label())
+            evidence = row.candidate.evidence
             hover = f"{label}<br><b>{row.extra:+.1%}</b> ({low:+.1%} to {high:+.1%}) [{evidence}]"
             bars.append(
-                Bar(name=row.changes, value=row.extra, interval=row.interval, hover=hover, highlighted=row.learns_more)
+                Bar(
+                    name=row.changes,
+                    value=row.extra,
+                    interval=row.interval,
+                    hover=hover,
+                    highlighted=row.learns_more,
+                )
             )
+
     if not bars:
         return None
     return horizontal_bars(bars, x="cost against winner", ticks="+.3~%", row_px=38, line_at=0)
 
 
 def cards(estimates: tuple[Estimate, ...], own: str | None = None) -> dict[str, Any] | None:
-    """USD of the winner's run on each card with a known price, the cheapest on top; the study's `own` stands out."""
+    """Plot the USD of the winner's run on each card with a known price, the cheapest on top.
+
+    The study's own card, `own`, is highlighted.
+    """
     bars = []
     for card in estimates:
         cost = card.cost
         if cost is not None and cost.full_run_usd is not None:
-            name, usd = card.device.name, cost.full_run_usd
-            hover = f"{escape(name)}<br><b>{fmt_usd(usd)}</b>, {fmt_hours(cost.full_run_hours)} [{cost.evidence}]"
-            bars.append(Bar(name=name, value=usd, interval=cost.interval_usd, hover=hover, highlighted=name == own))
-    return horizontal_bars(bars, x="USD, on demand", ticks="$,.2f", row_px=26) if len(bars) > 1 else None
+            name = card.device.name
+            usd = cost.full_run_usd
+            time = f"{fmt_hours(cost.full_run_hours)} [{cost.evidence}]"
+            hover = f"{escape(name)}<br><b>{fmt_usd(usd)}</b>, {time}"
+            bars.append(
+                Bar(
+                    name=name,
+                    value=usd,
+                    interval=cost.interval_usd,
+                    hover=hover,
+                    highlighted=name == own,
+                )
+            )
+
+    if len(bars) <= 1:
+        return None
+    return horizontal_bars(bars, x="USD, on demand", ticks="$,.2f", row_px=26)
 
 
 def scaling(info: Scaling) -> dict[str, Any] | None:
-    """Useful tokens/s of all GPUs by their number, beside those of perfect scaling; below it USD of the full run.
+    """Plot useful tokens/s of all GPUs by their number, beside perfect scaling.
 
-    None where fewer than two numbers have a speed. The study's own number stands out.
+    Bars below it show the USD of the full run. The study's own number is highlighted. Return None
+    if fewer than two numbers have a speed.
     """
     rows = info.trainable
     if len(rows) < 2:
         return None
-    figure, numbers = empty(), [row.num_gpus for row in rows]
+
+    figure = empty()
+    numbers = [row.num_gpus for row in rows]
     colours = [ACCENT if number == info.own else BLUE for number in numbers]
-    hovers = [_on_gpus(info, row) for row in rows]
+    hovers = [_scaling_hover(info, row) for row in rows]
     speeds = [row.tokens_per_s or 0.0 for row in rows]
+
     figure.add_scatter(
         x=numbers,
         y=[speeds[0] / numbers[0] * number for number in numbers],
@@ -226,111 +325,184 @@ def scaling(info: Scaling) -> dict[str, Any] | None:
         mode="lines+markers+text",
         line={"color": BLUE, "width": 2},
         marker={"size": 10, "color": colours},
-        error_y=_errors(speeds, [row.interval for row in rows]),
+        error_y=_error_bars(speeds, [row.interval for row in rows]),
         text=[f"{row.efficiency or 0.0:.0%}" for row in rows],
         textposition="bottom right",
         hovertext=hovers,
         cliponaxis=False,
         name="this run, with its efficiency",
     )
+
+    # The cost, on an axis of its own if every row has a price.
     upper = {"title": {"text": "useful tokens/s"}, "tickformat": "~s", "nticks": 5}
     usd = [row.usd for row in rows if row.usd is not None]
-    if priced := len(usd) == len(rows):
-        errors = _errors(usd, [row.usd_interval for row in rows])
-        bars = {"x": numbers, "y": usd, "error_y": errors, "marker": {"color": colours}, "hovertext": hovers}
-        figure.add_bar(**bars, yaxis="y2", width=0.6, showlegend=False)
-        lower = {"domain": [0.0, 0.28], "tickformat": "$,.2f", "nticks": 4, "title": {"text": "USD of the run"}}
+    has_prices = len(usd) == len(rows)
+    if has_prices:
+        figure.add_bar(
+            x=numbers,
+            y=usd,
+            error_y=_error_bars(usd, [row.usd_interval for row in rows]),
+            marker={"color": colours},
+            hovertext=hovers,
+            yaxis="y2",
+            width=0.6,
+            showlegend=False,
+        )
+        lower = {
+            "domain": [0.0, 0.28],
+            "tickformat": "$,.2f",
+            "nticks": 4,
+            "title": {"text": "USD of the run"},
+        }
         upper |= {"domain": [0.36, 1.0]}
         figure.update_layout(yaxis2=lower, xaxis={"anchor": "y2"})
+
     figure.update_layout(yaxis=upper)
     figure.update_yaxes(rangemode="tozero")
     figure.update_xaxes(tickvals=numbers, showgrid=False)
-    return finish(figure, x="GPUs", height=480 if priced else 330)
+    return finish(figure, x="GPUs", height=480 if has_prices else 330)
 
 
-def trainable(made: Trainable) -> dict[str, Any] | None:
-    """Useful tokens/s of each model that fits, on a log axis, a colour and symbol for each method; smallest on top."""
-    figure, names = empty(), [_sized(model) for model in made.models]
-    rows = [(at, entry) for at, model in enumerate(made.models) for entry in made.row(model) if entry.tokens_per_s]
+def trainable(result: Trainable) -> dict[str, Any] | None:
+    """Plot useful tokens/s of each model that fits, on a log axis, the smallest model on top.
+
+    Each method has a colour and a symbol.
+    """
+    figure = empty()
+    names = [_model_label(model) for model in result.models]
+    rows = [
+        (index, entry)
+        for index, model in enumerate(result.models)
+        for entry in result.row(model)
+        if entry.tokens_per_s
+    ]
     if not rows:
         return None
+
+    # The methods of a model are beside one another.
     for offset, (method, title) in enumerate(METHODS.items()):
-        fits = [(at, entry) for at, entry in rows if entry.method == method]
+        fits = [(index, entry) for index, entry in rows if entry.method == method]
         values = [entry.tokens_per_s or 0.0 for _, entry in fits]
-        hovers = [f"{escape(one.model)}, {title}<br><b>{fmt_count(one.tokens_per_s)} tokens/s</b>" for _, one in fits]
+        hovers = [
+            f"{escape(one.model)}, {title}<br><b>{fmt_count(one.tokens_per_s)} tokens/s</b>"
+            for _, one in fits
+        ]
         colour, symbol = METHOD_MARKERS[method]
         figure.add_scatter(
             x=values,
-            y=[at + 0.24 * (offset - 1) for at, _ in fits],
+            y=[index + 0.24 * (offset - 1) for index, _ in fits],
             mode="markers",
             marker={"size": 9, "color": colour, "symbol": symbol},
-            error_x=_errors(values, [entry.interval for _, entry in fits]),
+            error_x=_error_bars(values, [entry.interval for _, entry in fits]),
             hovertext=hovers,
             name=title,
         )
-    last = max(at for at, _ in rows)
-    figure.update_yaxes(tickvals=list(range(len(names))), ticktext=names, range=[last + 0.6, -0.6], showgrid=False)
+
+    last = max(index for index, _ in rows)
+    figure.update_yaxes(
+        tickvals=list(range(len(names))), ticktext=names, range=[last + 0.6, -0.6], showgrid=False
+    )
+
+    # Labels at 1, 10, 100, or at 1, 2, 5, 10: a phone has room for few.
     speeds = [entry.tokens_per_s or 0.0 for _, entry in rows]
-    labelled = 1 if max(speeds) > FAR * min(speeds) else "D2"  # 1, 10, 100, or 1, 2, 5, 10: a phone has room for few
-    figure.update_xaxes(type="log", tickformat="~s", dtick=labelled, minor={"dtick": "D2", "showgrid": True})
+    dtick = 1 if max(speeds) > FAR * min(speeds) else "D2"
+    figure.update_xaxes(
+        type="log", tickformat="~s", dtick=dtick, minor={"dtick": "D2", "showgrid": True}
+    )
     return finish(figure, x="useful tokens/s", height=90 + 34 * (last + 1))
 
 
-def _sized(model: ModelSpec) -> str:
-    name = model.short if model.params is None else f"{model.short}, {model.params / 1e9:.3g}\u00a0B"
+def _model_label(model: ModelSpec) -> str:
+    """Return the name and the size of a model, in narrow lines."""
+    name = model.short
+    if model.params is not None:
+        name += f", {model.params / 1e9:.3g}\u00a0B"
     return "<br>".join(map(escape, textwrap.wrap(name, NARROW)))
 
 
 def _card_line(group: Group, card: str, how: str = "") -> dict[str, Any]:
-    """The line of a card of the group, in the card's colour in all figures; `how` is its dash where that says more."""
+    """Return the line of a card of the group, in the card's colour of all figures.
+
+    `how` is the dash of the line, if the dash has its own meaning.
+    """
     number = [one.device.name for one in group.cards if one.cost].index(card)
-    return {"color": SERIES[number % len(SERIES)], "dash": how or DASHES[number // len(SERIES) % len(DASHES)]}
+    return {
+        "color": SERIES[number % len(SERIES)],
+        "dash": how or DASHES[number // len(SERIES) % len(DASHES)],
+    }
 
 
 def sizes(costs: Sequence[SizeCost], group: Group) -> dict[str, Any] | None:
-    """USD of each number of examples on log axes, a line for each card with a price, and a dotted one for its spot."""
-    figure, cards = empty(), list(dict.fromkeys(one.card for one in costs))
+    """Plot the USD of each number of examples on log axes.
+
+    Each card with a price has a line; its spot price has a dotted line.
+    """
+    figure = empty()
+    cards = list(dict.fromkeys(one.card for one in costs))
     on_demand = [(one, one.usd, (one.usd_low, one.usd_high)) for one in costs]
     at_spot = [(one, one.usd_spot, (one.usd_spot_low, one.usd_spot_high)) for one in costs]
+
     for card, (rows, how) in product(cards, ((on_demand, ""), (at_spot, " at spot"))):
-        own = [(one, usd, (low or 0.0, high or 0.0)) for one, usd, (low, high) in rows if one.card == card and usd]
-        name, usds = f"{escape(card)}{how}", [usd for _, usd, _ in own]
-        if own:
+        points = [
+            (one, usd, (low or 0.0, high or 0.0))
+            for one, usd, (low, high) in rows
+            if one.card == card and usd
+        ]
+        name = f"{escape(card)}{how}"
+        usds = [usd for _, usd, _ in points]
+        if points:
             figure.add_scatter(
-                x=[one.examples for one, _, _ in own],
+                x=[one.examples for one, _, _ in points],
                 y=usds,
                 mode="lines+markers",
                 line=_card_line(group, card, "dot" if how else ""),
                 marker={"symbol": "circle-open" if how else "circle"},
-                error_y=_errors(usds, [interval for _, _, interval in own]),
-                hovertext=[f"{name}<br><b>{fmt_usd(usd)}</b>, {fmt_hours(one.hours)}" for one, usd, _ in own],
+                error_y=_error_bars(usds, [interval for _, _, interval in points]),
+                hovertext=[
+                    f"{name}<br><b>{fmt_usd(usd)}</b>, {fmt_hours(one.hours)}"
+                    for one, usd, _ in points
+                ],
                 name=name,
             )
+
     if not figure.data:
         return None
-    figure.update_xaxes(type="log", tickvals=sorted({one.examples for one in costs}), tickformat=",")
+    figure.update_xaxes(
+        type="log", tickvals=sorted({one.examples for one in costs}), tickformat=","
+    )
     figure.update_yaxes(type="log", tickformat="$~g", dtick="D2")
     return finish(figure, x="examples", y="USD", height=430)
 
 
 def buying(bought: Sequence[Bought], group: Group) -> dict[str, Any] | None:
-    """USD by hours of use of the card to buy, and of renting the cheapest for the same work, on demand and at spot.
+    """Plot USD by hours of use: of the card to buy, and of renting the cheapest for the same work.
 
-    None if it pays against neither.
+    Renting has a line on demand and a line at spot. Return None if the card never pays.
     """
-    best, cheapest, at_spot = next(iter(bought), None), group.cheapest, group.cheapest_at_spot
-    own = next((card for card in group.cards if best and card.device.name == best.card), None)
-    after = [hours for hours in (best.pays_after_hours, best.pays_after_hours_at_spot) if hours] if best else []
-    if best is None or own is None or own.cost is None or not after:
+    best = next(iter(bought), None)
+    cheapest = group.cheapest
+    at_spot = group.cheapest_at_spot
+    own_card = next((card for card in group.cards if best and card.device.name == best.card), None)
+    pays_after: list[float] = []
+    if best:
+        pays_after = [
+            hours for hours in (best.pays_after_hours, best.pays_after_hours_at_spot) if hours
+        ]
+    if best is None or own_card is None or own_card.cost is None or not pays_after:
         return None
-    figure, hours = empty(), [0.0, 1.5 * max(after)]
+
+    # Each line: name, USD at once, USD per hour, card, dash.
     lines = [(f"{best.card} bought", best.usd, best.electricity_usd_per_hour, best.card, "solid")]
     if cheapest is not None and cheapest.usd is not None:
-        rate = cheapest.usd / own.cost.full_run_hours
-        lines.append((f"{cheapest.device.name} rented for the same work", 0.0, rate, cheapest.device.name, "dash"))
+        rate = cheapest.usd / own_card.cost.full_run_hours
+        name = f"{cheapest.device.name} rented for the same work"
+        lines.append((name, 0.0, rate, cheapest.device.name, "dash"))
     if at_spot is not None and at_spot.spot_usd is not None:
-        rate = at_spot.spot_usd / own.cost.full_run_hours
+        rate = at_spot.spot_usd / own_card.cost.full_run_hours
         lines.append((f"{at_spot.device.name} at spot", 0.0, rate, at_spot.device.name, "dot"))
+
+    figure = empty()
+    hours = [0.0, 1.5 * max(pays_after)]
     for name, at_once, rate, card, how in lines:
         usd = [at_once + hour * rate for hour in hours]
         line = _card_line(group, card, how) | {"width": 2}
@@ -340,40 +512,62 @@ def buying(bought: Sequence[Bought], group: Group) -> dict[str, Any] | None:
     return finish(figure, x=f"hours of use of {best.card}", y="USD", height=330)
 
 
-def nodes(found: Sequence[Node]) -> dict[str, Any] | None:
-    """Tokens/s of the baseline on each node; those that are apart stand out. None where fewer than two have a speed."""
+def nodes(rows: Sequence[Node]) -> dict[str, Any] | None:
+    """Plot tokens/s of the baseline on each node. Nodes that are apart are highlighted.
+
+    Return None if fewer than two nodes have a speed.
+    """
     bars = []
-    for node in found:
+    for node in rows:
         if node.performance is not None:
-            speed, (low, high) = node.performance.tokens_per_second, node.performance.spread
-            hover = f"{escape(node.name)}<br><b>{fmt_count(speed)} tokens/s</b><br>{escape('; '.join(node.apart))}"
-            ends = speed / (1 + high), speed / (1 + low)
-            bars.append(Bar(name=node.name, value=speed, interval=ends, hover=hover, highlighted=bool(node.apart)))
-    return horizontal_bars(bars, x="useful tokens/s", ticks="~s", row_px=34) if len(bars) > 1 else None
+            speed = node.performance.tokens_per_second
+            low, high = node.performance.spread
+            reasons = escape("; ".join(node.apart))
+            bars.append(
+                Bar(
+                    name=node.name,
+                    value=speed,
+                    interval=(speed / (1 + high), speed / (1 + low)),
+                    hover=f"{escape(node.name)}<br><b>{fmt_count(speed)} tokens/s</b><br>{reasons}",
+                    highlighted=bool(node.apart),
+                )
+            )
+
+    if len(bars) <= 1:
+        return None
+    return horizontal_bars(bars, x="useful tokens/s", ticks="~s", row_px=34)
 
 
-def _errors(values: Sequence[float], intervals: Sequence[tuple[float, float] | None]) -> dict[str, Any] | None:
-    """Error bars from the ends of intervals; None where there is no interval."""
+def _error_bars(
+    values: Sequence[float], intervals: Sequence[tuple[float, float] | None]
+) -> dict[str, Any] | None:
+    """Return error bars from the ends of intervals, or None without an interval."""
     ends = [interval or (value, value) for value, interval in zip(values, intervals, strict=True)]
     above = [high - value for value, (_, high) in zip(values, ends, strict=True)]
     below = [value - low for value, (low, _) in zip(values, ends, strict=True)]
-    return {"array": above, "arrayminus": below, "thickness": 1} if any(above) or any(below) else None
+    if not any(above) and not any(below):
+        return None
+    return {"array": above, "arrayminus": below, "thickness": 1}
 
 
-def _on_gpus(info: Scaling, row: RankPlan) -> str:
-    """What a point says: strategy, speed, efficiency, time and cost."""
+def _scaling_hover(info: Scaling, row: RankPlan) -> str:
+    """Describe a point: strategy, speed, efficiency, time and cost."""
     gpus = "1 GPU" if row.num_gpus == 1 else f"{row.num_gpus} GPUs, {row.parallelism.name}"
-    known = "this study" if row.num_gpus in info.known else "projected"
+    basis = "this study" if row.num_gpus in info.known else "projected"
     return (
         f"{gpus}<br><b>{fmt_count(row.tokens_per_s)} tokens/s</b>, {row.efficiency or 0.0:.0%}"
-        f"<br>{fmt_hours(row.hours)}, {fmt_usd(row.usd)} [{known}]"
+        f"<br>{fmt_hours(row.hours)}, {fmt_usd(row.usd)} [{basis}]"
     )
 
 
 def explanation(ablation: Ablation | None) -> dict[str, Any] | None:
-    """The winner's speed with one knob set back for each knob, the slowest on top; no bar where it does not fit."""
+    """Plot the winner's speed with one knob set back, for each knob, the slowest on top.
+
+    A configuration that does not fit has no bar.
+    """
     if ablation is None or not any(knob.tokens_per_s for knob in ablation.undone):
         return None
+
     bars = []
     for knob in ablation.ranked():
         speed = knob.tokens_per_s or 0.0
@@ -387,53 +581,82 @@ def explanation(ablation: Ablation | None) -> dict[str, Any] | None:
                 hover=f"{escape(knob.config.label())}<br><b>{effect}</b> [{knob.evidence}]",
             )
         )
+
     winner_speed = ablation.winner.tokens_per_s
-    return horizontal_bars(bars, x="tokens/s without it", ticks=",", row_px=38, line_at=winner_speed)
+    return horizontal_bars(
+        bars, x="tokens/s without it", ticks=",", row_px=38, line_at=winner_speed
+    )
 
 
 def micro_batch(report: ProfileReport) -> dict[str, Any] | None:
-    """Milliseconds of a profiled micro batch: a stacked bar for each part of the model, and one for an idle GPU."""
-    work, names = report.profile.micro_work, dict[Part | None, str]()
+    """Plot the milliseconds of a profiled micro batch.
+
+    Each part of the model has a stacked bar by stage, and an idle GPU has a bar of its own.
+    """
+    work = report.profile.micro_work
+    names = dict[Part | None, str]()
     for one in sorted(work, key=lambda one: one.part is None):
         names[one.part] = one.part or "compiled layers"
-    took = {part: sum(one.seconds for one in work if one.part is part) for part in names}
-    parts = sorted((part for part in names if took[part]), key=lambda part: -took[part])
+    seconds_of = {part: sum(one.seconds for one in work if one.part is part) for part in names}
+    parts = sorted((part for part in names if seconds_of[part]), key=lambda part: -seconds_of[part])
     if not parts:
         return None
+
     figure = empty()
     for stage, colour in STAGE_COLOURS.items():
-        each = [sum(one.seconds for one in work if one.part is part and one.stage is stage) for part in parts]
-        if any(each):
-            shown = zip(parts, each, strict=True)
-            hovers = [f"{names[part]}, {stage}<br><b>{fmt_seconds(seconds)}</b>" for part, seconds in shown]
-            bar = {"x": [1000 * seconds for seconds in each], "y": [names[part] for part in parts]}
-            figure.add_bar(**bar, orientation="h", name=stage.value, marker={"color": colour}, hovertext=hovers)
+        times = [
+            sum(one.seconds for one in work if one.part is part and one.stage is stage)
+            for part in parts
+        ]
+        if any(times):
+            hovers = [
+                f"{names[part]}, {stage}<br><b>{fmt_seconds(seconds)}</b>"
+                for part, seconds in zip(parts, times, strict=True)
+            ]
+            figure.add_bar(
+                x=[1000 * seconds for seconds in times],
+                y=[names[part] for part in parts],
+                orientation="h",
+                name=stage.value,
+                marker={"color": colour},
+                hovertext=hovers,
+            )
+
     if report.idle_s:
-        hover = f"the GPU waits<br><b>{fmt_seconds(report.idle_s)}</b>"
-        bar = {"x": [1000 * report.idle_s], "y": ["the GPU waits"], "hovertext": [hover]}
-        figure.add_bar(**bar, orientation="h", name="idle", marker={"color": GREY})
+        figure.add_bar(
+            x=[1000 * report.idle_s],
+            y=["the GPU waits"],
+            hovertext=[f"the GPU waits<br><b>{fmt_seconds(report.idle_s)}</b>"],
+            orientation="h",
+            name="idle",
+            marker={"color": GREY},
+        )
     figure.update_layout(barmode="stack", bargap=0.35, legend={"traceorder": "normal"})
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     return finish(figure, x="milliseconds", height=130 + 34 * (len(parts) + 1))
 
 
 def parallel_px(info: ParallelInfo) -> int:
-    """The width at which no value of an axis reaches the next axis."""
+    """Return the width, in pixels, at which no value of an axis reaches the next axis."""
     longest = max((len(value) for _, values in info.axes for value in values), default=0)
     return round((len(info.axes) + 1) * (12 + 6.5 * max(longest, 12)))
 
 
 def parallel(info: ParallelInfo) -> dict[str, Any] | None:
-    """One line for each configuration over the knobs that vary, with its speed at the right; the fastest on top."""
+    """Plot a line for each configuration over the knobs that vary, the fastest on top.
+
+    The last axis, at the right, is the speed.
+    """
     if not info.axes:
         return None
+
     figure = empty()
     for group, name, colour, opacity in LINES:
         points: list[tuple[float | None, float | None, str]] = []
         for line in (line for line in info.lines if line.group == group):
             text = f"{fmt_count(line.tokens_per_second)} tokens/s<br>{escape(line.label)}"
             points += [(place, height, text) for place, height in enumerate(line.heights)]
-            points.append((None, None, text))  # a gap between two lines of one trace
+            points.append((None, None, text))  # a gap before the next line of the trace
         if points:
             xs, ys, texts = zip(*points, strict=True)
             figure.add_scatter(
@@ -445,23 +668,42 @@ def parallel(info: ParallelInfo) -> dict[str, Any] | None:
                 opacity=opacity,
                 hovertext=texts,
             )
+
+    # The values of each knob beside its axis.
     for place, (_, values) in enumerate(info.axes):
         for index, value in enumerate(values):
-            height = index / (len(values) - 1)
-            place_of = {"x": place, "y": height, "xanchor": "left", "xshift": 3}
-            figure.add_annotation(text=escape(value), showarrow=False, font={"size": 11}, **place_of)
-    names = [escape(knob) for knob, _ in info.axes] + [f"tokens/s<br>up to {fmt_count(info.fastest)}"]
-    figure.update_xaxes(tickvals=[*range(len(names))], ticktext=names, range=[-0.5, len(names) - 0.5], showgrid=True)
+            figure.add_annotation(
+                text=escape(value),
+                showarrow=False,
+                font={"size": 11},
+                x=place,
+                y=index / (len(values) - 1),
+                xanchor="left",
+                xshift=3,
+            )
+
+    names = [escape(knob) for knob, _ in info.axes] + [
+        f"tokens/s<br>up to {fmt_count(info.fastest)}"
+    ]
+    figure.update_xaxes(
+        tickvals=[*range(len(names))], ticktext=names, range=[-0.5, len(names) - 0.5], showgrid=True
+    )
     figure.update_xaxes(ticklabeloverflow="allow")
     figure.update_yaxes(visible=False, range=[-0.06, 1.06])
     return finish(figure, x="", height=420)
 
 
 def quality(results: Quality | None, winner: TrainConfig | None) -> dict[str, Any] | None:
-    """Held-out loss of the finalists after training against the time of the full run, with the Pareto front."""
-    learned = [finalist for finalist in results.ranked() if finalist.loss_after is not None] if results else []
-    if results is None or len(learned) < 2:
+    """Plot the finalists' held-out loss after training against the time of the full run.
+
+    A line shows the Pareto front. Return None if fewer than two finalists have a loss.
+    """
+    if results is None:
         return None
+    finalists = [finalist for finalist in results.ranked() if finalist.loss_after is not None]
+    if len(finalists) < 2:
+        return None
+
     figure = empty()
     front = results.front()
     figure.add_scatter(
@@ -471,47 +713,57 @@ def quality(results: Quality | None, winner: TrainConfig | None) -> dict[str, An
         line={"color": ACCENT, "width": 1.5, "dash": "dot", "shape": "hv"},
         name="Pareto front",
     )
+
     for name, colour, is_winner in (("winner", ACCENT, True), ("other finalists", BLUE, False)):
-        members = [finalist for finalist in learned if (finalist.config == winner) is is_winner]
+        members = [finalist for finalist in finalists if (finalist.config == winner) is is_winner]
         figure.add_scatter(
             x=[finalist.full_run_hours for finalist in members],
             y=[finalist.loss_after for finalist in members],
             mode="markers",
             marker={"size": 11, "color": colour},
             name=name,
-            hovertext=[f"{escape(member.config.label())}<br><b>{member.loss_after:.4f}</b>" for member in members],
+            hovertext=[
+                f"{escape(member.config.label())}<br><b>{member.loss_after:.4f}</b>"
+                for member in members
+            ],
             cliponaxis=False,
         )
     return finish(figure, x="hours of the full run", y="held-out loss after training", height=360)
 
 
-def rates(found: Learning | None) -> dict[str, Any] | None:
-    """Held-out loss by learning rate, a line for each number of steps: the mean over seeds, without what diverged."""
-    if found is None:
+def rates(result: Learning | None) -> dict[str, Any] | None:
+    """Plot the mean held-out loss over seeds by learning rate, a line for each number of steps.
+
+    Attempts that diverged are left out.
+    """
+    if result is None:
         return None
+
     figure = empty()
-    rounds = sorted({attempt.steps for attempt in found.attempts})
+    rounds = sorted({attempt.steps for attempt in result.attempts})
     for steps, colour in zip(rounds, (PALE_BLUE, BLUE, ACCENT)[-len(rounds) :], strict=True):
         losses: dict[float, list[float]] = {}
-        for attempt in found.attempts:
+        for attempt in result.attempts:
             if attempt.steps == steps and attempt.loss is not None:
                 losses.setdefault(attempt.learning_rate, []).append(attempt.loss)
-        tried = sorted(losses)
+        learning_rates = sorted(losses)
         figure.add_scatter(
-            x=tried,
-            y=[statistics.fmean(losses[rate]) for rate in tried],
+            x=learning_rates,
+            y=[statistics.fmean(losses[rate]) for rate in learning_rates],
             mode="lines+markers",
             line={"color": colour},
             name=f"{steps} steps",
         )
+
     figure.update_xaxes(type="log")
     return finish(figure, x="learning rate", y="held-out loss after training", height=360)
 
 
 def memory(bars: dict[str, dict[str, float]], limit_gib: float | None) -> dict[str, Any] | None:
-    """One stacked bar for each candidate, GiB by term, with the limit as a line."""
+    """Plot a stacked bar for each candidate, in GiB by term, with the limit as a line."""
     if not bars or limit_gib is None:
         return None
+
     figure = empty()
     totals = [sum(terms.values()) for terms in bars.values()]
     names = [f"{name}<br>{fmt_gib(total)}" for name, total in zip(bars, totals, strict=True)]
@@ -523,25 +775,36 @@ def memory(bars: dict[str, dict[str, float]], limit_gib: float | None) -> dict[s
             orientation="h",
             name=term,
             marker={"color": TERM_COLOURS[term], "line": {"width": 0}},
-            hovertext=[f"{name}: {term}<br><b>{fmt_gib(value)}</b>" for name, value in zip(names, values, strict=True)],
+            hovertext=[
+                f"{name}: {term}<br><b>{fmt_gib(value)}</b>"
+                for name, value in zip(names, values, strict=True)
+            ],
         )
-    _limit_line(figure, limit_gib)
+
+    _add_limit_line(figure, limit_gib)
     figure.update_xaxes(range=[0.0, 1.06 * max(limit_gib, *totals)])
     figure.update_layout(barmode="stack", bargap=0.45, legend={"traceorder": "normal"})
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     return finish(figure, x="GiB allocated at the peak", height=170 + 62 * len(bars))
 
 
-def _limit_line(figure: Any, limit_gib: float) -> None:
-    """The memory limit as a vertical line; its name is upright to the right, where nothing that fits can be."""
+def _add_limit_line(figure: Any, limit_gib: float) -> None:
+    """Add the memory limit as a vertical line.
+
+    Its upright name is to the right, beyond all configurations that fit.
+    """
     line = {"color": ACCENT, "width": 1.5, "dash": "dash"}
     upright = {"textangle": -90, "xanchor": "left", "yanchor": "top", "xshift": 2}
     figure.add_vline(
-        x=limit_gib, line=line, layer="below", annotation={"text": f"limit {fmt_gib(limit_gib)}"} | upright
+        x=limit_gib,
+        line=line,
+        layer="below",
+        annotation={"text": f"limit {fmt_gib(limit_gib)}"} | upright,
     )
 
 
 def _add_spans(figure: Any, spans: tuple[Span, ...], unit_s: float) -> None:
+    """Add each span as a bar in the row of its rung."""
     for kind, colour in KIND_COLOURS.items():
         members = [span for span in spans if span.kind == kind]
         figure.add_bar(
@@ -552,12 +815,14 @@ def _add_spans(figure: Any, spans: tuple[Span, ...], unit_s: float) -> None:
             name=kind,
             marker={"color": colour, "line": {"width": 0}},
             hovertext=[
-                f"{escape(span.label)}<br>{span.outcome}: <b>{fmt_seconds(span.seconds)}</b> {kind}" for span in members
+                f"{escape(span.label)}<br>{span.outcome}: <b>{fmt_seconds(span.seconds)}</b> {kind}"
+                for span in members
             ],
         )
 
 
 def _add_slices(figure: Any, parts: tuple[Slice, ...], unit_s: float) -> None:
+    """Add each slice as a stacked bar of its shares."""
     for kind, colour in KIND_COLOURS.items():
         figure.add_bar(
             x=[(part.start_s + part.seconds / 2) / unit_s for part in parts],
@@ -569,24 +834,29 @@ def _add_slices(figure: Any, parts: tuple[Slice, ...], unit_s: float) -> None:
         )
 
 
-def _around(peaks: list[float], limit_gib: float | None) -> tuple[float, float]:
-    """The ends of the memory axis, with room for the names of the points and of the limit."""
+def _memory_range(peaks: list[float], limit_gib: float | None) -> tuple[float, float]:
+    """Return the ends of the memory axis, with room for the names of the points and the limit."""
     ends = [*peaks, *([limit_gib] if limit_gib else [])]
-    low, high = min(ends), max(ends)
+    low = min(ends)
+    high = max(ends)
     if limit_gib:
         high = min(high, limit_gib * EDGE)
     room = 0.12 * max(high - low, 0.05 * high)
     return max(low - room, 0.0), high + room
 
 
-def _trials(rows: tuple[TrialRecord, ...], x: Callable[[TrialRecord], float], highest: float = 0.0) -> Any:
-    """A figure with a point for each trial, by outcome; None where too little is known to draw it.
+def _trials(
+    rows: tuple[TrialRecord, ...], x: Callable[[TrialRecord], float], highest: float = 0.0
+) -> Any:
+    """Return a figure with a point for each trial, by outcome.
 
-    Trials without a speed are below zero. The speed axis reaches above the fastest trial and above `highest`.
+    Return None if there are fewer than two trials, or if no speed is known. Trials without a speed
+    are below zero. The speed axis reaches above the fastest trial and above `highest`.
     """
     speeds = [row.tokens_per_second for row in rows if row.tokens_per_second is not None]
     if len(rows) < 2 or not speeds:
         return None
+
     figure = empty()
     fastest = max(*speeds, highest) or 1.0
     below = -0.045 * fastest if len(speeds) < len(rows) else 0.0
@@ -596,10 +866,19 @@ def _trials(rows: tuple[TrialRecord, ...], x: Callable[[TrialRecord], float], hi
         if members:
             figure.add_scatter(
                 x=[x(row) for row in members],
-                y=[below if row.tokens_per_second is None else row.tokens_per_second for row in members],
+                y=[
+                    below if row.tokens_per_second is None else row.tokens_per_second
+                    for row in members
+                ],
                 mode="markers",
                 name=LABELS[outcome],
-                marker={"color": colour, "symbol": symbol, "size": 9, "opacity": 0.85, "line": line},
+                marker={
+                    "color": colour,
+                    "symbol": symbol,
+                    "size": 9,
+                    "opacity": 0.85,
+                    "line": line,
+                },
                 hovertext=[_hover(row) for row in members],
                 cliponaxis=False,
             )
@@ -608,12 +887,14 @@ def _trials(rows: tuple[TrialRecord, ...], x: Callable[[TrialRecord], float], hi
 
 
 def _hover(row: TrialRecord) -> str:
-    ran, need_gib = row.tokens_per_second is not None, memory_gib(row)
+    """Return the tooltip of a trial."""
+    has_speed = row.tokens_per_second is not None
+    need_gib = memory_gib(row)
     lines = [f"<b>trial {row.number}</b>: {LABELS[row.outcome]}", escape(row.config.label())]
-    if ran:
+    if has_speed:
         lines.append(f"{fmt_count(row.tokens_per_second)} tokens/s")
     if need_gib is not None:
-        lines.append(fmt_gib(need_gib) + (" peak reserved" if ran else " needed at least"))
+        lines.append(fmt_gib(need_gib) + (" peak reserved" if has_speed else " needed at least"))
     if row.reason:  # a tooltip cannot scroll; the table of trials has the whole reason
         lines.append(escape(row.reason[:90]))
     return "<br>".join(lines)

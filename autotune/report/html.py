@@ -1,6 +1,7 @@
-"""report.html: one file that opens offline. Values are formatted here and laid out by templates/report.html.j2.
+"""Renders report.html: one file that opens offline.
 
-Autoescape is on; the only text marked safe is plotly.js and JSON without any `<`.
+This module formats the values, and templates/report.html.j2 lays them out. Autoescape is on. Only
+plotly.js and JSON without any `<` are marked safe.
 """
 
 import json
@@ -28,20 +29,20 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 
-PARTS = {  # of the page below its first screen, by their ids
+PARTS = {  # the parts of the page below its first screen, by their ids
     "tried": "What was tried",
     "why": "What makes the difference",
     "costs": "What else it would cost",
     "sure": "How sure the numbers are",
     "words": "What the words mean",
 }
-OF_WINNERS = ("why", "costs")  # parts of a page that has a winner
-FEW = 12  # rows of a table that is not folded
+OF_WINNERS = ("why", "costs")  # the parts that only a page with a winner has
+FEW = 12  # a table with more rows is folded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stat:
-    """One number of the first screen, with what it means and its evidence."""
+    """One number of the first screen, with a note and its evidence."""
 
     label: str
     value: str
@@ -50,17 +51,21 @@ class Stat:
 
 
 def render(summary: StudySummary, out_dir: str) -> str:
-    """The whole page. `out_dir` is the study's directory, as its commands name it."""
+    """Render the whole page. `out_dir` is the study's directory, as its commands name it."""
     return page("report.html.j2", _view(summary, out_dir))
 
 
 def page(template: str, view: dict[str, Any]) -> str:
-    """A page; `view` is all that its template reads. Names in its `glossary`, if it has one, lead to their meanings."""
+    """Render a page from a template, which reads only `view`.
+
+    If `view` has a `glossary`, the names in it become links to their meanings.
+    """
+    explained = {name.casefold() for name in view.get("glossary", ())}
     pages = environment("autotune.report")
     pages.filters |= {
         "text": infos.value_text,
         "breaks": breaks,
-        "term": partial(term, explained={name.casefold() for name in view.get("glossary", ())}),
+        "term": partial(term, explained=explained),
         "place": place,
         "missed": missed,
         "learned": describe.learned,
@@ -72,8 +77,10 @@ def page(template: str, view: dict[str, Any]) -> str:
 
 
 def draw(summary: StudySummary) -> dict[str, dict[str, Any] | None]:
-    """The page's figures by name, as the data that Plotly.newPlot takes; None where there is nothing to show."""
-    recipe, limit_gib = summary.recipe, infos.limit_gib(summary)
+    """Return the page's figures by name, as the data for Plotly.newPlot, or None without data."""
+    recipe = summary.recipe
+    limit_gib = infos.limit_gib(summary)
+
     return {
         "scatter": figures.scatter(summary.trials, infos.candidates(summary), limit_gib),
         "history": figures.history(summary.trials, infos.best_so_far(summary)),
@@ -91,60 +98,69 @@ def draw(summary: StudySummary) -> dict[str, dict[str, Any] | None]:
 
 
 def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
-    """The numbers of the first screen."""
-    winner, baseline, cost = recipe.winner, recipe.baseline, recipe.winner.cost
+    """Return the numbers of the first screen."""
+    winner = recipe.winner
+    cost = winner.cost
     text = {name: number.text for name, number in describe.numbers(winner).items()}
-    evidence = recipe.speedup_evidence
+
+    # The note of each number.
     speedup = ": ".join(filter(None, (describe.speed_up(recipe), describe.speed_up_range(recipe))))
-    if made_of := describe.factors(summary.decomposition):
-        speedup += f"; {made_of}"
+    if factors := describe.factors(summary.decomposition):
+        speedup += f"; {factors}"
     usd = describe.usd_range(cost) if cost.interval_usd else "no price is known"
-    hours = " to ".join(map(_unbroken, describe.hours_range(cost).split(" to ")))
-    time = f"{hours}; {cost.num_steps:,} steps of {_unbroken(text['optimizer step'])}"
+    hours = " to ".join(map(_keep_together, describe.hours_range(cost).split(" to ")))
+    time = f"{hours}; {cost.num_steps:,} steps of {_keep_together(text['optimizer step'])}"
     if cost.startup_s is not None:
-        time += f"; about {_unbroken(fmt_seconds(cost.startup_s))} more to start"
+        time += f"; about {_keep_together(fmt_seconds(cost.startup_s))} more to start"
     if between := describe.pauses(cost):
         time += f"; {' and '.join(between)} included"
     mfu = "" if winner.performance.mfu is None else f"; MFU {winner.performance.mfu:.0%}"
     useful = f"without padding and cut-off tokens{trained_on(recipe)}{mfu}"
-    free = f"{text['free below the limit']} free of a limit of {_unbroken(text['limit'])}"
+    free = f"{text['free below the limit']} free of a limit of {_keep_together(text['limit'])}"
     free += "" if recipe.example_gib is None else " on an example card"
     search = f"{len(summary.trials):,} trials in {fmt_seconds(summary.wall_seconds)}"
+    usd += f"; {describe.workload(recipe.workload)}"
+
     rows = (
-        ("Speed-up", f"{recipe.speedup:.2f}×" if recipe.differs else "none" if baseline else DASH, speedup, evidence),
-        ("Cost of the full run", text["USD"], f"{usd}; {describe.workload(recipe.workload)}", cost.evidence),
+        ("Speed-up", _speed_up(recipe), speedup, recipe.speedup_evidence),
+        ("Cost of the full run", text["USD"], usd, cost.evidence),
         ("Time of the full run", text["time"], time, cost.evidence),
-        (
-            "Useful tokens/s",
-            text["useful tokens/s"],
-            useful,
-            winner.evidence,
-        ),
+        ("Useful tokens/s", text["useful tokens/s"], useful, winner.evidence),
         ("Peak reserved memory", text["peak reserved"], free, winner.memory_evidence),
         ("Cost of this search", fmt_usd(summary.search_usd), search, Evidence.MEASURED),
     )
-    return tuple(Stat(label=label, value=value, note=note, evidence=kind) for label, value, note, kind in rows)
+    return tuple(
+        Stat(label=label, value=value, note=note, evidence=kind)
+        for label, value, note, kind in rows
+    )
 
 
-def _unbroken(text: str) -> str:
-    """A number with its unit, which stay on one line."""
+def _speed_up(recipe: Recipe) -> str:
+    """Format the winner's speed-up, 'none' without a difference, or a dash without a baseline."""
+    if recipe.differs:
+        return f"{recipe.speedup:.2f}×"
+    return "none" if recipe.baseline else DASH
+
+
+def _keep_together(text: str) -> str:
+    """Return the text with spaces that keep it on one line, such as a number with its unit."""
     return text.replace(" ", "\u00a0")
 
 
 def breaks(text: str) -> "Markup":
-    """Text that may be broken after an underscore, for the names of knobs on a phone."""
+    """Return text that a phone may break after an underscore, for the names of knobs."""
     from markupsafe import Markup, escape
 
     return Markup("_<wbr>").join(escape(part) for part in text.split("_"))
 
 
 def place(name: str) -> str:
-    """The id of a term's explanation on the page."""
+    """Return the id of a term's explanation on the page."""
     return f"term-{dashed(name)}"
 
 
 def term(name: str, explained: Collection[str]) -> "Markup":
-    """The name of a term or a knob as a link to what it means; plain text where it is not among those explained."""
+    """Return the name of a term or a knob as a link to its meaning, or as text if unexplained."""
     from markupsafe import Markup
 
     link = Markup('<a class="term" href="#{}">{}</a>')
@@ -152,40 +168,47 @@ def term(name: str, explained: Collection[str]) -> "Markup":
 
 
 def glossary() -> dict[str, str]:
-    """What each term means, and what each knob is."""
+    """Return the meaning of each term, and the description of each knob."""
     terms: dict[str, str] = load_data("autotune.report", "terms")
     return terms | {name: knob.description for name, knob in KNOBS.items()}
 
 
 def answer_glossary(words: Iterable[str]) -> dict[str, str]:
-    """What those of the words mean that tables of answers explain."""
+    """Return the meanings of those words that the glossary of answers explains."""
     terms: dict[str, str] = load_data("autotune.report", "answer_terms")
     known = {word.casefold() for word in words}
     return {name: meaning for name, meaning in terms.items() if name.casefold() in known}
 
 
 def script_json(data: Any) -> "Markup":
-    """JSON for a <script> element: no `<`, `>` or `&`, so that no string of it can end the element."""
+    """Return JSON for a <script> element.
+
+    It has no `<`, `>` or `&`, so no string in it can end the element.
+    """
     from markupsafe import Markup
 
     text = json.dumps(data, separators=(",", ":"))
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
-    return Markup(text)  # noqa: S704 (nothing that HTML could interpret is left in it)
+    return Markup(text)  # noqa: S704 (the text has no character that HTML interprets)
 
 
 def plotly_markup(drawn: dict[str, Any]) -> "Markup":
-    """The plotting library for a page with these figures: 5 MB, which a page without any does without."""
+    """Return the plotting library for a page with figures, otherwise nothing: it has 5 MB."""
     from markupsafe import Markup
 
     return Markup(plotly_js() if drawn else "")  # noqa: S704 (the library's own file)
 
 
 def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
-    """Everything that the template reads."""
-    recipe, oom = summary.recipe, oom_report(summary)
+    """Return everything that the template reads."""
+    recipe = summary.recipe
+    oom = oom_report(summary)
     drawn = {name: data for name, data in draw(summary).items() if data is not None}
-    misses = [(entry.margin, entry.number, entry) for entry in oom.entries if entry.margin is not None]
+    misses = [
+        (entry.margin, entry.number, entry) for entry in oom.entries if entry.margin is not None
+    ]
+
     view: dict[str, Any] = {
         "summary": summary,
         "recipe": recipe,
@@ -199,16 +222,22 @@ def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
         "lengths": infos.row_lengths(summary),
         "oom": oom,
         "closest": min(misses)[-1] if misses else None,
-        "effect": lambda knob: describe.ablation_effect(summary.explanation, knob) if summary.explanation else "",
+        "effect": lambda knob: (
+            describe.ablation_effect(summary.explanation, knob) if summary.explanation else ""
+        ),
         "verification": describe.verification(summary.verification) if summary.verification else [],
         "price_of": lambda card: describe_price(card.price, date.today()),
-        "parts": PARTS if recipe else {place: name for place, name in PARTS.items() if place not in OF_WINNERS},
+        "parts": PARTS
+        if recipe
+        else {place: name for place, name in PARTS.items() if place not in OF_WINNERS},
         "glossary": glossary(),
         "few": FEW,
         "drawn": drawn,
         "figures_json": script_json(drawn),
         "plotly_js": plotly_markup(drawn),
     }
+
+    # The parts of a page that has a winner.
     if recipe is not None:
         view |= {
             "device": next(iter(recipe.device.nvml_names), recipe.device.name),
@@ -216,9 +245,12 @@ def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
             "stats": stats(recipe, summary),
             "price": _price(recipe),
             "commands": describe.training_commands(summary, recipe, out_dir),
-            "intervals": f"{describe.intervals(recipe.winner)} {describe.left_out(recipe.winner.cost)}",
+            "intervals": f"{describe.intervals(recipe.winner)} "
+            f"{describe.left_out(recipe.winner.cost)}",
             "compare": (rows := infos.compare(recipe)),
-            "unchanged": [row.name for row in rows if row.group == "Configuration" and not row.changed],
+            "unchanged": [
+                row.name for row in rows if row.group == "Configuration" and not row.changed
+            ],
             "costs": infos.costs(recipe),
             "cells": infos.learning_cells(recipe),
             "scaling": summary.scaling,
@@ -229,7 +261,9 @@ def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
 
 
 def _headline(summary: StudySummary) -> str:
-    recipe, counts = summary.recipe, summary.counts()
+    """Return the headline of the page: the speed-up, or why there is no winner."""
+    recipe = summary.recipe
+    counts = summary.counts()
     if recipe is None:
         memory = counts["oom"] + counts["refused"] or not summary.trials
         return "Nothing fits" if memory else "No trial succeeded"
@@ -238,9 +272,12 @@ def _headline(summary: StudySummary) -> str:
 
 
 def _price(recipe: Recipe) -> str:
+    """Describe the price of the GPU with its date and its source."""
     price = recipe.price
     if price is None:
         return "No price is known for this GPU, so no cost is shown."
-    spot = f" (spot {fmt_usd(price.spot_usd_per_hour)})" if price.spot_usd_per_hour is not None else ""
+    spot = (
+        f" (spot {fmt_usd(price.spot_usd_per_hour)})" if price.spot_usd_per_hour is not None else ""
+    )
     dated = f", as of {price.as_of}" if price.as_of else ""
     return f"{describe_price(price, date.today())}{dated}{spot}. Source: {price.source}."

@@ -1,6 +1,6 @@
-"""The form and the JSON Schema of each command's `--json`, from the types of the answers.
+"""The form and the JSON Schema of each command's `--json`, derived from the types of the answers.
 
-A form has every key of its output, and forbids others. Unknown values are null.
+A form has every key of its output and forbids others. Unknown values are null.
 """
 
 from functools import cache
@@ -13,7 +13,15 @@ from autotune.problem.calibration import Calibration
 from autotune.report.oom import OomReport
 from autotune.report.values.catalog import DatedPrice, Gpu, Suite
 from autotune.report.values.check import CheckReport
-from autotune.report.values.commands import Check, Files, Imported, KnobRow, StudyRow, Training, Worked
+from autotune.report.values.commands import (
+    Check,
+    Files,
+    Imported,
+    KnobRow,
+    StudyRow,
+    Training,
+    Worked,
+)
 from autotune.report.values.compared import Compared
 from autotune.report.values.longest import LongestAnswer
 from autotune.report.values.plan import Plan
@@ -26,7 +34,7 @@ from autotune.study.nodes import NodeRow
 from autotune.study.scaling import GpuPlan
 from autotune.study.summary import Status, SummaryFile, Verification
 
-# The type of the answer by command, with the option that makes it print another one.
+# The type of each command's answer. An option in a key makes the command print another answer.
 ANSWERS: dict[str, Any] = {
     "gpus": list[Gpu],
     "models": list[ModelSpec],
@@ -61,24 +69,35 @@ ANSWERS: dict[str, Any] = {
     "import": Imported,
     "worker": Worked,
 }
-STORED = ("explain", "calibrate")  # answers that are printed as they are stored
+STORED = ("explain", "calibrate")  # commands that print their answer as it is stored
 
 
 @cache
 def form_of(command: str) -> Any:
-    """The pydantic adapter of a command's output. Raises UsageError for an unknown one."""
+    """Return the pydantic adapter of a command's output.
+
+    Raises UsageError for an unknown command.
+    """
     from pydantic import TypeAdapter
 
     if command not in ANSWERS:
         raise UsageError(
-            f"there is no schema of {command!r}{did_you_mean(command, ANSWERS)}", remedy="`autotune schema` lists them"
+            f"there is no schema of {command!r}{did_you_mean(command, ANSWERS)}",
+            remedy="`autotune schema` lists them",
         )
     answer = ANSWERS[command]
     return TypeAdapter(answer if command in STORED else json_form(answer))
 
 
 def schema(command: str) -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of what `command --json` prints. Raises UsageError for an unknown command."""
-    made: dict[str, Any] = form_of(command).json_schema(mode="serialization")
+    """Return the JSON Schema (draft 2020-12) of the output of `command --json`.
+
+    Raises UsageError for an unknown command.
+    """
+    form: dict[str, Any] = form_of(command).json_schema(mode="serialization")
     title = f"autotune {command} --json"
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title} | made | {"title": title}
+    return (
+        {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title}
+        | form
+        | {"title": title}
+    )

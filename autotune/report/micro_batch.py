@@ -1,4 +1,7 @@
-"""What a profiled micro batch says, as tables and figures: by class of kernel, by part, at best, and the host."""
+"""A profiled micro batch as tables and figures.
+
+They show the time by class of kernel and by part of the model, the best time, and the host.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -14,108 +17,153 @@ HIDDEN = "unknown, in compiled layers"
 
 
 def profile_answer(report: ProfileReport) -> Answer:
-    """The tables, the longest rows first, with what they mean."""
+    """Return the tables, the longest rows first, with their meaning."""
     profile = report.profile
-    what = "kernel" if profile.on_gpu else "operator"
-    tables = [_by_class(profile, what), _by_part(profile), _at_best(report), _longest(profile, what)]
+    unit = "kernel" if profile.on_gpu else "operator"
+    caption = f"Time of its {unit}s by part of the model and stage"
+    tables = (
+        _class_table(profile, unit),
+        _part_table(profile),
+        _best_table(report),
+        _longest_table(profile, unit),
+        _host_table(report.needs),
+    )
+
     return Answer(
         title=f"A micro batch of {report.study}",
-        found=tuple(_found(report)),
-        notes=tuple(_notes(report, what)),
-        tables=(*tables, _host(report.needs)),
-        drawings={f"Time of its {what}s by part of the model and stage": partial(figures.micro_batch, report)},
+        found=tuple(_findings(report)),
+        notes=tuple(_notes(report, unit)),
+        tables=tables,
+        drawings={caption: partial(figures.micro_batch, report)},
     )
 
 
-def _found(report: ProfileReport) -> Iterator[str]:
-    """Where most of the time goes, what is lost, and what of the machine is short."""
+def _findings(report: ProfileReport) -> Iterator[str]:
+    """Yield the main uses of time, the largest loss, and the parts that the machine lacks."""
     yield f"It is of {report.config.label()}."
+
+    # Compiled layers hide the parts of the model. Then kinds of kernels say more.
     work = report.profile.micro_work
     total = sum(one.seconds for one in work) or 1.0
-    hidden = any(one.part is None for one in work)  # then kinds of kernels say more than parts of the model
-    took: dict[str, float] = {}
+    hidden = any(one.part is None for one in work)
+    seconds_of: dict[str, float] = {}
     for one in work:
-        of: str = one.kind if hidden or one.part is None else one.part
-        took[of] = took.get(of, 0.0) + one.seconds
-    most = sorted(took, key=lambda of: -took[of])[:2]
-    yield f"What takes the most time: {', then '.join(f'{of} ({took[of] / total:.0%})' for of in most)}."
-    lost = {one.work: one.lost_s for one in report.bounds} | (
-        {"a GPU that waits": report.idle_s} if report.idle_s else {}
-    )
-    known = {where: seconds for where, seconds in lost.items() if seconds is not None}
-    if len(known) == len(lost):
-        where = max(known, key=lambda where: known[where])
-        of = f"{fmt_seconds(known[where])} of a micro batch of {fmt_seconds(_whole_s(report))}"
-        yield f"Where the most is lost against what this device reaches at best: {where}, {of}."
+        name: str = one.kind if hidden or one.part is None else one.part
+        seconds_of[name] = seconds_of.get(name, 0.0) + one.seconds
+    longest = sorted(seconds_of, key=lambda name: -seconds_of[name])[:2]
+    shares = ", then ".join(f"{name} ({seconds_of[name] / total:.0%})" for name in longest)
+    yield f"What takes the most time: {shares}."
+
+    losses = {one.work: one.lost_s for one in report.bounds}
+    if report.idle_s:
+        losses["a GPU that waits"] = report.idle_s
+    known = {name: seconds for name, seconds in losses.items() if seconds is not None}
+    if len(known) == len(losses):
+        largest = max(known, key=lambda name: known[name])
+        loss = f"{fmt_seconds(known[largest])} of a micro batch of {fmt_seconds(_whole_s(report))}"
+        yield (
+            f"Where the most is lost against what this device reaches at best: {largest}, {loss}."
+        )
+
     if short := [need.part for need in report.needs if need.suffices is False]:
         yield f"The run needs more of the machine than is here: {', '.join(short)}."
 
 
 def _whole_s(report: ProfileReport) -> float:
-    """What shares of a micro batch are of: on a CPU, what it took while profiled."""
+    """Return the whole time of a micro batch for its shares. A CPU's includes the profiler."""
     return report.profile.micro_s if report.profile.on_gpu else report.profile.profiled_s
 
 
-def _notes(report: ProfileReport, what: str) -> list[str]:
-    profile, micro_s = report.profile, report.profile.micro_s
+def _notes(report: ProfileReport, unit: str) -> list[str]:
+    """Return sentences on the basis of the tables."""
+    profile = report.profile
+    micro_s = profile.micro_s
+    slower = ", which slows the host" * (profile.profiled_s > micro_s)
     notes = [
-        f"{profile.rows} rows of {profile.length:,} tokens take {fmt_seconds(micro_s)} when they are not profiled, and "
-        f"took {fmt_seconds(profile.profiled_s)} profiled{', which slows the host' * (profile.profiled_s > micro_s)}."
+        f"{profile.rows} rows of {profile.length:,} tokens take {fmt_seconds(micro_s)} "
+        f"when they are not profiled, and took {fmt_seconds(profile.profiled_s)} profiled{slower}."
     ]
+
+    # The division of the time.
     if report.idle_s is None:
-        notes.append("This is a CPU: what is divided are its operators, by the time that each took while profiled.")
+        notes.append(
+            "This is a CPU: what is divided are its operators, "
+            "by the time that each took while profiled."
+        )
     else:
         notes.append(
-            f"The GPU runs kernels for {fmt_seconds(profile.busy_s)} of it. For the rest, {fmt_seconds(report.idle_s)} "
-            f"({report.idle_s / micro_s:.0%}), it waits: for the host to issue work, or between two kernels."
+            f"The GPU runs kernels for {fmt_seconds(profile.busy_s)} of it. "
+            f"For the rest, {fmt_seconds(report.idle_s)} ({report.idle_s / micro_s:.0%}), "
+            "it waits: for the host to issue work, or between two kernels."
         )
     step = f"The optimizer step after it takes {fmt_seconds(profile.optimizer_s)} of the device"
-    notes.append(f"{step}, once in {report.accumulation} micro batches." if report.accumulation > 1 else f"{step}.")
+    notes.append(
+        f"{step}, once in {report.accumulation} micro batches."
+        if report.accumulation > 1
+        else f"{step}."
+    )
     if any(one.part is None for one in profile.work):
         notes.append(
-            "Layers are compiled: which part of a layer their kernels serve is not known, and what checkpointing "
-            "computes again counts as backward."
+            "Layers are compiled: which part of a layer their kernels serve is not known, "
+            "and what checkpointing computes again counts as backward."
         )
+
+    # The best times, and the trace.
     if report.uncounted:
         notes.append(f"What a micro batch needs at best is not known: {report.uncounted}.")
     elif report.bounds[0].best_s is None:
-        notes.append("Products of this precision were not measured here, so that their best time is not known.")
+        notes.append(
+            "Products of this precision were not measured here, "
+            "so that their best time is not known."
+        )
     notes.append(
-        f"At best: what it computes and moves, counted without a GPU, by what this device reached just now in products "
-        f"and copies. Chrome trace: {report.trace} (ui.perfetto.dev opens it)."
+        "At best: what it computes and moves, counted without a GPU, "
+        "by what this device reached just now in products and copies. "
+        f"Chrome trace: {report.trace} (ui.perfetto.dev opens it)."
     )
     return notes
 
 
-def _seconds(seconds: float | None) -> str:
+def _seconds_or_dash(seconds: float | None) -> str:
+    """Format seconds, and zero as a dash."""
     return fmt_seconds(seconds or None)
 
 
-def _by_class(profile: MicroBatchProfile, what: str) -> Table:
-    work, total = profile.micro_work, sum(one.seconds for one in profile.micro_work) or 1.0
+def _class_table(profile: MicroBatchProfile, unit: str) -> Table:
+    """Return the table of the classes of kernels."""
+    work = profile.micro_work
+    total = sum(one.seconds for one in work) or 1.0
     sums = {kind: sum(one.seconds for one in work if one.kind is kind) for kind in KernelClass}
+
     rows = tuple(
-        (kind.value, fmt_seconds(took), f"{took / total:.1%}", f"{sum(w.count for w in work if w.kind is kind):,}")
-        for kind, took in sorted(sums.items(), key=lambda item: -item[1])
-        if took
+        (
+            kind.value,
+            fmt_seconds(seconds),
+            f"{seconds / total:.1%}",
+            f"{sum(one.count for one in work if one.kind is kind):,}",
+        )
+        for kind, seconds in sorted(sums.items(), key=lambda item: -item[1])
+        if seconds
     )
-    columns = {f"{what}s": "left", "time": "right", "share": "right", "number": "right"}
-    return Table(title=f"By what its {what}s do", columns=columns, rows=rows)
+    columns = {f"{unit}s": "left", "time": "right", "share": "right", "number": "right"}
+    return Table(title=f"By what its {unit}s do", columns=columns, rows=rows)
 
 
-def _by_part(profile: MicroBatchProfile) -> Table:
-    work, total = profile.micro_work, sum(one.seconds for one in profile.micro_work) or 1.0
+def _part_table(profile: MicroBatchProfile) -> Table:
+    """Return the table of the parts of the model, with a column for each stage."""
+    work = profile.micro_work
+    total = sum(one.seconds for one in work) or 1.0
 
-    def took(part: Part | None, stages: tuple[Stage, ...]) -> float:
+    def seconds(part: Part | None, stages: tuple[Stage, ...]) -> float:
         return sum(one.seconds for one in work if one.part is part and one.stage in stages)
 
-    parts = sorted({one.part for one in work}, key=lambda part: -took(part, STAGES))
+    parts = sorted({one.part for one in work}, key=lambda part: -seconds(part, STAGES))
     rows = tuple(
         (
             part or HIDDEN,
-            *(_seconds(took(part, (stage,))) for stage in STAGES),
-            fmt_seconds(took(part, STAGES)),
-            f"{took(part, STAGES) / total:.1%}",
+            *(_seconds_or_dash(seconds(part, (stage,))) for stage in STAGES),
+            fmt_seconds(seconds(part, STAGES)),
+            f"{seconds(part, STAGES) / total:.1%}",
         )
         for part in parts
     )
@@ -123,10 +171,13 @@ def _by_part(profile: MicroBatchProfile) -> Table:
     return Table(title="By part of the model", columns=columns, rows=rows)
 
 
-def _at_best(report: ProfileReport) -> Table:
-    """With the share of the micro batch that is lost."""
+def _best_table(report: ProfileReport) -> Table:
+    """Return the table of the best times, with the lost share of the micro batch."""
     whole_s = _whole_s(report)
-    columns = {"work": "left"} | dict.fromkeys(("took", "at best", "lost", "share", "TFLOP", "GB moved"), "right")
+    columns = {"work": "left"} | dict.fromkeys(
+        ("took", "at best", "lost", "share", "TFLOP", "GB moved"), "right"
+    )
+
     rows = [
         (
             one.work,
@@ -140,21 +191,36 @@ def _at_best(report: ProfileReport) -> Table:
         for one in report.bounds
     ]
     if (idle_s := report.idle_s) is not None:
-        waits = fmt_seconds(idle_s)
-        rows.append(("the GPU waits", waits, fmt_seconds(0.0), waits, f"{idle_s / whole_s:.1%}", DASH, DASH))
+        idle = fmt_seconds(idle_s)
+        rows.append(
+            ("the GPU waits", idle, fmt_seconds(0.0), idle, f"{idle_s / whole_s:.1%}", DASH, DASH)
+        )
+
     return Table(title="What this device could do at best", columns=columns, rows=tuple(rows))
 
 
-def _longest(profile: MicroBatchProfile, what: str) -> Table:
+def _longest_table(profile: MicroBatchProfile, unit: str) -> Table:
+    """Return the table of the kernels with the longest times."""
     rows = tuple(
-        (one.kind.value, fmt_seconds(one.seconds), f"{one.count:,}", ", ".join(one.fuses) or one.name)
+        (
+            one.kind.value,
+            fmt_seconds(one.seconds),
+            f"{one.count:,}",
+            ", ".join(one.fuses) or one.name,
+        )
         for one in profile.longest
     )
-    columns = {"class": "left", "time": "right", "number": "right", f"{what}, or what it fuses": "left"}
-    return Table(title=f"The {what}s that took longest", columns=columns, rows=rows)
+    columns = {
+        "class": "left",
+        "time": "right",
+        "number": "right",
+        f"{unit}, or what it fuses": "left",
+    }
+    return Table(title=f"The {unit}s that took longest", columns=columns, rows=rows)
 
 
-def _host(needs: tuple[HostNeed, ...]) -> Table:
+def _host_table(needs: tuple[HostNeed, ...]) -> Table:
+    """Return the table of the run's needs of the machine."""
     answers = {True: "yes", False: "no", None: DASH}
     rows = tuple(
         (

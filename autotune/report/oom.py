@@ -1,6 +1,8 @@
-"""The OOM report: what did not fit, by how much, what held the memory, the nearest configuration that fits, advice.
+"""The OOM report: each trial that did not fit, its excess, its use of memory, and remedies.
 
-Pure: StudySummary -> OomReport, as Markdown or as plain data. Refusals (predicted, never probed) are listed with OOMs.
+It also lists the nearest configurations that fit. The functions are pure: a StudySummary becomes an
+OomReport, as Markdown or as plain data. Refusals, which were predicted and never probed, are listed
+with OOMs.
 """
 
 import heapq
@@ -19,14 +21,14 @@ from autotune.core.units import DASH, fmt_gib
 from autotune.study.summary import StudySummary, TrialRecord
 
 NUM_NEAREST = 3
-# Any term with this share of the memory gets advice of its own, in addition to the largest term.
+# A term with this share of the memory gets its own advice, in addition to the largest term.
 WORTH_ADVICE = 0.25
 Advice = Iterator[tuple[str, Any, str]]  # knob, suggested value, why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """One holder of memory; `share` is of all named terms."""
+    """One use of memory. `share` is its share of all named terms."""
 
     name: str
     gib: float
@@ -35,7 +37,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Advice on one knob, or on something outside the search space (`knob` None)."""
+    """Advice on one knob, or on something outside the search space if `knob` is None."""
 
     knob: str | None
     current: Any
@@ -44,17 +46,20 @@ class Change:
 
     @property
     def edit(self) -> str:
-        """'loss full → chunked'."""
+        """The edit as 'loss full → chunked'."""
         return f"{self.knob} {self.current} → {self.suggested}"
 
     def __str__(self) -> str:
-        """'loss full → chunked: why'."""
+        """Return 'loss full → chunked: why', or only the reason without a knob."""
         return self.why if self.knob is None else f"{self.edit}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
-    """A configuration of the study that fits. `differs` is {knob: [value that did not fit, value that fits]}."""
+    """A configuration of the study that fits.
+
+    `differs` is {knob: [value that did not fit, value that fits]}.
+    """
 
     number: int
     label: str
@@ -64,13 +69,18 @@ class Neighbour:
     peak_reserved_gib: float | None
 
     def changes(self) -> str:
-        """'seq_len 2048 → 1024, micro_batch_size 4 → 16'."""
-        return ", ".join(f"{knob} {value} → {fitting}" for knob, (value, fitting) in self.differs.items())
+        """List the changes as 'seq_len 2048 → 1024, micro_batch_size 4 → 16'."""
+        return ", ".join(
+            f"{knob} {value} → {fitting}" for knob, (value, fitting) in self.differs.items()
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OomEntry:
-    """One trial that did not fit. `margin` is memory needed / limit - 1; for a refusal it is predicted."""
+    """One trial that did not fit.
+
+    `margin` is the memory it needs / limit - 1. For a refusal it is a prediction.
+    """
 
     number: int
     label: str
@@ -92,10 +102,15 @@ class OomEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OomReport:
-    """Every OOM and refusal of a study, in the order they ran."""
+    """Every OOM and refusal of a study, in the order of the trials."""
 
     JSON: ClassVar = keys(
-        "schema_version", "study", "entries", trials="num_trials", oom="num_oom", refused="num_refused"
+        "schema_version",
+        "study",
+        "entries",
+        trials="num_trials",
+        oom="num_oom",
+        refused="num_refused",
     )
     schema_version: ClassVar[int] = 1
 
@@ -105,8 +120,10 @@ class OomReport:
 
     @property
     def configurations(self) -> tuple[OomEntry, ...]:
-        """The first entry of each configuration, for readers: a search may propose one again."""
-        return tuple({tuple(entry.config.items()): entry for entry in reversed(self.entries)}.values())[::-1]
+        """The first entry of each configuration, for readers: a search may propose one twice."""
+        return tuple(
+            {tuple(entry.config.items()): entry for entry in reversed(self.entries)}.values()
+        )[::-1]
 
     @property
     def num_oom(self) -> int:
@@ -119,19 +136,21 @@ class OomReport:
         return self.count(Outcome.REFUSED)
 
     def count(self, outcome: Outcome) -> int:
-        """The number of entries with this outcome."""
+        """Count the entries with this outcome."""
         return sum(entry.outcome == outcome.value for entry in self.entries)
 
     def headline(self) -> str:
-        """One sentence: '3 of 12 trials ran out of memory, 2 were refused before launch.'."""
+        """Return '3 of 12 trials ran out of memory, 2 were refused before launch.'."""
         if not self.entries:
             return f"No trial of {self.num_trials} ran out of memory and none was refused."
-        oom, refused = self.num_oom, self.num_refused
+
+        oom = self.num_oom
+        refused = self.num_refused
         refused_early = f"{refused} {'was' if refused == 1 else 'were'} refused before launch"
         return f"{oom} of {self.num_trials} trials ran out of memory, {refused_early}."
 
     def markdown(self) -> str:
-        """The content of oom_report.md."""
+        """Return the content of oom_report.md."""
         pages = environment("autotune.report")
         pages.filters["missed"] = missed
         text = pages.get_template("oom_report.md.j2").render(report=self, dash=DASH)
@@ -139,8 +158,9 @@ class OomReport:
 
 
 def oom_report(summary: StudySummary) -> OomReport:
-    """Every OOM and refusal of the study, in the order they ran."""
-    fits = {row.config: row for row in reversed(summary.trials) if row.outcome is Outcome.OK}  # the first of each
+    """Return every OOM and refusal of the study, in the order of the trials."""
+    # The reversed order keeps the first trial of each configuration.
+    fits = {row.config: row for row in reversed(summary.trials) if row.outcome is Outcome.OK}
     rows = [row for row in summary.trials if row.outcome in (Outcome.OOM, Outcome.REFUSED)]
     nearest = {config: _nearest(config, fits) for config in {row.config for row in rows}}
     entries = tuple(_entry(row, nearest[row.config]) for row in rows)
@@ -148,48 +168,63 @@ def oom_report(summary: StudySummary) -> OomReport:
 
 
 def distance(one: TrainConfig, other: TrainConfig) -> float:
-    """Weighted count of the knobs that differ; integer knobs count |log2 ratio| (one for each doubling)."""
+    """Return the weighted number of knobs that differ.
+
+    An integer knob counts |log2 ratio|: one for each doubling.
+    """
     total = 0.0
     for name, (value, other_value) in _differences(one, other).items():
         knob = KNOBS[name]
         if knob.form != "integer":
             total += knob.distance_weight
-        elif value is not None and other_value is not None:  # without a rank the method differs, which counts already
+        elif value is not None and other_value is not None:
+            # Without a rank the method differs, which counts already.
             total += knob.distance_weight * abs(math.log2(value / other_value))
     return total
 
 
 def advise(config: TrainConfig, terms: tuple[Term, ...]) -> tuple[Change, ...]:
-    """What to change, from the largest term on; from the usual terms where none is known."""
+    """Return remedies, starting with the largest term of memory.
+
+    If no term is known, the advice starts with the usual terms.
+    """
     ranked = sorted(terms, key=lambda term: -term.gib)
     names = [term.name for term in ranked if term is ranked[0] or term.share >= WORTH_ADVICE]
+
     changes: list[Change] = []
     for name in names or ["activations", "optimizer", "weights"]:
         for knob, suggested, why in _ADVICE.get(name, _activations)(config):
             change = Change(knob=knob, current=getattr(config, knob), suggested=suggested, why=why)
             if change not in changes:
                 changes.append(change)
+
     if not changes:
-        why = "no knob reduces what holds the memory: take a smaller model, or a GPU with more memory"
+        why = (
+            "no knob reduces what holds the memory: take a smaller model, or a GPU with more memory"
+        )
         changes.append(Change(knob=None, current=None, suggested=None, why=why))
     return tuple(changes)
 
 
 def missed(entry: OomEntry) -> str:
-    """'12.3 % (16.2 GiB)'."""
+    """Format the excess over the limit as '12.3 % (16.2 GiB)'."""
     if entry.margin is None:
         return DASH
-    return f"{entry.margin:.1%}" + (f" ({fmt_gib(entry.missed_gib)})" if entry.missed_gib is not None else "")
+    gib = "" if entry.missed_gib is None else f" ({fmt_gib(entry.missed_gib)})"
+    return f"{entry.margin:.1%}{gib}"
 
 
 def _entry(row: TrialRecord, nearest: tuple[Neighbour, ...]) -> OomEntry:
+    """Return the entry of a trial that did not fit. A refusal has no detail."""
     detail = row.oom
     limit = detail.limit_gib if detail else row.limit_gib
     margin = detail.margin if detail else row.margin
-    named = detail.terms_gib if detail else {}
-    total = sum(named.values()) or 1.0
-    ranked = sorted(named.items(), key=lambda item: -item[1])
+
+    terms_gib = detail.terms_gib if detail else {}
+    total = sum(terms_gib.values()) or 1.0
+    ranked = sorted(terms_gib.items(), key=lambda item: -item[1])
     terms = tuple(Term(name=name, gib=gib, share=gib / total) for name, gib in ranked)
+
     return OomEntry(
         number=row.number,
         label=row.config.label(),
@@ -211,7 +246,11 @@ def _entry(row: TrialRecord, nearest: tuple[Neighbour, ...]) -> OomEntry:
 
 
 def _nearest(config: TrainConfig, fits: dict[TrainConfig, TrialRecord]) -> tuple[Neighbour, ...]:
-    rows = heapq.nsmallest(NUM_NEAREST, fits.values(), key=lambda row: (distance(config, row.config), row.number))
+    """Return the NUM_NEAREST configurations that fit and differ least from this one."""
+    rows = heapq.nsmallest(
+        NUM_NEAREST, fits.values(), key=lambda row: (distance(config, row.config), row.number)
+    )
+
     return tuple(
         Neighbour(
             number=row.number,
@@ -226,31 +265,42 @@ def _nearest(config: TrainConfig, fits: dict[TrainConfig, TrialRecord]) -> tuple
 
 
 def _differences(one: TrainConfig, other: TrainConfig) -> dict[str, list[Any]]:
-    """{knob: [value, other value]}, the knobs with the largest weight first."""
+    """Return {knob: [value, other value]}, the knobs with the largest weight first."""
     values = {name: [getattr(one, name), getattr(other, name)] for name in _HEAVIEST_FIRST}
     return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
 
 
 def _smaller_batch(config: TrainConfig) -> Advice:
+    """Advise smaller micro batches and shorter rows."""
     if config.micro_batch_size > 1:
-        why = "fewer sequences at a time; more micro batches are accumulated, so that the global batch stays"
+        why = (
+            "fewer sequences at a time; "
+            "more micro batches are accumulated, so that the global batch stays"
+        )
         yield "micro_batch_size", config.micro_batch_size // 2, why
     if config.seq_len > 1:
-        yield "seq_len", config.seq_len // 2, "only if few examples are longer: the rest of each is cut off"
+        why = "only if few examples are longer: the rest of each is cut off"
+        yield "seq_len", config.seq_len // 2, why
 
 
 def _activations(config: TrainConfig) -> Advice:
+    """Advise recomputation, then offloading, and smaller micro batches."""
     if config.checkpoint_every != 1:
-        yield "checkpointing", "full", "recomputes activations in the backward pass, for about one more forward pass"
+        why = "recomputes activations in the backward pass, for about one more forward pass"
+        yield "checkpointing", "full", why
     elif config.micro_batch_size == 1 and not config.offloads:
-        why = "on a GPU: the inputs of the layers wait in host memory; the copies make a step slower"
+        why = (
+            "on a GPU: the inputs of the layers wait in host memory; the copies make a step slower"
+        )
         yield "checkpointing", "offload", why
     if config.attention == "eager":
         yield "attention", "sdpa", "does not store the matrix of attention scores"
+
     yield from _smaller_batch(config)
 
 
 def _logits(config: TrainConfig) -> Advice:
+    """Advise the loss in chunks, and smaller micro batches."""
     if config.loss == "full":
         why = "never holds all logits at once; not for a model that caps or scales its logits"
         yield "loss", "chunked", why
@@ -258,25 +308,35 @@ def _logits(config: TrainConfig) -> Advice:
 
 
 def _optimizer(config: TrainConfig) -> Advice:
+    """Advise a smaller optimizer state, and fewer trained parameters."""
     if config.optimizer in ("adamw_torch_fused", "adamw_torch"):
-        yield "optimizer", "adamw_8bit", "its state has 8 bits for each value, about a quarter of the memory"
+        why = "its state has 8 bits for each value, about a quarter of the memory"
+        yield "optimizer", "adamw_8bit", why
     elif config.optimizer == "adamw_8bit":
-        yield "optimizer", "paged_adamw_8bit", "its state can move to host memory while it is not used"
+        why = "its state can move to host memory while it is not used"
+        yield "optimizer", "paged_adamw_8bit", why
     yield from _fewer_trained(config)
 
 
 def _fewer_trained(config: TrainConfig) -> Advice:
-    """Gradients, optimizer state and adapters are all proportional to the trained parameters."""
+    """Advise fewer trained parameters.
+
+    Gradients, optimizer state and adapters are proportional to them.
+    """
     if config.method == "full":
-        yield "method", "lora", "trains adapters only, with hardly any gradients and optimizer state"
+        why = "trains adapters only, with hardly any gradients and optimizer state"
+        yield "method", "lora", why
         return
+
     if config.lora_rank is not None and config.lora_rank > 1:
         yield "lora_rank", config.lora_rank // 2, "half the adapters, gradients and state"
     if config.lora_targets == ALL_LINEAR:
-        yield "lora_targets", "attention", "fewer adapters, which also keep fewer activations; learns less"
+        why = "fewer adapters, which also keep fewer activations; learns less"
+        yield "lora_targets", "attention", why
 
 
 def _weights(config: TrainConfig) -> Advice:
+    """Advise smaller weights."""
     if config.method == "full":
         yield "method", "lora", "the base is frozen and can then be quantised"
         if config.precision != "bf16_pure":

@@ -1,4 +1,4 @@
-"""The study directory: what is written, under which names. Every file is written whole or not at all."""
+"""Writes the files of the study directory. Every file is written whole or not at all."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from autotune.study.summary import Recipe, StudySummary, TrialRecord, summary_da
 
 
 class TrialLog:
-    """trials.jsonl of a study's directory: one line for each trial, written as it ends."""
+    """The file trials.jsonl of a study's directory. Each trial is a line, written when it ends."""
 
     def __init__(self, out: Path) -> None:
         self._path = out / "trials.jsonl"
@@ -31,20 +31,31 @@ class TrialLog:
         return json.dumps(to_data(row)) + "\n"
 
 
-def write_study(out: Path, summary: StudySummary, formats: list[str] | None = None) -> dict[str, Any]:
-    """Write summary, projection, reports and exports; returns what summary.json holds. Raises StorageError."""
+def write_study(
+    out: Path, summary: StudySummary, formats: list[str] | None = None
+) -> dict[str, Any]:
+    """Write the summary, the projection, the reports and the exports.
+
+    Return the content of summary.json. Raises StorageError.
+    """
     from autotune.report.html import render
     from autotune.report.oom import oom_report
 
     data = summary_data(summary, str(out))
     write_atomic(out / "summary.json", json.dumps(data, indent=2) + "\n")
+
     report = oom_report(summary)
     write_atomic(out / "oom_report.md", report.markdown())
     write_atomic(out / "oom_report.json", json.dumps(json_data(report), indent=2) + "\n")
     write_atomic(out / "report.html", render(summary, short_path(out)))
+
     recipe = summary.recipe
     if recipe is not None:
-        projection = {"schema_version": 1, "study": summary.study, "winner": to_data(recipe.winner.cost)}
+        projection = {
+            "schema_version": 1,
+            "study": summary.study,
+            "winner": to_data(recipe.winner.cost),
+        }
         projection["by_examples"] = [to_data(cost) for cost in recipe.by_examples]
         projection["price"] = to_data(recipe.price) if recipe.price else None
         projection["workload"] = recipe.workload.facts()
@@ -54,7 +65,10 @@ def write_study(out: Path, summary: StudySummary, formats: list[str] | None = No
 
 
 def write_versus(out: Path, first: StudySummary, second: StudySummary) -> Path:
-    """Write the page of two studies side by side, which both have a winner; returns its path. Raises StorageError."""
+    """Write the page of two studies side by side and return its path.
+
+    Both studies have a winner. Raises StorageError.
+    """
     from autotune.report.versus import render
 
     path = out / f"against-{slug(second.study)}.html"
@@ -63,12 +77,15 @@ def write_versus(out: Path, first: StudySummary, second: StudySummary) -> Path:
 
 
 def write_exports(out: Path, recipe: Recipe, formats: list[str] | None = None) -> list[Path]:
-    """Write recipe.yaml into `out` and every other export into out/export; returns the paths. Raises StorageError."""
+    """Write recipe.yaml into `out` and every other export into out/export.
+
+    Return the paths. Raises StorageError.
+    """
     from autotune.export.formats import export_all, usual
 
-    written = []
+    paths = []
     for name, text in export_all(recipe, formats or usual(recipe)).items():
         path = out / name if name == "recipe.yaml" else out / "export" / name
         write_atomic(path, text, executable=name.endswith(".sh"))
-        written.append(path)
-    return written
+        paths.append(path)
+    return paths

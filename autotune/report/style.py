@@ -1,6 +1,6 @@
-"""The look of figures; the only file that imports plotly, and only when it is needed.
+"""The look of figures. Only this file imports plotly, and only when a figure needs it.
 
-Colours that depend on light or dark are left to the page, which sets them when it draws.
+The page sets the colours that depend on its light or dark theme when it draws.
 """
 
 import html
@@ -10,8 +10,15 @@ from typing import Any
 from autotune.core.probe_types import Outcome
 
 # Mid-tones that are visible on white and on near-black, after Okabe and Ito.
-ACCENT, BLUE, PALE_BLUE, YELLOW, GREY, PURPLE = "#d9541e", "#2a7fc4", "#8fc1ea", "#d99a00", "#8a8f98", "#8c63c7"
-# Colour and symbol of each outcome, for readers who do not see colours; the names are `describe.LABELS`.
+ACCENT = "#d9541e"
+BLUE = "#2a7fc4"
+PALE_BLUE = "#8fc1ea"
+YELLOW = "#d99a00"
+GREY = "#8a8f98"
+PURPLE = "#8c63c7"
+
+# The colour and symbol of each outcome. Symbols serve readers who do not see colours. The names are
+# in `describe.LABELS`.
 MARKERS = {
     Outcome.OK: (BLUE, "circle"),
     Outcome.SLOW: (GREY, "diamond-open"),
@@ -24,28 +31,35 @@ MARKERS = {
 
 
 def plotly_js() -> str:
-    """The whole of plotly.js, for a page that contains it."""
+    """Return the text of plotly.js, for a page that contains it."""
     from plotly.offline import get_plotlyjs
 
     return str(get_plotlyjs())
 
 
 def escape(text: str) -> str:
-    """Text that plotly shows as it is; plotly interprets a few HTML tags and all entities."""
+    """Escape text so that plotly shows it unchanged.
+
+    Plotly interprets a few HTML tags and all entities.
+    """
     return html.escape(text, quote=False)
 
 
 def empty() -> Any:
-    """A figure without anything in it."""
+    """Return an empty figure."""
     import plotly.graph_objects as go
 
     return go.Figure()
 
 
 def finish(figure: Any, *, x: str, y: str | None = None, height: int) -> dict[str, Any]:
-    """Give a figure axis titles, a height in pixels and the common look. Returns what Plotly.newPlot takes."""
+    """Give a figure axis titles, a height in pixels and the common look.
+
+    Return the arguments of Plotly.newPlot.
+    """
     for trace in figure.data:
         trace.hoverinfo = "text" if trace.hovertext else "skip"
+
     title = {"standoff": 12, "font": {"size": 13}}
     axis = {"zeroline": False, "automargin": True, "ticklabelstandoff": 4, "title": title}
     has_legend = any(trace.name and trace.showlegend is not False for trace in figure.data)
@@ -61,10 +75,12 @@ def finish(figure: Any, *, x: str, y: str | None = None, height: int) -> dict[st
         hoverlabel={"align": "left", "font": {"size": 12}},
         dragmode=False,
     )
+
     figure.update_xaxes(**axis)
     figure.update_yaxes(**axis)
     figure.update_xaxes(title_text=x)
     if y:
         figure.update_yaxes(title_text=y)
+
     data: dict[str, Any] = json.loads(figure.to_json())
     return {"data": data["data"], "layout": data["layout"]}

@@ -1,4 +1,4 @@
-"""The study over wall time: what each second was spent on, and how busy the GPU was during the timed steps."""
+"""The study over wall time: the use of each second, and the GPU's utilization in timed steps."""
 
 import statistics
 from collections.abc import Iterable, Iterator
@@ -9,7 +9,7 @@ from autotune.core.probe_types import Outcome, ProbeResult, Rung
 from autotune.core.units import fmt_seconds
 from autotune.study.summary import StudySummary
 
-# What a probe spends its seconds on, in order, by the names of its clocks; the rest is set-up and clean-up.
+# The stages of a probe in order, with the names of their clocks. All other seconds are SET_UP.
 TIMED = "timed steps"
 CLOCKS = {
     "first steps": ("first_step",),
@@ -18,7 +18,7 @@ CLOCKS = {
 }
 SET_UP = "set-up and clean-up"
 KINDS = (SET_UP, *CLOCKS)
-MAX_SPANS = 200  # more would be narrower than three pixels each, and cover one another
+MAX_SPANS = 200  # more spans would be narrower than three pixels and overlap
 NUM_SLICES = 100
 PAUSE_S = 120.0  # a longer time between two probes means that the study was stopped and continued
 
@@ -27,7 +27,7 @@ PAUSE_S = 120.0  # a longer time between two probes means that the study was sto
 class Span:
     """A stretch of one probe. `start_s` counts from the study's first probe, without pauses.
 
-    `utilization` is the share of a stretch of timed steps in which a kernel ran, where it is known.
+    `utilization` is the share of timed steps with a running kernel, or None if it is unknown.
     """
 
     rung: Rung
@@ -41,7 +41,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """An equal part of a long study: the share of each of KINDS, and the utilization in its timed steps."""
+    """One of the equal parts of a long study.
+
+    `shares` has the share of each of KINDS. `utilization` is the utilization in the timed steps.
+    """
 
     start_s: float
     seconds: float
@@ -51,7 +54,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineInfo:
-    """The spans of all probes in order; `wall_s` is the study's wall time over all its sessions."""
+    """The spans of all probes in order. `wall_s` is the study's wall time over all sessions."""
 
     spans: tuple[Span, ...]
     wall_s: float
@@ -59,7 +62,7 @@ class TimelineInfo:
 
     @property
     def spent(self) -> dict[str, float]:
-        """Seconds by KINDS."""
+        """The seconds of each of KINDS."""
         seconds = dict.fromkeys(KINDS, 0.0)
         for span in self.spans:
             seconds[span.kind] += span.seconds
@@ -67,33 +70,40 @@ class TimelineInfo:
 
     @property
     def probe_s(self) -> float:
-        """Seconds of probing."""
+        """The seconds of probing."""
         return sum(self.spent.values())
 
     @property
     def length_s(self) -> float:
-        """Seconds to the end of the last probe."""
+        """The seconds until the end of the last probe."""
         return max((span.start_s + span.seconds for span in self.spans), default=0.0)
 
     @property
     def utilization(self) -> float | None:
-        """The mean over the timed seconds for which it is known."""
-        known = [(span.utilization, span.seconds) for span in self.spans if span.utilization is not None]
+        """The mean over all timed seconds with a known utilization, or None without any."""
+        known = [
+            (span.utilization, span.seconds) for span in self.spans if span.utilization is not None
+        ]
         shares, seconds = zip(*known, strict=True) if known else ((), ())
         return statistics.fmean(shares, weights=seconds) if known else None
 
     def sentences(self) -> tuple[str, ...]:
-        """Where the time went; () where no probe ran."""
+        """Describe the use of the time. The result is empty if no probe ran."""
         spent = self.spent
         if not self.probe_s or not self.wall_s:
             return ()
-        longest_first = sorted(((seconds, kind) for kind, seconds in spent.items() if seconds), reverse=True)
+
+        longest_first = sorted(
+            ((seconds, kind) for kind, seconds in spent.items() if seconds), reverse=True
+        )
         parts = ", ".join(f"{fmt_seconds(seconds)} {kind}" for seconds, kind in longest_first)
         busy = "how busy the GPU was in them is not known"
         if self.utilization is not None:
             busy = f"a kernel ran in {self.utilization:.0%} of that time"
+
+        probing = f"{min(self.probe_s / self.wall_s, 1.0):.0%} of {fmt_seconds(self.wall_s)}"
         sentences = (
-            f"Probes ran for {min(self.probe_s / self.wall_s, 1.0):.0%} of {fmt_seconds(self.wall_s)}: {parts}.",
+            f"Probes ran for {probing}: {parts}.",
             f"Timed steps took {min(spent[TIMED] / self.wall_s, 1.0):.0%}; {busy}.",
         )
         pauses = "one pause" if self.pauses == 1 else f"{self.pauses} pauses"
@@ -101,15 +111,22 @@ class TimelineInfo:
 
 
 def timeline(summary: StudySummary) -> TimelineInfo:
-    """The timeline of the probes whose start is known; an answer without a probe takes no time."""
+    """Return the timeline of the probes with a known start.
+
+    An answer that needed no probe takes no time.
+    """
     spans: list[Span] = []
-    pauses, end_s, left_out_s = 0, 0.0, 0.0
-    for started_s, probe in _started(summary.probes):
-        if started_s - left_out_s - end_s > PAUSE_S:
+    pauses = 0
+    end_s = 0.0
+    paused_s = 0.0
+
+    for started_s, probe in _starts(summary.probes):
+        if started_s - paused_s - end_s > PAUSE_S:
             pauses += 1
-            left_out_s = started_s - end_s
-        # Starts were once stored in whole seconds, rounded down; probes run one after another.
-        start_s = max(started_s - left_out_s, end_s)
+            paused_s = started_s - end_s
+
+        # Starts were once stored in whole seconds, rounded down. Probes run one after another.
+        start_s = max(started_s - paused_s, end_s)
         end_s = start_s
         for kind, seconds in _stretches(probe):
             telemetry = probe.measurement.telemetry if probe.measurement and kind == TIMED else None
@@ -126,22 +143,29 @@ def timeline(summary: StudySummary) -> TimelineInfo:
             )
             end_s += seconds
         end_s = max(end_s, start_s + probe.seconds["total"])
+
     return TimelineInfo(spans=tuple(spans), wall_s=summary.wall_seconds, pauses=pauses)
 
 
 def slices(info: TimelineInfo) -> tuple[Slice, ...]:
-    """NUM_SLICES equal parts of a timeline that has too many spans to draw them one by one; else ()."""
+    """Divide a timeline into NUM_SLICES equal parts if it has too many spans to draw each.
+
+    The result is empty for a timeline with up to MAX_SPANS spans.
+    """
     if len(info.spans) <= MAX_SPANS:
         return ()
+
     width_s = info.length_s / NUM_SLICES
     spent = [dict.fromkeys(KINDS, 0.0) for _ in range(NUM_SLICES)]
-    kernel_s, known_s = [0.0] * NUM_SLICES, [0.0] * NUM_SLICES
+    kernel_s = [0.0] * NUM_SLICES
+    known_s = [0.0] * NUM_SLICES
     for span in info.spans:
         for index, seconds in _overlaps(span, width_s):
             spent[index][span.kind] += seconds
             if span.utilization is not None:
                 kernel_s[index] += span.utilization * seconds
                 known_s[index] += seconds
+
     return tuple(
         Slice(
             start_s=index * width_s,
@@ -154,27 +178,39 @@ def slices(info: TimelineInfo) -> tuple[Slice, ...]:
 
 
 def _overlaps(span: Span, width_s: float) -> Iterator[tuple[int, float]]:
-    """(index of a slice, seconds of the span in it)."""
+    """Yield (index of a slice, seconds of the span in it)."""
     end_s = span.start_s + span.seconds
     for index in range(int(span.start_s / width_s), min(int(end_s / width_s) + 1, NUM_SLICES)):
-        yield index, max(min(end_s, (index + 1) * width_s) - max(span.start_s, index * width_s), 0.0)
+        yield (
+            index,
+            max(min(end_s, (index + 1) * width_s) - max(span.start_s, index * width_s), 0.0),
+        )
 
 
-def _started(probes: Iterable[ProbeResult]) -> list[tuple[float, ProbeResult]]:
-    """(seconds since the first start, probe) of those that took time from a known start, in order."""
-    started = [
+def _starts(probes: Iterable[ProbeResult]) -> list[tuple[float, ProbeResult]]:
+    """Return (seconds since the first start, probe) in order.
+
+    Probes without a known start or without a duration are left out.
+    """
+    starts = [
         (datetime.fromisoformat(probe.started_at).timestamp(), probe)
         for probe in probes
         if probe.started_at and probe.seconds.get("total")
     ]
-    started.sort(key=lambda pair: pair[0])
-    return [(start - started[0][0], probe) for start, probe in started]
+    starts.sort(key=lambda pair: pair[0])
+    return [(start - starts[0][0], probe) for start, probe in starts]
 
 
 def _stretches(probe: ProbeResult) -> list[tuple[str, float]]:
-    """(kind, seconds) in order; seconds that no clock counted are set-up."""
+    """Return (kind, seconds) in order. Seconds that no clock counts are set-up."""
     clocks = probe.seconds
-    counted = [(kind, sum(clocks.get(name, 0.0) for name in names)) for kind, names in CLOCKS.items()]
+    stages = [
+        (kind, sum(clocks.get(name, 0.0) for name in names)) for kind, names in CLOCKS.items()
+    ]
     cleanup = clocks.get("cleanup", 0.0)
-    load = max(clocks["total"] - cleanup - sum(seconds for _, seconds in counted), 0.0)
-    return [(kind, seconds) for kind, seconds in ((SET_UP, load), *counted, (SET_UP, cleanup)) if seconds > 0]
+    load = max(clocks["total"] - cleanup - sum(seconds for _, seconds in stages), 0.0)
+    return [
+        (kind, seconds)
+        for kind, seconds in ((SET_UP, load), *stages, (SET_UP, cleanup))
+        if seconds > 0
+    ]

@@ -1,4 +1,4 @@
-"""Two studies side by side on one page: their winners, what differs, how sure that is, and the picture of each."""
+"""Two studies side by side on one page: the winners, their differences and two figures."""
 
 from typing import Any
 
@@ -11,26 +11,35 @@ from autotune.report.infos import CompareRow
 from autotune.study.summary import Recipe, StudySummary
 
 ASKED = "What was asked for"
-CLEAR = 1.1  # from here on a ratio is shown as such, below as a percentage
+CLEAR = 1.1  # a smaller ratio is shown as a percentage
 
 
 def render(first: StudySummary, second: StudySummary) -> str:
-    """The whole page. Both studies have a winner."""
+    """Render the whole page. Both studies have a winner."""
     assert first.recipe is not None
     assert second.recipe is not None
     pair = (first.recipe, second.recipe)
     rows = (*asked(*pair), *infos.compare_winners(*pair))
-    drawn = {
-        name: figure
-        for name, study in {"first": first, "second": second}.items()
-        if (figure := figures.scatter(study.trials, infos.candidates(study), infos.limit_gib(study))) is not None
-    }
+    unchanged = [
+        row.name for row in rows if row.group in (ASKED, "Configuration") and not row.changed
+    ]
+
+    drawn = {}
+    for name, study in {"first": first, "second": second}.items():
+        limit_gib = infos.limit_gib(study)
+        figure = figures.scatter(study.trials, infos.candidates(study), limit_gib)
+        if figure is not None:
+            drawn[name] = figure
+
     view = {
         "headline": headline(*pair),
         "sentences": sentences(*pair),
         "rows": rows,
-        "unchanged": [row.name for row in rows if row.group in (ASKED, "Configuration") and not row.changed],
-        "studies": [_column("first", first, first.recipe), _column("second", second, second.recipe)],
+        "unchanged": unchanged,
+        "studies": [
+            _column("first", first, first.recipe),
+            _column("second", second, second.recipe),
+        ],
         "glossary": glossary(),
         "drawn": drawn,
         "figures_json": script_json(drawn),
@@ -40,15 +49,25 @@ def render(first: StudySummary, second: StudySummary) -> str:
 
 
 def asked(first: Recipe, second: Recipe) -> tuple[CompareRow, ...]:
-    """What the two studies were about. Where that differs, the configuration is not all that made the difference."""
+    """Compare the tasks of the two studies.
+
+    If they differ, the configuration is not the only cause of the difference in speed.
+    """
     theirs, ours = map(_facts, (first, second))
     return tuple(
-        CompareRow(group=ASKED, name=name, winner=ours[name], baseline=theirs[name], changed=ours[name] != theirs[name])
+        CompareRow(
+            group=ASKED,
+            name=name,
+            winner=ours[name],
+            baseline=theirs[name],
+            changed=ours[name] != theirs[name],
+        )
         for name in ours
     )
 
 
 def _facts(recipe: Recipe) -> dict[str, str]:
+    """Return the facts of a study's task, as texts."""
     packages = recipe.fingerprint.packages
     return {
         "model": recipe.model.name,
@@ -65,7 +84,7 @@ def _facts(recipe: Recipe) -> dict[str, str]:
 
 
 def headline(first: Recipe, second: Recipe) -> str:
-    """Whose winner is faster, and by how much."""
+    """Name the study with the faster winner, and its lead."""
     low, high = infos.speed_ratio(first, second)
     if low <= 1.0 <= high:
         return "No measurable difference in speed"
@@ -77,19 +96,28 @@ def headline(first: Recipe, second: Recipe) -> str:
 
 
 def sentences(first: Recipe, second: Recipe) -> list[str]:
-    """Speed, time, cost and memory of the second winner against the first one's, and how sure that is."""
-    (low, high), one, other = infos.speed_ratio(first, second), second.winner, first.winner
+    """Compare speed, time, cost and memory of the second winner with the first one's.
+
+    The last sentences give the evidence of the comparison, and other differences of the studies.
+    """
+    low, high = infos.speed_ratio(first, second)
+    one = second.winner
+    other = first.winner
     speeds = [fmt_count(winner.performance.tokens_per_second) for winner in (one, other)]
     times = [fmt_seconds(winner.cost.full_run_hours * 3600) for winner in (one, other)]
     peaks = [fmt_gib(winner.measurement.peak_reserved_gib) for winner in (one, other)]
+
     lines = [
-        f"{second.study} trains {speeds[0]} useful tokens/s, {first.study} {speeds[1]}: {low:.2f} to {high:.2f} times.",
-        f"The full run takes {times[0]} instead of {times[1]}, and {peaks[0]} instead of {peaks[1]} at the peak.",
+        f"{second.study} trains {speeds[0]} useful tokens/s, "
+        f"{first.study} {speeds[1]}: {low:.2f} to {high:.2f} times.",
+        f"The full run takes {times[0]} instead of {times[1]}, "
+        f"and {peaks[0]} instead of {peaks[1]} at the peak.",
     ]
     if one.cost.full_run_usd is not None and other.cost.full_run_usd is not None:
         ranges = [describe.usd_range(winner.cost) for winner in (one, other)]
         usd = [fmt_usd(winner.cost.full_run_usd) for winner in (one, other)]
         lines.append(f"It costs {usd[0]} ({ranges[0]}) instead of {usd[1]} ({ranges[1]}).")
+
     rank = list(Evidence)
     weaker = max((one.evidence, other.evidence), key=rank.index)
     lines.append(f"The comparison is as sure as the less sure of the two: {weaker}.")
@@ -99,7 +127,7 @@ def sentences(first: Recipe, second: Recipe) -> list[str]:
 
 
 def _column(place: str, summary: StudySummary, recipe: Recipe) -> dict[str, Any]:
-    """What the page shows of one study."""
+    """Return the page's view of one study."""
     return {
         "place": place,
         "name": summary.study,

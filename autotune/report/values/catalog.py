@@ -23,7 +23,9 @@ class DatedPrice:
 class Gpu:
     """A GPU with the price of an hour and of a new card, each None if unknown."""
 
-    JSON: ClassVar = {field.name: f"device.{field.name}" for field in fields(DeviceSpec)} | keys("price", "purchase")
+    JSON: ClassVar = {field.name: f"device.{field.name}" for field in fields(DeviceSpec)} | keys(
+        "price", "purchase"
+    )
 
     device: DeviceSpec
     price: DatedPrice | None

@@ -1,4 +1,4 @@
-"""The check of another tool's run, as values: the run as its file describes it, its verdict, and changes."""
+"""The check of another tool's run, as values: the run in its file, the verdict and the changes."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +16,8 @@ from autotune.problem.workload import Workload
 VERDICTS = {FITS: "fits", TIGHT: "too close to tell", OOM: "out of memory"}
 Edits = dict[str, Any]
 FP32_BASE = (
-    "What is frozen and not quantised stays in float32, TRL's default for dtype: 2 bytes a parameter more than in"
-    " bfloat16, and slower; `dtype: bfloat16` avoids that."
+    "What is frozen and not quantised stays in float32, TRL's default for dtype: "
+    "2 bytes a parameter more than in bfloat16, and slower; `dtype: bfloat16` avoids that."
 )
 
 
@@ -25,10 +25,11 @@ FP32_BASE = (
 class ForeignConfig:
     """A fine-tuning run as another tool's YAML describes it.
 
-    `format` is one of TOOLS. `model` and `dataset` are names or paths as written, several datasets with commas between.
-    The micro batch counts examples, which have two rows each for some objectives. `num_gpus` is None where the file
-    does not say, `epochs` where `max_steps` decides. `max_examples` are those of all datasets together. `notes`, a
-    sentence each: what memory or speed depend on and `config` lacks, or what was assumed.
+    `format` is one of TOOLS. `model` and `dataset` are names or paths as written; commas separate
+    several datasets. The micro batch counts examples, and some objectives have two rows for each.
+    `num_gpus` is None if the file does not state it, and `epochs` is None if `max_steps` decides.
+    `max_examples` is the limit over all datasets together. Each of `notes` is a sentence: an
+    assumption, or a setting that affects memory or speed and that `config` lacks.
     """
 
     format: str
@@ -80,9 +81,10 @@ class Duration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRun:
-    """A run with its estimate, which has no speed and cost if it does not fit.
+    """A run with its estimate, which has no speed and cost if the run does not fit.
 
-    `edits` are the changes of the file that make it this run: keys of its own tool with the values to write.
+    `edits` are the changes that turn the file into this run: keys of its own tool with their new
+    values.
     """
 
     JSON: ClassVar = CHANGED
@@ -104,20 +106,21 @@ class CheckedRun:
 
     @property
     def duration(self) -> Duration | None:
-        """The speed, time and cost of the run; None if they are unknown."""
-        estimated, cost = self.estimate, self.estimate.cost
+        """The speed, time and cost of the run, or None if they are unknown."""
+        cost = self.estimate.cost
         if cost is None:
             return None
+
         return Duration(
-            tokens_per_s=estimated.tokens_per_s,
-            interval=estimated.interval,
-            samples_per_s=estimated.samples_per_s,
+            tokens_per_s=self.estimate.tokens_per_s,
+            interval=self.estimate.interval,
+            samples_per_s=self.estimate.samples_per_s,
             num_steps=cost.num_steps,
             hours=cost.full_run_hours,
             interval_hours=cost.interval_hours,
             usd=cost.full_run_usd,
             interval_usd=cost.interval_usd,
-            basis=estimated.num_observations,
+            basis=self.estimate.num_observations,
         )
 
 
@@ -133,7 +136,10 @@ class SingleChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faster:
-    """Another configuration that learns the same, how many times as fast it is, and the command that measures it."""
+    """A faster configuration that learns the same, with its speed ratio.
+
+    `command` measures it.
+    """
 
     config: TrainConfig
     times: float
@@ -144,9 +150,11 @@ class Faster:
 class CheckReport:
     """The answer for one file.
 
-    `fix` is what to change, None where nothing helps or it fits; `fixes` are the single changes with the GiB that each
-    saves; `smallest_card` holds the run as it is. `runnable` is the run as it is, or with the fix if it does not fit.
-    `how_sure` says where the numbers come from, `calibrated` which were calibrated and when.
+    `fix` is the change that makes the run fit. It is None if the run fits already, or if no change
+    suffices. `fixes` are the single changes, each with the GiB it saves. `smallest_card` is the
+    smallest card that holds the unchanged run, or None if the run fits already. `runnable` is the
+    unchanged run, or the run with the fix if the unchanged run is out of memory. `how_sure` states
+    the source of the numbers. `calibrated` says which of them were calibrated and when.
     """
 
     RUN: ClassVar = keys(
@@ -193,4 +201,6 @@ class CheckReport:
     @property
     def each_change(self) -> tuple[SingleChange, ...]:
         """The single changes, for programs."""
-        return tuple(SingleChange(changed=changed, saves_gib=saved) for changed, saved in self.fixes)
+        return tuple(
+            SingleChange(changed=changed, saves_gib=saved) for changed, saved in self.fixes
+        )

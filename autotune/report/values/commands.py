@@ -1,4 +1,7 @@
-"""The answers of commands about studies and this machine, as values. Field names are keys of the JSON output."""
+"""The answers of commands about studies and this machine, as values.
+
+Field names are keys of the JSON output.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +11,7 @@ from autotune.core.probe_types import Evidence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """The files of a study that a command wrote, or that stay."""
+    """The files of a study that a command wrote or left in place."""
 
     study: str
     files: tuple[str, ...]
@@ -16,7 +19,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyRow:
-    """One study of a database. `files` is its directory, and an unknown speed is None."""
+    """One study of a database. `files` is its directory; the speed is None if it is unknown."""
 
     study: str
     model: str
@@ -29,7 +32,7 @@ class StudyRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that `doctor` looked at. `ok` None: missing, but not needed."""
+    """One thing that `doctor` examined. `ok` is None if it is missing but not needed."""
 
     name: str
     ok: bool | None
@@ -39,7 +42,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worked:
-    """The number of trials that a worker did for a study."""
+    """The number of trials that a worker ran for a study."""
 
     study: str
     trials: int
@@ -47,7 +50,10 @@ class Worked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobRow:
-    """A knob of a search space: its values or its range, and the condition under which it has an effect."""
+    """A knob of a search space: its values or its range.
+
+    `when` is the condition under which it has an effect.
+    """
 
     values: list[Any]
     range: list[Any] | None
@@ -77,7 +83,7 @@ class Imported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """The content of training.json: steps, time and money of a run beside the projection."""
+    """The content of training.json: the steps, time and cost of a run, next to the projection."""
 
     schema_version: int
     study: str

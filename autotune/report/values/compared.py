@@ -1,4 +1,7 @@
-"""A comparison for programs: a row of numbers for each card. Field names are keys of the JSON."""
+"""A comparison for programs: a row of numbers for each card.
+
+Field names are keys of the JSON output.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,7 +74,7 @@ class CardRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buying:
-    """The cards that a purse buys, the best first."""
+    """The cards that a purchase budget covers, the best first."""
 
     JSON: ClassVar = keys("buy", "cards") | {
         name: f"purse.{name}" for name in ("budget_usd", "usd_per_kwh", "hours_per_week")
@@ -88,7 +91,7 @@ class Buying:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRows:
-    """One model, trained by one method, on each card: rows, recommendations, and the cost of other sizes."""
+    """One model, trained by one method: rows, recommendations, and the cost of other sizes."""
 
     model: str
     method: str
@@ -110,7 +113,9 @@ class GroupRows:
 class Compared:
     """A whole comparison."""
 
-    JSON: ClassVar = also(owned=View("owned", keys("usd", "hours", "usd_per_kwh", device="device.name")))
+    JSON: ClassVar = also(
+        owned=View("owned", keys("usd", "hours", "usd_per_kwh", device="device.name"))
+    )
 
     how_sure: str
     budget: Budget
@@ -118,8 +123,10 @@ class Compared:
     groups: tuple[GroupRows, ...]
 
 
-def compared(comparison: Comparison, sizes: Sequence[int] = TABLE_EXAMPLES, purse: Purse | None = None) -> Compared:
-    """The comparison for programs; with a purse, also the cards that it buys."""
+def compared(
+    comparison: Comparison, sizes: Sequence[int] = TABLE_EXAMPLES, purse: Purse | None = None
+) -> Compared:
+    """Return the comparison for programs. With a purse, add the cards that it can buy."""
     return Compared(
         how_sure=comparison.how_sure,
         budget=comparison.budget,
@@ -128,8 +135,13 @@ def compared(comparison: Comparison, sizes: Sequence[int] = TABLE_EXAMPLES, purs
     )
 
 
-def _rows(comparison: Comparison, group: Group, sizes: Sequence[int], purse: Purse | None) -> GroupRows:
-    cheapest, fastest, smallest = group.cheapest, group.fastest, group.smallest_compared
+def _rows(
+    comparison: Comparison, group: Group, sizes: Sequence[int], purse: Purse | None
+) -> GroupRows:
+    cheapest = group.cheapest
+    fastest = group.fastest
+    smallest = group.smallest_compared
+
     return GroupRows(
         model=group.model,
         method=group.method,
@@ -149,11 +161,19 @@ def _rows(comparison: Comparison, group: Group, sizes: Sequence[int], purse: Pur
 
 
 def card_row(group: Group, card: ComparedCard) -> CardRow:
-    """The row of one card."""
-    best, cost, plan, spot = card.best, card.cost, card.plan, card.spot
-    price, need = plan.task.price if plan else None, best or card.least
+    """Return the row of one card."""
+    best = card.best
+    cost = card.cost
+    plan = card.plan
+    spot = card.spot
+    price = plan.task.price if plan else None
+    # Without a configuration that is certain to fit, the row shows the smallest need.
+    need = best or card.least
     timed = best if best and best.tokens_per_s else None
-    speed, usd, usd_spot = (_bounds(interval(card)) for interval in (speed_interval, usd_interval, spot_interval))
+
+    speed = _bounds(speed_interval(card))
+    usd = _bounds(usd_interval(card))
+    usd_spot = _bounds(spot_interval(card))
     hours = _bounds(cost.interval_hours if cost else None)
 
     return CardRow(

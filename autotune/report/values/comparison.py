@@ -1,4 +1,8 @@
-"""Cards compared for the same run, as values: the cheapest, the fastest, what a budget allows, an own card."""
+"""Cards compared for the same run, as values.
+
+They give the cheapest and the fastest card, the options within a budget, and the cost on an own
+card.
+"""
 
 import math
 from collections.abc import Callable
@@ -18,38 +22,41 @@ Interval = Callable[["ComparedCard"], tuple[float, float] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedCard:
-    """The plan for one card; without one, `problem` says why. `least` needs the least memory of the search space."""
+    """The plan for one card. Without a plan, `problem` says why.
+
+    `least` is the configuration of the search space that needs the least memory.
+    """
 
     device: DeviceSpec
     plan: Plan | None = None
     least: Estimate | None = None
     problem: str | None = None
-    spot: Price | None = None  # the cheapest that is published, maybe of another provider
+    spot: Price | None = None  # the cheapest published spot price, maybe from another provider
 
     @property
     def best(self) -> Estimate | None:
-        """The best configuration; None where nothing surely fits."""
+        """The best configuration, or None if no configuration is certain to fit."""
         return self.plan.best if self.plan else None
 
     @property
     def cost(self) -> CostProjection | None:
-        """What the run with the best configuration takes."""
+        """The time and cost of the run with the best configuration."""
         return self.best.cost if self.best else None
 
     @property
     def usd(self) -> float | None:
-        """USD of the run, on demand."""
+        """The cost of the run in USD, on demand."""
         return self.cost.full_run_usd if self.cost else None
 
     @property
     def spot_usd(self) -> float | None:
-        """USD of the run at the cheapest spot price, without what interruptions cost."""
+        """The cost of the run in USD at the cheapest spot price, without interruptions."""
         rate = self.spot.spot_usd_per_hour if self.spot else None
         return None if self.cost is None or rate is None else self.cost.full_run_hours * rate
 
     @property
     def tokens_per_s(self) -> float:
-        """Useful tokens a second; 0 where nothing fits or the speed is not known."""
+        """Useful tokens/s; 0 if no configuration fits or the speed is unknown."""
         return (self.best.tokens_per_s if self.best else None) or 0.0
 
     @property
@@ -59,12 +66,12 @@ class ComparedCard:
 
     @property
     def holds_it(self) -> bool:
-        """Whether something surely fits, though its speed may not be known."""
+        """Whether a configuration is certain to fit, even if its speed is unknown."""
         return self.best is not None or (self.least is not None and self.least.state == FITS)
 
     @property
     def state(self) -> str:
-        """FITS, TIGHT or OOM; else what is not known."""
+        """FITS, TIGHT or OOM; otherwise the reason why the state or the speed is unknown."""
         if self.plan is None or self.least is None:
             return self.problem or "unknown"
         if self.best is None and self.holds_it:
@@ -73,12 +80,12 @@ class ComparedCard:
 
 
 def usd_interval(card: ComparedCard) -> tuple[float, float] | None:
-    """The interval of the cost of the run, in USD."""
+    """Return the interval of the run's cost, in USD."""
     return card.cost.interval_usd if card.cost else None
 
 
 def spot_interval(card: ComparedCard) -> tuple[float, float] | None:
-    """The same at the cheapest spot price."""
+    """Return the interval of the run's cost at the cheapest spot price, in USD."""
     rate = card.spot.spot_usd_per_hour if card.spot else None
     if card.cost is None or rate is None:
         return None
@@ -87,13 +94,16 @@ def spot_interval(card: ComparedCard) -> tuple[float, float] | None:
 
 
 def speed_interval(card: ComparedCard) -> tuple[float, float] | None:
-    """The interval of the speed, in useful tokens a second."""
+    """Return the interval of the speed, in useful tokens/s."""
     return card.best.interval if card.best else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """One model, trained by one method, on each card. `smallest` holds it with the least memory of the catalogue."""
+    """One model, trained by one method, on each card.
+
+    `smallest` is the card of the catalogue with the least memory that holds it.
+    """
 
     model: str
     method: str
@@ -102,65 +112,94 @@ class Group:
 
     @property
     def plan(self) -> Plan | None:
-        """The first of the plans; the workload is the same in all."""
+        """The first of the plans. All plans have the same workload."""
         return next((card.plan for card in self.cards if card.plan), None)
 
     @property
     def cheapest(self) -> ComparedCard | None:
-        """The cheapest on demand, the faster of two that cost the same; a guess only where there is nothing else."""
+        """The cheapest card on demand, or None if no cost is known.
+
+        The faster of two equally cheap cards wins. A guess wins only if every cost is a guess.
+        """
         priced = [card for card in self.cards if card.usd is not None]
-        return min(priced, key=lambda card: (card.is_guess, card.usd, -card.tokens_per_s), default=None)
+        return min(
+            priced, key=lambda card: (card.is_guess, card.usd, -card.tokens_per_s), default=None
+        )
 
     @property
     def cheapest_at_spot(self) -> ComparedCard | None:
-        """The same at spot prices, of the cards for which one is published."""
+        """The cheapest card at spot, among cards with a published spot price."""
         priced = [card for card in self.cards if card.spot_usd is not None]
-        return min(priced, key=lambda card: (card.is_guess, card.spot_usd, -card.tokens_per_s), default=None)
+        return min(
+            priced,
+            key=lambda card: (card.is_guess, card.spot_usd, -card.tokens_per_s),
+            default=None,
+        )
 
     @property
     def fastest(self) -> ComparedCard | None:
-        """The fastest; a guess only where there is nothing else; None where nothing fits any card."""
-        fastest = max(self.cards, key=lambda card: (card.tokens_per_s > 0, not card.is_guess, card.tokens_per_s))
+        """The fastest card, or None if the run fits no card.
+
+        A guess wins only if every speed is a guess.
+        """
+        fastest = max(
+            self.cards,
+            key=lambda card: (card.tokens_per_s > 0, not card.is_guess, card.tokens_per_s),
+        )
         return fastest if fastest.best else None
 
     @property
     def smallest_compared(self) -> DeviceSpec | None:
-        """The card with the least memory of those compared that hold it."""
+        """The compared card with the least memory that holds the run."""
         fitting = [card.device for card in self.cards if card.holds_it]
         return min(fitting, key=lambda device: device.memory_gib or math.inf, default=None)
 
     def relative_speed(self, card: ComparedCard) -> float | None:
-        """Speed over that of the fastest card."""
+        """Return this card's speed divided by the speed of the fastest card."""
         return card.tokens_per_s / self.fastest.tokens_per_s if card.best and self.fastest else None
 
     def rivals(self, chosen: ComparedCard | None, interval: Interval) -> tuple[str, ...]:
-        """The cards whose interval overlaps that of the chosen one, so that either may be better."""
+        """Return the cards whose interval overlaps the chosen card's: either may be better."""
         bounds = interval(chosen) if chosen else None
         others = [(card.device.name, interval(card)) for card in self.cards if card is not chosen]
         if bounds is None:
             return ()
-        return tuple(name for name, other in others if other and other[0] <= bounds[1] and bounds[0] <= other[1])
+        return tuple(
+            name
+            for name, other in others
+            if other and other[0] <= bounds[1] and bounds[0] <= other[1]
+        )
 
     def training_differences(self) -> dict[str, list[str]]:
-        """The cards that would not train the same as the fastest, by how they differ."""
+        """Group the cards that would train differently from the fastest card by the difference."""
         differences: dict[str, list[str]] = {}
         fastest = self.fastest.best if self.fastest else None
+
         for card in self.cards:
-            if card.best and fastest and (difference := learning_differences(card.best.config, fastest.config)):
+            if (
+                card.best
+                and fastest
+                and (difference := learning_differences(card.best.config, fastest.config))
+            ):
                 differences.setdefault(difference, []).append(card.device.name)
         return differences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What one run may cost and take at most; None: no limit. Raises UsageError unless both are positive."""
+    """The limits of one run's cost and time. A limit may be None.
+
+    Raises UsageError unless both are positive.
+    """
 
     max_usd: float | None = None
     max_hours: float | None = None
 
     def __post_init__(self) -> None:
         _require("max_usd", self.max_usd, self.max_usd is None or 0 < self.max_usd < math.inf)
-        _require("max_hours", self.max_hours, self.max_hours is None or 0 < self.max_hours < math.inf)
+        _require(
+            "max_hours", self.max_hours, self.max_hours is None or 0 < self.max_hours < math.inf
+        )
 
     def __bool__(self) -> bool:
         return self.max_usd is not None or self.max_hours is not None
@@ -171,10 +210,12 @@ class Budget:
         return " and ".join(usd + hours)
 
     def exceeded_by(self, usd: float | None, hours: float) -> tuple[str, ...]:
-        """The limits that a run of this cost and duration exceeds, in words."""
+        """Name the limits that a run of this cost and duration exceeds."""
         reasons = []
         if self.max_usd is not None and (usd is None or usd > self.max_usd):
-            reasons.append(NO_PRICE if usd is None else f"{fmt_usd(usd)} is over {fmt_usd(self.max_usd)}")
+            reasons.append(
+                NO_PRICE if usd is None else f"{fmt_usd(usd)} is over {fmt_usd(self.max_usd)}"
+            )
         if self.max_hours is not None and hours > self.max_hours:
             reasons.append(f"{fmt_hours(hours)} is over {fmt_hours(self.max_hours)}")
         return tuple(reasons)
@@ -182,7 +223,10 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owned:
-    """A card that the user owns or may buy. It costs `usd` and serves `hours`. Raises UsageError for other numbers."""
+    """A card that the user owns or may buy. It costs `usd` and serves `hours` hours.
+
+    Raises UsageError unless the cost and the hours are positive and `usd_per_kwh` is at least 0.
+    """
 
     device: DeviceSpec
     usd: float
@@ -202,10 +246,11 @@ def _require(name: str, value: float | None, valid: bool) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnRun:
-    """One run on the own card: its share of the purchase, and electricity at the card's power limit.
+    """One run on the own card. Field names are keys of the JSON output.
 
-    `rented` is the cheapest card, with which it is compared. The card pays after so many runs, or never; None where no
-    price is known. Field names are keys of the JSON output.
+    `usd` is its share of the purchase, plus electricity at the card's power limit. `rented` is the
+    cheapest card, for comparison. `pays_after_runs` is the number of runs after which the purchase
+    pays. It is None if the card never pays or no price is known.
     """
 
     usd: float
@@ -217,7 +262,7 @@ class OwnRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A card, rented or owned, that can do the run; `_high` is the upper end of an interval."""
+    """A rented or owned card that can do the run. `usd_high` and `hours_high` end the intervals."""
 
     name: str
     usd: float | None
@@ -226,14 +271,16 @@ class Option:
     hours_high: float
 
     def __str__(self) -> str:
-        return f"{self.name} ({NO_PRICE if self.usd is None else fmt_usd(self.usd)}, {fmt_hours(self.hours)})"
+        usd = NO_PRICE if self.usd is None else fmt_usd(self.usd)
+        return f"{self.name} ({usd}, {fmt_hours(self.hours)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What a budget allows. Field names are keys of the JSON output.
+    """The options within a budget. Field names are keys of the JSON output.
 
-    `breaks`: the limits that the upper ends of the chosen option's intervals exceed. `excluded`: (name, why not).
+    `breaks` are the limits that the upper ends of the chosen option's intervals exceed. `excluded`
+    has a name and a reason for each other option outside the budget.
     """
 
     chosen: Option | None
@@ -245,9 +292,10 @@ class Advice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The same run, for each model and method on each card, under a budget and against an own card.
+    """The same run for each model and method on each card, with a budget and an own card.
 
-    `how_sure` says where memory and speed come from, and `calibrated` whether any of them was calibrated.
+    `how_sure` states the source of memory and speed. `calibrated` says whether a calibration
+    contributed.
     """
 
     groups: tuple[Group, ...]
@@ -257,15 +305,26 @@ class Comparison:
     owned: Owned | None = None
 
     def own_card(self, group: Group) -> ComparedCard | None:
-        """The own card; None without one, where the run does not fit, or where speed or power are not known."""
-        owned = [card for card in group.cards if self.owned and card.device.name == self.owned.device.name]
+        """Return the own card.
+
+        It is None without an own card, if the run does not fit it, or if its speed or power is
+        unknown.
+        """
+        owned = [
+            card
+            for card in group.cards
+            if self.owned and card.device.name == self.owned.device.name
+        ]
         return next((card for card in owned if card.cost and card.cost.kwh is not None), None)
 
     def own_run(self, group: Group) -> OwnRun | None:
-        """The run on the own card; None where `own_card` is."""
-        card, owned, rented = self.own_card(group), self.owned, group.cheapest
+        """Return the run on the own card, or None if `own_card` returns None."""
+        card = self.own_card(group)
+        owned = self.owned
+        rented = group.cheapest
         if card is None or card.cost is None or card.cost.kwh is None or owned is None:
             return None
+
         electricity = card.cost.kwh * owned.usd_per_kwh
         saved = rented.usd - electricity if rented and rented.usd is not None else None
         return OwnRun(
@@ -277,63 +336,89 @@ class Comparison:
         )
 
     def advice(self, group: Group) -> Advice | None:
-        """The cheapest option within the budget, the faster of equals, without a price last; None without a budget."""
+        """Choose the cheapest option within the budget. Return None without a budget.
+
+        The faster of two equally cheap options wins. Options without a price come last.
+        """
         if not self.budget:
             return None
-        options = [_option(card.device.name, card.cost, card.usd) for card in group.cards if card.cost]
-        own_card, own_run = self.own_card(group), self.own_run(group)
+
+        options = [
+            _option(card.device.name, card.cost, card.usd) for card in group.cards if card.cost
+        ]
+        own_card = self.own_card(group)
+        own_run = self.own_run(group)
         if own_card and own_card.cost and own_run:
             options.append(_option(f"your own {own_card.device.name}", own_card.cost, own_run.usd))
-        by_cost = sorted(options, key=lambda option: (option.usd is None, option.usd or 0.0, option.hours))
-        exceeded = {option.name: self.budget.exceeded_by(option.usd, option.hours) for option in options}
+
+        by_cost = sorted(
+            options, key=lambda option: (option.usd is None, option.usd or 0.0, option.hours)
+        )
+        exceeded = {
+            option.name: self.budget.exceeded_by(option.usd, option.hours) for option in options
+        }
         chosen = next((option for option in by_cost if not exceeded[option.name]), None)
         unfit = [(card.device.name, card.state) for card in group.cards if card.cost is None]
+
         return Advice(
             chosen=chosen,
             breaks=self.budget.exceeded_by(chosen.usd_high, chosen.hours_high) if chosen else (),
-            excluded=(*((name, ", ".join(reasons)) for name, reasons in exceeded.items() if reasons), *unfit),
+            excluded=(
+                *((name, ", ".join(reasons)) for name, reasons in exceeded.items() if reasons),
+                *unfit,
+            ),
             cheapest=next((option for option in by_cost if option.usd is not None), None),
             fastest=min(options, key=lambda option: option.hours, default=None),
         )
 
     def remedy(self) -> str:
-        """What may help where something is `unmet`."""
+        """Return a remedy for the problem that `unmet` found."""
         planned = [group for group in self.groups if group.plan]
         if any(group.fastest for group in planned):
             return f"allow more than {self.budget}, or compare other cards"
         leanest = [card.least.config for group in planned for card in group.cards if card.least]
-        return ways_to_fit(min(leanest, key=lambda config: (config.quantization != "nf4", config.seq_len)))
+        return ways_to_fit(
+            min(leanest, key=lambda config: (config.quantization != "nf4", config.seq_len))
+        )
 
     def unmet(self) -> str | None:
-        """What is missing where the run fits no card, or no card within the budget; None where it fits one."""
+        """Say why the run fits no card, or no card within the budget. Return None if it fits."""
         planned = [group for group in self.groups if group.plan]
         advised = [(group, advice) for group in planned if (advice := self.advice(group))]
+
         if not any(card.holds_it for group in planned for card in group.cards):
             lines = ["nothing surely fits any of these cards"]
             for group in planned:
-                card = f"the smallest card that holds it is {group.smallest.name}" if group.smallest else None
+                card = (
+                    f"the smallest card that holds it is {group.smallest.name}"
+                    if group.smallest
+                    else None
+                )
                 lines.append(f"{group.model}, {group.method}: {card or 'no card holds it'}")
         elif not advised or any(advice.chosen for _, advice in advised):
             return None
         elif not any(group.fastest for group in planned):
-            lines = [f"whether anything is within {self.budget} is not known: no formula knows the speed"]
+            lines = [
+                f"whether anything is within {self.budget} is not known: no formula knows the speed"
+            ]
         else:
-            held = [card for group in planned for card in group.cards if card.holds_it]
-            unknown = dict.fromkeys(card.device.name for card in held if card.cost is None)
+            holders = [card for group in planned for card in group.cards if card.holds_it]
+            unknown = dict.fromkeys(card.device.name for card in holders if card.cost is None)
             lines = [f"nothing {'of known speed ' if unknown else ''}is within {self.budget}"]
             if unknown:
                 lines.append(f"no formula knows the speed of {', '.join(unknown)}")
             for group, advice in advised:
-                named = (("cheapest", advice.cheapest), ("fastest", advice.fastest))
-                wanted = [f"{kind} is {option}" for kind, option in named if option]
-                lines.append(f"{group.model}, {group.method}: {', '.join(wanted) or 'fits none of these cards'}")
+                kinds = (("cheapest", advice.cheapest), ("fastest", advice.fastest))
+                best = [f"{kind} is {option}" for kind, option in kinds if option]
+                lines.append(
+                    f"{group.model}, {group.method}: "
+                    f"{', '.join(best) or 'fits none of these cards'}"
+                )
         return "\n".join(lines)
 
 
 def _option(name: str, cost: CostProjection, usd: float | None) -> Option:
-    hours, high = cost.full_run_hours, cost.interval_hours[1]
+    hours = cost.full_run_hours
+    high = cost.interval_hours[1]
     usd_high = None if usd is None else usd * high / hours
     return Option(name=name, usd=usd, usd_high=usd_high, hours=hours, hours_high=high)
-
-
-# --- making a comparison

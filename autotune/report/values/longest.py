@@ -1,4 +1,4 @@
-"""The longest row that fits, as values: a row for each method, and the probes that were tried."""
+"""The longest row that fits, as values: a row for each method, and the probed rows."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,7 +9,10 @@ from autotune.core.probe_types import Evidence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A row that was tried on the card: with all layers, or `depth` of them. `need_gib` is None where it is unknown."""
+    """A row that was probed on the card, with all layers or with `depth` of them.
+
+    `need_gib` is None if the need is unknown.
+    """
 
     tokens: int
     depth: int | None
@@ -20,12 +23,13 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongestRow:
-    """The longest row of one method; field names are keys of the JSON, None is unknown.
+    """The longest row of one method. Field names are keys of the JSON output.
 
-    `evidence` is measured where a step with this row was done on the card, else estimated; times of an estimate are
-    within `step_s_low` and `step_s_high`. `timed_on` is the card of the times: a larger one may stand in for the card,
-    under a cap of its memory. `gpu_gib` leaves the CUDA context out. `problem` says why there is no row. `limited_by`
-    is gpu memory, host memory or what was asked for.
+    Unknown values are None. `evidence` is measured if the card ran a step with this row, and
+    estimated otherwise. An estimated time lies between `step_s_low` and `step_s_high`. `timed_on`
+    is the card that measured the times: a larger card with a memory cap may stand in. `gpu_gib`
+    excludes the CUDA context. `problem` says why there is no row. `limited_by` names the limit: the
+    GPU's memory, the host's memory or the user's own.
     """
 
     JSON: ClassVar = also("tokens_per_s")
@@ -47,13 +51,16 @@ class LongestRow:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens of the row for each second of its step."""
+        """The tokens of the row, divided by the seconds of its step."""
         return self.tokens / self.step_s if self.tokens and self.step_s else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongestAnswer:
-    """The rows of each method. `positions` is the length that the model was trained for. Unknown limits are None."""
+    """The rows of each method.
+
+    `positions` is the length that the model was trained for. An unknown limit is None.
+    """
 
     model: str
     device: str

@@ -10,18 +10,24 @@ from autotune.problem.run_cost import FITS
 from autotune.problem.task import Task
 
 NO_SPEED = "no formula knows the speed of such a training: `autotune run` measures it"
-ONLY_BASELINE = "only the baseline was counted, since each count takes seconds: `autotune run` looks for the best"
-ONLY_LEANEST = (
-    "the baseline does not fit, and of all others only the one that needs the least memory was counted, since each "
-    "count takes seconds: `autotune run` looks for the best"
+ONLY_BASELINE = (
+    "only the baseline was counted, since each count takes seconds: "
+    "`autotune run` looks for the best"
 )
-# Reasons why there may be no best though something may fit, or a better one than is known.
+ONLY_LEANEST = (
+    "the baseline does not fit, and of all others only the one that needs the least memory "
+    "was counted, since each count takes seconds: `autotune run` looks for the best"
+)
+# A plan with one of these reasons may miss a configuration that fits, or a better one.
 LITTLE_KNOWN = (NO_SPEED, ONLY_BASELINE, ONLY_LEANEST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What a micro batch of rows of one length needs, without recomputation and with every layer recomputed."""
+    """The memory of a micro batch whose rows have one length.
+
+    `plain` recomputes no layer, `recomputed` every layer.
+    """
 
     JSON: ClassVar = keys(
         "micro_batch_size",
@@ -39,7 +45,7 @@ class Cell:
 
     @property
     def chosen(self) -> Estimate:
-        """Without recomputation where that fits."""
+        """The estimate without recomputation if it fits, otherwise the one with recomputation."""
         return self.plain if self.plain.state == FITS else self.recomputed
 
 
@@ -47,11 +53,13 @@ class Cell:
 class Plan:
     """The plan for one model on one card.
 
-    `best` is None where nothing surely fits; `baseline` is the configuration that guides give. `num_estimated` of the
-    `space_size` configurations were estimated. `seen` names the observations of this card that corrected the speeds.
-    `from_reserve`: only what the floors keep for this case fits. `leanest` needs the least memory of all that may win.
-    `how_sure` says where the numbers come from, `calibrated` which were calibrated and when. `what_fits` has the tables
-    by their names.
+    `best` is None if no configuration is certain to fit. `baseline` is the configuration that
+    guides recommend. `num_estimated` of the `space_size` configurations were estimated. `seen`
+    names the observations of this card that corrected the speeds. `from_reserve` says that only
+    configurations of the space's reserve fit (`setup.open_reserve`). `leanest` needs the least
+    memory of all configurations that may win. `how_sure` states the source of the numbers.
+    `calibrated` says which of them were calibrated and when. `what_fits` has the tables by their
+    names.
     """
 
     JSON: ClassVar = keys(
@@ -81,5 +89,5 @@ class Plan:
 
     @property
     def counted(self) -> bool:
-        """Whether a dry probe counted the baseline: little else is known then."""
+        """Whether a dry probe counted the baseline. Few other configurations are counted then."""
         return self.baseline.memory is not None and self.baseline.memory.counted

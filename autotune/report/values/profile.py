@@ -1,4 +1,7 @@
-"""A profiled micro batch, as a value: its kinds of work, the best a device could do, and the needs of the host."""
+"""A profiled micro batch, as a value.
+
+It has the kinds of work, the best time that the device could reach, and the needs of the host.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -12,9 +15,9 @@ from autotune.core.train_config import TrainConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """One kind of work in a micro batch: the seconds it took, and `best_s` that the device needs for it at least.
+    """One kind of work in a micro batch: its seconds, and `best_s`, the least time on this device.
 
-    `flops` and `moved_bytes` are what was counted, None where that is not known.
+    `flops` and `moved_bytes` are the counted work, or None if it is unknown.
     """
 
     JSON: ClassVar = also("lost_s")
@@ -27,13 +30,16 @@ class Bound:
 
     @property
     def lost_s(self) -> float | None:
-        """The seconds beyond the best."""
+        """The seconds beyond the best time."""
         return None if self.best_s is None else max(self.seconds - self.best_s, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostNeed:
-    """What a run needs of a part of the machine, and what is there; None is not known."""
+    """The amount of one part of the machine that a run needs, and the amount found.
+
+    `found` is None if it is unknown.
+    """
 
     JSON: ClassVar = also("suffices")
 
@@ -45,16 +51,29 @@ class HostNeed:
 
     @property
     def suffices(self) -> bool | None:
-        """Whether there is enough of it."""
+        """Whether the machine has enough of it, or None if that is unknown."""
         return None if self.found is None else self.found >= self.needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileReport:
-    """A profiled micro batch of a study's configuration. `uncounted` says why there is no best, in a sentence."""
+    """A profiled micro batch of a study's configuration.
+
+    `uncounted` is a sentence that says why the best times are missing.
+    """
 
     JSON: ClassVar = keys(
-        *("study", "config", "accumulation", "evidence", "of", "idle_s", "bounds", "uncounted", "trace"),
+        *(
+            "study",
+            "config",
+            "accumulation",
+            "evidence",
+            "of",
+            "idle_s",
+            "bounds",
+            "uncounted",
+            "trace",
+        ),
         device="device.name",
         profile=Native("profile"),
         optimizer_s="profile.optimizer_s",
@@ -74,10 +93,10 @@ class ProfileReport:
 
     @property
     def idle_s(self) -> float | None:
-        """Seconds of a micro batch in which the GPU runs nothing; a CPU is never without work."""
+        """The idle seconds of the GPU in a micro batch, or None on a CPU, which never idles."""
         return self.profile.idle_s if self.profile.on_gpu else None
 
     @property
     def of(self) -> Literal["kernels", "operators"]:
-        """The parts of the profile: a CPU has no kernels."""
+        """The unit of the profile: operators on a CPU, which has no kernels."""
         return "kernels" if self.profile.on_gpu else "operators"

@@ -1,8 +1,9 @@
-"""What runs of several sizes cost on each compared card, and when a card that is bought pays against renting.
+"""The cost of runs of several sizes on each compared card, and when buying a card beats renting.
 
-Hours and USD follow from the speed of the comparison. A bought card costs its purchase, and electricity at its power
-limit; neither the rest of the computer nor what the card is worth later counts. Renting is on demand or at spot, where
-the cloud may take a card back: what is computed twice then does not count either.
+Hours and USD follow from the speed of the comparison. A bought card costs its purchase price and
+electricity at its power limit. The rest of the computer and the card's resale value do not count. A
+card is rented on demand or at spot. At spot, the cloud may take the card back; the repeated work
+does not count either.
 """
 
 from collections.abc import Sequence
@@ -21,9 +22,9 @@ MAX_EXAMPLES = 10**12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeCost:
-    """The run with so many examples on one card; None where no price is known. Field names are keys of the JSON.
+    """The run with `examples` examples on one card. Field names are keys of the JSON output.
 
-    `is_guess`: no card of this kind was measured.
+    The cost is None if no price is known. `is_guess` says that no card of this kind was measured.
     """
 
     card: str
@@ -45,9 +46,11 @@ class SizeCost:
 class Bought:
     """A card that may be bought for the run. Field names are keys of the JSON output.
 
-    It pays after so many hours of use against renting the same card, and against the cheapest of all compared for the
-    same work (`rented`), which take so many months; all of it also against spot prices. `rent_usd_per_hour` is the rent
-    of the same card. None where it never pays; where no price is known, `rented` or the rent is None too.
+    `pays_after_hours_against_itself` are the hours of use until the purchase beats renting the same
+    card, at `rent_usd_per_hour`. `pays_after_hours` compares with `rented`, the cheapest of all
+    cards for the same work; `pays_after_months` are the months of this use. The fields with "spot"
+    say the same for spot prices. An hour or month is None if the card never pays. If no price is
+    known, `rented` or the rent is None too.
     """
 
     card: str
@@ -75,7 +78,10 @@ class Bought:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Purse:
-    """What a card may cost, and how it would be used. Raises UsageError for impossible numbers, by their options."""
+    """The budget for buying a card, and the use of the card.
+
+    Raises UsageError for an impossible number and names its option.
+    """
 
     budget_usd: float
     usd_per_kwh: float
@@ -88,39 +94,54 @@ class Purse:
             ("--hours-per-week", self.hours_per_week, 0.1, 168),
         ):
             if not least <= value <= most:
-                raise UsageError(f"{option} cannot be {value:g}", remedy=f"give a number from {least} to {most:.0f}")
+                raise UsageError(
+                    f"{option} cannot be {value:g}",
+                    remedy=f"give a number from {least} to {most:.0f}",
+                )
 
     def months(self, hours: float | None) -> float | None:
-        """The months in which the card is used for so many hours."""
+        """Convert hours of use into months."""
         return None if hours is None else hours / self.hours_per_week / WEEKS_PER_MONTH
 
 
 def parse_sizes(text: str | None) -> tuple[int, ...]:
-    """'10000,50_000' as numbers of examples; TABLE_EXAMPLES without a text. Raises UsageError."""
+    """Parse numbers of examples such as '10000,50_000'. Without a text, return TABLE_EXAMPLES.
+
+    Raises UsageError if a part is not a number of examples.
+    """
     if text is None:
         return TABLE_EXAMPLES
     try:
-        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+        sizes = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
-        found = ()
-    if not found or not all(1 <= size <= MAX_EXAMPLES for size in found):
-        raise UsageError(f"--sizes {text!r} are not numbers of examples", remedy="for example --sizes 10000,50000")
-    return found
+        sizes = ()
+    if not sizes or not all(1 <= size <= MAX_EXAMPLES for size in sizes):
+        raise UsageError(
+            f"--sizes {text!r} are not numbers of examples",
+            remedy="for example --sizes 10000,50000",
+        )
+    return sizes
 
 
 def size_costs(group: Group, sizes: Sequence[int] = TABLE_EXAMPLES) -> list[SizeCost]:
-    """What the run of the group takes on each card whose speed is known, for each number of examples."""
+    """Return the run's cost for each number of examples, on each card whose speed is known."""
     return [_size_cost(card, examples) for card in group.cards if card.cost for examples in sizes]
 
 
 def _size_cost(card: ComparedCard, examples: int) -> SizeCost:
-    best, cost, plan = card.best, card.cost, card.plan
+    best = card.best
+    cost = card.cost
+    plan = card.plan
     assert best is not None and cost is not None and plan is not None
+
+    # Time and cost are proportional to the number of steps.
     shape = replace(plan.task.workload.run_shape(best.config), examples=examples)
     part = shape.num_steps / cost.num_steps
+    hours = cost.full_run_hours * part
     low, high = cost.interval_hours
     spot_low, spot_high = spot_interval(card) or (None, None)
-    hours, price = cost.full_run_hours * part, cost.usd_per_hour
+    price = cost.usd_per_hour
+
     return SizeCost(
         card=card.device.name,
         examples=examples,
@@ -138,26 +159,32 @@ def _size_cost(card: ComparedCard, examples: int) -> SizeCost:
 
 
 def within(budget_usd: float) -> list[str]:
-    """The cards of the catalogue that cost at most so much to buy."""
+    """Return the cards of the catalogue whose purchase costs at most `budget_usd`."""
     bought = (find_purchase(device.name) for device in list_devices())
     return [purchase.device for purchase in bought if purchase and purchase.usd <= budget_usd]
 
 
 def purchases(group: Group, purse: Purse) -> list[Bought]:
-    """What can be bought for the run of the group within the purse, the fastest first, guesses last."""
-    found = []
+    """Return the cards that can be bought for the group's run within the budget.
+
+    The fastest comes first; guesses come last.
+    """
+    cards = []
     for card in group.cards:
         purchase = find_purchase(card.device.name)
         if purchase and purchase.usd <= purse.budget_usd and card.cost and card.device.tdp_w:
-            found.append(_bought(group, card, purchase, purse))
-    return sorted(found, key=lambda one: (one.is_guess, -one.tokens_per_s, one.usd))
+            cards.append(_purchase(group, card, purchase, purse))
+    return sorted(cards, key=lambda one: (one.is_guess, -one.tokens_per_s, one.usd))
 
 
-def _bought(group: Group, card: ComparedCard, purchase: Purchase, purse: Purse) -> Bought:
-    cost, power_w = card.cost, card.device.tdp_w or 0.0
-    cheapest, at_spot = group.cheapest, group.cheapest_at_spot
+def _purchase(group: Group, card: ComparedCard, purchase: Purchase, purse: Purse) -> Bought:
+    """Return a purchase of this card, compared with renting it and with the cheapest cards."""
+    cost = card.cost
     assert cost is not None
+    power_w = card.device.tdp_w or 0.0
     electricity = power_w / 1000 * purse.usd_per_kwh
+    cheapest = group.cheapest
+    at_spot = group.cheapest_at_spot
     spot = card.spot.spot_usd_per_hour if card.spot else None
 
     def pays_after(rent_usd_per_hour: float | None) -> float | None:
@@ -169,6 +196,7 @@ def _bought(group: Group, card: ComparedCard, purchase: Purchase, purse: Purse) 
     after = same_work(cheapest.usd if cheapest else None)
     after_spot = same_work(at_spot.spot_usd if at_spot else None)
     low, high = speed_interval(card) or (None, None)
+
     return Bought(
         card=card.device.name,
         usd=purchase.usd,
@@ -193,7 +221,9 @@ def _bought(group: Group, card: ComparedCard, purchase: Purchase, purse: Purse) 
     )
 
 
-def _pays_after(usd: float, rent_usd_per_hour: float | None, electricity_usd_per_hour: float) -> float | None:
-    """The hours of use after which a purchase has cost as little as renting; None where it never does."""
+def _pays_after(
+    usd: float, rent_usd_per_hour: float | None, electricity_usd_per_hour: float
+) -> float | None:
+    """Return the hours of use after which buying costs no more than renting, or None if never."""
     saved = None if rent_usd_per_hour is None else rent_usd_per_hour - electricity_usd_per_hour
     return usd / saved if saved is not None and saved > 0 else None

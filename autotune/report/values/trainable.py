@@ -7,17 +7,23 @@ from autotune.catalog import DeviceSpec, ModelSpec, Price, resolve_model
 from autotune.core.json_view import also, keys
 from autotune.core.probe_types import Evidence
 
-METHODS = {"lora": "LoRA", "qlora": "QLoRA (nf4)", "full": "Full fine-tuning"}  # search spaces, with their titles
+METHODS = {
+    "lora": "LoRA",
+    "qlora": "QLoRA (nf4)",
+    "full": "Full fine-tuning",
+}  # search spaces, with their titles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What is known of one model, trained by one method, on one card; None is unknown.
+    """One model, trained by one method on one card. Field names are keys of the JSON output.
 
-    `need_gib` is the peak of `config`, the best configuration; where nothing surely fits, of the one that needs the
-    least, as is `least_gib` always. With `learns_differently`, only what the floors keep for such cases fits. `problem`
-    says why the model cannot be trained so, and nothing else is known. `longest_row` is the longest power of two, in
-    tokens, or all that the model's positions allow, of which one row surely fits. Field names are keys of the JSON.
+    Unknown values are None. `config` is the best configuration that is certain to fit, otherwise
+    the configuration with the least memory. `need_gib` is its peak; `least_gib` is always the peak
+    of the configuration with the least memory. `learns_differently` says that only configurations
+    of the space's reserve fit. `problem` says why the model cannot be trained by this method; all
+    other values are unknown then. `longest_row` is the longest row, in tokens, that is certain to
+    fit: a power of two, or the model's number of positions.
     """
 
     JSON: ClassVar = also("params")
@@ -39,15 +45,16 @@ class Entry:
 
     @property
     def params(self) -> int | None:
-        """The parameters of the model."""
+        """The number of the model's parameters."""
         return resolve_model(self.model).params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainable:
-    """The entries of each of the `models`, by `METHODS`, on one card, for samples of so many tokens (`lengths`).
+    """The entries of all `models` and `METHODS` on one card.
 
-    `how_sure` says where the numbers come from, `calibrated` which were calibrated. `is_guess`: no such card was
+    `lengths` are the tokens of the samples. `how_sure` states the source of the numbers, and
+    `calibrated` says which of them were calibrated. `is_guess` says that no card of this kind was
     measured.
     """
 
@@ -67,5 +74,5 @@ class Trainable:
     is_guess: bool = False
 
     def row(self, model: ModelSpec) -> list[Entry]:
-        """The entries of a model, in the order of METHODS."""
+        """Return the entries of a model, in the order of METHODS."""
         return [entry for entry in self.entries if entry.model == model.name]
