@@ -265,7 +265,9 @@ def _answer_row(columns: dict[str, Any], answer: Any) -> dict[str, Any]:
 
     Messages contain the prompt, unless it is given as messages of its own.
     """
-    beside = {name: columns[name] for name in ("system", "tools") if name in columns}
+    beside: dict[str, Any] = {
+        name: columns[name] for name in ("system", "tools") if name in columns
+    }
     prompt = columns.get("prompt")
     if isinstance(answer, str) and "instruction" in columns and not prompt:
         of_prompt = ("instruction", "input", "history")

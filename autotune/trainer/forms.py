@@ -116,7 +116,7 @@ def _drop_nulls(value: Any) -> Any:
     return [_drop_nulls(one) for one in value] if isinstance(value, list) else value
 
 
-NAMES = {str: "text", list: "a list", dict: "an object"}
+NAMES: dict[type, str] = {str: "text", list: "a list", dict: "an object"}
 
 
 def _check(kind: type, value: Any, name: str) -> Any:
@@ -181,13 +181,14 @@ def _parse_message(given: Any, number: int) -> Message:
 def _parse_call(call: Any, name: str) -> dict[str, Any]:
     """Return a tool call whose arguments are an object, as chat templates take it."""
     call = _check(dict, call, f"a tool call of {name}")
-    inside = _check(dict, call.get("function", call), f"a tool call of {name}")
+    inside: dict[str, Any] = _check(dict, call.get("function", call), f"a tool call of {name}")
     if "name" not in inside:
         raise ValueError(f"a tool call of {name} has no name")
     if isinstance(inside.get("arguments"), str):
         arguments = inside["arguments"] or "{}"
         inside = inside | {"arguments": _parse_json(arguments, f"arguments in {name}")}
-    return call | {"function": inside} if "function" in call else inside
+    called: dict[str, Any] = call | {"function": inside} if "function" in call else inside
+    return called
 
 
 def serialize_arguments(message: Message) -> Message:
