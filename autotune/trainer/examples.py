@@ -33,6 +33,7 @@ MARK = "[[the answer stands here]]"
 MARK_BEFORE = "[[the message before it stands here]]"
 
 LOST_THOUGHTS = "the chat template leaves out thoughts of the assistant"
+LOST_TOOLS = "the chat template leaves out the tools that the model may call"
 NO_STOP = (
     "the chat template ends no answer with a token of its own, so the model does not learn to stop"
 )
@@ -130,6 +131,8 @@ class Encoder:
                 )
         if lost:
             self.notes[LOST_THOUGHTS] += 1
+        if form.tools and self._render(replace(form, tools=None), form.messages) == text:
+            self.notes[LOST_TOOLS] += 1
 
     def _uses_marks(self, form: Plain | Chat) -> TypeGuard[Chat]:
         """Return whether the template itself marks the tokens to train on.

@@ -137,8 +137,8 @@ def _parse_json(value: Any, name: str) -> Any:
 
 
 def _parse_tools(given: Any) -> list[Any] | None:
-    tools: list[Any] = _check(list, _parse_json(given or [], "tools"), "tools")
-    return tools or None
+    tools = _check(list, _parse_json(given or [], "tools"), "tools")
+    return [_check(dict, _parse_json(one, "a tool"), "a tool") for one in tools] or None
 
 
 def _parse_messages(given: Any, name: str) -> list[Message]:
@@ -165,6 +165,8 @@ def _parse_message(given: Any, number: int) -> Message:
         calls = calls if isinstance(calls, list) else [calls]
         message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     message["role"] = ROLES[known] or known if known in ROLES else role
+    if "function_call" in message:  # the older name of one call
+        message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
     _check_flags(message, name)
 
     if calls := message.pop("tool_calls", None):
@@ -240,6 +242,8 @@ def _parse_prompt(columns: dict[str, Any], beside: dict[str, Any]) -> Plain | Ch
     """Parse a prompt and its completion: two texts, or two lists of messages."""
     prompt = columns["prompt"]
     completion = columns["completion"]
+    if isinstance(completion, str) is not isinstance(prompt, str):
+        raise ValueError("one of prompt and completion is text, and the other is messages")
     if not isinstance(prompt, str):
         before = _with_system(columns, _parse_messages(prompt, "prompt"))
         after = _parse_messages(completion, "completion")

@@ -119,27 +119,25 @@ def _read_json_lines(path: Path) -> Iterator[Located]:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise BadDataset(f"{where}: not JSON: {error}") from None
+                raise BadDataset(f"{where}: not JSON: {_reason(error)}") from None
             yield where, _check_object(where, row)
 
 
 def _read_json(path: Path) -> Iterator[Located]:
-    """Yield the elements of a JSON array, read in parts. A file without an array has JSON lines."""
+    """Yield the elements of a JSON array, or objects that follow each other, read in parts."""
     decoder = json.JSONDecoder()
     with path.open(encoding="utf-8-sig") as file:
         text = file.read(JSON_CHUNK)
         place = _skip_space(text, 0)
-        if text[place : place + 1] != "[":
-            yield from _read_json_lines(path)
-            return
+        is_array = text[place : place + 1] == "["
 
         # The lines up to `counted` have been counted.
         line = 1
         counted = 0
-        place += 1
+        place += is_array
         while True:
-            place = _skip_space(text, place, ",")
-            if text[place : place + 1] == "]":
+            place = _skip_space(text, place, "," if is_array else "")
+            if is_array and text[place : place + 1] == "]":
                 if (text[place + 1 :] + file.read(JSON_CHUNK)).strip():
                     raise BadDataset(
                         f"{path}: text follows its array: give one array, or lines of JSON"
@@ -154,7 +152,10 @@ def _read_json(path: Path) -> Iterator[Located]:
                 # The element may be incomplete. Each time, read as much as the rest of the text.
                 more = file.read(max(JSON_CHUNK, len(text) - place))
                 if not more:
-                    raise BadDataset(f"{path}:{line}: not JSON: {error}") from None
+                    if not is_array and place == len(text):
+                        return
+                    reason = _reason(error)
+                    raise BadDataset(f"{path}:{line}: not JSON: {reason}") from None
                 text = text[place:] + more
                 place = 0
                 counted = 0
@@ -162,6 +163,10 @@ def _read_json(path: Path) -> Iterator[Located]:
 
             yield f"{path}:{line}", _check_object(f"{path}:{line}", row)
             place = end
+
+
+def _reason(error: Exception) -> str:
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _skip_space(text: str, place: int, besides: str = "") -> int:
@@ -173,7 +178,21 @@ def _skip_space(text: str, place: int, besides: str = "") -> int:
 def _check_object(where: str, row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise BadDataset(f"{where}: not a JSON object")
+    if _is_by_columns(row):
+        raise BadDataset(
+            f"{where}: a table by columns and not by rows: write it with"
+            " orient='records' if pandas made it"
+        )
     return row
+
+
+def _is_by_columns(row: dict[str, Any]) -> bool:
+    """Return whether each value has the same numbers as keys, as pandas writes a whole table."""
+    columns = [value for value in row.values() if isinstance(value, dict)]
+    if not row or len(columns) < len(row):
+        return False
+    numbers = set(columns[0])
+    return all(set(one) == numbers for one in columns) and all(map(str.isdigit, numbers))
 
 
 def _read_csv(path: Path) -> Iterator[Located]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autotune.trainer.examples import LOST_THOUGHTS, NO_STOP, Encoder
+from autotune.trainer.examples import LOST_THOUGHTS, LOST_TOOLS, NO_STOP, Encoder
 from autotune.trainer.reading import BadDataset
 from tests.helpers.tokenizers import CHATML, byte_level, template
 
@@ -107,6 +107,7 @@ def test_names_parts_and_flags_of_other_tools(
             "a system message and another text",
         ),
         ({"messages": [user("q"), assistant("a", tool_calls=[{}])]}, "a tool call of message 2 has no name"),
+        ({"prompt": [user("q")], "completion": "a"}, "one of prompt and completion is text, and the other is messages"),
     ],
 )
 def test_text_that_would_be_lost_is_refused_by_line(tokenizer: Any, row: dict[str, Any], reason: str) -> None:
@@ -137,6 +138,12 @@ def test_an_answer_without_an_end_of_turn_is_noted(tokenizer: Any) -> None:
     row = {"messages": [user("q1"), assistant("a1")]}
     assert encoded(tokenizer, template("glm4moe"), row)[2] == {NO_STOP: 1}
     assert encoded(tokenizer, template("llama3"), row)[2] == {}
+
+
+def test_tools_that_a_template_leaves_out_are_noted(tokenizer: Any) -> None:
+    row = {"messages": [user("q1"), assistant("a1")], "tools": TOOLS}
+    assert encoded(tokenizer, template("llama3"), row)[2] == {LOST_TOOLS: 1}
+    assert encoded(tokenizer, template("qwen3"), row)[2] == {}
 
 
 def test_thoughts_calls_and_results_of_gpt_oss_are_read(tokenizer: Any) -> None:

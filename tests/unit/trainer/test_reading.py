@@ -37,6 +37,7 @@ def save(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
         ("a.json", json.dumps(ROWS)),
         ("a.json", json.dumps(ROWS, indent=3)),
         ("a.json", "\n".join(map(json.dumps, ROWS))),
+        ("a.json", "\n".join(json.dumps(row, indent=3) for row in ROWS)),
     ],
 )
 def test_json_in_each_of_its_forms(tmp_path: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +45,12 @@ def test_json_in_each_of_its_forms(tmp_path: Path, name: str, text: str, monkeyp
     for size in (2**20, 5):  # a row is longer than a piece that is read
         monkeypatch.setattr(reading, "JSON_CHUNK", size)
         assert found(tmp_path / name) == ROWS
+
+
+def test_a_table_by_columns_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"text": {"0": "one", "1": "two"}, "id": {"0": 1, "1": 2}}')
+    with pytest.raises(BadDataset, match=r"a\.json:1: a table by columns .*orient='records'"):
+        found(tmp_path / "a.json")
 
 
 def test_a_table_of_text(tmp_path: Path) -> None:
