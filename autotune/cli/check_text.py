@@ -15,6 +15,8 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
     checked = report.checked
     run = checked.run
     answer = check_answer(report)
+    if run.ignored:
+        yield "", run.ignored
     yield "", answer.answer
 
     batch = "one micro batch" if run.accumulation == 1 else f"{run.accumulation:,} micro batches"
@@ -47,7 +49,8 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
         yield "faster", _faster_text(report, report.faster)
 
     for note in report.notes:
-        yield "note", note
+        if note != run.ignored:
+            yield "note", note
     yield "how", answer.certainty
 
 

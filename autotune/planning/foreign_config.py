@@ -1,7 +1,7 @@
 """Reads a fine-tuning run from a YAML file of TRL, Axolotl or LLaMA-Factory, as a TrainConfig.
 
 The reader executes no part of the file and looks up no names. A missing key takes the tool's own
-default, from the sources of TRL 1.16, Axolotl 0.18 and LLaMA-Factory 0.9.5. If memory or speed
+default, from the sources of TRL 1.16, Axolotl 0.19 and LLaMA-Factory 0.9.5. If memory or speed
 depends on something that no knob expresses, the result has a note. A run for an objective without a
 probe is refused.
 """
@@ -9,13 +9,15 @@ probe is refused.
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from autotune.catalog import ModelSpec
 from autotune.catalog.model_sizes import Sizes
-from autotune.core.errors import UsageError
+from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import load_data, read_user_text, read_user_yaml
 from autotune.core.knobs import KNOBS, check_value
 from autotune.core.lora_targets import ALL_LINEAR, target_modules
@@ -104,12 +106,14 @@ def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
     values = _load(path)
     tool = _tool_of(path, values)
     values.pop("objective", None)  # our own entry, which is no key of any tool
-    values |= _deepspeed_settings(path, values.get("deepspeed"))
     if objective is not None and tool == "trl":
         values["objective"] = _command_objective(objective)
 
     try:
-        return parse(values, tool)
+        ignored = _unknown_keys(values, tool)
+        values |= _accelerate_settings(path, values.get("accelerate_config"))
+        values |= _deepspeed_settings(path, values.get("deepspeed"))
+        return replace(parse(values, tool), ignored=ignored)
     except _Refused as refusal:
         lines = read_user_text(path).splitlines()
         of_key = re.compile(rf"\s*['\"]?{re.escape(refusal.key)}['\"]?\s*:")
@@ -130,23 +134,95 @@ def _command_objective(objective: str) -> str:
     return objective
 
 
+def _unknown_keys(values: dict[str, Any], tool: str) -> str:
+    """Return a sentence about the keys that Axolotl ignores, or "".
+
+    Raises _Refused for an unknown key of TRL or LLaMA-Factory, which refuse the file.
+    """
+    table = load_data("autotune.planning", "known_keys")[tool]
+    unsupported = set(chain.from_iterable(run["keys"] for run in _table("refused")))
+    known = {*table["keys"], *unsupported, *_keys_of_tables()}
+    # A key without a value has no effect. An unsupported run is refused for its own reason.
+    unknown = [key for key, value in values.items() if key not in known and value is not None]
+    if not unknown or any(map(values.get, unsupported)):
+        return ""
+
+    title = table["title"]
+    named = ", ".join(f"{_quote(key)}{did_you_mean(key, table['keys'])}" for key in unknown)
+    if tool == "axolotl":
+        return f"ignored by {title}: {named}"
+    near = did_you_mean(unknown[0], table["keys"])
+    others = f" (also {named.partition(', ')[2]})" if len(unknown) > 1 else ""
+    raise _Refused(
+        unknown[0],
+        f"{title} has no such key, and refuses the file{near}{others}",
+        "correct or remove it; a key of a newer version can be removed for the check",
+    )
+
+
+def _keys_of_tables() -> Iterator[str]:
+    """Yield the keys of supported runs that planning/foreign_keys.yaml names for any tool."""
+    for name in ("noted", "objective_keys"):
+        yield from chain.from_iterable(_table(name).values())
+    for name in ("parallel", "split", "data_parallel", "resized", "other_references"):
+        yield from _table(name)
+
+
+def _accelerate_settings(path: Path, name: Any) -> dict[str, Any]:
+    """Return what accelerate's configuration says of the GPUs, if a run names such a file.
+
+    TRL has presets with names such as fsdp2, which are no files.
+    """
+    if not isinstance(name, str) or Path(name).suffix not in (".yaml", ".yml", ".json"):
+        return {}
+    settings = _read_beside(path, name)
+    if settings is None:
+        return {"absent_files": [name]}
+
+    kind = str(settings.get("distributed_type", "")).upper()
+    found: dict[str, Any] = {"accelerate_config": None}
+    processes = settings.get("num_processes")
+    if isinstance(processes, int) and processes > 1:
+        found["num_processes"] = processes
+    if kind == "FSDP":
+        found["fsdp"] = "full_shard"
+        found["fsdp_config"] = settings.get("fsdp_config") or {}
+    if kind == "DEEPSPEED":
+        inside = settings.get("deepspeed_config") or {}
+        stage = inside.get("zero_stage")
+        offloads = ("param", "optimizer")
+        zero = {"stage": stage} | {
+            f"offload_{part}": {"device": inside.get(f"offload_{part}_device", "none")}
+            for part in offloads
+        }
+        found["deepspeed"] = inside.get("deepspeed_config_file") or {"zero_optimization": zero}
+    return found
+
+
 def _deepspeed_settings(path: Path, file_name: Any) -> dict[str, Any]:
-    """Return the content of the DeepSpeed file that a run names, if the file exists.
+    """Return the content of the DeepSpeed file that a run names, or the name of an absent file."""
+    if not isinstance(file_name, str) or not file_name.strip():
+        return {}
+    settings = _read_beside(path, file_name)
+    if settings is not None:
+        return {"deepspeed": settings, "deepspeed_file": file_name}
+    return {"absent_files": [file_name]} if Path(file_name).suffix else {}
+
+
+def _read_beside(path: Path, name: str) -> dict[str, Any] | None:
+    """Return the content of a YAML or JSON file that a run names, or None if it is absent.
 
     It is looked up beside the run's file, then in the current directory.
     """
     for folder in (path.parent, Path()):
         try:
-            text = read_user_text(folder / file_name)
-            settings = (
-                json.loads(text) if text.lstrip().startswith("{") else _load(folder / file_name)
-            )
+            text = read_user_text(folder / name)
+            settings = json.loads(text) if text.lstrip().startswith("{") else _load(folder / name)
         except (TypeError, ValueError, RecursionError, UsageError):
             continue
-
         if isinstance(settings, dict):
-            return {"deepspeed": settings, "deepspeed_file": file_name}
-    return {}
+            return settings
+    return None
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -162,6 +238,9 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _tool_of(path: Path, values: dict[str, Any]) -> str:
     """Return the tool that the file is for. Raises UsageError if that is unclear."""
+    if other := _other_tool(values):
+        raise UsageError(f"{path} is a file of {other}, which is not supported", remedy=_TRAINING)
+
     # Some YAML files belong to these tools but describe no training.
     for other in _table("other_files"):
         if not values.get("do_train") and any(values.get(key) for key in other["keys"]):
@@ -185,6 +264,15 @@ def _tool_of(path: Path, values: dict[str, Any]) -> str:
         f"{path}: cannot tell which tool it is for: it has "
         f"{'both' if present[first] else 'none of'} {keys}",
         remedy=_TRAINING,
+    )
+
+
+def _other_tool(values: dict[str, Any]) -> str:
+    """Return the name of an unsupported tool whose run a file describes, or ""."""
+    if any(isinstance(value, dict) and "_component_" in value for value in values.values()):
+        return "torchtune"
+    return (
+        "ms-swift" if "model" in values and any(map(values.get, _table("marks_of_swift"))) else ""
     )
 
 
@@ -317,6 +405,9 @@ def _quote(value: Any) -> str:
 
 def _read(file: _File, tool: str) -> ForeignConfig:
     """Return the run that a file describes for a tool, without its original values."""
+    for absent in file.values.get("absent_files") or ():
+        file.note(True, "absent_file", name=_quote(absent))
+
     # The tools prefer the values in these mappings to the values at the top level.
     for nested in ("model_init_kwargs", "bnb_config_kwargs"):
         file = replace(file, values=file.values | file.mapping(nested).values)

@@ -26,7 +26,7 @@ from autotune.core.probe_types import (
 )
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
-from autotune.planning.counted_memory import count, counted, no_count
+from autotune.planning.counted_memory import counted, no_count
 from autotune.planning.device_estimate import device_limit_gib, planned_device
 from autotune.prediction.estimate import memory_of
 from autotune.prediction.memory_formula import CONTEXT_GIB, counted_breakdown
@@ -126,7 +126,7 @@ class Longest:
 
     def need_gib(self, config: TrainConfig) -> float | None:
         """Return the GiB that a step with one micro batch needs, or None without an estimate."""
-        memory = memory_of(self.model, config, 1, count=count)
+        memory = memory_of(self.model, config, 1, count=lambda *_: self.count(config))
         return None if memory is None else memory.peak_reserved_gib
 
     def predict(self, method: str) -> LongestRow:

@@ -138,7 +138,11 @@ def check(
         smallest_card=smallest,
         runnable=runnable,
         faster=_faster(task, spec, context, runnable.run) if runnable else None,
-        notes=(*_notes(context, checked, assumption), *warnings, *run.notes),
+        notes=tuple(
+            filter(
+                None, (run.ignored, *_notes(context, checked, assumption), *warnings, *run.notes)
+            )
+        ),
         how_sure=how_sure(
             counted=checked.bounds.reported.counted,
             objective=context.workload.objective,
@@ -268,7 +272,8 @@ def _faster(
     if not lengths_known:
         workload = replace(workload, lengths=Lengths.constant(config.seq_len, "assumed"))
 
-    by_formula = not unsupported(context.model, _similar_config(config))
+    planned = replace(_similar_config(config), modules_to_save=config.modules_to_save)
+    by_formula = not unsupported(context.model, planned)
     if config.num_gpus > 1 or run.objective is not Objective.SFT or not by_formula:
         return None
 

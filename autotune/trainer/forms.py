@@ -1,8 +1,8 @@
 """Parses the rows of a dataset into plain texts and conversations.
 
 A row has messages, a prompt and its completion, an instruction and its output (Alpaca), a
-conversation (ShareGPT), or text. Every fault of a row is a ValueError that says in words what the
-row has and what was expected.
+conversation (ShareGPT), or text. Every fault of a row is a ValueError whose message names the wrong
+value and the expected one.
 """
 
 import difflib
@@ -372,7 +372,7 @@ def join_parts(message: Message, number: int) -> Message:
     return message | {"content": "".join(part["text"] for part in content)}
 
 
-# --- what a chat template knows
+# --- names that a chat template knows
 
 
 def adapt(messages: Iterable[Message], template: str) -> list[Message]:

@@ -59,7 +59,7 @@ class LostText:
 
 
 def _find_by_marks(form: Chat, render: Render) -> Lost:
-    """Return what is lost if each text is a unique mark."""
+    """Return the texts that are lost if each text is a unique mark."""
     marks: dict[str, tuple[int, str]] = {}
 
     def mark_message(index: int, message: Message) -> Message:

@@ -29,7 +29,8 @@ class ForeignConfig:
     several datasets. The micro batch counts examples, and some objectives have two rows for each.
     `num_gpus` is None if the file does not state it, and `epochs` is None if `max_steps` decides.
     `max_examples` is the limit over all datasets together. Each of `notes` is a sentence: an
-    assumption, or a setting that affects memory or speed and that `config` lacks.
+    assumption, or a setting that affects memory or speed and that `config` lacks. `ignored` names
+    the keys that the tool does not know and passes over, or is "".
     """
 
     format: str
@@ -43,6 +44,7 @@ class ForeignConfig:
     dataset: str | None
     notes: tuple[str, ...]
     objective: Objective = Objective.SFT
+    ignored: str = ""
     values: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property

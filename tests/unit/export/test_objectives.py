@@ -117,16 +117,22 @@ def test_a_row_without_what_the_objective_needs_is_named(
 
 
 def test_the_rows_of_examples() -> None:
-    chats = {"chosen": [{"role": "user", "content": "a"}], "rejected": [{"role": "user", "content": "b"}]}
+    asked = {"role": "user", "content": "a question"}
+    chats = {name: [asked, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
     assert rows_of(Objective.DPO, chats) == [[{"messages": chats["chosen"]}, {"messages": chats["rejected"]}]]
     assert rows_of(Objective.REWARD, {"chosen": "a", "rejected": "b"}) == [[{"text": "a"}, {"text": "b"}]]
-    assert rows_of(Objective.DPO, {"prompt": "a", **chats}) == rows_of(Objective.DPO, chats)  # the chats have it
+    assert rows_of(Objective.DPO, {"prompt": "a question", **chats}) == rows_of(Objective.DPO, chats)
+    with pytest.raises(ValueError, match="the text of its prompt is not in its messages"):
+        rows_of(Objective.DPO, {"prompt": "another question", **chats})
     shared = {"chosen": "ask: yes", "rejected": "ask: no"}
     expected = [{"prompt": "ask: ", "completion": answer} for answer in ("yes", "no")]
     assert rows_of(Objective.DPO, shared) == [expected]
     wanted = {"prompt": "a", "completion": "b", "label": True}
     assert rows_of(Objective.KTO, wanted) == [[{"prompt": "a", "completion": "b"}]]
     assert rows_of(Objective.CLASSIFICATION, {"text": "a", "label": 0}) == [[{"text": "a"}]]
+    alpaca = {"system": "s", "instruction": "a", "input": "b"}
+    pair = [alpaca | {"output": answer} for answer in ("yes", "no")]
+    assert rows_of(Objective.DPO, alpaca | {"chosen": "yes", "rejected": "no"}) == [pair]
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")

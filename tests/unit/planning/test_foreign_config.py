@@ -1,7 +1,7 @@
 """Files of TRL, Axolotl and LLaMA-Factory: what they ask for, their defaults and traps, and what is refused."""
 
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +9,12 @@ import yaml
 
 from autotune.catalog import resolve_model
 from autotune.core.errors import UsageError
-from autotune.core.files import MAX_BYTES
+from autotune.core.files import MAX_BYTES, load_data
 from autotune.core.objective import Objective
 from autotune.core.train_config import TrainConfig
 from autotune.export import tool_file
 from autotune.planning.foreign_config import for_model, parse, read_file
+from autotune.planning.foreign_sharding import strategy_of
 from autotune.report.values.check import FP32_BASE, ForeignConfig
 from tests.helpers.factories import summary
 
@@ -22,6 +23,7 @@ AXOLOTL = "base_model: org/m\nmicro_batch_size: 2\n"
 FACTORY = "model_name_or_path: org/m\nstage: sft\ndo_train: true\n"
 LORA = {"trl": f"{TRL}use_peft: true\n", "axolotl": f"{AXOLOTL}adapter: lora\nlora_r: 16\n", "llamafactory": FACTORY}
 SHARDED = "Sharding and offloading of the model are not counted: each GPU is taken to hold all of it."
+ABSENT = "The file {!r} was not found, neither here nor beside this one: the tool's defaults are assumed."
 CROSSED = "Examples that share a row attend to one another; they are counted as kept apart, which may be slower."
 FUSED = "A cross-entropy that is fused with the head is counted as autotune's loss in chunks."
 IMAGES = (
@@ -142,7 +144,7 @@ def test_other_factory_examples(read):
     """Its examples/train_full/qwen3_full_sft, train_qlora/qwen3_lora_sft_otfq and extras/galore/llama3_full_sft."""
     run = read(f"{FACTORY}finetuning_type: full\ndeepspeed: examples/deepspeed/ds_z3_config.json\nbf16: true\n")
     assert run.config.label() == "full 8x2048 bf16_mixed ckpt-full adamw_torch_fused"
-    assert run.notes == (SHARDED,)
+    assert run.notes == (ABSENT.format("examples/deepspeed/ds_z3_config.json"), SHARDED)
     run = read(f"{FACTORY}quantization_bit: 4\nquantization_method: bnb\nbf16: true\n")
     assert (run.config.quantization, run.config.double_quant, run.notes) == ("nf4", True, ())
     run = read(f"{FACTORY}finetuning_type: full\nuse_galore: true\ngalore_rank: 128\npure_bf16: true\n")
@@ -252,7 +254,6 @@ axolotl kernels torch: liger_rope: true
 axolotl kernels liger: {plugins: [a.LigerPlugin], liger_swiglu: true}
 axolotl loss full: liger_fused_linear_cross_entropy: true / chunked_cross_entropy: true
 axolotl loss full: {plugins: [a.cut_cross_entropy.B], cut_cross_entropy: false}
-llamafactory padding longest: pad_to_multiple_of: 4096
 llamafactory group_by_length True: train_sampling_strategy: group_by_length / group_by_length: true
 llamafactory double_quant False: {quantization_bit: 4, double_quantization: false}
 llamafactory precision fp16_mixed: fp16: true
@@ -841,3 +842,74 @@ def test_the_command_of_trl_says_what_its_file_may_not(tmp_path: Path) -> None:
             read_file(file, named)
     file.write_text(LORA["trl"] + "objective: foo\n")
     assert read_file(file).objective is Objective.SFT
+
+
+# --- keys that the tool does not have, files beside the run's, and files of other tools
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            f"{FACTORY}lora_rnak: 128\n",
+            "FILE:4: lora_rnak: LLaMA-Factory 0.9.5 has no such key, and refuses the file; did you mean 'lora_rank'",
+        ),
+        (
+            f"{TRL}max_len: 16384\nlora_ranks: 128\n",
+            "FILE:3: max_len: TRL 1.16 has no such key, and refuses the file; did you mean 'max_length'",
+        ),
+        (f"{FACTORY}pad_to_multiple_of: 4096\n", "FILE:4: pad_to_multiple_of: LLaMA-Factory 0.9.5 has no such key"),
+    ],
+)
+def test_a_key_that_the_tool_refuses_is_named_with_a_near_one(failure, text, message):
+    assert failure(text).startswith(message)
+
+
+def test_all_keys_that_the_tool_refuses_are_named(failure):
+    assert "(also 'max_len'; did you mean 'max_length'" in failure(f"{TRL}lora_ranks: 128\nmax_len: 16384\n")
+
+
+def test_a_key_that_axolotl_ignores_is_named(read):
+    run = read(f"{AXOLOTL}sample_packign: true\ndebug:\n")
+    assert run.ignored.startswith("ignored by Axolotl 0.19: 'sample_packign'; did you mean 'sample_packing'")
+    assert "debug" not in run.ignored and read(AXOLOTL).ignored == ""
+
+
+def test_the_fields_of_the_installed_trl_are_known():
+    trl = pytest.importorskip("trl")
+    known = load_data("autotune.planning", "known_keys")["trl"]["keys"]
+    for kind in (trl.SFTConfig, trl.DPOConfig, trl.RewardConfig, trl.ModelConfig, trl.ScriptArguments):
+        assert not {field.name for field in fields(kind)} - set(known)
+
+
+@pytest.mark.parametrize("key", ["new_special_tokens", "add_tokens", "add_special_tokens"])
+def test_new_tokens_train_the_embeddings_under_each_name(read, key):
+    assert read(f"{FACTORY}{key}: <a>,<b>\n").config.modules_to_save == "embedding_and_head"
+
+
+def test_a_configuration_of_accelerate_beside_the_run_is_read(read, tmp_path):
+    fsdp = {"distributed_type": "FSDP", "num_processes": 4, "fsdp_config": {"fsdp_version": 2}}
+    (tmp_path / "fsdp.yaml").write_text(yaml.safe_dump(fsdp))
+    run = read(f"{TRL}accelerate_config: fsdp.yaml\n")
+    assert (run.num_gpus, strategy_of(run.values)) == (4, "fsdp2")
+    zero = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": {"zero_stage": 2}}
+    (tmp_path / "zero.yaml").write_text(yaml.safe_dump(zero))
+    run = read(f"{TRL}accelerate_config: ./zero.yaml\n")
+    assert (run.num_gpus, strategy_of(run.values)) == (2, "zero2")
+    assert strategy_of(read(f"{TRL}accelerate_config: zero3\n").values) == "zero3"
+
+
+def test_a_file_that_a_run_names_and_that_is_absent_is_named(read):
+    for text, name in ((f"{TRL}accelerate_config: a.yaml\n", "a.yaml"), (f"{FACTORY}deepspeed: ds.json\n", "ds.json")):
+        assert ABSENT.format(name) in read(text).notes
+
+
+@pytest.mark.parametrize(
+    ("text", "tool"),
+    [
+        ("model:\n  _component_: torchtune.models.phi3.lora_phi3_mini\nbatch_size: 2\ndtype: bf16\n", "torchtune"),
+        ("model: org/m\ntrain_type: lora\ntorch_dtype: bfloat16\nlora_rank: 8\n", "ms-swift"),
+    ],
+)
+def test_a_file_of_another_tool_is_called_by_its_name(failure, text, tool):
+    assert failure(text) == f"FILE is a file of {tool}, which is not supported"

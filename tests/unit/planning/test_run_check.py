@@ -895,3 +895,18 @@ def test_several_gpus_are_not_counted_for_answers(answer: Callable[..., CheckRep
     found = answer(changed(AXOLOTL, rl="kto", sample_packing=False), "h200", gpus=4)
     assert found.checked.run.config.num_gpus == 1
     assert any(note.startswith("Several GPUs are not counted for kto") for note in found.notes)
+
+
+def test_a_run_that_trains_the_embeddings_has_a_verdict_if_it_fits(answer: Callable[..., CheckReport]) -> None:
+    text = "base_model: Qwen/Qwen2.5-0.5B\nadapter: lora\nlora_r: 16\nlora_target_linear: true\nmicro_batch_size: 1\n"
+    found = answer(text + "lora_modules_to_save: [embed_tokens, lm_head]\nbf16: true\n")
+    assert (found.checked.state, found.faster) == (FITS, None)
+    plain = answer(text + "bf16: true\n")
+    assert found.checked.estimate.need_gib > plain.checked.estimate.need_gib + 0.5
+
+
+def test_keys_that_the_tool_ignores_come_before_the_verdict(answer: Callable[..., CheckReport]) -> None:
+    found = answer("base_model: Qwen/Qwen2.5-0.5B\nmicro_batch_size: 1\nadaptor: lora\n")
+    first, second, *_ = (text for _, text in lines(found))
+    assert first.startswith("ignored by Axolotl 0.19: 'adaptor'; did you mean 'adapter'")
+    assert "needs" in second and found.notes[0] == first
