@@ -267,9 +267,7 @@ class Display(AbstractContextManager["Display"]):
         self._print("")
         self._field("why", recipe.reason)
         if len(recipe.by_gpus) > 1:
-            self._fields(
-                "GPUs", describe.gpu_choices(summary.scaling.trainable, recipe.within_hours)
-            )
+            self._fields("GPUs", describe.gpu_choices(summary.scaling, recipe.within_hours))
         if made_of := describe.factors(summary.decomposition):
             self._field("factors", made_of)
         self._field("full run", describe.full_run(recipe.winner.cost))

@@ -111,7 +111,7 @@ def speed_text(estimated: Estimate, unit: str = "useful tokens/s") -> str:
 def gpu_answer(plan: GpuPlan) -> Answer:
     """Answer with the cheapest and the fastest number of GPUs."""
     task = plan.task
-    choices = describe.gpu_choices(plan.trainable, plan.within_hours)
+    choices = describe.gpu_choices(plan, plan.within_hours)
     price = f"{NO_PRICE}: --price USD_PER_HOUR"
     if task.price:
         price = describe_price(task.price, date.today())

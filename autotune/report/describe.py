@@ -24,7 +24,7 @@ from autotune.problem.workload import Workload
 from autotune.study.ablation import AblatedKnob, Ablation
 from autotune.study.decomposition import Decomposition
 from autotune.study.learning import Learning
-from autotune.study.scaling import RankPlan, cheapest, fastest
+from autotune.study.scaling import GpuPlan, RankPlan, Scaling, cheapest, fastest
 from autotune.study.summary import (
     Candidate,
     Learned,
@@ -162,17 +162,22 @@ def how_known(how_sure: str, calibrated: str | None) -> str:
     return f"{f'Estimated, {calibrated}' if calibrated else NOT_MEASURED}: {how_sure}"
 
 
-def gpu_choices(rows: Sequence[RankPlan], within_hours: float | None) -> list[str]:
-    """Describe the cheapest and the fastest row.
+def gpu_choices(plan: GpuPlan | Scaling, within_hours: float | None) -> list[str]:
+    """Describe the cheapest and the fastest row of a plan.
 
-    With a deadline, also describe the cheapest row that meets it.
+    With a deadline, also describe the cheapest row that meets it. If a row fits and its speed is
+    unknown, the text says that the comparison leaves it out.
     """
-    lines = [_gpu_choice("cheapest", cheapest(rows)), _gpu_choice("fastest", fastest(rows))]
+    rows = plan.trainable
+    among = " of those with a known speed" if rows and plan.has_unknown_speed else ""
+    lines = [
+        _gpu_choice(f"cheapest{among}", cheapest(rows)),
+        _gpu_choice(f"fastest{among}", fastest(rows)),
+    ]
     if within_hours is not None:
         in_time = cheapest(rows, within_hours)
-        lines.append(
-            _gpu_choice(f"cheapest within {fmt_hours(within_hours)}", in_time, within_hours)
-        )
+        name = f"cheapest within {fmt_hours(within_hours)}{among}"
+        lines.append(_gpu_choice(name, in_time, within_hours))
     return lines
 
 

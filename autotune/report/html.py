@@ -254,7 +254,7 @@ def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
             "costs": infos.costs(recipe),
             "cells": infos.learning_cells(recipe),
             "scaling": summary.scaling,
-            "gpu_choices": describe.gpu_choices(summary.scaling.trainable, recipe.within_hours),
+            "gpu_choices": describe.gpu_choices(summary.scaling, recipe.within_hours),
             "fingerprint": infos.fingerprint(recipe),
         }
     return view

@@ -131,6 +131,11 @@ class GpuPlan:
         return tuple(row for row in self.rows if row.state == FITS and row.hours is not None)
 
     @property
+    def has_unknown_speed(self) -> bool:
+        """Whether a row fits and its speed is unknown: a comparison then covers only the others."""
+        return has_unknown_speed(self.rows)
+
+    @property
     def needs_link(self) -> bool:
         """Whether rows have no speed because the interconnect bandwidth is unknown."""
         several = any(row.num_gpus > 1 and row.estimate and not row.step for row in self.rows)
@@ -167,6 +172,11 @@ class Scaling:
     rows: tuple[RankPlan, ...] = ()
 
     @property
+    def has_unknown_speed(self) -> bool:
+        """Whether a row fits and its speed is unknown: a comparison then covers only the others."""
+        return has_unknown_speed(self.rows)
+
+    @property
     def trainable(self) -> tuple[RankPlan, ...]:
         """The rows with a speed."""
         return tuple(row for row in self.rows if row.tokens_per_s is not None)
@@ -190,6 +200,11 @@ def with_efficiency(rows: Sequence[RankPlan], reference: RankPlan | None) -> tup
     )
 
     return tuple(replace(row, efficiency=share) for row, share in zip(rows, shares, strict=True))
+
+
+def has_unknown_speed(rows: Sequence[RankPlan]) -> bool:
+    """Return whether a row fits and its speed is unknown."""
+    return any(row.state == FITS and row.tokens_per_s is None for row in rows)
 
 
 def fastest(rows: Sequence[RankPlan]) -> RankPlan | None:

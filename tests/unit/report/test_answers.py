@@ -41,6 +41,14 @@ def test_the_answer_for_several_gpus_is_the_cheapest_and_the_fastest() -> None:
     assert made.how_sure in found.certainty and has_all(found)
 
 
+def test_a_comparison_says_that_it_leaves_out_unknown_speeds() -> None:
+    """The interconnect of an RTX 4090 is unknown, so the speed of several is unknown."""
+    made = autotune.plan(MODEL, gpu="rtx-4090", tokens_per_example=512, gpus=[1, 2])
+    cheapest, fastest = gpu_answer(made).answer.splitlines()
+    assert cheapest.startswith("cheapest of those with a known speed: 1 GPU (")
+    assert fastest.startswith("fastest of those with a known speed: 1 GPU (")
+
+
 @pytest.mark.parametrize(("gpu", "verdict"), [("h100", "fits: needs"), ("a10", "fits: needs")])
 def test_the_answer_of_a_check_is_its_verdict(tmp_path: Path, gpu: str, verdict: str) -> None:
     (file := tmp_path / "trl.yaml").write_text(TRL)

@@ -67,7 +67,7 @@ def test_the_cheapest_that_ends_in_time_wins(start: Start) -> None:
     assert "on 2 GPUs instead of 1" in describe.speed_up(recipe)
     rows = on_other_numbers(recipe)
     assert (rows.own, rows.known) == (2, (1, 2, 4))
-    cheapest, fastest, in_time = describe.gpu_choices(rows.trainable, recipe.within_hours)
+    cheapest, fastest, in_time = describe.gpu_choices(rows, recipe.within_hours)
     assert cheapest.startswith("cheapest: 1 GPU (") and fastest.startswith("fastest: 4 GPUs, ddp (")
     assert in_time.startswith("cheapest within 2 min 30 s: 2 GPUs, ddp (")
 
@@ -76,7 +76,7 @@ def test_where_nothing_ends_in_time_the_fastest_wins_and_is_late(start: Start) -
     recipe = recipe_of(study(start, within_hours=60 / 3600))
     assert recipe.config.num_gpus == 4 and recipe.reason.startswith("the fastest, since none ends within 1 min, above")
     assert any("nothing that was tried ends within 1 min" in caveat for caveat in recipe.caveats)
-    assert describe.gpu_choices(on_other_numbers(recipe).trainable, recipe.within_hours)[2].endswith("none is known")
+    assert describe.gpu_choices(on_other_numbers(recipe), recipe.within_hours)[2].endswith("none is known")
 
 
 def test_no_slack_is_worth_a_deadline(start: Start) -> None:
