@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import takewhile
 
 from autotune.core.errors import NothingFits, UsageError
@@ -16,21 +17,29 @@ from autotune.problem.task import Task
 from autotune.study.evaluator import FAILED, Evaluator
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feasible:
+    """The result of the tries before a search.
+
+    `tried` are the configurations whose results begin the study. With `opens_reserve`, the search
+    needs the reserve of the space. `problem` is set if no configuration fits.
+    """
+
+    tried: list[TrainConfig]
+    opens_reserve: bool = False
+    problem: NothingFits | None = None
+
+
 def find_feasible(
     task: Task,
     reserve: SearchSpace,
     evaluator: Evaluator,
     say: Callable[[str], None],
-) -> tuple[bool, list[TrainConfig]]:
+) -> Feasible:
     """Find a configuration that fits: the baseline at some micro batch size, or the leanest one.
 
     Truncated models decide if they can, because the whole baseline of a large model would take the
-    search's time. Returns whether the reserve of the space must be opened because no other
-    configuration fits, and the configurations that were tried.
-
-    Raises:
-        NothingFits: even the leanest configuration of the reserve does not fit.
-        Cancelled: the user asked to stop, or the budget is over.
+    search's time. Raises Cancelled if the user asked to stop, or if the budget is over.
     """
     tried_configs: list[TrainConfig] = []
 
@@ -55,16 +64,22 @@ def find_feasible(
     doubtful = list(takewhile(lambda config: not evaluator.should_fit(config), task.baselines))
     fits = one_fits(task.baselines[len(doubtful) :])
     if one_fits(doubtful) or fits:
-        return False, tried_configs
+        return Feasible(tried=tried_configs)
 
     for space in (task.space, reserve):
         for config in leanest_of(space):
             say(f"the baseline does not fit; trying the leanest configuration: {config.label()}")
             result = evaluator.evaluate(config, None, spare_s=0.0).result
+            opens_reserve = space is reserve and reserve != task.space
             if result.outcome not in (Outcome.OOM, Outcome.REFUSED):
-                opens_reserve = space is reserve and reserve != task.space
-                return opens_reserve, [config] if opens_reserve else [*tried_configs, config]
-    raise nothing_fits(result, task)
+                tried = [config] if opens_reserve else [*tried_configs, config]
+                return Feasible(tried=tried, opens_reserve=opens_reserve)
+            tried_configs.append(config)
+    return Feasible(
+        tried=list(dict.fromkeys(tried_configs)),
+        opens_reserve=opens_reserve,
+        problem=nothing_fits(result, task),
+    )
 
 
 def leanest_of(space: SearchSpace) -> list[TrainConfig]:

@@ -34,10 +34,7 @@ class Study:
         """
         trials = self.trials
         with trials.giving_back():
-            while trials.optimizer.is_waiting() and not trials.is_done():
-                if trials.run_one(trials.selection.prune_reason) is None:
-                    break
-
+            self.run_queue()
             self._climb()
             if trials.is_spent():
                 trials.cut("the whole search")
@@ -45,6 +42,13 @@ class Study:
             self._sample()
             self._raise_capability()
             measure_close_calls(trials)
+
+    def run_queue(self) -> None:
+        """Run the trials that are queued, for example those tried before the study began."""
+        trials = self.trials
+        while trials.optimizer.is_waiting() and not trials.is_done():
+            if trials.run_one(trials.selection.prune_reason) is None:
+                break
 
     def work(self, is_over: Callable[[], bool]) -> None:
         """Help a study that another session leads.

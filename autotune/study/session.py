@@ -18,7 +18,13 @@ from typing import Any, Self
 from zlib import crc32
 
 from autotune.catalog import DeviceSpec
-from autotune.core.errors import Cancelled, EnvironmentProblem, TooManyFailures, UsageError
+from autotune.core.errors import (
+    AutotuneError,
+    Cancelled,
+    EnvironmentProblem,
+    TooManyFailures,
+    UsageError,
+)
 from autotune.core.machine import num_cores
 from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.micro_profile import MicroBatchProfile
@@ -42,7 +48,7 @@ from autotune.study.ablation import Ablation, ablate
 from autotune.study.decomposition import Decomposition, decompose
 from autotune.study.distributed import SharedTrials
 from autotune.study.evaluator import Evaluator
-from autotune.study.feasibility import find_feasible
+from autotune.study.feasibility import Feasible, find_feasible
 from autotune.study.formula_seeds import formula_seeds
 from autotune.study.history import Project, restore, summarize
 from autotune.study.lookahead import Lookahead, code_key, shallow_requests
@@ -218,7 +224,7 @@ class Leader:
         self.plan = plan
         self.on_resumed = on_resumed
         self.on_trial = on_trial
-        self.failure: TooManyFailures | EnvironmentProblem | None = None
+        self.failure: AutotuneError | None = None
         self._ahead: CompileAhead | None = None
         self._before = read_record(plan.url, plan.study)  # the record of earlier sessions
         self._earlier_seconds = self._before.wall_seconds if self._before else 0.0
@@ -262,10 +268,9 @@ class Leader:
         return round(example_gib + self.session.prober.context_gib / (1 - spec.headroom), 2)
 
     def search(self) -> None:
-        """Set up, search and confirm.
+        """Set up, search and confirm. If no configuration fits, the study stores the tries.
 
         Raises:
-            NothingFits: no configuration of the space fits.
             UsageError: another process leads the study, or its options differ from before.
             Cancelled: the user asked to stop, or the budget was over, before the search began.
         """
@@ -284,21 +289,18 @@ class Leader:
         evaluator.learn_from_others()
         self._begin_lookahead(setup.task, evaluator)
 
-        tried_configs: list[TrainConfig] = []
         if self._before is not None and self._before.limits is not None:
-            reserve_opened = self._before.reserve_opened
+            feasible = Feasible(tried=[], opens_reserve=self._before.reserve_opened)
         else:
-            reserve_opened, tried_configs = find_feasible(
-                setup.task,
-                setup.reserve,
-                evaluator,
-                session.progress.say,
-            )
+            say = session.progress.say
+            feasible = find_feasible(setup.task, setup.reserve, evaluator, say)
+        self.failure = feasible.problem
 
-        if reserve_opened:
-            session.progress.note(
-                f"nothing else fits, so these are searched too: {setup.reserved}", "yellow"
-            )
+        if feasible.opens_reserve:
+            if feasible.problem is None:
+                session.progress.note(
+                    f"nothing else fits, so these are searched too: {setup.reserved}", "yellow"
+                )
             setup = open_reserve(setup)
 
         self._optimizer = session.optimizer(plan.study, setup.task, spec.seed)
@@ -308,11 +310,11 @@ class Leader:
             terms=terms,
             spec=replace(spec, storage=None),  # it may hold a password
             out=stored_out(plan.out, plan.url),
-            reserve_opened=reserve_opened,
+            reserve_opened=feasible.opens_reserve,
             shallow_only=spec.shallow_only,
         )
         start_record(self._optimizer, record)
-        self._lead(setup.task, evaluator, tried_configs)
+        self._lead(setup.task, evaluator, feasible.tried)
 
     def _fit_setup(self) -> tuple[Setup, ModelShape | None]:
         """Narrow the setup to the model's layers, and return it with the shape of the layers.
@@ -387,6 +389,9 @@ class Leader:
             )
 
             try:
+                if self.failure is not None:
+                    study.run_queue()
+                    return
                 with (
                     local_workers(
                         plan.cards, plan.study, plan.url, plan.out, progress, session.is_over

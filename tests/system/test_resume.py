@@ -12,7 +12,7 @@ from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Knob, SearchSpace
 from autotune.problem.task import Task
-from autotune.study.feasibility import find_feasible
+from autotune.study.feasibility import Feasible, find_feasible
 from autotune.study.summary import TrialRecord
 from tests.helpers.factories import result
 from tests.helpers.replay import machine
@@ -156,8 +156,10 @@ def feasible(
     start: Start, limit_gib: float, task: Task, reserve: SearchSpace | None = None
 ) -> tuple[bool, list[TrainConfig], Session]:
     session = start(machine(limit_gib=limit_gib), task=task)
-    opened, tried = find_feasible(task, reserve or task.space, session.evaluator, session.said.append)
-    return opened, tried, session
+    found = find_feasible(task, reserve or task.space, session.evaluator, session.said.append)
+    if found.problem is not None:
+        raise found.problem
+    return found.opens_reserve, found.tried, session
 
 
 SMALL = space(micro_batch_size=(1, 2, 4, 8), seq_len=(256, 1024), lora_rank=(16,), checkpointing=("none", "full"))
@@ -208,7 +210,7 @@ def test_if_nothing_fits_the_smallest_need_is_reported(start: Start) -> None:
 
 def test_a_crash_does_not_count_as_not_fitting(start: Start) -> None:
     session = start(lambda request: result(outcome=Outcome.CRASH), task=subject_of(SMALL))
-    assert find_feasible(subject_of(SMALL), SMALL, session.evaluator, print) == (False, [baseline(8)])
+    assert find_feasible(subject_of(SMALL), SMALL, session.evaluator, print) == Feasible(tried=[baseline(8)])
 
 
 def test_a_stop_during_the_feasibility_check_is_raised(start: Start) -> None:

@@ -12,7 +12,7 @@ from autotune.core.probe_types import MicroBatch, Outcome, Phase, ProbeRequest, 
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import CONTEXT_GIB, MemoryBreakdown
 from autotune.study.evaluator import Evaluator
-from autotune.study.feasibility import find_feasible, nothing_fits
+from autotune.study.feasibility import Feasible, find_feasible, nothing_fits
 from autotune.study.selection import Selection
 from autotune.study.storage.probe_store import ProbeStore
 from tests.helpers.factories import FINGERPRINT, add_measured, measurement, oom_detail, result
@@ -137,7 +137,7 @@ def flaky(times: int) -> Callable[[ProbeRequest], ProbeResult]:
 
 def test_a_baseline_that_fails_is_tried_once_more(start: Start) -> None:
     session = start(flaky(1))
-    assert find_feasible(subject_of(), SPACE, session.evaluator, session.said.append) == (False, [BASELINE])
+    assert find_feasible(subject_of(), SPACE, session.evaluator, session.said.append) == Feasible(tried=[BASELINE])
     assert session.prober.configs == [BASELINE, BASELINE]
 
 
@@ -161,14 +161,14 @@ def test_a_baseline_that_should_not_fit_is_tried_after_one_that_does(
     asked = session.evaluator.request
     memory_gib = (limit_gib + CONTEXT_GIB) / 0.95
     session.evaluator.request = lambda config: replace(asked(config), memory_gib=memory_gib, headroom=0.05)
-    opened, found = find_feasible(subject_of(), SPACE, session.evaluator, session.said.append)
-    assert not opened and [config.micro_batch_size for config in found] == tried
+    found = find_feasible(subject_of(), SPACE, session.evaluator, session.said.append)
+    assert not found.opens_reserve and [config.micro_batch_size for config in found.tried] == tried
     assert [config.micro_batch_size for config in session.prober.configs] == probed
 
 
 def test_a_baseline_that_always_fails_does_not_end_the_study(start: Start) -> None:
     session = start(flaky(99), trials=8)
-    tried = find_feasible(subject_of(), SPACE, session.evaluator, session.said.append)[1]
+    tried = find_feasible(subject_of(), SPACE, session.evaluator, session.said.append).tried
     session.study.trials.begin(tried)
     session.study.run()
     assert len(session.study.trials.rows) == 8 and session.study.trials.best() is not None
@@ -182,8 +182,8 @@ def test_the_leanest_configuration_is_announced_where_the_baseline_does_not_fit(
 
     session = start(answer, trials=8)
     task = subject_of()
-    with pytest.raises(NothingFits):  # it is a baseline too
-        find_feasible(task, SPACE, session.evaluator, session.said.append)
+    found = find_feasible(task, SPACE, session.evaluator, session.said.append)
+    assert isinstance(found.problem, NothingFits)  # it is a baseline too
     lean = task.space.config(task.space.leanest())
     assert session.said[-1] == f"the baseline does not fit; trying the leanest configuration: {lean.label()}"
 

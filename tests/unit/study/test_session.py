@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from autotune.catalog import resolve_device
-from autotune.core.errors import EnvironmentProblem, TooManyFailures, UsageError
+from autotune.core.errors import EnvironmentProblem, NothingFits, TooManyFailures, UsageError
 from autotune.core.nvml import GpuInfo
 from autotune.core.objective import Objective
 from autotune.core.probe_types import ModelShape, Outcome, ProbeRequest, ProbeResult, Rung
@@ -194,6 +194,17 @@ def test_probes_that_keep_failing_are_for_the_caller_to_raise() -> None:
     leader = lead(trials=8)
     assert isinstance(leader.failure, TooManyFailures) and "no kernel" in str(leader.failure)
     assert record().phase == StudyPhase.ENDED and Rung.CONFIRM not in probed(leader)
+
+
+def test_a_study_in_which_nothing_fits_is_stored_with_its_tries() -> None:
+    Recorded.answers = staticmethod(machine(limit_gib=0.1))
+    leader = lead(trials=8)
+    assert isinstance(leader.failure, NothingFits) and record().phase == StudyPhase.ENDED
+    configs = [row.config for row in leader.trials.rows]
+    assert configs and len(set(configs)) == len(configs)
+    assert all(row.outcome in (Outcome.OOM, Outcome.REFUSED) for row in leader.trials.rows)
+    summary = read_summary(record(), URL, nowhere)
+    assert summary.recipe is None and len(summary.trials) == len(configs)
 
 
 def test_an_interrupt_of_a_caller_without_signal_handlers_is_a_stop() -> None:

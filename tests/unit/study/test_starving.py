@@ -51,7 +51,7 @@ def searched(tmp_path: Path, model: str, space: str, budget_s: float, layer_load
         formula=partial(memory_breakdown, task.model),
     )
     said: list[str] = []
-    _, tried = find_feasible(task, setup.reserve, evaluator, said.append)
+    tried = find_feasible(task, setup.reserve, evaluator, said.append).tried
     trials = SharedTrials(
         task=task,
         optimizer=optimizer,
