@@ -28,12 +28,11 @@ COMMANDS = {
     ),
     "plan": (
         "plan:plan_command",
-        "Estimate what fits a GPU, how fast it trains and what that costs; needs no GPU.",
+        "Estimate which configuration fits a GPU, its speed and its cost; needs no GPU.",
     ),
     "compare": (
         "compare:compare_command",
-        "Compare GPUs for the same run: what fits, how fast it is, and what it costs; needs no "
-        "GPU.",
+        "Compare GPUs for the same run: memory, speed and cost; needs no GPU.",
     ),
     "check": (
         "check:check_command",
@@ -52,12 +51,11 @@ COMMANDS = {
     ),
     "explain": (
         "analysis:explain",
-        "Probe a study's winner with one knob after another set back, and print what each is "
-        "worth.",
+        "Probe a study's winner with one knob after another set back, and print the gain of each.",
     ),
     "verify": (
         "analysis:verify",
-        "Run what a study exported, and compare its speed and memory with the study's numbers.",
+        "Run a study's export, and compare its speed and memory with the study's numbers.",
     ),
     "learn": (
         "learn:learn",
@@ -70,13 +68,12 @@ COMMANDS = {
     ),
     "worker": (
         "worker:worker",
-        "Help with a study that another process leads, on the GPU of this machine, until its "
-        "search is over.",
+        "Join a running study with this machine's GPU, until its search is over.",
     ),
     "fleet": (
         "studies:fleet",
-        "Write files that start workers of a study on Kubernetes, SkyPilot or Slurm; none "
-        "contains the database's URL.",
+        "Write files that start workers of a study on Kubernetes, SkyPilot or Slurm; they "
+        "do not contain the database's URL.",
     ),
     "oom": (
         "studies:oom",
@@ -97,17 +94,17 @@ COMMANDS = {
     "longest": (
         "longest:longest",
         "Find the longest row that fits a GPU, by method: predicted, and tried by real steps "
-        "where the GPU is here.",
+        "if this machine has the GPU.",
     ),
     "calibrate": (
         "calibrate:calibrate",
-        "Measure this machine in about 30 seconds: card, host, disk and link. Estimates for it "
-        "use that from then on.",
+        "Measure this machine in about 30 seconds: card, host, disk and link. Later "
+        "estimates for it use these rates.",
     ),
-    "doctor": ("doctor:doctor", "Check whether this machine has what a study needs."),
+    "doctor": ("doctor:doctor", "Check whether this machine can run a study."),
     "gpus": ("catalogs:gpus", "List the GPUs of the catalogue."),
     "models": ("catalogs:models", "List the models of the catalogue."),
-    "prices": ("catalogs:prices", "List what an hour of a GPU costs, and how old each price is."),
+    "prices": ("catalogs:prices", "List the price of a GPU hour, and the age of each price."),
     "submit": (
         "share:submit",
         "Write a study's winner and baseline to a file for others, without anything private.",
@@ -121,7 +118,7 @@ COMMANDS = {
         "catalogs:suites",
         "List the published results that come with the package, to hold estimates against.",
     ),
-    "schema": ("catalogs:schema", "Print the JSON Schema of what a command prints with --json."),
+    "schema": ("catalogs:schema", "Print the JSON Schema of a command's --json output."),
     "dev": ("dev:dev", "Tests of a machine or a fleet."),
 }
 

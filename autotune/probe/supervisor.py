@@ -123,7 +123,7 @@ class WorkerProber:
 
     @property
     def peak_tflops(self) -> float | None:
-        """A CPU's speed in large matrix products; None for a GPU, which has a data sheet."""
+        """A CPU's speed in large matrix products, or None for a GPU, which has a data sheet."""
         _ = self.fingerprint
         return self._peak_tflops
 
@@ -314,7 +314,7 @@ class WorkerProber:
         return f"the worker ended with exit code {code}"
 
     def _receive(self, process: WorkerProcess, monitor: Monitor) -> dict[str, Any] | None:
-        """The next message that does not report a phase; None after a phase's deadline."""
+        """The next message that does not report a phase, or None after a phase's deadline."""
         try:
             while (message := process.receive(monitor, self._should_stop)) is not None:
                 if message["event"] != "phase":
@@ -328,7 +328,7 @@ class WorkerProber:
     # --- the worker
 
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
-        """The repetition and abilities of a model's layers; None if the worker hangs.
+        """The repetition and abilities of a model's layers, or None if the worker hangs.
 
         `model` is a transformers config. Raises like `probe`, and UsageError for a model that
         cannot be built or is not causal.

@@ -71,7 +71,7 @@ class WorkerProcess:
         self._channel.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, monitor: Monitor, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """Wait for the next message; None after the deadline of the phase.
+        """Wait for the next message, or return None after the deadline of the phase.
 
         Raises:
             EOFError: the worker has ended.
@@ -108,7 +108,7 @@ class WorkerProcess:
         self._process.send_signal(signal.SIGUSR1)
 
     def wait_for_exit(self, timeout_s: float) -> int | None:
-        """Wait for the worker's exit code (negative: a signal); None after `timeout_s`."""
+        """Wait for the exit code (negative: a signal), or return None after `timeout_s`."""
         try:
             return self._process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -141,7 +141,7 @@ class WorkerProcess:
 def receive_first(
     workers: Sequence[WorkerProcess], monitor: Monitor, should_stop: Callable[[], bool]
 ) -> tuple[int, dict[str, Any] | None] | None:
-    """Wait for the first message of any of these workers; None after the deadline of the phase.
+    """Wait for the first message of any worker, or return None after the deadline of the phase.
 
     Returns the index of the worker and its message, which is None after the worker's end. Raises
     Cancelled if `should_stop` returned True.

@@ -163,13 +163,13 @@ class StudySpec:
     objective: str = _choice(
         "sft",
         Objective,
-        "What is learned: sft (the next token), dpo or kto (wanted answers), reward (a score),"
+        "The objective: sft (the next token), dpo or kto (wanted answers), reward (a score),"
         " or classification.",
     )
     trainer: str | None = _choice(
         None,
         ("transformers", "trl"),
-        "What trains: transformers, or trl (its SFTTrainer; for dpo, kto and reward always).",
+        "The trainer: transformers, or trl (its SFTTrainer; for dpo, kto and reward always).",
         shown_default="as the objective needs",
     )
     pins: dict[str, Any] = field(default_factory=dict)
@@ -200,8 +200,8 @@ class StudySpec:
     loss_on: str | None = _choice(
         None,
         LOSS_ON,
-        "What is trained on: completion, assistant (what the assistant says), or all.",
-        shown_default="completions or what the assistant says, where the rows have them; else all",
+        "The tokens to train on: completion, assistant (all of the assistant's text), or all.",
+        shown_default="completions or the assistant's text, if the rows have them; else all",
     )
     tokenizer: str | None = _option(
         None,
@@ -219,7 +219,7 @@ class StudySpec:
     vision: str = _choice(
         "frozen",
         ("frozen", "trained"),
-        "Whether a vision tower, and what projects its features, is frozen or trained.",
+        "Whether a vision tower and its projector are frozen or trained.",
     )
     global_batch: int | None = _count(None, "Examples in each optimizer step.", shown_default="32")
     global_batch_tokens: int | None = _count(
@@ -247,7 +247,7 @@ class StudySpec:
         "15m", "Wall time from the start of the worker to the last confirmation: 90s, 15m, 1h."
     )
     trials: int | None = _count(None, "Largest number of trials, refused ones included.")
-    patience: int = _count(40, "Stop after so many trials without an improvement.")
+    patience: int = _count(40, "Stop after this number of trials without an improvement.")
     memory_gib: float | None = _option(
         None, "Use no more than this much device memory.", allows=lambda size: 0 < size < math.inf
     )

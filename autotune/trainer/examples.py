@@ -49,9 +49,9 @@ class Encoder:
     """Makes examples of rows with a tokenizer of transformers.
 
     `loss_on` selects the tokens to train on: `completion`, `assistant` (all text of the assistant)
-    or `all`. The completion of a row of messages is its last answer. None selects completions, or
-    the assistant's text in rows without one. With `parts`, the chat template gets messages in
-    parts, as models with images need them.
+    or `all`. The completion of a row of messages is its last answer. By default, completions are
+    trained on, or the assistant's text in rows without one. With `parts`, the chat template gets
+    messages in parts, as models with images need them.
     """
 
     def __init__(self, tokenizer: Any, loss_on: str | None, *, parts: bool = False) -> None:
@@ -59,7 +59,7 @@ class Encoder:
         self.parts = parts
         self.loss_on = loss_on
         self.key = loss_on
-        self.notes: Counter[str] = Counter()  # what the user must know, with the number of rows
+        self.notes: Counter[str] = Counter()  # notes for the user, with the number of rows
         self._lost_text = LostText()
         template = tokenizer.chat_template
         self._template = (template.get("default") if isinstance(template, dict) else template) or ""
@@ -310,7 +310,7 @@ class Encoder:
         return len(head) - head.rindex(MARK_BEFORE) - len(MARK_BEFORE)
 
     def _end_of_turn(self, form: Chat, marked: list[Message], tail: str, tail_alone: str) -> int:
-        """Return the length of the end of turn, with which `tail` begins.
+        """Return the length of the end of turn at the beginning of `tail`.
 
         The end of turn precedes the next header. A conversation may end differently.
         """
@@ -328,7 +328,7 @@ class Encoder:
 
     @cached_property
     def _opening(self) -> str:
-        """The text with which a chat template opens an answer, or "" if it has none."""
+        """The text that opens an answer in a chat template, or "" if there is no such text."""
         question = Chat(messages=[{"role": "user", "content": MARK}])
         try:
             asked = self._render(question, question.messages)
@@ -353,7 +353,7 @@ def _with_marks(message: Message, mark: str = MARK) -> Message:
     kinds = {kind for kind, _ in texts_of(message)}
     if not kinds:
         return message | {"content": mark}
-    # The name of a function appears in its result too, so it is marked only if nothing else is.
+    # The name of a function appears in its result too, so it is marked only without other text.
     kept = "name" if kinds != {"name"} else ""
 
     def change(kind: str, text: str) -> str:
@@ -363,7 +363,7 @@ def _with_marks(message: Message, mark: str = MARK) -> Message:
 
 
 def _around_marks(text: str) -> tuple[str | None, str]:
-    """Return the text before the first mark and after the last one. None without a mark."""
+    """Return the text before the first mark, or None without a mark, and after the last one."""
     head, mark, _ = text.partition(MARK)
     return (head, text.rpartition(MARK)[2]) if mark else (None, "")
 

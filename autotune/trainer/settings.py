@@ -24,12 +24,12 @@ class ModelSettings:
 
     base_dtype: str  # torch's name of the dtype of the base weights
     attention: str  # the attention implementation, by transformers' names and ours
-    quantization: str  # none, fp8, int8 or nf4
+    quantization: str  # fp8, int8, nf4, or none
     double_quant: bool  # quantise the constants of nf4 as well
     kbit_preparation: bool  # keep the unquantised part of the base in fp32
-    lora_rank: int | None  # None in full fine-tuning
+    lora_rank: int | None  # unset in full fine-tuning
     lora_alpha: int | None  # the numerator of the adapters' scale
-    # Names of the modules with adapters; None for every linear layer but the head
+    # Names of the modules with adapters, or None for every linear layer but the head
     lora_targets: list[str] | None
     # Modules whose path ends in one of these names are trained whole
     modules_to_save: list[str] | None
@@ -37,15 +37,15 @@ class ModelSettings:
     rslora: bool  # use rank-stabilised LoRA
     lora_dropout: float  # the share of the inputs that adapters drop
     adapters_in_fp32: bool  # keep adapters in fp32, even if the base has fewer bits
-    # Recompute every n-th layer in the backward pass; None recomputes no layer
+    # Recompute every n-th layer in the backward pass, or no layer if it is None
     checkpoint_every: int | None
     offload: bool  # move the inputs of recomputed layers to the host's memory
     # The share of their activations that compiled layers keep for the backward pass
     activation_budget: float = 1.0
     tiled: bool = False  # compute norms, projections and MLPs over tiles of tokens
     joined: bool = False  # join the products of adapters with the products of the base
-    # Number of values that the head returns for a row; None for one value for each token of the
-    # vocabulary
+    # Number of values that the head returns for a row, or None for one value for each token of
+    # the vocabulary
     num_labels: int | None = None
     vision: str = "frozen"  # frozen or trained: the vision tower and the projector of its features
 
@@ -87,7 +87,7 @@ class ModelSettings:
 class RunSettings:
     """Holds the content of train_config.json."""
 
-    about: list[str]  # what was measured and where, for the reader
+    about: list[str]  # measured numbers and their device, for the reader
     versions: dict[str, str]  # the packages of the measurement, for the reader
     model: str  # a Hub name or a directory of weights
     has_published_weights: bool  # whether the Hub has weights of this model
@@ -100,7 +100,7 @@ class RunSettings:
     seq_len: int  # the largest number of tokens in a row
     packing: bool  # put several examples into a row
     objective: str  # sft (the next token) or classification
-    # The tokens to train on (see `examples.Encoder`); None lets each row decide
+    # The tokens to train on (see `examples.Encoder`), or None if each row decides
     loss_on: str | None
     trained_share: float  # the share of the random tokens to train on
     padding: str  # the name of the rule that pads rows
@@ -127,16 +127,16 @@ class RunSettings:
     warmup_steps: int  # steps until the learning rate is reached
     save_steps: int  # steps between two checkpoints
     save_total_limit: int  # number of checkpoints to keep
-    checkpoints_gib: float | None  # the disk space of these checkpoints; None if it is unknown
+    checkpoints_gib: float | None  # the disk space of these checkpoints, if it is known
     eval_share: float  # the share of the examples to hold out for evaluation
     eval_steps: int  # steps between two evaluations
-    report_to: str  # none, or a tracker
+    report_to: str  # a tracker, or none
     run_name: str  # the name of this run in the tracker
     examples: int  # number of random rows in a run that only measures speed
     lengths: list[int]  # their lengths in tokens, repeated in turn
     # The images of each length; empty for a model that takes text only
     images: list[list[dict[str, Any]]]
-    cuda_graphs: str = "none"  # none, or micro_batch to replay micro batches as CUDA graphs
+    cuda_graphs: str = "none"  # micro_batch replays micro batches as CUDA graphs
 
     def to_json(self) -> str:
         """Return the text of train_config.json in ASCII, with each list of numbers on one line."""
@@ -161,7 +161,7 @@ class Options:
     """Holds the validated options of the command line."""
 
     model: str  # a Hub name or a directory of weights
-    dataset: str | None  # the data to train on; None trains random weights on random rows
+    dataset: str | None  # the data to train on, or None for random weights and random rows
     split: str | None  # the part of the dataset to train on
     lengths: str | None  # a file with the lengths of random rows
     max_steps: int  # stop after this number of optimizer steps, if it is positive
@@ -173,7 +173,7 @@ class Options:
     saves: bool  # whether the run saves checkpoints and its result
     checkpoint: str | None  # the checkpoint to continue from
     progress: str | None  # a file that gets a line of JSON after each step
-    report_to: str  # none, or a tracker
+    report_to: str  # a tracker, or none
 
 
 def one_gpu(visible: str) -> dict[str, str]:

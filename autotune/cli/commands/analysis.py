@@ -39,7 +39,7 @@ def explain(
         bool,
         typer.Option(
             "--profile",
-            help="Profile a micro batch instead: where its time goes, and what is lost.",
+            help="Profile a micro batch instead: its time by kind of work, and the lost time.",
         ),
     ] = False,
     trial: Annotated[
@@ -237,7 +237,7 @@ def verify(
     ] = False,
     micro_steps: Annotated[int, typer.Option(help="Micro batches to run, at least.")] = 200,
     tolerance: Annotated[
-        float, typer.Option(help="Share by which it may be slower or larger than promised.")
+        float, typer.Option(help="Largest accepted share of extra time or memory.")
     ] = 0.05,
     storage: Storage = None,
     json_: Json = False,

@@ -92,7 +92,8 @@ def prices(
         typer.Option("--prices", metavar="FILE", help="Your own prices, which come first."),
     ] = None,
     live: Annotated[
-        bool, typer.Option("--live", help="Ask what clouds charge today (pip install gpuhunt).")
+        bool,
+        typer.Option("--live", help="Ask the clouds for today's prices (pip install gpuhunt)."),
     ] = False,
     json_: Json = False,
 ) -> None:

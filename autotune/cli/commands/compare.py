@@ -49,12 +49,12 @@ def compare_command(
         list[str] | None,
         typer.Option(metavar="NAMES", help="Each by itself: lora, qlora, full. [what --space has]"),
     ] = None,
-    max_usd: Annotated[float | None, typer.Option(help="What the run may cost.")] = None,
+    max_usd: Annotated[float | None, typer.Option(help="Most that the run may cost.")] = None,
     max_hours: Annotated[float | None, typer.Option(help="How long the run may take.")] = None,
     owned: Annotated[
         str | None, typer.Option(metavar="GPU", help="A card of your own, or one you may buy.")
     ] = None,
-    owned_usd: Annotated[float | None, typer.Option(help="What that card costs.")] = None,
+    owned_usd: Annotated[float | None, typer.Option(help="Price of that card.")] = None,
     owned_hours: Annotated[
         float, typer.Option(help="Hours of use over which its cost is spread.")
     ] = 10_000,
@@ -63,10 +63,14 @@ def compare_command(
     ] = USD_PER_KWH,
     sizes: Annotated[
         str | None,
-        typer.Option(metavar="NUMBERS", help="Cost of so many examples. [10000,50000,100000]"),
+        typer.Option(
+            metavar="NUMBERS",
+            help="Print the cost of these numbers of examples. [10000,50000,100000]",
+        ),
     ] = None,
     buy: Annotated[
-        float | None, typer.Option(metavar="USD", help="Which card to buy for at most so much.")
+        float | None,
+        typer.Option(metavar="USD", help="Find the card to buy for at most this price."),
     ] = None,
     hours_per_week: Annotated[
         float, typer.Option(help="With --buy: how long the card would be used.")

@@ -21,7 +21,7 @@ def dashboard(
         str, typer.Option(help="Address of this machine to listen at; loopback only.")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port; where it is taken, one that is free.")
+        int, typer.Option(min=0, max=65535, help="Port, or a free one if it is taken.")
     ] = 8080,
     storage: Storage = None,
 ) -> None:

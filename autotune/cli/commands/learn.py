@@ -27,7 +27,7 @@ def learn(
         int,
         typer.Option(
             min=0,
-            help="Train so many other ranks, lengths or number formats too, at the rate found.",
+            help="Number of other ranks, lengths or formats to train too, at the rate found.",
         ),
     ] = 0,
     storage: Storage = None,

@@ -32,16 +32,18 @@ def plan_command(
         str | None,
         typer.Option(
             metavar="NUMBERS",
-            help="Plan for so many GPUs of one host, as 1,2,4,8 (or --gpu 8xh100).",
+            help="Numbers of GPUs of one host to plan for, as 1,2,4,8 (or --gpu 8xh100).",
         ),
     ] = None,
     nodes: Annotated[
         str | None,
-        typer.Option(metavar="NUMBERS", help="Plan for so many hosts of --gpus each, as 1,2,4."),
+        typer.Option(
+            metavar="NUMBERS", help="Numbers of hosts of --gpus each to plan for, as 1,2,4."
+        ),
     ] = None,
     network: Annotated[
         str | None,
-        typer.Option(help=f"What links them: GB/s out of a host, or {', '.join(NETWORKS)}."),
+        typer.Option(help=f"Link between hosts: GB/s out of a host, or {', '.join(NETWORKS)}."),
     ] = None,
     within: Annotated[
         str | None,

@@ -57,7 +57,7 @@ def train(
         bool, typer.Option("--resume", help="Continue from the last checkpoint, if any.")
     ] = False,
     max_steps: Annotated[
-        int | None, typer.Option(min=1, help="Stop after so many optimizer steps.")
+        int | None, typer.Option(min=1, help="Stop after this number of optimizer steps.")
     ] = None,
     pass_env: Annotated[
         list[str] | None,
