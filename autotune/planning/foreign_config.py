@@ -177,7 +177,7 @@ def _accelerate_settings(path: Path, name: Any) -> dict[str, Any]:
         return {}
     settings = _read_beside(path, name)
     if settings is None:
-        return {"absent_files": [name]}
+        return {"absent_accelerate_config": name}
 
     kind = str(settings.get("distributed_type", "")).upper()
     found: dict[str, Any] = {"accelerate_config": None}
@@ -188,7 +188,8 @@ def _accelerate_settings(path: Path, name: Any) -> dict[str, Any]:
         found["fsdp"] = "full_shard"
         found["fsdp_config"] = settings.get("fsdp_config") or {}
     if kind == "DEEPSPEED":
-        inside = settings.get("deepspeed_config") or {}
+        inside = settings.get("deepspeed_config")
+        inside = inside if isinstance(inside, dict) else {}
         stage = inside.get("zero_stage")
         offloads = ("param", "optimizer")
         zero = {"stage": stage} | {
@@ -206,7 +207,7 @@ def _deepspeed_settings(path: Path, file_name: Any) -> dict[str, Any]:
     settings = _read_beside(path, file_name)
     if settings is not None:
         return {"deepspeed": settings, "deepspeed_file": file_name}
-    return {"absent_files": [file_name]} if Path(file_name).suffix else {}
+    return {"absent_deepspeed": file_name} if Path(file_name).suffix else {}
 
 
 def _read_beside(path: Path, name: str) -> dict[str, Any] | None:
@@ -405,8 +406,8 @@ def _quote(value: Any) -> str:
 
 def _read(file: _File, tool: str) -> ForeignConfig:
     """Return the run that a file describes for a tool, without its original values."""
-    for absent in file.values.get("absent_files") or ():
-        file.note(True, "absent_file", name=_quote(absent))
+    for named in ("absent_accelerate_config", "absent_deepspeed"):
+        file.note(named in file.values, "absent_file", name=_quote(file.values.get(named)))
 
     # The tools prefer the values in these mappings to the values at the top level.
     for nested in ("model_init_kwargs", "bnb_config_kwargs"):
@@ -425,30 +426,9 @@ def _read(file: _File, tool: str) -> ForeignConfig:
         "axolotl": _axolotl_objective,
         "llamafactory": _llamafactory_objective,
     }
-    read_knobs = {"trl": _trl_knobs, "axolotl": _axolotl_knobs, "llamafactory": _llamafactory_knobs}
     objective = read_objective[tool](file)
-    knobs = read_knobs[tool](file)
-    if tool != "trl" and file.has(*_table("noted")["own_loss"]):
-        knobs["loss"] = "full"  # the custom loss replaces a fused one
-    if objective is not Objective.SFT:
-        knobs |= _objective_knobs(file, tool, objective, packing=knobs["packing"])
-    file.note(
-        knobs["loss"] == "chunked" and tool != "trl" and objective is Objective.SFT, "fused_loss"
-    )
+    knobs = _knobs(file, tool, objective)
 
-    if knobs["method"] == "lora":
-        knobs |= _adapter_knobs(file, tool)
-    elif knobs["quantization"] != "none":
-        quantization_key = next(
-            key for key in ("load_in_4bit", "load_in_8bit", "quantization_bit") if file.has(key)
-        )
-        raise _Refused(
-            quantization_key,
-            "a quantised base is trained by adapters alone",
-            "ask for LoRA, or do not quantise",
-        )
-
-    knobs |= _compute_knobs(file, tool)
     micro_batch = _whole_number(file, tool, "micro_batch_size")
     max_steps = file.whole("max_steps", default=-1, least=-MAX_COUNT, most=MAX_COUNT)
     epochs = file.number(
@@ -483,6 +463,33 @@ def _read(file: _File, tool: str) -> ForeignConfig:
         objective=objective,
         notes=tuple(dict.fromkeys(file.notes)),
     )
+
+
+def _knobs(file: _File, tool: str, objective: Objective) -> dict[str, Any]:
+    """Return the knobs that a file sets, besides the sizes of micro batch and rows."""
+    read_knobs = {"trl": _trl_knobs, "axolotl": _axolotl_knobs, "llamafactory": _llamafactory_knobs}
+    knobs = read_knobs[tool](file)
+    if tool != "trl" and file.has(*_table("noted")["own_loss"]):
+        knobs["loss"] = "full"  # the custom loss replaces a fused one
+    if objective is not Objective.SFT:
+        knobs |= _objective_knobs(file, tool, objective, packing=knobs["packing"])
+    file.note(
+        knobs["loss"] == "chunked" and tool != "trl" and objective is Objective.SFT, "fused_loss"
+    )
+
+    if knobs["method"] == "lora":
+        knobs |= _adapter_knobs(file, tool)
+    elif knobs["quantization"] != "none":
+        quantization_key = next(
+            key for key in ("load_in_4bit", "load_in_8bit", "quantization_bit") if file.has(key)
+        )
+        raise _Refused(
+            quantization_key,
+            "a quantised base is trained by adapters alone",
+            "ask for LoRA, or do not quantise",
+        )
+
+    return knobs | _compute_knobs(file, tool)
 
 
 def _trl_objective(file: _File) -> Objective:
@@ -816,14 +823,6 @@ def _axolotl_knobs(file: _File) -> dict[str, Any]:
         )
     file.note(adapter == "lora" and four_bit, "not_quantised")
 
-    fp16 = file.flag("fp16") or file.flag("float16")
-    bf16_mode = file.values.get("bf16", "auto")  # an empty key switches it off
-    bf16 = file.flag("bfloat16") or bf16_mode == "full"
-    if not bf16:
-        bf16 = not fp16 if bf16_mode == "auto" else file.flag("bf16")
-    pure = bf16 and (bf16_mode == "full" or not adapter)
-    file.note(bf16 and not adapter, "bf16_weights")
-
     words = {"offload", "offload_disk", "unsloth", "legacy", "disk", "hidden_states"}
     values = [file.values.get(key) for key in ("gradient_checkpointing", "activation_offloading")]
     offload = any(value in words for value in values if isinstance(value, str)) or file.flag(
@@ -863,13 +862,25 @@ def _axolotl_knobs(file: _File) -> dict[str, Any]:
 
     return {
         "method": "lora" if adapter else "full",
-        "precision": _precision(pure, bf16, fp16),
+        "precision": _axolotl_precision(file, adapter),
         "quantization": _quantization(four_bit and adapter != "lora", eight_bit),
         "checkpointing": checkpointing,
         "loss": "chunked" if fused else "full",
         "kernels": "liger" if liger and any(layers) else "torch",
         "packing": file.flag("sample_packing"),
     }
+
+
+def _axolotl_precision(file: _File, adapter: str) -> str:
+    """Return the precision; without an adapter, bf16 also covers the weights."""
+    fp16 = file.flag("fp16") or file.flag("float16")
+    bf16_mode = file.values.get("bf16", "auto")  # an empty key switches it off
+    bf16 = file.flag("bfloat16") or bf16_mode == "full"
+    if not bf16:
+        bf16 = not fp16 if bf16_mode == "auto" else file.flag("bf16")
+
+    file.note(bf16 and not adapter, "bf16_weights")
+    return _precision(bf16 and (bf16_mode == "full" or not adapter), bf16, fp16)
 
 
 def _llamafactory_knobs(file: _File) -> dict[str, Any]:

@@ -111,7 +111,8 @@ class SharedTrials:
     _met_others: bool = False
     _reap_at: float = 0.0
     _promises: dict[TrainConfig, float] = field(default_factory=dict)
-    _random: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311 (not for secrets)
+    # It chooses among equally near configurations; no secret depends on it.
+    _random: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311
 
     def __post_init__(self) -> None:
         self.selection = Selection(self.task)

@@ -896,12 +896,16 @@ def test_a_configuration_of_accelerate_beside_the_run_is_read(read, tmp_path):
     (tmp_path / "zero.yaml").write_text(yaml.safe_dump(zero))
     run = read(f"{TRL}accelerate_config: ./zero.yaml\n")
     assert (run.num_gpus, strategy_of(run.values)) == (2, "zero2")
+    (tmp_path / "odd.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: text\nfsdp_config: []\n")
+    assert strategy_of(read(f"{TRL}accelerate_config: odd.yaml\n").values) is None
     assert strategy_of(read(f"{TRL}accelerate_config: zero3\n").values) == "zero3"
 
 
 def test_a_file_that_a_run_names_and_that_is_absent_is_named(read):
     for text, name in ((f"{TRL}accelerate_config: a.yaml\n", "a.yaml"), (f"{FACTORY}deepspeed: ds.json\n", "ds.json")):
         assert ABSENT.format(name) in read(text).notes
+    both = read(f"{TRL}accelerate_config: a.yaml\ndeepspeed: ds.json\n").notes
+    assert {ABSENT.format("a.yaml"), ABSENT.format("ds.json")} <= set(both)
 
 
 @pytest.mark.parametrize(
