@@ -62,7 +62,8 @@ def dataset_lengths(
     say(f"reading {path.name}")
     if objective is not Objective.SFT:
         with dataset_errors():
-            return _lengths_for(objective, path, _load(tokenizer) if tokenizer else None, split)
+            loaded = _load(tokenizer) if tokenizer else None
+            return _lengths_for(objective, path, loaded, split, say)
     with dataset_errors():
         if tokenizer is None:
             return _estimate_lengths(path, split, loss_on)
@@ -116,8 +117,12 @@ def image_lengths(
             ]
         else:
             loaded_tokenizer = _load(tokenizer)
-            encoded = Encoder(loaded_tokenizer, loss_on, parts=True).encode(texts())
-            rows = [(len(tokens), float(sum(token >= 0 for token in tokens))) for tokens in encoded]
+            encoder = Encoder(loaded_tokenizer, loss_on, parts=True)
+            rows = [
+                (len(tokens), float(sum(token >= 0 for token in tokens)))
+                for tokens in encoder.encode(texts())
+            ]
+            _say_notes(encoder, path, len(rows), say)
             prefix_encoder = Encoder(loaded_tokenizer, "all", parts=True)
             prefix_tokens = [len(tokens) for tokens in prefix_encoder.encode(prefixes)]
         if not rows:
@@ -189,7 +194,13 @@ def dataset_errors() -> Iterator[None]:
         ) from None
 
 
-def _lengths_for(objective: Objective, path: Path, tokenizer: Any, split: str | None) -> Lengths:
+def _lengths_for(
+    objective: Objective,
+    path: Path,
+    tokenizer: Any,
+    split: str | None,
+    say: Callable[[str], None],
+) -> Lengths:
     """Return the lengths of the examples of another objective: their longest rows."""
     if objective is Objective.CLASSIFICATION:
         label_names(read_rows(path, split))
@@ -213,11 +224,12 @@ def _lengths_for(objective: Objective, path: Path, tokenizer: Any, split: str | 
             (round(sum(size) / BYTES_PER_TOKEN), size[1] / (sum(size) or 1)) for size in byte_counts
         ]
     else:
-        encoded = Encoder(tokenizer, None).encode(texts)
+        encoder = Encoder(tokenizer, None)
         rows = [
             (len(tokens), sum(token >= 0 for token in tokens) / (len(tokens) or 1))
-            for tokens in encoded
+            for tokens in encoder.encode(texts)
         ]
+        _say_notes(encoder, path, len(rows), say)
 
     remaining = iter(rows)
     longest = [max(itertools.islice(remaining, size)) for size in sizes]
@@ -226,6 +238,12 @@ def _lengths_for(objective: Objective, path: Path, tokenizer: Any, split: str | 
     )
     lengths = (max(1, length) for length, _ in longest)
     return Lengths.of(lengths, "counted" if tokenizer else "characters", share)
+
+
+def _say_notes(encoder: Encoder, path: Path, number: int, say: Callable[[str], None]) -> None:
+    """Warn of texts that the chat template left out of these examples, which are not cached."""
+    for note in encoder.describe_notes(number):
+        say(f"warning: {path.name}: {note}")
 
 
 def rows_of(objective: Objective, row: dict[str, Any]) -> list[list[dict[str, Any]]]:

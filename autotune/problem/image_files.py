@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from autotune.core.errors import UsageError
 from autotune.core.files import refuse_special_files
 from autotune.core.images import Picture
-from autotune.trainer.forms import Chat, Plain, is_image
+from autotune.trainer.forms import FLAGS, Chat, Plain, is_image
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -120,7 +120,10 @@ def text_of(form: Chat, *, whole: bool = True) -> dict[str, Any]:
         if not whole and place == until - 1:
             parts = parts[: max(index for index, part in enumerate(parts) if is_image(part))]
         texts = [part for part in parts if not is_image(part)]
-        messages.append(message | {"content": texts or [{"type": "text", "text": ""}]})
+        content = {"content": texts or [{"type": "text", "text": ""}]}
+        # All tokens before the last image are counted, also of answers that are not trained on.
+        flags = () if whole else FLAGS
+        messages.append({key: message[key] for key in message if key not in flags} | content)
 
     extras = {"tools": form.tools, "chat_template_kwargs": form.options}
     if form.completion is None or not whole:

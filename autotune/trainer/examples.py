@@ -28,15 +28,15 @@ from .lost_text import LostText
 from .reading import BadDataset, Located
 
 BATCH = 1000  # rows to tokenise at once, because a tokenizer works on several in parallel
-# They replace an answer and the message before it, to find them in a rendered conversation.
-MARK = "[[the answer stands here]]"
-MARK_BEFORE = "[[the message before it stands here]]"
+MARK = "[[the answer stands here]]"  # replaces an answer, to find it in a rendered conversation
 
 LOST_THOUGHTS = "the chat template leaves out thoughts of the assistant"
 LOST_TOOLS = "the chat template leaves out the tools that the model may call"
 NO_STOP = (
     "the chat template ends no answer with a token of its own, so the model does not learn to stop"
 )
+
+NOTES = {"thought": LOST_THOUGHTS, "tools": LOST_TOOLS}  # by the kind of a lost text
 
 Ranges = list[tuple[int, int]]  # the start and end of the characters to train on
 
@@ -71,6 +71,10 @@ class Encoder:
         remaining = iter(rows)
         while batch := list(islice(remaining, BATCH)):
             yield from self._encode_batch(batch)
+
+    def describe_notes(self, number: int) -> list[str]:
+        """Return the notes on `number` examples, with the number that each note concerns."""
+        return [f"{note} ({count:,} of {number:,} examples)" for note, count in self.notes.items()]
 
     def _encode_batch(self, batch: list[Located]) -> list[list[int]]:
         examples: list[list[int]] = [[] for _ in batch]
@@ -118,7 +122,7 @@ class Encoder:
 
     def _check_text(self, form: Chat, text: str) -> None:
         """Note the thoughts that a template leaves out. Raises BadExample if it leaves out more."""
-        lost = self._lost_text.find(form, text, lambda messages: self._render(form, messages))
+        lost = self._lost_text.find(form, text, lambda chat: self._render(chat, chat.messages))
         for index, kind in lost:
             role = form.messages[index]["role"]
             message = f"message {index + 1} of role {role}"
@@ -129,10 +133,9 @@ class Encoder:
                     f"the tokenizer's chat template leaves out the tool call in {message}:"
                     " use a tokenizer whose template has tool calls"
                 )
-        if lost:
-            self.notes[LOST_THOUGHTS] += 1
-        if form.tools and self._render(replace(form, tools=None), form.messages) == text:
-            self.notes[LOST_TOOLS] += 1
+        kinds = {kind for _, kind in lost}
+        for note in kinds & NOTES.keys():
+            self.notes[NOTES[note]] += 1
 
     def _uses_marks(self, form: Plain | Chat) -> TypeGuard[Chat]:
         """Return whether the template itself marks the tokens to train on.
@@ -291,23 +294,14 @@ class Encoder:
 
         They belong to the model, for example an empty thought. `head` ends before the own text.
         """
-        between = head[len(head) - self._distance(form, index, len(head)) :]
-        if self._opening and self._opening in between:
-            return len(between) - between.rindex(self._opening) - len(self._opening)
+        start = head.rfind(self._opening) + len(self._opening)
+        before = texts_of(form.messages[index - 1]) if index else []
+        # An opening before the previous message belongs to an earlier answer.
+        is_own = not any(text.strip() in head[start:] for _, text in before)
+        if self._opening and self._opening in head and is_own:
+            return len(head) - start
         preamble = "" if prompt is None else head_alone[_common_length(prompt, head_alone) :]
         return len(preamble) if head.endswith(preamble) else 0
-
-    def _distance(self, form: Chat, index: int, most: int) -> int:
-        """Return the number of characters between the texts of an answer and the message before."""
-        if not index:
-            return most
-        messages = list(form.messages)
-        messages[index] = _with_marks(messages[index])
-        messages[index - 1] = _with_marks(messages[index - 1], MARK_BEFORE)
-        head, _ = _around_marks(self._render(form, messages))
-        if head is None or MARK_BEFORE not in head:
-            return most
-        return len(head) - head.rindex(MARK_BEFORE) - len(MARK_BEFORE)
 
     def _end_of_turn(self, form: Chat, marked: list[Message], tail: str, tail_alone: str) -> int:
         """Return the length of the end of turn at the beginning of `tail`.
@@ -348,16 +342,16 @@ class Encoder:
         return _mask(encoded["input_ids"], encoded["assistant_masks"])
 
 
-def _with_marks(message: Message, mark: str = MARK) -> Message:
+def _with_marks(message: Message) -> Message:
     """Return a message with a mark in place of each of its texts, or with the mark as content."""
     kinds = {kind for kind, _ in texts_of(message)}
     if not kinds:
-        return message | {"content": mark}
+        return message | {"content": MARK}
     # The name of a function appears in its result too, so it is marked only without other text.
     kept = "name" if kinds != {"name"} else ""
 
     def change(kind: str, text: str) -> str:
-        return text if kind == kept or not text.strip() else mark
+        return text if kind == kept or not text.strip() else MARK
 
     return map_texts(message, change)
 

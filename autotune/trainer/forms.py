@@ -174,6 +174,8 @@ def _parse_message(given: Any, number: int) -> Message:
         message["tool_calls"] = [_parse_call(call, name) for call in calls]
     elif "content" not in message and not any(message.get(key) for key in THOUGHTS):
         raise ValueError(f"{name} has no content; its keys: {', '.join(map(str, given))}")
+    for key in THOUGHTS:
+        _check(str, message.get(key, ""), f"{key} of {name}")
     content = message.get("content", "")
     if not isinstance(content, str | list):
         raise ValueError(f"the content of {name} is {content!r:.40}, which is not text")
@@ -214,8 +216,9 @@ def _check_flags(message: Message, name: str) -> None:
             raise ValueError(
                 f"{key} of {name} is {value!r:.40}: only true, false, 1 and 0 are known"
             )
-        if value and message["role"] != "assistant" and key == "train":
-            raise ValueError(f"{name} has train: true, and only the assistant's text is trained on")
+        # Some files give every message a weight of 1.
+        if value and message["role"] != "assistant" and key != "weight":
+            raise ValueError(f"{name} has {key}: true, and only the assistant's text is trained on")
     if "train_detail" in message:
         raise ValueError(f"{name} has train_detail: parts of a message cannot be left out")
 

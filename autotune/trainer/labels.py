@@ -27,7 +27,10 @@ class LabelEncoder:
         self._numbers = {name: number for number, name in enumerate(names)}
         self._longest = longest
         self.key = ("labels", *names, longest)
-        self.notes: dict[str, int] = {}
+
+    def describe_notes(self, number: int) -> list[str]:
+        """Return no notes: a text has no chat template that could leave out a part of it."""
+        return []
 
     def encode(self, rows: Iterable[Located]) -> Iterator[list[int]]:
         """Yield the example of each row."""

@@ -7,14 +7,17 @@ error. The model would then train on answers without their questions.
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from .forms import Chat, Message, map_texts, texts_of
 
 # Some templates take a thought out of the content by these tags.
-TAGS = re.compile(r"</?think(?:ing)?>")
-Render = Callable[[list[Message]], str]
-Lost = list[tuple[int, str]]  # the index of a message, and the kind of its lost text
+TAGS = re.compile(r"</?think(?:ing)?>|<\|channel>|<channel\|>")
+END_TAG = re.compile(r"</think|<channel\|>")
+Render = Callable[[Chat], str]
+# The index of a message and the kind of its lost text: a kind of `map_texts`, or `tools`
+Lost = list[tuple[int, str]]
 
 
 class LostText:
@@ -53,7 +56,7 @@ class LostText:
                     flat = flat or _without_spaces(text)
                     if _without_spaces(part) in flat:
                         continue
-                    is_thought = place < len(tags) and tags[place].startswith("</")
+                    is_thought = place < len(tags) and END_TAG.match(tags[place])
                     lost[index, "thought" if is_thought else kind] = None
         return list(lost)
 
@@ -72,12 +75,15 @@ def _find_by_marks(form: Chat, render: Render) -> Lost:
 
         return map_texts(message, mark)
 
-    marked = [mark_message(index, message) for index, message in enumerate(form.messages)]
+    messages = [mark_message(index, message) for index, message in enumerate(form.messages)]
+    marked = replace(form, messages=messages)
     try:
         rendered = render(marked)
+        shows_tools = not form.tools or render(replace(marked, tools=None)) != rendered
     except Exception:  # a template may refuse the marks: each conversation's own texts decide
         return []
-    return [where for mark, where in marks.items() if mark not in rendered]
+    lost = [where for mark, where in marks.items() if mark not in rendered]
+    return lost if shows_tools else [*lost, (0, "tools")]
 
 
 def _appears(part: str, text: str) -> bool:

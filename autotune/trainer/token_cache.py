@@ -149,9 +149,7 @@ def _write(
 
     if not examples:
         raise BadDataset(f"{path} has no rows")
-    notes = [
-        f"{note} ({number:,} of {examples:,} examples)" for note, number in encoder.notes.items()
-    ]
+    notes = encoder.describe_notes(examples)
     about = {"examples": examples, "tokens": tokens, "trained": trained, "notes": notes}
     (folder / "about.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
 

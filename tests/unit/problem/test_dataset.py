@@ -11,11 +11,13 @@ import pytest
 
 from autotune.catalog import resolve_device
 from autotune.core.errors import EnvironmentProblem, StorageError, UsageError
+from autotune.core.objective import Objective
 from autotune.problem import dataset
 from autotune.problem.dataset import dataset_errors, dataset_lengths, form_of, tokenised_per_s
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import StudySpec
+from tests.helpers.tokenizers import byte_level, template
 
 CHAT = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} </s> {% endfor %}"
 CHAT += "{% if add_generation_prompt %}<assistant> {% endif %}"
@@ -297,3 +299,17 @@ def test_how_fast_examples_are_read_and_tokenised(
     (tmp_path / "wrong.jsonl").write_text('{"question": 1}\n')
     with pytest.raises(UsageError, match=r"wrong\.jsonl"):
         tokenised_per_s(tmp_path / "wrong.jsonl", tokenizer)
+
+
+def test_what_a_template_leaves_out_is_said_each_time(tmp_path: Path) -> None:
+    """The tokens are made once and kept, and the warning is kept with them."""
+    pytest.importorskip("trl")
+    byte_level(template("glm4moe")).save_pretrained(tmp_path / "glm")
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}))
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"chosen": turns, "rejected": turns}))
+    warning = "warning: {}: the chat template ends no answer with a token of its own"
+    for name, objective in (("a.jsonl", Objective.SFT), ("a.jsonl", Objective.SFT), ("pairs.jsonl", Objective.DPO)):
+        said: list[str] = []
+        dataset_lengths(tmp_path / name, str(tmp_path / "glm"), objective=objective, say=said.append)
+        assert any(line.startswith(warning.format(name)) for line in said), said

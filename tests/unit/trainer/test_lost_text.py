@@ -96,6 +96,11 @@ def test_names_parts_and_flags_of_other_tools(
         ),
         ({"messages": [user("q"), assistant("a", train=1.5)]}, "train of message 2 is 1.5: only true, false, 1 and 0"),
         ({"messages": [user("q", "user") | {"train": True}]}, "message 1 has train: true, and only the assistant's"),
+        ({"messages": [user("q", "user") | {"loss": True}]}, "message 1 has loss: true, and only the assistant's"),
+        (
+            {"messages": [user("q"), assistant("a", thinking=["t"])]},
+            "thinking of message 2 is ['t'], which is not text",
+        ),
         ({"messages": [user("q"), assistant("a", train_detail=[])]}, "message 2 has train_detail"),
         (
             {"messages": [user([{"type": "video", "video": "v.mp4"}]), assistant("a")]},
@@ -138,6 +143,15 @@ def test_an_answer_without_an_end_of_turn_is_noted(tokenizer: Any) -> None:
     row = {"messages": [user("q1"), assistant("a1")]}
     assert encoded(tokenizer, template("glm4moe"), row)[2] == {NO_STOP: 1}
     assert encoded(tokenizer, template("llama3"), row)[2] == {}
+
+
+def test_thoughts_in_the_tags_of_a_template_are_noted(tokenizer: Any) -> None:
+    """Qwen3 and Gemma 4 take the thoughts of earlier turns out of the content, by tags of their own."""
+    later = [user("q2"), assistant("a2")]
+    for name, thought in (("qwen3", "<think>t1</think>a1"), ("gemma4", "<|channel>thought\nt1<channel|>a1")):
+        row = {"messages": [user("q1"), assistant(thought), *later]}
+        trained, _, notes = encoded(tokenizer, template(name), row)
+        assert "a1" in trained and "t1" not in trained and notes == {LOST_THOUGHTS: 1}
 
 
 def test_tools_that_a_template_leaves_out_are_noted(tokenizer: Any) -> None:
