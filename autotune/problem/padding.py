@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autotune.problem.length_distribution import Lengths
-from autotune.trainer.dealing import deal
+from autotune.trainer.dealing import ranks_of
 
 MAX_BUCKETS = 4  # each is compiled separately
 WORTH_A_BUCKET = 0.01  # relative saving of padded tokens that makes another bucket worthwhile
@@ -168,34 +168,58 @@ def waiting(draw: Draw, ranks: int, each: int, *, bucketed: bool) -> float:
         return _mean(replace(draw, size=ranks * draw.size), ends) / _mean(draw, ends) - 1
 
     is_sorted = draw.sorted_together > draw.size
-    sums = (_dealt_steps if is_sorted else _random_steps)(draw, ranks, each, ends)
     draws = ranks * each * (draw.size if is_sorted else 1)
-    steps = list(itertools.islice(sums, max(MOST_DRAWS // draws, 500)))
+    number = max(MOST_DRAWS // draws, 500)
+    steps = list((_dealt_steps if is_sorted else _random_steps)(draw, ranks, each, ends, number))
     return sum(map(max, steps)) * ranks / sum(map(sum, steps)) - 1
 
 
-def _random_steps(draw: Draw, ranks: int, each: int, ends: tuple[int, ...]) -> Iterator[list[int]]:
+def _random_steps(
+    draw: Draw, ranks: int, each: int, ends: tuple[int, ...], number: int
+) -> Iterator[list[int]]:
     """Yield each rank's tokens in simulated steps with independent micro batches."""
-    generator = random.Random(0)  # noqa: S311 (no secret)
-    maxima = batch_maxima(draw)
-    lengths = [_padded_length(one.up_to, ends) for one in maxima]
-    until = list(itertools.accumulate(one.share for one in maxima))
-    while True:
-        yield [sum(generator.choices(lengths, cum_weights=until, k=each)) for _ in range(ranks)]
+    lengths = [_padded_length(one.up_to, ends) for one in batch_maxima(draw)]
+    size = ranks * each
+    places = _places(draw, _enough(number * size))
+    for first in range(0, number * size, size):
+        ranked = (places[begin : begin + each] for begin in range(first, first + size, each))
+        yield [sum(map(lengths.__getitem__, own)) for own in ranked]
 
 
-def _dealt_steps(draw: Draw, ranks: int, each: int, ends: tuple[int, ...]) -> Iterator[list[int]]:
+def _dealt_steps(
+    draw: Draw, ranks: int, each: int, ends: tuple[int, ...], number: int
+) -> Iterator[list[int]]:
     """Yield each rank's tokens in simulated steps whose rows are sorted and dealt."""
-    generator = random.Random(0)  # noqa: S311
-    lengths = [min(tokens, draw.seq_len) for tokens, _ in draw.lengths.counts]
-    until = list(itertools.accumulate(number for _, number in draw.lengths.counts))
-    while True:
-        rows = sorted(
-            generator.choices(lengths, cum_weights=until, k=ranks * each * draw.size), reverse=True
-        )
-        longest = rows[:: draw.size]
-        padded_lengths = [_padded_length(longest[place], ends) for place in deal(longest, ranks)]
-        yield [sum(padded_lengths[rank::ranks]) for rank in range(ranks)]
+    size = ranks * each * draw.size
+    rows = _rows(draw.lengths, draw.seq_len, _enough(number * size))
+    for first in range(0, number * size, size):
+        longest = sorted(rows[first : first + size], reverse=True)[:: draw.size]
+        sums = [0] * ranks
+        for rank, tokens in zip(ranks_of(longest, ranks), longest, strict=True):
+            sums[rank] += _padded_length(tokens, ends)
+        yield sums
+
+
+def _enough(number: int) -> int:
+    """Round a number of draws up, so that other ranks and micro batches share the same draws."""
+    return math.ceil(number / MOST_DRAWS) * MOST_DRAWS
+
+
+@lru_cache(maxsize=4)
+def _places(draw: Draw, number: int) -> list[int]:
+    """Return random places in `batch_maxima`. A larger number begins with the same places."""
+    maxima = batch_maxima(draw)
+    until = list(itertools.accumulate(one.share for one in maxima))
+    generator = random.Random(0)  # noqa: S311 (no secret)
+    return generator.choices(range(len(maxima)), cum_weights=until, k=number)
+
+
+@lru_cache(maxsize=4)
+def _rows(lengths: Lengths, seq_len: int, number: int) -> list[int]:
+    """Return the tokens of random rows. A larger number begins with the same rows."""
+    tokens = [min(tokens, seq_len) for tokens, _ in lengths.counts]
+    until = list(itertools.accumulate(count for _, count in lengths.counts))
+    return random.Random(0).choices(tokens, cum_weights=until, k=number)  # noqa: S311
 
 
 @lru_cache(maxsize=1024)

@@ -22,12 +22,17 @@ def deal(longest: Sequence[int], ranks: int) -> list[int]:
     `longest` holds the length of each micro batch, in descending order. Each group of `ranks`
     neighbours has one micro batch for each rank. The rank with the fewest tokens gets the longest.
     """
+    taken_by = ranks_of(longest, ranks)
+    return sorted(range(len(longest)), key=lambda index: (index // ranks, taken_by[index]))
+
+
+def ranks_of(longest: Sequence[int], ranks: int) -> list[int]:
+    """Return for each micro batch the rank to which `deal` gives it."""
     totals = [0] * ranks
-    dealt = []
+    taken_by: list[int] = []
     for first in range(0, len(longest), ranks):
-        indices = range(first, min(first + ranks, len(longest)))
         by_total = sorted(range(ranks), key=totals.__getitem__)
-        for rank, index in sorted(zip(by_total, indices, strict=False)):
-            totals[rank] += longest[index]
-            dealt.append(index)
-    return dealt
+        for rank, length in zip(by_total, longest[first : first + ranks], strict=False):
+            totals[rank] += length
+            taken_by.append(rank)
+    return taken_by
