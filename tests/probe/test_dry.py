@@ -381,7 +381,12 @@ def test_compiled_layers_of_an_int8_base_are_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself
 @pytest.mark.parametrize(
-    ("family", "compiled"), [("llama", "per_layer"), *((family, "none") for family in ("llama", "mixtral", "gpt_neox"))]
+    ("family", "compiled"),
+    [
+        ("llama", "per_layer"),
+        *((family, "none") for family in ("llama", "mixtral", "gpt_neox")),
+        *(pytest.param(family, "per_layer", marks=pytest.mark.families) for family in ("mixtral", "gpt_neox")),
+    ],
 )
 def test_an_fp8_base_has_a_byte_a_weight_and_a_scale_a_matrix(family: str, compiled: str) -> None:
     plain, fp8 = (dry_probe(request(family, quantization=one, compile=compiled)) for one in ("none", "fp8"))

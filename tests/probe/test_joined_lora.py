@@ -120,7 +120,14 @@ def test_gradients_are_those_of_peft(family: str, knobs: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(
-    ("family", "checkpointing"), [("llama", "none"), ("llama", "full"), ("qwen2", "selective_50")], ids=str
+    ("family", "checkpointing"),
+    [
+        *(("llama", "none"), ("llama", "full"), ("qwen2", "selective_50")),
+        pytest.param("llama", "selective_50", marks=pytest.mark.families),
+        pytest.param("qwen2", "none", marks=pytest.mark.families),
+        pytest.param("qwen2", "full", marks=pytest.mark.families),
+    ],
+    ids=str,
 )
 def test_compiled_layers_are_one_graph_with_the_same_gradients(family: str, checkpointing: str) -> None:
     config = TrainConfig(precision="fp32", lora_rank=4, seq_len=LENGTH, checkpointing=checkpointing)
