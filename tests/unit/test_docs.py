@@ -20,7 +20,7 @@ from tests.helpers.factories import summary
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "CHANGELOG.md", "studies/README.md", "examples/README.md")
-DOCUMENTS = sorted([*(ROOT / name for name in PAGES), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*(ROOT / name for name in PAGES), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
