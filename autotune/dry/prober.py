@@ -1,9 +1,12 @@
 """Asks a separate process for dry probes, so any model's peak is known without a GPU.
 
-As in real probes, two truncated depths give the whole model. Each user's cache keeps the answers,
+As in real probes, two truncated depths give the whole model. Each user's cache keeps the counts,
 which hold for the library versions they were counted with. The package ships the counts that
 default plans of the catalogue's models need (`benchmarks/shipped_counts.py`), counted with one
 version of each library.
+
+A refusal is kept only in memory. Its cause may be a killed process or a busy machine, so the next
+command counts again.
 """
 
 import gzip
@@ -59,7 +62,8 @@ class DryProber:
         self._directory = directory or cache_directory() / "dry"
         self._with_shipped = shipped
         self._process: subprocess.Popen[str] | None = None
-        self._shapes: dict[str, ModelShape | str] = {}
+        self._shapes: dict[str, ModelShape] = {}
+        self._refusals: dict[str, DryAnswer] = {}
 
     def __enter__(self) -> "DryProber":
         return self
@@ -72,15 +76,24 @@ class DryProber:
 
     def count(self, request: ProbeRequest) -> DryAnswer:
         """Count this request at its depth, or as a whole model if it has no depth."""
-        path = self._directory / f"{key_of(request, library_versions())}.json"
+        key = key_of(request, library_versions())
+        path = self._directory / f"{key}.json"
         with suppress(OSError, ValueError):  # the file is missing or holds something else
-            return from_data(DryAnswer, json.loads(path.read_text(encoding="utf-8")))
+            kept = from_data(DryAnswer, json.loads(path.read_text(encoding="utf-8")))
+            if kept.count is not None:  # earlier versions kept refusals too
+                return kept
 
         if self._with_shipped and (shipped := shipped_answers().get(key_of(request))) is not None:
             return from_data(DryAnswer, shipped)
+        if key in self._refusals:
+            return self._refusals[key]
+
         answer = self._count_uncached(request)
-        with suppress(OSError, StorageError):  # a failed write only costs another count
-            write_atomic(path, json.dumps(to_data(answer)) + "\n")
+        if answer.count is None:
+            self._refusals[key] = answer
+        else:
+            with suppress(StorageError):  # a failed write only costs another count
+                write_atomic(path, json.dumps(to_data(answer)) + "\n")
         return answer
 
     def _count_uncached(self, request: ProbeRequest) -> DryAnswer:
@@ -110,8 +123,9 @@ class DryProber:
         key = digest_of(model)
         if key not in self._shapes:
             described = self._ask({"describe": model})
-            refused = described.get("refused")
-            self._shapes[key] = refused if refused else from_data(ModelShape, described["shape"])
+            if refused := described.get("refused"):
+                return str(refused)
+            self._shapes[key] = from_data(ModelShape, described["shape"])
         return self._shapes[key]
 
     def _ask_for(self, request: ProbeRequest) -> DryAnswer:

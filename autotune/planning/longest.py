@@ -136,13 +136,13 @@ class Longest:
         pairs = [pair for pair in COUNTED_AT if pair[0] <= upper] or COUNTED_AT[-1:]
 
         for pair in pairs:
-            needs = [self._need(method, tokens) for tokens in pair]
-            if None in needs:
-                problem = no_count(self.model, self.config(method, pair[0]), 1)
-                return LongestRow(method=method, config=config.as_dict(), problem=problem)
-            # The longest pair that starts below the predicted length gives the line.
+            need_by_tokens: dict[int, float] = {}
+            for tokens in pair:
+                if (need := self._need(method, tokens)) is None:
+                    return self._uncounted(method, tokens)
+                need_by_tokens[tokens] = need
 
-            need_by_tokens = dict(zip(pair, needs, strict=True))
+            # The longest pair that starts below the predicted length gives the line.
             tokens, limited_by = self._at_limit(method, need_by_tokens)
             if tokens >= pair[0]:
                 break
@@ -150,7 +150,7 @@ class Longest:
             if tokens < STEP:
                 if limited_by == "gpu memory":
                     problem = (
-                        f"{needs[0]:.1f} GiB are needed for {pair[0]:,} tokens, "
+                        f"{need_by_tokens[pair[0]]:.1f} GiB are needed for {pair[0]:,} tokens, "
                         f"and there are {self.limit_gib:.1f}"
                     )
                 else:
@@ -159,13 +159,21 @@ class Longest:
                     method=method, config=config.as_dict(), limited_by=limited_by, problem=problem
                 )
 
-        need = need_by_tokens[tokens] = self._need(method, tokens)
+        if (need := self._need(method, tokens)) is None:
+            return self._uncounted(method, tokens)
+        need_by_tokens[tokens] = need
         if need > self.limit_gib:  # the need is not linear up to this length
             tokens, limited_by = self._at_limit(method, need_by_tokens)
 
         return self._predicted(method, tokens, limited_by)
 
-    def _need(self, method: str, tokens: int) -> Any:
+    def _uncounted(self, method: str, tokens: int) -> LongestRow:
+        """Return the row of a method whose steps with `tokens` tokens could not be counted."""
+        problem = no_count(self.model, self.config(method, tokens), 1)
+        config = self.config(method, STEP).as_dict()
+        return LongestRow(method=method, config=config, problem=problem)
+
+    def _need(self, method: str, tokens: int) -> float | None:
         """Return the GiB that a row needs with the allocator's share, or None without a count."""
         need_gib = self.need_gib(self.config(method, tokens))
         return None if need_gib is None else need_gib * (1 + ALLOCATOR_SHARE)
@@ -189,8 +197,8 @@ class Longest:
 
     def _predicted(self, method: str, tokens: int, limited_by: str) -> LongestRow:
         config = self.config(method, tokens)
-        steps = self.count(config)
-        assert steps is not None
+        if (steps := self.count(config)) is None:
+            return self._uncounted(method, tokens)
         step_s = self.step_s(config, steps)
         return LongestRow(
             method=method,
@@ -312,7 +320,8 @@ def verify(
     config = asked.config(method, tokens)
     count = asked.count(config)
     few_layers = counted(asked.model, config, 1, depth=FEW_LAYERS).count
-    assert count is not None  # the row was predicted from a count
+    if count is None:  # the user's cache cannot keep counts, and the second count failed
+        return predicted
     static_gib = count.model_gib + count.adapters_gib + count.gradients_gib + count.optimizer_gib
     if few_layers is not None and (trial := attempt(tokens, FEW_LAYERS)).need_gib is not None:
         # If a few layers need more than their count, all layers need the same amount more.

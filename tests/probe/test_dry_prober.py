@@ -118,20 +118,33 @@ def test_a_whole_model_is_the_line_through_two_depths(
     gib: float | None,
     refused: str | None,
 ) -> None:
-    """A model is described once, and an answer is kept in folders that are made for it."""
+    """A model is described once. A count is kept in folders that are made for it, a refusal in memory."""
     folder = tmp_path / "a" / "b"
     prober = Scripted(folder, shape, refusing)
     answer = prober.count(replace(REQUEST, **wanted))
     assert prober.asked == asked and answer.refused == refused
     assert (answer.count and answer.count.segment_peak_gib["forward"]) == (None if gib is None else pytest.approx(gib))
+    assert prober.count(replace(REQUEST, **wanted)) == answer and prober.asked == asked
+    if refused is not None:
+        assert not folder.exists()
+        return
+
     (kept,) = folder.iterdir()
     assert kept.suffix == ".json" and kept.read_text().endswith("}\n")
     assert from_data(DryAnswer, json.loads(kept.read_text())) == answer
-    assert prober.count(replace(REQUEST, **wanted)) == answer and prober.asked == asked
     prober.count(replace(REQUEST, micro_steps=5, **wanted))
     assert prober.asked == asked + [one for one in asked if one != "describe"]
     kept.write_text("nothing")
     assert prober.count(replace(REQUEST, **wanted)) == answer and json.loads(kept.read_text())
+
+
+def test_a_refusal_of_an_earlier_version_is_counted_again(tmp_path: Path) -> None:
+    lost = DryAnswer(refused="the counting process ended")
+    kept = tmp_path / f"{module.key_of(REQUEST, module.library_versions())}.json"
+    kept.write_text(json.dumps(to_data(lost)))
+    answer = Scripted(tmp_path, REPEATED).count(REQUEST)
+    assert answer.count is not None
+    assert from_data(DryAnswer, json.loads(kept.read_text())) == answer
 
 
 def test_an_answer_that_cannot_be_kept_is_given_all_the_same(tmp_path: Path) -> None:
@@ -221,6 +234,8 @@ def test_a_process_that_does_not_answer_is_replaced(
             assert prober._process is None and len(started) == number
     assert all(process.poll() is not None for process in started)
     prober.__exit__()
+    assert list(tmp_path.iterdir()) == []
+    assert Scripted(tmp_path, REPEATED).count(replace(REQUEST, depth=1)).count is not None
 
 
 @pytest.mark.real_processes

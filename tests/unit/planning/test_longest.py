@@ -104,6 +104,23 @@ def test_what_does_not_fit_or_cannot_be_counted_says_so(counted: list[int], monk
     assert (row.tokens, row.problem) == (None, "no such layers")
 
 
+@pytest.mark.parametrize("failing", [1, 2, 3, 4])
+def test_a_count_that_fails_between_others_says_so(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    """Its process can be killed at any of the counts: two for the line, the check, and the length after it."""
+    lengths: list[int] = []
+
+    def answer(model: Any, config: TrainConfig, *_: Any, depth: int | None = None) -> DryAnswer:
+        lengths.extend([config.seq_len] if config.seq_len not in lengths else [])
+        if lengths.index(config.seq_len) + 1 == failing:
+            return DryAnswer(refused="the counting process ended")
+        return DryAnswer(count=count_of(config, depth, bend=100_000))
+
+    monkeypatch.setattr(module, "counted", answer)
+    monkeypatch.setattr("autotune.planning.counted_memory.counted", answer)
+    row = asked(30.0).predict("qlora")
+    assert (row.tokens, row.problem, len(lengths)) == (None, "the counting process ended", failing)
+
+
 def test_attention_is_counted_below_the_diagonal(counted: list[int]) -> None:
     one, two = (asked().step_s(config, count_of(config)) for config in map(asked_config, (10**6, 2 * 10**6)))
     of_attention = 10**12 * 10**4 / 2 / (0.35 * 989e12)
