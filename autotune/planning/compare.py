@@ -150,7 +150,7 @@ def _named_cards(names: Sequence[str]) -> list[DeviceSpec]:
     """Return the cards with these names, each once. Raises UsageError."""
     cards = list(dict.fromkeys(resolve_device(name) for name in _names(names)))
     if not cards:
-        raise UsageError("which GPUs?", remedy="for example --gpus a10,l4,a100-80gb,h100")
+        raise UsageError("no GPU is named", remedy="for example --gpus a10,l4,a100-80gb,h100")
     return cards
 
 

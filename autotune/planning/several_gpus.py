@@ -68,7 +68,8 @@ def plan_spec(
         numbers = MOST_GPUS
     if numbers is None:
         raise UsageError(
-            "between which numbers of GPUs is to be chosen?", remedy="for example --gpus 1,2,4,8"
+            "--gpus is missing",
+            remedy="list the numbers of GPUs to compare, for example --gpus 1,2,4,8",
         )
 
     if spec.configs:
@@ -87,7 +88,7 @@ def plan_spec(
     network_gb_s = parse_network(network)
     if hosts[-1] > 1 and network_gb_s is None:
         raise UsageError(
-            "--nodes: what links the hosts?",
+            "--nodes needs the bandwidth between the hosts",
             remedy=f"give --network GB_PER_S, or {', '.join(NETWORKS)}",
         )
 

@@ -432,7 +432,7 @@ def make_spec(path: Path | None, options: dict[str, Any]) -> StudySpec:
     if path is None:
         if "model" not in given_options:
             raise UsageError(
-                "which model?",
+                "no model is given",
                 remedy="give --model NAME (`autotune models` lists them) or --spec FILE",
             )
         return StudySpec(**given_options)

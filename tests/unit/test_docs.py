@@ -1,5 +1,6 @@
 """The documents: links and anchors lead somewhere, errors find their place, and what is shown as an example works."""
 
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -63,6 +64,19 @@ def test_errors_find_their_place() -> None:
         if "," not in code
     }
     assert {kind.exit_code for kind in kinds} - {130} <= codes
+
+
+def test_an_error_is_a_statement() -> None:
+    """A question leaves the user without what happened. Hints such as "did you mean 'a10'?" may end a statement."""
+    questions = [
+        f"{path.name}:{node.lineno}"
+        for path in (ROOT / "autotune").rglob("*.py")
+        if '?"' in (text := path.read_text())
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args
+        if ast.unparse(node.exc.args[0]).rstrip("'\"").endswith("?")
+    ]
+    assert questions == []
 
 
 def test_every_label_is_explained() -> None:

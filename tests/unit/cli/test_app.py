@@ -63,7 +63,7 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
 
 
 USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "no model": (("run", "--gpu", "cpu"), ("which model?",)),
+    "no model": (("run", "--gpu", "cpu"), ("no model is given",)),
     "unknown GPU": (("run", "--model", "demo-3m", "--gpu", "h2000"), ("'h2000'", "did you mean")),
     "unknown model": (("run", "--gpu", "cpu", "--model", "demo-3n"), ("'demo-3n'", "did you mean", "demo-3m")),
     "unknown space": ((*RUN, "--space", "loar"), ("'loar'", "did you mean 'lora'")),

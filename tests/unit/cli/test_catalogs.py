@@ -104,7 +104,7 @@ def test_version_and_help():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["run"], "which model?"),
+        (["run"], "no model is given"),
         (["plan", "--spec", "qwen-7"],
          "cannot read qwen-7: No such file or directory; did you mean 'qwen-7b'?"),
         (["run", "--model", "demo-3m", "--epochs", "0"], "epochs cannot be 0"),

@@ -560,7 +560,7 @@ def test_the_users_price_file_is_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--gpus", " , "], "which GPUs?"),
+        (["--gpus", " , "], "no GPU is named"),
         (["--gpus", "a10x"], "unknown gpu 'a10x'"),
         (["--gpus", "a10,memory=24"], "--gpu memory=24: say how fast the card multiplies"),
         (["--gpus", "a10,no.yaml"], "cannot read no.yaml"),

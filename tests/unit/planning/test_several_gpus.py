@@ -293,8 +293,8 @@ def test_a_count_before_the_name_of_the_gpu(monkeypatch: Any, capsys: Any) -> No
     [
         (("--gpu", "2xh100", "--gpus", "2"), 2, "--gpu says 2 GPUs and --gpus 2"),
         (("--gpu", "h100", "--gpus", ""), 2, "--gpus cannot be ''"),
-        (("--gpu", "h100", "--within", "6h"), 2, "between which numbers of GPUs"),
-        (("--gpu", "h100", "--nodes", "2"), 2, "--nodes: what links the hosts?"),
+        (("--gpu", "h100", "--within", "6h"), 2, "--gpus is missing"),
+        (("--gpu", "h100", "--nodes", "2"), 2, "--nodes needs the bandwidth between the hosts"),
         (("--gpu", "h100", "--nodes", "x", "--network", "50"), 2, "--nodes cannot be 'x'"),
         (("--gpu", "h100", "--nodes", "2", "--network", "slow"), 2, "--network cannot be 'slow'"),
         (("--gpu", "h100", "--gpus", "2", "--within", "soon"), 2, "--within: 'soon' is not a duration"),
@@ -331,7 +331,7 @@ def test_python_takes_the_numbers_as_the_command_does() -> None:
 def test_python_refuses_what_the_command_refuses() -> None:
     with pytest.raises(UsageError, match="8 GPUs and --gpus"):
         autotune.plan("mistral-7b", gpu="8xh100", gpus=[2])
-    with pytest.raises(UsageError, match="between which numbers"):
+    with pytest.raises(UsageError, match="--gpus is missing"):
         autotune.plan("mistral-7b", gpu="h100", within="6h")  # type: ignore[call-overload]
     with pytest.raises(UsageError, match="--within"):
         autotune.plan("mistral-7b", gpu="h100", gpus=2, within=-1)

@@ -123,9 +123,9 @@ def test_the_command_as_json() -> None:
 @pytest.mark.parametrize(
     ("args", "kind", "said"),
     [
-        (["--gpus", "1,2"], UsageError, "which model"),
-        (["--gpu", "rtx-3060", "--space", "lora"], UsageError, "which model"),
-        ([], UsageError, "which model"),
+        (["--gpus", "1,2"], UsageError, "no model is given"),
+        (["--gpu", "rtx-3060", "--space", "lora"], UsageError, "no model is given"),
+        ([], UsageError, "no model is given"),
         (["--gpu", "rtx-3060", "--model", "gpt2", "--html", "x.html"], UsageError, "without a model"),
         (["--gpu", "rtx-3060", "--objective", "dpo"], UsageError, "--objective dpo is planned for one model"),
         (["--gpu", "rtx-3060", "--memory-gib", "1.2"], NothingFits, "nothing surely fits"),

@@ -64,8 +64,8 @@ def test_one_way_to_give_the_lengths(tmp_path):
 
 
 def test_no_model():
-    assert failure(None, {}) == "which model?"
-    assert failure(None, {"gpu": "h200", "model": None}) == "which model?"
+    assert failure(None, {}) == "no model is given"
+    assert failure(None, {"gpu": "h200", "model": None}) == "no model is given"
 
 
 COUNTS = (
