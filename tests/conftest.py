@@ -1,6 +1,7 @@
 """Databases for the contract tests: a SQLite file, and a real PostgreSQL server started once a session."""
 
 import gc
+import getpass
 import itertools
 import os
 import shutil
@@ -25,6 +26,8 @@ from tests.helpers.sessions import Start, starter
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads would take the processor from other tests
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a study of tiny products takes 1.4 times as much with two
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process that compiles starts a pool of others
+# The code that earlier tests compiled: compiling it anew would take most of the time of some tests.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")))
 hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("untimed")
 gc.set_threshold(200_000, 50, 100)  # rare collections: walking torch's objects took a fifth of the unit tests' time

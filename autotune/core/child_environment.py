@@ -6,6 +6,8 @@ The list has only variables that a child needs, so no database or cloud secret r
 import re
 from collections.abc import Iterable, Mapping
 
+from autotune.core.errors import EnvironmentProblem
+from autotune.trainer.cache_folders import compile_caches
 from autotune.trainer.settings import ALLOCATOR_VARIABLE, ALLOCATORS, one_gpu
 
 # On a CPU, peaks repeat to 1 % only if large blocks come straight from the kernel and return to it
@@ -75,6 +77,13 @@ def passed_on(parent: Mapping[str, str], named: Iterable[str] = ()) -> dict[str,
 
 
 def child_environment(parent: Mapping[str, str], device: str) -> dict[str, str]:
-    """Return the environment of a worker on `device` ("cuda" or "cpu")."""
+    """Return the environment of a worker on `device` ("cuda" or "cpu").
+
+    Raises EnvironmentProblem if another user could change the code that torch has compiled.
+    """
+    try:
+        caches = compile_caches(parent)
+    except PermissionError as error:
+        raise EnvironmentProblem(str(error)) from None
     on_device = ON_CPU if device == "cpu" else one_gpu(parent.get("CUDA_VISIBLE_DEVICES", "0"))
-    return passed_on(parent) | ALWAYS_SET | on_device
+    return passed_on(parent) | caches | ALWAYS_SET | on_device

@@ -84,14 +84,6 @@ def read_user_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
     raise UsageError(f"cannot read {path}: {reason}", remedy="check the path")
 
 
-def cache_directory() -> Path:
-    """Return the directory for a user's data between studies.
-
-    It is `autotune` in $XDG_CACHE_HOME or ~/.cache.
-    """
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autotune"
-
-
 def refuse_special_files(directory: Path) -> None:
     """Raise UsageError if a directory holds a pipe, a socket or a device.
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from autotune.core.child_environment import child_environment
 from autotune.core.errors import StorageError
-from autotune.core.files import cache_directory, write_atomic
+from autotune.core.files import write_atomic
 from autotune.core.lora_targets import ALL_LINEAR
 from autotune.core.objective import Objective
 from autotune.core.probe_types import DryCount, ModelShape, ProbeRequest
@@ -33,6 +33,7 @@ from autotune.core.process import module_command
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import digest_of
 from autotune.prediction.depth_extrapolation import count_at_depth, counted_depths
+from autotune.trainer.cache_folders import user_cache
 
 DRY_VERSION = 7  # raised when a dry probe counts something else than before
 OFFLOAD_VERSION = 2  # the same for configurations that offload checkpoints to host memory
@@ -59,7 +60,7 @@ class DryProber:
 
         With `shipped`, use the answers in the package too.
         """
-        self._directory = directory or cache_directory() / "dry"
+        self._directory = directory or user_cache() / "dry"
         self._with_shipped = shipped
         self._process: subprocess.Popen[str] | None = None
         self._shapes: dict[str, ModelShape] = {}

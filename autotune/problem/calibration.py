@@ -13,11 +13,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from autotune.core.errors import AutotuneError, UsageError
-from autotune.core.files import cache_directory, read_user_text, write_atomic
+from autotune.core.files import read_user_text, write_atomic
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import CollectiveRates, DeviceRates, Fingerprint
 from autotune.core.serialization import from_data, to_data
 from autotune.core.text import dashed, printable
+from autotune.trainer.cache_folders import user_cache
 
 HERE = "this machine"
 # No rate, size or time is outside these bounds, in the unit of any field.
@@ -157,4 +158,4 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
 
 def kept_path(device: str) -> Path:
     """Return the path of this user's calibration of a card with this name."""
-    return cache_directory() / "calibration" / f"{dashed(device)}.json"
+    return user_cache() / "calibration" / f"{dashed(device)}.json"

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from . import ranks
+from .cache_folders import compile_caches
 from .settings import Options, RunSettings, prepare_environment
 
 DEFAULT_OUTPUT = "out"
@@ -28,6 +29,10 @@ def start(folder: Path) -> None:
             sys.exit(ranks.run(settings.num_gpus))
         ranks.end_with_launcher()
     prepare_environment(settings)
+    try:
+        os.environ.update(compile_caches(os.environ))
+    except PermissionError as error:
+        sys.exit(f"train.py: error: {error}")
 
     # The libraries create a million objects. Collections among them take a fifth of the import
     # time.

@@ -7,7 +7,6 @@ counts, and notes on what the chat template leaves out.
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -17,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from .cache_folders import user_cache
 from .examples import Encoder
 from .reading import BadDataset, find_files, read_rows
 
@@ -32,8 +32,8 @@ class CannotKeep(Exception):
 
 
 def cache_folder() -> Path:
-    """Return the folder of all token caches, in $XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autotune" / "tokens"
+    """Return the folder of all token caches."""
+    return user_cache() / "tokens"
 
 
 def tokenise(

@@ -1,8 +1,25 @@
 """A process gets the variables that it needs of its parent's environment, and no more."""
 
+from pathlib import Path
+
 import pytest
 
 from autotune.core.child_environment import ON_CPU, child_environment, passed_on
+from autotune.core.errors import EnvironmentProblem
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of compiled code are made in the home directory."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def test_a_worker_compiles_into_a_private_folder(tmp_path: Path) -> None:
+    found = child_environment({}, "cuda")
+    assert found["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / ".cache" / "autotune" / "inductor")
+    (tmp_path / ".cache" / "autotune" / "triton").chmod(0o777)
+    with pytest.raises(EnvironmentProblem, match="triton can be written by every user"):
+        child_environment({}, "cpu")
 
 
 def test_the_environment_by_device() -> None:

@@ -15,7 +15,6 @@ from autotune.core.files import (
     MAX_BYTES,
     MAX_VALUES,
     _line_of,
-    cache_directory,
     load_yaml,
     read_regular,
     read_user_text,
@@ -208,17 +207,6 @@ def test_a_directory_with_a_pipe_is_refused(tmp_path):
     (tmp_path / "tokenizer_config.json").symlink_to("/dev/null")
     with pytest.raises(UsageError, match=r"tokenizer_config\.json is not a regular file"):
         refuse_special_files(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("variable", "folder"), [("/somewhere", "/somewhere"), ("", "/home/me/.cache"), (None, "/home/me/.cache")]
-)
-def test_where_things_are_kept_for_a_user(monkeypatch, variable, folder):
-    monkeypatch.setenv("HOME", "/home/me")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("XDG_CACHE_HOME", variable)
-    assert cache_directory() == Path(folder) / "autotune"
 
 
 # --- writing

@@ -178,6 +178,16 @@ def test_what_is_free_is_that_of_the_disk_on_which_a_folder_will_be(
     assert command_line.free_gib(str(tmp_path / "not" / "yet")) == 3.0 == command_line.free_gib(str(tmp_path))
 
 
+def test_a_run_does_not_start_with_a_foreign_compile_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train_config.json").write_text(replace(settings(recipe(TrainConfig())), use_cpu=True).to_json())
+    tmp_path.chmod(0o777)
+    monkeypatch.setattr(command_line.os, "environ", {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
+    monkeypatch.setattr(sys, "argv", ["train.py", "--random-weights"])
+    monkeypatch.setitem(sys.modules, "autotune.trainer.train", None)  # type: ignore[arg-type]
+    with pytest.raises(SystemExit, match=r"train\.py: error: .* can be written by every user"):
+        command_line.start(tmp_path)
+
+
 def test_the_environment_is_set_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is collected while the libraries load; they are frozen, and the training may collect again."""
     done: list[Any] = []
