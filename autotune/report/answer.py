@@ -21,7 +21,13 @@ from autotune.report.describe import how_known
 from autotune.report.html import FEW, answer_glossary, plotly_markup, script_json
 from autotune.report.html import page as html_page
 from autotune.report.values.comparison import Comparison, Group
-from autotune.report.values.rent_or_buy import Bought, Purse, SizeCost, purchases, size_costs
+from autotune.report.values.rent_or_buy import (
+    Bought,
+    PurchaseBudget,
+    SizeCost,
+    purchases,
+    size_costs,
+)
 from autotune.report.values.trainable import METHODS, Entry, Trainable
 from autotune.study.nodes import Node
 
@@ -192,7 +198,7 @@ def _refusals(entries: Sequence[Entry]) -> list[str]:
 
 
 def costs_answer(
-    comparison: Comparison, sizes: Sequence[int], purse: Purse | None, today: date
+    comparison: Comparison, sizes: Sequence[int], budget: PurchaseBudget | None, today: date
 ) -> Answer:
     """Return the prices of the cards and the cost of each size, for each model and method.
 
@@ -212,14 +218,14 @@ def costs_answer(
         group_drawings: dict[str, Callable[[], dict[str, Any] | None]] = {}
         group_sentences: list[str] = []
 
-        if purse is not None:
-            bought = purchases(group, purse)
+        if budget is not None:
+            bought = purchases(group, budget)
             if bought:
-                group_tables += [_buying_table(bought, purse), _paying_table(bought, purse)]
+                group_tables += [_buying_table(bought, budget), _paying_table(bought, budget)]
             caption = "USD by hours of use, bought and rented"
             group_drawings[caption] = partial(figures.buying, bought, group)
-            group_sentences += buying_sentences(bought, purse)
-            notes.append(_buying_basis(purse))
+            group_sentences += buying_sentences(bought, budget)
+            notes.append(_buying_basis(budget))
         group_sentences += _cheapest(costs, max(sizes))
         caption = "USD by number of examples, on demand and at spot, with 80 % intervals"
         group_drawings[caption] = partial(figures.sizes, costs, group)
@@ -231,7 +237,7 @@ def costs_answer(
         sentences += [prefix + sentence for sentence in group_sentences]
         notes.insert(1, f"{heading(group)}, {workload_text(group)}.")
 
-    title = "Rent or buy" if purse else "Cost by size"
+    title = "Rent or buy" if budget else "Cost by size"
     if len(comparison.groups) == 1:
         group = comparison.groups[0]
         title += f": {group.model.rpartition('/')[2]}, {group.method}"
@@ -316,7 +322,7 @@ def _size_table(costs: Sequence[SizeCost], examples: int) -> Table:
     return Table(title=f"{examples:,} examples", columns=columns, rows=tuple(rows))
 
 
-def _buying_table(bought: Sequence[Bought], purse: Purse) -> Table:
+def _buying_table(bought: Sequence[Bought], budget: PurchaseBudget) -> Table:
     """Return the table of the cards that the budget buys."""
     columns = {"card": "left", "USD, at launch": "left", "tokens/s (80 %)": "right", "W": "right"}
     rows = []
@@ -327,11 +333,11 @@ def _buying_table(bought: Sequence[Bought], purse: Purse) -> Table:
         rows.append(
             (one.card, usd, speed, f"{one.power_w:.0f}", fmt_usd(one.electricity_usd_per_hour))
         )
-    title = f"What {fmt_usd(purse.budget_usd)} buys"
+    title = f"What {fmt_usd(budget.budget_usd)} buys"
     return Table(title=title, columns=columns | {"electricity/h": "right"}, rows=tuple(rows))
 
 
-def _paying_table(bought: Sequence[Bought], purse: Purse) -> Table:
+def _paying_table(bought: Sequence[Bought], budget: PurchaseBudget) -> Table:
     """Return the table of the hours of use until a purchase pays.
 
     Each card has a row against renting the same card, and a row against the cheapest card.
@@ -340,19 +346,19 @@ def _paying_table(bought: Sequence[Bought], purse: Purse) -> Table:
     for one in bought:
         itself = (
             _pays(
-                one.pays_after_hours_against_itself, purse, known=one.rent_usd_per_hour is not None
+                one.pays_after_hours_against_itself, budget, known=one.rent_usd_per_hour is not None
             ),
             _pays(
                 one.pays_after_hours_against_its_spot,
-                purse,
+                budget,
                 known=one.spot_usd_per_hour is not None,
             ),
         )
         cheapest = (
-            _pays(one.pays_after_hours, purse, known=one.rented is not None, rented=one.rented),
+            _pays(one.pays_after_hours, budget, known=one.rented is not None, rented=one.rented),
             _pays(
                 one.pays_after_hours_at_spot,
-                purse,
+                budget,
                 known=bool(one.rented_at_spot),
                 rented=one.rented_at_spot,
             ),
@@ -360,25 +366,27 @@ def _paying_table(bought: Sequence[Bought], purse: Purse) -> Table:
         rows += [(one.card, "the same card", *itself), (one.card, "the cheapest", *cheapest)]
 
     columns = {"card": "left", "against renting": "left", "on demand": "right", "at spot": "right"}
-    title = f"Hours of use after which it pays, and months at {purse.hours_per_week:g} h a week"
+    title = f"Hours of use after which it pays, and months at {budget.hours_per_week:g} h a week"
     return Table(title=title, columns=columns, rows=tuple(rows))
 
 
-def _pays(hours: float | None, purse: Purse, *, known: bool, rented: str | None = None) -> str:
+def _pays(
+    hours: float | None, budget: PurchaseBudget, *, known: bool, rented: str | None = None
+) -> str:
     """Return '3,863 h, 22.2 months', 'never', or a dash if no price is known.
 
     The text ends with the card that is rented instead, if there is one.
     """
     if not known:
         return DASH
-    after = "never" if hours is None else f"{hours:,.0f} h, {purse.months(hours):,.1f} months"
+    after = "never" if hours is None else f"{hours:,.0f} h, {budget.months(hours):,.1f} months"
     return f"{after} ({rented})" if rented else after
 
 
-def buying_sentences(bought: Sequence[Bought], purse: Purse) -> list[str]:
+def buying_sentences(bought: Sequence[Bought], budget: PurchaseBudget) -> list[str]:
     """Name the card to buy, and the time until it pays against renting the cheapest card."""
     if not bought:
-        return [f"Nothing that surely fits is known to cost at most {fmt_usd(purse.budget_usd)}"]
+        return [f"Nothing that surely fits is known to cost at most {fmt_usd(budget.budget_usd)}"]
 
     best = bought[0]
     rivals = [
@@ -386,11 +394,11 @@ def buying_sentences(bought: Sequence[Bought], purse: Purse) -> list[str]:
         for one in bought[1:]
         if (one.tokens_per_s_high or 0.0) >= (best.tokens_per_s_low or 0.0)
     ]
-    text = f"Buy {best.card}, the fastest for at most {fmt_usd(purse.budget_usd)}"
+    text = f"Buy {best.card}, the fastest for at most {fmt_usd(budget.budget_usd)}"
     text += f"; {' and '.join(rivals)} cannot be told from it" if rivals else ""
 
     pays = [
-        _pays_sentence(hours, purse, f"{rented} rented {how}")
+        _pays_sentence(hours, budget, f"{rented} rented {how}")
         for how, rented, hours in (
             ("on demand", best.rented, best.pays_after_hours),
             ("at spot", best.rented_at_spot, best.pays_after_hours_at_spot),
@@ -400,20 +408,20 @@ def buying_sentences(bought: Sequence[Bought], purse: Purse) -> list[str]:
     return [text, *(pays or [f"Whether it pays is not known: {NO_PRICE}"])]
 
 
-def _pays_sentence(hours: float | None, purse: Purse, against: str) -> str:
+def _pays_sentence(hours: float | None, budget: PurchaseBudget, against: str) -> str:
     """Say when the card pays against renting another one."""
     if hours is None:
         return f"It never pays against {against}"
-    months = f"{purse.months(hours):,.1f} months at {purse.hours_per_week:g} h a week"
+    months = f"{budget.months(hours):,.1f} months at {budget.hours_per_week:g} h a week"
     return f"It pays after {hours:,.0f} h of use ({months}) against {against}"
 
 
-def _buying_basis(purse: Purse) -> str:
+def _buying_basis(budget: PurchaseBudget) -> str:
     """Return the assumptions of a purchase."""
     source = "Wikipedia's list; each with its year"
     return (
         f"Cards are bought at the price of their launch ({source}), "
-        f"and take their power limit at {fmt_usd(purse.usd_per_kwh)} a kWh. "
+        f"and take their power limit at {fmt_usd(budget.usd_per_kwh)} a kWh. "
         "The rest of the computer and what the card is worth later do not count; "
         "hours against the cheapest rest on estimated speeds. A dash: no price is known."
     )

@@ -20,7 +20,7 @@ from autotune.report import answer, comparison, versus
 from autotune.report.html import render
 from autotune.report.micro_batch import profile_answer
 from autotune.report.values.comparison import Comparison
-from autotune.report.values.rent_or_buy import Purse
+from autotune.report.values.rent_or_buy import PurchaseBudget
 from autotune.study.nodes import nodes_of
 from autotune.study.storage.probe_store import StoredProbe
 from tests.helpers.browser import Page, chromium, needs_chromium
@@ -94,12 +94,12 @@ def compared() -> Comparison:
 @pytest.fixture(scope="module")
 def pages(compared: Comparison) -> dict[str, Callable[[], str]]:
     """How each page is made, with what a reader looks for on it."""
-    purse = Purse(budget_usd=2000, usd_per_kwh=0.3)
+    budget = PurchaseBudget(budget_usd=2000, usd_per_kwh=0.3)
     return {
         "report": lambda: render(summary(trials=40), "out"),
         "two studies": lambda: versus.render(summary(trials=40), summary(study="another")),
         "cards": lambda: comparison.FORMATS["html"](compared, TODAY),
-        "costs": lambda: answer.page(answer.costs_answer(compared, (10_000, 50_000, 100_000), purse, TODAY), TODAY),
+        "costs": lambda: answer.page(answer.costs_answer(compared, (10_000, 50_000, 100_000), budget, TODAY), TODAY),
         "a card": lambda: answer.page(
             answer.trainable_answer(trainable(LLAMA, resolve_device("rtx-4090")), TODAY), TODAY
         ),

@@ -20,7 +20,7 @@ from autotune.study.storage.location import EVIDENCE
 
 if TYPE_CHECKING:
     from autotune.report.values.comparison import Comparison, Owned
-    from autotune.report.values.rent_or_buy import Purse
+    from autotune.report.values.rent_or_buy import PurchaseBudget
 
 USD_PER_KWH = 0.30
 KWH_HELP = (
@@ -97,13 +97,13 @@ def compare_command(
     from autotune.planning.compare import compare
     from autotune.planning.observations import known_observations
     from autotune.report.values.comparison import Budget
-    from autotune.report.values.rent_or_buy import Purse, parse_sizes, purchases
+    from autotune.report.values.rent_or_buy import PurchaseBudget, parse_sizes, purchases
 
     form = _form("json" if json_ else format_, out, needs_page=bool(sizes or buy) and not html)
-    purse = (
+    purchase_budget = (
         None
         if buy is None
-        else Purse(budget_usd=buy, usd_per_kwh=usd_per_kwh, hours_per_week=hours_per_week)
+        else PurchaseBudget(budget_usd=buy, usd_per_kwh=usd_per_kwh, hours_per_week=hours_per_week)
     )
     numbers = parse_sizes(sizes)
 
@@ -118,12 +118,12 @@ def compare_command(
     )
 
     unmet = comparison.unmet()
-    buys_nothing = purse is not None and not any(
-        purchases(group, purse) for group in comparison.groups
+    buys_nothing = purchase_budget is not None and not any(
+        purchases(group, purchase_budget) for group in comparison.groups
     )
     # If no card can be bought, the error comes alone, without tables before it.
     if unmet or not buys_nothing or form != "table":
-        _show(comparison, form, numbers, purse, out=out, html=html)
+        _show(comparison, form, numbers, purchase_budget, out=out, html=html)
 
     if unmet:
         raise NothingFits(unmet, remedy=comparison.remedy())
@@ -188,7 +188,7 @@ def _show(
     comparison: "Comparison",
     form: str,
     sizes: tuple[int, ...],
-    purse: "Purse | None",
+    purchase_budget: "PurchaseBudget | None",
     *,
     out: Path | None,
     html: Path | None,
@@ -204,12 +204,12 @@ def _show(
         if form == "table":
             _print(comparison, date.today())
         elif form == "json":
-            print_answer_json(compared(comparison, sizes, purse))
+            print_answer_json(compared(comparison, sizes, purchase_budget))
         else:
             print(FORMATS[form](comparison, date.today()), end="")
         if form == "table" or html:
             print_answer(
-                lambda today: costs_answer(comparison, sizes, purse, today),
+                lambda today: costs_answer(comparison, sizes, purchase_budget, today),
                 html=html,
                 silent=form != "table",
             )

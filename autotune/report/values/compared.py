@@ -22,7 +22,13 @@ from autotune.report.values.comparison import (
     spot_interval,
     usd_interval,
 )
-from autotune.report.values.rent_or_buy import Bought, Purse, SizeCost, purchases, size_costs
+from autotune.report.values.rent_or_buy import (
+    Bought,
+    PurchaseBudget,
+    SizeCost,
+    purchases,
+    size_costs,
+)
 
 Bounds = tuple[float, float] | tuple[None, None]
 
@@ -77,10 +83,10 @@ class Buying:
     """The cards that a purchase budget covers, the best first."""
 
     JSON: ClassVar = keys("buy", "cards") | {
-        name: f"purse.{name}" for name in ("budget_usd", "usd_per_kwh", "hours_per_week")
+        name: f"budget.{name}" for name in ("budget_usd", "usd_per_kwh", "hours_per_week")
     }
 
-    purse: Purse
+    budget: PurchaseBudget
     cards: tuple[Bought, ...]
 
     @property
@@ -124,19 +130,26 @@ class Compared:
 
 
 def compared(
-    comparison: Comparison, sizes: Sequence[int] = TABLE_EXAMPLES, purse: Purse | None = None
+    comparison: Comparison,
+    sizes: Sequence[int] = TABLE_EXAMPLES,
+    purchase_budget: PurchaseBudget | None = None,
 ) -> Compared:
-    """Return the comparison for programs. With a purse, add the cards that it can buy."""
+    """Return the comparison for programs. With a purchase budget, add the cards that it covers."""
     return Compared(
         how_sure=comparison.how_sure,
         budget=comparison.budget,
         owned=comparison.owned,
-        groups=tuple(_rows(comparison, group, sizes, purse) for group in comparison.groups),
+        groups=tuple(
+            _rows(comparison, group, sizes, purchase_budget) for group in comparison.groups
+        ),
     )
 
 
 def _rows(
-    comparison: Comparison, group: Group, sizes: Sequence[int], purse: Purse | None
+    comparison: Comparison,
+    group: Group,
+    sizes: Sequence[int],
+    purchase_budget: PurchaseBudget | None,
 ) -> GroupRows:
     cheapest = group.cheapest
     fastest = group.fastest
@@ -156,7 +169,9 @@ def _rows(
         advice=comparison.advice(group),
         own_run=comparison.own_run(group),
         sizes=tuple(size_costs(group, sizes)),
-        buying=None if purse is None else Buying(purse=purse, cards=tuple(purchases(group, purse))),
+        buying=None
+        if purchase_budget is None
+        else Buying(budget=purchase_budget, cards=tuple(purchases(group, purchase_budget))),
     )
 
 

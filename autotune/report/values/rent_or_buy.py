@@ -77,7 +77,7 @@ class Bought:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Purse:
+class PurchaseBudget:
     """The budget for buying a card, and the use of the card.
 
     Raises UsageError for an impossible number and names its option.
@@ -164,7 +164,7 @@ def within(budget_usd: float) -> list[str]:
     return [purchase.device for purchase in bought if purchase and purchase.usd <= budget_usd]
 
 
-def purchases(group: Group, purse: Purse) -> list[Bought]:
+def purchases(group: Group, budget: PurchaseBudget) -> list[Bought]:
     """Return the cards that can be bought for the group's run within the budget.
 
     The fastest comes first; guesses come last.
@@ -172,17 +172,19 @@ def purchases(group: Group, purse: Purse) -> list[Bought]:
     cards = []
     for card in group.cards:
         purchase = find_purchase(card.device.name)
-        if purchase and purchase.usd <= purse.budget_usd and card.cost and card.device.tdp_w:
-            cards.append(_purchase(group, card, purchase, purse))
+        if purchase and purchase.usd <= budget.budget_usd and card.cost and card.device.tdp_w:
+            cards.append(_purchase(group, card, purchase, budget))
     return sorted(cards, key=lambda one: (one.is_guess, -one.tokens_per_s, one.usd))
 
 
-def _purchase(group: Group, card: ComparedCard, purchase: Purchase, purse: Purse) -> Bought:
+def _purchase(
+    group: Group, card: ComparedCard, purchase: Purchase, budget: PurchaseBudget
+) -> Bought:
     """Return a purchase of this card, compared with renting it and with the cheapest cards."""
     cost = card.cost
     assert cost is not None
     power_w = card.device.tdp_w or 0.0
-    electricity = power_w / 1000 * purse.usd_per_kwh
+    electricity = power_w / 1000 * budget.usd_per_kwh
     cheapest = group.cheapest
     at_spot = group.cheapest_at_spot
     spot = card.spot.spot_usd_per_hour if card.spot else None
@@ -212,12 +214,12 @@ def _purchase(group: Group, card: ComparedCard, purchase: Purchase, purse: Purse
         pays_after_hours_against_itself=pays_after(cost.usd_per_hour),
         rented=cheapest.device.name if cheapest else None,
         pays_after_hours=after,
-        pays_after_months=purse.months(after),
+        pays_after_months=budget.months(after),
         spot_usd_per_hour=spot,
         pays_after_hours_against_its_spot=pays_after(spot),
         rented_at_spot=at_spot.device.name if at_spot else None,
         pays_after_hours_at_spot=after_spot,
-        pays_after_months_at_spot=purse.months(after_spot),
+        pays_after_months_at_spot=budget.months(after_spot),
     )
 
 

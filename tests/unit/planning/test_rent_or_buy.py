@@ -18,10 +18,17 @@ from autotune.problem.study_spec import StudySpec
 from autotune.report.answer import _cheapest, costs_answer
 from autotune.report.figures import buying, sizes
 from autotune.report.values.comparison import Comparison, usd_interval
-from autotune.report.values.rent_or_buy import WEEKS_PER_MONTH, Purse, parse_sizes, purchases, size_costs, within
+from autotune.report.values.rent_or_buy import (
+    WEEKS_PER_MONTH,
+    PurchaseBudget,
+    parse_sizes,
+    purchases,
+    size_costs,
+    within,
+)
 
 SPEC = StudySpec(model="qwen2.5-1.5b", space="lora", tokens_per_example=512, examples=20_000)
-PURSE = Purse(budget_usd=2000, usd_per_kwh=0.30, hours_per_week=20)
+BUDGET = PurchaseBudget(budget_usd=2000, usd_per_kwh=0.30, hours_per_week=20)
 CARDS = ["rtx-4090", "rtx-3090", "h100", "a2", "rtx-a6000"]
 
 
@@ -66,7 +73,7 @@ def test_the_cheapest_of_a_size_has_the_rivals_that_the_comparison_names() -> No
 
 def test_when_a_card_pays(made: Comparison) -> None:
     group = made.groups[0]
-    bought = purchases(group, PURSE)
+    bought = purchases(group, BUDGET)
     assert [one.card for one in bought] == ["rtx-4090", "rtx-3090"]  # no price, or beyond the budget: the others
     best, price = bought[0], find_price("rtx-4090")
     assert price is not None and best.electricity_usd_per_hour == pytest.approx(0.45 * 0.30)
@@ -81,26 +88,26 @@ def test_when_a_card_pays(made: Comparison) -> None:
 
 def test_when_a_card_pays_against_spot(made: Comparison) -> None:
     group = made.groups[0]
-    best, own, at_spot = purchases(group, PURSE)[0], group.cards[0], group.cheapest_at_spot
+    best, own, at_spot = purchases(group, BUDGET)[0], group.cards[0], group.cheapest_at_spot
     assert at_spot is not None and at_spot.spot_usd is not None and at_spot.spot is not None and own.cost is not None
     assert at_spot.spot_usd == min(card.spot_usd for card in group.cards if card.spot_usd is not None)
     runs = best.usd / (at_spot.spot_usd - own.cost.full_run_hours * 0.135)
     assert best.rented_at_spot == at_spot.device.name
     assert best.pays_after_hours_at_spot == pytest.approx(runs * own.cost.full_run_hours)
-    assert best.pays_after_months_at_spot == PURSE.months(best.pays_after_hours_at_spot)
+    assert best.pays_after_months_at_spot == BUDGET.months(best.pays_after_hours_at_spot)
     assert best.spot_usd_per_hour is best.pays_after_hours_against_its_spot is None  # nobody publishes it
-    card = purchases(group, replace(PURSE, budget_usd=1e5))
+    card = purchases(group, replace(BUDGET, budget_usd=1e5))
     priced = next(one for one in card if one.spot_usd_per_hour is not None)
     saved = priced.spot_usd_per_hour - priced.electricity_usd_per_hour if priced.spot_usd_per_hour else 0.0
     assert priced.pays_after_hours_against_its_spot == (pytest.approx(priced.usd / saved) if saved > 0 else None)
 
 
 def test_dear_electricity_never_pays_and_no_price_is_unknown(made: Comparison) -> None:
-    dear = purchases(made.groups[0], replace(PURSE, usd_per_kwh=5.0))[0]
+    dear = purchases(made.groups[0], replace(BUDGET, usd_per_kwh=5.0))[0]
     assert (dear.pays_after_hours, dear.pays_after_months, dear.pays_after_hours_against_itself) == (None, None, None)
     assert dear.rented is not None
     alone = compare([SPEC], gpus=["rtx-5060-ti-8gb"]).groups[0]
-    bought = purchases(alone, PURSE)[0]
+    bought = purchases(alone, BUDGET)[0]
     assert find_price(bought.card) is None and bought.rented is None and bought.pays_after_hours is None
 
 
@@ -125,9 +132,9 @@ def test_what_a_budget_buys() -> None:
         ({"hours_per_week": 169}, "--hours-per-week cannot be 169"),
     ],
 )
-def test_impossible_purses_name_the_option(numbers: dict[str, float], told: str) -> None:
+def test_impossible_purchase_budgets_name_the_option(numbers: dict[str, float], told: str) -> None:
     with pytest.raises(UsageError) as error:
-        replace(PURSE, **numbers)
+        replace(BUDGET, **numbers)
     assert str(error.value) == told
 
 
@@ -171,7 +178,7 @@ def test_the_command_says_what_to_buy(tmp_path: Path) -> None:
 def test_a_card_has_one_colour_in_both_figures(made: Comparison) -> None:
     """The card to buy is also rented, and two cards are the cheapest, on demand and at spot."""
     group = made.groups[0]
-    drawn = buying(purchases(group, PURSE), group), sizes(size_costs(group), group)
+    drawn = buying(purchases(group, BUDGET), group), sizes(size_costs(group), group)
     colours: dict[str, set[str]] = {}
     for figure in drawn:
         assert figure is not None
@@ -184,7 +191,7 @@ def test_a_card_has_one_colour_in_both_figures(made: Comparison) -> None:
 
 
 def test_a_model_without_a_card_to_buy_has_no_table_of_cards(made: Comparison) -> None:
-    answer = costs_answer(made, (10_000,), replace(PURSE, budget_usd=10.0), date(2026, 11, 1))
+    answer = costs_answer(made, (10_000,), replace(BUDGET, budget_usd=10.0), date(2026, 11, 1))
     assert [table.title for table in answer.tables] == ["Prices of one GPU", "10,000 examples"]
     assert "Nothing that surely fits is known to cost at most $10.00" in answer.found
 
