@@ -63,7 +63,7 @@ def run_performance(
         peak_tflops=peak,
     )
 
-    if task.is_played(config):
+    if task.is_simulated(config):
         waiting = _with_waiting(task, config, measurements[0])
         with_link = speed.widened(*_link_error(task, config, speed.step_time_s, waiting))
         return with_link.widened(-TOGETHER, TOGETHER)
@@ -94,7 +94,7 @@ def _on_device(
     """Return the measurement with the expected times on the device, and the conversion's error."""
     if config.num_gpus > 1:
         waiting = _with_waiting(task, config, measurement)
-        if task.is_played(config):
+        if task.is_simulated(config):
             return _with_communication(task, config, waiting), 0.0
         return waiting, 0.0
     if task.carried is None:

@@ -74,9 +74,9 @@ class Task:
 
     def is_projected(self, config: TrainConfig) -> bool:
         """Return whether its speed is projected from another kind or number of GPUs."""
-        return self.measured_on is not None or self.carried is not None or self.is_played(config)
+        return self.measured_on is not None or self.carried is not None or self.is_simulated(config)
 
-    def is_played(self, config: TrainConfig) -> bool:
+    def is_simulated(self, config: TrainConfig) -> bool:
         """Return whether one device simulates a rank of this configuration's several GPUs."""
         return config.num_gpus > 1 and self.world is World.FAKE
 
@@ -135,7 +135,7 @@ class Task:
         no NCCL buffers, so their memory is subtracted.
         """
         workload = self.workload
-        if self.is_played(config) and self.device.kind != "cpu":
+        if self.is_simulated(config) and self.device.kind != "cpu":
             memory_gib -= nccl_of(Parallelism.of(config))
 
         return ProbeRequest(
@@ -156,7 +156,7 @@ class Task:
             profile=self.measured_on is not None,  # a projection needs a profile of the device
             flash=self.device.has_flash,
             # The world is real for one GPU, so that its result can be reused.
-            world=self.world if self.is_played(config) else World.REAL,
+            world=self.world if self.is_simulated(config) else World.REAL,
         )
 
     @property

@@ -255,7 +255,7 @@ class Selection:
     def _reference_of(self, config: TrainConfig) -> TrainConfig | None:
         if (
             self.task.model.weights is None
-            or self.task.is_played(config)
+            or self.task.is_simulated(config)
             or not in_question(config)
         ):
             return None
@@ -275,7 +275,7 @@ class Selection:
 
         if self.task.model.weights is None:
             return f"unknown: the weights are random, so that the loss tells nothing of {doubtful}"
-        if self.task.is_played(config):
+        if self.task.is_simulated(config):
             return (
                 "unknown: one GPU played a rank of several, and the loss of that tells nothing of "
                 f"{doubtful}"
@@ -778,7 +778,7 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
             "power, clocks and kernels are those of the card that probed"
         )
 
-    if task.is_played(config) and (link_gb_s := task.link_gb_s(Parallelism.of(config))) is not None:
+    if task.is_simulated(config) and (link_gb_s := task.link_gb_s(Parallelism.of(config))) is not None:
         caveats.append(
             f"one GPU played a rank of {config.num_gpus}: memory and computation are measured, "
             "with room left for NCCL; what the GPUs send each other at "

@@ -199,7 +199,7 @@ def _breakdown(task: Task, config: TrainConfig, micro_steps: int) -> MemoryBreak
     )
     return (
         replace(breakdown, nccl=0.0)
-        if breakdown is not None and task.is_played(config)
+        if breakdown is not None and task.is_simulated(config)
         else breakdown
     )
 
