@@ -35,7 +35,7 @@ MIN_RANK = 16
 MAX_TRUNCATED = 0.01
 # For each knob: the floor that admits all its values, a test for the values that are always
 # admitted, and the description of the others.
-UNASKED: dict[str, tuple[str, Callable[[Any], bool], str]] = {
+NEEDS_CONSENT: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     "quantization": (
         "allow_quantized",
         lambda value: value == "none",
@@ -611,7 +611,7 @@ def apply_floors(narrowing: Narrowing, workload: Workload, floors: Floors) -> No
     reason = f"below the rank floor of {min_rank} (--min-rank)"
     narrowing.prefer("lora_rank", lambda rank: rank >= min_rank, reason, reserve=True)
 
-    for name, (floor, may_win, what) in UNASKED.items():
+    for name, (floor, may_win, what) in NEEDS_CONSENT.items():
         if not getattr(floors, floor):
             # Full fine-tuning gains much memory from pure bf16, adapters little.
             in_reserve = name != "precision" or "full" in narrowing.space.choices("method")

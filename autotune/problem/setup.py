@@ -394,7 +394,7 @@ def _warnings(spec: StudySpec, narrowing: Narrowing, workload: Workload) -> tupl
             warnings.append(f"{name} has no effect{unless}: it needs {need}")
     if spec.min_rank is not None and "lora" not in space.choices("method"):
         warnings.append("--min-rank has no effect: it needs method lora")
-    for name, (floor, may_win, _) in constraints.UNASKED.items():
+    for name, (floor, may_win, _) in constraints.NEEDS_CONSENT.items():
         if getattr(spec, floor) and all(map(may_win, space.choices(name))):
             warnings.append(
                 f"--{floor.replace('_', '-')} has no effect: the space has no such {name}"

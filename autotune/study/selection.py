@@ -17,7 +17,7 @@ from autotune.core.units import fmt_gib, fmt_hours, fmt_usd
 from autotune.prediction.depth_extrapolation import Extrapolation
 from autotune.prediction.projection import run_performance
 from autotune.prediction.transfer import calibrates
-from autotune.problem.constraints import UNASKED
+from autotune.problem.constraints import NEEDS_CONSENT
 from autotune.problem.length_distribution import SAYS
 from autotune.problem.performance import AGAIN, TIE, Performance, step_time_s
 from autotune.problem.run_cost import TABLE_EXAMPLES, CostProjection, project
@@ -740,7 +740,7 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
     caveats = [
         f"{name} {getattr(config, name)}: {what}; "
         f"searched because nothing else fits (--{floor.replace('_', '-')})"
-        for name, (floor, may_win, what) in UNASKED.items()
+        for name, (floor, may_win, what) in NEEDS_CONSENT.items()
         if not (getattr(task.floors, floor) or may_win(getattr(config, name)))
         and any(map(may_win, task.space.choices(name)))
     ]
@@ -778,7 +778,10 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
             "power, clocks and kernels are those of the card that probed"
         )
 
-    if task.is_simulated(config) and (link_gb_s := task.link_gb_s(Parallelism.of(config))) is not None:
+    if (
+        task.is_simulated(config)
+        and (link_gb_s := task.link_gb_s(Parallelism.of(config))) is not None
+    ):
         caveats.append(
             f"one GPU played a rank of {config.num_gpus}: memory and computation are measured, "
             "with room left for NCCL; what the GPUs send each other at "
