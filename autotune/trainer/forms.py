@@ -176,7 +176,8 @@ def _parse_message(given: Any, number: int) -> Message:
         raise ValueError(f"{name} has no content; its keys: {', '.join(map(str, given))}")
     for key in THOUGHTS:
         _check(str, message.get(key, ""), f"{key} of {name}")
-    content = message.get("content", "")
+    # Some templates render no message without a content.
+    content = message.setdefault("content", "")
     if not isinstance(content, str | list):
         raise ValueError(f"the content of {name} is {content!r:.40}, which is not text")
     return message

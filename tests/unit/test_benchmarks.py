@@ -372,6 +372,7 @@ SAID = [
     ("chat_training", "was trained on {rows:,} conversations of several turns"),
     ("chat_training", "The loss of {held_out} held-out answers fell from {loss_before:.2f} to {loss_after:.2f}"),
     ("learn", "for at most {cost_share_max:.1%} of the sweep's steps"),
+    ("reports", "**{right} of {cases} right**: 20 public reports"),
     (
         "check_examples",
         "**{answered} of {files} answered**: Of the {files} example files that Axolotl, LLaMA-Factory and TRL ship",
@@ -694,7 +695,7 @@ def test_the_documents_say_which_versions_were_measured() -> None:
         "transfer",
         "waiting",
     }
-    assert without_device <= {"fleet", "labels", "mutation"} | of_data
+    assert without_device <= {"fleet", "labels", "mutation", "reports"} | of_data
     for path in (BENCHMARKS / "data").glob("transfer_*.jsonl"):  # a result of two cards
         fingerprints.append(json.loads(path.read_text().splitlines()[0])["fingerprint"])
     on_gpus = [found["packages"] for found in fingerprints if found["device"].startswith("NVIDIA")]
