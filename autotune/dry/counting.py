@@ -145,6 +145,7 @@ class CountedStep:
     def count(self, workspace: int = 0) -> DryCount:
         """Train on the longest micro batch while everything alive in a run is alive.
 
+        With no micro batches in a step, evaluate it instead.
         The optimizer's state exists. If a step has several micro batches, the gradients of an
         earlier one exist too. `workspace` bytes are added to every peak.
         """
@@ -153,6 +154,7 @@ class CountedStep:
         in_backward = self._config.optimizer_in_backward
         counter.hold_module(self._model)
         built = counter.live
+        evaluates = self._request.micro_steps == 0
 
         with counter:
             # The first step of each optimizer makes its state.
@@ -165,7 +167,7 @@ class CountedStep:
                 step()
             state = counter.live - built - gradients
 
-            if self._request.micro_steps == 1:
+            if self._request.micro_steps < 2:
                 self._forget_gradients()
             if in_backward:
                 gradients = max(parameter.nbytes for parameter in trained)
@@ -175,14 +177,18 @@ class CountedStep:
             self._divide_step()
             if self._joined is not None:
                 self._joined.follow()
+            if evaluates:
+                self._model.eval()
             counter.begin()
 
             # Trainer fetches all micro batches of a step at once.
-            batches = [self._batch() for _ in range(self._request.micro_steps)]
-            self._enter("forward")
-            loss = self._forward(batches[-1])
-            self._enter("backward")
-            loss.backward()
+            batches = [self._batch() for _ in range(max(self._request.micro_steps, 1))]
+            self._enter("evaluate" if evaluates else "forward")
+            with torch.no_grad() if evaluates else nullcontext():
+                loss = self._forward(batches[-1])
+            if not evaluates:
+                self._enter("backward")
+                loss.backward()
             del loss
 
             # The work is counted for a micro batch, without the optimizer's step.
@@ -190,8 +196,9 @@ class CountedStep:
             moved_bytes = dict(counter.moved)
             operations = counter.operations
 
-            self._enter("optimizer")
-            if not in_backward:
+            if not evaluates:
+                self._enter("optimizer")
+            if not (evaluates or in_backward):
                 nn.utils.clip_grad_norm_(trained, 1.0)
                 steps[0]()
             self._forget_gradients()
@@ -229,8 +236,10 @@ class CountedStep:
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: self._enter(name))
 
+        head = "forward_head" if self._request.micro_steps else "evaluate_head"
+
         def end_layers(hidden: torch.Tensor) -> None:
-            self._enter("forward_head")
+            self._enter(head)
             begin_at(hidden, "backward_layers")
 
         embedding = self._base.get_input_embeddings()

@@ -18,6 +18,8 @@ from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.core.train_config import TrainConfig, checkpoints_some
 from autotune.export.header import eval_steps, model_source, on_cpu, save_steps, warmup_steps
+from autotune.prediction.estimate import Evaluation, memory_of
+from autotune.prediction.memory_formula import EVALUATES
 from autotune.problem.run_options import KEPT_CHECKPOINTS
 from autotune.study.summary import Recipe
 
@@ -109,6 +111,7 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "save_steps": save_steps(recipe),
         "save_total_limit": KEPT_CHECKPOINTS,
         "evaluates": evaluates,
+        "eval_batch": eval_batch(tool, recipe) if evaluates else None,
         "eval_share": recipe.workload.eval_share if evaluates else None,
         "eval_steps": eval_steps(recipe) if evaluates else None,
         "report_to": report_to,
@@ -129,6 +132,27 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "needs_liger": config.kernels == "liger" or config.loss == "chunked",
         "probed_with_trl": recipe.trainer == "trl",
     }
+
+
+def eval_batch(tool: str, recipe: Recipe) -> int:
+    """Return the examples in a batch of an evaluation: the training's micro batch if it fits.
+
+    With a loss in chunks, Axolotl and LLaMA-Factory use Liger's head. In evaluations it makes the
+    logits of all tokens, which may not fit. One example is the least.
+    """
+    config = recipe.config
+    size = config.micro_batch_size
+    if tool == "trl" or config.loss != "chunked":
+        return size
+
+    longest = recipe.workload.at_longest(config)
+    limit_gib = recipe.winner.measurement.limit_gib
+    for rows in range(size, 1, -1):
+        batch = Evaluation(rows=rows, loss="full").batch_of(longest)
+        need = memory_of(recipe.model, batch, EVALUATES, objective=recipe.workload.objective)
+        if need is not None and need.peak_reserved_gib * (1 + need.error) <= limit_gib:
+            return rows
+    return 1
 
 
 def _padded_multiple(recipe: Recipe) -> int | None:

@@ -53,6 +53,8 @@ def fixes_of(run: ForeignConfig) -> Iterator[Fix]:
     fused = _fused_loss(values) if tool == "axolotl" else table.get("loss")
     if config.loss == "full" and fused:
         yield SAME_RESULT, fused
+    if size := _smaller_evaluation(run):
+        yield SAME_RESULT, {key_of(tool, "eval_batch"): size}
     if config.checkpointing == "none":
         newer_key = tool == "trl" and "activation_checkpointing" in values
         edits: Edits = {"activation_checkpointing": True} if newer_key else table["checkpointing"]
@@ -77,6 +79,18 @@ def fixes_of(run: ForeignConfig) -> Iterator[Fix]:
         adapters = adapters | {"lora_r": values.get("lora_r") or 16}
     yield ADAPTERS, adapters
     yield ADAPTERS, adapters | quantization
+
+
+def _smaller_evaluation(run: ForeignConfig) -> int | None:
+    """Return a batch of an evaluation that needs little, or None if it is as small already.
+
+    The training's micro batch suffices if both have the same loss.
+    """
+    evaluation = run.evaluation
+    if evaluation is None:
+        return None
+    size = run.config.micro_batch_size if evaluation.loss == run.config.loss else 1
+    return size if (evaluation.rows or run.config.micro_batch_size) > size else None
 
 
 def _fused_loss(values: dict[str, Any]) -> Edits:

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,15 @@ from autotune.core.lora_targets import ALL_LINEAR, target_modules
 from autotune.core.objective import NOT_OFFERED, Objective
 from autotune.core.train_config import TrainConfig
 from autotune.export.keys import default_of, key_of
+from autotune.planning.foreign_evaluation import evaluation_of
+from autotune.planning.foreign_file import MAX_COUNT, File, Refused, quote, table
 from autotune.problem.constraints import NO_SDPA
 from autotune.report.values.check import FP32_BASE, ForeignConfig
 
-MAX_KNOB = 2**24  # the largest number that TrainConfig accepts
 OUTSIDE_LAYERS = {"lm_head", "embed_tokens", "wte"}  # adapters on these are not counted
 USUAL_ALPHAS = (16, 32)  # usual for any rank
-MAX_COUNT = 10**15  # some files write "all examples" as a large number
 
 TOOLS = ("trl", "axolotl", "llamafactory")
-# "auto" is on, because a recent GPU supports the feature.
-_FLAGS = dict.fromkeys((True, "true", "yes", "on", "1", "auto"), True)
-_FLAGS |= dict.fromkeys((False, "false", "no", "off", "0"), False)
 _TRAINING = "pass the YAML that you train with, of TRL, Axolotl or LLaMA-Factory"
 _REMEDY = (
     "pass the file of a supported run: sft, dpo, kto or reward, LoRA or full, of a base that is "
@@ -68,7 +65,7 @@ def _known_targets(config: TrainConfig, model: ModelSpec) -> tuple[str, str]:
     if targets in KNOBS["lora_targets"].choices:
         layer_names = target_modules(model.config["model_type"], targets)
         if layer_names and targets == ALL_LINEAR and config.method == "lora":
-            return targets, _table("notes")["refused"].format(names=", ".join(layer_names))
+            return targets, table("notes")["refused"].format(names=", ".join(layer_names))
         return targets, ""
 
     # A list of names may equal one of the knob's choices.
@@ -77,15 +74,15 @@ def _known_targets(config: TrainConfig, model: ModelSpec) -> tuple[str, str]:
     for choice in KNOBS["lora_targets"].choices:
         if set(names.values()) == set(target_modules(model.config["model_type"], choice) or ()):
             return str(choice), ""
-    if layers <= names.keys() if sizes else any(map(set(names).issuperset, _table("all_linear"))):
+    if layers <= names.keys() if sizes else any(map(set(names).issuperset, table("all_linear"))):
         return ALL_LINEAR, ""
 
     absent = sorted(names.keys() - layers - OUTSIDE_LAYERS)
     if not names.keys() & layers:
         known = ", ".join(sizes.matrices if sizes else ())
-        wrong = f"no linear layer of this model is named {_quote(', '.join(absent))}"
+        wrong = f"no linear layer of this model is named {quote(', '.join(absent))}"
         raise UsageError(wrong, remedy=f"name some that it has: {known}")
-    note = _table("notes")["absent"].format(targets=_quote(", ".join(absent))) if absent else ""
+    note = table("notes")["absent"].format(targets=quote(", ".join(absent))) if absent else ""
     return ",".join(sorted(names[name] for name in names.keys() & layers)), note
 
 
@@ -94,7 +91,7 @@ def parse(values: dict[str, Any], tool: str) -> ForeignConfig:
 
     Raises UsageError for an impossible value, and for an unsupported kind of run.
     """
-    return replace(_read(_File(values=values, notes=[]), tool), values=values)
+    return replace(_read(File(values=values, notes=[]), tool), values=values)
 
 
 def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
@@ -114,7 +111,7 @@ def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
         values |= _accelerate_settings(path, values.get("accelerate_config"))
         values |= _deepspeed_settings(path, values.get("deepspeed"))
         return replace(parse(values, tool), ignored=ignored)
-    except _Refused as refusal:
+    except Refused as refusal:
         lines = read_user_text(path).splitlines()
         of_key = re.compile(rf"\s*['\"]?{re.escape(refusal.key)}['\"]?\s*:")
         line = next(
@@ -128,7 +125,7 @@ def _command_objective(objective: str) -> str:
     objectives = [str(one) for one in Objective if "trl" in one.trainers]
     if objective not in objectives:
         raise UsageError(
-            f"no command of TRL trains for {_quote(objective)}",
+            f"no command of TRL trains for {quote(objective)}",
             remedy=f"give {', '.join(objectives)}",
         )
     return objective
@@ -137,23 +134,23 @@ def _command_objective(objective: str) -> str:
 def _unknown_keys(values: dict[str, Any], tool: str) -> str:
     """Return a sentence about the keys that Axolotl ignores, or "".
 
-    Raises _Refused for an unknown key of TRL or LLaMA-Factory, which refuse the file.
+    Raises Refused for an unknown key of TRL or LLaMA-Factory, which refuse the file.
     """
-    table = load_data("autotune.planning", "known_keys")[tool]
-    unsupported = set(chain.from_iterable(run["keys"] for run in _table("refused")))
-    known = {*table["keys"], *unsupported, *_keys_of_tables()}
+    tool_keys = load_data("autotune.planning", "known_keys")[tool]
+    unsupported = set(chain.from_iterable(run["keys"] for run in table("refused")))
+    known = {*tool_keys["keys"], *unsupported, *_keys_of_tables()}
     # A key without a value has no effect. An unsupported run is refused for its own reason.
     unknown = [key for key, value in values.items() if key not in known and value is not None]
     if not unknown or any(map(values.get, unsupported)):
         return ""
 
-    title = table["title"]
-    named = ", ".join(f"{_quote(key)}{did_you_mean(key, table['keys'])}" for key in unknown)
+    title = tool_keys["title"]
+    named = ", ".join(f"{quote(key)}{did_you_mean(key, tool_keys['keys'])}" for key in unknown)
     if tool == "axolotl":
         return f"ignored by {title}: {named}"
-    near = did_you_mean(unknown[0], table["keys"])
+    near = did_you_mean(unknown[0], tool_keys["keys"])
     others = f" (also {named.partition(', ')[2]})" if len(unknown) > 1 else ""
-    raise _Refused(
+    raise Refused(
         unknown[0],
         f"{title} has no such key, and refuses the file{near}{others}",
         "correct or remove it; a key of a newer version can be removed for the check",
@@ -163,9 +160,9 @@ def _unknown_keys(values: dict[str, Any], tool: str) -> str:
 def _keys_of_tables() -> Iterator[str]:
     """Yield the keys of supported runs that planning/foreign_keys.yaml names for any tool."""
     for name in ("noted", "objective_keys"):
-        yield from chain.from_iterable(_table(name).values())
+        yield from chain.from_iterable(table(name).values())
     for name in ("parallel", "split", "data_parallel", "resized", "other_references"):
-        yield from _table(name)
+        yield from table(name)
 
 
 def _accelerate_settings(path: Path, name: Any) -> dict[str, Any]:
@@ -243,18 +240,18 @@ def _tool_of(path: Path, values: dict[str, Any]) -> str:
         raise UsageError(f"{path} is a file of {other}, which is not supported", remedy=_TRAINING)
 
     # Some YAML files belong to these tools but describe no training.
-    for other in _table("other_files"):
+    for other in table("other_files"):
         if not values.get("do_train") and any(values.get(key) for key in other["keys"]):
             raise UsageError(
                 f"{path} is {other['what']}: it describes no training", remedy=_TRAINING
             )
-    if any(key in values for key in _table("marks_of_v1")):
+    if any(key in values for key in table("marks_of_v1")):
         raise UsageError(
             f"{path}: the format of LLaMA-Factory v1 is not supported", remedy=_TRAINING
         )
 
     # The tool with the most of its own keys wins.
-    all_marks = _table("marks")
+    all_marks = table("marks")
     present = {tool: [key for key in marks if key in values] for tool, marks in all_marks.items()}
     first, second, *_ = sorted(TOOLS, key=lambda tool: len(present[tool]), reverse=True)
     if len(present[first]) > len(present[second]):
@@ -272,155 +269,26 @@ def _other_tool(values: dict[str, Any]) -> str:
     """Return the name of an unsupported tool whose run a file describes, or ""."""
     if any(isinstance(value, dict) and "_component_" in value for value in values.values()):
         return "torchtune"
-    return (
-        "ms-swift" if "model" in values and any(map(values.get, _table("marks_of_swift"))) else ""
-    )
+    return "ms-swift" if "model" in values and any(map(values.get, table("marks_of_swift"))) else ""
 
 
-class _Refused(UsageError):
-    """An error: the value of a key is impossible or unsupported."""
-
-    def __init__(self, key: str, message: str, remedy: str = "correct it in the file") -> None:
-        super().__init__(f"{key}: {message}", remedy=remedy)
-        self.key = key
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    """The values of a file by key. Each method reads a value as one type.
-
-    If a method takes several keys, it reads the first key that is set. `notes` collects sentences
-    about the run. All methods raise _Refused for a value of the wrong type.
-    """
-
-    values: dict[str, Any]
-    notes: list[str]
-
-    def get(self, *keys: str) -> tuple[str, Any]:
-        """Return the first key that is set and its value.
-
-        Without such a key, return the first key with None as its value.
-        """
-        return next(
-            ((key, self.values[key]) for key in keys if self.values.get(key) is not None),
-            (keys[0], None),
-        )
-
-    def has(self, *keys: str) -> bool:
-        """Return whether one of the keys is set and not switched off."""
-        return any(self.values.get(key) not in (None, False, "", "false", [], {}) for key in keys)
-
-    def number(self, *keys: str, default: float, least: float = 1, most: float = MAX_KNOB) -> float:
-        """Return a number from `least` to `most`; "auto" means the default."""
-        key, value = self.get(*keys)
-        if value is None or value == "auto":
-            self.note(value is not None, "auto", key=key, default=default)
-            return default
-
-        try:
-            # The tools also accept "2e-4" as a number.
-            number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-
-        if not least <= number <= most:
-            raise _Refused(
-                key, f"a number from {least:g} to {most:,.0f} is needed, not {_quote(value)}"
-            )
-        return number
-
-    def note(self, applies: bool, note: str, /, **values: Any) -> None:
-        """Add the note with this name if it applies."""
-        if applies:
-            self.notes.append(_table("notes")[note].format(**values))
-
-    def whole(self, *keys: str, default: int, least: int = 1, most: int = MAX_KNOB) -> int:
-        """Return a whole number from `least` to `most`."""
-        number = float(self.number(*keys, default=default, least=least, most=most))
-        if not number.is_integer():
-            raise _Refused(self.get(*keys)[0], f"a whole number is needed, not {number:g}")
-        return int(number)
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        """Return true or false, in any form that YAML or the tools accept."""
-        value = self.values.get(key)
-        if value is None:
-            return default
-        try:
-            return _FLAGS[value.lower() if isinstance(value, str) else value]
-        except (KeyError, TypeError):
-            raise _Refused(key, f"true or false is needed, not {_quote(value)}") from None
-
-    def text(self, *keys: str, default: str = "") -> str:
-        """Return a printable text without spaces around it."""
-        key, value = self.get(*keys)
-        if value is not None and not (isinstance(value, str) and value.isprintable()):
-            raise _Refused(key, f"a name is needed, not {_quote(value)}")
-        return (value or "").strip() or default
-
-    def names(self, *keys: str) -> tuple[str, ...]:
-        """Return the names in a text with commas, or in a list.
-
-        The list holds names or mappings with a path.
-        """
-        key, value = self.get(*keys)
-
-        parts: Any = value
-        if isinstance(value, str):
-            parts = value.split(",")
-        elif value is None:
-            parts = []
-
-        if isinstance(parts, list):
-            parts = [part.get("path", "") if isinstance(part, dict) else part for part in parts]
-        if not isinstance(parts, list) or not all(
-            isinstance(part, str) and part.isprintable() for part in parts
-        ):
-            raise _Refused(key, f"names are needed, not {_quote(value)}")
-        return tuple(part.strip() for part in parts if part.strip())
-
-    def mapping(self, *keys: str) -> "_File":
-        """Return the mapping that a key holds, as a file with the same notes."""
-        key, value = self.get(*keys)
-        if value is not None and not isinstance(value, dict):
-            raise _Refused(key, f"keys with values are needed, not {_quote(value)}")
-        return replace(
-            self,
-            values={name: item for name, item in (value or {}).items() if isinstance(name, str)},
-        )
-
-
-def _table(name: str) -> Any:
-    """Return a part of planning/foreign_keys.yaml."""
-    return load_data("autotune.planning", "foreign_keys")[name]
-
-
-def _quote(value: Any) -> str:
-    """Return the value as a short text for messages."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of thousands of digits
-        text = "a number as large as that"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _read(file: _File, tool: str) -> ForeignConfig:
+def _read(file: File, tool: str) -> ForeignConfig:
     """Return the run that a file describes for a tool, without its original values."""
     for named in ("absent_accelerate_config", "absent_deepspeed"):
-        file.note(named in file.values, "absent_file", name=_quote(file.values.get(named)))
+        file.note(named in file.values, "absent_file", name=quote(file.values.get(named)))
 
     # The tools prefer the values in these mappings to the values at the top level.
     for nested in ("model_init_kwargs", "bnb_config_kwargs"):
         file = replace(file, values=file.values | file.mapping(nested).values)
 
-    for unsupported_run in _table("refused"):
+    for unsupported_run in table("refused"):
         if key := next(filter(file.has, unsupported_run["keys"]), None):
-            raise _Refused(key, unsupported_run["reason"], _REMEDY)
+            raise Refused(key, unsupported_run["reason"], _REMEDY)
 
     model_key = key_of(tool, "model")
     model = file.text(model_key)
     if not model:
-        raise _Refused(model_key, "is missing", "say which model is trained")
+        raise Refused(model_key, "is missing", "say which model is trained")
     read_objective = {
         "trl": _trl_objective,
         "axolotl": _axolotl_objective,
@@ -447,13 +315,15 @@ def _read(file: _File, tool: str) -> ForeignConfig:
     # The trainers for pairs give all rows a mask.
     padding = "longest" if objective is Objective.SFT else "masked"
     knobs["padding"] = "max_length" if _fills_rows(file, tool, seq_len) else padding
-    gpus = _table("data_parallel") + _table("parallel")
+    gpus = table("data_parallel") + table("parallel")
+    config = TrainConfig(
+        micro_batch_size=micro_batch, seq_len=seq_len, double_quant=double_quant, **knobs
+    )
+    evaluation = evaluation_of(file, tool, config, objective)
     return ForeignConfig(
         format=tool,
         model=model,
-        config=TrainConfig(
-            micro_batch_size=micro_batch, seq_len=seq_len, double_quant=double_quant, **knobs
-        ),
+        config=config,
         accumulation=_accumulation(file, tool, micro_batch),
         num_gpus=math.prod(file.whole(key, default=1) for key in gpus) if file.has(*gpus) else None,
         epochs=None if max_steps > 0 else float(epochs),
@@ -461,15 +331,16 @@ def _read(file: _File, tool: str) -> ForeignConfig:
         max_examples=samples * max(1, len(datasets)) or None,
         dataset=",".join(datasets) or None,
         objective=objective,
+        evaluation=evaluation,
         notes=tuple(dict.fromkeys(file.notes)),
     )
 
 
-def _knobs(file: _File, tool: str, objective: Objective) -> dict[str, Any]:
+def _knobs(file: File, tool: str, objective: Objective) -> dict[str, Any]:
     """Return the knobs that a file sets, besides the sizes of micro batch and rows."""
     read_knobs = {"trl": _trl_knobs, "axolotl": _axolotl_knobs, "llamafactory": _llamafactory_knobs}
     knobs = read_knobs[tool](file)
-    if tool != "trl" and file.has(*_table("noted")["own_loss"]):
+    if tool != "trl" and file.has(*table("noted")["own_loss"]):
         knobs["loss"] = "full"  # the custom loss replaces a fused one
     if objective is not Objective.SFT:
         knobs |= _objective_knobs(file, tool, objective, packing=knobs["packing"])
@@ -483,7 +354,7 @@ def _knobs(file: _File, tool: str, objective: Objective) -> dict[str, Any]:
         quantization_key = next(
             key for key in ("load_in_4bit", "load_in_8bit", "quantization_bit") if file.has(key)
         )
-        raise _Refused(
+        raise Refused(
             quantization_key,
             "a quantised base is trained by adapters alone",
             "ask for LoRA, or do not quantise",
@@ -492,67 +363,67 @@ def _knobs(file: _File, tool: str, objective: Objective) -> dict[str, Any]:
     return knobs | _compute_knobs(file, tool)
 
 
-def _trl_objective(file: _File) -> Objective:
+def _trl_objective(file: File) -> Objective:
     """Return the file's objective: the user's, or by keys that only one of TRL's trainers reads."""
     if file.has("objective"):
         return Objective(file.text("objective"))
 
     # The loss names the trainer, if it is set.
     losses = file.names("loss_type")
-    for name, known in _table("objective_losses").items():
+    for name, known in table("objective_losses").items():
         if losses and set(losses) <= set(known):
             return Objective(name)
     if losses:
-        raise _Refused(
+        raise Refused(
             "loss_type",
-            f"no trainer of TRL that is supported has {_quote(', '.join(losses))}",
+            f"no trainer of TRL that is supported has {quote(', '.join(losses))}",
             _REMEDY,
         )
 
     # Without a loss, some keys belong to one trainer only, and others to several.
-    for name, keys in _table("objective_keys").items():
+    for name, keys in table("objective_keys").items():
         if file.has(*keys):
             return Objective(name)
     for key in ("beta", "max_prompt_length"):
         if file.has(key):
             reason = "only the command says whether it trains for dpo, kto or another objective"
-            raise _Refused(key, reason, "give --objective dpo, kto or reward")
+            raise Refused(key, reason, "give --objective dpo, kto or reward")
     return Objective.SFT
 
 
-def _axolotl_objective(file: _File) -> Objective:
+def _axolotl_objective(file: File) -> Objective:
     name = file.text("rl") if file.has("rl") else ""
     if file.flag("reward_model"):
         return Objective.REWARD
-    return _known_objective("rl", name, _table("rl")) if name else Objective.SFT
+    return _known_objective("rl", name, table("rl")) if name else Objective.SFT
 
 
-def _llamafactory_objective(file: _File) -> Objective:
-    objective = _known_objective("stage", file.text("stage", default="sft"), _table("stages"))
+def _llamafactory_objective(file: File) -> Objective:
+    objective = _known_objective("stage", file.text("stage", default="sft"), table("stages"))
     loss = file.text("pref_loss", default="sigmoid")
     if objective is Objective.DPO and loss in ("orpo", "simpo"):
-        raise _Refused("pref_loss", f"no probe trains for {loss}", _REMEDY)
+        raise Refused("pref_loss", f"no probe trains for {loss}", _REMEDY)
     return objective
 
 
 def _known_objective(key: str, name: str, known: dict[str, str]) -> Objective:
     if name not in known:
         why = NOT_OFFERED.get(name, "no probe trains for it")
-        raise _Refused(
+        raise Refused(
             key,
-            f"{_quote(name)}, another objective than {', '.join(sorted(known))}: {why}",
+            f"{quote(name)}, another objective than {', '.join(sorted(known))}: {why}",
             _REMEDY,
         )
     return Objective(known[name])
 
 
 def _objective_knobs(
-    file: _File, tool: str, objective: Objective, *, packing: bool
+    file: File, tool: str, objective: Objective, *, packing: bool
 ) -> dict[str, Any]:
     """Return the knobs that an objective other than SFT sets, and note how its trainer differs."""
     if packing:
         key = key_of(tool, "packing")
-        raise _Refused(key, f"rows of {objective} are not packed", "switch it off")
+        raise Refused(key, f"rows of {objective} are not packed", "switch it off")
 
     # One loss of KTO does not compare answers and prompts.
     compares = tool != "llamafactory" and file.names("loss_type") != ("apo_zero_unpaired",)
@@ -562,7 +433,7 @@ def _objective_knobs(
         and _whole_number(file, tool, "micro_batch_size") < 2
     ):
         key = key_of(tool, "micro_batch_size")
-        raise _Refused(
+        raise Refused(
             key,
             "TRL compares the answers of a micro batch for KTO, which takes two",
             "write 2 or more",
@@ -580,13 +451,13 @@ def _objective_knobs(
             tool="LLaMA-Factory" if tool == "llamafactory" else "Axolotl's TRL 1.8",
         )
 
-    for key in _table("other_references"):
+    for key in table("other_references"):
         file.note(file.has(key), "other_reference", key=key)
     file.note(file.flag("precompute_ref_log_probs"), "precomputed")
     return {"loss": "chunked", "packing": False}
 
 
-def _accumulation(file: _File, tool: str, micro_batch: int) -> int:
+def _accumulation(file: File, tool: str, micro_batch: int) -> int:
     """Return the number of micro batches per step.
 
     An older key of Axolotl holds the number of rows per step.
@@ -595,7 +466,7 @@ def _accumulation(file: _File, tool: str, micro_batch: int) -> int:
     return file.whole(key_of(tool, "accumulation"), default=default)
 
 
-def _fills_rows(file: _File, tool: str, seq_len: int) -> bool:
+def _fills_rows(file: File, tool: str, seq_len: int) -> bool:
     """Return whether rows are padded to seq_len, not to the longest row of a micro batch."""
     if tool == "llamafactory":
         return False
@@ -604,12 +475,12 @@ def _fills_rows(file: _File, tool: str, seq_len: int) -> bool:
     return file.whole("pad_to_multiple_of", default=1) >= seq_len
 
 
-def _whole_number(file: _File, tool: str, knob: str) -> int:
+def _whole_number(file: File, tool: str, knob: str) -> int:
     """Return the whole number in the tool's key for a knob, or the tool's default."""
     return file.whole(key_of(tool, knob), default=default_of(tool, knob))
 
 
-def _compute_knobs(file: _File, tool: str) -> dict[str, Any]:
+def _compute_knobs(file: File, tool: str) -> dict[str, Any]:
     """Return the knobs of optimizer, attention, compilation and data loading.
 
     Only their keys differ between the tools.
@@ -618,23 +489,23 @@ def _compute_knobs(file: _File, tool: str) -> dict[str, Any]:
     compiled = file.flag("torch_compile") or file.has(*compile_keys)
     file.note(compiled, "compiled")
 
-    for name, keys in _table("noted").items():
+    for name, keys in table("noted").items():
         for key in keys:
             file.note(file.has(key), name, key=key)
-    split = _table("parallel") + _table("split")
+    split = table("parallel") + table("split")
     file.note(any(file.whole(key, default=1) > 1 for key in split), "sharded")
 
     # Axolotl's older keys name the attention, `<name>_attention: true`.
-    older = next((name for name in _table("attention_flags") if file.flag(f"{name}_attention")), "")
+    older = next((name for name in table("attention_flags") if file.flag(f"{name}_attention")), "")
     attention = file.text(key_of(tool, "attention"), default=older)
-    attentions = {name: name for name in KNOBS["attention"].choices} | _table("attentions")
-    file.note(attention not in attentions, "attention", name=_quote(attention))
+    attentions = {name: name for name in KNOBS["attention"].choices} | table("attentions")
+    file.note(attention not in attentions, "attention", name=quote(attention))
 
     optimizer = file.text(key_of(tool, "optimizer"), default=str(KNOBS["optimizer"].default))
-    optimizers = {name: name for name in KNOBS["optimizer"].choices} | _table("optimizers")
-    similar = (known for part, known in _table("similar_optimizers").items() if part in optimizer)
+    optimizers = {name: name for name in KNOBS["optimizer"].choices} | table("optimizers")
+    similar = (known for part, known in table("similar_optimizers").items() if part in optimizer)
     state = next(similar, "adamw_torch")
-    file.note(optimizer not in optimizers, "optimizer", name=_quote(optimizer), state=state)
+    file.note(optimizer not in optimizers, "optimizer", name=quote(optimizer), state=state)
 
     workers = file.whole(key_of(tool, "loader_workers"), default=0, least=0)
     choices = KNOBS["loader_workers"].choices
@@ -650,11 +521,11 @@ def _compute_knobs(file: _File, tool: str) -> dict[str, Any]:
     }
 
 
-def _adapter_knobs(file: _File, tool: str) -> dict[str, Any]:
+def _adapter_knobs(file: File, tool: str) -> dict[str, Any]:
     """Return the knobs of the adapters."""
     rank = _whole_number(file, tool, "lora_rank")
     if not rank:
-        raise _Refused(
+        raise Refused(
             key_of(tool, "lora_rank"),
             "is missing, and has no default",
             "say the rank of the adapters",
@@ -682,7 +553,7 @@ def _adapter_knobs(file: _File, tool: str) -> dict[str, Any]:
     }
 
 
-def _dropout(file: _File, tool: str) -> float:
+def _dropout(file: File, tool: str) -> float:
     """Return the choice of `lora_dropout` nearest to the file's value.
 
     A share above zero never becomes zero, because dropout takes memory.
@@ -694,7 +565,7 @@ def _dropout(file: _File, tool: str) -> float:
     return float(min(choices, key=lambda choice: abs(choice - share)))
 
 
-def _targets(file: _File, names: set[str]) -> str:
+def _targets(file: File, names: set[str]) -> str:
     """Return the targets of the adapters as a value of the knob `lora_targets`."""
     if not names:
         file.note(True, "default_targets")
@@ -703,20 +574,20 @@ def _targets(file: _File, names: set[str]) -> str:
     try:
         check_value("lora_targets", names_text)
     except ValueError:
-        file.note(True, "targets", targets=_quote(names_text))
+        file.note(True, "targets", targets=quote(names_text))
         return ALL_LINEAR
     return names_text
 
 
-def _modules_to_save(file: _File) -> str:
+def _modules_to_save(file: File) -> str:
     """Return the modules trained beside the adapters, as the knob `modules_to_save`.
 
     Other modules get a note.
     """
-    known = _table("ends")
+    known = table("ends")
     keys = ("lora_modules_to_save", "additional_target")
     key, value = file.get(*keys)
-    if value is None and file.has(*_table("resized")):
+    if value is None and file.has(*table("resized")):
         return "embedding_and_head"
 
     names = {name: name.rpartition(".")[2] for name in file.names(*keys)}
@@ -727,7 +598,7 @@ def _modules_to_save(file: _File) -> str:
         if not any(last in end_names for end_names in known.values())
     )
 
-    file.note(bool(other_names), "whole_modules", key=key, names=_quote(", ".join(other_names)))
+    file.note(bool(other_names), "whole_modules", key=key, names=quote(", ".join(other_names)))
     return "_and_".join(ends) or "none"
 
 
@@ -746,19 +617,17 @@ def _quantization(four_bit: bool, eight_bit: bool) -> str:
     return "int8" if eight_bit else "none"
 
 
-def _trl_knobs(file: _File) -> dict[str, Any]:
+def _trl_knobs(file: File) -> dict[str, Any]:
     """Return the knobs whose keys only TRL has."""
     lora = file.flag("use_peft")
     fp16 = file.flag("fp16")
     packing = file.flag("packing")
     dtype = file.text("dtype", "torch_dtype", default="float32").removeprefix("torch.")
     if dtype not in ("auto", "bfloat16", "float16", "float32"):
-        raise _Refused(
-            "dtype", f"auto, bfloat16, float16 or float32 is needed, not {_quote(dtype)}"
-        )
+        raise Refused("dtype", f"auto, bfloat16, float16 or float32 is needed, not {quote(dtype)}")
 
     if "max_length" in file.values and file.get("max_length", "max_seq_length")[1] is None:
-        raise _Refused(
+        raise Refused(
             "max_length", "nothing is cut off then", "write how many tokens the longest example has"
         )
 
@@ -808,17 +677,15 @@ def _trl_knobs(file: _File) -> dict[str, Any]:
     }
 
 
-def _axolotl_knobs(file: _File) -> dict[str, Any]:
+def _axolotl_knobs(file: File) -> dict[str, Any]:
     """Return the knobs whose keys only Axolotl has."""
     adapter = file.text("adapter")
     four_bit = file.flag("load_in_4bit")
     eight_bit = file.flag("load_in_8bit")
     if adapter not in ("", "lora", "qlora"):
-        raise _Refused(
-            "adapter", f"lora, qlora or none is supported, not {_quote(adapter)}", _REMEDY
-        )
+        raise Refused("adapter", f"lora, qlora or none is supported, not {quote(adapter)}", _REMEDY)
     if adapter == "qlora" and not four_bit:
-        raise _Refused(
+        raise Refused(
             "adapter", "Axolotl refuses qlora without load_in_4bit: true", "add that line"
         )
     file.note(adapter == "lora" and four_bit, "not_quantised")
@@ -871,7 +738,7 @@ def _axolotl_knobs(file: _File) -> dict[str, Any]:
     }
 
 
-def _axolotl_precision(file: _File, adapter: str) -> str:
+def _axolotl_precision(file: File, adapter: str) -> str:
     """Return the precision; without an adapter, bf16 also covers the weights."""
     fp16 = file.flag("fp16") or file.flag("float16")
     bf16_mode = file.values.get("bf16", "auto")  # an empty key switches it off
@@ -883,23 +750,21 @@ def _axolotl_precision(file: _File, adapter: str) -> str:
     return _precision(bf16 and (bf16_mode == "full" or not adapter), bf16, fp16)
 
 
-def _llamafactory_knobs(file: _File) -> dict[str, Any]:
+def _llamafactory_knobs(file: File) -> dict[str, Any]:
     """Return the knobs whose keys only LLaMA-Factory has."""
     if not file.flag("do_train"):
-        raise _Refused(
+        raise Refused(
             "do_train", "is not true, so that LLaMA-Factory trains nothing", "add `do_train: true`"
         )
     stage = file.text("stage", default="sft")
     method = file.text("finetuning_type", default="lora")
     if method not in ("lora", "full"):
-        raise _Refused(
-            "finetuning_type", f"lora or full is supported, not {_quote(method)}", _REMEDY
-        )
+        raise Refused("finetuning_type", f"lora or full is supported, not {quote(method)}", _REMEDY)
     bits = file.whole("quantization_bit", default=16)
     if bits not in (4, 8, 16):
-        raise _Refused("quantization_bit", f"4 or 8 is supported, not {bits}", _REMEDY)
+        raise Refused("quantization_bit", f"4 or 8 is supported, not {bits}", _REMEDY)
     quantizer = file.text("quantization_method", default="bnb")
-    file.note(bits < 16 and quantizer != "bnb", "quantised_by", name=_quote(quantizer))
+    file.note(bits < 16 and quantizer != "bnb", "quantised_by", name=quote(quantizer))
 
     pure = file.flag("pure_bf16")
     bf16 = file.flag("bf16")

@@ -16,8 +16,10 @@ from autotune.core.errors import UsageError
 from autotune.core.knobs import KNOBS
 from autotune.core.lora_targets import ALL_LINEAR
 from autotune.core.objective import Objective
+from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
+from autotune.export.keys import key_of
 from autotune.planning.counted_memory import no_count
 from autotune.planning.device_estimate import (
     device_limit_gib,
@@ -31,7 +33,7 @@ from autotune.planning.foreign_config import for_model, read_file
 from autotune.planning.foreign_sharding import shared_out
 from autotune.planning.observations import Say, silent
 from autotune.planning.plan import plan_task
-from autotune.planning.run_estimate import CheckContext, check_run
+from autotune.planning.run_estimate import CheckContext, bounds_of, check_run
 from autotune.prediction.memory_formula import unsupported
 from autotune.prediction.observed_speed import Observation
 from autotune.prediction.transfer import calibrated_parts
@@ -390,6 +392,7 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
             "bits, which is reported."
         )
 
+    yield from _evaluation_notes(context, checked)
     yield from _gpu_notes(checked)
     if context.workload.lengths.source == "assumed":
         lengths = context.workload.lengths
@@ -403,6 +406,25 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
             f"Memory is estimated for {rows}, speed for rows padded to the longest of each micro "
             "batch."
         )
+
+
+def _evaluation_notes(context: CheckContext, checked: CheckedRun) -> Iterator[str]:
+    """Yield a sentence if the run's evaluation sets its peak, and the need of a step."""
+    run = checked.run
+    evaluation = run.evaluation
+    if evaluation is None or checked.bounds.reported.phase is not Phase.EVALUATE:
+        return
+
+    step = bounds_of(context, replace(run, evaluation=None))
+    assert step is not None  # the bounds of the run include it
+    key = key_of(run.format, "eval_batch")
+    rows = evaluation.batch_of(run.config).micro_batch_size
+    source = key if key in run.values else f"{key}, by default"
+    logits = ", with the logits of all tokens" if evaluation.loss == "full" else ""
+    yield (
+        f"The evaluation, not the training, sets the peak: {rows:,} examples at a time ({source})"
+        f"{logits}. A step needs {fmt_gib(step.reported.peak_reserved_gib)}."
+    )
 
 
 def _gpu_notes(checked: CheckedRun) -> Iterator[str]:

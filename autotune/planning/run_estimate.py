@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_device
 from autotune.catalog.model_sizes import Sizes
+from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.planning.counted_memory import count
 from autotune.planning.foreign_sharding import buffers_of
 from autotune.prediction.estimate import MemoryBounds, estimate, memory_of, on_device, step_time_of
-from autotune.prediction.memory_formula import MemoryBreakdown
+from autotune.prediction.memory_formula import EVALUATES, MemoryBreakdown
 from autotune.prediction.observed_speed import Observation
 from autotune.prediction.step_time import StepTimeEstimate, host_of
 from autotune.prediction.transfer import REFERENCE
@@ -95,12 +96,31 @@ def check_run(
 
 
 def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
-    """Return the least and the most memory that a run needs.
+    """Return the least and the most memory that a run needs, in its steps and evaluations.
 
     Returns None if no formula covers the model and it cannot be counted.
     """
+    bounds = _bounds(model, run, min(run.accumulation, 2))
+    evaluation = run.evaluation
+    if bounds is None or evaluation is None or evaluation.needs_less(run.config):
+        return bounds
+
+    evaluates = replace(run, config=evaluation.batch_of(run.config))
+    evaluated = _bounds(model, evaluates, EVALUATES)
+    if evaluated is None:
+        return None
+    most = evaluated.most
+    return bounds.including(
+        MemoryBounds(
+            least=evaluation.with_kept(evaluated.least),
+            most=None if most is None else evaluation.with_kept(most),
+        )
+    )
+
+
+def _bounds(model: ModelSpec, run: ForeignConfig, steps: int) -> MemoryBounds | None:
+    """Return the bounds of a step of `steps` micro batches; with EVALUATES, of an evaluation."""
     config = run.config
-    steps = min(run.accumulation, 2)
     sizes = Sizes.of(model)
     # DoRA needs more memory; the additional amount was not measured.
     covered = replace(_checkpoints_on_gpu(config), dora=False)
@@ -161,7 +181,7 @@ def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) 
     quantized = config.quantization != "none"
     frozen = sizes.params - (sizes.linear_params if quantized else 0)
 
-    every = config.checkpoint_every
+    every = 1 if memory.phase is Phase.EVALUATE else config.checkpoint_every
     num_recomputed = 0 if every is None else math.ceil(sizes.layers / every)
     casts = (
         0
@@ -170,7 +190,9 @@ def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) 
         * sizes.linear_params
         / sizes.layers
     )
-    checkpoints = config.tokens * num_recomputed * sizes.hidden  # 4 bytes a value instead of 2
+    # 4 bytes a value instead of 2; an evaluation has the four tensors beside a layer
+    num_hidden = 4 if memory.phase is Phase.EVALUATE else num_recomputed
+    checkpoints = config.tokens * num_hidden * sizes.hidden
     head = sizes.embedding if memory.logits else 0
 
     return replace(

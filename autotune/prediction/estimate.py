@@ -17,6 +17,7 @@ from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import DryCount, Evidence
 from autotune.core.train_config import TrainConfig
+from autotune.core.units import gib
 from autotune.core.untested import untested
 from autotune.prediction.collectives import (
     SLOWEST_LINK,
@@ -29,6 +30,7 @@ from autotune.prediction.collectives import (
 )
 from autotune.prediction.memory_formula import (
     ERROR,
+    EVALUATES,
     MemoryBreakdown,
     counted_breakdown,
     memory_breakdown,
@@ -59,8 +61,41 @@ from autotune.problem.workload import RunShape
 # Counts a training step of a whole model: model, configuration, micro batches in a step, objective.
 # It returns None if it cannot count.
 Counter = Callable[[ModelSpec, TrainConfig, int, Objective], DryCount | None]
+KEPT_BYTES = 16  # of a token for metrics: its prediction and its label, in 64 bits each
 # The step time of one GPU, computed only if the run may fit.
 Clock = Callable[[], StepTimeEstimate | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The evaluations between a run's steps.
+
+    `rows` is the number of examples in a batch, or None for the training's micro batch. `loss` is a
+    value of the knob `loss`. The predictions and labels of `kept_tokens` tokens wait on the GPU for
+    metrics.
+    """
+
+    rows: int | None
+    loss: str
+    kept_tokens: int = 0
+
+    def batch_of(self, config: TrainConfig) -> TrainConfig:
+        """Return the configuration whose micro batch is a batch of the evaluation."""
+        rows = self.rows or config.micro_batch_size
+        return replace(config, micro_batch_size=rows, loss=self.loss, checkpointing="none")
+
+    def needs_less(self, config: TrainConfig) -> bool:
+        """Return whether it surely needs less than a step: no more examples, and the same loss.
+
+        CUDA graphs keep the memory of a step for themselves.
+        """
+        smaller = (self.rows or 1) <= config.micro_batch_size and self.loss == config.loss
+        return smaller and not self.kept_tokens and config.cuda_graphs == "none"
+
+    def with_kept(self, batch: MemoryBreakdown) -> MemoryBreakdown:
+        """Return the memory of a batch beside the predictions that wait."""
+        kept_gib = gib(KEPT_BYTES * self.kept_tokens)
+        return replace(batch, activations=batch.activations + kept_gib)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +118,13 @@ class MemoryBounds:
     def reported(self) -> MemoryBreakdown:
         """The upper bound if there is one, otherwise the lower bound."""
         return self.most or self.least
+
+    def including(self, evaluated: "MemoryBounds") -> "MemoryBounds":
+        """Return the bounds of a run of these steps that also evaluates."""
+        highest = partial(max, key=lambda memory: memory.peak_reserved_gib)
+        least = highest(self.least, evaluated.least)
+        known = self.most is not None and evaluated.most is not None
+        return MemoryBounds(least=least, most=highest(self.most, evaluated.most) if known else None)
 
     def state(self, limit_gib: float) -> str:
         """Return FITS or OOM beyond the error of the bounds, or TIGHT if neither is certain."""
@@ -203,8 +245,9 @@ def memory_of(
 ) -> MemoryBreakdown | None:
     """Return the memory of each GPU at the peak of a step, by formula or counted.
 
-    The result is None if neither covers it. `parallelism` replaces the configuration's. Several
-    GPUs have formulas only, and give None if they cannot train the configuration.
+    With EVALUATES micro batches it is the peak of an evaluation. The result is None if neither
+    covers it. `parallelism` replaces the configuration's. Several GPUs have formulas only, and give
+    None if they cannot train the configuration.
     """
     parallelism = parallelism or Parallelism.of(config)
     if parallelism.num_gpus > 1:
@@ -346,15 +389,25 @@ def _memory(
 
     The result is None if neither a formula nor a count covers it.
     """
-    need = memory_of(
+    query = partial(
+        memory_of,
         task.model,
-        task.workload.at_longest(config),
-        micro_steps,
         objective=task.workload.objective,
         parallelism=parallelism,
         count=count,
     )
-    return None if need is None else MemoryBounds(least=need, most=need)
+    longest = task.workload.at_longest(config)
+    need = query(longest, micro_steps)
+    if need is None:
+        return None
+    bounds = MemoryBounds(least=need, most=need)
+
+    # An evaluation of autotune's own trainer has the training's micro batch and loss.
+    evaluation = Evaluation(rows=None, loss=config.loss)
+    if not task.workload.held_out() or evaluation.needs_less(longest):
+        return bounds
+    batch = query(evaluation.batch_of(longest), EVALUATES)
+    return None if batch is None else bounds.including(MemoryBounds(least=batch, most=batch))
 
 
 def _single_gpu(

@@ -32,6 +32,11 @@ WORKSPACE = 64.2 * MIB  # of cuBLAS: twice 32 MiB on Hopper, less on older cards
 FIXED_SHARE = 0.9
 # Relative error of an estimated peak, about two standard deviations (`benchmarks/plan.py memory`).
 ERROR = 0.04
+EVALUATES = 0  # as the number of micro batches in a step, it stands for an evaluation
+# The allocator's unused share of the tensors of evaluated layers: 8 to 16 % for Llama
+# and Qwen3 shapes on an H200, and 1 % of the logits. The tensors themselves were within 0.1 %.
+EVALUATED_UNUSED = 0.12
+EVALUATION_ERROR = 0.06
 COUNT_ERROR = 0.015  # of a counted peak; the largest of 296 was 0.8 % (`benchmarks/plan.py memory`)
 # The error for an int8 base. Outliers are not counted. Random weights make most inputs of
 # `down_proj` outliers: with them, whole probes of three models on an H200 held up to 9 % more.
@@ -54,8 +59,12 @@ TILE_WORDS = 32768
 SCORES = {"gemma2": 8}
 SCORES_DEFAULT = 6
 SCORES_COMPILED = 4
+EVALUATED_SCORES = 10  # in an evaluation: as products, with the mask, in 32 bits and cast back
 QWEN3_EAGER = {"lora": (12, 4), "full": (14, 6)}
 _NORMS = {"gemma2": 4}  # norms in a layer; 2 in all other families
+_PHASES = {"forward": Phase.FORWARD, "optimizer": Phase.OPTIMIZER} | dict.fromkeys(
+    ("layer evaluated", "head evaluated"), Phase.EVALUATE
+)
 # Columns that joined adapters add to matrices and their inputs (`trainer.joined_lora`).
 JOINED_MULTIPLE = 64
 # Matrices that share an input
@@ -185,8 +194,9 @@ def memory_breakdown(
     """Return the memory of the whole model at the peak of a step, or None if it is not `supported`.
 
     `micro_steps` is the number of micro batches in a step. With 1, no gradients exist in the
-    forward pass. `ddp` means that several GPUs with the whole model exchange its gradients. The
-    configuration's micro batch counts examples, which have two rows for some objectives.
+    forward pass; with EVALUATES, the micro batch is only evaluated. `ddp` means that several GPUs
+    with the whole model exchange its gradients. The configuration's micro batch counts examples,
+    which have two rows for some objectives.
     """
     sizes = supported(model, config)
     if sizes is None:
@@ -241,6 +251,14 @@ def _breakdown(
         accumulates=micro_steps > 1 or config.cuda_graphs != "none",
         objective=objective,
     )
+    if micro_steps == EVALUATES:
+        # CUDA graphs keep the memory of a step for themselves.
+        kept = max(moments.values(), key=sum) if config.cuda_graphs != "none" else (0.0, 0.0, 0.0)
+        evaluated = evaluation_moments(sizes, config, trained, base_bytes, logits, objective)
+        moments = {
+            name: (kept[0], kept[1] + activations, kept[2] + head)
+            for name, (_, activations, head) in evaluated.items()
+        }
     moment = max(moments, key=lambda name: sum(moments[name]))
     gradients, activations, head = moments[moment]
 
@@ -253,10 +271,11 @@ def _breakdown(
         activations=gib(activations),
         logits=gib(head),
         workspace=gib(WORKSPACE + side_workspace(config)),
-        reserved=beyond_allocated_gib(
-            config, logits, gib(activations + head), kept_gib(sizes, config)
-        ),
-        phase={"forward": Phase.FORWARD, "optimizer": Phase.OPTIMIZER}.get(moment, Phase.BACKWARD),
+        reserved=beyond_evaluated_gib(gib(activations), gib(head))
+        if micro_steps == EVALUATES
+        else beyond_allocated_gib(config, logits, gib(activations + head), kept_gib(sizes, config)),
+        own_error=EVALUATION_ERROR if micro_steps == EVALUATES else None,
+        phase=_PHASES.get(moment, Phase.BACKWARD),
         # DDP copies gradients into buckets, because Trainer cannot make views of these.
         communication=gib(trained_bytes) if ddp else 0.0,
     )
@@ -276,10 +295,19 @@ def counted_breakdown(
     segment = max(count.segment_peak_gib, key=lambda name: count.segment_peak_gib[name])
     # A peak in the forward pass holds the gradients of an earlier micro batch.
     gradients = min(count.gradients_gib, max(peak - static - workspace, 0.0))
+    evaluates = segment.startswith(Phase.EVALUATE)
+    if evaluates:
+        gradients = 0.0
     activations = max(peak - static - workspace - gradients, 0.0)
     logits = live_logits(rows_of(config, objective), model.vocab_size, objective)
     layers = 1 if config.checkpoint_every else model.num_layers  # layers with live activations
     layer = max(activations - gib(12.0 * logits), 0.0) / layers
+    reserved = beyond_allocated_gib(config, logits, activations, layer)
+    own_error = INT8_ERROR if config.quantization == "int8" else None
+    if evaluates:
+        in_head = activations if segment.endswith("head") else 0.0
+        reserved = beyond_evaluated_gib(activations - in_head, in_head)
+        own_error = own_error or EVALUATION_ERROR
 
     return MemoryBreakdown(
         weights=count.model_gib,
@@ -289,10 +317,10 @@ def counted_breakdown(
         activations=activations,
         logits=0.0,
         workspace=workspace,
-        reserved=beyond_allocated_gib(config, logits, activations, layer),
+        reserved=reserved,
         phase=Phase(segment.partition("_")[0]),
         counted=True,
-        own_error=INT8_ERROR if config.quantization == "int8" else None,
+        own_error=own_error,
     )
 
 
@@ -322,6 +350,11 @@ def beyond_allocated_gib(
     # Graphs are captured on their own stream.
     unused += gib(WORKSPACE) if config.cuda_graphs != "none" else 0.0
     return gib(2.4 * logits + 42 * MIB) + fragmentation * activations_gib + unused
+
+
+def beyond_evaluated_gib(activations_gib: float, logits_gib: float) -> float:
+    """Return the GiB that the allocator holds beyond allocated memory in an evaluation."""
+    return EVALUATED_UNUSED * activations_gib + 0.01 * logits_gib + gib(42 * MIB)
 
 
 def step_moments(
@@ -391,6 +424,58 @@ def step_moments(
         "inputs": (trained_bytes, embedding + final_sum, 0.0),
         # torch's own unfused AdamW computes a root of the second moment.
         "optimizer": (trained_bytes, root, 0.0),
+    }
+
+
+def evaluation_moments(
+    sizes: Sizes,
+    config: TrainConfig,
+    trained: int,
+    base_bytes: int,
+    logits: int,
+    objective: Objective = Objective.SFT,
+) -> dict[str, tuple[float, float, float]]:
+    """Return the bytes of (gradients, activations, logits) at each possible peak of an evaluation.
+
+    There are no gradients, and layers keep nothing. The factors are the tensors that are alive at
+    once in a layer of transformers, without compilation. Dry probes counted them.
+    """
+    tokens = config.tokens
+    hidden = base_bytes * sizes.hidden
+    adapted = sizes.adapted(config) if config.method == "lora" else set()
+    autocast = config.precision != "bf16_pure"
+
+    # Beside the MLP or the attention, four tensors of hidden states are alive: the embeddings'
+    # output, the layer's input, the residual and the norm's output. An adapter's output exists
+    # twice beside the sum. PEFT casts its input, unless the base is quantised.
+    widened = bool(adapted & {"gate_proj", "up_proj", "gate_up_proj"})
+    is_joint = "gate_up_proj" in sizes.matrices
+    of_mlp = (8 + 4 * widened if is_joint else 6 + 2 * widened) * sizes.intermediate
+    if widened and autocast and config.quantization == "none":
+        of_mlp += 4 * sizes.hidden
+
+    of_attention = 8 * sizes.queries + 4 * sizes.keys - hidden
+    if config.attention == "eager":
+        of_attention += EVALUATED_SCORES * sizes.heads * config.seq_len
+    elif config.has_mask and config.attention.startswith("sdpa"):
+        of_attention += 2 * config.seq_len + 4 * (sizes.queries - sizes.keys)
+
+    # Autocast keeps the casts of trained parameters until the model returns. Embeddings have none.
+    # A loss in chunks casts the head afterwards.
+    ends = sizes.embedding * (1 if sizes.tied else 2) if config.method == "full" else 0
+    of_layers = 2.0 * (trained - ends) if autocast else 0.0
+    head_cast = 2.0 * sizes.embedding if autocast and ends else 0.0
+    if objective is not Objective.SFT:
+        head = _head_in_tiles(sizes, config, base_bytes, logits)[0] if logits else 0.0
+    elif config.loss == "chunked":
+        head = 8.0 * logits + head_cast
+    else:
+        head = LOGIT_BYTES[0] * logits + head_cast + of_layers
+
+    layer = tokens * (4 * hidden + max(of_mlp, of_attention)) + of_layers
+    return {
+        "layer evaluated": (0.0, layer, 0.0),
+        "head evaluated": (0.0, tokens * hidden, head),
     }
 
 

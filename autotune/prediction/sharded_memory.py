@@ -18,10 +18,13 @@ from autotune.core.probe_types import Measurement, Phase
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.prediction.memory_formula import (
+    EVALUATES,
     KEPT_ANSWERS,
     WORKSPACE,
     MemoryBreakdown,
     beyond_allocated_gib,
+    beyond_evaluated_gib,
+    evaluation_moments,
     kept_gib,
     live_logits,
     memory_breakdown,
@@ -35,6 +38,7 @@ from autotune.prediction.memory_formula import (
 RANK_ERROR = 0.08
 MAX_LIVE = 10**9  # parameters that stage 3 may keep gathered, by DeepSpeed's default
 IN_FORWARD = ("gathering", "gathering the head", "forward")  # moments of a step
+EVALUATED = ("layer evaluated", "head evaluated")  # moments of an evaluation
 # Moments at which gradients are shards.
 AFTER_SCATTERING = ("second", "first", "inputs", "scattering", "optimizer")
 
@@ -133,7 +137,7 @@ def rank_breakdown(
         return None
 
     if parallelism.shards:
-        return _sharded_breakdown(sizes, config, parallelism, micro_steps > 1, buffers)
+        return _sharded_breakdown(sizes, config, parallelism, min(micro_steps, 2), buffers)
     memory = memory_breakdown(model, config, micro_steps, ddp=parallelism.num_gpus > 1)
     if memory is None or parallelism.num_gpus == 1:
         return memory
@@ -145,9 +149,10 @@ def _sharded_breakdown(
     sizes: Sizes,
     config: TrainConfig,
     parallelism: Parallelism,
-    accumulates: bool,
+    micro_steps: int,
     buffers: DeepSpeedBuffers,
 ) -> MemoryBreakdown:
+    accumulates = micro_steps > 1
     fsdp = parallelism.strategy in FSDP2
     shares = Shares.of(sizes, config)
     if fsdp:
@@ -159,6 +164,8 @@ def _sharded_breakdown(
     if not fsdp and buffers.builds_whole:
         built_bytes = (4 if config.method == "full" else 2) * shares.base + 4 * shares.adapters
         moments["building"] = (0.0, 0.0, 0.0, max(built_bytes - weights - adapters - state, 0.0))
+    if micro_steps == EVALUATES:
+        moments = _evaluation(sizes, config, shares, moments)
 
     totals = {name: sum(parts) for name, parts in moments.items()}
     moment = max(totals, key=lambda name: totals[name])
@@ -166,7 +173,10 @@ def _sharded_breakdown(
     live = live_logits(config, sizes.vocab)
     layer = kept_gib(sizes, config)
     reserved = beyond_allocated_gib(config, live, gib(activations + logits), layer)
-    phase = Phase.FORWARD if moment in IN_FORWARD else Phase.BACKWARD
+    if micro_steps == EVALUATES:
+        reserved = beyond_evaluated_gib(gib(activations), gib(logits))
+    phases = {"optimizer": Phase.OPTIMIZER, "building": Phase.LOAD}
+    phases |= dict.fromkeys(IN_FORWARD, Phase.FORWARD) | dict.fromkeys(EVALUATED, Phase.EVALUATE)
 
     # Each stream's pool keeps its own peak: the side streams' pools, and the main stream's.
     side_pools = _pools(sizes, config, shares, parallelism)
@@ -185,12 +195,27 @@ def _sharded_breakdown(
         logits=gib(logits),
         workspace=gib(WORKSPACE),
         reserved=reserved,
-        phase={"optimizer": Phase.OPTIMIZER, "building": Phase.LOAD}.get(moment, phase),
+        phase=phases.get(moment, Phase.BACKWARD),
         communication=gib(communication),
         nccl=nccl_of(parallelism),
         pools=gib(max(pooled - totals[moment], 0.0)) if fsdp else 0.0,
         own_error=RANK_ERROR,
     )
+
+
+def _evaluation(
+    sizes: Sizes, config: TrainConfig, shares: Shares, step: dict[str, Moment]
+) -> dict[str, Moment]:
+    """Return the moments of an evaluation, from the moments of a step.
+
+    It gathers as much as the step's forward pass. ZeRO 3 has memory for gradients at any time.
+    """
+    gathered = max(step[name][3] for name in IN_FORWARD if name in step)
+    gradients = step["forward"][0]
+    pure = replace(config, precision="bf16_pure")
+    logits = live_logits(config, sizes.vocab)
+    whole = evaluation_moments(sizes, pure, shares.trained, 2, logits)
+    return {name: (gradients, body, head, gathered) for name, (_, body, head) in whole.items()}
 
 
 def _pools(sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism) -> float:

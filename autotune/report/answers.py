@@ -9,8 +9,9 @@ from datetime import date
 from typing import Any
 
 from autotune.catalog import NO_PRICE, describe_price
+from autotune.core.probe_types import Phase
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
-from autotune.problem.run_cost import OOM, TIGHT
+from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.task import Task
 from autotune.report import describe
 from autotune.report.values.check import VERDICTS, CheckReport
@@ -136,12 +137,16 @@ def check_answer(report: CheckReport) -> Answer:
     phase = checked.bounds.reported.phase
     return Answer(
         answer=verdict(report),
-        needs=f"{memory_terms(checked.estimate)}; the peak is in the {phase} pass",
+        needs=f"{memory_terms(checked.estimate)}; the peak is in {_moment(phase)}",
         cost=dict(duration_lines(report)).get("cost", DASH),
         certainty=describe.how_known(report.how_sure, report.calibrated),
         reason=" ".join(report.notes),
         details=report,
     )
+
+
+def _moment(phase: Phase) -> str:
+    return "an evaluation" if phase is Phase.EVALUATE else f"the {phase} pass"
 
 
 def verdict(report: CheckReport) -> str:
@@ -156,6 +161,8 @@ def verdict(report: CheckReport) -> str:
     device = report.device.label
     num_gpus = checked.run.num_gpus or 1
     place = f"each of {num_gpus} {device}" if num_gpus > 1 else device
+    if checked.state != FITS and bounds.reported.phase is Phase.EVALUATE:
+        place += " in an evaluation"
 
     # The need, or its range.
     least = bounds.least.peak_reserved_gib

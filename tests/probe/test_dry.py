@@ -31,7 +31,7 @@ from autotune.dry.counting import (
 from autotune.dry.meta_device import simulate_cuda
 from autotune.dry.prober import DryProber
 from autotune.dry.storage_counter import StorageCounter, blocks
-from autotune.prediction.memory_formula import kept_bytes, memory_breakdown
+from autotune.prediction.memory_formula import evaluation_moments, kept_bytes, live_logits, memory_breakdown
 from autotune.probe.accounting import trained_parameters
 from autotune.probe.model_settings import model_settings
 from autotune.trainer.float8 import Float8Linear
@@ -909,3 +909,40 @@ def test_what_dropout_keeps_is_counted_as_the_formula_says(model: str, kind: str
 
     (counted, kept), (counted_without, kept_without) = of_a_layer(0.1), of_a_layer(0.0)
     assert counted - counted_without == pytest.approx(kept - kept_without, rel=0.01)
+
+
+def test_an_evaluation_holds_what_it_holds_on_a_cpu() -> None:
+    """No micro batch in a step means an evaluation: nothing is kept for a backward pass, and there are no gradients."""
+    wanted = replace(request("llama", attention="eager", precision="fp32", checkpointing="none"), micro_steps=0)
+    dry, real = counted_on("meta", wanted), counted_on("cpu", wanted)
+    assert dry.segment_peak_gib == pytest.approx(real.segment_peak_gib, abs=0, rel=0)
+    assert set(dry.segment_peak_gib) == {"evaluate", "evaluate_head"}
+    step = counted_on("meta", replace(wanted, micro_steps=1))
+    assert dry.peak_allocated_gib < step.segment_peak_gib["forward"]
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [
+        ("llama-3.2-1b", {"quantization": "nf4"}),
+        ("llama-3.2-1b", {"loss": "chunked", "attention": "eager", "seq_len": 2048}),
+        ("qwen3-0.6b", {"method": "full", "loss": "chunked"}),
+        ("phi-3-mini", {"loss": "chunked"}),
+        ("phi-3-mini", {"method": "full"}),
+    ],
+)
+def test_the_formula_of_an_evaluation_is_within_its_count(name: str, knobs: dict[str, Any]) -> None:
+    model = resolve_model(name)
+    sizes = Sizes.of(model)
+    assert sizes is not None
+    config = TrainConfig(**{"micro_batch_size": 8, "seq_len": 1024} | knobs)
+    counted = dry_probe(ProbeRequest(config=config, model=model.config, memory_gib=1.0, micro_steps=0, depth=2))
+
+    base = counted.total_params - (counted.trainable_params if config.method == "lora" else 0)
+    shallow = replace(sizes, layers=2, params=base)
+    trained = base if config.method == "full" else shallow.adapter_params(config)
+    wide = 4 if config.method == "full" else 2
+    logits = live_logits(config, sizes.vocab)
+    found = max(map(sum, evaluation_moments(shallow, config, trained, wide, logits).values()))
+    held = counted.model_gib + counted.adapters_gib + counted.optimizer_gib + 64 / 1024
+    assert found / 2**30 == pytest.approx(counted.peak_allocated_gib - held, rel=0.04)

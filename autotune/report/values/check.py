@@ -9,7 +9,7 @@ from autotune.core.json_view import keys, under
 from autotune.core.objective import Objective
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.estimate import Estimate, MemoryBounds
+from autotune.prediction.estimate import Estimate, Evaluation, MemoryBounds
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.workload import Workload
 
@@ -29,7 +29,8 @@ class ForeignConfig:
     several datasets. The micro batch counts examples, and some objectives have two rows for each.
     `num_gpus` is None if the file does not state it, and `epochs` is None if `max_steps` decides.
     `max_examples` is the limit over all datasets together. Each of `notes` is a sentence: an
-    assumption, or a setting that affects memory or speed and that `config` lacks. `ignored` names
+    assumption, or a setting that affects memory or speed and that `config` lacks. `evaluation` is
+    None if the run does not evaluate between its steps. `ignored` names
     the keys that the tool does not know and passes over, or is "".
     """
 
@@ -44,6 +45,7 @@ class ForeignConfig:
     dataset: str | None
     notes: tuple[str, ...]
     objective: Objective = Objective.SFT
+    evaluation: Evaluation | None = None
     ignored: str = ""
     values: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
+from autotune.catalog import resolve_model
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
 from autotune.export import header, keys, tool_file
@@ -280,6 +281,17 @@ def test_the_tools_report_to_the_tracker(tracker: str) -> None:
     expected = {f"use_{tracker}": True} if tracker != "none" else {}
     expected |= {own[tracker]: "a {b}"} if tracker in own else {}
     assert {key: found[key] for key in found if any(one in key for one in TRACKERS)} == expected
+
+
+@pytest.mark.parametrize(("tool", "rows"), [("trl", 64), ("axolotl", 21), ("llamafactory", 21)])
+def test_an_evaluation_with_all_logits_has_a_batch_that_fits(tool: str, rows: int) -> None:
+    """Liger's head makes them in evaluations, although the training has its loss in chunks."""
+    workload = Workload(eval_share=0.05, lengths=Lengths.constant(4096))
+    knobs: dict[str, Any] = {"micro_batch_size": 64, "seq_len": 4096}
+    made = recipe(TrainConfig(**knobs, loss="chunked"), workload=workload, model=resolve_model("llama-3.1-8b"))
+    assert keys.eval_batch(tool, made) == rows
+    full = recipe(TrainConfig(**knobs), workload=workload)
+    assert keys.eval_batch(tool, full) == 64
 
 
 def test_what_a_tool_cannot_evaluate_or_report_is_in_its_head() -> None:

@@ -17,6 +17,7 @@ from autotune.core.units import GIB
 from autotune.prediction.memory_formula import (
     CONTEXT_GIB,
     ERROR,
+    EVALUATES,
     NF4_STATISTICS,
     WORKSPACE,
     kept_bytes,
@@ -531,3 +532,47 @@ def test_adapters_on_a_quantised_base_are_in_16_bits_under_trl() -> None:
 
 def test_each_family_of_the_catalog_has_its_factors() -> None:
     assert set(kept_factors("eager")) == set(kept_factors("compiled")) == FAMILIES
+
+
+def test_an_evaluation_by_hand() -> None:
+    """Its head makes all logits in 16 bits, in 32 and their softmax; a layer has its MLP beside hidden states."""
+    tokens, logits = 4 * 1024, 4 * 1024 * 32768
+    whole = estimate(micro_steps=EVALUATES, micro_batch_size=4, precision="bf16_pure")
+    assert whole.phase is Phase.EVALUATE and whole.gradients == 0
+    assert whole.logits * GIB == pytest.approx(10 * logits)
+    assert whole.activations * GIB == pytest.approx(2 * 4096 * tokens)
+
+    chunked = estimate(micro_steps=EVALUATES, micro_batch_size=4, precision="bf16_pure", loss="chunked")
+    assert chunked.logits == 0
+    assert chunked.activations * GIB == pytest.approx(tokens * (8 * 14336 + 8 * 4096))
+    full = estimate(micro_steps=EVALUATES, micro_batch_size=4, precision="bf16_pure", loss="chunked", method="full")
+    assert full.activations * GIB == pytest.approx(tokens * (6 * 14336 + 8 * 4096))
+
+
+@pytest.mark.parametrize("model", ["mistral-7b", "qwen3-0.6b", "llama-3.2-1b", "phi-3-mini", "gemma-2-2b"])
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("loss", ["full", "chunked"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_an_evaluation_of_the_micro_batch_needs_less_than_a_step(
+    model: str, method: str, loss: str, checkpointing: str
+) -> None:
+    """So neither `plan` nor `run` counts it, unless CUDA graphs keep a step's memory."""
+    if model == "gemma-2-2b":
+        loss = "full"
+    for precision in ("bf16_mixed", "bf16_pure"):
+        for size in (1, 16):
+            for compile in ("none", "per_layer"):
+                knobs = {"method": method, "loss": loss, "checkpointing": checkpointing, "precision": precision}
+                knobs |= {"micro_batch_size": size, "compile": compile, "padding": "bucket"}
+                if method == "full":
+                    knobs["lora_rank"] = None
+                step, evaluated = (estimate(model, steps, **knobs) for steps in (1, EVALUATES))
+                assert evaluated.peak_reserved_gib <= step.peak_reserved_gib
+
+
+def test_cuda_graphs_keep_the_memory_of_a_step_in_an_evaluation() -> None:
+    knobs = {"padding": "bucket", "cuda_graphs": "micro_batch", "checkpointing": "none", "micro_batch_size": 2}
+    step, evaluated = (estimate(micro_steps=steps, **knobs) for steps in (1, EVALUATES))
+    alone = estimate(micro_steps=EVALUATES, **knobs | {"cuda_graphs": "none"})
+    assert evaluated.gradients == step.gradients
+    assert evaluated.activations == pytest.approx(step.activations + alone.activations)

@@ -1,0 +1,89 @@
+"""Reads the evaluations between the steps of a run that another tool's file describes.
+
+transformers' Trainer frees the logits of each batch, unless metrics are computed. The sources are
+transformers 5.23, TRL 1.16, Axolotl 0.19 and LLaMA-Factory 0.9.5.
+"""
+
+from typing import Any
+
+from autotune.core.objective import Objective
+from autotune.core.train_config import TrainConfig
+from autotune.export.keys import default_of, key_of
+from autotune.planning.foreign_file import MAX_COUNT, File
+from autotune.prediction.estimate import Evaluation
+
+_OFF: tuple[Any, ...] = (None, False, "", "no", "none", "false", "No", "NO")
+
+
+def evaluation_of(
+    file: File, tool: str, config: TrainConfig, objective: Objective
+) -> Evaluation | None:
+    """Return a run's evaluation, or None if it has none."""
+    evaluates = {"trl": _in_trl, "axolotl": _in_axolotl, "llamafactory": _in_llamafactory}
+    if not evaluates[tool](file):
+        return None
+
+    for key in ("predict_with_generate", "do_causal_lm_eval", "do_bench_eval"):
+        file.note(file.has(key), "evaluated_more", key=key)
+    return Evaluation(
+        rows=_rows(file, tool, config),
+        loss=config.loss if objective is not Objective.SFT else _loss(file, tool, config),
+        kept_tokens=_kept_examples(file) * config.seq_len,
+    )
+
+
+def _strategy(file: File) -> bool:
+    """Return whether the Trainer's strategy evaluates; YAML reads an unquoted `no` as false."""
+    return file.get("eval_strategy", "evaluation_strategy")[1] not in _OFF
+
+
+def _in_trl(file: File) -> bool:
+    # The command loads the test split for a strategy only; do_eval has no effect.
+    return _strategy(file)
+
+
+def _in_llamafactory(file: File) -> bool:
+    share = file.number("val_size", default=0, least=0)
+    # With do_eval it evaluates once, after the last step.
+    return (share > 0 or file.has("eval_dataset")) and (_strategy(file) or file.flag("do_eval"))
+
+
+def _in_axolotl(file: File) -> bool:
+    if not file.number("val_set_size", default=0, least=0) and not file.has("test_datasets"):
+        return False
+    epochs = file.number(key_of("axolotl", "epochs"), default=default_of("axolotl", "epochs"))
+    per_epoch = file.number("evals_per_epoch", default=0, least=0)
+    return _strategy(file) or file.has("eval_steps") or per_epoch * epochs > 1
+
+
+def _rows(file: File, tool: str, config: TrainConfig) -> int | None:
+    """Return the examples in a batch, or None for the training's micro batch."""
+    # Axolotl evaluates packed rows in the training's batches.
+    if tool == "axolotl" and config.packing and file.flag("eval_sample_packing", default=True):
+        return None
+    default = default_of(tool, "eval_batch")
+    return file.whole(key_of(tool, "eval_batch"), default=default or 0, least=0) or None
+
+
+def _loss(file: File, tool: str, config: TrainConfig) -> str:
+    """Return the loss of an evaluation.
+
+    Liger's head makes no logits in training only. Cut Cross Entropy and TRL never make them.
+    """
+    fused = tool == "trl" or (file.flag("cut_cross_entropy", default=True) and _has_cut(file))
+    return config.loss if fused else "full"
+
+
+def _has_cut(file: File) -> bool:
+    return "cut_cross_entropy" in " ".join(file.names("plugins")).lower()
+
+
+def _kept_examples(file: File) -> int:
+    """Return the examples whose predictions LLaMA-Factory keeps for its accuracy, if known."""
+    if not file.flag("compute_accuracy") or file.has("eval_accumulation_steps"):
+        return 0
+    share = float(file.number("val_size", default=0, least=0))
+    samples = file.whole("max_samples", default=0, least=0, most=MAX_COUNT)
+    known = int(share) if share >= 1 else int(share * samples)
+    file.note(not known, "kept_predictions")
+    return known
