@@ -191,7 +191,8 @@ class StudySpec:
     dataset: str | None = _option(
         None,
         "Your examples, to measure their lengths: a file (.jsonl, .json, .parquet, .csv, .arrow),"
-        " a folder of such files, or a dataset that `datasets` has saved.",
+        " a folder of such files, a dataset that `datasets` has saved, or org/name[:config] on the"
+        " Hub.",
         metavar="PATH",
     )
     split: str | None = _option(

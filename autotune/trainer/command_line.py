@@ -14,6 +14,7 @@ from pathlib import Path
 
 from . import ranks
 from .cache_folders import compile_caches
+from .reading import is_on_hub
 from .settings import Options, RunSettings, prepare_environment
 
 DEFAULT_OUTPUT = "out"
@@ -69,7 +70,7 @@ def parse_options(settings: RunSettings, arguments: list[str] | None = None) -> 
         parser.error("--split is a part of --dataset: give --dataset as well")
     if given.lengths and not Path(given.lengths).is_file():
         parser.error(f"there is no file {given.lengths}")
-    if given.dataset and not Path(given.dataset).exists():
+    if given.dataset and not (Path(given.dataset).exists() or is_on_hub(Path(given.dataset))):
         parser.error(f"there is no file {given.dataset}")
 
     saves = bool(given.output_dir) and (bool(given.dataset) or given.output_dir != DEFAULT_OUTPUT)
@@ -129,7 +130,7 @@ def _parser(model: str) -> argparse.ArgumentParser:
         "--dataset",
         metavar="PATH",
         help="a file (.jsonl, .json, .parquet, .csv, .arrow), a folder of such files,"
-        " or a dataset that the library datasets has saved",
+        " a dataset that the library datasets has saved, or org/name[:config] on the Hub",
     )
     add("--split", metavar="NAME", help="the part of --dataset to train on [train, if it exists]")
     add(

@@ -1,5 +1,6 @@
-"""Reads the rows of a dataset: a file, a folder of files, or a dataset that `datasets` has saved.
+"""Reads the rows of a dataset: a file, a folder of files, or a dataset of the library `datasets`.
 
+The library saves a dataset in a folder, or loads it from the Hugging Face Hub (`hub_data`).
 Python's own modules read JSON and CSV, and pyarrow reads Parquet and Arrow. Files are read in
 parts, so that memory never holds a whole file.
 """
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from .hub_data import CannotLoad, is_hub_name, load_files
 
 JSON_CHUNK = 2**20  # characters to read at once
 TABLE_BATCH = 1000  # rows to read at once
@@ -32,9 +35,12 @@ def read_rows(path: Path, split: str | None = None) -> Iterator[Located]:
 
     Raises BadDataset. Raises ImportError if a file needs pyarrow and pyarrow is not installed.
     """
+    is_cached = is_on_hub(path)
     for file in find_files(path, split):
         try:
-            yield from READERS[file.suffix.lower()](file)
+            for where, row in READERS[file.suffix.lower()](file):
+                # A message names the dataset, not the folder of the cache.
+                yield where.replace(f"{file.parent}/", f"{path}/") if is_cached else where, row
         except UnicodeError as error:
             raise BadDataset(f"{file} is not UTF-8: {error}") from None
         except OSError as error:
@@ -47,6 +53,11 @@ def find_files(path: Path, split: str | None = None) -> list[Path]:
     If a folder has several splits, only the files of `split` count, which is `train` by default.
     Raises BadDataset if no file is found.
     """
+    if is_on_hub(path):
+        try:
+            return list(load_files(str(path), split or "train"))
+        except CannotLoad as error:
+            raise BadDataset(str(error)) from None
     if not path.is_dir():
         return [_check_file(path, split)]
 
@@ -69,6 +80,11 @@ def find_files(path: Path, split: str | None = None) -> list[Path]:
         if not file.is_file():  # a broken link or a pipe
             raise BadDataset(f"there is no file {file}")
     return chosen
+
+
+def is_on_hub(path: Path) -> bool:
+    """Return whether this is the name of a dataset on the Hub. A local path wins."""
+    return is_hub_name(path, tuple(READERS))
 
 
 def _check_file(path: Path, split: str | None) -> Path:

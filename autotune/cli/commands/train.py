@@ -39,7 +39,8 @@ STOPPED = (
 def train(
     study: StudyName = None,
     dataset: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="File or folder of examples.")
+        Path | None,
+        typer.Option(metavar="PATH", help="File or folder of examples, or org/name[:config]."),
     ] = None,
     split: Annotated[
         str | None, typer.Option(metavar="NAME", help="Part of --dataset. [train, if any]")
@@ -157,7 +158,11 @@ def _script_options(
     dataset: Path | None, split: str | None, model: str | None, max_steps: int | None
 ) -> list[str]:
     """Return the options that the exported script knows by the same names."""
-    options = ["--dataset", str(dataset.absolute())] if dataset else ["--random-weights"]
+    from autotune.trainer.reading import is_on_hub
+
+    options = ["--random-weights"]
+    if dataset:
+        options = ["--dataset", str(dataset if is_on_hub(dataset) else dataset.absolute())]
     values = {"--split": split, "--model": model, "--max-steps": max_steps and str(max_steps)}
     return options + [word for name, value in values.items() if value for word in (name, value)]
 

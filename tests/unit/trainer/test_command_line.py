@@ -106,6 +106,11 @@ def test_a_random_run_saves_only_where_it_is_reported_to(tmp_path: Path, monkeyp
     assert parsed("--random-weights", "--output-dir", str(tmp_path)).saves
 
 
+def test_a_dataset_of_the_hub_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parsed("--dataset", "org/name:config", "--split", "test").dataset == "org/name:config"
+    assert "there is no file org/rows.jsonl" in refused(capsys, "--dataset", "org/rows.jsonl")
+
+
 def test_a_checkpoint_is_continued_only_on_request(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for name in ("checkpoint-2", "checkpoint-10", "checkpoint-12"):
         (tmp_path / name).mkdir()

@@ -1,0 +1,56 @@
+"""Loads a dataset of the Hugging Face Hub with the library `datasets`.
+
+The library keeps the rows as Arrow files in its cache, and reads them from there without a network.
+"""
+
+import functools
+import re
+from pathlib import Path
+
+# A name and a configuration of a dataset, for example org/name or org/name:config
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?", re.ASCII)
+CLASS_NAME = re.compile(r" \(\w+(Error|Exception|IsEnabled)\)")  # in the library's messages
+SPLIT_NAME = re.compile(r"\w+(\.\w+)*")
+
+
+class CannotLoad(Exception):
+    """Raised for a dataset that is neither on the Hub nor in the cache."""
+
+
+def is_hub_name(path: Path, suffixes: tuple[str, ...] = ()) -> bool:
+    """Return whether `path` is the name of a dataset on the Hub, and no local path.
+
+    A name with one of the `suffixes` is a missing file.
+    """
+    is_name = HUB_NAME.fullmatch(str(path)) and path.suffix.lower() not in suffixes
+    return bool(is_name) and not path.exists()
+
+
+@functools.cache
+def load_files(dataset: str, split: str) -> tuple[Path, ...]:
+    """Return the Arrow files of a split, downloaded unless they are in the cache.
+
+    Raises CannotLoad, or ImportError without the library.
+    """
+    if not SPLIT_NAME.fullmatch(split):  # files have all rows of a split
+        raise CannotLoad(f"{split} is not the name of a split: give --split NAME, such as train")
+    try:
+        import datasets
+    except ImportError:
+        raise ImportError(
+            f"there is no file or folder {dataset}, and a dataset of the Hub is read with datasets:"
+            " pip install datasets, or give a file"
+        ) from None
+
+    name, _, config = dataset.partition(":")
+    try:
+        loaded = datasets.load_dataset(name, config or None, split=split, keep_in_memory=False)
+    except Exception as error:  # the network and the files of a dataset raise many kinds of errors
+        text = CLASS_NAME.sub("", " ".join(str(error).split()))
+        reason = text[:300].rstrip(".") or "it cannot be read"
+        raise CannotLoad(
+            f"there is no file or folder {dataset}, and it cannot be loaded from the Hub or the"
+            f" cache of datasets: {reason}; give a local path or org/name:config, or load it once"
+            " with a network"
+        ) from None
+    return tuple(Path(file["filename"]) for file in loaded.cache_files)
