@@ -15,7 +15,7 @@ def count(
     model: ModelSpec, config: TrainConfig, micro_steps: int, objective: Objective
 ) -> DryCount | None:
     """Count a training step of the whole model, or return None (see `no_count`)."""
-    return counted(model, config, micro_steps, objective).count
+    return dry_count(model, config, micro_steps, objective).count
 
 
 def no_count(
@@ -23,11 +23,11 @@ def no_count(
 ) -> str:
     """Return why `count` has no answer, as part of a sentence."""
     return printable(
-        counted(model, config, micro_steps, objective).refused or "it can be counted"
+        dry_count(model, config, micro_steps, objective).refused or "it can be counted"
     ).rstrip(".")
 
 
-def counted(
+def dry_count(
     model: ModelSpec,
     config: TrainConfig,
     micro_steps: int,

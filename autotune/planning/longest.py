@@ -26,7 +26,7 @@ from autotune.core.probe_types import (
 )
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
-from autotune.planning.counted_memory import counted, no_count
+from autotune.planning.counted_memory import dry_count, no_count
 from autotune.planning.device_estimate import device_limit_gib, planned_device
 from autotune.prediction.estimate import memory_of
 from autotune.prediction.memory_formula import CONTEXT_GIB, counted_breakdown
@@ -122,7 +122,7 @@ class Longest:
 
     def count(self, config: TrainConfig) -> DryCount | None:
         """Count a step with one micro batch."""
-        return counted(self.model, config, 1).count
+        return dry_count(self.model, config, 1).count
 
     def need_gib(self, config: TrainConfig) -> float | None:
         """Return the GiB that a step with one micro batch needs, or None without an estimate."""
@@ -319,7 +319,7 @@ def verify(
 
     config = asked.config(method, tokens)
     count = asked.count(config)
-    few_layers = counted(asked.model, config, 1, depth=FEW_LAYERS).count
+    few_layers = dry_count(asked.model, config, 1, depth=FEW_LAYERS).count
     if count is None:  # the user's cache cannot keep counts, and the second count failed
         return predicted
     static_gib = count.model_gib + count.adapters_gib + count.gradients_gib + count.optimizer_gib

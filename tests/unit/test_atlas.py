@@ -39,7 +39,7 @@ def atlas(monkeypatch: pytest.MonkeyPatch) -> Any:
     refused = DryAnswer(refused="PEFT has no <adapters> for it.")
     monkeypatch.setattr(
         counted_memory,
-        "counted",
+        "dry_count",
         lambda model, config, *_: refused if config.quantization == "nf4" else DryAnswer(count=COUNT),
     )
     monkeypatch.setattr(module, "ProcessPoolExecutor", lambda number, mp_context: ThreadPoolExecutor(number))
@@ -98,7 +98,7 @@ def test_what_is_not_known_stays_unknown(atlas: Any) -> None:
 
 
 def test_a_model_without_any_peak_is_an_error(atlas: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counted_memory, "counted", lambda *asked: DryAnswer(refused="no"))
+    monkeypatch.setattr(counted_memory, "dry_count", lambda *asked: DryAnswer(refused="no"))
     options = ["--models", "gpt2", "smollm2-135m", "--cards", "a10", "--processes", "1", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["atlas", *options])
     with pytest.raises(SystemExit, match=r"^no peak is known of openai-community/gpt2$"):

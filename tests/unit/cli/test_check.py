@@ -207,7 +207,7 @@ def test_unknown_models(monkeypatch: pytest.MonkeyPatch, answer: Callable[..., C
         assert caught.value.exit_code == 2 and caught.value.remedy is not None
         assert caught.value.remedy.startswith("give --model: ")
     assert answer(changed(TRL, model_name_or_path="nobody/Nothing-7B"), model="qwen2.5-0.5b").checked.state == FITS
-    monkeypatch.setattr(counted_memory, "counted", lambda *asked: DryAnswer(refused="It has no layers."))
+    monkeypatch.setattr(counted_memory, "dry_count", lambda *asked: DryAnswer(refused="It has no layers."))
     with pytest.raises(UsageError, match=r"no formula for gpt2 models, and .* cannot be counted: It has no layers$"):
         answer(changed(TRL, model_name_or_path="gpt2"))
 

@@ -403,12 +403,12 @@ COUNT = DryCount(
 @pytest.fixture
 def not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dry probe that refuses; the real one is tested with the real probe."""
-    monkeypatch.setattr(counted_memory, "counted", lambda *asked: DryAnswer(refused="It has no layers."))
+    monkeypatch.setattr(counted_memory, "dry_count", lambda *asked: DryAnswer(refused="It has no layers."))
 
 
 def test_a_family_without_a_formula_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """15 GiB are in use at the peak of whatever is counted: too much for a T4. No speed is known of it."""
-    monkeypatch.setattr(counted_memory, "counted", lambda *asked: DryAnswer(count=COUNT))
+    monkeypatch.setattr(counted_memory, "dry_count", lambda *asked: DryAnswer(count=COUNT))
     result = run("--gpus", "t4,a10,h100", "--methods", "lora", model="mixtral-8x7b")
     assert result.exit_code == 0, result.output
     assert f": {COUNTED}." in result.stdout and ACCURACY not in result.stdout
@@ -429,7 +429,7 @@ def test_the_baseline_of_a_family_without_a_formula_has_a_speed_where_its_work_w
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     worked = replace(COUNT, flops={"mm": 10**14}, moved_bytes={"other": 10**11}, operations=2000)
-    monkeypatch.setattr(counted_memory, "counted", lambda *asked: DryAnswer(count=worked))
+    monkeypatch.setattr(counted_memory, "dry_count", lambda *asked: DryAnswer(count=worked))
     made = rules.compare([StudySpec(model="mixtral-8x7b", space="lora")], gpus=["a10,h100"])
     group = made.groups[0]
     assert group.fastest is not None and group.fastest.device.name == "h100-sxm"
@@ -469,7 +469,7 @@ def test_where_a_counted_baseline_does_not_fit_the_leanest_is_counted(monkeypatc
     """In full fine-tuning of the reserve: only lion with weights in pure bf16 needs less than an A10 has."""
     asked: list[TrainConfig] = []
     answer = counted(asked, lambda config: 15.0 if config.precision == "bf16_pure" else 60.0)
-    monkeypatch.setattr(counted_memory, "counted", answer)
+    monkeypatch.setattr(counted_memory, "dry_count", answer)
     card = of_mixtral("a10", "full")
     assert card.best is not None and card.plan is not None and card.plan.from_reserve and card.state == FITS
     assert (card.best.config.precision, card.best.config.optimizer) == ("bf16_pure", "lion_8bit")
@@ -484,12 +484,12 @@ def test_where_a_counted_baseline_does_not_fit_the_leanest_is_counted(monkeypatc
 
 def test_no_smaller_baseline_is_counted_where_the_smallest_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[TrainConfig] = []
-    monkeypatch.setattr(counted_memory, "counted", counted(asked, lambda config: 60.0))
+    monkeypatch.setattr(counted_memory, "dry_count", counted(asked, lambda config: 60.0))
     card = of_mixtral("a10", "lora")
     assert card.state == OOM and card.plan is not None and card.plan.baseline.config.micro_batch_size == 8
     assert {config.micro_batch_size for config in asked} == {8, 1}
     by_size = counted([], lambda config: 16.0 + 2 * config.micro_batch_size)
-    monkeypatch.setattr(counted_memory, "counted", by_size)
+    monkeypatch.setattr(counted_memory, "dry_count", by_size)
     card = of_mixtral("l40s", "lora")
     assert card.best is not None and card.best.config.micro_batch_size == 8
     card = of_mixtral("rtx-5090", "lora")
@@ -500,7 +500,7 @@ def test_the_leanest_has_the_whole_loss_where_the_head_has_no_other(monkeypatch:
     """A count that was refused was taken for a model that fits nowhere."""
     asked: list[TrainConfig] = []
     answer = counted(asked, lambda config: 15.0 * config.micro_batch_size, lambda config: config.loss == "chunked")
-    monkeypatch.setattr(counted_memory, "counted", answer)
+    monkeypatch.setattr(counted_memory, "dry_count", answer)
     least = least_memory(setup("a10", model="mixtral-8x7b", space="lora", pins={}).task, 20.0)
     assert least is not None and least.state == FITS and least.config.loss == "full"
     assert least.config.micro_batch_size == 1 and [config.loss for config in asked[:2]] == ["chunked", "full"]

@@ -53,7 +53,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         lengths.append(config.seq_len)
         return DryAnswer(count=count_of(config, depth))
 
-    monkeypatch.setattr(module, "counted", answer)
+    monkeypatch.setattr(module, "dry_count", answer)
     return lengths
 
 
@@ -79,7 +79,7 @@ def test_a_line_that_bends_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(model: Any, config: TrainConfig, micro_steps: int, *_: Any, depth: int | None = None) -> DryAnswer:
         return DryAnswer(count=count_of(config, depth, bend=100_000))
 
-    monkeypatch.setattr(module, "counted", answer)
+    monkeypatch.setattr(module, "dry_count", answer)
     row = asked(30.0).predict("qlora")
     assert row.tokens is not None and row.gpu_gib is not None
     assert 0.95 * 30.0 < row.gpu_gib * (1 + ALLOCATOR_SHARE) <= 30.0
@@ -98,7 +98,7 @@ def test_the_host_and_the_user_bound_it_too(counted: list[int]) -> None:
 def test_what_does_not_fit_or_cannot_be_counted_says_so(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     row = asked(5.0).predict("qlora")
     assert row.tokens is None and row.problem is not None and "are needed for 4,096 tokens" in row.problem
-    monkeypatch.setattr(module, "counted", lambda *_, **__: DryAnswer(refused="no such layers"))
+    monkeypatch.setattr(module, "dry_count", lambda *_, **__: DryAnswer(refused="no such layers"))
     monkeypatch.setattr(module, "no_count", lambda *_: "no such layers")
     row = asked().predict("qlora")
     assert (row.tokens, row.problem) == (None, "no such layers")
@@ -115,8 +115,8 @@ def test_a_count_that_fails_between_others_says_so(monkeypatch: pytest.MonkeyPat
             return DryAnswer(refused="the counting process ended")
         return DryAnswer(count=count_of(config, depth, bend=100_000))
 
-    monkeypatch.setattr(module, "counted", answer)
-    monkeypatch.setattr("autotune.planning.counted_memory.counted", answer)
+    monkeypatch.setattr(module, "dry_count", answer)
+    monkeypatch.setattr("autotune.planning.counted_memory.dry_count", answer)
     row = asked(30.0).predict("qlora")
     assert (row.tokens, row.problem, len(lengths)) == (None, "the counting process ended", failing)
 

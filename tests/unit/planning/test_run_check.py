@@ -69,13 +69,13 @@ RUN = ForeignConfig(
 @pytest.fixture(autouse=True)
 def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bases of 8 bits are not counted here unless a test says what they need: each count takes seconds."""
-    count = counted_memory.counted
+    count = counted_memory.dry_count
 
     def answer(model: ModelSpec, config: TrainConfig, *asked: Any) -> DryAnswer:
         is_int8 = config.quantization == "int8"
         return DryAnswer(refused="Not here.") if is_int8 else count(model, config, *asked)
 
-    monkeypatch.setattr(counted_memory, "counted", answer)
+    monkeypatch.setattr(counted_memory, "dry_count", answer)
 
 
 @pytest.fixture
@@ -650,7 +650,7 @@ COUNT = DryCount(
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> MemoryBreakdown:
     """A dry probe that gives one count for every configuration; the real one is tested with the real probe."""
-    monkeypatch.setattr(counted_memory, "counted", lambda *asked: DryAnswer(count=COUNT))
+    monkeypatch.setattr(counted_memory, "dry_count", lambda *asked: DryAnswer(count=COUNT))
     return counted_breakdown(resolve_model("gpt2"), RUN.config, COUNT)
 
 
@@ -691,14 +691,14 @@ def test_an_int8_base_is_counted_though_the_model_has_a_formula(
 
 def test_what_cannot_be_counted_has_no_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(counted_memory, "counted", lambda *what: asked.append(what) or DryAnswer(refused="no"))
+    monkeypatch.setattr(counted_memory, "dry_count", lambda *what: asked.append(what) or DryAnswer(refused="no"))
     gpt2 = resolve_model("gpt2")
     assert memory_bounds(gpt2, replace(RUN, accumulation=1)) is None
     assert asked[0] == (gpt2, RUN.config, 1, Objective.SFT)
     assert check_run(context(model=gpt2), RUN) is None
-    monkeypatch.setattr(counted_memory, "counted", lambda *what: DryAnswer(refused="It has \x1bno layers."))
+    monkeypatch.setattr(counted_memory, "dry_count", lambda *what: DryAnswer(refused="It has \x1bno layers."))
     assert counted_memory.no_count(gpt2, RUN.config, 2) == "It has ?no layers"
-    monkeypatch.setattr(counted_memory, "counted", lambda *what: DryAnswer(count=COUNT))
+    monkeypatch.setattr(counted_memory, "dry_count", lambda *what: DryAnswer(count=COUNT))
     assert counted_memory.no_count(gpt2, RUN.config, 2) == "it can be counted"
 
 
