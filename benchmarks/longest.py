@@ -22,7 +22,7 @@ from autotune.core.machine import host_memory_gib
 from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.probe_types import Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
-from autotune.planning.longest import HEADROOM, HOST_SHARE, STEP, Longest, tried
+from autotune.planning.longest import HEADROOM, HOST_SHARE, STEP, Longest, to_attempt
 from autotune.prediction.memory_formula import CONTEXT_GIB, memory_breakdown
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.target import Target, find_target
@@ -46,7 +46,7 @@ class Marks:
         began = time.monotonic()
         request = asked.request(config, cap_gib, depth=depth)
         result = self.prober.probe(request, self.prober.logs / "longest.log")
-        attempt = tried(result)
+        attempt = to_attempt(result)
         about = {"attention": config.attention, "cap_gib": cap_gib, "host_gib": asked.host_gib(config)}
         wall_s = time.monotonic() - began
         self.rows.append(asdict(attempt) | about | {"reason": result.reason, "wall_s": wall_s})
@@ -64,7 +64,7 @@ class Marks:
         config = asked.config("qlora", tokens)
         config = replace(config, attention=self.args.attention or self.kernel(asked, config, cap_gib))
         for length in (tokens, int(tokens * 0.97) // STEP * STEP):
-            attempt = tried(self.run(asked, replace(config, seq_len=length), cap_gib))
+            attempt = to_attempt(self.run(asked, replace(config, seq_len=length), cap_gib))
             if attempt.outcome == Outcome.OK.value:
                 return
 

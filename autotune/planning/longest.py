@@ -268,7 +268,7 @@ class Longest:
         )
 
 
-def tried(result: ProbeResult) -> Attempt:
+def to_attempt(result: ProbeResult) -> Attempt:
     """Return the result of a probe of `Longest.request`."""
     measurement = result.measurement
     need_gib: float | None = None
@@ -313,7 +313,7 @@ def verify(
     def attempt(length: int, depth: int | None) -> Attempt:
         say(f"{method}: {length:,} tokens, {f'{depth} layers' if depth else 'all layers'}")
         attempts.append(
-            tried(probe(asked.request(asked.config(method, length), memory_gib, depth=depth)))
+            to_attempt(probe(asked.request(asked.config(method, length), memory_gib, depth=depth)))
         )
         return attempts[-1]
 

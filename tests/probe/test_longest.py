@@ -6,7 +6,7 @@ import pytest
 
 from autotune.catalog import ModelSpec, resolve_device
 from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult
-from autotune.planning.longest import Longest, tried, verify
+from autotune.planning.longest import Longest, to_attempt, verify
 from autotune.probe.supervisor import WorkerProber
 from tests.helpers.factories import TINY
 
@@ -34,4 +34,4 @@ def test_a_real_step_verifies_the_row(prober: WorkerProber) -> None:
     measured = found[-1].measurement
     assert measured is not None and all(loss > 0 for loss in measured.losses)
     short, long = (seconds for _, seconds in measured.kind_s)
-    assert row.step_s == tried(found[-1]).step_s == long > short
+    assert row.step_s == to_attempt(found[-1]).step_s == long > short
