@@ -19,7 +19,7 @@ def render(first: StudySummary, second: StudySummary) -> str:
     assert first.recipe is not None
     assert second.recipe is not None
     pair = (first.recipe, second.recipe)
-    rows = (*asked(*pair), *infos.compare_winners(*pair))
+    rows = (*compare_tasks(*pair), *infos.compare_winners(*pair))
     unchanged = [
         row.name for row in rows if row.group in (ASKED, "Configuration") and not row.changed
     ]
@@ -48,7 +48,7 @@ def render(first: StudySummary, second: StudySummary) -> str:
     return page("versus.html.j2", view)
 
 
-def asked(first: Recipe, second: Recipe) -> tuple[CompareRow, ...]:
+def compare_tasks(first: Recipe, second: Recipe) -> tuple[CompareRow, ...]:
     """Compare the tasks of the two studies.
 
     If they differ, the configuration is not the only cause of the difference in speed.
@@ -121,7 +121,7 @@ def sentences(first: Recipe, second: Recipe) -> list[str]:
     rank = list(Evidence)
     weaker = max((one.evidence, other.evidence), key=rank.index)
     lines.append(f"The comparison is as sure as the less sure of the two: {weaker}.")
-    if differing := [row.name for row in asked(first, second) if row.changed]:
+    if differing := [row.name for row in compare_tasks(first, second) if row.changed]:
         lines.append(f"Not the configuration alone differs: {', '.join(differing)}.")
     return lines
 
