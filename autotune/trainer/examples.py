@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice
 from typing import Any, TypeGuard
 
 from .forms import (
@@ -26,8 +25,10 @@ from .forms import (
 )
 from .lost_text import LostText
 from .reading import BadDataset, Located
+from .tables import size_of
 
 BATCH = 1000  # rows to tokenise at once, because a tokenizer works on several in parallel
+BATCH_BYTES = 2**24  # fewer long rows are tokenised at once
 MARK = "[[the answer stands here]]"  # replaces an answer, to find it in a rendered conversation
 
 LOST_THOUGHTS = "the chat template leaves out thoughts of the assistant"
@@ -43,6 +44,20 @@ Ranges = list[tuple[int, int]]  # the start and end of the characters to train o
 
 class BadExample(ValueError):
     """Raised for an example that cannot be trained on as the user wants it."""
+
+
+def _batches(rows: Iterable[Located]) -> Iterator[list[Located]]:
+    batch: list[Located] = []
+    num_bytes = 0
+    for row in rows:
+        batch.append(row)
+        num_bytes += size_of(row[1])
+        if len(batch) == BATCH or num_bytes >= BATCH_BYTES:
+            yield batch
+            batch = []
+            num_bytes = 0
+    if batch:
+        yield batch
 
 
 class Encoder:
@@ -68,8 +83,7 @@ class Encoder:
 
     def encode(self, rows: Iterable[Located]) -> Iterator[list[int]]:
         """Yield the tokens of each row. Raises BadDataset with the row's location."""
-        remaining = iter(rows)
-        while batch := list(islice(remaining, BATCH)):
+        for batch in _batches(rows):
             yield from self._encode_batch(batch)
 
     def describe_notes(self, number: int) -> list[str]:

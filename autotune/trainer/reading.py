@@ -1,7 +1,7 @@
 """Reads the rows of a dataset: a file, a folder of files, or a dataset of the library `datasets`.
 
 The library saves a dataset in a folder, or loads it from the Hugging Face Hub (`hub_data`).
-Python's own modules read JSON and CSV, and pyarrow reads Parquet and Arrow. Files are read in
+Python's own modules read JSON and CSV, and `tables` reads Parquet and Arrow. Files are read in
 parts, so that memory never holds a whole file.
 """
 
@@ -10,14 +10,14 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from .hub_data import CannotLoad, is_hub_name, load_files
+from .tables import READERS as TABLES
+from .tables import TableError
 
 JSON_CHUNK = 2**20  # characters to read at once
-TABLE_BATCH = 1000  # rows to read at once
 NOT_ROWS = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 
 Located = tuple[str, dict[str, Any]]  # the location of a row, for messages, and its columns
@@ -230,56 +230,18 @@ def _read_csv(path: Path) -> Iterator[Located]:
             raise BadDataset(f"{path}:{reader.line_num + 1}: {error}") from None
 
 
-def _read_parquet(path: Path) -> Iterator[Located]:
-    pyarrow = _import_pyarrow(path)
-    with _table_errors(path, pyarrow):
-        yield from _batch_rows(path, pyarrow.parquet.ParquetFile(path).iter_batches(TABLE_BATCH))
-
-
-def _read_arrow(path: Path) -> Iterator[Located]:
-    pyarrow = _import_pyarrow(path)
-    with _table_errors(path, pyarrow), pyarrow.memory_map(str(path)) as source:
-        try:
-            batches = pyarrow.ipc.open_stream(source)
-        except pyarrow.ArrowInvalid:  # Arrow has two formats
-            file = pyarrow.ipc.open_file(source)
-            batches = map(file.get_batch, range(file.num_record_batches))
-        yield from _batch_rows(path, batches)
-
-
-def _batch_rows(path: Path, batches: Any) -> Iterator[Located]:
-    number = 0
-    for batch in batches:
-        for start in range(0, batch.num_rows, TABLE_BATCH):
-            for row in batch.slice(start, TABLE_BATCH).to_pylist():
-                number += 1
-                yield f"{path}, row {number}", row
-
-
-def _import_pyarrow(path: Path) -> Any:
+def _read_table(path: Path) -> Iterator[Located]:
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ImportError(
-            f"{path.name} is read with pyarrow: pip install pyarrow, or give JSON lines"
-        ) from None
-    return pyarrow
-
-
-@contextmanager
-def _table_errors(path: Path, pyarrow: Any) -> Iterator[None]:
-    """Convert pyarrow's errors to BadDataset."""
-    try:
-        yield
-    except pyarrow.ArrowException as error:
-        raise BadDataset(f"cannot read {path}: {str(error).splitlines()[0]}") from None
+        for number, row in enumerate(TABLES[path.suffix.lower()](path), 1):
+            yield f"{path}, row {number}", row
+    except TableError as error:
+        raise BadDataset(f"cannot read {path}: {error}") from None
 
 
 READERS: dict[str, Callable[[Path], Iterator[Located]]] = {
     ".jsonl": _read_json_lines,
     ".json": _read_json,
-    ".parquet": _read_parquet,
+    ".parquet": _read_table,
     ".csv": _read_csv,
-    ".arrow": _read_arrow,
+    ".arrow": _read_table,
 }

@@ -1,12 +1,14 @@
 """What is trained on, token by token, in each form of row and with real chat templates."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from autotune.trainer import examples
 from autotune.trainer.examples import Encoder, _common_length
 from autotune.trainer.forms import ALPACA, Chat, Plain, parse, parse_row, serialize_arguments
-from autotune.trainer.reading import BadDataset
+from autotune.trainer.reading import BadDataset, Located
 from tests.helpers.tokenizers import CHATML, byte_level, template
 
 TURNS = [
@@ -45,6 +47,20 @@ def shown(tokenizer: Any, row: dict[str, Any], loss_on: str | None = None, chat_
         part = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         text += f"[{part}]" if is_trained else part
     return text
+
+
+def test_long_rows_are_tokenised_a_few_at_a_time(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examples, "BATCH_BYTES", 1000)
+    read: list[int] = []
+
+    def rows() -> Iterator[Located]:
+        for number in range(6):
+            read.append(number)
+            yield f"a:{number}", {"text": "x" * 300}
+
+    encoded = Encoder(tokenizer, None).encode(rows())
+    assert next(encoded) and read == [0, 1, 2]
+    assert len(list(encoded)) == 5
 
 
 ONE_TURN = "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n[two<|im_end|>\n]"
