@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from autotune.cli.terminal import guard
+from autotune.cli.usage import CLICK_USAGE_ERROR, no_such_command, with_remedy
 from autotune.core.errors import AutotuneError, StorageError
 from autotune.core.version import __version__
 
@@ -137,6 +138,8 @@ class LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         """Replace the list's entry by the command itself."""
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            raise no_such_command(args[0], "autotune", self.commands)
         name, entry, rest = super().resolve_command(ctx, args)
         if entry is None:
             return name, entry, rest
@@ -197,34 +200,46 @@ def main() -> None:
         sys.argv = [sys.argv[0], "--debug", *(arg for arg in sys.argv[1:] if arg != "--debug")]
 
     try:
-        app(standalone_mode=True)
+        sys.exit(app(prog_name="autotune", standalone_mode=False) or 0)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(0)
+    except typer.Abort:
+        sys.exit("Aborted.")
     except Exception as error:
         if debug:
             traceback.print_exc()
-        # An unexpected error gets a remedy, too.
-        if isinstance(error, OSError) and error.strerror and not isinstance(error, ConnectionError):
-            place = "" if error.filename is None else f"{error.filename}: "
-            error = StorageError(
-                f"{place}{error.strerror}",
-                remedy="check that it exists, and can be read and written",
-            )
-        elif not isinstance(error, AutotuneError):
-            error = AutotuneError(
-                f"unexpected {type(error).__name__}: {error}",
-                remedy="run again with --debug and report the traceback",
-            )
-            error.explained = "unexpected"
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error, file=sys.stderr)
+            sys.exit(2)
+        ours = _with_remedy(error)
+        print(f"error: {ours}", file=sys.stderr)
+        if ours.remedy:
+            print(f"  try: {ours.remedy}", file=sys.stderr)
+        if ours.explained:
+            print(f"  see: docs/errors.md#{ours.explained}", file=sys.stderr)
+        sys.exit(ours.exit_code)
 
-        print(f"error: {error}", file=sys.stderr)
-        if error.remedy:
-            print(f"  try: {error.remedy}", file=sys.stderr)
-        if error.explained:
-            print(f"  see: docs/errors.md#{error.explained}", file=sys.stderr)
-        sys.exit(error.exit_code)
+
+def _with_remedy(error: Exception) -> AutotuneError:
+    """Return an error of this program, with a remedy even if the error is unexpected."""
+    if isinstance(error, AutotuneError):
+        return error
+    if isinstance(error, CLICK_USAGE_ERROR):
+        return with_remedy(error, sys.argv[1:], COMMANDS)
+    if isinstance(error, OSError) and error.strerror and not isinstance(error, ConnectionError):
+        place = "" if error.filename is None else f"{error.filename}: "
+        return StorageError(
+            f"{place}{error.strerror}",
+            remedy="check that it exists, and can be read and written",
+        )
+    unexpected = AutotuneError(
+        f"unexpected {type(error).__name__}: {error}",
+        remedy="run again with --debug and report the traceback",
+    )
+    unexpected.explained = "unexpected"
+    return unexpected
 
 
 if __name__ == "__main__":

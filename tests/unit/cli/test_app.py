@@ -86,6 +86,17 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no trials": ((*RUN, "--trials", "0"), ("trials",)),
     "both sizes": ((*RUN, "--examples", "5", "--tokens", "5000"), ("examples or tokens",)),
     "JSON twice": ((*RUN, "--json", "--events"), ("--events",)),
+    "unknown command": (("plann",), ("no command 'plann'; did you mean 'plan'", "`autotune --help`")),
+    "unknown option": (("plan", "--modle", "x"), ("plan has no option '--modle'; did you mean '--model'",)),
+    "unknown option of all": (("--verson",), ("autotune has no option '--verson'; did you mean '--version'?",)),
+    "unknown short option": (("longest", "-z"), ("no option '-z'", "`autotune longest --help` lists its options")),
+    "no value of an option": (("plan", "--gpu"), ("option '--gpu' requires an argument", "try: give --gpu VALUE;")),
+    "value of a flag": (("run", "--quiet=3"), ("'--quiet' does not take a value", "try: give --quiet alone")),
+    "no number": (("run", "--trials", "x"), ("--trials: 'x': ", "integer", "`autotune run --help`")),
+    "no number after =": (("run", "--trials=x"), ("--trials: 'x': ", "integer")),
+    "no argument": (("check",), ("check: missing argument", "FILE", "try: autotune check [OPTIONS]")),
+    "two arguments": (("check", "a", "b"), ("unexpected extra argument", "b", "try: autotune check [OPTIONS]")),
+    "unknown part": (("dev", "foo"), ("autotune dev: no such command 'foo'", "try: autotune dev [OPTIONS] COMMAND")),
     "no such spec": (("run", "--spec", "nowhere.yaml"), ("nowhere.yaml", "No such file")),
     "misspelt key": (("run", "--spec", "misspelt.yaml"), ("misspelt.yaml:3:", "bugdet")),
     "wrong type": (("run", "--spec", "wrong.yaml"), ("wrong.yaml:", "examples")),
@@ -137,6 +148,13 @@ def test_bad_input(
     assert "Traceback" not in answer.err and CANARY not in answer.err
     for part in expected:
         assert part in answer.err
+
+
+def test_help_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(monkeypatch, capsys, "--version").code == 0
+    assert said(monkeypatch, capsys, "plan", "--help").out.startswith("Usage: ")
+    bare = said(monkeypatch, capsys)
+    assert bare.code in (0, 2) and "error: " not in bare.err and "Usage: " in bare.err + bare.out
 
 
 @pytest.mark.parametrize("command", ["list", "status", "oom", "report", "resume", "dashboard"])

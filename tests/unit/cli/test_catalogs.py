@@ -130,14 +130,6 @@ def test_argument_errors(tmp_path, monkeypatch, args, message):
     assert list(tmp_path.iterdir()) == []  # nothing was begun
 
 
-@pytest.mark.parametrize("args", [["gpu"], ["gpus", "--jsn"], ["run", "--epochs", "x"], ["run", "--nothing"]])
-def test_what_the_parser_refuses(args):
-    result = CliRunner().invoke(app, args)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert "Usage: " in result.stderr
-
-
 def test_tables_are_whole_in_a_pipe(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     catalogs.gpus(json_=False)
