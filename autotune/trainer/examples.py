@@ -3,9 +3,11 @@
 A token that the model only reads is stored as its complement, -1 - token.
 """
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeGuard
@@ -26,9 +28,11 @@ from .forms import (
 from .lost_text import LostText
 from .reading import BadDataset, Located
 from .tables import size_of
+from .time_limit import time_limit
 
 BATCH = 1000  # rows to tokenise at once, because a tokenizer works on several in parallel
 BATCH_BYTES = 2**24  # fewer long rows are tokenised at once
+RENDER_S = 10.0  # processor time for a row, which takes milliseconds
 MARK = "[[the answer stands here]]"  # replaces an answer, to find it in a rendered conversation
 
 LOST_THOUGHTS = "the chat template leaves out thoughts of the assistant"
@@ -36,6 +40,7 @@ LOST_TOOLS = "the chat template leaves out the tools that the model may call"
 NO_STOP = (
     "the chat template ends no answer with a token of its own, so the model does not learn to stop"
 )
+DROPPED = "arguments of the tokenizer in chat_template_kwargs are ignored"
 
 NOTES = {"thought": LOST_THOUGHTS, "tools": LOST_TOOLS}  # by the kind of a lost text
 
@@ -44,6 +49,21 @@ Ranges = list[tuple[int, int]]  # the start and end of the characters to train o
 
 class BadExample(ValueError):
     """Raised for an example that cannot be trained on as the user wants it."""
+
+
+@contextmanager
+def _row_errors(where: str) -> Iterator[None]:
+    """Limit the time of a row's chat template, and convert its errors to BadDataset."""
+    try:
+        with time_limit(RENDER_S):
+            yield
+    except UnicodeEncodeError:
+        raise BadDataset(f"{where}: half of a surrogate pair is not a character") from None
+    except BadExample as error:
+        raise BadDataset(f"{where}: {error}") from None
+    except Exception as error:  # chat templates raise many kinds of errors
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise BadDataset(f"{where}: the tokenizer's chat template refuses it: {reason}") from None
 
 
 def _batches(rows: Iterable[Located]) -> Iterator[list[Located]]:
@@ -76,6 +96,7 @@ class Encoder:
         self.key = loss_on
         self.notes: Counter[str] = Counter()  # notes for the user, with the number of rows
         self._lost_text = LostText()
+        self._arguments = inspect.signature(tokenizer.apply_chat_template).parameters
         template = tokenizer.chat_template
         self._template = (template.get("default") if isinstance(template, dict) else template) or ""
         # Such a template marks the assistant's text itself.
@@ -97,23 +118,13 @@ class Encoder:
         # Rows without marks are rendered one by one, and tokenised together.
         for index, (where, row) in enumerate(batch):
             form = self._adapt(where, parse_row(where, row, has_template=bool(self._template)))
-            try:
-                if self._uses_marks(form):
+            if self._uses_marks(form):
+                with _row_errors(where):
                     self._check_text(form, self._render(form, form.messages))
                     examples[index] = self._encode_marked(form)
-                else:
-                    text, ranges = self.render(form)
-                    text.encode()
-                    texts[isinstance(form, Chat)].append((index, text, ranges))
-            except UnicodeEncodeError:
-                raise BadDataset(f"{where}: half of a surrogate pair is not a character") from None
-            except BadExample as error:
-                raise BadDataset(f"{where}: {error}") from None
-            except Exception as error:  # chat templates raise many kinds of errors
-                reason = str(error).strip().partition("\n")[0] or type(error).__name__
-                raise BadDataset(
-                    f"{where}: the tokenizer's chat template refuses it: {reason}"
-                ) from None
+            else:
+                text, ranges = self.render(where, form)
+                texts[isinstance(form, Chat)].append((index, text, ranges))
 
         for is_chat, found in texts.items():
             for index, tokens in self._tokenise(found, is_chat=is_chat):
@@ -124,6 +135,8 @@ class Encoder:
         """Return the form with messages as the chat template reads them."""
         if isinstance(form, Plain):
             return form
+        if not self._arguments.keys().isdisjoint(form.options):
+            self.notes[DROPPED] += 1
         try:
             messages = adapt(form.messages, self._template)
             if self.parts:
@@ -204,8 +217,17 @@ class Encoder:
             return "all" if self.loss_on == "all" or form.prompt is None else "completion"
         return self.loss_on or ("assistant" if form.completion is None else "completion")
 
-    def render(self, form: Plain | Chat) -> tuple[str, Ranges | None]:
-        """Return the text of an example, and the characters to train on, or None for all."""
+    def render(self, where: str, form: Plain | Chat) -> tuple[str, Ranges | None]:
+        """Return the text of an example, and the characters to train on, or None for all.
+
+        Raises BadDataset with the row's location.
+        """
+        with _row_errors(where):
+            text, ranges = self._render_example(form)
+            text.encode()
+            return text, ranges
+
+    def _render_example(self, form: Plain | Chat) -> tuple[str, Ranges | None]:
         target = self._target(form)
         if isinstance(form, Plain):
             text = (form.prompt or "") + form.completion
@@ -263,7 +285,7 @@ class Encoder:
             self.notes[NO_STOP] += 1
 
     def _render(self, form: Chat, messages: list[dict[str, Any]], **options: Any) -> str:
-        settings = {"tools": form.tools, "tokenize": False, **form.options, **options}
+        settings = {"tools": form.tools, "tokenize": False, **self._variables(form), **options}
         try:
             text: str = self.tokenizer.apply_chat_template(messages, **settings)
         except TypeError:
@@ -271,6 +293,13 @@ class Encoder:
             messages = [serialize_arguments(one) for one in messages]
             text = self.tokenizer.apply_chat_template(messages, **settings)
         return text
+
+    def _variables(self, form: Chat) -> dict[str, Any]:
+        """Return the template's variables from a row, without arguments of the tokenizer.
+
+        One of these arguments is another chat template.
+        """
+        return {name: form.options[name] for name in form.options if name not in self._arguments}
 
     def _find_answer(self, form: Chat, text: str, index: int) -> tuple[int, int]:
         """Return the start and the end of the answer `index`.
@@ -351,7 +380,7 @@ class Encoder:
             tools=form.tools,
             return_dict=True,
             return_assistant_tokens_mask=True,
-            **form.options,
+            **self._variables(form),
         )
         return _mask(encoded["input_ids"], encoded["assistant_masks"])
 

@@ -107,7 +107,7 @@ class ImageRows(Sequence[ImageExample]):
             return torch.tensor(tokens_alone, dtype=torch.int)[: self._seq_len], {}
 
         pictures = [self._open(where, one) for one in named]
-        text, ranges = self._encoder.render(form)
+        text, ranges = self._encoder.render(where, form)
         tokens: list[torch.Tensor] = []
         values: list[Tensors] = []
         num_tokens = 0

@@ -49,6 +49,31 @@ def shown(tokenizer: Any, row: dict[str, Any], loss_on: str | None = None, chat_
     return text
 
 
+def test_a_row_cannot_replace_the_chat_template(tokenizer: Any) -> None:
+    """Variables of the template stay. TRL passes on the tokenizer's arguments too."""
+    tokenizer.chat_template = CHATML + "{{ tail }}"
+    options = {"chat_template": "{% for i in range(10**5) %}{% endfor %}", "tokenize": True, "tail": "END"}
+    encoder = Encoder(tokenizer, "all")
+    rows = [{"messages": TURNS[:2]}, {"messages": TURNS[:2], "chat_template_kwargs": options}]
+    plain, changed = encoder.encode([(f"a:{number}", row) for number, row in enumerate(rows)])
+    assert tokenizer.decode(changed) == tokenizer.decode(plain) + "END"
+    assert encoder.describe_notes(2) == [f"{examples.DROPPED} (1 of 2 examples)"]
+
+
+@pytest.mark.parametrize("loss_on", ["all", "assistant"])
+def test_a_template_without_an_end_is_stopped(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, loss_on: str) -> None:
+    monkeypatch.setattr(examples, "RENDER_S", 0.1)
+    loop = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
+    tokenizer.chat_template = CHATML + loop
+    row = ("a:1", {"messages": TURNS})
+    with pytest.raises(
+        BadDataset, match=r"^a:1: the tokenizer's chat template refuses it: it takes longer than 0\.1 s$"
+    ):
+        list(Encoder(tokenizer, loss_on).encode([row]))
+    tokenizer.chat_template = CHATML
+    assert list(Encoder(tokenizer, loss_on).encode([row]))
+
+
 def test_long_rows_are_tokenised_a_few_at_a_time(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examples, "BATCH_BYTES", 1000)
     read: list[int] = []
