@@ -131,8 +131,13 @@ def _fsdp2_refusal(config: TrainConfig) -> str | None:
     bitsandbytes issues 1945 and 1633, and runs of transformers' Trainer on two ranks, show these
     failures.
     """
-    if config.quantization in ("nf4", "int8"):
-        return f"FSDP2 loses the statistics of {config.quantization} weights"
+    if config.quantization == "nf4":
+        return (
+            "FSDP2 loses the statistics of nf4 weights, which FSDP 1 keeps with"
+            " bnb_4bit_quant_storage, but no formula covers FSDP 1"
+        )
+    if config.quantization == "int8":
+        return "FSDP2 loses the statistics of int8 weights"
     if config.optimizer in BITSANDBYTES:
         return (
             f"{config.optimizer} of bitsandbytes has no code for sharded tensors,"

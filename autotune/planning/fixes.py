@@ -217,7 +217,8 @@ class FixSearch:
                 edited_run = for_model(
                     parse(edited(run.values, edits), run.format), self.context.model
                 )
-                num_gpus = run.num_gpus if run.config.num_gpus > 1 else None
+                shares = run.uncounted is not None and run.uncounted.shared
+                num_gpus = run.num_gpus if shares or run.config.num_gpus > 1 else None
                 self.parsed[key] = shared_out(edited_run, self.context.model, num_gpus)
             except UsageError:
                 self.parsed[key] = None

@@ -492,6 +492,8 @@ def _compute_knobs(file: File, tool: str) -> dict[str, Any]:
     for name, keys in table("noted").items():
         for key in keys:
             file.note(file.has(key), name, key=key)
+    for key in table("lessens").keys() - {"activation_offloading", "liger_cross_entropy"}:
+        file.note(file.has(key), "less_memory", key=key)
     split = table("parallel") + table("split")
     file.note(any(file.whole(key, default=1) > 1 for key in split), "sharded")
 

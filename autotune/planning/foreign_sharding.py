@@ -13,11 +13,22 @@ from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.prediction.estimate import memory_of
 from autotune.prediction.sharded_memory import MAX_LIVE, DeepSpeedBuffers
-from autotune.report.values.check import FP32_BASE, ForeignConfig
+from autotune.report.values.check import FP32_BASE, ForeignConfig, Uncounted
 
 # In the name of a file, such as zero3_bf16.json or ds_z2_config.json
 _STAGE = re.compile(r"z(?:ero)?[-_]?([0-3])(?!\d)")
 _BY_STAGE = ("ddp", "zero1", "zero2", "zero3")
+# Terms of MemoryBreakdown that the GPUs share out, by strategy
+_LASTING = ("weights", "adapters", "gradients", "optimizer")
+_SHARED = {
+    "ddp": (),
+    "zero1": ("optimizer",),
+    "zero2": ("gradients", "optimizer"),
+    "zero3": _LASTING,
+    "fsdp2": _LASTING,
+    "fsdp2_keep": ("gradients", "optimizer"),
+}
+_NAMES = {"zero": " by DeepSpeed's ZeRO", "fsdp": " by FSDP"}
 _OFF: tuple[Any, ...] = (None, False, "", "false", "False", [], {})
 
 
@@ -60,21 +71,21 @@ def strategy_of(values: Mapping[str, Any]) -> str | None:
 def shared_out(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> ForeignConfig:
     """Return the run sharded over `gpus` GPUs, or over the number that its file names.
 
-    `gpus` is the user's number. If the sharding is unknown, the run is returned unchanged. A note
-    says which part is not counted.
+    `gpus` is the user's number. Sharding and offloading that no formula covers are `uncounted`.
     """
     number = gpus or run.num_gpus or 1
     run = replace(run, num_gpus=gpus or run.num_gpus)
+    notes = load_data("autotune.planning", "foreign_keys")["notes"]
     file_strategy = strategy_of(run.values)
     strategy = file_strategy or ("ddp" if gpus else None)
 
     if run.objective is not Objective.SFT and number > 1:
-        note = load_data("autotune.planning", "foreign_keys")["notes"]["one_gpu"].format(
-            objective=run.objective
-        )
-        return replace(run, notes=(*run.notes, note))
-    if number == 1 or strategy is None or number not in KNOBS["num_gpus"].choices:
-        return run
+        note = notes["one_gpu"].format(objective=run.objective)
+        return _ranged(replace(run, notes=(*run.notes, note)), number)
+    if number == 1 or strategy is None:
+        return _ranged(run, number)
+    if number not in KNOBS["num_gpus"].choices:
+        return _ranged(run, number, f"no formula covers {number} GPUs")
 
     replicas = run.values.get("dp_replicate_size")
     copies = next((number for number in KNOBS["copies"].choices if number == replicas), 1)
@@ -84,22 +95,77 @@ def shared_out(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreig
         # FSDP2 and DeepSpeed keep the trained parameters in fp32.
         config = replace(config, precision="bf16_mixed")
 
-    notes = load_data("autotune.planning", "foreign_keys")["notes"]
     reason = parallelism.refusal(config)
     if reason is None and parallelism.shards and FP32_BASE in run.notes:
         reason = "no formula covers a base in float32 that is shared out"
     if reason is None and memory_of(model, config) is None:
         reason = "no formula covers a rank of this run"
-
     if reason is not None:
-        return replace(run, notes=(*run.notes, notes["not_shared"].format(reason=reason)))
+        return _ranged(run, number, reason)
 
     kept_notes = [note for note in run.notes if file_strategy is None or note != notes["sharded"]]
     if strategy.startswith("fsdp2") and _is_fsdp_1(run.values):
         kept_notes.append(notes["fsdp_1"])
-    if _offloads(run.values):
-        kept_notes.append(notes["less_memory"].format(key="Offloading of the model"))
-    return replace(run, config=config, notes=tuple(kept_notes))
+    return _ranged(replace(run, config=config, notes=tuple(kept_notes)), number)
+
+
+def _ranged(run: ForeignConfig, number: int, reason: str | None = None) -> ForeignConfig:
+    """Return the run with its savings that no formula covers.
+
+    `reason` says why no formula covers its sharding.
+    """
+    table = load_data("autotune.planning", "foreign_keys")
+    notes = table["notes"]
+    causes = []
+    exchanges = False
+
+    # Some keys save memory that no formula knows.
+    freed: set[str] = set()
+    for key, terms in table["lessens"].items():
+        if run.values.get(key) not in _OFF and notes["less_memory"].format(key=key) in run.notes:
+            causes.append(f"what {key} saves")
+            freed |= set(terms)
+
+    if terms := _offloaded_terms(run.values):
+        causes.append("what is offloaded to the host's memory")
+        freed |= terms
+        exchanges = True
+
+    # The GPUs share out what the strategy says, or anything if it is unknown.
+    shared: set[str] = set()
+    unshared_notes = list(run.notes)
+    if notes["sharded"] in run.notes and number > 1:
+        strategy = strategy_of(run.values)
+        shared = set(_SHARED.get(strategy or "", _LASTING))
+        if strategy is None and any(run.values.get(key) not in _OFF for key in _splits(table)):
+            shared |= {"activations", "logits"}
+        if shared:
+            freed.add("reserved")  # the allocator gives unused memory back if it is short
+            why = f" ({reason})" if reason else ""
+            by = _NAMES.get((strategy or "")[:4], "")
+            causes.append(f"how {number} GPUs share out the model{by}{why}")
+            exchanges = True
+            unshared_notes.remove(notes["sharded"])
+    elif notes["sharded"] in run.notes and freed:
+        unshared_notes.remove(notes["sharded"])
+    if reason and not shared:
+        unshared_notes.append(notes["not_shared"].format(reason=reason))
+
+    if not causes:
+        return replace(run, notes=tuple(unshared_notes))
+    uncounted = Uncounted(
+        causes=tuple(causes),
+        num_gpus=number,
+        shared=frozenset(shared - freed),
+        freed=frozenset(freed),
+        exchanges=exchanges,
+    )
+    return replace(run, notes=tuple(unshared_notes), uncounted=uncounted)
+
+
+def _splits(table: Mapping[str, Any]) -> list[str]:
+    """Return the keys that split rows or layers among GPUs, not the model's parameters alone."""
+    return [*table["parallel"], *table["split"]]
 
 
 def buffers_of(run: ForeignConfig) -> DeepSpeedBuffers:
@@ -147,21 +213,26 @@ def _is_fsdp_1(values: Mapping[str, Any]) -> bool:
     )
 
 
-def _offloads(values: Mapping[str, Any]) -> bool:
-    """Return whether parameters or the optimizer's state are offloaded to the host's memory."""
+def _offloaded_terms(values: Mapping[str, Any]) -> set[str]:
+    """Return the terms of MemoryBreakdown that wait in the host's memory, at best.
+
+    Gradients follow the optimizer's state to the host.
+    """
+    parameters, state = {"weights", "adapters"}, {"gradients", "optimizer"}
     deepspeed = values.get("deepspeed")
     if isinstance(deepspeed, dict):
-        parts = [_zero_settings(values).get(f"offload_{part}") for part in ("param", "optimizer")]
-        devices = [
-            str(part.get("device", "cpu")).lower() for part in parts if isinstance(part, dict)
-        ]
-        return any(device != "none" for device in devices) or bool(
-            _zero_settings(values).get("cpu_offload")
-        )
+        zero = _zero_settings(values)
+        terms = state if zero.get("cpu_offload") else set()
+        for name, parts in (("offload_param", parameters), ("offload_optimizer", state)):
+            setting = zero.get(name)
+            device = str(setting.get("device", "cpu")) if isinstance(setting, dict) else "none"
+            terms = terms | (parts if device.lower() != "none" else set())
+        return terms
 
     if "offload" in f"{deepspeed} {values.get('fsdp')}".lower():
-        return True
-    return any(
+        return parameters | state
+    offloads = any(
         str(_fsdp_setting(values, key)).lower() == "true"
         for key in ("offload_params", "cpu_offload")
     )
+    return parameters | state if offloads else set()

@@ -377,6 +377,12 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
             "What the casts of a base in float32 take is not known: the run needs more than the "
             "estimate."
         )
+    elif run.uncounted is not None:
+        causes = " and ".join(run.uncounted.causes)
+        yield (
+            f"The need is a range, because no formula covers {causes}. The lower end shares out "
+            "and offloads everything possible, the upper end keeps it on each GPU."
+        )
     elif checked.bounds.least != checked.bounds.most and checked.bounds.most is not None:
         between = "none of it on the GPU and all"
         yield (
@@ -439,7 +445,7 @@ def _gpu_notes(checked: CheckedRun) -> Iterator[str]:
             "The file does not say on how many GPUs it trains: one is assumed, without sharding "
             "(--gpus N)."
         )
-    elif run.num_gpus > 1:
+    elif run.num_gpus > 1 and not (run.uncounted is not None and run.uncounted.shared):
         gradients_text = fmt_gib(
             checked.bounds.reported.gradients or checked.bounds.reported.adapters
         )

@@ -135,7 +135,10 @@ def _bounds(model: ModelSpec, run: ForeignConfig, steps: int) -> MemoryBounds | 
         return None
 
     if sizes is None or (is_int8 and low.counted):
-        return _bounded_count(run, low)
+        bounds = _bounded_count(run, low)
+        if run.uncounted is None:
+            return bounds
+        return replace(bounds, least=_least(model, run, steps, bounds.least))
     if FP32_BASE in run.notes:
         low, high = (
             _with_fp32_base(sizes, _checkpoints_on_gpu(config), memory) for memory in (low, high)
@@ -145,7 +148,32 @@ def _bounds(model: ModelSpec, run: ForeignConfig, steps: int) -> MemoryBounds | 
             config.tokens * sizes.layers * sizes.hidden * (2 if config.method == "lora" else 4)
         )
         low = replace(low, activations=max(low.activations - offloaded_gib, 0.0))
+    if run.uncounted is not None:
+        low = _least(model, run, steps, low)
     return MemoryBounds(least=low, most=None if config.dora or is_int8 or run.needs_more else high)
+
+
+def _least(
+    model: ModelSpec, run: ForeignConfig, steps: int, memory: MemoryBreakdown
+) -> MemoryBreakdown:
+    """Return the memory if everything is shared out and offloaded that can be.
+
+    Runs that share or offload weights compute in 16 bits. Then autocast keeps no casts, and the
+    32-bit weights belong to the optimizer's state.
+    """
+    uncounted = run.uncounted
+    assert uncounted is not None
+    config = _checkpoints_on_gpu(run.config)
+    if uncounted.exchanges and config.num_gpus == 1 and config.precision.endswith("mixed"):
+        pure = replace(config, precision="bf16_pure", dora=False)
+        in_16_bits = memory_of(model, pure, steps, objective=run.objective, count=count)
+        if in_16_bits is not None:
+            smaller = {
+                name: min(getattr(memory, name), getattr(in_16_bits, name))
+                for name in ("weights", "adapters", "gradients", "activations", "logits")
+            }
+            memory = replace(memory, **smaller)
+    return uncounted.least(memory)
 
 
 def _bounded_count(run: ForeignConfig, memory: MemoryBreakdown) -> MemoryBounds:
@@ -206,6 +234,8 @@ def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) 
 def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | None:
     """Return the step time on the reference card, or None if no formula covers the run."""
     config = context.workload.at_mean(run.config)
+    if run.uncounted is not None and run.uncounted.exchanges:
+        return None  # the time of its transfers is unknown
     if FP32_BASE in run.notes and Sizes.of(context.model) is None:
         return None  # the time of its casts is not counted
 

@@ -291,7 +291,6 @@ CHECKS = (
                 has=("FSDP|[Oo]ffload",),
             ),
         ),
-        known_open="FSDP with offload is counted as if each GPU held the whole model.",
     ),
     Case(
         name="03-zero3-moe",
@@ -317,7 +316,6 @@ CHECKS = (
                 has=("ZeRO",),
             ),
         ),
-        known_open="ZeRO 3 of a mixture of experts is counted as if it did not share anything.",
     ),
     Case(
         name="04-zero3-offload",
@@ -342,7 +340,6 @@ CHECKS = (
                 has=("[Oo]ffload",),
             ),
         ),
-        known_open="Offloading is not subtracted from the need.",
     ),
     Case(
         name="07-renamed-key-new-special-tokens",
@@ -471,7 +468,6 @@ CHECKS = (
                 has=(r"(?m)^(?!.*start-up).*evaluation",),
             ),
         ),
-        known_open="The memory of an evaluation is not counted.",
     ),
     Case(
         name="13-deepspeed-file-absent",

@@ -1,6 +1,6 @@
 """The check of another tool's run, as values: the run in its file, the verdict and the changes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,6 +10,7 @@ from autotune.core.objective import Objective
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.estimate import Estimate, Evaluation, MemoryBounds
+from autotune.prediction.memory_formula import MemoryBreakdown
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.workload import Workload
 
@@ -22,6 +23,27 @@ FP32_BASE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Uncounted:
+    """The savings of a run that no formula covers: its need is a range.
+
+    `shared` and `freed` are terms of MemoryBreakdown. At best, `num_gpus` GPUs share the first ones
+    out, and the second ones leave the GPU. `causes` are phrases. With `exchanges`, the run sends
+    weights or gradients at an unknown speed.
+    """
+
+    causes: tuple[str, ...]
+    num_gpus: int = 1
+    shared: frozenset[str] = frozenset()
+    freed: frozenset[str] = frozenset()
+    exchanges: bool = False
+
+    def least(self, memory: MemoryBreakdown) -> MemoryBreakdown:
+        """Return the memory if everything is shared out and leaves the GPU that can."""
+        parts = {name: getattr(memory, name) / self.num_gpus for name in self.shared}
+        return replace(memory, **parts | dict.fromkeys(self.freed, 0.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignConfig:
     """A fine-tuning run as another tool's YAML describes it.
 
@@ -30,7 +52,8 @@ class ForeignConfig:
     `num_gpus` is None if the file does not state it, and `epochs` is None if `max_steps` decides.
     `max_examples` is the limit over all datasets together. Each of `notes` is a sentence: an
     assumption, or a setting that affects memory or speed and that `config` lacks. `evaluation` is
-    None if the run does not evaluate between its steps. `ignored` names
+    None if the run does not evaluate between its steps. `uncounted` are its savings without a
+    formula. `ignored` names
     the keys that the tool does not know and passes over, or is "".
     """
 
@@ -46,6 +69,7 @@ class ForeignConfig:
     notes: tuple[str, ...]
     objective: Objective = Objective.SFT
     evaluation: Evaluation | None = None
+    uncounted: Uncounted | None = None
     ignored: str = ""
     values: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 

@@ -14,7 +14,8 @@ from autotune.planning.foreign_sharding import buffers_of, shared_out, strategy_
 from autotune.planning.run_check import check
 from autotune.planning.run_estimate import memory_bounds
 from autotune.prediction.sharded_memory import MAX_LIVE, DeepSpeedBuffers, rank_breakdown
-from autotune.report.values.check import ForeignConfig
+from autotune.problem.run_cost import TIGHT
+from autotune.report.values.check import ForeignConfig, Uncounted
 
 FULL = {
     "base_model": "meta-llama/Llama-3.1-8B",
@@ -29,6 +30,8 @@ FULL = {
 }
 LORA = FULL | {"adapter": "lora", "lora_r": 16, "lora_alpha": 32, "lora_target_linear": True}
 FSDP = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
+OFFLOADED = "what is offloaded to the host's memory"
+LASTING = ("weights", "adapters", "gradients", "optimizer")
 SHARDED = "Sharding and offloading of the model are not counted: each GPU is taken to hold all of it."
 
 
@@ -79,9 +82,9 @@ def test_shards_of_a_file_are_those_of_its_gpus(tmp_path: Path) -> None:
     assert (run.num_gpus, run.config.num_gpus, run.config.sharding) == (8, 8, "fsdp2")
     assert run.config.precision == "bf16_mixed"  # its weights are in bf16, and what FSDP2 trains in fp32
     assert SHARDED not in notes and "FSDP 1" not in notes
-    _, older = notes_of(tmp_path, FULL | {"fsdp": ["full_shard", "offload"], "fsdp_config": {"offload_params": True}})
+    run, older = notes_of(tmp_path, FULL | {"fsdp": ["full_shard", "offload"], "fsdp_config": {"offload_params": True}})
     assert "FSDP2 is counted, which holds a little less" in older
-    assert "Offloading of the model is not counted: the run needs less memory than estimated." in older
+    assert run.uncounted == Uncounted(causes=(OFFLOADED,), num_gpus=8, freed=frozenset(LASTING), exchanges=True)
 
 
 def test_deepspeeds_own_file_is_read_where_it_is(tmp_path: Path) -> None:
@@ -105,30 +108,34 @@ def test_deepspeeds_own_file_is_read_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "ds" / "own.json").write_text(stage)
     assert read(tmp_path, LORA | {"deepspeed": "ds/own.json"}).values["deepspeed"] == json.loads(stage)
     (tmp_path / "ds" / "own.json").write_text("[")
-    assert SHARDED in notes_of(tmp_path, LORA | {"deepspeed": "ds/own.json"})[1]
+    unknown, _ = notes_of(tmp_path, LORA | {"deepspeed": "ds/own.json"})
+    assert unknown.uncounted is not None and unknown.uncounted.shared == frozenset(LASTING)
 
 
 @pytest.mark.parametrize(
-    ("zero", "offloads"),
+    ("zero", "terms"),
     [
-        ({"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}, False),
-        ({"offload_optimizer": {"device": "cpu"}}, True),
-        ({"offload_param": {"device": "nvme"}}, True),
-        ({"cpu_offload": True}, True),
-        ({}, False),
+        ({"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}, set()),
+        ({"offload_optimizer": {"device": "cpu"}}, {"gradients", "optimizer"}),
+        ({"offload_param": {"device": "nvme"}}, {"weights", "adapters"}),
+        ({"cpu_offload": True}, {"gradients", "optimizer"}),
+        ({}, set()),
     ],
     ids=str,
 )
-def test_offloading_is_what_deepspeeds_file_says(tmp_path: Path, zero: dict[str, Any], offloads: bool) -> None:
+def test_offloading_is_what_deepspeeds_file_says(tmp_path: Path, zero: dict[str, Any], terms: set[str]) -> None:
     (tmp_path / "own.json").write_text(json.dumps({"zero_optimization": {"stage": 3} | zero}))
-    _, notes = notes_of(tmp_path, LORA | {"deepspeed": "own.json"})
-    assert ("Offloading of the model is not counted" in notes) is offloads
+    run, _ = notes_of(tmp_path, LORA | {"deepspeed": "own.json"})
+    assert (run.uncounted.freed if run.uncounted else set()) == terms
 
 
 def test_without_a_number_of_gpus_nothing_is_shared_out(tmp_path: Path) -> None:
     for gpus in (None, 1, 11):
         run, notes = notes_of(tmp_path, FULL | FSDP, gpus)
-        assert run.config.num_gpus == 1 and SHARDED in notes
+        assert run.config.num_gpus == 1 and (SHARDED in notes) is (gpus != 11)
+    assert run.uncounted is not None and run.uncounted.causes == (
+        "how 11 GPUs share out the model by FSDP (no formula covers 11 GPUs)",
+    )
     plain, _ = notes_of(tmp_path, LORA, 4)
     assert (plain.config.num_gpus, plain.config.sharding) == (4, "ddp")
     alone, _ = notes_of(tmp_path, LORA, None)
@@ -146,8 +153,9 @@ def test_without_a_number_of_gpus_nothing_is_shared_out(tmp_path: Path) -> None:
 )
 def test_what_no_formula_shares_out_stays_whole(tmp_path: Path, values: dict[str, Any], reason: str) -> None:
     run, notes = notes_of(tmp_path, values)
-    assert (run.num_gpus, run.config.num_gpus) == (8, 1) and SHARDED in notes
-    assert "How the GPUs share out the model is not counted: " in notes and reason in notes
+    assert (run.num_gpus, run.config.num_gpus) == (8, 1) and SHARDED not in notes
+    assert run.uncounted is not None and run.uncounted.shared == frozenset(LASTING)
+    assert reason in run.uncounted.causes[0]
 
 
 def test_check_judges_each_gpu(tmp_path: Path) -> None:
@@ -192,3 +200,38 @@ def test_a_fix_is_of_the_same_gpus(tmp_path: Path) -> None:
     fixed = report.fix.run.config
     assert (fixed.num_gpus, fixed.sharding, report.fix.state) == (8, "fsdp2", "fits")
     assert Parallelism.of(fixed).refusal(fixed) is None
+
+
+def test_a_need_without_a_formula_of_its_sharding_is_a_range(tmp_path: Path) -> None:
+    """Only a lower end that does not fit means out of memory; the upper end keeps all on each GPU."""
+    values = LORA | {"adapter": "qlora", "load_in_4bit": True, "micro_batch_size": 1} | FSDP
+    path = tmp_path / "run.yml"
+    path.write_text(yaml.safe_dump(values))
+    alone, shared = (check(path, {"gpu": "rtx-3060-12gb", "gpus": gpus}) for gpus in (1, 8))
+    least, most = shared.checked.bounds.least, shared.checked.bounds.most
+    assert most is not None and most.peak_reserved_gib == alone.checked.estimate.need_gib
+    assert least.weights == most.weights / 8 and least.optimizer == most.optimizer / 8
+    assert least.reserved == 0 < most.reserved
+    assert shared.checked.estimate.tokens_per_s is None  # its transfers take unknown time
+    assert any(note.startswith("The need is a range, because no formula covers how 8 GPUs") for note in shared.notes)
+    assert not any("each holds all of it" in note for note in shared.notes)
+
+
+def test_offloaded_weights_and_state_leave_the_gpu_at_best(tmp_path: Path) -> None:
+    """Full fine-tuning of an 8B in 24 GB: DeepSpeed keeps weights, gradients and state on the host."""
+    devices = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "own.json").write_text(json.dumps({"zero_optimization": {"stage": 3} | devices}))
+    path = tmp_path / "run.yml"
+    for gpus in (1, 2):
+        path.write_text(yaml.safe_dump(FULL | {"deepspeed": "own.json"}))
+        report = check(path, {"gpu": "rtx-4090", "gpus": gpus})
+        least, most = report.checked.bounds.bounds_gib
+        assert report.checked.state == TIGHT
+        assert most is not None and least < 10 < 60 < most
+        assert report.checked.bounds.least.weights == 0
+
+
+def test_what_a_key_saves_at_best_is_the_lower_end(tmp_path: Path) -> None:
+    run, notes = notes_of(tmp_path, FULL | {"unfrozen_parameters": ["lm_head"]}, None)
+    assert run.uncounted is not None and run.uncounted.freed == {"gradients", "optimizer"}
+    assert not run.uncounted.exchanges and "unfrozen_parameters is not counted" in notes

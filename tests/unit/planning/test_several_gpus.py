@@ -22,6 +22,11 @@ from autotune.prediction.estimate import estimate
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.study_spec import StudySpec
 
+NF4_UNDER_FSDP2 = (
+    "FSDP2 loses the statistics of nf4 weights, which FSDP 1 keeps with bnb_4bit_quant_storage, but no formula covers"
+    " FSDP 1"
+)
+
 
 @cache
 def planned(numbers: tuple[int, ...] = (1, 2, 8), gpu: str = "h100", **options: Any) -> GpuPlan:
@@ -121,7 +126,7 @@ def test_without_a_link_there_is_no_speed_for_several() -> None:
 def test_refusals_have_their_reason() -> None:
     made = planned((2,), space="qlora")
     assert row(made, 2, "ddp").state == FITS
-    assert row(made, 2, "fsdp2").problem == "FSDP2 loses the statistics of nf4 weights"
+    assert row(made, 2, "fsdp2").problem == NF4_UNDER_FSDP2
     assert row(made, 2, "fsdp2").state is row(made, 2, "fsdp2").hours is row(made, 2, "fsdp2").usd is None
     assert row(made, 2, "fsdp2").label == "" and row(made, 2, "fsdp2").interval is None
     odd = planned((3,))
@@ -282,7 +287,7 @@ def test_a_count_before_the_name_of_the_gpu(monkeypatch: Any, capsys: Any) -> No
     data = json.loads(out)
     assert code == 0 and data["device"] == "rtx-4090" and {one["num_gpus"] for one in data["rows"]} == {2}
     _, out, _ = run(monkeypatch, capsys, "--gpu", "2xrtx-4090", "--space", "qlora")
-    assert "2 fsdp2, 2 fsdp2_keep: FSDP2 loses the statistics of nf4 weights" in out
+    assert f"2 fsdp2, 2 fsdp2_keep: {NF4_UNDER_FSDP2}" in " ".join(out.split())
     assert "no speed for several: nobody published" in out and "cheapest: none is known" in out
     assert "impossible" in out
 
