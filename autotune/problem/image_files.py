@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from autotune.core.errors import UsageError
-from autotune.core.files import refuse_special_files
 from autotune.core.images import Picture
 from autotune.trainer.forms import FLAGS, Chat, Plain, is_image
+from autotune.trainer.picture_files import BadPicture, check_size, open_file, read_header
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -29,54 +29,44 @@ def pictures_of(
     """
     pictures = []
     for one in named:
-        if isinstance(one, dict):
-            path = one.get("path")
-            content = one.get("bytes")
-        else:
-            path = one
-            content = None
+        path = one.get("path") if isinstance(one, dict) else one
         name = f"{where}: its image " + (f"{path!r:.80} " if path else "")
         try:
-            pictures.append(picture(*_size_in(path, content, folder)))
+            with open_file(one, folder) as file:
+                size = size_of(file)
+            pictures.append(picture(*size))
         except UsageError as error:
             raise UsageError(f"--dataset: {name}is refused: {error}", remedy=error.remedy) from None
-        except (OSError, ValueError, struct.error) as error:
+        except ValueError as error:
             remedy = f"name a whole image file, by its path from {folder}, or leave the row out"
             raise UsageError(f"--dataset: {name}cannot be read: {error}", remedy=remedy) from None
 
     return tuple(pictures)
 
 
-def _size_in(path: Any, content: Any, folder: Path) -> tuple[int, int]:
-    if isinstance(content, bytes):
-        return size_of(io.BytesIO(content))
-    if not isinstance(path, str):
-        raise ValueError("it is no path of a file")
-    refuse_special_files(folder / path)
-    with (folder / path).open("rb") as file:
-        return size_of(file)
-
-
 def size_of(file: BinaryIO) -> tuple[int, int]:
-    """Return width and height in pixels of a PNG, a JPEG, or a format that Pillow can read.
+    """Return width and height in pixels of a PNG, a JPEG, or another format of `FORMATS`.
 
-    Pillow is optional.
-
-    Raises ValueError and struct.error for anything else.
+    The other formats need Pillow, which is optional. Raises BadPicture for anything else.
     """
+    try:
+        width, height = _read_size(file)
+    except (OSError, struct.error) as error:
+        raise BadPicture(str(error)) from None
+    check_size(width, height)
+    return width, height
+
+
+def _read_size(file: BinaryIO) -> tuple[int, int]:
     start = file.read(24)
     if start.startswith(PNG):
         width, height = struct.unpack(">II", start[16:24])
-    elif start.startswith(b"\xff\xd8"):
+        return width, height
+    if start.startswith(b"\xff\xd8"):
         file.seek(2)
-        width, height = _jpeg_size(file)
-    else:
-        file.seek(0)
-        width, height = _pillow_size(file)
-
-    if not width or not height:
-        raise ValueError("it has no pixels")
-    return width, height
+        return _jpeg_size(file)
+    file.seek(0)
+    return _pillow_size(file)
 
 
 def _jpeg_size(file: BinaryIO) -> tuple[int, int]:
@@ -84,7 +74,7 @@ def _jpeg_size(file: BinaryIO) -> tuple[int, int]:
     while True:
         mark, kind, length = struct.unpack(">BBH", file.read(4))
         if mark != 0xFF or length < 2:
-            raise ValueError("it is a broken JPEG")
+            raise BadPicture("it is a broken JPEG")
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):  # those three are tables
             _, height, width = struct.unpack(">BHH", file.read(5))
             return width, height
@@ -93,13 +83,12 @@ def _jpeg_size(file: BinaryIO) -> tuple[int, int]:
 
 def _pillow_size(file: BinaryIO) -> tuple[int, int]:
     try:
-        from PIL import Image
+        with read_header(file) as image:
+            width, height = image.size
     except ImportError:
-        raise ValueError(
+        raise BadPicture(
             "it is neither PNG nor JPEG; others are read with Pillow: pip install pillow"
         ) from None
-    with Image.open(file) as image:
-        width, height = image.size
     return int(width), int(height)
 
 

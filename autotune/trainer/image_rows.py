@@ -3,7 +3,6 @@
 The images of a dataset are read when a micro batch needs them.
 """
 
-import io
 import random
 import re
 import sys
@@ -19,6 +18,7 @@ from . import rows
 from .examples import Encoder
 from .forms import Plain, parse_image_row
 from .images import Tensors, add_token_types, join_values, random_example, random_values
+from .picture_files import BadPicture, read_picture
 from .reading import BadDataset, read_rows
 
 ImageExample = tuple[torch.Tensor, Tensors]  # an example (see `rows`), and the values of its images
@@ -116,7 +116,10 @@ class ImageRows(Sequence[ImageExample]):
             number = piece.count(self._processor.image_token)
             if number > len(pictures):
                 raise BadDataset(f"{where}: its messages have places for more images than it has")
-            ids, more = self._process(piece, pictures[:number])
+            try:
+                ids, more = self._process(piece, pictures[:number])
+            except ValueError as error:  # for example of an image of 1 x 1,000 pixels
+                raise BadDataset(f"{where}: the processor refuses it: {error}") from None
             pictures = pictures[number:]
             is_image = self._find_image_tokens(ids)
             if number:
@@ -165,14 +168,9 @@ class ImageRows(Sequence[ImageExample]):
         return made["input_ids"][0], values
 
     def _open(self, where: str, named: Any) -> Any:
-        from PIL import Image
-
-        content = named.get("bytes") if isinstance(named, dict) else None
-        path = named.get("path") if isinstance(named, dict) else named
         try:
-            source = io.BytesIO(content) if content else self._folder / str(path)
-            return Image.open(source).convert("RGB")
-        except (OSError, TypeError) as error:
+            return read_picture(named, self._folder)
+        except BadPicture as error:
             raise BadDataset(f"{where}: its image cannot be read: {error}") from None
 
 

@@ -102,7 +102,8 @@ def test_a_row_of_a_dataset_has_the_tokens_and_values_that_were_computed(tmp_pat
     [
         ({"images": ["a.png", "a.png"]}, 200, "places for 1 images, and it names 2"),
         ({"images": []}, 200, "places for 1 images, and it names 0"),
-        ({"images": ["b.png"]}, 200, "its image cannot be read"),
+        ({"images": ["b.png"]}, 200, "its image cannot be read: No such file"),
+        ({"images": ["../a.png"]}, 200, "its image cannot be read: it is not below"),
         ({"messages": None, "text": "x"}, 200, "needs messages"),
         ({"images": None, "messages": None, "text": "what <image>"}, 200, "needs messages"),
         ({"messages": [message([{"type": "image_url", "image_url": "a.png"}])]}, 200, "neither text nor of type image"),
@@ -114,6 +115,22 @@ def test_a_row_that_cannot_be_trained_on_ends_the_run(
 ) -> None:
     rows = ImageRows(dataset(tmp_path, **row), processor(), split=None, loss_on=None, seq_len=seq_len)
     with pytest.raises(SystemExit, match=message):
+        rows[0]
+
+
+def test_what_the_template_or_the_processor_refuses_ends_the_run(tmp_path: Path) -> None:
+    made = processor()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("the aspect ratio is 300")
+
+    made.image_processor.preprocess = refuse
+    rows = ImageRows(dataset(tmp_path), made, split=None, loss_on=None, seq_len=200)
+    with pytest.raises(SystemExit, match=r"rows\.jsonl:1: the processor refuses it: "):
+        rows[0]
+    made.tokenizer.chat_template = "{{ raise_exception('no image') }}"
+    rows = ImageRows(dataset(tmp_path), made, split=None, loss_on=None, seq_len=200)
+    with pytest.raises(SystemExit, match=r"rows\.jsonl:1: the tokenizer's chat template refuses it: no image$"):
         rows[0]
 
 

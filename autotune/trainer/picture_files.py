@@ -1,0 +1,84 @@
+"""Opens the images that rows of a dataset name or hold.
+
+A row may come from a stranger. It reaches no file outside the dataset's folder, no pipe or device,
+and of Pillow's formats only common ones: a reader of another format starts a program.
+"""
+
+import io
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+MAX_PIXELS = 89_478_485  # Pillow warns of larger images; a file of a few KiB may hold many more
+
+
+class BadPicture(ValueError):
+    """Raised for an image that cannot be read. The message says why."""
+
+
+def open_file(named: Any, folder: Path) -> BinaryIO:
+    """Open an image: its path, or an object with its `bytes` or its `path`.
+
+    Paths are relative to `folder`, and lie below it. Raises BadPicture.
+    """
+    content = named.get("bytes") if isinstance(named, dict) else None
+    if isinstance(content, bytes) and content:
+        return io.BytesIO(content)
+    path = named.get("path") if isinstance(named, dict) else named
+    if not isinstance(path, str):
+        raise BadPicture("it is no path of a file")
+
+    # Links below the folder are the user's own, for example those in the cache of the Hub.
+    root = os.path.abspath(folder)
+    full = os.path.normpath(os.path.join(root, path))
+    if os.path.commonpath([root, full]) != root:
+        raise BadPicture(f"it is not below {folder}, the folder of the dataset")
+    try:
+        handle = os.open(full, os.O_RDONLY | os.O_NONBLOCK)  # never waits for the writer of a pipe
+    except (OSError, ValueError) as error:  # a path with a NUL character raises ValueError
+        raise BadPicture(getattr(error, "strerror", None) or str(error)) from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise BadPicture("it is not a regular file")
+    return open(handle, "rb")
+
+
+def check_size(width: int, height: int) -> None:
+    """Raise BadPicture for a size that no image to train on has."""
+    if width < 1 or height < 1:
+        raise BadPicture("it has no pixels")
+    if width * height > MAX_PIXELS:
+        raise BadPicture(f"it has more than {MAX_PIXELS // 10**6} million pixels")
+
+
+def read_header(file: BinaryIO) -> Any:
+    """Return Pillow's image of a file, whose pixels are not read yet.
+
+    Raises BadPicture, and ImportError without Pillow.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        image = Image.open(file, formats=FORMATS)
+    except UnidentifiedImageError:
+        raise BadPicture(f"it is none of {', '.join(FORMATS)}") from None
+    except Exception as error:
+        raise _broken(error) from None
+    check_size(*image.size)
+    return image
+
+
+def read_picture(named: Any, folder: Path) -> Any:
+    """Return an image in RGB, as Pillow's Image. Raises BadPicture."""
+    with open_file(named, folder) as file, read_header(file) as image:
+        try:
+            return image.convert("RGB")
+        except Exception as error:
+            raise _broken(error) from None
+
+
+def _broken(error: Exception) -> BadPicture:
+    """Return the error of a file in which a reader of images raised one of many kinds of errors."""
+    return BadPicture(str(error).partition("\n")[0] or type(error).__name__)
