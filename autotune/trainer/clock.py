@@ -56,6 +56,7 @@ class Clock(TrainerCallback):
         self._loss: float | None = None
         self._signal: int | None = None
         self._signal_time = 0.0
+        self._is_stopped = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
 
@@ -128,7 +129,8 @@ class Clock(TrainerCallback):
         """Report the step, and stop the run after a signal."""
         self._report(state)
 
-        if self._should_stop(state.global_step):
+        self._is_stopped = self._should_stop(state.global_step)
+        if self._is_stopped:
             control.should_training_stop = True
             control.should_save = self._saves
         if control.should_evaluate or control.should_save:
@@ -179,11 +181,13 @@ class Clock(TrainerCallback):
             self._step_ended = now
 
     def exit_if_stopped(self) -> None:
-        """End the process if a signal stopped the run. The exit code identifies the signal."""
-        if self._signal == signal.SIGTERM:
-            sys.exit(PREEMPTED)
-        if self._signal is not None:
-            sys.exit(128 + self._signal)
+        """End the process if a signal stopped the run. The exit code identifies the signal.
+
+        A signal after the last step does not stop the run: the result is still saved. Ranks would
+        otherwise wait for each other, because they receive a signal at different times.
+        """
+        if self._is_stopped and self._signal is not None:
+            sys.exit(PREEMPTED if self._signal == signal.SIGTERM else 128 + self._signal)
 
     def measurements(self) -> dict[str, Any]:
         """Return the mean seconds and padded tokens of a step, and the peaks in GiB.

@@ -28,7 +28,7 @@ def start(folder: Path) -> None:
     if settings.num_gpus > 1:
         if "LOCAL_RANK" not in os.environ:
             sys.exit(ranks.run(settings.num_gpus))
-        ranks.end_with_launcher()
+        ranks.begin_rank()
     prepare_environment(settings)
     try:
         os.environ.update(compile_caches(os.environ))
@@ -45,7 +45,7 @@ def start(folder: Path) -> None:
 
     train = functools.partial(main, settings, options, folder / "model_config.json")
     if settings.num_gpus > 1:
-        ranks.run_rank(train)
+        ranks.end_at_once(train)
     train()
 
 

@@ -3,14 +3,15 @@
 torchrun differs in three ways. It kills a rank that has not saved its checkpoint 30 seconds after a
 signal. Its exit code is 1, independent of its ranks' exit codes. A signal raises an exception in it
 at any point, after which it may wait for a minute.
+
+The launcher starts a supervisor, and the supervisor starts the ranks. If the launcher is killed,
+the supervisor still ends all ranks.
 """
 
 import atexit
 import ctypes
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-LAUNCHER = "AUTOTUNE_LAUNCHER"  # an environment variable: the process id of a rank's launcher
+SUPERVISOR = "AUTOTUNE_SUPERVISOR"  # an environment variable: the process id of a rank's parent
+MEETING = "AUTOTUNE_MEETING"  # an environment variable: the file by which ranks meet
 CLEAN_EXITS = (
     0,
     75,
@@ -27,53 +29,99 @@ CLEAN_EXITS = (
 GRACE_S = 5.0  # the time for other ranks to print their errors, after one has failed
 # A scheduler signals each process of a job. Signals within this time count as one.
 AGAIN_S = 1.0
+ALONE_S = 600.0  # the time for ranks to save after the launcher's death; then they are killed
 CAUSES = {"SIGKILL": ": the host may have run out of memory"}
 PR_SET_PDEATHSIG = 1  # a constant of Linux's prctl
-PORTS = (20_000, 30_000)  # outside the range that Linux assigns by itself
+LOOPBACK = "lo"  # Linux's network interface that no other machine reaches
 
 
 def run(count: int) -> int:
     """Run this program as `count` ranks. Return the exit code of the first failed rank, else 0.
 
-    SIGINT and SIGTERM are passed on once. A second signal or a failed rank ends all ranks.
+    SIGINT and SIGTERM are passed on once. A second signal or a failed rank ends all ranks. The
+    death of this process counts as SIGTERM.
     """
     signals: list[tuple[float, int]] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: signals.append((time.monotonic(), number)))
 
-    port = free_port()
+    launcher = os.getpid()
+    supervisor = os.fork()
+    if supervisor == 0:
+        end_at_once(lambda: sys.exit(_supervise(count, launcher, signals)))
+
+    num_passed_on = 0
+    ended, status = 0, 0
+    while not ended:
+        for _, number in signals[num_passed_on:]:
+            num_passed_on += 1
+            os.kill(supervisor, number)
+        time.sleep(0.05)
+        ended, status = os.waitpid(supervisor, os.WNOHANG)
+    return _shell_code(os.waitstatus_to_exitcode(status))
+
+
+def _supervise(count: int, launcher: int, signals: Sequence[tuple[float, int]]) -> int:
+    """Start the ranks, wait for their end, and return the exit code of the launcher.
+
+    They meet by a file without a name, so that no other user can join them.
+    """
+    os.setsid()
+    _end_with(launcher)
+    meeting = os.memfd_create("ranks")
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(count):
-            variables = os.environ | _variables(rank, count, port)
+            variables = os.environ | _variables(rank, count, meeting)
             command = [sys.executable, *sys.argv]
-            ranks.append(subprocess.Popen(command, env=variables, start_new_session=True))
-        code = _wait(ranks, signals)
+            ranks.append(
+                subprocess.Popen(command, env=variables, start_new_session=True, pass_fds=[meeting])
+            )
+        code = _wait(ranks, signals, launcher)
     finally:
-        for one in ranks:
-            one.kill()
+        _kill(ranks)
+    return _shell_code(code)
+
+
+def _shell_code(code: int) -> int:
+    """Return the exit code by which a shell reports an end, which is negative for a signal."""
     return code if code >= 0 else 128 - code
 
 
-def _variables(rank: int, count: int, port: int) -> dict[str, str]:
-    """Return the environment variables that torch.distributed and libraries on top of it read."""
+def _kill(ranks: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Kill the ranks that still run, together with the processes that they started."""
+    for rank in ranks:
+        if rank.poll() is None:
+            os.killpg(rank.pid, signal.SIGKILL)
+
+
+def _variables(rank: int, count: int, meeting: int) -> dict[str, str]:
+    """Return the environment variables that `join`, accelerate, gloo and NCCL read."""
     numbers = {
         "RANK": rank,
         "LOCAL_RANK": rank,
         "WORLD_SIZE": count,
         "LOCAL_WORLD_SIZE": count,
-        "MASTER_PORT": port,
+        SUPERVISOR: os.getpid(),
     }
-    variables = {name: str(value) for name, value in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    variables = {name: str(value) for name, value in numbers.items()}
 
     # torchrun sets OMP_NUM_THREADS too, because each rank would use all cores.
-    return variables | {
-        LAUNCHER: str(os.getpid()),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-    }
+    variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    return variables | on_loopback() | {MEETING: f"/proc/self/fd/{meeting}"}
 
 
-def _wait(ranks: Sequence["subprocess.Popen[bytes]"], signals: Sequence[tuple[float, int]]) -> int:
+def on_loopback() -> dict[str, str]:
+    """Return the variables by which gloo and NCCL listen on no other interface, unless set."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {name: os.environ.get(name, LOOPBACK) for name in names}
+
+
+def _wait(
+    ranks: Sequence["subprocess.Popen[bytes]"],
+    signals: Sequence[tuple[float, int]],
+    launcher: int,
+) -> int:
     """Wait for the end of all ranks, and return the first exit code other than 0.
 
     A negative code is a signal.
@@ -104,26 +152,30 @@ def _wait(ranks: Sequence["subprocess.Popen[bytes]"], signals: Sequence[tuple[fl
             for rank in running:
                 rank.send_signal(signals[0][1])
         is_repeated = bool(signals) and signals[-1][0] - signals[0][0] > AGAIN_S
+        # After the launcher's death, a second signal cannot come.
+        if deadline == float("inf") and os.getppid() != launcher:
+            deadline = time.monotonic() + ALONE_S
         if time.monotonic() > deadline or is_repeated:
-            for rank in running:
-                rank.kill()
+            _kill(running)
         time.sleep(0.05)
 
 
-def run_rank(train: Callable[[], object]) -> NoReturn:
-    """Run `train`, and end this process at once with its exit code.
+def end_at_once(run: Callable[[], object]) -> NoReturn:
+    """Call `run`, and end this process with its exit code. Neither frees an object.
 
-    The interpreter is not shut down. During a shutdown, a thread of gloo that drops the last work
-    may deadlock with the interpreter, or end the process with SIGABRT (both seen with torch 2.13).
+    Freeing can hang. DDP's reducer, if it has the last reference to gloo's group, joins a thread
+    that waits for Python's lock, which is held meanwhile. A shutdown of the interpreter can
+    deadlock with this thread too, or end with SIGABRT. All were seen with torch 2.13.
     """
     code: object = 0
+    kept: list[object] = []  # an exception keeps the objects of its frames
     try:
-        train()
+        kept.append(run())
     except SystemExit as error:
+        kept.append(error)
         code = error.code
-    except KeyboardInterrupt:  # the run does not handle signals yet
-        code = 128 + signal.SIGINT
-    except BaseException:
+    except BaseException as error:
+        kept.append(error)
         traceback.print_exc()
         code = 1
 
@@ -140,24 +192,33 @@ def run_rank(train: Callable[[], object]) -> NoReturn:
         os._exit(code if isinstance(code, int) else 0)
 
 
-def end_with_launcher() -> None:
-    """Have Linux send SIGTERM to this rank when its launcher dies.
+def begin_rank() -> None:
+    """Have Linux send SIGTERM to this rank when its parent dies, and let SIGINT end it.
 
-    The launcher and its ranks are in different sessions.
+    Ranks have their own sessions, so that signals of a terminal do not reach them. Until the
+    training handles signals, a rank has nothing to save, and may wait for the others in C++.
     """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _end_with(int(os.environ.get(SUPERVISOR, os.getppid())))
+
+
+def _end_with(parent: int) -> None:
+    """Have Linux send SIGTERM to this process when its parent dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
+        if os.getppid() != parent:
             sys.exit("the launcher is dead")
 
 
-def free_port() -> int:
-    """Return a free port of this machine."""
-    while True:
-        port = random.randrange(*PORTS)  # noqa: S311
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
+def join(backend: str) -> None:
+    """Join the other ranks by the launcher's file, or by the address that torchrun gives."""
+    from torch import distributed as dist
+
+    meeting = os.environ.get(MEETING)
+    if meeting is None:
+        dist.init_process_group(backend)
+        return
+
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(meeting, count)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count)

@@ -28,7 +28,7 @@ from transformers import (
     set_seed,
 )
 
-from . import model_builder, rows
+from . import model_builder, ranks, rows
 from .chunked_loss import chunked_loss
 from .clock import Clock
 from .examples import label_names
@@ -59,10 +59,11 @@ COUNTED_ROWS = 64  # rows with images whose tokens are counted; they represent a
 RANDOM_EXAMPLES = 64  # the least number of different random examples; a longer run repeats them
 
 
-def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Module:
-    """Train, and return the trained model.
+def main(settings: RunSettings, options: Options, model_config: Path) -> LeanTrainer:
+    """Train, and return the Trainer with the trained model.
 
-    `model_config` is a file with the shape of a model, for random weights.
+    `model_config` is a file with the shape of a model, for random weights. After a run of several
+    ranks, the process must end before the Trainer is freed (see `ranks.end_at_once`).
     """
     device = initialize_device(settings)
     set_seed(SEED)
@@ -95,8 +96,8 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Modu
 
 def train_on_images(
     settings: RunSettings, options: Options, model_config: Path, device: torch.device
-) -> nn.Module:
-    """Train on rows with images, and return the trained model.
+) -> LeanTrainer:
+    """Train on rows with images, and return the Trainer with the trained model.
 
     Images are read as the run needs them. Held-out rows are not truncated, because images cannot
     be.
@@ -141,7 +142,7 @@ def train(
     eval_rows: Any,
     trained: Sequence[torch.Tensor],
     evaluates: bool,
-) -> nn.Module:
+) -> LeanTrainer:
     """Train the base on these rows, save the result, and print the measurements.
 
     `trained` are the examples in the rows. With `evaluates`, the loss of `eval_rows` is computed
@@ -196,7 +197,7 @@ def train(
         print(json.dumps(result | {"held_out_loss": losses}))
     if dist.is_initialized():
         dist.destroy_process_group()
-    return model
+    return trainer
 
 
 def compile_model(base: PreTrainedModel, layers: list[nn.Module], settings: RunSettings) -> None:
@@ -226,10 +227,12 @@ def initialize_device(settings: RunSettings) -> torch.device:
             f"train.py: error: it trains on {count} GPUs: leave torchrun out,"
             f" or give it --nproc-per-node={count}"
         )
-    # Offloaded gradients are on the CPU, and their norm is added up there.
-    if settings.offload:
+    backend = "gloo"
+    if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cuda:nccl,cpu:gloo")
+        # Offloaded gradients are on the CPU, and their norm is added up there.
+        backend = "cuda:nccl,cpu:gloo" if settings.offload else "nccl"
+    ranks.join(backend)
     return PartialState(cpu=not torch.cuda.is_available()).device
 
 

@@ -42,7 +42,7 @@ def train(folder):
         return loss
     LeanTrainer.training_step = feed
     settings = RunSettings.read(folder / "train_config.json")
-    model = main(settings, parse_options(settings), folder / "model_config.json")
+    model = main(settings, parse_options(settings), folder / "model_config.json").model
     (folder / "fed.json").write_text(json.dumps(fed))
     (folder / "losses.json").write_text(json.dumps(losses))
     (folder / "cudnn").write_text(str(torch.backends.cuda.cudnn_sdp_enabled()))

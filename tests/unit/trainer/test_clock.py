@@ -30,13 +30,13 @@ def at_step(step: int, of: int) -> SimpleNamespace:
     return SimpleNamespace(global_step=step, max_steps=of, is_world_process_zero=True)
 
 
-def train(clock: Clock, steps: int, stop_at: int | None = None) -> Any:
-    """Runs a Trainer's callbacks for so many steps; a SIGTERM comes in step `stop_at`."""
+def train(clock: Clock, steps: int, stop_at: int | None = None, number: int = signal.SIGTERM) -> Any:
+    """Run a Trainer's callbacks for this number of steps. The signal comes in step `stop_at`."""
     control = SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=False)
     for step in range(1, steps + 1):
         clock.on_step_begin(None, None, control)
         if step == stop_at:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
         clock.on_log(None, None, control, logs={"loss": 2.5})
         clock.on_step_end(None, at_step(step, steps), control)
         if control.should_training_stop:
@@ -235,10 +235,18 @@ def test_a_log_without_a_loss_keeps_the_last_one() -> None:
 def test_the_exit_code_says_what_stopped_the_run(number: int, code: int) -> None:
     """128 and the number of the signal, as shells have it; 75 (EX_TEMPFAIL) asks for another attempt."""
     clock = Clock(saves=False)
-    signal.raise_signal(number)
+    train(clock, 3, stop_at=2, number=number)
     with pytest.raises(SystemExit) as ended:
         clock.exit_if_stopped()
     assert ended.value.code == code
+
+
+def test_a_signal_after_the_last_step_loses_no_result() -> None:
+    """One rank may get it earlier than another, which would wait for the first while it saves."""
+    clock = Clock(saves=False)
+    train(clock, 3)
+    signal.raise_signal(signal.SIGTERM)
+    clock.exit_if_stopped()
 
 
 def test_a_second_signal_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
