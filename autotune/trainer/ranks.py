@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 SUPERVISOR = "AUTOTUNE_SUPERVISOR"  # an environment variable: the process id of a rank's parent
-MEETING = "AUTOTUNE_MEETING"  # an environment variable: the file by which ranks meet
+MEETING = "AUTOTUNE_MEETING"  # an environment variable: the file in which ranks meet
 CLEAN_EXITS = (
     0,
     75,
@@ -53,9 +53,9 @@ def run(count: int) -> int:
     num_passed_on = 0
     ended, status = 0, 0
     while not ended:
-        for _, number in signals[num_passed_on:]:
+        for _, passed_on in signals[num_passed_on:]:
             num_passed_on += 1
-            os.kill(supervisor, number)
+            os.kill(supervisor, passed_on)
         time.sleep(0.05)
         ended, status = os.waitpid(supervisor, os.WNOHANG)
     return _shell_code(os.waitstatus_to_exitcode(status))
@@ -84,7 +84,7 @@ def _supervise(count: int, launcher: int, signals: Sequence[tuple[float, int]]) 
 
 
 def _shell_code(code: int) -> int:
-    """Return the exit code by which a shell reports an end, which is negative for a signal."""
+    """Return the exit code that a shell reports for a process. A negative code is a signal."""
     return code if code >= 0 else 128 - code
 
 
@@ -112,7 +112,7 @@ def _variables(rank: int, count: int, meeting: int) -> dict[str, str]:
 
 
 def on_loopback() -> dict[str, str]:
-    """Return the variables by which gloo and NCCL listen on no other interface, unless set."""
+    """Return the variables that keep gloo and NCCL off other interfaces, if they are not set."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {name: os.environ.get(name, LOOPBACK) for name in names}
 

@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -65,6 +65,7 @@ class Client:
     ) -> None:
         """`environment` is the one that the libraries of the server have read."""
         self.channel, self._environment, self._server = channel, environment, server
+        self._owner = os.getpid()
         self._one_at_a_time = threading.Lock()
 
     @classmethod
@@ -102,6 +103,9 @@ class Client:
         folder = os.path.abspath(os.fsdecode(cwd or os.curdir))
         if not (is_plain and os.path.isdir(folder) and self._can_run(words, variables)):
             return _fork_exec(args, executables, close_fds, kept, cwd, environment, *more)
+        if self._owner != os.getpid():  # a fork of the owner, which is no ancestor of the owner's server
+            opened = {*kept, *more[:8]}.difference(range(-1, 3))
+            self.channel, self._owner = _template(opened).channel, os.getpid()
         handles = {0: p2cread, 1: c2pwrite, 2: errwrite} | {handle: handle for handle in kept if handle != errpipe}
         request = {
             "parent": os.getpid(),
@@ -206,8 +210,11 @@ def _wait_for_parent(parent: int) -> None:
         time.sleep(0.0002)
 
 
-def _template(received: list[int]) -> Client:
-    """Fork a server for the processes that this one starts, before this one does anything."""
+def _template(received: Iterable[int]) -> Client:
+    """Fork a server for the processes that this one starts, before this one does anything.
+
+    The server closes the received descriptors.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
     if os.fork():
@@ -264,6 +271,7 @@ def _settle(request: dict[str, Any]) -> None:
     tempfile.tempdir = None
     numpy.random.seed()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     through = "PYTHONUNBUFFERED" in variables or "-u" in request["arguments"]
     sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
     sys.stdout = sys.__stdout__ = _output(1, "strict", through)

@@ -21,6 +21,9 @@ print(json.dumps({
 """
 NESTED = "import subprocess, sys; print(subprocess.check_output([sys.executable, '-c', sys.argv[1], 'x'], text=True))"
 
+# A process starts another in a fork of itself.
+FORKED = "import os; pid = os.fork(); pid and os.waitpid(pid, 0); pid or exec(__import__('sys').argv.pop(1))"
+
 
 def described(*words: str, **how: Any) -> dict[str, Any]:
     command = [sys.executable, *words]
@@ -64,6 +67,8 @@ def test_a_script_and_a_process_that_a_process_starts(is_forked: bool, tmp_path:
     assert found["group"] == os.getpgrp() and found["session"] == os.getsid(0) and found["torch"] is is_forked
     nested = described("-c", NESTED, DESCRIBE)
     assert nested["arguments"] == ["-c", "x"] and nested["torch"] is is_forked and nested["parent"] != os.getpid()
+    supervised = described("-c", FORKED, NESTED, DESCRIBE)
+    assert supervised["arguments"] == ["-c", "x"] and supervised["torch"] is is_forked
     assert subprocess.run([sys.executable, "-m", "autotune", "gpus", "--no-such"], capture_output=True).returncode == 2
 
 
