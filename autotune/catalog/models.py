@@ -19,10 +19,12 @@ from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import load_data, read_regular, refuse_special_files
 from autotune.core.images import sees_images
 from autotune.core.json_view import also
+from autotune.core.model_types import text_type
 from autotune.core.train_config import digest_of
 
 # Each size has several names, depending on the model family.
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_LAYER_LISTS = ("layers_block_type", "layer_types")  # with an entry for each layer
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _VOCAB = ("vocab_size",)
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
@@ -39,8 +41,6 @@ _NOT_SHAPE = frozenset(
 _OTHER_HEADS = re.compile(
     r"(For\w*Classification|ForQuestionAnswering|ForMultipleChoice|ForMaskedLM|RewardModel)$"
 )
-
-_PARTS = ("text_config", "vision_config", "audio_config")  # of models with images or sound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +95,27 @@ class ModelSpec:
     def size(self, *keys: str) -> int | None:
         """Return the first of these keys with a valid size, a positive integer up to `MAX_SIZE`.
 
-        Keys in text_config come first.
+        Keys in text_config come first. If the config has none of them, the result is the size that
+        transformers assumes for its type.
         """
         text = self.config.get("text_config")
         parts = [part for part in (text, self.config) if isinstance(part, dict)]
-        for value in (part.get(key) for part in parts for key in keys):
+        values = [part[key] for part in parts for key in keys if key in part]
+        if keys is _LAYERS and not values:
+            values = [len(part[key]) for part in parts for key in _LAYER_LISTS if key in part]
+        if not values:
+            values = [self._default_size(parts, keys[0])]
+        for value in values:
             if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_SIZE:
                 return value
         return None
+
+    def _default_size(self, parts: list[dict[str, Any]], key: str) -> int | None:
+        defaults = load_data("autotune.catalog", "data/default_sizes")["sizes"]
+        types = [part.get("model_type") for part in parts]
+        sizes: dict[str, int] = next((defaults[one] for one in types if one in defaults), {})
+        size: int | None = sizes.get(key)
+        return size
 
     def with_overrides(self, overrides: dict[str, Any]) -> "ModelSpec":
         """Return the model with other values for these keys of its config, and random weights.
@@ -134,6 +147,11 @@ class ModelSpec:
     def sees_images(self) -> bool:
         """Whether it takes images in addition to text."""
         return sees_images(self.config)
+
+    @property
+    def text_type(self) -> str:
+        """The name in transformers of the language model, without a wrapper for images."""
+        return text_type(self.config)
 
     @property
     def num_layers(self) -> int:
@@ -292,13 +310,6 @@ def _read_config(path: Path, shown: str | None = None) -> dict[str, Any]:
     shown = shown or str(path)
 
     _refuse_unsupported(config, shown)
-    if sees_images(config):
-        defaults = load_data("autotune.catalog", "data/models")["text_defaults"].get(
-            config["model_type"]
-        )
-        if defaults is not None and isinstance(text := config.get("text_config"), dict):
-            config = config | {"text_config": defaults | text}
-
     shape: dict[str, Any] = _shape_of(config)
     return shape
 
@@ -356,16 +367,6 @@ def _refuse_unsupported(config: dict[str, Any], shown: str) -> None:
     if config.get("is_encoder_decoder") is True:
         raise UsageError(
             f"{shown} is of an encoder-decoder model", remedy="pass a causal language model"
-        )
-
-    parts = [name for name in _PARTS if isinstance(config.get(name), dict)]
-    if parts and not (sees_images(config) and "vision_config" in parts):
-        raise UsageError(
-            f"{shown} is of a model that takes more than text ({', '.join(parts)}),"
-            " of a type that is not supported",
-            remedy="to try its text part, save what"
-            " AutoConfig.from_pretrained(NAME).get_text_config() returns in a directory with"
-            " save_pretrained, and pass the directory; transformers may have no causal model of it",
         )
 
     encoders = load_data("autotune.catalog", "data/models")["not_causal"]

@@ -71,7 +71,7 @@ def picture_of(
     if not sees_images(config):
         raise UsageError(
             f"images of {config.get('model_type')} models cannot be computed",
-            remedy=f"take {', '.join(_RULES)}",
+            remedy=f"take {', '.join(IMAGE_FAMILIES)}",
         )
     try:
         return _RULES[config["model_type"]](config, width, height, processor or {})
@@ -181,3 +181,4 @@ def _even(side: int) -> int:
 
 
 _RULES = {"qwen2_5_vl": _patches, "gemma3": _square, "idefics3": _tiles, "smolvlm": _tiles}
+IMAGE_FAMILIES = tuple(_RULES)  # the types of models whose images can be computed

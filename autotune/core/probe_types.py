@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from autotune.core.images import Picture
+from autotune.core.model_types import text_type
 from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.core.serialization import to_data
@@ -96,7 +97,7 @@ class ModelShape:
         no_adapters: The reason why PEFT refuses adapters on every linear layer, if it does.
         linear_layers: The paths of linear modules inside a layer, sorted; empty if unknown.
         has_labels: Whether transformers can give the model a head over labels.
-        sees_images: Whether the model has a vision tower.
+        sees_images: Whether the model can be trained on images.
         tileable: Whether its layers can be computed in tiles of tokens.
     """
 
@@ -226,6 +227,16 @@ class ProbeRequest:
             rows=((config.seq_len,),) * config.micro_batch_size, length=config.seq_len, share=1.0
         )
         return self.micro_batches or (full,)
+
+    @property
+    def text_type(self) -> str:
+        """The type of the language model."""
+        return text_type(self.model)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether any row has images."""
+        return any(any(kind.images) for kind in self.kinds)
 
     @property
     def longest(self) -> MicroBatch:

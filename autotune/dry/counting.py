@@ -90,7 +90,7 @@ class CountedStep:
         self._segment = ""
         self._segments: dict[str, int] = {}
 
-        settings = model_settings(request.config, request.model["model_type"], request.objective)
+        settings = model_settings(request.config, request.text_type, request.objective)
         shape = config_of(request.model)
         if request.depth is not None:
             truncate(shape, request.depth)

@@ -58,7 +58,7 @@ def export_all(recipe: Recipe, formats: Iterable[str]) -> dict[str, str]:
 def _obstacle(name: str, recipe: Recipe) -> str | None:
     """Return the reason why a format cannot express the objective or the parallelism, if any."""
     for setting, value in (
-        ("images", recipe.model.sees_images),
+        ("images", bool(recipe.workload.pictured)),
         ("objective", recipe.workload.objective),
     ):
         if reason := untested(setting, value, "format", name):

@@ -81,14 +81,14 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
     evaluates = recipe.workload.held_out() > 0
     attention = attention_of(tool, config)
 
-    modules = target_modules(recipe.model.config["model_type"], config.lora_targets)
+    modules = target_modules(recipe.model.text_type, config.lora_targets)
     # The tools' own search would find layers on which PEFT refuses adapters.
     if modules and config.lora_targets == ALL_LINEAR:
         config = replace(config, lora_targets=",".join(modules))
     # TRL passes a single name on as a pattern for whole paths, which would not match.
     if modules and tool == "trl" and len(modules) == 1:
         modules *= 2
-    saved = saved_modules(recipe.model.config["model_type"], config.modules_to_save)
+    saved = saved_modules(recipe.model.text_type, config.modules_to_save)
 
     return config.as_dict() | {
         "model": model_source(recipe),

@@ -102,7 +102,7 @@ def settings(recipe: Recipe) -> RunSettings:
         has_published_weights=has_published_weights(recipe),
         use_cpu=on_cpu(recipe),
         model_settings=model_settings(
-            config, recipe.model.config["model_type"], workload.objective, workload.vision
+            config, recipe.model.text_type, workload.objective, workload.vision
         ),
         method=config.method,
         precision=config.precision,
@@ -150,9 +150,9 @@ def settings(recipe: Recipe) -> RunSettings:
 def _images(recipe: Recipe, lengths: list[int]) -> list[list[dict[str, Any]]]:
     """Return the images of a row of each length; the longest row has the largest images.
 
-    The list is empty if the model takes only text.
+    The list is empty if its examples are only text.
     """
-    if not recipe.model.sees_images:
+    if not recipe.workload.pictured:
         return []
     pictured = recipe.workload.pictured
     longest = max(lengths)

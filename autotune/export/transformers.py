@@ -27,7 +27,7 @@ def export(recipe: Recipe) -> dict[str, str]:
     """
     config = recipe.config
     values: dict[str, Any] = {"training_args.json": _arguments(recipe)}
-    built = model_settings(config, recipe.model.config["model_type"])
+    built = model_settings(config, recipe.model.text_type)
 
     if lora := built.lora_arguments():
         base = {

@@ -35,9 +35,6 @@ def dry_count(
     depth: int | None = None,
 ) -> DryAnswer:
     """Count the whole model, or `depth` of its layers, by a dry probe; or say why it cannot."""
-    if model.sees_images:
-        return DryAnswer(refused="the images of its rows are not counted")
-
     if config.knows_ends and (config.packing or not config.has_mask):
         # torch's own flash attention needs the same memory and no extra package. These settings
         # keep packed examples apart without a mask, so each row is counted as if it held one

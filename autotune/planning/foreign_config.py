@@ -46,7 +46,7 @@ def for_model(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:
     Raises UsageError if the model has no layer with a name from the file.
     """
     config = run.config
-    kind = model.config["model_type"]
+    kind = model.text_type
     if kind in NO_SDPA and config.attention == "sdpa":
         config = replace(config, attention="eager")
 
@@ -63,7 +63,7 @@ def _known_targets(config: TrainConfig, model: ModelSpec) -> tuple[str, str]:
     targets = config.lora_targets
     sizes = Sizes.of(model)
     if targets in KNOBS["lora_targets"].choices:
-        layer_names = target_modules(model.config["model_type"], targets)
+        layer_names = target_modules(model.text_type, targets)
         if layer_names and targets == ALL_LINEAR and config.method == "lora":
             return targets, table("notes")["refused"].format(names=", ".join(layer_names))
         return targets, ""
@@ -72,7 +72,7 @@ def _known_targets(config: TrainConfig, model: ModelSpec) -> tuple[str, str]:
     names = {name.rpartition(".")[2]: name for name in targets.split(",")}
     layers = set(sizes.matrices) if sizes else names.keys()
     for choice in KNOBS["lora_targets"].choices:
-        if set(names.values()) == set(target_modules(model.config["model_type"], choice) or ()):
+        if set(names.values()) == set(target_modules(model.text_type, choice) or ()):
             return str(choice), ""
     if layers <= names.keys() if sizes else any(map(set(names).issuperset, table("all_linear"))):
         return ALL_LINEAR, ""

@@ -26,7 +26,6 @@ from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from autotune.core.images import sees_images
 from autotune.core.micro_profile import MicroBatchProfile, Part
 from autotune.core.objective import Objective
 from autotune.core.parallelism import FSDP2
@@ -66,6 +65,7 @@ from autotune.trainer.model_builder import (
     compute_in_tiles,
     decoder_layers,
     is_outline,
+    language_model,
     require_input_gradients,
     set_checkpointing,
 )
@@ -367,9 +367,7 @@ class Probe:
         any_length = config.padding == "longest" and request.trainer == "transformers"
         choose_attention(any_length=any_length, flash=request.flash)
 
-        settings = model_settings(
-            config, request.model["model_type"], request.objective, request.vision
-        )
+        settings = model_settings(config, request.text_type, request.objective, request.vision)
         set_checkpointing(self.base, settings)
         how = request.seed, request.objective, request.vision
         self.model = attach(self.resident, config, meter.torch_device, *how)
@@ -468,7 +466,7 @@ class Probe:
 
         The depth does not change the tower's peaks.
         """
-        if not sees_images(self.request.model):
+        if not self.request.has_images:
             return []
 
         def begin_layers(module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
@@ -604,7 +602,7 @@ class Probe:
 
     def _join_rows(self) -> Callable[[list[Tensors]], dict[str, Any]] | None:
         """The collator of rows, or None to let the Trainer stack their tensors."""
-        if any(kind.images for kind in self.request.kinds):
+        if self.request.has_images:
             return images.join_rows
         return varlen.join_rows if self.request.config.packed_attention == varlen.VARLEN else None
 
@@ -770,9 +768,7 @@ class Probe:
         self.meter.keep_freed()  # as in timed steps
 
         layers = decoder_layers(self.model)
-        decoder = (
-            self.base.get_decoder() if sees_images(self.request.model) else self.base.base_model
-        )
+        decoder = language_model(self.base)
         with ranges(parts_of(self.base, decoder, layers)):
             events, profiled_s = record_events(
                 lambda: self.trainer.train_unrecorded(self.model, batches[-1]),

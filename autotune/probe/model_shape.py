@@ -1,12 +1,18 @@
 """Finds the repetition of a model's layers, which decides its probed depths, without any memory."""
 
 import inspect
+import re
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import ParamWrapper
+import transformers
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+)
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
@@ -40,13 +46,15 @@ def describe(model: dict[str, Any]) -> ModelShape:
     of images and text.
     """
     config = config_of(model)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not sees_images(model):
+    if type(config) not in {*MODEL_FOR_CAUSAL_LM_MAPPING, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}:
         raise ValueError(f"transformers has no causal language model of type {config.model_type}")
 
-    with torch.device("meta"), no_init_weights():
-        built = from_config(config, model_settings(SHAPE_ONLY, config.model_type))
+    built = _build(config)
     layers = decoder_layers(built)
-    prefix, period = repetition(_kinds(layers, config.get_text_config()))
+    if len(layers) == config.get_text_config().num_hidden_layers:
+        prefix, period = repetition(_kinds(layers, config.get_text_config()))
+    else:  # the config does not truncate these layers one by one
+        prefix, period = len(layers), None
 
     named = (item for layer in layers for item in layer.named_modules())
     linear_layers = {
@@ -83,7 +91,7 @@ def describe(model: dict[str, Any]) -> ModelShape:
         untrained=share_outside(linear | wrapped),
         parametrized=bool(wrapped),
         plain_head=plain_head,
-        liger=_liger_supports(config.model_type),
+        liger=_liger_supports(config.get_text_config().model_type),
         sdpa=built._supports_sdpa,
         no_adapters=no_adapters,
         linear_layers=tuple(sorted(linear_layers)),
@@ -91,6 +99,30 @@ def describe(model: dict[str, Any]) -> ModelShape:
         sees_images=sees_images(model),
         tileable=all(map(tiles.is_plain, layers)),
     )
+
+
+def _build(config: Any) -> Any:
+    """Build the model without memory.
+
+    Raises ValueError with a sentence for a config that transformers cannot build.
+    """
+    try:
+        with torch.device("meta"), no_init_weights():
+            return from_config(
+                config, model_settings(SHAPE_ONLY, config.get_text_config().model_type)
+            )
+    except ImportError as error:
+        needed = re.search(r"requires the (\S+) library", str(error))
+        if needed is None:
+            raise
+        package = needed[1]
+        reason = f"transformers needs {package} for a {config.model_type}: pip install {package}"
+    except Exception as error:  # of transformers' own code
+        reason = (
+            f"transformers {transformers.__version__} cannot build a {config.model_type} from this"
+            f" config ({error})"
+        )
+    raise ValueError(reason)
 
 
 def truncate(config: Any, depth: int) -> None:
@@ -137,8 +169,16 @@ def _wrapped_parameters(built: nn.Module) -> set[int]:
     Raises ValueError if PEFT refuses adapters on every linear layer.
     """
     adapted = trainable_model(
-        built, model_settings(TrainConfig(), built.config.model_type), torch.device("meta")
+        built,
+        model_settings(TrainConfig(), built.config.get_text_config().model_type),
+        torch.device("meta"),
     )
+    for module in adapted.modules():
+        base = module.get_base_layer() if isinstance(module, LoraLayer) else None
+        if isinstance(base, nn.Linear) and type(base).forward is not nn.Linear.forward:
+            raise ValueError(
+                f"PEFT cannot add adapters to {type(base).__name__}, which is no plain linear layer"
+            )
     wrappers = [module for module in adapted.modules() if isinstance(module, ParamWrapper)]
     return {id(getattr(wrapper.get_base_layer(), wrapper.parameter_name)) for wrapper in wrappers}
 

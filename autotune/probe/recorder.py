@@ -297,7 +297,7 @@ class Recorder:
 
         It does with images, because transformers reads their sizes back from the device.
         """
-        return any(kind.images for kind in self.request.kinds)
+        return self.request.has_images
 
     def warm_s(self, times: StepTimes) -> float:
         """The seconds of the steps before the plan, at the speed of the timed steps."""

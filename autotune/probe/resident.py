@@ -92,9 +92,7 @@ def build_resident(request: ProbeRequest, device: torch.device) -> ResidentModel
     Only a whole model loads real weights: truncated models are as fast with random weights. A model
     that is sharded because it exceeds the limit gets random shards (`shard_outline`).
     """
-    settings = model_settings(
-        request.config, request.model["model_type"], request.objective, request.vision
-    )
+    settings = model_settings(request.config, request.text_type, request.objective, request.vision)
     torch.manual_seed(request.seed)  # the weights do not depend on earlier work of this process
     config = config_of(request.model)
     if request.depth is not None:
@@ -126,7 +124,9 @@ def attach(
     Adapters of an earlier probe are reused with new values if they fit, which saves a third of a
     second on a 7B.
     """
-    settings = model_settings(config, resident.base.config.model_type, objective, vision)
+    settings = model_settings(
+        config, resident.base.config.get_text_config().model_type, objective, vision
+    )
     if config.method == "full":
         return trainable_model(resident.base, settings, device)
 

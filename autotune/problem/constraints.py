@@ -148,7 +148,7 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
             f"longer than the model's context of {context}",
         )
 
-    kind = model.config["model_type"]
+    kind = model.text_type
     narrowing.keep(
         "lora_targets", lambda targets: target_modules(kind, targets) != [], "there is no attention"
     )
@@ -161,7 +161,8 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
     if kind in NO_SDPA:
         _narrow_to_other_attention(narrowing)
 
-    narrowing.remove_untested("model_type", kind)
+    # Combinations were tested on models of text alone, which have no wrapper.
+    narrowing.remove_untested("model_type", model.config["model_type"])
     _narrow_tiling(narrowing)
     _remove_without_effect(narrowing, "cuda_graphs", "micro_batch")
     _remove_without_effect(narrowing, "lora_kernels", "joined")
@@ -539,9 +540,9 @@ def _narrow_to_named_layers(
     """
 
     def has_layers(targets: str) -> bool:
-        names = target_modules(model.config["model_type"], targets) or []
+        names = target_modules(model.text_type, targets) or []
         matches = [any(f".{path}".endswith(f".{name}") for path in layers) for name in names]
-        return all(matches) or (any(matches) and has_own_names(model.config["model_type"]))
+        return all(matches) or (any(matches) and has_own_names(model.text_type))
 
     names = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in layers))
     narrowing.keep(

@@ -76,6 +76,12 @@ def dataset_lengths(
     return Lengths.of(lengths, "counted", _share(about["trained"], about["tokens"]))
 
 
+def has_images(path: Path, split: str | None) -> bool:
+    """Return whether a row of the dataset refers to an image."""
+    with dataset_errors():
+        return any(parse_image_row(where, row)[1] for where, row in read_rows(path, split))
+
+
 def image_lengths(
     path: Path,
     tokenizer: str | None,

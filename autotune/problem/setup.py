@@ -20,7 +20,7 @@ from autotune.catalog import (
 )
 from autotune.catalog.model_sizes import Sizes
 from autotune.core.errors import UsageError
-from autotune.core.images import Picture, picture_of
+from autotune.core.images import IMAGE_FAMILIES, Picture, picture_of
 from autotune.core.objective import Objective
 from autotune.core.parallelism import PROBED
 from autotune.core.probe_types import ModelShape
@@ -29,7 +29,7 @@ from autotune.core.untested import untested
 from autotune.problem import constraints
 from autotune.problem.calibration import Calibration, read_calibration
 from autotune.problem.constraints import Floors, Narrowing
-from autotune.problem.dataset import dataset_lengths, form_of, image_lengths
+from autotune.problem.dataset import dataset_lengths, form_of, has_images, image_lengths
 from autotune.problem.images import LEAST_TEXT, Pictured, taken
 from autotune.problem.length_distribution import Lengths, read_lengths
 from autotune.problem.search_space import Removal, SearchSpace
@@ -93,12 +93,16 @@ def set_up(
     """
     probes_run_here = isinstance(target, Target)
     model = resolve_model(spec.model)
-    if not probes_run_here:
-        _require_formula(model)
+    with_images = _with_images(spec, model)
+    if with_images and not probes_run_here:
+        raise UsageError(
+            f"no formula covers the images of {model.short}, only probes measure them",
+            remedy="use `autotune run` on a machine with the card, or with a larger one",
+        )
     target = target if isinstance(target, Target) else Target(device=target)
     space = _space_of(spec, target.device)
 
-    if model.sees_images:
+    if with_images:
         lengths, pictured, end = _rows_with_images(spec, model, say)
     else:
         lengths = _lengths(spec, model, space, say)
@@ -106,7 +110,8 @@ def set_up(
         end = 0
 
     space = _with_gpus(_with_pins(space, spec), spec, target)
-    _refuse_images(spec, model, space)
+    if with_images:
+        _refuse_untested_with_images(spec, space)
     global_batch = _global_batch(spec, space, model, lengths)
 
     # Each rule removes impossible values. Later rules read the space as earlier ones left it.
@@ -119,7 +124,7 @@ def set_up(
         constraints.narrow_to_packages(narrowing)
 
     workload = _workload(spec, lengths, global_batch)
-    if model.sees_images:
+    if with_images:
         workload = replace(
             workload, pictured=pictured, images_end=end, vision=spec.vision, dealt=False
         )
@@ -183,24 +188,27 @@ def _example_gib(spec: StudySpec, model: ModelSpec, device: DeviceSpec) -> float
     return example.memory_gib if example and spec.memory_gib is None else None
 
 
-def _require_formula(model: ModelSpec) -> None:
-    """Raise UsageError for a model whose memory and speed have no formula."""
-    if model.sees_images:
+def _with_images(spec: StudySpec, model: ModelSpec) -> bool:
+    """Return whether the examples of the run have images.
+
+    They do if an option says so, or if a row of the dataset refers to an image. Raises UsageError
+    if such an option is given for a model whose images cannot be computed.
+    """
+    is_asked = spec.image_size is not None or spec.vision != "frozen"
+    if is_asked and not model.sees_images:
         raise UsageError(
-            f"{model.short} takes images: no formula knows what it takes, only probes do",
-            remedy="use `autotune run` on a machine with the card, or with a larger one",
+            f"images of {model.short} cannot be trained on, only text",
+            remedy="leave --image-size and --vision out,"
+            f" or take a model of another family: {', '.join(IMAGE_FAMILIES)}",
         )
+    reads_images = model.sees_images and Objective(spec.objective) is Objective.SFT
+    if spec.dataset is None or not reads_images:
+        return is_asked
+    return has_images(Path(expanduser(spec.dataset)), spec.split)
 
 
-def _refuse_images(spec: StudySpec, model: ModelSpec, space: SearchSpace) -> None:
-    """Raise UsageError for options that need images or are untested with them."""
-    if not model.sees_images:
-        if spec.image_size is not None or spec.vision != "frozen":
-            raise UsageError(
-                f"{model.short} takes no images", remedy="leave --image-size and --vision out"
-            )
-        return
-
+def _refuse_untested_with_images(spec: StudySpec, space: SearchSpace) -> None:
+    """Raise UsageError for options that are untested with images."""
     options = {
         "objective": spec.objective,
         "trainer": spec.trained_by,

@@ -212,10 +212,10 @@ class StudySpec:
     )
     image_size: str | None = _option(
         None,
-        "For a model that takes images: the size of the one in each example,"
+        "Size in pixels of an image in each example, for a model that takes images,"
         " without a --dataset that has them.",
         metavar="WxH",
-        shown_default=f"{DEFAULT_IMAGE} pixels",
+        shown_default="examples are only text",
     )
     vision: str = _choice(
         "frozen",

@@ -167,7 +167,7 @@ class Task:
         """
         if self.workload.objective is not Objective.SFT:
             return digest_of([self.model.digest, self.trainer, self.workload.objective])
-        if self.model.sees_images:
+        if self.workload.pictured:
             images = [
                 [(one.tokens, one.pixels) for one in row] for _, row in self.workload.pictured
             ]

@@ -228,9 +228,6 @@ def cases(spec: StudySpec, task: Task) -> Iterator[tuple[NamedConfig, TrainConfi
         if case.model_overrides:
             model = model.with_overrides(case.model_overrides)
 
-        if model.sees_images:
-            reason = "rows of configurations that are named have no images"
-            raise UsageError(f"{case.name}: {reason}", remedy="search with `autotune run --model`")
         yield case, config, replace(task, model=model, workload=workload)
 
 

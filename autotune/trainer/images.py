@@ -18,10 +18,6 @@ Tensors = dict[str, torch.Tensor]
 # The argument that marks the image tokens of a row, by model type. Other models have no such
 # argument.
 TOKEN_TYPES = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids"}
-# The paths of the vision tower, and of the modules that project its features into the language
-# model
-TOWERS = ("visual", "vision_tower", "vision_model")
-VISION_PATHS = rf"(.*\.)?({'|'.join(TOWERS)}|multi_modal_projector|connector)(\..*)?"
 
 
 def count_tokens(pictures: Sequence[Any]) -> int:

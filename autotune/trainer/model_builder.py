@@ -5,6 +5,7 @@ because uninitialised memory may hold NaN.
 """
 
 import copy
+import inspect
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -31,7 +33,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
 
 from .float8 import Float8Linear, multiply_in_fp8
-from .images import TOWERS, VISION_PATHS
 from .patches import attend_windows_at_once, offload_checkpoints, register_attentions
 from .settings import ModelSettings
 from .tiles import tile_layers
@@ -190,7 +191,9 @@ def _set_labels(config: Any, num_labels: int) -> None:
 def _model_class(settings: ModelSettings, config: Any) -> Any:
     if settings.num_labels is not None:
         return AutoModelForSequenceClassification
-    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    # Several models with images have a class for text alone.
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
 
 
 def from_config(config: Any, settings: ModelSettings) -> PreTrainedModel:
@@ -209,6 +212,7 @@ def _finish(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
     model.config.use_cache = False
     if settings.attention.startswith("sdpa"):
         attend_windows_at_once(model)
+    _mark_text(model)
     model.requires_grad_(False)
     # As peft's prepare_model_for_kbit_training, which would also set checkpointing
     if settings.kbit_preparation:
@@ -216,6 +220,22 @@ def _finish(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
             if parameter.is_floating_point():
                 parameter.data = parameter.data.float()
     return model
+
+
+def _mark_text(model: PreTrainedModel) -> None:
+    """Tell a model that requires the type of each token in training that all tokens are text."""
+    names = ("token_type_ids", "mm_token_type_ids")
+    required = [name for name in names if name in inspect.signature(model.forward).parameters]
+    if not _towers(model) or not required:
+        return
+
+    def add_types(module: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, Any]:
+        ids = given.get("input_ids", args[0] if args else None)
+        if ids is None:
+            return args, given
+        return args, dict.fromkeys(required, torch.zeros_like(ids)) | given
+
+    model.register_forward_pre_hook(add_types, with_kwargs=True)
 
 
 def trainable_model(
@@ -226,20 +246,19 @@ def trainable_model(
     Raises ValueError if a module in `modules_to_save` does not exist, because peft would ignore it.
     """
     arguments = settings.lora_arguments()
-    has_frozen_tower = settings.vision == "frozen" and bool(_towers(base))
+    frozen = _towers(base) if settings.vision == "frozen" else {}
     if arguments is None:
         base.requires_grad_(True)
-        for name, parameter in base.named_parameters():
-            if has_frozen_tower and re.fullmatch(VISION_PATHS, name):
-                parameter.requires_grad_(False)
+        for tower in frozen.values():
+            tower.requires_grad_(False)
         return base
 
     # PEFT imports bitsandbytes, and bitsandbytes torch's compiler. A base alone needs neither.
     from peft import LoraConfig, get_peft_model
     from peft.utils import ModulesToSaveWrapper
 
-    if has_frozen_tower:
-        arguments["exclude_modules"] = VISION_PATHS
+    if frozen:
+        arguments["exclude_modules"] = rf"({'|'.join(map(re.escape, frozen))})(\..*)?"
     with torch.device(device):
         model: nn.Module = get_peft_model(
             base, LoraConfig(**arguments), autocast_adapter_dtype=settings.adapters_in_fp32
@@ -284,15 +303,58 @@ def find_head(model: PreTrainedModel) -> nn.Module | None:
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of the language model in order, without a vision tower's."""
-    inside = {id(module) for tower in _towers(model) for module in tower.modules()}
-    layers = (
-        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
-    )
-    return [layer for layer in layers if id(layer) not in inside]
+    inside = {id(module) for tower in _towers(model).values() for module in tower.modules()}
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, GradientCheckpointingLayer) and id(module) not in inside
+    ]
+
+    # Some models keep other towers inside the language model, or layers inside layers.
+    number = getattr(_base_of(model).config.get_text_config(), "num_hidden_layers", None)
+    if len(layers) != number:
+        for module in model.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == number:
+                repeated = list(module)
+                if all(isinstance(one, GradientCheckpointingLayer) for one in repeated):
+                    return repeated
+    return layers
 
 
-def _towers(model: nn.Module) -> list[nn.Module]:
-    return [module for name, module in model.named_modules() if name.rpartition(".")[2] in TOWERS]
+def _base_of(model: nn.Module) -> PreTrainedModel:
+    """Return the model of transformers, which PEFT may have wrapped."""
+    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+def language_model(base: PreTrainedModel) -> nn.Module:
+    """Return the decoder of the text, without the head and without towers for images or sound."""
+    is_wrapper = base.config.get_text_config() is not base.config
+    decoder: nn.Module = base.get_decoder() if is_wrapper else base.base_model
+    return decoder
+
+
+def _towers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the largest modules outside the language model and the head, by their paths.
+
+    These are towers for images and sound, and the projectors of their features.
+    """
+    base = _base_of(model)
+    if base.config.get_text_config() is base.config:
+        return {}
+
+    text = {id(language_model(base)), id(base.get_output_embeddings())}
+    towers: dict[str, nn.Module] = {}
+
+    def visit(path: str, module: nn.Module) -> None:
+        for name, child in module.named_children():
+            inside = {id(one) for one in child.modules()}
+            if not inside & text:
+                towers[f"{path}{name}"] = child
+            elif id(child) not in text:
+                visit(f"{path}{name}.", child)
+
+    visit("", base)
+    return {path: tower for path, tower in towers.items() if any(True for _ in tower.parameters())}
 
 
 def _unhook_towers(base: nn.Module) -> None:
@@ -301,7 +363,7 @@ def _unhook_towers(base: nn.Module) -> None:
     With recomputation, transformers and PEFT each make the patch embeddings require gradients, so
     that a frozen tower would be differentiated. Non-reentrant recomputation does not need this.
     """
-    for tower in _towers(base):
+    for tower in _towers(base).values():
         for module in tower.modules():
             module._forward_hooks.clear()
 

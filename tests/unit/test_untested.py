@@ -9,6 +9,7 @@ import pytest
 
 from autotune.catalog import resolve_device, resolve_model
 from autotune.core.errors import UsageError
+from autotune.core.images import picture_of
 from autotune.core.knobs import KNOBS
 from autotune.core.objective import Objective
 from autotune.core.parallelism import STRATEGIES, Parallelism
@@ -139,7 +140,8 @@ def of_images(pair: UntestedPair, value: Any, member: str) -> list[str]:
     if pair.setting in KNOBS:
         return narrowed(lambda narrowing: narrow_to_images(narrowing, WORKLOAD), pair, value)
     given = {pair.setting: USED.get(pair.setting, value)}
-    return [refused(lambda: set_up(StudySpec(model=SEEING.short, space="lora", **given), Target(device=H100)))]
+    spec = StudySpec(model=SEEING.short, space="lora", image_size="896x672", **given)
+    return [refused(lambda: set_up(spec, Target(device=H100)))]
 
 
 def of_several_gpus(pair: UntestedPair, value: Any, member: str) -> list[str]:
@@ -155,7 +157,9 @@ def of_sharding(pair: UntestedPair, value: Any, member: str) -> list[str]:
 def of_format(pair: UntestedPair, value: Any, member: str) -> list[str]:
     made = recipe(TrainConfig())
     if pair.setting == "images":
-        made = replace(made, model=SEEING)
+        picture = picture_of(SEEING.config, 896, 672)
+        workload = replace(made.workload, pictured=((2048, (picture,)),))
+        made = replace(made, model=SEEING, workload=workload)
     else:
         made = replace(made, workload=replace(made.workload, objective=Objective(value)))
     assert member not in usual(made)

@@ -33,7 +33,7 @@ HELD_OUT_SHARE = 0.1  # the largest share of all examples that is held out
 
 def impossible(model: ModelSpec, workload: Workload, dataset: str | None) -> str | None:
     """Return the reason why held-out losses cannot be measured, if there is one."""
-    if model.sees_images:
+    if workload.pictured:
         return "it reads rows without images"
     if model.weights is None:
         return "it needs real weights, from a local directory (--model DIR)"

@@ -13,8 +13,6 @@ from autotune.catalog import resolve_device, resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.images import Picture, picture_of
 from autotune.core.train_config import TrainConfig
-from autotune.planning.counted_memory import count, no_count
-from autotune.prediction.estimate import memory_of
 from autotune.problem.image_files import flat, pictures_of, size_of, text_of
 from autotune.problem.images import MOST_KINDS, images_of, pictured
 from autotune.problem.setup import set_up
@@ -150,15 +148,24 @@ def test_each_length_has_its_images_and_the_longest_row_the_largest() -> None:
     assert {many[0][0], many[-1][0]} == {100, 5099}
 
 
-def test_one_image_in_each_example_where_nothing_is_known(tmp_path: Path) -> None:
-    setup = set_up(spec_of(tmp_path, pins={"seq_len": 2048}), Target(device=resolve_device("cpu")))
+def test_examples_are_text_unless_an_option_or_a_row_has_an_image(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [ASK, ASK | {"role": "assistant"}]}))
+    model = model_in(tmp_path)
+    cpu = Target(device=resolve_device("cpu"))
+    for wanted in ({}, {"dataset": str(tmp_path / "rows.jsonl")}):
+        workload = set_up(StudySpec(model=model, gpu="cpu", space="cpu", **wanted), cpu).task.workload
+        assert not workload.pictured and workload.dealt
+
+
+def test_one_image_in_each_example_if_its_size_is_unknown(tmp_path: Path) -> None:
+    setup = set_up(spec_of(tmp_path, vision="trained", pins={"seq_len": 2048}), Target(device=resolve_device("cpu")))
     workload = setup.task.workload
     assert workload.image_tokens == 24 * 32 + 2
     assert workload.lengths.longest == 1024 and workload.lengths.source == "assumed"
     assert any("896x672" in warning for warning in setup.warnings)
     (kind, *_) = workload.micro_batches(TrainConfig(seq_len=2048, micro_batch_size=2))
     assert kind.images == ((picture_of(seeing("qwen2_5_vl"), 896, 672),),) * 2
-    assert not workload.dealt and workload.facts()["vision"] == "frozen"
+    assert not workload.dealt and workload.facts()["vision"] == "trained"
 
 
 def test_the_images_of_a_dataset_count_in_its_rows(tmp_path: Path) -> None:
@@ -191,7 +198,7 @@ def test_a_seq_len_that_ends_before_a_rows_last_image_is_removed(tmp_path: Path)
 
 def test_lengths_too_short_for_an_image_are_of_text_alone(tmp_path: Path) -> None:
     (tmp_path / "lengths").write_text("487\n900\n1000\n1000\n")
-    spec = spec_of(tmp_path, lengths=str(tmp_path / "lengths"), pins={"seq_len": 1024})
+    spec = spec_of(tmp_path, image_size="896x672", lengths=str(tmp_path / "lengths"), pins={"seq_len": 1024})
     setup = set_up(spec, Target(device=resolve_device("cpu")))
     assert any("25.0% of the examples have no room for an image of 770 tokens" in one for one in setup.warnings)
     kinds = setup.task.workload.micro_batches(TrainConfig(seq_len=1024, micro_batch_size=1))
@@ -223,12 +230,12 @@ def test_a_text_with_an_image_is_no_row(tmp_path: Path) -> None:
 )
 def test_what_is_untested_with_images_is_refused(tmp_path: Path, wanted: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        set_up(spec_of(tmp_path, **wanted), Target(device=resolve_device("cpu")))
+        set_up(spec_of(tmp_path, **({"image_size": "896x672"} | wanted)), Target(device=resolve_device("cpu")))
 
 
 def test_a_model_of_text_takes_no_images() -> None:
     for wanted in ({"image_size": "9x9"}, {"vision": "trained"}):
-        with pytest.raises(UsageError, match="demo-3m takes no images"):
+        with pytest.raises(UsageError, match="images of demo-3m cannot be trained on, only text"):
             set_up(StudySpec(model="demo-3m", gpu="cpu", space="cpu", **wanted), Target(device=resolve_device("cpu")))
     with pytest.raises(InvalidSpec, match="sizes of their own"):
         StudySpec(model="smolvlm", dataset="d", image_size="9x9")
@@ -236,9 +243,7 @@ def test_a_model_of_text_takes_no_images() -> None:
         StudySpec(model="smolvlm", vision="half")
 
 
-def test_no_formula_is_asked_about_a_model_that_takes_images() -> None:
-    with pytest.raises(UsageError, match="gemma-3-4b-it takes images: no formula knows"):
-        set_up(StudySpec(model="gemma-3-4b", gpu="h100"), resolve_device("h100"))
-    model = resolve_model("gemma-3-4b")
-    assert model.flops_per_token("lora", 512) is None
-    assert memory_of(model, TrainConfig(), 1, count=count) is None and "images" in no_count(model, TrainConfig(), 1)
+def test_no_formula_covers_images() -> None:
+    with pytest.raises(UsageError, match="no formula covers the images of gemma-3-4b-it"):
+        set_up(StudySpec(model="gemma-3-4b", gpu="h100", image_size="896x896"), resolve_device("h100"))
+    assert resolve_model("gemma-3-4b").flops_per_token("lora", 512) is None
