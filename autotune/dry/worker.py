@@ -58,7 +58,7 @@ def _answer(message: dict[str, Any]) -> dict[str, Any]:
         return {"count": to_data(dry_probe(from_data(ProbeRequest, message["count"])))}
     except MemoryError:
         return {"refused": f"without weights it takes more than {MOST_GIB} GiB"}
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         return {"refused": " ".join(str(error).split())[:300]}
     except Exception as error:  # of transformers' own code
         reason = " ".join(str(error).split())[:200] or type(error).__name__
