@@ -13,6 +13,7 @@ from autotune.core.errors import UsageError
 from autotune.core.files import load_data
 from autotune.problem.constraints import NO_SDPA
 
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
 
 
@@ -25,7 +26,7 @@ def write_config(directory: Path, config: Any) -> Path:
 def test_every_model_name_means_one_model():
     specs = list_models()
     names = [name.lower() for spec in specs for name in (spec.name, *spec.aliases)]
-    assert len(specs) == 104 and len(set(names)) == len(names)
+    assert len(specs) == 103 and len(set(names)) == len(names)
     for spec in specs:
         for name in (spec.name, spec.name.upper(), spec.short, *spec.aliases):
             assert resolve_model(name).digest == spec.digest
@@ -50,16 +51,28 @@ def test_configs_are_copies():
     assert resolve_model("llama-3.1-8b").digest == before
 
 
-@pytest.mark.parametrize("spec", list_models(), ids=lambda spec: spec.short)
-def test_params_equal_those_of_the_built_model(spec):
-    """10 s for all of them: no weight is made, and a mixture's experts are one tensor."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    with torch.device("meta"):
-        kind = transformers.AutoModelForImageTextToText if spec.sees_images else transformers.AutoModelForCausalLM
-        model = kind.from_config(transformers.AutoConfig.for_model(**spec.config))
-    assert sum(parameter.numel() for parameter in model.parameters()) == spec.params
-    assert model._supports_sdpa is (spec.config["model_type"] not in NO_SDPA)
+@pytest.fixture
+def catalogue(monkeypatch):
+    """The program that counts the parameters of each row."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("catalogue")
+
+
+def test_each_row_was_built_with_its_shape_and_has_the_parameters_that_were_counted():
+    """A row that is new or changed is counted with python benchmarks/catalogue.py."""
+    counted = {row["model"]: row for row in json.loads((BENCHMARKS / "results" / "catalogue.json").read_text())["rows"]}
+    assert set(counted) == {spec.name for spec in list_models()}
+    for spec in list_models():
+        row = counted[spec.name]
+        assert (row["digest"], row["params"]) == (spec.digest, spec.params), spec.name
+        assert row["sdpa"] is (spec.config["model_type"] not in NO_SDPA), spec.name
+
+
+def test_each_row_names_the_config_that_was_read(catalogue):
+    assert [spec.name for spec in list_models() if catalogue.is_recalled(spec.source)] == []
+    read = ("org/repo path/config.json", "transformers 5.23.0, default of glm", "https://host/page", "a/b c; d/e f.py")
+    assert not any(map(catalogue.is_recalled, read))
+    assert all(map(catalogue.is_recalled, (None, "", "published config, recalled", "a/b c.py; recalled", "litgpt")))
 
 
 def test_unknown_model_suggests_a_near_name():

@@ -1,0 +1,72 @@
+"""Count the parameters of each model of the catalogue on torch's meta device, and the rows without a source.
+
+A stored row is kept if the shape of its model is unchanged. Some families need further packages: Gemma 3n needs timm.
+"""
+
+import argparse
+import re
+from typing import Any
+
+from bench import RESULTS, Mode, finish, load, run_program
+
+from autotune.catalog import ModelSpec, list_models
+
+# What `source` may name: a repository and a path, a page, a file of an index, or a default config.
+READ = re.compile(
+    r"[\w.-]+/[\w.-]+ [\w.-]+(/[\w.-]+)*"
+    r"|https://\S+"
+    r"|public code index, file \d+"
+    r"|transformers \d+\.\d+\.\d+, default of \w+"
+)
+MADE_HERE = "made up for this program"
+
+
+def is_recalled(source: str | None) -> bool:
+    """Return whether no config was read for a row with this `source`."""
+    parts = (source or "").split("; ")
+    return source != MADE_HERE and not all(READ.fullmatch(part.removesuffix(", text_config")) for part in parts)
+
+
+def row_of(model: ModelSpec) -> dict[str, Any]:
+    """Build a model without weights, with its towers, and count its parameters."""
+    import torch
+    import transformers
+
+    digest = model.digest  # before transformers completes the config in place
+    kind = transformers.AutoModelForImageTextToText
+    if "vision_config" not in model.config:
+        kind = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        built = kind.from_config(transformers.AutoConfig.for_model(**model.config))
+    return {
+        "model": model.name,
+        "digest": digest,
+        "class": type(built).__name__,
+        "params": sum(parameter.numel() for parameter in built.parameters()),
+        "sdpa": bool(built._supports_sdpa),
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the number of rows, of rows without a source, and of rows with another total."""
+    params = {model.name: model.params for model in list_models()}
+    return {
+        "rows": len(rows),
+        "recalled": sum(is_recalled(model.source) for model in list_models()),
+        "differ": sum(params.get(row["model"]) != row["params"] for row in rows),
+    }
+
+
+def count(args: argparse.Namespace) -> None:
+    """Count every model whose shape is not in the stored result."""
+    stored = RESULTS / "catalogue.json"
+    known = {(row["model"], row["digest"]): row for row in (load(stored) if stored.is_file() else ())}
+    rows = [known.get((model.name, model.digest)) or row_of(model) for model in list_models()]
+
+    finish(args, None, rows)
+
+
+MODES = {"": Mode(run=count, result="catalogue", summarize=summary)}
+
+if __name__ == "__main__":
+    run_program(MODES, __doc__)
