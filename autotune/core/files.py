@@ -208,12 +208,18 @@ def write_errors(path: Path) -> Iterator[None]:
 def write_atomic(path: Path, text: str, *, executable: bool = False) -> None:
     """Write `text` to `path` by rename.
 
-    A reader, a crash or a power cut never leaves half a file.
+    A reader, a crash or a power cut never leaves half a file. A device or a pipe is written to and
+    stays: root could replace /dev/null.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     mode = 0o777 if executable else 0o666  # less the umask
 
     with write_errors(path):
+        is_device = path.is_relative_to("/dev")  # or a link to the redirected stdout
+        if is_device or (path.exists() and not path.is_file()):
+            path.write_text(text, encoding="utf-8")  # raises OSError for a folder
+            return
+
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(

@@ -102,8 +102,12 @@ def _saved_files(path: Path) -> list[Path]:
     """Return the files of a Dataset that `datasets` has saved."""
     try:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        return [path / file["filename"] for file in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        names = [file["filename"] for file in state["_data_files"]]
+        for name in names:
+            if name != Path(name).name or Path(name).suffix != ".arrow":
+                raise ValueError(f"{name!r:.80} is no .arrow file beside it")
+        return [path / name for name in names]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadDataset(
             f"{path / 'state.json'} is not in the format of datasets: {error!r}"
         ) from None

@@ -326,9 +326,12 @@ def read_only(url: str) -> str:
 
 def _parsed(url: str) -> URL:
     try:
-        return make_url(url)
-    except ValueError:  # the port is not a number; the text may be part of a password
-        raise ArgumentError("the port is not a number") from None
+        parsed = make_url(url)
+        if parsed.get_backend_name() == "sqlite":  # its driver comes with Python
+            parsed.get_dialect()().create_connect_args(parsed)
+        return parsed
+    except ValueError:  # the text may be part of a password
+        raise ArgumentError("the port, or a number after '?', is not a number") from None
 
 
 def public_url(url: str) -> str:

@@ -49,10 +49,12 @@ def shared_url(storage: str | None) -> str:
 
     Raises UsageError for SQLite on a network drive.
     """
-    from autotune.study.storage.database import network_drive
+    from autotune.study.storage.database import network_drive, storage_errors
 
     url = storage_url(storage)
-    if kind := network_drive(url):
+    with storage_errors(url):
+        kind = network_drive(url)
+    if kind:
         raise UsageError(
             f"the database is an SQLite file on a network drive ({kind}), "
             "whose locks do not hold between machines",

@@ -212,6 +212,28 @@ def test_a_directory_with_a_pipe_is_refused(tmp_path):
 # --- writing
 
 
+def test_a_folder_is_named_and_a_device_or_a_pipe_stays(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in (".", "..", "", str(tmp_path)):
+        with pytest.raises(StorageError, match=r"cannot write .*: Is a directory"):
+            write_atomic(Path(folder), "text")
+
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_atomic(pipe, "text")
+        assert os.read(reader, 100) == b"text" and pipe.is_fifo()
+    finally:
+        os.close(reader)
+
+    device = tmp_path / "device"
+    device.symlink_to("/dev/full")
+    with pytest.raises(StorageError, match=r"cannot write .*device: No space left on device"):
+        write_atomic(device, "text")
+    assert device.is_char_device() and sorted(tmp_path.iterdir()) == [device, pipe]
+
+
 def test_write_atomic_replaces_whole_files_and_leaves_nothing_else(tmp_path):
     path = tmp_path / "new" / "a'; echo foo" / "file.txt"
     write_atomic(path, "one\n")

@@ -31,6 +31,7 @@ from autotune.study.storage.location import (
     stored_out,
     study_directory,
 )
+from autotune.study.storage.optuna_storage import study_names
 
 SERVER = "postgresql+psycopg://me:secret@host/db"
 
@@ -134,6 +135,19 @@ def test_drives_of_a_network_are_recognised(monkeypatch: pytest.MonkeyPatch, kin
     with pytest.raises(UsageError, match="network drive"):
         shared_url("sqlite:///a.db")
     assert storage_url("sqlite:///a.db") == "sqlite:///a.db"  # of one process alone
+
+
+@pytest.mark.parametrize(
+    "url", ["x", "postgresql+psycopg://me:secret@host:abc/db", "sqlite:///x.db?timeout=abc", "sqlite://host:99/x"]
+)
+def test_a_url_that_is_none_is_refused_by_each_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for read in (shared_url, study_names):
+        with pytest.raises(UsageError, match=r"^--storage: not a database URL that can be used: ") as caught:
+            read(url)
+        assert "secret" not in str(caught.value)
 
 
 # --- trying again

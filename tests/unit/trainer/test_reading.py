@@ -140,7 +140,16 @@ def test_only_files_that_are_shown_are_read_and_none_is_skipped(tmp_path: Path) 
         found(tmp_path)
 
 
-@pytest.mark.parametrize("state", ["{", "{}", "[]", '{"_data_files": [{}]}', "\xff"])
+@pytest.mark.parametrize(
+    "state",
+    [
+        *("{", "{}", "[]", '{"_data_files": [{}]}', "\xff", "[" * 10_000, '{"_data_files": [{"filename": 5}]}'),
+        *(
+            f'{{"_data_files": [{{"filename": "{name}"}}]}}'
+            for name in ("a.txt", "", "../a.arrow", "/a.arrow", "a/b.arrow")
+        ),
+    ],
+)
 def test_a_saved_dataset_that_is_damaged_is_named(tmp_path: Path, state: str) -> None:
     (tmp_path / "state.json").write_bytes(state.encode("latin-1"))
     with pytest.raises(BadDataset, match=r"state\.json is not in the format of datasets"):
