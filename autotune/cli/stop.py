@@ -7,21 +7,28 @@ from contextlib import contextmanager
 from types import FrameType
 
 from autotune.core.process import StopToken
+from autotune.trainer.terminal import leave_terminal
 
 
 @contextmanager
 def stop_on_signals(stop: StopToken | None = None) -> Iterator[StopToken]:
-    """Set a token on SIGINT (Ctrl-C) and SIGTERM inside this block: the given one, or a new one."""
+    """Set a token on Ctrl-C, SIGTERM and SIGHUP inside this block: the given one, or a new one.
+
+    A closed terminal sends SIGHUP, often twice.
+    """
     stop = stop or StopToken()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if stop():
+        if number == signal.SIGHUP:
+            leave_terminal()
+        elif stop():
             os._exit(128 + number)  # the probe worker ends with its parent
         stop.request(number)
 
-    old_handlers = {
-        number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+        numbers.append(signal.SIGHUP)
+    old_handlers = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield stop
     finally:

@@ -15,18 +15,20 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from .ranks import AGAIN_S
+from .terminal import leave_terminal
 
 STOP = "stop after step"  # the key under which ranks agree on their last step
 # The exit code after SIGTERM: a checkpoint was saved, and `--resume` continues from it.
 PREEMPTED = 75
+HANGUP = getattr(signal, "SIGHUP", None)  # the terminal was closed; Windows has no such signal
 GIB = 2**30
 
 
 class Clock(TrainerCallback):
     """Measures each optimizer step. On a GPU it records events, so that the host does not wait.
 
-    SIGINT and SIGTERM stop the run after the current step, or two steps later on several GPUs. A
-    second signal ends it at once if it comes more than AGAIN_S seconds after the first.
+    SIGINT, SIGTERM and SIGHUP stop the run after the current step, or two steps later on several
+    GPUs. A second signal ends it at once if it comes more than AGAIN_S seconds after the first.
     """
 
     def __init__(self, saves: bool, progress: str | None = None) -> None:
@@ -59,9 +61,12 @@ class Clock(TrainerCallback):
         self._is_stopped = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
+        if HANGUP is not None and signal.getsignal(HANGUP) != signal.SIG_IGN:  # nohup ignores it
+            signal.signal(HANGUP, self._stop)
 
     def _stop(self, number: int, frame: Any) -> None:
         now = time.monotonic()
+        leave_terminal(if_closed=number != HANGUP)
         if self._signal is None:
             self._signal = number
             self._signal_time = now

@@ -401,7 +401,8 @@ def make_trainer(
     return LeanTrainer(
         model,
         TrainingArguments(
-            output_dir=options.output_dir or tempfile.mkdtemp(),
+            # Without a directory, nothing is saved, but the Trainer needs one that exists.
+            output_dir=options.output_dir or tempfile.gettempdir(),
             max_steps=options.max_steps,
             num_train_epochs=settings.epochs,
             lr_scheduler_type="cosine",

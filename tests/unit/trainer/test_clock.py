@@ -19,7 +19,7 @@ from autotune.trainer.clock import PREEMPTED, Clock
 
 @pytest.fixture(autouse=True)
 def _restore_signals() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -231,7 +231,7 @@ def test_a_log_without_a_loss_keeps_the_last_one() -> None:
     assert clock._loss == 2.5
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 129)])
 def test_the_exit_code_says_what_stopped_the_run(number: int, code: int) -> None:
     """128 and the number of the signal, as shells have it; 75 (EX_TEMPFAIL) asks for another attempt."""
     clock = Clock(saves=False)

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -213,7 +214,9 @@ def test_random_examples_use_the_whole_vocabulary_and_repeat_after_64() -> None:
     ],
     ids=str,
 )
-def test_what_the_trainer_is_told(options: dict[str, Any], strategy: str, tmp_path: Path) -> None:
+def test_what_the_trainer_is_told(
+    options: dict[str, Any], strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = settings({"save_steps": 7, "warmup_steps": 3, "epochs": 4, "accumulation": 5})
     base = model_builder.build(model_builder.config_of(SHAPE), made.model_settings, torch.device("cpu"))
     model = train.add_adapters(base, made, torch.device("cpu"))
@@ -230,6 +233,13 @@ def test_what_the_trainer_is_told(options: dict[str, Any], strategy: str, tmp_pa
     assert trainer.floating_point_ops({}) == 0
     batch = next(iter(trainer.get_train_dataloader()))
     assert batch["input_ids"].shape == (2, 16) and "position_ids" not in batch
+
+    # Without a directory, no rank makes one.
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    train.make_trainer(made, replace(asked, output_dir=""), model, None, Clock(False), rows, rows[:1])
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize("precision", ["bf16_pure", "bf16_mixed"])
