@@ -122,13 +122,18 @@ def _key(files: list[Path], tokenizer: Any, encoded: Any) -> str:
     A file counts as unchanged if its size and its time are.
     """
     about = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    facts = [VERSION, about, *tokenizer_facts(tokenizer), encoded]
+    return hashlib.sha256(repr(facts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def tokenizer_facts(tokenizer: Any) -> list[Any]:
+    """Return everything in a tokenizer that determines the tokens of a text or a chat."""
     words = (
         tokenizer.backend_tokenizer.to_str()
         if tokenizer.is_fast
         else sorted(tokenizer.get_vocab().items())
     )
-    facts = [VERSION, about, words, tokenizer.chat_template, tokenizer.special_tokens_map, encoded]
-    return hashlib.sha256(repr(facts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return [words, tokenizer.chat_template, tokenizer.special_tokens_map]
 
 
 def _write(

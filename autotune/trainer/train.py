@@ -44,6 +44,7 @@ from .lean_trainer import (
     training_arguments,
 )
 from .malloc import KEPT_BYTES, set_release_threshold
+from .origin import Origin, describe, find_difference
 from .patches import choose_attention, load_attention
 from .reading import BadDataset, read_rows
 from .settings import Options, RunSettings
@@ -69,8 +70,9 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> LeanTra
     set_seed(SEED)
     if device.type == "cpu":
         set_release_threshold(KEPT_BYTES)
+    origin = check_origin(settings, options)
     if settings.images:
-        return train_on_images(settings, options, model_config, device)
+        return train_on_images(settings, options, model_config, device, origin)
 
     if options.dataset:
         # Read the examples first, because an invalid row ends the run. One process tokenises them,
@@ -91,11 +93,17 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> LeanTra
     train_rows = make_rows(settings, trained)
     eval_rows = held_out or make_rows(settings, drawn)
     check_number(len(train_rows), settings)
-    return train(settings, options, base, device, train_rows, eval_rows, trained, bool(held_out))
+    return train(
+        settings, options, base, device, train_rows, eval_rows, trained, bool(held_out), origin
+    )
 
 
 def train_on_images(
-    settings: RunSettings, options: Options, model_config: Path, device: torch.device
+    settings: RunSettings,
+    options: Options,
+    model_config: Path,
+    device: torch.device,
+    origin: TrainerCallback,
 ) -> LeanTrainer:
     """Train on rows with images, and return the Trainer with the trained model.
 
@@ -120,7 +128,25 @@ def train_on_images(
     train_rows = Subset(examples, range(number))
     eval_rows = Subset(examples, range(number, len(examples)))
     evaluates = options.held_out > 0
-    return train(settings, options, base, device, train_rows, eval_rows, counted, evaluates)
+    return train(settings, options, base, device, train_rows, eval_rows, counted, evaluates, origin)
+
+
+def check_origin(settings: RunSettings, options: Options) -> TrainerCallback:
+    """Return the callback that stores the origin of this run in its checkpoints, if it saves any.
+
+    Ends the process if the checkpoint to continue from has another origin.
+    """
+    # The first rank saves, and its end ends the others.
+    is_first = settings.num_gpus == 1 or os.environ["RANK"] == "0"
+    if not options.saves or not is_first:
+        return TrainerCallback()
+    try:
+        facts = describe(settings, options)
+    except (BadDataset, ImportError) as error:
+        sys.exit(f"train.py: error: {error}")
+    if options.checkpoint and (difference := find_difference(options.checkpoint, facts)):
+        sys.exit(f"train.py: error: {difference}")
+    return Origin(facts)
 
 
 def check_number(number: int, settings: RunSettings) -> None:
@@ -142,6 +168,7 @@ def train(
     eval_rows: Any,
     trained: Sequence[torch.Tensor],
     evaluates: bool,
+    origin: TrainerCallback,
 ) -> LeanTrainer:
     """Train the base on these rows, save the result, and print the measurements.
 
@@ -166,6 +193,7 @@ def train(
     loss = select_loss(settings, base)
     clock = Clock(options.saves, options.progress)
     trainer = make_trainer(settings, options, model, loss, clock, train_rows, eval_rows, joined)
+    trainer.add_callback(origin)
     if model_builder.is_outline(model) and not is_loaded_in_first_rank:
         shard_outline(trainer, torch.device("cpu") if settings.offload else device)
 

@@ -190,6 +190,9 @@ def test_train_py_trains_real_weights_on_each_kind_of_row(tmp_path: Path) -> Non
     assert (tmp_path / "trained" / "adapter_model.safetensors").exists()
 
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]))
+    done = run(directory, "--dataset", "rows.jsonl", "--output-dir", "trained", "--resume")
+    assert done.returncode == 1
+    assert "error: give another --output-dir: trained/checkpoint-2 was trained on rows.jsonl (" in done.stderr
     done = run(directory, "--dataset", "rows.jsonl", "--output-dir", "")
     assert done.returncode == 1
     assert done.stderr.endswith("train.py: error: 1 rows do not fill a micro batch of 2: give more examples\n")

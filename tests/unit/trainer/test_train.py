@@ -99,6 +99,8 @@ def test_a_share_of_the_dataset_is_evaluated_during_the_training(
     """Of 13 examples 3 are held out, more than a micro batch; 10 make five micro batches, 5 steps in two passes."""
     examples = [torch.arange(16) + index for index in range(13)]
     monkeypatch.setattr(train, "read_examples", lambda *_: list(examples))
+    facts = {"dataset": ["d", "a digest"], "settings": {"micro_batch_size": 2}}
+    monkeypatch.setattr(train, "describe", lambda *_: facts)
     seen: list[list[int]] = []
     collate = rows.collate
 
@@ -120,6 +122,7 @@ def test_a_share_of_the_dataset_is_evaluated_during_the_training(
     assert all(batch <= held_out or not batch & held_out for batch in batches)
     left = sorted(path.name for path in (tmp_path / "o").glob("checkpoint-*"))
     assert left == ["checkpoint-3", "checkpoint-6"]
+    assert train.find_difference(str(tmp_path / "o" / "checkpoint-3"), facts) is None
 
 
 @pytest.mark.parametrize(
@@ -398,6 +401,7 @@ def test_a_compiled_run_compiles_for_training_alone(
         state=SimpleNamespace(log_history=[{"loss": 9.0}, {"eval_loss": 3.5}]),
         save_model=lambda folder: done.append(("save", folder)),
         is_world_process_zero=lambda: True,
+        add_callback=lambda callback: done.append(type(callback).__name__),
     )
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty"))
     made_model: Any = nn.Module()
@@ -418,15 +422,22 @@ def test_a_compiled_run_compiles_for_training_alone(
         "make_trainer": lambda settings, options, model, loss, *_: done.append(loss) or trainer,
         "compile_layers": lambda layers, activation_budget: done.append(("compile", *layers)),
         "run_layers_eagerly": lambda layers: done.append(("eager", *layers)),
+        "find_difference": lambda checkpoint, facts: done.append(("compare", checkpoint)),
     }.items():
         monkeypatch.setattr(train, name, value)
     (tmp_path / "shape.json").write_text(json.dumps(SHAPE))
     made = replace(settings({"examples": 64}, compile="per_layer", loss="chunked", method=method), padding=padding)
     options = replace(OPTIONS, held_out=4, held_out_tokens=16, checkpoint="c", saves=True, output_dir="o")
-    assert train.main(made, options, tmp_path / "shape.json") is made_model
+    assert train.main(made, options, tmp_path / "shape.json") is trainer
     assert done == [
-        *[("seed", 0), "cpu", ("any length", False), *[("load", True, "cpu")] * (padding == "masked")],
-        *["checkpointing", "chunked", "loss", "evaluate"],
+        *[
+            ("seed", 0),
+            ("compare", "c"),
+            "cpu",
+            ("any length", False),
+            *[("load", True, "cpu")] * (padding == "masked"),
+        ],
+        *["checkpointing", "chunked", "loss", "Origin", "evaluate"],
         *["require"] * (method == "lora"),
         *[("compile", "layer"), "empty", "c", ("eager", "layer"), ("save", "o"), "evaluate"],
     ]
