@@ -1,7 +1,8 @@
-"""Describes what a run trains on. A checkpoint keeps it, and is only continued on the same.
+"""Describes the origin of a run: its data, tokenizer, weights and settings. Checkpoints keep it.
 
-A dataset is compared by the content of its files of rows, and not by that of images. Weights in a
-directory are compared by their config and the sizes of their files.
+A checkpoint is only continued with the same origin. A dataset is compared by the content of its
+files of rows, without the content of images. Weights in a directory are compared by their config
+and the sizes of their files.
 """
 
 import hashlib
