@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from autotune.cli.terminal import guard
 from autotune.cli.usage import CLICK_USAGE_ERROR, no_such_command, with_remedy
-from autotune.core.errors import AutotuneError, StorageError
+from autotune.core.errors import AutotuneError, EnvironmentProblem, StorageError
 from autotune.core.version import __version__
 
 # For each command: its function as module:name in autotune.cli.commands, and its help
@@ -200,6 +200,11 @@ def main() -> None:
         sys.argv = [sys.argv[0], "--debug", *(arg for arg in sys.argv[1:] if arg != "--debug")]
 
     try:
+        if sys.platform == "win32":  # before a module of Linux is missing
+            raise EnvironmentProblem(
+                "autotune runs on Linux only",
+                remedy="use it in WSL 2 (Windows Subsystem for Linux)",
+            )
         sys.exit(app(prog_name="autotune", standalone_mode=False) or 0)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -58,7 +58,7 @@ PASSED_ON_PREFIXES = (
     ),
     *("WANDB_", "MLFLOW_", "TRACKIO_", "TENSORBOARD_"),
 )
-SECRET_NAME = re.compile("TOKEN|KEY|SECRET|CREDENTIAL|PASS", re.IGNORECASE)
+SECRET_NAME = re.compile("TOKEN|KEY|SECRET|CRED|PASS|PWD|AUTH", re.IGNORECASE)
 SECRET_VALUE = re.compile(r"://\S*@")  # a URL with a password
 
 

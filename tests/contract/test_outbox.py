@@ -1,7 +1,11 @@
 """Results wait in a file while the database is unreachable and are stored afterwards, each once and in order."""
 
+import fcntl
+import resource
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +43,41 @@ def test_a_row_and_the_name_of_its_file_are_on_disk(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("os.fsync", sync)
     Outbox(path=tmp_path / "outbox.jsonl").add({"a": 1})
     assert synced == [(tmp_path / "outbox.jsonl", '{"a": 1}'), (tmp_path, "")]
+
+
+def test_a_full_disk_leaves_no_empty_file(tmp_path: Path) -> None:
+    outbox = Outbox(path=tmp_path / "outbox.jsonl")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(StorageError, match=r"cannot write .*outbox\.jsonl: File too large"):
+            outbox.add({"a": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_row_that_comes_while_the_file_is_emptied_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has opened the file, and waits for its lock."""
+    outbox = Outbox(path=tmp_path / "outbox.jsonl")
+    outbox.add({"a": 1})
+    waits = threading.Event()
+    lock = fcntl.flock
+
+    def flock(file: Any, kind: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            waits.set()
+        lock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    other = threading.Thread(target=outbox.add, args=({"b": 2},))
+    with outbox.drained() as rows:
+        other.start()
+        assert rows == [{"a": 1}] and waits.wait(10)
+    other.join()
+    with outbox.drained() as rows:
+        assert rows == [{"b": 2}]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_results_measured_during_an_outage_are_stored_afterwards(

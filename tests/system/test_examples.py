@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ LORA = (
     "model_name_or_path: mistralai/Mistral-7B-v0.3\nper_device_train_batch_size: 1\nmax_length: 512\ndtype: bfloat16\n"
 )
 FITS = LORA + "use_peft: true\n"
+PROGRAM = f'#!/bin/sh\nexec "{sys.executable}" -m autotune "$@"\n'
+REFUSING = "#!/bin/sh\nprintf 'error: 5%% of\\r it\\n' >&2\nexit 2\n"  # it reads nothing, and costs nothing
 
 
 @pytest.mark.probe
@@ -47,14 +50,17 @@ def workflow() -> dict[str, Any]:
 def run(tmp_path: Path) -> Any:
     """Run the step that checks, as GitHub runs `shell: bash`, on these files; the exit code, output and summary."""
 
-    def run(**files: str) -> tuple[int, str, str]:
+    def run(program_text: str = PROGRAM, paths: Sequence[str] = (), **files: str) -> tuple[int, str, str]:
         (tmp_path / "bin").mkdir()
         program = tmp_path / "bin" / "autotune"
-        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m autotune "$@"\n')
+        program.write_text(program_text)
         program.chmod(0o755)
         (tmp_path / "configs").mkdir()
-        for name, text in files.items():
-            (tmp_path / "configs" / f"{name}.yaml").write_text(text)
+        texts = {f"{name}.yaml": text for name, text in files.items()} | dict.fromkeys(paths, "")
+        for name, text in texts.items():
+            path = tmp_path / "configs" / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
         job = workflow()["jobs"]["fits"]
         (step,) = (
             step["run"] for step in job["steps"] if step["name" if "name" in step else "uses"].startswith("Check")
@@ -70,7 +76,7 @@ def run(tmp_path: Path) -> Any:
             text=True,
             check=False,
         )
-        return done.returncode, done.stdout + done.stderr, summary.read_text()
+        return done.returncode, done.stdout + done.stderr, summary.read_text() if summary.exists() else ""
 
     return run
 
@@ -107,6 +113,25 @@ def test_what_is_too_close_to_tell_warns(run: Any) -> None:
         and output.startswith("::warning file=configs/near.yaml::too close to tell: ")
         and ": too close to tell: " in summary
     )
+
+
+def test_each_file_below_the_folder_is_checked_whatever_its_name(run: Any) -> None:
+    """A name could end GitHub's command, or begin another one."""
+    code, output, summary = run(
+        REFUSING, paths=("d.yml", "sub/c.yaml", "a b,c::error.yaml", "e\n::stop-commands::x.yml", "`f`.yaml", "no.txt")
+    )
+    assert code == 1
+    names = ("`f`.yaml", "a b%2Cc%3A%3Aerror.yaml", "d.yml", "e%0A%3A%3Astop-commands%3A%3Ax.yml", "sub/c.yaml")
+    problem = "::not checked (exit 2): error: 5%25 of%0D it"
+    assert sorted(output.splitlines()) == sorted(f"::error file=configs/{name}{problem}" for name in names)
+    shown = {line.split("`")[1] for line in summary.splitlines() if line.startswith("- ")}
+    names = ("?f?.yaml", "a b,c::error.yaml", "d.yml", "e?::stop-commands::x.yml", "sub/c.yaml")
+    assert shown == {f"configs/{name}" for name in names}
+
+
+def test_a_folder_without_configurations_fails(run: Any) -> None:
+    code, output, _ = run(REFUSING, paths=("no.txt",))
+    assert (code, output) == (1, "::error::there is no .yaml or .yml in configs\n")
 
 
 def test_the_workflow_may_only_read() -> None:

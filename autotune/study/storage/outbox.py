@@ -1,6 +1,6 @@
 """Rows that wait for their database, in a file.
 
-The file takes a line per row while the database is unreachable, and is emptied afterwards.
+The file takes a line per row while the database is unreachable, and is removed afterwards.
 """
 
 import fcntl
@@ -51,6 +51,19 @@ class Outbox:
 
     @contextmanager
     def _locked(self) -> Iterator[IO[str]]:
-        with write_errors(self.path), self.path.open("a+", encoding="utf-8") as file:
+        """Open the file for this process alone, and remove it at the end if it is empty."""
+        with write_errors(self.path), self._open() as file:
+            try:
+                yield file
+            finally:
+                if not os.fstat(file.fileno()).st_size:
+                    self.path.unlink()
+
+    def _open(self) -> IO[str]:
+        while True:
+            file = self.path.open("a+", encoding="utf-8")
             fcntl.flock(file, fcntl.LOCK_EX)
-            yield file
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
+                    return file
+            file.close()  # another process has removed it meanwhile

@@ -62,6 +62,15 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
     return Said(ended.value.code, captured.out, captured.err)
 
 
+def test_windows_is_refused_before_a_module_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setitem(sys.modules, "fcntl", None)  # type: ignore[arg-type]
+    ended = said(monkeypatch, capsys, *RUN)
+    assert ended.code == 3 and ended.is_one_error() and "autotune runs on Linux only" in ended.err
+
+
 USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no model": (("run", "--gpu", "cpu"), ("no model is given",)),
     "unknown GPU": (("run", "--model", "demo-3m", "--gpu", "h2000"), ("'h2000'", "did you mean")),

@@ -41,7 +41,7 @@ def test_the_environment_by_device() -> None:
         # With names that would be passed on, but for a part of theirs or of their value.
         *(
             (f"NCCL_{part}", "x")
-            for part in ("TOKEN", "API_KEY", "SECRET", "CREDENTIALS", "PASS", "PASSWD", "password")
+            for part in ("TOKEN", "API_KEY", "SECRET", "CREDS", "PASS", "PWD", "BASIC_AUTH", "password")
         ),
         ("HF_HUB_MIRROR", "https://me:word@host/path"),
         ("TORCH_HOME", "postgresql+psycopg://me:wo/rd@host/db"),
