@@ -26,6 +26,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.export.keys import default_of, key_of
 from autotune.planning.foreign_evaluation import evaluation_of
 from autotune.planning.foreign_file import MAX_COUNT, File, Refused, quote, table
+from autotune.planning.foreign_refusals import refuse_at_start, refuse_targets, without_dropout
 from autotune.problem.constraints import NO_SDPA
 from autotune.report.values.check import FP32_BASE, ForeignConfig
 
@@ -47,11 +48,16 @@ def for_model(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:
     """
     config = run.config
     kind = model.text_type
+    refuse_targets(run.format, config, kind)
     if kind in NO_SDPA and config.attention == "sdpa":
         config = replace(config, attention="eager")
 
     targets, note = _known_targets(config, model)
     notes = (*run.notes, note) if note and note not in run.notes else run.notes
+    undropped = without_dropout(config, kind)
+    if undropped != config:
+        config = undropped
+        notes = (*notes, table("notes")["joined_experts"])
     return replace(run, config=replace(config, lora_targets=targets), notes=notes)
 
 
@@ -112,12 +118,15 @@ def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
         values |= _deepspeed_settings(path, values.get("deepspeed"))
         return replace(parse(values, tool), ignored=ignored)
     except Refused as refusal:
-        lines = read_user_text(path).splitlines()
-        of_key = re.compile(rf"\s*['\"]?{re.escape(refusal.key)}['\"]?\s*:")
-        line = next(
-            (f":{number}" for number, text in enumerate(lines, 1) if of_key.match(text)), ""
-        )
-        raise UsageError(f"{path}{line}: {refusal}", remedy=refusal.remedy) from None
+        raise at_line(path, refusal) from None
+
+
+def at_line(path: Path, refusal: Refused) -> UsageError:
+    """Return the refusal of a key as an error with the file's name and the key's line."""
+    lines = read_user_text(path).splitlines()
+    of_key = re.compile(rf"\s*['\"]?{re.escape(refusal.key)}['\"]?\s*:")
+    line = next((f":{number}" for number, text in enumerate(lines, 1) if of_key.match(text)), "")
+    return UsageError(f"{path}{line}: {refusal}", remedy=refusal.remedy)
 
 
 def _command_objective(objective: str) -> str:
@@ -320,6 +329,7 @@ def _read(file: File, tool: str) -> ForeignConfig:
         micro_batch_size=micro_batch, seq_len=seq_len, double_quant=double_quant, **knobs
     )
     evaluation = evaluation_of(file, tool, config, objective)
+    refuse_at_start(file, tool, config)
     return ForeignConfig(
         format=tool,
         model=model,

@@ -29,7 +29,8 @@ from autotune.planning.device_estimate import (
     smallest_card,
 )
 from autotune.planning.fixes import FixSearch
-from autotune.planning.foreign_config import for_model, read_file
+from autotune.planning.foreign_config import at_line, for_model, read_file
+from autotune.planning.foreign_file import Refused
 from autotune.planning.foreign_sharding import shared_out
 from autotune.planning.observations import Say, silent
 from autotune.planning.plan import plan_task
@@ -93,7 +94,10 @@ def check(
     device = planned_device(options.get("gpu") or "auto")
     name = options.get("model") or run.model
     model, assumption = find_model(name)
-    run = shared_out(for_model(run, model), model, options.pop("gpus", None))
+    try:
+        run = shared_out(for_model(run, model), model, options.pop("gpus", None))
+    except Refused as refusal:
+        raise at_line(file, refusal) from None
 
     if options.get("objective") not in (None, run.objective):
         raise UsageError(
@@ -357,8 +361,8 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
         yield assumption
     if not device.supports_bf16 and config.precision.startswith("bf16"):
         yield (
-            f"{device.name} has no bf16: it starts with bf16 off and fp16 on alone, which takes as "
-            "much memory."
+            f"{device.name} has no bf16: torch emulates it slowly, and older versions refuse the "
+            "run at its start. fp16 instead takes as much memory."
         )
     max_seq_len = context.model.max_seq_len
     if max_seq_len and config.seq_len > max_seq_len and not assumption:

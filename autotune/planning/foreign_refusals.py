@@ -1,0 +1,105 @@
+"""Refuses a run that its tool, or a library of the tool, refuses at its start.
+
+Only conditions that depend on the file and the model's type are known, because the dataset is not
+read. They are rows of foreign_refusals.yaml.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from autotune.core.files import load_data
+from autotune.core.lora_targets import ALL_LINEAR
+from autotune.core.train_config import TrainConfig
+from autotune.planning.foreign_file import File, Refused
+from autotune.planning.foreign_sharding import strategy_of
+
+_OFF: tuple[Any, ...] = (None, False, 0, "", "0", "no", "none", "false", "No", "NO", [], {})
+
+
+def refuse_at_start(file: File, tool: str, config: TrainConfig) -> None:
+    """Raise Refused if the tool refuses such a run at its start."""
+    facts = file.values | {
+        "FULL": config.method == "full",
+        "LORA": config.method == "lora",
+        "DROPOUT": config.lora_dropout > 0,
+        "DORA": config.dora,
+        "ZERO_3": strategy_of(file.values) == "zero3",
+        "SAME_STRATEGY": _strategy(file, "eval", "no") == _strategy(file, "save", "steps"),
+        "BEST": _strategy(file, "save", "steps") == "best",
+    }
+    for group in _table("refusals"):
+        for row in group["rows"] if tool in group["tools"] else ():
+            wanted, absent = row["set"], row.get("unset", ())
+            if all(_is_on(facts, key) for key in wanted) and not any(
+                _is_on(facts, key) for key in absent
+            ):
+                key = next(key for key in wanted if not key.isupper())
+                raise Refused(key.rpartition(".")[2], _refusal(row["why"]), row["remedy"])
+
+
+def _strategy(file: File, moment: str, default: str) -> str:
+    """Return the strategy of evaluations or saves; YAML reads an unquoted `no` as false."""
+    value = file.values.get(f"{moment}_strategy")
+    return "no" if value is False else str(value or default)
+
+
+def refuse_targets(tool: str, config: TrainConfig, model_type: str) -> None:
+    """Raise Refused if PEFT or TRL refuses the adapters on this model."""
+    if config.method != "lora":
+        return
+    names = {name.rpartition(".")[2] for name in config.lora_targets.split(",")}
+    if tool == "trl" and "lm_head" in names:
+        why = "TRL trains no adapter on the head, whose weights its loss reads"
+        raise Refused("lora_target_modules", _refusal(why), "remove lm_head")
+
+    experts = _joined_experts(model_type)
+    if experts is None:
+        return
+    # The other tools name the linear layers that they find, and joined experts are none.
+    if config.lora_targets == ALL_LINEAR and tool == "trl":
+        names |= set(experts["names"])
+    targeted = names & set(experts["names"])
+    if targeted and config.lora_dropout:
+        why = (
+            f"{config.lora_dropout:g}, but the experts of {model_type} are joined in transformers "
+            "5, and PEFT has no dropout for them"
+        )
+        raise Refused("lora_dropout", _refusal(why), "set lora_dropout: 0")
+
+    joined = set(experts["joined"])
+    if targeted & joined and not joined <= targeted:
+        why = f"PEFT has adapters on both of {' and '.join(experts['joined'])}, or on neither"
+        raise Refused("lora_target_modules", _refusal(why), "name both")
+
+
+def without_dropout(config: TrainConfig, model_type: str) -> TrainConfig:
+    """Return the configuration without dropout if a mixture's joined experts get adapters.
+
+    PEFT has no dropout for them, so it cannot be counted.
+    """
+    on_all = config.method == "lora" and config.lora_targets == ALL_LINEAR
+    if not on_all or _joined_experts(model_type) is None:
+        return config
+    return replace(config, lora_dropout=0.0)
+
+
+def _joined_experts(model_type: str) -> Any:
+    return next((row for row in _table("fused") if model_type in row["models"]), None)
+
+
+def _table(name: str) -> Any:
+    return load_data("autotune.planning", "foreign_refusals")[name]
+
+
+def _refusal(why: str) -> str:
+    return f"the run is refused at its start: {why}"
+
+
+def _is_on(values: Mapping[str, Any], key: str) -> bool:
+    """Return whether a key is set and not switched off; a dot means a mapping inside a mapping."""
+    first, _, inner = key.partition(".")
+    value = values.get(first)
+    if inner:
+        return isinstance(value, dict) and _is_on(value, inner)
+    return not any(value is off or value == off for off in _OFF)
