@@ -245,6 +245,9 @@ class FixSearch:
         rows = micro * run.accumulation
         sizes = [size for size in range(min(micro - 1, MAX_MICRO_BATCH), 0, -1) if rows % size == 0]
         batch_key = key_of(run.format, "micro_batch_size")
+        # Axolotl takes no accumulation beside an older key for the rows of a step.
+        if run.values.get("batch_size") is not None:
+            return [{batch_key: size} for size in sizes]
         accumulation_key = key_of(run.format, "accumulation")
         return [{batch_key: size, accumulation_key: rows // size} for size in sizes]
 

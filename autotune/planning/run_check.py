@@ -13,6 +13,7 @@ from typing import Any
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_model
 from autotune.catalog.models import shaped_like
 from autotune.core.errors import UsageError
+from autotune.core.fp16_overflow import fp16_warning
 from autotune.core.knobs import KNOBS
 from autotune.core.lora_targets import ALL_LINEAR
 from autotune.core.objective import Objective
@@ -364,6 +365,10 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
             f"{device.name} has no bf16: torch emulates it slowly, and older versions refuse the "
             "run at its start. fp16 instead takes as much memory."
         )
+    in_fp16 = config.precision.startswith("fp16") or not device.supports_bf16
+    if in_fp16 and config.precision != "fp32":
+        overflow = fp16_warning(context.model.text_type)
+        yield from (f"{warning}." for warning in (overflow,) if warning)
     max_seq_len = context.model.max_seq_len
     if max_seq_len and config.seq_len > max_seq_len and not assumption:
         yield (

@@ -20,6 +20,7 @@ from autotune.catalog import (
 )
 from autotune.catalog.model_sizes import Sizes
 from autotune.core.errors import UsageError
+from autotune.core.fp16_overflow import fp16_warning
 from autotune.core.images import IMAGE_FAMILIES, Picture, picture_of
 from autotune.core.objective import Objective
 from autotune.core.parallelism import PROBED
@@ -143,7 +144,10 @@ def set_up(
     constraints.narrow_checkpointing(narrowing)
 
     _require_quantization(spec, narrowing)
-    warnings = (*_notes_of_images(spec, workload), *_warnings(spec, narrowing, workload))
+    warnings = (
+        *_notes_of_images(spec, workload),
+        *_warnings(spec, narrowing, workload, model.text_type),
+    )
     calibration = calibration_of(spec, target.measured_on or target.device, say)
     task = Task(
         study=spec.study or _study_name(target, model, space),
@@ -392,10 +396,15 @@ def _workload(spec: StudySpec, lengths: Lengths, global_batch: int) -> Workload:
     )
 
 
-def _warnings(spec: StudySpec, narrowing: Narrowing, workload: Workload) -> tuple[str, ...]:
-    """Describe oddities of the examples, and pinned knobs and floors without an effect."""
+def _warnings(
+    spec: StudySpec, narrowing: Narrowing, workload: Workload, model_type: str
+) -> tuple[str, ...]:
+    """Describe oddities of the examples, an overflow, and pins and floors without an effect."""
     space = narrowing.space
     warnings = []
+    overflow = fp16_warning(model_type)
+    if overflow and "fp16_mixed" in space.choices("precision"):
+        warnings.append(overflow)
     for name in spec.pins:
         if need := space.idle(name):
             unless = "" if narrowing.reserve.idle(name) else " unless nothing else fits"

@@ -738,7 +738,25 @@ def test_bf16_on_a_card_without_it_is_noted(
     answer: Callable[..., CheckReport], gpu: str, bf16: bool, noted: bool
 ) -> None:
     found = answer(changed(TRL, bf16=bf16, fp16=not bf16), gpu)
-    assert any(note.startswith("t4 has no bf16: it starts with bf16 off") for note in found.notes) is noted
+    assert any(note.startswith("t4 has no bf16: torch emulates it slowly") for note in found.notes) is noted
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "bf16", "warned"),
+    [
+        ("google/gemma-2-2b", "t4", False, True),
+        ("google/gemma-2-2b", "t4", True, True),  # fp16 would take its place
+        ("google/gemma-2-2b", "a10", False, True),
+        ("google/gemma-2-2b", "a10", True, False),
+        ("meta-llama/Llama-3.2-1B", "t4", False, False),
+    ],
+)
+def test_a_model_that_overflows_in_fp16_is_warned_of(
+    answer: Callable[..., CheckReport], model: str, gpu: str, bf16: bool, warned: bool
+) -> None:
+    found = answer(changed(TRL, model_name_or_path=model, bf16=bf16, fp16=not bf16), gpu)
+    warning = "gemma2 models are known to overflow in fp16 (huggingface.co/blog/gemma2)"
+    assert any(note.startswith(warning) for note in found.notes) is warned
 
 
 def test_examples_of_unknown_length_have_1024_tokens_or_as_many_as_fit_a_row(

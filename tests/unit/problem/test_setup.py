@@ -479,3 +479,13 @@ def test_the_demonstration_has_an_example_card_unless_its_limit_and_price_are_gi
     for model, device in (("demo-3m", "a10"), ("smollm2-135m", "cpu")):
         other = set_up(StudySpec(model=model), Target(device=resolve_device(device))).task
         assert other.example_gib is None and (other.price is None or other.price.provider != EXAMPLE)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "warned"), [("gemma-2-2b", "t4", True), ("gemma-2-2b", "a10", False), ("qwen3-0.6b", "t4", False)]
+)
+def test_a_model_that_overflows_in_fp16_is_warned_of(model: str, gpu: str, warned: bool) -> None:
+    """A card without bf16 leaves fp16 alone in the space."""
+    spec = StudySpec(model=model, gpu=gpu, space="qlora")
+    warnings = set_up(spec, resolve_device(gpu)).warnings
+    assert any("known to overflow in fp16" in warning for warning in warnings) is warned
