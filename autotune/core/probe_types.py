@@ -458,6 +458,8 @@ class Measurement:
         managed_gib: Paged optimizer state, which torch does not count.
         in_host_gib: Trained weights and optimizer state, if they are kept in the host's memory.
         losses: The losses of the first micro batches.
+        other_cores: The mean number of cores that processes outside the study used during the timed
+            steps; unknown if the system does not tell.
     """
 
     step_s: tuple[float, ...]
@@ -495,6 +497,7 @@ class Measurement:
     trainable_params: int
     total_params: int
     telemetry: Telemetry | None = None
+    other_cores: float | None = None
 
     @property
     def host_bound(self) -> bool:

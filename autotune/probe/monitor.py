@@ -1,12 +1,13 @@
-"""The parent's view of a running probe: its phase, the phase's deadline, and the sensors."""
+"""The parent's view of a running probe: its phase, the phase's deadline, sensors and other load."""
 
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from autotune.core.core_use import CoreUse
 from autotune.core.nvml import THROTTLE_REASONS, Nvml
-from autotune.core.probe_types import Phase, Telemetry
+from autotune.core.probe_types import Measurement, Phase, Telemetry
 
 THERMAL = THROTTLE_REASONS[0x40]
 # Seconds of a phase after which the worker counts as hung. Compilation happens in the first step.
@@ -33,12 +34,15 @@ class Monitor:
         self._nvml = nvml
         self._throttled = throttled
         self._samples: list[Telemetry] = []
+        self._core_uses: list[CoreUse | None] = []  # when the timed steps began, and after them
         self.phase = Phase.START
         self.patience_s = 0.0
         self._since = time.monotonic()
 
     def enter(self, phase: Phase) -> None:
         """Note that the probe has begun a phase."""
+        if (phase is Phase.STEADY) is not (self.phase is Phase.STEADY):
+            self._core_uses.append(CoreUse.now())
         self.phase = phase
         self._since = time.monotonic()
         self.tick()
@@ -59,6 +63,15 @@ class Monitor:
     def is_expired(self) -> bool:
         """Whether the current phase has taken longer than its deadline."""
         return time.monotonic() - self._since > self.deadline_s()
+
+    def complete(self, measurement: Measurement) -> Measurement:
+        """Return the worker's measurement with the observations of this process."""
+        return replace(measurement, telemetry=self.telemetry(), other_cores=self.other_cores())
+
+    def other_cores(self) -> float | None:
+        """The mean number of cores that others used during the timed steps."""
+        before, after = (*self._core_uses, None, None)[:2]
+        return after.others_since(before) if before and after else None
 
     def telemetry(self) -> Telemetry | None:
         """The means over all samples except the first, if there are any.

@@ -168,9 +168,7 @@ class RankPool:
         result = replace(combine_results(results), log=log.name)
         if result.measurement is None:
             return result
-        return replace(
-            result, measurement=replace(result.measurement, telemetry=monitor.telemetry())
-        )
+        return replace(result, measurement=monitor.complete(result.measurement))
 
     def _send(
         self, workers: Sequence[WorkerProcess], request: ProbeRequest, log: Path, meeting: Path

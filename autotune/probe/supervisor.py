@@ -291,9 +291,7 @@ class WorkerProber:
 
         result = replace(from_data(ProbeResult, message["result"]), log=log.name)
         if result.measurement is not None:
-            result = replace(
-                result, measurement=replace(result.measurement, telemetry=monitor.telemetry())
-            )
+            result = replace(result, measurement=monitor.complete(result.measurement))
         if self._start_s is not None and request.depth is None:
             result = replace(result, seconds={"start": self._start_s} | result.seconds)
             self._start_s = None

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from autotune.core.core_use import CoreUse
 from autotune.core.probe_types import Phase, Telemetry
 from autotune.probe import monitor
 from autotune.probe.monitor import DEADLINES, Monitor
+from tests.helpers.factories import measurement
 
 
 class Sensors:
@@ -117,3 +119,25 @@ def test_how_long_a_phase_may_take_by_hand() -> None:
     seconds = {Phase.START: 240, Phase.LOAD: 600, Phase.FIRST_STEP: 900, Phase.STEADY: 900, Phase.PROFILE: 600}
     assert seconds | dict.fromkeys((Phase.EVALUATE, Phase.SAVE, Phase.CLEANUP), 300) == DEADLINES
     assert monitor.THERMAL == "hardware thermal"
+
+
+def test_the_use_of_cores_by_others_is_that_of_the_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    uses = iter([CoreUse(10.0, 50.0, 5.0), CoreUse(12.0, 56.0, 7.0)])
+    monkeypatch.setattr(CoreUse, "now", lambda: next(uses))
+    watched = Monitor(None)
+    watched.enter(Phase.FIRST_STEP)
+    assert watched.other_cores() is None
+    watched.enter(Phase.STEADY)
+    watched.enter(Phase.STEADY)  # of another rank
+    assert watched.other_cores() is None
+    watched.enter(Phase.CLEANUP)
+    assert watched.other_cores() == 2.0
+    assert watched.complete(measurement()).other_cores == 2.0
+
+
+def test_without_counters_the_use_of_cores_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CoreUse, "now", lambda: None)
+    watched = Monitor(None)
+    watched.enter(Phase.STEADY)
+    watched.enter(Phase.CLEANUP)
+    assert watched.other_cores() is None

@@ -1,0 +1,78 @@
+"""Measures how much processor time others take from this process and the processes it started.
+
+It reads Linux's /proc and imports no torch. On a virtual machine, time that the hypervisor gives to
+other machines counts too.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+TICKS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")  # of /proc/stat
+IDLE = ("idle", "iowait")
+
+
+@dataclass(frozen=True, slots=True)
+class CoreUse:
+    """The processor seconds until a moment: of all processes on the usable cores, and our own."""
+
+    at_s: float
+    all_s: float
+    own_s: float
+
+    @classmethod
+    def now(cls) -> "CoreUse | None":
+        """Read the counters, or return None on a system without them."""
+        try:
+            return cls(time.monotonic(), _all_s(), _own_s())
+        except (OSError, ValueError, IndexError):
+            return None
+
+    def others_since(self, before: "CoreUse") -> float | None:
+        """Return the mean number of cores that others used, or None without time in between."""
+        took_s = self.at_s - before.at_s
+        if took_s <= 0:
+            return None
+        others_s = (self.all_s - before.all_s) - (self.own_s - before.own_s)
+        return max(others_s / took_s, 0.0)
+
+
+def _all_s() -> float:
+    """Return the busy seconds of the cores that this process may use."""
+    usable = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    total = 0
+    for line in (PROC / "stat").read_text(encoding="ascii").splitlines():
+        name, *ticks = line.split()
+        if name in usable:
+            named = zip(TICKS, map(int, ticks), strict=False)
+            total += sum(number for kind, number in named if kind not in IDLE)
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+def _own_s() -> float:
+    """Return the processor seconds of this process and its descendants, including ended ones."""
+    total = 0
+    for process in _tree(os.getpid()):
+        try:
+            text = (PROC / str(process) / "stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:  # it has just ended; its parent will have its time
+            continue
+        # The name in parentheses may contain spaces. Fields 14 to 17 follow it.
+        fields = text.rpartition(")")[2].split()
+        total += sum(map(int, fields[11:15]))
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+def _tree(process: int) -> Iterator[int]:
+    """Yield the ids of a process and its descendants."""
+    yield process
+    for children in (PROC / str(process) / "task").glob("*/children"):
+        try:
+            found = children.read_text(encoding="ascii").split()
+        except OSError:
+            continue
+        for child in found:
+            yield from _tree(int(child))
