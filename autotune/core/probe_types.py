@@ -439,14 +439,14 @@ class Measurement:
         host_micro_s: The time that the host takes to issue a micro batch. With many layers the
             device's queue fills, and the time includes waiting. It is None on a CPU and if
             `host_waits`.
-        host_share: The share of a micro batch's time that the host itself needs. It comes from
-            truncated models, because their queue does not fill; unknown without them.
+        host_share: The share of a micro batch's time that the host itself needs. It is
+            measured on truncated models, which do not fill the device's queue; otherwise unknown.
         host_waits: Whether the host waits for the device within a micro batch, as with images.
-        kernels: The kernels of a micro batch, from truncated models, or None.
+        kernels: The kernel times of a micro batch, from truncated models, or None.
         time_error: The possible relative error of extrapolated times; 0 for measured times.
         warm_s: The time of the steps before the timed ones, without loading and compilation.
-        new_length_s: The extra time of a micro batch whose length is new to the process, because
-            libraries then make a plan. Unknown if it was not measured.
+        new_length_s: The extra time of the first micro batch of each length in a process,
+            because libraries then plan their kernels. Unknown if it was not measured.
         row_length: The tokens of the longest rows, including padding.
         evaluation_s: The mean time of a micro batch in an evaluation; unknown if not measured.
         checkpoint_s: The time to write a checkpoint; unknown if it was not measured.
@@ -574,7 +574,7 @@ class OomDetail:
 
     @property
     def need_gib(self) -> float:
-        """The least memory that was needed, including the request that failed."""
+        """A lower bound on the memory needed, including the request that failed."""
         return max(self.allocated_gib + (self.requested_gib or 0.0), self.reserved_gib)
 
     @property

@@ -51,8 +51,8 @@ LONG_ROWS: dict[str, Any] = {
 COUNTED_AT = ((65_536, 131_072), (16_384, 32_768), (4_096, 8_192))
 STEP = 1_024  # lengths are multiples of it
 FIRST = 1_024  # tokens of the row that makes the optimizer's state
-# The share of the long row in the probed steps. It is small enough that the warm-up contains no
-# long row (`probe/schedule`).
+# The probe is told that this share of the micro batches have the long row. It is small enough that
+# the warm-up contains no long row (`probe/schedule`).
 LONG_SHARE = 0.04
 LEAST_GAIN = 0.02  # a longer row is tried only if it is longer by this share
 HEADROOM = 0.01  # as a share of the card's memory

@@ -22,8 +22,8 @@ class Observation:
     """A measurement that others made of one configuration on one card.
 
     `tokens_per_s` counts whole rows with padding, because the useful tokens depend on the data.
-    `tokens_per_row` is their mean length, or None if all have seq_len. `model` is a name of the
-    catalogue, or None for another model: then `model_digest` describes its shape.
+    `tokens_per_row` is their mean length, or None if all have seq_len. `model` is a name in the
+    catalogue. It is None for a model that is not there, whose shape `model_digest` describes.
     """
 
     device: str

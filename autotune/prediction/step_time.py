@@ -30,8 +30,8 @@ from autotune.prediction.transfer import REFERENCE, USUAL_SHARE, products_tflops
 from autotune.problem.calibration import Calibration
 from autotune.problem.speed_transfer import SpeedTransfer
 
-# The rate of products with 8-bit factors relative to bf16, measured with a cast of the weights for
-# each product.
+# How many times faster an fp8 matrix multiplication is than a bf16 one, including the time to cast
+# the weights for each multiplication.
 FP8 = 1.36
 # Bytes moved for each byte that a layer keeps, with temporary tensors; for each logit; and for each
 # byte of a 4-bit base.

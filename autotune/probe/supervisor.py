@@ -212,7 +212,7 @@ class WorkerProber:
         return None
 
     def _lacked_room(self, result: ProbeResult) -> bool:
-        """Whether memory ran out below the limit because others that compile ahead held memory."""
+        """Whether memory ran out below the limit because compile-ahead processes held some."""
         oom = result.oom if result.outcome is Outcome.OOM else None
         if oom is None or self.ahead is None or not self.ahead.is_running:
             return False

@@ -81,7 +81,7 @@ class Target:
         if cap > available:
             raise EnvironmentProblem(
                 f"{self.device.name} offers {fmt_gib(cap)}, and {fmt_gib(available)} are free here",
-                remedy="end what holds the GPU's memory, or run on another card",
+                remedy="stop the processes that use the GPU's memory, or run on another card",
             )
 
         if asked_gib is not None and asked_gib > cap and not may_exceed:

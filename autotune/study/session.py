@@ -739,7 +739,7 @@ def worker_device(record: StudyRecord) -> str:
         raise EnvironmentProblem(
             f"the study uses {fmt_gib(record.terms.memory_gib)} of each card, "
             f"and {fmt_gib(free_gib)} of this one are free",
-            remedy="end what holds this GPU's memory",
+            remedy="stop the processes that use this GPU's memory",
         )
     return device
 

@@ -196,8 +196,8 @@ class Encoder:
             if ranges is None:
                 yield index, tokens[first:]
                 continue
-            # Only the ends count: a token that reaches into an answer belongs to it, as in TRL. The
-            # start may leave out a space.
+            # Only the ends count: a token that reaches into an answer belongs to it, as in TRL. A
+            # token's start is not reliable, because it may skip a leading space.
             ends = [end for _, end in encoded["offset_mapping"][place]]
             is_trained = [any(start < end <= stop for start, stop in ranges) for end in ends]
             yield index, _mask(tokens, is_trained)[first:]

@@ -48,8 +48,8 @@ def choose_attention(*, any_length: bool, flash: bool = True) -> None:
     """Exclude cuDNN from torch's own choice of kernels (sdpa) if rows may have any length.
 
     For each new length, cuDNN makes a plan: on an H200, a tenth of a second in a micro batch of
-    half a second. Without `flash`, a newer card simulates one before compute capability 8.0: the
-    kernels that such a card lacks are excluded.
+    half a second. Without `flash`, both cuDNN and flash attention are excluded, so that a newer
+    card behaves like one with a compute capability below 8.0.
     """
     torch.backends.cuda.enable_cudnn_sdp(flash and not any_length)
     torch.backends.cuda.enable_flash_sdp(flash)

@@ -76,7 +76,7 @@ def num_targets(example: torch.Tensor) -> int:
 
 
 def mask_prompt(example: torch.Tensor, trained_share: float) -> torch.Tensor:
-    """Return the example with only the share at its end trained on.
+    """Return the example with all but the last `trained_share` of its tokens masked.
 
     At least one token is trained on, because the example would have no loss otherwise.
     """

@@ -105,7 +105,7 @@ SAID = [
     ("plan_memory", "| memory by formula, new models | {heldout_error_max:.1%} off | the worst of {heldout_configs}"),
     (
         "plan_published",
-        "**{memory_error_median:.1%} median, {memory_error_max:.0%} worst**: peaks that others published",
+        "**{memory_error_median:.1%} median, {memory_error_max:.0%} worst**: memory peaks that others published",
     ),
     ("plan_published", "Of {rows} published runs on one GPU, {excluded} cannot be expressed"),
     (
@@ -272,7 +272,7 @@ SAID = [
     ),
     (
         "plan_objectives",
-        "**{error_max:.1%} worst for memory, {time_error_median:.0%} median for time**: the formulas of {configs}",
+        "**{error_max:.1%} worst for memory, {time_error_median:.0%} median for time**: the formulas, for {configs}",
     ),
     ("plan_objectives", "step is {counted_error_max:.2%} off at worst"),
     ("plan_objectives", "Step times are {time_error_max:.0%} off at worst, and {time_inside} of {configs} lie"),

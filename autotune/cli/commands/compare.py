@@ -28,8 +28,8 @@ KWH_HELP = (
     "paid in the US (0.16, EIA, 2024) and in Italy (0.43, Statista, March 2025)."
 )
 BUY_REMEDY = (
-    "allow more, or rent (without --buy); `autotune gpus` has the prices of cards, where they are "
-    "known"
+    "raise --buy, or leave it out to compare rented cards; `autotune gpus` lists the known prices "
+    "of cards"
 )
 BY_SUFFIX = {".md": "markdown", ".csv": "csv", ".html": "html", ".json": "json"}
 
@@ -162,7 +162,7 @@ def _cards(names: list[str] | None, usd: float | None) -> list[str]:
     if not (affordable := within(usd)):
         raise NothingFits(
             f"no card is known to cost at most {fmt_usd(usd)}",
-            remedy="allow more, or rent: --gpus NAMES",
+            remedy="raise --buy, or compare rented cards instead: --gpus NAMES",
         )
     return affordable
 
