@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 STATUS_EVERY_S = 30.0  # between two status lines without a terminal
 REFRESHES_PER_S = 4  # on a terminal: a slow connection must keep up
 MARGIN = 6  # lines of the last screen: title, blank lines, and the shell's prompt
+REUSED = "(reused: the same probe has run on this device before, and its stored result counts)"
 _STYLES = {Outcome.OK: "green", Outcome.OOM: "yellow", Outcome.REFUSED: "dim", Outcome.SLOW: "dim"}
 
 
@@ -59,6 +60,7 @@ class Display(AbstractContextManager["Display"]):
         self._step = "starting"
         # The last printed outcome of each configuration
         self._printed = dict[TrainConfig, Outcome]()
+        self._explained_reuse = False
         self._usd_per_hour: float | None = None
         self._ended = threading.Event()
 
@@ -203,6 +205,9 @@ class Display(AbstractContextManager["Display"]):
         text = ": ".join(filter(None, (row.config.label(), "; ".join(_details(row)))))
         self._hang(start, text, _STYLES.get(row.outcome, "red"))
         self._printed[row.config] = row.outcome
+        if row.reused and not self._explained_reuse:
+            self._explained_reuse = True
+            self._hang(" " * 7, REUSED, "dim")
 
     def result(self, summary: StudySummary, out_dir: str) -> None:
         """Print the winner and the baseline, the costs, the files and the next steps."""

@@ -12,7 +12,7 @@ import pytest
 
 from autotune.catalog import resolve_device
 from autotune.cli import console
-from autotune.cli.console import Display
+from autotune.cli.console import REUSED, Display
 from autotune.cli.last_screen import answer
 from autotune.core.json_view import json_data
 from autotune.core.probe_types import Evidence, Outcome
@@ -131,7 +131,19 @@ def test_what_is_proposed_again_has_its_line_already(capsys: pytest.CaptureFixtu
         one.trial(replace(first, number=9))  # probed again
     said = capsys.readouterr().err
     assert re.findall(r"(?m)^ +(\d+) +\S+ +\S+  (?:ok|best) ", said) == ["0", "9"]
-    assert said.count("reused") == 1
+    assert said.count("reused") == 2 and said.count("; reused") + said.count(": reused") == 1
+    assert said.count(REUSED) == 1
+
+
+def test_the_word_reused_is_explained_once(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = summary().trials[:2]
+    with Display(budget_s=600.0) as one:
+        one.trial(first)
+        assert REUSED not in capsys.readouterr().err
+        one.trial(replace(first, number=8, reused=True, tokens_per_second=99_000.0))
+        one.trial(replace(second, number=9, reused=True))
+    said = capsys.readouterr().err
+    assert said.count(": reused") + said.count("; reused") == 2 and said.count(REUSED) == 1
 
 
 class Terminal(io.StringIO):
