@@ -21,7 +21,7 @@ def with_remedy(error: Any, words: Sequence[str], commands: Iterable[str]) -> Us
     """
     command = _command(error, words, commands)
     help_ = f"`{command} --help` lists its options"
-    parameter = getattr(error, "param", None)
+    parameter: Any = getattr(error, "param", None)
     if option := getattr(error, "option_name", None):
         if not hasattr(error, "possibilities"):  # a missing value, or a value of a flag
             return UsageError(_sentence(error), remedy=_correct_use(error, option, help_))
