@@ -62,8 +62,7 @@ def _row_errors(where: str) -> Iterator[None]:
     except BadExample as error:
         raise BadDataset(f"{where}: {error}") from None
     except Exception as error:  # chat templates raise many kinds of errors
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise BadDataset(f"{where}: the tokenizer's chat template refuses it: {reason}") from None
+        raise BadDataset(f"{where}: {_refusal(error)}") from None
 
 
 def _batches(rows: Iterable[Located]) -> Iterator[list[Located]]:
@@ -135,6 +134,11 @@ class Encoder:
         """Return the form with messages as the chat template reads them."""
         if isinstance(form, Plain):
             return form
+        if not self.tokenizer.chat_template:
+            raise BadDataset(
+                f"{where}: the tokenizer has no chat template, which messages need: use a"
+                " tokenizer with one, or give prompt and completion as text"
+            )
         if not self._arguments.keys().isdisjoint(form.options):
             self.notes[DROPPED] += 1
         try:
@@ -383,6 +387,25 @@ class Encoder:
             **self._variables(form),
         )
         return _mask(encoded["input_ids"], encoded["assistant_masks"])
+
+
+def _refusal(error: Exception) -> str:
+    """Return why a chat template renders no text for a row, as part of a sentence.
+
+    Jinja and Python report their own errors in terms of the template's code.
+    """
+    text = str(error).strip().partition("\n")[0]
+    kinds = {one.__name__ for one in type(error).__mro__}  # jinja2 is not imported for them
+    if "UndefinedError" in kinds and (key := re.search(r"attribute '(\w+)'", text)):
+        if "'str object'" in text:
+            return f"the tokenizer's chat template expects an object with {key[1]!r} and finds text"
+        return f"a message or a tool lacks {key[1]!r}, which the tokenizer's chat template needs"
+    if kinds & {"TemplateError", "TimeoutError"}:
+        return f"the tokenizer's chat template refuses it{text and ': '}{text}"
+    return (
+        "the tokenizer's chat template cannot render it: a value of a message, a call or a tool"
+        " has another type than the template expects"
+    )
 
 
 def _with_marks(message: Message) -> Message:

@@ -189,6 +189,7 @@ def _parse_call(call: Any, name: str) -> dict[str, Any]:
     inside: dict[str, Any] = _check(dict, call.get("function", call), f"a tool call of {name}")
     if "name" not in inside:
         raise ValueError(f"a tool call of {name} has no name")
+    _check(str, inside["name"], f"the name of a tool call of {name}")
     if isinstance(inside.get("arguments"), str):
         arguments = inside["arguments"] or "{}"
         inside = inside | {"arguments": _parse_json(arguments, f"arguments in {name}")}

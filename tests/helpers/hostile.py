@@ -200,19 +200,29 @@ def arguments_of_autotune(command: str, folder: Path) -> list[str]:
 
 
 @contextmanager
-def guarded(allowed: Path) -> Iterator[None]:
-    """Fail if the block writes outside `allowed`, starts a process, opens a connection, or does not end."""
-    global _allowed
-    before, bytecode = signal.signal(signal.SIGVTALRM, _raise_timeout), sys.dont_write_bytecode
-    sys.dont_write_bytecode = True  # imports must not write bytecode
+def time_limit() -> Iterator[None]:
+    """Raise TimeoutError in a block that does not end."""
+    before = signal.signal(signal.SIGVTALRM, _raise_timeout)
     signal.setitimer(signal.ITIMER_VIRTUAL, HANG_S)
-    _allowed = allowed.resolve()
-    _violations.clear()
     try:
         yield
     finally:
-        _allowed = None
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+@contextmanager
+def guarded(allowed: Path) -> Iterator[None]:
+    """Fail if the block writes outside `allowed`, starts a process, opens a connection, or does not end."""
+    global _allowed
+    bytecode = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # imports must not write bytecode
+    _allowed = allowed.resolve()
+    _violations.clear()
+    try:
+        with time_limit():
+            yield
+    finally:
+        _allowed = None
         sys.dont_write_bytecode = bytecode
     assert _violations == [], _violations

@@ -20,9 +20,7 @@ def _one_counting_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_a_report_has_its_correct_result(case: Case, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if case.known_open:
-        request.applymarker(pytest.mark.xfail(reason=case.known_open, strict=True))
+def test_a_report_has_its_correct_result(case: Case, tmp_path: Path) -> None:
     assert unmet(case, tmp_path, slow=False) == []
 
 

@@ -28,6 +28,8 @@ BESIDE_ROWS = {
     "disturbed": {"trials_lost"},
     "dry_probe": {"plan_seconds_unknown", "plan_seconds"},
     "mutation": {"seed", "minutes"},
+    "fuzz": {"seed"},
+    "lost_text": {"seed"},
     "projection": {"exponents_of_all_sets", "share_of_all_sets"},
     "report": {"trials"},
     "search_efficiency": {"configs", "configs_within_goal", "best", "best_tokens_per_second", "censored_at_s", "live"}
@@ -378,6 +380,8 @@ SAID = [
     ("chat_training", "The loss of {held_out} held-out answers fell from {loss_before:.2f} to {loss_after:.2f}"),
     ("learn", "for at most {cost_share_max:.1%} of the sweep's steps"),
     ("reports", "**{right} of {cases} right**: 20 public reports"),
+    ("fuzz", "**{faults} faults**: {tried:,} mutated datasets and files of other tools"),
+    ("lost_text", "{tried:,} random conversations with 72 chat templates"),
     (
         "check_examples",
         "**{answered} of {files} answered**: Of the {files} example files that Axolotl, LLaMA-Factory and TRL ship",
@@ -700,7 +704,8 @@ def test_the_documents_say_which_versions_were_measured() -> None:
         "transfer",
         "waiting",
     }
-    assert without_device <= {"catalogue", "fleet", "labels", "mutation", "reports"} | of_data
+    of_rows = {"fuzz", "labels", "lost_text", "reports"}
+    assert without_device <= {"catalogue", "fleet", "mutation"} | of_rows | of_data
     for path in (BENCHMARKS / "data").glob("transfer_*.jsonl"):  # a result of two cards
         fingerprints.append(json.loads(path.read_text().splitlines()[0])["fingerprint"])
     on_gpus = [found["packages"] for found in fingerprints if found["device"].startswith("NVIDIA")]

@@ -191,13 +191,13 @@ def test_an_unusable_tokenizer_is_a_usage_error(tmp_path: Path, tokenizer: str) 
             dataset_lengths(fine, str(folder))
     mute = shutil.copytree(tokenizer, tmp_path / "mute")
     (mute / "chat_template.jinja").unlink()
-    with pytest.raises(UsageError, match="jsonl:1: the tokenizer's chat template refuses it"):
+    with pytest.raises(UsageError, match="jsonl:1: the tokenizer has no chat template"):
         dataset_lengths(fine, str(mute))
     (mute / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(UsageError, match="roles must alternate"):
         dataset_lengths(fine, str(mute))
     (mute / "chat_template.jinja").write_text("{{ raise_exception('') }}")
-    with pytest.raises(UsageError, match="refuses it: TemplateError"):
+    with pytest.raises(UsageError, match=r"chat template refuses it$"):
         dataset_lengths(fine, str(mute))
 
 
