@@ -282,6 +282,9 @@ class StudySpec:
     shallow_only: bool = _option(
         False, "Probe a few layers only and extrapolate, for a model that this device cannot hold."
     )
+    fresh: bool = _option(
+        False, "Measure everything anew: reuse no result that another study stored."
+    )
     quality: bool = _option(
         False, "Afterwards train the finalists on --dataset and report their held-out losses."
     )

@@ -114,6 +114,7 @@ class Evaluator:
       None if it cannot compute it.
     - `shape` describes the repetition of the layers. Without it there is no low fidelity.
     - With `shallow_only`, low fidelity is the last stage.
+    - Stored results are reused only if they are of `studies`, or of any study if it is empty.
     - `saved` holds the configurations that, in this session, also evaluated and saved as a full
       run does between steps.
     - `truncated_s` and `whole_s` are the seconds of each configuration's probes in this session,
@@ -130,6 +131,7 @@ class Evaluator:
     formula: Callable[[TrainConfig, int], MemoryBreakdown | None] = lambda config, micro_steps: None
     shape: ModelShape | None = None
     shallow_only: bool = False
+    studies: tuple[str, ...] = ()
     failures_in_a_row: int = 0  # probes that failed for reasons other than memory
     saved: set[TrainConfig] = field(default_factory=set)
     truncated_s: dict[TrainConfig, float] = field(default_factory=dict)
@@ -148,12 +150,22 @@ class Evaluator:
         self._depths = DepthPredictor(self.shape)
         self._times = ProbeTimes(self.shape)
 
+    def _find(self, request: ProbeRequest, *rungs: Rung) -> ProbeResult | None:
+        """Return the newest stored answer to a request, if this study may reuse it."""
+        fingerprint = self.prober.fingerprint.digest
+        return self.store.find(request.digest, fingerprint, rungs, studies=self.studies)
+
     def learn_from_others(self) -> None:
         """Learn from other studies' measurements of this model on this device.
 
         Their OOMs may have had another limit, so they do not count.
         """
-        for row in self.store.of_model(self.model, self.prober.fingerprint.digest):
+        rows = (
+            [row for study in self.studies for row in self.store.of_study(study)]
+            if self.studies
+            else self.store.of_model(self.model, self.prober.fingerprint.digest)
+        )
+        for row in rows:
             if row.result.outcome is Outcome.OK:
                 self.learn(None, row.result)
 
@@ -255,9 +267,7 @@ class Evaluator:
         and the whole model is certain to fit: then they are left out. A second call costs nothing.
         """
         request = self.request(config)
-        stored = self.store.find(
-            request.digest, self.prober.fingerprint.digest, (Rung.FULL, Rung.CONFIRM)
-        )
+        stored = self._find(request, Rung.FULL, Rung.CONFIRM)
         if stored is not None and not self.shallow_only:
             self.learn(trial, stored)
             known = replace(stored, rung=Rung.FULL, log=None)
@@ -359,8 +369,7 @@ class Evaluator:
         Returns None if it failed.
         """
         request = replace(self.request(config), rung=Rung.REFERENCE, min_timed_s=0.0)
-        rungs = (Rung.FULL, Rung.REFERENCE)
-        stored = self.store.find(request.digest, self.prober.fingerprint.digest, rungs)
+        stored = self._find(request, Rung.FULL, Rung.REFERENCE)
         if stored is not None and stored.measurement is not None and stored.measurement.losses:
             known = replace(stored, rung=Rung.REFERENCE, log=None, seconds={})
         else:
@@ -475,7 +484,7 @@ class Evaluator:
             # Attention makes a plan for each new length, and one plan serves all layers. So new
             # lengths are timed at one depth only.
             short = replace(shortened(request, depth), new_lengths=depth == pair[0])
-            stored = self.store.find(short.digest, self.prober.fingerprint.digest, (Rung.SHALLOW,))
+            stored = self._find(short, Rung.SHALLOW)
             result = stored or self._probe(short, trial, f"-depth{depth}")
             self.learn(trial, result)
 

@@ -173,8 +173,12 @@ class Session:
         study: str,
         shape: ModelShape | None,
         shallow_only: bool = False,
+        fresh: bool = False,
     ) -> Evaluator:
-        """Return an evaluator for a task; its probes are stored under the name `study`."""
+        """Return an evaluator for a task; its probes are stored under the name `study`.
+
+        With `fresh`, it reuses no result of other studies.
+        """
         # The formula was measured with these trainers and objectives.
         measured = task.trainer == "transformers" or task.workload.objective is not Objective.SFT
         by_formula = task.device.kind != "cpu" and measured
@@ -188,7 +192,13 @@ class Session:
             formula=partial(_breakdown, task) if by_formula else lambda *_: None,
             shape=shape,
             shallow_only=shallow_only,
+            studies=(task.study, _explained(task.study)) if fresh else (),
         )
+
+
+def _explained(study: str) -> str:
+    """Return the name under which the probes that explain a study are stored."""
+    return f"{study}, explained"
 
 
 def _breakdown(task: Task, config: TrainConfig, micro_steps: int) -> MemoryBreakdown | None:
@@ -284,7 +294,12 @@ class Leader:
         )
 
         evaluator = session.evaluator(
-            setup.task, terms, study=plan.study, shape=shape, shallow_only=spec.shallow_only
+            setup.task,
+            terms,
+            study=plan.study,
+            shape=shape,
+            shallow_only=spec.shallow_only,
+            fresh=spec.fresh,
         )
         evaluator.learn_from_others()
         self._begin_lookahead(setup.task, evaluator)
@@ -486,7 +501,7 @@ class Leader:
         )
         # The probes are stored under another name, as in `explain`.
         separate_evaluator = replace(
-            evaluator, study=f"{trials.task.study}, explained", shallow_only=shallow
+            evaluator, study=_explained(trials.task.study), shallow_only=shallow
         )
 
         lasts_s = trials.lasting()
@@ -653,7 +668,12 @@ def work(session: Session, record: StudyRecord, *, allow_mixed: bool = False) ->
 
     shape = session.prober.describe(task.model.config)
     evaluator = session.evaluator(
-        task, record.terms, study=name, shape=shape, shallow_only=record.shallow_only
+        task,
+        record.terms,
+        study=name,
+        shape=shape,
+        shallow_only=record.shallow_only,
+        fresh=record.spec.fresh,
     )
     evaluator.learn_from_others()
 
@@ -784,9 +804,14 @@ def explain(
     shallow = shape is not None and depths_of(shape, winner) is not None
 
     # The probes get another name: otherwise a lucky probe could make another configuration win.
-    study = f"{task.study}, explained"
+    study = _explained(task.study)
     evaluator = session.evaluator(
-        task, record.terms, study=study, shape=shape, shallow_only=shallow
+        task,
+        record.terms,
+        study=study,
+        shape=shape,
+        shallow_only=shallow,
+        fresh=record.spec.fresh,
     )
 
     ablation = ablate(

@@ -139,6 +139,9 @@ def test_the_newest_result_of_any_study_is_reused(store: ProbeStore) -> None:
     store.add("two", 1, result(outcome=Outcome.CRASH, request_digest="abc"), FINGERPRINT)
     newest = store.find("abc", FINGERPRINT.digest, FULL)
     assert newest is not None and newest.seconds == {"total": 2.0}
+    own = store.find("abc", FINGERPRINT.digest, FULL, studies=("one", "one, explained"))
+    assert own is not None and own.seconds == {"total": 1.0}
+    assert store.find("abc", FINGERPRINT.digest, FULL, studies=("three",)) is None
 
 
 def _touch(url: str, how: str) -> None:

@@ -4,7 +4,7 @@ A result that cannot be written waits in an outbox file, since it cost GPU time.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -135,8 +135,15 @@ class ProbeStore:
         self.outages.say(f"{len(rows)} waiting results are in the database now")
 
     @retried
-    def find(self, request: str, fingerprint: str, rungs: Iterable[Rung]) -> ProbeResult | None:
-        """Return the newest stored answer to a request, from any study of this database.
+    def find(
+        self,
+        request: str,
+        fingerprint: str,
+        rungs: Iterable[Rung],
+        *,
+        studies: Sequence[str] = (),
+    ) -> ProbeResult | None:
+        """Return the newest stored answer to a request, from these or all studies of this database.
 
         The fingerprint must be the same.
         """
@@ -151,6 +158,8 @@ class ProbeStore:
             .order_by(_probes.c.id.desc())
             .limit(1)
         )
+        if studies:
+            query = query.where(_probes.c.study.in_(studies))
 
         self._empty_outbox()
         with self._database.connect() as connection:

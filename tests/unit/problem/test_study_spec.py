@@ -305,7 +305,7 @@ def test_the_defaults_of_a_study():
         "15m",
     )
     assert (spec.patience, spec.headroom, spec.slack, spec.workers, spec.seed) == (40, 0.05, 0.05, 1, 0)
-    flags = ("allow_quantized", "allow_pure_bf16", "allow_any_optimizer", "shallow_only", "quality", "verify")
+    flags = ("allow_quantized", "allow_pure_bf16", "allow_any_optimizer", "shallow_only", "fresh", "quality", "verify")
     assert not any(getattr(spec, name) for name in flags)
     options = StudySpec(model="m", eval_share=0.1, eval_steps=5, save_steps=6, report_to="wandb").run_options
     assert (options.eval_steps, options.save_steps, options.report_to) == (5, 6, "wandb")

@@ -247,6 +247,21 @@ def test_what_was_predicted_to_need_more_than_another_limit_is_not_refused_under
     assert evaluator.evaluate(TWICE, 0).result.outcome is Outcome.OK
 
 
+def test_a_fresh_study_reuses_and_learns_from_its_own_results_alone(session: Start) -> None:
+    """Another study measured all depths of three configurations."""
+    for config in (HALF, MIDDLE, TWICE):
+        session(study="another", limit_gib=9.0)[0].evaluate(config, None)
+    evaluator, prober = session(study="mine", limit_gib=9.0)
+    fresh = replace(evaluator, studies=("mine",))
+    fresh.learn_from_others()
+    for expected in (False, True):
+        found = fresh.evaluate(MIDDLE, 0)
+        assert (found.result.outcome, found.reused) == (Outcome.OK, expected)
+    assert asked(prober) == [2, 8, None]
+    again = replace(session(study="mine", limit_gib=9.0)[0], studies=("mine",))
+    assert again.evaluate(MIDDLE, 0).reused and evaluator.evaluate(HALF, 1).reused
+
+
 def test_depths_of_steps_of_one_micro_batch_and_of_two_are_not_mixed(session: Start) -> None:
     """`twice` is a whole batch here, and was half of one in a study before; MIDDLE needs 3.5 GiB of 3.6."""
     gradients, twice = layered(gradients_gib=0.5), replace(TWICE, method="full", lora_rank=None)

@@ -231,6 +231,14 @@ def test_what_nothing_else_than_quantised_bases_fit_is_said_and_kept() -> None:
     assert record().reserve_opened
 
 
+def test_a_fresh_study_measures_anew_and_a_later_session_of_it_does_not() -> None:
+    lead()
+    assert Rung.FULL not in probed(lead(study="usual"))
+    assert probed(lead(study="fresh", fresh=True)).count(Rung.FULL) == 3
+    assert read_record(URL, "fresh").spec.fresh  # type: ignore[union-attr]
+    assert Rung.FULL not in probed(lead(study="fresh", fresh=True))
+
+
 def test_only_one_process_leads() -> None:
     lead()
     other = replace(Worker.here("cpu", leads=True), host="another")
