@@ -300,9 +300,13 @@ def narrow_to_device(narrowing: Narrowing, device: DeviceSpec) -> None:
 def _narrow_precision(narrowing: Narrowing, device: DeviceSpec) -> None:
     """Remove precisions that the device does not train in, or trains in slowly.
 
-    A CPU without fast bf16 trains in fp32, even if the space does not list fp32. If the user chose
-    a single precision, an unsupported one is an error and is not replaced.
+    A CPU without fast bf16 trains in fp32, even if the space does not list fp32. A space that does
+    not name precision gets the usual one of a device without bf16. If the user chose a single
+    precision, an unsupported one is an error and is not replaced.
     """
+    if narrowing.space.knob("precision") is None and not device.supports_bf16:
+        narrowing.pin("precision", device.usual_precision)
+
     choices = narrowing.space.choices("precision")
     bf16 = {"bf16_mixed", "bf16_pure"}
     reason = f"{device.name} has no bf16"

@@ -338,6 +338,13 @@ def test_a_processor_without_fast_bf16_trains_in_fp32(
     assert [str(removal) for removal in narrowing.removals] == removals
 
 
+@pytest.mark.parametrize(("device", "usual"), [("cpu", "fp32"), ("t4", "fp16_mixed"), ("a100", "bf16_mixed")])
+def test_a_space_that_names_no_precision_has_the_usual_one_of_the_device(device: str, usual: str) -> None:
+    narrowing = unnarrowed(micro_batch_size=(1, 2))
+    narrow_to_device(narrowing, resolve_device(device))
+    assert both(narrowing, "precision") == (usual,)
+
+
 @pytest.mark.parametrize(("precision", "reason"), [("bf16_mixed", SLOW_BF16), ("fp16_mixed", NO_FP16)])
 def test_a_precision_that_was_asked_for_is_refused_and_not_replaced(
     monkeypatch: pytest.MonkeyPatch, precision: str, reason: str
