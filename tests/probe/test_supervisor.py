@@ -73,13 +73,16 @@ def test_a_checkpoint_of_all_weights_is_not_tried(prober: WorkerProber) -> None:
     assert measured is not None and measured.evaluation_s is not None and measured.checkpoint_s is None
 
 
-@pytest.mark.real_processes
 def test_the_first_whole_model_says_how_long_its_worker_took_to_start(tmp_path: Path) -> None:
     whole = request()
     with WorkerProber("cpu", tmp_path) as started:
-        few, first, second = (started.probe(one, tmp_path / "log") for one in (shortened(whole, 1), whole, whole))
+        before = time.monotonic()
+        few = started.probe(shortened(whole, 1), tmp_path / "log")
+        waited = time.monotonic() - before
+        first, second = (started.probe(whole, tmp_path / "log") for _ in range(2))
     assert few.outcome is Outcome.OK and "start" not in few.seconds
-    assert first.seconds["start"] > 0.1 and "start" not in second.seconds
+    assert first.seconds["start"] == pytest.approx(waited - few.seconds["total"], rel=0.5)
+    assert "start" not in second.seconds
 
 
 def peak(prober: WorkerProber, asked: ProbeRequest) -> float:
@@ -90,7 +93,7 @@ def peak(prober: WorkerProber, asked: ProbeRequest) -> float:
 
 
 def test_peaks_repeat_and_memory_that_ran_out_leaves_nothing_behind(prober: WorkerProber) -> None:
-    before = [peak(prober, request(**LARGE)) for _ in range(2)]
+    before = peak(prober, request(**LARGE))
     starts = prober.starts
 
     result = prober.probe(request(memory_gib=1.0, **TOO_LARGE), prober.logs / "oom.log")
@@ -104,7 +107,7 @@ def test_peaks_repeat_and_memory_that_ran_out_leaves_nothing_behind(prober: Work
 
     after = peak(prober, request(**LARGE))
     assert prober.starts == starts  # the same process, not a new one
-    assert [before[1], after] == pytest.approx([before[0]] * 2, rel=0.01)
+    assert after == pytest.approx(before, rel=0.01)
     half = peak(prober, request(**(LARGE | {"micro_batch_size": 16})))
     assert half == pytest.approx(after / 2, rel=0.2)
 
@@ -166,7 +169,8 @@ def both_orders(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tupl
                 assert result.outcome is Outcome.OK, result.reason
                 assert result.measurement is not None
                 measured = result.measurement
-                peak_gib = peak(fresh, request(**LARGE, **CONFIGS[name]))
+                large = LARGE | CONFIGS[name] | {"precision": "fp32"}  # bf16 takes six times as long here
+                peak_gib = peak(fresh, request(**large))
                 seen[name] = (measured.loss_first, measured.loss_last, peak_gib)
             assert fresh.starts == 1
             found.append(seen)
@@ -229,13 +233,10 @@ def test_a_worker_that_cannot_start_is_a_problem_of_the_machine(
         assert caught.value.exit_code == 3
         assert "doctor" in (caught.value.remedy or "")
         assert prober._process is None
-
-
-@pytest.mark.real_processes
-def test_a_machine_is_checked_by_training_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fingerprint, nf4_problem = check_worker("cpu")
-    assert fingerprint.packages["torch"] and nf4_problem is None
-    (tmp_path / "transformers.py").write_text("raise ImportError('transformers is broken here')\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(EnvironmentProblem, match="transformers is broken here"):
         check_worker("cpu")
+
+
+def test_a_machine_is_checked_by_training_a_tiny_model() -> None:
+    fingerprint, nf4_problem = check_worker("cpu")
+    assert fingerprint.packages["torch"] and nf4_problem is None
