@@ -49,13 +49,14 @@ class WorkerProcess:
         scratch = self._scratch.enter_context(scratch_directory())
 
         arguments = [str(theirs.fileno()), device, str(os.getpid()), scratch, *more]
+        environment = child_environment(dict(os.environ) | dict(variables or {}), device)
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*module_command(module), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=child_environment(dict(os.environ) | dict(variables or {}), device),
+                env=environment | {"TMPDIR": scratch},  # for compilers, too
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )

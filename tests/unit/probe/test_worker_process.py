@@ -19,12 +19,12 @@ from autotune.probe import worker_process
 from autotune.probe.monitor import Monitor
 from autotune.probe.worker_process import WorkerProcess
 
-# A worker that ends when it is asked to, and whose child does not.
+# A worker that ends when it is asked to, and whose child does not. Both leave the files of a compiler.
 OUTLIVED = """
-import os, signal, sys, time
+import os, signal, sys, tempfile, time
 if os.fork() == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    print(os.getpid(), flush=True)
+    print(os.getpid(), tempfile.mkstemp()[1], flush=True)
 time.sleep(600)
 """
 
@@ -35,9 +35,12 @@ def test_nothing_that_a_worker_started_outlives_it(tmp_path: Path, monkeypatch: 
     worker = WorkerProcess("cpu", log)
     while not log.read_text().endswith("\n"):
         assert worker.wait_for_exit(0.05) is None
-    child = psutil.Process(int(log.read_text()))
+    pid, file = log.read_text().split()
+    child = psutil.Process(int(pid))
+    assert Path(file).exists()
     worker.close()
     child.wait(10)  # raises TimeoutExpired
+    assert not Path(file).exists()
 
 
 class Watch(Monitor):
