@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,9 @@ def test_the_container_has_the_versions_that_gpus_measured() -> None:
             found.append(fingerprint["packages"])
     assert len(found) > 10
     for name, version in pins.items():
-        measured = {packages[name] for packages in found if packages.get(name)}
-        assert measured == ({version} if name != "huggingface_hub" else set())  # which no fingerprint has
+        measured = Counter(packages[name] for packages in found if packages.get(name))
+        usual = [one for one, _ in measured.most_common(1)]
+        assert usual == ([version] if name != "huggingface_hub" else [])  # which no fingerprint has
 
 
 def test_the_container_is_built_as_linters_want_it() -> None:
