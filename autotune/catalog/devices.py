@@ -140,7 +140,7 @@ def resolve_device(name: str) -> DeviceSpec:
         return catalogued_device(name)
 
     device = replace(_device(own_row(name)), given=name.strip())
-    # With a name of the catalogue, it would get that card's prices and measurements.
+    # If it had the name of a catalogued card, it would get that card's prices and measurements.
     if (known := _by_name().get(_normalize(device.name))) is not None:
         raise UsageError(
             f"--gpu {device.given}: the catalogue has a card named {device.name}",

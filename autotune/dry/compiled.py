@@ -44,8 +44,8 @@ def compile_for_count(layers: list[nn.Module], activation_budget: float = 1.0) -
     dynamo.accumulated_recompile_limit = GRAPHS
     dynamo.fail_on_recompile_limit_hit = True
 
+    # Attention stays one operation, for which `meta_device` calls the operators of CUDA's kernels.
     torch.compiler.allow_in_graph(functional.scaled_dot_product_attention)
-    # Attention stays one operation, which the meta device sends to CUDA's kernels.
     for layer in layers:
         layer.compile(dynamic=False, backend=_backend(activation_budget))
 

@@ -46,7 +46,7 @@ def measured_ratios(
 ) -> list[float]:
     """Return measured speeds on this device divided by the formula's speeds.
 
-    Only complete measurements of transformers' Trainer with the same method and base count.
+    Uses only complete measurements with transformers' Trainer, for the same method and base.
     """
     ratios = []
     for observed in observations:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 ROUNDS = 4
-INNER = 256  # entries of -1, 0 and 1 in a sum: every sum is an integer that fp16 represents exactly
+INNER = 256  # terms in each sum, each of them -1, 0 or 1, so that fp16 represents all sums exactly
 
 
 class Miscalculated(RuntimeError):

@@ -81,7 +81,7 @@ class Calibration:
         if not all(LEAST <= value <= MOST for value in values):
             raise ValueError(f"a number is not between {LEAST:g} and {MOST:g}")
         if not sides or not all(rates.products.values()):
-            raise ValueError("no product of matrices was measured")
+            raise ValueError("no matrix multiplication was measured")
 
     @property
     def on_gpu(self) -> bool:

@@ -194,7 +194,7 @@ def script_json(data: Any) -> "Markup":
 
 
 def plotly_markup(drawn: dict[str, Any]) -> "Markup":
-    """Return the plotting library for a page with figures, otherwise nothing: it has 5 MB."""
+    """Return the plotting library (5 MB) if the page has figures, otherwise nothing."""
     from markupsafe import Markup
 
     return Markup(plotly_js() if drawn else "")  # noqa: S704 (the library's own file)

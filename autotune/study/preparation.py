@@ -153,7 +153,7 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
         if config.num_gpus > 1
     ):
         reason = f"nobody published how fast {task.device.label} exchanges data with its like"
-        remedy = "give a card of your own with link_gb_s (docs/using.md)"
+        remedy = "describe your card in --gpu, with its link_gb_s (docs/using.md)"
         if target.card is None:
             remedy = "on a processor give one number with --gpus, without --play-ranks"
         raise UsageError(f"--gpus {gpus}: {reason}", remedy=remedy)

@@ -112,7 +112,7 @@ class JoinedLayers:
 
 
 class _Group:
-    """Linear layers of PEFT that have the same input of K values, and N outputs together.
+    """PEFT linear layers that share an input of K values and have N outputs in total.
 
     `wide` (N + P x K + P) is [[W, sB], [A, 0]]. P is R, the sum of the adapters' ranks, rounded up.
     `a` (R x K) is A, and `b` (N x R) is sB with a block for each member. Both are contiguous for

@@ -183,7 +183,7 @@ SAID = [
     ("projection", "**{coverage_80:.0%} inside**: share of the pairs inside the printed interval"),
     (
         "projection",
-        "It is {coverage_80_of_sets:.0%} if each set counts once, and {coverage_80_of_unseen_sets:.0%} if its set",
+        "It is {coverage_80_of_sets:.0%} if each set counts once, and {coverage_80_of_unseen_sets:.0%} if the set",
     ),
     (
         "projection",
@@ -319,7 +319,7 @@ SAID = [
     ("long_tails", "its winner reached {large_mfu:.0%} MFU"),
     ("first_minutes", "**{first_number_s:.0f} s and {answer_s:.0f} s**: README's first command"),
     ("first_minutes", "took {h100_first_number_s:.0f} s and {h100_answer_s:.0f} s ("),
-    ("side_by_side", "**{ratios[h100-sxm 1]:.2f} and {ratios[h200-sxm]:.2f} times**: autotune against other tools"),
+    ("side_by_side", "**{ratios[h100-sxm 1]:.2f} and {ratios[h200-sxm]:.2f} times**: autotune's speed relative"),
     ("side_by_side", "The exported run had {study_tokens_per_s:,.0f} tokens/s, {study_ratio:.2f} times torchtune's"),
     ("side_by_side", "| winner of a two-minute study | {study_ratio:.2f} times torchtune |"),
     (

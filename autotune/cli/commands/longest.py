@@ -24,7 +24,7 @@ COLUMNS = {"method": "left", "longest row": "right", "known": "left", "step": "r
 
 def longest(
     model: Annotated[
-        str, typer.Option(help="Model: a name of the catalogue, a Hub name or a directory.")
+        str, typer.Option(help="Model: a name in the catalogue, a Hub name or a directory.")
     ],
     gpu: Gpu = None,
     method: Annotated[

@@ -67,10 +67,10 @@ def test_what_was_written_is_read_and_says_where_it_was_found(tmp_path: Path) ->
             "a number is not between 1e-06 and 1e+09",
         ),
         (json.dumps(changed(rates={"products": {"bf16": {"-1": 1}}})), "a number is not between 1e-06 and 1e+09"),
-        (json.dumps(changed(rates={"products": {}})), "no product of matrices was measured"),
+        (json.dumps(changed(rates={"products": {}})), "no matrix multiplication was measured"),
         (
             json.dumps(changed(rates={"products": {"fp32": {"8": 1}, "bf16": {}}})),
-            "no product of matrices was measured",
+            "no matrix multiplication was measured",
         ),
         (json.dumps(changed(rates={"products": {"bf16": {"large": 1}}})), "rates.products.bf16.large.[key]: "),
         (json.dumps(changed(day="yesterday")), "day: "),
