@@ -121,7 +121,6 @@ def test_deepspeeds_own_file_is_read_where_it_is(tmp_path: Path) -> None:
         ({"cpu_offload": True}, {"gradients", "optimizer"}),
         ({}, set()),
     ],
-    ids=str,
 )
 def test_offloading_is_what_deepspeeds_file_says(tmp_path: Path, zero: dict[str, Any], terms: set[str]) -> None:
     (tmp_path / "own.json").write_text(json.dumps({"zero_optimization": {"stage": 3} | zero}))
