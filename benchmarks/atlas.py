@@ -18,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from bench import ROOT
+from shipped_counts import shipped
 
 from autotune.catalog import DeviceSpec, ModelSpec, find_price, list_models, resolve_device, resolve_model
 from autotune.catalog.model_sizes import Sizes
@@ -46,6 +47,12 @@ CARDS = (
 )
 TOKENS, EXAMPLES, GLOBAL_BATCH = 1024, 10_000, 32
 PAGE = Path(__file__).parent / "data" / "atlas.html"
+
+
+def models_of_pages() -> list[ModelSpec]:
+    """Return the models that take text alone, if a formula covers them or the package has their counts."""
+    counted = set(shipped()["models"])
+    return [model for model in list_models() if not model.sees_images and (Sizes.of(model) or model.name in counted)]
 
 
 def entries_of(model: str, cards: Sequence[str]) -> list[Entry]:
@@ -124,8 +131,8 @@ def markdown(entries: Sequence[Entry], models: Sequence[ModelSpec], cards: Seque
     lines = [
         "# Atlas",
         "",
-        f"Tokens/s, and USD for 1,000 samples, of all {len(models)} models of the catalogue that take text alone, on",
-        f"{len(cards)} cards.",
+        f"Tokens/s, and USD for 1,000 samples, of {len(models)} models of the catalogue, on {len(cards)} cards: those that",
+        "take text alone, and whose memory a formula or a stored count gives.",
         "[atlas.html](atlas.html) sorts and filters the same, and shows memory, range and configuration of each",
         "cell; it needs no network. `autotune compare` answers for other lengths, batches and cards, and",
         "`autotune run` measures. `python benchmarks/atlas.py` writes both pages.",
@@ -218,16 +225,14 @@ def html_prices(cards: Sequence[DeviceSpec]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", help="some models instead of all that take text alone", metavar="NAME")
+    parser.add_argument(
+        "--models", nargs="+", help="these models instead of all with a formula or stored counts", metavar="NAME"
+    )
     parser.add_argument("--cards", nargs="+", default=CARDS, metavar="GPU")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     args = parser.parse_args()
-    models = (
-        list(map(resolve_model, args.models))
-        if args.models
-        else [model for model in list_models() if not model.sees_images]
-    )
+    models = list(map(resolve_model, args.models)) if args.models else models_of_pages()
     models.sort(key=lambda model: (model.params or 0, model.name))
     cards = list(map(resolve_device, args.cards))
     entries = make_atlas([model.name for model in models], [card.name for card in cards], args.processes)

@@ -33,11 +33,12 @@ def row_of(model: ModelSpec) -> dict[str, Any]:
     import transformers
 
     digest = model.digest  # before transformers completes the config in place
+    config = transformers.AutoConfig.for_model(**model.config)
     kind = transformers.AutoModelForImageTextToText
-    if "vision_config" not in model.config:
+    if "text_config" not in model.config and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        built = kind.from_config(transformers.AutoConfig.for_model(**model.config))
+        built = kind.from_config(config)
     return {
         "model": model.name,
         "digest": digest,

@@ -2,9 +2,10 @@
 
     python benchmarks/shipped_counts.py
 
-Each model without a formula is planned for each card of the catalogue, with the default search space and those of LoRA,
-QLoRA and full fine-tuning. No GPU is needed. Answers stay in the user's cache, so an interrupted run continues. A file
-that was shipped before does not count.
+Each model of the file is planned for each card of the catalogue, with the default search space and those of LoRA, QLoRA
+and full fine-tuning. `--add NAME...` counts these models alone and adds their answers. Plans of other models are counted
+when they are asked for. No GPU is needed. Answers stay in the user's cache, so an interrupted run continues. A file that
+was shipped before does not count.
 """
 
 import argparse
@@ -20,8 +21,7 @@ from typing import Any
 
 from bench import ROOT, command, now
 
-from autotune.catalog import ModelSpec, list_devices, list_models
-from autotune.catalog.model_sizes import Sizes
+from autotune.catalog import ModelSpec, list_devices, resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.serialization import to_data
@@ -63,9 +63,19 @@ class Recorder(DryProber):
         return None if any("grouped_mm" in name for name in work) else answer
 
 
-def count_plans(models: Sequence[ModelSpec], path: Path) -> None:
-    """Write the answers to all plans of these models, after each GPU again. Progress is printed."""
+def shipped() -> dict[str, Any]:
+    """Return the content of the file."""
+    data: dict[str, Any] = json.loads(gzip.decompress(FILE.read_bytes()))
+    return data
+
+
+def count_plans(models: Sequence[ModelSpec], path: Path, kept: dict[str, Any] | None = None) -> None:
+    """Write the answers to all plans of these models, after each GPU again, beside the kept content of the file.
+
+    Progress is printed.
+    """
     started, spaces = time.monotonic(), [SearchSpace.load(name) for name in SPACES]
+    names = sorted({model.name for model in models}.union(kept["models"] if kept else ()))
     devices = sorted(list_devices(), key=lambda device: device.usual_precision)  # bf16 first: most people have it
     with Recorder() as recorder:
         counted_memory._prober = lambda: recorder
@@ -74,7 +84,9 @@ def count_plans(models: Sequence[ModelSpec], path: Path) -> None:
                 spec = StudySpec(model=model.name, gpu=device.name, space=space)
                 with suppress(UsageError):
                     plan_setup(planned_setup(spec, device), limit_of(spec, device), counted=True)
-            size, seconds = write(recorder.answers, path), time.monotonic() - started
+            answers = {key: rounded(to_data(answer)) for key, answer in recorder.answers.items()}
+            size = write(names, (kept["answers"] if kept else {}) | answers, path)
+            seconds = time.monotonic() - started
             done = f"{number:>2} of {len(devices)}, {seconds:>5.0f} s: {len(recorder.answers)} answers"
             print(f"{done}, {size / 1000:.0f} kB, {device.name}", flush=True)
 
@@ -88,14 +100,15 @@ def rounded(value: Any) -> Any:
     return value
 
 
-def write(answers: dict[str, DryAnswer], path: Path) -> int:
+def write(models: Sequence[str], answers: dict[str, Any], path: Path) -> int:
     """Write the file; the same answers give the same bytes but for the date. Returns how many."""
     data = {
         "command": command(),
         "date": now(),
         "dry_version": DRY_VERSION,
         "versions": library_versions(),
-        "answers": {key: rounded(to_data(answers[key])) for key in sorted(answers)},
+        "models": list(models),
+        "answers": {key: answers[key] for key in sorted(answers)},
     }
     return path.write_bytes(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0))
 
@@ -103,8 +116,10 @@ def write(answers: dict[str, DryAnswer], path: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=FILE)
+    parser.add_argument("--add", nargs="+", metavar="NAME", help="count these models alone, and keep the other answers")
     args = parser.parse_args()
-    count_plans([model for model in list_models() if Sizes.of(model) is None], args.out)
+    kept = shipped()
+    count_plans([resolve_model(name) for name in args.add or kept["models"]], args.out, kept if args.add else None)
 
 
 if __name__ == "__main__":

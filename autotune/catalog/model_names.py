@@ -14,12 +14,15 @@ from typing import Any
 MIRRORS = frozenset(
     {"ai-modelscope", "llm-research", "mistral-community", "nousresearch", "unsloth"}
 )
+# Organisations that publish quantised copies alone. A run loads the model that was copied.
+QUANTISERS = frozenset({"axolotl-quants", "hugging-quants", "mlx-community"})
 # Organisations that have changed their names, and pairs that publish the same models.
 _SYNONYMS = ({"cohereforai", "coherelabs"}, {"thudm", "zai-org"}, {"codellama", "meta-llama"})
 
 # An nf4 copy of the model named by the rest; the knob `quantization` makes the same copy.
-_QUANTISED = re.compile(r"-(?:unsloth-)?bnb-4bit$", re.IGNORECASE)
-_WORDS = r"-(?:instruct|chat|base|it|pt|hf|bf16|\d{4})"
+_QUANTISED = re.compile(r"-(?:unsloth-)?bnb-(?:4bit|nf4(?:-bf16)?)$", re.IGNORECASE)
+_QUANTISED_FOR_MLX = re.compile(r"-[2-8]bit$", re.IGNORECASE)
+_WORDS = r"-(?:instruct|chat|base|it|pt|sft|dpo|hf|bf16|\d{4})"
 _TUNED = re.compile(_WORDS + "(?=-|$)")
 _LAST_TUNED = re.compile(_WORDS + "$")
 
@@ -62,6 +65,8 @@ class ModelNames:
             return Match(self.exact[name.lower()], name if "/" in name else None)
 
         unquantised = _QUANTISED.sub("", name)
+        if unquantised.lower().startswith("mlx-community/"):
+            unquantised = _QUANTISED_FOR_MLX.sub("", unquantised)
         organisation, _, last = unquantised.lower().rpartition("/")
         stages = [
             *((part, self._by_last_part) for part in _name_variants(_without_maker(last))),
@@ -72,6 +77,8 @@ class ModelNames:
             rows = index.get(part, set())
             if len(rows) == 1:
                 (row,) = rows
+                if organisation in QUANTISERS:
+                    return Match(row, None)
                 if any_organisation or organisation in self._organisations[row] | MIRRORS | {""}:
                     return Match(row, unquantised if organisation else None)
             if rows:

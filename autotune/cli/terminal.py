@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 # Wide enough for any row: a pipe or a file must get whole cells.
-_PIPE_WIDTH = 240
+_PIPE_WIDTH = 280
 
 
 class _Guarded:

@@ -132,6 +132,8 @@ def truncate(config: Any, depth: int) -> None:
     """
     config = config.get_text_config()
     lists = _lists_by_layer(config)
+    if sharing := getattr(config, "num_kv_shared_layers", 0):  # the last layers
+        config.num_kv_shared_layers = max(0, depth - (config.num_hidden_layers - sharing))
     config.num_hidden_layers = depth
     for name, values in lists.items():
         setattr(config, name, values[:depth])

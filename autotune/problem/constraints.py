@@ -23,9 +23,9 @@ from autotune.problem.search_space import Removal, SearchSpace
 from autotune.problem.workload import Workload
 
 NO_ATTENTION = {"falcon_mamba", "mamba", "mamba2"}
-NO_SDPA = {"gemma2", "gpt_oss", *NO_ATTENTION}  # transformers refuses SDPA for them
+NO_SDPA = {"deepseek_v4", "gemma2", "gpt_oss", "gptj", *NO_ATTENTION}  # transformers refuses SDPA
 # Only other versions of the kernels support the attention sinks of gpt-oss.
-NO_FLASH_2 = {"gpt_oss", *NO_ATTENTION}
+NO_FLASH_2 = {"deepseek_v4", "gpt_oss", *NO_ATTENTION}
 LARGEST_HEAD = 256  # values of a head that the varlen kernel supports
 HEAD_MULTIPLE = 8
 OFF_BATCH = 0.25  # largest relative error of a packed step against the global batch

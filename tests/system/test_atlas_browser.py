@@ -1,8 +1,9 @@
 """The page of the atlas in a real browser, from disk and without a network: it filters, sorts and shows numbers."""
 
+import json
+import re
 from pathlib import Path
 
-from autotune.catalog import list_models
 from tests.helpers.browser import chromium, needs_chromium
 
 pytestmark = needs_chromium
@@ -19,7 +20,7 @@ def give(name: str, value: str) -> str:
 
 
 def test_the_atlas_filters_and_sorts(tmp_path: Path) -> None:
-    number = sum(not model.sees_images for model in list_models())
+    number = len(json.loads(re.findall(r'id="data">(.*?)</script>', PAGE.read_text(encoding="utf-8"))[0])["models"])
     with chromium(tmp_path / "profile") as page:
         page.open(PAGE.as_uri())
         page.text(f"{number} of {number} models")

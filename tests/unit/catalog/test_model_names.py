@@ -67,6 +67,22 @@ def no_hub(monkeypatch):
         ("CohereLabs/aya-expanse-8b", "CohereForAI/aya-expanse-8b", None),
         ("THUDM/GLM-4-9B-0414", "zai-org/GLM-4-9B-0414", None),
         ("ibm-granite/granite-4.0-h-tiny", "ibm-granite/granite-4.0-h-tiny-base", None),
+        ("mistralai/Mixtral-8x22B-Instruct-v0.1", "mistralai/Mixtral-8x22B-Instruct-v0.1", None),
+        ("google/gemma-3-12b-pt", "google/gemma-3-12b-it", None),
+        ("unsloth/gemma-3-27b-it-unsloth-bnb-4bit", "google/gemma-3-27b-it", "unsloth/gemma-3-27b-it"),
+        ("unsloth/gemma-3n-E4B-it", "google/gemma-3n-E4B-it", None),
+        ("google/gemma-4-31B", "google/gemma-4-31B-it", None),
+        ("Qwen/Qwen3-VL-8B-Thinking", "Qwen/Qwen3-VL-8B-Instruct", None),
+        ("unsloth/Qwen2-VL-7B-Instruct-unsloth-bnb-4bit", "Qwen/Qwen2-VL-7B-Instruct", "unsloth/Qwen2-VL-7B-Instruct"),
+        ("Qwen/Qwen3.6-27B", "Qwen/Qwen3.5-27B", None),
+        ("Qwen/Qwen3.5-9B-Base", "Qwen/Qwen3.5-9B", None),
+        ("mistralai/Magistral-Small-2507", "mistralai/Devstral-Small-2505", None),
+        ("mistralai/Magistral-Small-2509", "mistralai/Mistral-Small-3.1-24B-Instruct-2503", None),
+        ("mistralai/Ministral-3-8B-Base-2512", "mistralai/Ministral-3-8B-Instruct-2512", None),
+        ("meta-llama/Llama-4-Scout-17B-16E", "meta-llama/Llama-4-Scout-17B-16E-Instruct", None),
+        ("mlx-community/Qwen3-8B-4bit", "Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("hugging-quants/Meta-Llama-3.1-8B-Instruct-BNB-NF4", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("allenai/OLMo-2-1124-7B-SFT", "allenai/OLMo-2-1124-7B", None),
         ("qwen2.5-7b-instruct", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B"),
         ("llama-3.1-8b-instruct-bnb-4bit", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
     ],
@@ -92,7 +108,6 @@ def test_a_copy_of_any_organisation_or_in_any_folder_has_the_shape(name):
     "name",
     [
         "Qwen/Qwen2.5-VL-32B-Instruct",
-        "Qwen/Qwen2-VL-7B-Instruct",
         "Qwen/Qwen2.5-7B-Instruct-GGUF",
         "Qwen/Qwen2.5-7B-Instruct-AWQ",
         "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4",
@@ -102,7 +117,6 @@ def test_a_copy_of_any_organisation_or_in_any_folder_has_the_shape(name):
         "Qwen/Qwen3-Embedding-0.6B",
         "Qwen/Qwen3-Reranker-8B",
         "Qwen/Qwen3-8B-FP8",
-        "Qwen/Qwen3-VL-8B-Instruct",
         "Qwen/Qwen3Guard-Gen-8B",
         "meta-llama/Llama-3.2-11B-Vision",
         "meta-llama/Llama-3.2-11B-Vision-Instruct",
@@ -110,7 +124,6 @@ def test_a_copy_of_any_organisation_or_in_any_folder_has_the_shape(name):
         "meta-llama/Llama-3.1-8B-Instruct-evals",
         "meta-llama/Meta-Llama-3.1-405B-Instruct-FP8",
         "unsloth/Llama-3.2-11B-Vision-Instruct-bnb-4bit",
-        "unsloth/Qwen2-VL-7B-Instruct-unsloth-bnb-4bit",
         "Skywork/Skywork-Reward-Llama-3.1-8B",
         "nvidia/Llama-3.1-Nemotron-70B-Reward-HF",
         "intfloat/e5-mistral-7b-instruct",
@@ -119,22 +132,14 @@ def test_a_copy_of_any_organisation_or_in_any_folder_has_the_shape(name):
         "google/recurrentgemma-2b-it",
         "google/paligemma-3b-pt-224",
         "google/codegemma-2b",
-        "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
         "mistralai/Mathstral-7B-v0.1",
-        "mistralai/Mixtral-8x22B-Instruct-v0.1",
         "microsoft/Phi-3-vision-128k-instruct",
         "microsoft/Phi-4-multimodal-instruct",
         "HuggingFaceTB/SmolVLM2-2.2B-Instruct",
-        "google/gemma-3-12b-it",
-        "google/gemma-3n-E2B-it",
-        "meta-llama/Llama-4-Scout-17B-16E-Instruct",
         "openai/gpt-oss-safeguard-20b",
-        "mistralai/Ministral-3-8B-Instruct-2512",
-        "mistralai/Devstral-Small-2-24B-Instruct-2512",
         "zai-org/glm-4-9b-chat",  # code of its own
         "zai-org/GLM-4.5V",
         "Qwen/Qwen2.5-Math-7B",  # another context
-        "Qwen/Qwen3-Coder-480B-A35B-Instruct",
         "ibm-granite/granite-speech-3.3-8b",
         "ibm-granite/granite-guardian-3.3-8b",
         "somebody/Qwen2.5-7B-Instruct",  # whose shape the Hub knows
@@ -142,6 +147,8 @@ def test_a_copy_of_any_organisation_or_in_any_folder_has_the_shape(name):
         "Qwen2.5-7B-Instruct-lora",
         "instruct",
         "-it",
+        "mlx-community/Qwen3-8B-8bit-lora",
+        "unsloth/Qwen3-8B-4bit",  # the width of a copy for MLX
         "/",
         "",
     ],
@@ -201,6 +208,6 @@ def test_what_says_how_a_model_was_tuned_never_leads_to_another_size(spec, tuned
 )
 def test_any_other_word_leads_nowhere(spec, word):
     name = spec.name + word
-    known = re.search(r"-(instruct|chat|base|it|pt|hf|bf)$", name.lower())
+    known = re.search(r"-(instruct|chat|base|it|pt|sft|dpo|hf|bf)$", name.lower())
     same = name.lower() in _names().exact
     assert known or same or _names().find(name) is None
