@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .parquet_footer import ROW_BYTES, VALUE_BYTES, least_bytes
+
 PART_ROWS = 64  # rows to convert at once; 1,000 are not faster
 READ_BYTES = 2**20  # of a column to read at once
 # A file's rows may take this many bytes, and this many for each byte of the file. A column that
 # repeats a long text in each row grows a hundredfold.
 FREE_BYTES = 2**28
 GROWTH = 1000
-ROW_BYTES = 64  # the least size of a row in memory
-VALUE_BYTES = 8  # of a number, or of an absent value
 
 
 class TableError(ValueError):
@@ -26,12 +26,10 @@ class TableError(ValueError):
 def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a Parquet file. Raises TableError, and ImportError without pyarrow."""
     pyarrow = _import_pyarrow(path)
-    with _table_errors(pyarrow), pyarrow.parquet.ParquetFile(path, buffer_size=READ_BYTES) as file:
-        growth = Growth(path)
-        about = file.metadata
-        groups = map(about.row_group, range(about.num_row_groups))
-        growth.add(sum(map(_least_bytes, groups)))
-        yield from _rows(file.iter_batches(PART_ROWS), Growth(path))
+    with _table_errors(pyarrow):
+        Growth(path).add(least_bytes(path))
+        with pyarrow.parquet.ParquetFile(path, buffer_size=READ_BYTES) as file:
+            yield from _rows(file.iter_batches(PART_ROWS), Growth(path))
 
 
 def read_arrow(path: Path) -> Iterator[dict[str, Any]]:
@@ -72,15 +70,6 @@ def size_of(value: Any) -> int:
     if isinstance(value, list):
         return VALUE_BYTES + sum(map(size_of, value))
     return VALUE_BYTES
-
-
-def _least_bytes(group: Any) -> int:
-    """Return a lower bound of the memory of a row group, by its metadata."""
-    columns = list(map(group.column, range(group.num_columns)))
-    return int(
-        sum(max(one.total_uncompressed_size, VALUE_BYTES * one.num_values) for one in columns)
-        + ROW_BYTES * group.num_rows
-    )
 
 
 def _rows(batches: Any, growth: Growth) -> Iterator[dict[str, Any]]:

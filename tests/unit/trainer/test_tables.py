@@ -10,6 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from autotune.trainer import tables
+from autotune.trainer.parquet_footer import least_bytes
 from autotune.trainer.reading import BadDataset, read_rows
 
 
@@ -52,6 +53,32 @@ def test_a_corrupt_offset_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
     assert content.count(offsets) == 1
     path.write_bytes(content.replace(offsets, offsets[:4] + b"\xff\xff\xff\x6f" + b"\xff\xff\xff\x7f"))
     assert ended(path).startswith(f"cannot read {path}: ")
+
+
+def test_the_sizes_in_a_footer_are_those_of_pyarrow(tmp_path: Path) -> None:
+    texts = pyarrow.array([str(number) for number in range(5000)])
+    lists = pyarrow.array([[True, None], []] * 2500)
+    path = save_parquet(tmp_path / "a.parquet", {"text": texts, "l": lists, "n": [1.5] * 5000}, row_group_size=999)
+    about = pyarrow.parquet.read_metadata(path)
+    groups = [about.row_group(number) for number in range(about.num_row_groups)]
+    columns = [group.column(number) for group in groups for number in range(3)]
+    expected = sum(max(one.total_uncompressed_size, 8 * one.num_values) for one in columns) + 64 * 5000
+    assert least_bytes(path) == expected and len(groups) == 6
+
+
+def test_a_damaged_footer_is_named(tmp_path: Path) -> None:
+    path = save_parquet(tmp_path / "a.parquet", {"text": ["x"]})
+    content = path.read_bytes()
+    size = int.from_bytes(content[-8:-4], "little")
+    footer = content[-8 - size : -8]
+    deep = b"\x1c" * 100_000
+    for damage in (b"", footer[:50], b"\x49\x15" + footer, b"\xff" * 50, deep, footer.replace(b"\x15", b"\x1d")):
+        path.write_bytes(content[: -8 - size] + damage + len(damage).to_bytes(4, "little") + b"PAR1")
+        with pytest.raises(BadDataset, match=r"cannot read .*a\.parquet: "):
+            list(read_rows(path))
+    path.write_bytes(content[:20] + (2**31).to_bytes(4, "little") + b"PAR1")
+    with pytest.raises(BadDataset, match="or a part of one"):
+        list(read_rows(path))
 
 
 def test_a_date_that_python_does_not_have_is_an_error(tmp_path: Path) -> None:
