@@ -91,8 +91,9 @@ def write(files: dict[str, str], directory: Path) -> Path:
 def run(directory: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """launch.sh with this interpreter, from another directory, without network."""
     environment = {"PATH": os.environ["PATH"], "HOME": str(directory), "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment |= {"OMP_WAIT_POLICY": "passive", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {name: value for name, value in os.environ.items() if name.startswith("TORCHINDUCTOR_")}
     return subprocess.run(
         ["bash", str(directory / "launch.sh"), *arguments],
         cwd=directory.parent,
