@@ -131,7 +131,8 @@ def markdown(entries: Sequence[Entry], models: Sequence[ModelSpec], cards: Seque
     lines = [
         "# Atlas",
         "",
-        f"Tokens/s, and USD for 1,000 samples, of {len(models)} models of the catalogue, on {len(cards)} cards: those that",
+        f"Tokens/s, and USD for 1,000 samples, of {len(models)} models of the catalogue,"
+        f" on {len(cards)} cards: those that",
         "take text alone, and whose memory a formula or a stored count gives.",
         "[atlas.html](atlas.html) sorts and filters the same, and shows memory, range and configuration of each",
         "cell; it needs no network. `autotune compare` answers for other lengths, batches and cards, and",

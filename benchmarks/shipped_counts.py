@@ -2,10 +2,10 @@
 
     python benchmarks/shipped_counts.py
 
-Each model of the file is planned for each card of the catalogue, with the default search space and those of LoRA, QLoRA
-and full fine-tuning. `--add NAME...` counts these models alone and adds their answers. Plans of other models are counted
-when they are asked for. No GPU is needed. Answers stay in the user's cache, so an interrupted run continues. A file that
-was shipped before does not count.
+Each model of the file is planned for each card of the catalogue, with the default search space and those of LoRA,
+QLoRA and full fine-tuning. `--add NAME...` counts these models alone and adds their answers. Plans of other models
+are counted when they are asked for. No GPU is needed. Answers stay in the user's cache, so an interrupted run
+continues. A file that was shipped before does not count.
 """
 
 import argparse
