@@ -311,7 +311,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     ]
 
     # Some models keep other towers inside the language model, or layers inside layers.
-    number = getattr(_base_of(model).config.get_text_config(), "num_hidden_layers", None)
+    base = _base_of(model)
+    number = getattr(base.config.get_text_config(), "num_hidden_layers", None) if base else None
     if len(layers) != number:
         for module in model.modules():
             if isinstance(module, nn.ModuleList) and len(module) == number:
@@ -321,9 +322,10 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def _base_of(model: nn.Module) -> PreTrainedModel:
-    """Return the model of transformers, which PEFT may have wrapped."""
-    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+def _base_of(model: nn.Module) -> PreTrainedModel | None:
+    """Return the model of transformers, which PEFT may have wrapped, if there is one."""
+    found = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    return next(found, None)
 
 
 def language_model(base: PreTrainedModel) -> nn.Module:
@@ -339,7 +341,7 @@ def _towers(model: nn.Module) -> dict[str, nn.Module]:
     These are towers for images and sound, and the projectors of their features.
     """
     base = _base_of(model)
-    if base.config.get_text_config() is base.config:
+    if base is None or base.config.get_text_config() is base.config:
         return {}
 
     text = {id(language_model(base)), id(base.get_output_embeddings())}
