@@ -112,26 +112,21 @@ def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
     if objective is not None and tool == "trl":
         values["objective"] = _command_objective(objective)
 
-    ignored = ""
     try:
         ignored = _unknown_keys(values, tool)
         values |= _accelerate_settings(path, values.get("accelerate_config"))
         values |= _deepspeed_settings(path, values.get("deepspeed"))
         return replace(parse(values, tool), ignored=ignored)
     except Refused as refusal:
-        raise at_line(path, refusal, ignored) from None
+        raise at_line(path, refusal) from None
 
 
-def at_line(path: Path, refusal: Refused, ignored: str = "") -> UsageError:
-    """Return the refusal of a key as an error with the file's name and the key's line.
-
-    The error also has the sentence about ignored keys, because one of them can be the reason.
-    """
+def at_line(path: Path, refusal: Refused) -> UsageError:
+    """Return the refusal of a key as an error with the file's name and the key's line."""
     lines = read_user_text(path).splitlines()
     of_key = re.compile(rf"\s*['\"]?{re.escape(refusal.key)}['\"]?\s*:")
     line = next((f":{number}" for number, text in enumerate(lines, 1) if of_key.match(text)), "")
-    also = f" ({ignored})" if ignored else ""
-    return UsageError(f"{path}{line}: {refusal}{also}", remedy=refusal.remedy)
+    return UsageError(f"{path}{line}: {refusal}", remedy=refusal.remedy)
 
 
 def _command_objective(objective: str) -> str:

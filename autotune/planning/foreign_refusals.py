@@ -19,9 +19,6 @@ _OFF: tuple[Any, ...] = (None, False, 0, "", "0", "no", "none", "false", "No", "
 
 def refuse_at_start(file: File, tool: str, config: TrainConfig) -> None:
     """Raise Refused if the tool refuses such a run at its start."""
-    for key, (least, most) in _table("ranges").items():
-        file.number(key, default=least, least=least, most=most)
-
     facts = file.values | {
         "FULL": config.method == "full",
         "LORA": config.method == "lora",

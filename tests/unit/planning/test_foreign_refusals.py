@@ -35,7 +35,6 @@ VALUES: dict[str, Any] = {
     "test_datasets": [{"path": "y"}],
     "val_set_size": 0.1,
     "val_size": 0.1,
-    "warmup_ratio": 0.1,
 }
 ROWS = [(tool, row) for group in _table("refusals") for tool in group["tools"] for row in group["rows"]]
 CALM: dict[str, dict[str, Any]] = {"trl": {"lora_dropout": 0}, "axolotl": {}, "llamafactory": {"bf16": False}}
@@ -53,22 +52,6 @@ def described(tool: str, keys: list[str]) -> dict[str, Any]:
         else:
             values[key] = VALUES.get(key, 1 if key.endswith(("_epoch", "_steps", "_size")) else True)
     return {key: value for key, value in values.items() if key != "use_dora" or tool != "axolotl"}
-
-
-@pytest.mark.parametrize("tool", BASES)
-@pytest.mark.parametrize(("key", "value"), [("learning_rate", -1e-4), ("warmup_ratio", 1.5), ("weight_decay", "-0.1")])
-def test_values_that_no_optimizer_takes_are_refused(tool: str, key: str, value: Any) -> None:
-    with pytest.raises(Refused, match=f"^{key}: a number from 0 to "):
-        parse(BASES[tool] | CALM[tool] | {key: value}, tool)
-    assert parse(BASES[tool] | CALM[tool] | {key: 0.5}, tool)
-
-
-def test_a_refusal_names_ignored_keys_that_may_be_its_reason(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    values = AXOLOTL | {"adapter": "qlora", "load_in_4bit": None, "load_in_4bitt": True}
-    file.write_text(yaml.safe_dump(values))
-    with pytest.raises(UsageError, match=r"\(ignored by Axolotl [\d.]+: 'load_in_4bitt'; did you mean 'load_in_4bit'"):
-        read_file(file)
 
 
 @pytest.mark.parametrize(("tool", "row"), ROWS, ids=str)
