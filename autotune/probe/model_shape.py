@@ -117,6 +117,8 @@ def _build(config: Any) -> Any:
             raise
         package = needed[1]
         reason = f"transformers needs {package} for a {config.model_type}: pip install {package}"
+    except (MemoryError, SystemError):  # a config of impossible size
+        raise
     except Exception as error:  # of transformers' own code
         reason = (
             f"transformers {transformers.__version__} cannot build a {config.model_type} from this"
