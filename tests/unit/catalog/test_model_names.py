@@ -181,12 +181,10 @@ def test_the_rule_by_hand():
 
 
 def test_every_row_is_found_under_its_mirrors():
-    for spec in list_models():
-        if "/" not in spec.name:
-            continue
-        for organisation in MIRRORS:
+    for row, spec in enumerate(list_models()):
+        for organisation in MIRRORS if "/" in spec.name else ():
             found = _names().find(f"{organisation}/{spec.short}")
-            assert found is not None and list_models()[found.row].name == spec.name
+            assert found is not None and found.row == row, spec.name
 
 
 TUNED = ["-Instruct", "-it", "-chat", "-Base", "-hf", "-2410", "-pt"]
