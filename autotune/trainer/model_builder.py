@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -79,7 +80,7 @@ def load(
     model: PreTrainedModel = _model_class(settings, config).from_pretrained(
         source,
         dtype=base_dtype(settings),
-        attn_implementation=settings.attention,
+        attn_implementation=_attention(settings, config),
         # Without a device map, weights stay in their files until they are cast.
         device_map=None if in_fp8 else {"": device},
         use_safetensors=True,
@@ -196,12 +197,29 @@ def _model_class(settings: ModelSettings, config: Any) -> Any:
     return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
 
 
+def _attention(settings: ModelSettings, config: Any) -> str | dict[str, str]:
+    """Return the attention implementation, by part of the config if a tower lacks it.
+
+    Such a tower computes its attention eagerly.
+    """
+    parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", ())}
+    kinds = {name: MODEL_MAPPING.get(type(part), None) for name, part in parts.items()}
+    lacking = [
+        name
+        for name, kind in kinds.items()
+        if name != "text_config" and getattr(kind, "_supports_sdpa", True) is False
+    ]
+    if not lacking or not settings.attention.startswith("sdpa"):
+        return settings.attention
+    return dict.fromkeys(["", *parts], settings.attention) | dict.fromkeys(lacking, "eager")
+
+
 def from_config(config: Any, settings: ModelSettings) -> PreTrainedModel:
     """Make a model on the current default device, with tied weights without initial values."""
     if settings.num_labels is not None:
         _set_labels(config, settings.num_labels)
     model: PreTrainedModel = _model_class(settings, config).from_config(
-        config, dtype=base_dtype(settings), attn_implementation=settings.attention
+        config, dtype=base_dtype(settings), attn_implementation=_attention(settings, config)
     )
     # `no_init_weights` skips this, and a separate head would count twice.
     model.tie_weights()

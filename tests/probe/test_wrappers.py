@@ -68,6 +68,17 @@ def test_adapters_are_on_the_language_model_alone(name: str) -> None:
         assert trained and not any("vision" in path or "visual" in path or "projector" in path for path in trained)
 
 
+def test_a_tower_without_sdpa_computes_its_attention_eagerly() -> None:
+    """The audio tower of Gemma 4 has eager attention only."""
+    from transformers import Gemma4AudioConfig, Gemma4Config, Gemma4TextConfig
+
+    config = Gemma4Config(text_config=Gemma4TextConfig(num_hidden_layers=2), audio_config=Gemma4AudioConfig())
+    settings = model_settings(TrainConfig(precision="bf16_pure", attention="sdpa"), "gemma4_text")
+    base = build(config, settings, torch.device("meta"))
+    assert base.config.audio_config._attn_implementation == "eager"
+    assert base.config.get_text_config()._attn_implementation == "sdpa"
+
+
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_text_is_probed_as_on_a_model_of_text(prober: WorkerProber, name: str) -> None:
     shape = prober.describe(config_for(name))
