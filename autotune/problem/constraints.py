@@ -620,7 +620,7 @@ def apply_floors(narrowing: Narrowing, workload: Workload, floors: Floors) -> No
         if not getattr(floors, floor):
             # Full fine-tuning gains much memory from pure bf16, adapters little.
             in_reserve = name != "precision" or "full" in narrowing.space.choices("method")
-            when = "where nothing else fits" if in_reserve else "where it is asked for"
+            when = "if no other value fits" if in_reserve else "on request"
             reason = f"{what}: used only {when} (--{floor.replace('_', '-')})"
             narrowing.prefer(name, may_win, reason, reserve=not in_reserve)
 

@@ -69,9 +69,9 @@ def test_the_default_floors():
         "seq_len 512: would cut off more than 1% of the tokens (--max-truncated)",
         "seq_len 2048, 4096: no example is longer than 1024 tokens: the rest of a row would be padding",
         "lora_rank 8: below the rank floor of 16 (--min-rank)",
-        "quantization fp8, int8, nf4: a quantised base learns differently: used only where nothing else fits "
+        "quantization fp8, int8, nf4: a quantised base learns differently: used only if no other value fits "
         "(--allow-quantized)",
-        "precision bf16_pure: no fp32 master weights: used only where it is asked for (--allow-pure-bf16)",
+        "precision bf16_pure: no fp32 master weights: used only on request (--allow-pure-bf16)",
     ]
 
 
