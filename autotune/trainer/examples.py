@@ -141,15 +141,37 @@ class Encoder:
             )
         if not self._arguments.keys().isdisjoint(form.options):
             self.notes[DROPPED] += 1
+        with _row_errors(where):  # the template runs
+            reads_parts = self._reads_parts
         try:
             messages = adapt(form.messages, self._template)
-            if self.parts:
+            if reads_parts:
                 messages = split_parts(messages, 0)
             else:
                 messages = [join_parts(one, number) for number, one in enumerate(messages, 1)]
         except ValueError as error:
             raise BadDataset(f"{where}: {error}") from None
         return replace(form, messages=messages)
+
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the template gets messages in parts.
+
+        Templates of models with images often leave out a message that is a plain string, or refuse
+        it, although the row has only text. A template with marks is not tried, because
+        transformers loses a mark before a space.
+        """
+        if self.parts or not self._template or self._is_marked:
+            return self.parts
+
+        def keeps(content: Any) -> bool:
+            messages = [{"role": "user", "content": content}]
+            try:
+                return MARK in self._render(Chat(messages=messages), messages)
+            except Exception:  # chat templates raise many kinds of errors
+                return False
+
+        return not keeps(MARK) and keeps([{"type": "text", "text": MARK}])
 
     def _check_text(self, form: Chat, text: str) -> None:
         """Note the thoughts that a template leaves out. Raises BadExample if it leaves out more."""

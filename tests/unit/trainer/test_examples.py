@@ -49,6 +49,19 @@ def shown(tokenizer: Any, row: dict[str, Any], loss_on: str | None = None, chat_
     return text
 
 
+PARTS_ONLY = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_text_is_given_in_parts_to_a_template_that_reads_only_parts(tokenizer: Any) -> None:
+    """As the templates of SmolVLM and Idefics 3, which leave out messages that are strings."""
+    row = {"messages": TURNS}
+    assert shown(tokenizer, row, "assistant", PARTS_ONLY) == shown(tokenizer, row, "assistant", CHATML)
+
+
 def test_a_row_cannot_replace_the_chat_template(tokenizer: Any) -> None:
     """Variables of the template stay. TRL passes on the tokenizer's arguments too."""
     tokenizer.chat_template = CHATML + "{{ tail }}"

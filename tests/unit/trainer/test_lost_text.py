@@ -90,7 +90,11 @@ def test_text_that_would_be_lost_is_refused_by_line(tokenizer: Any, row: dict[st
             {"messages": [user("q"), assistant("a")], "tools": [{"function": {"name": "f"}}]},
             "a message or a tool lacks 'description', which the tokenizer's chat template needs",
         ),
-        (template("llava_next"), {"messages": [user("q"), assistant("a")]}, "expects an object with 'text' and finds"),
+        (
+            template("llava_next_training"),
+            {"messages": [user("q"), assistant("a")]},
+            "expects an object with 'text' and finds",
+        ),
         ("{{ raise_exception('no') }}", {"messages": [user("q"), assistant("a")]}, "chat template refuses it: no"),
         (
             "{{ 'a' + 1 }}",
