@@ -1,10 +1,11 @@
-"""Write `docs/atlas.md` and `docs/atlas.html`: what each model of the catalogue needs, and how fast ten cards train it.
+"""Write `docs/atlas.md` and `docs/atlas.html`: what each model of the catalogue needs, and how fast
+ten cards train it.
 
     python benchmarks/atlas.py
 
-It asks what `autotune compare` asks, for three methods. No GPU is needed. What dry probes count is kept in the user's
-cache, as for `compare`. Measurements that were imported on this machine do not count, so that the pages are the same
-everywhere.
+It asks what `autotune compare` asks, for three methods. No GPU is needed. What dry probes count is
+kept in the user's cache, as for `compare`. Measurements that were imported on this machine do not
+count, so that the pages are the same everywhere.
 """
 
 import argparse
@@ -20,7 +21,14 @@ from pathlib import Path
 from bench import ROOT
 from shipped_counts import shipped
 
-from autotune.catalog import DeviceSpec, ModelSpec, find_price, list_models, resolve_device, resolve_model
+from autotune.catalog import (
+    DeviceSpec,
+    ModelSpec,
+    find_price,
+    list_models,
+    resolve_device,
+    resolve_model,
+)
 from autotune.catalog.model_sizes import Sizes
 from autotune.core.files import write_atomic
 from autotune.core.units import DASH, fmt_count, fmt_usd
@@ -31,8 +39,9 @@ from autotune.problem.run_cost import FITS, TIGHT
 from autotune.problem.study_spec import StudySpec
 from autotune.report.values.trainable import METHODS, Entry
 
-# What people own, the largest GeForce of three generations; and what they rent, cards of data centres from 24 GB on,
-# as SXM where there is a choice. Somebody measured speeds of cards of each of their generations.
+# What people own, the largest GeForce of three generations; and what they rent, cards of data
+# centres from 24 GB on, as SXM where there is a choice. Somebody measured speeds of cards of each
+# of their generations.
 CARDS = (
     "rtx-3090",
     "rtx-4090",
@@ -50,17 +59,28 @@ PAGE = Path(__file__).parent / "data" / "atlas.html"
 
 
 def models_of_pages() -> list[ModelSpec]:
-    """Return the models that take text alone, if a formula covers them or the package has their counts."""
+    """Return the models that take text alone, if a formula covers them or the package has their
+    counts.
+    """
     counted = set(shipped()["models"])
-    return [model for model in list_models() if not model.sees_images and (Sizes.of(model) or model.name in counted)]
+    return [
+        model
+        for model in list_models()
+        if not model.sees_images and (Sizes.of(model) or model.name in counted)
+    ]
 
 
 def entries_of(model: str, cards: Sequence[str]) -> list[Entry]:
     """The entries of a model, by method and card."""
     entries = []
     for method in METHODS:
-        spec = StudySpec(model=model, tokens_per_example=TOKENS, examples=EXAMPLES, global_batch=GLOBAL_BATCH)
-        entries += [entry_of(spec, method, device, published_observations()) for device in map(resolve_device, cards)]
+        spec = StudySpec(
+            model=model, tokens_per_example=TOKENS, examples=EXAMPLES, global_batch=GLOBAL_BATCH
+        )
+        entries += [
+            entry_of(spec, method, device, published_observations())
+            for device in map(resolve_device, cards)
+        ]
     return entries
 
 
@@ -74,7 +94,10 @@ def make_atlas(models: Sequence[str], cards: Sequence[str], processes: int) -> l
         for done in as_completed(pending):
             name = pending[done]
             found[name] = done.result()
-            print(f"{len(found):>3} of {len(models)}, {time.monotonic() - started:>4.0f} s: {name}", flush=True)
+            print(
+                f"{len(found):>3} of {len(models)}, {time.monotonic() - started:>4.0f} s: {name}",
+                flush=True,
+            )
     return [entry for name in models for entry in found[name]]
 
 
@@ -84,20 +107,33 @@ def make_atlas(models: Sequence[str], cards: Sequence[str], processes: int) -> l
 def assumptions(cards: Sequence[DeviceSpec]) -> list[str]:
     """What all numbers rest on, in sentences."""
     guesses = [card.name for card in cards if not is_measured_kind(card)]
-    guess = f" Nobody has measured cards like {' and '.join(guesses)}: their speeds are guesses." if guesses else ""
+    guess = (
+        f" Nobody has measured cards like {' and '.join(guesses)}: their speeds are guesses."
+        if guesses
+        else ""
+    )
     return [
-        f"The run: one card, examples (samples) of {TOKENS:,} tokens, {GLOBAL_BATCH} of them in an optimizer step. "
+        f"The run: one card, examples (samples) of {TOKENS:,} tokens, {GLOBAL_BATCH} of them in an"
+        " optimizer step. "
         "5 % of the card's memory stays free.",
-        "Nothing was run for these pages. Memory is by a formula, or counted by a dry probe of the model: column `by`. "
-        "Speeds are estimated for an H200 and projected to the other cards; costs follow from speeds. "
+        "Nothing was run for these pages. Memory is by a formula, or counted by a dry probe of the"
+        " model: column `by`. "
+        "Speeds are estimated for an H200 and projected to the other cards; costs follow from"
+        " speeds. "
         f"[Evidence](evidence.md) has the errors.{guess}",
-        "With a formula, a cell has the best configuration that `autotune plan` finds in the spaces `lora`, `qlora` "
-        "and `full`: LoRA of rank 16 to 64 on all linear layers, and any choice of micro batch, recomputation, "
-        "compilation, loss and optimizer. Without one, it has what guides recommend, or where that does not fit what "
+        "With a formula, a cell has the best configuration that `autotune plan` finds in the spaces"
+        " `lora`, `qlora` "
+        "and `full`: LoRA of rank 16 to 64 on all linear layers, and any choice of micro batch,"
+        " recomputation, "
+        "compilation, loss and optimizer. Without one, it has what guides recommend, or where that"
+        " does not fit what "
         "needs the least memory: faster configurations may exist.",
-        f"`{DASH}`: does not fit. `tight`: too close to tell. `fits, ?`: fits at a speed that is not known. `refused`: "
-        "cannot be trained so; the reason is below the table, or shows when you point at the cell. `*`: fits only with "
-        "pure bf16 or another optimizer than AdamW, which learn differently. Without a price, a cell has no cost.",
+        f"`{DASH}`: does not fit. `tight`: too close to tell. `fits, ?`: fits at a speed that is"
+        " not known. `refused`: "
+        "cannot be trained so; the reason is below the table, or shows when you point at the cell."
+        " `*`: fits only with "
+        "pure bf16 or another optimizer than AdamW, which learn differently. Without a price, a"
+        " cell has no cost.",
         "Prices are on demand and come with the package, each with its date.",
     ]
 
@@ -106,7 +142,9 @@ def price_line(card: DeviceSpec) -> str:
     """'| l4 | 22.5 | 121 | $0.60 | oci, 2026-01 |': a row of the table of cards."""
     price = find_price(card.name)
     usd = DASH if price is None else fmt_usd(price.usd_per_hour)
-    source = "no price is known" if price is None else f"{price.provider}, {price.as_of or 'undated'}"
+    source = (
+        "no price is known" if price is None else f"{price.provider}, {price.as_of or 'undated'}"
+    )
     source += "" if price is None or price.quotable else ", a reference and not a quote"
     memory = DASH if card.memory_gib is None else f"{card.memory_gib:.1f}"
     return f"| {card.name} | {memory} | {fmt_count(card.bf16_tflops)} | {usd} | {source} |"
@@ -126,7 +164,9 @@ def cell(entry: Entry) -> str:
     return fmt_count(entry.tokens_per_s) + cost + "*" * entry.learns_differently
 
 
-def markdown(entries: Sequence[Entry], models: Sequence[ModelSpec], cards: Sequence[DeviceSpec]) -> str:
+def markdown(
+    entries: Sequence[Entry], models: Sequence[ModelSpec], cards: Sequence[DeviceSpec]
+) -> str:
     """The page for reading: a table for each method, models by their size."""
     lines = [
         "# Atlas",
@@ -134,8 +174,10 @@ def markdown(entries: Sequence[Entry], models: Sequence[ModelSpec], cards: Seque
         f"Tokens/s, and USD for 1,000 samples, of {len(models)} models of the catalogue,"
         f" on {len(cards)} cards: those that",
         "take text alone, and whose memory a formula or a stored count gives.",
-        "[atlas.html](atlas.html) sorts and filters the same, and shows memory, range and configuration of each",
-        "cell; it needs no network. `autotune compare` answers for other lengths, batches and cards, and",
+        "[atlas.html](atlas.html) sorts and filters the same, and shows memory, range and"
+        " configuration of each",
+        "cell; it needs no network. `autotune compare` answers for other lengths, batches and"
+        " cards, and",
         "`autotune run` measures. `python benchmarks/atlas.py` writes both pages.",
         "",
         *(f"- {sentence}" for sentence in assumptions(cards)),
@@ -146,7 +188,13 @@ def markdown(entries: Sequence[Entry], models: Sequence[ModelSpec], cards: Seque
     ]
     of = {(entry.model, entry.method, entry.card): entry for entry in entries}
     for method, title in METHODS.items():
-        lines += ["", f"## {title}", "", "`GiB` is the least that any configuration needs, those of `*` included.", ""]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            "`GiB` is the least that any configuration needs, those of `*` included.",
+            "",
+        ]
         lines.append(f"| model | billion | GiB | by | {' | '.join(card.name for card in cards)} |")
         lines.append("|---|--:|--:|---|" + "--:|" * len(cards))
         for model in models:
@@ -170,12 +218,15 @@ def least(row: Iterable[Entry]) -> str:
     return f"{min(needs):,.1f}" if needs else DASH
 
 
-def html_page(entries: Sequence[Entry], models: Sequence[ModelSpec], cards: Sequence[DeviceSpec]) -> str:
+def html_page(
+    entries: Sequence[Entry], models: Sequence[ModelSpec], cards: Sequence[DeviceSpec]
+) -> str:
     """One page that sorts and filters without a network."""
     configs: dict[str | None, int] = {}
     of: dict[tuple[str, str], list[Entry]] = {}
     for entry in entries:
-        configs.setdefault(entry.config, len(configs))  # cells have its number, which halves the page
+        # cells have its number, which halves the page
+        configs.setdefault(entry.config, len(configs))
         of.setdefault((entry.model, entry.method), []).append(entry)
     data = {
         "cards": [card.name for card in cards],
@@ -184,7 +235,12 @@ def html_page(entries: Sequence[Entry], models: Sequence[ModelSpec], cards: Sequ
         "models": [[model.short, model.params] for model in models],
         "rows": {
             method: [
-                [rounded(row[0].least_gib), row[0].memory_by, [cell_data(one, configs) for one in row], row[0].problem]
+                [
+                    rounded(row[0].least_gib),
+                    row[0].memory_by,
+                    [cell_data(one, configs) for one in row],
+                    row[0].problem,
+                ]
                 for row in (of[model.name, method] for model in models)
             ]
             for method in METHODS
@@ -193,14 +249,24 @@ def html_page(entries: Sequence[Entry], models: Sequence[ModelSpec], cards: Sequ
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     notes = "".join(f"<li>{html_of(sentence)}</li>\n" for sentence in assumptions(cards))
     page = PAGE.read_text(encoding="utf-8")
-    return page.replace("__NOTES__", notes).replace("__PRICES__", html_prices(cards)).replace("__DATA__", text)
+    return (
+        page.replace("__NOTES__", notes)
+        .replace("__PRICES__", html_prices(cards))
+        .replace("__DATA__", text)
+    )
 
 
 def cell_data(entry: Entry, configs: dict[str | None, int]) -> list[object]:
-    """[] where it does not fit; else state, GiB, configuration, and where they are known tokens/s, their range, USD."""
+    """[] where it does not fit; else state, GiB, configuration, and where they are known tokens/s,
+    their range, USD.
+    """
     if entry.state not in (FITS, TIGHT):
         return []
-    found: list[object] = [entry.state + "*" * entry.learns_differently, rounded(entry.need_gib), configs[entry.config]]
+    found: list[object] = [
+        entry.state + "*" * entry.learns_differently,
+        rounded(entry.need_gib),
+        configs[entry.config],
+    ]
     if entry.tokens_per_s is None or entry.interval is None:
         return found
     return [*found, *map(rounded, (entry.tokens_per_s, *entry.interval, entry.usd_per_1000))]
@@ -221,13 +287,20 @@ def html_of(text: str) -> str:
 def html_prices(cards: Sequence[DeviceSpec]) -> str:
     """The rows of the table of cards."""
     rows = ([text.strip() for text in price_line(card).strip("| ").split("|")] for card in cards)
-    return "".join(f"<tr>{''.join(f'<td>{html.escape(text)}</td>' for text in row)}</tr>\n" for row in rows)
+    return "".join(
+        f"<tr>{''.join(f'<td>{html.escape(text)}</td>' for text in row)}</tr>\n" for row in rows
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--models", nargs="+", help="these models instead of all with a formula or stored counts", metavar="NAME"
+        "--models",
+        nargs="+",
+        help="these models instead of all with a formula or stored counts",
+        metavar="NAME",
     )
     parser.add_argument("--cards", nargs="+", default=CARDS, metavar="GPU")
     parser.add_argument("--processes", type=int, default=2)
@@ -236,10 +309,14 @@ def main() -> None:
     models = list(map(resolve_model, args.models)) if args.models else models_of_pages()
     models.sort(key=lambda model: (model.params or 0, model.name))
     cards = list(map(resolve_device, args.cards))
-    entries = make_atlas([model.name for model in models], [card.name for card in cards], args.processes)
+    entries = make_atlas(
+        [model.name for model in models], [card.name for card in cards], args.processes
+    )
     write_atomic(args.out / "atlas.md", markdown(entries, models, cards))
     write_atomic(args.out / "atlas.html", html_page(entries, models, cards))
-    if unknown := sorted({model.name for model in models} - {entry.model for entry in entries if entry.need_gib}):
+    if unknown := sorted(
+        {model.name for model in models} - {entry.model for entry in entries if entry.need_gib}
+    ):
         raise SystemExit("no peak is known of " + ", ".join(unknown))
 
 

@@ -1,4 +1,6 @@
-"""Share the frame of all benchmarks: modes, result files, stored rows, runs of the command line, and probes."""
+"""Share the frame of all benchmarks: modes, result files, stored rows, runs of the command line,
+and probes.
+"""
 
 import argparse
 import inspect
@@ -47,14 +49,19 @@ SHARED_OPTIONS: dict[str, dict[str, Any]] = {
     "--rows": {
         "type": Path,
         "metavar": "FILE",
-        "help": "rows or result of an earlier call on the same machine: measure only the missing rows",
+        "help": "rows or result of an earlier call on the same machine: measure only the missing"
+        " rows",
     },
     "--counted": {
         "type": Path,
         "metavar": "FILE",
         "help": "an earlier result: count only the rows that it lacks",
     },
-    "--keep": {"type": Path, "metavar": "DIR", "help": "run in this folder and keep the studies in it"},
+    "--keep": {
+        "type": Path,
+        "metavar": "DIR",
+        "help": "run in this folder and keep the studies in it",
+    },
 }
 
 
@@ -62,8 +69,9 @@ SHARED_OPTIONS: dict[str, dict[str, Any]] = {
 class Mode:
     """One mode of a benchmark program. The docstring of `run` is its help text.
 
-    `result` names the result file that the mode writes. `summarize` computes the summary of that file from its rows.
-    `options` maps each option to its default, or to the arguments of argparse's `add_argument`.
+    `result` names the result file that the mode writes. `summarize` computes the summary of that
+    file from its rows. `options` maps each option to its default, or to the arguments of argparse's
+    `add_argument`.
     """
 
     run: Callable[[argparse.Namespace], None]
@@ -82,7 +90,9 @@ def run_program(modes: Mapping[str, Mode], description: str | None = None) -> No
         for name, mode in modes.items():
             text = (inspect.getdoc(mode.run) or "").replace("%", "%%")
             brief = text.partition("\n")[0]
-            parsers[name] = commands.add_parser(name, help=brief, description=text, formatter_class=look)
+            parsers[name] = commands.add_parser(
+                name, help=brief, description=text, formatter_class=look
+            )
     for name, mode in modes.items():
         _add_options(parsers[name], mode)
     args = parser.parse_args()
@@ -101,7 +111,9 @@ def _add_options(parser: argparse.ArgumentParser, mode: Mode) -> None:
             known.setdefault("type", type(default))
         parser.add_argument(name, **known)
     if mode.result is not None:
-        parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the result [benchmarks/results]")
+        parser.add_argument(
+            "--out", type=Path, metavar="DIR", help="folder of the result [benchmarks/results]"
+        )
 
 
 def save(
@@ -126,7 +138,9 @@ def save(
         "summary": summary,
         "rows": rows,
     }
-    write_atomic((args.out or RESULTS) / f"{args.mode.result}.json", json.dumps(data, indent=1) + "\n")
+    write_atomic(
+        (args.out or RESULTS) / f"{args.mode.result}.json", json.dumps(data, indent=1) + "\n"
+    )
     return summary
 
 
@@ -146,7 +160,9 @@ def finish(
 
 
 def load(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a file: a result (.json), stored rows (.jsonl) or published cases (.yaml)."""
+    """Read the rows of a file: a result (.json), stored rows
+    (.jsonl) or published cases (.yaml).
+    """
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".yaml":
         return load_yaml(text)["rows"]
@@ -179,14 +195,18 @@ def scratch() -> Path:
 
 
 def use_empty_compile_cache() -> None:
-    """Give the next process an empty Inductor cache on disk, so that it compiles everything itself."""
+    """Give the next process an empty Inductor cache on disk, so
+    that it compiles everything itself.
+    """
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         os.environ[name] = tempfile.mkdtemp(prefix="autotune-cache-")
 
 
 def run_python(arguments: list[str], folder: Path) -> str:
     """Run Python with these arguments and return its output. Raises SystemExit if it fails."""
-    process = subprocess.run([sys.executable, *arguments], cwd=folder, check=False, stdout=subprocess.PIPE, text=True)
+    process = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, check=False, stdout=subprocess.PIPE, text=True
+    )
     if process.returncode:
         raise SystemExit(f"{shlex.join(arguments)} failed with exit code {process.returncode}")
     return process.stdout
@@ -194,7 +214,9 @@ def run_python(arguments: list[str], folder: Path) -> str:
 
 def run_study(folder: Path, *options: str) -> dict[str, Any]:
     """Run `autotune run` with these options in this folder and return its summary."""
-    summary: dict[str, Any] = json.loads(run_python(["-m", "autotune", "run", *options, "--json"], folder))
+    summary: dict[str, Any] = json.loads(
+        run_python(["-m", "autotune", "run", *options, "--json"], folder)
+    )
     return summary
 
 
@@ -204,7 +226,9 @@ def fingerprint_of(study: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_exported(folder: Path, *options: str) -> dict[str, Any]:
-    """Run the exported train.py of a study with random weights and return its last line of output."""
+    """Run the exported train.py of a study with random weights
+    and return its last line of output.
+    """
     script = ["out/export/train.py", "--random-weights", *options]
     done: dict[str, Any] = json.loads(run_python(script, folder).splitlines()[-1])
     return done
@@ -212,7 +236,9 @@ def run_exported(folder: Path, *options: str) -> dict[str, Any]:
 
 def set_options(pins: Mapping[str, Any]) -> list[str]:
     """Return the `--set` options of `autotune run` for these knobs."""
-    words = {name: value if isinstance(value, str) else json.dumps(value) for name, value in pins.items()}
+    words = {
+        name: value if isinstance(value, str) else json.dumps(value) for name, value in pins.items()
+    }
     return [word for name, value in words.items() for word in ("--set", f"{name}={value}")]
 
 
@@ -236,7 +262,9 @@ def speed(
 ) -> dict[str, Any]:
     """Probe the whole model. The default workload has 32 full rows in each optimizer step."""
     kinds = workload.micro_batches(config) if workload else ()
-    workload = workload or Workload(examples=10_000, lengths=Lengths.constant(config.seq_len), global_batch=32)
+    workload = workload or Workload(
+        examples=10_000, lengths=Lengths.constant(config.seq_len), global_batch=32
+    )
     micro_steps = workload.run_shape(config).probe_micro_steps
     request = ProbeRequest(
         config=config,
@@ -247,11 +275,21 @@ def speed(
         micro_batches=kinds,
     )
     result = prober.probe(request, prober.logs / "probe.log")
-    row: dict[str, Any] = {"model": model.short, "config": config.label(), "outcome": result.outcome.value}
+    row: dict[str, Any] = {
+        "model": model.short,
+        "config": config.label(),
+        "outcome": result.outcome.value,
+    }
     if result.outcome is not Outcome.OK or result.measurement is None:
         return row | {"reason": result.reason}
     flops = model.flops_per_token(config.method, config.seq_len)
-    found = performance(config, [result.measurement], workload, flops_per_token=flops, peak_tflops=device.bf16_tflops)
+    found = performance(
+        config,
+        [result.measurement],
+        workload,
+        flops_per_token=flops,
+        peak_tflops=device.bf16_tflops,
+    )
     return row | {
         "tokens_per_s": found.tokens_per_second,
         "mfu": found.mfu,
@@ -263,7 +301,8 @@ def speed(
 class Rows:
     """Append rows at once to a .jsonl file, so that an interrupted benchmark loses none.
 
-    The file begins with the rows of `earlier`, the file of an earlier call on the same kind of machine.
+    The file begins with the rows of `earlier`, the file of an earlier call on the same kind of
+    machine.
     """
 
     def __init__(self, name: str, out: Path | None, earlier: Path | None) -> None:
@@ -286,7 +325,9 @@ class Rows:
     @property
     def plain(self) -> list[dict[str, Any]]:
         """The rows without their fingerprints."""
-        return [{key: value for key, value in row.items() if key != "fingerprint"} for row in self.all]
+        return [
+            {key: value for key, value in row.items() if key != "fingerprint"} for row in self.all
+        ]
 
     def add(self, row: dict[str, Any]) -> None:
         self.all.append(row)
@@ -323,14 +364,21 @@ class Failed(Exception):
 def rank_config(device: str, knobs: dict[str, Any]) -> TrainConfig:
     """Return a configuration with rows of 1,024 tokens, or a small one for a CPU."""
     if device == "cpu":
-        precision = "bf16_mixed" if knobs.get("sharding") in ZERO else "fp32"  # DeepSpeed's stages need bf16
+        # DeepSpeed's stages need bf16
+        precision = "bf16_mixed" if knobs.get("sharding") in ZERO else "fp32"
         knobs = knobs | {"seq_len": 64, "precision": precision}
     return TrainConfig(**({"seq_len": 1024, "loss": "full"} | knobs))
 
 
 def rank_model(device: str, name: str, layers: int | None = None) -> dict[str, Any]:
-    """Return the config of a model; on a CPU, the config of a tiny model that has two depths as well."""
-    model = TINY_MODEL | {"num_hidden_layers": 16} if device == "cpu" else dict(resolve_model(name).config)
+    """Return the config of a model; on a CPU, the config of a tiny model that has two depths as
+    well.
+    """
+    model = (
+        TINY_MODEL | {"num_hidden_layers": 16}
+        if device == "cpu"
+        else dict(resolve_model(name).config)
+    )
     return model if layers is None else model | {"num_hidden_layers": layers}
 
 
@@ -343,9 +391,16 @@ def measured(pool: RankPool | WorkerProber, request: ProbeRequest) -> Measuremen
 
 
 def predicted(pool: RankPool | WorkerProber, whole: ProbeRequest) -> tuple[Measurement, list[int]]:
-    """Predict a whole model from two truncated depths. Return also the depths, the model's own last. Raises Failed."""
+    """Predict a whole model from two truncated depths.
+
+    Return also the depths, the model's own last. Raises Failed.
+    """
     shape = pool.describe(whole.model)
-    pair = depths(shape, whole.config.checkpoint_every, sharded=whole.parallelism.shards) if shape else None
+    pair = (
+        depths(shape, whole.config.checkpoint_every, sharded=whole.parallelism.shards)
+        if shape
+        else None
+    )
     if shape is None or pair is None:
         raise Failed("no two depths are known for this model")
     probes = [(depth, measured(pool, shortened(whole, depth))) for depth in pair]
@@ -358,7 +413,10 @@ def collect(
     wanted: list[Any],
     measure: Callable[[Any], dict[str, Any]],
 ) -> None:
-    """Measure one configuration after another, and print and save each at once. A failure becomes a row too."""
+    """Measure one configuration after another, and print and save each at once.
+
+    A failure becomes a row too.
+    """
     earlier = json.loads(args.rows.read_text()) if args.rows else {"rows": []}
     if args.rows and earlier["fingerprint"] != to_data(pool.fingerprint):
         raise SystemExit(f"{args.rows} was measured on another machine, or with other packages")
@@ -390,7 +448,9 @@ def table(rows: list[dict[str, Any]], columns: list[str]) -> None:
     cells = [columns] + [[_cell(row.get(column)) for column in columns] for row in rows]
     widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
     for row in cells:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        )
 
 
 def _cell(value: Any) -> str:

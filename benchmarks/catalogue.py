@@ -1,6 +1,8 @@
-"""Count the parameters of each model of the catalogue on torch's meta device, and the rows without a source.
+"""Count the parameters of each model of the catalogue on torch's meta device, and the rows without
+a source.
 
-A stored row is kept if the shape of its model is unchanged. Some families need further packages: Gemma 3n needs timm.
+A stored row is kept if the shape of its model is unchanged. Some families need further packages:
+Gemma 3n needs timm.
 """
 
 import argparse
@@ -24,7 +26,9 @@ MADE_HERE = "made up for this program"
 def is_recalled(source: str | None) -> bool:
     """Return whether no config was read for a row with this `source`."""
     parts = (source or "").split("; ")
-    return source != MADE_HERE and not all(READ.fullmatch(part.removesuffix(", text_config")) for part in parts)
+    return source != MADE_HERE and not all(
+        READ.fullmatch(part.removesuffix(", text_config")) for part in parts
+    )
 
 
 def row_of(model: ModelSpec) -> dict[str, Any]:
@@ -35,7 +39,10 @@ def row_of(model: ModelSpec) -> dict[str, Any]:
     digest = model.digest  # before transformers completes the config in place
     config = transformers.AutoConfig.for_model(**model.config)
     kind = transformers.AutoModelForImageTextToText
-    if "text_config" not in model.config and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    if (
+        "text_config" not in model.config
+        and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    ):
         kind = transformers.AutoModelForCausalLM
     with torch.device("meta"):
         built = kind.from_config(config)
@@ -61,7 +68,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def count(args: argparse.Namespace) -> None:
     """Count every model whose shape is not in the stored result."""
     stored = RESULTS / "catalogue.json"
-    known = {(row["model"], row["digest"]): row for row in (load(stored) if stored.is_file() else ())}
+    known = {
+        (row["model"], row["digest"]): row for row in (load(stored) if stored.is_file() else ())
+    }
     rows = [known.get((model.name, model.digest)) or row_of(model) for model in list_models()]
 
     finish(args, None, rows)

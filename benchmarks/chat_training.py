@@ -1,8 +1,9 @@
-"""Train the exported train.py on a chat set, and TRL's SFTTrainer on the same rows in the same order from one seed.
+"""Train the exported train.py on a chat set, and TRL's SFTTrainer on the same rows in the same
+order from one seed.
 
-The rows are made here, with a fixed seed: conversations of several turns with short sums, so that a small model of
-random weights learns something of them in one pass. Both report the loss of answers that are held out, before and
-after.
+The rows are made here, with a fixed seed: conversations of several turns with short sums, so that a
+small model of random weights learns something of them in one pass. Both report the loss of answers
+that are held out, before and after.
 """
 
 import argparse
@@ -11,17 +12,33 @@ import random
 from pathlib import Path
 from typing import Any
 
-from bench import Mode, fingerprint_of, finish, run_program, run_python, run_study, scratch, set_options
+from bench import (
+    Mode,
+    fingerprint_of,
+    finish,
+    run_program,
+    run_python,
+    run_study,
+    scratch,
+    set_options,
+)
 
 NUM_ROWS, HELD_OUT, SEED = 3_000, 256, 22
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>\n{% if m['role'] == 'assistant' %}"
-    "{% generation %}{{ m['content'] }}<|end|>{% endgeneration %}{% else %}{{ m['content'] }}<|end|>{% endif %}"
+    "{% generation %}{{ m['content'] }}<|end|>{% endgeneration %}{% else %}{{ m['content']"
+    " }}<|end|>{% endif %}"
     "\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<pad>"]
 THINGS = ["apples", "books", "coins", "stones", "boats", "lamps", "keys", "birds", "maps", "cups"]
-PINS = {"micro_batch_size": "8", "seq_len": "512", "packing": "false", "padding": "longest", "compile": "none"}
+PINS = {
+    "micro_batch_size": "8",
+    "seq_len": "512",
+    "packing": "false",
+    "padding": "longest",
+    "compile": "none",
+}
 PINS |= {"checkpointing": "none", "loss": "full", "optimizer": "adamw_torch_fused"}
 COLUMNS = ["tool", "before", "after", "steps", "seconds"]
 
@@ -41,18 +58,36 @@ def made_conversations(number: int) -> list[list[dict[str, str]]]:
     generator = random.Random(SEED)
     made = []
     for _ in range(number):
-        messages = [{"role": "system", "content": "You count things."}] if generator.random() < 0.5 else []
+        messages = (
+            [{"role": "system", "content": "You count things."}] if generator.random() < 0.5 else []
+        )
         for _ in range(generator.randint(1, 4)):
-            first, second, thing = generator.randint(1, 20), generator.randint(1, 20), generator.choice(THINGS)
-            question = f"I have {first} {thing} and find {second} {thing}. How many {thing} are there?"
-            answer = f"There are {first + second} {thing}, since {first} and {second} make {first + second}."
-            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            first, second, thing = (
+                generator.randint(1, 20),
+                generator.randint(1, 20),
+                generator.choice(THINGS),
+            )
+            question = (
+                f"I have {first} {thing} and find {second} {thing}. How many {thing} are there?"
+            )
+            answer = (
+                f"There are {first + second} {thing}, since {first} and {second} make"
+                f" {first + second}."
+            )
+            messages += [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
         made.append(messages)
     return made
 
 
-def make_model(folder: Path, conversations: list[list[dict[str, str]]], layers: int, hidden: int) -> None:
-    """Save a small Llama of random weights, and a tokenizer for these conversations with a chat template."""
+def make_model(
+    folder: Path, conversations: list[list[dict[str, str]]], layers: int, hidden: int
+) -> None:
+    """Save a small Llama of random weights, and a tokenizer for these conversations with a chat
+    template.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
@@ -66,8 +101,12 @@ def make_model(folder: Path, conversations: list[list[dict[str, str]]], layers: 
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator((turn["content"] for messages in conversations for turn in messages), trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>", pad_token="<pad>")
+    made.train_from_iterator(
+        (turn["content"] for messages in conversations for turn in messages), trainer
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<|end|>", pad_token="<pad>"
+    )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     torch.manual_seed(SEED)
@@ -83,7 +122,9 @@ def make_model(folder: Path, conversations: list[list[dict[str, str]]], layers: 
 
 
 def train_with_trl(folder: Path) -> dict[str, Any]:
-    """Train the same rows in the same order with TRL's SFTTrainer, by the values of the exported train_config.json."""
+    """Train the same rows in the same order with TRL's SFTTrainer, by the values of the exported
+    train_config.json.
+    """
     import torch
     from datasets import Dataset
     from transformers import set_seed
@@ -136,14 +177,39 @@ def run(args: argparse.Namespace) -> None:
     folder = scratch()
     data, model = folder / "chat.jsonl", folder / "model"
     conversations = made_conversations(args.rows + HELD_OUT)
-    data.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    data.write_text(
+        "".join(json.dumps({"messages": messages}) + "\n" for messages in conversations)
+    )
     make_model(model, conversations, args.layers, args.hidden)
-    options = ["--gpu", args.gpu, "--model", str(model), "--dataset", str(data), "--space", "full", "--trials", "1"]
+    options = [
+        "--gpu",
+        args.gpu,
+        "--model",
+        str(model),
+        "--dataset",
+        str(data),
+        "--space",
+        "full",
+        "--trials",
+        "1",
+    ]
     options += ["--budget", "90s", "--examples", str(args.rows), "--out", "out"]
     study = run_study(folder, *options, *set_options(PINS | {"precision": args.precision}))
-    script = ["out/export/train.py", "--model", str(model), "--dataset", str(data), "--output-dir", ""]
-    ours = json.loads(run_python([*script, "--held-out", str(HELD_OUT), "512"], folder).splitlines()[-1])
-    theirs = json.loads(run_python([str(Path(__file__).absolute()), "--trl", str(folder)], folder).splitlines()[-1])
+    script = [
+        "out/export/train.py",
+        "--model",
+        str(model),
+        "--dataset",
+        str(data),
+        "--output-dir",
+        "",
+    ]
+    ours = json.loads(
+        run_python([*script, "--held-out", str(HELD_OUT), "512"], folder).splitlines()[-1]
+    )
+    theirs = json.loads(
+        run_python([str(Path(__file__).absolute()), "--trl", str(folder)], folder).splitlines()[-1]
+    )
     rows = [
         {"tool": "train.py", "before": ours["held_out_loss"][0], "after": ours["held_out_loss"][-1]}
         | {"steps": ours["steps"], "tokens_per_s": ours["tokens_per_second"]},
@@ -159,7 +225,12 @@ MODES = {
         summarize=summarize,
         options={
             "--gpu": "h200",
-            "--rows": {"default": NUM_ROWS, "type": int, "help": "number of conversations", "metavar": "N"},
+            "--rows": {
+                "default": NUM_ROWS,
+                "type": int,
+                "help": "number of conversations",
+                "metavar": "N",
+            },
             "--layers": 8,
             "--hidden": 512,
             "--precision": "bf16_mixed",

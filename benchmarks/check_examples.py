@@ -1,8 +1,9 @@
 """What `autotune check` answers to the example files that Axolotl, LLaMA-Factory and TRL ship.
 
-Each file is checked on one H100, as the command does it, but without a GPU and without the Hub: a model that is not in
-the catalogue counts as refused. The answers need `examples` of the three repositories, in folders of their own. A model
-without a formula is counted once, and the count stays in the user's cache.
+Each file is checked on one H100, as the command does it, but without a GPU and without the Hub: a
+model that is not in the catalogue counts as refused. The answers need `examples` of the three
+repositories, in folders of their own. A model without a formula is counted once, and the count
+stays in the user's cache.
 """
 
 import argparse
@@ -33,11 +34,16 @@ REASONS = {
 }
 
 BY_HAND = (
-    "The method, rank, targets, batch, length, precision, optimizer, quantisation, checkpointing, packing and attention"
-    f" of {SAMPLED} sampled files were compared with the rows, key by key, and so were four files for other objectives:"
-    " Axolotl's of DPO on an int8 base and in full fine-tuning, of KTO on nf4, and of a reward model. An earlier sample"
-    " had one key that was passed over, activation_checkpointing inside Axolotl's fsdp_config, which is read since; in"
-    " this one all agreed. TRL's rule against KTO with a single row had been applied to LLaMA-Factory too, which pairs"
+    "The method, rank, targets, batch, length, precision, optimizer, quantisation, checkpointing,"
+    " packing and attention"
+    f" of {SAMPLED} sampled files were compared with the rows, key by key, and so were four files"
+    " for other objectives:"
+    " Axolotl's of DPO on an int8 base and in full fine-tuning, of KTO on nf4, and of a reward"
+    " model. An earlier sample"
+    " had one key that was passed over, activation_checkpointing inside Axolotl's fsdp_config,"
+    " which is read since; in"
+    " this one all agreed. TRL's rule against KTO with a single row had been applied to"
+    " LLaMA-Factory too, which pairs"
     " the answers before it trains: found among the refusals, and mended."
 )
 
@@ -49,7 +55,11 @@ def row_of(folder: Path, file: Path) -> dict[str, Any]:
         report = check(file, {"gpu": CARD})
     except AutotuneError as error:
         message = str(error).replace(str(file), "FILE")
-        return row | {"outcome": "refused" if message else "unanswered", "reason": reason_of(message), "why": message}
+        return row | {
+            "outcome": "refused" if message else "unanswered",
+            "reason": reason_of(message),
+            "why": message,
+        }
     except Exception as error:  # the program's own fault, which the summary counts
         return row | {"outcome": "unanswered", "reason": "error", "why": repr(error)}
     run = report.checked.run
@@ -67,7 +77,9 @@ def row_of(folder: Path, file: Path) -> dict[str, Any]:
 
 def reason_of(message: str) -> str:
     """The kind of a refusal."""
-    return next((name for name, pattern in REASONS.items() if re.search(pattern, message)), "not supported")
+    return next(
+        (name for name, pattern in REASONS.items() if re.search(pattern, message)), "not supported"
+    )
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -76,8 +88,12 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "files": len(rows),
         **{outcome: outcomes[outcome] for outcome in ("answered", "refused", "unanswered")},
-        "by_reason": dict(Counter(row["reason"] for row in rows if row["outcome"] == "refused").most_common()),
-        "by_verdict": dict(Counter(row["verdict"] for row in rows if row["outcome"] == "answered").most_common()),
+        "by_reason": dict(
+            Counter(row["reason"] for row in rows if row["outcome"] == "refused").most_common()
+        ),
+        "by_verdict": dict(
+            Counter(row["verdict"] for row in rows if row["outcome"] == "answered").most_common()
+        ),
         "notes": BY_HAND,
     }
 
@@ -103,7 +119,14 @@ MODES = {
         run=run,
         result="check_examples",
         summarize=summarize,
-        options={"folders": {"type": Path, "nargs": "+", "metavar": "DIR", "help": "folders of the repositories"}},
+        options={
+            "folders": {
+                "type": Path,
+                "nargs": "+",
+                "metavar": "DIR",
+                "help": "folders of the repositories",
+            }
+        },
     )
 }
 

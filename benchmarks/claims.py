@@ -1,10 +1,12 @@
-"""Compare the claims of guides with stored measurements: pairs of configurations that differ in one knob.
+"""Compare the claims of guides with stored measurements: pairs of configurations that differ in one
+knob.
 
-The pairs are of the 240 whole models of the search table (Mistral-7B, LoRA of rank 16, rows of 512 tokens), of
-`reference_levers` (Mistral-7B and Llama 3.1 8B, rows of 2,048) and of `warm_vs_cold` for the rank. Those of packing are
-winners of studies (`packing`, `real_data`), which differ in more. Micro batches with few tokens are CPU-bound, and
-their speed varies: `large` pairs of the search table have at least 4,096 tokens in the smaller micro batch. `speed` and
-`memory` are ratios: the configuration of the claim divided by the other one. No GPU is needed. `docs/claims.md` has the
+The pairs are of the 240 whole models of the search table (Mistral-7B, LoRA of rank 16, rows of 512
+tokens), of `reference_levers` (Mistral-7B and Llama 3.1 8B, rows of 2,048) and of `warm_vs_cold`
+for the rank. Those of packing are winners of studies (`packing`, `real_data`), which differ in
+more. Micro batches with few tokens are CPU-bound, and their speed varies: `large` pairs of the
+search table have at least 4,096 tokens in the smaller micro batch. `speed` and `memory` are ratios:
+the configuration of the claim divided by the other one. No GPU is needed. `docs/claims.md` has the
 conclusions.
 """
 
@@ -25,7 +27,10 @@ OF_TABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "checkpointing": ({"checkpointing": "full"}, {"checkpointing": "none"}),
     "compile": ({"compile": "per_layer"}, {"compile": "none"}),
     "adamw_8bit": ({"optimizer": "adamw_8bit"}, {"optimizer": "adamw_torch_fused"}),
-    **{f"micro_batch_{size}": ({"micro_batch_size": size}, {"micro_batch_size": size // 2}) for size in (2, 4, 8, 16)},
+    **{
+        f"micro_batch_{size}": ({"micro_batch_size": size}, {"micro_batch_size": size // 2})
+        for size in (2, 4, 8, 16)
+    },
 }
 # The same of the levers. The lever of the claim's configuration, and of the other one.
 OF_LEVERS = {
@@ -53,7 +58,12 @@ def of_table() -> Iterator[dict[str, Any]]:
             speed, before = measured.value(changed), measured.value(config)
             held, held_before = _reserved_gib(measured, changed), _reserved_gib(measured, config)
             if speed and before and held and held_before:
-                row = {"claim": claim, "data": "search_table", "model": "mistral-7b", "config": changed.label()}
+                row = {
+                    "claim": claim,
+                    "data": "search_table",
+                    "model": "mistral-7b",
+                    "config": changed.label(),
+                }
                 row |= {"large": min(config.tokens, changed.tokens) >= LARGE}
                 yield row | {"speed": speed / before, "memory": held / held_before}
 
@@ -76,12 +86,21 @@ def of_levers() -> Iterator[dict[str, Any]]:
                     "speed": row["tokens_per_s"] / other["tokens_per_s"],
                     "memory": row["peak_reserved_gib"] / other["peak_reserved_gib"],
                 }
-                yield {"claim": claim, "data": "reference_levers", "model": model, "config": row["config"]} | ratios
+                yield {
+                    "claim": claim,
+                    "data": "reference_levers",
+                    "model": model,
+                    "config": row["config"],
+                } | ratios
 
 
 def of_rank() -> Iterator[dict[str, Any]]:
     """Rank 64 against rank 16: the steps of two probes that followed each other in one process."""
-    ranks = {row["config"].split()[1]: row for row in result_rows("warm_vs_cold") if row["after"] == "another rank"}
+    ranks = {
+        row["config"].split()[1]: row
+        for row in result_rows("warm_vs_cold")
+        if row["after"] == "another rank"
+    }
     speed = ranks["r16"]["warm_step_s"] / ranks["r64"]["warm_step_s"]
     memory = ranks["r64"]["warm_peak_gib"] / ranks["r16"]["warm_peak_gib"]
     config = ranks["r64"]["config"]
@@ -106,11 +125,17 @@ def of_packing() -> Iterator[dict[str, Any]]:
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each claim and its data: how many pairs, and the least, median and largest ratio of speed and memory."""
+    """Of each claim and its data: how many pairs, and the least, median and largest ratio of speed
+    and memory.
+    """
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         of_method = row["config"].split()[0]
-        names = [row["data"], *["large"] * bool(row.get("large")), *[of_method] * (row["data"] == "reference_levers")]
+        names = [
+            row["data"],
+            *["large"] * bool(row.get("large")),
+            *[of_method] * (row["data"] == "reference_levers"),
+        ]
         for name in names:
             groups.setdefault(f"{row['claim']}_{name}", []).append(row)
     return {
@@ -123,7 +148,11 @@ def _spread(group: list[dict[str, Any]], key: str) -> dict[str, float]:
     values = [row[key] for row in group if row[key] is not None]
     if not values:
         return {}
-    return {f"{key}_min": min(values), f"{key}_median": statistics.median(values), f"{key}_max": max(values)}
+    return {
+        f"{key}_min": min(values),
+        f"{key}_median": statistics.median(values),
+        f"{key}_max": max(values),
+    }
 
 
 def run(args: argparse.Namespace) -> None:

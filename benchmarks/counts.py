@@ -56,7 +56,12 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
 }
 HEADS = {"head_dim": 64}
-EXPERTS = {"num_experts": 16, "num_local_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+EXPERTS = {
+    "num_experts": 16,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 512}
 MAMBA = {"mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1}
 LATENT = {
@@ -126,35 +131,45 @@ INT8 = {
     for name, checkpointing in {"int8": "none", "int8 recomputed": "full"}.items()
 }
 INT8_FAMILIES = ("llama", "qwen3", "phi3")
-UNKNOWN = ("--model", "qwen3-30b-a3b", "--seq-len", "1000")  # without a formula, and no shipped count has the length
+# without a formula, and no shipped count has the length
+UNKNOWN = ("--model", "qwen3-30b-a3b", "--seq-len", "1000")
 
 
 def run_probes(args: argparse.Namespace) -> None:
     """Compare dry probes with real probes of many families, at two depths.
 
-    A dry probe counts a training step on the meta device, without a GPU (`autotune/dry/counting.py`). Each family is a
-    small model of its kind, made from a config in this file, so nothing is downloaded. The product's own worker probes
-    it with two and with four layers, in three ways: LoRA, LoRA on an nf4 base with every layer recomputed, and full
-    fine-tuning. Some families are probed with compiled layers, and some on an int8 base too. A probe that PEFT or
-    transformers refuses is left out and counted.
+    A dry probe counts a training step on the meta device, without a GPU
+    (`autotune/dry/counting.py`). Each family is a small model of its kind, made from a config in
+    this file, so nothing is downloaded. The product's own worker probes it with two and with four
+    layers, in three ways: LoRA, LoRA on an nf4 base with every layer recomputed, and full
+    fine-tuning. Some families are probed with compiled layers, and some on an int8 base too. A
+    probe that PEFT or transformers refuses is left out and counted.
 
-    The counts were developed with the families in `DEVELOPED`. No constant was fitted on the others (`heldout_`).
+    The counts were developed with the families in `DEVELOPED`. No constant was fitted on the others
+    (`heldout_`).
 
-    `plan_seconds_unknown` is the time of `autotune plan` for a model without stored counts, and `plan_seconds` the time
-    of the second call.
+    `plan_seconds_unknown` is the time of `autotune plan` for a model without stored counts, and
+    `plan_seconds` the time of the second call.
     """
     stored = Rows.of(args)
     measure_probes(args, stored)
     with tempfile.TemporaryDirectory() as folder, DryProber(Path(folder), shipped=False) as prober:
         rows = [compared(row, prober) for row in stored.all]
     known = [row for row in rows if "error" in row]
-    table(sorted(known, key=lambda row: -abs(row["error"]))[:15], ["family", "way", "depth", "peak_gib", "error"])
-    table([row for row in rows if "error" not in row], ["family", "way", "depth", "outcome", "reason"])
+    table(
+        sorted(known, key=lambda row: -abs(row["error"]))[:15],
+        ["family", "way", "depth", "peak_gib", "error"],
+    )
+    table(
+        [row for row in rows if "error" not in row], ["family", "way", "depth", "outcome", "reason"]
+    )
     finish(args, stored.fingerprint, rows, **plan_seconds())
 
 
 def wanted(families: list[str]) -> Iterator[tuple[str, str, dict[str, Any], int]]:
-    """Yield family, way, knobs and depth of each probe: first the usual ways, then the extra ones."""
+    """Yield family, way, knobs and depth of each probe: first
+    the usual ways, then the extra ones.
+    """
     for name in families:
         for way, knobs in WAYS.items():
             for depth in DEPTHS:
@@ -169,7 +184,11 @@ def wanted(families: list[str]) -> Iterator[tuple[str, str, dict[str, Any], int]
 
 def measure_probes(args: argparse.Namespace, stored: Rows) -> None:
     """Probe the missing rows on the local GPU."""
-    missing = [one for one in wanted(args.families) if not stored.has(family=one[0], way=one[1], depth=one[3])]
+    missing = [
+        one
+        for one in wanted(args.families)
+        if not stored.has(family=one[0], way=one[1], depth=one[3])
+    ]
     if not missing or not args.seconds:
         return
     until = time.monotonic() + args.seconds
@@ -180,17 +199,30 @@ def measure_probes(args: argparse.Namespace, stored: Rows) -> None:
 
 
 def probed(
-    prober: WorkerProber, args: argparse.Namespace, name: str, way: str, knobs: dict[str, Any], depth: int
+    prober: WorkerProber,
+    args: argparse.Namespace,
+    name: str,
+    way: str,
+    knobs: dict[str, Any],
+    depth: int,
 ) -> dict[str, Any]:
     """Probe a family for as short as possible and return its peaks as a row."""
     model = SMALL | FAMILIES[name] | {"model_type": name}
-    row: dict[str, Any] = {"family": name, "way": way, "depth": depth, "fingerprint": to_data(prober.fingerprint)}
+    row: dict[str, Any] = {
+        "family": name,
+        "way": way,
+        "depth": depth,
+        "fingerprint": to_data(prober.fingerprint),
+    }
     try:
         shape = prober.describe(model)
     except Exception as error:  # this family cannot be built: the others can
         return row | {"outcome": "refused", "reason": str(error)}
     if shape is None or (shape.no_adapters and knobs.get("method") != "full"):
-        return row | {"outcome": "refused", "reason": shape.no_adapters if shape else "the worker ended"}
+        return row | {
+            "outcome": "refused",
+            "reason": shape.no_adapters if shape else "the worker ended",
+        }
     config = TrainConfig(**knobs, attention="sdpa" if shape.sdpa else "eager")
     request = ProbeRequest(
         config=config,
@@ -211,13 +243,17 @@ def probed(
 
 
 def compared(row: dict[str, Any], prober: DryProber) -> dict[str, Any]:
-    """Return the row with the dry probe's peak and its error, or with the reason why it has none."""
+    """Return the row with the dry probe's peak and its error,
+    or with the reason why it has none.
+    """
     about = {key: value for key, value in row.items() if key != "fingerprint"}
     if "peak_gib" not in row:
         return about
     config = from_data(TrainConfig, row["config"])
     model = SMALL | FAMILIES[row["family"]] | {"model_type": row["family"]}
-    answer = prober.count(ProbeRequest(config=config, model=model, memory_gib=70.0, depth=row["depth"]))
+    answer = prober.count(
+        ProbeRequest(config=config, model=model, memory_gib=70.0, depth=row["depth"])
+    )
     if answer.count is None:
         return about | {"reason": f"not counted: {answer.refused}"}
     return about | probe_errors(row, answer.count)
@@ -233,7 +269,9 @@ def probe_errors(row: dict[str, Any], count: DryCount) -> dict[str, Any]:
         "counted_gib": count.peak_allocated_gib,
         "error": count.peak_allocated_gib / row["peak_gib"] - 1,
         "segment_errors": {
-            name: segments[name] / peak - 1 for name, peak in row["segments_gib"].items() if name in segments
+            name: segments[name] / peak - 1
+            for name, peak in row["segments_gib"].items()
+            if name in segments
         },
     }
 
@@ -244,7 +282,9 @@ def summarize_probes(rows: list[dict[str, Any]]) -> dict[str, Any]:
     `left_out` is the number of rows that could not be probed or counted.
     """
     known = [row for row in rows if "error" in row]
-    eager, compiled = ([row for row in known if (row["way"] == "compiled") is side] for side in (False, True))
+    eager, compiled = (
+        [row for row in known if (row["way"] == "compiled") is side] for side in (False, True)
+    )
     held_out = [row for row in eager if row["held_out"]]
     return {
         "families": len({row["family"] for row in known}),
@@ -259,7 +299,9 @@ def summarize_probes(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def plan_seconds() -> dict[str, float]:
-    """Return the seconds of `autotune plan` for a model without stored counts, and of the same command again."""
+    """Return the seconds of `autotune plan` for a model without stored counts, and of the same
+    command again.
+    """
     seconds = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
@@ -275,35 +317,57 @@ def plan_seconds() -> dict[str, float]:
 WHOLE, TRUNCATED = DATA / "heldout_h200.jsonl", DATA / "truncated_h100.jsonl"
 DEVICE_BOUND = 0.3  # below this share of the host in the predicted time
 SPEED_COLUMNS = ["model", "config", "micro_s", "counted_error", "formula_error", "host_share"]
-UNKNOWN_COLUMNS = ["model", "config", "depth", "micro_s", "first_error", "counted_error", "device_error", "peak_error"]
+UNKNOWN_COLUMNS = [
+    "model",
+    "config",
+    "depth",
+    "micro_s",
+    "first_error",
+    "counted_error",
+    "device_error",
+    "peak_error",
+]
 
 
 def run_speed(args: argparse.Namespace) -> None:
-    """Compare step times from counted work with measured micro batches, and with the formula on an H200.
+    """Compare step times from counted work with measured micro batches, and with the formula on an
+    H200.
 
-    The rows of `data/heldout_h200.jsonl` are whole models that no constant was fitted on. The constants of counted
-    times rest on the profiled kernels of three other models, in `data/transfer_h200.jsonl`. A dry probe counts each
-    configuration here, without a GPU. These rows were seen once before thin products got their own time. The speed of a
-    CPU-bound configuration is the uncertain part, because each host launches operations at its own pace. An error is
-    the predicted time divided by the measured time, minus 1.
+    The rows of `data/heldout_h200.jsonl` are whole models that no constant was fitted on. The
+    constants of counted times rest on the profiled kernels of three other models, in
+    `data/transfer_h200.jsonl`. A dry probe counts each configuration here, without a GPU. These
+    rows were seen once before thin products got their own time. The speed of a CPU-bound
+    configuration is the uncertain part, because each host launches operations at its own pace. An
+    error is the predicted time divided by the measured time, minus 1.
 
-    `data/truncated_h100.jsonl` has models without a formula, with 2 and 6 layers each, profiled on an H100. Each of its
-    rows keeps the prediction before any constant or count was changed for it (`first_counted_s`).
+    `data/truncated_h100.jsonl` has models without a formula, with 2 and 6 layers each, profiled on
+    an H100. Each of its rows keeps the prediction before any constant or count was changed for it
+    (`first_counted_s`).
     """
     whole = [row for row in load(WHOLE) if row.get("micro_s")]
     with DryProber(shipped=False) as prober:
         known = [found for row in whole if (found := judged(prober, row)) is not None]
         table(known, SPEED_COLUMNS)
-        unknown = [found for row in load(TRUNCATED) if (found := judged_unknown(prober, row)) is not None]
+        unknown = [
+            found for row in load(TRUNCATED) if (found := judged_unknown(prober, row)) is not None
+        ]
     table(unknown, UNKNOWN_COLUMNS)
     finish(args, whole[0]["fingerprint"], known + unknown)
 
 
 def judged(prober: DryProber, row: dict[str, Any]) -> dict[str, Any] | None:
-    """Compare both predictions with a measured micro batch. Return None if a dry probe cannot count it."""
+    """Compare both predictions with a measured micro batch.
+
+    Return None if a dry probe cannot count it.
+    """
     # At that time all rows had the length of the longest, and cuDNN's attention was allowed.
-    config, model = TrainConfig(**{"padding": "max_length"} | row["config"]), resolve_model(row["model"])
-    request = ProbeRequest(config=config, model=model.config, memory_gib=1.0, micro_steps=row["micro_steps"])
+    config, model = (
+        TrainConfig(**{"padding": "max_length"} | row["config"]),
+        resolve_model(row["model"]),
+    )
+    request = ProbeRequest(
+        config=config, model=model.config, memory_gib=1.0, micro_steps=row["micro_steps"]
+    )
     count = prober.count(request).count
     counted = None if count is None else counted_step_time(config, count)
     by_formula = estimate_step_time(model, config)
@@ -321,11 +385,16 @@ def judged(prober: DryProber, row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def judged_unknown(prober: DryProber, row: dict[str, Any]) -> dict[str, Any] | None:
-    """Compare a truncated model with its counted time and peak on its GPU. Return None if it has a formula."""
+    """Compare a truncated model with its counted time and peak on its GPU.
+
+    Return None if it has a formula.
+    """
     config, model = TrainConfig(**row["config"]), resolve_model(row["model"])
     if estimate_step_time(model, config) is not None:
         return None
-    request = ProbeRequest(config=config, model=model.config, memory_gib=1.0, micro_steps=2, depth=row["depth"])
+    request = ProbeRequest(
+        config=config, model=model.config, memory_gib=1.0, micro_steps=2, depth=row["depth"]
+    )
     count = prober.count(request).count
     transfer = speed_transfer(resolve_device(REFERENCE), resolve_device("h100-sxm"))
     counted = None if count is None else counted_step_time(config, count)
@@ -348,35 +417,55 @@ def judged_unknown(prober: DryProber, row: dict[str, Any]) -> dict[str, Any] | N
 
 
 def summarize_speed(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarize models with a formula, GPU-bound or CPU-bound, and models without one (`unknown_`)."""
+    """Summarize models with a formula, GPU-bound or CPU-bound,
+    and models without one (`unknown_`).
+    """
     known = [row for row in rows if "formula_error" in row]
     found: dict[str, Any] = {"configs": len(known), "models": len({row["model"] for row in known})}
     for name, bound in (("device_bound", True), ("host_bound", False)):
         chosen = [row for row in known if (row["host_share"] < DEVICE_BOUND) is bound]
-        found |= {f"{name}_configs": len(chosen)} | error_sizes(chosen, f"{name}_", ("counted", "formula"))
+        found |= {f"{name}_configs": len(chosen)} | error_sizes(
+            chosen, f"{name}_", ("counted", "formula")
+        )
     unknown = [row for row in rows if "first_error" in row]
-    found |= {"unknown_configs": len(unknown), "unknown_models": len({row["model"] for row in unknown})}
+    found |= {
+        "unknown_configs": len(unknown),
+        "unknown_models": len({row["model"] for row in unknown}),
+    }
     found["unknown_device_bound_configs"] = sum(row["host_share"] < DEVICE_BOUND for row in unknown)
     found |= error_sizes(unknown, "unknown_", ("counted", "first", "device", "peak"))
     found["unknown_first_inside_80"] = sum(
-        abs(math.log(1 + row["first_error"])) <= EIGHTY_PERCENT * row["deviation"] for row in unknown
+        abs(math.log(1 + row["first_error"])) <= EIGHTY_PERCENT * row["deviation"]
+        for row in unknown
     ) / len(unknown)
     return found
 
 
-def error_sizes(rows: list[dict[str, Any]], prefix: str, kinds: tuple[str, ...]) -> dict[str, float]:
+def error_sizes(
+    rows: list[dict[str, Any]], prefix: str, kinds: tuple[str, ...]
+) -> dict[str, float]:
     """The median and the largest error of each kind."""
     found: dict[str, float] = {}
     for kind in kinds:
         sizes = [abs(row[f"{kind}_error"]) for row in rows]
-        found |= {f"{prefix}{kind}_error_median": statistics.median(sizes), f"{prefix}{kind}_error_max": max(sizes)}
+        found |= {
+            f"{prefix}{kind}_error_median": statistics.median(sizes),
+            f"{prefix}{kind}_error_max": max(sizes),
+        }
     return found
 
 
 # --- ranks
 
-MODELS = {"mistral-7b": (4, 16), "llama-3.1-8b": (8,), "gemma-2b": (6,), "qwen2.5-7b": (8,), "tinyllama": (22,)}
-COPIED, COPIES = ("mistral-7b", "gemma-2b"), ((4, 2), (16, 2))  # under HSDP: numbers of GPUs, and of copies
+MODELS = {
+    "mistral-7b": (4, 16),
+    "llama-3.1-8b": (8,),
+    "gemma-2b": (6,),
+    "qwen2.5-7b": (8,),
+    "tinyllama": (22,),
+}
+# under HSDP: numbers of GPUs, and of copies
+COPIED, COPIES = ("mistral-7b", "gemma-2b"), ((4, 2), (16, 2))
 METHODS, CHECKPOINTING = ("full", "lora"), ("none", "full")
 WORLDS = [(2, "fsdp2", 1), (2, "fsdp2", 2), (2, "fsdp2_keep", 1), (8, "fsdp2", 1), (8, "fsdp2", 2)]
 OTHERS: list[dict[str, Any]] = [
@@ -386,19 +475,32 @@ OTHERS: list[dict[str, Any]] = [
     {"seq_len": 4096, "micro_batch_size": 1},
     {"seq_len": 512, "micro_batch_size": 1},
 ]
-RANKS_COLUMNS = ["model", "layers", "config", "parallelism", "accumulation", "counted_gib", "predicted_gib", "error"]
+RANKS_COLUMNS = [
+    "model",
+    "layers",
+    "config",
+    "parallelism",
+    "accumulation",
+    "counted_gib",
+    "predicted_gib",
+    "error",
+]
 
 
 def run_ranks(args: argparse.Namespace) -> None:
-    """Compare the formula of `autotune plan --gpus` for FSDP2 with ranks that are counted on the meta device.
+    """Compare the formula of `autotune plan --gpus` for FSDP2 with ranks that are counted on the
+    meta device.
 
-    Torch's own `fully_shard` divides a model in a simulated world of several ranks, as accelerate does: a unit for each
-    layer, one for the embedding, and one of final norm and head that stays gathered. Every operation of a training step
-    runs without values, and the storages that are alive are counted. The memory of CUDA's kernels is added as in a dry
-    probe. A simulated world takes the memory of a real one. Counting cannot see the memory that a trainer holds beside
-    the model. No GPU is needed; without `--counted` it takes 7 minutes.
+    Torch's own `fully_shard` divides a model in a simulated world of several ranks, as accelerate
+    does: a unit for each layer, one for the embedding, and one of final norm and head that stays
+    gathered. Every operation of a training step runs without values, and the storages that are
+    alive are counted. The memory of CUDA's kernels is added as in a dry probe. A simulated world
+    takes the memory of a real one. Counting cannot see the memory that a trainer holds beside the
+    model. No GPU is needed; without `--counted` it takes 7 minutes.
     """
-    counted = {rank_key(row): row["counted_gib"] for row in (load(args.counted) if args.counted else [])}
+    counted = {
+        rank_key(row): row["counted_gib"] for row in (load(args.counted) if args.counted else [])
+    }
     rows = []
     for model, layers, config, parallelism, accumulation in rank_cases():
         rows.append(compare_rank(model, layers, config, parallelism, accumulation, counted))
@@ -408,10 +510,20 @@ def run_ranks(args: argparse.Namespace) -> None:
 
 def rank_cases() -> Iterator[tuple[str, int, TrainConfig, Parallelism, int]]:
     """Yield model, layers, configuration, parallelism and micro batches of a step."""
-    for (model, depths), method, checkpointing in itertools.product(MODELS.items(), METHODS, CHECKPOINTING):
-        config = TrainConfig(method=method, micro_batch_size=4, checkpointing=checkpointing, loss="full")
+    for (model, depths), method, checkpointing in itertools.product(
+        MODELS.items(), METHODS, CHECKPOINTING
+    ):
+        config = TrainConfig(
+            method=method, micro_batch_size=4, checkpointing=checkpointing, loss="full"
+        )
         for layers, (num_gpus, strategy, accumulation) in itertools.product(depths, WORLDS):
-            yield model, layers, config, Parallelism(num_gpus=num_gpus, strategy=strategy), accumulation
+            yield (
+                model,
+                layers,
+                config,
+                Parallelism(num_gpus=num_gpus, strategy=strategy),
+                accumulation,
+            )
         divided = Parallelism(num_gpus=8, strategy="fsdp2", sync_each_batch=True)
         yield model, min(depths), config, divided, 2
         if model in COPIED:
@@ -441,8 +553,15 @@ def compare_rank(
     model = replace(model, params=None, config=model.config | {"num_hidden_layers": layers})
     predicted = rank_breakdown(model, config, parallelism, accumulation)
     assert predicted is not None
-    row: dict[str, Any] = {"model": name, "layers": layers, "config": config.label(), "accumulation": accumulation}
-    row["parallelism"] = f"{parallelism.num_gpus} {parallelism.strategy}" + " sync" * parallelism.sync_each_batch
+    row: dict[str, Any] = {
+        "model": name,
+        "layers": layers,
+        "config": config.label(),
+        "accumulation": accumulation,
+    }
+    row["parallelism"] = (
+        f"{parallelism.num_gpus} {parallelism.strategy}" + " sync" * parallelism.sync_each_batch
+    )
     row["parallelism"] += f" {parallelism.copies} copies" * (parallelism.copies > 1)
     counted = known.get(rank_key(row)) or count_rank(model, config, parallelism, accumulation)
     return row | {
@@ -452,10 +571,14 @@ def compare_rank(
     }
 
 
-def count_rank(model: ModelSpec, config: TrainConfig, parallelism: Parallelism, accumulation: int) -> float:
+def count_rank(
+    model: ModelSpec, config: TrainConfig, parallelism: Parallelism, accumulation: int
+) -> float:
     """GiB that rank 0 has allocated at the peak of its second step."""
     pure = replace(config, precision="bf16_pure")  # what is computed in
-    request = ProbeRequest(config=pure, model=model.config, memory_gib=1.0, micro_steps=accumulation)
+    request = ProbeRequest(
+        config=pure, model=model.config, memory_gib=1.0, micro_steps=accumulation
+    )
     with simulate_cuda(packed=False, padded=False), fsdp2_on_meta(parallelism.num_gpus) as counter:
         step = CountedStep(request, META, cuda_workspace)
         trained = trained_parameters(step._model)
@@ -466,7 +589,11 @@ def count_rank(model: ModelSpec, config: TrainConfig, parallelism: Parallelism, 
         counter.hold(map(local_shard, step._model.parameters()))
         counter.hold(step._model.buffers())
         with counter:
-            state = [torch.zeros_like(local_shard(one)) for one in trained_parameters(step._model) for _ in range(2)]
+            state = [
+                torch.zeros_like(local_shard(one))
+                for one in trained_parameters(step._model)
+                for _ in range(2)
+            ]
             for _ in range(2):
                 counter.begin()
                 train_step(step, accumulation, parallelism.sync_each_batch)
@@ -487,16 +614,25 @@ def shard_model(step: CountedStep, parallelism: Parallelism) -> None:
     reshard = {"reshard_after_forward": parallelism.strategy != "fsdp2_keep"}
     for layer in decoder_layers(model):
         fully_shard(layer, **options | reshard)
-    embedding, head, norm = base.get_input_embeddings(), base.get_output_embeddings(), base.model.norm
+    embedding, head, norm = (
+        base.get_input_embeddings(),
+        base.get_output_embeddings(),
+        base.model.norm,
+    )
     tied = embedding.weight is head.weight
     if not tied:
         fully_shard(embedding, **options | reshard)
-    fully_shard([norm, embedding, head] if tied else [norm, head], **options, reshard_after_forward=False)
+    fully_shard(
+        [norm, embedding, head] if tied else [norm, head], **options, reshard_after_forward=False
+    )
     fully_shard(model, **options)
 
 
 def train_step(step: CountedStep, accumulation: int, each: bool) -> None:
-    """One optimizer step. Gradients are scattered in each micro batch, or in the last, as under `no_sync`."""
+    """One optimizer step.
+
+    Gradients are scattered in each micro batch, or in the last, as under `no_sync`.
+    """
     batches = [step._batch() for _ in range(accumulation)]
     for number, batch in enumerate(batches, 1):
         step._model.set_requires_gradient_sync(each or number == accumulation)
@@ -511,7 +647,9 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def fsdp2_on_meta(num_gpus: int) -> Iterator[StorageCounter]:
-    """Let `fully_shard` work on the meta device in a simulated world, and count the storages that it resizes."""
+    """Let `fully_shard` work on the meta device in a simulated world, and count the storages that
+    it resizes.
+    """
     counter = StorageCounter(META, cuda_workspace)
     param, handle = fsdp._fsdp_param, fsdp._fsdp_param_group._get_device_handle
 
@@ -532,10 +670,16 @@ def fsdp2_on_meta(num_gpus: int) -> Iterator[StorageCounter]:
         stack.enter_context(patch.dict(os.environ, world))
         for module in vars(fsdp).values():
             if hasattr(module, "_get_device_handle"):
-                cpu = patch.object(module, "_get_device_handle", lambda kind: handle("cpu" if kind == "meta" else kind))
+                cpu = patch.object(
+                    module,
+                    "_get_device_handle",
+                    lambda kind: handle("cpu" if kind == "meta" else kind),
+                )
                 stack.enter_context(cpu)
             if hasattr(module, "_get_device_from_mesh"):
-                stack.enter_context(patch.object(module, "_get_device_from_mesh", lambda mesh: META))
+                stack.enter_context(
+                    patch.object(module, "_get_device_from_mesh", lambda mesh: META)
+                )
         for name in ("alloc_storage", "free_storage"):
             stack.enter_context(patch.object(param, name, counted(getattr(param, name))))
         single = ("all_gather_single", "reduce_scatter_single")  # the later names
@@ -552,7 +696,9 @@ def fsdp2_on_meta(num_gpus: int) -> Iterator[StorageCounter]:
 
 
 def summarize_ranks(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarize all ranks, and the ranks of models that the formula was not written with (`other_models_`)."""
+    """Summarize all ranks, and the ranks of models that the formula was not written with
+    (`other_models_`).
+    """
     errors = [abs(row["error"]) for row in rows]
     others = [row for row in rows if row["model"] not in ("mistral-7b", "llama-3.1-8b")]
     return {
@@ -578,7 +724,12 @@ MODES = {
         },
     ),
     "speed": Mode(run=run_speed, result="counted_speed", summarize=summarize_speed),
-    "ranks": Mode(run=run_ranks, result="counted_ranks", summarize=summarize_ranks, options={"--counted": None}),
+    "ranks": Mode(
+        run=run_ranks,
+        result="counted_ranks",
+        summarize=summarize_ranks,
+        options={"--counted": None},
+    ),
 }
 
 

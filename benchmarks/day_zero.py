@@ -1,4 +1,6 @@
-"""Today's model types: which of them `plan` answers, and how exactly probes predict them on a GPU."""
+"""Today's model types: which of them `plan` answers, and how
+exactly probes predict them on a GPU.
+"""
 
 import argparse
 import json
@@ -20,9 +22,34 @@ from autotune.dry.prober import DryProber
 from autotune.problem.performance import step_time_s
 
 NAMED = (
-    *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "gemma4", "gemma4_text", "gemma4_unified"),
-    *("gemma3n", "ministral3", "mistral3", "mistral4", "lfm2", "lfm2_moe", "lfm3", "olmo_hybrid", "exaone4"),
-    *("qwen3_vl", "seed_oss", "muse_glimmer", "phi4_multimodal", "hunyuan_v1_dense", "glm4_moe_lite"),
+    *(
+        "qwen3_5",
+        "qwen3_5_text",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "gemma4",
+        "gemma4_text",
+        "gemma4_unified",
+    ),
+    *(
+        "gemma3n",
+        "ministral3",
+        "mistral3",
+        "mistral4",
+        "lfm2",
+        "lfm2_moe",
+        "lfm3",
+        "olmo_hybrid",
+        "exaone4",
+    ),
+    *(
+        "qwen3_vl",
+        "seed_oss",
+        "muse_glimmer",
+        "phi4_multimodal",
+        "hunyuan_v1_dense",
+        "glm4_moe_lite",
+    ),
     *("glm_moe_dsa", "kimi_linear", "deepseek_v4", "minimax_m2", "ernie4_5_moe", "nemotron_h"),
     *("granitemoehybrid", "llama4"),
 )
@@ -57,8 +84,18 @@ ON_GPU: dict[str, dict[str, Any]] = {
     "seed_oss": {"num_hidden_layers": 16},
 }
 WAYS = {
-    "LoRA": {"micro_batch_size": 4, "seq_len": 1024, "precision": "bf16_pure", "checkpointing": "none"},
-    "recomputed": {"micro_batch_size": 8, "seq_len": 1024, "precision": "bf16_pure", "checkpointing": "full"},
+    "LoRA": {
+        "micro_batch_size": 4,
+        "seq_len": 1024,
+        "precision": "bf16_pure",
+        "checkpointing": "none",
+    },
+    "recomputed": {
+        "micro_batch_size": 8,
+        "seq_len": 1024,
+        "precision": "bf16_pure",
+        "checkpointing": "full",
+    },
 }
 
 
@@ -73,7 +110,9 @@ def default_configs(folder: Path) -> Iterator[tuple[str, Path | str]]:
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
 
-    for name in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}):
+    for name in sorted(
+        {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    ):
         try:
             CONFIG_MAPPING[name]().save_pretrained(folder / name)
         except Exception as error:
@@ -100,17 +139,25 @@ def answer(directory: Path, prober: DryProber) -> dict[str, Any]:
 
 
 def run_types(args: argparse.Namespace) -> None:
-    """Ask for the memory of every model type of the installed transformers, with its default config.
+    """Ask for the memory of every model type of the installed transformers, with its default
+    config.
 
     A default config is what transformers makes without arguments. Some of them cannot be built.
     """
     warnings.filterwarnings("ignore")
     rows = []
-    with tempfile.TemporaryDirectory() as folder, DryProber(Path(folder, "dry"), shipped=False) as prober:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        DryProber(Path(folder, "dry"), shipped=False) as prober,
+    ):
         for name, directory in default_configs(Path(folder)):
-            found = {"refused": directory} if isinstance(directory, str) else answer(directory, prober)
+            found = (
+                {"refused": directory} if isinstance(directory, str) else answer(directory, prober)
+            )
             if (text := found.get("refused")) is not None:
-                found["reason"] = next((one for one, words in REASONS.items() if words in text), None)
+                found["reason"] = next(
+                    (one for one, words in REASONS.items() if words in text), None
+                )
                 found["refused"] = text.replace(folder, "").strip()
             rows.append({"type": name, "named": name in NAMED} | found)
             print(json.dumps(rows[-1]), flush=True)
@@ -134,7 +181,9 @@ def summarize_types(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_gpu(args: argparse.Namespace) -> None:
-    """Predict small models of new families from two truncated depths, and measure the whole models."""
+    """Predict small models of new families from two truncated
+    depths, and measure the whole models.
+    """
     from transformers import CONFIG_MAPPING
 
     rows: list[dict[str, Any]] = []
@@ -154,7 +203,10 @@ def run_gpu(args: argparse.Namespace) -> None:
                     attention = "sdpa" if shape is None or shape.sdpa else "eager"
                     config = TrainConfig(**knobs, attention=attention)
                     request = ProbeRequest(
-                        config=config, model=model.config, device=args.device, memory_gib=args.memory_gib
+                        config=config,
+                        model=model.config,
+                        device=args.device,
+                        memory_gib=args.memory_gib,
                     )
                     row |= compare(prober, counter, request)
                 except (Failed, UsageError, ValueError, KeyError) as error:

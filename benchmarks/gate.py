@@ -1,4 +1,6 @@
-"""Time the tests as README says to run them: the seconds and the processor seconds of each whole run."""
+"""Time the tests as README says to run them: the seconds and the processor seconds of each whole
+run.
+"""
 
 import argparse
 import os
@@ -37,7 +39,9 @@ def timed(tests: list[Path], fuzz: int) -> dict[str, Any]:
     load, start, used = os.getloadavg()[0], time.monotonic(), cpu_seconds()
     command = [sys.executable, "-m", "pytest", "-q", *map(str, tests)]
     environment = os.environ | {"AUTOTUNE_FUZZ": str(fuzz)}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, check=False, stdout=subprocess.PIPE, text=True)
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, check=False, stdout=subprocess.PIPE, text=True
+    )
 
     if ended.returncode:
         print("\n".join(ended.stdout.splitlines()[-LINES_SHOWN:]))

@@ -1,11 +1,15 @@
-"""Compare the tokens and labels of `train.py` with the output of other trainers' own code, token by token.
+"""Compare the tokens and labels of `train.py` with the output of other trainers' own code, token by
+token.
 
-Rows of each form are made at random. Each tool tokenises them with its own functions and collator, set as the exported
-files set it, in a process of its own: TRL as it is installed; Axolotl and LLaMA-Factory from the folders of `--axolotl`
-and `--llamafactory`, into which their wheels were unpacked (`pip download --no-deps`, `unzip`), without being
-installed. Their imports beyond text (images, sound, telemetry) are replaced by empty modules.
+Rows of each form are made at random. Each tool tokenises them with its own functions and collator,
+set as the exported files set it, in a process of its own: TRL as it is installed; Axolotl and
+LLaMA-Factory from the folders of `--axolotl` and `--llamafactory`, into which their wheels were
+unpacked (`pip download
+--no-deps`, `unzip`), without being installed. Their imports beyond text (images, sound, telemetry)
+are replaced by empty modules.
 
-A row of the result is a form with a tool. `said` is true if the head of the exported file says that its labels differ.
+A row of the result is a form with a tool. `said` is true if the head of the exported file says that
+its labels differ.
 """
 
 import argparse
@@ -28,24 +32,51 @@ from bench import Mode, finish, run_program, run_python
 from tests.helpers.tokenizers import WORDS, byte_level, template
 
 NUMBER = 200  # rows of each form
-ABSENT = {"PIL", "av", "fastapi", "gradio", "librosa", "posthog", "torchaudio"}  # that are not needed for text
+# that are not needed for text
+ABSENT = {"PIL", "av", "fastapi", "gradio", "librosa", "posthog", "torchaudio"}
 VERSIONS = {"axolotl": "0.19.0", "llamafactory": "0.9.5"}
-TOOLS = [{"type": "function", "function": {"name": "weather", "description": "the weather", "parameters": {}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "the weather", "parameters": {}},
+    }
+]
 # The form of the rows, the chat template, and whether that tool's head says that its labels differ.
 CASES: dict[str, tuple[str, str, dict[str, bool]]] = {
     "text": ("text", "llama3", {"trl": False, "axolotl": False}),
-    "prompt_completion": ("prompt_completion", "llama3", {"trl": False, "axolotl": False, "llamafactory": True}),
+    "prompt_completion": (
+        "prompt_completion",
+        "llama3",
+        {"trl": False, "axolotl": False, "llamafactory": True},
+    ),
     "chat_completion": ("chat_completion", "llama3", {"trl": False}),
     "messages": ("messages", "llama3", {"trl": False, "axolotl": False, "llamafactory": False}),
-    "messages, ChatML": ("messages", "qwen3_instruct_2507", {"trl": False, "axolotl": True, "llamafactory": False}),
-    "messages, Gemma": ("messages", "gemma", {"trl": False, "axolotl": True, "llamafactory": False}),
-    "messages, Qwen 2.5": ("messages", "qwen2_5", {"trl": True, "axolotl": True, "llamafactory": False}),
+    "messages, ChatML": (
+        "messages",
+        "qwen3_instruct_2507",
+        {"trl": False, "axolotl": True, "llamafactory": False},
+    ),
+    "messages, Gemma": (
+        "messages",
+        "gemma",
+        {"trl": False, "axolotl": True, "llamafactory": False},
+    ),
+    "messages, Qwen 2.5": (
+        "messages",
+        "qwen2_5",
+        {"trl": True, "axolotl": True, "llamafactory": False},
+    ),
     "tools": ("tools", "qwen3_instruct_2507", {"trl": False, "axolotl": True}),
     "conversations": ("conversations", "llama3", {"axolotl": False, "llamafactory": False}),
     "alpaca": ("alpaca", "llama3", {"llamafactory": False}),
     "alpaca, no template": ("alpaca", "", {"axolotl": False}),
 }
-EOS = {"llama3": "<|eot_id|>", "qwen3_instruct_2507": "<|im_end|>", "qwen2_5": "<|im_end|>", "gemma": "<end_of_turn>"}
+EOS = {
+    "llama3": "<|eot_id|>",
+    "qwen3_instruct_2507": "<|im_end|>",
+    "qwen2_5": "<|im_end|>",
+    "gemma": "<end_of_turn>",
+}
 
 Labelled = list[tuple[list[int], list[int]]]  # tokens and labels of each row
 
@@ -60,7 +91,9 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def compared(tool: str, ours: dict[str, Labelled], theirs: dict[str, Labelled]) -> list[dict[str, Any]]:
+def compared(
+    tool: str, ours: dict[str, Labelled], theirs: dict[str, Labelled]
+) -> list[dict[str, Any]]:
     rows = []
     for case, labelled in theirs.items():
         # The label of the first token is never used, because no token precedes it.
@@ -101,16 +134,24 @@ def make_cases(folder: Path) -> dict[str, Labelled]:
         chosen = random.Random(number)
         made = [MAKERS[form](chosen) for _ in range(NUMBER)]
         (folder / f"{case}.jsonl").write_text("\n".join(map(json.dumps, made)))
-        tokenizer = byte_level(template(chat_template) if chat_template else None, EOS.get(chat_template, "</s>"))
+        tokenizer = byte_level(
+            template(chat_template) if chat_template else None, EOS.get(chat_template, "</s>")
+        )
         tokenizer.save_pretrained(folder / f"{case} tokenizer")
         stored = runtime.StoredExamples(tokenise(folder / f"{case}.jsonl", tokenizer))
         batches = [runtime.collate([[example]], [], False) for example in stored]
-        labelled[case] = [(batch["input_ids"][0].tolist(), batch["labels"][0].tolist()) for batch in batches]
+        labelled[case] = [
+            (batch["input_ids"][0].tolist(), batch["labels"][0].tolist()) for batch in batches
+        ]
     return labelled
 
 
 def words(chosen: random.Random) -> str:
-    text = " ".join(chosen.choices([*WORDS.split(), "naïve", "日本", "x=1;", "(a)", "12.5"], k=chosen.randint(1, 30)))
+    text = " ".join(
+        chosen.choices(
+            [*WORDS.split(), "naïve", "日本", "x=1;", "(a)", "12.5"], k=chosen.randint(1, 30)
+        )
+    )
     return chosen.choice(["", "A: "]) + text + chosen.choice(["", ".", "?", "\n\nand more"])
 
 
@@ -120,10 +161,15 @@ def conversation(chosen: random.Random) -> list[dict[str, Any]]:
 
 
 def with_calls(chosen: random.Random) -> dict[str, Any]:
-    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": words(chosen)}}}
+    call = {
+        "type": "function",
+        "function": {"name": "weather", "arguments": {"city": words(chosen)}},
+    }
     asked, answered = conversation(chosen)[:2]
     called = {"role": "assistant", "content": "", "tool_calls": [call] * chosen.randint(1, 2)}
-    results = [{"role": "tool", "name": "weather", "content": words(chosen)} for _ in called["tool_calls"]]
+    results = [
+        {"role": "tool", "name": "weather", "content": words(chosen)} for _ in called["tool_calls"]
+    ]
     return {"messages": [asked, called, *results, answered, *conversation(chosen)], "tools": TOOLS}
 
 
@@ -134,12 +180,19 @@ def chat_completion(chosen: random.Random) -> dict[str, Any]:
 
 def sharegpt(chosen: random.Random) -> dict[str, Any]:
     names = {"user": "human", "assistant": "gpt"}
-    return {"conversations": [{"from": names[one["role"]], "value": one["content"]} for one in conversation(chosen)]}
+    return {
+        "conversations": [
+            {"from": names[one["role"]], "value": one["content"]} for one in conversation(chosen)
+        ]
+    }
 
 
 MAKERS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "text": lambda chosen: {"text": words(chosen)},
-    "prompt_completion": lambda chosen: {"prompt": words(chosen), "completion": " " + words(chosen)},
+    "prompt_completion": lambda chosen: {
+        "prompt": words(chosen),
+        "completion": " " + words(chosen),
+    },
     "chat_completion": chat_completion,
     "messages": lambda chosen: {"messages": conversation(chosen)},
     "tools": with_calls,
@@ -158,8 +211,14 @@ MAKERS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Stands in for packages that a tool imports and does not use here."""
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] in ABSENT else None
+    def find_spec(
+        self, name: str, path: Any, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return (
+            importlib.machinery.ModuleSpec(name, self, is_package=True)
+            if name.split(".")[0] in ABSENT
+            else None
+        )
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
         return mock.MagicMock(__spec__=spec, __path__=[], __name__=spec.name)
@@ -169,7 +228,9 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def label_with(tool: str, folder: Path) -> None:
-    """Tokenise the rows of a tool's cases with its own code, and write the result to <tool>.json."""
+    """Tokenise the rows of a tool's cases with its own code,
+    and write the result to <tool>.json.
+    """
     from transformers import AutoTokenizer
 
     sys.path[:0] = json.loads((folder / "path.json").read_text())
@@ -179,17 +240,28 @@ def label_with(tool: str, folder: Path) -> None:
         if tool in tools:
             lines = (folder / f"{case}.jsonl").read_text().splitlines()
             tokenizer = AutoTokenizer.from_pretrained(folder / f"{case} tokenizer")
-            batches = LABEL[tool]([json.loads(line) for line in lines], tokenizer, form, chat_template, folder)
-            found[case] = [(batch["input_ids"][0].tolist(), batch["labels"][0].tolist()) for batch in batches]
+            batches = LABEL[tool](
+                [json.loads(line) for line in lines], tokenizer, form, chat_template, folder
+            )
+            found[case] = [
+                (batch["input_ids"][0].tolist(), batch["labels"][0].tolist()) for batch in batches
+            ]
     (folder / f"{tool}.json").write_text(json.dumps(found))
 
 
-def with_trl(rows: list[dict[str, Any]], tokenizer: Any, form: str, chat_template: str, folder: Path) -> Iterator[Any]:
+def with_trl(
+    rows: list[dict[str, Any]], tokenizer: Any, form: str, chat_template: str, folder: Path
+) -> Iterator[Any]:
     from datasets import Dataset
     from transformers import LlamaConfig, LlamaForCausalLM
     from trl import SFTConfig, SFTTrainer
 
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
     on_answers = form in ("messages", "tools")
     # As a column of JSON, since a table would give each mapping the keys of all.
     trainer = SFTTrainer(
@@ -217,14 +289,19 @@ def with_axolotl(
     from axolotl.utils.dict import DictDefault
 
     tokenizer.pad_token = tokenizer.eos_token
-    cfg = DictDefault({"train_on_inputs": False, "sequence_len": 4096, "chat_template": "tokenizer_default"})
+    cfg = DictDefault(
+        {"train_on_inputs": False, "sequence_len": 4096, "chat_template": "tokenizer_default"}
+    )
     module, options = {
         "text": ("completion", {}),
         "alpaca": ("alpaca_instruct", {}),
         "prompt_completion": ("user_defined", None),
         "conversations": (
             "chat_template",
-            {"field_messages": "conversations", "message_property_mappings": {"role": "from", "content": "value"}},
+            {
+                "field_messages": "conversations",
+                "message_property_mappings": {"role": "from", "content": "value"},
+            },
         ),
     }.get(form, ("chat_template", {}))
     loaded = importlib.import_module(f"axolotl.prompt_strategies.{module}")
@@ -235,11 +312,19 @@ def with_axolotl(
             format="{instruction}",
             no_input_format="{instruction}",
         )
-    strategy = loaded.load(tokenizer, cfg) if module == "alpaca_instruct" else loaded.load(tokenizer, cfg, options)
+    strategy = (
+        loaded.load(tokenizer, cfg)
+        if module == "alpaca_instruct"
+        else loaded.load(tokenizer, cfg, options)
+    )
     collate = DataCollatorForSeq2Seq(tokenizer)
     for row in rows:
-        made = strategy.tokenize_prompt({name: [value] for name, value in row.items()} if form == "text" else row)
-        yield collate([{name: value[0] for name, value in made.items()} if form == "text" else made])
+        made = strategy.tokenize_prompt(
+            {name: [value] for name, value in row.items()} if form == "text" else row
+        )
+        yield collate(
+            [{name: value[0] for name, value in made.items()} if form == "text" else made]
+        )
 
 
 def with_llamafactory(
@@ -270,7 +355,12 @@ def with_llamafactory(
             "alpaca": {},
         }[form]
     )
-    by_template = {"llama3": "llama3", "gemma": "gemma", "qwen2_5": "qwen", "qwen3_instruct_2507": "qwen3_nothink"}
+    by_template = {
+        "llama3": "llama3",
+        "gemma": "gemma",
+        "qwen2_5": "qwen",
+        "qwen3_instruct_2507": "qwen3_nothink",
+    }
     name = "empty" if form == "prompt_completion" else by_template[chat_template]
     data = SimpleNamespace(
         template=name,
@@ -286,8 +376,12 @@ def with_llamafactory(
     )
     written = get_template_and_fix_tokenizer(tokenizer, data)
     convert = get_dataset_converter(attributes.formatting, attributes, data)
-    processor = SupervisedDatasetProcessor(template=written, tokenizer=tokenizer, processor=None, data_args=data)
-    collate = SFTDataCollatorWith4DAttentionMask(template=written, tokenizer=tokenizer, label_pad_token_id=-100)
+    processor = SupervisedDatasetProcessor(
+        template=written, tokenizer=tokenizer, processor=None, data_args=data
+    )
+    collate = SFTDataCollatorWith4DAttentionMask(
+        template=written, tokenizer=tokenizer, label_pad_token_id=-100
+    )
     for row in rows:
         converted = {key: [value] for key, value in convert(row).items()}
         made = processor.preprocess_dataset(converted)
@@ -318,7 +412,12 @@ def run(args: argparse.Namespace) -> None:
             (folder / "path.json").write_text(json.dumps(path))
             run_python([str(Path(__file__).absolute()), "--child", tool, str(folder)], folder)
             rows += compared(tool, ours, json.loads((folder / f"{tool}.json").read_text()))
-    finish(args, None, rows, ["tool", "case", "rows", "tokens", "mismatches", "mismatched_tokens", "said"])
+    finish(
+        args,
+        None,
+        rows,
+        ["tool", "case", "rows", "tokens", "mismatches", "mismatched_tokens", "said"],
+    )
 
 
 MODES = {
@@ -327,9 +426,21 @@ MODES = {
         result="labels",
         summarize=summarize,
         options={
-            "--axolotl": {"type": Path, "metavar": "DIR", "help": "the folder of its unpacked wheel"},
-            "--llamafactory": {"type": Path, "metavar": "DIR", "help": "the folder of its unpacked wheel"},
-            "--more": {"type": Path, "metavar": "DIR", "help": "pure Python packages that these two import"},
+            "--axolotl": {
+                "type": Path,
+                "metavar": "DIR",
+                "help": "the folder of its unpacked wheel",
+            },
+            "--llamafactory": {
+                "type": Path,
+                "metavar": "DIR",
+                "help": "the folder of its unpacked wheel",
+            },
+            "--more": {
+                "type": Path,
+                "metavar": "DIR",
+                "help": "pure Python packages that these two import",
+            },
             "--child": {"nargs": 2, "help": argparse.SUPPRESS},
         },
     )

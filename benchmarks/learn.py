@@ -1,12 +1,15 @@
-"""Compare the rate that `autotune learn` chooses with a sweep of twelve rates from three seeds, on three data sets.
+"""Compare the rate that `autotune learn` chooses with a sweep of twelve rates from three seeds, on
+three data sets.
 
-First a model of 17 M parameters is trained on the source of Python's standard library, so that it has something to
-forget. It is then fine-tuned with LoRA on three kinds of text that lie on this machine too: C++ headers of torch,
-descriptions and licences of installed packages, and docstrings to be written for a signature. All runs of the sweep are
-as long as the full run, and are judged by the same examples, which neither they nor the search train on.
-`loss_over_best` is the mean loss of the chosen rate divided by the loss of the best rate, minus 1. `default_over_best`
-is the same for the fixed default. `cost_share` is the number of optimizer steps of the search divided by the steps of
-the sweep. Adapters of other ranks are trained at the chosen rate: `ranks_diverged` counts the diverged ones.
+First a model of 17 M parameters is trained on the source of Python's standard library, so that it
+has something to forget. It is then fine-tuned with LoRA on three kinds of text that lie on this
+machine too: C++ headers of torch, descriptions and licences of installed packages, and docstrings
+to be written for a signature. All runs of the sweep are as long as the full run, and are judged by
+the same examples, which neither they nor the search train on. `loss_over_best` is the mean loss of
+the chosen rate divided by the loss of the best rate, minus 1. `default_over_best` is the same for
+the fixed default. `cost_share` is the number of optimizer steps of the search divided by the steps
+of the sweep. Adapters of other ranks are trained at the chosen
+rate: `ranks_diverged` counts the diverged ones.
 """
 
 import argparse
@@ -35,7 +38,12 @@ from autotune.export.run.process import write_files
 from autotune.study.learning import Attempt
 from autotune.study.summary import Recipe
 
-SHAPE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6}
+SHAPE = {
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+}
 VOCABULARY, ROW = 4096, 256  # tokens
 RATES = [2e-4 * 2.0**power for power in range(-3, 9)]
 SEEDS = (0, 1, 2)
@@ -43,7 +51,16 @@ RANKS = (8, 64, 256)
 STEPS_ON_CPU = 8  # of a trial run
 EXAMPLES, HELD_OUT, CHARACTERS = 1600, 200, 900
 LIBRARY, TORCH = Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent
-COLUMNS = ["data", "chosen", "loss", "best", "best_loss", "loss_over_best", "default_over_best", "cost_share"]
+COLUMNS = [
+    "data",
+    "chosen",
+    "loss",
+    "best",
+    "best_loss",
+    "loss_over_best",
+    "default_over_best",
+    "cost_share",
+]
 
 
 # --- text that lies on every machine
@@ -65,16 +82,25 @@ def pieces(texts: Iterator[str]) -> Iterator[dict[str, str]]:
 
 
 def docstrings() -> Iterator[dict[str, str]]:
-    """Functions of installed packages: the signature, and the docstring that is to be written for it."""
+    """Functions of installed packages: the signature, and the docstring that is to be written for
+    it.
+    """
     for text in files(TORCH, "*.py"):
         try:
             nodes = list(ast.walk(ast.parse(text)))
         except (SyntaxError, ValueError, RecursionError):
             continue
         for node in nodes:
-            if isinstance(node, ast.FunctionDef) and (said := ast.get_docstring(node)) and len(said) > 80:
+            if (
+                isinstance(node, ast.FunctionDef)
+                and (said := ast.get_docstring(node))
+                and len(said) > 80
+            ):
                 arguments = ast.unparse(node.args)[:200]
-                yield {"prompt": f"def {node.name}({arguments}):\n", "completion": said[:CHARACTERS]}
+                yield {
+                    "prompt": f"def {node.name}({arguments}):\n",
+                    "completion": said[:CHARACTERS],
+                }
 
 
 TEXTS = {
@@ -94,20 +120,33 @@ def pretrain(folder: Path, args: argparse.Namespace) -> float:
 
     texts = list(files(LIBRARY, "*.py"))
     plain = Tokenizer(models.BPE())
-    plain.pre_tokenizer, plain.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    plain.pre_tokenizer, plain.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<s>", "</s>"]
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet
+    )
     plain.train_from_iterator(texts[:300], trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
     tokenizer.save_pretrained(folder)
     encoded = plain.encode_batch(texts if args.gpu != "cpu" else texts[:20])
     tokens = torch.tensor([token for one in encoded for token in one.ids])
     on_gpu = args.gpu != "cpu"
     device, size = torch.device("cuda" if on_gpu else "cpu"), 64 if on_gpu else 4
     torch.manual_seed(0)
-    shape = SHAPE if on_gpu else SHAPE | {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=VOCABULARY, **shape)).to(device)
+    shape = (
+        SHAPE
+        if on_gpu
+        else SHAPE | {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2}
+    )
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("llama", vocab_size=VOCABULARY, **shape)
+    ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     losses, began = list[float](), time.monotonic()
     while (passed := (time.monotonic() - began) / args.pretrain_s) < 1:
@@ -133,7 +172,10 @@ def pretrain(folder: Path, args: argparse.Namespace) -> float:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A study's winner, its examples, and the examples of the sweep. The last ones of the sweep judge."""
+    """A study's winner, its examples, and the examples of the sweep.
+
+    The last ones of the sweep judge.
+    """
 
     name: str
     recipe: Recipe
@@ -148,7 +190,13 @@ def tuned(name: str, folder: Path, args: argparse.Namespace) -> Tuned:
     data, both = folder / f"{name}.jsonl", folder / f"{name}-all.jsonl"
     data.write_text("\n".join(map(json.dumps, chosen[:-HELD_OUT])) + "\n")
     both.write_text("\n".join(map(json.dumps, chosen)) + "\n")
-    pins = {"seq_len": ROW, "micro_batch_size": 32, "lora_rank": 16, "quantization": "none", "packing": False}
+    pins = {
+        "seq_len": ROW,
+        "micro_batch_size": 32,
+        "lora_rank": 16,
+        "quantization": "none",
+        "packing": False,
+    }
     study = autotune.tune(
         str(folder / "model"),
         gpu=args.gpu,
@@ -164,21 +212,35 @@ def tuned(name: str, folder: Path, args: argparse.Namespace) -> Tuned:
 
 
 def compare(one: Tuned, args: argparse.Namespace) -> dict[str, Any]:
-    """A row: the search, the sweep, and other ranks at the chosen rate. A process for each seed, and for each rank."""
+    """A row: the search, the sweep, and other ranks at the chosen rate.
+
+    A process for each seed, and for each rank.
+    """
     recipe = one.recipe
     steps = recipe.winner.cost.num_steps if args.gpu != "cpu" else STEPS_ON_CPU
     began = time.monotonic()
-    learning = learn(recipe, one.data, one.data.with_suffix(""), print, lambda: False, share=args.share)
+    learning = learn(
+        recipe, one.data, one.data.with_suffix(""), print, lambda: False, share=args.share
+    )
     chosen, default = learning.learning_rate, recipe.default_learning_rate
     rates = sorted({*(RATES if args.gpu != "cpu" else RATES[::3]), chosen, default})
     print(f"{one.name}: searched for {time.monotonic() - began:.0f} s", flush=True)
     with ThreadPoolExecutor() as pool:
-        by_seed = [pool.submit(sweep, recipe, one, [(rate, steps, seed) for rate in rates]) for seed in SEEDS]
-        by_rank = {rank: pool.submit(sweep, with_rank(recipe, rank), one, [(chosen, steps, 0)]) for rank in RANKS}
+        by_seed = [
+            pool.submit(sweep, recipe, one, [(rate, steps, seed) for rate in rates])
+            for seed in SEEDS
+        ]
+        by_rank = {
+            rank: pool.submit(sweep, with_rank(recipe, rank), one, [(chosen, steps, 0)])
+            for rank in RANKS
+        }
         swept = [attempt for job in by_seed for attempt in job.result()]
         ranks = {rank: job.result()[0].loss for rank, job in by_rank.items()}
     print(f"{one.name}: all done after {time.monotonic() - began:.0f} s", flush=True)
-    means = {rate: statistics.fmean(loss_of(run) for run in swept if run.learning_rate == rate) for rate in rates}
+    means = {
+        rate: statistics.fmean(loss_of(run) for run in swept if run.learning_rate == rate)
+        for rate in rates
+    }
     best = min(means, key=lambda rate: means[rate])
     own, usual = means[chosen], means[default]
     return {
@@ -198,21 +260,33 @@ def compare(one: Tuned, args: argparse.Namespace) -> dict[str, Any]:
         "sweep_s": sum(run.seconds for run in swept),
         "diverged": sum(math.isinf(mean) for mean in means.values()),
         "over_5_percent_worse": sum(mean > 1.05 * means[best] for mean in means.values()),
-        "losses": {f"{rate:.3g}": mean if math.isfinite(mean) else None for rate, mean in means.items()},
+        "losses": {
+            f"{rate:.3g}": mean if math.isfinite(mean) else None for rate, mean in means.items()
+        },
         "ranks": ranks,
         "fingerprint": to_data(recipe.fingerprint),
     }
 
 
 def with_rank(recipe: Recipe, rank: int) -> Recipe:
-    return replace(recipe, winner=replace(recipe.winner, config=replace(recipe.config, lora_rank=rank)))
+    return replace(
+        recipe, winner=replace(recipe.winner, config=replace(recipe.config, lora_rank=rank))
+    )
 
 
 def sweep(recipe: Recipe, one: Tuned, runs: list[tuple[float, int, int]]) -> list[Attempt]:
     """Full runs at these rates, steps and seeds, each judged by the last examples."""
     folder = Path(tempfile.mkdtemp(dir=one.data.parent))
     write_files(folder, script.export(recipe))
-    arguments = [str(folder), "--dataset", str(one.with_judges), "--output-dir", "", "--report-to", "none"]
+    arguments = [
+        str(folder),
+        "--dataset",
+        str(one.with_judges),
+        "--output-dir",
+        "",
+        "--report-to",
+        "none",
+    ]
     arguments += ["--held-out", str(HELD_OUT), str(ROW)]
     with Learner(arguments, folder / "log", lambda: False) as learner:
         return [learner.train(rate, steps, seed, 600.0) for rate, steps, seed in runs]
@@ -240,8 +314,12 @@ def run(args: argparse.Namespace) -> None:
     folder = scratch()
     began = time.monotonic()
     pretrained_loss = pretrain(folder / "model", args)
-    print(f"pretrained to a loss of {pretrained_loss:.3f} in {time.monotonic() - began:.0f} s", flush=True)
-    with ThreadPoolExecutor() as pool:  # while one study searches, the trainings of the study before run
+    print(
+        f"pretrained to a loss of {pretrained_loss:.3f} in {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
+    # while one study searches, the trainings of the study before run
+    with ThreadPoolExecutor() as pool:
         found = [pool.submit(compare, tuned(name, folder, args), args) for name in args.data]
         for one in found:
             rows.add(one.result() | {"pretrained_loss": pretrained_loss})

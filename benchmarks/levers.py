@@ -1,4 +1,6 @@
-"""Measure the speed of levers, alone, side by side and together, and check that they keep gradients and losses."""
+"""Measure the speed of levers, alone, side by side and together, and check that they keep gradients
+and losses.
+"""
 
 import argparse
 import functools
@@ -52,10 +54,12 @@ from autotune.trainer.lean_trainer import LeanTrainer, compile_layers, training_
 # --- reference
 
 MODELS = ("mistral-7b", "llama-3.1-8b")
-# The reference recomputes every layer and uses autocast over a bf16 base, with rank 16 on all linear layers.
+# The reference recomputes every layer and uses autocast over a bf16 base, with rank 16 on all
+# linear layers.
 LORA = TrainConfig(micro_batch_size=4, seq_len=2048)
 FULL = TrainConfig(method="full", micro_batch_size=4, seq_len=2048, precision="bf16_pure")
-TOGETHER = {"checkpointing": "none", "compile": "per_layer", "loss": "chunked"}  # no other number format
+# no other number format
+TOGETHER = {"checkpointing": "none", "compile": "per_layer", "loss": "chunked"}
 REFERENCE_LEVERS: dict[str, dict[str, Any]] = {
     "reference": {},
     "no checkpointing": {"checkpointing": "none"},
@@ -87,14 +91,16 @@ LEVER_COLUMNS = ["lever", "config", "tokens_per_s", "mfu", "peak_reserved_gib"]
 
 
 def run_reference(args: argparse.Namespace) -> None:
-    """Measure each lever on the guides' reference configuration: alone, together, and in a study's winner.
+    """Measure each lever on the guides' reference configuration: alone, together, and in a study's
+    winner.
 
-    The studies are plain calls of `autotune run` for LoRA of rank 16 on rows of 2,048 tokens: one with the defaults and
-    one that also allows 8-bit floats. All measurements are at full depth.
+    The studies are plain calls of `autotune run` for LoRA of rank 16 on rows of 2,048 tokens: one
+    with the defaults and one that also allows 8-bit floats. All measurements are at full depth.
     """
     until = time.monotonic() + args.seconds
     rows = Rows.of(args)
-    # The studies run right after the first reference, so that both are measured within the same minutes.
+    # The studies run right after the first reference, so that both are measured within the same
+    # minutes.
     first, *others = [(name, reference) for name in args.models for reference in (LORA, FULL)]
     measure_reference(rows, args, [first], until)
     for name, options in STUDIES.items():
@@ -106,12 +112,17 @@ def run_reference(args: argparse.Namespace) -> None:
 
 
 def summarize_reference(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    by_lever = {row["lever"]: row for row in reversed(rows)}  # the first row of a lever: LoRA of the first model
+    # the first row of a lever: LoRA of the first model
+    by_lever = {row["lever"]: row for row in reversed(rows)}
     winner, reference = by_lever.get("the study's winner", {}), by_lever["reference"]
     in_fp8 = by_lever.get("the study's winner, fp8 allowed", {})
 
     def ratio(row: dict[str, Any]) -> float | None:
-        return row["tokens_per_s"] / reference["tokens_per_s"] if row and reference.get("tokens_per_s") else None
+        return (
+            row["tokens_per_s"] / reference["tokens_per_s"]
+            if row and reference.get("tokens_per_s")
+            else None
+        )
 
     return {
         "winner_tokens_per_s": winner.get("tokens_per_s"),
@@ -125,10 +136,13 @@ def summarize_reference(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def measure_reference(rows: Rows, args: argparse.Namespace, cases: list[tuple[str, TrainConfig]], until: float) -> None:
+def measure_reference(
+    rows: Rows, args: argparse.Namespace, cases: list[tuple[str, TrainConfig]], until: float
+) -> None:
     """Measure each lever on each of these references, unless its row exists or the time is over."""
     device = resolve_device(args.gpu)
-    missing: dict[tuple[str, str], tuple[str, TrainConfig]] = {}  # several levers may give the same configuration
+    # several levers may give the same configuration
+    missing: dict[tuple[str, str], tuple[str, TrainConfig]] = {}
     for name, reference in cases:
         for lever, changes in REFERENCE_LEVERS.items():
             config = replace(reference, **changes)
@@ -147,7 +161,16 @@ def measure_reference(rows: Rows, args: argparse.Namespace, cases: list[tuple[st
 
 def reference_study(args: argparse.Namespace, name: str, options: list[str]) -> dict[str, Any]:
     """Run a study and return its winner with the study's own measurements as a row."""
-    task = ["--gpu", args.gpu, "--model", args.models[0], "--tokens-per-example", "2048", "--budget", args.budget]
+    task = [
+        "--gpu",
+        args.gpu,
+        "--model",
+        args.models[0],
+        "--tokens-per-example",
+        "2048",
+        "--budget",
+        args.budget,
+    ]
     task += [*set_options({"seq_len": 2048, "lora_rank": 16}), "--out", "study", *options]
     summary = run_study(scratch(), *task)
     winner = summary["winner"]
@@ -165,12 +188,20 @@ def reference_study(args: argparse.Namespace, name: str, options: list[str]) -> 
 # --- sides
 
 # Each lever: the configuration without it, and with it.
-SIDES_COMPILED = {"checkpointing": "none", "compile": "per_layer", "loss": "chunked", "padding": "max_length"}
+SIDES_COMPILED = {
+    "checkpointing": "none",
+    "compile": "per_layer",
+    "loss": "chunked",
+    "padding": "max_length",
+}
 SIDES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "together": ({}, TOGETHER),
     "joined adapters": (SIDES_COMPILED, SIDES_COMPILED | {"lora_kernels": "joined"}),
     "fp8 base": (SIDES_COMPILED, SIDES_COMPILED | {"quantization": "fp8"}),
-    "selective_50": (SIDES_COMPILED | {"checkpointing": "every_2"}, SIDES_COMPILED | {"checkpointing": "selective_50"}),
+    "selective_50": (
+        SIDES_COMPILED | {"checkpointing": "every_2"},
+        SIDES_COMPILED | {"checkpointing": "selective_50"},
+    ),
 }
 SIDE_RANKS, LENGTHS = (16, 64), (1024, 4096)
 CAP_GIB, LONG_ROW = 22.0, 16384
@@ -185,11 +216,11 @@ GRAPHS: dict[str, dict[str, Any]] = {
 def run_sides(args: argparse.Namespace) -> None:
     """Measure whole models with and without each lever, and check gradients and losses.
 
-    The pairs have two ranks and two row lengths. Selective recomputation is also measured on long rows and under a
-    memory cap, CUDA graphs on a small, CPU-bound micro batch, and packed rows beside full ones (`packing.py
-    attention`). The mode `checks` explains the checks of gradients and losses. `--first` makes a short test of
-    selective recomputation and CUDA graphs. Each row names its GPU, so one result can hold rows of several GPUs
-    (`--rows`).
+    The pairs have two ranks and two row lengths. Selective recomputation is also measured on long
+    rows and under a memory cap, CUDA graphs on a small, CPU-bound micro batch, and packed rows
+    beside full ones (`packing.py attention`). The mode `checks` explains the checks of gradients
+    and losses. `--first` makes a short test of selective recomputation and CUDA graphs. Each row
+    names its GPU, so one result can hold rows of several GPUs (`--rows`).
     """
     rows = Rows.of(args)
     measure_sides(rows, args, time.monotonic() + args.seconds)
@@ -197,7 +228,10 @@ def run_sides(args: argparse.Namespace) -> None:
 
 
 def measure_sides(rows: Rows, args: argparse.Namespace, until: float) -> None:
-    """Measure with and without each lever, and check gradients and losses. Start no measurement after `until`."""
+    """Measure with and without each lever, and check gradients and losses.
+
+    Start no measurement after `until`.
+    """
     if time.monotonic() > until:
         return
     device = resolve_device(args.gpu)
@@ -208,14 +242,18 @@ def measure_sides(rows: Rows, args: argparse.Namespace, until: float) -> None:
 
         for part, lever, model, config, memory_gib in side_cases(args):
             short = resolve_model(model).short
-            if time.monotonic() < until and not rows.has(**card, part=part, model=short, config=config.label()):
+            if time.monotonic() < until and not rows.has(
+                **card, part=part, model=short, config=config.label()
+            ):
                 found = speed(prober, resolve_model(model), device, config, memory_gib)
                 rows.add({"part": part, "lever": lever, **found, **known})
                 table(rows.all[-1:], ["part", *LEVER_COLUMNS])
 
         for case in [] if args.first else packing.attention_cases(packing.CONFIG.seq_len):
             if time.monotonic() < until and not rows.has(**card, part="packed", case=case):
-                found = packing.speed_of(case, prober, resolve_model(args.model), device, args.memory_gib)
+                found = packing.speed_of(
+                    case, prober, resolve_model(args.model), device, args.memory_gib
+                )
                 rows.add({"part": "packed", **found, **known})
                 table(rows.all[-1:], ["part", *packing.ATTENTION_COLUMNS])
 
@@ -226,7 +264,9 @@ def measure_sides(rows: Rows, args: argparse.Namespace, until: float) -> None:
     check_sides(rows, args, until, here, known)
 
 
-def check_sides(rows: Rows, args: argparse.Namespace, until: float, here: torch.device, card: dict[str, Any]) -> None:
+def check_sides(
+    rows: Rows, args: argparse.Namespace, until: float, here: torch.device, card: dict[str, Any]
+) -> None:
     """Compare losses, and measure which share of a small update arrives."""
     of_card = {"card": card["card"]}
     levers = ["selective_50"] if args.first else levers_of(here)
@@ -245,24 +285,37 @@ def check_sides(rows: Rows, args: argparse.Namespace, until: float, here: torch.
 
 
 def side_cases(args: argparse.Namespace) -> list[tuple[str, str, str, TrainConfig, float]]:
-    """The part, the lever, the model, the configuration and the memory limit of each measurement."""
+    """The part, the lever, the model, the configuration and the
+    memory limit of each measurement.
+    """
     model, recomputed = args.model, ("every_2", "selective_30") if args.first else RECOMPUTED
     sizes = (2,) if args.first else (1, 2, 4)
-    one = TrainConfig(micro_batch_size=1, seq_len=512, checkpointing="none", loss="chunked", padding="max_length")
-    graphs = [("graphs", lever, "llama-3.2-1b", replace(one, **changes), 70.0) for lever, changes in GRAPHS.items()]
+    one = TrainConfig(
+        micro_batch_size=1, seq_len=512, checkpointing="none", loss="chunked", padding="max_length"
+    )
+    graphs = [
+        ("graphs", lever, "llama-3.2-1b", replace(one, **changes), 70.0)
+        for lever, changes in GRAPHS.items()
+    ]
     capped = []
     for value in recomputed:
         short = TrainConfig(**SIDES_COMPILED | {"checkpointing": value, "seq_len": 1024})
-        capped += [("cap", value, model, replace(short, micro_batch_size=size), CAP_GIB) for size in sizes]
+        capped += [
+            ("cap", value, model, replace(short, micro_batch_size=size), CAP_GIB) for size in sizes
+        ]
     if args.first:
         return graphs + capped
     found = []
     for rank, length in itertools.product(SIDE_RANKS, LENGTHS):
         for lever in SIDES:
-            for side, config in zip(("without", "with"), sides_of(lever, rank, length), strict=True):
+            for side, config in zip(
+                ("without", "with"), sides_of(lever, rank, length), strict=True
+            ):
                 found.append(("sides", f"{lever}, {side}", model, config, args.memory_gib))
     for value in recomputed:
-        long = TrainConfig(**SIDES_COMPILED | {"checkpointing": value, "seq_len": LONG_ROW, "micro_batch_size": 1})
+        long = TrainConfig(
+            **SIDES_COMPILED | {"checkpointing": value, "seq_len": LONG_ROW, "micro_batch_size": 1}
+        )
         found.append(("long rows", value, model, long, args.memory_gib))
     return found + graphs + capped
 
@@ -274,8 +327,14 @@ def sides_of(lever: str, rank: int, length: int) -> list[TrainConfig]:
 
 
 def worth(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the speed with each lever divided by the speed without it, by lever, rank and length."""
-    speeds = {row["config"]: row["tokens_per_s"] for row in rows if row["part"] == "sides" and row.get("tokens_per_s")}
+    """Return the speed with each lever divided by the speed
+    without it, by lever, rank and length.
+    """
+    speeds = {
+        row["config"]: row["tokens_per_s"]
+        for row in rows
+        if row["part"] == "sides" and row.get("tokens_per_s")
+    }
     found = {}
     for lever, rank, length in itertools.product(SIDES, SIDE_RANKS, LENGTHS):
         without, with_it = (speeds.get(config.label()) for config in sides_of(lever, rank, length))
@@ -289,7 +348,8 @@ def summarize_sides(rows: list[dict[str, Any]]) -> dict[str, Any]:
     names = dict.fromkeys(row["card"] for row in rows)
     cards = {name: summarize_card([row for row in rows if row["card"] == name]) for name in names}
     first = {
-        key: next((one[key] for one in cards.values() if one[key] is not None), None) for key in summarize_card([])
+        key: next((one[key] for one in cards.values() if one[key] is not None), None)
+        for key in summarize_card([])
     }
     return first | {"cards": cards}
 
@@ -298,7 +358,11 @@ def summarize_card(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return ratios of speeds, and the largest differences. A ratio is None without both speeds."""
 
     def best(part: str, *levers: str) -> float | None:
-        speeds = [row.get("tokens_per_s") for row in rows if row["part"] == part and row["lever"] in levers]
+        speeds = [
+            row.get("tokens_per_s")
+            for row in rows
+            if row["part"] == part and row["lever"] in levers
+        ]
         return max((value for value in speeds if value), default=None)
 
     def ratio(part: str, levers: tuple[str, ...], other: str) -> float | None:
@@ -307,7 +371,11 @@ def summarize_card(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
     def winner(*, in_fp8: bool) -> float | None:
         found = [row for row in rows if row["part"] == "sides" and row.get("tokens_per_s")]
-        found = [row for row in found if "lora r16 " in row["config"] and (" fp8 " in row["config"]) == in_fp8]
+        found = [
+            row
+            for row in found
+            if "lora r16 " in row["config"] and (" fp8 " in row["config"]) == in_fp8
+        ]
         return max((row["tokens_per_s"] for row in found), default=None)
 
     selective = ("selective_80", "selective_50", "selective_30")
@@ -341,7 +409,12 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 256,
 }
 CONFIG = TrainConfig(
-    micro_batch_size=4, seq_len=512, lora_rank=16, checkpointing="none", padding="max_length", loss="chunked"
+    micro_batch_size=4,
+    seq_len=512,
+    lora_rank=16,
+    checkpointing="none",
+    padding="max_length",
+    loss="chunked",
 )
 CHECKS_COMPILED = {"compile": "per_layer"}
 EXACT: dict[str, Any] = {"precision": "fp32"}  # of the values in bf16
@@ -363,9 +436,13 @@ UPDATES = (1e-5, 3e-5, 1e-4, 1e-3)  # of each value of B, as a first step of Ada
 
 
 def built(
-    config: TrainConfig, device: torch.device, seed: int = 0, weights: dict[str, torch.Tensor] | None = None
+    config: TrainConfig,
+    device: torch.device,
+    seed: int = 0,
+    weights: dict[str, torch.Tensor] | None = None,
 ) -> tuple[Any, nn.Module, JoinedLayers | None]:
-    """The base, the model to train, and its joined layers: the same values for each configuration of a seed.
+    """The base, the model to train, and its joined layers: the same values for each configuration
+    of a seed.
 
     The base has these weights, or random values.
     """
@@ -389,7 +466,9 @@ def trained_base(device: torch.device) -> dict[str, torch.Tensor]:
     """Weights of the base, in bf16, trained in 32 bits on the modules of the standard library."""
     set_seed(0)
     settings = model_settings(replace(CONFIG, **EXACT), SHAPE["model_type"])
-    base = model_builder.build(model_builder.config_of(SHAPE), settings, device).requires_grad_(True)
+    base = model_builder.build(model_builder.config_of(SHAPE), settings, device).requires_grad_(
+        True
+    )
     optimizer = torch.optim.AdamW(base.parameters(), lr=BASE_RATE)
     lines = text(BASE_STEPS * CONFIG.micro_batch_size, CONFIG.seq_len, "*.py")
     for step, batch in enumerate(DataLoader(lines, batch_size=CONFIG.micro_batch_size)):  # type: ignore[arg-type]
@@ -399,7 +478,10 @@ def trained_base(device: torch.device) -> dict[str, torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         if not step % 50:
-            print(f"training the base: step {step} of {BASE_STEPS}, loss {loss.item():.2f}", flush=True)
+            print(
+                f"training the base: step {step} of {BASE_STEPS}, loss {loss.item():.2f}",
+                flush=True,
+            )
     return {name: weight.detach().to(torch.bfloat16) for name, weight in base.named_parameters()}
 
 
@@ -413,7 +495,9 @@ def _set_weights(base: nn.Module, weights: dict[str, torch.Tensor]) -> None:
                 parameter.copy_(weights[name])
 
 
-def losses(config: TrainConfig, device: torch.device, steps: int = STEPS, seed: int = 0) -> list[float]:
+def losses(
+    config: TrainConfig, device: torch.device, steps: int = STEPS, seed: int = 0
+) -> list[float]:
     """The loss of each step of a training on real text."""
     base, model, joined = built(config, device, seed, trained_base(device))
     arguments = training_arguments(config, accumulation=ACCUMULATION, on_cpu=device.type == "cpu")
@@ -421,7 +505,13 @@ def losses(config: TrainConfig, device: torch.device, steps: int = STEPS, seed: 
     with tempfile.TemporaryDirectory() as folder:
         trainer = LeanTrainer(
             model,
-            TrainingArguments(output_dir=folder, max_steps=steps, save_strategy="no", disable_tqdm=True, **arguments),
+            TrainingArguments(
+                output_dir=folder,
+                max_steps=steps,
+                save_strategy="no",
+                disable_tqdm=True,
+                **arguments,
+            ),
             lambda examples: rows.collate([[one] for one in examples], [config.seq_len], False),
             text(steps * ACCUMULATION * config.micro_batch_size, config.seq_len, seed=seed),
             compute_loss_func=chunked_loss(base) if config.loss == "chunked" else None,
@@ -433,23 +523,37 @@ def losses(config: TrainConfig, device: torch.device, steps: int = STEPS, seed: 
 
 
 def text(number: int, length: int, pattern: str = "*/*.py", seed: int = 0) -> list[torch.Tensor]:
-    """Return rows of bytes of the standard library's packages or modules. A seed always gives the same rows."""
+    """Return rows of bytes of the standard library's packages or modules.
+
+    A seed always gives the same rows.
+    """
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob(pattern))
     paths = [path for path in paths if "-packages" not in path.parent.name]  # installed by others
     random.Random(seed).shuffle(paths)
     data = b"".join(path.read_bytes() for path in paths)[: number * length]
-    return [torch.tensor(list(data[begin : begin + length])) for begin in range(0, len(data) - length + 1, length)]
+    return [
+        torch.tensor(list(data[begin : begin + length]))
+        for begin in range(0, len(data) - length + 1, length)
+    ]
 
 
 def levers_of(device: torch.device) -> list[str]:
     """List the levers that this device supports."""
-    return [lever for lever, changes in CHECKS_LEVERS.items() if device.type == "cuda" or "cuda_graphs" not in changes]
+    return [
+        lever
+        for lever, changes in CHECKS_LEVERS.items()
+        if device.type == "cuda" or "cuda_graphs" not in changes
+    ]
 
 
 def loss_differences(
-    device: torch.device, steps: int = STEPS, levers: Sequence[str] = tuple(CHECKS_LEVERS), seeds: Sequence[int] = SEEDS
+    device: torch.device,
+    steps: int = STEPS,
+    levers: Sequence[str] = tuple(CHECKS_LEVERS),
+    seeds: Sequence[int] = SEEDS,
 ) -> Iterator[dict[str, Any]]:
-    """For each lever the mean loss of the last steps, and its relative difference to the reference's with its error.
+    """For each lever the mean loss of the last steps, and its relative difference to the
+    reference's with its error.
 
     The first row is the reference.
     """
@@ -463,14 +567,22 @@ def loss_differences(
     for lever in levers:
         first, ended = ends(replace(CONFIG, **CHECKS_LEVERS[lever]))
         differences = [one / other - 1 for one, other in zip(ended, expected, strict=True)]
-        row: dict[str, Any] = {"check": lever, "first_loss": first, "last_loss": statistics.fmean(ended)}
+        row: dict[str, Any] = {
+            "check": lever,
+            "first_loss": first,
+            "last_loss": statistics.fmean(ended),
+        }
         row["difference"] = statistics.fmean(differences)
-        row["difference_error"] = statistics.stdev(differences) / math.sqrt(len(differences)) if seeds[1:] else None
+        row["difference_error"] = (
+            statistics.stdev(differences) / math.sqrt(len(differences)) if seeds[1:] else None
+        )
         yield row
 
 
 def arriving(device: torch.device, ways: Sequence[str] = UPDATED) -> list[dict[str, Any]]:
-    """Return the share of the loss reduction in 32 bits that an update of the adapters' B keeps, by size and way."""
+    """Return the share of the loss reduction in 32 bits that an update of the adapters' B keeps, by
+    size and way.
+    """
     directions, exact = _lowered(replace(CONFIG, **EXACT), device)
     found = []
     for way in ways:
@@ -485,7 +597,9 @@ def arriving(device: torch.device, ways: Sequence[str] = UPDATED) -> list[dict[s
 def _lowered(
     config: TrainConfig, device: torch.device, directions: list[torch.Tensor] | None = None
 ) -> tuple[list[torch.Tensor], list[float]]:
-    """Return the gradient signs of each B, and the loss reduction of a step of each size against `directions`."""
+    """Return the gradient signs of each B, and the loss reduction of a step of each size against
+    `directions`.
+    """
     _, model, _ = built(config, device)
     ups = [parameter for name, parameter in model.named_parameters() if "lora_B" in name]
     tokens = torch.stack(text(config.micro_batch_size, config.seq_len)).to(device)
@@ -502,11 +616,17 @@ def _lowered(
     return signs, lowered
 
 
-def _loss_of(model: nn.Module, config: TrainConfig, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+def _loss_of(
+    model: nn.Module, config: TrainConfig, device: torch.device
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """The model's own loss of some tokens, in the precision of a configuration."""
 
     def loss_of(tokens: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device.type, torch.bfloat16) if config.precision == "bf16_mixed" else nullcontext():
+        with (
+            torch.autocast(device.type, torch.bfloat16)
+            if config.precision == "bf16_mixed"
+            else nullcontext()
+        ):
             loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
         return loss
 
@@ -516,15 +636,21 @@ def _loss_of(model: nn.Module, config: TrainConfig, device: torch.device) -> Cal
 def gradient_difference(
     config: TrainConfig, device: torch.device, lever: dict[str, Any] | None = None
 ) -> dict[str, float]:
-    """Losses and gradients of two micro batches with a lever, by default CUDA graphs: relative differences.
+    """Losses and gradients of two micro batches with a lever, by default CUDA graphs: relative
+    differences.
 
-    The model is as of `losses`. Gradients add up from zero, after another micro batch that captures the graph.
+    The model is as of `losses`. Gradients add up from zero, after another micro batch that captures
+    the graph.
     """
     first, second = (batch.unsqueeze(0).to(device) for batch in text(2, config.seq_len))
     with_it = replace(config, **(CHECKS_LEVERS["CUDA graphs"] if lever is None else lever))
-    (plain_losses, plain), (its_losses, its) = (_gradients(one, device, first, second) for one in (config, with_it))
+    (plain_losses, plain), (its_losses, its) = (
+        _gradients(one, device, first, second) for one in (config, with_it)
+    )
     return {
-        "loss_difference": max(abs(a / b - 1) for a, b in zip(its_losses, plain_losses, strict=True)),
+        "loss_difference": max(
+            abs(a / b - 1) for a, b in zip(its_losses, plain_losses, strict=True)
+        ),
         "gradient_difference": float((its - plain).norm() / plain.norm()),
     }
 
@@ -547,32 +673,41 @@ def _gradients(
     run({"tokens": first})
     model.zero_grad()
     found = [float(run({"tokens": tokens})) for tokens in (second, first)]
-    return found, torch.cat([parameter.grad.flatten() for parameter in trained if parameter.grad is not None])
+    return found, torch.cat(
+        [parameter.grad.flatten() for parameter in trained if parameter.grad is not None]
+    )
 
 
 def summarize_checks(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the relative loss difference of each lever, the largest, and the shares of updates that arrive."""
+    """Return the relative loss difference of each lever, the largest, and the shares of updates
+    that arrive.
+    """
     differences = {row["check"]: row["difference"] for row in rows if "difference" in row}
     return {
         "loss_differences": differences or None,
         "loss_difference_max": max(map(abs, differences.values()), default=None),
-        "arriving": {f"{row['check']}, {row['update']:g}": row["share"] for row in rows if "update" in row} or None,
+        "arriving": {
+            f"{row['check']}, {row['update']:g}": row["share"] for row in rows if "update" in row
+        }
+        or None,
     }
 
 
 def run_checks(args: argparse.Namespace) -> None:
-    """Check that a lever keeps the gradients of a micro batch and the loss of 50 steps on real text, on any machine.
+    """Check that a lever keeps the gradients of a micro batch and the loss of 50 steps on real
+    text, on any machine.
 
-    The reference for losses starts from the same values and computes in 32 bits. The lever "none" compares bf16 itself
-    with it. Chance makes one training end a little higher or lower, so a difference is the mean over several trainings,
-    each with its own values and text. `arriving` measures one cause: bf16 loses an update of an adapter that is small
-    beside the output of the base.
+    The reference for losses starts from the same values and computes in 32 bits. The lever "none"
+    compares bf16 itself with it. Chance makes one training end a little higher or lower, so a
+    difference is the mean over several trainings, each with its own values and text. `arriving`
+    measures one cause: bf16 loses an update of an adapter that is small beside the output of the
+    base.
 
-    The text is the source of Python's standard library, with a token for each byte. For losses the base is first
-    trained on its modules, because no weights are available, and then tuned on its packages by the exported script's
-    loop. A base of random values would not serve: in 8 bits it becomes another base of random values, whose losses end
-    2 % higher or lower by chance. For gradients and updates random values are better: both are large beside the
-    rounding of bf16.
+    The text is the source of Python's standard library, with a token for each byte. For losses the
+    base is first trained on its modules, because no weights are available, and then tuned on its
+    packages by the exported script's loop. A base of random values would not serve: in 8 bits it
+    becomes another base of random values, whose losses end 2 % higher or lower by chance. For
+    gradients and updates random values are better: both are large beside the rounding of bf16.
     """
     here = torch.device("cpu" if args.gpu == "cpu" else "cuda")
     fingerprint = open_meter(here.type).fingerprint()
@@ -595,8 +730,16 @@ MODES = {
             "--memory-gib": 75.0,
             "--seconds": 540.0,
             "--rows": None,
-            "--seeds": {"nargs": "+", "type": int, "default": list(range(12)), "help": "seeds of the losses"},
-            "--first": {"default": False, "help": "a short test: selective recomputation and CUDA graphs"},
+            "--seeds": {
+                "nargs": "+",
+                "type": int,
+                "default": list(range(12)),
+                "help": "seeds of the losses",
+            },
+            "--first": {
+                "default": False,
+                "help": "a short test: selective recomputation and CUDA graphs",
+            },
         },
     ),
     "checks": Mode(
@@ -607,7 +750,11 @@ MODES = {
             "--gpu": "auto",
             "--steps": STEPS,
             "--seeds": {"nargs": "+", "type": int, "default": list(SEEDS)},
-            "--levers": {"nargs": "+", "choices": list(CHECKS_LEVERS), "help": "[all that the device supports]"},
+            "--levers": {
+                "nargs": "+",
+                "choices": list(CHECKS_LEVERS),
+                "help": "[all that the device supports]",
+            },
         },
     ),
     "reference": Mode(

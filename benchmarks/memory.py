@@ -1,4 +1,6 @@
-"""Check the product's answers about memory limits: caps, the gate against OOM, and kinds of memory segments."""
+"""Check the product's answers about memory limits: caps, the gate against OOM, and kinds of memory
+segments.
+"""
 
 import argparse
 import itertools
@@ -42,8 +44,14 @@ SUITE = Path(__file__).parent.parent / "studies" / "published" / "a10-mistral-7b
 AROUND: list[tuple[str, dict[str, Any]]] = [
     ("mistral-7b", {"micro_batch_size": 8, "seq_len": 1024}),
     ("mistral-7b", {"micro_batch_size": 16, "seq_len": 512, "loss": "chunked", "lora_rank": 64}),
-    ("mistral-7b", {"micro_batch_size": 2, "seq_len": 512, "checkpointing": "none", "precision": "bf16_pure"}),
-    ("mistral-7b", {"micro_batch_size": 3, "seq_len": 1024, "quantization": "nf4", "checkpointing": "none"}),
+    (
+        "mistral-7b",
+        {"micro_batch_size": 2, "seq_len": 512, "checkpointing": "none", "precision": "bf16_pure"},
+    ),
+    (
+        "mistral-7b",
+        {"micro_batch_size": 3, "seq_len": 1024, "quantization": "nf4", "checkpointing": "none"},
+    ),
     ("llama-3.1-8b", {"micro_batch_size": 2, "seq_len": 1024, "optimizer": "adamw_8bit"}),
     ("phi-3-mini", {"micro_batch_size": 4, "seq_len": 512, "checkpointing": "none"}),
     ("phi-3-mini", {"micro_batch_size": 2, "seq_len": 2048, "checkpointing": "every_2"}),
@@ -51,30 +59,46 @@ AROUND: list[tuple[str, dict[str, Any]]] = [
 
 
 def run_cap(args: argparse.Namespace) -> None:
-    """Check whether a larger GPU with a memory cap gives the same outcomes as the smaller GPU that it emulates.
+    """Check whether a larger GPU with a memory cap gives the same outcomes as the smaller GPU that
+    it emulates.
 
-    Each configuration is probed twice: with the memory cap of an A10, as `autotune run --gpu a10` does, and without a
-    cap. The memory reserved without a cap plus the CUDA context shows whether the configuration fits. If that sum
-    differs from the limit by more than 2 %, the capped probe must give the same outcome. About half of the
-    configurations are the published suite of the A10. The others need about the memory of an A10, according to the
-    formula of `autotune plan`.
+    Each configuration is probed twice: with the memory cap of an A10, as `autotune run --gpu a10`
+    does, and without a cap. The memory reserved without a cap plus the CUDA context shows whether
+    the configuration fits. If that sum differs from the limit by more than 2 %, the capped probe
+    must give the same outcome. About half of the configurations are the published suite of the A10.
+    The others need about the memory of an A10, according to the formula of `autotune plan`.
     """
     cap_gib = args.cap_gib or round(resolve_device(TARGET).usable_gib or 0.0, 2)
     spec = make_spec(SUITE, {})
-    cases = [("mistral-7b", spec.pins | case.knobs, case.published and case.published.outcome) for case in spec.configs]
+    cases = [
+        ("mistral-7b", spec.pins | case.knobs, case.published and case.published.outcome)
+        for case in spec.configs
+    ]
     cases += [(model, knobs, None) for model, knobs in AROUND]
 
     rows: list[dict[str, Any]] = []
     with worker(args.device) as prober:
         for model, knobs, published in cases:
-            rows.append(probe_with_cap(prober, args, cap_gib, model, TrainConfig(**knobs)) | {"published": published})
-            table(rows[-1:], ["model", "config", "needs_over_limit", "fits", "under_cap", "published"])
+            rows.append(
+                probe_with_cap(prober, args, cap_gib, model, TrainConfig(**knobs))
+                | {"published": published}
+            )
+            table(
+                rows[-1:], ["model", "config", "needs_over_limit", "fits", "under_cap", "published"]
+            )
         finish(args, prober.fingerprint, rows, cap_gib=cap_gib)
 
 
 def summarize_cap(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Count the verdicts. A row within the band proves nothing, because its need without a cap implies no outcome."""
-    beyond_band = [row for row in rows if row["needs_over_limit"] is None or abs(row["needs_over_limit"]) > BAND]
+    """Count the verdicts.
+
+    A row within the band proves nothing, because its need without a cap implies no outcome.
+    """
+    beyond_band = [
+        row
+        for row in rows
+        if row["needs_over_limit"] is None or abs(row["needs_over_limit"]) > BAND
+    ]
     published = [row for row in rows if row["published"] is not None]
     return {
         "configs": len(rows),
@@ -89,7 +113,10 @@ def summarize_cap(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def probe_with_cap(
     prober: WorkerProber, args: argparse.Namespace, cap_gib: float, model: str, config: TrainConfig
 ) -> dict[str, Any]:
-    """Probe one configuration with and without the cap. Return the memory it needs and both outcomes as a row."""
+    """Probe one configuration with and without the cap.
+
+    Return the memory it needs and both outcomes as a row.
+    """
     free, capped = (
         prober.probe(
             ProbeRequest(
@@ -127,14 +154,31 @@ ADVICE = TrainConfig(micro_batch_size=8, seq_len=512, optimizer="paged_adamw_8bi
 
 
 def run_advice(args: argparse.Namespace) -> None:
-    """Compare the winner of a study with the advice published for an A10, in the memory of a 24 GB GPU.
+    """Compare the winner of a study with the advice published for an A10, in the memory of a 24 GB
+    GPU.
 
-    Both run with a cap of 21.5 GiB on any GPU and are measured at full depth in one session: rows of 512 tokens, rank
-    16 and an unquantised base model. The advice recomputes every layer and uses micro batches of 8, paged 8-bit AdamW
-    and autocast. It also says that checkpointing cannot be switched off. This is true only of such micro batches.
+    Both run with a cap of 21.5 GiB on any GPU and are measured at full depth in one session: rows
+    of 512 tokens, rank 16 and an unquantised base model. The advice recomputes every layer and uses
+    micro batches of 8, paged 8-bit AdamW and autocast. It also says that checkpointing cannot be
+    switched off. This is true only of such micro batches.
     """
-    options = ["--gpu", args.gpu, "--model", args.model, "--memory-gib", str(args.memory_gib), "--budget", args.budget]
-    options += ["--space", "lora", "--tokens-per-example", "512", *set_options({"seq_len": 512, "lora_rank": 16})]
+    options = [
+        "--gpu",
+        args.gpu,
+        "--model",
+        args.model,
+        "--memory-gib",
+        str(args.memory_gib),
+        "--budget",
+        args.budget,
+    ]
+    options += [
+        "--space",
+        "lora",
+        "--tokens-per-example",
+        "512",
+        *set_options({"seq_len": 512, "lora_rank": 16}),
+    ]
     winner = run_study(scratch(), *options, "--out", "study")["winner"]
     configs = {
         "the advice": ADVICE,
@@ -145,7 +189,8 @@ def run_advice(args: argparse.Namespace) -> None:
     model, device = resolve_model(args.model), resolve_device(args.gpu)
     with worker(device_of(device)) as prober:
         rows = [
-            {"who": name, **speed(prober, model, device, config, args.memory_gib)} for name, config in configs.items()
+            {"who": name, **speed(prober, model, device, config, args.memory_gib)}
+            for name, config in configs.items()
         ]
         columns = ["who", "config", "outcome", "tokens_per_s", "peak_reserved_gib"]
         finish(
@@ -176,15 +221,20 @@ GRID = {
     "checkpointing": ("none", "every_2", "full"),
     "lora_rank": (16,),
 }
-EXTRA = [{"lora_rank": 64, "micro_batch_size": size, "seq_len": 1024, "checkpointing": "none"} for size in (2, 4, 8)]
+EXTRA = [
+    {"lora_rank": 64, "micro_batch_size": size, "seq_len": 1024, "checkpointing": "none"}
+    for size in (2, 4, 8)
+]
 
 
 def run_gate(args: argparse.Namespace) -> None:
-    """Check that the memory gate and the shallow probes stop every configuration that does not fit, and no other.
+    """Check that the memory gate and the shallow probes stop every configuration that does not fit,
+    and no other.
 
-    The evaluator gets a grid of configurations around the limit, with memory caps of 22, 40 and 80 GiB. Each cap has
-    its own probe store, so it starts without knowledge. The reference is the memory that a full-depth probe reserves
-    without a cap. If it is within a tenth of the limit, a full-depth probe with the cap decides.
+    The evaluator gets a grid of configurations around the limit, with memory caps of 22, 40 and 80
+    GiB. Each cap has its own probe store, so it starts without knowledge. The reference is the
+    memory that a full-depth probe reserves without a cap. If it is within a tenth of the limit, a
+    full-depth probe with the cap decides.
     """
     until = time.monotonic() + args.seconds
     stored = Rows.of(args)
@@ -196,7 +246,9 @@ def run_gate(args: argparse.Namespace) -> None:
             if time.monotonic() < until and not stored.has(cap_gib=cap):
                 for row in evaluate_under_cap(prober, args, cap, stored):
                     stored.add(row)
-                    table([row], ["cap_gib", "config", "needs_over_limit", "fits", "rung", "outcome"])
+                    table(
+                        [row], ["cap_gib", "config", "needs_over_limit", "fits", "rung", "outcome"]
+                    )
         finish(args, prober.fingerprint, [row for row in stored.all if "cap_gib" in row])
 
 
@@ -204,7 +256,9 @@ def summarize_gate(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "configs": len(rows),
         # Stopped although the configuration fits by more than the uncertainty band.
-        "false_refusals": sum(row["stopped"] and row["fits"] and not row["in_band"] for row in rows),
+        "false_refusals": sum(
+            row["stopped"] and row["fits"] and not row["in_band"] for row in rows
+        ),
         "missed_ooms": sum(not row["fits"] and not row["stopped"] for row in rows),
         "stopped_within_the_band_though_it_fits": sum(
             row["stopped"] and row["fits"] and row["in_band"] for row in rows
@@ -225,11 +279,15 @@ def configs() -> list[TrainConfig]:
 def request_of(args: argparse.Namespace, config: TrainConfig, memory_gib: float) -> ProbeRequest:
     """Return the shortest probe, because only its memory counts."""
     model = resolve_model(args.model).config
-    return ProbeRequest(config=config, model=model, device=args.device, memory_gib=memory_gib, min_timed_s=0.0)
+    return ProbeRequest(
+        config=config, model=model, device=args.device, memory_gib=memory_gib, min_timed_s=0.0
+    )
 
 
 def truth(prober: WorkerProber, args: argparse.Namespace, config: TrainConfig) -> dict[str, Any]:
-    """Measure the memory that the whole model reserves without a cap, and the memory of its CUDA context."""
+    """Measure the memory that the whole model reserves without a cap, and the memory of its CUDA
+    context.
+    """
     result = prober.probe(request_of(args, config, args.memory_gib), prober.logs / "truth.log")
     assert result.outcome in (Outcome.OK, Outcome.OOM), result.reason
     measurement = result.measurement if result.outcome is Outcome.OK else None
@@ -243,7 +301,10 @@ def truth(prober: WorkerProber, args: argparse.Namespace, config: TrainConfig) -
 def evaluate_under_cap(
     prober: WorkerProber, args: argparse.Namespace, cap: float, stored: Rows
 ) -> Iterator[dict[str, Any]]:
-    """Evaluate each configuration under one cap, in random order. Yield rows that compare outcome and reference."""
+    """Evaluate each configuration under one cap, in random order.
+
+    Yield rows that compare outcome and reference.
+    """
     model = resolve_model(args.model)
     store = ProbeStore(f"sqlite:///{prober.logs}/gate-{cap:g}.db")
     evaluator = Evaluator(
@@ -261,12 +322,17 @@ def evaluate_under_cap(
         result = evaluator.evaluate(config, number).result
         assert result.outcome in (Outcome.OK, Outcome.OOM, Outcome.REFUSED), result.reason
         reference = references[config.label()]
-        assert reference["context_gib"] is not None, "this machine does not report the size of the CUDA context"
+        assert reference["context_gib"] is not None, (
+            "this machine does not report the size of the CUDA context"
+        )
         limit = cap * 0.95 - reference["context_gib"]
         over = None if reference["reserved_gib"] is None else reference["reserved_gib"] / limit - 1
         fits = over is not None and over <= 0
         if over is not None and abs(over) < NEAR_LIMIT and result.rung is not Rung.FULL:
-            fits = prober.probe(request_of(args, config, cap), prober.logs / "truth.log").outcome is Outcome.OK
+            fits = (
+                prober.probe(request_of(args, config, cap), prober.logs / "truth.log").outcome
+                is Outcome.OK
+            )
         elif result.rung is Rung.FULL:
             fits = result.outcome is Outcome.OK
         yield {
@@ -302,16 +368,23 @@ COLUMNS = ["model", "config", "expandable_gib", "fixed_gib", "planned_gib", "err
 
 
 def run_allocator(args: argparse.Namespace) -> None:
-    """Compare the memory that a step reserves in expandable segments with its memory in fixed segments.
+    """Compare the memory that a step reserves in expandable segments with its memory in fixed
+    segments.
 
-    Each configuration of four layers is probed twice by the same warm worker, with all memory of the GPU. An error is
-    the reserved memory that the formula predicts for fixed segments, divided by the measurement, minus 1. The formula's
-    `FIXED_SHARE` was chosen by these rows: each configuration holds at most the predicted memory.
+    Each configuration of four layers is probed twice by the same warm worker, with all memory of
+    the GPU. An error is the reserved memory that the formula predicts for fixed segments, divided
+    by the measurement, minus 1. The formula's `FIXED_SHARE` was chosen by these rows: each
+    configuration holds at most the predicted memory.
     """
     stored = Rows.of(args)
     measure_allocator(args, stored)
     rows = [compare_allocator(row) for row in stored.all]
-    finish(args, stored.fingerprint, rows, ["model", "config", "expandable_gib", "fixed_gib", "planned_gib", "error"])
+    finish(
+        args,
+        stored.fingerprint,
+        rows,
+        ["model", "config", "expandable_gib", "fixed_gib", "planned_gib", "error"],
+    )
 
 
 def measure_allocator(args: argparse.Namespace, stored: Rows) -> None:
@@ -322,17 +395,28 @@ def measure_allocator(args: argparse.Namespace, stored: Rows) -> None:
         for name, knobs in missing:
             if time.monotonic() < until:
                 peaks = {
-                    f"{kind}_gib": allocated_and_reserved(prober, name, allocator_config(knobs, kind), args.memory_gib)
+                    f"{kind}_gib": allocated_and_reserved(
+                        prober, name, allocator_config(knobs, kind), args.memory_gib
+                    )
                     for kind in ("expandable", "fixed")
                 }
-                stored.add({"model": name, "knobs": knobs, **peaks, "fingerprint": to_data(prober.fingerprint)})
+                stored.add(
+                    {
+                        "model": name,
+                        "knobs": knobs,
+                        **peaks,
+                        "fingerprint": to_data(prober.fingerprint),
+                    }
+                )
 
 
 def allocator_config(knobs: dict[str, Any], allocator: str) -> TrainConfig:
     return TrainConfig(**({"seq_len": 1024, "loss": "full", "allocator": allocator} | knobs))
 
 
-def allocated_and_reserved(prober: WorkerProber, name: str, config: TrainConfig, memory_gib: float) -> list[float]:
+def allocated_and_reserved(
+    prober: WorkerProber, name: str, config: TrainConfig, memory_gib: float
+) -> list[float]:
     """Return the allocated and the reserved GiB at the peak. Raises Failed."""
     found = measured(
         prober,
@@ -402,7 +486,12 @@ MODES = {
             "--model": "mistral-7b",
             "--device": "cuda",
             "--memory-gib": 135.0,
-            "--caps": {"type": float, "nargs": "*", "default": list(CAPS_GIB), "help": "memory caps in GiB"},
+            "--caps": {
+                "type": float,
+                "nargs": "*",
+                "default": list(CAPS_GIB),
+                "help": "memory caps in GiB",
+            },
             "--rows": None,
             "--seconds": 540.0,
         },

@@ -1,4 +1,6 @@
-"""Measure the share of single changes of meaning, in the modules that matter, that the tests notice."""
+"""Measure the share of single changes of meaning, in the modules that matter, that the tests
+notice.
+"""
 
 import argparse
 import time
@@ -29,13 +31,28 @@ def run(args: argparse.Namespace) -> None:
     chosen, equivalent = mutate.choose(mutate.mutants(), args.seed, args.count)
     answers = [*mutate.ask(chosen, args.jobs), *((mutant, None) for mutant in equivalent)]
     rows = [
-        {"killed": killed, "file": mutant.file, "scope": mutant.scope, "was": mutant.was, "now": mutant.now}
-        for mutant, killed in sorted(answers, key=lambda answer: (answer[1] is not False, answer[0].name))
+        {
+            "killed": killed,
+            "file": mutant.file,
+            "scope": mutant.scope,
+            "was": mutant.was,
+            "now": mutant.now,
+        }
+        for mutant, killed in sorted(
+            answers, key=lambda answer: (answer[1] is not False, answer[0].name)
+        )
     ]
     finish(args, None, rows, seed=args.seed, minutes=(time.monotonic() - start) / 60)
 
 
-MODES = {"": Mode(run=run, result="mutation", summarize=summarize, options={"--seed": 0, "--count": 200, "--jobs": 2})}
+MODES = {
+    "": Mode(
+        run=run,
+        result="mutation",
+        summarize=summarize,
+        options={"--seed": 0, "--count": 200, "--jobs": 2},
+    )
+}
 
 
 if __name__ == "__main__":

@@ -38,13 +38,26 @@ MODELS = ("llama-3.2-3b", "qwen2.5-3b", "qwen3-4b", "gemma-2-2b", "phi-3.5-mini"
 SEEING = ("qwen2.5-vl-3b", "gemma-3-4b", "smolvlm")
 IMAGE, SMALL_IMAGE, TEXT = (896, 672), (224, 168), 256  # width and height; tokens beside the image
 ROWS, LENGTH = 16, 1024
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 SMALL |= {"head_dim": 32, "num_hidden_layers": 8, "vocab_size": 512}
-SMALL_VISION = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_heads": 2, "depth": 2}
+SMALL_VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "depth": 2,
+}
 SMALL_VISION |= {"num_hidden_layers": 2, "out_hidden_size": 64, "fullatt_block_indexes": [1]}
 SMALL_SIDES = {"gemma3": {"image_size": 224}, "idefics3": {"image_size": 168}}
 SMALL_TEXT: dict[str, dict[str, Any]] = {
-    "qwen2_5_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}},
+    "qwen2_5_vl": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    },
     "gemma3": {"layer_types": ["sliding_attention", "full_attention"] * 4},
 }
 DEPTH_COLUMNS = [
@@ -61,13 +74,15 @@ DEPTH_COLUMNS = [
 
 
 def run_depth(args: argparse.Namespace) -> None:
-    """Predict whole models from two truncated depths, for each objective and several families, and measure them.
+    """Predict whole models from two truncated depths, for each objective and several families, and
+    measure them.
 
-    The exported runs use the same trainers: TRL's for pairs and for wanted answers, transformers' for next-token
-    training and for labels. A micro batch has 16 rows of 1,024 tokens, and half of each row is an answer; a pair has
-    two rows. Models with images train on 256 tokens beside an image of 896 by 672 pixels, with a frozen vision tower.
-    Every layer is recomputed. An error is the prediction divided by the measurement of the whole model, minus 1, for
-    the allocated peak and for the time of a step of four micro batches. Times of CPU-bound configurations
+    The exported runs use the same trainers: TRL's for pairs and for wanted answers, transformers'
+    for next-token training and for labels. A micro batch has 16 rows of 1,024 tokens, and half of
+    each row is an answer; a pair has two rows. Models with images train on 256 tokens beside an
+    image of 896 by 672 pixels, with a frozen vision tower. Every layer is recomputed. An error is
+    the prediction divided by the measurement of the whole model, minus 1, for the allocated peak
+    and for the time of a step of four micro batches. Times of CPU-bound configurations
     (`host_bound`) follow no line in depth, and a search measures them on the whole model.
 
     On a CPU it makes a trial run with tiny models of the same families.
@@ -76,10 +91,14 @@ def run_depth(args: argparse.Namespace) -> None:
     with worker(args.device) as prober:
         for name in args.models:
             for objective in (Objective.SFT,) if resolve_model(name).sees_images else Objective:
-                if time.monotonic() - began > args.seconds or rows.has(model=name, objective=str(objective)):
+                if time.monotonic() - began > args.seconds or rows.has(
+                    model=name, objective=str(objective)
+                ):
                     continue
                 rows.add(compare(prober, name, objective))
-                print(", ".join(f"{key} {rows.all[-1].get(key)}" for key in DEPTH_COLUMNS), flush=True)
+                print(
+                    ", ".join(f"{key} {rows.all[-1].get(key)}" for key in DEPTH_COLUMNS), flush=True
+                )
         finish(args, prober.fingerprint, rows.all, DEPTH_COLUMNS)
 
 
@@ -89,7 +108,9 @@ def compare(prober: WorkerProber, name: str, objective: Objective) -> dict[str, 
     model = dict(resolve_model(name).config)
     knobs: dict[str, Any] = {"precision": "fp32", "seq_len": 64} if on_cpu else {"seq_len": LENGTH}
     request = ProbeRequest(
-        config=TrainConfig(micro_batch_size=ROWS // objective.rows_per_example, checkpointing="full", **knobs),
+        config=TrainConfig(
+            micro_batch_size=ROWS // objective.rows_per_example, checkpointing="full", **knobs
+        ),
         model=_small(model) if on_cpu else model,
         device=prober.device,
         memory_gib=8.0 if on_cpu else prober.memory_gib,
@@ -99,7 +120,11 @@ def compare(prober: WorkerProber, name: str, objective: Objective) -> dict[str, 
     )
     if sees_images(request.model):
         request = _with_images(request)
-    row: dict[str, Any] = {"model": name, "objective": str(objective), "config": request.config.label()}
+    row: dict[str, Any] = {
+        "model": name,
+        "objective": str(objective),
+        "config": request.config.label(),
+    }
     try:
         shape = prober.describe(request.model)
         if shape is not None and not shape.sdpa:
@@ -126,8 +151,15 @@ def _with_images(request: ProbeRequest) -> ProbeRequest:
     size = SMALL_IMAGE if request.device == "cpu" else IMAGE
     picture, rows = picture_of(request.model, *size), request.config.micro_batch_size
     length = picture.length + TEXT
-    kind = MicroBatch(rows=((length,),) * rows, length=length, share=1.0, images=((picture,),) * rows)
-    return replace(request, config=replace(request.config, seq_len=length), micro_batches=(kind,), trained_share=1.0)
+    kind = MicroBatch(
+        rows=((length,),) * rows, length=length, share=1.0, images=((picture,),) * rows
+    )
+    return replace(
+        request,
+        config=replace(request.config, seq_len=length),
+        micro_batches=(kind,),
+        trained_share=1.0,
+    )
 
 
 def _small(model: dict[str, Any]) -> dict[str, Any]:
@@ -135,11 +167,23 @@ def _small(model: dict[str, Any]) -> dict[str, Any]:
         ends = {name: 500 + place for place, name in enumerate(model) if "_token_i" in name}
         vision = model["vision_config"]
         small = {name: value for name, value in SMALL_VISION.items() if name in vision}
-        more, side = SMALL_TEXT.get(model["model_type"], {}), SMALL_SIDES.get(model["model_type"], {})
-        return (
-            model | ends | {"text_config": _small(model["text_config"]) | more, "vision_config": vision | small | side}
+        more, side = (
+            SMALL_TEXT.get(model["model_type"], {}),
+            SMALL_SIDES.get(model["model_type"], {}),
         )
-    kept = {key: value for key, value in model.items() if key not in ("layer_types", "rope_scaling", "rope_parameters")}
+        return (
+            model
+            | ends
+            | {
+                "text_config": _small(model["text_config"]) | more,
+                "vision_config": vision | small | side,
+            }
+        )
+    kept = {
+        key: value
+        for key, value in model.items()
+        if key not in ("layer_types", "rope_scaling", "rope_parameters")
+    }
     return kept | SMALL
 
 
@@ -159,15 +203,23 @@ def summarize_depth(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 # --- exported
 
-EXPORTED_COLUMNS = ["objective", "file", "promised_tokens_per_s", "tokens_per_s", "speed_error", "promised_gib"]
+EXPORTED_COLUMNS = [
+    "objective",
+    "file",
+    "promised_tokens_per_s",
+    "tokens_per_s",
+    "speed_error",
+    "promised_gib",
+]
 EXPORTED_COLUMNS += ["reserved_gib", "memory_error"]
 
 
 def run_exported(args: argparse.Namespace) -> None:
-    """Search with other objectives, run the exported files, and compare predicted with measured speed and memory.
+    """Search with other objectives, run the exported files, and compare predicted with measured
+    speed and memory.
 
-    Each objective is one call of `autotune run --objective X --verify`, whose exported file trains for 200 micro
-    batches. An error is the prediction divided by the measurement, minus 1.
+    Each objective is one call of `autotune run --objective X --verify`, whose exported file trains
+    for 200 micro batches. An error is the prediction divided by the measurement, minus 1.
     """
     rows = Rows.of(args)
     for objective in args.objectives:
@@ -178,8 +230,20 @@ def run_exported(args: argparse.Namespace) -> None:
 
 
 def exported(objective: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return a row with the study's prediction for its winner and the measurement of the exported run."""
-    options = ["--gpu", args.gpu, "--model", args.model, "--objective", objective, "--budget", args.budget, "--verify"]
+    """Return a row with the study's prediction for its winner and the measurement of the exported
+    run.
+    """
+    options = [
+        "--gpu",
+        args.gpu,
+        "--model",
+        args.model,
+        "--objective",
+        objective,
+        "--budget",
+        args.budget,
+        "--verify",
+    ]
     study = run_study(scratch(), *options, "--out", "out")
     done = study["verification"]
     speed = done["promised_tokens_per_s"] * done["promised_step_s"] / done["seconds_per_step"]
@@ -212,7 +276,12 @@ MODES = {
         run=run_depth,
         result="objectives",
         summarize=summarize_depth,
-        options={"--device": "cuda", "--models": [*MODELS, *SEEING], "--seconds": 3600.0, "--rows": None},
+        options={
+            "--device": "cuda",
+            "--models": [*MODELS, *SEEING],
+            "--seconds": 3600.0,
+            "--rows": None,
+        },
     ),
     "exported": Mode(
         run=run_exported,

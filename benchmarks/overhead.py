@@ -1,4 +1,6 @@
-"""Measure the time of the program itself: the start of commands, and the report of a large study."""
+"""Measure the time of the program itself: the start of
+commands, and the report of a large study.
+"""
 
 import argparse
 import os
@@ -37,7 +39,9 @@ COMMANDS = {
 
 
 def run_startup(args: argparse.Namespace) -> None:
-    """Measure the time from start to exit of commands that need no torch: the median of several runs."""
+    """Measure the time from start to exit of commands that need no torch: the median of several
+    runs.
+    """
     environment = dict(os.environ)
     # Without this, each run would compile the files that an installation compiles once.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -50,9 +54,13 @@ def run_startup(args: argparse.Namespace) -> None:
             times = []
             for _ in range(args.runs):
                 start = time.perf_counter()
-                subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False)
+                subprocess.run(
+                    command, cwd=folder, env=environment, capture_output=True, check=False
+                )
                 times.append((time.perf_counter() - start) * 1000)
-            rows.append({"command": name, "median_ms": statistics.median(times), "max_ms": max(times)})
+            rows.append(
+                {"command": name, "median_ms": statistics.median(times), "max_ms": max(times)}
+            )
     finish(args, cpu_fingerprint(), rows, ["command", "median_ms", "max_ms"])
 
 
@@ -66,14 +74,19 @@ def summarize_startup(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def run_report(args: argparse.Namespace) -> None:
     """Measure the time to build a report of many trials, and its size."""
     study = make_summary(trials=args.trials)
-    study = replace(study, trials=tuple(replace(row, log=f"trial-{row.number:04d}.log") for row in study.trials))
+    study = replace(
+        study, trials=tuple(replace(row, log=f"trial-{row.number:04d}.log") for row in study.trials)
+    )
     rows = []
     started = time.perf_counter()
-    from autotune.report.html import render  # the first run loads plotly and jinja2, as the command does
+    # the first run loads plotly and jinja2, as the command does
+    from autotune.report.html import render
 
     for run in range(args.runs):
         page = render(study, "out")
-        rows.append({"run": run, "seconds": time.perf_counter() - started, "bytes": len(page.encode())})
+        rows.append(
+            {"run": run, "seconds": time.perf_counter() - started, "bytes": len(page.encode())}
+        )
         started = time.perf_counter()
     finish(args, cpu_fingerprint(), rows, trials=len(study.trials))
 
@@ -87,9 +100,14 @@ def summarize_report(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 MODES = {
-    "startup": Mode(run=run_startup, result="startup", summarize=summarize_startup, options={"--runs": 15}),
+    "startup": Mode(
+        run=run_startup, result="startup", summarize=summarize_startup, options={"--runs": 15}
+    ),
     "report": Mode(
-        run=run_report, result="report", summarize=summarize_report, options={"--trials": 1000, "--runs": 5}
+        run=run_report,
+        result="report",
+        summarize=summarize_report,
+        options={"--trials": 1000, "--runs": 5},
     ),
 }
 

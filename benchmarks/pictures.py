@@ -25,8 +25,10 @@ from tests.helpers.browser import CHROMIUM, Page, chromium
 
 
 IMAGES = ROOT / "docs" / "images"
-DESK, PHONE = (1280, 1010, 1.5), (390, 844, 2.0)  # width and height in pixels of CSS, and how many pixels each becomes
-# Of the report's pictures: the screen, whether it is dark, and the figure whose section is shown, if not the top.
+# width and height in pixels of CSS, and how many pixels each becomes
+DESK, PHONE = (1280, 1010, 1.5), (390, 844, 2.0)
+# Of the report's pictures: the screen, whether it is dark, and the figure whose section is shown,
+# if not the top.
 REPORT = {
     "report": (DESK, False, None),
     "report-dark": (DESK, True, None),
@@ -35,7 +37,9 @@ REPORT = {
     "report-timeline": (DESK, False, "timeline"),
     "report-cards": (DESK, False, "cards"),
 }
-DRAWN = "[...document.querySelectorAll('[data-figure]')].every(plot => plot.querySelector('.main-svg'))"
+DRAWN = (
+    "[...document.querySelectorAll('[data-figure]')].every(plot => plot.querySelector('.main-svg'))"
+)
 NAMES = (*REPORT, "dashboard", "dashboard-trial", "terminal")
 RECORDING = ROOT / "docs" / "recordings" / "first-minutes-100.cast"
 
@@ -45,14 +49,21 @@ def browser() -> Iterator[Page]:
     """A browser with a profile of its own. Ends the program without one."""
     if CHROMIUM is None:
         raise SystemExit("chromium is not installed")
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, chromium(Path(profile)) as page:
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
+        chromium(Path(profile)) as page,
+    ):
         yield page
 
 
 def save_picture(page: Page, file: Path, of: str | None = None) -> None:
-    """Write the screen, or the element that a selector finds, with at most 256 colours; print the path."""
+    """Write the screen, or the element that a selector finds, with at most 256 colours; print the
+    path.
+    """
     page.picture(file, of=of)
-    Image.open(file).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)
+    Image.open(file).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
+        file, optimize=True
+    )
     print(file)
 
 
@@ -77,8 +88,14 @@ def take_terminal(page: Page, recording: Path, out: Path) -> None:
     screen.print(Text.from_ansi(f"$ {header['command']}\n\n{shown}"))
     lines = screen.export_html(theme=MONOKAI, inline_styles=True, code_format="{code}")
     html = out / "terminal.html"
-    look = "background: #111417; color: #e9ebee; font: 15px/1.4 monospace; display: inline-block; padding: 20px 26px"
-    html.write_text(f'<meta charset="utf-8"><body style="margin: 0"><pre style="margin: 0; {look}">{lines}</pre>')
+    look = (
+        "background: #111417; color: #e9ebee; font: 15px/1.4 monospace; display: inline-block;"
+        " padding: 20px 26px"
+    )
+    html.write_text(
+        '<meta charset="utf-8"><body style="margin: 0"><pre style="margin: 0;'
+        f' {look}">{lines}</pre>'
+    )
     page.screen(1280, 900, dark=True, scale=1.5)
     page.open(html.as_uri())
     page.wait("document.querySelector('pre') !== null")
@@ -88,13 +105,26 @@ def take_terminal(page: Page, recording: Path, out: Path) -> None:
 
 def take_dashboard(page: Page, study: str, storage: str, names: list[str], out: Path) -> None:
     """The dashboard's first page, and the note of a trial that ran out of memory."""
-    arguments = [*module_command("autotune"), "dashboard", study, "--storage", storage, "--port", "0"]
-    failed = next((row.number for row in load_study(study, storage).summary.trials if row.outcome == "oom"), 0)
+    arguments = [
+        *module_command("autotune"),
+        "dashboard",
+        study,
+        "--storage",
+        storage,
+        "--port",
+        "0",
+    ]
+    failed = next(
+        (row.number for row in load_study(study, storage).summary.trials if row.outcome == "oom"), 0
+    )
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         page.screen(1280, 1000, scale=1.5)
-        places = {"dashboard": (url, "Timeline"), "dashboard-trial": (f"{url}/trials?numbers={failed}", "Note")}
+        places = {
+            "dashboard": (url, "Timeline"),
+            "dashboard-trial": (f"{url}/trials?numbers={failed}", "Note"),
+        }
         for name in names:
             place, text = places[name]
             page.open(place)
@@ -105,10 +135,12 @@ def take_dashboard(page: Page, study: str, storage: str, names: list[str], out: 
 
 
 def run_report(args: argparse.Namespace) -> None:
-    """Take the pictures of a study: its report and its dashboard, from any database, and a terminal's last screen.
+    """Take the pictures of a study: its report and its dashboard, from any database, and a
+    terminal's last screen.
 
-    README and `docs/reading-the-report.md` show them. A section that the report lacks is left out. The picture of the
-    terminal is the last screen of a recording by `first_minutes.py record`. Chromium is needed, but no GPU:
+    README and `docs/reading-the-report.md` show them. A section that the report lacks is left out.
+    The picture of the terminal is the last screen of a recording by `first_minutes.py record`.
+    Chromium is needed, but no GPU:
 
         python benchmarks/pictures.py report STUDY --storage sqlite:///runs/autotune.db
     """
@@ -141,17 +173,29 @@ DEMO = (*ON_CPU, "--tokens-per-example", "128", "--budget", "1m")
 CARDS = "rtx-3090,rtx-4090,rtx-5090,a100-80gb,h100"
 COMPARE = ("compare", "--model", "llama-3.1-8b", "--gpus", CARDS)
 PAGE = ("--html", "page.html")
-# Of each picture: the commands, the page that the last of them writes, and the height that is shown, in pixels.
+# Of each picture: the commands, the page that the last of them writes, and the height that is
+# shown, in pixels.
 QUESTIONS: dict[str, tuple[list[tuple[str, ...]], str, int]] = {
-    "card": ([("plan", "--gpu", "rtx-4090", "--tokens-per-example", "1024", *PAGE)], "page.html", 960),
+    "card": (
+        [("plan", "--gpu", "rtx-4090", "--tokens-per-example", "1024", *PAGE)],
+        "page.html",
+        960,
+    ),
     "costs": ([(*COMPARE, *PAGE)], "page.html", 900),
     "buy": ([(*COMPARE, "--buy", "2000", *PAGE)], "page.html", 860),
     "nodes": (
-        [(*STUDY, "--study", "two-processes", "--workers", "2"), ("status", "two-processes", "--nodes", *PAGE)],
+        [
+            (*STUDY, "--study", "two-processes", "--workers", "2"),
+            ("status", "two-processes", "--nodes", *PAGE),
+        ],
         "page.html",
         1160,
     ),
-    "profile": ([(*DEMO, "--study", "demo"), ("explain", "demo", "--profile")], "runs/demo/profile.html", 1160),
+    "profile": (
+        [(*DEMO, "--study", "demo"), ("explain", "demo", "--profile")],
+        "runs/demo/profile.html",
+        1160,
+    ),
     "studies": (
         [
             (*DEMO, "--study", "adapters", "--set", "method=lora"),
@@ -169,14 +213,21 @@ def make_page(name: str, folder: Path) -> Path:
     commands, page, _ = QUESTIONS[name]
     (folder / "space.yaml").write_text(SPACE)
     for arguments in commands:
-        subprocess.run([*module_command("autotune"), *arguments], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [*module_command("autotune"), *arguments],
+            cwd=folder,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
     return folder / page
 
 
 def run_questions(args: argparse.Namespace) -> None:
-    """Take the pictures of `docs/questions.md`: the pages that its commands write, as Chromium shows them.
+    """Take the pictures of `docs/questions.md`: the pages that its commands write, as Chromium
+    shows them.
 
-    The last three are of small studies on this machine's processors. Chromium is needed, but no GPU.
+    The last three are of small studies on this machine's processors. Chromium is needed, but no
+    GPU.
     """
     with browser() as screen:
         for name in args.names:
@@ -194,14 +245,25 @@ MODES = {
             "study": {},
             "--storage": {"default": "sqlite:///runs/autotune.db", "metavar": "URL"},
             "--recording": RECORDING,
-            "--only": {"nargs": "+", "choices": NAMES, "default": NAMES, "metavar": "NAME", "help": ", ".join(NAMES)},
+            "--only": {
+                "nargs": "+",
+                "choices": NAMES,
+                "default": NAMES,
+                "metavar": "NAME",
+                "help": ", ".join(NAMES),
+            },
             "--out": IMAGES,
         },
     ),
     "questions": Mode(
         run=run_questions,
         options={
-            "names": {"nargs": "*", "default": list(QUESTIONS), "metavar": "NAME", "help": ", ".join(QUESTIONS)},
+            "names": {
+                "nargs": "*",
+                "default": list(QUESTIONS),
+                "metavar": "NAME",
+                "help": ", ".join(QUESTIONS),
+            },
             "--out": IMAGES,
         },
     ),

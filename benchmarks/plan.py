@@ -1,4 +1,7 @@
-"""Compare the answers of `autotune plan` with measured and published trainings. Most modes need no GPU."""
+"""Compare the answers of `autotune plan` with measured and published trainings.
+
+Most modes need no GPU.
+"""
 
 import argparse
 import itertools
@@ -12,7 +15,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench import DATA, RESULTS, Mode, Rows, finish, largest, load, result_rows, run_program, table, worker
+from bench import (
+    DATA,
+    RESULTS,
+    Mode,
+    Rows,
+    finish,
+    largest,
+    load,
+    result_rows,
+    run_program,
+    table,
+    worker,
+)
 from depth_extrapolation import CONFIGS, EAGER
 from objectives import LENGTH, MICROS, ROWS
 from search import TABLE, Table
@@ -29,7 +44,13 @@ from autotune.dry.prober import DryProber
 from autotune.planning.device_estimate import device_limit_gib
 from autotune.planning.named_estimates import estimate_named_configs
 from autotune.prediction.collectives import rank_step_time, traffic
-from autotune.prediction.memory_formula import CONTEXT_GIB, NF4_STATISTICS, kept_bytes, memory_breakdown, moving_bytes
+from autotune.prediction.memory_formula import (
+    CONTEXT_GIB,
+    NF4_STATISTICS,
+    kept_bytes,
+    memory_breakdown,
+    moving_bytes,
+)
 from autotune.prediction.sharded_memory import DeepSpeedBuffers, rank_breakdown
 from autotune.prediction.step_time import UNKNOWN_HOST, estimate_step_time
 from autotune.prediction.transfer import REFERENCE, interval, speed_transfer
@@ -39,7 +60,9 @@ from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.problem.study_spec import Published, make_spec, shipped_suites
 
 
-def finish_compared(args: argparse.Namespace, rows: list[dict[str, Any]], columns: list[str]) -> None:
+def finish_compared(
+    args: argparse.Namespace, rows: list[dict[str, Any]], columns: list[str]
+) -> None:
     """Print the rows that are not excluded, and save all."""
     table([row for row in rows if row["excluded"] is None], columns)
     finish(args, None, rows)
@@ -66,38 +89,59 @@ def errors(rows: list[dict[str, Any]], key: str, prefix: str = "") -> dict[str, 
 
 # --- published
 
-PUBLISHED_SUITES = ["torchtune-llama-3.2-3b", "litgpt-a10g", "fms-mistral-7b", "qwen-7b", "axolotl-qlora"]
+PUBLISHED_SUITES = [
+    "torchtune-llama-3.2-3b",
+    "litgpt-a10g",
+    "fms-mistral-7b",
+    "qwen-7b",
+    "axolotl-qlora",
+]
 PUBLISHED_SUITES += ["llamafactory-llama-2-7b"]
 
 
 def run_published(args: argparse.Namespace) -> None:
-    """Compare the memory peaks that `autotune plan --spec` predicts with peaks that others published for one GPU.
+    """Compare the memory peaks that `autotune plan --spec` predicts with peaks that others
+    published for one GPU.
 
-    The rows are the suites of other stacks in `studies/published`, which name their sources and the settings that the
-    sources left out. Rows that no configuration of autotune expresses are excluded, each with its reason. An error is
-    the prediction divided by the published peak, minus 1. A verdict is wrong if the opposite was observed; within the
-    error of the prediction there is no verdict. No GPU is needed.
+    The rows are the suites of other stacks in `studies/published`, which name their sources and the
+    settings that the sources left out. Rows that no configuration of autotune expresses are
+    excluded, each with its reason. An error is the prediction divided by the published peak, minus
+    1. A verdict is wrong if the opposite was observed; within the error of the prediction there is
+    no verdict. No GPU is needed.
     """
     rows = [row for suite in PUBLISHED_SUITES for row in compare_suite(suite)]
-    finish_compared(args, rows, ["source", "model", "config", "published", "predicted", "error", "verdict"])
+    finish_compared(
+        args, rows, ["source", "model", "config", "published", "predicted", "error", "verdict"]
+    )
 
 
 def compare_published(suite: str) -> Iterator[dict[str, Any]]:
-    """The published rows of a suite with their predictions. A published peak of None is out of memory."""
+    """The published rows of a suite with their predictions.
+
+    A published peak of None is out of memory.
+    """
     spec = make_spec(shipped_suites()[suite], {})
     for result in estimate_named_configs(spec, device=resolve_device(spec.gpu), counted=True):
         case, theirs = result.case, result.case.published or Published()
         published = theirs.peak_gib if theirs.process_gib is None else theirs.process_gib
-        row = {"source": suite.partition("-")[0], "gpu": spec.gpu, "model": case.model or spec.model}
+        row = {
+            "source": suite.partition("-")[0],
+            "gpu": spec.gpu,
+            "model": case.model or spec.model,
+        }
         row |= {"config": result.config.label(), "published": published, "excluded": case.excluded}
         if row["excluded"] is None and result.outcome is Outcome.REFUSED:
             row["excluded"] = "no formula and no count"
         if row["excluded"] is None:
-            predicted = result.peak_allocated_gib if theirs.process_gib is None else result.with_context_gib
+            predicted = (
+                result.peak_allocated_gib if theirs.process_gib is None else result.with_context_gib
+            )
             verdict = TIGHT if result.tight else FITS if result.outcome is Outcome.OK else OOM
             row |= {
                 "predicted": predicted,
-                "error": None if published is None or predicted is None else predicted / published - 1,
+                "error": None
+                if published is None or predicted is None
+                else predicted / published - 1,
                 "verdict": verdict,
                 "wrong": verdict == (FITS if published is None else OOM),
             }
@@ -105,21 +149,32 @@ def compare_published(suite: str) -> Iterator[dict[str, Any]]:
 
 
 def compare_suite(suite: str) -> Iterator[dict[str, Any]]:
-    """Yield the published rows of a suite with their predictions. A published peak of None is out of memory."""
+    """Yield the published rows of a suite with their predictions.
+
+    A published peak of None is out of memory.
+    """
     spec = make_spec(shipped_suites()[suite], {})
     for result in estimate_named_configs(spec, device=resolve_device(spec.gpu), counted=True):
         case, theirs = result.case, result.case.published or Published()
         published = theirs.peak_gib if theirs.process_gib is None else theirs.process_gib
-        row = {"source": suite.partition("-")[0], "gpu": spec.gpu, "model": case.model or spec.model}
+        row = {
+            "source": suite.partition("-")[0],
+            "gpu": spec.gpu,
+            "model": case.model or spec.model,
+        }
         row |= {"config": result.config.label(), "published": published, "excluded": case.excluded}
         if row["excluded"] is None and result.outcome is Outcome.REFUSED:
             row["excluded"] = "no formula and no count"
         if row["excluded"] is None:
-            predicted = result.peak_allocated_gib if theirs.process_gib is None else result.with_context_gib
+            predicted = (
+                result.peak_allocated_gib if theirs.process_gib is None else result.with_context_gib
+            )
             verdict = TIGHT if result.tight else FITS if result.outcome is Outcome.OK else OOM
             row |= {
                 "predicted": predicted,
-                "error": None if published is None or predicted is None else predicted / published - 1,
+                "error": None
+                if published is None or predicted is None
+                else predicted / published - 1,
                 "verdict": verdict,
                 "wrong": verdict == (FITS if published is None else OOM),
             }
@@ -129,7 +184,9 @@ def compare_suite(suite: str) -> Iterator[dict[str, Any]]:
 def summarize_published(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Summarize all rows. `by_source` has the largest error of each source."""
     compared = [row for row in rows if row["excluded"] is None]
-    errors: dict[str, list[float]] = {source: [] for source in dict.fromkeys(row["source"] for row in compared)}
+    errors: dict[str, list[float]] = {
+        source: [] for source in dict.fromkeys(row["source"] for row in compared)
+    }
     for row in compared:
         if row["error"] is not None:
             errors[row["source"]].append(abs(row["error"]))
@@ -152,12 +209,13 @@ FACTOR = 2.0  # allowed error of a CPU-bound speed, because nothing is known abo
 
 
 def run_speed(args: argparse.Namespace) -> None:
-    """Compare the speeds that `autotune plan` estimates with speeds that others published for one GPU.
+    """Compare the speeds that `autotune plan` estimates with speeds that others published for one
+    GPU.
 
-    The rows (`data/published_speeds.yaml`) come from other stacks: torchtune, and older versions of transformers. Rows
-    that no configuration of autotune expresses are excluded, each with its reason. Llama 2 7B stands for Qwen-7B of the
-    first generation, whose layers have the same size. An error is the prediction divided by the published speed, minus
-    1. No GPU is needed.
+    The rows (`data/published_speeds.yaml`) come from other stacks: torchtune, and older versions of
+    transformers. Rows that no configuration of autotune expresses are excluded, each with its
+    reason. Llama 2 7B stands for Qwen-7B of the first generation, whose layers have the same size.
+    An error is the prediction divided by the published speed, minus 1. No GPU is needed.
     """
     finish_compared(args, list(map(compare_speed, load(args.data))), SPEED_COLUMNS)
 
@@ -188,7 +246,10 @@ def compare_speed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def summarize_speed(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarize all rows. A CPU-bound speed is inside within FACTOR, another one in its own interval of 80 %."""
+    """Summarize all rows.
+
+    A CPU-bound speed is inside within FACTOR, another one in its own interval of 80 %.
+    """
     compared = [row for row in rows if row["excluded"] is None]
     by_device = [row for row in compared if row["host_share"] < HOST_BOUND]
     by_host = [row for row in compared if row["host_share"] >= HOST_BOUND]
@@ -223,18 +284,22 @@ OBJECTIVES_COLUMNS = [
 
 
 def run_objectives(args: argparse.Namespace) -> None:
-    """Compare the estimates of `autotune plan --objective` with whole models that were measured for each objective.
+    """Compare the estimates of `autotune plan --objective` with whole models that were measured for
+    each objective.
 
-    The measurements are the peaks, and the times of a step of four micro batches, in the result `objectives`. The
-    formulas came from other trainings of the same models on an H100, with half the rows, half the tokens and no
-    recomputation. A dry probe counts the same trainings with the steps of the same trainers. `as_sft_error` is the
-    error of the next-token formula for the same number of rows.
+    The measurements are the peaks, and the times of a step of four micro batches, in the result
+    `objectives`. The formulas came from other trainings of the same models on an H100, with half
+    the rows, half the tokens and no recomputation. A dry probe counts the same trainings with the
+    steps of the same trainers. `as_sft_error` is the error of the next-token formula for the same
+    number of rows.
 
-    Gemma 2 is counted with torch's attention and without its cap on the scores. transformers 5.17, which measured it,
-    allows this, and later versions do not: the measurements agree with it alone. No GPU is needed.
+    Gemma 2 is counted with torch's attention and without its cap on the scores. transformers 5.17,
+    which measured it, allows this, and later versions do not: the measurements agree with it alone.
+    No GPU is needed.
     """
     counts = {
-        (row["model"], row["objective"]): row["counted_gib"] for row in (load(args.counted) if args.counted else [])
+        (row["model"], row["objective"]): row["counted_gib"]
+        for row in (load(args.counted) if args.counted else [])
     }
     rows = [
         compare_objectives(row, counts)
@@ -285,13 +350,17 @@ def counted_peak(model: ModelSpec, config: TrainConfig, objective: Objective) ->
     if shape["model_type"] == "gemma2":
         Gemma2PreTrainedModel._supports_sdpa, shape["attn_logit_softcapping"] = True, None
     trainer = objective.trainers[0]
-    request = ProbeRequest(config=config, model=shape, memory_gib=1.0, trainer=trainer, objective=objective)
+    request = ProbeRequest(
+        config=config, model=shape, memory_gib=1.0, trainer=trainer, objective=objective
+    )
     return dry_probe(request).peak_allocated_gib
 
 
 def summarize_objectives(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Summarize the other objectives, and next-token training (`sft_`)."""
-    summary: dict[str, Any] = {"models": len({row["model"] for row in rows if row["objective"] != "sft"})}
+    summary: dict[str, Any] = {
+        "models": len({row["model"] for row in rows if row["objective"] != "sft"})
+    }
     for name, is_sft in (("", False), ("sft_", True)):
         group = [row for row in rows if (row["objective"] == "sft") is is_sft]
         summary[f"{name}configs"] = len(group)
@@ -303,18 +372,29 @@ def summarize_objectives(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 # --- world
 
-WORLD_COLUMNS = ["source", "model", "parallelism", "config", "peak", "peak_gib", "predicted_gib", "memory_error"]
+WORLD_COLUMNS = [
+    "source",
+    "model",
+    "parallelism",
+    "config",
+    "peak",
+    "peak_gib",
+    "predicted_gib",
+    "memory_error",
+]
 WORLD_COLUMNS += ["s_per_step", "predicted_s", "low_s", "high_s", "inside"]
 
 
 def run_world(args: argparse.Namespace) -> None:
-    """Compare the projections of `autotune plan --gpus` for several GPUs with measured and published trainings.
+    """Compare the projections of `autotune plan --gpus` for several GPUs with measured and
+    published trainings.
 
-    The rows (`data/many_gpus.yaml`) are ranks measured on two H200s, and trainings of other stacks. Rows that no plan
-    expresses are excluded, each with its reason. An error of memory is the prediction divided by the peak, minus 1. A
-    source reads a peak as the allocated memory, as the memory that the allocator reserved, or as the memory that the
-    device reports, with NCCL and the CUDA context. A speed is inside if it lies in the printed interval. Rows with an
-    unknown link have no speed for several GPUs. No GPU is needed.
+    The rows (`data/many_gpus.yaml`) are ranks measured on two H200s, and trainings of other stacks.
+    Rows that no plan expresses are excluded, each with its reason. An error of memory is the
+    prediction divided by the peak, minus 1. A source reads a peak as the allocated memory, as the
+    memory that the allocator reserved, or as the memory that the device reports, with NCCL and the
+    CUDA context. A speed is inside if it lies in the printed interval. Rows with an unknown link
+    have no speed for several GPUs. No GPU is needed.
     """
     finish_compared(args, list(map(compare_world, load(args.data))), WORLD_COLUMNS)
 
@@ -327,10 +407,16 @@ def compare_world(row: dict[str, Any]) -> dict[str, Any]:
     compared = {key: row[key] for key in ("source", "gpu", "model")} | {"layers": row.get("layers")}
     compared |= {"config": config.label(), "parallelism": f"{row['num_gpus']} {row['strategy']}"}
     compared |= {"buffers": row.get("buffers"), "peak": reads(row)}
-    compared |= {"excluded": row.get("excluded"), "no_memory": row.get("no_memory"), "peak_gib": row.get("peak_gib")}
+    compared |= {
+        "excluded": row.get("excluded"),
+        "no_memory": row.get("no_memory"),
+        "peak_gib": row.get("peak_gib"),
+    }
     compared |= {"no_speed": row.get("no_speed")}
     tokens = config.tokens * row["accumulation"] * row["num_gpus"]
-    s_per_step = row.get("s_per_step") or (tokens / row["tokens_per_s"] if "tokens_per_s" in row else None)
+    s_per_step = row.get("s_per_step") or (
+        tokens / row["tokens_per_s"] if "tokens_per_s" in row else None
+    )
     compared |= {"s_per_step": s_per_step}
     if compared["excluded"] is not None:
         return compared
@@ -355,7 +441,11 @@ def card_of(row: dict[str, Any]) -> DeviceSpec:
 def model_of(row: dict[str, Any]) -> ModelSpec:
     """Return the model of a row, with its number of layers."""
     model, layers = resolve_model(row["model"]), row.get("layers")
-    return model if layers is None else replace(model, params=None, config=model.config | {"num_hidden_layers": layers})
+    return (
+        model
+        if layers is None
+        else replace(model, params=None, config=model.config | {"num_hidden_layers": layers})
+    )
 
 
 def world_memory(
@@ -371,7 +461,9 @@ def world_memory(
     beside = found.nccl + CONTEXT_GIB
     room = (card_of(row).memory_gib or math.inf) - beside
     reserved = max(found.peak_gib, min(found.roomy_gib - found.nccl, room))
-    predicted = {"allocated": found.peak_gib, "reserved": reserved, "device": reserved + beside}[reads(row)]
+    predicted = {"allocated": found.peak_gib, "reserved": reserved, "device": reserved + beside}[
+        reads(row)
+    ]
     return {"predicted_gib": predicted, "memory_error": predicted / row["peak_gib"] - 1}
 
 
@@ -395,15 +487,28 @@ def world_step(
         return {}
     else:
         accumulation, link = row["accumulation"], card.link_gb_s
-        found = rank_step_time(alone, config, parallelism, sent, accumulation=accumulation, link_gb_s=link)
+        found = rank_step_time(
+            alone, config, parallelism, sent, accumulation=accumulation, link_gb_s=link
+        )
         predicted, (low, high) = found.step_s, found.interval_s
-    return {"predicted_s": predicted, "low_s": low, "high_s": high, "inside": low <= s_per_step <= high}
+    return {
+        "predicted_s": predicted,
+        "low_s": low,
+        "high_s": high,
+        "inside": low <= s_per_step <= high,
+    }
 
 
 def summarize_world(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarize the errors of memory, of all rows and of our own, and the share of speeds inside their interval."""
+    """Summarize the errors of memory, of all rows and of our own, and the share of speeds inside
+    their interval.
+    """
     errors = [abs(row["memory_error"]) for row in rows if "memory_error" in row]
-    own = [abs(row["memory_error"]) for row in rows if "memory_error" in row and row["source"] == "ours"]
+    own = [
+        abs(row["memory_error"])
+        for row in rows
+        if "memory_error" in row and row["source"] == "ours"
+    ]
     timed = [row for row in rows if "inside" in row]
     return {
         "rows": len(rows),
@@ -423,7 +528,8 @@ def summarize_world(rows: list[dict[str, Any]]) -> dict[str, Any]:
 # --- memory
 
 
-# The formula was written with measurements of these models. All others are held out, Llama 3.1 among them.
+# The formula was written with measurements of these models. All others are held out, Llama 3.1
+# among them.
 CALIBRATION = ("mistral-7b", "phi-3-mini", "gemma-2-9b")
 HELD_OUT = (
     "qwen2.5-7b",
@@ -439,17 +545,37 @@ HELD_OUT = (
 )
 NEW_CONFIGS: list[dict[str, Any]] = [
     {"micro_batch_size": 4, "seq_len": 1024},
-    {"micro_batch_size": 2, "seq_len": 2048, "checkpointing": "none", "compile": "per_layer", "loss": "chunked"},
+    {
+        "micro_batch_size": 2,
+        "seq_len": 2048,
+        "checkpointing": "none",
+        "compile": "per_layer",
+        "loss": "chunked",
+    },
     {"micro_batch_size": 2, "seq_len": 1024, "checkpointing": "none", "lora_rank": 64},
     {"micro_batch_size": 4, "seq_len": 2048, "checkpointing": "every_2", "precision": "bf16_pure"},
-    {"micro_batch_size": 2, "seq_len": 1024, "quantization": "nf4", "double_quant": True, "checkpointing": "none"},
-    {"method": "full", "micro_batch_size": 2, "seq_len": 1024, "precision": "bf16_pure", "optimizer": "adamw_8bit"},
+    {
+        "micro_batch_size": 2,
+        "seq_len": 1024,
+        "quantization": "nf4",
+        "double_quant": True,
+        "checkpointing": "none",
+    },
+    {
+        "method": "full",
+        "micro_batch_size": 2,
+        "seq_len": 1024,
+        "precision": "bf16_pure",
+        "optimizer": "adamw_8bit",
+    },
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A measured whole model: memory in GiB, seconds of a micro batch, and the version of the probe."""
+    """A measured whole model: memory in GiB, seconds of a micro batch, and the version of the
+    probe.
+    """
 
     model: ModelSpec
     config: TrainConfig
@@ -462,33 +588,52 @@ class Measured:
 
 
 def run_memory(args: argparse.Namespace) -> None:
-    """Compare the peak memory and step time that the formulas of `autotune plan` estimate with measured whole models.
+    """Compare the peak memory and step time that the formulas of `autotune plan` estimate with
+    measured whole models.
 
-    The measurements are the results of `depth_extrapolation.py` and the table of `search.py`, which helped to write the
-    formula, and held-out models, which did not. `--probe` measures held-out models on the local GPU. Without `--probe`
-    no GPU is needed. `--count` counts the held-out models by dry probes too, as `plan` does for models without a
-    formula. Rows with nf4 that were measured before version 3 of the probe count the statistics of the base model
-    twice, and the benchmark subtracts the second copy.
+    The measurements are the results of `depth_extrapolation.py` and the table of `search.py`, which
+    helped to write the formula, and held-out models, which did not. `--probe` measures held-out
+    models on the local GPU. Without `--probe` no GPU is needed. `--count` counts the held-out
+    models by dry probes too, as `plan` does for models without a formula. Rows with nf4 that were
+    measured before version 3 of the probe count the statistics of the base model twice, and the
+    benchmark subtracts the second copy.
 
     The formula is also compared with published tables for 8,192 tokens, made with transformers 4.49
-    (`studies/published/*-8k.yaml`): once as `autotune plan` uses it, and once as the older stack probably computed
-    (`as_they_ran`). The second has three differences, which were inferred from the same rows and are documented
-    nowhere.
+    (`studies/published/*-8k.yaml`): once as `autotune plan` uses it, and once as the older stack
+    probably computed (`as_they_ran`). The second has three differences, which were inferred from
+    the same rows and are documented nowhere.
     """
     stored, fingerprint = stored_measurements()
     new = [] if args.probe is None and args.rows is None else probe_models(args)
     counted = counted_gib(args, [*stored, *new])
     tables = [row for card in ("h100", "a100") for row in compare_table(card)]
-    rows = [row for measured in (*stored, *new) if (row := compare_memory(measured, counted)) is not None]
-    table(sorted(rows, key=lambda row: -abs(row["error"]))[:12], ["model", "config", "peak_gib", "error"])
-    table(tables, ["card", "model", "config", "published_gib", "error", "error_as_they_ran", "same_verdict"])
+    rows = [
+        row
+        for measured in (*stored, *new)
+        if (row := compare_memory(measured, counted)) is not None
+    ]
+    table(
+        sorted(rows, key=lambda row: -abs(row["error"]))[:12],
+        ["model", "config", "peak_gib", "error"],
+    )
+    table(
+        tables,
+        ["card", "model", "config", "published_gib", "error", "error_as_they_ran", "same_verdict"],
+    )
     finish(args, fingerprint, [*rows, *tables])
 
 
 def summarize_memory(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarize rows of models that fitted constants, of held-out models (`heldout_`) and of tables (`published_`)."""
-    measured, tables = [row for row in rows if "card" not in row], [row for row in rows if "card" in row]
-    fitted, held_out = ([row for row in measured if row["held_out"] is side] for side in (False, True))
+    """Summarize rows of models that fitted constants, of held-out models (`heldout_`) and of tables
+    (`published_`).
+    """
+    measured, tables = (
+        [row for row in rows if "card" not in row],
+        [row for row in rows if "card" in row],
+    )
+    fitted, held_out = (
+        [row for row in measured if row["held_out"] is side] for side in (False, True)
+    )
     by_model = Counter(row["model"] for row in measured)
     summary: dict[str, Any] = {
         "configs": len(measured),
@@ -519,7 +664,9 @@ def summarize_memory(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def compare_memory(measured: Measured, counted: dict[tuple[str, str], float]) -> dict[str, Any] | None:
+def compare_memory(
+    measured: Measured, counted: dict[tuple[str, str], float]
+) -> dict[str, Any] | None:
     """Compare the formulas and the count with a measurement. Return None without a formula."""
     memory = memory_breakdown(measured.model, measured.config, measured.micro_steps)
     step = estimate_step_time(measured.model, measured.config)
@@ -551,18 +698,26 @@ def compare_memory(measured: Measured, counted: dict[tuple[str, str], float]) ->
     }
 
 
-def counted_gib(args: argparse.Namespace, every: Sequence[Measured]) -> dict[tuple[str, str], float]:
-    """Return the peaks of held-out models by name and configuration, counted by dry probes or by an earlier call."""
+def counted_gib(
+    args: argparse.Namespace, every: Sequence[Measured]
+) -> dict[tuple[str, str], float]:
+    """Return the peaks of held-out models by name and configuration, counted by dry probes or by an
+    earlier call.
+    """
     if args.counted:
         return {
-            (row["model"], row["config"]): row["counted_gib"] for row in load(args.counted) if row.get("counted_gib")
+            (row["model"], row["config"]): row["counted_gib"]
+            for row in load(args.counted)
+            if row.get("counted_gib")
         }
     found = {}
     with DryProber(shipped=False) as prober:
         for one in every if args.count else ():
             if one.held_out:
                 model, config = one.model, one.config
-                request = ProbeRequest(config=config, model=model.config, memory_gib=1.0, micro_steps=one.micro_steps)
+                request = ProbeRequest(
+                    config=config, model=model.config, memory_gib=1.0, micro_steps=one.micro_steps
+                )
                 if (count := prober.count(request).count) is not None:
                     found[model.short, config.label()] = count.peak_allocated_gib
     return found
@@ -576,7 +731,10 @@ def compare_table(card: str) -> list[dict[str, Any]]:
     spec, rows = make_spec(shipped_suites()[f"{card}-8k"], {}), []
     limit_gib = device_limit_gib(resolve_device(card), spec.headroom)
     for case in spec.configs:
-        model, config = resolve_model(case.model or spec.model), TrainConfig(**spec.pins | case.knobs)
+        model, config = (
+            resolve_model(case.model or spec.model),
+            TrainConfig(**spec.pins | case.knobs),
+        )
         memory = memory_breakdown(model, config, min(case.accumulation, 2))
         assert memory is not None and case.published is not None
         peak = case.published.peak_gib
@@ -590,7 +748,8 @@ def compare_table(card: str) -> list[dict[str, Any]]:
                 "planned_gib": memory.peak_gib,
                 "error": memory.peak_gib / peak - 1 if compared else None,
                 "error_as_they_ran": as_they_ran(model, config) / peak - 1 if compared else None,
-                "same_verdict": (memory.peak_reserved_gib <= limit_gib) is (case.published.outcome != "oom"),
+                "same_verdict": (memory.peak_reserved_gib <= limit_gib)
+                is (case.published.outcome != "oom"),
             }
         )
     return rows
@@ -599,8 +758,9 @@ def compare_table(card: str) -> list[dict[str, Any]]:
 def as_they_ran(model: ModelSpec, config: TrainConfig) -> float:
     """Estimate the peak in GiB with three differences that explain the published tables.
 
-    The loss stays in bf16: logits, their logarithms and the gradients of both take 8 bytes. The adapters are fp32 on a
-    bf16 base without autocast: each casts its input and has an fp32 output. Gradients are set to zero instead of freed.
+    The loss stays in bf16: logits, their logarithms and the gradients of both take 8 bytes. The
+    adapters are fp32 on a bf16 base without autocast: each casts its input and has an fp32 output.
+    Gradients are set to zero instead of freed.
     """
     sizes, memory = Sizes.of(model), memory_breakdown(model, config)
     assert sizes is not None and memory is not None
@@ -656,7 +816,9 @@ def probe_models(args: argparse.Namespace) -> list[Measured]:
     rows, until = Rows.of(args), time.monotonic() + args.seconds
     missing = []
     for name, settings in itertools.product(args.probe or HELD_OUT, NEW_CONFIGS):
-        eager = {"attention": "eager"} if resolve_model(name).config["model_type"] == "gemma2" else {}
+        eager = (
+            {"attention": "eager"} if resolve_model(name).config["model_type"] == "gemma2" else {}
+        )
         config = TrainConfig(**settings, **eager)
         if not rows.has(model=name, config=to_data(config)):
             missing.append((name, config))
@@ -665,7 +827,13 @@ def probe_models(args: argparse.Namespace) -> list[Measured]:
             for name, config in missing:
                 if time.monotonic() < until:
                     rows.add(probe_model(prober, args, name, config))
-                    print(name, config.label(), rows.all[-1]["outcome"], rows.all[-1].get("peak_gib"), flush=True)
+                    print(
+                        name,
+                        config.label(),
+                        rows.all[-1]["outcome"],
+                        rows.all[-1].get("peak_gib"),
+                        flush=True,
+                    )
     return [
         Measured(
             model=resolve_model(row["model"]),
@@ -679,12 +847,20 @@ def probe_models(args: argparse.Namespace) -> list[Measured]:
     ]
 
 
-def probe_model(prober: WorkerProber, args: argparse.Namespace, name: str, config: TrainConfig) -> dict[str, Any]:
+def probe_model(
+    prober: WorkerProber, args: argparse.Namespace, name: str, config: TrainConfig
+) -> dict[str, Any]:
     """Probe one whole model and return its memory and time as a row."""
     model = resolve_model(name).config
-    request = ProbeRequest(config=config, model=model, device=args.device, memory_gib=args.memory_gib)
+    request = ProbeRequest(
+        config=config, model=model, device=args.device, memory_gib=args.memory_gib
+    )
     result = prober.probe(request, prober.logs / "probe.log")
-    row: dict[str, Any] = {"model": name, "config": to_data(config), "outcome": result.outcome.value}
+    row: dict[str, Any] = {
+        "model": name,
+        "config": to_data(config),
+        "outcome": result.outcome.value,
+    }
     if result.outcome is Outcome.OK and result.measurement is not None:
         found = result.measurement
         row |= {"micro_steps": found.micro_steps, "micro_s": statistics.fmean(found.micro_step_s)}
@@ -704,7 +880,10 @@ MODES = {
         options={"--data": PUBLISHED_DATA | {"default": DATA / "published_speeds.yaml"}},
     ),
     "objectives": Mode(
-        run=run_objectives, result="plan_objectives", summarize=summarize_objectives, options={"--counted": None}
+        run=run_objectives,
+        result="plan_objectives",
+        summarize=summarize_objectives,
+        options={"--counted": None},
     ),
     "world": Mode(
         run=run_world,
@@ -717,7 +896,10 @@ MODES = {
         result="plan_memory",
         summarize=summarize_memory,
         options={
-            "--probe": {"nargs": "*", "help": "measure these models now [ten models of all families]"},
+            "--probe": {
+                "nargs": "*",
+                "help": "measure these models now [ten models of all families]",
+            },
             "--device": "cuda",
             "--memory-gib": 135.0,
             "--seconds": 540.0,

@@ -1,7 +1,9 @@
-"""Run an exported script on two ranks many times, stop it or kill its launcher, and look at how the processes end.
+"""Run an exported script on two ranks many times, stop it or kill its launcher, and look at how the
+processes end.
 
-A run hangs if a process of it is left a minute after its last step, or after its stop. An orphan is a process that is
-left ten seconds after the launcher's end. Runs are stopped at random: while they load, or after some steps.
+A run hangs if a process of it is left a minute after its last step, or after its stop. An orphan is
+a process that is left ten seconds after the launcher's end. Runs are stopped at random: while they
+load, or after some steps.
 """
 
 import argparse
@@ -33,7 +35,11 @@ from tests.helpers.factories import summary as make_summary
 STEPS = 40
 STOPPED_BY = {"Ctrl-C": signal.SIGINT, "kill": signal.SIGKILL}
 CODES = {"whole": 0, "Ctrl-C": 130, "kill": -signal.SIGKILL}
-STRATEGIES: list[dict[str, Any]] = [{"sharding": "ddp"}, {"sharding": "fsdp2"}, {"sharding": "fsdp2", "offload": True}]
+STRATEGIES: list[dict[str, Any]] = [
+    {"sharding": "ddp"},
+    {"sharding": "fsdp2"},
+    {"sharding": "fsdp2", "offload": True},
+]
 START_S = 300.0
 HANG_S = 60.0
 ORPHAN_S = 10.0
@@ -60,7 +66,10 @@ def processes(script: Path) -> list[psutil.Process]:
     """Return the processes of the script: launcher, supervisor, ranks, and their own workers."""
     found = []
     for one in psutil.process_iter(["cmdline", "status"]):
-        if str(script) in (one.info["cmdline"] or ()) and one.info["status"] != psutil.STATUS_ZOMBIE:
+        if (
+            str(script) in (one.info["cmdline"] or ())
+            and one.info["status"] != psutil.STATUS_ZOMBIE
+        ):
             found.append(one)
     return found
 
@@ -78,12 +87,22 @@ def wait(until: Callable[[], bool], limit_s: float) -> bool:
 @contextmanager
 def started(script: Path, output: Path, *options: str) -> Iterator["subprocess.Popen[bytes]"]:
     """Start the script, and kill all of its processes at the end."""
-    arguments = ["--random-weights", "--max-steps", str(STEPS), "--output-dir", str(output), *options]
+    arguments = [
+        "--random-weights",
+        "--max-steps",
+        str(STEPS),
+        "--output-dir",
+        str(output),
+        *options,
+    ]
     arguments += ["--progress", str(output.with_suffix(".jsonl"))]
     with (
         output.with_suffix(".log").open("ab") as log,
         subprocess.Popen(
-            [sys.executable, str(script), *arguments], stdout=log, stderr=log, start_new_session=True
+            [sys.executable, str(script), *arguments],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         ) as launcher,
     ):
         try:
@@ -100,7 +119,9 @@ def step_of(output: Path) -> int:
     return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
-def run_once(script: Path, output: Path, end: str, stop_at: tuple[str, float], *options: str) -> dict[str, Any]:
+def run_once(
+    script: Path, output: Path, end: str, stop_at: tuple[str, float], *options: str
+) -> dict[str, Any]:
     """Run the script once, to its end or to a stop, and return a row.
 
     `stop_at` names the unit (s or steps) and the number after which the run is stopped.
@@ -139,7 +160,9 @@ def stops(rng: random.Random) -> tuple[str, float]:
     return "steps", rng.randrange(1, STEPS - 8)
 
 
-def measure(args: argparse.Namespace, device: str, strategies: list[dict[str, Any]], plan: list[str]) -> None:
+def measure(
+    args: argparse.Namespace, device: str, strategies: list[dict[str, Any]], plan: list[str]
+) -> None:
     """Run the plan: each word is the end of a run, and `+ resume` continues it to its end."""
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if device == "cpu":
@@ -172,7 +195,9 @@ def measure(args: argparse.Namespace, device: str, strategies: list[dict[str, An
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Count hangs and orphans, and return the longest end after Ctrl-C and after the launcher's death."""
+    """Count hangs and orphans, and return the longest end after Ctrl-C and after the launcher's
+    death.
+    """
     return {
         "runs": sum(not row["resumes"] for row in rows),
         "resumes": sum(row["resumes"] for row in rows),
@@ -184,7 +209,10 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def on_cpu(args: argparse.Namespace) -> None:
-    """Run 40 times with two gloo ranks on the CPU, and resume the 20 stopped runs. It takes 20 to 30 minutes."""
+    """Run 40 times with two gloo ranks on the CPU, and resume the 20 stopped runs.
+
+    It takes 20 to 30 minutes.
+    """
     whole = ["whole"] * (args.runs // 2)
     stopped = ["Ctrl-C + resume", "kill + resume"] * (args.runs // 4)
     measure(args, "cpu", STRATEGIES[:1], whole + stopped)

@@ -1,6 +1,8 @@
-"""Run the program on inputs like the ones in public reports, and compare each result with the correct one.
+"""Run the program on inputs like the ones in public reports, and compare each result with the
+correct one.
 
-The cases are in `tests/helpers/reported.py`, with their files. The tests run the same cases without their slow steps.
+The cases are in `tests/helpers/reported.py`, with their files. The tests run the same cases without
+their slow steps.
 """
 
 import argparse

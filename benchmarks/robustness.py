@@ -16,16 +16,26 @@ from tests.helpers.mutations import fuzzed
 
 
 def run_lost(args: argparse.Namespace) -> None:
-    """Encode random conversations with each chat template that TRL ships, and look for lost text."""
+    """Encode random conversations with each chat template that
+    TRL ships, and look for lost text.
+    """
     tried = list(judged(args.number, args.seed))
-    finish(args, None, _rows(tried, "template"), ["template", "encoded", "refused", "faults"], seed=args.seed)
+    finish(
+        args,
+        None,
+        _rows(tried, "template"),
+        ["template", "encoded", "refused", "faults"],
+        seed=args.seed,
+    )
 
 
 def run_fuzz(args: argparse.Namespace) -> None:
     """Read mutated datasets and files, and look for errors of Python and for hangs."""
     with tempfile.TemporaryDirectory() as folder:
         tried = list(fuzzed(args.number, args.seed, Path(folder)))
-    finish(args, None, _rows(tried, "kind"), ["kind", "answered", "refused", "faults"], seed=args.seed)
+    finish(
+        args, None, _rows(tried, "kind"), ["kind", "answered", "refused", "faults"], seed=args.seed
+    )
 
 
 def _rows(tried: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
@@ -35,21 +45,44 @@ def _rows(tried: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     for name in names:
         found = [one for one in tried if one[key] == name]
         outcomes = Counter(one["outcome"] for one in found)
-        numbers = {outcome: outcomes[outcome] for outcome in ("encoded", "answered", "refused") if outcomes[outcome]}
+        numbers = {
+            outcome: outcomes[outcome]
+            for outcome in ("encoded", "answered", "refused")
+            if outcomes[outcome]
+        }
         faults = [one for one in found if one["outcome"] == "fault"]
-        rows.append({key: name, "tried": len(found), **numbers, "faults": len(faults), "examples": faults[:3]})
+        rows.append(
+            {
+                key: name,
+                "tried": len(found),
+                **numbers,
+                "faults": len(faults),
+                "examples": faults[:3],
+            }
+        )
     return rows
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the sums over the templates or kinds."""
     names = ("tried", "encoded", "answered", "refused", "faults")
-    return {name: sum(row.get(name, 0) for row in rows) for name in names if any(name in row for row in rows)}
+    return {
+        name: sum(row.get(name, 0) for row in rows)
+        for name in names
+        if any(name in row for row in rows)
+    }
 
 
 MODES = {
-    "lost": Mode(run=run_lost, result="lost_text", summarize=summarize, options={"--number": 5000, "--seed": 0}),
-    "fuzz": Mode(run=run_fuzz, result="fuzz", summarize=summarize, options={"--number": 3000, "--seed": 0}),
+    "lost": Mode(
+        run=run_lost,
+        result="lost_text",
+        summarize=summarize,
+        options={"--number": 5000, "--seed": 0},
+    ),
+    "fuzz": Mode(
+        run=run_fuzz, result="fuzz", summarize=summarize, options={"--number": 3000, "--seed": 0}
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""Measure how quickly searches find the best configuration: a table of a whole space, replays on it, and live runs."""
+"""Measure how quickly searches find the best configuration: a table of a whole space, replays on
+it, and live runs.
+"""
 
 import argparse
 import itertools
@@ -15,11 +17,28 @@ from typing import Any
 from unittest.mock import patch
 
 import optuna
-from bench import DATA, Mode, command, finish, now, run_program, scratch, use_empty_compile_cache, worker
+from bench import (
+    DATA,
+    Mode,
+    command,
+    finish,
+    now,
+    run_program,
+    scratch,
+    use_empty_compile_cache,
+    worker,
+)
 
 from autotune.catalog import find_price, resolve_device, resolve_model
 from autotune.core.files import write_atomic
-from autotune.core.probe_types import Evidence, Fingerprint, ModelShape, Outcome, ProbeRequest, ProbeResult
+from autotune.core.probe_types import (
+    Evidence,
+    Fingerprint,
+    ModelShape,
+    Outcome,
+    ProbeRequest,
+    ProbeResult,
+)
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import depths
@@ -58,7 +77,9 @@ OPTIMIZER = "adamw_torch_fused"
 WORKLOAD = Workload(examples=10_000, lengths=Lengths.constant(512), global_batch=32)
 
 
-def request_of(config: TrainConfig, model: dict[str, Any], memory_gib: float, device: str = "cuda") -> ProbeRequest:
+def request_of(
+    config: TrainConfig, model: dict[str, Any], memory_gib: float, device: str = "cuda"
+) -> ProbeRequest:
     return ProbeRequest(
         config=config,
         model=model,
@@ -72,7 +93,9 @@ class Table:
     """The measured results by configuration and depth, and the properties of the machine."""
 
     def __init__(self, path: Path) -> None:
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = (
+            [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        )
         self.about: dict[str, Any] = next((line for line in lines if "fingerprint" in line), {})
         self.results: dict[tuple[TrainConfig, int | None], ProbeResult] = {}
         self.cold: dict[TrainConfig, float] = {}
@@ -102,10 +125,11 @@ class Table:
 
     @cached_property
     def compile_seconds(self) -> dict[TrainConfig, tuple[float, float]]:
-        """Seconds of compilation for each compiled code: (with an empty cache, with the code in the cache on disk).
+        """Seconds of compilation for each compiled code: (with an empty cache, with the code in the
+        cache on disk).
 
-        They are the seconds of the first step on a few layers, which consist mostly of compilation. It was chance which
-        of the configurations that share code compiled first.
+        They are the seconds of the first step on a few layers, which consist mostly of compilation.
+        It was chance which of the configurations that share code compiled first.
         """
         first: dict[TrainConfig, list[float]] = {}
         depths_of: dict[TrainConfig, list[int]] = {}
@@ -114,12 +138,17 @@ class Table:
                 depths_of.setdefault(config, []).append(depth)
         for config, measured_depths in depths_of.items():
             seconds = self.results[(config, min(measured_depths))].seconds.get("first_step", 0.0)
-            first.setdefault(replace(config, optimizer=OPTIMIZER, checkpointing="none"), []).append(seconds)
+            first.setdefault(replace(config, optimizer=OPTIMIZER, checkpointing="none"), []).append(
+                seconds
+            )
         return {code: (max(seconds), min(seconds)) for code, seconds in first.items()}
 
 
 class Charges:
-    """Charge each probe of one search. Inductor's cache on disk starts empty and is shared by processes."""
+    """Charge each probe of one search.
+
+    Inductor's cache on disk starts empty and is shared by processes.
+    """
 
     def __init__(self, table: Table) -> None:
         self._table, self._on_disk = table, set[TrainConfig]()
@@ -131,7 +160,8 @@ class Charges:
         empty_cache_s, cached_s = self._table.compile_seconds[
             replace(config, optimizer=OPTIMIZER, checkpointing="none")
         ]
-        # Recomputed layers may have another backward pass, so that their code is not counted as shared.
+        # Recomputed layers may have another backward pass, so that their code is not counted as
+        # shared.
         code = replace(config, optimizer=OPTIMIZER)
         is_new = code not in self._on_disk
         self._on_disk.add(code)
@@ -160,12 +190,13 @@ def _slim(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_measure(args: argparse.Namespace) -> None:
-    """Measure every configuration of a search space for Mistral-7B, as the table that `replay` searches.
+    """Measure every configuration of a search space for Mistral-7B, as the table that `replay`
+    searches.
 
-    Each line holds one configuration: probes at two truncated depths and of the whole model, by the product's own
-    worker, with their seconds. A later call with the same file measures the missing configurations, until the time is
-    over. A few configurations are also probed in a process of their own, to check the time that a replay charges for
-    such probes.
+    Each line holds one configuration: probes at two truncated depths and of the whole model, by the
+    product's own worker, with their seconds. A later call with the same file measures the missing
+    configurations, until the time is over. A few configurations are also probed in a process of
+    their own, to check the time that a replay charges for such probes.
     """
     until = time.monotonic() + args.seconds
     model = resolve_model(args.model)
@@ -191,15 +222,23 @@ def run_measure(args: argparse.Namespace) -> None:
             file.write(json.dumps({"fingerprint": to_data(fingerprint), **about}) + "\n")
         assert shape is not None
 
-        missing = [config for config in map(SPACE.config, SPACE.enumerate()) if (config, None) not in table.results]
+        missing = [
+            config
+            for config in map(SPACE.config, SPACE.enumerate())
+            if (config, None) not in table.results
+        ]
         sample = random.Random(1).sample(missing, len(missing))[: args.cold]
         for config in missing:
             if time.monotonic() > until:
                 break
             whole = request_of(config, model.config, args.memory_gib, args.device)
-            requests = [shortened(whole, depth) for depth in depths(shape, config.checkpoint_every) or ()] + [whole]
+            requests = [
+                shortened(whole, depth) for depth in depths(shape, config.checkpoint_every) or ()
+            ] + [whole]
             results = [prober.probe(request, logs / "probe.log") for request in requests]
-            file.write(json.dumps({"results": [_slim(to_data(result)) for result in results]}) + "\n")
+            file.write(
+                json.dumps({"results": [_slim(to_data(result)) for result in results]}) + "\n"
+            )
             file.flush()
             seconds = sum(result.seconds["total"] for result in results)
             print(f"{config.label():<70} {results[-1].outcome} {seconds:.1f} s", flush=True)
@@ -212,17 +251,25 @@ def run_measure(args: argparse.Namespace) -> None:
             use_empty_compile_cache()
             start = time.monotonic()
             with WorkerProber(args.device, logs) as fresh:
-                fresh.probe(request_of(config, model.config, args.memory_gib, args.device), logs / "probe.log")
-            file.write(json.dumps({"config": config.as_dict(), "cold_seconds": time.monotonic() - start}) + "\n")
+                fresh.probe(
+                    request_of(config, model.config, args.memory_gib, args.device),
+                    logs / "probe.log",
+                )
+            file.write(
+                json.dumps({"config": config.as_dict(), "cold_seconds": time.monotonic() - start})
+                + "\n"
+            )
 
 
 # --- replay
 
 WITHIN = 0.02
 LONGEST_S = 3600.0
-MAX_TRIALS = 1000  # a known configuration costs a warm search nothing, so that time alone would not end it
+# a known configuration costs a warm search nothing, so that time alone would not end it
+MAX_TRIALS = 1000
 LIVE_RUN = TABLE.with_name("search_live_h200.json")
-GUIDE = TrainConfig(micro_batch_size=1, seq_len=512, checkpointing="full")  # also bf16, rank 16, AdamW, not compiled
+# also bf16, rank 16, AdamW, not compiled
+GUIDE = TrainConfig(micro_batch_size=1, seq_len=512, checkpointing="full")
 
 
 class TableProber:
@@ -239,7 +286,9 @@ class TableProber:
         return shape
 
     def _depths(self, config: TrainConfig) -> list[int]:
-        return [depth for other, depth in self._table.results if other == config and depth is not None]
+        return [
+            depth for other, depth in self._table.results if other == config and depth is not None
+        ]
 
     def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
         result = self._table.results[(request.config, request.depth)]
@@ -247,8 +296,8 @@ class TableProber:
         if request.config.compile != "none":
             first = request.depth is not None and request.depth == min(self._depths(request.config))
             if first or request.config not in self._compiled:
-                # When the table was measured, this probe or an earlier one compiled. Replace the measured seconds by
-                # those of this search.
+                # When the table was measured, this probe or an earlier one compiled. Replace the
+                # measured seconds by those of this search.
                 measured = result.seconds.get("first_step", 0.0) if first else 0.0
                 self.seconds += self._charges.compiling(request.config) - measured
             self._compiled.add(request.config)
@@ -256,7 +305,9 @@ class TableProber:
 
 
 def ours(table: Table, seed: int, goal: float, prober: TableProber | None = None) -> float:
-    """Return the seconds until the product's own study has measured a configuration that reaches the goal."""
+    """Return the seconds until the product's own study has measured a configuration that reaches
+    the goal.
+    """
     prober = prober or TableProber(table)
     model = resolve_model("mistral-7b")
     device = resolve_device("h200")
@@ -312,13 +363,21 @@ def ours_climbing(table: Table, seed: int, goal: float) -> float:
 
 
 def optuna_cold(table: Table, seed: int, goal: float) -> float:
-    """Run Optuna as in its tutorial: default settings, one process for each trial, out of memory is a failure."""
+    """Run Optuna as in its tutorial: default settings, one process for each trial, out of memory is
+    a failure.
+    """
     return _search(table, goal, optuna.samplers.TPESampler(seed=seed), Charges(table).cold)
 
 
 def optuna_warm(table: Table, seed: int, goal: float) -> float:
-    """Run the same in one warm worker that measures nothing twice: only the search differs from ours."""
-    prober, model, known = TableProber(table), resolve_model("mistral-7b").config, set[TrainConfig]()
+    """Run the same in one warm worker that measures nothing twice: only the search differs from
+    ours.
+    """
+    prober, model, known = (
+        TableProber(table),
+        resolve_model("mistral-7b").config,
+        set[TrainConfig](),
+    )
 
     def charge(config: TrainConfig) -> float:
         before = prober.seconds
@@ -357,7 +416,9 @@ def _search(
 
 
 def doubling(table: Table, seed: int, goal: float) -> float:
-    """Double the batch size of the guide's configuration until it no longer fits; no other knob changes."""
+    """Double the batch size of the guide's configuration until it no longer fits; no other knob
+    changes.
+    """
     charges, seconds = Charges(table), 0.0
     for size in itertools.takewhile(lambda size: size <= 16, (2**power for power in range(10))):
         config = replace(GUIDE, micro_batch_size=size)
@@ -383,11 +444,14 @@ SEARCHES: dict[str, Callable[[Table, int, float], float]] = {
 def summarize_replay(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over seeds, and their ratios to ours.
 
-    `ratio_to_optuna` includes the cost of a process for each trial; `ratio_to_warm_tpe` compares the searches alone.
-    `ours_distinct` counts the different results of ours: it is deterministic, so that all seeds are a single sample.
+    `ratio_to_optuna` includes the cost of a process for each trial; `ratio_to_warm_tpe` compares
+    the searches alone. `ours_distinct` counts the different results of ours: it is deterministic,
+    so that all seeds are a single sample.
     """
     median = {name: statistics.median(row[name] for row in rows) for name in SEARCHES}
-    quartiles = statistics.quantiles([row["optuna_warm"] for row in rows], n=4) if len(rows) > 1 else []
+    quartiles = (
+        statistics.quantiles([row["optuna_warm"] for row in rows], n=4) if len(rows) > 1 else []
+    )
     return {
         **{f"{name}_seconds": seconds for name, seconds in median.items()},
         "ratio_to_optuna": median["optuna_cold"] / median["ours"],
@@ -401,7 +465,9 @@ def summarize_replay(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_live(args: argparse.Namespace) -> None:
-    """Run our search and plain Optuna on a real GPU, one after the other, until each reaches the goal of the table."""
+    """Run our search and plain Optuna on a real GPU, one after the other, until each reaches the
+    goal of the table.
+    """
     table = Table(args.table)
     goal = table.best() * (1 - WITHIN)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -429,7 +495,10 @@ class LiveProber(TableProber):
 
 def live_ours(args: argparse.Namespace, table: Table, goal: float) -> dict[str, Any]:
     with worker(args.device) as prober:
-        return {"seconds": ours(table, 0, goal, LiveProber(table, prober)), "replayed_seconds": ours(table, 0, goal)}
+        return {
+            "seconds": ours(table, 0, goal, LiveProber(table, prober)),
+            "replayed_seconds": ours(table, 0, goal),
+        }
 
 
 def live_optuna(args: argparse.Namespace, table: Table, goal: float) -> dict[str, Any]:
@@ -459,29 +528,41 @@ def live_optuna(args: argparse.Namespace, table: Table, goal: float) -> dict[str
 def run_replay(args: argparse.Namespace) -> None:
     """Compare the GPU time that searches need to measure a configuration within 2 % of the best.
 
-    Each search runs on the table that `measure` made, with many seeds. Each trial costs the time that was measured for
-    it:
+    Each search runs on the table that `measure` made, with many seeds. Each trial costs the time
+    that was measured for it:
 
     - ours: the product's own study, with one start of the worker, shallow and full probes;
-    - ours_climbing: the same without proposals from the formulas, whose constants were partly fitted on this table;
-    - optuna_cold: TPE with its defaults; each trial in its own process; out of memory counts as FAIL;
-    - optuna_warm: the same TPE with one warm worker and a cache of its own results, which leaves the search itself;
+    - ours_climbing: the same without proposals from the formulas, whose constants were partly
+    fitted on this table;
+    - optuna_cold: TPE with its defaults; each trial in its own process; out of memory counts as
+    FAIL;
+    - optuna_warm: the same TPE with one warm worker and a cache of its own results, which leaves
+    the search itself;
     - random: as optuna_cold, with random proposals;
     - doubling: the defaults of a guide, with the batch size doubled until it no longer fits.
 
-    A search that does not reach the goal counts with the longest budget. The result includes the times of `live`, with
-    the times that a replay charges for the same searches. No GPU is needed.
+    A search that does not reach the goal counts with the longest budget. The result includes the
+    times of `live`, with the times that a replay charges for the same searches. No GPU is needed.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     table = Table(args.table)
-    missing = [config.label() for config in map(SPACE.config, SPACE.enumerate()) if (config, None) not in table.results]
+    missing = [
+        config.label()
+        for config in map(SPACE.config, SPACE.enumerate())
+        if (config, None) not in table.results
+    ]
     if missing:
-        raise SystemExit(f"the table lacks {len(missing)} configurations, the first: {missing[0]}; run `measure` again")
+        raise SystemExit(
+            f"the table lacks {len(missing)} configurations, the first: {missing[0]}; run `measure`"
+            " again"
+        )
     goal = table.best() * (1 - WITHIN)
     good = [config for config in table.configs if (table.value(config) or 0.0) >= goal]
     rows: list[dict[str, Any]] = []
     for seed in range(args.seeds):
-        rows.append({"seed": seed} | {name: search(table, seed, goal) for name, search in SEARCHES.items()})
+        rows.append(
+            {"seed": seed} | {name: search(table, seed, goal) for name, search in SEARCHES.items()}
+        )
         print(rows[-1], flush=True)
     cold = [(Charges(table).cold(config), seconds) for config, seconds in table.cold.items()]
     finish(
@@ -494,7 +575,9 @@ def run_replay(args: argparse.Namespace) -> None:
         best_tokens_per_second=table.best(),
         censored_at_s=LONGEST_S,
         live=json.loads(LIVE_RUN.read_text()) if LIVE_RUN.exists() else None,
-        cold_charge_over_measured=statistics.median(charged / real for charged, real in cold) if cold else None,
+        cold_charge_over_measured=statistics.median(charged / real for charged, real in cold)
+        if cold
+        else None,
     )
 
 
@@ -507,7 +590,10 @@ MODES = {
             "--memory-gib": 135.0,
             "--table": {"default": TABLE, "help": "the file of an earlier call"},
             "--seconds": 500.0,
-            "--cold": {"default": 8, "help": "number of configurations to probe in a process of their own"},
+            "--cold": {
+                "default": 8,
+                "help": "number of configurations to probe in a process of their own",
+            },
             "--out": {"type": Path, "help": "folder of the table"},
         },
     ),

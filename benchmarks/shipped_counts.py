@@ -1,11 +1,12 @@
-"""Write `autotune/dry/shipped_counts.json.gz`: the answers of dry probes to default plans of the catalogue's models.
+"""Write `autotune/dry/shipped_counts.json.gz`: the answers of dry probes to default plans of the
+catalogue's models.
 
     python benchmarks/shipped_counts.py
 
-Each model of the file is planned for each card of the catalogue, with the default search space and those of LoRA,
-QLoRA and full fine-tuning. `--add NAME...` counts these models alone and adds their answers. Plans of other models
-are counted when they are asked for. No GPU is needed. Answers stay in the user's cache, so an interrupted run
-continues. A file that was shipped before does not count.
+Each model of the file is planned for each card of the catalogue, with the default search space and
+those of LoRA, QLoRA and full fine-tuning. `--add NAME...` counts these models alone and adds their
+answers. Plans of other models are counted when they are asked for. No GPU is needed. Answers stay
+in the user's cache, so an interrupted run continues. A file that was shipped before does not count.
 """
 
 import argparse
@@ -55,10 +56,14 @@ class Recorder(DryProber):
         return self.answers[key]
 
     def _in_bf16(self, request: ProbeRequest) -> DryAnswer | None:
-        """The answer in bf16 where fp16 has the same: the product of experts alone has kernels of its own."""
+        """The answer in bf16 where fp16 has the same: the product of experts alone has kernels of
+        its own.
+        """
         if request.config.precision != "fp16_mixed":
             return None
-        answer = self.count(replace(request, config=replace(request.config, precision="bf16_mixed")))
+        answer = self.count(
+            replace(request, config=replace(request.config, precision="bf16_mixed"))
+        )
         work = answer.count.flops if answer.count is not None else ()
         return None if any("grouped_mm" in name for name in work) else answer
 
@@ -69,14 +74,18 @@ def shipped() -> dict[str, Any]:
     return data
 
 
-def count_plans(models: Sequence[ModelSpec], path: Path, kept: dict[str, Any] | None = None) -> None:
-    """Write the answers to all plans of these models, after each GPU again, beside the kept content of the file.
+def count_plans(
+    models: Sequence[ModelSpec], path: Path, kept: dict[str, Any] | None = None
+) -> None:
+    """Write the answers to all plans of these models, after each GPU again, beside the kept content
+    of the file.
 
     Progress is printed.
     """
     started, spaces = time.monotonic(), [SearchSpace.load(name) for name in SPACES]
     names = sorted({model.name for model in models}.union(kept["models"] if kept else ()))
-    devices = sorted(list_devices(), key=lambda device: device.usual_precision)  # bf16 first: most people have it
+    # bf16 first: most people have it
+    devices = sorted(list_devices(), key=lambda device: device.usual_precision)
     with Recorder() as recorder:
         counted_memory._prober = lambda: recorder
         for number, device in enumerate(devices, 1):
@@ -87,7 +96,9 @@ def count_plans(models: Sequence[ModelSpec], path: Path, kept: dict[str, Any] | 
             answers = {key: rounded(to_data(answer)) for key, answer in recorder.answers.items()}
             size = write(names, (kept["answers"] if kept else {}) | answers, path)
             seconds = time.monotonic() - started
-            done = f"{number:>2} of {len(devices)}, {seconds:>5.0f} s: {len(recorder.answers)} answers"
+            done = (
+                f"{number:>2} of {len(devices)}, {seconds:>5.0f} s: {len(recorder.answers)} answers"
+            )
             print(f"{done}, {size / 1000:.0f} kB, {device.name}", flush=True)
 
 
@@ -110,16 +121,29 @@ def write(models: Sequence[str], answers: dict[str, Any], path: Path) -> int:
         "models": list(models),
         "answers": {key: answers[key] for key in sorted(answers)},
     }
-    return path.write_bytes(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0))
+    return path.write_bytes(
+        gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=FILE)
-    parser.add_argument("--add", nargs="+", metavar="NAME", help="count these models alone, and keep the other answers")
+    parser.add_argument(
+        "--add",
+        nargs="+",
+        metavar="NAME",
+        help="count these models alone, and keep the other answers",
+    )
     args = parser.parse_args()
     kept = shipped()
-    count_plans([resolve_model(name) for name in args.add or kept["models"]], args.out, kept if args.add else None)
+    count_plans(
+        [resolve_model(name) for name in args.add or kept["models"]],
+        args.out,
+        kept if args.add else None,
+    )
 
 
 if __name__ == "__main__":

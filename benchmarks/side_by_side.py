@@ -1,21 +1,23 @@
-"""Speed, memory and losses of autotune's choice beside what other tools reach with their own best configuration.
+"""Speed, memory and losses of autotune's choice beside what other tools reach with their own best
+configuration.
 
-All train the same weights (random, in the shape of a model) with LoRA of the same rank on all linear layers, on the
-same rows, in bf16 with AdamW, with as many rows in an optimizer step. Each of the others has the same sweep of its
-micro batch, of its kinds of recomputation and, where it offers it, of compiled layers (`side_by_side_tool.py`). Ours
-comes twice: the best of the same three knobs, and the winner of a study of all; both are trained by the exported
-script. Each tool has a process and a folder of packages (`--sites`) of its own, beside those that autotune needs:
+All train the same weights (random, in the shape of a model) with LoRA of the same rank on all
+linear layers, on the same rows, in bf16 with AdamW, with as many rows in an optimizer step. Each of
+the others has the same sweep of its micro batch, of its kinds of recomputation and, where it offers
+it, of compiled layers (`side_by_side_tool.py`). Ours comes twice: the best of the same three knobs,
+and the winner of a study of all; both are trained by the exported script. Each tool has a process
+and a folder of packages (`--sites`) of its own, beside those that autotune needs:
 
     into() { python -m pip install --no-deps --upgrade --target "sites/$1" "${@:2}"; }
-    into unsloth unsloth==2026.10.9 unsloth_zoo==2026.10.9 trl==1.15.0 datasets==4.8.5 msgspec==0.22.0
-    into unsloth cut_cross_entropy==25.1.1
-    into liger liger_kernel==0.8.5
-    into axolotl axolotl==0.21.0 addict==2.4.0 liger_kernel==0.8.5
-    into llamafactory llamafactory==0.9.5 trl==0.24.0 omegaconf==2.4.0 liger_kernel==0.8.5
-    into torchtune torchtune==0.6.1 torchao==0.15.0 torchdata==0.11.0 omegaconf==2.4.0
+    into unsloth unsloth==2026.10.9 unsloth_zoo==2026.10.9 trl==1.15.0 datasets==4.8.5
+    msgspec==0.22.0 into unsloth cut_cross_entropy==25.1.1 into liger liger_kernel==0.8.5 into
+    axolotl axolotl==0.21.0 addict==2.4.0 liger_kernel==0.8.5 into llamafactory llamafactory==0.9.5
+    trl==0.24.0 omegaconf==2.4.0 liger_kernel==0.8.5 into torchtune torchtune==0.6.1 torchao==0.15.0
+    torchdata==0.11.0 omegaconf==2.4.0
 
-    python benchmarks/side_by_side.py --sites sites --check   # does every tool train here? A tiny model, all at once
-    python benchmarks/side_by_side.py --sites sites --seconds 480 --rows earlier.jsonl
+    python benchmarks/side_by_side.py --sites sites --check   # does every tool train here? A tiny
+    model, all at once python benchmarks/side_by_side.py --sites sites --seconds 480 --rows
+    earlier.jsonl
 """
 
 import argparse
@@ -46,11 +48,27 @@ OTHERS = {
     "torchtune": "torchtune",
 }
 EQUAL, STUDY = "ours, the same sweep", "ours, a study's winner"
-# What the others do not sweep either. What is left is the micro batch, recomputation and compiled layers.
-PINS = {"precision": "bf16_mixed", "optimizer": "adamw_torch_fused", "attention": "sdpa", "loss": "chunked"}
+# What the others do not sweep either. What is left is the micro batch, recomputation and compiled
+# layers.
+PINS = {
+    "precision": "bf16_mixed",
+    "optimizer": "adamw_torch_fused",
+    "attention": "sdpa",
+    "loss": "chunked",
+}
 PINS |= {"packing": "false", "padding": "max_length"}  # all rows have the same length
 RATE = 2e-4
-COLUMNS = ["tool", "config", "outcome", "tokens_per_s", "mfu", "peak_reserved_gib", "first_loss", "last_loss", "reason"]
+COLUMNS = [
+    "tool",
+    "config",
+    "outcome",
+    "tokens_per_s",
+    "mfu",
+    "peak_reserved_gib",
+    "first_loss",
+    "last_loss",
+    "reason",
+]
 ENOUGH_S = 60.0  # no tool is begun with less time than this
 
 
@@ -67,7 +85,9 @@ class Sizes:
     trials: int = 100
 
 
-TINY = Sizes(seq_len=256, step_rows=4, steps=3, micro_batches=(2,), budgets=("90s", "90s"), trials=2)
+TINY = Sizes(
+    seq_len=256, step_rows=4, steps=3, micro_batches=(2,), budgets=("90s", "90s"), trials=2
+)
 
 
 def add(rows: Rows, some: Iterable[dict[str, Any]]) -> None:
@@ -78,11 +98,16 @@ def add(rows: Rows, some: Iterable[dict[str, Any]]) -> None:
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The best of each tool on the first card that it was measured on, and ours by the best of the others.
+    """The best of each tool on the first card that it was measured on, and ours by the best of the
+    others.
 
     A ratio compares one GPU, the first of ours. A tool without a measurement is not counted.
     """
-    best = {name: speeds for name in (EQUAL, STUDY, *OTHERS) if (speeds := best_of(rows, name)) is not None}
+    best = {
+        name: speeds
+        for name in (EQUAL, STUDY, *OTHERS)
+        if (speeds := best_of(rows, name)) is not None
+    }
     others = {name: best[name] for name in OTHERS if name in best}
     fastest = max(others.values(), default=None)
     cards = sorted({row["card"] for row in rows})
@@ -112,7 +137,9 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def readme_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """README's table: the fastest configuration of each tool on each card in the same sweep, the fastest first."""
+    """README's table: the fastest configuration of each tool on each card in the same sweep, the
+    fastest first.
+    """
     measured = [row for row in rows if row.get("tokens_per_s") and row["key"] != STUDY]
     best: dict[tuple[str, str], dict[str, Any]] = {}
     for row in sorted(measured, key=speed_of):
@@ -122,8 +149,16 @@ def readme_lines(rows: list[dict[str, Any]]) -> list[str]:
     for row in sorted(best.values(), key=speed_of, reverse=True):
         ours = row["key"] == EQUAL
         config = f"`{row['config']}`" if ours else row["config"]
-        cells = [f"**{row['tool']}**" if ours else row["tool"], config, row["card"], f"{row['tokens_per_s']:,.0f}"]
-        cells += [f"{row['peak_reserved_gib']:.1f} GiB", f"{row['first_loss']:.2f}, {row['last_loss']:.2f}"]
+        cells = [
+            f"**{row['tool']}**" if ours else row["tool"],
+            config,
+            row["card"],
+            f"{row['tokens_per_s']:,.0f}",
+        ]
+        cells += [
+            f"{row['peak_reserved_gib']:.1f} GiB",
+            f"{row['first_loss']:.2f}, {row['last_loss']:.2f}",
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -151,15 +186,29 @@ class Bench:
         self._work.mkdir(parents=True, exist_ok=True)
         self._shape = dict(resolve_model(args.model).config)
         if self._tiny:
-            heads = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-            self._shape |= TINY_MODEL | heads | {"model_type": "mistral", "intermediate_size": 512, "vocab_size": 1024}
+            heads = {
+                "hidden_size": 256,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 64,
+            }
+            self._shape |= (
+                TINY_MODEL
+                | heads
+                | {"model_type": "mistral", "intermediate_size": 512, "vocab_size": 1024}
+            )
 
     def write_model(self) -> None:
         """Write the weights, a tokenizer and the rows, unless an earlier call did."""
         if (self._work / "model" / "config.json").exists():
             return
         sizes = self._sizes
-        given = {"shape": self._shape, "rows": sizes.step_rows, "seq_len": sizes.seq_len, "device": self._on}
+        given = {
+            "shape": self._shape,
+            "rows": sizes.step_rows,
+            "seq_len": sizes.seq_len,
+            "device": self._on,
+        }
         _, log = self._child("model", given, self._work, limit=300.0)
         if not (self._work / "model" / "config.json").exists():
             raise SystemExit(f"the weights could not be written:\n{log}")
@@ -215,11 +264,22 @@ class Bench:
         """The options of `autotune run`: the knobs that the others sweep too, or all."""
         sizes, tiny = self._sizes, self._tiny
         model = str(self._work / "model") if tiny else self._args.model
-        options = ["--gpu", self._args.gpu, "--model", model, "--tokens-per-example", str(sizes.seq_len)]
+        options = [
+            "--gpu",
+            self._args.gpu,
+            "--model",
+            model,
+            "--tokens-per-example",
+            str(sizes.seq_len),
+        ]
         options += ["--global-batch", str(sizes.step_rows), "--space", "lora", "--out", "study"]
         options += ["--budget", sizes.budgets[name == STUDY], "--trials", str(sizes.trials)]
-        pins = {"seq_len": str(sizes.seq_len), "lora_rank": str(sizes.rank)} | (PINS if name == EQUAL else {})
-        return options + [option for knob, value in pins.items() for option in ("--set", f"{knob}={value}")]
+        pins = {"seq_len": str(sizes.seq_len), "lora_rank": str(sizes.rank)} | (
+            PINS if name == EQUAL else {}
+        )
+        return options + [
+            option for knob, value in pins.items() for option in ("--set", f"{knob}={value}")
+        ]
 
     def _described(self, summary: dict[str, Any]) -> dict[str, Any]:
         winner = summary["winner"]
@@ -228,7 +288,9 @@ class Bench:
             "micro_batch": winner["config"]["micro_batch_size"],
             "study_tokens_per_s": winner["performance"]["tokens_per_second"],
             "study_peak_reserved_gib": winner["memory"]["peak_reserved_gib"],
-            "fingerprint": {key: value for key, value in summary["fingerprint"].items() if key != "digest"},
+            "fingerprint": {
+                key: value for key, value in summary["fingerprint"].items() if key != "digest"
+            },
         }
 
     def _mfu(self, row: dict[str, Any]) -> float | None:
@@ -238,13 +300,21 @@ class Bench:
         flops = resolve_model(self._args.model).flops_per_token("lora", self._sizes.seq_len)
         return float(speed * flops / (peak * 1e12))
 
-    def _child(self, tool: str, task: dict[str, Any], out: Path, limit: float) -> tuple[str | None, str]:
-        """Run a tool's part in a process and a folder of its own: why it did not end well, if so, and what it said."""
+    def _child(
+        self, tool: str, task: dict[str, Any], out: Path, limit: float
+    ) -> tuple[str | None, str]:
+        """Run a tool's part in a process and a folder of its own: why it did not end well, if so,
+        and what it said.
+        """
         folder = scratch()  # some tools write caches where they are started
         (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
         environment = os.environ | {"PYTHONUNBUFFERED": "1"}
         if sites := self._args.sites:
-            places = [str((sites / name).absolute()) for name in (tool, "common") if (sites / name).is_dir()]
+            places = [
+                str((sites / name).absolute())
+                for name in (tool, "common")
+                if (sites / name).is_dir()
+            ]
             environment["PYTHONPATH"] = os.pathsep.join([*places, os.environ.get("PYTHONPATH", "")])
         log = folder / "log"
         with log.open("w") as file:
@@ -294,11 +364,21 @@ MODES = {
         result="side_by_side",
         summarize=summarize,
         options={
-            "--model": {"default": "mistral-7b", "help": "of Mistral's architecture, for torchtune's builder"},
+            "--model": {
+                "default": "mistral-7b",
+                "help": "of Mistral's architecture, for torchtune's builder",
+            },
             "--gpu": "auto",
             "--check": {"default": False, "help": "try every tool at once with a tiny model"},
-            "--only": {"nargs": "*", "default": [EQUAL, STUDY, *OTHERS], "choices": ["ours", EQUAL, STUDY, *OTHERS]},
-            "--sites": {"type": Path, "help": "a folder with a folder of packages for each tool, and `common`"},
+            "--only": {
+                "nargs": "*",
+                "default": [EQUAL, STUDY, *OTHERS],
+                "choices": ["ours", EQUAL, STUDY, *OTHERS],
+            },
+            "--sites": {
+                "type": Path,
+                "help": "a folder with a folder of packages for each tool, and `common`",
+            },
             "--work": {"type": Path, "help": "keeps the weights between calls"},
             "--micro-batches": {"nargs": "*", "type": int},
             "--limit": {"default": 200.0, "help": "seconds of one tool"},

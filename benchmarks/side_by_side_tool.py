@@ -1,11 +1,14 @@
-"""One tool's part of `side_by_side.py`: train one model with LoRA by that tool, one configuration after another.
+"""One tool's part of `side_by_side.py`: train one model with LoRA by that tool, one configuration
+after another.
 
-It runs in a process of its own, where the packages of that tool come before all others, and imports nothing of
-autotune. Each function below makes the tool's own trainer as the tool's documentation does, for rows that are already
-tokens. Only what is measured is ours: one callback notes the time and the loss of each optimizer step.
+It runs in a process of its own, where the packages of that tool come before all others, and imports
+nothing of autotune. Each function below makes the tool's own trainer as the tool's documentation
+does, for rows that are already tokens. Only what is measured is ours: one callback notes the time
+and the loss of each optimizer step.
 
-The data are as many rows as an optimizer step has, so that each step sees all of them and their order has no effect:
-the first loss of all tools is the same, up to rounding, since new adapters change nothing.
+The data are as many rows as an optimizer step has, so that each step sees all of them and their
+order has no effect: the first loss of all tools is the same, up to rounding, since new adapters
+change nothing.
 """
 
 import argparse
@@ -28,7 +31,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-ENVIRONMENT = {  # what the tools' sources read: no network, no statistics, every layer compiled on its own
+# what the tools' sources read: no network, no statistics, every layer compiled on its own
+ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "UNSLOTH_DISABLE_STATISTICS": "1",
     "DISABLE_VERSION_CHECK": "1",  # LLaMA-Factory's, which caps transformers at 5.6
@@ -39,9 +43,20 @@ ENVIRONMENT = {  # what the tools' sources read: no network, no statistics, ever
 }
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 GIB = 2**30
-RECOMPILE_LIMIT = 64  # as the script that autotune exports has it: nothing falls back to layers that are not compiled
+# as the script that autotune exports has it: nothing falls back to layers that are not compiled
+RECOMPILE_LIMIT = 64
 WARM_STEPS = 1  # before steps count: the first compiles, and tunes kernels
-VERSIONS = ("torch", "triton", "transformers", "peft", "accelerate", "trl", "unsloth", "unsloth_zoo", "axolotl")
+VERSIONS = (
+    "torch",
+    "triton",
+    "transformers",
+    "peft",
+    "accelerate",
+    "trl",
+    "unsloth",
+    "unsloth_zoo",
+    "axolotl",
+)
 VERSIONS += ("llamafactory", "torchtune", "torchao", "liger-kernel", "datasets", "bitsandbytes")
 
 
@@ -70,7 +85,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One configuration: rows in a micro batch, what the backward pass recomputes, and whether layers are compiled."""
+    """One configuration: rows in a micro batch, what the backward pass recomputes, and whether
+    layers are compiled.
+    """
 
     micro_batch: int
     recompute: str  # none, full, or a tool's own kind
@@ -102,7 +119,9 @@ class Steps:
         self._marks.append(event)
 
     def result(self, tokens: int) -> dict[str, Any]:
-        """Tokens per second in the median step that counts, the peak in GiB (None on a CPU), first and last loss."""
+        """Tokens per second in the median step that counts, the peak in GiB (None on a CPU), first
+        and last loss.
+        """
         if self._is_cuda:
             self._torch.cuda.synchronize()
         seconds = [
@@ -114,7 +133,9 @@ class Steps:
             "outcome": "ok",
             "tokens_per_s": tokens / statistics.median(counted) if counted else None,
             "step_s": seconds,
-            "peak_reserved_gib": self._torch.cuda.max_memory_reserved() / GIB if self._is_cuda else None,
+            "peak_reserved_gib": self._torch.cuda.max_memory_reserved() / GIB
+            if self._is_cuda
+            else None,
             "first_loss": self.losses[0] if self.losses else None,
             "last_loss": self.losses[-1] if self.losses else None,
         }
@@ -131,7 +152,9 @@ def callback(steps: Steps) -> Any:
         def on_train_end(self, *args: Any, **kwargs: Any) -> None:
             steps.mark()
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any
+        ) -> None:
             if "loss" in logs:
                 steps.losses.append(float(logs["loss"]))
 
@@ -179,7 +202,11 @@ def adapters(task: Task) -> Any:
     from peft import LoraConfig
 
     return LoraConfig(
-        r=task.rank, lora_alpha=task.alpha, lora_dropout=0.0, target_modules=LINEAR, task_type="CAUSAL_LM"
+        r=task.rank,
+        lora_alpha=task.alpha,
+        lora_dropout=0.0,
+        target_modules=LINEAR,
+        task_type="CAUSAL_LM",
     )
 
 
@@ -187,7 +214,9 @@ def tensors(task: Task) -> list[dict[str, Any]]:
     """The rows for a Trainer that takes them as they are. A mask of ones is left out."""
     import torch
 
-    return [{"input_ids": torch.tensor(row), "labels": torch.tensor(row)} for row in task.examples()]
+    return [
+        {"input_ids": torch.tensor(row), "labels": torch.tensor(row)} for row in task.examples()
+    ]
 
 
 def token_dataset(task: Task) -> Any:
@@ -214,7 +243,11 @@ def keeping_adapters(model: Any, run: Run) -> Run:
     import torch
     from accelerate.utils import extract_model_from_parallel
 
-    first = {name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad}
+    first = {
+        name: value.detach().clone()
+        for name, value in model.named_parameters()
+        if value.requires_grad
+    }
 
     def again(variant: Variant, steps: Steps) -> None:
         extract_model_from_parallel(model, keep_fp32_wrapper=False)
@@ -233,19 +266,31 @@ def keeping_adapters(model: Any, run: Run) -> Run:
 
 
 def trl(task: Task, recompute: str) -> Run:
-    """TRL's SFTTrainer, with its own loss in chunks and its own dtype of adapters (that of the base)."""
+    """TRL's SFTTrainer, with its own loss in chunks and its own dtype of adapters (that of the
+    base).
+    """
     from peft import get_peft_model
     from trl import SFTConfig, SFTTrainer
 
-    model = get_peft_model(load(task), adapters(task), autocast_adapter_dtype=False)  # as its own `peft_config` does
+    # as its own `peft_config` does
+    model = get_peft_model(load(task), adapters(task), autocast_adapter_dtype=False)
     data, tokenizer = token_dataset(task), tokenizer_of(task)
 
     def run(variant: Variant, steps: Steps) -> None:
-        settings = arguments(task, variant) | {"max_length": task.seq_len, "activation_offloading": False}
+        settings = arguments(task, variant) | {
+            "max_length": task.seq_len,
+            "activation_offloading": False,
+        }
         if recompute == "offload":
             settings |= {"gradient_checkpointing": False, "activation_offloading": True}
         config = SFTConfig(**settings)
-        SFTTrainer(model, config, train_dataset=data, processing_class=tokenizer, callbacks=[callback(steps)]).train()
+        SFTTrainer(
+            model,
+            config,
+            train_dataset=data,
+            processing_class=tokenizer,
+            callbacks=[callback(steps)],
+        ).train()
 
     return keeping_adapters(model, run)
 
@@ -258,34 +303,48 @@ def liger(task: Task, recompute: str) -> Run:
     model, data = get_peft_model(load(task), adapters(task)), tensors(task)
 
     def run(variant: Variant, steps: Steps) -> None:
-        config = TrainingArguments(**arguments(task, variant), use_liger_kernel=task.device == "cuda")
+        config = TrainingArguments(
+            **arguments(task, variant), use_liger_kernel=task.device == "cuda"
+        )
         Trainer(model, config, default_data_collator, data, callbacks=[callback(steps)]).train()
 
     return keeping_adapters(model, run)
 
 
 def axolotl(task: Task, recompute: str) -> Run:
-    """Axolotl's LoRA kernels by its own patches, with the kernels of Liger that its plugin adds beside them."""
+    """Axolotl's LoRA kernels by its own patches, with the kernels of Liger that its plugin adds
+    beside them.
+    """
     from peft import get_peft_model
     from transformers import Trainer, TrainingArguments, default_data_collator
 
     found = importlib.util.find_spec("axolotl")
     assert found is not None and found.submodule_search_locations
-    callbacks = types.ModuleType("axolotl.utils.callbacks")  # itself it imports trackers; a module in it is needed
+    # itself it imports trackers; a module in it is needed
+    callbacks = types.ModuleType("axolotl.utils.callbacks")
     callbacks.__path__ = [str(Path(found.submodule_search_locations[0]) / "utils" / "callbacks")]
     sys.modules[callbacks.__name__] = callbacks
     from axolotl.monkeypatch.lora_kernels import apply_lora_kernel_patches, patch_self_attn_lora
     from axolotl.utils.dict import DictDefault
 
     settings = DictDefault(
-        {"base_model": task.model, "lora_qkv_kernel": True, "lora_o_kernel": True, "lora_mlp_kernel": True}
+        {
+            "base_model": task.model,
+            "lora_qkv_kernel": True,
+            "lora_o_kernel": True,
+            "lora_mlp_kernel": True,
+        }
     )
     patch_self_attn_lora(settings)  # before the model is made
     if task.device == "cuda":
         from liger_kernel.transformers import apply_liger_kernel_to_mistral
 
         apply_liger_kernel_to_mistral(
-            rope=True, rms_norm=True, swiglu=False, cross_entropy=False, fused_linear_cross_entropy=True
+            rope=True,
+            rms_norm=True,
+            swiglu=False,
+            cross_entropy=False,
+            fused_linear_cross_entropy=True,
         )
     model = apply_lora_kernel_patches(get_peft_model(load(task), adapters(task)), settings)
     data = tensors(task)
@@ -298,7 +357,10 @@ def axolotl(task: Task, recompute: str) -> Run:
 
 
 def unsloth(task: Task, recompute: str) -> Run:
-    """The FastLanguageModel of unsloth, with TRL's SFTTrainer as unsloth patches it. It compiles what it wants to."""
+    """The FastLanguageModel of unsloth, with TRL's SFTTrainer as unsloth patches it.
+
+    It compiles what it wants to.
+    """
     os.environ["UNSLOTH_COMPILE_LOCATION"] = tempfile.mkdtemp(prefix="unsloth-compiled-")
     from unsloth import FastLanguageModel  # isort: skip
     import torch
@@ -306,7 +368,11 @@ def unsloth(task: Task, recompute: str) -> Run:
 
     kind: Any = {"none": False, "full": True}.get(recompute, recompute)
     model, tokenizer = FastLanguageModel.from_pretrained(
-        task.model, max_seq_length=task.seq_len, dtype=torch.bfloat16, load_in_4bit=False, local_files_only=True
+        task.model,
+        max_seq_length=task.seq_len,
+        dtype=torch.bfloat16,
+        load_in_4bit=False,
+        local_files_only=True,
     )
     model = FastLanguageModel.get_peft_model(
         model,
@@ -335,7 +401,9 @@ def unsloth(task: Task, recompute: str) -> Run:
 
 
 def llamafactory(task: Task, recompute: str) -> Run:
-    """LLaMA-Factory's own arguments, model and trainer, as its stage of plain text makes them, with Liger's kernels."""
+    """LLaMA-Factory's own arguments, model and trainer, as its stage of plain text makes them, with
+    Liger's kernels.
+    """
     from llamafactory.hparams import get_train_args
     from llamafactory.model import load_model, load_tokenizer
     from llamafactory.train.pt.trainer import CustomTrainer
@@ -386,12 +454,18 @@ def llamafactory(task: Task, recompute: str) -> Run:
 
 
 def torchtune(task: Task, recompute: str) -> Run:
-    """The recipe of torchtune for LoRA on one device as it is; the adapters are in bf16, as all of it."""
+    """The recipe of torchtune for LoRA on one device as it is; the adapters are in bf16, as all of
+    it.
+    """
     from omegaconf import OmegaConf
 
     found = importlib.util.find_spec("torchtune")
     assert found is not None and found.submodule_search_locations
-    path = Path(found.submodule_search_locations[0]).parent / "recipes" / "lora_finetune_single_device.py"
+    path = (
+        Path(found.submodule_search_locations[0]).parent
+        / "recipes"
+        / "lora_finetune_single_device.py"
+    )
     of_recipe = importlib.util.spec_from_file_location("lora_finetune_single_device", path)
     assert of_recipe is not None and of_recipe.loader is not None
     recipe_module = importlib.util.module_from_spec(of_recipe)
@@ -453,7 +527,11 @@ def torchtune_config(task: Task, variant: Variant) -> dict[str, Any]:
             "lora_dropout": 0.0,
         },
         "tokenizer": {"_component_": "side_by_side_tool.NoTokenizer"},
-        "dataset": {"_component_": "side_by_side_tool.TorchtuneRows", "file": task.rows, "repeats": task.steps},
+        "dataset": {
+            "_component_": "side_by_side_tool.TorchtuneRows",
+            "file": task.rows,
+            "repeats": task.steps,
+        },
         "shuffle": False,
         "collate_fn": "torchtune.data.padded_collate_sft",
         "checkpointer": {
@@ -509,7 +587,9 @@ class TorchtuneRows:
 
 
 def ours(task: Task, recompute: str) -> Run:
-    """The script that autotune exported, as it is, but for the rate, and for the loss of every step."""
+    """The script that autotune exported, as it is, but for the rate, and for the loss of every
+    step.
+    """
     assert task.export is not None
     sys.path.insert(0, task.export)
     settings_of = importlib.import_module("runtime.settings")
@@ -518,7 +598,16 @@ def ours(task: Task, recompute: str) -> Run:
     settings = replace(settings, learning_rate=task.learning_rate, warmup_steps=0)
     settings_of.prepare_environment(settings)
     train = importlib.import_module("runtime.train")
-    given = ["--model", task.model, "--dataset", task.texts, "--max-steps", str(task.steps), "--output-dir", ""]
+    given = [
+        "--model",
+        task.model,
+        "--dataset",
+        task.texts,
+        "--max-steps",
+        str(task.steps),
+        "--output-dir",
+        "",
+    ]
     options = command_line.parse_options(settings, [*given, "--report-to", "none"])
 
     def run(variant: Variant, steps: Steps) -> None:
@@ -536,10 +625,14 @@ def ours(task: Task, recompute: str) -> Run:
 # --- the model, made once for all
 
 
-def write_model(folder: Path, shape: dict[str, Any], *, rows: int, seq_len: int, device: str) -> None:
-    """Write random weights, a tokenizer with a word for each token, and rows of words that a model can learn.
+def write_model(
+    folder: Path, shape: dict[str, Any], *, rows: int, seq_len: int, device: str
+) -> None:
+    """Write random weights, a tokenizer with a word for each token, and rows of words that a model
+    can learn.
 
-    The last token of a row ends it. Words are drawn by Zipf's law, as those of a language are distributed.
+    The last token of a row ends it. Words are drawn by Zipf's law, as those of a language are
+    distributed.
     """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -548,20 +641,32 @@ def write_model(folder: Path, shape: dict[str, Any], *, rows: int, seq_len: int,
     set_seed(0)
     special = ["<unk>", "<s>", "</s>", "<pad>"]
     words = [*special, *(f"w{number}" for number in range(len(special), shape["vocab_size"]))]
-    plain = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    plain = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")
+    )
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=plain, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+        tokenizer_object=plain,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
     )
     tokenizer.save_pretrained(folder / "model")
     chances = 1.0 / torch.arange(1, len(words) - len(special) + 1)
-    drawn = torch.multinomial(chances, rows * (seq_len - 1), replacement=True).view(rows, -1) + len(special)
+    drawn = torch.multinomial(chances, rows * (seq_len - 1), replacement=True).view(rows, -1) + len(
+        special
+    )
     tokens = [[*row, special.index("</s>")] for row in drawn.tolist()]
     (folder / "rows.json").write_text(json.dumps(tokens), encoding="utf-8")
-    lines = [json.dumps({"text": " ".join(words[token] for token in row[:-1])}) + "\n" for row in tokens]
+    lines = [
+        json.dumps({"text": " ".join(words[token] for token in row[:-1])}) + "\n" for row in tokens
+    ]
     (folder / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
     assert tokenizer(json.loads(lines[0])["text"])["input_ids"] == tokens[0][:-1]
-    config = AutoConfig.for_model(**shape | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
+    config = AutoConfig.for_model(
+        **shape | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
+    )
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder / "model", max_shard_size="4GB")
@@ -583,13 +688,17 @@ KINDS: dict[
 
 
 def sweep(tool: str, task: Task) -> Iterator[dict[str, Any]]:
-    """A row for each configuration of a tool: every micro batch without recomputation, first as it is, then compiled.
+    """A row for each configuration of a tool: every micro batch without recomputation, first as it
+    is, then compiled.
 
-    A kind of recomputation is tried with the micro batches that do not fit without it: where one fits, it adds work.
+    A kind of recomputation is tried with the micro batches that do not fit without it: where one
+    fits, it adds work.
     """
     make, recomputations, compiles = KINDS[tool]
     until = time.monotonic() + task.seconds
-    left = {compiled: list(task.micro_batches) for compiled in ((False, True) if compiles else (False,))}
+    left = {
+        compiled: list(task.micro_batches) for compiled in ((False, True) if compiles else (False,))
+    }
     for recompute in recomputations:
         if not any(left.values()):
             return
@@ -598,10 +707,16 @@ def sweep(tool: str, task: Task) -> Iterator[dict[str, Any]]:
             run = make(task, recompute)
         except Exception as error:
             traceback.print_exc()
-            yield {"config": f"recomputation {recompute}", "outcome": "failed", "reason": in_short(error)}
+            yield {
+                "config": f"recomputation {recompute}",
+                "outcome": "failed",
+                "reason": in_short(error),
+            }
             continue
         for compiled, sizes in left.items():
-            variants = [Variant(micro_batch=size, recompute=recompute, compile=compiled) for size in sizes]
+            variants = [
+                Variant(micro_batch=size, recompute=recompute, compile=compiled) for size in sizes
+            ]
             for row in measure(task, run, variants, until):
                 if row["outcome"] == "ok" and not task.every_kind:
                     left[compiled] = [size for size in left[compiled] if size != row["micro_batch"]]
@@ -610,8 +725,12 @@ def sweep(tool: str, task: Task) -> Iterator[dict[str, Any]]:
         free()
 
 
-def measure(task: Task, run: Run, variants: list[Variant], until: float) -> Iterator[dict[str, Any]]:
-    """A row for each of these configurations with ever larger micro batches, until one needs too much memory."""
+def measure(
+    task: Task, run: Run, variants: list[Variant], until: float
+) -> Iterator[dict[str, Any]]:
+    """A row for each of these configurations with ever larger micro batches, until one needs too
+    much memory.
+    """
     import torch
     from torch._dynamo.utils import counters
 
@@ -631,7 +750,10 @@ def measure(task: Task, run: Run, variants: list[Variant], until: float) -> Iter
         except Exception as error:
             traceback.print_exc()
             row |= {"outcome": "failed", "reason": in_short(error)}
-        yield row | {"compiled_graphs": counters["stats"]["unique_graphs"], "seconds": time.monotonic() - began}
+        yield row | {
+            "compiled_graphs": counters["stats"]["unique_graphs"],
+            "seconds": time.monotonic() - began,
+        }
         if row["outcome"] == "out of memory":
             return
 
@@ -647,7 +769,9 @@ def seed() -> None:
 
 
 def forget_compilation() -> None:
-    """Undo what a configuration before left: compiled code, and accelerate's state, which says whether to compile."""
+    """Undo what a configuration before left: compiled code, and accelerate's state, which says
+    whether to compile.
+    """
     import torch
     from accelerate.state import AcceleratorState
     from torch._dynamo.utils import counters
@@ -678,7 +802,9 @@ def versions() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tool", choices=["model", *KINDS])
-    parser.add_argument("task", type=Path, help="a JSON file: the fields of Task, or what write_model takes")
+    parser.add_argument(
+        "task", type=Path, help="a JSON file: the fields of Task, or what write_model takes"
+    )
     parser.add_argument("out", type=Path, help="a file to which each row is appended")
     args = parser.parse_args()
     os.environ.update(ENVIRONMENT)

@@ -1,6 +1,7 @@
 """Try damaged dataset files and random command lines, each in a process that may crash or hang.
 
-The inputs are made by `tests/helpers/strange_inputs.py`. The tests try 200 files and 200 command lines.
+The inputs are made by `tests/helpers/strange_inputs.py`. The tests try 200 files and 200 command
+lines.
 """
 
 import argparse
@@ -39,7 +40,10 @@ def run(args: argparse.Namespace) -> None:
     rows = []
     for what, found in trials.items():
         kinds = dict.fromkeys(kind_of(what, trial) for trial in found)
-        rows += [counted(what, kind, [one for one in found if kind_of(what, one) == kind]) for kind in sorted(kinds)]
+        rows += [
+            counted(what, kind, [one for one in found if kind_of(what, one) == kind])
+            for kind in sorted(kinds)
+        ]
         for trial in found:
             if trial.end in ENDS:
                 print(f"{trial.end}: {trial.input[:300]}\n{trial.text}", flush=True)
@@ -76,7 +80,14 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-MODES = {"": Mode(run=run, result="strange_inputs", summarize=summarize, options={"--files": 2000, "--commands": 2000})}
+MODES = {
+    "": Mode(
+        run=run,
+        result="strange_inputs",
+        summarize=summarize,
+        options={"--files": 2000, "--commands": 2000},
+    )
+}
 
 
 if __name__ == "__main__":

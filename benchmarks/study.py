@@ -1,4 +1,6 @@
-"""Measure whole studies from the start of the process: one of a 7B model, and some with empty compiler caches."""
+"""Measure whole studies from the start of the process: one of a 7B model, and some with empty
+compiler caches.
+"""
 
 import argparse
 import os
@@ -31,7 +33,14 @@ from bench import (
 from autotune.api import load_study
 from autotune.catalog import resolve_model
 from autotune.core.machine import num_cores
-from autotune.core.probe_types import Evidence, Measurement, Outcome, ProbeRequest, ProbeResult, Rung
+from autotune.core.probe_types import (
+    Evidence,
+    Measurement,
+    Outcome,
+    ProbeRequest,
+    ProbeResult,
+    Rung,
+)
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import parse_duration
@@ -46,10 +55,12 @@ PHASES = ("load", "first_step", "steady", "evaluate", "save", "cleanup", "total"
 
 
 def run_whole(args: argparse.Namespace) -> None:
-    """Measure a whole `autotune run` on a 7B model, from the start of the process to the exported files.
+    """Measure a whole `autotune run` on a 7B model, from the start of the process to the exported
+    files.
 
-    The command runs in a folder of its own. The stored results then give the number of judged configurations, the
-    number of full-depth probes that ran out of memory, and the seconds of each rung and each phase.
+    The command runs in a folder of its own. The stored results then give the number of judged
+    configurations, the number of full-depth probes that ran out of memory, and the seconds of each
+    rung and each phase.
     """
     folder = args.keep or scratch()
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +75,8 @@ def run_whole(args: argparse.Namespace) -> None:
     probes = [row.result for row in ProbeStore(url).of_study(name)]
     rows = phases_of([probe for probe in probes if probe.seconds])
     full_depth_ooms = sum(
-        probe.outcome is Outcome.OOM and probe.evidence is Evidence.MEASURED and probe.depth is None for probe in probes
+        probe.outcome is Outcome.OOM and probe.evidence is Evidence.MEASURED and probe.depth is None
+        for probe in probes
     )
     finish(
         args,
@@ -89,8 +101,19 @@ def phases_of(probes: list[ProbeResult]) -> list[dict[str, Any]]:
         by_kind[probe.rung.value, probe.depth, probe.config.compile != "none"].append(probe)
     rows: list[dict[str, Any]] = []
     for (rung, depth, compiled), of_kind in by_kind.items():
-        row: dict[str, Any] = {"rung": rung, "depth": depth, "compiled": compiled, "probes": len(of_kind)}
-        rows.append(row | {phase: sum(p.seconds.get(phase, 0.0) for p in of_kind) / len(of_kind) for phase in PHASES})
+        row: dict[str, Any] = {
+            "rung": rung,
+            "depth": depth,
+            "compiled": compiled,
+            "probes": len(of_kind),
+        }
+        rows.append(
+            row
+            | {
+                phase: sum(p.seconds.get(phase, 0.0) for p in of_kind) / len(of_kind)
+                for phase in PHASES
+            }
+        )
     return rows
 
 
@@ -106,26 +129,45 @@ AROUND_S = 30.0  # that a study takes beside its budget, at most
 BESIDE_S = 50.0
 REPEATS = 3
 CARDS = ("h100", "h200")
-COLD_COLUMNS = ["card", "model", "stage", "judged", "best", "seconds_to_goal", "compile_wait_share", "compiled_ahead"]
-COLUMNS_BESIDE = ["card", "config", "micro_s", "beside_micro_s", "micro_change", "peak_change", "alone_change"]
+COLD_COLUMNS = [
+    "card",
+    "model",
+    "stage",
+    "judged",
+    "best",
+    "seconds_to_goal",
+    "compile_wait_share",
+    "compiled_ahead",
+]
+COLUMNS_BESIDE = [
+    "card",
+    "config",
+    "micro_s",
+    "beside_micro_s",
+    "micro_change",
+    "peak_change",
+    "alone_change",
+]
 
 
 def run_cold(args: argparse.Namespace) -> None:
-    """Measure a study whose compiler caches are empty, with and without processes that compile ahead.
+    """Measure a study whose compiler caches are empty, with and without processes that compile
+    ahead.
 
-    `ahead` and `never` run `autotune run` with empty caches of Inductor and Triton, with compiling ahead and without
-    it. `long` is a longer study with the caches that `ahead` left: its best speed is the goal. The seconds to the goal
-    count from the start of the process until the end of the first trial within 2 % of it, or 5 % with the large model.
-    A configuration has the speed of the long study if that tried it. A study judged the configurations that it ended
-    within its budget, without refused and repeated trials. The share of waiting is the worker's time of compilation,
+    `ahead` and `never` run `autotune run` with empty caches of Inductor and Triton, with compiling
+    ahead and without it. `long` is a longer study with the caches that `ahead` left: its best speed
+    is the goal. The seconds to the goal count from the start of the process until the end of the
+    first trial within 2 % of it, or 5 % with the large model. A configuration has the speed of the
+    long study if that tried it. A study judged the configurations that it ended within its budget,
+    without refused and repeated trials. The share of waiting is the worker's time of compilation,
     divided by the time of all its probes.
 
-    `beside` probes a few configurations of few layers alone, and then while other processes compile beside it. It
-    reports the largest relative change of the time of a micro batch and of the allocated peak. `alone_change_max` is
-    the change between two probes alone.
+    `beside` probes a few configurations of few layers alone, and then while other processes compile
+    beside it. It reports the largest relative change of the time of a micro batch and of the
+    allocated peak. `alone_change_max` is the change between two probes alone.
 
-    Each row names its GPU and model, so one result can hold rows of several (`--rows`). A stage that would not end
-    within `--seconds` is left to the next call.
+    Each row names its GPU and model, so one result can hold rows of several (`--rows`). A stage
+    that would not end within `--seconds` is left to the next call.
     """
     rows, began = Rows.of(args), time.monotonic()
     device, caches = "cpu" if args.gpu == "cpu" else "cuda", dict[str, str]()
@@ -137,14 +179,19 @@ def run_cold(args: argparse.Namespace) -> None:
         row_of = {"stage": stage, "card": fingerprint.device, "model": args.model}
         known = rows.has(**row_of)
         if known or time.monotonic() - began + lasts_s > args.seconds:
-            print(f"{stage}: {'known already' if known else 'left to the next call, with --rows'}", flush=True)
+            print(
+                f"{stage}: {'known already' if known else 'left to the next call, with --rows'}",
+                flush=True,
+            )
             continue
         if stage == "long" and caches:
             os.environ.update(caches)  # the caches that `ahead` filled
         else:
             use_empty_compile_cache()
         if stage == "ahead":
-            caches = {name: os.environ[name] for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+            caches = {
+                name: os.environ[name] for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+            }
         found = beside(args, device) if stage == "beside" else [cold_study(args, stage, budget)]
         for row in found:
             rows.add(row_of | {"fingerprint": to_data(fingerprint), **row})
@@ -156,11 +203,22 @@ def run_cold(args: argparse.Namespace) -> None:
 
 
 def cold_study(args: argparse.Namespace, stage: str, budget: str) -> dict[str, Any]:
-    """A row with the trials of one study: the second at which each ended, its configuration and its speed."""
+    """A row with the trials of one study: the second at which each ended, its configuration and its
+    speed.
+    """
     ahead = "never" if stage == "never" else "always" if args.gpu == "cpu" else "auto"
     with tempfile.TemporaryDirectory(prefix="autotune-bench-") as folder:
         url = f"sqlite:///{folder}/autotune.db"
-        options = ["--gpu", args.gpu, "--model", args.model, "--budget", budget, "--compile-ahead", ahead]
+        options = [
+            "--gpu",
+            args.gpu,
+            "--model",
+            args.model,
+            "--budget",
+            budget,
+            "--compile-ahead",
+            ahead,
+        ]
         options += ["--study", "cold", "--out", f"{folder}/cold", "--storage", url, *args.options]
         began = time.time()
         found = run_study(Path(folder), *options)
@@ -168,7 +226,10 @@ def cold_study(args: argparse.Namespace, stage: str, budget: str) -> dict[str, A
         task = load_study("cold", url).record.task
         with closing(ProbeStore(url)) as store:
             stored = store.of_study("cold")
-        logs = [log.read_text(errors="replace") for log in Path(folder, "cold", "logs").glob("ahead-*.log")]
+        logs = [
+            log.read_text(errors="replace")
+            for log in Path(folder, "cold", "logs").glob("ahead-*.log")
+        ]
     ends: dict[int | None, float] = {}
     trials: list[dict[str, Any]] = []
     for row in stored:
@@ -177,12 +238,24 @@ def cold_study(args: argparse.Namespace, stage: str, budget: str) -> dict[str, A
             start = datetime.fromisoformat(result.started_at).timestamp() - began
             ends[row.trial] = start + result.seconds["total"]
         if row.trial is not None and result.depth is None and result.outcome is not Outcome.REFUSED:
-            end = ends.get(row.trial, ends.get(None) if row.trial == 0 else None)  # the first may be tried before
-            speed = run_tokens_per_s(task, result) if result.outcome in (Outcome.OK, Outcome.SLOW) else None
-            trials.append(
-                {"end_s": end, "config": result.config.label(), "tokens_per_s": speed, "outcome": result.outcome}
+            # the first may be tried before
+            end = ends.get(row.trial, ends.get(None) if row.trial == 0 else None)
+            speed = (
+                run_tokens_per_s(task, result)
+                if result.outcome in (Outcome.OK, Outcome.SLOW)
+                else None
             )
-    probes = [row.result for row in stored if row.result.seconds and row.result.rung is not Rung.CONFIRM]
+            trials.append(
+                {
+                    "end_s": end,
+                    "config": result.config.label(),
+                    "tokens_per_s": speed,
+                    "outcome": result.outcome,
+                }
+            )
+    probes = [
+        row.result for row in stored if row.result.seconds and row.result.rung is not Rung.CONFIRM
+    ]
     return {
         "budget_s": parse_duration(budget),
         "wall_s": wall_s,
@@ -196,10 +269,14 @@ def cold_study(args: argparse.Namespace, stage: str, budget: str) -> dict[str, A
 
 
 def beside(args: argparse.Namespace, device: str) -> list[dict[str, Any]]:
-    """Return a row for each configuration: probed alone, alone again, and while others compile beside it."""
+    """Return a row for each configuration: probed alone, alone again, and while others compile
+    beside it.
+    """
     cores = num_cores()
     with worker(device) as prober:
-        requests = [few_layers(args, prober, *one) for one in ((1, "none"), (4, "none"), (4, "per_layer"))]
+        requests = [
+            few_layers(args, prober, *one) for one in ((1, "none"), (4, "none"), (4, "per_layer"))
+        ]
 
         # Load and compile everything once, then probe alone.
         for one in requests:
@@ -211,7 +288,8 @@ def beside(args: argparse.Namespace, device: str) -> list[dict[str, Any]]:
         with closing(prober.ahead) as ahead:
             last = requests[-1]
             wanted = {
-                str(rank): replace(last, config=replace(last.config, lora_rank=rank)) for rank in range(24, 64, 4)
+                str(rank): replace(last, config=replace(last.config, lora_rank=rank))
+                for rank in range(24, 64, 4)
             }
             ahead.want(wanted)
             while ahead.is_running and not ahead.claimed_keys():
@@ -225,9 +303,15 @@ def beside(args: argparse.Namespace, device: str) -> list[dict[str, Any]]:
 
     rows: list[dict[str, Any]] = []
     for place, one in enumerate(requests):
-        first, again, others = ([each[place] for each in group] for group in (alone[:REPEATS], alone[REPEATS:], busy))
-        micro_s, again_s, beside_s = (statistics.median(map(micro, group)) for group in (first, again, others))
-        peak, beside_peak = (max(each.peak_allocated_gib for each in group) for group in ([*first, *again], others))
+        first, again, others = (
+            [each[place] for each in group] for group in (alone[:REPEATS], alone[REPEATS:], busy)
+        )
+        micro_s, again_s, beside_s = (
+            statistics.median(map(micro, group)) for group in (first, again, others)
+        )
+        peak, beside_peak = (
+            max(each.peak_allocated_gib for each in group) for group in ([*first, *again], others)
+        )
         base_s = (micro_s + again_s) / 2
         row = {"config": one.config.label(), "micro_s": base_s, "beside_micro_s": beside_s}
         row |= {"micro_change": beside_s / base_s - 1, "peak_change": beside_peak / peak - 1}
@@ -236,7 +320,9 @@ def beside(args: argparse.Namespace, device: str) -> list[dict[str, Any]]:
     return rows
 
 
-def few_layers(args: argparse.Namespace, prober: WorkerProber, size: int, compile: str) -> ProbeRequest:
+def few_layers(
+    args: argparse.Namespace, prober: WorkerProber, size: int, compile: str
+) -> ProbeRequest:
     """Return a probe of a few layers of the model."""
     on_cpu = prober.device == "cpu"
     knobs: dict[str, Any] = {"precision": "fp32", "seq_len": 64} if on_cpu else {"seq_len": 1024}
@@ -260,18 +346,25 @@ def shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         if row["stage"] != "beside":
             best = max((trial["tokens_per_s"] or 0.0 for trial in row["trials"]), default=None)
-            more = {"judged": judged(row), "best": best, "compile_wait_share": row["compile_s"] / row["probe_s"]}
+            more = {
+                "judged": judged(row),
+                "best": best,
+                "compile_wait_share": row["compile_s"] / row["probe_s"],
+            }
             found.append(row | more | {"seconds_to_goal": seconds_to_goal(row, rows)})
     return found
 
 
 def judged(row: Mapping[str, Any]) -> int:
-    """Return the number of configurations that a study judged within its budget, from the start of its process."""
+    """Return the number of configurations that a study judged within its budget, from the start of
+    its process.
+    """
     return len({trial["config"] for trial in row["trials"] if trial["end_s"] <= row["budget_s"]})
 
 
 def seconds_to_goal(row: Mapping[str, Any], rows: list[dict[str, Any]]) -> float | None:
-    """Return the seconds until a study judged a configuration within 2 % or 5 % of the best, if it did.
+    """Return the seconds until a study judged a configuration within 2 % or 5 % of the best, if it
+    did.
 
     It is also None without a long study of the same model on the same GPU.
     """
@@ -279,7 +372,8 @@ def seconds_to_goal(row: Mapping[str, Any], rows: list[dict[str, Any]]) -> float
     long = next((one for one in same if one["stage"] == "long"), None)
     if long is None:
         return None
-    # Take the first result of a configuration. It comes from a few layers, and most configurations have no other.
+    # Take the first result of a configuration. It comes from a few layers, and most configurations
+    # have no other.
     speeds = {trial["config"]: trial["tokens_per_s"] or 0.0 for trial in reversed(long["trials"])}
     goal = (LARGE_GOAL if row["model"] == LARGE else GOAL) * max(speeds.values())
     ends = [
@@ -291,11 +385,14 @@ def seconds_to_goal(row: Mapping[str, Any], rows: list[dict[str, Any]]) -> float
 
 
 def summarize_cold(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """With compiling ahead: the seconds on each card, the fewest judged, the largest share; and the largest changes."""
+    """With compiling ahead: the seconds on each card, the fewest judged, the largest share; and the
+    largest changes.
+    """
     studies = shown(rows)
     large = [row for row in studies if row["model"] == LARGE and row["stage"] == "ahead"]
     ahead, never = (
-        [row for row in studies if row["model"] != LARGE and row["stage"] == stage] for stage in ("ahead", "never")
+        [row for row in studies if row["model"] != LARGE and row["stage"] == stage]
+        for stage in ("ahead", "never")
     )
     seconds = {
         f"{card}_seconds_to_2_percent": next(
@@ -305,13 +402,18 @@ def summarize_cold(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
     apart = [row for row in rows if row["stage"] == "beside"]
     return seconds | {
-        "judged_in_120_s": min((row["judged"] for row in ahead if row["budget_s"] == 120), default=None),
-        "judged_in_120_s_without": min((row["judged"] for row in never if row["budget_s"] == 120), default=None),
+        "judged_in_120_s": min(
+            (row["judged"] for row in ahead if row["budget_s"] == 120), default=None
+        ),
+        "judged_in_120_s_without": min(
+            (row["judged"] for row in never if row["budget_s"] == 120), default=None
+        ),
         "large_seconds_to_5_percent": largest(large, "seconds_to_goal"),
         "compile_wait_share": largest(ahead, "compile_wait_share"),
         "compile_wait_share_without": largest(never, "compile_wait_share"),
         "probe_change_max": max(
-            filter(None, (largest(apart, "micro_change"), largest(apart, "peak_change"))), default=None
+            filter(None, (largest(apart, "micro_change"), largest(apart, "peak_change"))),
+            default=None,
         ),
         "alone_change_max": largest(apart, "alone_change"),
     }
@@ -334,9 +436,16 @@ MODES = {
             "--budget": "120s",
             "--long-budget": "240s",
             "--stages": {"nargs": "*", "default": ["ahead", "long", "beside", "never"]},
-            "--seconds": {"default": 470.0, "help": "begin no stage that would end after this time"},
+            "--seconds": {
+                "default": 470.0,
+                "help": "begin no stage that would end after this time",
+            },
             "--rows": None,
-            "options": {"nargs": "*", "metavar": "-- OPTIONS", "help": "more options of `autotune run`"},
+            "options": {
+                "nargs": "*",
+                "metavar": "-- OPTIONS",
+                "help": "more options of `autotune run`",
+            },
         },
     ),
 }

@@ -1,4 +1,6 @@
-"""Measure how well speeds transfer from one GPU to another: published pairs, and profiles of the same probes."""
+"""Measure how well speeds transfer from one GPU to another: published pairs, and profiles of the
+same probes.
+"""
 
 import argparse
 import itertools
@@ -50,7 +52,9 @@ PAIRS = Path(__file__).with_name("data") / "published_pairs.yaml"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One workload of a set on two cards; `ratio` is the speed on `target` over that on `source`."""
+    """One workload of a set on two cards; `ratio` is the speed
+    on `target` over that on `source`.
+    """
 
     set: str
     workload: str
@@ -61,18 +65,26 @@ class Pair:
 
 
 def run_pairs(args: argparse.Namespace) -> None:
-    """Measure how well a speed on one GPU predicts the speed on another, with published pairs of measurements.
+    """Measure how well a speed on one GPU predicts the speed on another, with published pairs of
+    measurements.
 
-    Uncalibrated projections use data sheets only. The published tables do not give the share of the time in matrix
-    products. The fit assumes one share on the reference GPU for all of them, and finds it together with the exponents
-    of peak and power, by least absolute deviations. In the fit each pair of GPUs of a set counts once. The benchmark
-    repeats the fit without each set and reports the error on that set. Calibrated projections also use one other row of
-    the same set, and so of the same method, on the same two GPUs. No GPU is needed.
+    Uncalibrated projections use data sheets only. The published tables do not give the share of the
+    time in matrix products. The fit assumes one share on the reference GPU for all of them, and
+    finds it together with the exponents of peak and power, by least absolute deviations. In the fit
+    each pair of GPUs of a set counts once. The benchmark repeats the fit without each set and
+    reports the error on that set. Calibrated projections also use one other row of the same set,
+    and so of the same method, on the same two GPUs. No GPU is needed.
     """
     pairs = read_pairs()
     predicted = grid(pairs)
-    fits = {name: fit([pair.set != name for pair in pairs], pairs, predicted) for name in {pair.set for pair in pairs}}
-    rows = [compare_pair(pair, pairs, math.exp(predicted[fits[pair.set]][index])) for index, pair in enumerate(pairs)]
+    fits = {
+        name: fit([pair.set != name for pair in pairs], pairs, predicted)
+        for name in {pair.set for pair in pairs}
+    }
+    rows = [
+        compare_pair(pair, pairs, math.exp(predicted[fits[pair.set]][index]))
+        for index, pair in enumerate(pairs)
+    ]
     table(
         [
             {
@@ -94,14 +106,18 @@ def run_pairs(args: argparse.Namespace) -> None:
 
 
 def by_set(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    return {name: [row for row in rows if row["set"] == name] for name in dict.fromkeys(row["set"] for row in rows)}
+    return {
+        name: [row for row in rows if row["set"] == name]
+        for name in dict.fromkeys(row["set"] for row in rows)
+    }
 
 
 def summarize_pairs(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarize all pairs. Large sets count most; in a mean over sets (`_of_sets`) each set counts once.
+    """Summarize all pairs. Large sets count most; in a mean over sets (`_of_sets`) each set counts
+    once.
 
-    The next user's method is a set of its own, unlike the pairs of a set: `_of_unseen_sets` also takes the exponents
-    from the other sets.
+    The next user's method is a set of its own, unlike the pairs of a set: `_of_unseen_sets` also
+    takes the exponents from the other sets.
     """
     errors = [abs(row["error"]) for row in rows]
     calibrated = [error for row in rows for error in row["calibrated_errors"]]
@@ -111,7 +127,8 @@ def summarize_pairs(rows: list[dict[str, Any]]) -> dict[str, Any]:
         """The mean over sets of a column, whose cells are numbers or lists of numbers."""
         cells = [[row[name] for row in members] for members in by_set(rows).values()]
         flat = [
-            [value for cell in of_set for value in (cell if isinstance(cell, list) else [cell])] for of_set in cells
+            [value for cell in of_set for value in (cell if isinstance(cell, list) else [cell])]
+            for of_set in cells
         ]
         return statistics.fmean(statistics.fmean(map(abs, values)) for values in flat if values)
 
@@ -133,14 +150,21 @@ def summarize_pairs(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "coverage_80_calibrated": statistics.fmean(inside),
         "coverage_80_of_sets_calibrated": of_sets("calibrated_inside"),
         "half_width_median": statistics.median(row["half_width"] for row in rows),
-        "half_width_median_calibrated": statistics.median(row["half_width_calibrated"] for row in rows),
-        "error_mean_by_geometric_mean": statistics.fmean(abs(row["geometric_mean_error"]) for row in rows),
+        "half_width_median_calibrated": statistics.median(
+            row["half_width_calibrated"] for row in rows
+        ),
+        "error_mean_by_geometric_mean": statistics.fmean(
+            abs(row["geometric_mean_error"]) for row in rows
+        ),
         "error_mean_by_flops": statistics.fmean(abs(row["flops_error"]) for row in rows),
     }
 
 
 def read_pairs() -> list[Pair]:
-    """Read every pair of cards of every workload. The card with the better data sheet is the target."""
+    """Read every pair of cards of every workload.
+
+    The card with the better data sheet is the target.
+    """
     pairs = []
     for published in load_yaml(PAIRS.read_text(encoding="utf-8"))["sets"]:
         workloads: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -150,7 +174,9 @@ def read_pairs() -> list[Pair]:
             for first, second in itertools.combinations(rows, 2):
                 precision = published["precision"] if published["precision"] == "fp8" else "bf16"
                 expected = speed_transfer(
-                    resolve_device(first["device"]), resolve_device(second["device"]), precision=precision
+                    resolve_device(first["device"]),
+                    resolve_device(second["device"]),
+                    precision=precision,
                 )
                 if expected is None:
                     continue
@@ -170,13 +196,18 @@ def read_pairs() -> list[Pair]:
 
 
 def grid(pairs: list[Pair]) -> dict[tuple[float, ...], Any]:
-    """The logarithms of the ratios by exponents of peak and power, and the share of products on the reference card."""
+    """The logarithms of the ratios by exponents of peak and power, and the share of products on the
+    reference card.
+    """
     at = [np.array([rates(pair, name) for pair in pairs]).T for name in ("source", "target")]
     alike = [same_chip(resolve_device(pair.source), resolve_device(pair.target)) for pair in pairs]
     at[1][2] = at[0][2] * (at[1][2] / at[0][2]) ** np.where(alike, OF_MEMORY, 1.0)
     found = {}
     for of_peak, of_power, share in itertools.product(EXPONENTS, EXPONENTS, SHARES):
-        slow, fast = (share / (peak**of_peak * power**of_power) + (1 - share) / moved for peak, power, moved in at)
+        slow, fast = (
+            share / (peak**of_peak * power**of_power) + (1 - share) / moved
+            for peak, power, moved in at
+        )
         found[of_peak, of_power, share] = np.log(slow / fast)
     return found
 
@@ -184,23 +215,36 @@ def grid(pairs: list[Pair]) -> dict[tuple[float, ...], Any]:
 def rates(pair: Pair, name: str) -> tuple[float, float, float]:
     """Return peak, power and bandwidth of a GPU, relative to the reference GPU."""
     card, reference = (
-        [peak_tflops(device, pair.precision) or math.nan, device.tdp_w or math.nan, device.bandwidth_gb_s or math.nan]
+        [
+            peak_tflops(device, pair.precision) or math.nan,
+            device.tdp_w or math.nan,
+            device.bandwidth_gb_s or math.nan,
+        ]
         for device in (resolve_device(getattr(pair, name)), resolve_device(REFERENCE))
     )
     peak, power, bandwidth = (one / other for one, other in zip(card, reference, strict=True))
     return peak, power, bandwidth
 
 
-def fit(chosen: list[bool], pairs: list[Pair], predicted: dict[tuple[float, ...], Any]) -> tuple[float, ...]:
+def fit(
+    chosen: list[bool], pairs: list[Pair], predicted: dict[tuple[float, ...], Any]
+) -> tuple[float, ...]:
     """The exponents and the share with the least absolute deviations from the chosen pairs."""
     counts = Counter((pair.set, pair.source, pair.target) for pair in pairs)
-    weights = [one / counts[pair.set, pair.source, pair.target] for one, pair in zip(chosen, pairs, strict=True)]
+    weights = [
+        one / counts[pair.set, pair.source, pair.target]
+        for one, pair in zip(chosen, pairs, strict=True)
+    ]
     ratios = np.log([pair.ratio for pair in pairs])
-    return min(predicted, key=lambda one: float(np.array(weights) @ np.abs(predicted[one] - ratios)))
+    return min(
+        predicted, key=lambda one: float(np.array(weights) @ np.abs(predicted[one] - ratios))
+    )
 
 
 def projected(transfer: SpeedTransfer, source: DeviceSpec, precision: str) -> float:
-    """The ratio of speeds for work that spends the usual share of its time on the reference card in products."""
+    """The ratio of speeds for work that spends the usual share of its time on the reference card in
+    products.
+    """
     on_source = speed_transfer(resolve_device(REFERENCE), source, precision=precision)
     assert on_source is not None
     products, rest = USUAL_SHARE / on_source.products, (1 - USUAL_SHARE) / on_source.bytes
@@ -208,7 +252,8 @@ def projected(transfer: SpeedTransfer, source: DeviceSpec, precision: str) -> fl
 
 
 def compare_pair(pair: Pair, pairs: list[Pair], unseen: float) -> dict[str, Any]:
-    """Compare projections with a published ratio: from data sheets, and calibrated by each similar row.
+    """Compare projections with a published ratio: from data sheets, and calibrated by each similar
+    row.
 
     `unseen` is the ratio by a fit without the set of this pair.
     """
@@ -216,14 +261,20 @@ def compare_pair(pair: Pair, pairs: list[Pair], unseen: float) -> dict[str, Any]
     alike = [
         other
         for other in pairs
-        if other != pair and (other.set, other.source, other.target) == (pair.set, pair.source, pair.target)
+        if other != pair
+        and (other.set, other.source, other.target) == (pair.set, pair.source, pair.target)
     ]
     uncalibrated = speed_transfer(source, target, precision=pair.precision)
     assert uncalibrated is not None
     ratio = projected(uncalibrated, source, pair.precision)
-    transfers = [speed_transfer(source, target, [other.ratio / ratio], precision=pair.precision) for other in alike]
+    transfers = [
+        speed_transfer(source, target, [other.ratio / ratio], precision=pair.precision)
+        for other in alike
+    ]
     calibrated = [
-        (projected(transfer, source, pair.precision), transfer.error) for transfer in transfers if transfer is not None
+        (projected(transfer, source, pair.precision), transfer.error)
+        for transfer in transfers
+        if transfer is not None
     ]
     flops = (target.fp16_tflops or math.nan) / (source.fp16_tflops or math.nan)
     bandwidth = (target.bandwidth_gb_s or math.nan) / (source.bandwidth_gb_s or math.nan)
@@ -243,7 +294,9 @@ def compare_pair(pair: Pair, pairs: list[Pair], unseen: float) -> dict[str, Any]
         "unseen_inside": low_unseen <= pair.ratio <= high_unseen,
         "half_width": (high - low) / 2 / ratio,
         "calibrated_errors": [abs(value / pair.ratio - 1) for value, _ in calibrated],
-        "calibrated_inside": [low <= pair.ratio <= high for low, high in itertools.starmap(interval, calibrated)],
+        "calibrated_inside": [
+            low <= pair.ratio <= high for low, high in itertools.starmap(interval, calibrated)
+        ],
         "half_width_calibrated": (narrow[1] - narrow[0]) / 2,
         "geometric_mean_error": math.sqrt(flops * bandwidth) / pair.ratio - 1,
         "flops_error": flops / pair.ratio - 1,
@@ -258,7 +311,8 @@ MODELS = {"llama-3.2-1b": 8, "qwen2.5-1.5b": 8, "mistral-7b": 4}
 FITTED = "llama-3.2-1b"  # the exponent of the memory and the error of profiled probes are its own
 MEMORY_GIB = 70.0  # of any card
 TIMED_S = 0.5
-LENGTHS = Lengths.described(mean=400, p99=1600)  # of rows that are packed, or padded to the longest of a micro batch
+# of rows that are packed, or padded to the longest of a micro batch
+LENGTHS = Lengths.described(mean=400, p99=1600)
 PURE = {"precision": "bf16_pure"}
 FULL = {"method": "full", "lora_rank": None} | PURE
 NF4 = {"quantization": "nf4"}
@@ -271,7 +325,8 @@ def shape(rows: int, seq_len: int) -> dict[str, int]:
     return {"micro_batch_size": rows, "seq_len": seq_len}
 
 
-# Those that share a base model stand together. Each compiled shape takes seconds, so that these come last.
+# Those that share a base model stand together. Each compiled shape takes seconds, so that these
+# come last.
 SETTINGS: list[dict[str, Any]] = [
     shape(1, 256) | PLAIN,
     shape(1, 1024) | PLAIN,
@@ -293,12 +348,19 @@ COMPILED_SETTINGS: list[dict[str, Any]] = [shape(1, 512) | PLAIN | COMPILED, LAR
 
 
 def lengths_of(config: TrainConfig) -> Lengths:
-    return LENGTHS if config.packing or config.padding == "longest" else Lengths.constant(config.seq_len)
+    return (
+        LENGTHS
+        if config.packing or config.padding == "longest"
+        else Lengths.constant(config.seq_len)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One configuration of a model, probed with `depth` layers. `again` names a repetition, in words."""
+    """One configuration of a model, probed with `depth` layers.
+
+    `again` names a repetition, in words.
+    """
 
     model: str
     depth: int
@@ -332,7 +394,9 @@ def cases(models: dict[str, int], precision: str | None = None) -> Iterator[Case
     first = next(iter(models.items()))
 
     def case(model: str, depth: int, settings: dict[str, Any], again: str | None = None) -> Case:
-        settings = {"padding": "max_length"} | settings | ({"precision": precision} if precision else {})
+        settings = (
+            {"padding": "max_length"} | settings | ({"precision": precision} if precision else {})
+        )
         return Case(model=model, depth=depth, config=TrainConfig(**settings), again=again)
 
     yield case(*first, SETTINGS[0], "before any profile")
@@ -353,18 +417,36 @@ def run_measure(args: argparse.Namespace) -> None:
     on_cpu = target.card is None
     stored = Rows(f"transfer-{dashed(target.device.name)}", args.out, args.rows)
     models = {name: MODELS.get(name, 2) for name in args.models}
-    missing = [case for case in cases(models, "fp32" if on_cpu else None) if not stored.has(**case.key)]
+    missing = [
+        case for case in cases(models, "fp32" if on_cpu else None) if not stored.has(**case.key)
+    ]
     with worker("cpu" if on_cpu else "cuda") as prober:
         if not any("calibration" in row for row in stored.all):
             calibration = calibrate_worker(prober, target, say=print)
-            stored.add({"calibration": to_data(calibration), "fingerprint": to_data(prober.fingerprint)})
+            stored.add(
+                {"calibration": to_data(calibration), "fingerprint": to_data(prober.fingerprint)}
+            )
         for case in missing:
             if time.monotonic() < until:
                 row = probe(prober, case, args.memory_gib)
                 stored.add(row)
                 print(f"{row['seconds']:5.1f} s  {case.model} {case.config.label()}", flush=True)
     rows = [summarized(row) for row in stored.all if "config" in row]
-    table(rows, ["model", "config", "seconds", "micro", "host", "busy", "products", "attention", "bytes", "failed"])
+    table(
+        rows,
+        [
+            "model",
+            "config",
+            "seconds",
+            "micro",
+            "host",
+            "busy",
+            "products",
+            "attention",
+            "bytes",
+            "failed",
+        ],
+    )
     print(f"{len(rows)} rows, {sum('failed' in row for row in rows)} failed")
 
 
@@ -382,7 +464,11 @@ def probe(prober: WorkerProber, case: Case, memory_gib: float) -> dict[str, Any]
     if result.outcome is not Outcome.OK or result.measurement is None:
         return row | {"failed": f"{result.outcome}: {result.reason}"}
     kernels = [line for line in log.read_text(encoding="utf-8").splitlines() if " ms " in line]
-    return row | {"measurement": to_data(result.measurement), "kernels": kernels, "notes": result.notes}
+    return row | {
+        "measurement": to_data(result.measurement),
+        "kernels": kernels,
+        "notes": result.notes,
+    }
 
 
 def summarized(row: dict[str, Any]) -> dict[str, Any]:
@@ -404,7 +490,9 @@ def summarized(row: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What `measure` found on a card: its calibration; rows and measurements by model, configuration and repetition."""
+    """What `measure` found on a card: its calibration; rows and measurements by model,
+    configuration and repetition.
+    """
 
     calibration: Calibration
     found: dict[tuple[str, str, str | None], tuple[dict[str, Any], Measurement]]
@@ -418,7 +506,10 @@ def read_card(path: Path) -> Measured:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     (calibration,) = (row["calibration"] for row in rows if "calibration" in row)
     found = {
-        (row["model"], row["config"], row["again"]): (row, from_data(Measurement, row["measurement"]))
+        (row["model"], row["config"], row["again"]): (
+            row,
+            from_data(Measurement, row["measurement"]),
+        )
         for row in rows
         if "measurement" in row
     }
@@ -428,9 +519,9 @@ def read_card(path: Path) -> Measured:
 def run_compare(args: argparse.Namespace) -> None:
     """Predict the speed on each of two GPUs from probes on the other, for the same configurations.
 
-    `measure` made the rows: it calibrates the GPU and its host, and probes a few layers of three models. The pairs are
-    divided by CPU-bound and GPU-bound configurations. The constants were fitted on one of the models, and the summary
-    covers the other two. No GPU is needed.
+    `measure` made the rows: it calibrates the GPU and its host, and probes a few layers of three
+    models. The pairs are divided by CPU-bound and GPU-bound configurations. The constants were
+    fitted on one of the models, and the summary covers the other two. No GPU is needed.
     """
     one, other = map(read_card, args.files)
     rows = [
@@ -438,29 +529,46 @@ def run_compare(args: argparse.Namespace) -> None:
         for source, target in ((one, other), (other, one))
         for key in profiled_on_both(one, other)
     ]
-    columns = ["source", "target", "model", "config", "error", "old_error", "calibrated_error", "inside", "host_bound"]
+    columns = [
+        "source",
+        "target",
+        "model",
+        "config",
+        "error",
+        "old_error",
+        "calibrated_error",
+        "inside",
+        "host_bound",
+    ]
     table(rows, columns)
     finish(args, None, rows + [again(machine) for machine in (one, other)])
 
 
 def profiled_on_both(one: Measured, other: Measured) -> list[tuple[str, str, str | None]]:
     """List the keys that were profiled on both."""
-    profiled = [{key for key, (_, found) in cards.found.items() if found.kernels} for cards in (one, other)]
+    profiled = [
+        {key for key, (_, found) in cards.found.items() if found.kernels} for cards in (one, other)
+    ]
     return [key for key in one.found if all(key in keys for keys in profiled)]
 
 
 def predict(key: tuple[str, str, str | None], source: Measured, target: Measured) -> dict[str, Any]:
-    """One configuration on the target, predicted from its probe on the source: an error is predicted / measured - 1."""
+    """One configuration on the target, predicted from its probe on the source: an error is
+    predicted / measured - 1.
+    """
     (row, probed), (_, there) = source.found[key], target.found[key]
     took_s = statistics.median(there.micro_step_s)
     here, own = divide_step_time(probed, None), divide_step_time(there, None)
     transfer, calibrated = (
-        speed_transfer(source.card, target.card, calibration=calibration) for calibration in (None, target.calibration)
+        speed_transfer(source.card, target.card, calibration=calibration)
+        for calibration in (None, target.calibration)
     )
     assert transfer is not None and calibrated is not None and probed.kernels and there.kernels
     host = host_transfer(source.calibration, target.calibration)
     predicted, known = here.on(transfer), here.on(replace(calibrated, host=host))
-    inside, inside_known = (low_high(one)[0] <= took_s <= low_high(one)[1] for one in (predicted, known))
+    inside, inside_known = (
+        low_high(one)[0] <= took_s <= low_high(one)[1] for one in (predicted, known)
+    )
     return {
         "source": source.card.name,
         "target": target.card.name,
@@ -477,7 +585,8 @@ def predict(key: tuple[str, str, str | None], source: Measured, target: Measured
         "products": probed.kernels.products_s / there.kernels.products_s,
         "attention": probed.kernels.attention_s / there.kernels.attention_s,
         "bytes": probed.kernels.bytes_s / there.kernels.bytes_s,
-        "bandwidth": (target.card.bandwidth_gb_s or math.nan) / (source.card.bandwidth_gb_s or math.nan),
+        "bandwidth": (target.card.bandwidth_gb_s or math.nan)
+        / (source.card.bandwidth_gb_s or math.nan),
         "hosts": (probed.host_micro_s or math.nan) / (there.host_micro_s or math.nan),
     }
 
@@ -487,8 +596,12 @@ def low_high(predicted: StepTimeEstimate) -> tuple[float, float]:
     return interval(predicted.micro_s, predicted.error)
 
 
-def by_old_rule(row: dict[str, Any], probed: Measurement, source: DeviceSpec, target: DeviceSpec) -> StepTimeEstimate:
-    """The prediction without a profile: the formula divides the device's time, and bytes go with the bandwidth."""
+def by_old_rule(
+    row: dict[str, Any], probed: Measurement, source: DeviceSpec, target: DeviceSpec
+) -> StepTimeEstimate:
+    """The prediction without a profile: the formula divides the device's time, and bytes go with
+    the bandwidth.
+    """
     config, model = TrainConfig(**row["settings"]), resolve_model(row["model"])
     truncated = replace(model, config=model.config | {"num_hidden_layers": row["depth"]})
     by_formula = estimate_step_time(truncated, Workload(lengths=lengths_of(config)).at_mean(config))
@@ -508,20 +621,32 @@ def by_bandwidth(source: DeviceSpec, target: DeviceSpec) -> SpeedTransfer:
 def again(machine: Measured) -> dict[str, Any]:
     """The first configuration, before, between and after the others, on the same machine."""
     first = next(iter(machine.found))
-    times = [found.micro_step_s for key, (_, found) in machine.found.items() if key[:2] == first[:2]]
+    times = [
+        found.micro_step_s for key, (_, found) in machine.found.items() if key[:2] == first[:2]
+    ]
     took_ms = [1000 * statistics.median(each) for each in times]
-    return {"machine": machine.card.name, "took_ms": took_ms, "drift": max(took_ms) / min(took_ms) - 1}
+    return {
+        "machine": machine.card.name,
+        "took_ms": took_ms,
+        "drift": max(took_ms) / min(took_ms) - 1,
+    }
 
 
 def summarize_profiles(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarize the errors of the models that no constant was fitted on, and the fit on the other model.
+    """Summarize the errors of the models that no constant was fitted on, and the fit on the other
+    model.
 
-    A pair is host-bound if it is CPU-bound on either GPU: the host's part is at least `HOST_SHARE` of the time, judged
-    by the busy time of the GPU. The pairs of `device_alone` have a host's part below a tenth on both.
+    A pair is host-bound if it is CPU-bound on either GPU: the host's part is at least `HOST_SHARE`
+    of the time, judged by the busy time of the GPU. The pairs of `device_alone` have a host's part
+    below a tenth on both.
     """
     pairs = [row for row in rows if "target" in row]
-    unseen, fitted = ([row for row in pairs if (row["model"] == FITTED) is of_it] for of_it in (False, True))
-    by_device, by_host = ([row for row in unseen if row["host_bound"] is bound] for bound in (False, True))
+    unseen, fitted = (
+        [row for row in pairs if (row["model"] == FITTED) is of_it] for of_it in (False, True)
+    )
+    by_device, by_host = (
+        [row for row in unseen if row["host_bound"] is bound] for bound in (False, True)
+    )
     alone = [row for row in unseen if max(row["host_shares"]) < HOST_BOUND]
     of_fitted = [row for row in fitted if not row["host_bound"]]
 
@@ -555,7 +680,9 @@ def summarize_profiles(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "hosts_differ_max": max(max(row["hosts"], 1 / row["hosts"]) for row in pairs),
         "fitted_pairs": len(fitted),
         "fitted_error_median": statistics.median(errors(of_fitted)),
-        "fitted_exponent": statistics.median(math.log(row["bytes"]) / math.log(row["bandwidth"]) for row in of_fitted),
+        "fitted_exponent": statistics.median(
+            math.log(row["bytes"]) / math.log(row["bandwidth"]) for row in of_fitted
+        ),
     }
 
 
@@ -575,7 +702,14 @@ MODES = {
         run=run_compare,
         result="transfer",
         summarize=summarize_profiles,
-        options={"files": {"type": Path, "nargs": "*", "default": STORED, "help": "the .jsonl files of two GPUs"}},
+        options={
+            "files": {
+                "type": Path,
+                "nargs": "*",
+                "default": STORED,
+                "help": "the .jsonl files of two GPUs",
+            }
+        },
     ),
     "pairs": Mode(run=run_pairs, result="projection", summarize=summarize_pairs),
 }

@@ -1,10 +1,12 @@
-"""Compare predicted speed and memory with exported runs: short runs of many winners, and one complete long run.
+"""Compare predicted speed and memory with exported runs: short runs of many winners, and one
+complete long run.
 
-Each case pins one configuration and calls `autotune run` and `autotune verify`. Every case counts. CPU-bound cases are
-also summarised on their own, by the rule with which the study itself warns (`Measurement.host_bound`) before the
-exported run starts. Rows of an earlier version have no `host_share`; a call that names them in `--rows` measures them
-again. The long run (`--long SECONDS`) trains for about this time and compares its duration with the hours that the
-study projected. An error is the prediction divided by the measurement, minus 1.
+Each case pins one configuration and calls `autotune run` and `autotune verify`. Every case counts.
+CPU-bound cases are also summarised on their own, by the rule with which the study itself warns
+(`Measurement.host_bound`) before the exported run starts. Rows of an earlier version have no
+`host_share`; a call that names them in `--rows` measures them again. The long run (`--long
+SECONDS`) trains for about this time and compares its duration with the hours that the study
+projected. An error is the prediction divided by the measurement, minus 1.
 """
 
 import argparse
@@ -35,10 +37,29 @@ from bench import (
 from autotune.core.probe_types import HOST_SHARE
 from autotune.core.train_config import TrainConfig
 
-VERIFIED = ["file", "micro_steps", "promised_tokens_per_s", "tokens_per_s", "promised_gib", "reserved_gib", "reason"]
+VERIFIED = [
+    "file",
+    "micro_steps",
+    "promised_tokens_per_s",
+    "tokens_per_s",
+    "promised_gib",
+    "reserved_gib",
+    "reason",
+]
 LENGTHS = DATA / "skewed_lengths.txt"
-PINS = {"method": "lora", "lora_rank": 16, "precision": "bf16_mixed", "optimizer": "adamw_torch_fused"}
-PINS |= {"attention": "sdpa", "micro_batch_size": 2, "seq_len": 1024, "checkpointing": "none", "compile": "none"}
+PINS = {
+    "method": "lora",
+    "lora_rank": 16,
+    "precision": "bf16_mixed",
+    "optimizer": "adamw_torch_fused",
+}
+PINS |= {
+    "attention": "sdpa",
+    "micro_batch_size": 2,
+    "seq_len": 1024,
+    "checkpointing": "none",
+    "compile": "none",
+}
 PINS |= {"loss": "full", "packing": False}
 COMPILED, RECOMPUTED = {"compile": "per_layer"}, {"checkpointing": "full"}
 CHUNKED = {"loss": "chunked"}
@@ -57,7 +78,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nf4, compiled": (MISTRAL, "transformers", NF4 | LARGE | COMPILED),
     "nf4, packed, recomputed": (LLAMA, "transformers", NF4 | PACKED | LARGE | RECOMPUTED | CHUNKED),
     "full, compiled": (PHI, "transformers", FULL | COMPILED),
-    "full, packed, bf16": (MISTRAL, "transformers", FULL | PACKED | RECOMPUTED | {"precision": "bf16_pure"}),
+    "full, packed, bf16": (
+        MISTRAL,
+        "transformers",
+        FULL | PACKED | RECOMPUTED | {"precision": "bf16_pure"},
+    ),
     "trl, lora": (MISTRAL, "trl", CHUNKED | FOUR),
     "trl, lora, compiled": (PHI, "trl", CHUNKED | FOUR | COMPILED),
     "trl, nf4": (LLAMA, "trl", CHUNKED | FOUR | NF4),
@@ -70,7 +95,15 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 LONG = "lora, compiled"  # the case of the long run
 STUDY_S, START_S = 120.0, 60.0  # time allowed for a study, and for the start of a script
-COLUMNS = ["case", "model", "promised_tokens_per_s", "tokens_per_s", "error", "promised_gib", "reserved_gib"]
+COLUMNS = [
+    "case",
+    "model",
+    "promised_tokens_per_s",
+    "tokens_per_s",
+    "error",
+    "promised_gib",
+    "reserved_gib",
+]
 COLUMNS += ["peak_error", "host_share", "reason"]
 
 
@@ -86,7 +119,9 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "tokens_error_median": statistics.median(speeds) if speeds else None,
         "tokens_error_max": max(speeds, default=None),
         "winners_within_3_percent": sum(speed <= 0.03 for speed in speeds),
-        "peak_error_max": max((abs(row["peak_error"]) for row in done if row["peak_error"] is not None), default=None),
+        "peak_error_max": max(
+            (abs(row["peak_error"]) for row in done if row["peak_error"] is not None), default=None
+        ),
         "hosts_pace": len(paced) if told else None,
         "hosts_pace_error_max": max(paced, default=None),
         "devices_pace_error_max": max(others, default=None),
@@ -112,7 +147,15 @@ def run_case(case: str, args: argparse.Namespace) -> dict[str, Any]:
         study = run_study(folder, *run_options(case, args))
     except SystemExit as error:
         return row | {"reason": str(error)}
-    line = [sys.executable, "-m", "autotune", "verify", "--json", "--micro-steps", str(args.micro_steps)]
+    line = [
+        sys.executable,
+        "-m",
+        "autotune",
+        "verify",
+        "--json",
+        "--micro-steps",
+        str(args.micro_steps),
+    ]
     output = subprocess.run(line, cwd=folder, check=False, stdout=subprocess.PIPE, text=True).stdout
     if not output:
         return row | {"reason": "autotune verify printed no result"}
@@ -134,8 +177,26 @@ def run_options(case: str, args: argparse.Namespace, examples: int = 10_000) -> 
     pins |= {"precision": args.precision} if args.precision else {}
     pins |= {"seq_len": args.seq_len} if args.seq_len else {}
     space = "full" if pins["method"] == "full" else "qlora" if "quantization" in pins else "lora"
-    options = ["--gpu", args.gpu, "--model", args.model or model, "--trainer", trainer, "--space", space]
-    options += ["--out", "out", "--trials", "1", "--budget", "4m", "--global-batch", str(args.global_batch)]
+    options = [
+        "--gpu",
+        args.gpu,
+        "--model",
+        args.model or model,
+        "--trainer",
+        trainer,
+        "--space",
+        space,
+    ]
+    options += [
+        "--out",
+        "out",
+        "--trials",
+        "1",
+        "--budget",
+        "4m",
+        "--global-batch",
+        str(args.global_batch),
+    ]
     options += ["--examples", str(examples)]
     rows = ["--lengths", str(LENGTHS), "--max-truncated", "1"]
     options += rows if pins["packing"] else ["--tokens-per-example", str(pins["seq_len"])]
@@ -145,18 +206,26 @@ def run_options(case: str, args: argparse.Namespace, examples: int = 10_000) -> 
 def long_run(args: argparse.Namespace, rows: Rows, until: float) -> dict[str, Any] | None:
     """Run the export of one winner to its end and compare its duration with the projection.
 
-    The examples last about `args.long` seconds at the measured speed of the case. Returns None if the case has no row
-    yet, or if too little time is left.
+    The examples last about `args.long` seconds at the measured speed of the case. Returns None if
+    the case has no row yet, or if too little time is left.
     """
     folder = (args.work or scratch()).absolute() / "long"
     summary, progress = folder / "out" / "summary.json", folder / "progress.jsonl"
     if not summary.exists():
         speed = next((row.get("tokens_per_s") for row in rows.all if row["case"] == LONG), None)
         if speed is None or time.monotonic() + STUDY_S > until:
-            print(f"the long run needs a row of {LONG!r} and more time: call again with --rows", flush=True)
+            print(
+                f"the long run needs a row of {LONG!r} and more time: call again with --rows",
+                flush=True,
+            )
             return None
         folder.mkdir(parents=True, exist_ok=True)
-        run_study(folder, *run_options(LONG, args, math.ceil(args.long * speed / (args.seq_len or PINS["seq_len"]))))
+        run_study(
+            folder,
+            *run_options(
+                LONG, args, math.ceil(args.long * speed / (args.seq_len or PINS["seq_len"]))
+            ),
+        )
     study = json.loads(summary.read_text())
     cost = study["winner"]["cost"]
     projected, startup = cost["full_run_hours"] * 3600, cost["startup_s"]
@@ -224,9 +293,15 @@ MODES = {
                 "metavar": "SECONDS",
                 "help": "also run a complete run of about this duration, e.g. 490",
             },
-            "--work": {"type": Path, "help": "folder that keeps the study of the long run between calls"},
+            "--work": {
+                "type": Path,
+                "help": "folder that keeps the study of the long run between calls",
+            },
             "--rows": None,
-            "--seconds": {"default": math.inf, "help": "start nothing that would not end within this time"},
+            "--seconds": {
+                "default": math.inf,
+                "help": "start nothing that would not end within this time",
+            },
         },
     )
 }

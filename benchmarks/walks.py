@@ -1,12 +1,13 @@
 """Trace two values through a real study and write their walks into docs/architecture.md.
 
-The first value is a micro batch size, from the YAML of a search space to the exported script. The second is a measured
-peak of memory, from the worker to the report. A study of a tiny model on the CPU runs in this process with a profile
-function; its worker is traced in the same way.
+The first value is a micro batch size, from the YAML of a search space to the exported script. The
+second is a measured peak of memory, from the worker to the report. A study of a tiny model on the
+CPU runs in this process with a profile function; its worker is traced in the same way.
 
-A module is on the walk if one of its functions receives or returns the value: the number or its text, or an object that
-holds the number in one of its fields. Modules appear in the order in which the value reaches them. A return is a call
-from one module of the walk back into a module that the value had reached earlier; each pair of modules counts once.
+A module is on the walk if one of its functions receives or returns the value: the number or its
+text, or an object that holds the number in one of its fields. Modules appear in the order in which
+the value reaches them. A return is a call from one module of the walk back into a module that the
+value had reached earlier; each pair of modules counts once.
 """
 
 import argparse
@@ -47,7 +48,9 @@ walks.trace_child()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
-    """One value to follow: the fields and the text that carry it, and the modules between which it walks."""
+    """One value to follow: the fields and the text that carry it, and the modules between which it
+    walks.
+    """
 
     title: str
     fields: frozenset[str]
@@ -75,7 +78,9 @@ WALKS = (MICRO_BATCH, PEAK)
 
 @dataclass(slots=True)
 class Steps:
-    """The calls that carried the value of one walk, as (caller, callee) pairs of modules in order."""
+    """The calls that carried the value of one walk, as (caller,
+    callee) pairs of modules in order.
+    """
 
     calls: list[tuple[str, str]] = field(default_factory=list)
     seen: set[tuple[str, str]] = field(default_factory=set)
@@ -108,7 +113,9 @@ def module_of(code: CodeType) -> str | None:
 
 
 def carries(value: Any, walk: Walk, depth: int = 2) -> bool:
-    """Tell whether an argument holds the value: by a field of an object, a key of a mapping, or its text."""
+    """Tell whether an argument holds the value: by a field of an object, a key of a mapping, or its
+    text.
+    """
     if isinstance(value, str):
         return walk.text in value
     if type(value) is dict:
@@ -131,7 +138,9 @@ def arguments_of(frame: FrameType) -> Iterator[tuple[str, Any]]:
 
 
 def profiler(record: Callable[[int, str, str], None]) -> Callable[[FrameType, str, Any], None]:
-    """Return a profile function that records each call or result that carries the value of a walk."""
+    """Return a profile function that records each call or result
+    that carries the value of a walk.
+    """
     modules: dict[CodeType, str | None] = {}
     found: set[tuple[int, str, str]] = set()
 
@@ -147,7 +156,9 @@ def profiler(record: Callable[[int, str, str], None]) -> Callable[[FrameType, st
 
         for index, walk in enumerate(WALKS):
             key = index, caller, callee
-            if key not in found and any(name in walk.fields or carries(value, walk) for name, value in values):
+            if key not in found and any(
+                name in walk.fields or carries(value, walk) for name, value in values
+            ):
                 found.add(key)
                 record(*key)
 
@@ -264,7 +275,9 @@ def markdown(walk: Walk, steps: Steps) -> str:
 def main() -> None:
     """Trace both walks; print them, or write them into the document."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write the walks into docs/architecture.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write the walks into docs/architecture.md"
+    )
     args = parser.parse_args()
 
     with tempfile.TemporaryDirectory(prefix="autotune-walks-") as folder:

@@ -1,10 +1,12 @@
-"""Compare probes in the warm worker with probes in fresh processes: their measurements and their seconds.
+"""Compare probes in the warm worker with probes in fresh processes: their measurements and their
+seconds.
 
-One warm worker runs a sequence. Each configuration follows a probe that could affect it: an OOM, another rank, a
-compiled probe, full fine-tuning, an nf4 base. A fresh process then measures each configuration again, with the same
-code. The benchmark compares step times and peaks of allocated memory. The first probe of the worker is not warm and is
-not compared. A compilation takes the same time in both processes. The compiled rows therefore count for the errors, and
-the ratio of their wall times is reported separately (`wall_ratio_compiled`).
+One warm worker runs a sequence. Each configuration follows a probe that could affect it: an OOM,
+another rank, a compiled probe, full fine-tuning, an nf4 base. A fresh process then measures each
+configuration again, with the same code. The benchmark compares step times and peaks of allocated
+memory. The first probe of the worker is not warm and is not compared. A compilation takes the same
+time in both processes. The compiled rows therefore count for the errors, and the ratio of their
+wall times is reported separately (`wall_ratio_compiled`).
 """
 
 import argparse
@@ -20,8 +22,9 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.performance import step_time_s
 
-# Six sequences keep an H200 busy for much longer than the host needs to launch the operations, so that the load of the
-# host does not matter. With two sequences it does: one or the other process was up to a third slower.
+# Six sequences keep an H200 busy for much longer than the host needs to launch the operations, so
+# that the load of the host does not matter. With two sequences it does: one or the other process
+# was up to a third slower.
 LORA = {"micro_batch_size": 6, "seq_len": 1024, "checkpointing": "none"}
 NF4 = {"quantization": "nf4", "micro_batch_size": 6, "seq_len": 1024, "checkpointing": "full"}
 FULL = {"method": "full", "micro_batch_size": 3, "seq_len": 1024, "checkpointing": "full"}
@@ -48,12 +51,23 @@ SEQUENCE: list[tuple[str, dict[str, Any]]] = [
     ("an OOM after a compiled probe", LORA | {"optimizer": "paged_adamw_8bit"}),
     ("an 8-bit optimizer", LORA | {"checkpointing": "full"}),
 ]
-COLUMNS = ["config", "after", "time_error", "peak_error", "reserved_error", "warm_wall_s", "cold_wall_s"]
+COLUMNS = [
+    "config",
+    "after",
+    "time_error",
+    "peak_error",
+    "reserved_error",
+    "warm_wall_s",
+    "cold_wall_s",
+]
 
 
 def compare(before: str, result: ProbeResult, cold: ProbeResult) -> dict[str, Any]:
     """Return a row with a probe of the warm worker and the same probe in a fresh process."""
-    assert result.measurement is not None and cold.measurement is not None, (result.reason, cold.reason)
+    assert result.measurement is not None and cold.measurement is not None, (
+        result.reason,
+        cold.reason,
+    )
     step, cold_step = step_time_s(result.measurement, 4), step_time_s(cold.measurement, 4)
     peak, cold_peak = result.measurement.peak_allocated_gib, cold.measurement.peak_allocated_gib
     return {
@@ -65,7 +79,8 @@ def compare(before: str, result: ProbeResult, cold: ProbeResult) -> dict[str, An
         "warm_peak_gib": peak,
         "cold_peak_gib": cold_peak,
         "peak_error": peak / cold_peak - 1,
-        "reserved_error": result.measurement.peak_reserved_gib / cold.measurement.peak_reserved_gib - 1,
+        "reserved_error": result.measurement.peak_reserved_gib / cold.measurement.peak_reserved_gib
+        - 1,
         "warm_micro_s": result.measurement.micro_step_s,
         "cold_micro_s": cold.measurement.micro_step_s,
         "host_micro_s": (result.measurement.host_micro_s, cold.measurement.host_micro_s),
@@ -77,7 +92,9 @@ def compare(before: str, result: ProbeResult, cold: ProbeResult) -> dict[str, An
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     def wall_ratio(compiled: bool) -> float:
         counted = [row for row in rows if row["config"].endswith("compiled") is compiled]
-        return sum(row["warm_wall_s"] for row in counted) / sum(row["cold_wall_s"] for row in counted)
+        return sum(row["warm_wall_s"] for row in counted) / sum(
+            row["cold_wall_s"] for row in counted
+        )
 
     return {
         "configs": len(rows),
@@ -93,12 +110,16 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> None:
     """Run the sequence in one warm worker, and then each configuration in a fresh process."""
     model = resolve_model(args.model)
-    compared = [index for index, (before, _) in enumerate(SEQUENCE) if before != "nothing"][: args.configs]
+    compared = [index for index, (before, _) in enumerate(SEQUENCE) if before != "nothing"][
+        : args.configs
+    ]
     sequence = SEQUENCE[: compared[-1] + 1]
     logs = scratch()
 
     def probe(prober: WorkerProber, settings: dict[str, Any]) -> tuple[ProbeResult, float]:
-        """Probe steps of one micro batch, as short as with truncated models, because the process start counts."""
+        """Probe steps of one micro batch, as short as with truncated models, because the process
+        start counts.
+        """
         request = ProbeRequest(
             config=TrainConfig(**settings),
             model=model.config,
@@ -118,7 +139,10 @@ def run(args: argparse.Namespace) -> None:
         first_start = time.monotonic() - start
         for _, settings in sequence:
             warm.append(probe(prober, settings))
-            print(f"warm  {warm[-1][0].config.label():<70} {warm[-1][0].outcome} {warm[-1][1]:.1f} s", flush=True)
+            print(
+                f"warm  {warm[-1][0].config.label():<70} {warm[-1][0].outcome} {warm[-1][1]:.1f} s",
+                flush=True,
+            )
             for note in warm[-1][0].notes:
                 print(f"      {note}")
         replaced = prober.starts - 1
@@ -132,13 +156,21 @@ def run(args: argparse.Namespace) -> None:
         start = time.monotonic()
         with WorkerProber("cuda", logs) as prober:
             cold, _ = probe(prober, settings)
-        cold_wall = time.monotonic() - start  # until exit, because the next process needs the memory of the GPU
+        # until exit, because the next process needs the memory of the GPU
+        cold_wall = time.monotonic() - start
         rows.append(compare(before, result, cold) | {"warm_wall_s": wall, "cold_wall_s": cold_wall})
         table(rows[-1:], COLUMNS)
 
     cold_s = sum(row["cold_wall_s"] for row in rows if not row["config"].endswith("compiled"))
     with_start = summarize(rows)["wall_ratio"] + first_start / cold_s
-    finish(args, fingerprint, rows, COLUMNS, workers_replaced=replaced, wall_ratio_with_the_first_start=with_start)
+    finish(
+        args,
+        fingerprint,
+        rows,
+        COLUMNS,
+        workers_replaced=replaced,
+        wall_ratio_with_the_first_start=with_start,
+    )
 
 
 MODES = {
@@ -149,7 +181,10 @@ MODES = {
         options={
             "--model": "mistral-7b",
             "--memory-gib": 135.0,
-            "--configs": {"default": len(SEQUENCE), "help": "compare only this many configurations"},
+            "--configs": {
+                "default": len(SEQUENCE),
+                "help": "compare only this many configurations",
+            },
         },
     )
 }

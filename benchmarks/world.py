@@ -1,4 +1,5 @@
-"""Compare simulated ranks on one GPU with real ranks on several: memory, step time, losses and failures.
+"""Compare simulated ranks on one GPU with real ranks on several: memory, step time, losses and
+failures.
 
 On a CPU each mode makes a trial run with a tiny model. Its errors say little about a GPU.
 """
@@ -63,7 +64,9 @@ def request(
     return ProbeRequest(config=config, model=model, world=world, **given)
 
 
-def sharded(args: argparse.Namespace, strategy: str, knobs: dict[str, Any], num_gpus: int = RANKS) -> TrainConfig:
+def sharded(
+    args: argparse.Namespace, strategy: str, knobs: dict[str, Any], num_gpus: int = RANKS
+) -> TrainConfig:
     """Return a configuration for this number of GPUs. One GPU has no strategy."""
     shared = {"num_gpus": num_gpus, "sharding": strategy} if num_gpus > 1 else {}
     return rank_config(args.device, knobs | shared)
@@ -88,35 +91,48 @@ class Case:
 
 
 def rank_cases(args: argparse.Namespace) -> list[Case]:
-    """List 23 configurations of eager layers, then three that recompute and three that compile, the slowest ones."""
+    """List 23 configurations of eager layers, then three that recompute and three that compile, the
+    slowest ones.
+    """
     lora, full = SMALL, SMALL | FULL
     wanted: list[tuple[str, dict[str, Any], int]] = [
-        (strategy, knobs, micro_steps) for strategy in STRATEGIES for knobs in (lora, full) for micro_steps in (1, 4)
+        (strategy, knobs, micro_steps)
+        for strategy in STRATEGIES
+        for knobs in (lora, full)
+        for micro_steps in (1, 4)
     ]
     wanted += [("fsdp2", full | {"sync_each_batch": True}, 4)]
     wanted += [("fsdp2", knobs | {"offload": True}, 2) for knobs in (lora, full)]
     for more in (RECOMPUTED, {"compile": "per_layer"}):
         wanted += [("fsdp2", full | more, 1), ("fsdp2", lora | more, 4), ("ddp", lora | more, 1)]
-    return [Case(config=sharded(args, strategy, knobs), micro_steps=number) for strategy, knobs, number in wanted]
+    return [
+        Case(config=sharded(args, strategy, knobs), micro_steps=number)
+        for strategy, knobs, number in wanted
+    ]
 
 
 def run_ranks(args: argparse.Namespace) -> None:
     """Compare a simulated rank of two with two real ranks, on a few layers.
 
-    The same pool of workers probes each configuration twice. An error is the simulated rank's peak divided by the real
-    rank's peak, minus 1. `step_ratio` is the real step time divided by the simulated one: it shows communication that
-    computation does not hide. `nccl_gib` is the difference of the memory outside torch.
+    The same pool of workers probes each configuration twice. An error is the simulated rank's peak
+    divided by the real rank's peak, minus 1. `step_ratio` is the real step time divided by the
+    simulated one: it shows communication that computation does not hide. `nccl_gib` is the
+    difference of the memory outside torch.
     """
     model = rank_model(args.device, args.model, args.layers)
     with open_pool(args) as pool:
         collect(args, pool, rank_cases(args), lambda case: compare_ranks(pool, args, model, case))
 
 
-def compare_ranks(pool: RankPool, args: argparse.Namespace, model: dict[str, Any], case: Case) -> dict[str, Any]:
+def compare_ranks(
+    pool: RankPool, args: argparse.Namespace, model: dict[str, Any], case: Case
+) -> dict[str, Any]:
     """Measure a simulated and a real rank, and return both in a row."""
     probe = {"micro_steps": case.micro_steps, "min_timed_s": 0.5}
     worlds = (World.FAKE, World.REAL)
-    fake, real = (measured(pool, request(args, model, case.config, world, **probe)) for world in worlds)
+    fake, real = (
+        measured(pool, request(args, model, case.config, world, **probe)) for world in worlds
+    )
     contexts = fake.context_gib, real.context_gib
     fake_s, real_s = (statistics.median(found.step_s) for found in (fake, real))
     return {
@@ -165,22 +181,27 @@ DEPTH_CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def run_depth(args: argparse.Namespace) -> None:
-    """Predict a rank of a whole 7B or 8B model from two truncated depths, and compare it with two real ranks.
+    """Predict a rank of a whole 7B or 8B model from two truncated depths, and compare it with two
+    real ranks.
 
-    The two depths are probed on real ranks and again by one GPU that simulates a rank of two. An error is the
-    prediction divided by the measurement of the whole model, minus 1, for the allocated peak, the reserved peak and the
-    time of a step with four micro batches. A simulated rank does not communicate, so `fake_time_error` includes the
-    missing communication. `unseen_time_error` adds the communication that the formula predicts with the catalogue's
-    link bandwidth: the configuration needs no run on two GPUs for it. If a configuration is CPU-bound, as under
-    DeepSpeed's third stage, its times count as `host_bound_`: no line in depth holds for them, and a search measures
-    them on the whole model.
+    The two depths are probed on real ranks and again by one GPU that simulates a rank of two. An
+    error is the prediction divided by the measurement of the whole model, minus 1, for the
+    allocated peak, the reserved peak and the time of a step with four micro batches. A simulated
+    rank does not communicate, so `fake_time_error` includes the missing communication.
+    `unseen_time_error` adds the communication that the formula predicts with the catalogue's link
+    bandwidth: the configuration needs no run on two GPUs for it. If a configuration is CPU-bound,
+    as under DeepSpeed's third stage, its times count as `host_bound_`: no line in depth holds for
+    them, and a search measures them on the whole model.
     """
     with open_pool(args) as pool:
         requests = []
         for name, strategy, knobs in DEPTH_CASES[: args.only]:
-            whole = request(args, rank_model(args.device, name), sharded(args, strategy, knobs), World.REAL)
+            whole = request(
+                args, rank_model(args.device, name), sharded(args, strategy, knobs), World.REAL
+            )
             requests.append((name, whole))
-        # Simulated ranks come first, because the other GPU rests meanwhile: a real rank is slower right after a rest.
+        # Simulated ranks come first, because the other GPU rests meanwhile: a real rank is slower
+        # right after a rest.
         fakes = {whole.digest: from_one_gpu(pool, whole) for _, whole in requests}
         collect(args, pool, requests, lambda case: compare_depth(pool, args, *case, fakes))
 
@@ -228,9 +249,15 @@ def compare_depth(
 
 
 def unseen_step_s(
-    pool: RankPool, args: argparse.Namespace, name: str, whole: ProbeRequest, fake: Measurement | None
+    pool: RankPool,
+    args: argparse.Namespace,
+    name: str,
+    whole: ProbeRequest,
+    fake: Measurement | None,
 ) -> float | None:
-    """Return the step time of a simulated rank plus the predicted communication, if both are known."""
+    """Return the step time of a simulated rank plus the predicted
+    communication, if both are known.
+    """
     on_cpu, config = args.device == "cpu", whole.config
     spec = replace(resolve_model("demo-3m" if on_cpu else name), config=whole.model)
     link_gb_s = resolve_device("cpu" if on_cpu else pool.fingerprint.device).link_gb_s
@@ -264,14 +291,16 @@ LARGE_CASES = [LARGE | {"micro_batch_size": 2}, LARGE | {"lora_rank": 64}]
 def run_large(args: argparse.Namespace) -> None:
     """Predict the memory of a model that no single GPU holds, and train it on two.
 
-    One GPU simulates a rank of two at two truncated depths, which predict the rank of the whole model. Then two real
-    ranks build the whole model as shards and train it for at least ten steps.
+    One GPU simulates a rank of two at two truncated depths, which predict the rank of the whole
+    model. Then two real ranks build the whole model as shards and train it for at least ten steps.
     """
     with open_pool(args) as pool:
         collect(args, pool, LARGE_CASES, lambda knobs: compare_large(pool, args, knobs))
 
 
-def compare_large(pool: RankPool, args: argparse.Namespace, knobs: dict[str, Any]) -> dict[str, Any]:
+def compare_large(
+    pool: RankPool, args: argparse.Namespace, knobs: dict[str, Any]
+) -> dict[str, Any]:
     """Return a row with the prediction from one GPU and the measurement of two."""
     config = sharded(args, "fsdp2", knobs)
     probe = {"micro_steps": 1, "min_timed_micros": STEPS}
@@ -312,20 +341,25 @@ SCALING_CASES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 SCALED = SCALING_CASES[:2]  # the third does not fit fewer GPUs
 COLLECTIVES = "collectives"  # the row with the measured bandwidth of collectives
-STRUCK = ((101, "first_step", 2), (102, "steady", 0))  # number of a probe, and the phase and rank of a planted OOM
+# number of a probe, and the phase and rank of a planted OOM
+STRUCK = ((101, "first_step", 2), (102, "steady", 0))
 
 
 def run_scaling(args: argparse.Namespace) -> None:
-    """Predict ranks of whole models on four or eight GPUs from one GPU, then measure them, and measure the scaling.
+    """Predict ranks of whole models on four or eight GPUs from one GPU, then measure them, and
+    measure the scaling.
 
-    First one GPU simulates a rank at two depths of each configuration. They predict the peak of the whole model and,
-    with the catalogue's link bandwidth, the time of a step of four micro batches and its interval (`inside`). Only then
-    do all GPUs train the whole models. `nccl_gib` is the memory outside torch that a real rank holds and a simulated
-    one does not: predicted and measured. `scaling` has the same predictions and measurements on fewer GPUs;
-    `efficiency` is the speed of a GPU divided by its speed with the fewest GPUs. Finally one rank runs out of memory,
+    First one GPU simulates a rank at two depths of each configuration. They predict the peak of the
+    whole model and, with the catalogue's link bandwidth, the time of a step of four micro batches
+    and its interval (`inside`). Only then do all GPUs train the whole models. `nccl_gib` is the
+    memory outside torch that a real rank holds and a simulated one does not: predicted and
+    measured. `scaling` has the same predictions and measurements on fewer GPUs; `efficiency` is the
+    speed of a GPU divided by its speed with the fewest GPUs. Finally one rank runs out of memory,
     planted, while the others wait for it: `stopped_s` is the time until all ranks have ended.
     """
-    os.environ[VARIABLE] = ",".join(f"oom@{phase}:{number}#{rank}" for number, phase, rank in STRUCK)
+    os.environ[VARIABLE] = ",".join(
+        f"oom@{phase}:{number}#{rank}" for number, phase, rank in STRUCK
+    )
     pools: dict[int, RankPool] = {}
 
     def pool_of(number: int) -> RankPool:
@@ -350,7 +384,10 @@ def run_scaling(args: argparse.Namespace) -> None:
     def measure(case: tuple[int, str, str, dict[str, Any]]) -> dict[str, Any]:
         number, name, strategy, _ = case
         if name == COLLECTIVES:
-            return {"config": name, "rates": [to_data(rates) for rates in pool_of(number).collectives()]}
+            return {
+                "config": name,
+                "rates": [to_data(rates) for rates in pool_of(number).collectives()],
+            }
         if not strategy:
             return stop_after_oom(pool_of(number), args, int(name))
         whole = scaling_request(args, *case)
@@ -367,11 +404,17 @@ def scaling_request(
     args: argparse.Namespace, number: int, name: str, strategy: str, knobs: dict[str, Any]
 ) -> ProbeRequest:
     """Return the probe of a whole model on this number of real ranks."""
-    return request(args, rank_model(args.device, name), sharded(args, strategy, knobs, number), World.REAL)
+    return request(
+        args, rank_model(args.device, name), sharded(args, strategy, knobs, number), World.REAL
+    )
 
 
 def compare_scaling(
-    pool: RankPool, args: argparse.Namespace, name: str, whole_request: ProbeRequest, fake: Measurement | None
+    pool: RankPool,
+    args: argparse.Namespace,
+    name: str,
+    whole_request: ProbeRequest,
+    fake: Measurement | None,
 ) -> dict[str, Any]:
     """Return a row with the prediction from one GPU and the measurement of all GPUs."""
     config, whole = whole_request.config, measured(pool, whole_request)
@@ -427,7 +470,11 @@ def stop_after_oom(pool: RankPool, args: argparse.Namespace, number: int) -> dic
     result = pool.probe(whole, pool.logs / f"trial-{number:04d}.log")
     if result.outcome is not Outcome.OOM:
         raise Failed(f"{result.outcome} instead of out of memory: {result.reason}")
-    return {"config": f"probe {number}", "reason": result.reason, "stopped_s": result.seconds.get("stop")}
+    return {
+        "config": f"probe {number}",
+        "reason": result.reason,
+        "stopped_s": result.seconds.get("stop"),
+    }
 
 
 def summarize_scaling(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -437,7 +484,10 @@ def summarize_scaling(rows: list[dict[str, Any]]) -> dict[str, Any]:
     nccl = [row["nccl_gib"] for row in compared if "nccl_gib" in row]
     scaling = []
     for name in sorted({row["config"].split()[0] for row in trained}):
-        mine = sorted((row for row in trained if row["config"].split()[0] == name), key=lambda one: one["gpus"])
+        mine = sorted(
+            (row for row in trained if row["config"].split()[0] == name),
+            key=lambda one: one["gpus"],
+        )
         first_per_gpu = mine[0]["tokens_per_s"] / mine[0]["gpus"]
         scaling += [
             {
@@ -466,29 +516,38 @@ def summarize_scaling(rows: list[dict[str, Any]]) -> dict[str, Any]:
 # --- losses: one GPU and two
 
 
-LOSS_CASES = [(strategy, method) for strategy in ("ddp", "fsdp2", "fsdp2_keep") for method in ("lora", "full")]
+LOSS_CASES = [
+    (strategy, method) for strategy in ("ddp", "fsdp2", "fsdp2_keep") for method in ("lora", "full")
+]
 
 
 def run_losses(args: argparse.Namespace) -> None:
     """Compare the losses of one GPU with the losses of two GPUs that share the same global batch.
 
-    Both train the same rows from the same weights. An error is the largest relative difference of the loss over the
-    steps that both ran. FSDP2 computes in bf16 without autocast, and one GPU does not.
+    Both train the same rows from the same weights. An error is the largest relative difference of
+    the loss over the steps that both ran. FSDP2 computes in bf16 without autocast, and one GPU does
+    not.
     """
     with open_pool(args) as pool:
         collect(args, pool, LOSS_CASES, lambda case: compare_losses(pool, args, *case))
 
 
-def compare_losses(pool: RankPool, args: argparse.Namespace, strategy: str, method: str) -> dict[str, Any]:
+def compare_losses(
+    pool: RankPool, args: argparse.Namespace, strategy: str, method: str
+) -> dict[str, Any]:
     """Return a row with the losses of one GPU and of two."""
     model = rank_model(args.device, args.model, args.layers)
 
     def losses(num_gpus: int) -> list[float]:
         config = sharded(args, strategy, {"micro_batch_size": 2, "method": method} | NONE, num_gpus)
-        found = measured(pool, request(args, model, config, World.REAL, micro_steps=RANKS // num_gpus))
+        found = measured(
+            pool, request(args, model, config, World.REAL, micro_steps=RANKS // num_gpus)
+        )
         # The rows of the whole step already divide the loss of each micro batch.
         each = found.micro_steps
-        return [sum(found.losses[at : at + each]) for at in range(0, len(found.losses) - each + 1, each)]
+        return [
+            sum(found.losses[at : at + each]) for at in range(0, len(found.losses) - each + 1, each)
+        ]
 
     alone, shared = losses(1), losses(RANKS)
     pairs = list(zip(alone, shared, strict=False))
@@ -519,7 +578,8 @@ PROBES = 20
 PLANTED = {7: ("first_step", 1), 10: ("steady", 0), 13: ("load", 1), 18: ("steady", 1)}
 REAL = 15  # the number of the probe whose limit is too low
 LIMIT_GIB = {"cuda": 16.0, "cpu": 0.3}
-# Strategy, number of GPUs, world and knobs. A model that stays in memory would count as growth; these do not.
+# Strategy, number of GPUs, world and knobs. A model that stays in memory would count as growth;
+# these do not.
 KINDS: list[tuple[str, int, World, dict[str, Any]]] = [
     ("ddp", RANKS, World.REAL, NONE),
     ("fsdp2", RANKS, World.REAL, FULL),
@@ -531,25 +591,33 @@ KINDS: list[tuple[str, int, World, dict[str, Any]]] = [
 
 
 def run_oom(args: argparse.Namespace) -> None:
-    """Run twenty mixed probes on two real ranks, let five run out of memory, and time how soon all ranks stop.
+    """Run twenty mixed probes on two real ranks, let five run out of memory, and time how soon all
+    ranks stop.
 
-    `stopped_s` is the time from the report of a rank until no process of the pool is left. Four failures are planted in
-    one rank, at the beginning or between steps, while the other waits in a collective. The fifth is real: its limit is
-    below the need of the configuration. After each failure, the next probes must repeat the losses that the same
-    configuration had before. Growth compares the memory in use between two probes (of the fullest GPU, or of the
-    largest worker on a CPU) with the maximum after the first six probes, which are of different kinds.
+    `stopped_s` is the time from the report of a rank until no process of the pool is left. Four
+    failures are planted in one rank, at the beginning or between steps, while the other waits in a
+    collective. The fifth is
+    real: its limit is below the need of the configuration. After each failure, the next probes must
+    repeat the losses that the same configuration had before. Growth compares the memory in use
+    between two probes (of the fullest GPU, or of the largest worker on a CPU) with the maximum
+    after the first six probes, which are of different kinds.
     """
     faults = (f"oom@{phase}:{number}#{rank}" for number, (phase, rank) in PLANTED.items())
     os.environ[VARIABLE] = ",".join(faults)
     first = dict[str, tuple[float, ...]]()
     with open_pool(args) as pool:
-        collect(args, pool, list(range(PROBES)), lambda number: probe_number(pool, args, number, first))
+        collect(
+            args, pool, list(range(PROBES)), lambda number: probe_number(pool, args, number, first)
+        )
 
 
 def probe_number(
     pool: RankPool, args: argparse.Namespace, number: int, first: dict[str, tuple[float, ...]]
 ) -> dict[str, Any]:
-    """Return a row about the probe of this number. `first` holds the losses of each kind in its first probe."""
+    """Return a row about the probe of this number.
+
+    `first` holds the losses of each kind in its first probe.
+    """
     is_to_fail = number in PLANTED or number == REAL
     strategy, num_gpus, world, knobs = KINDS[1 if is_to_fail else number % len(KINDS)]
     knobs = {"micro_batch_size": 64 if number == REAL else 2} | knobs
@@ -566,9 +634,17 @@ def probe_number(
     expected = Outcome.OOM if is_to_fail else Outcome.OK
     if result.outcome is not expected:
         raise Failed(f"{result.outcome} instead of {expected}: {result.reason}")
-    row: dict[str, Any] = {"config": f"{number} {name}", "outcome": result.outcome.value, "starts": pool.starts}
+    row: dict[str, Any] = {
+        "config": f"{number} {name}",
+        "outcome": result.outcome.value,
+        "starts": pool.starts,
+    }
     if result.measurement is None:
-        return row | {"reason": result.reason, "notes": result.notes, "stopped_s": result.seconds.get("stop")}
+        return row | {
+            "reason": result.reason,
+            "notes": result.notes,
+            "stopped_s": result.seconds.get("stop"),
+        }
     losses = result.measurement.losses
     before = first.setdefault(name, losses)
     differences = [abs(now / then - 1) for now, then in zip(losses, before, strict=False)]
@@ -580,7 +656,9 @@ def used_gib(device: str) -> float:
     if device == "cuda":
         cards = [Nvml.open(card) for card in visible()[:RANKS]]
         return max(card.used_gib() or 0.0 for card in cards if card is not None)
-    return max(gib(process.memory_info().rss) for process in psutil.Process().children(recursive=True))
+    return max(
+        gib(process.memory_info().rss) for process in psutil.Process().children(recursive=True)
+    )
 
 
 def summarize_oom(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -597,8 +675,12 @@ def summarize_oom(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 MODES = {
-    "ranks": Mode(run=run_ranks, result="world", summarize=summarize_ranks, options=RANK_OPTIONS | FEW_LAYERS),
-    "depth": Mode(run=run_depth, result="world_depth", summarize=summarize_depth, options=RANK_OPTIONS),
+    "ranks": Mode(
+        run=run_ranks, result="world", summarize=summarize_ranks, options=RANK_OPTIONS | FEW_LAYERS
+    ),
+    "depth": Mode(
+        run=run_depth, result="world_depth", summarize=summarize_depth, options=RANK_OPTIONS
+    ),
     "large": Mode(
         run=run_large,
         result="world_large",
@@ -606,12 +688,20 @@ MODES = {
         options=RANK_OPTIONS | {"--model": "llama-3.1-70b"},
     ),
     "scaling": Mode(
-        run=run_scaling, result="world_four", summarize=summarize_scaling, options=RANK_OPTIONS | {"--ranks": 4}
+        run=run_scaling,
+        result="world_four",
+        summarize=summarize_scaling,
+        options=RANK_OPTIONS | {"--ranks": 4},
     ),
     "losses": Mode(
-        run=run_losses, result="world_losses", summarize=summarize_losses, options=RANK_OPTIONS | FEW_LAYERS
+        run=run_losses,
+        result="world_losses",
+        summarize=summarize_losses,
+        options=RANK_OPTIONS | FEW_LAYERS,
     ),
-    "oom": Mode(run=run_oom, result="world_oom", summarize=summarize_oom, options=RANK_OPTIONS | FEW_LAYERS),
+    "oom": Mode(
+        run=run_oom, result="world_oom", summarize=summarize_oom, options=RANK_OPTIONS | FEW_LAYERS
+    ),
 }
 
 if __name__ == "__main__":

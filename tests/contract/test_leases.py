@@ -82,7 +82,10 @@ def test_ahead_counts_earlier_leases(join: Join) -> None:
 def test_one_of_many_concurrent_workers_gets_the_lease(join: Join) -> None:
     coordinators = [join(far(number)) for number in range(6)]
     taken: list[bool] = []
-    threads = [threading.Thread(target=lambda one=one: taken.append(one.take("aa", 1))) for one in coordinators]
+    threads = [
+        threading.Thread(target=lambda one=one: taken.append(one.take("aa", 1)))
+        for one in coordinators
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -119,7 +122,9 @@ def test_a_remote_worker_counts_as_lost_after_its_heartbeat_stops(join: Join, cl
 def test_after_a_pause_of_its_own_a_worker_counts_silence_from_zero(
     join: Join, clock: Clock, beats_before: bool, beats_after: bool
 ) -> None:
-    """The database was unreachable or the process was suspended, so that all counters stood still, its own too."""
+    """The database was unreachable or the process was suspended, so that all counters stood still,
+    its own too.
+    """
     mine, theirs = join(far(1)), join(far(2))
     assert theirs.take("aa", 1) and set(mine.workers()) == {mine.name, theirs.name}
     if beats_before:  # between its last read and the outage
@@ -137,7 +142,9 @@ def test_after_a_pause_of_its_own_a_worker_counts_silence_from_zero(
 
 
 @pytest.mark.parametrize("seconds", [59.0, 60.0])
-def test_a_minute_of_silence_is_the_loss_of_a_worker(join: Join, clock: Clock, seconds: float) -> None:
+def test_a_minute_of_silence_is_the_loss_of_a_worker(
+    join: Join, clock: Clock, seconds: float
+) -> None:
     mine, theirs = join(far(1)), join(far(2))
     mine.workers()
     advance(clock, seconds, mine)
@@ -162,9 +169,13 @@ def test_a_worker_that_leaves_takes_only_what_is_its_own(join: Join) -> None:
     mine, theirs, other = join(far(1)), join(far(2)), join(far(2), "two")
     assert mine.take("aa", 1) and theirs.take("bb", 2) and other.take("cc", 1)
     mine.forget(theirs.name)
-    assert mine.taken() == {"aa"} and set(other.workers()) == {other.name} and other.taken() == {"cc"}
+    assert (
+        mine.taken() == {"aa"} and set(other.workers()) == {other.name} and other.taken() == {"cc"}
+    )
     mine.clear()
-    assert mine.taken() == set() and set(other.workers()) == {other.name} and other.taken() == {"cc"}
+    assert (
+        mine.taken() == set() and set(other.workers()) == {other.name} and other.taken() == {"cc"}
+    )
 
 
 def test_only_heartbeats_tell_that_workers_of_other_hosts_are_still_running(
@@ -184,7 +195,9 @@ def test_only_heartbeats_tell_that_workers_of_other_hosts_are_still_running(
     beating, silent, leaving = join(far(2)), join(far(3)), join(far(4))
     assert set(mine.workers()) == {each.name for each in (mine, local, beating, silent, leaving)}
     assert mine.confirmed_others(said.append) == {local.name: local._me, beating.name: beating._me}
-    assert waited == [12.5] and said == ["checking for 12 s whether workers of other hosts are still running"]
+    assert waited == [12.5] and said == [
+        "checking for 12 s whether workers of other hosts are still running"
+    ]
 
 
 def test_alone_everything_is_free() -> None:
@@ -195,15 +208,20 @@ def test_alone_everything_is_free() -> None:
 
 
 def test_the_tables_are_those_of_earlier_versions() -> None:
-    """A study that was begun with them is continued, and SQLite would take other columns in silence."""
-    workers, taken = (" ".join(str(CreateTable(table)).split()) for table in (leases._workers, leases._leases))
+    """A study that was begun with them is continued, and SQLite would take other columns in
+    silence.
+    """
+    workers, taken = (
+        " ".join(str(CreateTable(table)).split()) for table in (leases._workers, leases._leases)
+    )
     assert workers == (
         "CREATE TABLE autotune_workers ( study VARCHAR(255) NOT NULL, name VARCHAR(255) NOT NULL, "
         "beats INTEGER NOT NULL, about TEXT NOT NULL, PRIMARY KEY (study, name) )"
     )
     assert taken == (
         "CREATE TABLE autotune_leases ( id INTEGER NOT NULL, study VARCHAR(255) NOT NULL, "
-        "config VARCHAR(16) NOT NULL, trial INTEGER NOT NULL, worker VARCHAR(255) NOT NULL, PRIMARY KEY (id), "
+        "config VARCHAR(16) NOT NULL, trial INTEGER NOT NULL, worker VARCHAR(255) NOT NULL, PRIMARY"
+        " KEY (id), "
         "UNIQUE (study, config) )"
     )
 
@@ -251,7 +269,11 @@ def test_heartbeats_continue_after_a_database_error(
     from autotune.core.errors import StorageError
 
     monkeypatch.setattr(leases, "BEAT_S", 0.01)
-    coordinator, beats, failed = Leases(database, "one", Worker.here("cpu")), Leases._beat, threading.Event()
+    coordinator, beats, failed = (
+        Leases(database, "one", Worker.here("cpu")),
+        Leases._beat,
+        threading.Event(),
+    )
     again = threading.Event()
 
     def beat(self: Leases) -> None:
@@ -271,7 +293,9 @@ def test_heartbeats_continue_after_a_database_error(
 def test_many_workers_may_create_the_tables_at_once(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """As the workers of a fleet that wait for a study: each tries to create the tables, and only one can."""
+    """As the workers of a fleet that wait for a study: each tries to create the tables, and only
+    one can.
+    """
     url = f"sqlite:///{tmp_path / 'new.db'}"
     if kind == "postgresql":
         url = request.getfixturevalue("postgres")("template1")

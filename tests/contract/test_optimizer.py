@@ -90,7 +90,9 @@ def test_outcomes_become_states_and_signed_constraints(begin: Begin, trials: Rea
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
-def test_a_value_that_is_no_number_never_completes(begin: Begin, trials: Read, value: float | None) -> None:
+def test_a_value_that_is_no_number_never_completes(
+    begin: Begin, trials: Read, value: float | None
+) -> None:
     search = begin()
     search.tell(search.ask().number, Outcome.OK, value, {"memory": float("nan"), "health": 1.0})
     (trial,) = trials()
@@ -140,7 +142,9 @@ def test_a_continued_study_draws_other_numbers(begin: Begin) -> None:
     assert [again.ask().config for _ in range(3)] != first
 
 
-def test_repair_reports_stored_results_and_queues_the_rest_again(begin: Begin, trials: Read) -> None:
+def test_repair_reports_stored_results_and_queues_the_rest_again(
+    begin: Begin, trials: Read
+) -> None:
     search = begin()
     done, stored, lost = search.ask(), search.ask(), search.ask()
     search.tell(done.number, Outcome.OK, 5.0, FITS)
@@ -168,8 +172,12 @@ def test_repair_reports_stored_results_and_queues_the_rest_again(begin: Begin, t
     assert begin().repair(settle) == 0
 
 
-@pytest.mark.parametrize("damage", [{"outcome": "won"}, {"config": {"seq_len": "long"}}, {"config": []}])
-def test_a_trial_of_no_known_form_is_a_storage_error(begin: Begin, database: str, damage: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "damage", [{"outcome": "won"}, {"config": {"seq_len": "long"}}, {"config": []}]
+)
+def test_a_trial_of_no_known_form_is_a_storage_error(
+    begin: Begin, database: str, damage: dict[str, object]
+) -> None:
     search = begin()
     trial = search.ask()
     search.tell(trial.number, Outcome.OK, 5.0, FITS)
@@ -232,11 +240,15 @@ def test_an_unreachable_server_is_a_storage_error(postgres: object) -> None:
 
 
 def test_a_closed_optimizer_holds_no_file(tmp_path: Path) -> None:
-    """Else each study that was opened to be read would keep its database open until the process ends."""
+    """Else each study that was opened to be read would keep its database open until the process
+    ends.
+    """
     path = tmp_path / "study.db"
 
     def num_open() -> int:
-        return sum(one.is_symlink() and one.readlink() == path for one in Path("/proc/self/fd").iterdir())
+        return sum(
+            one.is_symlink() and one.readlink() == path for one in Path("/proc/self/fd").iterdir()
+        )
 
     search = Optimizer.create(f"sqlite:///{path}", "one", SPACE, seed=0)
     search.ask()

@@ -1,4 +1,6 @@
-"""Waiting for an unreachable server: who waits, only after a first connection, and until a limit or a stop."""
+"""Waiting for an unreachable server: who waits, only after a first connection, and until a limit or
+a stop.
+"""
 
 import itertools
 import threading
@@ -39,13 +41,20 @@ def test_a_read_waits_for_the_server_and_continues(server: str, messages: list[s
         threading.Timer(2.0, outage.__exit__, (None, None, None)).start()
         assert [row.trial for row in store.of_study("one")] == [0]
     assert len(messages) == 2 and messages[1] == "the database is back"
-    assert "waiting for it (1 min at most): " in messages[0] and "not currently accepting connections" in messages[0]
+    assert (
+        "waiting for it (1 min at most): " in messages[0]
+        and "not currently accepting connections" in messages[0]
+    )
 
 
-def test_a_result_is_in_the_outbox_before_any_wait(server: str, tmp_path: Path, messages: list[str]) -> None:
+def test_a_result_is_in_the_outbox_before_any_wait(
+    server: str, tmp_path: Path, messages: list[str]
+) -> None:
     outbox = tmp_path / "outbox.jsonl"
     with (
-        closing(ProbeStore(server, outbox=outbox, outages=Outages(messages.append, seconds=60.0))) as store,
+        closing(
+            ProbeStore(server, outbox=outbox, outages=Outages(messages.append, seconds=60.0))
+        ) as store,
         away(server),
     ):
         store.add("one", 0, result(), FINGERPRINT)
@@ -54,8 +63,12 @@ def test_a_result_is_in_the_outbox_before_any_wait(server: str, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("stops", [True, False])
-def test_waiting_ends_at_its_limit_or_at_a_stop(server: str, messages: list[str], stops: bool) -> None:
-    outages = Outages(messages.append, lambda: stops and len(messages) > 0, seconds=60.0 if stops else 2.0)
+def test_waiting_ends_at_its_limit_or_at_a_stop(
+    server: str, messages: list[str], stops: bool
+) -> None:
+    outages = Outages(
+        messages.append, lambda: stops and len(messages) > 0, seconds=60.0 if stops else 2.0
+    )
     with (
         closing(ProbeStore(server, outages=outages)) as store,
         away(server),
@@ -126,7 +139,9 @@ def test_optunas_operations_are_run_again_after_any_interruption(server: str, ac
     """They neither leave a trial without a worker nor lose a queued configuration."""
     wanted = SPACE.clip(BASELINE)
     for statement in itertools.count(1, 2):
-        search = Optimizer.create(server, f"at {statement}", SPACE, seed=0, outages=Outages(seconds=60.0))
+        search = Optimizer.create(
+            server, f"at {statement}", SPACE, seed=0, outages=Outages(seconds=60.0)
+        )
         open_: set[int] = set()
         if act in ("tell", "give back"):
             first = search.ask(worker="me")
@@ -148,10 +163,18 @@ def test_optunas_operations_are_run_again_after_any_interruption(server: str, ac
             asked = search.ask(wanted if act == "wanted" else None, worker="me")
             struck = strike.struck()
             open_.add(asked.number)
-            nameless = [trial for trial in search._in_state(TrialState.RUNNING) if "worker" not in trial.user_attrs]
+            nameless = [
+                trial
+                for trial in search._in_state(TrialState.RUNNING)
+                if "worker" not in trial.user_attrs
+            ]
             assert len(nameless) <= 1  # `repair` puts it back into the queue
             assert nameless or asked.config == SPACE.config(wanted)
-        named = {trial.number for trial in search._in_state(TrialState.RUNNING) if "worker" in trial.user_attrs}
+        named = {
+            trial.number
+            for trial in search._in_state(TrialState.RUNNING)
+            if "worker" in trial.user_attrs
+        }
         assert named == open_, statement
         search.close()
         if not struck:  # the operation has fewer statements
@@ -167,7 +190,9 @@ def test_a_trial_withdrawn_during_ask_is_replaced(server: str) -> None:
         other = Optimizer.open(server, name, SPACE)
         calls = itertools.count(1)
 
-        def strike(*_: object, calls: Iterator[int] = calls, at: int = statement, other: Optimizer = other) -> None:
+        def strike(
+            *_: object, calls: Iterator[int] = calls, at: int = statement, other: Optimizer = other
+        ) -> None:
             if next(calls) == at:
                 for one in other._in_state(TrialState.RUNNING):
                     other.withdraw(one.number)
@@ -181,7 +206,9 @@ def test_a_trial_withdrawn_during_ask_is_replaced(server: str) -> None:
         other.close()
 
 
-def test_a_server_that_was_never_reached_is_not_waited_for(server: str, messages: list[str]) -> None:
+def test_a_server_that_was_never_reached_is_not_waited_for(
+    server: str, messages: list[str]
+) -> None:
     with away(server), pytest.raises(StorageError):
         ProbeStore(server, outages=Outages(messages.append, seconds=60.0))
     assert messages == []
@@ -198,7 +225,9 @@ def test_a_stop_during_a_wait_is_not_a_storage_error(error: Exception) -> None:
         raise StorageError("away")
 
 
-def test_a_server_reached_earlier_is_waited_for_at_the_first_connection(server: str, messages: list[str]) -> None:
+def test_a_server_reached_earlier_is_waited_for_at_the_first_connection(
+    server: str, messages: list[str]
+) -> None:
     """A worker reads the record of the study and then needs some seconds to start."""
     outage = away(server)
     outage.__enter__()
@@ -210,7 +239,10 @@ def test_a_server_reached_earlier_is_waited_for_at_the_first_connection(server: 
 def test_other_threads_do_not_wait(server: str, messages: list[str]) -> None:
     """A heartbeat repeats anyway and must not delay the end of its session."""
     failed: list[StorageError] = []
-    with closing(ProbeStore(server, outages=Outages(messages.append, seconds=60.0))) as store, away(server):
+    with (
+        closing(ProbeStore(server, outages=Outages(messages.append, seconds=60.0))) as store,
+        away(server),
+    ):
 
         def read() -> None:
             try:
@@ -226,9 +258,16 @@ def test_other_threads_do_not_wait(server: str, messages: list[str]) -> None:
 
 def test_connections_detect_a_vanished_host(server: str) -> None:
     limits = engine_options(server)["connect_args"]
-    assert limits["connect_timeout"] == 10 and limits["tcp_user_timeout"] == 10_000 and limits["keepalives_idle"] == 10
+    assert (
+        limits["connect_timeout"] == 10
+        and limits["tcp_user_timeout"] == 10_000
+        and limits["keepalives_idle"] == 10
+    )
     url = f"{server}&connect_timeout=3"  # the URL takes precedence
-    with closing(Database(url, Outages(), sa.MetaData())) as database, database.connect() as connection:
+    with (
+        closing(Database(url, Outages(), sa.MetaData())) as database,
+        database.connect() as connection,
+    ):
         driver: Any = connection.connection.dbapi_connection
         assert driver.info.get_parameters()["connect_timeout"] == "3"
 

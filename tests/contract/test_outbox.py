@@ -1,4 +1,6 @@
-"""Results wait in a file while the database is unreachable and are stored afterwards, each once and in order."""
+"""Results wait in a file while the database is unreachable and are stored afterwards, each once and
+in order.
+"""
 
 import fcntl
 import resource
@@ -24,7 +26,9 @@ def messages() -> list[str]:
 
 @pytest.fixture
 def store(database: str, tmp_path: Path, messages: list[str]) -> Iterator[ProbeStore]:
-    opened = ProbeStore(database, outbox=tmp_path / "outbox.jsonl", outages=Outages(messages.append))
+    opened = ProbeStore(
+        database, outbox=tmp_path / "outbox.jsonl", outages=Outages(messages.append)
+    )
     yield opened
     opened.close()
 
@@ -33,7 +37,9 @@ def trials(store: ProbeStore) -> list[int | None]:
     return [row.trial for row in store.of_study("one")]
 
 
-def test_a_row_and_the_name_of_its_file_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_and_the_name_of_its_file_are_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[tuple[Path, str]] = []
 
     def sync(handle: int) -> None:
@@ -57,7 +63,9 @@ def test_a_full_disk_leaves_no_empty_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_row_that_comes_while_the_file_is_emptied_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_comes_while_the_file_is_emptied_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another process has opened the file, and waits for its lock."""
     outbox = Outbox(path=tmp_path / "outbox.jsonl")
     outbox.add({"a": 1})
@@ -89,14 +97,18 @@ def test_results_measured_during_an_outage_are_stored_afterwards(
         store.add("one", None, result(), FINGERPRINT)
         with pytest.raises(StorageError):
             trials(store)
-    assert len(messages) == 2 and all("failed" in line and "outbox.jsonl" in line for line in messages)
+    assert len(messages) == 2 and all(
+        "failed" in line and "outbox.jsonl" in line for line in messages
+    )
     store.add("one", 2, result(), FINGERPRINT)
     assert trials(store) == [0, 1, None, 2]
     assert messages[2:] == ["2 waiting results are in the database now"]
     assert Outbox(path=tmp_path / "outbox.jsonl").is_empty()
 
 
-def test_the_next_session_stores_waiting_results(store: ProbeStore, database: str, tmp_path: Path) -> None:
+def test_the_next_session_stores_waiting_results(
+    store: ProbeStore, database: str, tmp_path: Path
+) -> None:
     with away(database):
         store.add("one", 7, result(), FINGERPRINT)
     again = ProbeStore(database, outbox=tmp_path / "outbox.jsonl")
@@ -104,8 +116,12 @@ def test_the_next_session_stores_waiting_results(store: ProbeStore, database: st
     again.close()
 
 
-def test_a_row_that_the_database_has_is_not_written_twice(store: ProbeStore, database: str, tmp_path: Path) -> None:
-    """For example if the connection breaks at a commit, or a replay is killed before it empties the file."""
+def test_a_row_that_the_database_has_is_not_written_twice(
+    store: ProbeStore, database: str, tmp_path: Path
+) -> None:
+    """For example if the connection breaks at a commit, or a replay is killed before it empties the
+    file.
+    """
     path = tmp_path / "outbox.jsonl"
     with away(database):
         store.add("one", 7, result(), FINGERPRINT)
@@ -115,7 +131,9 @@ def test_a_row_that_the_database_has_is_not_written_twice(store: ProbeStore, dat
     assert trials(store) == [7]
 
 
-def test_an_incomplete_line_does_not_damage_others(store: ProbeStore, database: str, tmp_path: Path) -> None:
+def test_an_incomplete_line_does_not_damage_others(
+    store: ProbeStore, database: str, tmp_path: Path
+) -> None:
     path = tmp_path / "outbox.jsonl"
     path.write_text('{"study": "one", "tri')
     with away(database):

@@ -1,4 +1,6 @@
-"""The probe table on SQLite and PostgreSQL: rows are read as written, and only valid results are reused."""
+"""The probe table on SQLite and PostgreSQL: rows are read as written, and only valid results are
+reused.
+"""
 
 import json
 import os
@@ -52,7 +54,10 @@ def test_round_trip(store: ProbeStore, database: str) -> None:
     again = ProbeStore(database)  # as in a later session
     stored = again.of_study("one")
     assert [(row.trial, row.result) for row in stored] == rows
-    assert [row.result for row in again.of_model("", FINGERPRINT.digest)] == [*(row for _, row in rows), result()]
+    assert [row.result for row in again.of_model("", FINGERPRINT.digest)] == [
+        *(row for _, row in rows),
+        result(),
+    ]
     again.close()
     assert store.of_study("nobody's") == []
 
@@ -71,9 +76,12 @@ def test_the_table_is_that_of_earlier_versions() -> None:
     made = " ".join(str(CreateTable(probe_store._probes)).split())
     assert made == (
         "CREATE TABLE autotune_probes ( id INTEGER NOT NULL, study VARCHAR(255) NOT NULL, "
-        "model VARCHAR(16) NOT NULL, trial INTEGER, config VARCHAR(16) NOT NULL, request VARCHAR(16) NOT NULL, "
-        "fingerprint VARCHAR(16) NOT NULL, rung VARCHAR(16) NOT NULL, outcome VARCHAR(16) NOT NULL, "
-        "created_at VARCHAR(40) NOT NULL, result TEXT NOT NULL, circumstances TEXT NOT NULL, PRIMARY KEY (id) )"
+        "model VARCHAR(16) NOT NULL, trial INTEGER, config VARCHAR(16) NOT NULL, request"
+        " VARCHAR(16) NOT NULL, "
+        "fingerprint VARCHAR(16) NOT NULL, rung VARCHAR(16) NOT NULL, outcome VARCHAR(16) NOT"
+        " NULL, "
+        "created_at VARCHAR(40) NOT NULL, result TEXT NOT NULL, circumstances TEXT NOT NULL,"
+        " PRIMARY KEY (id) )"
     )
     indexed = {column.name for index in probe_store._probes.indexes for column in index.columns}
     assert indexed == {"study", "model", "config", "request"}
@@ -81,7 +89,12 @@ def test_the_table_is_that_of_earlier_versions() -> None:
 
 def test_rows_of_a_model_are_of_all_studies_under_one_fingerprint(store: ProbeStore) -> None:
     other = replace(FINGERPRINT, driver="590.1")
-    rows = [("one", "m", FINGERPRINT), ("two", "m", FINGERPRINT), ("one", "n", FINGERPRINT), ("one", "m", other)]
+    rows = [
+        ("one", "m", FINGERPRINT),
+        ("two", "m", FINGERPRINT),
+        ("one", "n", FINGERPRINT),
+        ("one", "m", other),
+    ]
     for number, (study, model, fingerprint) in enumerate(rows):
         store.add(study, number, result(), fingerprint, model=model)
     store.add("one", 9, result(), FINGERPRINT)  # of no named model
@@ -106,13 +119,29 @@ def test_new_rows_are_those_of_others_each_once(store: ProbeStore, database: str
 
 
 @pytest.mark.parametrize(("number", "seen"), [(1001, True), (1000, False)])
-def test_a_row_that_becomes_visible_late_is_read_too(store: ProbeStore, number: int, seen: bool) -> None:
+def test_a_row_that_becomes_visible_late_is_read_too(
+    store: ProbeStore, number: int, seen: bool
+) -> None:
     """Its transaction ended after that of a higher number: among the last thousand it counts."""
-    numbered = {"study": "one", "model": "", "config": "", "request": "", "fingerprint": "", "rung": "", "outcome": ""}
-    values = numbered | {"created_at": "", "result": json.dumps(to_data(result())), "circumstances": ""}
+    numbered = {
+        "study": "one",
+        "model": "",
+        "config": "",
+        "request": "",
+        "fingerprint": "",
+        "rung": "",
+        "outcome": "",
+    }
+    values = numbered | {
+        "created_at": "",
+        "result": json.dumps(to_data(result())),
+        "circumstances": "",
+    }
     for each, found in ((2000, [7]), (number, [8] * seen)):
         with store._database.begin() as connection:
-            connection.execute(probe_store._probes.insert().values(**values, id=each, trial=7 + (each != 2000)))
+            connection.execute(
+                probe_store._probes.insert().values(**values, id=each, trial=7 + (each != 2000))
+            )
         assert [row.trial for row in store.new_rows("one")] == found
 
 
@@ -179,7 +208,11 @@ def _whole_text(error: BaseException) -> str:
     ("url", "kind", "named"),
     [
         (f"postgresql+psycopg://tuner:{CANARY}@127.0.0.1:1/studies", StorageError, "127.0.0.1"),
-        (f"postgresql+psycopg://tuner:{CANARY}@no-such-host.invalid/studies", StorageError, "no-such-host.invalid"),
+        (
+            f"postgresql+psycopg://tuner:{CANARY}@no-such-host.invalid/studies",
+            StorageError,
+            "no-such-host.invalid",
+        ),
         (f"nonsense://tuner:{CANARY}@host/studies", UsageError, "nonsense"),
         (f"postgresql+psycopg://tuner:{CANARY}@host:port/studies", UsageError, "--storage"),
         (f"tuner:{CANARY}@host/studies", UsageError, "--storage"),
@@ -187,9 +220,20 @@ def _whole_text(error: BaseException) -> str:
         (f"mysql+nodriver://tuner:{CANARY}@host/studies", UsageError, "nodriver"),
         (f"oracle+oracledb://tuner:{CANARY}@host/studies", UsageError, "oracledb"),
     ],
-    ids=["refused", "unknown-host", "no-dialect", "no-port", "no-scheme", "a-path", "no-driver", "not-installed"],
+    ids=[
+        "refused",
+        "unknown-host",
+        "no-dialect",
+        "no-port",
+        "no-scheme",
+        "a-path",
+        "no-driver",
+        "not-installed",
+    ],
 )
-def test_the_error_of_a_bad_url_hides_the_password(url: str, kind: type[AutotuneError], named: str, how: str) -> None:
+def test_the_error_of_a_bad_url_hides_the_password(
+    url: str, kind: type[AutotuneError], named: str, how: str
+) -> None:
     with pytest.raises(kind) as caught:
         _touch(url, how)
     assert named in str(caught.value)
@@ -200,7 +244,9 @@ def test_the_error_of_a_bad_url_hides_the_password(url: str, kind: type[Autotune
 @pytest.mark.server
 @pytest.mark.parametrize("in_query", [False, True])
 @pytest.mark.parametrize("how", OPERATIONS)
-def test_the_error_of_a_server_hides_the_password(postgres: Callable[[], str], how: str, in_query: bool) -> None:
+def test_the_error_of_a_server_hides_the_password(
+    postgres: Callable[[], str], how: str, in_query: bool
+) -> None:
     url = make_url(postgres()).set(database="no_such_database")
     url = url.update_query_dict({"password": CANARY}) if in_query else url.set(password=CANARY)
     with pytest.raises(StorageError, match="no_such_database") as caught:
@@ -209,7 +255,10 @@ def test_the_error_of_a_server_hides_the_password(postgres: Callable[[], str], h
 
 
 def test_public_url_hides_passwords() -> None:
-    assert public_url(f"postgresql+psycopg://me:{CANARY}@host/db") == "postgresql+psycopg://me:***@host/db"
+    assert (
+        public_url(f"postgresql+psycopg://me:{CANARY}@host/db")
+        == "postgresql+psycopg://me:***@host/db"
+    )
     assert CANARY not in public_url(f"me:{CANARY}@host")
     in_query = f"postgresql+psycopg://me@/db?host=here&password={CANARY}&sslpassword={CANARY}"
     assert public_url(in_query) == "postgresql+psycopg://me@/db?host=here"
@@ -243,7 +292,9 @@ def test_two_processes_write_to_one_sqlite_file(tmp_path: Path) -> None:
     )
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": root}
-    writers = [subprocess.Popen([sys.executable, "-c", code, url], env=environment) for _ in range(2)]
+    writers = [
+        subprocess.Popen([sys.executable, "-c", code, url], env=environment) for _ in range(2)
+    ]
     assert [writer.wait(60) for writer in writers] == [0, 0]
     reader = ProbeStore(url)
     trials = [row.trial for row in reader.of_study("one")]
@@ -251,13 +302,26 @@ def test_two_processes_write_to_one_sqlite_file(tmp_path: Path) -> None:
     assert sorted(trials) == sorted([*range(20), *range(20)])
 
 
-def test_sharing_a_file_on_a_network_drive_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharing_a_file_on_a_network_drive_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mounted" / "inner").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "mounted")
-    drives = {"/": "ext4", str(tmp_path / "mounted"): "nfs4", str(tmp_path / "mounted" / "inner"): "ext4"}
+    drives = {
+        "/": "ext4",
+        str(tmp_path / "mounted"): "nfs4",
+        str(tmp_path / "mounted" / "inner"): "ext4",
+    }
     partitions = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in drives.items()]
-    monkeypatch.setattr("autotune.study.storage.database.psutil.disk_partitions", lambda all: partitions)
-    for folder, kind in (("", None), ("mounted", "nfs4"), ("link", "nfs4"), ("mounted/inner", None)):
+    monkeypatch.setattr(
+        "autotune.study.storage.database.psutil.disk_partitions", lambda all: partitions
+    )
+    for folder, kind in (
+        ("", None),
+        ("mounted", "nfs4"),
+        ("link", "nfs4"),
+        ("mounted/inner", None),
+    ):
         assert network_drive(f"sqlite:///{tmp_path / folder / 'autotune.db'}") == kind
     monkeypatch.chdir(tmp_path / "mounted")
     with pytest.raises(UsageError, match=r"on a network drive \(nfs4\)"):

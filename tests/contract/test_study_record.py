@@ -11,7 +11,12 @@ from autotune.core.errors import StorageError, UsageError
 from autotune.core.serialization import to_data
 from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.study.optimizer import Optimizer
-from autotune.study.storage.optuna_storage import all_attributes, delete_study, read_record, study_names
+from autotune.study.storage.optuna_storage import (
+    all_attributes,
+    delete_study,
+    read_record,
+    study_names,
+)
 from autotune.study.storage.study_record import (
     SCHEMA_VERSION,
     Limits,
@@ -30,7 +35,9 @@ Begin = Callable[..., Optimizer]
 
 @pytest.fixture
 def begin(database: str) -> Iterator[Begin]:
-    """A function that opens a new session of the study 'one' with this record, as after a restart."""
+    """A function that opens a new session of the study 'one'
+    with this record, as after a restart.
+    """
     opened: list[Optimizer] = []
 
     def create(record: StudyRecord | None = None) -> Optimizer:
@@ -48,7 +55,8 @@ def begin(database: str) -> Iterator[Begin]:
 def test_a_record_reads_as_it_was_written(begin: Begin, database: str) -> None:
     assert study_names(database) == [] and read_record(database, "one") is None
     optimizer = begin()
-    assert study_names(database) == ["one"] and read_record(database, "one") is None  # it has not begun
+    # it has not begun
+    assert study_names(database) == ["one"] and read_record(database, "one") is None
     start_record(optimizer, record_of())
     assert read_record(database, "one") == record_of() and read_record(database, "two") is None
     limits = Limits(budget_s=60.0, trials=4)
@@ -64,7 +72,9 @@ def test_a_record_reads_as_it_was_written(begin: Begin, database: str) -> None:
     assert study_names(database) == []
 
 
-def test_names_are_listed_without_loading_trials(begin: Begin, database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_listed_without_loading_trials(
+    begin: Begin, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begin(record_of())
 
     def load(*_: object, **__: object) -> None:
@@ -86,9 +96,16 @@ def test_fields_that_may_change_between_sessions_are_updated(begin: Begin, datab
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"terms": ProbeTerms(memory_gib=40.0, headroom=0.05)}, ["memory in GiB", "80 then, 40 now"]),
         (
-            {"fingerprint": replace(FINGERPRINT, packages={**FINGERPRINT.packages, "torch": "2.0.0"})},
+            {"terms": ProbeTerms(memory_gib=40.0, headroom=0.05)},
+            ["memory in GiB", "80 then, 40 now"],
+        ),
+        (
+            {
+                "fingerprint": replace(
+                    FINGERPRINT, packages={**FINGERPRINT.packages, "torch": "2.0.0"}
+                )
+            },
             ["fingerprint", "packages: torch: ", "2.0.0 now"],
         ),
         ({"shallow_only": True}, ["shallow only", "False then, True now"]),
@@ -118,7 +135,9 @@ def test_a_changed_space_is_refused_and_named(begin: Begin) -> None:
     assert "lora_rank" not in text
 
 
-def test_a_projection_by_one_ratio_is_read_as_that_of_products_and_bytes(begin: Begin, database: str) -> None:
+def test_a_projection_by_one_ratio_is_read_as_that_of_products_and_bytes(
+    begin: Begin, database: str
+) -> None:
     """As studies on a stand-in were stored before the two had ratios of their own."""
     h200 = resolve_device("h200")
     carried = SpeedTransfer(products=0.4, bytes=0.4, error=0.1, basis=2)
@@ -134,7 +153,10 @@ def test_a_projection_by_one_ratio_is_read_as_that_of_products_and_bytes(begin: 
 @pytest.mark.parametrize(
     ("attributes", "says"),
     [
-        ({"facts": {"model": "demo-3m"}, "subject": {"carried": None}}, "an earlier version of autotune"),
+        (
+            {"facts": {"model": "demo-3m"}, "subject": {"carried": None}},
+            "an earlier version of autotune",
+        ),
         ({"schema_version": SCHEMA_VERSION + 1}, "a newer version of autotune"),
         ({"schema_version": "9"}, "an earlier version of autotune"),
     ],
@@ -154,8 +176,12 @@ def test_a_study_of_another_version_is_refused_in_one_sentence(
         begin(record_of())
 
 
-@pytest.mark.parametrize("damage", [{"task": {"workload": {"lengths": 1}}}, {"fingerprint": 5}, {"out": None}], ids=str)
-def test_a_damaged_record_is_a_storage_error(begin: Begin, database: str, damage: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "damage", [{"task": {"workload": {"lengths": 1}}}, {"fingerprint": 5}, {"out": None}], ids=str
+)
+def test_a_damaged_record_is_a_storage_error(
+    begin: Begin, database: str, damage: dict[str, Any]
+) -> None:
     optimizer = begin(record_of())
     for key, value in damage.items():
         optimizer.remember(key, to_data(value) if not isinstance(value, dict) else value)

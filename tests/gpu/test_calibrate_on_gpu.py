@@ -1,4 +1,6 @@
-"""Calibrating an NVIDIA GPU: rates that a card can have, a host that has a pace, and a training as fast as expected."""
+"""Calibrating an NVIDIA GPU: rates that a card can have, a host that has a pace, and a training as
+fast as expected.
+"""
 
 import pytest
 

@@ -1,7 +1,8 @@
-"""A card that is said to be of compute capability 7.5, as a T4 is, is probed in fp16, with nothing of later cards.
+"""A card that is said to be of compute capability 7.5, as a T4 is, is probed in fp16, with nothing
+of later cards.
 
-What such a card lacks is refused here: a tensor of bf16, FlashAttention, and cuDNN's attention. The probes run in a
-process of their own, since libraries ask for the capability when they are loaded.
+What such a card lacks is refused here: a tensor of bf16, FlashAttention, and cuDNN's attention. The
+probes run in a process of their own, since libraries ask for the capability when they are loaded.
 """
 
 import json
@@ -52,7 +53,9 @@ print(json.dumps(answers))
 
 def outcomes(*probes: dict[str, Any]) -> list[tuple[str, str | None]]:
     command = [sys.executable, "-c", PROBES, json.dumps(probes)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return [tuple(answer) for answer in json.loads(done.stdout.splitlines()[-1])]
 
@@ -70,6 +73,8 @@ def test_the_fp16_path_trains_where_there_is_no_bf16_and_no_flash_attention() ->
 
 
 def test_what_such_a_card_lacks_would_be_seen() -> None:
-    (bf16, reason), (flash, named) = outcomes({"precision": "bf16_mixed"}, {"precision": "fp16_mixed", "flash": True})
+    (bf16, reason), (flash, named) = outcomes(
+        {"precision": "bf16_mixed"}, {"precision": "fp16_mixed", "flash": True}
+    )
     assert (bf16, flash) == ("crash", "crash")
     assert "no bf16" in (reason or "") and "attention" in (named or "")

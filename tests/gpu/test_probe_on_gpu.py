@@ -1,4 +1,6 @@
-"""Real probes of a tiny model on an NVIDIA GPU: they measure memory, repeat, and report when it runs out."""
+"""Real probes of a tiny model on an NVIDIA GPU: they measure memory, repeat, and report when it
+runs out.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +32,12 @@ CASES: dict[str, dict[str, Any]] = {
     "paged": {"method": "full", "precision": "bf16_mixed", "optimizer": "paged_adamw_8bit"},
     "nf4": {"method": "lora", "precision": "bf16_mixed", "quantization": "nf4"},
     "graphs": {"cuda_graphs": "micro_batch", "loss": "chunked", "padding": "max_length"},
-    "joined": {"compile": "per_layer", "lora_kernels": "joined", "loss": "chunked", "padding": "max_length"},
+    "joined": {
+        "compile": "per_layer",
+        "lora_kernels": "joined",
+        "loss": "chunked",
+        "padding": "max_length",
+    },
 }
 
 
@@ -44,7 +51,12 @@ def prober(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProber]:
 
 def request(memory_gib: float, **knobs: Any) -> ProbeRequest:
     small = {"micro_batch_size": 8, "seq_len": 512, "checkpointing": "none"}
-    return ProbeRequest(config=TrainConfig(**(small | knobs)), model=TINY_LLAMA, memory_gib=memory_gib, min_timed_s=0.2)
+    return ProbeRequest(
+        config=TrainConfig(**(small | knobs)),
+        model=TINY_LLAMA,
+        memory_gib=memory_gib,
+        min_timed_s=0.2,
+    )
 
 
 def answer(prober: WorkerProber, asked: ProbeRequest, name: str) -> Measurement:
@@ -59,10 +71,14 @@ def measured(prober: WorkerProber, name: str) -> Measurement:
 
 
 def test_memory_lies_in_segments_of_the_kind_that_is_asked_for(prober: WorkerProber) -> None:
-    """A warm worker changes from one to the other, and back: what is allocated is the same, and blocks of 2 MiB are."""
+    """A warm worker changes from one to the other, and back: what is allocated is the same, and
+    blocks of 2 MiB are.
+    """
     kinds = ("expandable", "fixed", "expandable")
     asked = [request(prober.memory_gib, checkpointing="full", allocator=kind) for kind in kinds]
-    first, fixed, last = (answer(prober, each, f"segments-{number}") for number, each in enumerate(asked))
+    first, fixed, last = (
+        answer(prober, each, f"segments-{number}") for number, each in enumerate(asked)
+    )
     assert first.peak_allocated_gib == pytest.approx(fixed.peak_allocated_gib, rel=1e-3)
     assert fixed.peak_reserved_gib != first.peak_reserved_gib == last.peak_reserved_gib
 
@@ -71,7 +87,9 @@ def test_memory_lies_in_segments_of_the_kind_that_is_asked_for(prober: WorkerPro
 def test_a_probe_measures_memory_that_repeats(prober: WorkerProber, name: str) -> None:
     first, second = measured(prober, name), measured(prober, name)
     assert min(first.step_s) > 0
-    assert 0 < first.model_gib < first.peak_allocated_gib <= first.peak_reserved_gib < first.limit_gib
+    assert (
+        0 < first.model_gib < first.peak_allocated_gib <= first.peak_reserved_gib < first.limit_gib
+    )
     assert second.peak_allocated_gib == pytest.approx(first.peak_allocated_gib, rel=0.01)
     assert second.peak_reserved_gib == pytest.approx(first.peak_reserved_gib, rel=0.01)
     assert second.loss_first == pytest.approx(first.loss_first, rel=1e-3)
@@ -84,7 +102,8 @@ def test_the_context_is_measured(prober: WorkerProber) -> None:
 
 
 def test_a_paged_optimizer_returns_its_memory(prober: WorkerProber) -> None:
-    """Torch does not count managed memory: two bytes for each parameter of layers and head, eight of the embedding.
+    """Torch does not count managed memory: two bytes for each parameter of layers and head, eight
+    of the embedding.
 
     Layers have 11.8 million, head and embedding 4.2 million each.
     """
@@ -114,28 +133,42 @@ def test_memory_that_runs_out_is_reported(prober: WorkerProber) -> None:
     [
         {"modules_to_save": "embedding_and_head"},
         {"quantization": "nf4", "kbit_preparation": True, "checkpointing": "full"},
-        {"quantization": "nf4", "kbit_preparation": True, "modules_to_save": "head", "loss": "chunked"},
+        {
+            "quantization": "nf4",
+            "kbit_preparation": True,
+            "modules_to_save": "head",
+            "loss": "chunked",
+        },
         {"quantization": "fp8", "compile": "per_layer"},
     ],
     ids=["saved", "prepared", "both", "fp8"],
 )
-def test_what_a_dry_probe_counts_is_taken(prober: WorkerProber, knobs: dict[str, Any], tmp_path: Path) -> None:
+def test_what_a_dry_probe_counts_is_taken(
+    prober: WorkerProber, knobs: dict[str, Any], tmp_path: Path
+) -> None:
     asked = request(prober.memory_gib, **knobs)
     with DryProber(tmp_path) as dry:
         count = dry.count(asked).count
     assert count is not None
-    assert answer(prober, asked, "counted").peak_allocated_gib == pytest.approx(count.peak_allocated_gib, rel=0.01)
+    assert answer(prober, asked, "counted").peak_allocated_gib == pytest.approx(
+        count.peak_allocated_gib, rel=0.01
+    )
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch 2.11 itself, while Dynamo compiles
+# of torch 2.11 itself, while Dynamo compiles
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_both_products_in_8_bits_are_those_of_the_weight(compiled: bool) -> None:
-    """Sides differ, so that a factor in the wrong layout fails; a weight that is not turned over is off by 1.4."""
+    """Sides differ, so that a factor in the wrong layout fails; a weight that is not turned over is
+    off by 1.4.
+    """
     import torch
 
     from autotune.trainer.float8 import Float8Linear
 
-    plain = torch.nn.Linear(256, 512, bias=False, dtype=torch.bfloat16, device="cuda").requires_grad_(False)
+    plain = torch.nn.Linear(
+        256, 512, bias=False, dtype=torch.bfloat16, device="cuda"
+    ).requires_grad_(False)
     layer: Any = Float8Linear(plain, plain.weight.device)
     run = torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
     inputs = torch.randn(2, 40, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
@@ -145,7 +178,10 @@ def test_both_products_in_8_bits_are_those_of_the_weight(compiled: bool) -> None
     gradient = inputs.grad
     assert gradient is not None
     outputs, inputs = outputs.detach(), inputs.detach().requires_grad_(False)
-    for found, expected in (outputs, inputs @ plain.weight.t()), (gradient, gradients @ plain.weight):
+    for found, expected in (
+        (outputs, inputs @ plain.weight.t()),
+        (gradient, gradients @ plain.weight),
+    ):
         assert 0.01 < float((found - expected).norm() / expected.norm()) < 0.1
 
 
@@ -162,9 +198,12 @@ def test_a_profile_of_a_micro_batch_divides_its_time(prober: WorkerProber) -> No
     again = answer(prober, asked, "again")
     assert plain.kernels is None and found is not None
     assert found.fp8_s == 0 < min(found.products_s, found.attention_s, found.bytes_s)
-    assert found.products_s + found.attention_s + found.bytes_s == pytest.approx(found.busy_s, rel=0.02)
+    assert found.products_s + found.attention_s + found.bytes_s == pytest.approx(
+        found.busy_s, rel=0.02
+    )
     assert 0.2 * found.micro_s < found.busy_s < 1.1 * found.micro_s
-    # A profile leaves nothing behind that slows the host, whose own pace varies by up to 1.6 times, or holds memory.
+    # A profile leaves nothing behind that slows the host, whose own pace varies by up to 1.6 times,
+    # or holds memory.
     assert plain.host_micro_s is not None and again.host_micro_s is not None
     assert again.host_micro_s < 2 * plain.host_micro_s
     assert again.context_gib == pytest.approx(plain.context_gib, abs=0.1)

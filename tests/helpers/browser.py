@@ -13,9 +13,17 @@ from typing import Any
 
 import pytest
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe")
+OPTIONS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--remote-debugging-pipe",
+)
 TIMEOUT_S = 60.0
 
 
@@ -26,12 +34,17 @@ class Page:
         self._commands, self._answers = commands, answers
         self._number, self._rest, self._session = 0, b"", ""
         target = self._ask("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self._ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self._ask("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
 
     def _ask(self, method: str, **params: Any) -> Any:
         self._number += 1
         command = {"id": self._number, "method": method, "params": params}
-        os.write(self._commands, json.dumps(command | ({"sessionId": self._session} if self._session else {})).encode())
+        os.write(
+            self._commands,
+            json.dumps(command | ({"sessionId": self._session} if self._session else {})).encode(),
+        )
         os.write(self._commands, b"\0")
         while True:
             answer = self._message()
@@ -52,7 +65,9 @@ class Page:
         self._ask("Page.navigate", url=url)
 
     def screen(self, width: int, height: int, *, dark: bool = False, scale: float = 1.0) -> None:
-        """Show what follows on a screen of so many CSS pixels, in light or dark colours, without scroll bars."""
+        """Show what follows on a screen of so many CSS pixels, in light or dark colours, without
+        scroll bars.
+        """
         size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
         self._ask("Emulation.setDeviceMetricsOverride", **size)
         self._ask("Emulation.setScrollbarsHidden", hidden=True)
@@ -63,13 +78,17 @@ class Page:
         """Write what the screen shows, or the whole element that a selector finds, as a PNG."""
         clip: dict[str, Any] = {}
         if of is not None:
-            box = f"(({{x, y, width, height}}) => ({{x, y: y + scrollY, width, height}}))({_box(of)})"
+            box = (
+                f"(({{x, y, width, height}}) => ({{x, y: y + scrollY, width, height}}))({_box(of)})"
+            )
             clip = {"clip": {**self.run(box), "scale": 1}, "captureBeyondViewport": True}
         file.write_bytes(base64.b64decode(self._ask("Page.captureScreenshot", **clip)["data"]))
 
     def run(self, script: str) -> Any:
         """Evaluate a JavaScript expression, await it, and return its value."""
-        answer = self._ask("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        answer = self._ask(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+        )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -100,7 +119,8 @@ def chromium(profile: Path) -> Iterator[Page]:
     """Start a browser with its own profile and yield its only tab."""
     command_reader, commands = os.pipe()
     answers, answer_writer = os.pipe()
-    redirect = f'exec "$@" 3<&{command_reader} 4>&{answer_writer}'  # the file descriptors that Chromium uses
+    # the file descriptors that Chromium uses
+    redirect = f'exec "$@" 3<&{command_reader} 4>&{answer_writer}'
     process = subprocess.Popen(
         ["bash", "-c", redirect, "bash", str(CHROMIUM), *OPTIONS, f"--user-data-dir={profile}"],
         pass_fds=(command_reader, answer_writer),

@@ -19,20 +19,29 @@ TOOLS = [
         "function": {
             "name": "weather",
             "description": "w",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "c"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "description": "c"}},
+            },
         },
     }
 ]
-REFUSED = re.compile(r"rows\.jsonl:7: .*(leaves out the t|refuses it: |cannot be located|expects an object)")
+REFUSED = re.compile(
+    r"rows\.jsonl:7: .*(leaves out the t|refuses it: |cannot be located|expects an object)"
+)
 
 
 def templates() -> list[str]:
     import trl
 
-    return sorted(file.stem for file in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+    return sorted(
+        file.stem for file in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")
+    )
 
 
-def encoded(tokenizer: Any, chat_template: str | None, row: dict[str, Any]) -> tuple[str, str, dict[str, int]]:
+def encoded(
+    tokenizer: Any, chat_template: str | None, row: dict[str, Any]
+) -> tuple[str, str, dict[str, int]]:
     """Return the text that is trained on, the text that is only read, and the notes."""
     tokenizer.chat_template = chat_template
     encoder = Encoder(tokenizer, None)
@@ -90,7 +99,9 @@ class Conversation:
     def _add(self, role: str, where: list[str]) -> None:
         text = self._text(where)
         parts = [{"type": "text", "text": text}]
-        self.messages.append(user(parts if self._chosen.random() < 0.2 and role != "tool" else text, role))
+        self.messages.append(
+            user(parts if self._chosen.random() < 0.2 and role != "tool" else text, role)
+        )
 
     def _answer(self) -> None:
         excluded = self._chosen.random() < 0.15
@@ -98,7 +109,9 @@ class Conversation:
         if excluded:
             message |= self._chosen.choice([{"train": False}, {"loss": False}, {"weight": 0}])
         elif self._chosen.random() < 0.3:
-            message[self._chosen.choice(["reasoning_content", "thinking"])] = self._text(self.thoughts)
+            message[self._chosen.choice(["reasoning_content", "thinking"])] = self._text(
+                self.thoughts
+            )
         self.messages.append(message)
 
     @property
@@ -136,6 +149,8 @@ def fault_of(made: Conversation, trained: str, read: str, notes: dict[str, int])
         return f"lost: {missing}"
     if added := [text for text in made.read if text in trained]:
         return f"trained on: {added}"
-    if LOST_THOUGHTS not in notes and (missing := [one for one in made.thoughts if one not in trained]):
+    if LOST_THOUGHTS not in notes and (
+        missing := [one for one in made.thoughts if one not in trained]
+    ):
         return f"thoughts lost without a note: {missing}"
     return ""

@@ -6,7 +6,14 @@ from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 from autotune.catalog import find_price, resolve_device, resolve_model
-from autotune.core.micro_profile import KernelClass, KernelTotal, MicroBatchProfile, Part, ProfiledWork, Stage
+from autotune.core.micro_profile import (
+    KernelClass,
+    KernelTotal,
+    MicroBatchProfile,
+    Part,
+    ProfiledWork,
+    Stage,
+)
 from autotune.core.probe_types import (
     DeviceRates,
     Fingerprint,
@@ -39,7 +46,8 @@ FINGERPRINT = Fingerprint(
 )
 
 
-# The config of a model that is built and trained in milliseconds. Add `model_type` and the number of layers.
+# The config of a model that is built and trained in milliseconds. Add `model_type` and the number
+# of layers.
 TINY: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -59,10 +67,15 @@ def calibration(
     **changes: Any,
 ) -> Calibration:
     """The calibration of an A10, or of another card with the same rates."""
-    products = products or {"bf16": {1024: 30.0, 2048: 50.0, 4096: 65.0, 8192: 70.0}, "fp32": {1024: 9.0}}
+    products = products or {
+        "bf16": {1024: 30.0, 2048: 50.0, 4096: 65.0, 8192: 70.0},
+        "fp32": {1024: 9.0},
+    }
     values: dict[str, Any] = {
         "device": device,
-        "fingerprint": replace(FINGERPRINT, device="NVIDIA A10", compute_capability=compute_capability),
+        "fingerprint": replace(
+            FINGERPRINT, device="NVIDIA A10", compute_capability=compute_capability
+        ),
         "rates": DeviceRates(products=products, copy_gb_s=copy_gb_s, link_gb_s=24.0, launch_us=4.0),
         "layer_ms": 8.0,
         "reference": 1.0,
@@ -84,10 +97,22 @@ PROFILE = MicroBatchProfile(
     busy_s=0.19,
     num_kernels=9,
     work=(
-        ProfiledWork(part=Part.MLP, stage=Stage.FORWARD, kind=KernelClass.PRODUCTS, seconds=0.19, count=9),
-        ProfiledWork(part=None, stage=Stage.OPTIMIZER, kind=KernelClass.OPTIMIZER, seconds=0.01, count=1),
+        ProfiledWork(
+            part=Part.MLP, stage=Stage.FORWARD, kind=KernelClass.PRODUCTS, seconds=0.19, count=9
+        ),
+        ProfiledWork(
+            part=None, stage=Stage.OPTIMIZER, kind=KernelClass.OPTIMIZER, seconds=0.01, count=1
+        ),
     ),
-    longest=(KernelTotal(name="triton_poi_fused_add_0", kind=KernelClass.FUSED, seconds=0.1, count=2, fuses=("add",)),),
+    longest=(
+        KernelTotal(
+            name="triton_poi_fused_add_0",
+            kind=KernelClass.FUSED,
+            seconds=0.1,
+            count=2,
+            fuses=("add",),
+        ),
+    ),
     loader_rows_per_s=1000.0,
 )
 
@@ -98,8 +123,16 @@ def measurement(micro_s: float = 0.5, peak_gib: float = 20.0, **changes: Any) ->
         micro_step_s=(micro_s, micro_s, micro_s),
         rest_s=(0.02, 0.021, 0.019),
         micro_steps=2,
-        phase_s={Phase.FORWARD: micro_s * 0.3, Phase.BACKWARD: micro_s * 0.7, Phase.OPTIMIZER: 0.01},
-        phase_peak_gib={Phase.FORWARD: peak_gib * 0.9, Phase.BACKWARD: peak_gib, Phase.OPTIMIZER: peak_gib * 0.7},
+        phase_s={
+            Phase.FORWARD: micro_s * 0.3,
+            Phase.BACKWARD: micro_s * 0.7,
+            Phase.OPTIMIZER: 0.01,
+        },
+        phase_peak_gib={
+            Phase.FORWARD: peak_gib * 0.9,
+            Phase.BACKWARD: peak_gib,
+            Phase.OPTIMIZER: peak_gib * 0.7,
+        },
         model_gib=13.5,
         adapters_gib=0.16,
         gradients_gib=0.16,
@@ -112,18 +145,30 @@ def measurement(micro_s: float = 0.5, peak_gib: float = 20.0, **changes: Any) ->
         loss_last=10.4,
         trainable_params=41_943_040,
         total_params=7_289_966_592,
-        telemetry=Telemetry(utilization=0.99, power_w=650.0, energy_j=2000.0, temperature_c=55.0, num_samples=10),
+        telemetry=Telemetry(
+            utilization=0.99, power_w=650.0, energy_j=2000.0, temperature_c=55.0, num_samples=10
+        ),
     )
     return replace(base, **changes)
 
 
-def result(config: TrainConfig | None = None, outcome: Outcome = Outcome.OK, **changes: Any) -> ProbeResult:
+def result(
+    config: TrainConfig | None = None, outcome: Outcome = Outcome.OK, **changes: Any
+) -> ProbeResult:
     """A probe result. OK results have a measurement, OOM results have their detail."""
-    values: dict[str, Any] = {"request_digest": "0" * 12, "rung": Rung.FULL, "seconds": {"total": 3.0}}
+    values: dict[str, Any] = {
+        "request_digest": "0" * 12,
+        "rung": Rung.FULL,
+        "seconds": {"total": 3.0},
+    }
     if outcome is Outcome.OK:
         values["measurement"] = measurement()
     if outcome is Outcome.OOM:
-        values |= {"phase": Phase.BACKWARD, "reason": "out of memory in backward", "oom": oom_detail()}
+        values |= {
+            "phase": Phase.BACKWARD,
+            "reason": "out of memory in backward",
+            "oom": oom_detail(),
+        }
     return ProbeResult(config=config or TrainConfig(), outcome=outcome, **(values | changes))
 
 
@@ -151,7 +196,10 @@ def oom_detail() -> OomDetail:
 
 
 def probes(rows: list[TrialRecord]) -> Iterator[ProbeResult]:
-    """The stored probes of these trials, four seconds each, one after another. Refused trials have no times."""
+    """The stored probes of these trials, four seconds each, one after another.
+
+    Refused trials have no times.
+    """
     begun = datetime(2026, 11, 1, tzinfo=UTC)
     for row in rows:
         launched = row.outcome is not Outcome.REFUSED
@@ -167,22 +215,34 @@ def probes(rows: list[TrialRecord]) -> Iterator[ProbeResult]:
 
 
 def summary(
-    *, model: str = "mistral-7b", device: str = "h200", study: str = "h200-mistral-7b", trials: int = 12
+    *,
+    model: str = "mistral-7b",
+    device: str = "h200",
+    study: str = "h200-mistral-7b",
+    trials: int = 12,
 ) -> StudySummary:
     """A plausible finished study with fits, OOMs and refusals."""
     workload = Workload(examples=10_000)
-    spec, gpu, price = resolve_model(model), resolve_device(device), find_price(resolve_device(device).name)
+    spec, gpu, price = (
+        resolve_model(model),
+        resolve_device(device),
+        find_price(resolve_device(device).name),
+    )
 
     def candidate(config: TrainConfig, micro_s: float, peak_gib: float) -> Candidate:
         measured = measurement(micro_s, peak_gib)
         flops = spec.flops_per_token(config.method, config.seq_len)
-        speed = performance(config, [measured], workload, flops_per_token=flops, peak_tflops=gpu.bf16_tflops)
+        speed = performance(
+            config, [measured], workload, flops_per_token=flops, peak_tflops=gpu.bf16_tflops
+        )
         cost = project(workload, config, speed, price, 650.0)
         return Candidate(config=config, performance=speed, measurement=measured, cost=cost)
 
     baseline = candidate(TrainConfig(), 1.02, 19.2)
     winner = candidate(
-        TrainConfig(micro_batch_size=4, checkpointing="none", compile="per_layer", lora_rank=16), 0.245, 53.3
+        TrainConfig(micro_batch_size=4, checkpointing="none", compile="per_layer", lora_rank=16),
+        0.245,
+        53.3,
     )
     rows = []
     for number in range(trials):
@@ -200,7 +260,11 @@ def summary(
                 config=config,
                 outcome=outcome,
                 rung=Rung.GATE if outcome is Outcome.REFUSED else Rung.FULL,
-                reason=None if ok else "out of memory in backward" if outcome is Outcome.OOM else "larger than trial 2",
+                reason=None
+                if ok
+                else "out of memory in backward"
+                if outcome is Outcome.OOM
+                else "larger than trial 2",
                 tokens_per_second=8000.0 + 400 * number if ok else None,
                 peak_reserved_gib=20.0 + number if ok else None,
                 limit_gib=132.0,

@@ -1,9 +1,10 @@
 """Python processes for tests, forked from a server that has imported the large libraries once.
 
-A process of ours imports torch, transformers and peft for 4 to 8 seconds of processor time before it does its work.
-`forked_processes` makes `subprocess` fork such a process from a server instead, in some hundredths of a second. The
-caller gets a child of its own, with the arguments, descriptors, environment, folder and session it asked for, which
-it waits for and kills as usual. The server imports and never computes, since a fork copies no thread.
+A process of ours imports torch, transformers and peft for 4 to 8 seconds of processor time before
+it does its work. `forked_processes` makes `subprocess` fork such a process from a server instead,
+in some hundredths of a second. The caller gets a child of its own, with the arguments, descriptors,
+environment, folder and session it asked for, which it waits for and kills as usual. The server
+imports and never computes, since a fork copies no thread.
 """
 
 import atexit
@@ -35,8 +36,17 @@ import autotune
 
 ROOT = Path(__file__).parents[2]
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_ARENA_MAX": -8}  # of glibc's malloc.h
-READ_AT_START = ("OMP_", "MKL_", "LD_", "PYTHONHASHSEED", "PYTHONIOENCODING", "PYTHONWARNINGS", "HF_HOME")
+# of glibc's malloc.h
+MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_ARENA_MAX": -8}
+READ_AT_START = (
+    "OMP_",
+    "MKL_",
+    "LD_",
+    "PYTHONHASHSEED",
+    "PYTHONIOENCODING",
+    "PYTHONWARNINGS",
+    "HF_HOME",
+)
 FLAGS, OPTIONS = ("-P", "-u"), ("-m", "-c")
 LEAVES = ("autotune.probe.worker", "autotune.dry.worker")  # they start no Python process
 PROGRAMS = (
@@ -46,12 +56,25 @@ PROGRAMS = (
     "autotune.probe.ahead_worker",
     "autotune.export.run.child",
 )
-QUIET = {"HF_HUB_OFFLINE": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # no look-ups and no threads
+# no look-ups and no threads
+QUIET = {"HF_HUB_OFFLINE": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 HIGH = 512  # above every descriptor of a test
 MESSAGE_BYTES = 150_000  # more than a socket takes as one message is an error
 LIBRARIES = (
-    *("torch", "transformers", "peft", "accelerate", "trl", "transformers.models.llama.modeling_llama"),
-    *("sqlalchemy.orm", "sqlalchemy.dialects.postgresql", "alembic.autogenerate", "plotly.graph_objects"),
+    *(
+        "torch",
+        "transformers",
+        "peft",
+        "accelerate",
+        "trl",
+        "transformers.models.llama.modeling_llama",
+    ),
+    *(
+        "sqlalchemy.orm",
+        "sqlalchemy.dialects.postgresql",
+        "alembic.autogenerate",
+        "plotly.graph_objects",
+    ),
 )
 
 _fork_exec: Callable[..., int] = subprocess._fork_exec  # type: ignore[attr-defined]
@@ -61,7 +84,10 @@ class Client:
     """The side of the process that starts others. The server is its child, and ends with it."""
 
     def __init__(
-        self, channel: socket.socket, environment: Mapping[str, str], server: "subprocess.Popen[bytes] | None" = None
+        self,
+        channel: socket.socket,
+        environment: Mapping[str, str],
+        server: "subprocess.Popen[bytes] | None" = None,
     ) -> None:
         """`environment` is the one that the libraries of the server have read."""
         self.channel, self._environment, self._server = channel, environment, server
@@ -75,7 +101,9 @@ class Client:
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | QUIET | {"PYTHONPATH": os.pathsep.join(paths)}
         command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno())]
-        server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        server = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+        )
         theirs.close()
         return cls(ours, environment, server)
 
@@ -95,18 +123,42 @@ class Client:
         environment: Sequence[bytes] | None,
         *more: Any,
     ) -> int:
-        """Stand in for `_posixsubprocess.fork_exec`: return the process id of a new child of this process."""
-        p2cread, _, _, c2pwrite, _, errwrite, _, errpipe, _, new_session, group, *identity, preexec = more[:16]
+        """Stand in for `_posixsubprocess.fork_exec`: return the process id of a new child of this
+        process.
+        """
+        (
+            p2cread,
+            _,
+            _,
+            c2pwrite,
+            _,
+            errwrite,
+            _,
+            errpipe,
+            _,
+            new_session,
+            group,
+            *identity,
+            preexec,
+        ) = more[:16]
         variables = _variables(environment)
         words = list(map(os.fsdecode, args))
-        is_plain = close_fds and preexec is None and group == -1 and all(one in (None, -1) for one in identity)
+        is_plain = (
+            close_fds
+            and preexec is None
+            and group == -1
+            and all(one in (None, -1) for one in identity)
+        )
         folder = os.path.abspath(os.fsdecode(cwd or os.curdir))
         if not (is_plain and os.path.isdir(folder) and self._can_run(words, variables)):
             return _fork_exec(args, executables, close_fds, kept, cwd, environment, *more)
-        if self._owner != os.getpid():  # a fork of the owner, which is no ancestor of the owner's server
+        # a fork of the owner, which is no ancestor of the owner's server
+        if self._owner != os.getpid():
             opened = {*kept, *more[:8]}.difference(range(-1, 3))
             self.channel, self._owner = _template(opened).channel, os.getpid()
-        handles = {0: p2cread, 1: c2pwrite, 2: errwrite} | {handle: handle for handle in kept if handle != errpipe}
+        handles = {0: p2cread, 1: c2pwrite, 2: errwrite} | {
+            handle: handle for handle in kept if handle != errpipe
+        }
         request = {
             "parent": os.getpid(),
             "group": None if new_session else os.getpgrp(),
@@ -115,12 +167,16 @@ class Client:
             "variables": variables,
             "handles": list(handles),
         }
-        return self._ask(request, [number if handle == -1 else handle for number, handle in handles.items()])
+        return self._ask(
+            request, [number if handle == -1 else handle for number, handle in handles.items()]
+        )
 
     def _can_run(self, words: list[str], variables: Mapping[str, str]) -> bool:
         """Whether a fork of the server does the same as a new process."""
         first = next((word for word in words[1:] if word not in FLAGS), "")
-        named = {name for name in (*variables, *self._environment) if name.startswith(READ_AT_START)}
+        named = {
+            name for name in (*variables, *self._environment) if name.startswith(READ_AT_START)
+        }
         return (
             words[0] == sys.executable
             and (first in OPTIONS or not first.startswith("-"))
@@ -128,7 +184,9 @@ class Client:
         )
 
     def _ask(self, request: dict[str, Any], handles: list[int]) -> int:
-        """Have the server fork twice: the kernel gives an orphan to its nearest forebear that is a subreaper."""
+        """Have the server fork twice: the kernel gives an orphan to its nearest forebear that is a
+        subreaper.
+        """
         message = json.dumps(request).encode()
         with self._one_at_a_time:
             _prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -138,7 +196,9 @@ class Client:
             finally:
                 _prctl(PR_SET_CHILD_SUBREAPER, 0)
         if not answer:
-            raise ChildProcessError("the server that forks processes has ended; its stderr says why")
+            raise ChildProcessError(
+                "the server that forks processes has ended; its stderr says why"
+            )
         return int(answer)
 
 
@@ -155,7 +215,9 @@ def _prctl(option: int, value: int) -> None:
 
 @contextmanager
 def forked_processes(client: Client) -> Iterator[None]:
-    """Inside, this process's new Python processes are forks of the client's server, if those do the same."""
+    """Inside, this process's new Python processes are forks of the client's server, if those do the
+    same.
+    """
     subprocess._fork_exec = client.fork_exec  # type: ignore[attr-defined]
     try:
         yield
@@ -231,8 +293,11 @@ def _template(received: Iterable[int]) -> Client:
         os._exit(0)
 
 
-def _take(handles: Mapping[int, int], channel: socket.socket, client: Client | None) -> socket.socket:
-    """Have the received descriptors under the numbers that the client has for them, and close all others.
+def _take(
+    handles: Mapping[int, int], channel: socket.socket, client: Client | None
+) -> socket.socket:
+    """Have the received descriptors under the numbers that the client has for them, and close all
+    others.
 
     Returns the channel, which gets a new number.
     """
@@ -338,7 +403,11 @@ def _exit_code(end: SystemExit) -> int:
 
 def _of_program(trace: types.TracebackType | None) -> types.TracebackType | None:
     """Skip the frames of this file and of `runpy`; return the frames of the program."""
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+    while trace is not None and trace.tb_frame.f_code.co_filename in (
+        __file__,
+        runpy.__file__,
+        "<frozen runpy>",
+    ):
         trace = trace.tb_next
     return trace
 
@@ -359,11 +428,15 @@ def main() -> None:
 
     for name in (*LIBRARIES, *_own_modules()):
         importlib.import_module(name)
-    conversion_mapping.get_checkpoint_conversion_mapping("llama")  # 900 regular expressions, which the library keeps
+    # 900 regular expressions, which the library keeps
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")
     gc.freeze()
     gc.enable()
-    ctypes.CDLL(None).malloc_trim(0)  # resident free blocks would hide the memory that a probe allocates
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork has one thread: an import has started another"
+    # resident free blocks would hide the memory that a probe allocates
+    ctypes.CDLL(None).malloc_trim(0)
+    assert len(os.listdir("/proc/self/task")) == 1, (
+        "a fork has one thread: an import has started another"
+    )
     serve(channel)
     os._exit(0)
 

@@ -1,4 +1,5 @@
-"""Hostile input for the fuzz tests: values, mutated files, and a guard that watches the side effects of the product.
+"""Hostile input for the fuzz tests: values, mutated files, and a guard that watches the side
+effects of the product.
 
 AUTOTUNE_FUZZ=20 tries twenty times as many inputs, with a new random seed at every run.
 """
@@ -21,11 +22,16 @@ TIMES = int(os.environ.get("AUTOTUNE_FUZZ", "1"))
 HANG_S = 20.0  # processor time allowed for one input, which needs milliseconds
 
 WORDS = (
-    *("../../x", "/etc/passwd", "~root/x", "~", ".", "", "a/b", "-rf", "--help", "con", "🙂", "ﬀ", "İ", "۱۲"),
-    *("\x00", "\x1b[2J", "\u202e", "\u2028", "\ud800", "\r\n", "\t", "$(touch x)", "`id`", "; touch x", "{{7*7}}"),
-    *("nan", ".nan", ".inf", "-.inf", "1e999", "1_000", "0x10", "0o17", "1:30", "2026-13-45", "2026-11-22", "yes"),
-    *("auto", "cpu", "a10", "lora", "full", "demo-3m", "mistral-7b", "every_1", "every_99999", "15m", "x" * 5000),
-    *("sqlite:///x.db", "postgresql://u:p@h/d", "<script>", "%s%n", "a=b", "*", "?", "[a]", "!!python/none"),
+    *("../../x", "/etc/passwd", "~root/x", "~", ".", "", "a/b", "-rf", "--help", "con", "🙂", "ﬀ",
+    "İ", "۱۲"),
+    *("\x00", "\x1b[2J", "\u202e", "\u2028", "\ud800", "\r\n", "\t", "$(touch x)", "`id`",
+    "; touch x", "{{7*7}}"),
+    *("nan", ".nan", ".inf", "-.inf", "1e999", "1_000", "0x10", "0o17", "1:30", "2026-13-45",
+    "2026-11-22", "yes"),
+    *("auto", "cpu", "a10", "lora", "full", "demo-3m", "mistral-7b", "every_1", "every_99999",
+    "15m", "x" * 5000),
+    *("sqlite:///x.db", "postgresql://u:p@h/d", "<script>", "%s%n", "a=b", "*", "?", "[a]",
+    "!!python/none"),
 )  # fmt: skip
 NUMBERS = (
     0,
@@ -47,15 +53,20 @@ NUMBERS = (
     1e308,
 )
 SNIPPETS = (
-    *("&a", "*a", "&a [*a]", "<<: *a", "<<: {a: 1}", "? [a]", "- ", ": ", "#", "---", "...", "%YAML 9.9", "{", "["),
-    *("!!python/object/apply:os.system [id]", "!!python/name:os.system", "!!bool maybe", "!!int x", "!!set"),
-    *("!!timestamp x", "!!binary ==", "!!omap [a]", "!!null x", "!x y", "\t", "'", '"', "|", ">", "@", "`", "\ufeff"),
+    *("&a", "*a", "&a [*a]", "<<: *a", "<<: {a: 1}", "? [a]", "- ", ": ", "#", "---", "...",
+    "%YAML 9.9", "{", "["),
+    *("!!python/object/apply:os.system [id]", "!!python/name:os.system", "!!bool maybe", "!!int x",
+    "!!set"),
+    *("!!timestamp x", "!!binary ==", "!!omap [a]", "!!null x", "!x y", "\t", "'", '"', "|", ">",
+    "@", "`", "\ufeff"),
     *("9" * 5000, "2026-11-22T25:00:00Z", "0001-01-01", "\x00", "\x85", "𝟙"),
 )  # fmt: skip
-# Names with a canary command in every syntax that an exported file is read as: bash, Python, YAML, Markdown. In a
-# comment of the first two lines, those with `coding` would choose how Python decodes a file.
+# Names with a canary command in every syntax that an exported file is read as: bash, Python, YAML,
+# Markdown. In a comment of the first two lines, those with `coding` would choose how Python decodes
+# a file.
 NAMES = (
-    "a'; touch CANARY; echo '\n\"\"\"; open('CANARY', 'w')\n$(touch CANARY) `touch CANARY` \"$(touch CANARY)\""
+    "a'; touch CANARY; echo '\n\"\"\"; open('CANARY', 'w')\n"
+    '$(touch CANARY) `touch CANARY` "$(touch CANARY)"'
     "\r\n- !!python/object/apply:os.system ['touch CANARY']\n{x} %s %(prog)s \\N{BELL} \u2028"
     "open('CANARY', 'w')\x85touch CANARY\x00 \u202e é #: 'b' \\",
     "my-coding",
@@ -84,13 +95,19 @@ scalars = st.one_of(
 )
 values = st.recursive(
     scalars,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6) | scalars, inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=6) | scalars, inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
 
 def fuzz(examples: int) -> Callable[[Any], Any]:
-    """Try this many inputs, the same at every run. AUTOTUNE_FUZZ multiplies the number and makes them random."""
+    """Try this many inputs, the same at every run.
+
+    AUTOTUNE_FUZZ multiplies the number and makes them random.
+    """
     return settings(
         max_examples=examples * TIMES,
         derandomize=TIMES == 1,
@@ -134,14 +151,21 @@ def yaml_files(draw: Any, originals: tuple[Any, ...]) -> bytes:
     """A mutated YAML file: changed data, foreign snippets in the text, or no YAML at all."""
     mutation = draw(st.sampled_from(("data", "data", "data", "text", "noise")))
     if mutation == "noise":
-        parts = st.lists(st.sampled_from(SNIPPETS), max_size=4) | st.sampled_from(DEEP).map(lambda deep: [deep])
+        parts = st.lists(st.sampled_from(SNIPPETS), max_size=4) | st.sampled_from(DEEP).map(
+            lambda deep: [deep]
+        )
         return draw(st.binary(max_size=60) | parts.map(_joined))
     data = draw(mutated(originals) if mutation == "data" else st.sampled_from(originals))
     text = yaml.safe_dump(data, allow_unicode=draw(st.booleans()), sort_keys=False)
     if mutation == "text":
         for _ in range(draw(st.integers(1, 3))):
             at = draw(st.integers(0, len(text)))
-            text = text[:at] + draw(st.sampled_from(("", "\n", " "))) + draw(st.sampled_from(SNIPPETS)) + text[at:]
+            text = (
+                text[:at]
+                + draw(st.sampled_from(("", "\n", " ")))
+                + draw(st.sampled_from(SNIPPETS))
+                + text[at:]
+            )
     return text.encode(errors="surrogatepass")
 
 
@@ -150,7 +174,15 @@ def _joined(parts: list[str]) -> bytes:
 
 
 # The watched audit events, with the index of the path among their arguments.
-_WRITES = {"os.mkdir": 0, "os.rename": 1, "os.remove": 0, "os.rmdir": 0, "os.symlink": 1, "os.link": 1, "os.chmod": 0}
+_WRITES = {
+    "os.mkdir": 0,
+    "os.rename": 1,
+    "os.remove": 0,
+    "os.rmdir": 0,
+    "os.symlink": 1,
+    "os.link": 1,
+    "os.chmod": 0,
+}
 _WRITES |= {"os.truncate": 0, "os.mkfifo": 0, "sqlite3.connect": 0}
 _FORBIDDEN = (
     "subprocess.Popen",
@@ -171,7 +203,11 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if event in _FORBIDDEN:
         _violations.append(f"{event} {arguments!r}")
     path = arguments[_WRITES[event]] if event in _WRITES else None
-    if event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+    if (
+        event == "open"
+        and isinstance(arguments[2], int)
+        and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    ):
         path = arguments[0]
     if isinstance(path, str | bytes | os.PathLike):
         full = os.path.realpath(os.fsdecode(path))
@@ -187,13 +223,20 @@ sys.addaudithook(_audit)
 
 
 def arguments_of_autotune(command: str, folder: Path) -> list[str]:
-    """The arguments with which a shell calls autotune for a printed command. It may call nothing else."""
+    """The arguments with which a shell calls autotune for a printed command.
+
+    It may call nothing else.
+    """
     program = folder / "bin" / "autotune"
     program.parent.mkdir(exist_ok=True)
     program.write_text("#!/bin/bash\nprintf '%s\\0' \"$@\"\n")
     program.chmod(0o755)
     done = subprocess.run(
-        ["/bin/bash", "-c", command], env={"PATH": str(program.parent)}, cwd=folder, capture_output=True, check=True
+        ["/bin/bash", "-c", command],
+        env={"PATH": str(program.parent)},
+        cwd=folder,
+        capture_output=True,
+        check=True,
     )
     assert done.stderr == b""
     return done.stdout.decode().split("\0")[:-1]
@@ -213,7 +256,9 @@ def time_limit() -> Iterator[None]:
 
 @contextmanager
 def guarded(allowed: Path) -> Iterator[None]:
-    """Fail if the block writes outside `allowed`, starts a process, opens a connection, or does not end."""
+    """Fail if the block writes outside `allowed`, starts a process, opens a connection, or does not
+    end.
+    """
     global _allowed
     bytecode = sys.dont_write_bytecode
     sys.dont_write_bytecode = True  # imports must not write bytecode

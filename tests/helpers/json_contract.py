@@ -1,7 +1,8 @@
 """The promises of `--json` to programs: the stored schemas, and the keys of stored outputs.
 
-`json_schemas.json` has the schema of each command without titles, `json_keys.json` the keys of whole outputs. A change
-that adds a key on purpose adds it to these files; a key is never removed or renamed.
+`json_schemas.json` has the schema of each command without titles, `json_keys.json` the keys of
+whole outputs. A change that adds a key on purpose adds it to these files; a key is never removed or
+renamed.
 """
 
 import json
@@ -9,15 +10,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-SCHEMAS: dict[str, Any] = json.loads(Path(__file__).with_name("json_schemas.json").read_text(encoding="utf-8"))
-KEYS: dict[str, list[str]] = json.loads(Path(__file__).with_name("json_keys.json").read_text(encoding="utf-8"))
+SCHEMAS: dict[str, Any] = json.loads(
+    Path(__file__).with_name("json_schemas.json").read_text(encoding="utf-8")
+)
+KEYS: dict[str, list[str]] = json.loads(
+    Path(__file__).with_name("json_keys.json").read_text(encoding="utf-8")
+)
 
-BY_NAME = ("config", "edits", "packages", "what_fits")  # objects by names of knobs, packages and methods
-WORDS = ("title", "description", "default", "$schema", "$defs")  # keywords that promise no program anything
+# objects by names of knobs, packages and methods
+BY_NAME = ("config", "edits", "packages", "what_fits")
+# keywords that promise no program anything
+WORDS = ("title", "description", "default", "$schema", "$defs")
 
 
 def keys(data: Any, path: str = "") -> Iterator[str]:
-    """The path of each key, such as 'rows[].step.step_s', once for each place. Objects BY_NAME are left out."""
+    """The path of each key, such as 'rows[].step.step_s', once for each place.
+
+    Objects BY_NAME are left out.
+    """
     if isinstance(data, dict):
         for name, value in data.items():
             yield (key := f"{path}.{name}".removeprefix("."))
@@ -28,7 +38,8 @@ def keys(data: Any, path: str = "") -> Iterator[str]:
 
 
 def differences(stored: Any, today: Any) -> list[str]:
-    """How a schema of today breaks a stored one. It may say more: the keys of an object, or that null does not occur.
+    """How a schema of today breaks a stored one. It may say more: the keys of an object, or that
+    null does not occur.
 
     Both are whole schemas with their definitions.
     """
@@ -44,7 +55,11 @@ def _plain(node: Any, whole: Any) -> Any:
     if "$ref" in node:
         return _plain(whole["$defs"][node["$ref"].rpartition("/")[2]], whole)
     properties = {name: _plain(value, whole) for name, value in node.get("properties", {}).items()}
-    rest = {name: _plain(value, whole) for name, value in node.items() if name not in (*WORDS, "properties")}
+    rest = {
+        name: _plain(value, whole)
+        for name, value in node.items()
+        if name not in (*WORDS, "properties")
+    }
     return rest | ({"properties": properties} if properties else {})
 
 
@@ -59,7 +74,9 @@ def _broken(stored: Any, today: Any, path: str) -> Iterator[str]:
             yield from _broken(old, new, f"{path}[]")
         sizes = [(schema.get("minItems"), schema.get("maxItems")) for schema in (stored, today)]
         yield from () if sizes[0] == sizes[1] else [f"{path}: {sizes}"]
-    elif isinstance(values := stored.get("additionalProperties"), dict) and "properties" not in today:
+    elif (
+        isinstance(values := stored.get("additionalProperties"), dict) and "properties" not in today
+    ):
         yield from _broken(values, today.get("additionalProperties", {}), f"{path}{{}}")
     elif not _says_more(stored, today):
         yield f"{path}: {stored} became {today}"
@@ -74,10 +91,17 @@ def _broken_choice(stored: list[Any], today: list[Any], path: str) -> Iterator[s
 
 def _broken_object(stored: Any, today: Any, path: str) -> Iterator[str]:
     old, new = stored["properties"], today.get("properties", {})
-    yield from (f"{path}: {name} is {'new' if name in new else 'gone'}" for name in old.keys() ^ new.keys())
+    yield from (
+        f"{path}: {name} is {'new' if name in new else 'gone'}" for name in old.keys() ^ new.keys()
+    )
     needed = [sorted(schema.get("required", [])) for schema in (stored, today)]
-    yield from [] if needed[0] == needed[1] else [f"{path}: required were {needed[0]} and are {needed[1]}"]
-    if stored.get("additionalProperties") is False and today.get("additionalProperties") is not False:
+    yield from (
+        [] if needed[0] == needed[1] else [f"{path}: required were {needed[0]} and are {needed[1]}"]
+    )
+    if (
+        stored.get("additionalProperties") is False
+        and today.get("additionalProperties") is not False
+    ):
         yield f"{path}: other keys are allowed"
     for name in old.keys() & new.keys():
         yield from _broken(old[name], new[name], f"{path}.{name}")

@@ -1,8 +1,17 @@
-"""Answers for `ReplayProber` of a device whose memory and time are linear in the depth of the model."""
+"""Answers for `ReplayProber` of a device whose memory and time are linear in the depth of the
+model.
+"""
 
 from collections.abc import Callable
 
-from autotune.core.probe_types import ModelShape, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult
+from autotune.core.probe_types import (
+    ModelShape,
+    OomDetail,
+    Outcome,
+    Phase,
+    ProbeRequest,
+    ProbeResult,
+)
 from autotune.core.train_config import TrainConfig
 from tests.helpers.factories import measurement, result
 from tests.helpers.replay import ReplayProber, need_gib
@@ -18,8 +27,11 @@ def steady(config: TrainConfig) -> float:
     return 1000.0
 
 
-def layered(rate: Callable[[TrainConfig], float] = steady, slower: float = 1.0, gradients_gib: float = 0.0) -> Answer:
-    """Answers of a device that is linear in depth, except that whole models take `slower` times the linear time.
+def layered(
+    rate: Callable[[TrainConfig], float] = steady, slower: float = 1.0, gradients_gib: float = 0.0
+) -> Answer:
+    """Answers of a device that is linear in depth, except that whole models take `slower` times the
+    linear time.
 
     A second micro batch needs `gradients_gib` in addition, the gradients of the first.
     """
@@ -29,7 +41,10 @@ def layered(rate: Callable[[TrainConfig], float] = steady, slower: float = 1.0, 
         share = ((request.depth or LAYERS) + HEAD) / (LAYERS + HEAD)
         limit = request.memory_gib * (1 - request.headroom)
         gradients = gradients_gib * share if request.micro_steps > 1 else 0.0
-        need, seconds = need_gib(config) * share + gradients, {"total": FULL_S if whole else SHORT_S}
+        need, seconds = (
+            need_gib(config) * share + gradients,
+            {"total": FULL_S if whole else SHORT_S},
+        )
         if need > limit:
             allocated = 0.75 * limit
             oom = OomDetail(

@@ -1,4 +1,6 @@
-"""Optuna's studies in this process's memory, for tests of a search: what a database does with them is tested apart."""
+"""Optuna's studies in this process's memory, for tests of a search: what a database does with them
+is tested apart.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +11,9 @@ from optuna.storages import InMemoryStorage
 
 
 class MemoryStorage(InMemoryStorage):
-    """Studies without a database, with the engine that an optimizer looks after; nothing connects to it."""
+    """Studies without a database, with the engine that an optimizer looks after; nothing connects
+    to it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -17,7 +21,9 @@ class MemoryStorage(InMemoryStorage):
 
 
 def keep_studies_in_memory(patch: pytest.MonkeyPatch) -> None:
-    """Let all optimizers of a URL share one storage in memory: half of a replayed study's time is its database's."""
+    """Let all optimizers of a URL share one storage in memory: half of a replayed study's time is
+    its database's.
+    """
     storages: dict[str, MemoryStorage] = {}
 
     def storage_of(url: str) -> MemoryStorage:

@@ -138,7 +138,11 @@ def fuzzed(number: int, seed: int, folder: Path) -> Iterator[dict[str, Any]]:
         except (AutotuneError, BadDataset, BadExample, ValueError) as error:
             row["outcome"] = "refused"
             if not is_plain(error):
-                row |= {"outcome": "fault", "reason": repr(error)[:300], "input": repr(given)[:2000]}
+                row |= {
+                    "outcome": "fault",
+                    "reason": repr(error)[:300],
+                    "input": repr(given)[:2000],
+                }
         except Exception as error:
             row |= {"outcome": "fault", "reason": repr(error)[:300], "input": repr(given)[:2000]}
         yield row
@@ -193,7 +197,9 @@ def _spoiled(chosen: random.Random, content: bytes) -> bytes:
     """Return the content of a file with bytes cut off, replaced, repeated or inserted."""
     start = chosen.randrange(len(content) + 1)
     end = chosen.randint(start, min(start + 40, len(content)))
-    middle = chosen.choice((b"", b"\x00", b"\xff\xfe", b'"', b"}", b"[", b"\n", content[start:end] * 2))
+    middle = chosen.choice(
+        (b"", b"\x00", b"\xff\xfe", b'"', b"}", b"[", b"\n", content[start:end] * 2)
+    )
     return content[:start] + middle + (b"" if chosen.random() < 0.3 else content[end:])
 
 

@@ -44,9 +44,15 @@ def cut_off(database: str) -> None:
 
     with psycopg.connect(_maintenance_url(database), autocommit=True) as connection:
         name = make_url(database).database
-        connection.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [name])
+        connection.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [name]
+        )
 
 
 def _maintenance_url(database: str) -> str:
     """The URL of another database on the same server."""
-    return make_url(database).set(drivername="postgresql", database="postgres").render_as_string(hide_password=False)
+    return (
+        make_url(database)
+        .set(drivername="postgresql", database="postgres")
+        .render_as_string(hide_password=False)
+    )

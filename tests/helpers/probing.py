@@ -21,13 +21,16 @@ MODEL: dict[str, Any] = {
     "vocab_size": 256,
     "max_position_embeddings": 1024,
 }
-# The memory of a process varies by 2 or 3 MiB at any peak, so that a difference of 1 % shows only above about 400 MiB.
-# This model reaches that quickly: it stores much for each token and computes little.
+# The memory of a process varies by 2 or 3 MiB at any peak, so that a difference of 1 % shows only
+# above about 400 MiB. This model reaches that quickly: it stores much for each token and computes
+# little.
 WIDE = MODEL | {"hidden_size": 32, "intermediate_size": 1024}
 LARGE: dict[str, Any] = {"model": WIDE, "micro_batch_size": 32, "seq_len": 256}
 
 
-def request(memory_gib: float = 4.0, *, rung: Rung = Rung.FULL, model: dict[str, Any] = MODEL, **knobs: Any) -> Any:
+def request(
+    memory_gib: float = 4.0, *, rung: Rung = Rung.FULL, model: dict[str, Any] = MODEL, **knobs: Any
+) -> Any:
     """A request for three short steps, of which the last is timed."""
     small = {"micro_batch_size": 4, "seq_len": 64, "precision": "fp32", "checkpointing": "none"}
     return ProbeRequest(

@@ -1,4 +1,5 @@
-"""Writes autotune/catalog/data/default_sizes.yaml: the sizes that transformers assumes for each type.
+"""Writes autotune/catalog/data/default_sizes.yaml: the sizes that transformers assumes for each
+type.
 
 Run it after an update of transformers: python -m tests.helpers.refresh_default_sizes
 """
@@ -24,7 +25,9 @@ HEAD = """\
 def default_sizes() -> dict[str, dict[str, int]]:
     """Return the known sizes of the text part of each type of model, by their keys in a config."""
     found: dict[str, dict[str, int]] = {}
-    for name in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}):
+    for name in sorted(
+        {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    ):
         try:
             text = CONFIG_MAPPING[name]().get_text_config(decoder=True)
         except Exception:  # the default config of a few types is invalid

@@ -1,10 +1,13 @@
-"""Write export_keys.yaml, the keys that Axolotl and LLaMA-Factory accept, and let them check the exports.
+"""Write export_keys.yaml, the keys that Axolotl and LLaMA-Factory accept, and let them check the
+exports.
 
-These tools pin other versions of the same packages than autotune, so that the tests cannot install them. This program
-installs each without its dependencies into its own directory, together with the transformers that it pins. All other
-packages come from the environment of the tests. After raising a version below, review the changes in export_keys.yaml:
+These tools pin other versions of the same packages than autotune, so that the tests cannot install
+them. This program installs each without its dependencies into its own directory, together with the
+transformers that it pins. All other packages come from the environment of the tests. After raising
+a version below, review the changes in export_keys.yaml:
 
-    python tests/helpers/refresh_export_keys.py [DIRECTORY]     # about 3 minutes and 500 MB; DIRECTORY is not deleted
+    python tests/helpers/refresh_export_keys.py [DIRECTORY]     # about 3 minutes and 500 MB;
+    DIRECTORY is not deleted
 """
 
 import os
@@ -19,10 +22,28 @@ from typing import Any
 import yaml
 
 KEYS = Path(__file__).with_name("export_keys.yaml")
-BOTH = ("huggingface_hub==1.17.0", "datasets==4.8.4", "httpx", "httpcore", "h11", "anyio", "sniffio")
+BOTH = (
+    "huggingface_hub==1.17.0",
+    "datasets==4.8.4",
+    "httpx",
+    "httpcore",
+    "h11",
+    "anyio",
+    "sniffio",
+)
 TOOLS = {
     "axolotl": (
-        *("axolotl==0.19.0", "transformers==5.16.1", "addict", "art", "colorama", "einops", "fire", "pillow", "scipy"),
+        *(
+            "axolotl==0.19.0",
+            "transformers==5.16.1",
+            "addict",
+            "art",
+            "colorama",
+            "einops",
+            "fire",
+            "pillow",
+            "scipy",
+        ),
         *("termcolor", *BOTH),
     ),
     "llamafactory": (
@@ -32,8 +53,10 @@ TOOLS = {
 }
 # Options that Axolotl switches on by itself and that do not affect a training step.
 HARMLESS = (
-    "attn_decontaminates_packing attn_supports_packing attn_uses_flash_lib attn_needs_dtype_cast eval_sample_packing"
-    " experimental_skip_move_to_device generation_do_sample pretrain_multipack_attn qgalore_proj_quant save_safetensors"
+    "attn_decontaminates_packing attn_supports_packing attn_uses_flash_lib attn_needs_dtype_cast"
+    " eval_sample_packing"
+    " experimental_skip_move_to_device generation_do_sample pretrain_multipack_attn"
+    " qgalore_proj_quant save_safetensors"
     " shuffle_merged_datasets tiled_mlp_use_original_mlp tokenizer_save_jinja_files"
 )
 
@@ -43,24 +66,42 @@ def main(directory: Path) -> None:
     for tool, packages in TOOLS.items():
         home = directory / tool
         if not home.exists():
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(home), *packages]
+            pip = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-deps",
+                "--target",
+                str(home),
+                *packages,
+            ]
             subprocess.run(pip, check=True)
         files = []
         for number, text in enumerate(_exported(tool)):
             files.append(directory / f"{tool}-{number}.yaml")
             files[-1].write_text(text, encoding="utf-8")
         path = os.pathsep.join((str(home), str(KEYS.parents[2])))
-        environment = os.environ | {"PYTHONPATH": path, "DISABLE_VERSION_CHECK": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": path,
+            "DISABLE_VERSION_CHECK": "1",
+            "AXOLOTL_DO_NOT_TRACK": "1",
+        }
         environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         child = [sys.executable, __file__, "--inside", tool, *map(str, files)]
-        done = subprocess.run(child, env=environment, check=True, stdout=subprocess.PIPE, text=True, cwd=directory)
+        done = subprocess.run(
+            child, env=environment, check=True, stdout=subprocess.PIPE, text=True, cwd=directory
+        )
         keys_of[tool] = yaml.safe_load(done.stdout.partition("---\n")[2])
         print(f"{tool}: {len(files)} files accepted, {len(keys_of[tool]['keys'])} keys")
     KEYS.write_text(_text(keys_of), encoding="utf-8")
 
 
 def _exported(tool: str) -> list[str]:
-    """The exports of each configuration of the tests, of models with hostile names, and of runs that evaluate."""
+    """The exports of each configuration of the tests, of models with hostile names, and of runs
+    that evaluate.
+    """
     from dataclasses import replace
 
     from autotune.export.formats import FORMATS
@@ -68,10 +109,15 @@ def _exported(tool: str) -> list[str]:
     from tests.unit.export.test_tool_file_axolotl import CONFIGS, HOSTILE, recipe
 
     plain = recipe(CONFIGS[0])
-    recipes = [*map(recipe, CONFIGS), *(replace(plain, model=replace(plain.model, name=name)) for name in HOSTILE)]
+    recipes = [
+        *map(recipe, CONFIGS),
+        *(replace(plain, model=replace(plain.model, name=name)) for name in HOSTILE),
+    ]
     held_out = replace(plain.workload, eval_share=0.05)
     options = [RunOptions(eval_steps=50, report_to=tracker) for tracker in TRACKERS]
-    recipes += [replace(plain, workload=held_out, run_options=one, study=f"a ${{{one}}}") for one in options]
+    recipes += [
+        replace(plain, workload=held_out, run_options=one, study=f"a ${{{one}}}") for one in options
+    ]
     return [FORMATS[tool](one)[f"{tool}.yaml"] for one in recipes]
 
 
@@ -94,12 +140,21 @@ def _axolotl(files: list[str]) -> dict[str, list[str]]:
     from axolotl.utils.schemas.enums import CANONICAL_ATTN_IMPLS, CustomSupportedOptimizers
     from transformers.training_args import OptimizerNames
 
-    gpu = {"bf16": True, "fp8": True, "tf32": True, "n_gpu": 1, "n_node": 1, "compute_capability": "sm_90"}
+    gpu = {
+        "bf16": True,
+        "fp8": True,
+        "tf32": True,
+        "n_gpu": 1,
+        "n_node": 1,
+        "compute_capability": "sm_90",
+    }
     for file in files:
         values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
         cfg = DictDefault(values)
         prepare_plugins(cfg)
-        checked = validate_config(cfg, capabilities=gpu, env_capabilities={"torch_version": "2.11.0"}).to_dict()
+        checked = validate_config(
+            cfg, capabilities=gpu, env_capabilities={"torch_version": "2.11.0"}
+        ).to_dict()
         for key, value in values.items():  # unchanged by what Axolotl sets itself
             if key != "datasets" and checked.get(key) != value:
                 raise SystemExit(f"{file}: {key}: {checked.get(key)!r}, and not {value!r}")
@@ -110,7 +165,10 @@ def _axolotl(files: list[str]) -> dict[str, list[str]]:
         "keys": [*AxolotlInputConfig.model_fields, *LigerArgs.model_fields],
         "dataset_keys": [*SFTDataset.model_fields],
         "attentions": [*CANONICAL_ATTN_IMPLS],
-        "optimizers": [*(name.value for name in OptimizerNames), *(name.value for name in CustomSupportedOptimizers)],
+        "optimizers": [
+            *(name.value for name in OptimizerNames),
+            *(name.value for name in CustomSupportedOptimizers),
+        ],
     }
 
 
@@ -130,7 +188,9 @@ def _llamafactory(files: list[str]) -> dict[str, list[str]]:
 
     from autotune.core.files import load_data
 
-    datasets = load_data("autotune.export", "tools")["llamafactory"]["json_files"]["dataset_info.json"]
+    datasets = load_data("autotune.export", "tools")["llamafactory"]["json_files"][
+        "dataset_info.json"
+    ]
     (dataset,) = get_dataset_list(["your_dataset"], datasets)
     if (dataset.load_from, dataset.formatting, dataset.messages, dataset.role_tag) != (
         "file",
@@ -141,7 +201,8 @@ def _llamafactory(files: list[str]) -> dict[str, list[str]]:
         raise SystemExit(f"dataset_info.json is read differently: {vars(dataset)}")
     parser.is_torch_bf16_gpu_available = lambda: True
     for file in files:
-        values = OmegaConf.to_container(OmegaConf.load(file))  # as `llamafactory-cli train` reads it
+        # as `llamafactory-cli train` reads it
+        values = OmegaConf.to_container(OmegaConf.load(file))
         if values != yaml.safe_load(Path(file).read_text(encoding="utf-8")):
             raise SystemExit(f"{file}: OmegaConf reads it differently")
         without_gpu = {"use_cpu": True, "bf16": False, "fp16": False}
@@ -156,7 +217,13 @@ def _llamafactory(files: list[str]) -> dict[str, list[str]]:
                 raise SystemExit(f"{file}: {key}: {read[key]!r}, and not {value!r}")
     return {
         "keys": [field.name for arguments in parser._TRAIN_ARGS for field in fields(arguments)],
-        "dataset_keys": [*(field.name for field in fields(DatasetAttr)), "file_name", "columns", "tags", "hf_hub_url"],
+        "dataset_keys": [
+            *(field.name for field in fields(DatasetAttr)),
+            "file_name",
+            "columns",
+            "tags",
+            "hf_hub_url",
+        ],
         "attentions": [name.value for name in AttentionFunction],
         "optimizers": [name.value for name in OptimizerNames],
     }

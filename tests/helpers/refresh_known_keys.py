@@ -1,8 +1,11 @@
-"""Write planning/known_keys.yaml: the keys that TRL, Axolotl and LLaMA-Factory have in a run's file.
+"""Write planning/known_keys.yaml: the keys that TRL, Axolotl and LLaMA-Factory have in a run's
+file.
 
-`python tests/helpers/refresh_known_keys.py FOLDER`, where FOLDER has the unpacked wheels of axolotl, llamafactory, trl
-and transformers, in one or several versions (`pip download --no-deps`, `unzip`). Nothing of them is imported: the names
-are those of annotated fields, and of aliases, in the classes that the tools read a file into.
+`python tests/helpers/refresh_known_keys.py FOLDER`, where FOLDER has the unpacked wheels of
+axolotl, llamafactory, trl and transformers, in one or several versions (`pip download --no-deps`,
+`unzip`). Nothing of them is
+imported: the names are those of annotated fields, and of aliases, in the classes that the tools
+read a file into.
 """
 
 import ast
@@ -20,14 +23,22 @@ SOURCES = {
 TITLES = {"trl": "TRL 1.16", "axolotl": "Axolotl 0.19", "llamafactory": "LLaMA-Factory 0.9.5"}
 # Keys that the tools take outside of those classes, and older names that autotune still reads.
 MORE = {
-    "trl": {"accelerate_config", "config", "env", "max_seq_length", "num_processes", "objective", "torch_dtype"},
+    "trl": {
+        "accelerate_config",
+        "config",
+        "env",
+        "max_seq_length",
+        "num_processes",
+        "objective",
+        "torch_dtype",
+    },
     "axolotl": set[str](),
     "llamafactory": {"model_name", "new_special_tokens", "config"},
 }
 HEAD = """\
-# The keys of a run's file, by tool. Written by tests/helpers/refresh_known_keys.py from the tools' sources, with those
-# of transformers 4 and 5. planning/foreign_config.py names all other keys: TRL and LLaMA-Factory refuse them, and
-# Axolotl ignores them.
+# The keys of a run's file, by tool. Written by tests/helpers/refresh_known_keys.py from the tools'
+# sources, with those of transformers 4 and 5. planning/foreign_config.py names all other keys: TRL
+# and LLaMA-Factory refuse them, and Axolotl ignores them.
 """
 
 
@@ -40,7 +51,9 @@ def fields(files: Iterable[Path]) -> set[str]:
                 annotated = [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
                 found |= {target.id for target in annotated if isinstance(target, ast.Name)}
             if isinstance(node, ast.keyword) and node.arg in ("alias", "validation_alias"):
-                constants = [part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
+                constants = [
+                    part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant)
+                ]
                 found |= {value for value in constants if isinstance(value, str)}
     return {name for name in found if not name.startswith("_")}
 
@@ -50,7 +63,9 @@ def main(folder: Path) -> None:
     for tool, patterns in SOURCES.items():
         files = [file for pattern in patterns for file in folder.glob(f"*/{pattern}")]
         names = ", ".join(sorted(fields(files) | MORE[tool]))
-        keys = textwrap.fill(names, 112, initial_indent="    ", subsequent_indent="    ", break_long_words=False)
+        keys = textwrap.fill(
+            names, 112, initial_indent="    ", subsequent_indent="    ", break_long_words=False
+        )
         text += f"\n{tool}:\n  title: {TITLES[tool]}\n  keys: [\n{keys}]\n"
     TARGET.write_text(text)
 

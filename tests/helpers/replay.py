@@ -1,11 +1,21 @@
-"""A prober that answers requests from a table or a function instead of a worker, and records the requests."""
+"""A prober that answers requests from a table or a function instead of a worker, and records the
+requests.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autotune.core.probe_types import Fingerprint, ModelShape, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult
+from autotune.core.probe_types import (
+    Fingerprint,
+    ModelShape,
+    OomDetail,
+    Outcome,
+    Phase,
+    ProbeRequest,
+    ProbeResult,
+)
 from autotune.core.train_config import TrainConfig
 from tests.helpers.factories import FINGERPRINT, measurement, result
 
@@ -18,7 +28,10 @@ class ReplayProber:
     context_gib, peak_tflops = 0.0, None
 
     def __init__(
-        self, answers: Answers, fingerprint: Fingerprint = FINGERPRINT, shape: ModelShape | None = None
+        self,
+        answers: Answers,
+        fingerprint: Fingerprint = FINGERPRINT,
+        shape: ModelShape | None = None,
     ) -> None:
         self._answers, self._fingerprint, self._shape = answers, fingerprint, shape
         self.requests: list[ProbeRequest] = []
@@ -42,7 +55,9 @@ class ReplayProber:
     def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
         self.requests.append(request)
         self.logs.append(log.name)
-        answer = self._answers(request) if callable(self._answers) else self._answers[request.config]
+        answer = (
+            self._answers(request) if callable(self._answers) else self._answers[request.config]
+        )
         return replace(
             answer,
             request_digest=request.digest,
@@ -57,7 +72,9 @@ class ReplayProber:
 def machine(
     limit_gib: float = 4.0, rate: Callable[[TrainConfig], float] = lambda config: 1000.0
 ) -> Callable[[ProbeRequest], ProbeResult]:
-    """Answers of a device with `limit_gib` of memory that trains `rate(config)` tokens per second."""
+    """Answers of a device with `limit_gib` of memory that trains
+    `rate(config)` tokens per second.
+    """
 
     def answer(request: ProbeRequest) -> ProbeResult:
         config, need = request.config, need_gib(request.config)
@@ -85,6 +102,9 @@ def machine(
 
 
 def need_gib(config: TrainConfig) -> float:
-    """Weights take 1 GiB, or a quarter of it in 4 bits. 1,024 tokens take 1 GiB, or half if all is recomputed."""
+    """Weights take 1 GiB, or a quarter of it in 4 bits.
+
+    1,024 tokens take 1 GiB, or half if all is recomputed.
+    """
     weights = 0.25 if config.quantization == "nf4" else 1.0
     return weights + config.tokens / 1024 * (0.5 if config.checkpointing == "full" else 1.0)

@@ -89,7 +89,9 @@ class Masks:
         made = [rendered(tokenizer, example) for example in examples]
         for one, wanted in itertools.zip_longest(made, self.rendered, fillvalue=""):
             before, dots, end = wanted.rpartition("...")
-            agrees = one.endswith(end) and "[[" not in one.removesuffix(end) if dots else one == wanted
+            agrees = (
+                one.endswith(end) and "[[" not in one.removesuffix(end) if dots else one == wanted
+            )
             if not agrees or before:
                 yield f"{self.file} with {self.template}: {one!r}, not {wanted!r}"
 
@@ -154,7 +156,9 @@ def tokenizer_of(name: str) -> Any:
     tokenizer = byte_level(template(name.removesuffix("+bos")))
     if name.endswith("+bos"):
         start = ("<s>", tokenizer.bos_token_id)
-        tokenizer._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[start])
+        tokenizer._tokenizer.post_processor = TemplateProcessing(
+            single="<s> $A", special_tokens=[start]
+        )
     return tokenizer
 
 
@@ -286,13 +290,17 @@ CHECKS = (
         steps=(
             Command(
                 line="check qlora.yaml --gpu rtx-3090 --gpus 2",
-                begins=r"too close to tell: needs 0\.\d to 39\.\d of 21\.5 GiB on each of 2 rtx-3090",
+                begins=r"too close to tell: needs 0\.\d to 39\.\d of 21\.5 GiB on each of 2"
+                r" rtx-3090",
                 has=("The need is a range, because .*offloaded .*FSDP",),
             ),
             Command(
-                line="plan --model llama-2-70b --gpu rtx-3090 --gpus 1,2 --space qlora --seq-len 512",
+                line="plan --model llama-2-70b --gpu rtx-3090 --gpus 1,2 --space qlora --seq-len"
+                " 512",
                 code=4,
-                has=("which FSDP 1 keeps with bnb_4bit_quant_storage, but no formula covers FSDP 1",),
+                has=(
+                    "which FSDP 1 keeps with bnb_4bit_quant_storage, but no formula covers FSDP 1",
+                ),
             ),
         ),
     ),
@@ -395,8 +403,12 @@ CHECKS = (
                 cutoff_lenn=16384,
                 per_device_train_batchsize=8,
             ),
-            "trl.yaml": _trl(model_name_or_path="Qwen/Qwen3-8B", use_peft=True, lora_rank=128, max_len=16384),
-            "axolotl.yaml": _axolotl(base_model="Qwen/Qwen3-8B", adapter="lora", lora_r=8, sequence_lenn=2048),
+            "trl.yaml": _trl(
+                model_name_or_path="Qwen/Qwen3-8B", use_peft=True, lora_rank=128, max_len=16384
+            ),
+            "axolotl.yaml": _axolotl(
+                base_model="Qwen/Qwen3-8B", adapter="lora", lora_r=8, sequence_lenn=2048
+            ),
         },
         steps=(
             Command(
@@ -676,7 +688,9 @@ DATASETS = (
                 }
                 for number in range(1, 41)
             ],
-            "plain.jsonl": [_chat(("user", _words(5)), ("assistant", _words(number))) for number in range(1, 41)],
+            "plain.jsonl": [
+                _chat(("user", _words(5)), ("assistant", _words(number))) for number in range(1, 41)
+            ],
         },
         tokenizers=("qwen3",),
         steps=(
@@ -689,10 +703,13 @@ DATASETS = (
     Case(
         name="17-tool-calls-vanish",
         sources="renderers 134, slime PR 330",
-        right="A tool call that the template has no place for is refused, and never an empty answer.",
+        right="A tool call that the template has no place for is refused, and never an empty"
+        " answer.",
         files={
             "calls.jsonl": [CALLED],
-            "null.jsonl": [CALLED | {"messages": [Q1, _call("Rome", content=None), _result("sunny"), A1]}],
+            "null.jsonl": [
+                CALLED | {"messages": [Q1, _call("Rome", content=None), _result("sunny"), A1]}
+            ],
         },
         tokenizers=("llama3", "lfm2"),
         steps=(
@@ -826,7 +843,12 @@ DATASETS = (
             Masks(
                 file="two.jsonl",
                 template="gptoss",
-                rendered=(OSS_Q1 + OSS_CALL.format("Rome", "R1") + OSS_CALL.format("Oslo", "R2") + OSS_THOUGHT_A1,),
+                rendered=(
+                    OSS_Q1
+                    + OSS_CALL.format("Rome", "R1")
+                    + OSS_CALL.format("Oslo", "R2")
+                    + OSS_THOUGHT_A1,
+                ),
             ),
         ),
     ),
@@ -838,13 +860,19 @@ DATASETS = (
             "roles.jsonl": [_sharegpt(("hummany", "a long question"), ("bot", "an answer"))] * 120,
             "null.jsonl": [{"messages": [Q1, A1 | {"content": None}]}],
             "mixed.jsonl": [{"prompt": [Q1], "completion": "A1"}],
-            "columns.json": json.dumps({"conversations": {"0": [], "1": []}, "id": {"0": "x", "1": "y"}}),
+            "columns.json": json.dumps(
+                {"conversations": {"0": [], "1": []}, "id": {"0": "x", "1": "y"}}
+            ),
             "call.jsonl": [_sharegpt(("human", "Q1"), ("function_call", "f(a=1)"), ("gpt", "A1"))],
             "legacy.jsonl": [
                 {
                     "messages": [
                         Q1,
-                        A1 | {"content": None, "function_call": {"name": "weather", "arguments": "{}"}},
+                        A1
+                        | {
+                            "content": None,
+                            "function_call": {"name": "weather", "arguments": "{}"},
+                        },
                         {"role": "function", "name": "weather", "content": "sunny"},
                         A1,
                     ]
@@ -868,9 +896,15 @@ DATASETS = (
         steps=(
             _refusal("roles.jsonl", "qwen3", "message 1 has the unknown role 'hummany'"),
             _refusal("null.jsonl", "qwen3", "message 2 has no content"),
-            _refusal("mixed.jsonl", "qwen3", "one of prompt and completion is text, and the other is"),
-            _refusal("columns.json", "qwen3", "a table by columns and not by rows", "orient='records'"),
-            _refusal("call.jsonl", "qwen3", r"the call in message 2 is 'f\(a=1\)', which is not JSON"),
+            _refusal(
+                "mixed.jsonl", "qwen3", "one of prompt and completion is text, and the other is"
+            ),
+            _refusal(
+                "columns.json", "qwen3", "a table by columns and not by rows", "orient='records'"
+            ),
+            _refusal(
+                "call.jsonl", "qwen3", r"the call in message 2 is 'f\(a=1\)', which is not JSON"
+            ),
             *(
                 _plan(file, "qwen3", f'"examples": {number}')
                 for file, number in (
@@ -912,7 +946,8 @@ STUDIES = (
                 lacks=("with a known speed",),
             ),
             Command(
-                line="plan --model llama-3.1-8b --gpu rtx-4090 --gpus 1,2,4 --examples 100000 --within 3h",
+                line="plan --model llama-3.1-8b --gpu rtx-4090 --gpus 1,2,4 --examples 100000"
+                " --within 3h",
                 code=4,
                 has=("cheapest within 3 h of those with a known speed: none is known",),
             ),

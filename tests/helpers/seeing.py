@@ -2,13 +2,26 @@
 
 from typing import Any
 
-_TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+_TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 _TEXT |= {"vocab_size": 512, "max_position_embeddings": 4096}
-_VISION = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+_VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 
 
 def seeing(model_type: str, num_layers: int = 8) -> dict[str, Any]:
-    """A model of this type with so many text layers. An image of 112x56 takes 8, 16 or 27 tokens, and those beside."""
+    """A model of this type with so many text layers.
+
+    An image of 112x56 takes 8, 16 or 27 tokens, and those beside.
+    """
     text = _TEXT | {"num_hidden_layers": num_layers}
     if model_type == "qwen2_5_vl":
         rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
@@ -30,7 +43,10 @@ def seeing(model_type: str, num_layers: int = 8) -> dict[str, Any]:
             },
         }
     if model_type == "gemma3":
-        window = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * (num_layers // 2)}
+        window = {
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"] * (num_layers // 2),
+        }
         return {
             "model_type": model_type,
             "image_token_index": 500,
@@ -38,7 +54,8 @@ def seeing(model_type: str, num_layers: int = 8) -> dict[str, Any]:
             "eoi_token_index": 502,
             "mm_tokens_per_image": 16,
             "text_config": text | window | {"model_type": "gemma3_text", "head_dim": 32},
-            "vision_config": _VISION | {"image_size": 112, "patch_size": 14, "vision_use_head": False},
+            "vision_config": _VISION
+            | {"image_size": 112, "patch_size": 14, "vision_use_head": False},
         }
     return {
         "model_type": model_type,

@@ -1,4 +1,6 @@
-"""A study session with a `ReplayProber`, shared by the tests of the loop, of confirmation and of resuming."""
+"""A study session with a `ReplayProber`, shared by the tests of the loop, of confirmation and of
+resuming.
+"""
 
 import time
 from collections.abc import Callable
@@ -40,14 +42,25 @@ def space(**knobs: tuple[Any, ...]) -> SearchSpace:
     )
 
 
-SPACE = space(micro_batch_size=(1, 2, 4, 8), seq_len=(256,), lora_rank=(16, 32), checkpointing=("none", "full"))
+SPACE = space(
+    micro_batch_size=(1, 2, 4, 8),
+    seq_len=(256,),
+    lora_rank=(16, 32),
+    checkpointing=("none", "full"),
+)
 BASELINE = TrainConfig(seq_len=256)
 
 
 def by_tokens(config: TrainConfig) -> float:
-    """A different rate for each configuration, higher without recomputation and with the lower rank."""
+    """A different rate for each configuration, higher without recomputation and with the lower
+    rank.
+    """
     speed = 1000.0 + 10 * config.micro_batch_size
-    return speed * (0.7 if config.checkpointing == "full" else 1.0) * (0.9 if config.lora_rank == 32 else 1.0)
+    return (
+        speed
+        * (0.7 if config.checkpointing == "full" else 1.0)
+        * (0.9 if config.lora_rank == 32 else 1.0)
+    )
 
 
 @dataclass(kw_only=True)
@@ -108,7 +121,9 @@ def record_of(task: Task | None = None, out: Path = Path("out"), **changes: Any)
 
 
 def starter(url: str, logs: Path, opened: list[Any]) -> Start:
-    """Return a function that starts sessions on this database and appends their connections to `opened`."""
+    """Return a function that starts sessions on this database and appends their connections to
+    `opened`.
+    """
 
     def start(
         answers: Answers | None = None,
@@ -145,7 +160,14 @@ def starter(url: str, logs: Path, opened: list[Any]) -> Start:
         )
         trials.resume(store.of_study(task.study))
         trials.begin(begin or [])
-        return Session(study=Study(trials), prober=prober, search=search, evaluator=evaluator, store=store, said=said)
+        return Session(
+            study=Study(trials),
+            prober=prober,
+            search=search,
+            evaluator=evaluator,
+            store=store,
+            said=said,
+        )
 
     return start
 
@@ -153,7 +175,9 @@ def starter(url: str, logs: Path, opened: list[Any]) -> Start:
 def states(database: str) -> list[TrialState]:
     """The states of all trials as Optuna reads them."""
     with opened_storage(database) as storage:
-        return [trial.state for trial in optuna.load_study(storage=storage, study_name="one").trials]
+        return [
+            trial.state for trial in optuna.load_study(storage=storage, study_name="one").trials
+        ]
 
 
 def whole(start: Start, answers: Answers | None = None, **arguments: Any) -> Session:

@@ -16,7 +16,18 @@ knobs:
   checkpointing: {values: [none, every_2, full], kind: system}
   optimizer: {values: [adamw_torch_fused, adamw_torch]}
 """
-ARGUMENTS = ("--gpu", "cpu", "--model", "demo-3m", "--space", "space.yaml", "--global-batch", "4", "--examples", "100")
+ARGUMENTS = (
+    "--gpu",
+    "cpu",
+    "--model",
+    "demo-3m",
+    "--space",
+    "space.yaml",
+    "--global-batch",
+    "4",
+    "--examples",
+    "100",
+)
 ARGUMENTS += ("--budget", "10m", "--memory-gib", "1", "--study", "one")
 
 

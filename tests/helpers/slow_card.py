@@ -1,13 +1,21 @@
-"""A card that answers `ReplayProber` by the formulas of memory and step time, on a clock of its own.
+"""A card that answers `ReplayProber` by the formulas of memory and step time, on a clock of its
+own.
 
-So a whole study of a large model can be replayed in seconds, each probe of which takes its time on that clock: loading,
-compiling, the steps before the timed ones, and these.
+So a whole study of a large model can be replayed in seconds, each probe of which takes its time on
+that clock: loading, compiling, the steps before the timed ones, and these.
 """
 
 from dataclasses import dataclass, field, replace
 
 from autotune.core.knobs import SELECTIVE
-from autotune.core.probe_types import ModelShape, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult
+from autotune.core.probe_types import (
+    ModelShape,
+    OomDetail,
+    Outcome,
+    Phase,
+    ProbeRequest,
+    ProbeResult,
+)
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import CONTEXT_GIB, memory_breakdown
 from autotune.prediction.step_time import estimate_step_time
@@ -21,7 +29,10 @@ WORKER_S, COMPILING_S = 10.0, 6.0
 
 @dataclass(slots=True)
 class SlowCard:
-    """`layer_load_s` is what each layer adds to a load. `now` is the clock, `spent` what each probe took on it."""
+    """`layer_load_s` is what each layer adds to a load.
+
+    `now` is the clock, `spent` what each probe took on it.
+    """
 
     task: Task
     limit_gib: float
@@ -33,7 +44,9 @@ class SlowCard:
 
     @property
     def shape(self) -> ModelShape:
-        return ModelShape(num_layers=self.task.model.num_layers, prefix=0, period=1, plain_head=True, liger=True)
+        return ModelShape(
+            num_layers=self.task.model.num_layers, prefix=0, period=1, plain_head=True, liger=True
+        )
 
     def clock(self) -> float:
         return self.now
@@ -41,27 +54,42 @@ class SlowCard:
     def __call__(self, request: ProbeRequest) -> ProbeResult:
         config, layers = request.config, self.task.model.num_layers
         share = ((request.depth or layers) + HEAD) / (layers + HEAD)
-        known = replace(config, checkpointing="every_2") if config.checkpointing in SELECTIVE else config
+        known = (
+            replace(config, checkpointing="every_2")
+            if config.checkpointing in SELECTIVE
+            else config
+        )
         need, time = (
-            memory_breakdown(self.task.model, self.task.workload.at_longest(known), request.micro_steps),
+            memory_breakdown(
+                self.task.model, self.task.workload.at_longest(known), request.micro_steps
+            ),
             estimate_step_time(self.task.model, self.task.workload.at_mean(known)),
         )
         assert need is not None and time is not None
-        load_s = 0.0 if request.depth in self._loaded else 1.0 + self.layer_load_s * (request.depth or layers)
+        load_s = (
+            0.0
+            if request.depth in self._loaded
+            else 1.0 + self.layer_load_s * (request.depth or layers)
+        )
         if request.depth is not None:
             self._loaded.add(request.depth)  # truncated models wait in the worker
         peak_gib = need.peak_reserved_gib * share
         if peak_gib > self.limit_gib:
-            return self._answer(config, request, load_s + 2 * time.micro_s * share, self._oom(peak_gib), {})
+            return self._answer(
+                config, request, load_s + 2 * time.micro_s * share, self._oom(peak_gib), {}
+            )
         micro_s = time.micro_s * share
         schedule = Schedule.plan(request)
         round_s = schedule.round_micros * micro_s
         first_s = schedule.lead_micros * micro_s + round_s
-        graph = replace(config, optimizer="adamw_torch_fused", double_quant=False)  # which these do not change
+        # which these do not change
+        graph = replace(config, optimizer="adamw_torch_fused", double_quant=False)
         if config.compile != "none" and graph not in self._compiled:
             self._compiled.add(graph)
             first_s += COMPILING_S
-        num_rounds = schedule.rounds_to_time(request, round_s / len(schedule.round), request.min_timed_s)
+        num_rounds = schedule.rounds_to_time(
+            request, round_s / len(schedule.round), request.min_timed_s
+        )
         steady_s = (num_rounds - schedule.first_counts(micro_s)) * round_s
         parts = {"load": load_s, "first_step": first_s, "steady": steady_s}
         measured = measurement(
@@ -81,10 +109,17 @@ class SlowCard:
             context_gib=CONTEXT_GIB,
             telemetry=None,
         )
-        return self._answer(config, request, sum(parts.values()), result(config, measurement=measured), parts)
+        return self._answer(
+            config, request, sum(parts.values()), result(config, measurement=measured), parts
+        )
 
     def _answer(
-        self, config: TrainConfig, request: ProbeRequest, seconds: float, answer: ProbeResult, parts: dict[str, float]
+        self,
+        config: TrainConfig,
+        request: ProbeRequest,
+        seconds: float,
+        answer: ProbeResult,
+        parts: dict[str, float],
     ) -> ProbeResult:
         self.now += seconds
         self.spent.append((config, request.depth, seconds))

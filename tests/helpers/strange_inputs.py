@@ -44,7 +44,9 @@ ENDS = ("tracebacks", "signals", "unexpected", "over_20_s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """How one input ended: `answer`, `error` (one sentence), or one of ENDS with a text that says more."""
+    """How one input ended: `answer`, `error` (one sentence), or one of ENDS with a text that says
+    more.
+    """
 
     input: str
     end: str
@@ -59,7 +61,9 @@ def tried(
     name: Callable[[T], str] = str,
     late_s: float = LATE_S,
 ) -> list[Trial]:
-    """Run each input in a child process; a signal or a late end costs one child and loses no other input."""
+    """Run each input in a child process; a signal or a late end costs one child and loses no other
+    input.
+    """
     trials: list[Trial] = []
     while len(trials) < len(inputs):
         rest = inputs[len(trials) :]
@@ -73,7 +77,9 @@ def tried(
     return trials
 
 
-def _run_all(inputs: Sequence[T], run: Callable[[T], tuple[str, str]], name: Callable[[T], str], to: int) -> None:
+def _run_all(
+    inputs: Sequence[T], run: Callable[[T], tuple[str, str]], name: Callable[[T], str], to: int
+) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     warnings.simplefilter("ignore")
     for one in inputs:
@@ -87,7 +93,9 @@ def _run_all(inputs: Sequence[T], run: Callable[[T], tuple[str, str]], name: Cal
     os._exit(0)
 
 
-def _collected(inputs: Sequence[T], name: Callable[[T], str], reader: int, child: int, late_s: float) -> list[Trial]:
+def _collected(
+    inputs: Sequence[T], name: Callable[[T], str], reader: int, child: int, late_s: float
+) -> list[Trial]:
     """Read a child's trials until its end. The input after the last one is what ended it."""
     trials: list[Trial] = []
     with open(reader, "rb", buffering=0) as pipe:
@@ -103,7 +111,9 @@ def _collected(inputs: Sequence[T], name: Callable[[T], str], reader: int, child
     _, status = os.waitpid(child, 0)
     if len(trials) < len(inputs):
         end = "signals" if ready else "over_20_s"
-        trials.append(Trial(input=name(inputs[len(trials)]), end=end, seconds=late_s, text=f"status {status}"))
+        trials.append(
+            Trial(input=name(inputs[len(trials)]), end=end, seconds=late_s, text=f"status {status}")
+        )
     return trials
 
 
@@ -119,22 +129,90 @@ TURNS = [
 ]
 ROWS: tuple[dict[str, Any], ...] = (
     {"messages": TURNS, "chat_template_kwargs": {"enable_thinking": False}},
-    {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": "s"},
+    {
+        "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
+        "system": "s",
+    },
     {"prompt": "p", "completion": "c"},
     {"prompt": TURNS[:2], "completion": TURNS[4:]},
     {"instruction": "i", "input": "n", "output": "o", "history": [["q", "a"]]},
     {"text": "some words"},
 )
 VALUES: tuple[Any, ...] = (
-    *(None, 5, -1.5, True, "", [], {}, " ", "x", [1], {"a": 1}, "[", "{}", [[]], "\ud83d", float("nan"), 10**30),
-    *([{"type": "text", "text": "z"}], [{"type": "image"}], "null", "\x00", [None], {"function": 3}, "[" * 3000),
+    *(
+        None,
+        5,
+        -1.5,
+        True,
+        "",
+        [],
+        {},
+        " ",
+        "x",
+        [1],
+        {"a": 1},
+        "[",
+        "{}",
+        [[]],
+        "\ud83d",
+        float("nan"),
+        10**30,
+    ),
+    *(
+        [{"type": "text", "text": "z"}],
+        [{"type": "image"}],
+        "null",
+        "\x00",
+        [None],
+        {"function": 3},
+        "[" * 3000,
+    ),
     *({"chat_template": "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3}, "x" * 100_000),
 )
-KEYS = ("messages", "role", "content", "from", "value", "tools", "tool_calls", "train", "weight", "system", "prompt")
-KEYS += ("chat_template_kwargs", "arguments", "name", "type", "text", "history", "images", "reasoning_content")
-BYTES = (b"\xff\xff\xff\x7f", b"\0\0\0\0", b"\xff\xff\xff\xff", b"\0\0\0\x80", b"\xff" * 7 + b"\x7f", b"\0" * 8)
+KEYS = (
+    "messages",
+    "role",
+    "content",
+    "from",
+    "value",
+    "tools",
+    "tool_calls",
+    "train",
+    "weight",
+    "system",
+    "prompt",
+)
+KEYS += (
+    "chat_template_kwargs",
+    "arguments",
+    "name",
+    "type",
+    "text",
+    "history",
+    "images",
+    "reasoning_content",
+)
+BYTES = (
+    b"\xff\xff\xff\x7f",
+    b"\0\0\0\0",
+    b"\xff\xff\xff\xff",
+    b"\0\0\0\x80",
+    b"\xff" * 7 + b"\x7f",
+    b"\0" * 8,
+)
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "EPS", "PPM")
-PATHS = ("../a.png", "/etc/hostname", "/dev/zero", "a\0b", "pipe.png", "", "x" * 5000, "a.png", ".", "http://host/a")
+PATHS = (
+    "../a.png",
+    "/etc/hostname",
+    "/dev/zero",
+    "a\0b",
+    "pipe.png",
+    "",
+    "x" * 5000,
+    "a.png",
+    ".",
+    "http://host/a",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +240,8 @@ class FileReader:
         tokenizer.chat_template = CHATML
         self._tokenizer = str(folder / "tokenizer")
         tokenizer.save_pretrained(self._tokenizer)
-        AutoTokenizer.from_pretrained(self._tokenizer)  # its import takes long, and each child would repeat it
+        # its import takes long, and each child would repeat it
+        AutoTokenizer.from_pretrained(self._tokenizer)
         self._model = seeing("idefics3")
 
     def read(self, file: File) -> tuple[str, str]:
@@ -171,7 +250,11 @@ class FileReader:
         folder = self._folder / f"{file.kind}-{file.number}"
         folder.mkdir()
         try:
-            return self._read_image(folder, chance) if file.kind == "image" else self._read(folder, file.kind, chance)
+            return (
+                self._read_image(folder, chance)
+                if file.kind == "image"
+                else self._read(folder, file.kind, chance)
+            )
         except (AutotuneError, BadPicture) as error:
             return ("error", str(error)) if str(error) else ("unexpected", repr(error))
 
@@ -180,12 +263,16 @@ class FileReader:
         path.write_bytes(_rows_file(kind, chance))
         for tokenizer in (None, self._tokenizer):
             with contextlib.redirect_stderr(io.StringIO()):
-                assert dataset_lengths(path, tokenizer, loss_on=chance.choice((None, "all"))).mean >= 1
+                assert (
+                    dataset_lengths(path, tokenizer, loss_on=chance.choice((None, "all"))).mean >= 1
+                )
         return "answer", form_of(path, None)
 
     def _read_image(self, folder: Path, chance: random.Random) -> tuple[str, str]:
         content = io.BytesIO()
-        Image.new("RGB", (chance.randint(1, 90), chance.randint(1, 90)), "red").save(content, chance.choice(FORMATS))
+        Image.new("RGB", (chance.randint(1, 90), chance.randint(1, 90)), "red").save(
+            content, chance.choice(FORMATS)
+        )
         (folder / "a.png").write_bytes(
             content.getvalue() if chance.random() < 0.2 else damaged(content.getvalue(), chance)
         )
@@ -197,7 +284,9 @@ class FileReader:
         problems = []
         for read in (
             lambda: image_lengths(
-                folder / "rows.jsonl", None, lambda width, height: picture_of(self._model, width, height)
+                folder / "rows.jsonl",
+                None,
+                lambda width, height: picture_of(self._model, width, height),
             ),
             lambda: read_picture(name, folder),
         ):
@@ -215,7 +304,9 @@ def _rows_file(kind: str, chance: random.Random) -> bytes:
         return damaged(_table_file(kind, rows, chance), chance)
     rows = [damaged_row(row, chance) if chance.random() < 0.7 else row for row in rows]
     if kind == "csv":
-        lines = [",".join(map(str, row)) for row in rows[:1]] + [",".join(map(repr, row.values())) for row in rows]
+        lines = [",".join(map(str, row)) for row in rows[:1]] + [
+            ",".join(map(repr, row.values())) for row in rows
+        ]
         content = "\n".join(lines).encode(errors="surrogatepass")
     elif kind == "json":
         content = json.dumps(rows).encode()
@@ -232,7 +323,9 @@ def _table_file(kind: str, rows: list[dict[str, Any]], chance: random.Random) ->
     table = table.append_column("kind", pyarrow.array(["a"] * len(table)).dictionary_encode())
     content = io.BytesIO()
     if kind == "parquet":
-        pyarrow.parquet.write_table(table, content, compression=chance.choice(("zstd", "snappy", "none")))
+        pyarrow.parquet.write_table(
+            table, content, compression=chance.choice(("zstd", "snappy", "none"))
+        )
         return content.getvalue()
     make = pyarrow.ipc.new_stream if chance.random() < 0.5 else pyarrow.ipc.new_file
     options = pyarrow.ipc.IpcWriteOptions(compression=chance.choice((None, None, "zstd")))
@@ -293,14 +386,65 @@ def _places(holder: Any) -> Any:
 SAFE_WORDS = tuple(word for word in WORDS if not word.startswith(("/", "~root", "postgresql:")))
 ARGUMENTS = (
     *SAFE_WORDS,
-    *("demo-3m", "h200", "a10,h200", "lora", "trl", "1", "0", "-1", "2", "8", "1000", "0.5", "5m", "json", "table"),
-    *("rows.jsonl", "spec.yaml", "x.html", "folder", "in-the-way/x", "x", "sqlite:///x.db", "sqlite:///x.db?timeout=z"),
-    *("postgresql+psycopg://me:word@localhost:abc/db", "postgresql+psycopg://me:word@localhost:99999/db", "a=1"),
-    *("micro_batch_size=2", "method=full", "seq_len=64", "99999999999999999999", "1e5", "٣", "1,2,4", "2026-01-01"),
+    *(
+        "demo-3m",
+        "h200",
+        "a10,h200",
+        "lora",
+        "trl",
+        "1",
+        "0",
+        "-1",
+        "2",
+        "8",
+        "1000",
+        "0.5",
+        "5m",
+        "json",
+        "table",
+    ),
+    *(
+        "rows.jsonl",
+        "spec.yaml",
+        "x.html",
+        "folder",
+        "in-the-way/x",
+        "x",
+        "sqlite:///x.db",
+        "sqlite:///x.db?timeout=z",
+    ),
+    *(
+        "postgresql+psycopg://me:word@localhost:abc/db",
+        "postgresql+psycopg://me:word@localhost:99999/db",
+        "a=1",
+    ),
+    *(
+        "micro_batch_size=2",
+        "method=full",
+        "seq_len=64",
+        "99999999999999999999",
+        "1e5",
+        "٣",
+        "1,2,4",
+        "2026-01-01",
+    ),
 )
-# These start real work: probes, training, servers, or tests of the machine. Here they only parse their options.
-WORKING = {"run", "doctor", "calibrate", "longest", "dev", "explain", "learn", "train", "verify", "resume"}
-HERE = {"--gpu": "a10", "--model": "demo-3m"}  # a GPU that the machine lacks ends a working command at once
+# These start real work: probes, training, servers, or tests of the machine. Here they only parse
+# their options.
+WORKING = {
+    "run",
+    "doctor",
+    "calibrate",
+    "longest",
+    "dev",
+    "explain",
+    "learn",
+    "train",
+    "verify",
+    "resume",
+}
+# a GPU that the machine lacks ends a working command at once
+HERE = {"--gpu": "a10", "--model": "demo-3m"}
 LEFT_OUT = {*HERE, "--live"}  # the last one asks a server
 
 
@@ -322,7 +466,9 @@ def _command_line(parameters: dict[str, list[Any]], chance: random.Random) -> li
         words += ["--no-such-option"] if name in ("dev", "doctor") else []
         words += [part for pair in HERE.items() for part in pair if name in ("run", "calibrate")]
         words += ["--gpu", "no-such-gpu", "--model", "demo-3m"] if name == "longest" else []
-    for parameter in chance.sample(parameters[name], min(len(parameters[name]), chance.randint(0, 5))):
+    for parameter in chance.sample(
+        parameters[name], min(len(parameters[name]), chance.randint(0, 5))
+    ):
         options = [one for one in parameter.opts if one.startswith("-") and one not in LEFT_OUT]
         if parameter.param_type_name == "argument":
             words.append(chance.choice(ARGUMENTS))
@@ -336,7 +482,8 @@ def _command_line(parameters: dict[str, list[Any]], chance: random.Random) -> li
 
 
 def enter(root: Path) -> dict[str, str]:
-    """Enter a folder with the files that some command lines name, and return the variables of a stranger.
+    """Enter a folder with the files that some command lines name, and return the variables of a
+    stranger.
 
     It is so deep that `../../x` stays below `root`.
     """
@@ -348,7 +495,11 @@ def enter(root: Path) -> dict[str, str]:
     (folder / "folder").mkdir()
     os.chdir(folder)
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "AUTOTUNE_DATABASE_WAIT": "0"}
-    return offline | {"HOME": str(root), "XDG_CACHE_HOME": str(root / "cache"), "AUTOTUNE_STORAGE": "sqlite:///a.db"}
+    return offline | {
+        "HOME": str(root),
+        "XDG_CACHE_HOME": str(root / "cache"),
+        "AUTOTUNE_STORAGE": "sqlite:///a.db",
+    }
 
 
 def run_command(words: list[str]) -> tuple[str, str]:

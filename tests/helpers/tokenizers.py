@@ -4,9 +4,19 @@ import random
 from pathlib import Path
 from typing import Any
 
-WORDS = "the model answers a question about weather in Paris and then another one with numbers 12 34 user assistant"
+WORDS = (
+    "the model answers a question about weather in Paris and then another one with numbers 12"
+    " 34 user assistant"
+)
 SPECIAL = (
-    *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>"),
+    *(
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+        "<start_of_turn>",
+    ),
     *(
         "<end_of_turn>",
         "<|system|>",
@@ -21,7 +31,8 @@ SPECIAL = (
 )
 # Jinja as in the models' own templates.
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n"
+    "' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
@@ -30,7 +41,9 @@ def template(name: str) -> str:
     """A chat template that TRL ships: llama3, qwen3, gemma and others."""
     import trl
 
-    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(
+        encoding="utf-8"
+    )
 
 
 def byte_level(chat_template: str | None = None, eos: str = "</s>") -> Any:

@@ -1,4 +1,6 @@
-"""`autotune calibrate` on the CPU of this machine: what it keeps, what a plan makes of it, and what Ctrl-C leaves."""
+"""`autotune calibrate` on the CPU of this machine: what it keeps, what a plan makes of it, and what
+Ctrl-C leaves.
+"""
 
 import json
 import os
@@ -58,25 +60,46 @@ def test_what_was_measured_is_kept_and_copied(folder: Path) -> None:
 
 
 def test_a_plan_for_a_gpu_takes_the_host_of_the_file(folder: Path) -> None:
-    small = ("--model", "mistral-7b", "--gpu", "a10", "--seq-len", "64", "--set", "micro_batch_size=1", "--json")
+    small = (
+        "--model",
+        "mistral-7b",
+        "--gpu",
+        "a10",
+        "--seq-len",
+        "64",
+        "--set",
+        "micro_batch_size=1",
+        "--json",
+    )
     plain = json.loads(output(folder, "plan", *small))
     given = json.loads(output(folder, "plan", *small, "--calibration", "copy.json"))
-    assert plain["calibrated"] is None and given["calibrated"].startswith("host calibrated by copy.json, 20")
+    assert plain["calibrated"] is None and given["calibrated"].startswith(
+        "host calibrated by copy.json, 20"
+    )
     assert given["baseline"]["tokens_per_s"] != plain["baseline"]["tokens_per_s"]
     assert given["baseline"]["peak_reserved_gib"] == plain["baseline"]["peak_reserved_gib"]
 
 
-def test_doctor_shows_it_or_how_to_make_it(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_shows_it_or_how_to_make_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("autotune.core.nvml.list_gpus", list)
     monkeypatch.setattr("autotune.planning.slow_parts.num_cores", lambda: 1.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     none, *slow = _calibration()
     assert (none.name, none.ok, none.found) == ("calibration", None, "none")
-    assert none.remedy and none.remedy.startswith("`autotune calibrate --gpu cpu` measures this machine")
-    assert [check.ok for check in slow] == [None] * len(slow) and "1 processors, below 4" in slow[0].found
+    assert none.remedy and none.remedy.startswith(
+        "`autotune calibrate --gpu cpu` measures this machine"
+    )
+    assert [check.ok for check in slow] == [None] * len(slow) and "1 processors, below 4" in slow[
+        0
+    ].found
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     shown = {check.name: check for check in _calibration()}
-    assert "calibrated on this machine, 20" in shown["calibrated device"].found and shown["calibrated device"].ok
+    assert (
+        "calibrated on this machine, 20" in shown["calibrated device"].found
+        and shown["calibrated device"].ok
+    )
     assert "ms to issue a layer" in shown["calibrated host"].found and "slow: cores" in shown
 
 

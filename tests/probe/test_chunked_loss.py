@@ -1,4 +1,6 @@
-"""Cross-entropy in chunks of tokens: the same loss and gradients in less memory, probed and exported."""
+"""Cross-entropy in chunks of tokens: the same loss and gradients in less memory, probed and
+exported.
+"""
 
 import json
 import subprocess
@@ -28,8 +30,12 @@ SMALL = TINY | {"num_hidden_layers": 2}
 UNCAPPED = {"model_type": "gemma2", "final_logit_softcapping": None}
 
 
-@pytest.mark.parametrize("more", [*({"model_type": family} for family in kept_factors("eager")), UNCAPPED], ids=str)
-def test_a_plan_knows_of_a_family_what_the_worker_says(prober: WorkerProber, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "more", [*({"model_type": family} for family in kept_factors("eager")), UNCAPPED], ids=str
+)
+def test_a_plan_knows_of_a_family_what_the_worker_says(
+    prober: WorkerProber, more: dict[str, Any]
+) -> None:
     model = SMALL | {"head_dim": 16} | more
     shape, known = prober.describe(model), known_shape(ModelSpec(name="small", config=model))
     assert shape is not None and known is not None
@@ -77,12 +83,15 @@ IN_GATE = {("lora", "fp32"), ("saved", "bf16_mixed"), ("full", "bf16_pure")}
         for row in product(TRAINED, ("fp32", "bf16_mixed", "bf16_pure"))
     ],
 )
-def test_a_probe_learns_the_same_in_the_same_precision(prober: WorkerProber, trained: str, precision: str) -> None:
+def test_a_probe_learns_the_same_in_the_same_precision(
+    prober: WorkerProber, trained: str, precision: str
+) -> None:
     """Under autocast the head computes in bf16: in fp32 the first loss would be another."""
     knobs = TRAINED[trained] | {"precision": precision, "micro_batch_size": 8}
     whole, chunked = (measured(prober, loss, **knobs) for loss in ("full", "chunked"))
     assert chunked.loss_first == pytest.approx(whole.loss_first, rel=1e-6)
-    assert chunked.losses[:2] == pytest.approx(whole.losses[:2], rel=1e-4)  # how many there are hangs on their time
+    # how many there are hangs on their time
+    assert chunked.losses[:2] == pytest.approx(whole.losses[:2], rel=1e-4)
 
 
 def test_the_exported_script_learns_the_same(tmp_path: Path) -> None:
@@ -90,14 +99,28 @@ def test_the_exported_script_learns_the_same(tmp_path: Path) -> None:
     assert known is not None
     for loss in ("full", "chunked"):
         config = TrainConfig(
-            micro_batch_size=8, seq_len=256, precision="fp32", checkpointing="none", loss=loss, modules_to_save="head"
+            micro_batch_size=8,
+            seq_len=256,
+            precision="fp32",
+            checkpointing="none",
+            loss=loss,
+            modules_to_save="head",
         )
         workload = Workload(examples=32, lengths=Lengths.constant(256), global_batch=16)
         made = replace(known, winner=replace(known.winner, config=config), workload=workload)
         files = export_all(replace(made, model=resolve_model("demo-3m")), ["train"])
         folder = write(files, tmp_path / loss)
         ended = subprocess.run(
-            [sys.executable, "train.py", "--random-weights", "--max-steps", "2", "--held-out", "4", "256"],
+            [
+                sys.executable,
+                "train.py",
+                "--random-weights",
+                "--max-steps",
+                "2",
+                "--held-out",
+                "4",
+                "256",
+            ],
             cwd=folder,
             capture_output=True,
             text=True,

@@ -64,16 +64,22 @@ def request(
 
 
 def serve(*requests: ProbeRequest) -> list[tuple[int, list[float]]]:
-    """By request: how many graphs were compiled until then, and the losses of the first three steps."""
+    """By request: how many graphs were compiled until then, and the losses of the first three
+    steps.
+    """
     asked = json.dumps([to_data(one) for one in requests])
-    done = subprocess.run([sys.executable, "-c", SERVE, asked], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SERVE, asked], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     reported = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     return [(graphs, losses) for graphs, *losses in reported]
 
 
 def test_layers_are_compiled_once_for_all_depths_and_for_whoever_comes_back() -> None:
-    """The first layer is no other than the rest, and another micro batch leaves the code of the one before alone."""
+    """The first layer is no other than the rest, and another micro batch leaves the code of the one
+    before alone.
+    """
     asked = [(2, 2), (2, 4), (3, 2), (2, None), (2, 2)]
     served = serve(*(request(compile, *one) for compile in ("none", "per_layer") for one in asked))
     plain, compiled = served[: len(asked)], served[len(asked) :]
@@ -85,13 +91,24 @@ def test_layers_are_compiled_once_for_all_depths_and_for_whoever_comes_back() ->
 
 
 def test_joined_adapters_have_code_of_their_own_for_all_depths_and_leave_nothing_behind() -> None:
-    asked = [("peft", 2), ("joined", 2), ("joined", None), ("peft", None), ("peft", 2), ("joined", 2)]
-    served = serve(*(request("per_layer", 2, depth, "none", "bf16_mixed", kernels) for kernels, depth in asked))
+    asked = [
+        ("peft", 2),
+        ("joined", 2),
+        ("joined", None),
+        ("peft", None),
+        ("peft", 2),
+        ("joined", 2),
+    ]
+    served = serve(
+        *(request("per_layer", 2, depth, "none", "bf16_mixed", kernels) for kernels, depth in asked)
+    )
     assert [graphs for graphs, _ in served] == [1, 2, 2, 2, 2, 2]
     by_case = dict(zip(asked, (losses[:2] for _, losses in served), strict=True))
     for depth in (2, None):
         assert by_case["joined", depth] == pytest.approx(by_case["peft", depth], rel=1e-3)
-    assert served[4][1][:2] == pytest.approx(served[0][1][:2]) and served[5][1][:2] == pytest.approx(served[1][1][:2])
+    assert served[4][1][:2] == pytest.approx(served[0][1][:2]) and served[5][1][
+        :2
+    ] == pytest.approx(served[1][1][:2])
 
 
 def test_each_budget_of_activations_has_code_of_its_own_and_trains_the_same() -> None:
@@ -110,8 +127,10 @@ from autotune.trainer.lean_trainer import compile_layers
 from autotune.trainer.model_builder import decoder_layers, require_input_gradients
 
 torch.manual_seed(0)
-shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-base = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, vocab_size=100, use_cache=False, **shape))
+shape = {"hidden_size": 64, "intermediate_size": 128}
+heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+config = LlamaConfig(num_hidden_layers=1, vocab_size=100, use_cache=False, **shape, **heads)
+base = LlamaForCausalLM(config)
 model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear"))
 adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 for parameter in adapters:
@@ -122,10 +141,13 @@ for budget in (None, 1.0, 0.8, 0.5, 0.3):
     if budget is not None:
         compile_layers(decoder_layers(model), budget)
     kept = []
+    def keep(tensor):
+        kept.append(tensor)
+        return tensor
     for _ in range(2):  # compiled in the first
         model.zero_grad()
         kept.clear()
-        with torch.autograd.graph.saved_tensors_hooks(lambda one: (kept.append(one), one)[1], lambda one: one):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -137,7 +159,9 @@ for budget in (None, 1.0, 0.8, 0.5, 0.3):
 
 
 def test_a_smaller_budget_keeps_less_and_gradients_stay_the_same() -> None:
-    done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     sizes = [size for size, *_ in rows]

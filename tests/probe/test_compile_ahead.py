@@ -1,4 +1,6 @@
-"""A real process compiles ahead: the worker finds the code, and whatever becomes of the process, probes go on."""
+"""A real process compiles ahead: the worker finds the code, and whatever becomes of the process,
+probes go on.
+"""
 
 import os
 import shutil
@@ -25,7 +27,12 @@ MODEL = TINY | {"model_type": "llama", "num_hidden_layers": 4}
 
 
 def asked(micro_batch_size: int, compile: str = "per_layer") -> ProbeRequest:
-    knobs = {"micro_batch_size": micro_batch_size, "seq_len": 32, "lora_rank": 8, "compile": compile}
+    knobs = {
+        "micro_batch_size": micro_batch_size,
+        "seq_len": 32,
+        "lora_rank": 8,
+        "compile": compile,
+    }
     return replace(request(model=MODEL, **knobs), depth=2)
 
 
@@ -55,7 +62,9 @@ def test_what_was_compiled_ahead_is_there_for_the_probe(prober: WorkerProber) ->
     prober.ahead.want({"three": asked(3), "two": asked(2)})
     deadline = time.monotonic() + 600
     while "two" not in prober.ahead.compile_seconds():
-        assert alive(pid(prober)) and time.monotonic() < deadline, (prober.logs / "ahead-0.log").read_text()
+        assert alive(pid(prober)) and time.monotonic() < deadline, (
+            prober.logs / "ahead-0.log"
+        ).read_text()
         time.sleep(0.1)
     assert prober.ahead.compile_seconds().keys() == prober.ahead.claimed_keys() == {"three", "two"}
     warm = probed(prober, asked(3)).seconds

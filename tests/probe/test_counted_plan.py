@@ -1,4 +1,6 @@
-"""`autotune plan` and `check` answer for families without a formula: a dry probe counts their memory and work."""
+"""`autotune plan` and `check` answer for families without a formula: a dry probe counts their
+memory and work.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +32,16 @@ def prober(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         yield one
 
 
-def test_a_family_without_a_formula_has_a_counted_baseline(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_family_without_a_formula_has_a_counted_baseline(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     spec = make_spec(None, {"model": "gpt2", "gpu": "a10"})
     made = plan(spec, device=resolve_device("a10"), counted=True)
-    assert made.best is made.baseline and made.reason == ONLY_BASELINE and made.baseline.interval is not None
+    assert (
+        made.best is made.baseline
+        and made.reason == ONLY_BASELINE
+        and made.baseline.interval is not None
+    )
     low, high = made.baseline.interval
     assert 0 < low < (made.baseline.tokens_per_s or 0.0) < high
     assert made.baseline.state == FITS and made.baseline.memory is not None
@@ -41,25 +49,43 @@ def test_a_family_without_a_formula_has_a_counted_baseline(capsys: pytest.Captur
     assert made.baseline.memory.weights == pytest.approx(124.4e6 * 2 / 2**30, rel=0.02)
     print_plan(made)
     printed = capsys.readouterr().out
-    assert "memory by counting a training step without a GPU" in printed and "by a formula" not in printed
-    assert f"     why  {ONLY_BASELINE}" in printed and "    best  " not in printed and "useful tokens/s" in printed
+    assert (
+        "memory by counting a training step without a GPU" in printed
+        and "by a formula" not in printed
+    )
+    assert (
+        f"     why  {ONLY_BASELINE}" in printed
+        and "    best  " not in printed
+        and "useful tokens/s" in printed
+    )
     with pytest.raises(UsageError, match=r"there is no formula for gpt2 models$"):
         plan(spec, device=resolve_device("a10"))
 
 
-def test_where_the_baseline_does_not_fit_the_leanest_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    """Full fine-tuning under autocast holds 16 bytes a parameter, which 2 GiB have no room for beside the logits."""
+def test_where_the_baseline_does_not_fit_the_leanest_is_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Full fine-tuning under autocast holds 16 bytes a parameter, which 2 GiB have no room for
+    beside the logits.
+    """
     spec = make_spec(None, {"model": "gpt2", "gpu": "a10", "space": "full", "memory_gib": 3.0})
     made = plan(spec, device=resolve_device("a10"), counted=True)
     assert made.baseline.state == OOM and made.best is not None and made.best.tokens_per_s
-    assert made.reason.endswith(ONLY_LEANEST) and made.best.need_gib < made.limit_gib < made.baseline.need_gib
+    assert (
+        made.reason.endswith(ONLY_LEANEST)
+        and made.best.need_gib < made.limit_gib < made.baseline.need_gib
+    )
     print_plan(made)
     printed = capsys.readouterr().out
     assert f"{ONLY_LEANEST}\n" in printed and f"    best  {made.best.config.label()}" in printed
 
 
-def test_flash_attention_that_sees_no_mask_is_counted_as_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its package is seldom installed where nothing is trained; the leanest configuration of a space has it."""
+def test_flash_attention_that_sees_no_mask_is_counted_as_torchs_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its package is seldom installed where nothing is trained; the leanest configuration of a
+    space has it.
+    """
     asked: list[ProbeRequest] = []
 
     class Prober:
@@ -70,23 +96,34 @@ def test_flash_attention_that_sees_no_mask_is_counted_as_torchs_own(monkeypatch:
     monkeypatch.setattr(counted_memory, "_prober", Prober)
     config = TrainConfig(attention="flash_attention_2", padding="longest", micro_batch_size=4)
     masked = replace(config, padding="masked")
-    packed = replace(config, packing=True)  # its examples are kept apart by their lengths, without a mask
+    # its examples are kept apart by their lengths, without a mask
+    packed = replace(config, packing=True)
     alone = replace(packed, attention="sdpa", packed_attention="varlen")
     for one in (config, masked, packed, alone):
         assert memory_of(resolve_model("gpt2"), one, 2, count=counted_memory.count) is None
     whole = replace(config, attention="sdpa", padding="max_length")
-    assert [request.config for request in asked] == [replace(config, attention="sdpa"), masked, whole, whole]
+    assert [request.config for request in asked] == [
+        replace(config, attention="sdpa"),
+        masked,
+        whole,
+        whole,
+    ]
     # Such rows attend to less than whole ones, so that the time is not known.
     for one in (packed, alone):
-        step_time = step_time_of(resolve_model("gpt2"), one, 2, MEASURED_HOST, count=counted_memory.count)
+        step_time = step_time_of(
+            resolve_model("gpt2"), one, 2, MEASURED_HOST, count=counted_memory.count
+        )
         assert step_time is None and len(asked) == 4
 
 
 def test_a_run_of_another_tool_is_judged_by_a_count(tmp_path: Path) -> None:
-    """124 million parameters in bf16, and 2.4 million of adapters in fp32; float32 takes twice as much at least."""
+    """124 million parameters in bf16, and 2.4 million of adapters in fp32; float32 takes twice as
+    much at least.
+    """
     file = tmp_path / "run.yaml"
     file.write_text(
-        "model_name_or_path: gpt2\ndataset_name: d\nmax_length: 512\nper_device_train_batch_size: 2\n"
+        "model_name_or_path: gpt2\ndataset_name: d\nmax_length: 512\n"
+        "per_device_train_batch_size: 2\n"
         "use_peft: true\nlora_r: 16\ndtype: bfloat16\nbf16: true\n"
     )
     found = check(file, {"gpu": "a10"}).checked

@@ -1,4 +1,6 @@
-"""A dry probe counts what a step holds: to the byte what it holds on a CPU, and what an H200 was measured to hold."""
+"""A dry probe counts what a step holds: to the byte what it holds on a CPU, and what an H200 was
+measured to hold.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -31,7 +33,12 @@ from autotune.dry.counting import (
 from autotune.dry.meta_device import simulate_cuda
 from autotune.dry.prober import DryProber
 from autotune.dry.storage_counter import StorageCounter, blocks
-from autotune.prediction.memory_formula import evaluation_moments, kept_bytes, live_logits, memory_breakdown
+from autotune.prediction.memory_formula import (
+    evaluation_moments,
+    kept_bytes,
+    live_logits,
+    memory_breakdown,
+)
 from autotune.probe.accounting import trained_parameters
 from autotune.probe.model_settings import model_settings
 from autotune.trainer.float8 import Float8Linear
@@ -40,16 +47,24 @@ from tests.helpers.factories import TINY
 
 pytestmark = [
     pytest.mark.probe,
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT 0.21 asks it
-    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),  # of GPT-2's Conv1D
+    # PEFT 0.21 asks it
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    # of GPT-2's Conv1D
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),
     pytest.mark.filterwarnings(
         "ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"
     ),  # experts, which are wrapped
 ]
 
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
-EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-# A few families that differ in kind: dense, mixtures, hybrid, state-space, learned positions, Conv1D.
+EXPERTS = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+# A few families that differ in kind: dense, mixtures, hybrid, state-space, learned positions,
+# Conv1D.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -63,7 +78,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": EXPERTS | {"head_dim": 16},
 }
 EAGER = {"gpt_oss", "mamba2"}
-CHANGES_LOGITS = {"mamba2", "falcon_h1"}  # cast or scaled after the head, which chunks of the loss cannot follow
+# cast or scaled after the head, which chunks of the loss cannot follow
+CHANGES_LOGITS = {"mamba2", "falcon_h1"}
 
 
 MISTRAL_COMPILED = {
@@ -108,23 +124,38 @@ def counted_on(device: str, wanted: ProbeRequest) -> DryCount:
 def test_the_count_is_that_of_the_same_step_on_a_cpu(family: str, knobs: dict[str, Any]) -> None:
     wanted = request(family, attention="eager", **knobs)
     # A CPU keeps factors instead of CUDA's masks.
-    without_dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0) if family == "gpt2" else {}
+    without_dropout = (
+        dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0) if family == "gpt2" else {}
+    )
     wanted = replace(wanted, model=wanted.model | without_dropout)
     dry, real = counted_on("meta", wanted), counted_on("cpu", wanted)
     # The gradients of norms on a CPU take temporary tensors that CUDA does not.
     allowed = 4096 / 2**30 if knobs["precision"] == "bf16_pure" else 0.0
     assert dry.segment_peak_gib == pytest.approx(real.segment_peak_gib, abs=allowed, rel=0)
-    for name in ("model_gib", "adapters_gib", "gradients_gib", "optimizer_gib", "trainable_params", "flops"):
+    for name in (
+        "model_gib",
+        "adapters_gib",
+        "gradients_gib",
+        "optimizer_gib",
+        "trainable_params",
+        "flops",
+    ):
         assert getattr(dry, name) == getattr(real, name), name
 
 
 PADDED = {"padding": "masked", "micro_batch_size": 4, "seq_len": 4096, "quantization": "nf4"}
-# GiB that real probes of two layers held on an H200 (`benchmarks/data/depth_h200.jsonl`, and a study on padded rows).
+# GiB that real probes of two layers held on an H200 (`benchmarks/data/depth_h200.jsonl`, and a
+# study on padded rows).
 MEASURED: list[tuple[str, dict[str, Any], dict[str, float]]] = [
     (
         "mistral-7b",
         {"micro_batch_size": 1, "seq_len": 512, "checkpointing": "none"},
-        {"forward": 1.786798, "backward": 1.813772, "backward_layers": 1.665332, "optimizer": 1.414133},
+        {
+            "forward": 1.786798,
+            "backward": 1.813772,
+            "backward_layers": 1.665332,
+            "optimizer": 1.414133,
+        },
     ),
     (
         "mistral-7b",
@@ -167,8 +198,18 @@ MEASURED: list[tuple[str, dict[str, Any], dict[str, float]]] = [
     ),
     (
         "phi-3-mini",
-        {"micro_batch_size": 2, "quantization": "nf4", "double_quant": True, "checkpointing": "none"},
-        {"forward": 1.744131, "backward": 1.854604, "backward_layers": 1.237897, "optimizer": 0.561815},
+        {
+            "micro_batch_size": 2,
+            "quantization": "nf4",
+            "double_quant": True,
+            "checkpointing": "none",
+        },
+        {
+            "forward": 1.744131,
+            "backward": 1.854604,
+            "backward_layers": 1.237897,
+            "optimizer": 0.561815,
+        },
     ),
     (
         "mixtral-8x7b",
@@ -233,7 +274,9 @@ def test_the_count_is_what_an_h200_was_measured_to_hold(
     model: str, knobs: dict[str, Any], measured: dict[str, float]
 ) -> None:
     config = TrainConfig(**({"seq_len": 1024} | knobs))
-    dry = dry_probe(ProbeRequest(config=config, model=resolve_model(model).config, memory_gib=100.0, depth=2))
+    dry = dry_probe(
+        ProbeRequest(config=config, model=resolve_model(model).config, memory_gib=100.0, depth=2)
+    )
     assert undivided(dry) == pytest.approx(measured, rel=1e-4)
     assert dry.peak_allocated_gib == pytest.approx(max(measured.values()), rel=1e-4)
 
@@ -267,23 +310,44 @@ def test_every_kind_of_model_is_counted(family: str, knobs: dict[str, Any]) -> N
 
 def test_what_a_compiled_layer_keeps_is_what_an_h200_was_measured_to_hold() -> None:
     config = TrainConfig(
-        micro_batch_size=4, seq_len=1024, precision="bf16_pure", checkpointing="full", compile="per_layer"
+        micro_batch_size=4,
+        seq_len=1024,
+        precision="bf16_pure",
+        checkpointing="full",
+        compile="per_layer",
     )
-    dry = dry_probe(ProbeRequest(config=config, model=resolve_model("mistral-7b").config, memory_gib=100.0, depth=2))
+    dry = dry_probe(
+        ProbeRequest(
+            config=config, model=resolve_model("mistral-7b").config, memory_gib=100.0, depth=2
+        )
+    )
     gib = dry.segment_peak_gib
     # Inductor orders and reuses the temporary tensors of a layer's backward pass in its own way.
-    assert gib.pop("backward_layers") == pytest.approx(MISTRAL_COMPILED.pop("backward_layers"), rel=0.02)
+    assert gib.pop("backward_layers") == pytest.approx(
+        MISTRAL_COMPILED.pop("backward_layers"), rel=0.02
+    )
     gib["forward"] = max(gib["forward"], gib.pop("forward_head"))
     assert gib == pytest.approx(MISTRAL_COMPILED, rel=1e-4)
 
 
 def test_a_layer_keeps_what_its_budget_lets_it() -> None:
-    """KiB that a layer of Mistral 7B keeps of each token, beside trillions of operations of a micro batch of 1,024."""
+    """KiB that a layer of Mistral 7B keeps of each token, beside trillions of operations of a micro
+    batch of 1,024.
+    """
     model = resolve_model("mistral-7b").config
     kept, flops = {}, {}
     for value in ("none", "selective_80", "selective_50", "selective_30"):
-        config = TrainConfig(micro_batch_size=1, seq_len=1024, checkpointing=value, compile="per_layer", loss="chunked")
-        one, two = (dry_probe(ProbeRequest(config=config, model=model, memory_gib=80.0, depth=n)) for n in (1, 2))
+        config = TrainConfig(
+            micro_batch_size=1,
+            seq_len=1024,
+            checkpointing=value,
+            compile="per_layer",
+            loss="chunked",
+        )
+        one, two = (
+            dry_probe(ProbeRequest(config=config, model=model, memory_gib=80.0, depth=n))
+            for n in (1, 2)
+        )
         weights = sum(
             getattr(two, name) - getattr(one, name)
             for name in ("model_gib", "adapters_gib", "gradients_gib", "optimizer_gib")
@@ -313,22 +377,39 @@ def test_a_single_micro_batch_has_no_gradients_in_its_forward_pass() -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused", "adafactor"])
 def test_an_optimizer_in_the_backward_pass_frees_each_gradient(optimizer: str) -> None:
-    """The count is that of the same step on a CPU. The state is that of an optimizer at the end of the step."""
+    """The count is that of the same step on a CPU.
+
+    The state is that of an optimizer at the end of the step.
+    """
     knobs = {"method": "full", "precision": "fp32", "attention": "eager", "optimizer": optimizer}
     at_end = replace(request("llama", checkpointing="full", **knobs), micro_steps=1)
     inside = replace(at_end, config=replace(at_end.config, optimizer_in_backward=True))
-    dry, real, whole = counted_on("meta", inside), counted_on("cpu", inside), counted_on("meta", at_end)
-    numbers_of_steps = 21 * 512 / 2**30 if optimizer == "adamw_torch" else 0.0  # torch has them on the CPU
-    assert dry.segment_peak_gib == pytest.approx(real.segment_peak_gib, rel=1e-9, abs=numbers_of_steps)
+    dry, real, whole = (
+        counted_on("meta", inside),
+        counted_on("cpu", inside),
+        counted_on("meta", at_end),
+    )
+    # torch has them on the CPU
+    numbers_of_steps = 21 * 512 / 2**30 if optimizer == "adamw_torch" else 0.0
+    assert dry.segment_peak_gib == pytest.approx(
+        real.segment_peak_gib, rel=1e-9, abs=numbers_of_steps
+    )
     assert dry.optimizer_gib == whole.optimizer_gib
-    assert dry.gradients_gib * 2**30 == 128 * 32 * 4 < whole.gradients_gib * 2**30  # the embedding's
+    # the embedding's
+    assert dry.gradients_gib * 2**30 == 128 * 32 * 4 < whole.gradients_gib * 2**30
     assert dry.peak_allocated_gib < whole.peak_allocated_gib
-    assert "optimizer" not in dry.segment_peak_gib or dry.segment_peak_gib["optimizer"] < dry.peak_allocated_gib
+    assert (
+        "optimizer" not in dry.segment_peak_gib
+        or dry.segment_peak_gib["optimizer"] < dry.peak_allocated_gib
+    )
 
 
 @pytest.mark.parametrize(("size", "is_hidden"), [(1, False), (2, True)])
 def test_padded_rows_have_a_mask_unless_each_is_alone(size: int, is_hidden: bool) -> None:
-    """512 x 512 of it for each row, of a byte at least. A row alone has no padding, and models leave out its mask."""
+    """512 x 512 of it for each row, of a byte at least.
+
+    A row alone has no padding, and models leave out its mask.
+    """
     plain, masked = (
         dry_probe(request("llama", seq_len=512, micro_batch_size=size, padding=padding))
         for padding in ("longest", "masked")
@@ -340,7 +421,9 @@ def test_padded_rows_have_a_mask_unless_each_is_alone(size: int, is_hidden: bool
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_kind_of_model_is_counted_with_padding(family: str) -> None:
     knobs = {"method": "full", "precision": "bf16_pure", "checkpointing": "none"}
-    plain, masked = (dry_probe(request(family, padding=padding, **knobs)) for padding in ("longest", "masked"))
+    plain, masked = (
+        dry_probe(request(family, padding=padding, **knobs)) for padding in ("longest", "masked")
+    )
     assert masked.peak_allocated_gib >= plain.peak_allocated_gib
 
 
@@ -350,10 +433,14 @@ def whole_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DryProber
         yield prober
 
 
-# Rows, length, checkpointing and micro steps. These pairs have both values of each; the others are a wide grid.
+# Rows, length, checkpointing and micro steps. These pairs have both values of each; the others are
+# a wide grid.
 CORNERS = [(1, 512, "none", 1), (16, 512, "full", 2), (1, 2048, "full", 2), (16, 2048, "none", 1)]
 GRID = itertools.product((1, 16), (512, 2048), ("none", "full"), (1, 2))
-STEPS = [*CORNERS, *(pytest.param(step, marks=pytest.mark.families) for step in GRID if step not in CORNERS)]
+STEPS = [
+    *CORNERS,
+    *(pytest.param(step, marks=pytest.mark.families) for step in GRID if step not in CORNERS),
+]
 
 
 @pytest.mark.parametrize("step", STEPS, ids=str)
@@ -363,7 +450,9 @@ STEPS = [*CORNERS, *(pytest.param(step, marks=pytest.mark.families) for step in 
 def test_a_full_fine_tuning_has_the_peak_of_its_formula(
     whole_models: DryProber, model: str, loss: str, precision: str, step: tuple[int, int, str, int]
 ) -> None:
-    """With the loss in chunks few layers peak in the head, many where their casts are: two lines in depth, not one."""
+    """With the loss in chunks few layers peak in the head, many where their casts are: two lines in
+    depth, not one.
+    """
     spec = resolve_model(model)
     rows, length, checkpointing, micro_steps = step
     knobs = {"method": "full", "loss": loss, "precision": precision, "checkpointing": checkpointing}
@@ -379,17 +468,23 @@ def test_compiled_layers_of_an_int8_base_are_refused() -> None:
         dry_probe(request("llama", quantization="int8", compile="per_layer"))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself
+# Dynamo does it itself
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("family", "compiled"),
     [
         ("llama", "per_layer"),
         *((family, "none") for family in ("llama", "mixtral", "gpt_neox")),
-        *(pytest.param(family, "per_layer", marks=pytest.mark.families) for family in ("mixtral", "gpt_neox")),
+        *(
+            pytest.param(family, "per_layer", marks=pytest.mark.families)
+            for family in ("mixtral", "gpt_neox")
+        ),
     ],
 )
 def test_an_fp8_base_has_a_byte_a_weight_and_a_scale_a_matrix(family: str, compiled: str) -> None:
-    plain, fp8 = (dry_probe(request(family, quantization=one, compile=compiled)) for one in ("none", "fp8"))
+    plain, fp8 = (
+        dry_probe(request(family, quantization=one, compile=compiled)) for one in ("none", "fp8")
+    )
     wanted = request(family, quantization="fp8")
     base = build(config_of(wanted.model), model_settings(wanted.config, family), META)
     kept = [one.weight_fp8.numel() for one in base.modules() if isinstance(one, Float8Linear)]
@@ -418,12 +513,16 @@ TOGETHER = {"checkpointing": "none", "compile": "per_layer", "loss": "chunked"}
 def test_whole_models_in_fp8_hold_half_of_their_layers_less(
     model: str, knobs: dict[str, Any], whole_models: DryProber
 ) -> None:
-    """32 layers of 218,103,808 weights, a byte of each; what is cast and turned over is no part of their peaks."""
+    """32 layers of 218,103,808 weights, a byte of each; what is cast and turned over is no part of
+    their peaks.
+    """
     spec = resolve_model(model)
 
     def peak(quantization: str) -> float:
         config = TrainConfig(quantization=quantization, micro_batch_size=4, seq_len=2048, **knobs)
-        count = whole_models.count(ProbeRequest(config=config, model=spec.config, memory_gib=1.0)).count
+        count = whole_models.count(
+            ProbeRequest(config=config, model=spec.config, memory_gib=1.0)
+        ).count
         by_formula = memory_breakdown(spec, config)
         assert count is not None and by_formula is not None
         assert by_formula.weights == pytest.approx(count.model_gib, rel=2e-5)
@@ -453,27 +552,45 @@ SOFTMAX = torch.ops.aten._softmax_backward_data.default
         (SOFTMAX, (tensor(2, 3, 100), tensor(2, 3, 100)), 1536),  # 600 numbers of 2 bytes
         (SOFTMAX, (tensor(600), tensor(600, dtype=torch.float32), -1, torch.float32), 2560),
         (SOFTMAX, (tensor(600, dtype=torch.float32), tensor(600)), 2560),
-        # 8 heads of 256 rows, padded from 130, and of 64 numbers, padded from 40; 83200 bytes of keys and values each
-        (FLASH, (tensor(2, 4, 130, 40),) * 2 + (tensor(2, 2, 130, 40), None), 8192 * 64 + 8192 + 2 * 83456),
+        # 8 heads of 256 rows, padded from 130, and of 64 numbers, padded from 40; 83200 bytes of
+        # keys and values each
+        (
+            FLASH,
+            (tensor(2, 4, 130, 40),) * 2 + (tensor(2, 2, 130, 40), None),
+            8192 * 64 + 8192 + 2 * 83456,
+        ),
         (FLASH, (tensor(2, 4, 130, 40),) * 3, 8192 * 64 + 8192),
         (FLASH, (tensor(1, 1, 128, 32),) * 3, 512 * 32 + 512),  # nothing to pad
         (FLASH, (tensor(1, 1, 129, 33),) * 3, 1024 * 64 + 1024),
-        (EFFICIENT, (tensor(2, 3, 50, 20),) * 3, 24064 + 1536),  # 6000 numbers and 300 rows of 4 bytes
+        # 6000 numbers and 300 rows of 4 bytes
+        (EFFICIENT, (tensor(2, 3, 50, 20),) * 3, 24064 + 1536),
         (kernel("gemm_4bit"), (tensor(8), None, [100, 7], 0), 1536),
         (kernel("int8_vectorwise_quant"), (tensor(7, 100, dtype=torch.float16), 0.0), 1536 + 1024),
-        (kernel("int8_scaled_mm"), (tensor(3, 100), tensor(70, 100), 0, 0, None, torch.float16), 1024),
-        (kernel("int8_scaled_mm"), (tensor(3, 100), tensor(70, 100), 0, 0, None, torch.bfloat16), 1024 + 512),
+        (
+            kernel("int8_scaled_mm"),
+            (tensor(3, 100), tensor(70, 100), 0, 0, None, torch.float16),
+            1024,
+        ),
+        (
+            kernel("int8_scaled_mm"),
+            (tensor(3, 100), tensor(70, 100), 0, 0, None, torch.bfloat16),
+            1024 + 512,
+        ),
         (torch.ops.aten.mm.default, (tensor(600, 600),) * 2, 0),
         (SimpleNamespace(), (), 0),
     ],
     ids=str,
 )
-def test_what_kernels_allocate_for_themselves_by_hand(func: Any, args: tuple[Any, ...], workspace: int) -> None:
+def test_what_kernels_allocate_for_themselves_by_hand(
+    func: Any, args: tuple[Any, ...], workspace: int
+) -> None:
     assert cuda_workspace(func, args) == workspace
 
 
 @pytest.mark.parametrize("double_quant", [False, True])
-@pytest.mark.parametrize(("shape", "sizes"), [((1000, 70, True), (35_000, 1094, 5)), ((3, 5, False), (8, 1, 1))])
+@pytest.mark.parametrize(
+    ("shape", "sizes"), [((1000, 70, True), (35_000, 1094, 5)), ((3, 5, False), (8, 1, 1))]
+)
 def test_a_quantised_layer_has_the_tensors_of_bitsandbytes(
     shape: tuple[int, int, bool], sizes: tuple[int, int, int], double_quant: bool
 ) -> None:
@@ -482,24 +599,49 @@ def test_a_quantised_layer_has_the_tensors_of_bitsandbytes(
     config = TrainConfig(quantization="nf4", double_quant=double_quant, precision="bf16_pure")
     layer: Any = quantized_linear(shape, model_settings(config, "llama"))
     state = layer.quant_state
-    assert state is layer.weight.quant_state and layer.weight.module is layer and layer.weight.bnb_quantized
+    assert (
+        state is layer.weight.quant_state
+        and layer.weight.module is layer
+        and layer.weight.bnb_quantized
+    )
     assert (layer.in_features, layer.out_features) == shape[:2]
-    assert layer.weight.shape == (packed, 1) and layer.weight.dtype is torch.uint8 and layer.weight.is_meta
+    assert (
+        layer.weight.shape == (packed, 1)
+        and layer.weight.dtype is torch.uint8
+        and layer.weight.is_meta
+    )
     assert not layer.weight.requires_grad and layer.weight.compress_statistics is double_quant
     assert (layer.weight.quant_type, state.quant_type, state.blocksize) == ("nf4", "nf4", 64)
-    assert layer.compute_dtype is state.dtype is torch.bfloat16 and state.shape == (shape[1], shape[0])
-    assert (state.absmax.numel(), state.code.numel(), state.code.dtype) == (scales, 16, torch.float32)
+    assert layer.compute_dtype is state.dtype is torch.bfloat16 and state.shape == (
+        shape[1],
+        shape[0],
+    )
+    assert (state.absmax.numel(), state.code.numel(), state.code.dtype) == (
+        scales,
+        16,
+        torch.float32,
+    )
     assert state.absmax.dtype is (torch.uint8 if double_quant else torch.float32)
     assert state.nested is double_quant
     held = [state.absmax, state.code]
     if double_quant:
         inner = state.state2
         assert (inner.absmax.numel(), inner.code.numel(), inner.blocksize) == (nested, 256, 256)
-        assert inner.absmax.dtype is inner.code.dtype is inner.dtype is state.offset.dtype is torch.float32
+        assert (
+            inner.absmax.dtype
+            is inner.code.dtype
+            is inner.dtype
+            is state.offset.dtype
+            is torch.float32
+        )
         assert state.offset.shape == ()
         held += [inner.absmax, inner.code, state.offset]
     if shape[2]:
-        assert layer.bias.shape == (70,) and layer.bias.dtype is torch.bfloat16 and not layer.bias.requires_grad
+        assert (
+            layer.bias.shape == (70,)
+            and layer.bias.dtype is torch.bfloat16
+            and not layer.bias.requires_grad
+        )
         held.append(layer.bias)
     else:
         assert layer.bias is None
@@ -507,15 +649,29 @@ def test_a_quantised_layer_has_the_tensors_of_bitsandbytes(
 
 
 def int8_layer(shape: tuple[int, int, bool]) -> Any:
-    return quantized_linear(shape, model_settings(TrainConfig(quantization="int8", precision="bf16_pure"), "llama"))
+    return quantized_linear(
+        shape, model_settings(TrainConfig(quantization="int8", precision="bf16_pure"), "llama")
+    )
 
 
 def test_a_layer_in_8_bits_has_a_byte_a_weight_and_a_scale_a_row() -> None:
     layer = int8_layer((1000, 70, True))
-    assert layer.weight.shape == (70, 1000) and layer.weight.dtype is torch.int8 and layer.weight.is_meta
-    assert not layer.weight.requires_grad and not layer.weight.has_fp16_weights and not layer.state.has_fp16_weights
+    assert (
+        layer.weight.shape == (70, 1000)
+        and layer.weight.dtype is torch.int8
+        and layer.weight.is_meta
+    )
+    assert (
+        not layer.weight.requires_grad
+        and not layer.weight.has_fp16_weights
+        and not layer.state.has_fp16_weights
+    )
     assert layer.weight.SCB.shape == (70,) and layer.weight.SCB.dtype is torch.float32
-    assert layer.bias.shape == (70,) and layer.bias.dtype is torch.bfloat16 and not layer.bias.requires_grad
+    assert (
+        layer.bias.shape == (70,)
+        and layer.bias.dtype is torch.bfloat16
+        and not layer.bias.requires_grad
+    )
     counter = StorageCounter(META)
     counter.hold_module(layer)
     assert counter.live == 70_144 + 512 + 512  # in blocks
@@ -527,7 +683,10 @@ def test_a_layer_in_8_bits_has_a_byte_a_weight_and_a_scale_a_row() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_step_through_a_layer_in_8_bits_by_hand(dtype: torch.dtype) -> None:
-    """64 rows of 1024 numbers become 512; all sizes are whole blocks. Checkpointing does not free what it keeps."""
+    """64 rows of 1024 numbers become 512; all sizes are whole blocks.
+
+    Checkpointing does not free what it keeps.
+    """
     rows, fan_in, fan_out = 64, 1024, 512
     layer = int8_layer((fan_in, fan_out, False))
     counter = StorageCounter(META, cuda_workspace)
@@ -536,29 +695,40 @@ def test_a_step_through_a_layer_in_8_bits_by_hand(dtype: torch.dtype) -> None:
     held, in_fp16 = counter.live, dtype is torch.float16
     with counter:
         inputs = tensor(2, rows // 2, fan_in, dtype=dtype).requires_grad_()
-        outputs = torch.utils.checkpoint.checkpoint(lambda x: layer(x + 1), inputs, use_reentrant=False)
-        kept = 2 * rows * fan_in  # the inputs of the layer, which bitsandbytes does not give to autograd
+        outputs = torch.utils.checkpoint.checkpoint(
+            lambda x: layer(x + 1), inputs, use_reentrant=False
+        )
+        # the inputs of the layer, which bitsandbytes does not give to autograd
+        kept = 2 * rows * fan_in
         given, made = 2 * rows * fan_in, 2 * rows * fan_out
         assert counter.live == held + given + kept + made
-        # In fp16 and in 8 bits, with a scale a row, the absolute values, and for each whether it is an outlier.
+        # In fp16 and in 8 bits, with a scale a row, the absolute values, and for each whether it is
+        # an outlier.
         quantised = (0 if in_fp16 else 2 * rows * fan_in) + rows * fan_in + 512 + 3 * rows * fan_in
-        multiplied = rows * fan_in + 512 + 4 * rows * fan_out + (0 if in_fp16 else 2 * rows * fan_out) + made
+        multiplied = (
+            rows * fan_in + 512 + 4 * rows * fan_out + (0 if in_fp16 else 2 * rows * fan_out) + made
+        )
         assert counter.take_peak() == held + given + kept + max(quantised, multiplied)
         assert counter.flops == {"int8_scaled_mm": 2 * rows * fan_in * fan_out}
         counter.begin()
         gradient = tensor(2, rows // 2, fan_out, dtype=dtype)
         outputs.backward(gradient)
-        backward = 2 * fan_in * fan_out + given  # the weight in the type of the inputs, and their gradient
+        # the weight in the type of the inputs, and their gradient
+        backward = 2 * fan_in * fan_out + given
         assert counter.take_peak() == held + given + kept + 2 * made + backward
 
 
 def test_an_int8_base_lies_between_nf4_and_bf16_until_activations_decide() -> None:
-    """Weights by hand; checkpointing frees nothing of the inputs of the matrices, so many tokens need more."""
+    """Weights by hand; checkpointing frees nothing of the inputs of the matrices, so many tokens
+    need more.
+    """
     spec = resolve_model("qwen2.5-1.5b")
 
     @cache
     def count(quantization: str, rows: int) -> DryCount:
-        config = TrainConfig(quantization=quantization, micro_batch_size=rows, seq_len=512, loss="chunked")
+        config = TrainConfig(
+            quantization=quantization, micro_batch_size=rows, seq_len=512, loss="chunked"
+        )
         return dry_probe(ProbeRequest(config=config, model=spec.config, memory_gib=1.0, depth=4))
 
     def peaks(rows: int) -> list[float]:
@@ -578,17 +748,27 @@ def test_an_int8_base_lies_between_nf4_and_bf16_until_activations_decide() -> No
 
 
 def test_random_weights_of_wide_models_have_outliers_that_are_not_counted() -> None:
-    """Of Mistral's inputs of down_proj nearly all columns have one of 6 or more then, and are kept a second time."""
-    config = TrainConfig(micro_batch_size=2, seq_len=1024, quantization="int8", checkpointing="full")
-    dry = dry_probe(ProbeRequest(config=config, model=resolve_model("mistral-7b").config, memory_gib=100.0, depth=2))
+    """Of Mistral's inputs of down_proj nearly all columns have one of 6 or more then, and are kept
+    a second time.
+    """
+    config = TrainConfig(
+        micro_batch_size=2, seq_len=1024, quantization="int8", checkpointing="full"
+    )
+    dry = dry_probe(
+        ProbeRequest(
+            config=config, model=resolve_model("mistral-7b").config, memory_gib=100.0, depth=2
+        )
+    )
     columns = 2 * 2 * 1024 * 14_336 * 2 / 2**30  # of two layers
     on_an_h200 = {"forward": 2.02804, "backward": 2.132501, "backward_inputs": 1.35097}
     for name, peak in on_an_h200.items():
         assert 0.98 * columns < peak - undivided(dry)[name] < columns, name
-    assert undivided(dry)["optimizer"] == pytest.approx(1.008461, rel=3e-4)  # only which columns these were
+    # only which columns these were
+    assert undivided(dry)["optimizer"] == pytest.approx(1.008461, rel=3e-4)
 
 
-# An embedding and a linear layer of 6400 numbers each, a norm of 64 and 64, and a linear layer of just 100,000.
+# An embedding and a linear layer of 6400 numbers each, a norm of 64 and 64, and a linear layer of
+# just 100,000.
 SMALL, LARGE, NORM = 25_600, 400_384, 512  # bytes in fp32, in blocks
 IN_8_BITS, OF_LARGE = 6656 + 512, 100_352 + 2048  # with a scale for each 256
 OPTIMIZERS = {
@@ -602,9 +782,16 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_of_an_optimizer_by_hand(name: str) -> None:
-    """Embeddings and what has fewer than 4096 numbers are in 32 bits; a paged state of 100,000 is on the host."""
+    """Embeddings and what has fewer than 4096 numbers are in 32 bits; a paged state of 100,000 is
+    on the host.
+    """
     model = nn.ModuleList(
-        [nn.Embedding(100, 64), nn.Linear(64, 100, False), nn.LayerNorm(64), nn.Linear(250, 400, False)]
+        [
+            nn.Embedding(100, 64),
+            nn.Linear(64, 100, False),
+            nn.LayerNorm(64),
+            nn.Linear(250, 400, False),
+        ]
     )
     model = model.to_empty(device=META)
     frozen = nn.Linear(64, 64, device=META).requires_grad_(False)
@@ -624,16 +811,26 @@ def test_the_state_of_an_optimizer_by_hand(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("numel", "counts"),
-    [(4095, [(torch.float32, 4095)]), (4096, [(torch.uint8, 4096), (torch.float32, 16)]), (4097, None)],
+    [
+        (4095, [(torch.float32, 4095)]),
+        (4096, [(torch.uint8, 4096), (torch.float32, 16)]),
+        (4097, None),
+    ],
 )
 def test_a_state_has_8_bits_from_4096_numbers_on(numel: int, counts: list[Any] | None) -> None:
-    made = list(_moments("lion_8bit", nn.Parameter(torch.empty(numel, device=META)), in_32_bits=False))
-    assert [(one.dtype, one.numel()) for one in made] == (counts or [(torch.uint8, 4097), (torch.float32, 17)])
+    made = list(
+        _moments("lion_8bit", nn.Parameter(torch.empty(numel, device=META)), in_32_bits=False)
+    )
+    assert [(one.dtype, one.numel()) for one in made] == (
+        counts or [(torch.uint8, 4097), (torch.float32, 17)]
+    )
     assert all(one.is_meta for one in made)
 
 
 def test_adafactor_keeps_a_row_and_a_column_of_a_matrix() -> None:
-    """By hand: 400 and 250 numbers in blocks, as many as there are of a vector, and the size of each."""
+    """By hand: 400 and 250 numbers in blocks, as many as there are of a vector, and the size of
+    each.
+    """
     model = nn.Linear(250, 400).to_empty(device=META)
     with simulate_cuda(packed=False, padded=False), StorageCounter(META) as counter:
         counter.hold_module(model)
@@ -645,15 +842,21 @@ def test_adafactor_keeps_a_row_and_a_column_of_a_matrix() -> None:
         assert counter.live - before == (2048 + 1024) + 2048 + 2 * 512
 
 
-LAYER = 2 * 4096 + 2 * 2048 + 3 * 8192 + 2 * 512  # bytes in fp32: q and o, k and v, the three of the MLP, two norms
+# bytes in fp32: q and o, k and v, the three of the MLP, two norms
+LAYER = 2 * 4096 + 2 * 2048 + 3 * 8192 + 2 * 512
 ENDS = 2 * 16_384 + 512  # embedding, head, the last norm
 
 
 def test_a_full_fine_tuning_by_hand() -> None:
     """Of 26,784 parameters; AdamW has two of each. `always` is held at any time."""
-    wanted = request("llama", method="full", precision="fp32", optimizer="adamw_torch", checkpointing="none")
+    wanted = request(
+        "llama", method="full", precision="fp32", optimizer="adamw_torch", checkpointing="none"
+    )
     with simulate_cuda(packed=False, padded=False):
-        plain, more = (CountedStep(wanted, META, lambda func, args: 0).count(*always) for always in ((), (2**29,)))
+        plain, more = (
+            CountedStep(wanted, META, lambda func, args: 0).count(*always)
+            for always in ((), (2**29,))
+        )
     trained = 2 * LAYER + ENDS
     assert 0 <= plain.model_gib * 2**30 - trained <= 1024  # frequencies of the positions
     assert plain.gradients_gib * 2**30 == trained and plain.optimizer_gib * 2**30 == 2 * trained
@@ -661,46 +864,70 @@ def test_a_full_fine_tuning_by_hand() -> None:
     backward = {"backward", "backward_layers", "backward_inputs"}
     assert set(plain.segment_peak_gib) == {"forward", "forward_head", *backward, "optimizer"}
     assert plain.peak_allocated_gib == max(plain.segment_peak_gib.values())
-    assert all(peak - plain.segment_peak_gib[name] == 0.5 for name, peak in more.segment_peak_gib.items())
+    assert all(
+        peak - plain.segment_peak_gib[name] == 0.5 for name, peak in more.segment_peak_gib.items()
+    )
     assert more.peak_allocated_gib == plain.peak_allocated_gib + 0.5
-    # 128 tokens pass the head and the matrices of two layers, once forward and twice backward, two operations each.
-    assert sum(count for name, count in plain.flops.items() if name == "mm") == 3 * 2 * 128 * (2 * 9216 + 4096)
+    # 128 tokens pass the head and the matrices of two layers, once forward and twice backward, two
+    # operations each.
+    assert sum(count for name, count in plain.flops.items() if name == "mm") == 3 * 2 * 128 * (
+        2 * 9216 + 4096
+    )
 
 
 @pytest.mark.parametrize(("precision", "size"), [("bf16_pure", 2), ("bf16_mixed", 4), ("fp32", 4)])
 def test_adapters_by_hand(precision: str, size: int) -> None:
-    """Of rank 16 on each linear layer: 8192 numbers a layer, in the type of a base that is trained in 16 bits alone."""
-    dry = dry_probe(request("llama", lora_rank=16, precision=precision, optimizer="adamw_torch_fused"))
+    """Of rank 16 on each linear layer: 8192 numbers a layer, in the type of a base that is trained
+    in 16 bits alone.
+    """
+    dry = dry_probe(
+        request("llama", lora_rank=16, precision=precision, optimizer="adamw_torch_fused")
+    )
     assert dry.trainable_params == 16_384 and dry.total_params == 16_384 + 26_784
     assert dry.adapters_gib * 2**30 == dry.gradients_gib * 2**30 == 16_384 * size
-    assert dry.optimizer_gib * 2**30 == 2 * 16_384 * size + 28 * 512  # and the number of steps of each of 28
+    # and the number of steps of each of 28
+    assert dry.optimizer_gib * 2**30 == 2 * 16_384 * size + 28 * 512
     assert min(dry.segment_peak_gib.values()) * 2**30 > 64 * 2**20  # cuBLAS's
 
 
 def test_a_batch_has_positions_where_examples_share_rows() -> None:
-    kinds = (MicroBatch(rows=((8,),), length=8, share=1.0), MicroBatch(rows=((24,),), length=24, share=0.0))
-    for packing, names in ((False, ["input_ids", "labels"]), (True, ["input_ids", "labels", "position_ids"])):
+    kinds = (
+        MicroBatch(rows=((8,),), length=8, share=1.0),
+        MicroBatch(rows=((24,),), length=24, share=0.0),
+    )
+    for packing, names in (
+        (False, ["input_ids", "labels"]),
+        (True, ["input_ids", "labels", "position_ids"]),
+    ):
         wanted = replace(request("llama", micro_batch_size=3, packing=packing), micro_batches=kinds)
         with simulate_cuda(packed=packing, padded=False):
             batch = CountedStep(wanted, META, cuda_workspace)._batch()
         assert list(batch) == names
-        assert {(one.shape, one.dtype, one.device) for one in batch.values()} == {((3, 24), torch.long, META)}
+        assert {(one.shape, one.dtype, one.device) for one in batch.values()} == {
+            ((3, 24), torch.long, META)
+        }
 
 
 def test_packed_rows_have_a_mask() -> None:
     """512 x 512 of it for each of two rows, of a byte at least."""
-    plain, packed = (dry_probe(request("llama", seq_len=512, packing=packing)) for packing in (False, True))
+    plain, packed = (
+        dry_probe(request("llama", seq_len=512, packing=packing)) for packing in (False, True)
+    )
     difference = packed.segment_peak_gib["forward"] - plain.segment_peak_gib["forward"]
     assert difference * 2**30 >= 2 * 512 * 512
 
 
-@pytest.mark.parametrize(("precision", "calls"), [("fp32", 0), ("bf16_pure", 0), ("bf16_mixed", 1), ("fp16_mixed", 1)])
+@pytest.mark.parametrize(
+    ("precision", "calls"), [("fp32", 0), ("bf16_pure", 0), ("bf16_mixed", 1), ("fp16_mixed", 1)]
+)
 @pytest.mark.parametrize("loss", ["full", "chunked"])
 def test_outputs_of_autocast_are_in_32_bits_as_accelerate_makes_them(
     monkeypatch: pytest.MonkeyPatch, precision: str, calls: int, loss: str
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(module, "convert_to_fp32", lambda outputs: seen.append(outputs) or convert_to_fp32(outputs))
+    monkeypatch.setattr(
+        module, "convert_to_fp32", lambda outputs: seen.append(outputs) or convert_to_fp32(outputs)
+    )
     wanted = request("llama", precision=precision, method="full", loss=loss)
     with simulate_cuda(packed=False, padded=False):
         step = CountedStep(wanted, META, cuda_workspace)
@@ -716,7 +943,11 @@ def test_outputs_of_autocast_are_in_32_bits_as_accelerate_makes_them(
 def test_the_peak_of_a_part_that_is_entered_again_is_the_largest() -> None:
     peaks = iter([9, 3, 7, 5, 1])
     step: Any = object.__new__(CountedStep)
-    step._counter, step._segment, step._segments = SimpleNamespace(take_peak=lambda: next(peaks)), "", {}
+    step._counter, step._segment, step._segments = (
+        SimpleNamespace(take_peak=lambda: next(peaks)),
+        "",
+        {},
+    )
     for name in ("forward", "backward", "forward", "backward", ""):
         step._enter(name)
     assert step._segments == {"forward": 5, "backward": 7} and step._segment == ""
@@ -737,9 +968,11 @@ aten = torch.ops.aten
 
 
 def test_a_compiled_graph_holds_what_its_kernels_store() -> None:
-    """By hand, of tensors of 16 KiB: the input and the argument of the first product, then that and the product.
+    """By hand, of tensors of 16 KiB: the input and the argument of the first product, then that and
+    the product.
 
-    The sine is computed inside the cosine, the exponential inside the sum; the input lives until the cosine is made.
+    The sine is computed inside the cosine, the exponential inside the sum; the input lives until
+    the cosine is made.
     """
 
     def build(graph: fx.Graph) -> None:
@@ -756,8 +989,16 @@ def test_a_compiled_graph_holds_what_its_kernels_store() -> None:
     made = graph_of(build)
     fused = dry_compile._FusedInterpreter(made)
     assert {short(node) for node in fused._inside} == {"sin", "exp"}
-    ends = {short(node): {short(one) for one in nodes} for node, nodes in fused.user_to_last_uses.items()}
-    assert ends == {"cos": {"sin", "x"}, "mm": {"cos", "t"}, "sum": {"view", "exp", "mm"}, "output": {"sum"}}
+    ends = {
+        short(node): {short(one) for one in nodes}
+        for node, nodes in fused.user_to_last_uses.items()
+    }
+    assert ends == {
+        "cos": {"sin", "x"},
+        "mm": {"cos", "t"},
+        "sum": {"view", "exp", "mm"},
+        "output": {"sum"},
+    }
     run: Any = dry_compile._compile_graph(made, None)
     assert run._boxed_call is True
     with StorageCounter(META) as counter:
@@ -788,16 +1029,27 @@ def test_a_compiled_graph_holds_what_its_kernels_store() -> None:
 def test_what_an_operation_of_a_graph_is(
     target: Any, args: tuple[Any, ...], elementwise: bool, view: bool, reduction: bool
 ) -> None:
-    """A value is stored unless element-wise operations and reductions alone use it, or views for these."""
+    """A value is stored unless element-wise operations and reductions alone use it, or views for
+    these.
+    """
 
     def build(graph: fx.Graph) -> None:
         x = graph.placeholder("x")
         used = graph.call_function(target, (graph.call_function(aten.neg.default, (x,)), *args))
         beside = graph.call_function(aten.neg.default, (x,))
-        graph.output((graph.call_function(aten.exp.default, (used,)), graph.call_function(aten.exp.default, (beside,))))
+        graph.output(
+            (
+                graph.call_function(aten.exp.default, (used,)),
+                graph.call_function(aten.exp.default, (beside,)),
+            )
+        )
 
     negated, used, *_ = [node for node in graph_of(build).graph.nodes if node.op != "placeholder"]
-    found = dry_compile._is_elementwise(used), dry_compile._is_view(used), dry_compile._is_reduction(used)
+    found = (
+        dry_compile._is_elementwise(used),
+        dry_compile._is_view(used),
+        dry_compile._is_reduction(used),
+    )
     assert found == (elementwise, view, reduction)
     assert dry_compile._is_stored(negated) is not (elementwise or view or reduction)
     placeholder = next(iter(negated.graph.nodes))
@@ -832,7 +1084,9 @@ def test_layers_are_compiled_one_by_one_for_each_length() -> None:
 
     layers: list[nn.Module] = [_Layer().to_empty(device=META) for _ in range(2)]
     dynamo: Any = torch._dynamo.config
-    with dynamo.patch(recompile_limit=8, accumulated_recompile_limit=256, fail_on_recompile_limit_hit=False):
+    with dynamo.patch(
+        recompile_limit=8, accumulated_recompile_limit=256, fail_on_recompile_limit_hit=False
+    ):
         dry_compile.compile_for_count(layers)
         assert dynamo.recompile_limit == dynamo.accumulated_recompile_limit == 64
         assert dynamo.fail_on_recompile_limit_hit is True
@@ -850,7 +1104,9 @@ def test_layers_are_compiled_one_by_one_for_each_length() -> None:
 
 
 def test_a_compiled_kernel_reads_what_is_stored_once_and_writes_what_others_need() -> None:
-    """Three operations on 8 x 16 numbers become one kernel before the product, and one on 8 x 4 after it."""
+    """Three operations on 8 x 16 numbers become one kernel before the product, and one on 8 x 4
+    after it.
+    """
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -864,7 +1120,10 @@ def test_a_compiled_kernel_reads_what_is_stored_once_and_writes_what_others_need
     counter = StorageCounter(META)
     with torch.no_grad(), counter:
         layer(rows)
-        assert (counter.moved["other"], counter.operations) == (4 * (2 + 2 + 3) * 8 * 16 + 4 * 2 * 8 * 4, 5)
+        assert (counter.moved["other"], counter.operations) == (
+            4 * (2 + 2 + 3) * 8 * 16 + 4 * 2 * 8 * 4,
+            5,
+        )
         counter.begin()
         dry_compile.compile_for_count([layer])
         layer(rows)
@@ -872,7 +1131,12 @@ def test_a_compiled_kernel_reads_what_is_stored_once_and_writes_what_others_need
     assert counter.flops == {"mm": 2 * 8 * 16 * 4}
 
 
-IN_GATE = {("tinyllama", "pure"), ("tinyllama", "some"), ("phi-3-mini", "nf4"), ("qwen3-0.6b", "eager")}
+IN_GATE = {
+    ("tinyllama", "pure"),
+    ("tinyllama", "some"),
+    ("phi-3-mini", "nf4"),
+    ("qwen3-0.6b", "eager"),
+}
 DROPOUT: dict[str, dict[str, Any]] = {
     "pure": {"precision": "bf16_pure"},
     "eager": {"precision": "bf16_pure", "attention": "eager"},
@@ -897,12 +1161,20 @@ def test_what_dropout_keeps_is_counted_as_the_formula_says(model: str, kind: str
     assert sizes is not None
 
     def of_a_layer(share: float) -> tuple[float, float]:
-        """What a layer adds to the peak of the forward pass, counted, and what the formula says that it keeps."""
+        """What a layer adds to the peak of the forward pass, counted, and what the formula says
+        that it keeps.
+        """
         config = TrainConfig(
-            micro_batch_size=2, seq_len=512, checkpointing="none", loss="chunked", lora_dropout=share, **knobs
+            micro_batch_size=2,
+            seq_len=512,
+            checkpointing="none",
+            loss="chunked",
+            lora_dropout=share,
+            **knobs,
         )
         shallow, deep = (
-            dry_probe(ProbeRequest(config=config, model=spec.config, memory_gib=100.0, depth=depth)) for depth in (3, 4)
+            dry_probe(ProbeRequest(config=config, model=spec.config, memory_gib=100.0, depth=depth))
+            for depth in (3, 4)
         )
         counted = deep.segment_peak_gib["forward"] - shallow.segment_peak_gib["forward"]
         return counted, config.tokens * kept_bytes(sizes, config) / 2**30
@@ -912,8 +1184,12 @@ def test_what_dropout_keeps_is_counted_as_the_formula_says(model: str, kind: str
 
 
 def test_an_evaluation_holds_what_it_holds_on_a_cpu() -> None:
-    """No micro batch in a step means an evaluation: nothing is kept for a backward pass, and there are no gradients."""
-    wanted = replace(request("llama", attention="eager", precision="fp32", checkpointing="none"), micro_steps=0)
+    """No micro batch in a step means an evaluation: nothing is kept for a backward pass, and there
+    are no gradients.
+    """
+    wanted = replace(
+        request("llama", attention="eager", precision="fp32", checkpointing="none"), micro_steps=0
+    )
     dry, real = counted_on("meta", wanted), counted_on("cpu", wanted)
     assert dry.segment_peak_gib == pytest.approx(real.segment_peak_gib, abs=0, rel=0)
     assert set(dry.segment_peak_gib) == {"evaluate", "evaluate_head"}
@@ -936,7 +1212,9 @@ def test_the_formula_of_an_evaluation_is_within_its_count(name: str, knobs: dict
     sizes = Sizes.of(model)
     assert sizes is not None
     config = TrainConfig(**{"micro_batch_size": 8, "seq_len": 1024} | knobs)
-    counted = dry_probe(ProbeRequest(config=config, model=model.config, memory_gib=1.0, micro_steps=0, depth=2))
+    counted = dry_probe(
+        ProbeRequest(config=config, model=model.config, memory_gib=1.0, micro_steps=0, depth=2)
+    )
 
     base = counted.total_params - (counted.trainable_params if config.method == "lora" else 0)
     shallow = replace(sizes, layers=2, params=base)

@@ -1,4 +1,6 @@
-"""Dry probes of other objectives run TRL's own step, and hold what cards were measured to hold and formulas say."""
+"""Dry probes of other objectives run TRL's own step, and hold what cards were measured to hold and
+formulas say.
+"""
 
 import json
 from dataclasses import replace
@@ -24,13 +26,18 @@ from tests.unit.prediction.test_sharded_memory import truncated
 pytestmark = [
     pytest.mark.probe,
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing.*` is deprecated:FutureWarning"),  # TRL asks it
-    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),  # of GPT-2's Conv1D
-    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"),  # of experts
+    # TRL asks it
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing.*` is deprecated:FutureWarning"),
+    # of GPT-2's Conv1D
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),
+    # of experts
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"),
 ]
 
 OTHERS = [objective for objective in Objective if objective is not Objective.SFT]
-MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "objectives.json").read_text())["rows"]
+MEASURED = json.loads(
+    (Path(__file__).parents[2] / "benchmarks" / "results" / "objectives.json").read_text()
+)["rows"]
 MODEL = TINY | {"model_type": "llama", "num_hidden_layers": 2}
 FULL = {"method": "full", "precision": "bf16_pure"}
 
@@ -50,13 +57,25 @@ def asked(model: dict[str, Any], objective: Objective, **knobs: Any) -> ProbeReq
 
 
 @pytest.mark.parametrize("objective", OTHERS)
-def test_a_whole_model_holds_what_an_h200_was_measured_to_hold(objective: Objective, tmp_path: Path) -> None:
-    """Half of each measured row is an answer; here all of it is, so that a little more is counted."""
-    row = next(row for row in MEASURED if row["model"] == "llama-3.2-3b" and row["objective"] == objective)
-    knobs = {"micro_batch_size": 16 // objective.rows_per_example, "seq_len": 1024, "checkpointing": "full"}
+def test_a_whole_model_holds_what_an_h200_was_measured_to_hold(
+    objective: Objective, tmp_path: Path
+) -> None:
+    """Half of each measured row is an answer; here all of it is,
+    so that a little more is counted.
+    """
+    row = next(
+        row for row in MEASURED if row["model"] == "llama-3.2-3b" and row["objective"] == objective
+    )
+    knobs = {
+        "micro_batch_size": 16 // objective.rows_per_example,
+        "seq_len": 1024,
+        "checkpointing": "full",
+    }
     with DryProber(tmp_path) as prober:
         count = prober.count(asked(resolve_model("llama-3.2-3b").config, objective, **knobs)).count
-    assert count is not None and count.peak_allocated_gib == pytest.approx(row["peak_gib"], rel=2e-3)
+    assert count is not None and count.peak_allocated_gib == pytest.approx(
+        row["peak_gib"], rel=2e-3
+    )
     assert count.peak_allocated_gib >= row["peak_gib"] * 0.9999
 
 
@@ -74,19 +93,26 @@ def test_a_whole_model_holds_what_an_h200_was_measured_to_hold(objective: Object
     ],
     ids=str,
 )
-def test_the_formula_says_what_is_counted(name: str, objective: Objective, knobs: dict[str, Any]) -> None:
+def test_the_formula_says_what_is_counted(
+    name: str, objective: Objective, knobs: dict[str, Any]
+) -> None:
     """Of four layers, where the head weighs much."""
     model = truncated(name, 4)
     rows = 8 // objective.rows_per_example
     count = counted(model, objective, micro_batch_size=rows, seq_len=512, **knobs)
-    found = memory_breakdown(model, TrainConfig(micro_batch_size=rows, seq_len=512, **knobs), objective=objective)
+    found = memory_breakdown(
+        model, TrainConfig(micro_batch_size=rows, seq_len=512, **knobs), objective=objective
+    )
     assert found is not None
     assert found.peak_gib == pytest.approx(count.peak_allocated_gib, rel=0.02)
     assert found.weights == pytest.approx(count.model_gib, rel=0.02)
 
 
 def test_a_full_fine_tuning_for_answers_holds_a_copy_of_the_model() -> None:
-    alone, beside = (counted(truncated("mistral-7b", 2), one, **FULL) for one in (Objective.REWARD, Objective.DPO))
+    alone, beside = (
+        counted(truncated("mistral-7b", 2), one, **FULL)
+        for one in (Objective.REWARD, Objective.DPO)
+    )
     head_gib = 2 * 32768 * 4096 / 2**30
     assert beside.model_gib == pytest.approx(2 * (alone.model_gib + head_gib), rel=1e-3)
     assert beside.gradients_gib == pytest.approx(alone.gradients_gib + head_gib, rel=1e-3)
@@ -96,11 +122,16 @@ def test_the_untrained_model_and_other_answers_are_more_work() -> None:
     """DPO has one more forward pass, KTO three; a step by labels has none."""
     rows = {Objective.DPO: 2, Objective.KTO: 4, Objective.CLASSIFICATION: 4}
     work = {
-        one: counted(truncated("mistral-7b", 2), one, micro_batch_size=size, seq_len=256) for one, size in rows.items()
+        one: counted(truncated("mistral-7b", 2), one, micro_batch_size=size, seq_len=256)
+        for one, size in rows.items()
     }
     dpo, kto, labels = (sum(work[one].flops.values()) for one in rows)
     assert 1.4 < dpo / labels < 1.9 and 1.35 < kto / dpo < 1.7
-    assert work[Objective.KTO].operations > work[Objective.DPO].operations > work[Objective.CLASSIFICATION].operations
+    assert (
+        work[Objective.KTO].operations
+        > work[Objective.DPO].operations
+        > work[Objective.CLASSIFICATION].operations
+    )
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_moe", "gpt_neox"])
@@ -119,7 +150,14 @@ def test_pairs_have_a_mask_where_their_rows_differ() -> None:
     """Also a pair alone: a micro batch of one example has two rows."""
     model = truncated("mistral-7b", 2)
     plain, masked = (
-        counted(model, Objective.REWARD, micro_batch_size=1, seq_len=2048, checkpointing="none", padding=padding)
+        counted(
+            model,
+            Objective.REWARD,
+            micro_batch_size=1,
+            seq_len=2048,
+            checkpointing="none",
+            padding=padding,
+        )
         for padding in ("longest", "masked")
     )
     assert masked.segment_peak_gib["forward"] > plain.segment_peak_gib["forward"]
@@ -147,5 +185,9 @@ def test_trl_is_as_before_outside() -> None:
     with simulate_trl(padded=True):
         assert not bool(torch.ones(2, dtype=torch.bool, device="meta").all())
         assert torch.ones((), dtype=torch.long, device="meta").item() == 1
-    assert before == (trl_utils._use_triton, chunked_logprob._backward_tile, chunked_logprob._addmm_fp32)
+    assert before == (
+        trl_utils._use_triton,
+        chunked_logprob._backward_tile,
+        chunked_logprob._addmm_fp32,
+    )
     assert torch.full((), 3.0).item() == 3.0

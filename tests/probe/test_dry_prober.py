@@ -1,4 +1,6 @@
-"""A DryProber answers for whole models by two depths, keeps its answers, and refuses in a sentence."""
+"""A DryProber answers for whole models by two depths, keeps its
+answers, and refuses in a sentence.
+"""
 
 import json
 import os
@@ -40,7 +42,10 @@ def test_two_depths_give_the_whole_model_and_answers_are_kept(folder: Path) -> N
     assert by_depths is not None and at_once is not None
     assert by_depths.segment_peak_gib == pytest.approx(at_once.segment_peak_gib, rel=1e-6)
     assert by_depths.flops == at_once.flops
-    assert (by_depths.trainable_params, by_depths.total_params) == (at_once.trainable_params, at_once.total_params)
+    assert (by_depths.trainable_params, by_depths.total_params) == (
+        at_once.trainable_params,
+        at_once.total_params,
+    )
 
     with DryProber(folder) as again:
         assert again.count(REQUEST).count == by_depths
@@ -53,7 +58,13 @@ def test_what_no_model_can_be_built_of_is_refused_in_a_sentence(folder: Path) ->
         answer = prober.count(replace(REQUEST, model=encoder))
         assert answer.count is None
         assert answer.refused == "transformers has no causal language model of type t5"
-        mamba = {"model_type": "mamba2", "num_hidden_layers": 4, "hidden_size": 32, "num_heads": 8, "head_dim": 8}
+        mamba = {
+            "model_type": "mamba2",
+            "num_hidden_layers": 4,
+            "hidden_size": 32,
+            "num_heads": 8,
+            "head_dim": 8,
+        }
         on_output = replace(CONFIG, attention="eager", lora_targets="out_proj")
         refused = prober.count(replace(REQUEST, model=mamba, config=on_output)).refused or ""
         assert "'out_proj' is incompatible with Mamba" in refused
@@ -68,10 +79,17 @@ def counted(gib: float) -> DryCount:
 
 
 class Scripted(DryProber):
-    """Answers in place of the process: `shape` for any model, and a GiB for each layer of a count."""
+    """Answers in place of the process: `shape` for any model,
+    and a GiB for each layer of a count.
+    """
 
     def __init__(
-        self, directory: Path, shape: ModelShape | str, refusing: tuple[int | None, ...] = (), *, shipped: bool = True
+        self,
+        directory: Path,
+        shape: ModelShape | str,
+        refusing: tuple[int | None, ...] = (),
+        *,
+        shipped: bool = True,
     ) -> None:
         super().__init__(directory, shipped=shipped)
         self.shape, self.refusing = shape, refusing
@@ -80,7 +98,11 @@ class Scripted(DryProber):
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         if "describe" in message:
             self.asked.append("describe")
-            return {"refused": self.shape} if isinstance(self.shape, str) else {"shape": to_data(self.shape)}
+            return (
+                {"refused": self.shape}
+                if isinstance(self.shape, str)
+                else {"shape": to_data(self.shape)}
+            )
         depth = from_data(ProbeRequest, message["count"]).depth
         self.asked.append(depth)
         if depth in self.refusing:
@@ -102,10 +124,27 @@ REPEATED = ModelShape(num_layers=12, prefix=0, period=1)
         ("it has no layers", {}, (), ["describe"], None, "it has no layers"),
         (replace(REPEATED, no_adapters="no adapters"), {}, (), ["describe"], None, "no adapters"),
         *(
-            (replace(REPEATED, no_adapters="no adapters"), {"config": config}, (), ["describe", 2, 3], 12.0, None)
-            for config in (replace(CONFIG, method="full", lora_rank=None), replace(CONFIG, lora_targets="attention"))
+            (
+                replace(REPEATED, no_adapters="no adapters"),
+                {"config": config},
+                (),
+                ["describe", 2, 3],
+                12.0,
+                None,
+            )
+            for config in (
+                replace(CONFIG, method="full", lora_rank=None),
+                replace(CONFIG, lora_targets="attention"),
+            )
         ),
-        (REPEATED, {"config": replace(CONFIG, checkpointing="every_2")}, (), ["describe", 2, 4], 12.0, None),
+        (
+            REPEATED,
+            {"config": replace(CONFIG, checkpointing="every_2")},
+            (),
+            ["describe", 2, 4],
+            12.0,
+            None,
+        ),
     ],
     ids=str,
 )
@@ -118,12 +157,17 @@ def test_a_whole_model_is_the_line_through_two_depths(
     gib: float | None,
     refused: str | None,
 ) -> None:
-    """A model is described once. A count is kept in folders that are made for it, a refusal in memory."""
+    """A model is described once.
+
+    A count is kept in folders that are made for it, a refusal in memory.
+    """
     folder = tmp_path / "a" / "b"
     prober = Scripted(folder, shape, refusing)
     answer = prober.count(replace(REQUEST, **wanted))
     assert prober.asked == asked and answer.refused == refused
-    assert (answer.count and answer.count.segment_peak_gib["forward"]) == (None if gib is None else pytest.approx(gib))
+    assert (answer.count and answer.count.segment_peak_gib["forward"]) == (
+        None if gib is None else pytest.approx(gib)
+    )
     assert prober.count(replace(REQUEST, **wanted)) == answer and prober.asked == asked
     if refused is not None:
         assert not folder.exists()
@@ -152,7 +196,9 @@ def test_an_answer_that_cannot_be_kept_is_given_all_the_same(tmp_path: Path) -> 
     assert Scripted(tmp_path / "file" / "dry", REPEATED).count(REQUEST).count is not None
 
 
-def test_by_default_answers_are_in_this_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_answers_are_in_this_users_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert DryProber()._directory == tmp_path / "autotune" / "dry"
 
@@ -192,7 +238,9 @@ def test_a_shipped_answer_holds_where_nothing_is_kept_and_dry_probes_count_the_s
     answers = {module.key_of(REQUEST): to_data(shipped)}
     monkeypatch.setattr(module, "shipped_answers", lambda: answers)
     prober = Scripted(tmp_path / "new", REPEATED)
-    assert prober.count(REQUEST) == shipped and prober.asked == [] and not prober._directory.exists()
+    assert (
+        prober.count(REQUEST) == shipped and prober.asked == [] and not prober._directory.exists()
+    )
     wider = replace(REQUEST, model=MODEL | {"hidden_size": 128})
     assert prober.count(wider) != shipped and prober.asked == ["describe", 2, 3]
     monkeypatch.setattr(module, "DRY_VERSION", 99)
@@ -220,7 +268,9 @@ def test_a_process_that_does_not_answer_is_replaced(
 
     def start() -> subprocess.Popen[str]:
         command = [sys.executable, "-c", program]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         if program == "pass":
             process.wait()
         started.append(process)
@@ -240,13 +290,19 @@ def test_a_process_that_does_not_answer_is_replaced(
 
 @pytest.mark.real_processes
 def test_the_worker_is_limited_and_ends_with_the_prober(tmp_path: Path) -> None:
-    """It has a CPU worker's environment, one thread, and 8 GiB beside what it starts with. It prints nothing."""
+    """It has a CPU worker's environment, one thread, and 8 GiB beside what it starts with.
+
+    It prints nothing.
+    """
     with DryProber(tmp_path) as prober:
         assert prober._ask({"describe": {"model_type": "t5"}})["refused"].endswith("of type t5")
         assert prober._process is not None
         worker = psutil.Process(prober._process.pid)
         assert worker.cmdline()[-2:] == ["autotune.dry.worker", str(os.getpid())]
-        assert worker.environ()["OMP_NUM_THREADS"] == "1" and worker.environ()["MALLOC_ARENA_MAX"] == "1"
+        assert (
+            worker.environ()["OMP_NUM_THREADS"] == "1"
+            and worker.environ()["MALLOC_ARENA_MAX"] == "1"
+        )
         limit, _ = worker.rlimit(psutil.RLIMIT_DATA)
         assert 8 * 2**30 < limit < 10 * 2**30
         files = [os.readlink(f"/proc/{worker.pid}/fd/{number}") for number in (1, 2)]

@@ -1,4 +1,5 @@
-"""Real probes of small models of 37 families on the CPU: adapters and full fine-tuning, which learn.
+"""Real probes of small models of 37 families on the CPU: adapters and full fine-tuning, which
+learn.
 
 Eight of them are always tried, all with `pytest -m families tests/probe/test_families.py`.
 """
@@ -15,12 +16,35 @@ from tests.helpers.probing import MODEL, request
 pytestmark = pytest.mark.probe
 
 HEADS = {"head_dim": 32}
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_ssm": 128}
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_ssm": 128,
+}
 LATENT = {
-    **{"num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16},
-    **{"v_head_dim": 32, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    **{
+        "num_key_value_heads": 2,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+    },
+    **{
+        "v_head_dim": 32,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     **{"first_k_dense_replace": 0, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 ALWAYS: dict[str, dict[str, Any]] = {

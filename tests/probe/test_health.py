@@ -29,7 +29,9 @@ def test_one_flipped_bit_is_enough(bit: int) -> None:
 
 @pytest.mark.probe
 @pytest.mark.real_processes  # only a new process runs sitecustomize
-def test_a_worker_on_such_a_device_ends_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_on_such_a_device_ends_the_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its products are wrong by one bit in the process itself."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
@@ -39,5 +41,8 @@ def test_a_worker_on_such_a_device_ends_the_session(tmp_path: Path, monkeypatch:
         "    torch.matmul = lambda *factors: right(*factors) + (factors[0].shape[0] == 512)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with WorkerProber("cpu", tmp_path / "logs") as prober, pytest.raises(TooManyFailures, match="are wrong"):
+    with (
+        WorkerProber("cpu", tmp_path / "logs") as prober,
+        pytest.raises(TooManyFailures, match="are wrong"),
+    ):
         prober.fingerprint  # noqa: B018 (it starts the worker)

@@ -1,4 +1,6 @@
-"""Adapters whose products are joined with the base's: PEFT's gradients, weights and files, in one graph of a layer."""
+"""Adapters whose products are joined with the base's: PEFT's gradients, weights and files, in one
+graph of a layer.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,20 +36,31 @@ from tests.helpers.factories import TINY
 
 pytestmark = [
     pytest.mark.probe,
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT 0.21 asks it
+    # PEFT 0.21 asks it
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     # What torch's compiler does to itself.
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+    ),
 ]
 CPU = torch.device("cpu")
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LENGTH, STEPS = 29, 2
-ROUNDING = 3e-4  # of sums in 32 bits in another order, where gradients of a tiny model nearly cancel out
-COMPILED: dict[str, Any] = {"compile": "per_layer", "padding": "max_length", "loss": "chunked", "checkpointing": "none"}
+# of sums in 32 bits in another order, where gradients of a tiny model nearly cancel out
+ROUNDING = 3e-4
+COMPILED: dict[str, Any] = {
+    "compile": "per_layer",
+    "padding": "max_length",
+    "loss": "chunked",
+    "checkpointing": "none",
+}
 
 
-def built(family: str, config: TrainConfig, *, joined: bool) -> tuple[Any, nn.Module, JoinedLayers | None]:
+def built(
+    family: str, config: TrainConfig, *, joined: bool
+) -> tuple[Any, nn.Module, JoinedLayers | None]:
     """A tiny model with adapters that change something, and biases where its family has them."""
     shape = TINY | TOKENS | {"model_type": family, "num_hidden_layers": 3, "hidden_size": 64}
     settings = model_settings(config, family)
@@ -67,7 +80,8 @@ def built(family: str, config: TrainConfig, *, joined: bool) -> tuple[Any, nn.Mo
 def gradients(
     family: str, config: TrainConfig, *, joined: bool, compiled: bool = False, exact: bool = False
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses of micro batches with a step of the optimizer between, and the gradients that added up at the end.
+    """The losses of micro batches with a step of the optimizer between, and the gradients that
+    added up at the end.
 
     What is `exact` computes in 32 bits what others of the configuration round.
     """
@@ -85,7 +99,9 @@ def gradients(
     loss_of, losses = chunked_loss(base), []
     for number in range(STEPS + 1):
         tokens = torch.randint(0, 128, (2, LENGTH), generator=torch.Generator().manual_seed(number))
-        with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16_mixed" and not exact):
+        with torch.autocast(
+            "cpu", torch.bfloat16, enabled=config.precision == "bf16_mixed" and not exact
+        ):
             outputs = model(input_ids=tokens)
         loss = loss_of(outputs, tokens)
         loss.backward()
@@ -93,20 +109,31 @@ def gradients(
         if number == 0:
             optimizer.step()
             optimizer.zero_grad()
-    return losses, {name: weight.grad for name, weight in trained.items() if weight.grad is not None}
+    return losses, {
+        name: weight.grad for name, weight in trained.items() if weight.grad is not None
+    }
 
 
 def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """The largest relative difference of a gradient."""
-    assert found.keys() == expected.keys() and all(found[name].dtype == expected[name].dtype for name in expected)
+    assert found.keys() == expected.keys() and all(
+        found[name].dtype == expected[name].dtype for name in expected
+    )
     return max(float((found[name] - each).norm() / each.norm()) for name, each in expected.items())
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
-    *[(family, {"checkpointing": "none"}) for family in ("llama", "qwen2", "qwen3", "phi3", "mistral")],
+    *[
+        (family, {"checkpointing": "none"})
+        for family in ("llama", "qwen2", "qwen3", "phi3", "mistral")
+    ],
     *[("llama", {"checkpointing": value}) for value in ("full", "every_2")],
-    *[("qwen2", {"lora_targets": targets, "checkpointing": "none"}) for targets in ("q_v", "v_proj,up_proj")],
-    ("llama", {"checkpointing": "none", "rslora": True, "lora_rank": 32}),  # three ranks are no single product
+    *[
+        ("qwen2", {"lora_targets": targets, "checkpointing": "none"})
+        for targets in ("q_v", "v_proj,up_proj")
+    ],
+    # three ranks are no single product
+    ("llama", {"checkpointing": "none", "rslora": True, "lora_rank": 32}),
 ]
 
 
@@ -129,7 +156,9 @@ def test_gradients_are_those_of_peft(family: str, knobs: dict[str, Any]) -> None
     ],
     ids=str,
 )
-def test_compiled_layers_are_one_graph_with_the_same_gradients(family: str, checkpointing: str) -> None:
+def test_compiled_layers_are_one_graph_with_the_same_gradients(
+    family: str, checkpointing: str
+) -> None:
     config = TrainConfig(precision="fp32", lora_rank=4, seq_len=LENGTH, checkpointing=checkpointing)
     expected, of_peft = gradients(family, config, joined=False)
     losses, found = gradients(family, config, joined=True, compiled=True)
@@ -141,7 +170,8 @@ def test_compiled_layers_are_one_graph_with_the_same_gradients(family: str, chec
 def test_compiled_code_is_found_on_disk(tmp_path: Path) -> None:
     config = TrainConfig(precision="fp32", lora_rank=4, seq_len=LENGTH, checkpointing="none")
     with torch.compiler.config.patch(cache_key_tag=str(tmp_path)):  # which nothing on disk has
-        for counter in ("autograd_cache_saved", "autograd_cache_hit"):  # the second time as in another process
+        # the second time as in another process
+        for counter in ("autograd_cache_saved", "autograd_cache_hit"):
             gradients("llama", config, joined=True, compiled=True)
             assert counters["aot_autograd"][counter] == 1
 
@@ -150,7 +180,9 @@ def test_compiled_code_is_found_on_disk(tmp_path: Path) -> None:
 def test_in_16_bits_gradients_are_as_near_to_exact_ones_as_pefts(precision: str) -> None:
     config = TrainConfig(precision=precision, lora_rank=4, seq_len=LENGTH, checkpointing="none")
     losses, exact = gradients("llama", config, joined=False, exact=True)
-    of_peft, of_joined = (gradients("llama", config, joined=joined, compiled=True) for joined in (False, True))
+    of_peft, of_joined = (
+        gradients("llama", config, joined=joined, compiled=True) for joined in (False, True)
+    )
     assert of_joined[0] == pytest.approx(losses, rel=0.005)
 
     def error(found: dict[str, torch.Tensor]) -> float:
@@ -162,7 +194,9 @@ def test_in_16_bits_gradients_are_as_near_to_exact_ones_as_pefts(precision: str)
 
 def test_a_model_without_such_layers_is_refused() -> None:
     config = TrainConfig(precision="fp32", lora_rank=4, lora_targets="q_v", lora_dropout=0.1)
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no linear layers with adapters to join"):
+    with pytest.raises(
+        ValueError, match="LlamaForCausalLM has no linear layers with adapters to join"
+    ):
         built("llama", config, joined=True)
 
 
@@ -191,7 +225,9 @@ def test_files_of_adapters_are_pefts(tmp_path: Path) -> None:
     config = TrainConfig(precision="fp32", lora_rank=4, checkpointing="none")
     for name, joined in (("peft", False), ("joined", True)):
         built("llama", config, joined=joined)[1].save_pretrained(tmp_path / name)  # type: ignore[operator]
-    files = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("peft", "joined")]
+    files = [
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("peft", "joined")
+    ]
     assert files[0].keys() == files[1].keys()
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
     texts = [(tmp_path / name / "adapter_config.json").read_text() for name in ("peft", "joined")]
@@ -234,7 +270,9 @@ def test_copies_follow_what_torch_and_other_libraries_change() -> None:
 def test_a_resident_model_is_as_it_was_after_a_probe() -> None:
     model = TINY | {"model_type": "llama", "num_hidden_layers": 3}
     config = TrainConfig(lora_rank=4, **COMPILED | {"lora_kernels": "joined"})
-    resident = build_resident(ProbeRequest(config=config, model=model, device="cpu", memory_gib=1.0), CPU)
+    resident = build_resident(
+        ProbeRequest(config=config, model=model, device="cpu", memory_gib=1.0), CPU
+    )
     expected = {name: weight.clone() for name, weight in resident.base.state_dict().items()}
     adapted = attach(resident, config, CPU, seed=0)
     kinds = [type(module) for module in adapted.modules()]
@@ -244,7 +282,9 @@ def test_a_resident_model_is_as_it_was_after_a_probe() -> None:
     assert resident.joined is None and [type(module) for module in adapted.modules()] == kinds
     adapted.unload()  # type: ignore[operator]
     assert resident.base.state_dict().keys() == expected.keys()
-    assert all(torch.equal(weight, expected[name]) for name, weight in resident.base.state_dict().items())
+    assert all(
+        torch.equal(weight, expected[name]) for name, weight in resident.base.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -258,9 +298,12 @@ def test_a_resident_model_is_as_it_was_after_a_probe() -> None:
     ids=str,
 )
 def test_a_count_adds_what_the_formula_adds(model: str, knobs: dict[str, Any]) -> None:
-    """Wide matrices, copies of adapters, what is kept beside inputs, and cuBLAS's workspace of a second stream."""
+    """Wide matrices, copies of adapters, what is kept beside inputs, and cuBLAS's workspace of a
+    second stream.
+    """
     spec = resolve_model(model)
-    few = 20 if model == "qwen2.5-7b" else 4  # its large head hides less than a layer in the formula
+    # its large head hides less than a layer in the formula
+    few = 20 if model == "qwen2.5-7b" else 4
     spec = replace(spec, config=spec.config | {"num_hidden_layers": few}, params=None)
     config = TrainConfig(**{"micro_batch_size": 4, "seq_len": 1024} | COMPILED | knobs)
     counted, by_formula = [], []
@@ -273,18 +316,24 @@ def test_a_count_adds_what_the_formula_adds(model: str, knobs: dict[str, Any]) -
         estimate = estimate_step_time(spec, one)
         assert estimate is not None
         by_formula.append((found.peak_gib, estimate.micro_s))
-    assert counted[1][0] - counted[0][0] == pytest.approx(by_formula[1][0] - by_formula[0][0], rel=0.02)
+    assert counted[1][0] - counted[0][0] == pytest.approx(
+        by_formula[1][0] - by_formula[0][0], rel=0.02
+    )
     assert counted[1][1] < counted[0][1] and by_formula[1][1] < by_formula[0][1]
 
 
 def test_what_is_computed_again_is_chosen_by_its_operations() -> None:
-    """The partitioner knows nothing of operations that are not torch's own, unless a setting has it look at them."""
+    """The partitioner knows nothing of operations that are not torch's own, unless a setting has it
+    look at them.
+    """
     spec = resolve_model("mistral-7b")
     found = {}
     for value in ("none", "selective_50"):
         config = TrainConfig(micro_batch_size=1, seq_len=1024, lora_kernels="joined", **COMPILED)
         config = replace(config, checkpointing=value)
-        found[value] = dry_probe(ProbeRequest(config=config, model=spec.config, memory_gib=80.0, depth=2))
+        found[value] = dry_probe(
+            ProbeRequest(config=config, model=spec.config, memory_gib=80.0, depth=2)
+        )
     again = sum(found["selective_50"].flops.values()) / sum(found["none"].flops.values()) - 1
     assert 0 < again < 0.1
 
@@ -294,16 +343,25 @@ def test_operations_have_shapes_for_a_compiler_that_sees_no_values() -> None:
     a, b, hidden = torch.zeros(4, 8), torch.zeros(12, 4), torch.zeros(6, 4)
     ops: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...] = (
         (torch.ops.lora.joined_forward, (padded, hidden, wide, 0, 5)),
-        (torch.ops.lora.joined_backward, (torch.zeros(6, 12 + 64), padded, hidden, wide, a, b, [5, 7])),
+        (
+            torch.ops.lora.joined_backward,
+            (torch.zeros(6, 12 + 64), padded, hidden, wide, a, b, [5, 7]),
+        ),
     )
     for op, arguments in ops:
         real = op(*arguments)
-        meta = op(*(each.to("meta") if isinstance(each, torch.Tensor) else each for each in arguments))
+        meta = op(
+            *(each.to("meta") if isinstance(each, torch.Tensor) else each for each in arguments)
+        )
         real, meta = (each if isinstance(each, tuple) else (each,) for each in (real, meta))
-        assert [(each.shape, each.stride()) for each in real] == [(each.shape, each.stride()) for each in meta]
+        assert [(each.shape, each.stride()) for each in real] == [
+            (each.shape, each.stride()) for each in meta
+        ]
 
 
-def test_gradients_of_many_columns_are_taken_for_each_member_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_many_columns_are_taken_for_each_member_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
     sizes, rank = [5, 7], 2
     padded, gradient = torch.randn(6, 8 + 64), torch.randn(6, 12 + 64)
@@ -313,6 +371,8 @@ def test_gradients_of_many_columns_are_taken_for_each_member_alone(monkeypatch: 
     found = []
     for most in (64, 2):
         monkeypatch.setattr(joined_lora, "ONE_PRODUCT", most)
-        found.append(torch.ops.lora.joined_backward(gradient.clone(), padded, hidden, wide, a, b, sizes))
+        found.append(
+            torch.ops.lora.joined_backward(gradient.clone(), padded, hidden, wide, a, b, sizes)
+        )
     for one, other in zip(*found, strict=True):
         assert torch.allclose(one, other, atol=1e-5)

@@ -1,4 +1,6 @@
-"""What a layer keeps for its backward pass, counted on the autograd graph of real models, is what the formula says."""
+"""What a layer keeps for its backward pass, counted on the autograd graph of real models, is what
+the formula says.
+"""
 
 from typing import Any
 
@@ -18,12 +20,25 @@ from tests.helpers.factories import TINY
 
 pytestmark = [
     pytest.mark.probe,
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT 0.21 asks it
+    # PEFT 0.21 asks it
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 
 SHAPES = (
-    {"hidden_size": 96, "intermediate_size": 144, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 16},
-    {"hidden_size": 96, "intermediate_size": 112, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8},
+    {
+        "hidden_size": 96,
+        "intermediate_size": 144,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "head_dim": 16,
+    },
+    {
+        "hidden_size": 96,
+        "intermediate_size": 112,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+    },
 )
 WAYS: list[dict[str, Any]] = [
     {"precision": "bf16_mixed", "lora_rank": 8},
@@ -36,11 +51,17 @@ WAYS: list[dict[str, Any]] = [
 def counted(model: dict[str, Any], config: TrainConfig) -> int:
     """Bytes that the second of three layers keeps, beside the weights."""
     device = torch.device("cpu")
-    resident = build_resident(ProbeRequest(config=config, model=model, device="cpu", memory_gib=4.0), device)
+    resident = build_resident(
+        ProbeRequest(config=config, model=model, device="cpu", memory_gib=4.0), device
+    )
     trained = attach(resident, config, device, 0)
     if config.method == "lora":
-        resident.base.get_input_embeddings().register_forward_hook(lambda module, args, made: made.requires_grad_(True))
-    known = {one.untyped_storage().data_ptr() for one in (*trained.parameters(), *trained.buffers())}
+        resident.base.get_input_embeddings().register_forward_hook(
+            lambda module, args, made: made.requires_grad_(True)
+        )
+    known = {
+        one.untyped_storage().data_ptr() for one in (*trained.parameters(), *trained.buffers())
+    }
     alive, kept, current = [], 0, -1
 
     def enter(index: int) -> Any:
@@ -64,7 +85,11 @@ def counted(model: dict[str, Any], config: TrainConfig) -> int:
     tokens = torch.randint(0, 64, (config.micro_batch_size, config.seq_len))
     packed: dict[str, Any] = {}
     if config.packing:
-        packed = {"position_ids": torch.arange(config.seq_len // 2).repeat(2).expand(config.micro_batch_size, -1)}
+        packed = {
+            "position_ids": torch.arange(config.seq_len // 2)
+            .repeat(2)
+            .expand(config.micro_batch_size, -1)
+        }
     if config.packed_attention == "varlen":
         packed = add_segments(packed)
     with (
@@ -75,7 +100,11 @@ def counted(model: dict[str, Any], config: TrainConfig) -> int:
     return kept
 
 
-USUAL, EAGER_SCORES, PACKED = {"attention": "sdpa"}, {"attention": "eager"}, {"attention": "sdpa", "packing": True}
+USUAL, EAGER_SCORES, PACKED = (
+    {"attention": "sdpa"},
+    {"attention": "eager"},
+    {"attention": "sdpa", "packing": True},
+)
 BY_ITSELF = PACKED | {"packed_attention": "varlen"}
 CASES = [
     (family, way, EAGER_SCORES if family == "gemma2" else USUAL)
@@ -104,16 +133,23 @@ def name_of(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("family", "way", "how"), CASES, ids=name_of)
-def test_what_a_layer_keeps_of_a_token(family: str, way: dict[str, Any], how: dict[str, Any]) -> None:
+def test_what_a_layer_keeps_of_a_token(
+    family: str, way: dict[str, Any], how: dict[str, Any]
+) -> None:
     for shape in SHAPES if how == USUAL else SHAPES[-1:]:
-        model = TINY | shape | {"model_type": family, "num_hidden_layers": 3, "vocab_size": 64, "pad_token_id": 0}
+        model = (
+            TINY
+            | shape
+            | {"model_type": family, "num_hidden_layers": 3, "vocab_size": 64, "pad_token_id": 0}
+        )
         model |= {"bos_token_id": 1, "eos_token_id": 2}
         if family == "phi3":
             model["head_dim"] = shape["hidden_size"] // shape["num_attention_heads"]
         sizes = Sizes.of(ModelSpec(name="tiny", config=model))
         assert sizes is not None
         small, large = (
-            TrainConfig(micro_batch_size=rows, seq_len=64, checkpointing="none", **how, **way) for rows in (2, 4)
+            TrainConfig(micro_batch_size=rows, seq_len=64, checkpointing="none", **how, **way)
+            for rows in (2, 4)
         )
         more = large.tokens - small.tokens  # what does not grow with them is weights that were cast
         assert (counted(model, large) - counted(model, small)) / more == kept_bytes(sizes, large)

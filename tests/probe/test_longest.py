@@ -16,20 +16,31 @@ TOKENS = 5_120  # a tile and a part of one
 
 def test_a_real_step_verifies_the_row(prober: WorkerProber) -> None:
     """Two layers, then all four: steps with a short row, and with the long one."""
-    shape = TINY | {"model_type": "llama", "num_hidden_layers": 4, "pad_token_id": 0, "bos_token_id": 1}
+    shape = TINY | {
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+    }
     model = ModelSpec(name="tiny", config=shape | {"eos_token_id": 2})
-    asked = Longest(model=model, device=resolve_device("h100"), limit_gib=4.0, most_tokens=TOKENS, rank=4)
+    asked = Longest(
+        model=model, device=resolve_device("h100"), limit_gib=4.0, most_tokens=TOKENS, rank=4
+    )
     asked = replace(asked, knobs={"precision": "fp32"})
     found: list[ProbeResult] = []
 
     def probe(request: ProbeRequest) -> ProbeResult:
-        found.append(prober.probe(replace(request, device="cpu", memory_gib=8.0), prober.logs / "probe.log"))
+        found.append(
+            prober.probe(replace(request, device="cpu", memory_gib=8.0), prober.logs / "probe.log")
+        )
         return found[-1]
 
     predicted = asked.predict("lora")
     assert (predicted.tokens, predicted.limited_by) == (TOKENS, "what was asked for")
     row = verify(asked, predicted, probe, 8.0, timed_on="cpu")
-    assert [(one.outcome, one.depth) for one in found] == [(Outcome.OK, 2), (Outcome.OK, None)], found[-1].reason
+    assert [(one.outcome, one.depth) for one in found] == [(Outcome.OK, 2), (Outcome.OK, None)], (
+        found[-1].reason
+    )
     assert row.tokens == TOKENS and row.evidence == "measured" and row.problem is None
     measured = found[-1].measurement
     assert measured is not None and all(loss > 0 for loss in measured.losses)

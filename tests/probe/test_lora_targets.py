@@ -1,4 +1,6 @@
-"""What `lora_targets` and `modules_to_save` name are modules of real models, and are what is trained."""
+"""What `lora_targets` and `modules_to_save` name are modules of real models, and are what is
+trained.
+"""
 
 import re
 from dataclasses import replace
@@ -22,12 +24,17 @@ from autotune.trainer.settings import ModelSettings
 
 pytestmark = [
     pytest.mark.probe,
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT 0.21 asks it
+    # PEFT 0.21 asks it
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 
 MODELS = {model.text_type: model.config for model in list_models()}  # one of each type
-ATTENTION = re.compile(r"(^|\.)(self_attn|attn|attention|self_attention|mixer(?=\.[qkvo]_proj))\.(?!(.*\.)?indexer\.)")
-TIMM = pytest.mark.skipif(find_spec("timm") is None, reason="the vision tower of Gemma 3n is a model of timm")
+ATTENTION = re.compile(
+    r"(^|\.)(self_attn|attn|attention|self_attention|mixer(?=\.[qkvo]_proj))\.(?!(.*\.)?indexer\.)"
+)
+TIMM = pytest.mark.skipif(
+    find_spec("timm") is None, reason="the vision tower of Gemma 3n is a model of timm"
+)
 TYPES = [pytest.param(name, marks=TIMM) if name == "gemma3n_text" else name for name in MODELS]
 DEPTH = 8  # of hybrids one layer in four or more has attention
 
@@ -45,7 +52,8 @@ def linear_layers(model: dict[str, Any]) -> set[str]:
         layers = decoder_layers(from_config(config, plain(config)))
     modules = (named for layer in layers for named in layer.named_modules())
     linear = {path: module for path, module in modules if isinstance(module, nn.Linear | Conv1D)}
-    return {path for path, module in linear.items() if "Grouped" not in type(module).__name__}  # no adapter fits
+    # no adapter fits
+    return {path for path, module in linear.items() if "Grouped" not in type(module).__name__}
 
 
 def matched(names: list[str], paths: set[str]) -> set[str]:
@@ -67,10 +75,16 @@ def test_the_names_are_those_of_all_linear_layers_of_attention(model_type: str) 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # PEFT, for Conv1D
 def test_adapters_are_where_the_configuration_has_them() -> None:
     config = config_of(MODELS["gpt2"])
-    for targets, paths in (("q_v", {"c_attn"}), ("attention", {"c_attn", "c_proj"}), ("mlp.c_fc", {"c_fc"})):
+    for targets, paths in (
+        ("q_v", {"c_attn"}),
+        ("attention", {"c_attn", "c_proj"}),
+        ("mlp.c_fc", {"c_fc"}),
+    ):
         with torch.device("meta"), no_init_weights():
             built = from_config(config, plain(config))
-        model = trainable_model(built, model_settings(TrainConfig(lora_targets=targets), "gpt2"), torch.device("meta"))
+        model = trainable_model(
+            built, model_settings(TrainConfig(lora_targets=targets), "gpt2"), torch.device("meta")
+        )
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         assert {re.search(r"(\w+)\.lora_[AB]", name)[1] for name in trained} == paths  # type: ignore[index]
 
@@ -89,18 +103,31 @@ def test_embedding_and_head_have_these_names(model_type: str) -> None:
 @pytest.mark.parametrize("saved", ["none", "embedding", "head", "embedding_and_head"])
 def test_what_is_trained_whole_is_a_copy(saved: str) -> None:
     """Its original stays in the base, which a warm worker keeps for the next probe."""
-    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
-    config = config_of(MODELS["llama"] | sizes | {"num_key_value_heads": 2, "tie_word_embeddings": False})
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    }
+    config = config_of(
+        MODELS["llama"] | sizes | {"num_key_value_heads": 2, "tie_word_embeddings": False}
+    )
     with no_init_weights():
         base = from_config(config, plain(config)).requires_grad_(False)
     before = {path: id(module) for path, module in base.named_modules()}
     resident = ResidentModel(family=(), base=base, model_gib=0.0)
     attach(resident, TrainConfig(), torch.device("cpu"), 0)  # adapters that another probe left
     adapted = attach(resident, TrainConfig(modules_to_save=saved), torch.device("cpu"), 0)
-    whole = {name: p for name, p in adapted.named_parameters() if p.requires_grad and "lora_" not in name}
+    whole = {
+        name: p for name, p in adapted.named_parameters() if p.requires_grad and "lora_" not in name
+    }
     wanted = saved_modules("llama", saved) or []
     assert {name.split(".")[-4] for name in whole} == set(wanted)
-    assert all(parameter.dtype == torch.bfloat16 and parameter.numel() == 64 * 16 for parameter in whole.values())
+    assert all(
+        parameter.dtype == torch.bfloat16 and parameter.numel() == 64 * 16
+        for parameter in whole.values()
+    )
     attach(resident, TrainConfig(lora_rank=4), torch.device("cpu"), 0)
     attach(resident, TrainConfig(method="full"), torch.device("cpu"), 0)
     resident.peft_model.unload()
@@ -113,5 +140,7 @@ def test_a_module_that_is_not_there_is_refused() -> None:
     config = config_of(MODELS["gpt2"])
     with torch.device("meta"), no_init_weights():
         base = from_config(config, plain(config))
-    with pytest.raises(ValueError, match="GPT2LMHeadModel has no module embed_tokens to train whole"):
+    with pytest.raises(
+        ValueError, match="GPT2LMHeadModel has no module embed_tokens to train whole"
+    ):
         trainable_model(base, settings, torch.device("meta"))

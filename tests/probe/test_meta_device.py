@@ -68,9 +68,16 @@ def test_autocast_casts_by_the_lists() -> None:
 
 
 def test_casts_of_trained_parameters_are_kept_until_autocast_ends() -> None:
-    weight, inputs = torch.ones(64, 64, device=META, requires_grad=True), torch.ones(64, 64, device=META)
+    weight, inputs = (
+        torch.ones(64, 64, device=META, requires_grad=True),
+        torch.ones(64, 64, device=META),
+    )
     each = 64 * 64 * 2
-    with simulate_cuda(packed=False, padded=False), torch.no_grad(), StorageCounter(META) as counter:
+    with (
+        simulate_cuda(packed=False, padded=False),
+        torch.no_grad(),
+        StorageCounter(META) as counter,
+    ):
         with torch.autocast("meta", torch.bfloat16):
             for _ in range(2):
                 functional.linear(inputs, weight)
@@ -79,7 +86,9 @@ def test_casts_of_trained_parameters_are_kept_until_autocast_ends() -> None:
 
 
 def test_a_model_may_switch_autocast_off() -> None:
-    """As the norm of Nemotron does, which then takes 16 bits; transformers leaves the meta device alone by itself."""
+    """As the norm of Nemotron does, which then takes 16 bits; transformers leaves the meta device
+    alone by itself.
+    """
     from transformers.utils.generic import maybe_autocast
 
     with simulate_cuda(packed=False, padded=False), torch.autocast("meta", torch.bfloat16):
@@ -114,7 +123,9 @@ def test_attention_keeps_no_scores(dtype: torch.dtype, mask: bool, size: int) ->
     keys = torch.ones(1, 4, length, size, dtype=dtype, device=META, requires_grad=True)
     visible = torch.ones(1, 1, length, length, dtype=torch.bool, device=META) if mask else None
     with simulate_cuda(packed=False, padded=False), StorageCounter(META) as counter:
-        out = functional.scaled_dot_product_attention(queries, keys, keys, attn_mask=visible, enable_gqa=True)
+        out = functional.scaled_dot_product_attention(
+            queries, keys, keys, attn_mask=visible, enable_gqa=True
+        )
         assert out.shape == queries.shape and out.dtype is dtype
         out.sum().backward()
     assert counter.take_peak() < heads * length * length * dtype.itemsize
@@ -139,7 +150,11 @@ def calls_of(
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(
-            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+            self,
+            func: Any,
+            types: Any,
+            args: tuple[Any, ...] = (),
+            kwargs: dict[str, Any] | None = None,
         ) -> Any:
             called.append((func.overloadpacket.__name__, args, kwargs or {}))
             return func(*args, **(kwargs or {}))
@@ -149,7 +164,9 @@ def calls_of(
     return out, called
 
 
-def heads(number: int, size: int, dtype: torch.dtype = torch.bfloat16, length: int = 16) -> torch.Tensor:
+def heads(
+    number: int, size: int, dtype: torch.dtype = torch.bfloat16, length: int = 16
+) -> torch.Tensor:
     return torch.empty(2, number, length, size, dtype=dtype, device=META)
 
 
@@ -168,9 +185,17 @@ FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_e
 )
 @pytest.mark.parametrize(("dropout", "causal", "scale"), [(0.0, False, None), (0.25, True, 0.5)])
 def test_the_kernel_is_that_of_cuda(
-    size: int, value_size: int, dtype: torch.dtype, kernel: str, dropout: float, causal: bool, scale: float | None
+    size: int,
+    value_size: int,
+    dtype: torch.dtype,
+    kernel: str,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
 ) -> None:
-    """Flash attention takes few key heads; for the other kernel they are repeated for each query head."""
+    """Flash attention takes few key heads; for the other kernel they are repeated for each query
+    head.
+    """
     query, key, value = heads(4, size, dtype), heads(2, size, dtype), heads(2, value_size, dtype)
     with simulate_cuda(packed=False, padded=False):
         out, called = calls_of(query, key, value, None, dropout, causal, scale, enable_gqa=True)
@@ -178,22 +203,38 @@ def test_the_kernel_is_that_of_cuda(
     assert name == kernel and kwargs.get("scale") == scale
     assert out.shape == (2, 4, 16, value_size) and out.dtype is dtype
     if kernel == FLASH:
-        assert [tensor.shape[1] for tensor in args[:3]] == [4, 2, 2] and args[3:] == (dropout, causal)[: len(args) - 3]
+        assert [tensor.shape[1] for tensor in args[:3]] == [4, 2, 2] and args[3:] == (
+            dropout,
+            causal,
+        )[: len(args) - 3]
         assert len(called) == 1
     else:
-        assert [tensor.shape for tensor in args[:3]] == [(2, 4, 16, size), (2, 4, 16, size), (2, 4, 16, value_size)]
-        assert args[3] is None and args[4] is False and tuple(args[5:]) == (dropout, causal)[: len(args) - 5]
+        assert [tensor.shape for tensor in args[:3]] == [
+            (2, 4, 16, size),
+            (2, 4, 16, size),
+            (2, 4, 16, value_size),
+        ]
+        assert (
+            args[3] is None
+            and args[4] is False
+            and tuple(args[5:]) == (dropout, causal)[: len(args) - 5]
+        )
     with simulate_cuda(packed=False, padded=False):
         _, plain = calls_of(query, query, query)
-        assert plain[-1][1][3:] in ((), (None, False))  # no dropout, not causal, as torch's own defaults
+        # no dropout, not causal, as torch's own defaults
+        assert plain[-1][1][3:] in ((), (None, False))
 
 
 @pytest.mark.parametrize(("size", "padded"), [(60, 64), (57, 64), (1, 8), (63, 64)])
 @pytest.mark.parametrize("scale", [None, 0.5])
-def test_the_flash_kernel_takes_heads_of_a_multiple_of_eight(size: int, padded: int, scale: float | None) -> None:
+def test_the_flash_kernel_takes_heads_of_a_multiple_of_eight(
+    size: int, padded: int, scale: float | None
+) -> None:
     """Zeros fill them up; the scale stays that of the real size, and the output has it again."""
     with simulate_cuda(packed=False, padded=False):
-        out, called = calls_of(heads(4, size), heads(2, size), heads(2, size), scale=scale, enable_gqa=True)
+        out, called = calls_of(
+            heads(4, size), heads(2, size), heads(2, size), scale=scale, enable_gqa=True
+        )
         (kernel,) = [one for one in called if one[0] == FLASH]
     assert [tensor.shape[-1] for tensor in kernel[1][:3]] == [padded] * 3
     assert kernel[2]["scale"] == (size**-0.5 if scale is None else scale)
@@ -202,7 +243,10 @@ def test_the_flash_kernel_takes_heads_of_a_multiple_of_eight(size: int, padded: 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
 def test_a_mask_becomes_a_bias_of_each_head(needs: tuple[bool, bool]) -> None:
-    """The kernel keeps sums of rows where gradients will be wanted. Keys are longer than queries."""
+    """The kernel keeps sums of rows where gradients will be wanted.
+
+    Keys are longer than queries.
+    """
     query, key = heads(4, 64), heads(4, 64, length=24)
     query.requires_grad_(needs[0])
     key.requires_grad_(needs[1])
@@ -232,9 +276,19 @@ def test_attention_under_autocast_is_in_16_bits() -> None:
 def test_everything_is_as_before_once_it_ends() -> None:
     """After an error too. Nothing is replaced before it begins."""
     owners: list[tuple[Any, str]] = [
-        *[(torch, name) for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled")],
-        *[(torch, "set_autocast_dtype"), (torch, "clear_autocast_cache"), (torch.amp, "is_autocast_available")],
-        *[(torch.amp.autocast_mode, "is_autocast_available"), (functional, "scaled_dot_product_attention")],
+        *[
+            (torch, name)
+            for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled")
+        ],
+        *[
+            (torch, "set_autocast_dtype"),
+            (torch, "clear_autocast_cache"),
+            (torch.amp, "is_autocast_available"),
+        ],
+        *[
+            (torch.amp.autocast_mode, "is_autocast_available"),
+            (functional, "scaled_dot_product_attention"),
+        ],
         *[(transformers.utils.generic, "nullcontext")],
         *[(transformers.masking_utils, "find_packed_sequence_indices")],
         *[(transformers.integrations.moe, "_can_use_grouped_mm")],
@@ -257,13 +311,18 @@ def test_everything_is_as_before_once_it_ends() -> None:
     # The key that casts is off again.
     torch.set_autocast_enabled("privateuseone", True)
     try:
-        assert (torch.ones(2, 2, device=META) @ torch.ones(2, 2, device=META)).dtype is torch.float32
+        assert (
+            torch.ones(2, 2, device=META) @ torch.ones(2, 2, device=META)
+        ).dtype is torch.float32
     finally:
         torch.set_autocast_enabled("privateuseone", False)
 
 
 def test_packed_rows_are_told_apart_by_their_positions() -> None:
-    """By hand: examples of 3, 2 and 1 tokens, and of 2 and 4. Rows of one example each are not looked at."""
+    """By hand: examples of 3, 2 and 1 tokens, and of 2 and 4.
+
+    Rows of one example each are not looked at.
+    """
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 3]])
     with simulate_cuda(packed=True, padded=False):
         found = transformers.masking_utils.find_packed_sequence_indices(positions)
@@ -274,15 +333,27 @@ def test_packed_rows_are_told_apart_by_their_positions() -> None:
 
 def test_the_state_of_the_meta_device_is_that_of_cuda_and_others_keep_theirs() -> None:
     with simulate_cuda(packed=False, padded=False):
-        assert torch.amp.is_autocast_available("meta") and torch.amp.autocast_mode.is_autocast_available("meta")
-        assert torch.amp.is_autocast_available("cpu") and not torch.amp.is_autocast_available("vulkan")
+        assert torch.amp.is_autocast_available(
+            "meta"
+        ) and torch.amp.autocast_mode.is_autocast_available("meta")
+        assert torch.amp.is_autocast_available("cpu") and not torch.amp.is_autocast_available(
+            "vulkan"
+        )
         with torch.autocast("meta", torch.float16):
             assert torch.is_autocast_enabled("meta") and torch.is_autocast_enabled("cuda")
-            assert torch.is_autocast_enabled("privateuseone") and not torch.is_autocast_enabled("cpu")
-            assert torch.get_autocast_dtype("meta") is torch.get_autocast_dtype("cuda") is torch.float16
+            assert torch.is_autocast_enabled("privateuseone") and not torch.is_autocast_enabled(
+                "cpu"
+            )
+            assert (
+                torch.get_autocast_dtype("meta")
+                is torch.get_autocast_dtype("cuda")
+                is torch.float16
+            )
             assert torch.get_autocast_dtype("privateuseone") is torch.float16
             assert torch.get_autocast_dtype("cpu") is torch.bfloat16
-        assert not torch.is_autocast_enabled("meta") and not torch.is_autocast_enabled("privateuseone")
+        assert not torch.is_autocast_enabled("meta") and not torch.is_autocast_enabled(
+            "privateuseone"
+        )
         with torch.autocast("cpu", torch.float16):
             assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda")
 
@@ -290,13 +361,19 @@ def test_the_state_of_the_meta_device_is_that_of_cuda_and_others_keep_theirs() -
 def test_the_grouped_product_of_experts_knows_bf16_alone() -> None:
     with simulate_cuda(packed=False, padded=False):
         can = transformers.integrations.moe._can_use_grouped_mm
-        like = {dtype: torch.empty(1, dtype=dtype, device=META) for dtype in (torch.bfloat16, torch.float16)}
+        like = {
+            dtype: torch.empty(1, dtype=dtype, device=META)
+            for dtype in (torch.bfloat16, torch.float16)
+        }
         half, other = like[torch.bfloat16], like[torch.float16]
         assert can(other, half, other) is True and can(half, other, half) is False
 
 
 def test_what_is_kept_in_the_host_takes_no_memory_of_the_device() -> None:
-    """But for the last one, which may still be on its way. What is needed again has its shape and its type."""
+    """But for the last one, which may still be on its way.
+
+    What is needed again has its shape and its type.
+    """
     made: list[torch.Tensor] = []
 
     class Square(torch.autograd.Function):
@@ -321,18 +398,36 @@ def test_what_is_kept_in_the_host_takes_no_memory_of_the_device() -> None:
         assert counter.live == (3 + 1) * 4096  # the outputs, and the last input
         sum(outputs).sum().backward()
         assert kept.held_bytes == 0
-    assert [(one.shape, one.dtype, one.device) for one in made] == [((8, 64), torch.float64, META)] * 3
+    assert [(one.shape, one.dtype, one.device) for one in made] == [
+        ((8, 64), torch.float64, META)
+    ] * 3
 
 
 def test_sums_under_autocast_have_32_bits_unless_a_type_is_named() -> None:
-    """With and without dimensions, by position too; whole numbers and 64 bits stay what they are."""
-    half, wide = torch.ones(4, 4, device=META).bfloat16(), torch.ones(4, 4, device=META, dtype=torch.float64)
+    """With and without dimensions, by position too; whole
+    numbers and 64 bits stay what they are.
+    """
+    half, wide = (
+        torch.ones(4, 4, device=META).bfloat16(),
+        torch.ones(4, 4, device=META, dtype=torch.float64),
+    )
     whole = torch.ones(4, 4, device=META, dtype=torch.int32)
     with simulate_cuda(packed=False, padded=False), torch.autocast("meta", torch.bfloat16):
-        for made in (half.sum(), half.sum(0), half.sum((0, 1), True), half.prod(), half.prod(1), half.cumsum(0)):
+        for made in (
+            half.sum(),
+            half.sum(0),
+            half.sum((0, 1), True),
+            half.prod(),
+            half.prod(1),
+            half.cumsum(0),
+        ):
             assert made.dtype is torch.float32
         assert half.sum(0, keepdim=True).shape == (1, 4) and half.sum(1, True).shape == (4, 1)
-        assert functional.log_softmax(half, -1).dtype is functional.softmax(half, 0).dtype is torch.float32
+        assert (
+            functional.log_softmax(half, -1).dtype
+            is functional.softmax(half, 0).dtype
+            is torch.float32
+        )
         assert torch.linalg.vector_norm(half).dtype is torch.float32
         assert torch.ops.aten.softmax.int(half, -1, torch.float16).dtype is torch.float16
         assert half.cumsum(0, dtype=torch.float16).dtype is torch.float16
@@ -341,12 +436,17 @@ def test_sums_under_autocast_have_32_bits_unless_a_type_is_named() -> None:
 
 
 def test_casts_are_of_floating_point_tensors_of_the_device_up_to_32_bits() -> None:
-    """In lists and by name too. What is on the CPU, of 64 bits or of whole numbers stays what it is."""
+    """In lists and by name too.
+
+    What is on the CPU, of 64 bits or of whole numbers stays what it is.
+    """
     single = torch.ones(4, 4, device=META)
     half, wide = single.half(), single.double()
     with simulate_cuda(packed=False, padded=False), torch.autocast("meta", torch.float16):
         assert torch.linalg.multi_dot([single, half, single]).dtype is torch.float16
-        assert functional.linear(half, single, bias=torch.ones(4, device=META)).dtype is torch.float16
+        assert (
+            functional.linear(half, single, bias=torch.ones(4, device=META)).dtype is torch.float16
+        )
         assert (wide @ wide).dtype is torch.float64
         assert half.rsqrt().dtype is torch.float32 and wide.exp().dtype is torch.float64
         assert functional.mse_loss(half, target=half).dtype is torch.float32
@@ -360,14 +460,25 @@ def test_casts_are_of_floating_point_tensors_of_the_device_up_to_32_bits() -> No
 
 
 def test_only_casts_of_trained_parameters_are_kept() -> None:
-    """By hand: a weight of 64 x 64 has a cast of 8192 bytes. Frozen ones, results and views are cast each time."""
+    """By hand: a weight of 64 x 64 has a cast of 8192 bytes.
+
+    Frozen ones, results and views are cast each time.
+    """
     inputs = torch.ones(64, 64, device=META, dtype=torch.bfloat16)
     trained = torch.ones(64, 64, device=META, requires_grad=True)
-    frozen, result, view = torch.ones(64, 64, device=META), trained * 1, torch.ones(2, 64, 64, device=META)[0]
+    frozen, result, view = (
+        torch.ones(64, 64, device=META),
+        trained * 1,
+        torch.ones(2, 64, 64, device=META)[0],
+    )
     view.requires_grad_()
     already = torch.ones(64, 64, device=META, dtype=torch.bfloat16, requires_grad=True)
     fp16 = torch.ones(64, 64, device=META, dtype=torch.float16, requires_grad=True)
-    with simulate_cuda(packed=False, padded=False), torch.no_grad(), StorageCounter(META) as counter:
+    with (
+        simulate_cuda(packed=False, padded=False),
+        torch.no_grad(),
+        StorageCounter(META) as counter,
+    ):
         with torch.autocast("meta", torch.bfloat16):
             for other in (frozen, result, view, already, fp16):
                 inputs @ other

@@ -1,4 +1,6 @@
-"""Probes of trainings for other objectives than the next token, through the trainers that people use for them."""
+"""Probes of trainings for other objectives than the next token, through the trainers that people
+use for them.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,12 @@ from tests.helpers.factories import TINY
 from tests.helpers.probing import measured
 
 pytestmark = pytest.mark.probe
-MODEL = TINY | {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 4096}
+MODEL = TINY | {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "vocab_size": 4096,
+}
 OTHERS = [objective for objective in Objective if objective is not Objective.SFT]
 
 
@@ -27,7 +34,12 @@ SMALL = MODEL | {"num_hidden_layers": 2}
 
 
 def request(objective: Objective, model: dict[str, Any] = MODEL, **knobs: Any) -> ProbeRequest:
-    values = {"micro_batch_size": 8, "seq_len": 64, "precision": "fp32", "checkpointing": "none"} | knobs
+    values = {
+        "micro_batch_size": 8,
+        "seq_len": 64,
+        "precision": "fp32",
+        "checkpointing": "none",
+    } | knobs
     if objective.trainers == ("trl",):
         pytest.importorskip("trl")
     return ProbeRequest(
@@ -59,21 +71,28 @@ def first_time(prober: WorkerProber, asked: ProbeRequest) -> Measurement:
 def test_a_probe_trains_for_its_objective_and_leaves_nothing(
     prober: WorkerProber, objective: Objective, method: str
 ) -> None:
-    """What is learned first is known: no preference between two answers, and no more of one class than of the other."""
+    """What is learned first is known: no preference between two answers, and no more of one class
+    than of the other.
+    """
     sft = request(Objective.SFT, SMALL, method=method)
     before = first_time(prober, sft)
     other = measured(prober, request(objective, SMALL, method=method))
     first = {Objective.KTO: 0.5}.get(objective, 0.6931)
-    assert other.micro_steps * other.losses[0] == pytest.approx(first, rel=0.1 if objective.num_labels else 1e-3)
+    assert other.micro_steps * other.losses[0] == pytest.approx(
+        first, rel=0.1 if objective.num_labels else 1e-3
+    )
     assert {"forward", "backward", "backward_layers", "optimizer"} <= set(other.segment_peak_gib)
     reference = before.model_gib if objective.has_reference and method == "full" else 0.0
-    head = 4 * 4096 * 64 / 2**30 if objective.num_labels else 0.0  # that over the vocabulary is not there
+    # that over the vocabulary is not there
+    head = 4 * 4096 * 64 / 2**30 if objective.num_labels else 0.0
     assert other.model_gib == pytest.approx(before.model_gib + reference - head, rel=0.02)
     assert measured(prober, sft).losses == before.losses
 
 
 @pytest.mark.parametrize("objective", OTHERS)
-def test_two_depths_predict_what_an_objective_needs(prober: WorkerProber, objective: Objective) -> None:
+def test_two_depths_predict_what_an_objective_needs(
+    prober: WorkerProber, objective: Objective
+) -> None:
     asked = request(objective, seq_len=256)
     low, high = (measured(prober, shortened(asked, depth)) for depth in (1, 2))
     whole = first_time(prober, asked)
@@ -89,7 +108,10 @@ def test_a_head_over_labels_is_made_for_real_weights(
     settings = model_settings(TrainConfig(precision="bf16_pure", attention="eager"), "llama")
     build(config_of(MODEL), settings, torch.device("cpu")).save_pretrained(tmp_path)
     found = measured(prober, replace(request(objective), weights=str(tmp_path)))
-    assert found.losses and found.total_params < 4096 * 64 + measured(prober, request(Objective.SFT)).total_params
+    assert (
+        found.losses
+        and found.total_params < 4096 * 64 + measured(prober, request(Objective.SFT)).total_params
+    )
 
 
 def test_a_pair_takes_twice_the_memory_of_an_example(prober: WorkerProber) -> None:

@@ -1,4 +1,6 @@
-"""Packed rows in real models: no example attends to another, and seams and padding are not learned."""
+"""Packed rows in real models: no example attends to another,
+and seams and padding are not learned.
+"""
 
 from dataclasses import replace
 from itertools import product
@@ -35,7 +37,9 @@ SHAPE: dict[str, Any] = {
 
 def supported(setting: str, context: str) -> tuple[str, ...]:
     """Return the model types or attentions in which a setting is tested."""
-    (pair,) = (pair for pair in untested_pairs() if (pair.setting, pair.context) == (setting, context))
+    (pair,) = (
+        pair for pair in untested_pairs() if (pair.setting, pair.context) == (setting, context)
+    )
     return pair.tested
 
 
@@ -65,20 +69,30 @@ def test_nobody_sees_a_neighbour(model_type: str, attention: str) -> None:
     kind = MicroBatch(rows=(EXAMPLES, EXAMPLES), length=48, share=1.0)
     batch = join_rows(random_rows(kind, 128, torch.Generator().manual_seed(0), packing=True))
     segments = {"segments": batch["segments"]} if attention == "varlen" else {}
-    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], **segments).logits
+    logits = model(
+        input_ids=batch["input_ids"], position_ids=batch["position_ids"], **segments
+    ).logits
     model.set_attn_implementation("sdpa" if attention == "varlen" else attention)
     for row in (0, 1):
         for index, example in enumerate(batch["input_ids"][row].split([*EXAMPLES, 8])[:3]):
             start = sum(EXAMPLES[:index])
             alone = model(input_ids=example[None]).logits[0]
-            torch.testing.assert_close(logits[row, start : start + len(example)], alone, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                logits[row, start : start + len(example)], alone, atol=1e-5, rtol=1e-4
+            )
 
 
 @pytest.mark.probe
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo reads it
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # Inductor's own
-@pytest.mark.parametrize(("compiled", "checkpointing"), [(False, "none"), (False, "full"), (True, "full")])
-def test_what_is_learned_is_the_same_with_a_mask_and_without(compiled: bool, checkpointing: str) -> None:
+# Dynamo reads it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+# Inductor's own
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("compiled", "checkpointing"), [(False, "none"), (False, "full"), (True, "full")]
+)
+def test_what_is_learned_is_the_same_with_a_mask_and_without(
+    compiled: bool, checkpointing: str
+) -> None:
     """Micro batches with other numbers of other examples are not compiled anew."""
     import torch
 
@@ -95,7 +109,9 @@ def test_what_is_learned_is_the_same_with_a_mask_and_without(compiled: bool, che
 
     def learned(attention: str) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        settings = model_settings(TrainConfig(method="full", precision="fp32", checkpointing=checkpointing), "mistral")
+        settings = model_settings(
+            TrainConfig(method="full", precision="fp32", checkpointing=checkpointing), "mistral"
+        )
         model = build(
             config_of(SHAPE | {"model_type": "mistral", "num_hidden_layers": 2}),
             replace(settings, attention=attention),
@@ -108,7 +124,9 @@ def test_what_is_learned_is_the_same_with_a_mask_and_without(compiled: bool, che
         found = []
         for batch in batches:
             model.zero_grad()
-            loss = model(**{key: batch[key] for key in batch if key != "segments" or attention == "varlen"}).loss
+            loss = model(
+                **{key: batch[key] for key in batch if key != "segments" or attention == "varlen"}
+            ).loss
             loss.backward()
             found += [loss.detach(), *(one.grad.clone() for one in model.parameters())]
         return found
@@ -133,16 +151,22 @@ def test_the_seams_and_the_padding_of_a_packed_row_are_not_learned() -> None:
     assert row["position_ids"].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
     ids = row["input_ids"].tolist()
     assert row["labels"].tolist() == [-100, ids[1], ids[2], -100, ids[4], -100, -100, -100]
-    (row,) = random_rows(kind, 128, torch.Generator().manual_seed(0), packing=True, trained_share=0.4)
+    (row,) = random_rows(
+        kind, 128, torch.Generator().manual_seed(0), packing=True, trained_share=0.4
+    )
     assert row["input_ids"].tolist() == ids  # only the ends of the examples are trained on
     assert row["labels"].tolist() == [-100, -100, ids[2], -100, ids[4], -100, -100, -100]
 
 
 @pytest.mark.probe
-def test_a_packed_probe_is_a_probe_and_leaves_no_trace(prober: WorkerProber, tmp_path: Path) -> None:
+def test_a_packed_probe_is_a_probe_and_leaves_no_trace(
+    prober: WorkerProber, tmp_path: Path
+) -> None:
     from autotune.catalog import resolve_model
 
-    workload = Workload(lengths=Lengths.of([20] * 50 + [70] * 20 + [128] * 3, "counted"), global_batch=8)
+    workload = Workload(
+        lengths=Lengths.of([20] * 50 + [70] * 20 + [128] * 3, "counted"), global_batch=8
+    )
 
     def request(packing: bool, **knobs: Any) -> ProbeRequest:
         values = {"precision": "fp32", "checkpointing": "full", "packing": packing} | knobs
@@ -150,20 +174,34 @@ def test_a_packed_probe_is_a_probe_and_leaves_no_trace(prober: WorkerProber, tmp
         model = resolve_model("demo-3m").config
         kinds = workload.micro_batches(config)
         # How many steps are timed depends on how well they agree, and so would the last loss.
-        short: dict[str, Any] = {"min_timed_s": 0.0, "min_timed_micros": 1, "max_timed_steps": 1, "evaluate": True}
-        return ProbeRequest(config=config, model=model, device="cpu", memory_gib=2.0, micro_batches=kinds, **short)
+        short: dict[str, Any] = {
+            "min_timed_s": 0.0,
+            "min_timed_micros": 1,
+            "max_timed_steps": 1,
+            "evaluate": True,
+        }
+        return ProbeRequest(
+            config=config, model=model, device="cpu", memory_gib=2.0, micro_batches=kinds, **short
+        )
 
     prober.fingerprint  # noqa: B018 (the worker is up from here on)
     starts = prober.starts
-    results = [prober.probe(request(on), tmp_path / f"{index}.log") for index, on in enumerate((False, True, False))]
+    results = [
+        prober.probe(request(on), tmp_path / f"{index}.log")
+        for index, on in enumerate((False, True, False))
+    ]
     assert prober.starts == starts
     before, packed, after = (result.measurement for result in results)
     assert before and packed and after
     assert packed.micro_step_s and packed.loss_first != before.loss_first
-    assert (before.loss_first, before.loss_last) == pytest.approx((after.loss_first, after.loss_last), rel=1e-6)
+    assert (before.loss_first, before.loss_last) == pytest.approx(
+        (after.loss_first, after.loss_last), rel=1e-6
+    )
     assert results[0].request_digest != results[1].request_digest
     in_16_bits = [
-        prober.probe(request(True, precision="bf16_mixed", packed_attention=how), tmp_path / f"{how}.log").measurement
+        prober.probe(
+            request(True, precision="bf16_mixed", packed_attention=how), tmp_path / f"{how}.log"
+        ).measurement
         for how in ("mask", "varlen")
     ]
     masked, alone = in_16_bits

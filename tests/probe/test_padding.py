@@ -17,7 +17,8 @@ from tests.helpers.probing import LARGE, request
 @pytest.mark.parametrize(
     ("lengths", "timed_longest"),
     [
-        (Lengths.of([*range(40, 400, 3)] * 200 + [5000], "counted"), 1024),  # the longest has a very small share
+        # the longest has a very small share
+        (Lengths.of([*range(40, 400, 3)] * 200 + [5000], "counted"), 1024),
         (
             Lengths.of([60, 120, 180, 240, 360], "characters"),
             361,
@@ -40,7 +41,9 @@ def test_a_probe_times_each_kind_of_micro_batch_and_weighs_the_longest(
     assert len(timed) == 5 and max(kind.length for kind in timed) == timed_longest
     padded = measured(replace(request(**sizes), micro_batches=kinds, micro_steps=4))
     assert [share for share, _ in padded.kind_s] == pytest.approx([kind.share for kind in timed])
-    assert fmean(padded.micro_step_s) == pytest.approx(sum(share * seconds for share, seconds in padded.kind_s))
+    assert fmean(padded.micro_step_s) == pytest.approx(
+        sum(share * seconds for share, seconds in padded.kind_s)
+    )
     assert padded.row_length == 1024
 
     full = measured(replace(request(**sizes), micro_steps=2))
@@ -50,8 +53,13 @@ def test_a_probe_times_each_kind_of_micro_batch_and_weighs_the_longest(
 
 
 @pytest.mark.probe
-def test_a_mask_hides_padding_and_changes_nothing_else(prober: WorkerProber, tmp_path: Path) -> None:
-    """Padding on the right is seen by no token before it. What new lengths take is tried where there is a mask."""
+def test_a_mask_hides_padding_and_changes_nothing_else(
+    prober: WorkerProber, tmp_path: Path
+) -> None:
+    """Padding on the right is seen by no token before it.
+
+    What new lengths take is tried where there is a mask.
+    """
     lengths = Workload(lengths=Lengths.of([20, 30, 90], "counted"))
 
     def measured(padding: str) -> Measurement:
@@ -64,6 +72,8 @@ def test_a_mask_hides_padding_and_changes_nothing_else(prober: WorkerProber, tmp
 
     plain, masked = measured("longest"), measured("masked")
     assert masked.losses == pytest.approx(plain.losses, rel=1e-5)
-    assert plain.new_length_s is None and masked.new_length_s is not None and masked.new_length_s >= 0
+    assert (
+        plain.new_length_s is None and masked.new_length_s is not None and masked.new_length_s >= 0
+    )
     again = measured("masked")
     assert again.losses == pytest.approx(masked.losses, rel=1e-5)

@@ -1,4 +1,6 @@
-"""Levers that transformers has no one switch for: fp8 products, cuDNN's attention, checkpoints in host memory."""
+"""Levers that transformers has no one switch for: fp8 products, cuDNN's attention, checkpoints in
+host memory.
+"""
 
 import importlib.util
 import json
@@ -69,10 +71,18 @@ def test_fp8_multiplies_differently_and_leaves_the_rest_and_the_head_alone() -> 
     multiply_in_fp8(model)
     found = model(input_ids=tokens).logits
     after = model.state_dict()
-    assert all(torch.equal(weight, before[name]) for name, weight in after.items() if name in before)
-    assert {name for name in before if name not in after} == {name for name in before if "_proj." in name}
+    assert all(
+        torch.equal(weight, before[name]) for name, weight in after.items() if name in before
+    )
+    assert {name for name in before if name not in after} == {
+        name for name in before if "_proj." in name
+    }
     assert type(model.get_output_embeddings()) is torch.nn.Linear
-    layers = [type(one).__name__ for one in model.model.layers[0].modules() if isinstance(one, torch.nn.Linear)]
+    layers = [
+        type(one).__name__
+        for one in model.model.layers[0].modules()
+        if isinstance(one, torch.nn.Linear)
+    ]
     assert set(layers) == {"Float8Linear"}
     off = float(((found - expected).norm() / expected.norm()).detach())
     assert 1e-4 < off < 0.1
@@ -86,15 +96,23 @@ def test_fp8_needs_matrices_whose_sides_are_multiples_of_16() -> None:
 
     model = built(TINY_LLAMA | {"intermediate_size": 72})
     multiply_in_fp8(model)
-    kinds = {name: type(one).__name__ for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
+    kinds = {
+        name: type(one).__name__
+        for name, one in model.named_modules()
+        if isinstance(one, torch.nn.Linear)
+    }
     assert kinds["model.layers.0.self_attn.q_proj"] == "Float8Linear"
     assert kinds["model.layers.0.mlp.up_proj"] == kinds["model.layers.0.mlp.down_proj"] == "Linear"
 
 
 @pytest.mark.probe
 @pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
-def test_a_probe_with_an_fp8_base_trains_and_leaves_nothing_behind(prober: WorkerProber, precision: str) -> None:
-    plain, fp8, again = (measured(prober, precision=precision, quantization=one) for one in ("none", "fp8", "none"))
+def test_a_probe_with_an_fp8_base_trains_and_leaves_nothing_behind(
+    prober: WorkerProber, precision: str
+) -> None:
+    plain, fp8, again = (
+        measured(prober, precision=precision, quantization=one) for one in ("none", "fp8", "none")
+    )
     assert again.losses[:2] == plain.losses[:2]
     assert fp8.losses[:2] != plain.losses[:2]
     assert fp8.losses[:2] == pytest.approx(plain.losses[:2], rel=0.01)
@@ -128,12 +146,19 @@ def test_offloaded_checkpoints_learn_the_same_and_stay_on_the_host() -> None:
     copied: list[torch.Size] = []
     with pytest.MonkeyPatch.context() as patch:
         store = HostCheckpoints._store
-        patch.setattr(HostCheckpoints, "_store", lambda self, one: copied.append(one.shape) or store(self, one))
+        patch.setattr(
+            HostCheckpoints,
+            "_store",
+            lambda self, one: copied.append(one.shape) or store(self, one),
+        )
         found = gradients()
     assert copied == [torch.Size((2, 16, 32))] * 2  # the inputs of both layers
     assert all(map(torch.equal, found, expected))
     set_checkpointing(model, on_device)
-    assert all("partial" not in repr(one._gradient_checkpointing_func.func) for one in decoder_layers(model))
+    assert all(
+        "partial" not in repr(one._gradient_checkpointing_func.func)
+        for one in decoder_layers(model)
+    )
 
 
 @pytest.mark.probe
@@ -152,7 +177,9 @@ def test_cudnn_attention_is_a_name_of_its_own_and_falls_back_to_nothing() -> Non
 
 @pytest.mark.probe
 def test_kernels_that_stand_in_for_methods_are_taken_out_again() -> None:
-    """Liger binds functions to the modules of a model, and puts its classes among the names of the model's code."""
+    """Liger binds functions to the modules of a model, and puts its classes among the names of the
+    model's code.
+    """
     import torch
 
     from autotune.probe.resident import ResidentModel, clean, module_names
@@ -176,17 +203,26 @@ def test_kernels_that_stand_in_for_methods_are_taken_out_again() -> None:
         {"quantization": "fp8"},
         {"checkpointing": "offload"},
         {"checkpointing": "offload", "tiling": "tokens"},
-        {"packing": True, "packed_attention": "varlen", "precision": "bf16_mixed", "loader_workers": 2},
+        {
+            "packing": True,
+            "packed_attention": "varlen",
+            "precision": "bf16_mixed",
+            "loader_workers": 2,
+        },
     ],
     ids=str,
 )
-def test_the_exported_script_applies_the_same_patches(tmp_path: Path, knobs: dict[str, Any]) -> None:
+def test_the_exported_script_applies_the_same_patches(
+    tmp_path: Path, knobs: dict[str, Any]
+) -> None:
     """Scripts without patches run in test_train_script."""
     known = summary().recipe
     assert known is not None
 
     def exported(**knobs: Any) -> dict[str, str]:
-        config = TrainConfig(**({"micro_batch_size": 8, "seq_len": 32, "precision": "fp32"} | knobs))
+        config = TrainConfig(
+            **({"micro_batch_size": 8, "seq_len": 32, "precision": "fp32"} | knobs)
+        )
         lengths = Lengths.of([5, 11, 32], "counted") if config.packing else Lengths.constant(32)
         workload = Workload(examples=64, lengths=lengths, global_batch=16)
         made = replace(known, winner=replace(known.winner, config=config), workload=workload)
@@ -194,7 +230,15 @@ def test_the_exported_script_applies_the_same_patches(tmp_path: Path, knobs: dic
 
     files = exported(**knobs)
     write(files, tmp_path)
-    command = [sys.executable, "train.py", "--random-weights", "--max-steps", "2", "--output-dir", ""]
+    command = [
+        sys.executable,
+        "train.py",
+        "--random-weights",
+        "--max-steps",
+        "2",
+        "--output-dir",
+        "",
+    ]
     command += ["--held-out", "4", "32"] if knobs.get("packing") else []
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
@@ -215,10 +259,14 @@ def test_offloading_is_the_last_resort_and_the_first_to_be_given_up() -> None:
 
 
 def test_what_offloads_is_not_compiled() -> None:
-    """Dynamo gives a layer up at the hooks that offload: it would run as it is and be reported as compiled."""
+    """Dynamo gives a layer up at the hooks that offload: it would run as it is and be reported as
+    compiled.
+    """
     config = TrainConfig(checkpointing="offload", compile="per_layer")
     assert config == TrainConfig(checkpointing="offload")
-    pinned = StudySpec(model="mistral-7b", pins={"checkpointing": "offload", "compile": "per_layer"})
+    pinned = StudySpec(
+        model="mistral-7b", pins={"checkpointing": "offload", "compile": "per_layer"}
+    )
     with pytest.raises(UsageError, match="do not compile"):
         set_up(pinned, resolve_device("h200"))
 
@@ -231,9 +279,18 @@ def test_compiled_layers_have_kernels_of_their_own() -> None:
 
 def test_liger_is_for_models_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     there = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "liger_kernel" else there(name))
-    values = {"kernels": ("torch", "liger"), "method": ("lora",), "seq_len": (1024,), "micro_batch_size": (8,)}
-    space = SearchSpace(name="levers", knobs=tuple(Knob(name=name, values=one) for name, one in values.items()))
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: object() if name == "liger_kernel" else there(name)
+    )
+    values = {
+        "kernels": ("torch", "liger"),
+        "method": ("lora",),
+        "seq_len": (1024,),
+        "micro_batch_size": (8,),
+    }
+    space = SearchSpace(
+        name="levers", knobs=tuple(Knob(name=name, values=one) for name, one in values.items())
+    )
     monkeypatch.setattr("autotune.problem.search_space.SearchSpace.load", lambda name: space)
     setup = set_up(StudySpec(model="mistral-7b", gpu="h200"), resolve_device("h200"))
     shape = ModelShape(num_layers=32, prefix=0, period=1, plain_head=True)
@@ -254,7 +311,9 @@ def test_fp8_is_less_capable_than_an_unquantised_base_and_more_than_others() -> 
     assert sorted(ranked, key=lambda config: config.capability) == ranked
 
 
-@pytest.mark.parametrize(("gpu", "kept"), [("h200", True), ("l4", True), ("a100-80gb", False), ("cpu", False)])
+@pytest.mark.parametrize(
+    ("gpu", "kept"), [("h200", True), ("l4", True), ("a100-80gb", False), ("cpu", False)]
+)
 def test_fp8_is_for_devices_that_multiply_it(gpu: str, kept: bool, tmp_path: Path) -> None:
     file = tmp_path / "fp8.yaml"
     file.write_text(
@@ -265,7 +324,9 @@ def test_fp8_is_for_devices_that_multiply_it(gpu: str, kept: bool, tmp_path: Pat
     spec = StudySpec(model="mistral-7b", gpu=gpu, space=str(file), allow_quantized=True)
     made = set_up(spec, resolve_device(gpu))
     assert ("fp8" in made.task.space.knob("quantization").choices()) is kept  # type: ignore[union-attr]
-    assert [one.values for one in made.removals if one.knob == "quantization"] == [("fp8",)] * (not kept)
+    assert [one.values for one in made.removals if one.knob == "quantization"] == [("fp8",)] * (
+        not kept
+    )
     assert ("sdpa_cudnn" in made.task.space.knob("attention").choices()) is (gpu != "cpu")  # type: ignore[union-attr]
 
 
@@ -289,8 +350,15 @@ def test_a_lean_trainer_walks_over_the_modules_only_when_the_mode_changes(tmp_pa
     model = built(TINY_LLAMA)
     model.model.norm.watched = Watched()
     rows = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * 8
-    arguments = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "per_device_train_batch_size": 1}
-    settings = TrainingArguments(output_dir=str(tmp_path), max_steps=2, gradient_accumulation_steps=2, **arguments)
+    arguments = {
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 1,
+    }
+    settings = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, gradient_accumulation_steps=2, **arguments
+    )
     model.eval()
     Watched.walks.clear()
     trainer = LeanTrainer(model, settings, train_dataset=rows, eval_dataset=rows)

@@ -1,4 +1,6 @@
-"""A quantised base with random weights holds what one with real weights holds: every tensor once."""
+"""A quantised base with random weights holds what one with
+real weights holds: every tensor once.
+"""
 
 from typing import Any
 
@@ -14,7 +16,12 @@ from tests.helpers.factories import TINY
 
 pytestmark = pytest.mark.probe
 
-MODEL = TINY | {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 256}
+MODEL = TINY | {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+}
 
 
 def held_bytes(model: torch.nn.Module) -> int:

@@ -1,4 +1,6 @@
-"""The counts in the package answer default plans of the catalogue's models without a process, as counted anew."""
+"""The counts in the package answer default plans of the catalogue's models without a process, as
+counted anew.
+"""
 
 import gzip
 import json
@@ -25,7 +27,9 @@ from autotune.problem.study_spec import StudySpec
 pytestmark = pytest.mark.probe
 
 REMEDY = "python benchmarks/shipped_counts.py"  # writes the file anew
-STORED = json.loads(gzip.decompress(Path(dry_prober.__file__).with_name(dry_prober.SHIPPED).read_bytes()))
+STORED = json.loads(
+    gzip.decompress(Path(dry_prober.__file__).with_name(dry_prober.SHIPPED).read_bytes())
+)
 SPACES = {name: SearchSpace.load(name) for name in ("default", "lora", "qlora", "full")}
 
 
@@ -57,7 +61,8 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
 def plan_default(model: str, space: str, card: str) -> None:
     device = resolve_device(card)
     spec = StudySpec(model=model, gpu=device.name, space=SPACES[space])
-    with suppress(UsageError):  # where nothing can be counted or the card can do nothing of the space
+    # where nothing can be counted or the card can do nothing of the space
+    with suppress(UsageError):
         plan_setup(planned_setup(spec, device), limit_of(spec, device), counted=True)
 
 
@@ -74,13 +79,22 @@ def test_a_default_plan_starts_no_process(asked: Asked, card: str) -> None:
     for model in STORED["models"]:
         for space in SPACES:
             plan_default(model, space, card)
-    assert {request.model["model_type"] for request in asked.requests} >= {"gpt2", "mixtral", "qwen3_moe", "gpt_oss"}
+    assert {request.model["model_type"] for request in asked.requests} >= {
+        "gpt2",
+        "mixtral",
+        "qwen3_moe",
+        "gpt_oss",
+    }
     assert not list(asked._directory.iterdir()), "what is shipped is not kept twice"
 
 
 @pytest.mark.parametrize(
     ("model", "space", "card"),
-    [("gpt2", "lora", "rtx-4090"), ("pythia-410m", "full", "t4"), ("qwen3-30b-a3b", "qlora", "h200-sxm")],
+    [
+        ("gpt2", "lora", "rtx-4090"),
+        ("pythia-410m", "full", "t4"),
+        ("qwen3-30b-a3b", "qlora", "h200-sxm"),
+    ],
 )
 def test_a_count_made_now_is_the_shipped_one(
     asked: Asked, monkeypatch: pytest.MonkeyPatch, model: str, space: str, card: str
@@ -90,7 +104,10 @@ def test_a_count_made_now_is_the_shipped_one(
     assert request.model == resolve_model(model).config
     monkeypatch.undo()
     with DryProber(asked._directory, shipped=False) as prober:
-        now, shipped = prober.count(request), from_data(DryAnswer, shipped_answers()[key_of(request)])
+        now, shipped = (
+            prober.count(request),
+            from_data(DryAnswer, shipped_answers()[key_of(request)]),
+        )
     assert now.count is not None
     assert numbers(to_data(shipped)) == pytest.approx(numbers(to_data(now)), rel=0.005), REMEDY
 
@@ -106,8 +123,12 @@ def numbers(data: dict[str, Any], prefix: str = "") -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize(("installed", "are_used"), [("5.17.0", False), ("5.23.1", True), ("6.0.0.dev0", True)])
-def test_an_older_transformers_counts_anew(monkeypatch: pytest.MonkeyPatch, installed: str, *, are_used: bool) -> None:
+@pytest.mark.parametrize(
+    ("installed", "are_used"), [("5.17.0", False), ("5.23.1", True), ("6.0.0.dev0", True)]
+)
+def test_an_older_transformers_counts_anew(
+    monkeypatch: pytest.MonkeyPatch, installed: str, *, are_used: bool
+) -> None:
     shipped_answers.cache_clear()
     monkeypatch.setattr(dry_prober.metadata, "version", lambda name: installed)
     assert bool(shipped_answers()) is are_used

@@ -70,31 +70,46 @@ def test_the_work_of_products_and_the_bytes_that_move() -> None:
 @pytest.mark.parametrize(("inner", "kind"), [(299, THIN), (300, PRODUCT)])
 def test_a_product_with_little_arithmetic_for_a_byte_is_thin(inner: int, kind: str) -> None:
     """Of 300 x 300 in 16 bits there are 100 operations for each byte."""
-    left, right = (torch.ones(*shape, device=META, dtype=torch.bfloat16) for shape in ((300, inner), (inner, 300)))
+    left, right = (
+        torch.ones(*shape, device=META, dtype=torch.bfloat16)
+        for shape in ((300, inner), (inner, 300))
+    )
     with StorageCounter(META) as counter:
         _ = left @ right
     assert dict(counter.moved) == {kind: 2 * (2 * 300 * inner + 300 * 300)}
 
 
 def test_products_that_torch_knows_no_arithmetic_of() -> None:
-    """Each expert multiplies its rows, all of them once; a 4-bit weight is unpacked before it is multiplied.
+    """Each expert multiplies its rows, all of them once; a 4-bit weight is unpacked before it is
+    multiplied.
 
     Inputs and a weight in 8 bits are multiplied as they are.
     """
-    rows, experts = (torch.ones(*shape, device=META, dtype=torch.bfloat16) for shape in ((64, 32), (4, 32, 48)))
+    rows, experts = (
+        torch.ones(*shape, device=META, dtype=torch.bfloat16) for shape in ((64, 32), (4, 32, 48))
+    )
     counter = StorageCounter(META)
 
     def operation(name: str) -> Any:
-        return SimpleNamespace(overloadpacket=type("Packet", (), {"__name__": name})(), is_view=False)
+        return SimpleNamespace(
+            overloadpacket=type("Packet", (), {"__name__": name})(), is_view=False
+        )
 
     out = torch.empty(64, 48, device=META, dtype=torch.bfloat16)
     counter._count_work(operation(GROUPED_PRODUCT), (rows, experts), {}, out)
     assert counter.flops == {GROUPED_PRODUCT: 2 * 64 * 32 * 48}
-    assert counter.moved == {THIN: 2 * (64 * 32 + 4 * 32 * 48 + 64 * 48)} and counter.operations == 1
+    assert (
+        counter.moved == {THIN: 2 * (64 * 32 + 4 * 32 * 48 + 64 * 48)} and counter.operations == 1
+    )
     counter.begin()
     offsets = torch.zeros(4, dtype=torch.int32, device=META)
     counter._count_work(operation("grouped_mm_fallback"), (rows, experts, offsets), {}, out)
-    counter._count_work(operation("grouped_mm_fallback_backward"), (out, rows, experts, offsets), {}, (rows, experts))
+    counter._count_work(
+        operation("grouped_mm_fallback_backward"),
+        (out, rows, experts, offsets),
+        {},
+        (rows, experts),
+    )
     once = 2 * 64 * 32 * 48
     assert counter.flops == {"grouped_mm_fallback": once, "grouped_mm_fallback_backward": 2 * once}
     counter.begin()
@@ -104,14 +119,18 @@ def test_products_that_torch_knows_no_arithmetic_of() -> None:
     assert counter.moved[OTHER] == 48 * 32 // 2 + 2 * 48 * 32
     assert counter.moved[THIN] == 2 * (64 * 32 + 48 * 32 + 64 * 48)
     counter.begin()
-    left, right = (torch.empty(*shape, device=META, dtype=torch.int8) for shape in ((64, 32), (48, 32)))
+    left, right = (
+        torch.empty(*shape, device=META, dtype=torch.int8) for shape in ((64, 32), (48, 32))
+    )
     counter._count_work(operation(PRODUCT_IN_8_BITS), (left, right), {}, out)
     assert counter.flops == {PRODUCT_IN_8_BITS: 2 * 64 * 32 * 48} and counter.operations == 1
     assert counter.moved == {THIN: 64 * 32 + 48 * 32 + 2 * 64 * 48}
 
 
 def test_a_product_is_unaligned_where_quick_kernels_could_not_load_its_rows() -> None:
-    """Kernels load 16 bytes, which is 8 numbers in 16 bits: a vocabulary of 33 is none of these multiples, 40 is."""
+    """Kernels load 16 bytes, which is 8 numbers in 16 bits: a vocabulary of 33 is none of these
+    multiples, 40 is.
+    """
     rows = torch.ones(8, 16, device=META, dtype=torch.bfloat16)
     counter = StorageCounter(META)
     with counter:
@@ -123,7 +142,9 @@ def test_a_product_is_unaligned_where_quick_kernels_could_not_load_its_rows() ->
             _ = scores @ weight
             assert counter.flops == {name: 2 * 2 * 8 * 16 * size}
         counter.begin()
-        _ = torch.bmm(rows[:1].expand(1, 8, 16), torch.empty(1, 16, 3, device=META, dtype=torch.bfloat16))
+        _ = torch.bmm(
+            rows[:1].expand(1, 8, 16), torch.empty(1, 16, 3, device=META, dtype=torch.bfloat16)
+        )
     assert counter.flops == {"bmm unaligned": 2 * 8 * 16 * 3}
 
 
@@ -176,7 +197,9 @@ def test_what_moves_is_what_kernels_read_and_write() -> None:
     looked_up = 6 * 8 + 2 * 4 * 6 * 4
     assert moved(lambda: nn.functional.embedding(places, table)) == {OTHER: looked_up}
     assert moved(lambda: table[places]) == {INDEXED: looked_up}
-    assert moved(lambda: table.index_put((places,), rows, accumulate=True)) == {INDEXED: 6 * 8 + 3 * 4 * 6 * 4}
+    assert moved(lambda: table.index_put((places,), rows, accumulate=True)) == {
+        INDEXED: 6 * 8 + 3 * 4 * 6 * 4
+    }
     assert moved(lambda: table[:, :2] * 2) == {STRIDED: 4 * (200 + 200)}
     assert moved(lambda: rows * torch.ops.aten._unsafe_view(rows, [6, 4])[:1].expand(6, 4)) == {
         STRIDED: 4 * (24 + 4 + 24)
@@ -186,7 +209,9 @@ def test_what_moves_is_what_kernels_read_and_write() -> None:
 
 
 def test_a_kernels_own_memory_counts_while_it_runs() -> None:
-    with StorageCounter(META, lambda func, args: 4096 if func is torch.ops.aten.mm.default else 0) as counter:
+    with StorageCounter(
+        META, lambda func, args: 4096 if func is torch.ops.aten.mm.default else 0
+    ) as counter:
         _ = torch.ones(8, 16, device=META) @ torch.ones(16, 8, device=META)
     assert counter.take_peak() == 512 + 512 + 512 + 4096
 
@@ -229,9 +254,15 @@ def test_gradients_are_added_in_place_where_autograd_does(
     leaf, weight = torch.ones(4, 64, requires_grad=True), torch.ones(64, 64, requires_grad=True)
     with profile() as recorded:
         graph(leaf, weight).backward()
-    events = [event.name for event in sorted(recorded.events(), key=lambda event: event.time_range.start)]
+    events = [
+        event.name for event in sorted(recorded.events(), key=lambda event: event.time_range.start)
+    ]
     begin = max(index for index, name in enumerate(events) if name == "aten::ones_like")
-    real = [name.removeprefix("aten::") for name in events[begin:] if name in ("aten::add", "aten::add_")]
+    real = [
+        name.removeprefix("aten::")
+        for name in events[begin:]
+        if name in ("aten::add", "aten::add_")
+    ]
 
     seen: list[str] = []
 
@@ -284,13 +315,17 @@ def test_what_was_made_before_is_held_once_and_on_the_device_alone() -> None:
 
 
 def test_a_module_is_held_with_the_statistics_of_quantised_weights() -> None:
-    """By hand, in blocks: a weight of 2, a buffer of 3, scales of 4, their code of 5, an offset of 1, nested ones."""
+    """By hand, in blocks: a weight of 2, a buffer of 3, scales of 4, their code of 5, an offset of
+    1, nested ones.
+    """
 
     def of_blocks(number: int) -> torch.Tensor:
         return torch.empty(512 * number, dtype=torch.uint8, device=META)
 
     nested = SimpleNamespace(absmax=of_blocks(7), code=of_blocks(11), offset=None)
-    state = SimpleNamespace(absmax=of_blocks(4), code=of_blocks(5), offset=of_blocks(1), state2=nested, other=META)
+    state = SimpleNamespace(
+        absmax=of_blocks(4), code=of_blocks(5), offset=of_blocks(1), state2=nested, other=META
+    )
     module = nn.Module()
     module.weight = nn.Parameter(of_blocks(2), requires_grad=False)
     module.plain = nn.Parameter(torch.empty(13 * 128, device=META))
@@ -321,7 +356,9 @@ def test_what_a_kernel_computes_inside_others_takes_no_memory() -> None:
 
 
 def test_a_view_moves_nothing_and_lists_are_read_whole() -> None:
-    """By hand: two tensors of 6 and 10 numbers are read, and 16 are written; of a product all three are moved."""
+    """By hand: two tensors of 6 and 10 numbers are read, and 16 are written; of a product all three
+    are moved.
+    """
     left, right = torch.ones(2, 3, device=META), torch.ones(2, 5, device=META)
     with StorageCounter(META) as counter:
         joined = torch.cat([left, right], dim=1)
@@ -338,7 +375,9 @@ def test_a_view_moves_nothing_and_lists_are_read_whole() -> None:
 
 
 def test_gradients_are_not_added_in_place_where_autograd_may_want_them_again() -> None:
-    """Where gradients are recorded, or something else refers to the first, a sum is a new tensor."""
+    """Where gradients are recorded, or something else refers to
+    the first, a sum is a new tensor.
+    """
     with StorageCounter(META) as counter:
         first, second = torch.empty(128, device=META), torch.empty(128, device=META)
         total = first + second
@@ -362,34 +401,50 @@ def test_random_numbers_are_repeated_without_a_state() -> None:
     assert StorageCounter.is_infra_mode() and StorageCounter.supports_higher_order_operators
 
 
-@pytest.mark.parametrize(("rows", "heads", "key_heads", "length", "size"), [(2, 8, 2, 16, 4), (3, 4, 4, 8, 16)])
+@pytest.mark.parametrize(
+    ("rows", "heads", "key_heads", "length", "size"), [(2, 8, 2, 16, 4), (3, 4, 4, 8, 16)]
+)
 def test_attention_with_a_bias_is_counted_for_all_heads(
     rows: int, heads: int, key_heads: int, length: int, size: int
 ) -> None:
-    """Scores and what is made of them: two products a head, of two operations for each number multiplied."""
+    """Scores and what is made of them: two products a head, of two operations for each number
+    multiplied.
+    """
     query = torch.empty(rows, heads, length, size, device=META, dtype=torch.bfloat16)
-    key, value = (torch.empty(rows, key_heads, length, size, device=META, dtype=torch.bfloat16) for _ in range(2))
+    key, value = (
+        torch.empty(rows, key_heads, length, size, device=META, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
     counter = StorageCounter(META)
     with counter:
         torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=0.5)
     assert sum(counter.flops.values()) == 2 * 2 * rows * heads * length * length * size
-    # Queries, keys, values, the output, and the sums of rows in 32 bits; a few numbers of random state beside these.
+    # Queries, keys, values, the output, and the sums of rows in 32 bits; a few numbers of random
+    # state beside these.
     moved = 2 * rows * length * size * (2 * heads + 2 * key_heads) + 4 * rows * heads * length
     assert moved <= counter.moved[THIN] <= moved + 64
 
 
 def test_torchs_formula_gets_a_key_head_for_each_query_head() -> None:
-    """What has another number of dimensions, such as the sums of rows, and what is no tensor stay as they are."""
+    """What has another number of dimensions, such as the sums of rows, and what is no tensor stay
+    as they are.
+    """
     query, key = torch.empty(2, 8, 16, 4, device=META), torch.empty(3, 2, 6, 5, device=META)
     rows = torch.empty(2, 8, 16, device=META)
     first, second, third, fourth = _repeat_heads((query, key, rows, 0.5))
-    assert (first.shape, second.shape) == ((2, 8, 16, 4), (3, 8, 6, 5)) and third is rows and fourth == 0.5
+    assert (
+        (first.shape, second.shape) == ((2, 8, 16, 4), (3, 8, 6, 5))
+        and third is rows
+        and fourth == 0.5
+    )
     assert first.is_meta and second.is_meta
     assert _repeat_heads((key, torch.empty(9, 99, device=META), query))[0].shape[1] == 8
 
 
 def test_a_convolution_is_counted_by_its_output() -> None:
-    """By hand: 8 places of 4 channels, for each 3 numbers of 3 channels, two operations for each."""
+    """By hand: 8 places of 4 channels, for each 3 numbers of 3
+    channels, two operations for each.
+    """
     counter = StorageCounter(META)
     assert counter.take_peak() == 0
     with counter:

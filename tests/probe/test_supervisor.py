@@ -47,7 +47,9 @@ def test_a_probe_comes_through(prober: WorkerProber) -> None:
 
 
 def test_the_limit_stays_while_the_worker_grows(prober: WorkerProber) -> None:
-    """What a worker keeps of earlier probes is nobody else's: all trials of a study have one limit."""
+    """What a worker keeps of earlier probes is nobody else's: all
+    trials of a study have one limit.
+    """
     small, long = {"optimizer": "adafactor"}, {"seq_len": 256, "precision": "bf16_mixed"}
     found = [measured(prober, request(**knobs)) for knobs in ({}, small, long, small | long, {})]
     assert len({(one.limit_gib, one.context_gib) for one in found}) == 1
@@ -56,7 +58,9 @@ def test_the_limit_stays_while_the_worker_grows(prober: WorkerProber) -> None:
 
 
 def test_confirming_evaluates_and_saves_too(prober: WorkerProber) -> None:
-    result = prober.probe(replace(request(rung=Rung.CONFIRM), evaluate=True), prober.logs / "confirm.log")
+    result = prober.probe(
+        replace(request(rung=Rung.CONFIRM), evaluate=True), prober.logs / "confirm.log"
+    )
     assert result.outcome is Outcome.OK and result.rung is Rung.CONFIRM
     assert {"evaluate", "save"} <= result.seconds.keys()
     measured = result.measurement
@@ -70,7 +74,9 @@ def test_confirming_evaluates_and_saves_too(prober: WorkerProber) -> None:
 def test_a_checkpoint_of_all_weights_is_not_tried(prober: WorkerProber) -> None:
     whole = replace(request(rung=Rung.CONFIRM, method="full"), evaluate=True)
     measured = prober.probe(whole, prober.logs / "whole.log").measurement
-    assert measured is not None and measured.evaluation_s is not None and measured.checkpoint_s is None
+    assert (
+        measured is not None and measured.evaluation_s is not None and measured.checkpoint_s is None
+    )
 
 
 def test_the_first_whole_model_says_how_long_its_worker_took_to_start(tmp_path: Path) -> None:
@@ -103,7 +109,9 @@ def test_peaks_repeat_and_memory_that_ran_out_leaves_nothing_behind(prober: Work
     assert result.oom.margin > 0
     assert result.oom.limit_gib < 0.95
     assert sum(result.oom.terms_gib.values()) == pytest.approx(result.oom.allocated_gib)
-    assert result.oom.allocated_gib + (result.oom.requested_gib or 0) == pytest.approx(result.oom.limit_gib, rel=0.25)
+    assert result.oom.allocated_gib + (result.oom.requested_gib or 0) == pytest.approx(
+        result.oom.limit_gib, rel=0.25
+    )
 
     after = peak(prober, request(**LARGE))
     assert prober.starts == starts  # the same process, not a new one
@@ -138,7 +146,9 @@ def test_a_cpu_runs_what_the_space_offers(prober: WorkerProber, knobs: dict[str,
 
 
 def test_an_error_in_the_model_is_a_crash_with_its_reason(prober: WorkerProber) -> None:
-    broken = prober.probe(request(model=MODEL | {"model_type": "no-such-model"}), prober.logs / "broken.log")
+    broken = prober.probe(
+        request(model=MODEL | {"model_type": "no-such-model"}), prober.logs / "broken.log"
+    )
     starts = prober.starts
     assert broken.outcome is Outcome.CRASH and broken.phase is Phase.LOAD
     assert "no-such-model" in (broken.reason or "")
@@ -157,19 +167,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def both_orders(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[float, float, float]]]:
-    """Each configuration's first loss, last loss and peak, from two fresh workers that saw them in opposite orders."""
+def both_orders(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[dict[str, tuple[float, float, float]]]:
+    """Each configuration's first loss, last loss and peak, from two fresh workers that saw them in
+    opposite orders.
+    """
     found = []
     for names in (list(CONFIGS), list(reversed(CONFIGS))):
         with WorkerProber("cpu", tmp_path_factory.mktemp("logs")) as fresh:
             seen = {}
             for name in names:
-                # How many steps a probe takes hangs on their time where they are long: losses are of short ones.
-                result = fresh.probe(request(model=WIDE, **CONFIGS[name]), fresh.logs / f"{name}.log")
+                # How many steps a probe takes hangs on their time where they are long: losses are
+                # of short ones.
+                result = fresh.probe(
+                    request(model=WIDE, **CONFIGS[name]), fresh.logs / f"{name}.log"
+                )
                 assert result.outcome is Outcome.OK, result.reason
                 assert result.measurement is not None
                 measured = result.measurement
-                large = LARGE | CONFIGS[name] | {"precision": "fp32"}  # bf16 takes six times as long here
+                # bf16 takes six times as long here
+                large = LARGE | CONFIGS[name] | {"precision": "fp32"}
                 peak_gib = peak(fresh, request(**large))
                 seen[name] = (measured.loss_first, measured.loss_last, peak_gib)
             assert fresh.starts == 1
@@ -181,14 +199,20 @@ def both_orders(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tupl
 def test_a_warm_worker_answers_as_a_fresh_one(
     both_orders: list[dict[str, tuple[float, float, float]]], name: str
 ) -> None:
-    """The first of each order met a fresh process, and is the last of the other: nothing of the others is left."""
-    (first, last, peak), (other_first, other_last, other_peak) = (order[name] for order in both_orders)
+    """The first of each order met a fresh process, and is the last of the other: nothing of the
+    others is left.
+    """
+    (first, last, peak), (other_first, other_last, other_peak) = (
+        order[name] for order in both_orders
+    )
     assert (first, last) == pytest.approx((other_first, other_last), rel=1e-6)
     assert first != last
     assert peak == pytest.approx(other_peak, rel=0.01)
 
 
-def test_recomputing_needs_less_memory(both_orders: list[dict[str, tuple[float, float, float]]]) -> None:
+def test_recomputing_needs_less_memory(
+    both_orders: list[dict[str, tuple[float, float, float]]],
+) -> None:
     for order in both_orders:
         assert order["checkpointing"][2] < 0.8 * order["lora"][2]
 

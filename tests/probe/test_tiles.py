@@ -1,4 +1,6 @@
-"""Layers over tiles of tokens, and checkpoints that wait in the host's memory: the same gradients, and less memory."""
+"""Layers over tiles of tokens, and checkpoints that wait in the host's memory: the same gradients,
+and less memory.
+"""
 
 import gc
 from typing import Any
@@ -14,25 +16,41 @@ from autotune.probe.model_settings import model_settings
 from autotune.trainer import host_checkpoints, tiles
 from autotune.trainer.chunked_loss import chunked_loss
 from autotune.trainer.host_checkpoints import HostCheckpoints
-from autotune.trainer.model_builder import build, compute_in_tiles, config_of, set_checkpointing, trainable_model
+from autotune.trainer.model_builder import (
+    build,
+    compute_in_tiles,
+    config_of,
+    set_checkpointing,
+    trainable_model,
+)
 from tests.helpers.factories import TINY
 
 pytestmark = [
     pytest.mark.probe,
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT 0.21 asks it
+    # PEFT 0.21 asks it
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 CPU = torch.device("cpu")
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LENGTH, TILE = 29, 8  # the last tile is not full
 
 
-def gradients(family: str, monkeypatch: pytest.MonkeyPatch, **knobs: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss, and the gradient of each trained weight, of a tiny model with adapters that change something."""
+def gradients(
+    family: str, monkeypatch: pytest.MonkeyPatch, **knobs: Any
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss, and the gradient of each trained weight, of a tiny model with adapters that change
+    something.
+    """
     monkeypatch.setattr(tiles, "TILE_TOKENS", TILE)
     model_type = "llama" if family == "bias" else family
     shape = TINY | TOKENS | {"model_type": model_type, "num_hidden_layers": 3, "hidden_size": 64}
     shape |= {"attention_bias": True, "mlp_bias": True} if family == "bias" else {}
-    values = {"precision": "fp32", "micro_batch_size": 2, "seq_len": LENGTH, "loss": "chunked"} | knobs
+    values = {
+        "precision": "fp32",
+        "micro_batch_size": 2,
+        "seq_len": LENGTH,
+        "loss": "chunked",
+    } | knobs
     config = TrainConfig(**values)
     settings = model_settings(config, model_type)
     torch.manual_seed(0)
@@ -52,12 +70,24 @@ def gradients(family: str, monkeypatch: pytest.MonkeyPatch, **knobs: Any) -> tup
         outputs = model.train()(input_ids=tokens, labels=tokens if loss_of is None else None)
     loss = outputs.loss if loss_of is None else loss_of(outputs, tokens)
     loss.backward()
-    return float(loss.detach()), {name: weight.grad for name, weight in trained.items() if weight.grad is not None}
+    return float(loss.detach()), {
+        name: weight.grad for name, weight in trained.items() if weight.grad is not None
+    }
 
 
 CASES = [
-    *[(family, {"lora_rank": 4}) for family in ("llama", "bias", "qwen2", "qwen3", "gemma2", "phi3")],
-    *[("llama", more) for more in ({"method": "full"}, {"checkpointing": "offload"}, {"lora_rank": 4, "dora": True})],
+    *[
+        (family, {"lora_rank": 4})
+        for family in ("llama", "bias", "qwen2", "qwen3", "gemma2", "phi3")
+    ],
+    *[
+        ("llama", more)
+        for more in (
+            {"method": "full"},
+            {"checkpointing": "offload"},
+            {"lora_rank": 4, "dora": True},
+        )
+    ],
     ("qwen3", {"method": "full", "checkpointing": "offload"}),
     ("llama", {"quantization": "nf4", "checkpointing": "offload"}),
     ("llama", {"checkpointing": "every_2", "lora_targets": "q_v"}),
@@ -76,12 +106,16 @@ def test_tiles_have_the_loss_and_the_gradients_of_whole_rows(
     assert found.keys() == expected.keys() and len(found) > 10
     for name, gradient in expected.items():
         assert gradient.abs().max() > 0, name
-        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max()))
+        torch.testing.assert_close(
+            found[name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max())
+        )
 
 
 def test_tiles_under_autocast_differ_by_rounding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     expected_loss, expected = gradients("llama", monkeypatch, precision="bf16_mixed", lora_rank=4)
-    loss, found = gradients("llama", monkeypatch, precision="bf16_mixed", lora_rank=4, tiling="tokens")
+    loss, found = gradients(
+        "llama", monkeypatch, precision="bf16_mixed", lora_rank=4, tiling="tokens"
+    )
     assert loss == pytest.approx(expected_loss, rel=1e-2)
     for name, gradient in expected.items():
         assert found[name].dtype is gradient.dtype is torch.float32
@@ -89,7 +123,9 @@ def test_tiles_under_autocast_differ_by_rounding_alone(monkeypatch: pytest.Monke
 
 
 def test_no_module_sees_more_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward, and twice in the backward pass: the layer is computed again, and then each tile of it."""
+    """Forward, and twice in the backward pass: the layer is computed again, and then each tile of
+    it.
+    """
     seen: list[tuple[int, bool]] = []
     linear = nn.functional.linear
 
@@ -115,22 +151,41 @@ def test_dropout_and_unusual_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="dropout"):
         tiles.tile_layers(nn.Module(), [layer])
     assert TrainConfig(tiling="tokens").tiling == "tokens"
-    for knobs in ({"lora_dropout": 0.1}, {"compile": "per_layer"}, {"checkpointing": "none"}, {"num_gpus": 2}):
+    for knobs in (
+        {"lora_dropout": 0.1},
+        {"compile": "per_layer"},
+        {"checkpointing": "none"},
+        {"num_gpus": 2},
+    ):
         assert TrainConfig(tiling="tokens", **knobs).tiling == "none", knobs
 
 
 def peaks(length: int, **knobs: Any) -> dict[str, float]:
-    """Bytes that a step of a wide small model of 8 heads and 2 key heads is counted to hold, by segment."""
-    model = TINY | TOKENS | {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 256, "head_dim": 32}
+    """Bytes that a step of a wide small model of 8 heads and 2 key heads is counted to hold, by
+    segment.
+    """
+    model = (
+        TINY
+        | TOKENS
+        | {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 256, "head_dim": 32}
+    )
     model |= {"intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
-    values = {"lora_rank": 4, "micro_batch_size": 1, "seq_len": length, "loss": "chunked", "padding": "max_length"}
+    values = {
+        "lora_rank": 4,
+        "micro_batch_size": 1,
+        "seq_len": length,
+        "loss": "chunked",
+        "padding": "max_length",
+    }
     config = TrainConfig(**(values | {"checkpointing": "offload"} | knobs))
     count = dry_probe(ProbeRequest(config=config, model=model, memory_gib=1.0, micro_steps=1))
     return {name: peak * 2**30 for name, peak in count.segment_peak_gib.items()}
 
 
 def test_a_token_takes_twelve_tensors_of_the_hidden_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the peak, in the backward pass of attention (docs/longest.md names them), and no more for more layers."""
+    """At the peak, in the backward pass of attention (docs/longest.md names them), and no more for
+    more layers.
+    """
     monkeypatch.setattr(host_checkpoints, "PREFETCHED_BYTES", 0)
     monkeypatch.setattr(tiles, "TILE_TOKENS", 256)
     more = 2048
@@ -178,13 +233,18 @@ def test_a_tensor_comes_back_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         kept._restore(last) == 1 and first.device_tensor is None is not second.device_tensor
     )  # it comes before it is needed
-    assert torch.equal(kept._restore(second), expected.t()) and torch.equal(kept._restore(first), expected)
+    assert torch.equal(kept._restore(second), expected.t()) and torch.equal(
+        kept._restore(first), expected
+    )
     with pytest.raises(RuntimeError, match="a second one is impossible"):
         kept._restore(first)
 
 
 def test_an_empty_tensor_has_nothing_to_copy() -> None:
-    """torch before 2.13 saves one on the CPU beside a layer's inputs. The wait for the one before must go on."""
+    """torch before 2.13 saves one on the CPU beside a layer's inputs.
+
+    The wait for the one before must go on.
+    """
     kept = HostCheckpoints()
     leaving, empty = kept._store(torch.ones(2)), kept._store(torch.empty(0, requires_grad=True))
     assert isinstance(empty, torch.Tensor) and kept._restore(empty) is empty

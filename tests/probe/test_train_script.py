@@ -1,4 +1,6 @@
-"""train.py as it is exported, really run: it trains the model that is probed, on real rows, packed as was planned."""
+"""train.py as it is exported, really run: it trains the model that is probed, on real rows, packed
+as was planned.
+"""
 
 import json
 from dataclasses import replace
@@ -16,11 +18,13 @@ from autotune.problem.workload import Workload
 from autotune.study.summary import Recipe
 from tests.unit.export.test_script import demo, recipe, run, write
 
-# Run instead of a train.py by launch.sh: trains in each folder, and then says what was trained. Each script has a
-# process of its own, which branches off once the libraries are loaded: that takes longer than to train.
+# Run instead of a train.py by launch.sh: trains in each folder, and then says what was trained.
+# Each script has a process of its own, which branches off once the libraries are loaded: that takes
+# longer than to train.
 _DRIVER = """
 import importlib.util, json, os, pathlib, sys, traceback
-import accelerate, peft, torch, torch._inductor.compile_fx, torch.distributed.fsdp, torch.distributed.tensor
+import accelerate, peft, torch, torch._inductor.compile_fx
+import torch.distributed.fsdp, torch.distributed.tensor
 import transformers.trainer, transformers.models.llama.modeling_llama
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 get_checkpoint_conversion_mapping("llama")  # 900 regular expressions, which the library keeps
@@ -38,7 +42,8 @@ def train(folder):
     import torch
     fed, losses, train_on = [], [], LeanTrainer.training_step
     def feed(trainer, model, batch, *others):
-        fed.append([batch["input_ids"].shape[1], [1 + int((row >= 0).sum()) for row in batch["labels"]]])
+        trained = [1 + int((row >= 0).sum()) for row in batch["labels"]]
+        fed.append([batch["input_ids"].shape[1], trained])
         loss = train_on(trainer, model, batch, *others)
         losses.append(float(loss))
         return loss
@@ -50,7 +55,8 @@ def train(folder):
     (folder / "losses.json").write_text(json.dumps(losses))
     (folder / "cudnn").write_text(str(torch.backends.cuda.cudnn_sdp_enabled()))
     print(json.dumps([[type(module).__name__, getattr(module, "gradient_checkpointing", None),
-        [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in module.named_parameters(recurse=False)]]
+        [[name, list(p.shape), str(p.dtype), p.requires_grad]
+         for name, p in module.named_parameters(recurse=False)]]
         for module in model.modules()]), flush=True)
 
 for folder in sorted(pathlib.Path(__file__).parent.glob("[0-9]*/")):
@@ -67,7 +73,12 @@ _TRAINED: list[dict[str, Any]] = [
     {"precision": "bf16_mixed", "checkpointing": "every_2", "dora": True, "rslora": True},
     {"method": "full", "precision": "fp32", "checkpointing": "full"},
     {"precision": "bf16_pure", "quantization": "nf4", "double_quant": True},
-    {"quantization": "nf4", "kbit_preparation": True, "modules_to_save": "embedding_and_head", "loss": "chunked"},
+    {
+        "quantization": "nf4",
+        "kbit_preparation": True,
+        "modules_to_save": "embedding_and_head",
+        "loss": "chunked",
+    },
 ]
 _COMPILED = {"compile": "per_layer", "padding": "bucket", "checkpointing": "none"}
 _TRAINED += [_COMPILED, _COMPILED | {"lora_kernels": "joined"}]
@@ -83,11 +94,15 @@ _LENGTHS = [3, 5, 8, 11, 15, 19, 24, 30]  # two steps of four rows
 
 
 def _small(knobs: dict[str, Any]) -> Recipe:
-    return demo(TrainConfig(**{"micro_batch_size": 2, "seq_len": 32, "optimizer": "adamw_torch"} | knobs))
+    return demo(
+        TrainConfig(**{"micro_batch_size": 2, "seq_len": 32, "optimizer": "adamw_torch"} | knobs)
+    )
 
 
 def _uneven(knobs: dict[str, Any]) -> Recipe:
-    workload = Workload(examples=len(_LENGTHS), lengths=Lengths.of(_LENGTHS, "counted"), global_batch=4)
+    workload = Workload(
+        examples=len(_LENGTHS), lengths=Lengths.of(_LENGTHS, "counted"), global_batch=4
+    )
     return replace(_small({"precision": "fp32"} | knobs), workload=workload)
 
 
@@ -99,31 +114,48 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def packed(weights: Path) -> Recipe:
-    config = TrainConfig(micro_batch_size=2, seq_len=16, precision="fp32", optimizer="adamw_torch", packing=True)
-    workload = Workload(examples=len(_TOKENS), lengths=Lengths.of(_TOKENS, "counted"), global_batch=12)
-    return recipe(config, model=replace(resolve_model("demo-3m"), weights=str(weights)), workload=workload)
+    config = TrainConfig(
+        micro_batch_size=2, seq_len=16, precision="fp32", optimizer="adamw_torch", packing=True
+    )
+    workload = Workload(
+        examples=len(_TOKENS), lengths=Lengths.of(_TOKENS, "counted"), global_batch=12
+    )
+    return recipe(
+        config, model=replace(resolve_model("demo-3m"), weights=str(weights)), workload=workload
+    )
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, packed: Recipe) -> Path:
-    """A folder for each of _TRAINED, _PADDED and _PACKED by its place, with what the driver says of it in `out`."""
+    """A folder for each of _TRAINED, _PADDED and _PACKED by its place, with what the driver says of
+    it in `out`.
+    """
     directory = tmp_path_factory.mktemp("trained") / "out"
     write(export_all(demo(TrainConfig()), ["train"]) | {"train.py": _DRIVER}, directory)
     texts = [{"text": "a " * (tokens - 1 + 9 * (tokens == 16))} for tokens in _TOKENS]
     (directory.parent / "rows.jsonl").write_text("\n".join(map(json.dumps, texts)))
     saved = ("--output-dir", str(directory.parent / "saved"))
-    runs = [(made, ("--max-steps", "2", *saved)) for made in [*map(_small, _TRAINED), *map(_uneven, _PADDED)]]
+    runs = [
+        (made, ("--max-steps", "2", *saved))
+        for made in [*map(_small, _TRAINED), *map(_uneven, _PADDED)]
+    ]
     runs += [(packed, (*source, "--max-steps", "3", *saved)) for source in _PACKED]
     for place, (made, arguments) in enumerate(runs):
-        write(export_all(made, ["train"]) | {"arguments": "\n".join(arguments)}, directory / str(place))
+        write(
+            export_all(made, ["train"]) | {"arguments": "\n".join(arguments)},
+            directory / str(place),
+        )
     done = run(directory)
     assert done.returncode == 0, done.stderr[-2000:]
     return directory
 
 
 @pytest.mark.probe
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks with a name from before transformers 5.23
-@pytest.mark.parametrize("knobs", _TRAINED, ids=lambda knobs: "-".join(str(value) for value in knobs.values()))
+# PEFT asks with a name from before transformers 5.23
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "knobs", _TRAINED, ids=lambda knobs: "-".join(str(value) for value in knobs.values())
+)
 def test_train_py_trains_the_model_that_is_probed(knobs: dict[str, Any], trained: Path) -> None:
     if knobs.get("quantization"):
         pytest.importorskip("bitsandbytes")
@@ -164,14 +196,18 @@ def test_train_py_trains_the_model_that_is_probed(knobs: dict[str, Any], trained
 
 @pytest.mark.probe
 def test_train_py_trains_joined_adapters_to_the_losses_of_pefts(trained: Path) -> None:
-    of_peft, of_joined = (json.loads((trained / str(len(_TRAINED) - n) / "losses.json").read_text()) for n in (2, 1))
+    of_peft, of_joined = (
+        json.loads((trained / str(len(_TRAINED) - n) / "losses.json").read_text()) for n in (2, 1)
+    )
     assert len(of_joined) >= 4 and of_joined == pytest.approx(of_peft, rel=2e-3)
     assert of_joined != of_peft  # it rounds otherwise
 
 
 @pytest.mark.probe
 @pytest.mark.parametrize("knobs", _PADDED, ids=lambda knobs: "-".join(map(str, knobs.values())))
-def test_train_py_feeds_batches_of_the_lengths_that_were_planned(knobs: dict[str, Any], trained: Path) -> None:
+def test_train_py_feeds_batches_of_the_lengths_that_were_planned(
+    knobs: dict[str, Any], trained: Path
+) -> None:
     """A run without dataset has the examples of the plan, each once in a pass."""
     made = _uneven(knobs)
     folder = trained / str(len(_TRAINED) + _PADDED.index(knobs))
@@ -181,12 +217,16 @@ def test_train_py_feeds_batches_of_the_lengths_that_were_planned(knobs: dict[str
     # cuDNN makes a plan for each length that is new.
     assert (folder / "cudnn").read_text() == str(made.config.padding != "longest")
     planned = made.workload.padded_lengths(made.config)
-    expected = [next((length for length in planned if length >= max(tokens)), max(tokens)) for _, tokens in fed]
+    expected = [
+        next((length for length in planned if length >= max(tokens)), max(tokens))
+        for _, tokens in fed
+    ]
     assert [length for length, _ in fed] == expected
     result = json.loads((folder / "out").read_text().strip().splitlines()[-2])
     second_step = expected[len(expected) // 2 :]  # the first is not timed
     assert result["padded_tokens_per_step"] == made.config.micro_batch_size * sum(second_step)
-    if made.config.group_by_length:  # as many examples as a step takes are sorted, the longest first
+    # as many examples as a step takes are sorted, the longest first
+    if made.config.group_by_length:
         assert all(min(long) >= max(short) for (_, long), (_, short) in (fed[:2], fed[2:]))
 
 
@@ -197,9 +237,15 @@ def test_train_py_trains_real_weights_on_each_kind_of_row(tmp_path: Path, weight
     made = replace(made, model=replace(made.model, weights=str(weights)))
     directory = write(export_all(made, ["train"]), tmp_path / "out")
     chat = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
-    rows = [{"text": "a b c"}, {"prompt": "a", "completion": " b c"}, {"messages": chat}, {"text": "a " * 50}]
+    rows = [
+        {"text": "a b c"},
+        {"prompt": "a", "completion": " b c"},
+        {"messages": chat},
+        {"text": "a " * 50},
+    ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows * 2)) + "\n")
-    done = run(directory, "--dataset", "rows.jsonl", "--output-dir", "trained")  # relative to where it is started
+    # relative to where it is started
+    done = run(directory, "--dataset", "rows.jsonl", "--output-dir", "trained")
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout.strip().splitlines()[-1])
     assert result["steps"] == 2
@@ -211,7 +257,10 @@ def test_train_py_trains_real_weights_on_each_kind_of_row(tmp_path: Path, weight
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]))
     done = run(directory, "--dataset", "rows.jsonl", "--output-dir", "trained", "--resume")
     assert done.returncode == 1
-    assert "error: give another --output-dir: trained/checkpoint-2 was trained on rows.jsonl (" in done.stderr
+    assert (
+        "error: give another --output-dir: trained/checkpoint-2 was trained on rows.jsonl ("
+        in done.stderr
+    )
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"words": "a"}\n')
     done = run(directory, "--dataset", "rows.jsonl")
     assert done.returncode == 1
@@ -220,15 +269,20 @@ def test_train_py_trains_real_weights_on_each_kind_of_row(tmp_path: Path, weight
 
 @pytest.mark.probe
 @pytest.mark.parametrize("source", _PACKED, ids=lambda source: source[0])
-def test_train_py_packs_as_it_was_planned(source: tuple[str, ...], packed: Recipe, trained: Path) -> None:
+def test_train_py_packs_as_it_was_planned(
+    source: tuple[str, ...], packed: Recipe, trained: Path
+) -> None:
     config, workload = packed.winner.config, packed.workload
-    assert workload.run_shape(config).accumulation == 2  # 43 tokens in 3 rows, 4 times: 12 examples are 4 or 5 rows
+    # 43 tokens in 3 rows, 4 times: 12 examples are 4 or 5 rows
+    assert workload.run_shape(config).accumulation == 2
     folder = trained / str(len(_TRAINED) + len(_PADDED) + _PACKED.index(source))
     said = (folder / "out").read_text().strip().splitlines()
     assert len(said) >= 2, (folder / "err").read_text()[-2000:]
     result = json.loads(said[-2])
     tokens = 2 * 2 * workload.useful_tokens_per_row(config)
-    assert result["tokens_per_second"] == pytest.approx(tokens / result["seconds_per_step"], rel=0.05)
+    assert result["tokens_per_second"] == pytest.approx(
+        tokens / result["seconds_per_step"], rel=0.05
+    )
 
 
 def _save_demo(directory: Path) -> Path:
@@ -237,11 +291,19 @@ def _save_demo(directory: Path) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     shape = dict(resolve_model("demo-3m").config)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(shape.pop("model_type"), **shape)).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(shape.pop("model_type"), **shape)
+    ).save_pretrained(directory)
     words = ["<unk>", "</s>", "a", "b", "c", "user", "assistant", ":"]
-    words_only = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    words_only = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
+    )
     words_only.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words_only, unk_token="<unk>", eos_token="</s>")
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} : {{ m.content }} </s> {% endfor %}"
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words_only, unk_token="<unk>", eos_token="</s>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }} : {{ m.content }} </s> {% endfor %}"
+    )
     tokenizer.save_pretrained(directory)
     return directory

@@ -15,7 +15,12 @@ from tests.helpers.factories import TINY
 from tests.helpers.probing import measured
 
 pytest.importorskip("trl")
-MODEL = TINY | {"model_type": "llama", "num_hidden_layers": 8, "hidden_size": 64, "vocab_size": 4096}
+MODEL = TINY | {
+    "model_type": "llama",
+    "num_hidden_layers": 8,
+    "hidden_size": 64,
+    "vocab_size": 4096,
+}
 
 
 def request(trainer: str = "trl", **knobs: Any) -> ProbeRequest:
@@ -39,7 +44,9 @@ def request(trainer: str = "trl", **knobs: Any) -> ProbeRequest:
 def test_a_probe_through_sfttrainer_learns_what_transformers_trainer_does(
     prober: WorkerProber, knobs: dict[str, Any]
 ) -> None:
-    before, trl, after = (measured(prober, request(one, **knobs)) for one in ("transformers", "trl", "transformers"))
+    before, trl, after = (
+        measured(prober, request(one, **knobs)) for one in ("transformers", "trl", "transformers")
+    )
     assert trl.losses[:2] == pytest.approx(before.losses[:2], rel=1e-4)
     assert after.losses[:2] == before.losses[:2]  # nothing of TRL is left in the worker
     assert trl.trainable_params == before.trainable_params and trl.micro_steps == 2
@@ -49,7 +56,9 @@ def test_a_probe_through_sfttrainer_learns_what_transformers_trainer_does(
 @pytest.mark.probe
 def test_two_depths_predict_what_sfttrainer_needs(prober: WorkerProber) -> None:
     asked = request(checkpointing="none", micro_batch_size=8, seq_len=256)
-    low, high, whole = (measured(prober, shortened(asked, depth) if depth else asked) for depth in (2, 4, None))
+    low, high, whole = (
+        measured(prober, shortened(asked, depth) if depth else asked) for depth in (2, 4, None)
+    )
     predicted = extrapolate([(2, low), (4, high)], 8).measurement
     assert predicted.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.05)
 

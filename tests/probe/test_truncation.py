@@ -1,7 +1,9 @@
-"""Real CPU workers on the first layers of tiny models: what they predict, and that models kept for later are harmless.
+"""Real CPU workers on the first layers of tiny models: what they predict, and that models kept for
+later are harmless.
 
-Shapes have few tokens and much to keep of each, so that peaks are hundreds of MiB and probes take a second or two: a
-process's memory wanders by a MiB, and at full depth that counts as often as layers were left out.
+Shapes have few tokens and much to keep of each, so that peaks are hundreds of MiB and probes take a
+second or two: a process's memory wanders by a MiB, and at full depth that counts as often as layers
+were left out.
 """
 
 from collections.abc import Iterator
@@ -11,7 +13,14 @@ import psutil
 import pytest
 
 from autotune.core.errors import UsageError
-from autotune.core.probe_types import Measurement, ModelShape, Outcome, Phase, ProbeRequest, ProbeResult
+from autotune.core.probe_types import (
+    Measurement,
+    ModelShape,
+    Outcome,
+    Phase,
+    ProbeRequest,
+    ProbeResult,
+)
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import depths, extrapolate
 from autotune.probe.supervisor import WorkerProber
@@ -54,10 +63,20 @@ def prober(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProber]:
 
 
 def ask(
-    prober: WorkerProber, model: dict[str, Any], depth: int | None = None, memory_gib: float = 4.0, **knobs: Any
+    prober: WorkerProber,
+    model: dict[str, Any],
+    depth: int | None = None,
+    memory_gib: float = 4.0,
+    **knobs: Any,
 ) -> ProbeResult:
     """A probe of three short steps, the last of them timed."""
-    small = {"micro_batch_size": 2, "seq_len": 32, "precision": "fp32", "checkpointing": "none", "lora_rank": 8}
+    small = {
+        "micro_batch_size": 2,
+        "seq_len": 32,
+        "precision": "fp32",
+        "checkpointing": "none",
+        "lora_rank": 8,
+    }
     asked = ProbeRequest(
         config=TrainConfig(**(small | knobs)),
         model=model,
@@ -71,7 +90,9 @@ def ask(
     return prober.probe(asked, prober.logs / f"{model['model_type']}-{depth or 'all'}.log")
 
 
-def measure(prober: WorkerProber, model: dict[str, Any], depth: int | None = None, **how: Any) -> Measurement:
+def measure(
+    prober: WorkerProber, model: dict[str, Any], depth: int | None = None, **how: Any
+) -> Measurement:
     result = ask(prober, model, depth, **how)
     assert result.outcome is Outcome.OK, result.reason
     assert (result.depth, result.notes) == (depth, ())
@@ -101,16 +122,26 @@ def assert_same_losses(found: Measurement, expected: Measurement) -> None:
         (family("gemma3_text", 34, head_dim=16), 0, 6),
         (family("gemma3_text", 8, head_dim=16), 0, None),  # the pattern is not seen twice
         (family("deepseek_v3", 11, **DEEPSEEK), 3, 1),  # dense layers first
-        (family("llama4_text", 16, head_dim=16, intermediate_size_mlp=64, num_local_experts=4), 0, 4),
+        (
+            family("llama4_text", 16, head_dim=16, intermediate_size_mlp=64, num_local_experts=4),
+            0,
+            4,
+        ),
     ],
-    ids=lambda value: f"{value['model_type']}-{value['num_hidden_layers']}" if isinstance(value, dict) else "",
+    ids=lambda value: (
+        f"{value['model_type']}-{value['num_hidden_layers']}" if isinstance(value, dict) else ""
+    ),
 )
 def test_a_model_says_how_its_layers_repeat(
     prober: WorkerProber, model: dict[str, Any], prefix: int, period: int | None
 ) -> None:
     shape = prober.describe(model)
     assert shape is not None
-    assert (shape.num_layers, shape.prefix, shape.period) == (model["num_hidden_layers"], prefix, period)
+    assert (shape.num_layers, shape.prefix, shape.period) == (
+        model["num_hidden_layers"],
+        prefix,
+        period,
+    )
     assert (shape.unquantized == 0) is (model["model_type"] not in ("deepseek_v3", "llama4_text"))
     pair = depths(shape, None)
     if model["num_hidden_layers"] >= 16:
@@ -124,7 +155,18 @@ def test_a_model_says_how_its_layers_repeat(
     ("model", "period", "reached"),
     [
         (family("mixtral", 4, num_local_experts=8), 1, True),
-        (family("qwen3_moe", 6, head_dim=16, num_experts=8, moe_intermediate_size=64, decoder_sparse_step=2), 2, True),
+        (
+            family(
+                "qwen3_moe",
+                6,
+                head_dim=16,
+                num_experts=8,
+                moe_intermediate_size=64,
+                decoder_sparse_step=2,
+            ),
+            2,
+            True,
+        ),
         (family("gpt_oss", 4, head_dim=16, num_local_experts=8), 2, False),
     ],
     ids=["mixtral", "qwen3_moe", "gpt_oss"],
@@ -132,7 +174,9 @@ def test_a_model_says_how_its_layers_repeat(
 def test_fused_experts_are_reached_by_adapters_as_parametrizations_at_best(
     prober: WorkerProber, model: dict[str, Any], period: int, reached: bool
 ) -> None:
-    """PEFT knows the experts of some families, and replaces the whole weight in each forward pass."""
+    """PEFT knows the experts of some families, and replaces the
+    whole weight in each forward pass.
+    """
     shape = prober.describe(model)
     assert shape is not None and shape.period == period
     assert 0.5 < shape.unquantized < 1
@@ -174,8 +218,12 @@ def test_a_model_that_cannot_be_trained_is_refused_in_a_line_and_does_no_harm(
     starts = prober.starts
     with pytest.raises(UsageError, match=rf"^this model cannot be trained: .*{reason}.*$"):
         prober.describe(model)
-    linear = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    known = ModelShape(num_layers=8, prefix=0, period=1, plain_head=True, linear_layers=tuple(sorted(linear)))
+    linear = [f"self_attn.{name}_proj" for name in "qkvo"] + [
+        f"mlp.{name}_proj" for name in ("gate", "up", "down")
+    ]
+    known = ModelShape(
+        num_layers=8, prefix=0, period=1, plain_head=True, linear_layers=tuple(sorted(linear))
+    )
     assert prober.describe(TINY_LLAMA) == known
     measure(prober, TINY_LLAMA)
     assert prober.starts == starts
@@ -193,15 +241,24 @@ WIDE: dict[str, Any] = {
 
 
 def at_depths(
-    prober: WorkerProber, model: dict[str, Any], knobs: dict[str, Any], pair: tuple[int, int] | None = None
+    prober: WorkerProber,
+    model: dict[str, Any],
+    knobs: dict[str, Any],
+    pair: tuple[int, int] | None = None,
 ) -> tuple[list[tuple[int, Measurement]], Measurement, Measurement]:
     """Two truncated probes, what they predict of the whole model, and what was measured of it."""
     shape = prober.describe(model)
     assert shape is not None
-    pair = pair or depths(shape, TrainConfig(**({"checkpointing": "none"} | knobs)).checkpoint_every)
+    pair = pair or depths(
+        shape, TrainConfig(**({"checkpointing": "none"} | knobs)).checkpoint_every
+    )
     assert pair is not None
     probes = [(depth, measure(prober, model, depth, **knobs)) for depth in pair]
-    return probes, extrapolate(probes, shape.num_layers).measurement, measure(prober, model, **knobs)
+    return (
+        probes,
+        extrapolate(probes, shape.num_layers).measurement,
+        measure(prober, model, **knobs),
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,22 +274,33 @@ def at_depths(
             WIDE | {"model_type": "qwen2", "num_hidden_layers": 6, "tie_word_embeddings": True},
             {"seq_len": 512, "method": "full"},
         ),
-        (WIDE | {"model_type": "mixtral", "num_hidden_layers": 6, "num_local_experts": 4}, {"seq_len": 384}),
+        (
+            WIDE | {"model_type": "mixtral", "num_hidden_layers": 6, "num_local_experts": 4},
+            {"seq_len": 384},
+        ),
     ],
     ids=["llama", "gemma2", "qwen2-full", "mixtral"],
 )
-def test_two_depths_predict_the_whole_model(prober: WorkerProber, model: dict[str, Any], knobs: dict[str, Any]) -> None:
+def test_two_depths_predict_the_whole_model(
+    prober: WorkerProber, model: dict[str, Any], knobs: dict[str, Any]
+) -> None:
     for _ in range(2):
         probes, predicted, whole = at_depths(prober, model, {"micro_batch_size": 8} | knobs)
         if predicted.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.02):
-            break  # else Python's table of interned strings doubled meanwhile: 4 MiB, once in a process's life
+            # else Python's table of interned strings doubled meanwhile: 4 MiB, once in a process's
+            # life
+            break
     (_, shallow), _ = probes
-    assert whole.peak_allocated_gib > max(1.5 * shallow.peak_allocated_gib, 150 * MIB)  # there was much to predict
+    # there was much to predict
+    assert whole.peak_allocated_gib > max(1.5 * shallow.peak_allocated_gib, 150 * MIB)
     assert predicted.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.02)
     assert predicted.peak_reserved_gib == pytest.approx(whole.peak_reserved_gib, rel=0.02)
     for exact in ("model_gib", "adapters_gib", "gradients_gib", "optimizer_gib"):
         assert getattr(predicted, exact) == pytest.approx(getattr(whole, exact), rel=1e-4), exact
-    assert (predicted.trainable_params, predicted.total_params) == (whole.trainable_params, whole.total_params)
+    assert (predicted.trainable_params, predicted.total_params) == (
+        whole.trainable_params,
+        whole.total_params,
+    )
 
 
 def test_a_head_that_is_tied_to_the_embedding_counts_once(prober: WorkerProber) -> None:
@@ -246,18 +314,22 @@ def test_a_head_that_is_tied_to_the_embedding_counts_once(prober: WorkerProber) 
 
 
 def test_the_first_layers_may_be_of_another_kind(prober: WorkerProber) -> None:
-    """Recomputing a sparse layer takes more than any of the dense ones before it: the shallow probe must have one."""
+    """Recomputing a sparse layer takes more than any of the dense ones before it: the shallow probe
+    must have one.
+    """
     sparse = DEEPSEEK | {"first_k_dense_replace": 2, "num_experts_per_tok": 4}
     model = TINY | sparse | {"model_type": "deepseek_v3", "num_hidden_layers": 8, "vocab_size": 512}
     model |= {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 256}
     knobs = {"micro_batch_size": 16, "seq_len": 128, "checkpointing": "full"}
     _, predicted, whole = at_depths(prober, model, knobs)
-    # Without one the forecast is twice the truth; with one it is as good as 90 MiB of a wandering process allow.
+    # Without one the forecast is twice the truth; with one it is as good as 90 MiB of a wandering
+    # process allow.
     assert predicted.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.15)
 
 
 def test_the_peak_may_move_as_depth_grows(prober: WorkerProber) -> None:
-    """With few layers the logits are the peak; with all of them it is what full fine-tuning keeps for each parameter.
+    """With few layers the logits are the peak; with all of them it is what full fine-tuning keeps
+    for each parameter.
 
     Up to the logits that is 12 bytes (weight and two moments), 16 once the gradients are there.
     """
@@ -275,7 +347,8 @@ def test_the_peak_may_move_as_depth_grows(prober: WorkerProber) -> None:
     probes, predicted, whole = at_depths(prober, model, knobs, (2, 8))
     for _, measured in probes:
         assert peak_segment(measured) == Phase.BACKWARD  # its first part: the head's
-    assert peak_segment(whole) in ("backward_layers", "backward_inputs", Phase.OPTIMIZER)  # within a MiB of each other
+    # within a MiB of each other
+    assert peak_segment(whole) in ("backward_layers", "backward_inputs", Phase.OPTIMIZER)
     assert predicted.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.03)
 
     (shallow, low), (wide, high) = probes
@@ -292,10 +365,19 @@ def peak_segment(measured: Measurement) -> str:
 
 
 def test_models_that_wait_aside_change_nothing(prober: WorkerProber) -> None:
-    """The whole model weighs 26 MiB, its first two layers 10: a peak that counted the other one would show it."""
+    """The whole model weighs 26 MiB, its first two layers 10: a peak that counted the other one
+    would show it.
+    """
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     model = (
-        WIDE | heads | {"model_type": "llama", "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
+        WIDE
+        | heads
+        | {
+            "model_type": "llama",
+            "hidden_size": 256,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 6,
+        }
     )
     knobs = {"micro_batch_size": 3, "seq_len": 256}
     starts = prober.starts
@@ -310,10 +392,14 @@ def test_models_that_wait_aside_change_nothing(prober: WorkerProber) -> None:
     assert fresh[None].model_gib > 24 * MIB
     for depth, before in fresh.items():
         assert_same_losses(later[depth], before)
-        assert later[depth].peak_allocated_gib == pytest.approx(before.peak_allocated_gib, rel=0.01, abs=4 * MIB)
+        assert later[depth].peak_allocated_gib == pytest.approx(
+            before.peak_allocated_gib, rel=0.01, abs=4 * MIB
+        )
         assert later[depth].limit_gib == pytest.approx(before.limit_gib, abs=8 * MIB)
     assert later[None].peak_allocated_gib == pytest.approx(fresh[None].peak_allocated_gib, rel=0.01)
-    assert fresh[2].peak_allocated_gib < later[4].peak_allocated_gib < fresh[None].peak_allocated_gib
+    assert (
+        fresh[2].peak_allocated_gib < later[4].peak_allocated_gib < fresh[None].peak_allocated_gib
+    )
     assert prober.starts == starts
 
 
@@ -326,7 +412,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "checkpointing": {"checkpointing": "full"},
     "checkpointing bf16": {"checkpointing": "full", "precision": "bf16_mixed"},
 }
-# Adapters that are kept, replaced by wider and narrower ones, put on another base, or of another dtype on the same one.
+# Adapters that are kept, replaced by wider and narrower ones, put on another base, or of another
+# dtype on the same one.
 IN_TURN = (
     *("rank 8", "rank 8", "rank 16", "rank 8", "checkpointing", "rank 8"),
     *("bf16_mixed", "bf16_pure", "bf16_mixed", "checkpointing bf16", "bf16_mixed"),
@@ -341,13 +428,16 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measurement]:
         return {name: measure(other, TINY_LLAMA, 2, **knobs) for name, knobs in ADAPTERS.items()}
 
 
-def test_adapters_that_stay_are_as_good_as_new_ones(prober: WorkerProber, fresh: dict[str, Measurement]) -> None:
+def test_adapters_that_stay_are_as_good_as_new_ones(
+    prober: WorkerProber, fresh: dict[str, Measurement]
+) -> None:
     starts = prober.starts
     for name in IN_TURN:
         measured = measure(prober, TINY_LLAMA, 2, **ADAPTERS[name])
         assert measured.loss_first != measured.loss_last
         assert_same_losses(measured, fresh[name])
-    assert len({one.losses[:2] for one in fresh.values()}) >= 4  # they are not equal for want of any difference
+    # they are not equal for want of any difference
+    assert len({one.losses[:2] for one in fresh.values()}) >= 4
     assert prober.starts == starts
 
 
@@ -369,12 +459,16 @@ def test_memory_that_ran_out_at_one_depth_leaves_the_others_alone(prober: Worker
     measure(prober, model, 4, memory_gib=little, **knobs)
     after = measure(prober, model, 2, memory_gib=little, **knobs)
     assert_same_losses(after, before)
-    assert after.peak_allocated_gib == pytest.approx(before.peak_allocated_gib, rel=0.01, abs=4 * MIB)
+    assert after.peak_allocated_gib == pytest.approx(
+        before.peak_allocated_gib, rel=0.01, abs=4 * MIB
+    )
     assert prober.starts == starts
 
 
 def test_a_model_that_does_not_load_is_probed_in_part(prober: WorkerProber) -> None:
-    """Its layers weigh 16 MiB each, 32 of them 512; the first two wait aside while the whole is tried in vain."""
+    """Its layers weigh 16 MiB each, 32 of them 512; the first two wait aside while the whole is
+    tried in vain.
+    """
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     model = WIDE | heads | {"model_type": "llama", "hidden_size": 512, "intermediate_size": 2048}
     model["num_hidden_layers"] = 32
@@ -388,12 +482,16 @@ def test_a_model_that_does_not_load_is_probed_in_part(prober: WorkerProber) -> N
 
     after = measure(prober, model, 2, memory_gib=little)
     assert_same_losses(after, before)
-    assert after.peak_allocated_gib == pytest.approx(before.peak_allocated_gib, rel=0.01, abs=4 * MIB)
+    assert after.peak_allocated_gib == pytest.approx(
+        before.peak_allocated_gib, rel=0.01, abs=4 * MIB
+    )
     assert prober.starts == starts
 
 
 def test_recomputation_leaves_no_hook_behind(prober: WorkerProber) -> None:
-    """Where the embedding's output required gradients, the next probe would run through one more segment."""
+    """Where the embedding's output required gradients, the next probe would run through one more
+    segment.
+    """
     model = family("llama", 4)
     before = measure(prober, model, checkpointing="none")
     measure(prober, model, checkpointing="full")
@@ -402,7 +500,9 @@ def test_recomputation_leaves_no_hook_behind(prober: WorkerProber) -> None:
     assert "backward_inputs" not in after.segment_peak_gib
 
 
-def test_other_processes_make_the_same_batches_and_are_gone_afterwards(prober: WorkerProber) -> None:
+def test_other_processes_make_the_same_batches_and_are_gone_afterwards(
+    prober: WorkerProber,
+) -> None:
     alone = measure(prober, TINY_LLAMA, loader_workers=0)
     assert prober._process is not None
     worker = psutil.Process(prober._process.pid)

@@ -1,4 +1,6 @@
-"""Real CPU probes on several ranks: fake worlds in one worker, and two real ranks that meet over gloo."""
+"""Real CPU probes on several ranks: fake worlds in one worker, and two real ranks that meet over
+gloo.
+"""
 
 import math
 import statistics
@@ -26,14 +28,22 @@ from tests.probe.test_families import ALWAYS
 
 pytestmark = pytest.mark.probe
 
-LARGER = MODEL | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 8}
+LARGER = MODEL | {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+}
 LARGER |= {"num_key_value_heads": 8, "vocab_size": 8000}
-OF_LARGER: dict[str, Any] = {"model": LARGER, "seq_len": 16}  # few tokens, since its weights alone are the point
+# few tokens, since its weights alone are the point
+OF_LARGER: dict[str, Any] = {"model": LARGER, "seq_len": 16}
 LESS_GIB = 1.2  # leaves less, beside the libraries, than the weights of the larger model in fp32
 STOPPED_S = 1.0  # after a rank has said that it failed
 
 
-def shared(num_gpus: int, strategy: str, world: World = World.FAKE, micro_steps: int = 1, **how: Any) -> ProbeRequest:
+def shared(
+    num_gpus: int, strategy: str, world: World = World.FAKE, micro_steps: int = 1, **how: Any
+) -> ProbeRequest:
     """A request for a few short steps on so many GPUs."""
     asked = request(**({"micro_batch_size": 2, "num_gpus": num_gpus, "sharding": strategy} | how))
     made: ProbeRequest = replace(asked, world=world, micro_steps=micro_steps)
@@ -49,41 +59,64 @@ def measured(result: ProbeResult) -> Measurement:
 # Fake worlds.
 
 
-def test_one_worker_plays_a_rank_of_eight_then_trains_alone_then_plays_one_of_two(prober: WorkerProber) -> None:
-    """Weights, adapters, gradients and optimizer state are 1/N, and nothing of one world is left in the next."""
+def test_one_worker_plays_a_rank_of_eight_then_trains_alone_then_plays_one_of_two(
+    prober: WorkerProber,
+) -> None:
+    """Weights, adapters, gradients and optimizer state are 1/N, and nothing of one world is left in
+    the next.
+    """
     log = prober.logs / "world.log"
     alone = measured(prober.probe(shared(1, "none"), log))
     starts = prober.starts
-    for num_gpus, strategy, method in ((8, "fsdp2", "lora"), (2, "fsdp2_keep", "full"), (2, "fsdp2", "lora")):
+    for num_gpus, strategy, method in (
+        (8, "fsdp2", "lora"),
+        (2, "fsdp2_keep", "full"),
+        (2, "fsdp2", "lora"),
+    ):
         whole = measured(prober.probe(shared(1, "none", method=method), log))
         rank = measured(prober.probe(shared(num_gpus, strategy, method=method), log))
         for name in ("model_gib", "adapters_gib", "gradients_gib", "optimizer_gib"):
-            assert getattr(rank, name) == pytest.approx(getattr(whole, name) / num_gpus, rel=0.01), name
-        assert (rank.trainable_params, rank.total_params) == (whole.trainable_params, whole.total_params)
+            assert getattr(rank, name) == pytest.approx(
+                getattr(whole, name) / num_gpus, rel=0.01
+            ), name
+        assert (rank.trainable_params, rank.total_params) == (
+            whole.trainable_params,
+            whole.total_params,
+        )
     again = measured(prober.probe(shared(1, "none"), log))
     assert prober.starts == starts  # each world returned its memory
     assert again.losses[:3] == pytest.approx(alone.losses[:3], rel=1e-6)
 
 
-@pytest.mark.parametrize(("family", "strategy", "method"), [("qwen3_moe", "fsdp2", "full"), ("gpt2", "ddp", "lora")])
+@pytest.mark.parametrize(
+    ("family", "strategy", "method"), [("qwen3_moe", "fsdp2", "full"), ("gpt2", "ddp", "lora")]
+)
 def test_a_rank_of_a_family_without_a_formula_is_played(
     prober: WorkerProber, family: str, strategy: str, method: str
 ) -> None:
-    asked = shared(4, strategy, method=method, model=MODEL | {"model_type": family} | ALWAYS[family])
+    asked = shared(
+        4, strategy, method=method, model=MODEL | {"model_type": family} | ALWAYS[family]
+    )
     assert measured(prober.probe(asked, prober.logs / "family.log")).trainable_params > 0
 
 
 @pytest.mark.extra
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_what_the_stages_of_deepspeed_divide(prober: WorkerProber, method: str) -> None:
-    """Weights in bf16, and 12 bytes of state for each trained value, fp32 masters among them. The processes stay."""
+    """Weights in bf16, and 12 bytes of state for each trained value, fp32 masters among them.
+
+    The processes stay.
+    """
     pytest.importorskip("deepspeed")
     sizes, log = {"method": method, "precision": "bf16_mixed"}, prober.logs / "zero.log"
     alone = measured(prober.probe(shared(1, "none", **sizes), log))
     starts = prober.starts
     for strategy, held in (("zero1", 1), ("zero2", 1), ("zero3", 4)):
         found = measured(prober.probe(shared(4, strategy, micro_steps=2, **sizes), log))
-        assert (alone.total_params, alone.trainable_params) == (found.total_params, found.trainable_params)
+        assert (alone.total_params, alone.trainable_params) == (
+            found.total_params,
+            found.trainable_params,
+        )
         trained = found.trainable_params
         frozen = found.total_params - trained if method == "lora" else 0
         assert found.model_gib * 2**30 == pytest.approx(2 * (frozen or trained) / held, rel=0.05)
@@ -96,7 +129,9 @@ def test_copies_are_shared_out_among_fewer(prober: WorkerProber) -> None:
     """A rank of 16 that hold two copies has an eighth of each."""
     log = prober.logs / "copies.log"
     copied, eight = (
-        measured(prober.probe(shared(number, "fsdp2", micro_steps=2, method="full", copies=copies), log))
+        measured(
+            prober.probe(shared(number, "fsdp2", micro_steps=2, method="full", copies=copies), log)
+        )
         for number, copies in ((16, 2), (8, 1))
     )
     for name in ("model_gib", "gradients_gib", "optimizer_gib", "total_params", "trainable_params"):
@@ -128,16 +163,33 @@ def test_what_fsdp2_trains_with(prober: WorkerProber, knobs: dict[str, Any]) -> 
     assert prober.starts == starts
 
 
-@pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.families), "full"])  # real ranks have LoRA
-def test_a_model_larger_than_a_rank_is_shared_out_before_it_has_memory(prober: WorkerProber, method: str) -> None:
-    """A rank holds what it would if the whole model had been there first, and its limit is below that."""
+# real ranks have LoRA
+@pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.families), "full"])
+def test_a_model_larger_than_a_rank_is_shared_out_before_it_has_memory(
+    prober: WorkerProber, method: str
+) -> None:
+    """A rank holds what it would if the whole model had been there first, and its limit is below
+    that.
+    """
     roomy, tight = (
-        measured(prober.probe(shared(8, "fsdp2", **OF_LARGER, method=method, memory_gib=gib), prober.logs / "l.log"))
+        measured(
+            prober.probe(
+                shared(8, "fsdp2", **OF_LARGER, method=method, memory_gib=gib),
+                prober.logs / "l.log",
+            )
+        )
         for gib in (8.0, LESS_GIB)
     )
     assert tight.limit_gib < roomy.total_params * 4 / 2**30 < roomy.limit_gib
     assert tight.peak_allocated_gib == pytest.approx(roomy.peak_allocated_gib, rel=0.01)
-    for name in ("model_gib", "adapters_gib", "gradients_gib", "optimizer_gib", "total_params", "trainable_params"):
+    for name in (
+        "model_gib",
+        "adapters_gib",
+        "gradients_gib",
+        "optimizer_gib",
+        "total_params",
+        "trainable_params",
+    ):
         assert getattr(tight, name) == pytest.approx(getattr(roomy, name)), name
 
 
@@ -152,7 +204,9 @@ def test_vectors_of_a_model_without_memory_have_values() -> None:
     del spoiled
     for family in ("qwen2", "stablelm"):
         model = outline(
-            config_of(MODEL | {"model_type": family, "tie_word_embeddings": False, "use_qkv_bias": True}),
+            config_of(
+                MODEL | {"model_type": family, "tie_word_embeddings": False, "use_qkv_bias": True}
+            ),
             model_settings(request().config, family),
             torch.device("cpu"),
             0.0,
@@ -162,7 +216,9 @@ def test_vectors_of_a_model_without_memory_have_values() -> None:
             assert parameter.is_meta or parameter.eq(float(name.endswith("weight"))).all(), name
 
 
-def test_what_runs_out_of_memory_in_a_fake_world_leaves_nothing_behind(prober: WorkerProber) -> None:
+def test_what_runs_out_of_memory_in_a_fake_world_leaves_nothing_behind(
+    prober: WorkerProber,
+) -> None:
     log = prober.logs / "oom.log"
     starts = prober.starts
     large = shared(2, "fsdp2", memory_gib=0.5, micro_batch_size=128, seq_len=256)
@@ -179,7 +235,9 @@ def test_what_runs_out_of_memory_in_a_fake_world_leaves_nothing_behind(prober: W
         (replace(shared(2, "ddp"), trainer="trl"), "--trainer trl is untested on several GPUs"),
     ],
 )
-def test_what_is_not_tried_is_refused(prober: WorkerProber, asked: ProbeRequest, words: str) -> None:
+def test_what_is_not_tried_is_refused(
+    prober: WorkerProber, asked: ProbeRequest, words: str
+) -> None:
     result = prober.probe(asked, prober.logs / "refused.log")
     assert result.outcome is Outcome.REFUSED and words in (result.reason or "")
 
@@ -197,14 +255,21 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 def step_losses(found: Measurement) -> list[float]:
     """The loss of each step, over its micro batches."""
     each = found.micro_steps
-    return [sum(found.losses[begin : begin + each]) for begin in range(0, len(found.losses) - each + 1, each)]
+    return [
+        sum(found.losses[begin : begin + each])
+        for begin in range(0, len(found.losses) - each + 1, each)
+    ]
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "fsdp2_keep"])
 @pytest.mark.parametrize("micro_steps", [1, 2])
-def test_two_ranks_learn_what_one_process_does(pool: RankPool, strategy: str, method: str, micro_steps: int) -> None:
-    """The global batch is micro batch x accumulation x ranks: as large here as with twice the micro batches on one."""
+def test_two_ranks_learn_what_one_process_does(
+    pool: RankPool, strategy: str, method: str, micro_steps: int
+) -> None:
+    """The global batch is micro batch x accumulation x ranks: as large here as with twice the micro
+    batches on one.
+    """
     log = pool.logs / "losses.log"
     alone = measured(pool.probe(shared(1, "none", micro_steps=2 * micro_steps, method=method), log))
     both = measured(pool.probe(shared(2, strategy, World.REAL, micro_steps, method=method), log))
@@ -221,7 +286,8 @@ def test_two_ranks_learn_by_deepspeed_what_one_process_does(pool: RankPool, meth
     pytest.importorskip("deepspeed")
     knobs, log = {"method": method, "precision": "bf16_mixed"}, pool.logs / "zero.log"
     alone = measured(pool.probe(shared(1, "none", micro_steps=4, **knobs), log))
-    measured(pool.probe(shared(2, "zero3", micro_steps=2, **knobs), log))  # the first alone: ranks count alike after it
+    # the first alone: ranks count alike after it
+    measured(pool.probe(shared(2, "zero3", micro_steps=2, **knobs), log))
     expected = step_losses(alone)
     for strategy in ("zero1", "zero2", "zero3"):
         found = step_losses(measured(pool.probe(shared(2, strategy, World.REAL, 2, **knobs), log)))
@@ -250,7 +316,8 @@ def test_without_deepspeed_its_stages_are_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_real_ranks_train_a_model_that_neither_holds_as_a_whole(tmp_path: Path) -> None:
-    """0.8 GiB of weights on two ranks of less than that: each has its half, and all see the same loss.
+    """0.8 GiB of weights on two ranks of less than that: each has its half, and all see the same
+    loss.
 
     Their processes are new, since the libraries that others have loaded leave less of the limit.
     """
@@ -258,14 +325,20 @@ def test_real_ranks_train_a_model_that_neither_holds_as_a_whole(tmp_path: Path) 
     with RankPool("cpu", 2, tmp_path) as fresh:
         found = measured(fresh.probe(asked, tmp_path / "larger.log"))
     assert found.limit_gib < found.total_params * 4 / 2**30
-    assert found.losses[0] == pytest.approx(math.log(8000), rel=0.1) and found.losses[1] != found.losses[0]
-    assert found.model_gib + found.adapters_gib == pytest.approx(found.total_params * 2 / 2**30, rel=0.01)
+    assert (
+        found.losses[0] == pytest.approx(math.log(8000), rel=0.1)
+        and found.losses[1] != found.losses[0]
+    )
+    assert found.model_gib + found.adapters_gib == pytest.approx(
+        found.total_params * 2 / 2**30, rel=0.01
+    )
 
 
 def test_a_fake_rank_holds_what_a_real_one_does(pool: RankPool) -> None:
     for strategy in ("ddp", "fsdp2"):
         real, fake = (
-            measured(pool.probe(shared(2, strategy, world, method="full"), pool.logs / "same.log")) for world in World
+            measured(pool.probe(shared(2, strategy, world, method="full"), pool.logs / "same.log"))
+            for world in World
         )
         for name in ("model_gib", "gradients_gib", "optimizer_gib"):
             assert getattr(fake, name) == getattr(real, name)
@@ -278,9 +351,14 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
         yield started
 
 
-@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.families)])  # two ranks have both
-def test_a_played_rank_of_two_copies_holds_what_a_real_one_does(method: str, four: RankPool) -> None:
-    """Four ranks hold the model twice (HSDP), each half of a copy, as the formula says; and learn as one does."""
+# two ranks have both
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.families)])
+def test_a_played_rank_of_two_copies_holds_what_a_real_one_does(
+    method: str, four: RankPool
+) -> None:
+    """Four ranks hold the model twice (HSDP), each half of a copy, as the formula says; and learn
+    as one does.
+    """
     model = resolve_model("demo-3m")
     knobs: dict[str, Any] = {"method": method, "precision": "bf16_mixed", "model": model.config}
     asked = [shared(4, "fsdp2", world, 2, copies=2, **knobs) for world in World]
@@ -292,7 +370,9 @@ def test_a_played_rank_of_two_copies_holds_what_a_real_one_does(method: str, fou
     assert by_formula is not None
     for name in ("model_gib", "adapters_gib", "gradients_gib", "optimizer_gib"):
         assert getattr(fake, name) == getattr(real, name), name
-    weights, adapters = (fake.model_gib, 0.0) if method == "full" else (fake.model_gib, fake.adapters_gib)
+    weights, adapters = (
+        (fake.model_gib, 0.0) if method == "full" else (fake.model_gib, fake.adapters_gib)
+    )
     assert weights == pytest.approx(by_formula.weights, rel=0.01)
     assert adapters == pytest.approx(by_formula.adapters, rel=0.01)
     assert fake.optimizer_gib == pytest.approx(by_formula.optimizer, rel=0.01)
@@ -303,7 +383,12 @@ def test_a_played_rank_of_two_copies_holds_what_a_real_one_does(method: str, fou
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "fsdp2", *(pytest.param(stage, marks=pytest.mark.extra) for stage in ("zero2", "zero3"))]
+    "strategy",
+    [
+        "ddp",
+        "fsdp2",
+        *(pytest.param(stage, marks=pytest.mark.extra) for stage in ("zero2", "zero3")),
+    ],
 )
 def test_a_confirmation_evaluates_and_saves_on_all_ranks(pool: RankPool, strategy: str) -> None:
     if strategy in ZERO:
@@ -321,7 +406,9 @@ def test_what_ranks_reach_together_is_measured_and_leaves_nothing_behind(pool: R
     starts = pool.starts
     (rates,) = pool.collectives()
     assert rates.num_gpus == 2 and min(rates.gather_gb_s, rates.scatter_gb_s, rates.reduce_gb_s) > 0
-    assert measured(pool.probe(shared(2, "ddp", World.REAL), log)).losses[:2] == pytest.approx(before.losses[:2])
+    assert measured(pool.probe(shared(2, "ddp", World.REAL), log)).losses[:2] == pytest.approx(
+        before.losses[:2]
+    )
     assert pool.starts == starts
 
 
@@ -337,7 +424,9 @@ def pids(pool: RankPool) -> list[int]:
 def test_what_fails_in_one_rank_ends_all_and_the_next_probe_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each in turn: memory that ran out in a rank, one that was killed twice, an exit, and a loss that is NaN."""
+    """Each in turn: memory that ran out in a rank, one that was killed twice, an exit, and a loss
+    that is NaN.
+    """
     struck = {1: "oom:1#1", 2: "sigkill@first_step:2#0", 3: "exit:3#1", 4: "nan@steady:4#0"}
     monkeypatch.setenv(VARIABLE, ",".join(struck.values()))
     expected = {
@@ -347,20 +436,28 @@ def test_what_fails_in_one_rank_ends_all_and_the_next_probe_is_right(
         4: (Outcome.NUMERICS, "injected: the loss went nan"),
     }
     with RankPool("cpu", 2, tmp_path) as pool:
-        right = measured(pool.probe(shared(2, "fsdp2", World.REAL), tmp_path / "trial-0000.log")).losses
+        right = measured(
+            pool.probe(shared(2, "fsdp2", World.REAL), tmp_path / "trial-0000.log")
+        ).losses
         for trial, (outcome, reason) in expected.items():
             before = pids(pool)
             result = pool.probe(shared(2, "fsdp2", World.REAL), tmp_path / f"trial-{trial:04d}.log")
             assert (result.outcome, result.reason) == (outcome, reason)
-            assert any("tried twice" in note for note in result.notes) is (trial == 2)  # and no more of this config
+            # and no more of this config
+            assert any("tried twice" in note for note in result.notes) is (trial == 2)
             assert result.seconds["stop"] < STOPPED_S and not any(map(alive, before))
-        assert measured(pool.probe(shared(2, "fsdp2", World.REAL), tmp_path / "last.log")).losses == right
+        assert (
+            measured(pool.probe(shared(2, "fsdp2", World.REAL), tmp_path / "last.log")).losses
+            == right
+        )
         last = pids(pool)
     assert not any(map(alive, last))
 
 
 @pytest.mark.real_processes
-def test_a_rank_that_hangs_is_ended_with_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_hangs_is_ended_with_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VARIABLE, "hang@steady:1#1")
     monkeypatch.setitem(DEADLINES, Phase.STEADY, 2.0)
     with RankPool("cpu", 2, tmp_path) as pool:
@@ -398,6 +495,8 @@ def test_probes_of_all_kinds_follow_each_other_in_the_same_processes(pool: RankP
     for _ in range(3):
         for one in asked:
             measured(pool.probe(one, pool.logs / "mixed.log"))
-        held.append(statistics.fmean(psutil.Process(pid).memory_info().rss for pid in before) / 2**20)
+        held.append(
+            statistics.fmean(psutil.Process(pid).memory_info().rss for pid in before) / 2**20
+        )
     assert pids(pool) == before
     assert held[-1] - held[0] < 30, held

@@ -21,12 +21,23 @@ from tests.unit.export.test_script import demo, run, write
 
 pytestmark = [
     pytest.mark.probe,
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # PEFT reads the old name
+    # PEFT reads the old name
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
 ]
 CPU = torch.device("cpu")
-TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 TEXT |= {"vocab_size": 512, "head_dim": 32, "max_position_embeddings": 512, "num_hidden_layers": 4}
-TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+TOWER = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 PIXTRAL = TOWER | {"model_type": "pixtral", "head_dim": 32, "image_size": 56, "patch_size": 14}
 LINEAR = {
     "linear_key_head_dim": 32,
@@ -60,19 +71,25 @@ def config_for(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_adapters_are_on_the_language_model_alone(name: str) -> None:
     for knobs in ({}, {"method": "full"}):
-        settings = model_settings(TrainConfig(precision="fp32", attention="eager", **knobs), "mistral")
+        settings = model_settings(
+            TrainConfig(precision="fp32", attention="eager", **knobs), "mistral"
+        )
         with torch.device("meta"):
             base = build(config_of(config_for(name)), settings, torch.device("meta"))
         model = trainable_model(base, settings, torch.device("meta"))
         trained = [path for path, one in model.named_parameters() if one.requires_grad]
-        assert trained and not any("vision" in path or "visual" in path or "projector" in path for path in trained)
+        assert trained and not any(
+            "vision" in path or "visual" in path or "projector" in path for path in trained
+        )
 
 
 def test_a_tower_without_sdpa_computes_its_attention_eagerly() -> None:
     """The audio tower of Gemma 4 has eager attention only."""
     from transformers import Gemma4AudioConfig, Gemma4Config, Gemma4TextConfig
 
-    config = Gemma4Config(text_config=Gemma4TextConfig(num_hidden_layers=2), audio_config=Gemma4AudioConfig())
+    config = Gemma4Config(
+        text_config=Gemma4TextConfig(num_hidden_layers=2), audio_config=Gemma4AudioConfig()
+    )
     settings = model_settings(TrainConfig(precision="bf16_pure", attention="sdpa"), "gemma4_text")
     base = build(config, settings, torch.device("meta"))
     assert base.config.audio_config._attn_implementation == "eager"
@@ -87,7 +104,8 @@ def test_text_is_probed_as_on_a_model_of_text(prober: WorkerProber, name: str) -
     probed = measured(prober, asked)
     assert probed.losses and all(loss < 8 for loss in probed.losses)
     counted = dry_probe(asked)
-    assert counted.model_gib == pytest.approx(probed.model_gib, rel=0.02)  # a GPU allocates 512 bytes at least
+    # a GPU allocates 512 bytes at least
+    assert counted.model_gib == pytest.approx(probed.model_gib, rel=0.02)
 
 
 def test_the_exported_script_trains_a_wrappers_checkpoint_on_text(tmp_path: Path) -> None:
@@ -102,13 +120,19 @@ def test_the_exported_script_trains_a_wrappers_checkpoint_on_text(tmp_path: Path
     build(config_of(config_for("mistral3")), settings, CPU).save_pretrained(weights)
     words = Tokenizer(models.WordLevel({"</s>": 0, "a": 1, "b": 2, "c": 3, "?": 4}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="</s>").save_pretrained(weights)
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="</s>", pad_token="</s>"
+    ).save_pretrained(weights)
 
-    config = TrainConfig(micro_batch_size=2, seq_len=16, precision="fp32", optimizer="adamw_torch", lora_rank=8)
+    config = TrainConfig(
+        micro_batch_size=2, seq_len=16, precision="fp32", optimizer="adamw_torch", lora_rank=8
+    )
     made = replace(demo(config), model=resolve_model(str(weights)))
     directory = write(export_all(made, ["train"]), tmp_path / "out")
     (tmp_path / "rows.jsonl").write_text('{"text": "a b c a b c a b c"}\n' * 40)
-    done = run(directory, "--dataset", "rows.jsonl", "--held-out", "8", "16", "--output-dir", "trained")
+    done = run(
+        directory, "--dataset", "rows.jsonl", "--held-out", "8", "16", "--output-dir", "trained"
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     before, after = json.loads(done.stdout.strip().splitlines()[-1])["held_out_loss"]
     assert after < before
@@ -116,6 +140,10 @@ def test_the_exported_script_trains_a_wrappers_checkpoint_on_text(tmp_path: Path
     base = AutoModelForImageTextToText.from_pretrained(weights)
     loaded = PeftModel.from_pretrained(base, tmp_path / "trained")
     saved = load_file(tmp_path / "trained" / "adapter_model.safetensors")
-    active = {path.replace(".default", ""): one for path, one in loaded.named_parameters() if "lora_" in path}
+    active = {
+        path.replace(".default", ""): one
+        for path, one in loaded.named_parameters()
+        if "lora_" in path
+    }
     assert saved.keys() == active.keys()
     assert all(torch.equal(saved[path], active[path]) for path in saved)

@@ -31,7 +31,9 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "python.md"
 def test_the_documented_examples_run_and_their_study_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """They print nothing, their studies leave no connection open, and the command line resumes one with its space."""
+    """They print nothing, their studies leave no connection open, and the command line resumes one
+    with its space.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AUTOTUNE_STORAGE", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # on all cores, as a user's study runs
@@ -57,7 +59,9 @@ def test_the_documented_examples_run_and_their_study_is_resumed(
     assert len(result.trials) == 2 and result.trials == same.trials
     assert names["fastest"]["outcome"] == "ok" and "memory" in result.figures
     assert same.data()["winner"]["config"] == result.winner.as_dict()
-    assert (tmp_path / "again" / "report.html").is_file() and (tmp_path / "again" / "export" / "train.py").is_file()
+    assert (tmp_path / "again" / "report.html").is_file() and (
+        tmp_path / "again" / "export" / "train.py"
+    ).is_file()
 
     assert result.record.spec.space == space
     resume(result.summary.study, trials=3, quiet=True)
@@ -78,7 +82,9 @@ def test_a_notebook_escapes_text() -> None:
 
 def test_a_result_prints_itself_in_a_few_words() -> None:
     whole = summary()
-    result = StudyResult(summary=whole, record=record_of(), url="postgresql+psycopg://me:s3cr3t@host/db")
+    result = StudyResult(
+        summary=whole, record=record_of(), url="postgresql+psycopg://me:s3cr3t@host/db"
+    )
     assert whole.recipe is not None
     for word in ("study='", "winner='", "baseline='", whole.recipe.config.label()):
         assert word in str(result)
@@ -99,7 +105,9 @@ def test_trials_are_plain_values_and_figures_are_plotly_figures() -> None:
 
     result = study_result()
     assert all(
-        isinstance(value, str | int | float | bool | None) for trial in result.trials for value in trial.values()
+        isinstance(value, str | int | float | bool | None)
+        for trial in result.trials
+        for value in trial.values()
     )
     assert result.figures and all(isinstance(figure, Figure) for figure in result.figures.values())
 
@@ -116,7 +124,9 @@ def test_unknown_names_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_space_is_built_from_keyword_arguments() -> None:
     space = SearchSpace.of(micro_batch_size=[1, 2], lora_rank=16, checkpointing=("none", "full"))
-    assert space.size() == 4 and {knob.name for knob in space.knobs if knob.kind == "learning"} == {"lora_rank"}
+    assert space.size() == 4 and {knob.name for knob in space.knobs if knob.kind == "learning"} == {
+        "lora_rank"
+    }
     assert SearchSpace.of(lora_rank=range(16, 18)).size() == 2
     for wrong in ([], [16, 16]):
         with pytest.raises(UsageError, match="each once"):
@@ -127,13 +137,17 @@ def test_a_space_is_built_from_keyword_arguments() -> None:
         SearchSpace.of(checkpointing=["some"])
 
 
-def test_plans_need_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_plans_need_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     made = autotune.plan("demo-3m", gpu="a10", examples=1000)
     assert made.best is not None and made.task.device.name == "a10"
     compared = autotune.compare("demo-3m", ["a10", "l4"], examples=1000)
     assert [card.device.name for card in compared.groups[0].cards]
-    (tmp_path / "trl.yaml").write_text("model_name_or_path: demo-3m\nmax_length: 256\nuse_peft: true\n")
+    (tmp_path / "trl.yaml").write_text(
+        "model_name_or_path: demo-3m\nmax_length: 256\nuse_peft: true\n"
+    )
     assert autotune.check("trl.yaml", gpu="a10", examples=1000).checked.state == "fits"
     assert capfd.readouterr().out == ""
 
@@ -144,7 +158,9 @@ def test_a_plan_counts_what_no_formula_covers(monkeypatch: pytest.MonkeyPatch) -
         autotune.plan("gpt2", gpu="a10")
 
 
-def test_an_impossible_option_is_an_autotune_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_option_is_an_autotune_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(autotune.AutotuneError, match="epochs cannot be 0") as caught:
         tune("demo-3m", gpu="cpu", epochs=0)
@@ -158,7 +174,9 @@ def test_a_suite_has_no_best() -> None:
 
 
 @pytest.mark.probe
-@pytest.mark.parametrize("configs", [(), (NamedConfig(name="a case", knobs=A_CASE),)], ids=["study", "suite"])
+@pytest.mark.parametrize(
+    "configs", [(), (NamedConfig(name="a case", knobs=A_CASE),)], ids=["study", "suite"]
+)
 def test_the_budget_ends_a_probe_that_would_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configs: tuple[NamedConfig, ...]
 ) -> None:
@@ -169,7 +187,9 @@ def test_the_budget_ends_a_probe_that_would_not_end(
     options = {"space": None if configs else space, "study": "mine", "configs": configs}
     spec = StudySpec(model="demo-3m", gpu="cpu", examples=200, budget="20s", **options)
     error = main(spec).error
-    assert error is not None and re.match(r"--budget 20s was too short for (the start|a case)", str(error))
+    assert error is not None and re.match(
+        r"--budget 20s was too short for (the start|a case)", str(error)
+    )
     assert error.remedy and error.exit_code == 7
 
 
@@ -185,8 +205,11 @@ def test_an_interrupted_study_keeps_its_results_and_writes_its_files(
         if line.startswith("trial 1:"):
             signal.raise_signal(signal.SIGINT)
 
-    space = SearchSpace.of(micro_batch_size=[1, 2, 4], seq_len=64, lora_rank=16, checkpointing="none")
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's own worker processes ignore Ctrl-C
+    space = SearchSpace.of(
+        micro_batch_size=[1, 2, 4], seq_len=64, lora_rank=16, checkpointing="none"
+    )
+    # pytest's own worker processes ignore Ctrl-C
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(Interrupted, match="results so far are stored") as caught:
             tune("demo-3m", gpu="cpu", space=space, examples=200, study="mine", progress=interrupt)

@@ -1,4 +1,6 @@
-"""The page of the atlas in a real browser, from disk and without a network: it filters, sorts and shows numbers."""
+"""The page of the atlas in a real browser, from disk and without a network: it filters, sorts and
+shows numbers.
+"""
 
 import json
 import re
@@ -8,7 +10,10 @@ from tests.helpers.browser import chromium, needs_chromium
 
 pytestmark = needs_chromium
 PAGE = Path(__file__).parents[2] / "docs" / "atlas.html"
-ROWS = "[...document.querySelectorAll('#atlas tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
+ROWS = (
+    "[...document.querySelectorAll('#atlas tbody tr')].map(row => [...row.cells].map(cell =>"
+    " cell.textContent))"
+)
 
 
 def give(name: str, value: str) -> str:
@@ -20,14 +25,23 @@ def give(name: str, value: str) -> str:
 
 
 def test_the_atlas_filters_and_sorts(tmp_path: Path) -> None:
-    number = len(json.loads(re.findall(r'id="data">(.*?)</script>', PAGE.read_text(encoding="utf-8"))[0])["models"])
+    number = len(
+        json.loads(re.findall(r'id="data">(.*?)</script>', PAGE.read_text(encoding="utf-8"))[0])[
+            "models"
+        ]
+    )
     with chromium(tmp_path / "profile") as page:
         page.open(PAGE.as_uri())
         page.text(f"{number} of {number} models")
         assert page.run(ROWS)[0][0] == "demo-3m" and len(page.run(ROWS)) == number
 
-        page.run("document.querySelectorAll('#atlas thead button')[13].click()")  # the fastest on an H200 first
-        speeds = [float(row[13].replace(",", "").rstrip("*")) for row in page.run(ROWS) if row[13][0].isdigit()]
+        # the fastest on an H200 first
+        page.run("document.querySelectorAll('#atlas thead button')[13].click()")
+        speeds = [
+            float(row[13].replace(",", "").rstrip("*"))
+            for row in page.run(ROWS)
+            if row[13][0].isdigit()
+        ]
         assert len(speeds) > 80 and speeds == sorted(speeds, reverse=True)
 
         page.run(give("method", "full") + give("fits", "8") + give("show", "gib"))

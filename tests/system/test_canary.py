@@ -1,4 +1,6 @@
-"""Search for a password and for cloud and hub keys in everything that a real study with failures writes."""
+"""Search for a password and for cloud and hub keys in everything that a real study with failures
+writes.
+"""
 
 import os
 import subprocess
@@ -13,7 +15,14 @@ from sqlalchemy.engine import URL, make_url
 pytestmark = [pytest.mark.probe, pytest.mark.server]
 
 PASSWORD, KEY = "p4ssw0rd-c4n4ry", "k3y-c4n4ry"
-SECRETS = ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY", "PGPASSWORD", "OPENAI_API_KEY", "NCCL_SECRET")
+SECRETS = (
+    "AWS_SECRET_ACCESS_KEY",
+    "HF_TOKEN",
+    "WANDB_API_KEY",
+    "PGPASSWORD",
+    "OPENAI_API_KEY",
+    "NCCL_SECRET",
+)
 # 128 rows do not fit into 0.7 GiB, and the second trial crashes.
 SPACE = """\
 version: 1
@@ -24,12 +33,26 @@ knobs:
   precision: fp32
   checkpointing: {values: [none, full], kind: system}
 """
-RUN = ("run", "--gpu", "cpu", "--model", "demo-3m", "--memory-gib", "0.7", "--space", "space.yaml", "--trials", "4")
+RUN = (
+    "run",
+    "--gpu",
+    "cpu",
+    "--model",
+    "demo-3m",
+    "--memory-gib",
+    "0.7",
+    "--space",
+    "space.yaml",
+    "--trials",
+    "4",
+)
 RUN += ("--global-batch", "128", "--budget", "5m", "--study", "mine", "--out", "out", "--events")
 
 
 class Study:
-    """A folder in which commands run with secrets in their environment, and the output of these commands."""
+    """A folder in which commands run with secrets in their environment, and the output of these
+    commands.
+    """
 
     def __init__(self, folder: Path, url: URL) -> None:
         self.folder, self.url = folder, url.set(password=PASSWORD)
@@ -38,7 +61,10 @@ class Study:
 
     def run(self, *arguments: str, url: URL | None = None) -> int:
         storage = (url or self.url).render_as_string(hide_password=False)
-        secrets = dict.fromkeys(SECRETS, KEY) | {"AUTOTUNE_STORAGE": storage, "AUTOTUNE_INJECT": "crash:1"}
+        secrets = dict.fromkeys(SECRETS, KEY) | {
+            "AUTOTUNE_STORAGE": storage,
+            "AUTOTUNE_INJECT": "crash:1",
+        }
         ended = subprocess.run(
             [sys.executable, "-m", "autotune", *arguments],
             cwd=self.folder,
@@ -75,7 +101,10 @@ def test_no_command_prints_a_secret(study: Study) -> None:
         ["--debug", "status", "x"],
     ):
         assert study.run(*words) in (0, 2, 3)
-    for url in (study.url.set(database="no_such"), study.url.set(host="127.0.0.1", port=1, query={})):
+    for url in (
+        study.url.set(database="no_such"),
+        study.url.set(host="127.0.0.1", port=1, query={}),
+    ):
         assert study.run("status", url=url) == 6
         assert study.run("--debug", "status", "mine", url=url) == 6
     assert study.run("doctor", url=url) == 3
@@ -88,12 +117,20 @@ def test_no_file_holds_a_secret(study: Study) -> None:
     assert {"trials.jsonl", "report.html", "recipe.yaml", "worker.log", "trial-0001.log"} <= {
         path.name for path in files
     }
-    assert [path for path in files if PASSWORD.encode() in path.read_bytes() or KEY.encode() in path.read_bytes()] == []
+    assert [
+        path
+        for path in files
+        if PASSWORD.encode() in path.read_bytes() or KEY.encode() in path.read_bytes()
+    ] == []
 
 
 def test_the_database_holds_no_secret(study: Study) -> None:
-    with psycopg.connect(study.url.set(drivername="postgresql").render_as_string(hide_password=False)) as connection:
-        tables = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'").fetchall()
+    with psycopg.connect(
+        study.url.set(drivername="postgresql").render_as_string(hide_password=False)
+    ) as connection:
+        tables = connection.execute(
+            "SELECT tablename FROM pg_tables WHERE schemaname = 'public'"
+        ).fetchall()
         assert len(tables) > 5
         for (table,) in tables:
             rows = str(connection.execute(f'SELECT * FROM "{table}"').fetchall())

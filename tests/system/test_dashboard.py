@@ -34,10 +34,20 @@ from autotune.study.storage.study_record import start_record
 from tests.helpers.browser import Page, chromium, needs_chromium
 from tests.helpers.factories import FINGERPRINT, result, summary
 from tests.helpers.replay import machine
-from tests.helpers.sessions import SPACE, Session, Start, by_tokens, record_of, starter, subject_of, whole
+from tests.helpers.sessions import (
+    SPACE,
+    Session,
+    Start,
+    by_tokens,
+    record_of,
+    starter,
+    subject_of,
+    whole,
+)
 
 COMMAND = (
-    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from autotune.cli.app import main; main()"
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from"
+    " autotune.cli.app import main; main()"
 )
 
 
@@ -56,11 +66,20 @@ class Served:
 
     def __init__(self, folder: Path, *flags: str) -> None:
         (folder / "tmp").mkdir(exist_ok=True)
-        command = [sys.executable, "-c", COMMAND, "dashboard", "--storage", "sqlite:///autotune.db", *flags]
+        command = [
+            sys.executable,
+            "-c",
+            COMMAND,
+            "dashboard",
+            "--storage",
+            "sqlite:///autotune.db",
+            *flags,
+        ]
         self._process = subprocess.Popen(
             command,
             cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(Path(app.__file__).parents[2]), "TMPDIR": str(folder / "tmp")},
+            env=os.environ
+            | {"PYTHONPATH": str(Path(app.__file__).parents[2]), "TMPDIR": str(folder / "tmp")},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -78,7 +97,9 @@ class Served:
             lines.append(line.strip())
         return lines
 
-    def ask(self, path: str, method: str = "GET", body: Any = None, **headers: str) -> tuple[int, bytes]:
+    def ask(
+        self, path: str, method: str = "GET", body: Any = None, **headers: str
+    ) -> tuple[int, bytes]:
         with closing(http.client.HTTPConnection(self.host, timeout=30)) as connection:
             text = None if body is None else json.dumps(body)
             connection.request(method, path, text, {"Content-Type": "application/json"} | headers)
@@ -103,7 +124,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tables: Path) -> Path:
     folder = tmp_path_factory.mktemp("it's here & 100%")
     shutil.copy(tables, folder / "autotune.db")
     opened: list[Any] = []
-    finished(starter(f"sqlite:///{folder / 'autotune.db'}", folder / "logs", opened), folder / "runs" / "one")
+    finished(
+        starter(f"sqlite:///{folder / 'autotune.db'}", folder / "logs", opened),
+        folder / "runs" / "one",
+    )
     for resource in opened:
         resource.close()
     return folder
@@ -122,14 +146,23 @@ def study(served: Served) -> dict[str, Any]:
     return data
 
 
-def test_the_study_is_served_with_the_name_of_its_metric(served: Served, study: dict[str, Any]) -> None:
+def test_the_study_is_served_with_the_name_of_its_metric(
+    served: Served, study: dict[str, Any]
+) -> None:
     assert [one["study_name"] for one in served.get("/api/studies")["study_summaries"]] == ["one"]
-    assert (study["directions"], study["objective_names"], len(study["trials"])) == (["maximize"], [METRIC], 8)
+    assert (study["directions"], study["objective_names"], len(study["trials"])) == (
+        ["maximize"],
+        [METRIC],
+        8,
+    )
     assert urlsplit(served.url).path == "/dashboard/studies/0"
 
 
 def test_a_trial_that_does_not_fit_violates_a_constraint(study: dict[str, Any]) -> None:
-    outcomes = [{one["key"]: one["value"] for one in trial["user_attrs"]}["outcome"] for trial in study["trials"]]
+    outcomes = [
+        {one["key"]: one["value"] for one in trial["user_attrs"]}["outcome"]
+        for trial in study["trials"]
+    ]
     assert {"ok", "oom"} <= set(outcomes)
     for outcome, trial in zip(outcomes, study["trials"], strict=True):
         assert len(trial["constraints"]) == 2
@@ -147,13 +180,19 @@ def test_every_trial_has_a_note(study: dict[str, Any]) -> None:
 
 
 def test_the_figures_of_the_report_are_served(study: dict[str, Any]) -> None:
-    drawn = {one["id"]: json.loads(one["graph_object"])["layout"] for one in study["plotly_graph_objects"]}
+    drawn = {
+        one["id"]: json.loads(one["graph_object"])["layout"]
+        for one in study["plotly_graph_objects"]
+    }
     assert {"scatter", "history", "memory"} <= drawn.keys()
     assert drawn["scatter"]["title"]["text"] == "Useful tokens/s against peak reserved memory"
 
 
 def test_the_reports_can_be_opened(served: Served, study: dict[str, Any]) -> None:
-    texts = {one["filename"]: served.ask(f"/artifacts/0/{one['artifact_id']}") for one in study["artifacts"]}
+    texts = {
+        one["filename"]: served.ask(f"/artifacts/0/{one['artifact_id']}")
+        for one in study["artifacts"]
+    }
     assert texts.keys() == {"report.html", "oom_report.md"}
     assert all(status == 200 for status, _ in texts.values())
     assert texts["report.html"][1].startswith(b"<!doctype html>")
@@ -163,18 +202,29 @@ def test_the_reports_can_be_opened(served: Served, study: dict[str, Any]) -> Non
 def test_the_dashboard_draws_the_shares_of_the_report_and_calls_the_winner_best() -> None:
     made = summary(trials=60)
     rows = tuple(
-        replace(row, outcome=Outcome.OK, config=replace(row.config, lora_rank=4 + row.number), tokens_per_second=speed)
+        replace(
+            row,
+            outcome=Outcome.OK,
+            config=replace(row.config, lora_rank=4 + row.number),
+            tokens_per_second=speed,
+        )
         for row, speed in zip(made.trials, map(float, range(60)), strict=True)
     )
     assert made.recipe is not None
     winner = replace(made.recipe.winner, config=rows[7].config)
     study = replace(made, trials=rows, recipe=replace(made.recipe, winner=winner))
-    trials = [optuna.trial.create_trial(value=float(row.number), user_attrs={"a": 1}) for row in rows]
+    trials = [
+        optuna.trial.create_trial(value=float(row.number), user_attrs={"a": 1}) for row in rows
+    ]
     app = LiveDashboard(lambda: ({}, trials), lambda: study, "out")
     assert get(app, "/api/studies/0")["best_trials"][0]["number"] == 7  # 59 has the largest value
     (shares,) = get(app, "/api/studies/0/param_importances")["param_importances"]
     own = infos.importances(study)
-    assert {one["name"]: one["importance"] for one in shares} == {knob: one.share for knob, one in own.items()} != {}
+    assert (
+        {one["name"]: one["importance"] for one in shares}
+        == {knob: one.share for knob, one in own.items()}
+        != {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -231,21 +281,34 @@ def test_a_browser_lists_the_study(served: Served, page: Page) -> None:
 @needs_chromium
 def test_a_browser_shows_the_study_with_its_figures_and_reports(served: Served, page: Page) -> None:
     page.open(served.url)
-    shown = page.text("one (id=0)", "Best Trial", "Useful tokens/s against peak reserved memory", "oom_report.md")
+    shown = page.text(
+        "one (id=0)", "Best Trial", "Useful tokens/s against peak reserved memory", "oom_report.md"
+    )
     assert "report.html" in shown
     assert "fingerprint" not in shown  # internal data is not shown
     assert page.run("document.querySelectorAll('.js-plotly-plot .point').length") > 8
 
 
 @needs_chromium
-def test_a_browser_shows_notes_and_violated_constraints(served: Served, page: Page, study: dict[str, Any]) -> None:
+def test_a_browser_shows_notes_and_violated_constraints(
+    served: Served, page: Page, study: dict[str, Any]
+) -> None:
     page.open(f"{served.url}/note")
     page.text("Winner (trial ", "1,020 tokens/s, 1.50 GiB, full run ", "[measured]")
-    ran_out = next(one for one in study["trials"] if one["note"]["body"].startswith("**out of memory**"))
+    ran_out = next(
+        one for one in study["trials"] if one["note"]["body"].startswith("**out of memory**")
+    )
     page.open(f"{served.url}/trials?numbers={ran_out['number']}")
-    page.text(f"Trial {ran_out['number']} (trial_id=", "out of memory [measured]", "Reason: out of memory in backward")
+    page.text(
+        f"Trial {ran_out['number']} (trial_id=",
+        "out of memory [measured]",
+        "Reason: out of memory in backward",
+    )
     # The dashboard marks a trial that fits as the best, not one that ran out of memory.
-    best = page.run("[...document.querySelectorAll('li')].filter(one => one.innerText.includes('Best Trial')).length")
+    best = page.run(
+        "[...document.querySelectorAll('li')].filter(one => one.innerText.includes('Best"
+        " Trial')).length"
+    )
     fits = [one["number"] for one in study["trials"] if max(one["constraints"]) <= 0]
     assert best == 1 and ran_out["number"] not in fits
 
@@ -263,22 +326,32 @@ def test_a_browser_shows_notes_and_violated_constraints(served: Served, page: Pa
 def test_a_browser_shows_no_button_that_is_refused(
     served: Served, page: Page, place: str, ready: str, refused: tuple[str, ...]
 ) -> None:
-    """They are on the page, so another version of optuna-dashboard that calls them otherwise fails here."""
+    """They are on the page, so another version of optuna-dashboard that calls them otherwise fails
+    here.
+    """
     page.open(f"http://{served.host}/dashboard/{place}")
     page.text(ready)
     for name in refused:
         found = f'[...document.querySelectorAll(\'[aria-label="{name}"], [data-testid="{name}"]\')]'
         assert page.run(f"{found}.length") > 0, name
         assert page.run(f"{found}.filter(one => one.getClientRects().length).length") == 0, name
-    assert page.run("[...document.querySelectorAll('button')].filter(one => one.offsetParent).length") > 0
+    assert (
+        page.run("[...document.querySelectorAll('button')].filter(one => one.offsetParent).length")
+        > 0
+    )
 
 
 @needs_chromium
-def test_a_browser_cannot_write(served: Served, page: Page, folder: Path, study: dict[str, Any]) -> None:
+def test_a_browser_cannot_write(
+    served: Served, page: Page, folder: Path, study: dict[str, Any]
+) -> None:
     page.open(f"http://{served.host}/dashboard/")
     page.text("0. one")
     before = (folder / "autotune.db").read_bytes()
-    tried = "fetch('/api/studies/0', {method: 'DELETE'}).then(async one => [one.status, (await one.json()).reason])"
+    tried = (
+        "fetch('/api/studies/0', {method: 'DELETE'}).then(async one => [one.status, (await"
+        " one.json()).reason])"
+    )
     assert page.run(tried) == [405, "this view is read-only"]
     page.open(f"http://{served.host}/dashboard/")
     page.text("0. one")
@@ -299,7 +372,9 @@ def test_a_taken_port_is_an_error_and_ctrl_c_ends_it(served: Served, folder: Pat
 # ---- refusals
 
 
-def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[object, str]:
+def refusal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str
+) -> tuple[object, str]:
     monkeypatch.setattr(sys, "argv", ["autotune", "dashboard", *flags])
     with pytest.raises(SystemExit) as ended:
         app.main()
@@ -322,7 +397,9 @@ def test_a_missing_dashboard_package_is_an_error(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     code, message = refusal(monkeypatch, capsys)
     assert code == 3
-    assert message.startswith("error: optuna-dashboard is not installed\n  try: pip install optuna-dashboard\n")
+    assert message.startswith(
+        "error: optuna-dashboard is not installed\n  try: pip install optuna-dashboard\n"
+    )
 
 
 def test_the_dashboard_creates_no_database(
@@ -342,7 +419,10 @@ def rows(url: str) -> dict[str, list[Any]]:
     engine = sa.create_engine(url)
     with engine.connect() as connection:
         names = sa.inspect(connection).get_table_names()
-        contents = {name: sorted(map(repr, connection.execute(sa.text(f'SELECT * FROM "{name}"')))) for name in names}
+        contents = {
+            name: sorted(map(repr, connection.execute(sa.text(f'SELECT * FROM "{name}"'))))
+            for name in names
+        }
     engine.dispose()
     return contents
 
@@ -366,18 +446,26 @@ def test_a_running_study_is_read_again(
 
         asked = running.search.ask()
         assert [trial["state"] for trial in get(app, "/api/studies/0")["trials"]][8:] == ["Running"]
-        running.search.tell(asked.number, Outcome.CRASH, None, {"memory": 0.0, "health": 1.0}, reason="a `tick`")
+        running.search.tell(
+            asked.number, Outcome.CRASH, None, {"memory": 0.0, "health": 1.0}, reason="a `tick`"
+        )
         last = get(app, "/api/studies/0")["trials"][8]
         assert (last["state"], last["constraints"]) == ("Pruned", [1.0, 0.0])
         assert last["note"]["body"].endswith("Reason: `` a `tick` ``")
 
-        attributes, trials = search.record()  # a trial that ends between the two reads is not in the record yet
-        early = LiveDashboard(lambda: (attributes, trials[:5]), lambda: load_study("one", url).summary, "one")
+        # a trial that ends between the two reads is not in the record yet
+        attributes, trials = search.record()
+        early = LiveDashboard(
+            lambda: (attributes, trials[:5]), lambda: load_study("one", url).summary, "one"
+        )
         assert len(get(early, "/api/studies/0")["trials"]) == 5
 
 
 def test_the_last_copy_is_served_when_the_database_breaks(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    start: Start,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     finished(start, tmp_path)
     url = read_only(f"sqlite:///{tmp_path / 'autotune.db'}")
@@ -389,7 +477,9 @@ def test_the_last_copy_is_served_when_the_database_breaks(
     assert "cannot read the study again: the database" in capsys.readouterr().err
 
 
-def test_a_read_only_database_refuses_writes(start_anywhere: Start, database: str, tmp_path: Path) -> None:
+def test_a_read_only_database_refuses_writes(
+    start_anywhere: Start, database: str, tmp_path: Path
+) -> None:
     finished(start_anywhere, tmp_path)
     with closing(ProbeStore(read_only(database))) as store:
         assert store.of_study("one")
@@ -403,9 +493,9 @@ def test_a_read_only_database_refuses_writes(start_anywhere: Start, database: st
 
 
 def test_a_read_only_url_keeps_its_options(tmp_path: Path) -> None:
-    assert sa.make_url(read_only("postgresql+psycopg://me:pw@host/db?options=-c%20a%3Db")).query == {
-        "options": "-c a=b -c default_transaction_read_only=on"
-    }
+    assert sa.make_url(
+        read_only("postgresql+psycopg://me:pw@host/db?options=-c%20a%3Db")
+    ).query == {"options": "-c a=b -c default_transaction_read_only=on"}
     assert "me:pw@host/db?" in read_only("postgresql+psycopg://me:pw@host/db")
     with pytest.raises(UsageError, match="there is no database sqlite://"):
         read_only("sqlite://")

@@ -1,4 +1,6 @@
-"""The whole program on the CPU: real probes, real OOMs, and a real study that is killed and resumed."""
+"""The whole program on the CPU: real probes, real OOMs, and a real study that is killed and
+resumed.
+"""
 
 import gzip
 import json
@@ -27,8 +29,9 @@ from tests.helpers.factories import summary
 
 pytestmark = pytest.mark.probe
 
-# 64 sequences of 64 tokens do not fit into 0.6 GiB with any configuration; 4 fit easily. There are enough trials for 96
-# sequences to come after 64, so that they are refused: both are in steps of several micro batches.
+# 64 sequences of 64 tokens do not fit into 0.6 GiB with any configuration; 4 fit easily. There are
+# enough trials for 96 sequences to come after 64, so that they are refused: both are in steps of
+# several micro batches.
 SPACE = """\
 version: 1
 knobs:
@@ -40,7 +43,18 @@ knobs:
 """
 TRIALS = 6
 ARGUMENTS = ("--gpu", "cpu", "--model", "demo-3m", "--memory-gib", "0.6", "--space", "space.yaml")
-ARGUMENTS += ("--global-batch", "192", "--examples", "1920", "--price", "0.5", "--budget", "10m", "--seed", "8")
+ARGUMENTS += (
+    "--global-batch",
+    "192",
+    "--examples",
+    "1920",
+    "--price",
+    "0.5",
+    "--budget",
+    "10m",
+    "--seed",
+    "8",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +74,13 @@ def environment() -> dict[str, str]:
 
 def autotune(folder: Path, *arguments: str) -> Ended:
     ended = subprocess.run(
-        command(*arguments), cwd=folder, capture_output=True, text=True, check=False, timeout=400, env=environment()
+        command(*arguments),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+        env=environment(),
     )
     return Ended(code=ended.returncode, out=ended.stdout, err=ended.stderr)
 
@@ -108,13 +128,18 @@ def test_the_winner_was_measured(finished: Finished) -> None:
     assert (data["model"], data["device"], data["evidence"]) == ("demo-3m", "cpu", "measured")
     assert winner["config"]["micro_batch_size"] == 4 and winner["config"]["lora_rank"] >= 16
     assert winner["memory"]["peak_reserved_gib"] < winner["memory"]["limit_gib"] < 0.6 * 0.95
-    assert baseline["config"]["micro_batch_size"] == 4 and baseline["config"]["checkpointing"] == "full"
+    assert (
+        baseline["config"]["micro_batch_size"] == 4
+        and baseline["config"]["checkpointing"] == "full"
+    )
     assert data["speedup"] == pytest.approx(
         winner["performance"]["tokens_per_second"] / baseline["performance"]["tokens_per_second"]
     )
     # 1,920 examples at the winner's speed and the given price
     hours = winner["cost"]["full_run_hours"]
-    assert hours == pytest.approx(1920 / winner["performance"]["samples_per_second"] / 3600, rel=0.05)
+    assert hours == pytest.approx(
+        1920 / winner["performance"]["samples_per_second"] / 3600, rel=0.05
+    )
     assert winner["cost"]["full_run_usd"] == pytest.approx(hours * 0.5)
 
 
@@ -122,7 +147,9 @@ def test_after_an_oom_larger_configurations_are_refused(finished: Finished) -> N
     rows = {row["number"]: row for row in lines(finished.out)}
     assert len(rows) == TRIALS == finished.data["trials"]["total"]
     outcomes = [row["outcome"] for row in rows.values()]
-    assert outcomes.count("oom") >= 1 and outcomes.count("refused") >= 1 and outcomes.count("ok") >= 2
+    assert (
+        outcomes.count("oom") >= 1 and outcomes.count("refused") >= 1 and outcomes.count("ok") >= 2
+    )
     assert {outcome: outcomes.count(outcome) for outcome in ("ok", "oom", "refused")} == {
         outcome: finished.data["trials"][outcome] for outcome in ("ok", "oom", "refused")
     }
@@ -150,7 +177,14 @@ def test_the_json_has_the_documented_keys(finished: Finished) -> None:
 
 def test_messages_are_on_stderr_and_stdout_is_json(finished: Finished) -> None:
     assert finished.ended.out.count("\n") == 1
-    for part in ("baseline", "left out  lora_rank 8", "over the limit", "winner", "speed-up", "--max-steps 5"):
+    for part in (
+        "baseline",
+        "left out  lora_rank 8",
+        "over the limit",
+        "winner",
+        "speed-up",
+        "--max-steps 5",
+    ):
         assert part in finished.ended.err
     assert "Traceback" not in finished.ended.err and "Warning" not in finished.ended.err
 
@@ -173,16 +207,25 @@ def test_the_study_directory_is_complete(finished: Finished) -> None:
     recipe = yaml.safe_load((out / "recipe.yaml").read_text())
     assert str(finished.data["winner"]["config"]["seq_len"]) in json.dumps(recipe)
     projection = json.loads((out / "projection.json").read_text())
-    assert projection["winner"]["full_run_hours"] == finished.data["winner"]["cost"]["full_run_hours"]
+    assert (
+        projection["winner"]["full_run_hours"] == finished.data["winner"]["cost"]["full_run_hours"]
+    )
     assert len(json.loads((out / "oom_report.json").read_text())) > 0
     assert "out of memory" in (out / "oom_report.md").read_text().lower()
     assert "</html>" in (out / "report.html").read_text()
-    assert {path.name for path in (out / "export").iterdir()} >= {"train.py", "launch.sh", "model_config.json"}
+    assert {path.name for path in (out / "export").iterdir()} >= {
+        "train.py",
+        "launch.sh",
+        "model_config.json",
+    }
 
 
 def test_the_printed_command_trains(finished: Finished) -> None:
     lines = finished.ended.err.splitlines()
-    command = lines[next(place for place, line in enumerate(lines) if line.endswith("try the exported run:")) + 1]
+    command = lines[
+        next(place for place, line in enumerate(lines) if line.endswith("try the exported run:"))
+        + 1
+    ]
     ended = subprocess.run(
         ["bash", "-c", f"{command} --max-steps 2"],  # the last one counts
         cwd=finished.folder,
@@ -208,7 +251,11 @@ def test_status_shows_the_study(finished: Finished) -> None:
     }
     plain = autotune(finished.folder, "status", finished.data["study"])
     assert plain.code == 0 and plain.err == ""
-    assert f"{TRIALS} total" in plain.out and finished.data["study"] in plain.out and "measured" in plain.out
+    assert (
+        f"{TRIALS} total" in plain.out
+        and finished.data["study"] in plain.out
+        and "measured" in plain.out
+    )
 
 
 def test_oom_shows_the_oom_report(finished: Finished) -> None:
@@ -222,13 +269,25 @@ def test_oom_shows_the_oom_report(finished: Finished) -> None:
 
 def test_report_and_export_write_the_same_again(finished: Finished, tmp_path: Path) -> None:
     assert autotune(finished.folder, "report", "--out", str(tmp_path / "again")).code == 0
-    names = ("recipe.yaml", "projection.json", "oom_report.md", "oom_report.json", "export/train.py")
+    names = (
+        "recipe.yaml",
+        "projection.json",
+        "oom_report.md",
+        "oom_report.json",
+        "export/train.py",
+    )
     for name in names:
         assert (tmp_path / "again" / name).read_text() == (finished.out / name).read_text()
     assert (tmp_path / "again" / "report.html").exists()
-    ended = autotune(finished.folder, "export", "--format", "train", "--out", str(tmp_path / "only"))
+    ended = autotune(
+        finished.folder, "export", "--format", "train", "--out", str(tmp_path / "only")
+    )
     assert ended.code == 0
-    written = {str(path.relative_to(tmp_path / "only")) for path in (tmp_path / "only").rglob("*") if path.is_file()}
+    written = {
+        str(path.relative_to(tmp_path / "only"))
+        for path in (tmp_path / "only").rglob("*")
+        if path.is_file()
+    }
     names = {"train.py", "train_config.json", "launch.sh", "model_config.json", *runtime_files()}
     assert written == {f"export/{name}" for name in names}
     assert all(Path(line).exists() for line in ended.out.splitlines())
@@ -243,7 +302,9 @@ def test_a_study_cannot_continue_with_another_memory_limit(finished: Finished) -
 
 def test_the_winners_file_is_run_and_the_result_has_its_form(finished: Finished) -> None:
     """The time on a busy CPU is not checked, whatever the exit code says of it."""
-    ended = autotune(finished.folder, "verify", finished.data["study"], "--micro-steps", "4", "--json")
+    ended = autotune(
+        finished.folder, "verify", finished.data["study"], "--micro-steps", "4", "--json"
+    )
     assert ended.code in (0, 1), ended.err
     form_of("verify").validate_json(ended.out)
     verified = json.loads(ended.out)
@@ -257,11 +318,16 @@ def test_a_micro_batch_of_the_winner_is_profiled(finished: Finished) -> None:
     form_of("explain --profile").validate_json(ended.out)
     found = json.loads(ended.out)
     assert found == json.loads((finished.out / "profile.json").read_text())
-    assert (found["of"], found["idle_s"], found["config"]) == ("operators", None, finished.data["winner"]["config"])
+    assert (found["of"], found["idle_s"], found["config"]) == (
+        "operators",
+        None,
+        finished.data["winner"]["config"],
+    )
     work = [row for row in found["profile"]["work"] if row["stage"] != "optimizer"]
     assert sum(row["seconds"] for row in work) == pytest.approx(found["profile"]["busy_s"])
     products, attention, moved = found["bounds"]
-    # In fp32, whose products were measured: nothing is faster than the device at its best, but for noise.
+    # In fp32, whose products were measured: nothing is faster than the device at its best, but for
+    # noise.
     assert products["flops"] > attention["flops"] > 0 and moved["moved_bytes"] > 0
     assert 0 < products["best_s"] < 2 * products["seconds"]
     loader = next(row for row in found["host"] if row["part"] == "data loader")
@@ -270,7 +336,9 @@ def test_a_micro_batch_of_the_winner_is_profiled(finished: Finished) -> None:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"aten::mm", "autotune: MLP", "autotune: adapters"} <= names
     assert "attention projections" in (finished.out / "profile.html").read_text()
-    wrong = autotune(finished.folder, "explain", finished.data["study"], "--profile", "--trial", "999")
+    wrong = autotune(
+        finished.folder, "explain", finished.data["study"], "--profile", "--trial", "999"
+    )
     assert wrong.code == 2 and "has no trial 999" in wrong.err
 
 
@@ -283,9 +351,13 @@ def test_explain_shows_the_effect_of_each_knob_of_the_winner(finished: Finished)
     summary = json.loads((finished.out / "summary.json").read_text())
     winner, baseline = (summary[who]["config"] for who in ("winner", "baseline"))
     assert summary["explanation"] == output
-    assert [one["knob"] for one in output["undone"]] == [name for name in winner if winner[name] != baseline[name]]
+    assert [one["knob"] for one in output["undone"]] == [
+        name for name in winner if winner[name] != baseline[name]
+    ]
     for one in output["undone"]:
-        assert TrainConfig(**one["config"]).as_dict() == winner | {one["knob"]: baseline[one["knob"]]}
+        assert TrainConfig(**one["config"]).as_dict() == winner | {
+            one["knob"]: baseline[one["knob"]]
+        }
         assert one["tokens_per_s"] is None or one["tokens_per_s"] > 0
     assert "Why it won" in (finished.out / "report.html").read_text()
 
@@ -301,7 +373,18 @@ knobs:
   precision: fp32
   checkpointing: {values: [none, full], kind: system}
 """
-QUICK = ("--gpu", "cpu", "--model", "demo-3m", "--space", "space.yaml", "--global-batch", "4", "--examples", "2000")
+QUICK = (
+    "--gpu",
+    "cpu",
+    "--model",
+    "demo-3m",
+    "--space",
+    "space.yaml",
+    "--global-batch",
+    "4",
+    "--examples",
+    "2000",
+)
 QUICK += ("--budget", "10m", "--study", "mine", "--out", "out")
 
 
@@ -324,10 +407,23 @@ def test_status_from_another_terminal_while_it_runs(tmp_path: Path) -> None:
     arguments = ("run", *QUICK, "--quiet", "--events")
     (tmp_path / "space.yaml").write_text(QUICK_SPACE)
     with subprocess.Popen(
-        command(*arguments), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+        command(*arguments),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
     ) as process:
-        until(lambda: (tmp_path / "out" / "trials.jsonl").exists() and len(lines(tmp_path / "out")) > 0, process)
-        output, as_data = autotune(tmp_path, "status"), autotune(tmp_path, "status", "mine", "--json")
+        until(
+            lambda: (
+                (tmp_path / "out" / "trials.jsonl").exists() and len(lines(tmp_path / "out")) > 0
+            ),
+            process,
+        )
+        output, as_data = (
+            autotune(tmp_path, "status"),
+            autotune(tmp_path, "status", "mine", "--json"),
+        )
         process.terminate()
         out, err = process.communicate()
     assert (output.code, output.err) == (0, "")
@@ -350,18 +446,31 @@ def interrupted(folder: Path, number: signal.Signals, *, after: int, total: int)
     scratch.mkdir()
     where = environment() | {"TMPDIR": str(scratch)}
     with subprocess.Popen(
-        command(*arguments), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=where
+        command(*arguments),
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=where,
     ) as process:
         out = folder / "out"
 
         def probing() -> bool:
             """Whether some probe has a log but its trial is not recorded yet."""
-            done = {row["number"] for row in lines(out)} if (out / "trials.jsonl").exists() else set()
-            begun = {int(path.stem.removeprefix("trial-")) for path in (out / "logs").glob("trial-*.log")}
+            done = (
+                {row["number"] for row in lines(out)} if (out / "trials.jsonl").exists() else set()
+            )
+            begun = {
+                int(path.stem.removeprefix("trial-")) for path in (out / "logs").glob("trial-*.log")
+            }
             return len(done) >= after and bool(begun - done)
 
         until(probing, process)
-        (worker,) = (child for child in psutil.Process(process.pid).children() if os.getsid(child.pid) == child.pid)
+        (worker,) = (
+            child
+            for child in psutil.Process(process.pid).children()
+            if os.getsid(child.pid) == child.pid
+        )
         assert alive(worker)
         assert len(list(scratch.glob("autotune-*"))) == 1
         process.send_signal(number)
@@ -382,7 +491,10 @@ def test_a_killed_and_then_stopped_study_resumes_without_loss(tmp_path: Path) ->
     (folder / "space.yaml").write_text(QUICK_SPACE)
     code, _ = interrupted(folder, signal.SIGKILL, after=1, total=TOTAL)
     assert code == -signal.SIGKILL
-    before, lost = lines(out), [trial for trial in trials(folder, "mine") if trial.state is TrialState.RUNNING]
+    before, lost = (
+        lines(out),
+        [trial for trial in trials(folder, "mine") if trial.state is TrialState.RUNNING],
+    )
     assert len(lost) == 1 and len(before) < TOTAL - 1
 
     code, err = interrupted(folder, signal.SIGINT, after=len(before) + 1, total=TOTAL)
@@ -396,7 +508,13 @@ def test_a_killed_and_then_stopped_study_resumes_without_loss(tmp_path: Path) ->
     data = json.loads((out / "summary.json").read_text())
     assert len(before) < len(between) == data["trials"]["total"] < TOTAL
     assert data["winner"] is not None
-    for name in ("report.html", "oom_report.md", "recipe.yaml", "projection.json", "export/train.py"):
+    for name in (
+        "report.html",
+        "oom_report.md",
+        "recipe.yaml",
+        "projection.json",
+        "export/train.py",
+    ):
         assert (out / name).exists()
     assert TrialState.RUNNING not in {trial.state for trial in trials(folder, "mine")}
 
@@ -406,11 +524,17 @@ def test_a_killed_and_then_stopped_study_resumes_without_loss(tmp_path: Path) ->
     assert after[: len(between)] == between
     assert len(after) == TOTAL == json.loads(ended.out)["trials"]["total"]
     finished_trials = trials(folder, "mine")
-    assert {trial.state for trial in finished_trials} <= {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL}
+    assert {trial.state for trial in finished_trials} <= {
+        TrialState.COMPLETE,
+        TrialState.PRUNED,
+        TrialState.FAIL,
+    }
     assert sum(trial.state is not TrialState.FAIL for trial in finished_trials) == TOTAL
     # The interrupted trial came next.
     again = next(
-        trial for trial in finished_trials if trial.number > lost[0].number and trial.state is not TrialState.FAIL
+        trial
+        for trial in finished_trials
+        if trial.number > lost[0].number and trial.state is not TrialState.FAIL
     )
     assert again.params == lost[0].params
     assert json.loads(ended.out)["winner"] is not None

@@ -1,4 +1,6 @@
-"""1,000 hostile inputs: each gives a value or a documented error, quickly, and writes only inside its folder."""
+"""1,000 hostile inputs: each gives a value or a documented error, quickly, and writes only inside
+its folder.
+"""
 
 import json
 import math
@@ -43,7 +45,9 @@ EXIT_CODES = {0, 2, 3, 4, 6}
 
 
 def loaded(*patterns: str) -> tuple[Any, ...]:
-    return tuple(yaml.safe_load(path.read_text()) for one in patterns for path in sorted(ROOT.glob(one)))
+    return tuple(
+        yaml.safe_load(path.read_text()) for one in patterns for path in sorted(ROOT.glob(one))
+    )
 
 
 RANGES = {
@@ -53,41 +57,119 @@ RANGES = {
 }
 SPACES = (
     *loaded("search_spaces/*.yaml"),
-    {"version": 1, "knobs": RANGES | {"lora_rank": {"min": 8, "max": 64, "when": {"method": ["lora"]}}}},
+    {
+        "version": 1,
+        "knobs": RANGES | {"lora_rank": {"min": 8, "max": 64, "when": {"method": ["lora"]}}},
+    },
 )
 SPECS = (
     *loaded("studies/*.yaml"),
-    {"model": "demo-3m", "gpu": "cpu", "pins": {"seq_len": 64}, "examples": 100, "global_batch_tokens": 4096},
-    {"model": "demo-3m", "mean_tokens": 100.0, "p99_tokens": 400.0, "tokens": 10**6, "study": "mine", "budget": "5m"},
-    {"model": "demo-3m", "tokens_per_example": 64, "epochs": 3, "price": 1.5, "min_rank": 8, "max_truncated": 0.1},
+    {
+        "model": "demo-3m",
+        "gpu": "cpu",
+        "pins": {"seq_len": 64},
+        "examples": 100,
+        "global_batch_tokens": 4096,
+    },
+    {
+        "model": "demo-3m",
+        "mean_tokens": 100.0,
+        "p99_tokens": 400.0,
+        "tokens": 10**6,
+        "study": "mine",
+        "budget": "5m",
+    },
+    {
+        "model": "demo-3m",
+        "tokens_per_example": 64,
+        "epochs": 3,
+        "price": 1.5,
+        "min_rank": 8,
+        "max_truncated": 0.1,
+    },
 )
 PRICES = (
-    [{"provider": "mine", "device": "a10", "usd": 0.55, "spot_usd": 0.2, "count": 8, "as_of": "2026-11-01"}],
-    [{"provider": "x", "device": "h200", "usd": 3, "source": "a page", "quotable": False}, {"provider": "y", "usd": 1}],
+    [
+        {
+            "provider": "mine",
+            "device": "a10",
+            "usd": 0.55,
+            "spot_usd": 0.2,
+            "count": 8,
+            "as_of": "2026-11-01",
+        }
+    ],
+    [
+        {"provider": "x", "device": "h200", "usd": 3, "source": "a page", "quotable": False},
+        {"provider": "y", "usd": 1},
+    ],
 )
-COMMON = {"learning_rate": 2e-4, "gradient_accumulation_steps": 4, "bf16": True, "gradient_checkpointing": True}
-TRL = {"model_name_or_path": "mistral-7b", "dataset_name": "org/d", "use_peft": True, "lora_r": 16, "max_length": 512}
-AXOLOTL = {"base_model": "mistral-7b", "adapter": "qlora", "load_in_4bit": True, "micro_batch_size": 2, "lora_r": 8}
-AXOLOTL |= {"sequence_len": 4096, "sample_packing": True, "datasets": [{"path": "org/d"}], "num_epochs": 1}
-FACTORY = {"model_name_or_path": "demo-3m", "stage": "sft", "finetuning_type": "lora", "cutoff_len": 1024}
-FACTORY |= {"quantization_bit": 4, "template": "llama3", "dataset": "a,b", "max_samples": 1000, "num_train_epochs": 2.0}
+COMMON = {
+    "learning_rate": 2e-4,
+    "gradient_accumulation_steps": 4,
+    "bf16": True,
+    "gradient_checkpointing": True,
+}
+TRL = {
+    "model_name_or_path": "mistral-7b",
+    "dataset_name": "org/d",
+    "use_peft": True,
+    "lora_r": 16,
+    "max_length": 512,
+}
+AXOLOTL = {
+    "base_model": "mistral-7b",
+    "adapter": "qlora",
+    "load_in_4bit": True,
+    "micro_batch_size": 2,
+    "lora_r": 8,
+}
+AXOLOTL |= {
+    "sequence_len": 4096,
+    "sample_packing": True,
+    "datasets": [{"path": "org/d"}],
+    "num_epochs": 1,
+}
+FACTORY = {
+    "model_name_or_path": "demo-3m",
+    "stage": "sft",
+    "finetuning_type": "lora",
+    "cutoff_len": 1024,
+}
+FACTORY |= {
+    "quantization_bit": 4,
+    "template": "llama3",
+    "dataset": "a,b",
+    "max_samples": 1000,
+    "num_train_epochs": 2.0,
+}
 FOREIGN = tuple(COMMON | one for one in (TRL, AXOLOTL, FACTORY))
 CONFIGS = tuple(model.config for model in list_models())
 RECIPE = summary().recipe
 assert RECIPE is not None
 SUBMISSION = json.loads(submission_of(RECIPE, "2026-11-22").text)
-OLD_SUBMISSION = json.loads((Path(__file__).parents[1] / "unit" / "planning" / "submission_1.json").read_text())
+OLD_SUBMISSION = json.loads(
+    (Path(__file__).parents[1] / "unit" / "planning" / "submission_1.json").read_text()
+)
 CALIBRATION = to_data(calibration())
 ROWS = (
     {"text": "some words"},
     {"prompt": "a question", "completion": "an answer"},
-    {"messages": [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]},
+    {
+        "messages": [
+            {"role": "user", "content": "a question"},
+            {"role": "assistant", "content": "an answer"},
+        ]
+    },
 )
 
 
 @pytest.fixture(scope="module", autouse=True)
 def workdir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A working directory so deep that `../../x` stays inside the checked root. It holds temporary files; no Hub."""
+    """A working directory so deep that `../../x` stays inside the checked root.
+
+    It holds temporary files; no Hub.
+    """
     import huggingface_hub.constants as hub
     from hypothesis.internal.conjecture import providers
 
@@ -99,7 +181,8 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("HOME", str(root))
         patch.setattr(hub, "HF_HUB_OFFLINE", True)
         patch.setattr(tempfile, "tempdir", str(folder))
-        # Hypothesis takes constants from loaded modules, so that the inputs would depend on the tests that ran before.
+        # Hypothesis takes constants from loaded modules, so that the inputs would depend on the
+        # tests that ran before.
         patch.setattr(providers, "_get_local_constants", lambda: providers._local_constants)
         for name in ("AUTOTUNE_STORAGE", "COLUMNS"):
             patch.delenv(name, raising=False)
@@ -141,11 +224,17 @@ def test_study_specs(workdir: Path, content: bytes) -> None:
 def test_price_files(workdir: Path, content: bytes) -> None:
     path = written(workdir, "prices.yaml", content)
     with guarded(workdir), suppress(AutotuneError):
-        assert all(price.usd_per_hour >= 0 and price.provider.isprintable() for price in load_prices(path))
+        assert all(
+            price.usd_per_hour >= 0 and price.provider.isprintable() for price in load_prices(path)
+        )
 
 
 @fuzz(50)
-@given(content=mutated((SUBMISSION, OLD_SUBMISSION)).map(as_json) | st.binary(max_size=50) | values.map(as_json))
+@given(
+    content=mutated((SUBMISSION, OLD_SUBMISSION)).map(as_json)
+    | st.binary(max_size=50)
+    | values.map(as_json)
+)
 def test_submissions(workdir: Path, content: bytes) -> None:
     path = written(workdir, "theirs.json", content)
     evidence = workdir / "evidence"
@@ -189,7 +278,9 @@ def test_configs_of_models(workdir: Path, content: bytes) -> None:
 
 
 LINES = st.lists(
-    st.integers(-5, 5000).map(str) | st.sampled_from(("", " 7 ", "1e3", "9" * 30, "٣", "\x00", "7,8")), max_size=6
+    st.integers(-5, 5000).map(str)
+    | st.sampled_from(("", " 7 ", "1e3", "9" * 30, "٣", "\x00", "7,8")),
+    max_size=6,
 )
 
 
@@ -208,12 +299,18 @@ def test_files_of_lengths(workdir: Path, content: bytes) -> None:
     suffix=st.sampled_from((".jsonl",) * 9 + (".txt",)),
 )
 def test_datasets(workdir: Path, rows: list[Any], noise: bytes, suffix: str) -> None:
-    path = written(workdir, f"rows{suffix}", b"\n".join(map(as_json, rows)) + (noise if len(noise) > 20 else b""))
+    path = written(
+        workdir,
+        f"rows{suffix}",
+        b"\n".join(map(as_json, rows)) + (noise if len(noise) > 20 else b""),
+    )
     with guarded(workdir), suppress(AutotuneError):
         assert dataset_lengths(path, None).mean >= 1
 
 
-KNOB = st.sampled_from(("micro_batch_size", "lora_rank", "checkpointing", "method", "packing", "compile", "no_such"))
+KNOB = st.sampled_from(
+    ("micro_batch_size", "lora_rank", "checkpointing", "method", "packing", "compile", "no_such")
+)
 OPTIONS = st.sampled_from(
     (
         *(
@@ -225,23 +322,45 @@ OPTIONS = st.sampled_from(
             "--tokens",
             "--global-batch",
         ),
-        *("--global-batch-tokens", "--seq-len", "--rank", "--set", "--memory-gib", "--headroom", "--price", "--prices"),
-        *("--min-rank", "--max-truncated", "--slack", "--space", "--spec", "--dataset", "--lengths", "--tokenizer"),
+        *(
+            "--global-batch-tokens",
+            "--seq-len",
+            "--rank",
+            "--set",
+            "--memory-gib",
+            "--headroom",
+            "--price",
+            "--prices",
+        ),
+        *(
+            "--min-rank",
+            "--max-truncated",
+            "--slack",
+            "--space",
+            "--spec",
+            "--dataset",
+            "--lengths",
+            "--tokenizer",
+        ),
     )
 )
 VALUES = scalars.map(str)
 FLAGS = st.lists(
-    st.tuples(OPTIONS, VALUES) | st.tuples(st.just("--set"), st.tuples(KNOB, VALUES).map("=".join)), max_size=3
+    st.tuples(OPTIONS, VALUES) | st.tuples(st.just("--set"), st.tuples(KNOB, VALUES).map("=".join)),
+    max_size=3,
 )
 TAILS = st.lists(VALUES, max_size=2)
 COMMANDS = st.one_of(
     st.tuples(st.just(["plan", "--json", "--gpu", "h200", "--model", "demo-3m"]), FLAGS),
-    st.tuples(st.tuples(VALUES, VALUES).map(lambda two: ["plan", "--gpu", two[0], "--model", two[1]]), st.just([])),
-    st.tuples(st.just(["compare", "--gpus", "a10,h200", "--model", "demo-3m", "--format", "json"]), FLAGS),
+    st.tuples(st.tuples(VALUES, VALUES).map(lambda two: ["plan", "--gpu", two[0], "--model",
+    two[1]]), st.just([])),
+    st.tuples(st.just(["compare", "--gpus", "a10,h200", "--model", "demo-3m", "--format", "json"]),
+    FLAGS),
     st.tuples(TAILS.map(lambda rest: ["prices", *rest]), st.just([])),
     st.tuples(TAILS.map(lambda rest: ["check", *rest]), FLAGS),
     st.tuples(TAILS.map(lambda rest: ["import", *rest]), st.just([])),
-    st.tuples(VALUES.map(lambda budget: ["run", "--model", "demo-3m", "--gpu", "a10", "--budget", budget]), FLAGS),
+    st.tuples(VALUES.map(lambda budget: ["run", "--model", "demo-3m", "--gpu", "a10", "--budget",
+    budget]), FLAGS),
     st.tuples(TAILS, st.just([])),
 )  # fmt: skip
 

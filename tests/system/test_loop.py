@@ -44,7 +44,9 @@ def test_refused_and_reused_trials_count_without_a_probe(start: Start) -> None:
 
 
 def test_the_search_ends_after_every_configuration_was_tried(start: Start) -> None:
-    tiny = space(micro_batch_size=(1, 2), seq_len=(256,), lora_rank=(16,), checkpointing=("none", "full"))
+    tiny = space(
+        micro_batch_size=(1, 2), seq_len=(256,), lora_rank=(16,), checkpointing=("none", "full")
+    )
     session = start(task=subject_of(tiny))
     session.study.run()
     assert {row.config.digest for row in session.study.trials.rows} == {
@@ -64,12 +66,16 @@ def test_a_known_proposal_is_replaced_by_a_neighbour_of_the_best(start: Start) -
     assert untried is not None
     asked = session.study.trials.task.space.config(untried)
     assert asked.digest not in seen
-    changed = [name for name, value in asked.as_dict().items() if value != best.config.as_dict()[name]]
+    changed = [
+        name for name, value in asked.as_dict().items() if value != best.config.as_dict()[name]
+    ]
     assert len(changed) == 1
 
 
 def test_patience_counts_trials_without_a_better_one(start: Start) -> None:
-    large = space(micro_batch_size=(1, 2, 4, 8, 16, 32), seq_len=tuple(range(64, 320, 8)), lora_rank=(16,))
+    large = space(
+        micro_batch_size=(1, 2, 4, 8, 16, 32), seq_len=tuple(range(64, 320, 8)), lora_rank=(16,)
+    )
     session = start(machine(limit_gib=100.0), task=subject_of(large), patience=4)
     session.study.run()
     # Every configuration has the same rate, so that only padding makes one better than the first.
@@ -78,7 +84,9 @@ def test_patience_counts_trials_without_a_better_one(start: Start) -> None:
     best = max(range(len(rows)), key=lambda index: rows[index].tokens_per_second or 0.0)
     fresh = [row for row in rows[best + 1 :] if not row.reused]
     assert len(fresh) >= 4
-    assert all((row.tokens_per_second or 0.0) <= (rows[best].tokens_per_second or 0.0) for row in fresh)
+    assert all(
+        (row.tokens_per_second or 0.0) <= (rows[best].tokens_per_second or 0.0) for row in fresh
+    )
 
 
 def test_with_a_spent_budget_one_trial_is_measured_and_none_confirmed(start: Start) -> None:
@@ -90,7 +98,10 @@ def test_with_a_spent_budget_one_trial_is_measured_and_none_confirmed(start: Sta
     recipe = session.summary().recipe
     assert recipe is not None
     assert any("was not measured a second time" in caveat for caveat in recipe.caveats)
-    assert session.study.trials.too_short_for == ["the whole search", "measuring the finalists again"]
+    assert session.study.trials.too_short_for == [
+        "the whole search",
+        "measuring the finalists again",
+    ]
 
 
 @pytest.mark.parametrize("rung", [Rung.FULL, Rung.CONFIRM])
@@ -104,7 +115,9 @@ def test_what_the_budget_was_too_short_for_is_kept(start: Start, rung: Rung) -> 
         return answers(request)
 
     missed = "the whole search" if rung is Rung.FULL else "measuring the finalists again"
-    assert whole(start, answer, trials=6).summary().notes == (f"the budget was too short for {missed}",)
+    assert whole(start, answer, trials=6).summary().notes == (
+        f"the budget was too short for {missed}",
+    )
 
 
 def test_a_budget_that_sufficed_was_not_too_short(start: Start) -> None:
@@ -112,7 +125,9 @@ def test_a_budget_that_sufficed_was_not_too_short(start: Start) -> None:
 
 
 @pytest.mark.parametrize(("probe_s", "trials"), [(4000.0, 1), (1.0, 4)])
-def test_the_budget_reserves_time_for_confirmation(start: Start, probe_s: float, trials: int) -> None:
+def test_the_budget_reserves_time_for_confirmation(
+    start: Start, probe_s: float, trials: int
+) -> None:
     """4,000 s of 10,000 s are left: enough for trials of a second, but for only one of 4,000 s."""
     answers = machine(rate=by_tokens)
 
@@ -150,15 +165,23 @@ def confirmations(session: Session) -> list[TrainConfig]:
     return [request.config for request in session.prober.requests if request.rung is Rung.CONFIRM]
 
 
-def test_confirming_measures_all_finalists_and_the_baseline_once_and_the_winner_again(start: Start) -> None:
-    session = whole(start, machine(rate=lambda config: by_tokens(config) ** 2), trials=16, finalists=3, rounds=2)
+def test_confirming_measures_all_finalists_and_the_baseline_once_and_the_winner_again(
+    start: Start,
+) -> None:
+    session = whole(
+        start, machine(rate=lambda config: by_tokens(config) ** 2), trials=16, finalists=3, rounds=2
+    )
     *first, last = confirmations(session)
     assert len(set(first)) == len(first) == 4
     assert first[1] == BASELINE
-    ranked = sorted(session.study.trials.rows, key=lambda row: row.tokens_per_second or 0.0, reverse=True)
+    ranked = sorted(
+        session.study.trials.rows, key=lambda row: row.tokens_per_second or 0.0, reverse=True
+    )
     assert ranked[0].config in first
     assert last == first[0] == session.winner()
-    evaluated = [one.config for one in session.prober.requests if one.rung is Rung.CONFIRM and one.evaluate]
+    evaluated = [
+        one.config for one in session.prober.requests if one.rung is Rung.CONFIRM and one.evaluate
+    ]
     assert evaluated == [first[0]]
 
 
@@ -169,7 +192,11 @@ def test_a_disturbed_measurement_of_the_baseline_is_outvoted(start: Start) -> No
 
     def answer(request: ProbeRequest) -> ProbeResult:
         confirmed.extend([request.config] if request.rung is Rung.CONFIRM else [])
-        first = request.rung is Rung.CONFIRM and request.config == BASELINE and confirmed.count(BASELINE) == 1
+        first = (
+            request.rung is Rung.CONFIRM
+            and request.config == BASELINE
+            and confirmed.count(BASELINE) == 1
+        )
         return (slower if first else answers)(request)
 
     session = whole(start, answer, trials=16, finalists=3, rounds=2)
@@ -177,7 +204,9 @@ def test_a_disturbed_measurement_of_the_baseline_is_outvoted(start: Start) -> No
     assert confirmations(session).count(BASELINE) == 3
     recipe = session.summary().recipe
     assert recipe is not None and any(BASELINE.label() in caveat for caveat in recipe.caveats)
-    assert undisturbed is not None and recipe.speedup == pytest.approx(undisturbed.speedup, rel=0.01)
+    assert undisturbed is not None and recipe.speedup == pytest.approx(
+        undisturbed.speedup, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("outcome", [Outcome.OOM, Outcome.CRASH])
@@ -199,7 +228,9 @@ def test_a_finalist_that_fails_its_confirmation_is_dropped(start: Start, outcome
     assert winner != best and asked.count(winner) == 2
     recipe = session.summary().recipe
     assert recipe is not None
-    assert any(best.label() in caveat and "it failed in evaluate" in caveat for caveat in recipe.caveats)
+    assert any(
+        best.label() in caveat and "it failed in evaluate" in caveat for caveat in recipe.caveats
+    )
     assert best not in [cell.config for cell in recipe.cells]
 
     again = start(patience=100)  # a later session has the same result
@@ -214,7 +245,9 @@ def test_confirmed_measurements_replace_those_of_the_search(start: Start) -> Non
     slower = machine(rate=lambda config: by_tokens(config) / 2)
 
     def answer(request: ProbeRequest) -> ProbeResult:
-        return (slower if request.rung is Rung.CONFIRM and request.config == favourite else answers)(request)
+        return (
+            slower if request.rung is Rung.CONFIRM and request.config == favourite else answers
+        )(request)
 
     session = whole(start, answer, patience=100)
     assert favourite in confirmations(session)

@@ -1,4 +1,6 @@
-"""Mutated datasets and files have an answer or a refusal in plain words; `benchmarks/robustness.py` tries 3,000."""
+"""Mutated datasets and files have an answer or a refusal in plain words; `benchmarks/robustness.py`
+tries 3,000.
+"""
 
 from pathlib import Path
 

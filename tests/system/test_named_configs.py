@@ -43,14 +43,23 @@ def test_a_suite_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "suite.yaml"
     path.write_text(
         "model: mistral-7b\ngpu: a10\npins: {checkpointing: none}\nconfigs:\n"
-        "  - {name: one, knobs: {micro_batch_size: 2}, accumulation: 4, published: {tokens_per_s: 700}}\n"
-        "  - {name: two, model: phi-3-mini, knobs: {checkpointing: full}, published: {outcome: oom}}\n"
+        "  - {name: one, knobs: {micro_batch_size: 2}, accumulation: 4, published: {tokens_per_s:"
+        " 700}}\n"
+        "  - {name: two, model: phi-3-mini, knobs: {checkpointing: full}, published: {outcome:"
+        " oom}}\n"
     )
     spec = make_spec(path, {})
     one, two = cases(spec, task(spec))
-    assert (one[1].checkpointing, one[1].micro_batch_size, one[2].workload.global_batch) == ("none", 2, 8)
+    assert (one[1].checkpointing, one[1].micro_batch_size, one[2].workload.global_batch) == (
+        "none",
+        2,
+        8,
+    )
     assert (two[1].checkpointing, two[2].model.short) == ("full", "Phi-3-mini-4k-instruct")
-    assert (one[0].published, two[0].published) == (Published(tokens_per_s=700), Published(outcome="oom"))
+    assert (one[0].published, two[0].published) == (
+        Published(tokens_per_s=700),
+        Published(outcome="oom"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +87,8 @@ def test_invalid_suites_are_usage_errors(tmp_path: Path, text: str, message: str
 
 def test_measured_values_are_shown_next_to_published_ones() -> None:
     spec = spec_of(
-        NamedConfig(name="one", published=Published(tokens_per_s=100.0, peak_gib=2.0)), NamedConfig(name="two")
+        NamedConfig(name="one", published=Published(tokens_per_s=100.0, peak_gib=2.0)),
+        NamedConfig(name="two"),
     )
     (case, config, own), (other, _, _) = cases(spec, task(spec))
     row = to_config_result(case, config, own, result(config=config, measurement=measurement()))
@@ -94,20 +104,29 @@ def test_measured_values_are_shown_next_to_published_ones() -> None:
 
 
 def test_the_published_suite_of_the_a10_is_not_told_its_own_results() -> None:
-    """Its speeds are among the observations that come with the package. Outcomes are right, memory is within 10 %."""
+    """Its speeds are among the observations that come with the package.
+
+    Outcomes are right, memory is within 10 %.
+    """
     spec = make_spec(ROOT / "studies" / "published" / "a10-mistral-7b.yaml", {})
     device, seen = resolve_device("a10"), published_observations()
     rows = estimate_named_configs(spec, device=device, observations=seen)
-    assert rows == estimate_named_configs(spec, device=device) and {row.evidence for row in rows} == {
-        Evidence.ESTIMATED
-    }
-    assert [row.outcome.value for row in rows] == [row.case.published.outcome for row in rows if row.case.published]
+    assert rows == estimate_named_configs(spec, device=device) and {
+        row.evidence for row in rows
+    } == {Evidence.ESTIMATED}
+    assert [row.outcome.value for row in rows] == [
+        row.case.published.outcome for row in rows if row.case.published
+    ]
     (optimised,) = (row for row in rows if row.case.name == "optimised")
     theirs, ours = optimised.against()["whole GB"]
     assert isinstance(theirs, float | int) and ours == pytest.approx(theirs, rel=0.1)
     own = replace(spec, configs=tuple(replace(case, published=None) for case in spec.configs))
     told = estimate_named_configs(own, device=device, observations=seen)
-    assert told[0].tokens_per_s and rows[0].tokens_per_s and told[0].tokens_per_s < rows[0].tokens_per_s
+    assert (
+        told[0].tokens_per_s
+        and rows[0].tokens_per_s
+        and told[0].tokens_per_s < rows[0].tokens_per_s
+    )
 
 
 @pytest.mark.parametrize("name", shipped_suites())
@@ -115,22 +134,34 @@ def test_the_readme_says_how_estimates_compare(name: str) -> None:
     spec = make_spec(Path(name), {})
     said = agreement(estimate_named_configs(spec, device=resolve_device(spec.gpu), counted=True))
     found = re.search(
-        r"(\d+) verdicts, of which (\d+) wrong and (\d+) too close to tell;(?: (\d+) speeds, of which (\d+) in .*?;)?"
+        r"(\d+) verdicts, of which (\d+) wrong and (\d+) too close to tell;(?: (\d+) speeds, of"
+        r" which (\d+) in .*?;)?"
         r" memory ([\d.]+)% off in the median and ([\d.]+)% at worst",
         said,
     )
     assert found is not None, said
     verdicts, wrong, close, speeds, inside, median, worst = found.groups()
     of_speeds = f"{inside} of {speeds}" if speeds else "–"
-    row = f"| `{name}` | {len(spec.configs)} | {verdicts}, {wrong} wrong, {close} too close to tell | {of_speeds} |"
-    assert f"{row} {median} %, {worst} % |" in (ROOT / "studies" / "README.md").read_text(encoding="utf-8")
+    row = (
+        f"| `{name}` | {len(spec.configs)} | {verdicts}, {wrong} wrong, {close} too close to"
+        f" tell | {of_speeds} |"
+    )
+    assert f"{row} {median} %, {worst} % |" in (ROOT / "studies" / "README.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_speeds_stand_once_in_the_suites() -> None:
-    """`benchmarks/plan.py speed` has rows of its own, whose settings were made before anything was predicted."""
-    rows = yaml.safe_load((ROOT / "benchmarks" / "data" / "published_speeds.yaml").read_text())["rows"]
+    """`benchmarks/plan.py speed` has rows of its own, whose settings were made before anything was
+    predicted.
+    """
+    rows = yaml.safe_load((ROOT / "benchmarks" / "data" / "published_speeds.yaml").read_text())[
+        "rows"
+    ]
     specs = [make_spec(path, {}) for path in shipped_suites().values()]
-    listed = {case.published.tokens_per_s for spec in specs for case in spec.configs if case.published}
+    listed = {
+        case.published.tokens_per_s for spec in specs for case in spec.configs if case.published
+    }
     assert {row["tokens_per_s"] for row in rows} <= listed
 
 
@@ -142,12 +173,16 @@ def test_every_shipped_suite_is_valid() -> None:
         assert list(cases(spec, task(spec))) if spec.configs else spec.model
 
 
-CHUNKS_OF_GEMMA = NamedConfig(name="chunks", model="gemma-2-2b", knobs={"loss": "chunked", "attention": "eager"})
+CHUNKS_OF_GEMMA = NamedConfig(
+    name="chunks", model="gemma-2-2b", knobs={"loss": "chunked", "attention": "eager"}
+)
 
 
 def test_plan_estimates_a_suite(capsys: pytest.CaptureFixture[str]) -> None:
     case = NamedConfig(name="[one]", knobs={"quantization": "int8", "compile": "per_layer"})
-    plan.plan(spec_of(case, NamedConfig(name="two", published=Published(peak_gb=20.0))), evidence=NOWHERE)
+    plan.plan(
+        spec_of(case, NamedConfig(name="two", published=Published(peak_gb=20.0))), evidence=NOWHERE
+    )
     text = capsys.readouterr().out
     assert (
         "[one]" in text
@@ -172,7 +207,9 @@ def test_a_suite_is_probed_once_and_its_results_are_stored(
         gpu="cpu",
         pins=small,
         configs=(
-            NamedConfig(name="one", knobs={"micro_batch_size": 1}, published=Published(tokens_per_s=1000.0)),
+            NamedConfig(
+                name="one", knobs={"micro_batch_size": 1}, published=Published(tokens_per_s=1000.0)
+            ),
             NamedConfig(name="much", knobs={"micro_batch_size": 2**17}),
             CHUNKS_OF_GEMMA,
         ),
@@ -182,7 +219,9 @@ def test_a_suite_is_probed_once_and_its_results_are_stored(
     assert "one" in table and "tokens/s 1,000, here" in table and "does not fit" in table
     (folder,) = (tmp_path / "runs").glob("*suite")
     first = json.loads((folder / "suite.json").read_text())
-    assert [row["outcome"] for row in first] == ["ok", "oom", "refused"] and first[0]["evidence"] == "measured"
+    assert [row["outcome"] for row in first] == ["ok", "oom", "refused"] and first[0][
+        "evidence"
+    ] == "measured"
     assert first[2]["reason"].startswith("chunked: the model changes its logits")
     assert (folder / "suite.md").read_text().count("\n") == 5
     run_spec(spec, quiet=True, as_json=True)
@@ -196,6 +235,8 @@ def test_search_options_are_refused_for_a_suite() -> None:
 
 
 def test_knobs_of_a_case_override_the_pins() -> None:
-    spec = spec_of(NamedConfig(name="one", knobs={"lora_rank": 4}), pins={"lora_rank": 8, "seq_len": 512})
+    spec = spec_of(
+        NamedConfig(name="one", knobs={"lora_rank": 4}), pins={"lora_rank": 8, "seq_len": 512}
+    )
     ((_, config, _),) = cases(spec, task(spec))
     assert config == TrainConfig(lora_rank=4, seq_len=512)

@@ -1,4 +1,7 @@
-"""Other objectives than the next token, from the command line to the exported run. Times on a CPU are not checked."""
+"""Other objectives than the next token, from the command line to the exported run.
+
+Times on a CPU are not checked.
+"""
 
 import json
 import subprocess
@@ -17,8 +20,19 @@ from tests.probe.test_train_script import _save_demo
 from tests.unit.export.test_script import demo, run, write
 
 pytestmark = pytest.mark.probe
-PINS = {"micro_batch_size": 2, "seq_len": 32, "lora_rank": 16, "precision": "fp32", "checkpointing": "none"}
-PINS |= {"optimizer": "adamw_torch_fused", "attention": "sdpa", "compile": "none", "quantization": "none"}
+PINS = {
+    "micro_batch_size": 2,
+    "seq_len": 32,
+    "lora_rank": 16,
+    "precision": "fp32",
+    "checkpointing": "none",
+}
+PINS |= {
+    "optimizer": "adamw_torch_fused",
+    "attention": "sdpa",
+    "compile": "none",
+    "quantization": "none",
+}
 ROWS: dict[str, dict[str, Any]] = {
     "dpo": {"prompt": "one two", "chosen": " three four", "rejected": " five"},
     "kto": {"prompt": "one two", "completion": " three four", "label": True},
@@ -33,7 +47,9 @@ def test_a_study_is_exported_and_its_export_runs(objective: str, tmp_path: Path)
     if form != "train.py":
         pytest.importorskip("trl")
     others = [ROWS[objective] | {"label": "not"}] if objective == "classification" else []
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [ROWS[objective], *others] * 16))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [ROWS[objective], *others] * 16)
+    )
     line = [
         "run",
         "--model",
@@ -58,22 +74,32 @@ def test_a_study_is_exported_and_its_export_runs(objective: str, tmp_path: Path)
 
     def autotune(*arguments: str) -> str:
         command = [sys.executable, "-m", "autotune", *arguments]
-        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=400)
+        ended = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=400
+        )
         assert ended.returncode == 0, ended.stderr
         return ended.stdout
 
     autotune(*line)
     exported = sorted(path.name for path in (tmp_path / "out" / "export").iterdir())
     assert form in exported and ("train.py" in exported) is (form == "train.py")
-    verification = json.loads(autotune("verify", "--micro-steps", "8", "--tolerance", "90", "--json"))
-    assert verification["file"] == form and verification["probed"] and verification["seconds_per_step"], verification
+    verification = json.loads(
+        autotune("verify", "--micro-steps", "8", "--tolerance", "90", "--json")
+    )
+    assert (
+        verification["file"] == form and verification["probed"] and verification["seconds_per_step"]
+    ), verification
 
 
 def test_train_py_learns_to_tell_texts_apart(tmp_path: Path) -> None:
     """Which of two words a text ends with, after a few steps."""
     weights = _save_demo(tmp_path / "weights")
     config = TrainConfig(
-        micro_batch_size=4, seq_len=16, precision="fp32", optimizer="adamw_torch", checkpointing="none"
+        micro_batch_size=4,
+        seq_len=16,
+        precision="fp32",
+        optimizer="adamw_torch",
+        checkpointing="none",
     )
     made = demo(config)
     workload = Workload(examples=256, epochs=2, global_batch=8, objective=Objective.CLASSIFICATION)
@@ -83,7 +109,9 @@ def test_train_py_learns_to_tell_texts_apart(tmp_path: Path) -> None:
     (directory / "train_config.json").write_text(json.dumps(settings | {"learning_rate": 5e-3}))
     rows = [{"text": f"a {word}", "label": f"ends with {word}"} for word in ("b", "c")] * 144
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    done = run(directory, "--dataset", "rows.jsonl", "--held-out", "32", "16", "--output-dir", "trained")
+    done = run(
+        directory, "--dataset", "rows.jsonl", "--held-out", "32", "16", "--output-dir", "trained"
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     before, after = json.loads(done.stdout.strip().splitlines()[-1])["held_out_loss"]
     assert before == pytest.approx(0.69, abs=0.3) and after < 0.1

@@ -1,6 +1,8 @@
-"""`autotune run --ray`: the nodes that get a worker, and a study on two nodes of which one is killed in a trial.
+"""`autotune run --ray`: the nodes that get a worker, and a study on two nodes of which one is
+killed in a trial.
 
-Ray needs 240 MB and the test takes 85 s on two cores, so that the `test` extra does not install it: `test-extra` does.
+Ray needs 240 MB and the test takes 85 s on two cores, so that the `test` extra does not install it:
+`test-extra` does.
 """
 
 import os
@@ -59,7 +61,11 @@ def trials(folder: Path) -> list[FrozenTrial]:
 
 def at_work(folder: Path) -> dict[int, int]:
     """The number of the running trial of each worker, by pid."""
-    running = [one for one in trials(folder) if one.state is TrialState.RUNNING and "worker" in one.user_attrs]
+    running = [
+        one
+        for one in trials(folder)
+        if one.state is TrialState.RUNNING and "worker" in one.user_attrs
+    ]
     return {int(one.user_attrs["worker"].split(":")[1]): one.number for one in running}
 
 
@@ -71,13 +77,31 @@ def test_a_study_continues_after_a_node_is_killed(tmp_path: Path) -> None:
     from ray.cluster_utils import Cluster
 
     (tmp_path / "space.yaml").write_text(SPACE)
-    place = {"num_cpus": 1, "num_gpus": 1, "resources": {RAY_RESOURCE: 1}, "object_store_memory": 80 * 2**20}
+    place = {
+        "num_cpus": 1,
+        "num_gpus": 1,
+        "resources": {RAY_RESOURCE: 1},
+        "object_store_memory": 80 * 2**20,
+    }
     cluster = Cluster(initialize_head=True, head_node_args=place | {"include_dashboard": False})
     try:
         lost = cluster.add_node(**place)
-        line = [sys.executable, "-m", "autotune", "run", *ARGUMENTS, *LIMITS, "--ray", cluster.address]
-        environment = {name: value for name, value in os.environ.items() if name != "AUTOTUNE_STORAGE"}
-        leader = subprocess.Popen(line, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+        line = [
+            sys.executable,
+            "-m",
+            "autotune",
+            "run",
+            *ARGUMENTS,
+            *LIMITS,
+            "--ray",
+            cluster.address,
+        ]
+        environment = {
+            name: value for name, value in os.environ.items() if name != "AUTOTUNE_STORAGE"
+        }
+        leader = subprocess.Popen(
+            line, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+        )
         raylet = lost.all_processes["raylet"][0].process.pid
         hit: dict[int, int] = {}
         while not hit:
@@ -85,16 +109,27 @@ def test_a_study_continues_after_a_node_is_killed(tmp_path: Path) -> None:
             time.sleep(0.2)
             on_node = {child.pid for child in psutil.Process(raylet).children(recursive=True)}
             hit = {pid: number for pid, number in at_work(tmp_path).items() if pid in on_node}
-        doomed = [one for pid in hit for one in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]]
+        doomed = [
+            one
+            for pid in hit
+            for one in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        ]
         cluster.remove_node(lost, allow_graceful=False)
         _, errors = leader.communicate(timeout=400)
         assert leader.returncode == 0, errors
         assert not psutil.wait_procs(doomed, timeout=20)[1]
         finished = trials(tmp_path)
         workers = {
-            one.user_attrs["worker"] for one in finished if one.state in (TrialState.COMPLETE, TrialState.PRUNED)
+            one.user_attrs["worker"]
+            for one in finished
+            if one.state in (TrialState.COMPLETE, TrialState.PRUNED)
         }
-        assert len(workers) >= 2 and not [one for one in finished if one.state is TrialState.RUNNING]
-        assert "a worker of Ray's did not end" in errors and (tmp_path / "runs/one/summary.json").exists()
+        assert len(workers) >= 2 and not [
+            one for one in finished if one.state is TrialState.RUNNING
+        ]
+        assert (
+            "a worker of Ray's did not end" in errors
+            and (tmp_path / "runs/one/summary.json").exists()
+        )
     finally:
         cluster.shutdown()

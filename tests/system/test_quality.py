@@ -28,13 +28,21 @@ from autotune.study.summary import Candidate, Learned, Quality, Recipe
 from tests.helpers.factories import summary
 
 GOOD = TrainConfig(
-    micro_batch_size=4, seq_len=32, lora_rank=16, precision="fp32", optimizer="adamw_torch", checkpointing="none"
+    micro_batch_size=4,
+    seq_len=32,
+    lora_rank=16,
+    precision="fp32",
+    optimizer="adamw_torch",
+    checkpointing="none",
 )
-CRIPPLED = replace(GOOD, seq_len=4)  # only the first four tokens of each example, which the model already predicts
+# only the first four tokens of each example, which the model already predicts
+CRIPPLED = replace(GOOD, seq_len=4)
 PACKED = replace(GOOD, seq_len=64, packing=True, micro_batch_size=2)
 
 
-def learned(config: TrainConfig = GOOD, hours: float = 1.0, after: float | None = 2.0, **changes: Any) -> Learned:
+def learned(
+    config: TrainConfig = GOOD, hours: float = 1.0, after: float | None = 2.0, **changes: Any
+) -> Learned:
     return Learned(
         config=config,
         full_run_hours=hours,
@@ -54,7 +62,11 @@ def quality(*results: Learned) -> Quality:
 
 
 def test_the_lowest_loss_comes_first_and_failures_last() -> None:
-    low, high, failed = learned(after=1.0), learned(CRIPPLED, after=2.0), learned(after=None, reason="out of memory")
+    low, high, failed = (
+        learned(after=1.0),
+        learned(CRIPPLED, after=2.0),
+        learned(after=None, reason="out of memory"),
+    )
     assert quality(failed, high, low).ranked() == (low, high, failed)
     assert describe.learned(failed) == "failed: out of memory"
 
@@ -81,7 +93,9 @@ def test_the_report_shows_the_losses() -> None:
     assert "What the finalists learned" not in render(plain, "s")
     assert plain.recipe is not None
     winner = learned(plain.recipe.winner.config, hours=1.0, after=2.25)
-    page = render(replace(plain, quality=quality(winner, learned(CRIPPLED, hours=0.5, after=2.75))), "s")
+    page = render(
+        replace(plain, quality=quality(winner, learned(CRIPPLED, hours=0.5, after=2.75))), "s"
+    )
     assert "What the finalists learned" in page and "2.2500" in page and "2.7500" in page
     assert "Pareto front" in page
 
@@ -94,7 +108,9 @@ def test_reasons_why_the_check_cannot_run(tmp_path: Path) -> None:
     model = replace(bare, weights=str(tmp_path), tokenizer=str(tmp_path))
     many = Workload(lengths=Lengths.of([8] * 100, "counted"), global_batch=8)
 
-    def why(model: ModelSpec = model, workload: Workload = many, dataset: str | None = "rows.jsonl") -> str:
+    def why(
+        model: ModelSpec = model, workload: Workload = many, dataset: str | None = "rows.jsonl"
+    ) -> str:
         return impossible(model, workload, dataset) or ""
 
     assert why() == ""
@@ -118,10 +134,17 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = {"<s>": 0, "</s>": 1, **{f"w{number}": number + 2 for number in range(16)}}
     plain = Tokenizer(models.WordLevel(words, unk_token="<s>"))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<s>", eos_token="</s>", unk_token="<s>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain, bos_token="<s>", eos_token="</s>", unk_token="<s>"
+    )
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=18, **shape))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(60):
@@ -154,7 +177,9 @@ def finalists(weights: Path) -> tuple[Recipe, list[Candidate]]:
     model = replace(resolve_model(str(weights)), weights=str(weights))
     workload = Workload(examples=400, lengths=Lengths.of([29] * 400, "counted"), global_batch=8)
     candidates = [replace(base.winner, config=config) for config in (CRIPPLED, GOOD, PACKED)]
-    return replace(base, model=model, workload=workload, winner=candidates[0], baseline=None), candidates
+    return replace(
+        base, model=model, workload=workload, winner=candidates[0], baseline=None
+    ), candidates
 
 
 @pytest.mark.probe
@@ -168,16 +193,23 @@ def test_a_crippled_configuration_ranks_last(weights: Path, dataset: Path, tmp_p
         {finalist.config: loss for finalist in check.learned if (loss := getattr(finalist, name))}
         for name in ("loss_before", "loss_after")
     )
-    assert list(before.values()) == pytest.approx([before[GOOD]] * 3, rel=1e-5)  # the loss on the same tokens
+    # the loss on the same tokens
+    assert list(before.values()) == pytest.approx([before[GOOD]] * 3, rel=1e-5)
     assert check.ranked()[-1].config == CRIPPLED
-    assert after[GOOD] < 0.98 * before[GOOD] and after[PACKED] == pytest.approx(after[GOOD], rel=0.01)
+    assert after[GOOD] < 0.98 * before[GOOD] and after[PACKED] == pytest.approx(
+        after[GOOD], rel=0.01
+    )
     assert after[CRIPPLED] > 0.99 * before[CRIPPLED]
     assert len(messages) == 3 and check.notes(CRIPPLED)
 
 
 @pytest.mark.probe
-def test_a_failed_finalist_is_reported_and_the_others_continue(weights: Path, dataset: Path, tmp_path: Path) -> None:
-    """One fails before its first step, the other during it, where a progress bar may follow the error."""
+def test_a_failed_finalist_is_reported_and_the_others_continue(
+    weights: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """One fails before its first step, the other during it, where a progress bar may follow the
+    error.
+    """
     recipe, candidates = finalists(weights)
     broken = [
         replace(candidates[0], config=replace(GOOD, **change))
@@ -194,7 +226,9 @@ def test_a_failed_finalist_is_reported_and_the_others_continue(weights: Path, da
         messages.append,
         lambda: len(messages) > 2,
     )
-    assert [candidate.config for candidate in check.learned] == [candidate.config for candidate in broken]
+    assert [candidate.config for candidate in check.learned] == [
+        candidate.config for candidate in broken
+    ]
     at_start, in_step = (candidate.reason or "" for candidate in check.learned)
     assert "lash" in at_start and "Error" in at_start
     assert "Error" in in_step and "it/s" not in in_step
@@ -203,12 +237,18 @@ def test_a_failed_finalist_is_reported_and_the_others_continue(weights: Path, da
 
 
 @pytest.mark.probe
-def test_the_run_command_trains_finalists_at_the_end(weights: Path, dataset: Path, tmp_path: Path) -> None:
-    (tmp_path / "space.yaml").write_text("version: 1\nknobs: {micro_batch_size: 4, seq_len: 32, precision: fp32}\n")
+def test_the_run_command_trains_finalists_at_the_end(
+    weights: Path, dataset: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "space.yaml").write_text(
+        "version: 1\nknobs: {micro_batch_size: 4, seq_len: 32, precision: fp32}\n"
+    )
 
     def called(*command: str) -> subprocess.CompletedProcess[str]:
         variables = os.environ | {"PYTHON": sys.executable, "OMP_WAIT_POLICY": "passive"}
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=variables)
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=variables
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         return done
 
@@ -218,8 +258,28 @@ def test_the_run_command_trains_finalists_at_the_end(weights: Path, dataset: Pat
     hostile = "coding:utf-7 '; $(touch CANARY) é"
     (tmp_path / hostile).mkdir()
     rows = shutil.copy(dataset, tmp_path / hostile)
-    asked = ("--gpu", "cpu", "--model", str(weights), "--dataset", str(rows), "--space", "space.yaml")
-    asked += ("--study", hostile, "--out", hostile, "--quality", "--global-batch", "8", "--budget", "5m", "--json")
+    asked = (
+        "--gpu",
+        "cpu",
+        "--model",
+        str(weights),
+        "--dataset",
+        str(rows),
+        "--space",
+        "space.yaml",
+    )
+    asked += (
+        "--study",
+        hostile,
+        "--out",
+        hostile,
+        "--quality",
+        "--global-batch",
+        "8",
+        "--budget",
+        "5m",
+        "--json",
+    )
     ran = called(sys.executable, "-m", "autotune", "run", *asked)
     printed, lines = json.loads(ran.stdout), ran.stderr.splitlines()
     (learned,) = printed["quality"]["learned"]
@@ -227,19 +287,29 @@ def test_the_run_command_trains_finalists_at_the_end(weights: Path, dataset: Pat
     assert 0 < learned["loss_after"] < learned["loss_before"]
     stored = json.loads(autotune("status", "--json"))
     assert stored["quality"] == printed["quality"]
-    trains = lines[next(place for place, line in enumerate(lines) if line.endswith("start the full run:")) + 1]
+    trains = lines[
+        next(place for place, line in enumerate(lines) if line.endswith("start the full run:")) + 1
+    ]
     assert json.loads(called("bash", "-c", trains).stdout.splitlines()[-1])["steps"] == 50
     assert not (tmp_path / "CANARY").exists()
     learnt = json.loads(output := autotune("learn", "--share", "3", "--json"))
     form_of("learn").validate_json(output)
     assert learnt["steps"] <= 3 * 50
     assert TrainConfig(**learnt["config"]) == TrainConfig(**printed["winner"]["config"])
-    assert json.loads(autotune("status", "--json"))["learning"]["learning_rate"] == learnt["learning_rate"]
-    exported = json.loads((tmp_path / printed["out_dir"] / "export" / "train_config.json").read_text())
+    assert (
+        json.loads(autotune("status", "--json"))["learning"]["learning_rate"]
+        == learnt["learning_rate"]
+    )
+    exported = json.loads(
+        (tmp_path / printed["out_dir"] / "export" / "train_config.json").read_text()
+    )
     assert exported["learning_rate"] == learnt["learning_rate"]
     (tmp_path / printed["out_dir"] / "report.html").unlink()
     autotune("report")
-    assert f"{learned['loss_after']:.4f}" in (tmp_path / printed["out_dir"] / "report.html").read_text()
+    assert (
+        f"{learned['loss_after']:.4f}"
+        in (tmp_path / printed["out_dir"] / "report.html").read_text()
+    )
 
 
 # The learning rate
@@ -253,8 +323,12 @@ def to_learn(weights: Path, **changes: Any) -> Recipe:
 
 
 @pytest.mark.probe
-def test_the_learning_rate_is_found_by_real_trainings(weights: Path, dataset: Path, tmp_path: Path) -> None:
-    """The default is far too small for so few steps of so small a model, and the largest rates undo what it knows."""
+def test_the_learning_rate_is_found_by_real_trainings(
+    weights: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """The default is far too small for so few steps of so small a model, and the largest rates undo
+    what it knows.
+    """
     recipe, messages = to_learn(weights), list[str]()
     other = replace(recipe.winner, config=replace(GOOD, lora_rank=64))
     recipe = replace(recipe, cells=(recipe.winner, other))
@@ -268,12 +342,18 @@ def test_the_learning_rate_is_found_by_real_trainings(weights: Path, dataset: Pa
     losses = found.losses()
     assert found.learning_rate > GOOD.learning_rate in losses
     assert min(losses[found.learning_rate]) < min(losses[GOOD.learning_rate])
-    curves = [attempt.curve for attempt in found.last_round if attempt.learning_rate == found.learning_rate]
+    curves = [
+        attempt.curve
+        for attempt in found.last_round
+        if attempt.learning_rate == found.learning_rate
+    ]
     assert all(curve[-1][1] < curve[0][1] for curve in curves)  # it learns
     assert len(messages) == 2 * len(found.attempts) + 1
     assert not (tmp_path / ".learning").exists() and (tmp_path / "logs" / "learning.log").exists()
     lines = describe.learning(found)
-    assert lines[0].startswith(f"learning rate {found.learning_rate:.2g}, ") and "(the default)" in "\n".join(lines)
+    assert lines[0].startswith(
+        f"learning rate {found.learning_rate:.2g}, "
+    ) and "(the default)" in "\n".join(lines)
     page = render(replace(summary(), learning=found), "s")
     assert "The learning rate" in page and f"{found.last_round[0].loss:.4f}" in page
     figure = draw(replace(summary(), learning=found))["rates"]
@@ -286,22 +366,40 @@ def test_the_learning_rate_is_found_by_real_trainings(weights: Path, dataset: Pa
 
 @pytest.mark.probe
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_trainings_do_not_depend_on_those_before(method: str, weights: Path, dataset: Path, tmp_path: Path) -> None:
+def test_trainings_do_not_depend_on_those_before(
+    method: str, weights: Path, dataset: Path, tmp_path: Path
+) -> None:
     """The same rate and seed give the same loss again, whatever was trained in between."""
     config = replace(GOOD, method=method, compile="none")
-    write_files(tmp_path, {"examples.jsonl": dataset.read_text()} | script.export(to_learn(weights, config=config)))
-    arguments = ["--dataset", str(tmp_path / "examples.jsonl"), "--output-dir", "", "--held-out", "40", "32"]
+    write_files(
+        tmp_path,
+        {"examples.jsonl": dataset.read_text()} | script.export(to_learn(weights, config=config)),
+    )
+    arguments = [
+        "--dataset",
+        str(tmp_path / "examples.jsonl"),
+        "--output-dir",
+        "",
+        "--held-out",
+        "40",
+        "32",
+    ]
     with Learner([str(tmp_path), *arguments], tmp_path / "log", lambda: False) as learner:
         first, lost, again, other = (
-            learner.train(rate, 6, seed, 200.0) for rate, seed in ((1e-3, 0), (1e3, 0), (1e-3, 0), (1e-3, 1))
+            learner.train(rate, 6, seed, 200.0)
+            for rate, seed in ((1e-3, 0), (1e3, 0), (1e-3, 0), (1e-3, 1))
         )
     assert first.loss is not None and first.loss == pytest.approx(again.loss, rel=1e-6)
-    assert [loss for _, loss in first.curve] == pytest.approx([loss for _, loss in again.curve], rel=1e-6)
+    assert [loss for _, loss in first.curve] == pytest.approx(
+        [loss for _, loss in again.curve], rel=1e-6
+    )
     assert len({first.loss, lost.loss, other.loss}) == 3
 
 
 @pytest.mark.probe
-def test_a_training_that_ends_is_reported_and_one_is_stopped(weights: Path, dataset: Path, tmp_path: Path) -> None:
+def test_a_training_that_ends_is_reported_and_one_is_stopped(
+    weights: Path, dataset: Path, tmp_path: Path
+) -> None:
     broken = to_learn(weights, config=replace(GOOD, attention="flash_attention_2"))
     with pytest.raises(AutotuneError, match=r"a training failed: .*FlashAttention2"):
         learn(broken, dataset, tmp_path, lambda _: None, lambda: False, share=0.15)

@@ -1,4 +1,6 @@
-"""`docs/questions.md`: each command there answers its question, on small studies that really ran on the processors."""
+"""`docs/questions.md`: each command there answers its question, on small studies that really ran on
+the processors.
+"""
 
 import re
 import shlex
@@ -14,8 +16,15 @@ pytestmark = pytest.mark.probe
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "questions.md").read_text(encoding="utf-8")
-SECTIONS = re.findall(r"^## (.+?)\n\n```\n(.+?)```\n(.*?)(?=^## |\Z)", DOCUMENT, re.DOTALL | re.MULTILINE)
-COMMANDS = [(question, line) for question, block, _ in SECTIONS for line in block.splitlines() if "--live" not in line]
+SECTIONS = re.findall(
+    r"^## (.+?)\n\n```\n(.+?)```\n(.*?)(?=^## |\Z)", DOCUMENT, re.DOTALL | re.MULTILINE
+)
+COMMANDS = [
+    (question, line)
+    for question, block, _ in SECTIONS
+    for line in block.splitlines()
+    if "--live" not in line
+]
 SAYS = {  # what a reader looks for in the answer
     "What does an hour of a GPU cost?": "a week",
     "What can my card train?": "is the largest of these that surely fits",
@@ -25,7 +34,8 @@ SAYS = {  # what a reader looks for in the answer
     "Where does the time of a micro batch go?": "What takes the most time: ",
     "Which of two studies is better?": "against-another.html",
 }
-BESIDE = {"explain": "profile.html", "report": "against-another.html"}  # pages that are written beside a study
+# pages that are written beside a study
+BESIDE = {"explain": "profile.html", "report": "against-another.html"}
 FORMS = {"plan": "plan --gpu", "explain": "explain --profile", "status": "status --nodes"}
 
 
@@ -52,7 +62,9 @@ def test_every_question_has_a_command_and_a_picture() -> None:
     assert {question for question, _, _ in SECTIONS} == SAYS.keys()
     assert len(SECTIONS) == len(re.findall(r"^## ", DOCUMENT, re.MULTILINE))
     for question, _, text in SECTIONS:
-        assert "images/question-" in text or question == "What does an hour of a GPU cost?", question
+        assert "images/question-" in text or question == "What does an hour of a GPU cost?", (
+            question
+        )
 
 
 @pytest.mark.parametrize(("question", "line"), COMMANDS, ids=[line for _, line in COMMANDS])

@@ -1,4 +1,6 @@
-"""The report in a real browser, from disk and without a network: figures, sortable tables, and a phone's width."""
+"""The report in a real browser, from disk and without a network: figures, sortable tables, and a
+phone's width.
+"""
 
 import html
 import json
@@ -17,24 +19,31 @@ from tests.unit.report.test_html import HOSTILE, hostile_study
 
 pytestmark = needs_chromium
 
-# A script appended to the page. It inspects the finished page and writes its results into an attribute, which
+# A script appended to the page. It inspects the finished page and writes its results into an
+# attribute, which
 # --dump-dom prints.
 LOOK = """<script>
 addEventListener("load", () => setTimeout(() => {
   const seen = {figures: {}, alerts: window.alerts || 0, width: innerWidth};
   seen.needs = document.documentElement.scrollWidth;
   for (const plot of document.querySelectorAll("[data-figure]")) {
-    const box = plot.getBoundingClientRect(), marks = plot.querySelectorAll(".point path, path.point, .js-line");
+    const box = plot.getBoundingClientRect();
+    const marks = plot.querySelectorAll(".point path, path.point, .js-line");
     seen.figures[plot.dataset.figure] = {marks: marks.length, wide: box.width, high: box.height};
   }
   const inside = (a, b) => a.left >= b.left - 1 && a.right <= b.right + 1;
-  const cross = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+  const cross = (a, b) =>
+    a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
   const boxes = kind =>
-    [...document.querySelectorAll(kind)].map(one => [one.textContent, one.getBoundingClientRect(), one]);
-  seen.clipped = boxes(".plot .ytick text, .plot .xtick text, .plot .xtitle").filter(([, box, one]) =>
-    !inside(box, one.closest("svg").getBoundingClientRect())).map(([text]) => text);
+    [...document.querySelectorAll(kind)].map(
+      one => [one.textContent, one.getBoundingClientRect(), one]);
+  seen.clipped = boxes(".plot .ytick text, .plot .xtick text, .plot .xtitle")
+    .filter(([, box, one]) => !inside(box, one.closest("svg").getBoundingClientRect()))
+    .map(([text]) => text);
   const values = boxes("[data-figure=parallel] .annotation-text");
-  seen.crossing = values.filter(([, a], i) => values.some(([, b], j) => i < j && cross(a, b))).map(([text]) => text);
+  seen.crossing = values
+    .filter(([, a], i) => values.some(([, b], j) => i < j && cross(a, b)))
+    .map(([text]) => text);
   const buttons = [...document.querySelectorAll(".sortable th button")];
   const button = buttons.find(one => one.textContent.includes("tokens/s"));
   const at = button.closest("th").cellIndex, body = button.closest("table").tBodies[0];
@@ -47,10 +56,17 @@ addEventListener("load", () => setTimeout(() => {
 
 
 def opened(study: StudySummary, folder: Path, *flags: str) -> dict[str, Any]:
-    page = render(study, "out").replace("<head>", "<head><script>window.alert = () => window.alerts = 1</script>", 1)
+    page = render(study, "out").replace(
+        "<head>", "<head><script>window.alert = () => window.alerts = 1</script>", 1
+    )
     file = folder / "report.html"
     file.write_text(LOOK.join(page.rsplit("</body>", 1)), encoding="utf-8")
-    always = ["--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND"]
+    always = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+    ]
     always += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=10000", "--dump-dom"]
     command = [str(CHROMIUM), *always, *flags, file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
@@ -63,7 +79,9 @@ def opened(study: StudySummary, folder: Path, *flags: str) -> dict[str, Any]:
 def test_figures_are_drawn_and_tables_sort(tmp_path: Path) -> None:
     study = summary(trials=40)
     seen = opened(study, tmp_path)
-    assert seen["figures"].keys() == {name for name, drawn in draw(study).items() if drawn is not None}
+    assert seen["figures"].keys() == {
+        name for name, drawn in draw(study).items() if drawn is not None
+    }
     assert len(seen["figures"]) >= 4
     for name, figure in seen["figures"].items():
         assert figure["marks"] > 0 and figure["wide"] > 300 and figure["high"] > 100, name
@@ -72,13 +90,18 @@ def test_figures_are_drawn_and_tables_sort(tmp_path: Path) -> None:
     assert [float(value) for value in seen["down"] if value] == speeds[::-1]
 
 
-def test_a_phone_needs_no_horizontal_scrolling_and_no_label_is_clipped_or_covered(tmp_path: Path) -> None:
+def test_a_phone_needs_no_horizontal_scrolling_and_no_label_is_clipped_or_covered(
+    tmp_path: Path,
+) -> None:
     study = summary()
     assert study.recipe is not None
     winner = study.recipe.winner
     other = {"optimizer": "paged_adamw_8bit", "precision": "bf16_pure", "lora_rank": 64}
     rows = [
-        replace(row, config=replace(row.config, **(other if row.number % 2 else {"compile": "per_layer"})))
+        replace(
+            row,
+            config=replace(row.config, **(other if row.number % 2 else {"compile": "per_layer"})),
+        )
         for row in study.trials
     ]
     cells = (winner, replace(winner, config=replace(winner.config, **other)))
@@ -102,7 +125,10 @@ def test_two_studies_fit_a_phone_and_a_link_opens_what_is_folded(tmp_path: Path)
         page.open(f"{file.as_uri()}")
         page.text("What differs")
         marks = "document.querySelectorAll('.plot .point path, .plot path.point').length"
-        page.run(f"new Promise(done => (function look() {{ {marks} > 10 ? done() : setTimeout(look, 50); }})())")
+        page.run(
+            f"new Promise(done => (function look() {{ {marks} > 10 ? done() : setTimeout(look, 50);"
+            f" }})())"
+        )
         folded = "document.getElementById('term-mfu').closest('details').open"
         assert page.run(folded) is False
         page.run("document.querySelector('a[href=\"#term-mfu\"]').click()")
@@ -112,7 +138,12 @@ def test_two_studies_fit_a_phone_and_a_link_opens_what_is_folded(tmp_path: Path)
     over = "document.body.dataset.over = document.documentElement.scrollWidth - innerWidth"
     look = f"<script>addEventListener('load', () => {over})</script></body>"
     file.write_text(look.join(versus.render(first, second).rsplit("</body>", 1)), encoding="utf-8")
-    command = [str(CHROMIUM), *flags, f"--user-data-dir={tmp_path / 'phone'}", "--virtual-time-budget=5000"]
+    command = [
+        str(CHROMIUM),
+        *flags,
+        f"--user-data-dir={tmp_path / 'phone'}",
+        "--virtual-time-budget=5000",
+    ]
     command.append(file.as_uri())
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     match = re.search(r'data-over="(-?\d+)"', done.stdout)

@@ -14,7 +14,10 @@ pytest.importorskip("trl")
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_counting_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, DryProber(tmp_path_factory.mktemp("counts")) as prober:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        DryProber(tmp_path_factory.mktemp("counts")) as prober,
+    ):
         patch.setattr(counted_memory, "_prober", lambda: prober)
         yield
 

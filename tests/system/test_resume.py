@@ -16,7 +16,17 @@ from autotune.study.feasibility import Feasible, find_feasible
 from autotune.study.summary import TrialRecord
 from tests.helpers.factories import result
 from tests.helpers.replay import machine
-from tests.helpers.sessions import BASELINE, SPACE, Session, Start, by_tokens, space, states, subject_of, whole
+from tests.helpers.sessions import (
+    BASELINE,
+    SPACE,
+    Session,
+    Start,
+    by_tokens,
+    space,
+    states,
+    subject_of,
+    whole,
+)
 
 # Interrupted sessions
 
@@ -24,7 +34,9 @@ TOTAL = 6
 
 
 def cut_off(session: Session, step: str) -> TrainConfig:
-    """Run two trials and abandon the third at a given step, without clean-up, as in a killed process."""
+    """Run two trials and abandon the third at a given step, without clean-up, as in a killed
+    process.
+    """
     session.study.trials.limits = replace(session.study.trials.limits, trials=2)
     session.study.run()
     if step == "reported":
@@ -47,7 +59,9 @@ def cut_off(session: Session, step: str) -> TrainConfig:
 
 
 @pytest.mark.parametrize("step", ["asked", "stored", "reported"])
-def test_a_session_killed_at_any_step_loses_nothing(start_anywhere: Start, database: str, step: str) -> None:
+def test_a_session_killed_at_any_step_loses_nothing(
+    start_anywhere: Start, database: str, step: str
+) -> None:
     first = start_anywhere(begin=[BASELINE])
     config = cut_off(first, step)
     second = start_anywhere(trials=TOTAL)
@@ -86,7 +100,11 @@ def test_a_stored_but_unreported_oom_refuses_larger_ones_in_the_next_session(sta
 
 
 def confirmed(session: Session) -> set[str]:
-    return {digest for digest, record in session.study.trials.selection.records.items() if record.confirmed}
+    return {
+        digest
+        for digest, record in session.study.trials.selection.records.items()
+        if record.confirmed
+    }
 
 
 def test_confirmations_survive_a_restart(start: Start) -> None:
@@ -121,7 +139,9 @@ def test_a_cancelled_trial_goes_back_to_the_queue(start: Start, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_unexpected_error_leaves_no_running_trial(start: Start, tmp_path: Path, error: type[BaseException]) -> None:
+def test_an_unexpected_error_leaves_no_running_trial(
+    start: Start, tmp_path: Path, error: type[BaseException]
+) -> None:
     def broken(request: ProbeRequest) -> ProbeResult:
         raise error("surprise")
 
@@ -162,7 +182,12 @@ def feasible(
     return found.opens_reserve, found.tried, session
 
 
-SMALL = space(micro_batch_size=(1, 2, 4, 8), seq_len=(256, 1024), lora_rank=(16,), checkpointing=("none", "full"))
+SMALL = space(
+    micro_batch_size=(1, 2, 4, 8),
+    seq_len=(256, 1024),
+    lora_rank=(16,),
+    checkpointing=("none", "full"),
+)
 
 
 def baseline(micro_batch_size: int, **changes: Any) -> TrainConfig:
@@ -189,7 +214,9 @@ def test_the_leanest_configuration_is_tried_after_the_baseline(start: Start) -> 
 
 
 def test_the_reserve_is_opened_if_nothing_else_fits(start: Start) -> None:
-    reserve = replace(SMALL, knobs=(*SMALL.knobs, Knob(name="quantization", values=("none", "nf4"))))
+    reserve = replace(
+        SMALL, knobs=(*SMALL.knobs, Knob(name="quantization", values=("none", "nf4")))
+    )
     opened, tried, session = feasible(start, 0.5, subject_of(SMALL), reserve)
     assert opened
     assert tried == [baseline(1, seq_len=256, quantization="nf4")]
@@ -197,7 +224,9 @@ def test_the_reserve_is_opened_if_nothing_else_fits(start: Start) -> None:
 
 
 def test_if_nothing_fits_the_smallest_need_is_reported(start: Start) -> None:
-    reserve = replace(SMALL, knobs=(*SMALL.knobs, Knob(name="quantization", values=("none", "nf4"))))
+    reserve = replace(
+        SMALL, knobs=(*SMALL.knobs, Knob(name="quantization", values=("none", "nf4")))
+    )
     with pytest.raises(NothingFits) as caught:
         feasible(start, 0.25, subject_of(SMALL), reserve)
     assert caught.value.exit_code == 4
@@ -210,7 +239,9 @@ def test_if_nothing_fits_the_smallest_need_is_reported(start: Start) -> None:
 
 def test_a_crash_does_not_count_as_not_fitting(start: Start) -> None:
     session = start(lambda request: result(outcome=Outcome.CRASH), task=subject_of(SMALL))
-    assert find_feasible(subject_of(SMALL), SMALL, session.evaluator, print) == Feasible(tried=[baseline(8)])
+    assert find_feasible(subject_of(SMALL), SMALL, session.evaluator, print) == Feasible(
+        tried=[baseline(8)]
+    )
 
 
 def test_a_stop_during_the_feasibility_check_is_raised(start: Start) -> None:
@@ -234,4 +265,6 @@ def test_the_feasibility_probes_are_reused_as_first_trials(start: Start) -> None
     assert all(row.reused for row in rows)
     assert session.prober.num_probes == 3
     recipe = session.summary().recipe
-    assert recipe is not None and recipe.baseline is not None and recipe.baseline.config == baseline(2)
+    assert (
+        recipe is not None and recipe.baseline is not None and recipe.baseline.config == baseline(2)
+    )

@@ -1,7 +1,8 @@
-"""200 damaged dataset files and 200 random command lines: each ends in an answer or in one sentence.
+"""200 damaged dataset files and 200 random command lines: each ends in an answer or in one
+sentence.
 
-A file or a command line that ends a process with a signal, hangs or raises ends only a child of this process.
-`benchmarks/strange_inputs.py` tries ten times as many.
+A file or a command line that ends a process with a signal, hangs or raises ends only a child of
+this process. `benchmarks/strange_inputs.py` tries ten times as many.
 """
 
 import json
@@ -11,7 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.strange_inputs import ENDS, File, FileReader, Trial, command_lines, enter, files, run_command, tried
+from tests.helpers.strange_inputs import (
+    ENDS,
+    File,
+    FileReader,
+    Trial,
+    command_lines,
+    enter,
+    files,
+    run_command,
+    tried,
+)
 
 LATE_S = 300.0  # a hang, also on a busy machine
 
@@ -29,7 +40,8 @@ def faults(trials: list[Trial]) -> list[Trial]:
 
 
 def test_damaged_files(folder: Path) -> None:
-    aborting = File(kind="parquet", number=795)  # pyarrow 26 ended the process when it gave the columns of its footer
+    # pyarrow 26 ended the process when it gave the columns of its footer
+    aborting = File(kind="parquet", number=795)
     trials = tried([*files(200), aborting], FileReader(folder).read, late_s=LATE_S)
     assert faults(trials) == []
     assert len(trials) == 201 and {trial.end for trial in trials} == {"answer", "error"}

@@ -10,7 +10,18 @@ from tests.system.test_end_to_end import autotune
 
 pytestmark = pytest.mark.probe
 
-TASK = ("--gpu", "cpu", "--model", "demo-3m", "--seq-len", "64", "--tokens-per-example", "64", "--global-batch", "4")
+TASK = (
+    "--gpu",
+    "cpu",
+    "--model",
+    "demo-3m",
+    "--seq-len",
+    "64",
+    "--tokens-per-example",
+    "64",
+    "--global-batch",
+    "4",
+)
 TASK += ("--study", "mine", "--trials", "1", "--set", "micro_batch_size=4", "--budget", "2m")
 
 
@@ -24,7 +35,11 @@ def test_a_study_is_listed_resumed_with_its_options_and_deleted(tmp_path: Path) 
     again = autotune(tmp_path, "resume", "mine", "--trials", "2", "--json")
     assert again.code == 0, again.err
     then, now = json.loads(begun.out), json.loads(again.out)
-    assert now["trials"]["total"] == 2 and now["model"] == then["model"] and now["out_dir"] == then["out_dir"]
+    assert (
+        now["trials"]["total"] == 2
+        and now["model"] == then["model"]
+        and now["out_dir"] == then["out_dir"]
+    )
     assert now["winner"]["config"]["micro_batch_size"] == 4
 
     asked = autotune(tmp_path, "delete", "mine")

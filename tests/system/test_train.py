@@ -1,4 +1,6 @@
-"""The full run: after a stop, a kill and a resume it has trained the same weights as an undisturbed run."""
+"""The full run: after a stop, a kill and a resume it has trained the same weights as an undisturbed
+run.
+"""
 
 import fcntl
 import json
@@ -18,7 +20,14 @@ from autotune.api import StudyResult
 from autotune.catalog import find_price, resolve_device
 from autotune.cli.commands import train as command
 from autotune.core import nvml
-from autotune.core.errors import PREEMPTED, AutotuneError, EnvironmentProblem, Interrupted, NothingFits, UsageError
+from autotune.core.errors import (
+    PREEMPTED,
+    AutotuneError,
+    EnvironmentProblem,
+    Interrupted,
+    NothingFits,
+    UsageError,
+)
 from autotune.core.text import operands
 from autotune.core.train_config import TrainConfig
 from autotune.export.formats import export_all
@@ -41,7 +50,11 @@ session(Path(sys.argv[1]), Path(sys.argv[2]))
 
 
 def session(
-    folder: Path, output: Path, *more: str, stop_at: int = STEPS + 1, seen: list[Progress] | None = None
+    folder: Path,
+    output: Path,
+    *more: str,
+    stop_at: int = STEPS + 1,
+    seen: list[Progress] | None = None,
 ) -> tuple[int, str]:
     """One session of the run, asked to stop after step `stop_at`."""
     steps: list[int] = []
@@ -70,7 +83,9 @@ def test_a_killed_stopped_and_resumed_run_trains_the_same_weights(
     output = tmp_path / "again"
     tests = {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", _TO_BE_KILLED, str(folder), str(output)]
-    killed = subprocess.Popen(command, env=os.environ | tests, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    killed = subprocess.Popen(
+        command, env=os.environ | tests, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     lines = output / "progress.jsonl"
     _wait(lambda: lines.exists() and lines.read_text().count("\n") >= 2)
     killed.send_signal(signal.SIGKILL)  # the training that it started saves a checkpoint
@@ -84,11 +99,17 @@ def test_a_killed_stopped_and_resumed_run_trains_the_same_weights(
     (output / "checkpoint-99").mkdir()  # of a run killed while it saved
     assert session(folder, output, "--resume", seen=seen)[0] == 0
     assert seen[-1].step == seen[-1].of == STEPS and seen[-1].left_s == 0
-    assert seen[-1].trained_s > max(json.loads(line)["seconds"] for line in lines.read_text().splitlines())
+    assert seen[-1].trained_s > max(
+        json.loads(line)["seconds"] for line in lines.read_text().splitlines()
+    )
 
-    whole, again = (load_file(one / "adapter_model.safetensors") for one in (tmp_path / "whole", output))
+    whole, again = (
+        load_file(one / "adapter_model.safetensors") for one in (tmp_path / "whole", output)
+    )
     assert whole.keys() == again.keys()
-    assert all(whole[name].dtype == again[name].dtype and whole[name].equal(again[name]) for name in whole)
+    assert all(
+        whole[name].dtype == again[name].dtype and whole[name].equal(again[name]) for name in whole
+    )
 
     code, error = session(folder, tmp_path / "whole", "--no-such-option")
     assert code == 2 and "no-such-option" in error
@@ -115,9 +136,17 @@ def progress_after(
     lines: list[dict[str, Any]], earlier: int = 0, arguments: tuple[str, ...] = (), **changes: Any
 ) -> Progress:
     recipe: Recipe = replace(demo(CONFIG), **({"price": find_price("h200-sxm")} | changes))
-    pauses = Pauses(num_evaluations=2, evaluation_s=30.0, num_checkpoints=1, checkpoint_s=20.0, checkpoint_gib=0.0)
+    pauses = Pauses(
+        num_evaluations=2,
+        evaluation_s=30.0,
+        num_checkpoints=1,
+        checkpoint_s=20.0,
+        checkpoint_gib=0.0,
+    )
     cost = replace(recipe.winner.cost, pauses=pauses)
-    recipe = replace(recipe, winner=replace(recipe.winner, performance=_seconds(recipe, 2.0), cost=cost))
+    recipe = replace(
+        recipe, winner=replace(recipe.winner, performance=_seconds(recipe, 2.0), cost=cost)
+    )
     run = Run(recipe, Path("train.py"), Path("out"), arguments)
     for index, line in enumerate(lines):
         if index == earlier:
@@ -135,9 +164,14 @@ def line(step: int, seconds: float, began: float = 1.0) -> dict[str, Any]:
 
 
 def test_remaining_time_uses_this_session_and_cost_counts_all_sessions() -> None:
-    now = progress_after([line(1, 9.0), line(2, 11.0), line(3, 13.0), line(3, 5.0, 2.0), line(4, 8.0, 2.0)], earlier=3)
+    now = progress_after(
+        [line(1, 9.0), line(2, 11.0), line(3, 13.0), line(3, 5.0, 2.0), line(4, 8.0, 2.0)],
+        earlier=3,
+    )
     assert (now.trained_s, now.left_s, now.projected_s) == (21.0, 96 * 3.0, 200.0)
-    assert now.spent_usd is not None and now.projected_usd == pytest.approx(now.spent_usd * 200 / 21)
+    assert now.spent_usd is not None and now.projected_usd == pytest.approx(
+        now.spent_usd * 200 / 21
+    )
     assert now.slowdown is None  # too early to know
     assert now.to_dict()["error"] is None  # the run has not ended
     done = progress_after([line(100, 210.0)])
@@ -151,7 +185,8 @@ def test_after_one_step_the_prediction_is_shown() -> None:
 def test_a_slower_device_is_reported_after_some_steps() -> None:
     steps = [line(step, 3.0 * step) for step in range(1, 22)]
     assert progress_after(steps).slowdown == pytest.approx(0.5)
-    assert progress_after(steps, device=resolve_device("cpu")).slowdown is None  # a CPU's pace falls as it works
+    # a CPU's pace falls as it works
+    assert progress_after(steps, device=resolve_device("cpu")).slowdown is None
 
 
 def test_evaluations_and_checkpoints_are_projected_and_slow_down_no_step() -> None:
@@ -175,7 +210,10 @@ def test_without_a_price_there_is_no_cost() -> None:
         ({"dataset": Path("none.jsonl")}, "there is no file none.jsonl"),
         ({"dataset": Path(__file__), "random_weights": True}, "give either --dataset"),
         ({"random_weights": True, "output": Path("before")}, "checkpoint-3 is of an earlier run"),
-        ({"random_weights": True, "output": Path("done")}, "adapter_model.safetensors is of an earlier run"),
+        (
+            {"random_weights": True, "output": Path("done")},
+            "adapter_model.safetensors is of an earlier run",
+        ),
         ({"random_weights": True, "output": Path("locked")}, "another run trains in"),
     ],
 )
@@ -202,7 +240,11 @@ def test_another_device_than_the_study_is_for_needs_a_flag(
 ) -> None:
     monkeypatch.setattr(nvml, "list_gpus", list)
     _use_study(monkeypatch, tmp_path, device=resolve_device("h200"))
-    asked = _NOTHING | {"random_weights": True, "output": _scripted(tmp_path, "open('train.ran', 'w')"), "resume": True}
+    asked = _NOTHING | {
+        "random_weights": True,
+        "output": _scripted(tmp_path, "open('train.ran', 'w')"),
+        "resume": True,
+    }
     monkeypatch.chdir(tmp_path)
     with pytest.raises(EnvironmentProblem, match=r"^the study is for h200-sxm, here is no GPU$"):
         command.train(**asked)
@@ -216,7 +258,9 @@ def test_a_trl_study_names_the_trl_command(tmp_path: Path, monkeypatch: pytest.M
     _use_study(monkeypatch, tmp_path, trainer="trl")
     with pytest.raises(UsageError) as error:
         command.train(**(_NOTHING | {"random_weights": True}))
-    assert re.fullmatch(r"cd \S+/export && .* trl sft --config trl_sft.yaml .*", error.value.remedy or "")
+    assert re.fullmatch(
+        r"cd \S+/export && .* trl sft --config trl_sft.yaml .*", error.value.remedy or ""
+    )
 
 
 def _scripted(folder: Path, text: str) -> Path:
@@ -235,7 +279,9 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.parametrize("text", ["raise RuntimeError('no room on the device')", _DIES_ON_SIGTERM])
-def test_the_error_of_a_failed_script_is_quoted(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_failed_script_is_quoted(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also after a stop. Errors and checkpoints of earlier sessions do not count."""
     _use_study(monkeypatch, tmp_path)
     output = _scripted(tmp_path, text)
@@ -245,7 +291,9 @@ def test_the_error_of_a_failed_script_is_quoted(text: str, tmp_path: Path, monke
         command.train(**(_NOTHING | {"random_weights": True, "output": output, "resume": True}))
 
 
-def test_incomplete_progress_lines_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_progress_lines_are_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _use_study(monkeypatch, tmp_path)
     whole, last = json.dumps(line(3, 9.0, began=1.0)), json.dumps(line(100, 7.0, began=2.0))
     script = "import sys\npath = sys.argv[sys.argv.index('--progress') + 1]\n"
@@ -256,25 +304,34 @@ def test_incomplete_progress_lines_are_ignored(tmp_path: Path, monkeypatch: pyte
     assert (training["steps"], training["trained_s"]) == (100, 16.0)
 
 
-def test_the_training_gets_no_secret_that_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_training_gets_no_secret_that_is_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _use_study(monkeypatch, tmp_path)
     secrets = ("AUTOTUNE_STORAGE", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "HF_TOKEN")
     for name in (*secrets, "NCCL_DEBUG"):
         monkeypatch.setenv(name, "canary")
-    output = _scripted(tmp_path, "import json, os\njson.dump(dict(os.environ), open('environment.json', 'w'))")
+    output = _scripted(
+        tmp_path, "import json, os\njson.dump(dict(os.environ), open('environment.json', 'w'))"
+    )
     monkeypatch.chdir(tmp_path)
     asked = _NOTHING | {"random_weights": True, "output": output, "resume": True}
     for named in ([], ["HF_TOKEN"]):
         command.train(**asked, pass_env=named)
         environment = json.loads((tmp_path / "environment.json").read_text())
-        assert {name for name, value in environment.items() if value == "canary"} == {"NCCL_DEBUG", *named}
+        assert {name for name, value in environment.items() if value == "canary"} == {
+            "NCCL_DEBUG",
+            *named,
+        }
         assert environment["PATH"] == os.environ["PATH"] and "HF_HUB_OFFLINE" not in environment
     with pytest.raises(UsageError, match="NO_SUCH: there is no such variable"):
         command.train(**asked, pass_env=["NO_SUCH"])
 
 
 def test_a_study_without_a_winner_names_the_commands_for_it(tmp_path: Path) -> None:
-    study = StudyResult(summary=replace(summary(), recipe=None, study="-a b"), record=record_of(out=tmp_path))
+    study = StudyResult(
+        summary=replace(summary(), recipe=None, study="-a b"), record=record_of(out=tmp_path)
+    )
     with pytest.raises(NothingFits) as error:
         _ = study.recipe
     commands = re.findall("`(.*?)`", error.value.remedy or "")
@@ -295,12 +352,28 @@ def test_a_stopped_run_names_the_command_that_continues_it(
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
     dataset, output = folder / "rows.jsonl", _scripted(folder, f"raise SystemExit({PREEMPTED})")
     dataset.write_text("{}")
-    options: dict[str, Any] = {"dataset": dataset, "model": name, "output": output, "resume": True, "max_steps": 5}
+    options: dict[str, Any] = {
+        "dataset": dataset,
+        "model": name,
+        "output": output,
+        "resume": True,
+        "max_steps": 5,
+    }
     asked = _NOTHING | options | {"other_device": True}
     with pytest.raises(Interrupted) as stopped:
         command.train(**asked, pass_env=["HTTPS_PROXY"], storage="sqlite:///a b.db")
     remedy = (stopped.value.remedy or "").removeprefix("continue with: ")
-    expected = ["train", "--dataset", str(dataset), "--model", name, "--max-steps", "5", "--output-dir", str(output)]
+    expected = [
+        "train",
+        "--dataset",
+        str(dataset),
+        "--model",
+        name,
+        "--max-steps",
+        "5",
+        "--output-dir",
+        str(output),
+    ]
     expected += [
         "--pass-env=HTTPS_PROXY",
         "--other-device",
@@ -324,6 +397,8 @@ _NOTHING: dict[str, Any] = {
 
 
 def _use_study(monkeypatch: pytest.MonkeyPatch, out: Path, **changes: Any) -> None:
-    made = replace(summary(), recipe=replace(demo(CONFIG), **{"device": resolve_device("cpu")} | changes))
+    made = replace(
+        summary(), recipe=replace(demo(CONFIG), **{"device": resolve_device("cpu")} | changes)
+    )
     study = StudyResult(summary=made, record=record_of(out=out))
     monkeypatch.setattr("autotune.api.load_study", lambda *_: study)

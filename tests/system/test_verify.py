@@ -49,13 +49,18 @@ def promise(**changes: Any) -> Verification:
         ({"seconds_per_step": 2.2, "peak_reserved_gib": 25.0}, "slower and larger"),
         ({"seconds_per_step": 2.2, "peak_reserved_gib": 15.0}, "slower"),
         ({"seconds_per_step": 2.0, "peak_reserved_gib": None}, None),  # a CPU reports no memory
-        ({"seconds_per_step": 2.0, "peak_reserved_gib": 20.0, "tokens_per_second": 500.0}, None),  # other examples
+        # other examples
+        ({"seconds_per_step": 2.0, "peak_reserved_gib": 20.0, "tokens_per_second": 500.0}, None),
     ],
 )
-def test_what_is_slower_or_larger_beyond_the_tolerance_fails(measured: dict[str, Any], worse: str | None) -> None:
+def test_what_is_slower_or_larger_beyond_the_tolerance_fails(
+    measured: dict[str, Any], worse: str | None
+) -> None:
     done = with_result(promise(), measured | {"steps": 3}, 3)
     assert done.reason is None and done.holds is (worse is None)
-    assert describe.failed_verification(done) == (worse and f"the run is {worse} than predicted by over 5%")
+    assert describe.failed_verification(done) == (
+        worse and f"the run is {worse} than predicted by over 5%"
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +96,9 @@ def test_a_run_that_is_better_than_promised_is_a_wrong_prediction_but_no_failure
 )
 def test_a_failed_run_does_not_hold(result: Any, reported: str) -> None:
     done = with_result(promise(), result, 3)
-    assert not done.holds and reported in describe.verification(done)[0] and done.tokens_per_s is None
+    assert (
+        not done.holds and reported in describe.verification(done)[0] and done.tokens_per_s is None
+    )
 
 
 def soaked(peaks: Any, **changes: Any) -> Verification:
@@ -117,10 +124,15 @@ def test_growing_memory_fails_the_verification(peaks: Any, creeps: bool) -> None
         assert done.holds is not creeps
     if creeps:
         reason = describe.failed_verification(done)
-        assert "from 20.0 GiB in the second quarter of the steps to 20.5 GiB in the last (+2.5%)" in (reason or "")
+        assert (
+            "from 20.0 GiB in the second quarter of the steps to 20.5 GiB in the last (+2.5%)"
+            in (reason or "")
+        )
         assert reason in describe.verification(done)
     else:
-        assert ("is not known" if peaks is None else "memory does not grow") in describe.verification(done)[-1]
+        assert (
+            "is not known" if peaks is None else "memory does not grow"
+        ) in describe.verification(done)[-1]
 
 
 def test_a_soak_may_use_less_memory_than_predicted_but_not_more() -> None:
@@ -136,7 +148,10 @@ def test_an_unprobed_file_fails_only_if_its_run_fails() -> None:
     assert "not what was probed" in describe.verification(done)[-1]
     assert not with_result(other, "OutOfMemoryError: CUDA out of memory", 3).holds
     page = render(replace(summary(), verification=done), "out")
-    assert "winner&#39;s trl_sft.yaml" in page.replace("'", "&#39;") and "Nothing was predicted for this file" in page
+    assert (
+        "winner&#39;s trl_sft.yaml" in page.replace("'", "&#39;")
+        and "Nothing was predicted for this file" in page
+    )
 
 
 def test_every_second_batch_of_a_soak_has_the_maximum_length() -> None:
@@ -149,12 +164,17 @@ def test_every_second_batch_of_a_soak_has_the_maximum_length() -> None:
 
 
 def test_a_verification_is_stored_and_shown_in_the_report() -> None:
-    done = with_result(promise(), {"steps": 3, "seconds_per_step": 2.0 / 0.99, "peak_reserved_gib": 19.9}, 3)
+    done = with_result(
+        promise(), {"steps": 3, "seconds_per_step": 2.0 / 0.99, "peak_reserved_gib": 19.9}, 3
+    )
     assert from_data(Verification, to_data(done)) == done
     study = replace(summary(), verification=done)
     assert summary_data(study, "out")["verification"]["holds"] is True
     page = render(study, "out")
-    assert "checked against the exported run" in page and "990 measured in 200 micro batches of train.py" in page
+    assert (
+        "checked against the exported run" in page
+        and "990 measured in 200 micro batches of train.py" in page
+    )
     assert "checked against the exported run" not in render(summary(), "out")
 
 
@@ -182,7 +202,9 @@ def test_winners_that_cannot_run_on_this_machine_are_refused(
     with pytest.raises(error, match=message) as caught:
         command.require_measured_here(recipe(winner=winner, **made))
     # What was extrapolated was so here, for want of time.
-    assert ("larger --budget" in str(caught.value.remedy)) is (winner.evidence is Evidence.EXTRAPOLATED)
+    assert ("larger --budget" in str(caught.value.remedy)) is (
+        winner.evidence is Evidence.EXTRAPOLATED
+    )
 
 
 def test_shallow_only_and_verify_are_refused_together() -> None:
@@ -193,7 +215,10 @@ def test_shallow_only_and_verify_are_refused_together() -> None:
 
 
 def on_cpu(**knobs: Any) -> Recipe:
-    config = TrainConfig(**{"micro_batch_size": 2, "seq_len": 32, "precision": "fp32", "checkpointing": "none"} | knobs)
+    config = TrainConfig(
+        **{"micro_batch_size": 2, "seq_len": 32, "precision": "fp32", "checkpointing": "none"}
+        | knobs
+    )
     workload = Workload(examples=64, lengths=Lengths.constant(32), global_batch=4)
     base = recipe(model=resolve_model("demo-3m"), workload=workload, device=resolve_device("cpu"))
     return replace(base, winner=replace(base.winner, config=config))
@@ -210,7 +235,12 @@ def test_verify_runs_the_exported_script(tmp_path: Path) -> None:
         and messages[-1].startswith("verifying: step ")
         and "of 3, " in messages[-1]
     )
-    assert done.reason is None and done.tokens_per_s and done.seconds_per_step and done.micro_steps == 4
+    assert (
+        done.reason is None
+        and done.tokens_per_s
+        and done.seconds_per_step
+        and done.micro_steps == 4
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
     assert (tmp_path / "logs" / "verify.log").is_file()
     with pytest.raises(Cancelled):
@@ -232,14 +262,44 @@ def test_a_soak_runs_a_file_that_was_not_probed(tmp_path: Path) -> None:
 def test_verify_runs_the_exported_yaml_with_trl_sft(tmp_path: Path) -> None:
     """A study with TRL is verified by its own format. The time on a CPU is not checked."""
     pytest.importorskip("trl")
-    pins = {"micro_batch_size": 2, "seq_len": 32, "lora_rank": 16, "precision": "fp32", "checkpointing": "none"}
-    pins |= {"optimizer": "adamw_torch_fused", "attention": "sdpa", "compile": "none", "quantization": "none"}
-    study = ["--model", "demo-3m", "--gpu", "cpu", "--trainer", "trl", "--trials", "1", "--global-batch", "4"]
-    study += ["--tokens-per-example", "32", "--out", "out", *(f"--set={knob}={value}" for knob, value in pins.items())]
+    pins = {
+        "micro_batch_size": 2,
+        "seq_len": 32,
+        "lora_rank": 16,
+        "precision": "fp32",
+        "checkpointing": "none",
+    }
+    pins |= {
+        "optimizer": "adamw_torch_fused",
+        "attention": "sdpa",
+        "compile": "none",
+        "quantization": "none",
+    }
+    study = [
+        "--model",
+        "demo-3m",
+        "--gpu",
+        "cpu",
+        "--trainer",
+        "trl",
+        "--trials",
+        "1",
+        "--global-batch",
+        "4",
+    ]
+    study += [
+        "--tokens-per-example",
+        "32",
+        "--out",
+        "out",
+        *(f"--set={knob}={value}" for knob, value in pins.items()),
+    ]
 
     def autotune(*arguments: str) -> tuple[str, str]:
         line = [sys.executable, "-m", "autotune", *arguments]
-        ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=400)
+        ended = subprocess.run(
+            line, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=400
+        )
         assert ended.returncode == 0, ended.stderr
         return ended.stdout, ended.stderr
 
@@ -247,7 +307,9 @@ def test_verify_runs_the_exported_yaml_with_trl_sft(tmp_path: Path) -> None:
     output, shown = autotune("verify", "--micro-steps", "8", "--tolerance", "90", "--json")
     assert "verifying: step " in shown
     verification = json.loads(output)
-    assert verification["file"] == "trl_sft.yaml" and verification["probed"] and verification["holds"], verification
+    assert (
+        verification["file"] == "trl_sft.yaml" and verification["probed"] and verification["holds"]
+    ), verification
     assert (
         verification["seconds_per_step"]
         and len(verification["peaks_gib"]) == 4
@@ -256,8 +318,12 @@ def test_verify_runs_the_exported_yaml_with_trl_sft(tmp_path: Path) -> None:
     assert "8 micro batches of trl_sft.yaml" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_weights_larger_than_the_disk_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune.export.run.verify.run_exported", lambda *_, **__: pytest.fail("begun"))
+def test_weights_larger_than_the_disk_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "autotune.export.run.verify.run_exported", lambda *_, **__: pytest.fail("begun")
+    )
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10 * 2**30))
     with pytest.raises(StorageError, match=r"weights of this model take 13\.6 GiB") as caught:
         verify(recipe(), tmp_path, form="trl")

@@ -1,4 +1,6 @@
-"""`autotune worker` in real processes: two share a study, one is killed, one is stopped, two cannot join."""
+"""`autotune worker` in real processes: two share a study, one is killed, one is stopped, two cannot
+join.
+"""
 
 import json
 import os
@@ -39,8 +41,12 @@ class Place:
 
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
         line = [sys.executable, "-m", "autotune", *arguments]
-        environment = {name: value for name, value in os.environ.items() if name != "AUTOTUNE_STORAGE"}
-        return subprocess.Popen(line, cwd=self.folder, env=environment, stderr=subprocess.PIPE, text=True)
+        environment = {
+            name: value for name, value in os.environ.items() if name != "AUTOTUNE_STORAGE"
+        }
+        return subprocess.Popen(
+            line, cwd=self.folder, env=environment, stderr=subprocess.PIPE, text=True
+        )
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     ended = empty.start("run", *ARGUMENTS, "--trials", str(TRIALS), "--workers", "2", "--json")
     _, errors = ended.communicate(timeout=300)
     assert ended.returncode == 0, errors
-    return Place(folder=empty.folder, summary=json.loads((empty.folder / "runs" / "one" / "summary.json").read_text()))
+    return Place(
+        folder=empty.folder,
+        summary=json.loads((empty.folder / "runs" / "one" / "summary.json").read_text()),
+    )
 
 
 @pytest.fixture
@@ -58,7 +67,9 @@ def open_again(place: Place) -> None:
     """Reopen the study as if its leader still searched."""
     with opened(place.url) as search:
         limits = Limits(**search.remembered("limits"))
-        update_record(search, phase=StudyPhase.SEARCHING, limits=replace(limits, trials=None, patience=999))
+        update_record(
+            search, phase=StudyPhase.SEARCHING, limits=replace(limits, trials=None, patience=999)
+        )
 
 
 def until(condition: Callable[[], Any], process: "subprocess.Popen[str]") -> Any:
@@ -75,18 +86,26 @@ def until(condition: Callable[[], Any], process: "subprocess.Popen[str]") -> Any
 def own_running(place: Place, process: "subprocess.Popen[str]") -> list[FrozenTrial]:
     """The running trials of a worker."""
     mine = f":{process.pid}:"
-    return [one for one in place.trials(TrialState.RUNNING) if mine in one.user_attrs.get("worker", "")]
+    return [
+        one for one in place.trials(TrialState.RUNNING) if mine in one.user_attrs.get("worker", "")
+    ]
 
 
 def test_two_workers_share_a_study(place: Place) -> None:
     finished = place.trials(TrialState.COMPLETE, TrialState.PRUNED)
-    assert len(finished) == TRIALS == place.summary["trials"]["total"] and place.summary["evidence"] == "measured"
+    assert (
+        len(finished) == TRIALS == place.summary["trials"]["total"]
+        and place.summary["evidence"] == "measured"
+    )
     assert len({one.user_attrs["worker"] for one in finished}) == 2
     assert not place.trials(TrialState.RUNNING)
 
 
 def kill_in_a_trial(place: Place) -> int:
-    """Kill a worker in the middle of a trial; the number of the trial. One that ended first does not count."""
+    """Kill a worker in the middle of a trial; the number of the trial.
+
+    One that ended first does not count.
+    """
     for _ in range(5):
         killed = place.start("worker", "--study", "one")
         (begun, *_) = until(lambda worker=killed: own_running(place, worker), killed)
@@ -116,14 +135,21 @@ def test_the_trial_of_a_killed_worker_is_repeated_and_a_stop_queues_one_again(pl
     ended = place.trials()[asked.number]  # it may have proposed more since it was read
     if ended.state is TrialState.FAIL:  # or its result was recorded just before
         chosen = ended.system_attrs.get("fixed_params", {}) | ended.params
-        assert chosen in [one.system_attrs["fixed_params"] for one in place.trials(TrialState.WAITING)]
+        assert chosen in [
+            one.system_attrs["fixed_params"] for one in place.trials(TrialState.WAITING)
+        ]
 
 
 def test_a_worker_that_cannot_join_fails_with_its_exit_code(place: Place) -> None:
     missing = place.start("worker", "--study", "two")
-    assert "there is no study 'two'" in missing.communicate(timeout=60)[1] and missing.returncode == 2
+    assert (
+        "there is no study 'two'" in missing.communicate(timeout=60)[1] and missing.returncode == 2
+    )
     with opened(place.url) as search:
         theirs = search.remembered("fingerprint")
         search.remember("fingerprint", theirs | {"packages": theirs["packages"] | {"torch": "1.0"}})
     other = place.start("worker", "--study", "one")
-    assert "not like the one that began the study" in other.communicate(timeout=60)[1] and other.returncode == 3
+    assert (
+        "not like the one that began the study" in other.communicate(timeout=60)[1]
+        and other.returncode == 3
+    )

@@ -1,7 +1,8 @@
-"""A knob that is added by one row and one field is in the space, the command line, the report and the exports.
+"""A knob that is added by one row and one field is in the space, the command line, the report and
+the exports.
 
-The row, the field and the key are those of docs/adding.md. They are added to a copy of the package, and a fresh process
-looks for the knob.
+The row, the field and the key are those of docs/adding.md. They are added to a copy of the package,
+and a fresh process looks for the knob.
 """
 
 import os
@@ -44,7 +45,9 @@ else:
     raise AssertionError
 
 # the space: from a file, searched, pinned, with neighbours
-Path("own.yaml").write_text("version: 1\\nknobs:\\n  matmul_precision: {values: [highest, high]}\\n  seq_len: 512\\n")
+Path("own.yaml").write_text(
+    "version: 1\\nknobs:\\n  matmul_precision: {values: [highest, high]}\\n  seq_len: 512\\n"
+)
 space = SearchSpace.load("own.yaml")
 assert space.knob("matmul_precision").kind == "system" and space.size() == 2
 assert space.pin("matmul_precision", "high").size() == 1
@@ -56,8 +59,9 @@ assert SearchSpace.of(matmul_precision=["highest", "high"]).size() == 2
 # the report: distance, words, axis, page
 study = summary()
 recipe = replace(study.recipe, winner=replace(study.recipe.winner, config=fast))
+both = ["highest", "high"] * len(study.trials)
 trials = [replace(row, config=replace(row.config, matmul_precision=value))
-          for row, value in zip(study.trials, ["highest", "high"] * len(study.trials), strict=False)]
+          for row, value in zip(study.trials, both, strict=False)]
 study = replace(study, recipe=recipe, trials=tuple(trials))
 assert oom.distance(fast, TrainConfig()) == 0.5
 assert "fp32 products with TF32" in describe.configuration(recipe)
@@ -87,7 +91,9 @@ def documented(kind: str) -> str:
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package and one knob more."""
     folder = tmp_path_factory.mktemp("with_a_knob")
-    shutil.copytree(ROOT / "autotune", folder / "autotune", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "autotune", folder / "autotune", ignore=shutil.ignore_patterns("__pycache__")
+    )
     shutil.copytree(ROOT / "search_spaces", folder / "search_spaces")
     for name, example, anchor in (
         ("core/knobs.yaml", "knob", "\n\n- name: loader_workers\n"),
@@ -104,9 +110,17 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(copy: Path, *command: str) -> str:
-    environment = os.environ | {"PYTHONPATH": f"{copy}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{copy}{os.pathsep}{ROOT}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     done = subprocess.run(
-        [sys.executable, *command], cwd=copy, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, *command],
+        cwd=copy,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -119,6 +133,15 @@ def test_a_knob_of_the_registry_is_found_everywhere(copy: Path) -> None:
 
 def test_the_command_line_takes_it(copy: Path) -> None:
     planned = run(
-        copy, "-m", "autotune", "plan", "--gpu", "h100", "--model", "mistral-7b", "--set", "matmul_precision=high"
+        copy,
+        "-m",
+        "autotune",
+        "plan",
+        "--gpu",
+        "h100",
+        "--model",
+        "mistral-7b",
+        "--set",
+        "matmul_precision=high",
     )
     assert "tf32" in planned

@@ -1,4 +1,6 @@
-"""The layers hold: who imports whom, where the heavy libraries live, and what the quick commands load."""
+"""The layers hold: who imports whom, where the heavy libraries live, and what the quick commands
+load.
+"""
 
 import ast
 import os
@@ -72,7 +74,17 @@ IN_CHILD = {f"{package}.{name}" for package, names in CHILD.items() for name in 
 CHILD_MAY = {"core"}
 
 TORCH = frozenset(
-    {"torch", "transformers", "peft", "bitsandbytes", "accelerate", "torchao", "safetensors", "trl", "datasets"}
+    {
+        "torch",
+        "transformers",
+        "peft",
+        "bitsandbytes",
+        "accelerate",
+        "torchao",
+        "safetensors",
+        "trl",
+        "datasets",
+    }
 )
 HEAVY = TORCH | {"optuna", "sqlalchemy", "plotly", "numpy", "pandas", "pydantic", "jinja2"}
 STORAGE = {f"study.storage.{name}" for name in ("database", "probe_store", "leases")}
@@ -113,20 +125,27 @@ class Import:
 
 
 def imports(text: str, package: str | None = None) -> Iterator[Import]:
-    """Every import of a source text, inside functions too. Relative ones are allowed within `package` alone."""
+    """Every import of a source text, inside functions too.
+
+    Relative ones are allowed within `package` alone.
+    """
 
     def walk(node: ast.AST, top: bool, types: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
                 for alias in child.names:
-                    yield Import(module=alias.name, name=None, at_module_level=top, for_types_only=types)
+                    yield Import(
+                        module=alias.name, name=None, at_module_level=top, for_types_only=types
+                    )
             elif isinstance(child, ast.ImportFrom):
                 module = child.module
                 if child.level:
                     assert package and child.level == 1, f"line {child.lineno}: a relative import"
                     module = f"{package}.{module}" if module else package
                 for alias in child.names:
-                    yield Import(module=module, name=alias.name, at_module_level=top, for_types_only=types)
+                    yield Import(
+                        module=module, name=alias.name, at_module_level=top, for_types_only=types
+                    )
             elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
                 yield from walk(ast.Module(child.body, []), top, True)
                 yield from walk(ast.Module(child.orelse, []), top, types)
@@ -138,7 +157,9 @@ def imports(text: str, package: str | None = None) -> Iterator[Import]:
 
 
 def module_name(path: Path) -> str:
-    """'probe.model' for autotune/probe/model.py, 'report' for autotune/report/__init__.py, '' for the package."""
+    """'probe.model' for autotune/probe/model.py, 'report' for autotune/report/__init__.py, '' for
+    the package.
+    """
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
 
@@ -153,7 +174,9 @@ def modules() -> dict[str, tuple[Import, ...]]:
 
 
 def ours(found: Import) -> str | None:
-    """The module of ours that an import means, '' for the package itself; None for anybody else's."""
+    """The module of ours that an import means, '' for the
+    package itself; None for anybody else's.
+    """
     if found.module != "autotune" and not found.module.startswith("autotune."):
         return None
     module = found.module.removeprefix("autotune").removeprefix(".")
@@ -183,10 +206,13 @@ def test_the_reader_sees_every_form_of_import():
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    from pydantic import BaseModel\nelse:\n    import one\n"
         "try:\n    import two\nexcept ImportError:\n    import three\n"
-        "class A:\n    import four\n    def f(self):\n        if True:\n            from five import x, y\n"
+        "class A:\n    import four\n    def f(self):\n        if True:\n"
+        "            from five import x, y\n"
         "async def g():\n    import six\n"
     )
-    found = [(one.module, one.name, one.at_module_level, one.for_types_only) for one in imports(text)]
+    found = [
+        (one.module, one.name, one.at_module_level, one.for_types_only) for one in imports(text)
+    ]
     assert found == [
         ("os", None, True, False),
         ("torch.nn", None, True, False),
@@ -235,7 +261,8 @@ def test_imports_follow_the_order_of_packages():
     wrong = [
         f"{module} imports {target}"
         for module, target, how in edges()
-        if layer(module) != layer(target) and (PACKAGES.index(layer(target)) > PACKAGES.index(layer(module)))
+        if layer(module) != layer(target)
+        and (PACKAGES.index(layer(target)) > PACKAGES.index(layer(module)))
     ]
     assert wrong == []
 
@@ -251,7 +278,10 @@ def test_the_top_level_is_short_and_no_package_outgrows_the_others():
 
 
 def test_there_is_no_circle_among_modules():
-    waiting = {module: {target for source, target, _ in edges() if source == module} for module in modules()}
+    waiting = {
+        module: {target for source, target, _ in edges() if source == module}
+        for module in modules()
+    }
     while free := [module for module, needs in waiting.items() if not needs & set(waiting)]:
         for module in free:
             del waiting[module]
@@ -259,9 +289,13 @@ def test_there_is_no_circle_among_modules():
 
 
 def is_renderer(module: str) -> bool:
-    """Whether a module shows answers; commands find them, and `report.values` are the answers themselves."""
+    """Whether a module shows answers; commands find them, and `report.values` are the answers
+    themselves.
+    """
     package, _, name = module.partition(".")
-    return (package == "report" and not name.startswith("values")) or (package == "cli" and "commands" not in name)
+    return (package == "report" and not name.startswith("values")) or (
+        package == "cli" and "commands" not in name
+    )
 
 
 def test_renderers_read_values_and_plan_nothing():
@@ -271,7 +305,9 @@ def test_renderers_read_values_and_plan_nothing():
         if is_renderer(module) and layer(target) in ("planning", "prediction")
     ]
     assert wrong == []
-    assert {"cli.console", "cli.plan_text", "report.html", "report.figures"} <= set(filter(is_renderer, modules()))
+    assert {"cli.console", "cli.plan_text", "report.html", "report.figures"} <= set(
+        filter(is_renderer, modules())
+    )
 
 
 def test_nothing_imports_the_worker():
@@ -279,7 +315,9 @@ def test_nothing_imports_the_worker():
 
 
 def test_processes_of_ours_are_started_by_one_command():
-    assert [path.name for path in PACKAGE.rglob("*.py") if '"-m"' in path.read_text()] == ["process.py"]
+    assert [path.name for path in PACKAGE.rglob("*.py") if '"-m"' in path.read_text()] == [
+        "process.py"
+    ]
 
 
 def test_what_runs_in_the_child_knows_values_only():
@@ -316,7 +354,16 @@ def test_libraries_stay_in_their_homes():
     ]
     assert wrong == []
     at_home = {layer(one.module) for found in modules().values() for one in found}
-    assert {"torch", "transformers", "peft", "optuna", "sqlalchemy", "plotly", "jinja2", "pynvml"} <= at_home
+    assert {
+        "torch",
+        "transformers",
+        "peft",
+        "optuna",
+        "sqlalchemy",
+        "plotly",
+        "jinja2",
+        "pynvml",
+    } <= at_home
 
 
 @pytest.mark.parametrize("library", ["pydantic", "pydantic_core", "plotly", "pynvml", "yaml"])
@@ -358,14 +405,22 @@ def packages_of(found: Iterable[Import]) -> set[str]:
 
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = {name: names_of(requirements) for name, requirements in project["optional-dependencies"].items()}
+    extras = {
+        name: names_of(requirements)
+        for name, requirements in project["optional-dependencies"].items()
+    }
     for_tests = extras.pop("test") | extras.pop("test-extra")
     declared = names_of(project["dependencies"]).union(*extras.values())
     imported = packages_of(one for found in modules().values() for one in found)
     assert imported == declared - {"psycopg"}  # which SQLAlchemy imports, as the URL says
 
     tools = {"refresh_export_keys.py"}  # runs where the trainers are installed
-    files = [path for name in ("tests", "benchmarks") for path in (ROOT / name).rglob("*.py") if path.name not in tools]
+    files = [
+        path
+        for name in ("tests", "benchmarks")
+        for path in (ROOT / name).rglob("*.py")
+        if path.name not in tools
+    ]
     benchmarks = {path.stem.replace("_", "-") for path in files if path.parent.name == "benchmarks"}
     used = packages_of(one for path in files for one in imports(path.read_text()))
     # Which benchmarks/labels.py and side_by_side_tool.py take from folders that they are given.
@@ -377,14 +432,21 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
 
 
 def run(code: str, directory: Path, *args: str) -> tuple[int, set[str], str, str]:
-    """(exit status, the top-level modules that were loaded in the end, stderr, stdout) of a fresh interpreter."""
+    """(exit status, the top-level modules that were loaded in the end, stderr, stdout) of a fresh
+    interpreter.
+    """
     code = f"import atexit, sys\natexit.register(lambda: print('LOADED', *sys.modules))\n{code}"
     # A command may look for a Hub or a card; there is none, and no network is waited for.
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"PYTHONPATH": os.pathsep.join((str(directory), str(ROOT)))}
     environment |= {"XDG_CACHE_HOME": str(directory / "cache")}  # of counted steps
     done = subprocess.run(
-        [sys.executable, "-c", code, *args], cwd=directory, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, *args],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     printed, _, loaded = done.stdout.rpartition("LOADED ")
     assert "autotune" in loaded.split(), done.stderr
@@ -405,7 +467,11 @@ def test_the_command_line_is_light(tmp_path):
         (["gpus"], 0, ""),
         (["models", "--json"], 0, ""),
         (["run", "--model", "demo-3m", "--epochs", "0"], 2, "error: epochs cannot be 0"),
-        (["run", "--model", "x", "--budget", "nonsense"], 2, "error: --budget: 'nonsense' is not a duration"),
+        (
+            ["run", "--model", "x", "--budget", "nonsense"],
+            2,
+            "error: --budget: 'nonsense' is not a duration",
+        ),
         (["run", "--model", "demo-3m"], 3, "error: an NVIDIA GPU was asked for"),
     ],
 )
@@ -414,13 +480,16 @@ def test_quick_commands_load_nothing_heavy(tmp_path, args, status, says):
     assert code == status, errors
     assert errors.startswith(says)
     assert "Traceback" not in errors
-    assert loaded & HEAVY <= {"pydantic"}  # by typer itself, which builds a command's parameters with it
+    # by typer itself, which builds a command's parameters with it
+    assert loaded & HEAVY <= {"pydantic"}
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "dev inject"])
 def test_the_help_of_every_command_loads_nothing_heavy(tmp_path, command):
-    code, loaded, errors, _ = run("from autotune.cli.app import main; main()", tmp_path, *command.split(), "--help")
+    code, loaded, errors, _ = run(
+        "from autotune.cli.app import main; main()", tmp_path, *command.split(), "--help"
+    )
     assert code == 0, errors
     assert loaded & HEAVY <= {"pydantic"}
     assert list(tmp_path.iterdir()) == []
@@ -440,7 +509,16 @@ from autotune.cli.app import main
 main()
 """
 RUN = ("--model", "mistral-7b", "--mean-tokens", "300", "--p99-tokens", "900")
-RUN += ("--set", "checkpointing=full", "--set", "compile=none", "--set", "packing=false", "--set", "attention=sdpa")
+RUN += (
+    "--set",
+    "checkpointing=full",
+    "--set",
+    "compile=none",
+    "--set",
+    "packing=false",
+    "--set",
+    "attention=sdpa",
+)
 H100, CARDS = (*RUN, "--gpu", "h100"), (*RUN, "--gpus", "h100")
 
 
@@ -463,7 +541,9 @@ H100, CARDS = (*RUN, "--gpu", "h100"), (*RUN, "--gpus", "h100")
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 def test_planning_answers_without_what_trains_searches_draws_or_locks(tmp_path, args, says):
-    (tmp_path / "run.yaml").write_text("base_model: mistralai/Mistral-7B-v0.3\nadapter: lora\nlora_r: 16\n")
+    (tmp_path / "run.yaml").write_text(
+        "base_model: mistralai/Mistral-7B-v0.3\nadapter: lora\nlora_r: 16\n"
+    )
     # The process that counts steps loads torch. If torch is not installed, a formula answers.
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('torch')\n")
     status, loaded, errors, printed = run(BLOCKING, tmp_path, *args)
@@ -487,8 +567,14 @@ def test_commands_load_other_packages_when_they_run():
         for module, target, how in edges()
         if module.startswith("cli.commands.") and how.at_module_level and not how.for_types_only
     }
-    # Options are made from the first, which loads the second; the third is small, and the last are values.
-    light = {"problem.study_spec", "problem.gpu_counts", "study.storage.location", "report.values.commands"}
+    # Options are made from the first, which loads the second; the third is small, and the last are
+    # values.
+    light = {
+        "problem.study_spec",
+        "problem.gpu_counts",
+        "study.storage.location",
+        "report.values.commands",
+    }
     assert {target for target in eager if layer(target) not in ("cli", "core")} <= light
     # These print what was found, or stand on what finds it.
     assert eager & {"cli.console", "cli.plan_text", "cli.check_text"} == set()

@@ -1,4 +1,6 @@
-"""The benchmarks: summaries follow from rows, rows from what was measured, and the documents say what they say."""
+"""The benchmarks: summaries follow from rows, rows from what was measured, and the documents say
+what they say.
+"""
 
 import importlib
 import json
@@ -19,7 +21,10 @@ from tests.system.faults.conftest import table
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-RESULTS = {path.stem: json.loads(path.read_text()) for path in sorted((BENCHMARKS / "results").glob("*.json"))}
+RESULTS = {
+    path.stem: json.loads(path.read_text())
+    for path in sorted((BENCHMARKS / "results").glob("*.json"))
+}
 # What a summary holds that no row tells.
 BESIDE_ROWS = {
     "cap": {"cap_gib"},
@@ -32,9 +37,23 @@ BESIDE_ROWS = {
     "lost_text": {"seed"},
     "projection": {"exponents_of_all_sets", "share_of_all_sets"},
     "report": {"trials"},
-    "search_efficiency": {"configs", "configs_within_goal", "best", "best_tokens_per_second", "censored_at_s", "live"}
+    "search_efficiency": {
+        "configs",
+        "configs_within_goal",
+        "best",
+        "best_tokens_per_second",
+        "censored_at_s",
+        "live",
+    }
     | {"cold_charge_over_measured"},
-    "study_7b": {"wall_seconds", "configs_judged", "full_depth_ooms", "speedup", "trials", "seconds_beside_probes"}
+    "study_7b": {
+        "wall_seconds",
+        "configs_judged",
+        "full_depth_ooms",
+        "speedup",
+        "trials",
+        "seconds_beside_probes",
+    }
     | {"tokens_per_second", "exported"},
     "warm_vs_cold": {"wall_ratio_with_the_first_start", "workers_replaced"},
 }
@@ -42,72 +61,123 @@ BESIDE_ROWS = {
 SAID = [
     (
         "verify",
-        "the exported run of {winners} winners | speed {tokens_error_median:.1%} median, {tokens_error_max:.0%}",
+        "the exported run of {winners} winners | speed {tokens_error_median:.1%} median,"
+        " {tokens_error_max:.0%}",
     ),
-    ("verify", "({winners_within_3_percent} of {winners} within 3%); memory {peak_error_max:.2%} worst"),
+    (
+        "verify",
+        "({winners_within_3_percent} of {winners} within 3%); memory {peak_error_max:.2%} worst",
+    ),
     ("verify", "**{peak_error_max:.2%} worst**: reserved memory of the exported run against"),
-    ("verify", "**{tokens_error_median:.1%} median, {tokens_error_max:.0%} worst**: speed of the exported run"),
+    (
+        "verify",
+        "**{tokens_error_median:.1%} median, {tokens_error_max:.0%} worst**: speed of the exported"
+        " run",
+    ),
     ("verify", "| speed of an exported run | {tokens_error_max:.0%} off |"),
-    ("depth_extrapolation", "memory {reserved_error_median:.2%} median, {reserved_error_max:.1%} worst; time"),
-    ("depth_extrapolation", "time {time_error_median:.1%} median and {time_error_max:.1%} worst undisturbed,"),
+    (
+        "depth_extrapolation",
+        "memory {reserved_error_median:.2%} median, {reserved_error_max:.1%} worst; time",
+    ),
+    (
+        "depth_extrapolation",
+        "time {time_error_median:.1%} median and {time_error_max:.1%} worst undisturbed,",
+    ),
     ("depth_extrapolation", "undisturbed, {first_error_max_of_all:.0%} worst in a study"),
     (
         "depth_extrapolation",
-        "**{reserved_error_median:.2%} median, {reserved_error_max:.1%} worst**: reserved memory of whole",
+        "**{reserved_error_median:.2%} median, {reserved_error_max:.1%} worst**: reserved memory of"
+        " whole",
     ),
     ("depth_extrapolation", "The {configs} configurations are from five families"),
     ("depth_extrapolation", "Peak allocated memory is {peak_error_max:.1%} off at worst"),
     ("depth_extrapolation", "| step time, GPU-bound | 0.6% | {time_error_max_device_bound:.1%} |"),
     ("depth_extrapolation", "| step time, CPU-bound | 0.6% | {time_error_max_host_bound:.1%} |"),
-    ("depth_extrapolation", "**{first_error_median:.1%} median, {first_error_max:.0%} worst**: the first probe alone"),
-    ("depth_extrapolation", "**{whole_differs_max_host_bound_of_all:.0%} worst**: difference of two probes"),
-    ("depth_extrapolation", "Otherwise they differ by up to {whole_differs_max_device_bound_of_all:.0%} ("),
-    ("depth_extrapolation", "| extrapolated step time | {first_error_max_of_all:.0%} off, interval 15%"),
-    ("depth_extrapolation", "| two probes of the same work | differ by {whole_differs_max_host_bound_of_all:.0%} |"),
-    ("oom_gate", "**{false_refusals} false refusals**: of {configs} configurations under three memory limits"),
+    (
+        "depth_extrapolation",
+        "**{first_error_median:.1%} median, {first_error_max:.0%} worst**: the first probe alone",
+    ),
+    (
+        "depth_extrapolation",
+        "**{whole_differs_max_host_bound_of_all:.0%} worst**: difference of two probes",
+    ),
+    (
+        "depth_extrapolation",
+        "Otherwise they differ by up to {whole_differs_max_device_bound_of_all:.0%} (",
+    ),
+    (
+        "depth_extrapolation",
+        "| extrapolated step time | {first_error_max_of_all:.0%} off, interval 15%",
+    ),
+    (
+        "depth_extrapolation",
+        "| two probes of the same work | differ by {whole_differs_max_host_bound_of_all:.0%} |",
+    ),
+    (
+        "oom_gate",
+        "**{false_refusals} false refusals**: of {configs} configurations under three memory"
+        " limits",
+    ),
     ("oom_gate", "All {do_not_fit} that do not fit were stopped"),
     ("cap", "**{disagreements} wrong verdicts**: an H200 emulated an A10"),
     ("cap", "Of {configs} configurations around the memory of an A10, {verdicts} need over 2%"),
     ("cap", "The {published} whose verdicts were published got those"),
-    ("warm_vs_cold", "**{peak_error_max:.0f} difference**: {configs} configurations had exactly the same peak"),
+    (
+        "warm_vs_cold",
+        "**{peak_error_max:.0f} difference**: {configs} configurations had exactly the same peak",
+    ),
     ("warm_vs_cold", "for {configs} configurations. The warm worker saves"),
-    ("plan_memory", "| {heldout_configs} configurations of {heldout_models} models outside the fit |"),
     (
         "plan_memory",
-        "memory {heldout_error_max:.1%} worst; step time {heldout_pace_error_median:.0%} median, on average",
+        "| {heldout_configs} configurations of {heldout_models} models outside the fit |",
+    ),
+    (
+        "plan_memory",
+        "memory {heldout_error_max:.1%} worst; step time {heldout_pace_error_median:.0%} median, on"
+        " average",
     ),
     ("plan_memory", "on average {heldout_pace_bias:.0%} too long |"),
     (
         "plan_memory",
-        "**{heldout_error_max:.1%} worst, {heldout_error_median:.2%} median**: allocated memory of {heldout_configs}",
+        "**{heldout_error_max:.1%} worst, {heldout_error_median:.2%} median**: allocated memory of"
+        " {heldout_configs}",
     ),
     ("plan_memory", "Reserved memory is {heldout_reserved_error_max:.1%} off at worst"),
     (
         "plan_memory",
-        "**{error_max:.1%} worst**: the same for {fitted_configs} configurations of the {fitted_models} models",
+        "**{error_max:.1%} worst**: the same for {fitted_configs} configurations of the"
+        " {fitted_models} models",
     ),
     ("plan_memory", "({configs_of_the_most_frequent_model} of them of Mistral-7B)"),
     (
         "plan_memory",
-        "**{published_verdicts_wrong} of {published_verdicts} verdicts wrong, up to {published_error_max:.0%} off**",
+        "**{published_verdicts_wrong} of {published_verdicts} verdicts wrong, up to"
+        " {published_error_max:.0%} off**",
     ),
     ("plan_memory", "All {published_nf4_verdicts} verdicts with nf4 were right"),
     ("plan_memory", "reduce the error to {published_error_max_as_they_ran:.0%}:"),
     (
         "plan_memory",
-        "**{heldout_counted_error_max:.2%} worst**: the count of the {heldout_configs} held-out configurations",
+        "**{heldout_counted_error_max:.2%} worst**: the count of the {heldout_configs} held-out"
+        " configurations",
     ),
     (
         "plan_memory",
-        "**{heldout_pace_error_median:.1%} median, {heldout_pace_bias:.0%} too long on average**: step time",
+        "**{heldout_pace_error_median:.1%} median, {heldout_pace_bias:.0%} too long on average**:"
+        " step time",
     ),
     ("plan_memory", "which should hold 80%, held {heldout_pace_within_80:.0%} of them"),
     ("plan_memory", "models of the fit the median is {pace_error_median:.1%}"),
     ("plan_memory", "**{pace_error_max:.0%} worst**: step time of a CPU-bound configuration"),
-    ("plan_memory", "| memory by formula, new models | {heldout_error_max:.1%} off | the worst of {heldout_configs}"),
+    (
+        "plan_memory",
+        "| memory by formula, new models | {heldout_error_max:.1%} off | the worst of"
+        " {heldout_configs}",
+    ),
     (
         "plan_published",
-        "**{memory_error_median:.1%} median, {memory_error_max:.0%} worst**: memory peaks that others published",
+        "**{memory_error_median:.1%} median, {memory_error_max:.0%} worst**: memory peaks that"
+        " others published",
     ),
     ("plan_published", "Of {rows} published runs on one GPU, {excluded} cannot be expressed"),
     (
@@ -117,33 +187,50 @@ SAID = [
     ),
     (
         "plan_published",
-        "LLaMA-Factory {by_source[llamafactory]:.0%}, Qwen {by_source[qwen]:.0%} and Axolotl {by_source[axolotl]:.0%}",
+        "LLaMA-Factory {by_source[llamafactory]:.0%}, Qwen {by_source[qwen]:.0%} and Axolotl"
+        " {by_source[axolotl]:.0%}",
     ),
     ("allocator", "to {error_max:.0%} too high**: nine configurations of four layers"),
     ("allocator", "reserve up to {unused_max_fixed:.0%} more memory than is allocated"),
     ("allocator", "growing segments reserve up to {unused_max_expandable:.0%} more"),
-    ("dry_probe", "**{error_median:.2%} median, {error_max:.1%} worst**: peaks of {configs} real probes on an H100"),
+    (
+        "dry_probe",
+        "**{error_median:.2%} median, {error_max:.1%} worst**: peaks of {configs} real probes on an"
+        " H100",
+    ),
     ("dry_probe", "of small models from {families} families"),
     ("dry_probe", "Compiled layers are {error_max_compiled:.2%} off at worst"),
     ("dry_probe", "{heldout_families} families were in no earlier comparison"),
-    ("day_zero_gpu", "the count of {configs} whole models from {families} families of 2025 and 2026"),
+    (
+        "day_zero_gpu",
+        "the count of {configs} whole models from {families} families of 2025 and 2026",
+    ),
     ("day_zero_gpu", "**{memory_error_max:.2%} worst**: the count of"),
     ("day_zero_gpu", "{time_error_median:.1%} off in the median and {time_error_max:.1%} at worst"),
-    ("ranks_end_gpus", "**{hangs} hangs and {orphans} orphans**: {runs} exported runs on two H200s"),
+    (
+        "ranks_end_gpus",
+        "**{hangs} hangs and {orphans} orphans**: {runs} exported runs on two H200s",
+    ),
     ("ranks_end_gpus", "The last process ended after {end_s_max:.1f} s at most"),
     ("dry_probe", "**{plan_seconds_unknown:.1f} s**: the first plan of an unknown model"),
     ("dry_probe", "The second plan took {plan_seconds:.1f} s"),
     ("world", "for {configs} configurations. One GPU simulates a rank"),
-    ("world", "**{step_ratio_median:.2f} times in the median, {step_ratio_max:.1f} times at worst**: a real step"),
+    (
+        "world",
+        "**{step_ratio_median:.2f} times in the median, {step_ratio_max:.1f} times at worst**: a"
+        " real step",
+    ),
     (
         "world_depth",
-        "on two H200s. Reserved memory is at most 2.3% off, but {reserved_error_max:.0%} under the third stage",
+        "on two H200s. Reserved memory is at most 2.3% off, but {reserved_error_max:.0%} under the"
+        " third stage",
     ),
     ("world_depth", "**{time_error_max:.1%} worst**: step time of GPU-bound whole models"),
     ("world_depth", "catalogue's link speed it is {unseen_time_error_max:.1%} at worst"),
     (
         "world_depth",
-        "are CPU-bound: {host_bound_time_error_max:.0%} off, and {host_bound_unseen_time_error_max:.0%} from "
+        "are CPU-bound: {host_bound_time_error_max:.0%} off, and"
+        " {host_bound_unseen_time_error_max:.0%} from "
         "a simulated",
     ),
     ("world_four", "**{time_error_max:.1%} worst**: step time on four H200s"),
@@ -151,89 +238,145 @@ SAID = [
     ("world_oom", "**{stopped_s_max:.2f} s**: longest time until all ranks stopped"),
     (
         "world_losses",
-        "**{ddp_loss_error_max:.3%} under DDP, {fsdp2_loss_error_max:.2%} under FSDP2**: losses of two H100s",
+        "**{ddp_loss_error_max:.3%} under DDP, {fsdp2_loss_error_max:.2%} under FSDP2**: losses of"
+        " two H100s",
     ),
-    ("counted_ranks", "**{error_median:.1%} median, {error_max:.1%} worst**: the formula against {ranks} ranks"),
+    (
+        "counted_ranks",
+        "**{error_median:.1%} median, {error_max:.1%} worst**: the formula against {ranks} ranks",
+    ),
     ("counted_ranks", "ranks under FSDP2 of {models} models, counted"),
     ("counted_ranks", "models outside the fit are {other_models_error_max:.1%} off at worst"),
     ("plan_world", "**{own_memory_error_max:.1%} worst**: the formula against our own ranks"),
     (
         "plan_world",
-        "the {memory_rows} rows are {memory_error_median:.0%} off in the median and {memory_error_max:.0%} at worst",
+        "the {memory_rows} rows are {memory_error_median:.0%} off in the median and"
+        " {memory_error_max:.0%} at worst",
     ),
     ("plan_world", "Of {rows} trainings on several GPUs, {excluded} cannot be expressed"),
-    ("plan_world", "**{inside_share:.0%} inside**: share of {timed} speeds inside the formula's interval"),
-    ("packing", "**{error_max:.1%} worst**: speed of one exported script on examples of very different lengths"),
+    (
+        "plan_world",
+        "**{inside_share:.0%} inside**: share of {timed} speeds inside the formula's interval",
+    ),
+    (
+        "packing",
+        "**{error_max:.1%} worst**: speed of one exported script on examples of very different"
+        " lengths",
+    ),
     ("real_data", "**{error_max:.1%} worst**: a pass over 3,000 examples"),
-    ("real_data", "| padded to the longest | 152 s | 163 s | -{error_max:.1%} | {speedup_padded:.2f} |"),
-    ("real_data", "| padded to one of four lengths, compiled | 104 s | 108 s | -3.5% | {speedup_bucketed:.2f} |"),
+    (
+        "real_data",
+        "| padded to the longest | 152 s | 163 s | -{error_max:.1%} | {speedup_padded:.2f} |",
+    ),
+    (
+        "real_data",
+        "| padded to one of four lengths, compiled | 104 s | 108 s | -3.5% | {speedup_bucketed:.2f}"
+        " |",
+    ),
     ("real_data", "| packed, compiled | 52.1 s | 52.1 s | 0.04% | {speedup_packed:.2f} |"),
     ("real_data", "**{trl_error:.1%}**: `trl sft` reached 3,613 tokens/s"),
     ("real_data", "**{speedup_packed:.2f} times**: a pass over examples"),
-    ("cpu_truth", "**{ratio_min:.2f}, {ratio:.2f} and {ratio_max:.2f} times**: promised over reached speed"),
-    ("projection", "{pairs} published pairs of cards in {sets} sets | {error_mean_of_unseen_sets:.0%} mean,"),
-    ("projection", "mean, {error_mean_of_sets_uncalibrated:.0%} if each set counts once; with one measurement on"),
-    ("projection", "target card {error_mean_calibrated:.0%} and {error_mean_of_sets_calibrated:.0%} |"),
+    (
+        "cpu_truth",
+        "**{ratio_min:.2f}, {ratio:.2f} and {ratio_max:.2f} times**: promised over reached speed",
+    ),
     (
         "projection",
-        "**{error_mean_of_unseen_sets:.0%} mean, {error_mean_of_sets_of_unseen_sets:.0%} if each set counts "
+        "{pairs} published pairs of cards in {sets} sets | {error_mean_of_unseen_sets:.0%} mean,",
+    ),
+    (
+        "projection",
+        "mean, {error_mean_of_sets_uncalibrated:.0%} if each set counts once; with one measurement"
+        " on",
+    ),
+    (
+        "projection",
+        "target card {error_mean_calibrated:.0%} and {error_mean_of_sets_calibrated:.0%} |",
+    ),
+    (
+        "projection",
+        "**{error_mean_of_unseen_sets:.0%} mean, {error_mean_of_sets_of_unseen_sets:.0%} if each"
+        " set counts "
         "once**: {pairs}",
     ),
-    ("projection", "of both ratios {error_mean_by_geometric_mean:.0%}, peak rates alone {error_mean_by_flops:.0%}"),
+    (
+        "projection",
+        "of both ratios {error_mean_by_geometric_mean:.0%}, peak rates alone"
+        " {error_mean_by_flops:.0%}",
+    ),
     ("projection", "**{coverage_80:.0%} inside**: share of the pairs inside the printed interval"),
     (
         "projection",
-        "It is {coverage_80_of_sets:.0%} if each set counts once, and {coverage_80_of_unseen_sets:.0%} if the set",
+        "It is {coverage_80_of_sets:.0%} if each set counts once, and"
+        " {coverage_80_of_unseen_sets:.0%} if the set",
     ),
     (
         "projection",
-        "**{error_mean_calibrated:.0%} mean, {error_mean_of_sets_calibrated:.0%} if each set counts once**: the same",
+        "**{error_mean_calibrated:.0%} mean, {error_mean_of_sets_calibrated:.0%} if each set counts"
+        " once**: the same",
     ),
     (
         "projection",
-        "| {error_max_uncalibrated:.0%} off at worst, {error_mean_of_sets_uncalibrated:.0%} mean over sets |",
+        "| {error_max_uncalibrated:.0%} off at worst, {error_mean_of_sets_uncalibrated:.0%} mean"
+        " over sets |",
     ),
-    ("transfer", "**{error_median:.1%} median, {error_max:.0%} worst**: GPU-bound pairs of an H100 and an H200"),
-    ("transfer", "{configs} configurations of three models were probed on both cards; the {pairs} pairs"),
     (
         "transfer",
-        "| GPU-bound on both cards | {device_bound} | {old_error_median:.1%}, {old_error_max:.0%} | "
+        "**{error_median:.1%} median, {error_max:.0%} worst**: GPU-bound pairs of an H100 and an"
+        " H200",
+    ),
+    (
+        "transfer",
+        "{configs} configurations of three models were probed on both cards; the {pairs} pairs",
+    ),
+    (
+        "transfer",
+        "| GPU-bound on both cards | {device_bound} | {old_error_median:.1%}, {old_error_max:.0%}"
+        " | "
         "{error_median:.1%}, {error_max:.0%} |",
     ),
     (
         "transfer",
-        "| of these, host below a tenth of the time | {device_alone} | {old_device_alone_error_median:.1%}, "
-        "{old_device_alone_error_max:.0%} | {device_alone_error_median:.1%}, {device_alone_error_max:.1%} |",
+        "| of these, host below a tenth of the time | {device_alone} |"
+        " {old_device_alone_error_median:.1%}, "
+        "{old_device_alone_error_max:.0%} | {device_alone_error_median:.1%},"
+        " {device_alone_error_max:.1%} |",
     ),
     (
         "transfer",
         "| CPU-bound on one card or both | {host_bound} | {old_host_bound_error_median:.0%}, "
-        "{old_host_bound_error_max:.0%} | {host_bound_error_median:.0%}, {host_bound_error_max:.0%} |",
+        "{old_host_bound_error_max:.0%} | {host_bound_error_median:.0%}, {host_bound_error_max:.0%}"
+        " |",
     ),
     (
         "transfer",
-        "**{inside_80:.0%} inside**: share of these pairs inside the interval, and {calibrated_inside_80:.0%} with",
+        "**{inside_80:.0%} inside**: share of these pairs inside the interval, and"
+        " {calibrated_inside_80:.0%} with",
     ),
     (
         "transfer",
-        "| {host_bound_error_median:.0%} median, {host_bound_error_max:.0%} worst | the other host; "
+        "| {host_bound_error_median:.0%} median, {host_bound_error_max:.0%} worst | the other"
+        " host; "
         "{calibrated_error_median:.0%} and {calibrated_error_max:.0%} after",
     ),
     ("transfer", "| the same host at two times | {host_drift_max:.0%} apart |"),
     ("transfer", "| two hosts with the same work | {hosts_differ_max:.1f} times apart |"),
     (
         "plan_speed",
-        "**{error_median:.0%} median**: speeds that others published of A100s. Of {rows} speeds, {excluded} cannot",
+        "**{error_median:.0%} median**: speeds that others published of A100s. Of {rows} speeds,"
+        " {excluded} cannot",
     ),
     (
         "plan_speed",
-        "at most {device_bound_half_width_max:.0%} wide on either side, holds {device_bound_inside:.0%} of "
+        "at most {device_bound_half_width_max:.0%} wide on either side, holds"
+        " {device_bound_inside:.0%} of "
         "the GPU-bound",
     ),
     ("plan_speed", "The {host_bound} with a host share are within a factor of 2"),
     (
         "counted_speed",
-        "**{device_bound_counted_error_median:.1%} median, {device_bound_counted_error_max:.1%} worst**: "
+        "**{device_bound_counted_error_median:.1%} median, {device_bound_counted_error_max:.1%}"
+        " worst**: "
         "{device_bound_configs} GPU-bound configurations of {models} dense models",
     ),
     (
@@ -243,7 +386,8 @@ SAID = [
     ),
     (
         "counted_speed",
-        "**{host_bound_counted_error_median:.0%} median, {host_bound_counted_error_max:.0%} worst**: "
+        "**{host_bound_counted_error_median:.0%} median, {host_bound_counted_error_max:.0%}"
+        " worst**: "
         "{host_bound_configs} CPU-bound",
     ),
     (
@@ -253,52 +397,72 @@ SAID = [
     ),
     (
         "counted_speed",
-        "**{unknown_first_error_median:.0%} median, {unknown_first_error_max:.0%} worst**: the first "
-        "prediction for {unknown_models} models without a formula on an H100, {unknown_configs} rows",
+        "**{unknown_first_error_median:.0%} median, {unknown_first_error_max:.0%} worst**: the"
+        " first "
+        "prediction for {unknown_models} models without a formula on an H100, {unknown_configs}"
+        " rows",
     ),
     ("counted_speed", "held {unknown_first_inside_80:.0%} of them"),
     (
         "counted_speed",
-        "**{unknown_counted_error_median:.1%} median, {unknown_counted_error_max:.0%} worst**: the same rows now",
+        "**{unknown_counted_error_median:.1%} median, {unknown_counted_error_max:.0%} worst**: the"
+        " same rows now",
     ),
     (
         "counted_speed",
-        "time is {unknown_device_error_median:.1%} off in the median and {unknown_device_error_max:.1%} at worst",
+        "time is {unknown_device_error_median:.1%} off in the median and"
+        " {unknown_device_error_max:.1%} at worst",
     ),
     ("counted_speed", "peaks are {unknown_peak_error_max:.2%} off at most"),
     ("objectives", "{time_error_max:.1%} for time**: three models with images"),
-    ("objectives", "The {host_bound} CPU-bound ones (DPO and KTO) are {host_bound_time_error_max:.1%} off at most"),
+    (
+        "objectives",
+        "The {host_bound} CPU-bound ones (DPO and KTO) are {host_bound_time_error_max:.1%} off at"
+        " most",
+    ),
     (
         "exported_objectives",
-        "**{speed_error_max:.1%} worst for speed, {memory_error_max:.1%} for memory**: exported runs",
+        "**{speed_error_max:.1%} worst for speed, {memory_error_max:.1%} for memory**: exported"
+        " runs",
     ),
     (
         "plan_objectives",
-        "**{error_max:.1%} worst for memory, {time_error_median:.0%} median for time**: the formulas, for {configs}",
+        "**{error_max:.1%} worst for memory, {time_error_median:.0%} median for time**: the"
+        " formulas, for {configs}",
     ),
     ("plan_objectives", "step is {counted_error_max:.2%} off at worst"),
-    ("plan_objectives", "Step times are {time_error_max:.0%} off at worst, and {time_inside} of {configs} lie"),
     (
         "plan_objectives",
-        "would be {as_sft_error_median:.0%} too high in the median and {as_sft_error_max:.0%} at worst",
+        "Step times are {time_error_max:.0%} off at worst, and {time_inside} of {configs} lie",
+    ),
+    (
+        "plan_objectives",
+        "would be {as_sft_error_median:.0%} too high in the median and {as_sft_error_max:.0%} at"
+        " worst",
     ),
     ("plan_objectives", "Of {sft_configs} times for the next token, only {sft_time_inside} lie"),
     (
         "search_efficiency",
-        "**{ours_seconds:.0f} s**: GPU time until a search comes within 2% of the best of {configs} measured",
+        "**{ours_seconds:.0f} s**: GPU time until a search comes within 2% of the best of {configs}"
+        " measured",
     ),
-    ("search_efficiency", "| {ours_seconds:.0f} s ({ours_climbing_seconds:.0f} s without the formulas"),
+    (
+        "search_efficiency",
+        "| {ours_seconds:.0f} s ({ours_climbing_seconds:.0f} s without the formulas",
+    ),
     ("search_efficiency", "| {optuna_cold_seconds:.0f} s, median of {seeds} seeds |"),
     ("search_efficiency", "| {optuna_warm_seconds:.0f} s, median of {seeds} seeds (half between"),
     ("search_efficiency", "| {random_seconds:,.0f} s, median of {seeds} seeds |"),
     ("search_efficiency", "**{ratio_to_optuna:.1f} times**: autotune against Optuna"),
     (
         "search_efficiency",
-        "The search itself is {ratio_to_warm_tpe:.1f} times as quick ({ratio_to_warm_tpe_climbing:.1f} times without",
+        "The search itself is {ratio_to_warm_tpe:.1f} times as quick"
+        " ({ratio_to_warm_tpe_climbing:.1f} times without",
     ),
     (
         "cold_study",
-        "**{h100_seconds_to_2_percent:.0f} s and {h200_seconds_to_2_percent:.0f} s**: time until a cold study",
+        "**{h100_seconds_to_2_percent:.0f} s and {h200_seconds_to_2_percent:.0f} s**: time until a"
+        " cold study",
     ),
     ("cold_study", "came within 5% after {large_seconds_to_5_percent:.0f} s"),
     ("cold_study", "**34 and {judged_in_120_s} configurations**: judged in 120 s"),
@@ -310,7 +474,8 @@ SAID = [
     ),
     (
         "cold_study",
-        "differ by up to {probe_change_max:.0%} from probes alone. Two probes alone differ by the same "
+        "differ by up to {probe_change_max:.0%} from probes alone. Two probes alone differ by the"
+        " same "
         "{alone_change_max:.0%}",
     ),
     ("study_7b", "**{configs_judged} configurations in {wall_seconds:.0f} s**: a study of a 7B"),
@@ -319,8 +484,15 @@ SAID = [
     ("long_tails", "its winner reached {large_mfu:.0%} MFU"),
     ("first_minutes", "**{first_number_s:.0f} s and {answer_s:.0f} s**: README's first command"),
     ("first_minutes", "took {h100_first_number_s:.0f} s and {h100_answer_s:.0f} s ("),
-    ("side_by_side", "**{ratios[h100-sxm 1]:.2f} and {ratios[h200-sxm]:.2f} times**: autotune's speed relative"),
-    ("side_by_side", "The exported run had {study_tokens_per_s:,.0f} tokens/s, {study_ratio:.2f} times torchtune's"),
+    (
+        "side_by_side",
+        "**{ratios[h100-sxm 1]:.2f} and {ratios[h200-sxm]:.2f} times**: autotune's speed relative",
+    ),
+    (
+        "side_by_side",
+        "The exported run had {study_tokens_per_s:,.0f} tokens/s, {study_ratio:.2f} times"
+        " torchtune's",
+    ),
     ("side_by_side", "| winner of a two-minute study | {study_ratio:.2f} times torchtune |"),
     (
         "cap22",
@@ -331,7 +503,8 @@ SAID = [
     ("longest", "the longest is {tokens_24gb:,} tokens in {step_s_24gb:.0f} s"),
     (
         "levers",
-        "| {worth[joined adapters, r64, 4096]:.2f} to {worth[joined adapters, r16, 1024]:.2f} times, "
+        "| {worth[joined adapters, r64, 4096]:.2f} to {worth[joined adapters, r16, 1024]:.2f}"
+        " times, "
         "{winner_tokens_per_s:,.0f} tokens/s |",
     ),
     ("levers", "times, {cards[NVIDIA H100 80GB HBM3][winner_tokens_per_s]:,.0f} tokens/s |"),
@@ -341,7 +514,10 @@ SAID = [
         "{fp8_winner_tokens_per_s:,.0f} tokens/s |",
     ),
     ("levers", "times, {cards[NVIDIA H100 80GB HBM3][fp8_winner_tokens_per_s]:,.0f} tokens/s |"),
-    ("levers", "| {worth[selective_50, r16, 4096]:.2f} to {worth[selective_50, r16, 1024]:.2f} times |"),
+    (
+        "levers",
+        "| {worth[selective_50, r16, 4096]:.2f} to {worth[selective_50, r16, 1024]:.2f} times |",
+    ),
     (
         "levers",
         "a row of 16,384 | {selective_over_every_2_long:.2f} times | "
@@ -352,7 +528,11 @@ SAID = [
         "a cap of 22 GiB | {selective_over_every_2_cap:.2f} times | "
         "{cards[NVIDIA H100 80GB HBM3][selective_over_every_2_cap]:.2f} times |",
     ),
-    ("levers", "**{loss_difference_max:.2%} worst**: difference of the final loss from a training in 32 bits"),
+    (
+        "levers",
+        "**{loss_difference_max:.2%} worst**: difference of the final loss from a training in 32"
+        " bits",
+    ),
     ("levers", "| no lever, bf16 | {loss_differences[none]:.2%} |"),
     ("levers", "| whole logits | {loss_differences[whole loss]:.2%} |"),
     ("levers", "| compiled layers | {loss_differences[layers compiled]:.2%} |"),
@@ -362,44 +542,68 @@ SAID = [
     ("levers", "| CUDA graphs | {loss_differences[CUDA graphs]:.2%} |"),
     ("levers", "one series ended {cards[NVIDIA H100 80GB HBM3][loss_difference_max]:.2%} lower"),
     ("levers", "graphs give {cards[NVIDIA H100 80GB HBM3][graphs_over_none]:.1f} times the speed"),
-    ("lever_checks", "compiled layers are the furthest, within {loss_difference_max:.2%}. An fp8 base ends"),
+    (
+        "lever_checks",
+        "compiled layers are the furthest, within {loss_difference_max:.2%}. An fp8 base ends",
+    ),
     ("lever_checks", "ends {loss_differences[fp8 base, layers compiled]:.2%} higher"),
     ("lever_checks", "lowers the loss by {arriving[none, 1e-05]:.0%} of its effect in 32 bits"),
-    ("lever_checks", "of 3e-5 lowers it by {arriving[none, 3e-05]:.0%}, one of 1e-4 by {arriving[none, 0.0001]:.0%}"),
+    (
+        "lever_checks",
+        "of 3e-5 lowers it by {arriving[none, 3e-05]:.0%}, one of 1e-4 by {arriving[none,"
+        " 0.0001]:.0%}",
+    ),
     (
         "packed_attention",
-        "**{packed_over_full:.2f} and {packed_over_full_short:.2f} times**: useful tokens/s of packed rows",
+        "**{packed_over_full:.2f} and {packed_over_full_short:.2f} times**: useful tokens/s of"
+        " packed rows",
     ),
-    ("packed_attention", "Masked packed rows reach {masked_over_full:.2f} and {masked_over_full_short:.2f} times"),
+    (
+        "packed_attention",
+        "Masked packed rows reach {masked_over_full:.2f} and {masked_over_full_short:.2f} times",
+    ),
     ("packed_attention", "**{loss_difference_max:.1%}**: largest difference of the losses"),
     ("labels", "token by token: {rows:,} rows with real chat templates"),
     ("labels", "All agree except {rows_said:,}, and the exported file's head explains these"),
     ("labels", "Others that differ: {mismatches} ("),
     ("chat_training", "**{trl_difference:.5f}**: difference of the final held-out loss"),
     ("chat_training", "was trained on {rows:,} conversations of several turns"),
-    ("chat_training", "The loss of {held_out} held-out answers fell from {loss_before:.2f} to {loss_after:.2f}"),
+    (
+        "chat_training",
+        "The loss of {held_out} held-out answers fell from {loss_before:.2f} to {loss_after:.2f}",
+    ),
     ("learn", "for at most {cost_share_max:.1%} of the sweep's steps"),
     ("reports", "**{right} of {cases} right**: 20 public reports"),
     ("fuzz", "**{faults} faults**: {tried:,} mutated datasets and files of other tools"),
     ("lost_text", "{tried:,} random conversations with 72 chat templates"),
     (
         "check_examples",
-        "**{answered} of {files} answered**: Of the {files} example files that Axolotl, LLaMA-Factory and TRL ship",
+        "**{answered} of {files} answered**: Of the {files} example files that Axolotl,"
+        " LLaMA-Factory and TRL ship",
     ),
-    ("check_examples", "answers {answered} for one H100 without the Hub. It refuses the other {refused} with a reason"),
     (
         "check_examples",
-        "{by_reason[model]} name a model that only the Hub knows, {by_reason[no training]} describe no "
+        "answers {answered} for one H100 without the Hub. It refuses the other {refused} with a"
+        " reason",
+    ),
+    (
+        "check_examples",
+        "{by_reason[model]} name a model that only the Hub knows, {by_reason[no training]} describe"
+        " no "
         "training, and {by_reason[not supported]} use",
     ),
     (
         "check_examples",
-        "Another {by_reason[objective]} train by another objective, {by_reason[no count]} could not be "
+        "Another {by_reason[objective]} train by another objective, {by_reason[no count]} could not"
+        " be "
         "counted, and {by_reason[tool]} names",
     ),
     ("fleet", "{workers} workers and a PostgreSQL server on two cores finished {trials:,} trials"),
     ("fleet", "The tuner itself takes {overhead_ms_one_worker:.0f} ms per trial"),
-    ("disturbed", "**{trials_lost} trials lost, {extra_seconds:.0f} s more**: a study of Mistral-7B"),
+    (
+        "disturbed",
+        "**{trials_lost} trials lost, {extra_seconds:.0f} s more**: a study of Mistral-7B",
+    ),
     ("mutation", "**{killed_share:.1%}**: Of {mutants} single changes of meaning"),
     ("mutation", "the tests noticed {killed_share:.1%}, in {minutes:.0f} minutes"),
 ]
@@ -412,7 +616,10 @@ def program(name: str, patch: pytest.MonkeyPatch) -> Any:
 
 
 def mode_of(result: str, patch: pytest.MonkeyPatch) -> Any:
-    """Return the mode that a stored result names in its command. A program with a single mode names none."""
+    """Return the mode that a stored result names in its command.
+
+    A program with a single mode names none.
+    """
     python, path, *words = shlex.split(RESULTS[result]["command"])
     assert python == "python" and Path(path).parent == Path("benchmarks") and (ROOT / path).exists()
     modes = program(Path(path).stem, patch).MODES
@@ -436,7 +643,9 @@ UNMEASURED = {"gate", "day_zero"}  # results whose first measurement is still to
 
 
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.stem)
-def test_each_mode_that_saves_a_result_is_named_by_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_mode_that_saves_a_result_is_named_by_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = program(path.stem, monkeypatch)
     for mode in getattr(module, "MODES", {}).values():
         if mode.result in UNMEASURED:
@@ -450,7 +659,9 @@ def test_a_summary_follows_from_its_rows(name: str, monkeypatch: pytest.MonkeyPa
     stored, beside = RESULTS[name]["summary"], BESIDE_ROWS.get(name, set())
     computed = mode_of(name, monkeypatch).summarize(RESULTS[name]["rows"])
     assert beside <= stored.keys()
-    assert rounded(computed) == rounded({key: value for key, value in stored.items() if key not in beside})
+    assert rounded(computed) == rounded(
+        {key: value for key, value in stored.items() if key not in beside}
+    )
 
 
 @pytest.mark.parametrize(
@@ -474,7 +685,11 @@ def test_rows_follow_from_what_was_measured(
 ) -> None:
     """Where formulas of the package are part of a row, a change of these shows here."""
     options = ["--rows", str(BENCHMARKS / "data" / measured), "--seconds", "0"] if measured else []
-    options = ["--counted", str(BENCHMARKS / "results" / f"{name}.json")] if name == "counted_ranks" else options
+    options = (
+        ["--counted", str(BENCHMARKS / "results" / f"{name}.json")]
+        if name == "counted_ranks"
+        else options
+    )
     if name in ("plan_memory", "plan_objectives"):
         options += ["--counted", str(BENCHMARKS / "results" / f"{name}.json")]
     run_mode(name, [*options, "--out", str(tmp_path)], monkeypatch)
@@ -484,22 +699,38 @@ def test_rows_follow_from_what_was_measured(
 
 
 def test_searches_take_as_long_as_the_result_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one seed, which ours does not depend on. A change of how the product searches shows here."""
+    """With one seed, which ours does not depend on.
+
+    A change of how the product searches shows here.
+    """
     search = program("search", monkeypatch)
     table, row = search.Table(search.TABLE), RESULTS["search_efficiency"]["rows"][0]
     goal = table.best() * (1 - search.WITHIN)
-    assert {name: run(table, row["seed"], goal) for name, run in search.SEARCHES.items()} == pytest.approx(
-        {name: row[name] for name in search.SEARCHES}
-    )
+    assert {
+        name: run(table, row["seed"], goal) for name, run in search.SEARCHES.items()
+    } == pytest.approx({name: row[name] for name in search.SEARCHES})
 
 
-def test_packed_rows_are_compared_with_the_full_rows_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_rows_are_compared_with_the_full_rows_around_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module = program("packing", monkeypatch)
     assert sum(module.SHORT) / len(module.SHORT) == pytest.approx(128, abs=0.5)
-    speeds = {"full": 90.0, "usual, mask": 85.0, "usual, varlen": 101.0, "short, varlen": 120.0, "full again": 110.0}
-    rows: list[dict[str, Any]] = [{"case": case, "outcome": "ok", "tokens_per_s": one} for case, one in speeds.items()]
+    speeds = {
+        "full": 90.0,
+        "usual, mask": 85.0,
+        "usual, varlen": 101.0,
+        "short, varlen": 120.0,
+        "full again": 110.0,
+    }
+    rows: list[dict[str, Any]] = [
+        {"case": case, "outcome": "ok", "tokens_per_s": one} for case, one in speeds.items()
+    ]
     rows += [{"case": "short, mask", "outcome": "oom"}]
-    rows += [{"losses_of": "mask", "losses": [10.0, 4.0]}, {"losses_of": "varlen", "losses": [10.0, 5.0]}]
+    rows += [
+        {"losses_of": "mask", "losses": [10.0, 4.0]},
+        {"losses_of": "varlen", "losses": [10.0, 5.0]},
+    ]
     assert module.summarize_attention(rows) == pytest.approx(
         {
             "cases": 8,
@@ -512,7 +743,9 @@ def test_packed_rows_are_compared_with_the_full_rows_around_them(monkeypatch: py
             "loss_difference_max": 0.2,
         }
     )
-    assert module.summarize_attention(rows[:1])["full_differs"] == 0 and module.summarize_attention([]) == {"cases": 0}
+    assert module.summarize_attention(rows[:1])["full_differs"] == 0 and module.summarize_attention(
+        []
+    ) == {"cases": 0}
 
 
 PACKED = {"full": 9.0, "usual, varlen": 12.0, "full again": 11.0}
@@ -522,14 +755,19 @@ def test_levers_are_measured_with_and_without_them(monkeypatch: pytest.MonkeyPat
     module = program("levers", monkeypatch)
     asked = SimpleNamespace(model="mistral-7b", memory_gib=75.0, first=False)
     every = module.side_cases(asked)
-    assert len({(part, lever, model, config) for part, lever, model, config, _ in every}) == len(every)
-    for part, lever, _, config, memory_gib in every:  # each configuration is the one that its lever names
+    assert len({(part, lever, model, config) for part, lever, model, config, _ in every}) == len(
+        every
+    )
+    # each configuration is the one that its lever names
+    for part, lever, _, config, memory_gib in every:
         assert ("CUDA graphs" in lever) is (config.cuda_graphs == "micro_batch")
         assert memory_gib == {"cap": 22.0, "graphs": 70.0}.get(part, 75.0)
         if part in ("cap", "long rows"):
             assert (config.checkpointing, config.compile) == (lever, "per_layer")
     # A CPU has no CUDA graphs.
-    assert set(module.CHECKS_LEVERS) - set(module.levers_of(module.torch.device("cpu"))) == {"CUDA graphs"}
+    assert set(module.CHECKS_LEVERS) - set(module.levers_of(module.torch.device("cpu"))) == {
+        "CUDA graphs"
+    }
     assert module.levers_of(module.torch.device("cuda")) == list(module.CHECKS_LEVERS)
     asked.first = True
     assert {case[:4] for case in module.side_cases(asked)} < {case[:4] for case in every}
@@ -539,7 +777,12 @@ def test_levers_are_measured_with_and_without_them(monkeypatch: pytest.MonkeyPat
         {"part": "cap", "lever": "selective_30", "tokens_per_s": 12.0},
         {"part": "graphs", "lever": "1 x 512", "tokens_per_s": 2.0},
         {"part": "graphs", "lever": "1 x 512, CUDA graphs", "tokens_per_s": 3.0},
-        {"part": "gradients", "lever": "CUDA graphs", "gradient_difference": 0.01, "loss_difference": 0.02},
+        {
+            "part": "gradients",
+            "lever": "CUDA graphs",
+            "gradient_difference": 0.01,
+            "loss_difference": 0.02,
+        },
         {"part": "losses", "check": "selective_30", "difference": -0.003},
         {"part": "losses", "check": "fp8 base", "difference": -0.002},
         {"part": "losses", "check": "in 32 bits", "last_loss": 4.0},
@@ -548,7 +791,10 @@ def test_levers_are_measured_with_and_without_them(monkeypatch: pytest.MonkeyPat
     without, with_it = (one.label() for one in module.sides_of("fp8 base", 16, 1024))
     rows += [{"part": "sides", "lever": "", "config": without, "tokens_per_s": 4.0}]
     rows += [{"part": "sides", "lever": "", "config": with_it, "tokens_per_s": 5.0}]
-    rows += [{"part": "packed", "case": case, "outcome": "ok", "tokens_per_s": speed} for case, speed in PACKED.items()]
+    rows += [
+        {"part": "packed", "case": case, "outcome": "ok", "tokens_per_s": speed}
+        for case, speed in PACKED.items()
+    ]
     other = {"part": "graphs", "lever": "1 x 512, compiled", "tokens_per_s": 1.0, "card": "another"}
     summary = module.summarize_sides([*[row | {"card": "one"} for row in rows], other])
     assert set(summary.pop("cards")) == {"one", "another"}
@@ -568,7 +814,9 @@ def test_levers_are_measured_with_and_without_them(monkeypatch: pytest.MonkeyPat
             "loss_difference_max": 0.003,
         }
     )
-    alone = module.summarize_sides([other | {"lever": "1 x 512, CUDA graphs"}, rows[3] | {"card": "one"}])
+    alone = module.summarize_sides(
+        [other | {"lever": "1 x 512, CUDA graphs"}, rows[3] | {"card": "one"}]
+    )
     assert alone["graphs_over_none"] is None  # two cards are not compared
     assert module.summarize_sides([]).pop("cards") == {}
 
@@ -577,11 +825,19 @@ def test_the_long_tailed_lengths_are_those_that_are_told(monkeypatch: pytest.Mon
     module = program("packing", monkeypatch)
     lengths = module.long_tailed_lengths()
     assert lengths == module.long_tailed_lengths() and len(lengths) == 3000
-    assert sum(lengths) / 3000 == pytest.approx(376, abs=0.5) and max(lengths) == 4096 and min(lengths) >= 16
+    assert (
+        sum(lengths) / 3000 == pytest.approx(376, abs=0.5)
+        and max(lengths) == 4096
+        and min(lengths) >= 16
+    )
 
 
-def test_who_sets_the_pace_of_a_pair_follows_from_how_long_the_cards_were_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host has 0.8 of a micro batch where the device is busy for the fourth root of 1 - 0.8^4 of it: 0.8765."""
+def test_who_sets_the_pace_of_a_pair_follows_from_how_long_the_cards_were_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A host has 0.8 of a micro batch where the device is busy for the fourth root of 1 - 0.8^4 of
+    it: 0.8765.
+    """
     transfer = program("transfer", monkeypatch)
     cards = [transfer.read_card(path) for path in transfer.STORED]
     rows = [row for row in RESULTS["transfer"]["rows"] if "target" in row]
@@ -613,11 +869,15 @@ def test_two_depths_give_what_a_whole_model_was_measured_to_hold() -> None:
         for depth, row in found.items()
     }
     predicted = count_at_depth((2, counts[2]), (4, counts[4]), 16)
-    assert predicted.peak_allocated_gib == pytest.approx(found[None]["peak_allocated_gib"], rel=1e-5)
+    assert predicted.peak_allocated_gib == pytest.approx(
+        found[None]["peak_allocated_gib"], rel=1e-5
+    )
     assert predicted.segment_peak_gib == pytest.approx(found[None]["segment_peak_gib"], rel=1e-5)
 
 
-def test_rows_are_labelled_as_train_py_labels_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rows_are_labelled_as_train_py_labels_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     labels = program("labels", monkeypatch)
     case = "alpaca, no template"
     monkeypatch.setattr(labels, "CASES", {case: labels.CASES[case]})
@@ -629,7 +889,9 @@ def test_rows_are_labelled_as_train_py_labels_them(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("name", "text"), SAID)
 def test_the_documents_say_what_was_measured(name: str, text: str) -> None:
-    evidence = " ".join((ROOT / "docs" / "evidence.md").read_text(encoding="utf-8").split()).replace(" %", "%")
+    evidence = " ".join(
+        (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8").split()
+    ).replace(" %", "%")
     assert text.format(**RESULTS[name]["summary"]) in evidence
 
 
@@ -639,17 +901,26 @@ def test_what_was_not_measured_of_a_fault_is_no_zero() -> None:
 
 
 def test_plan_says_how_accurate_it_is() -> None:
-    text = "within {error_max:.1%} of the {fitted_models} models on an H200 that it was made with, and"
-    text += " {heldout_error_max:.1%} of {heldout_models} others (LoRA, nf4, full fine-tuning); speed by another,"
+    text = (
+        "within {error_max:.1%} of the {fitted_models} models on an H200 that it was made with, and"
+    )
+    text += (
+        " {heldout_error_max:.1%} of {heldout_models} others (LoRA, nf4, full fine-tuning);"
+        " speed by another,"
+    )
     text += " {heldout_pace_error_median:.0%} off"
     assert text.format(**RESULTS["plan_memory"]["summary"]) in ACCURACY.replace(" %", "%")
 
 
 def test_plans_of_other_objectives_say_how_accurate_they_are() -> None:
     text = (
-        "within {error_max:.1%} of {configs} trainings for dpo, kto, reward and classification on an H200 (six models,"
+        "within {error_max:.1%} of {configs} trainings for dpo, kto, reward and classification"
+        " on an H200 (six models,"
     )
-    text += " LoRA, all recomputed); speed by another, {time_error_median:.0%} off in the median of these and"
+    text += (
+        " LoRA, all recomputed); speed by another, {time_error_median:.0%} off in the median"
+        " of these and"
+    )
     text += " {time_error_max:.0%} at worst"
     found = RESULTS["plan_objectives"]["summary"]
     assert found["models"] == 6 and text.format(**found) in OF_OBJECTIVES.replace(" %", "%")
@@ -657,40 +928,63 @@ def test_plans_of_other_objectives_say_how_accurate_they_are() -> None:
 
 def test_plan_says_how_accurate_counts_are() -> None:
     said = COUNTED.replace(" %", "%")
-    counted = "{device_bound_counted_error_median:.1%} off in the median of {models} dense models on an H200"
+    counted = (
+        "{device_bound_counted_error_median:.1%} off in the median of {models} dense models"
+        " on an H200"
+    )
     counted += (
-        " where the device sets the pace, and {unknown_counted_error_median:.1%} of {unknown_models} others on an"
+        " where the device sets the pace, and {unknown_counted_error_median:.1%} of"
+        " {unknown_models} others on an"
     )
     counted += " H100 ({unknown_first_error_median:.0%} before"
     assert counted.format(**RESULTS["counted_speed"]["summary"]) in said
-    memory = "{error_median:.1%} off in the median and {error_max:.1%} at worst for {families} kinds of model"
+    memory = (
+        "{error_median:.1%} off in the median and {error_max:.1%} at worst for {families}"
+        " kinds of model"
+    )
     assert memory.format(**RESULTS["dry_probe"]["summary"]) in said
 
 
 def test_plans_of_several_gpus_say_how_accurate_they_are() -> None:
     own, counted = (RESULTS[name]["summary"] for name in ("plan_world", "counted_ranks"))
-    said = f"within {own['own_memory_error_max']:.1%} of four measured ranks and {counted['error_max']:.1%} of"
+    said = (
+        f"within {own['own_memory_error_max']:.1%} of four measured ranks and"
+        f" {counted['error_max']:.1%} of"
+    )
     assert f"{said} {counted['ranks']} counted ones" in RANK_ACCURACY.replace(" %", "%")
-    of_counted = f"{counted['error_median']:.1%} off in the median and {counted['error_max']:.1%} at worst of"
-    document = " ".join((ROOT / "docs" / "many-gpus.md").read_text(encoding="utf-8").split()).replace(" %", "%")
+    of_counted = (
+        f"{counted['error_median']:.1%} off in the median and {counted['error_max']:.1%}"
+        " at worst of"
+    )
+    document = " ".join(
+        (ROOT / "docs" / "many-gpus.md").read_text(encoding="utf-8").split()
+    ).replace(" %", "%")
     assert f"{of_counted} {counted['ranks']} ranks" in document
     assert f"at most {own['own_memory_error_max']:.1%} below four ranks" in document
     waits = RESULTS["waiting"]["summary"]
     assert f"Of {waits['drawn']} simulated trainings" in document and waits["error_max"] <= 0.01
     assert f"where it is up to {waits['largest_share']:.2f}; of {waits['grouped']} with" in document
-    dealt = f"and of {waits['dealt']} whose rows are dealt out at most {waits['dealt_error_max']:.2f}"
+    dealt = (
+        f"and of {waits['dealt']} whose rows are dealt out at most {waits['dealt_error_max']:.2f}"
+    )
     assert f"at most {waits['grouped_error_max']:.2f}, {dealt}. Probes on" in document
     several = (
-        f"takes {waits['of_drawn_least']:.2f} to {waits['of_drawn_most']:.2f} of the time of rows as they are drawn"
+        f"takes {waits['of_drawn_least']:.2f} to {waits['of_drawn_most']:.2f} of the time of"
+        " rows as they are drawn"
     )
     assert f"{several}, {waits['of_drawn_median']:.2f} in the median" in document
-    assert f"less, {waits['alone_of_drawn_least']:.2f} to {waits['alone_of_drawn_most']:.2f} with micro" in document
+    assert (
+        f"less, {waits['alone_of_drawn_least']:.2f} to {waits['alone_of_drawn_most']:.2f} with"
+        " micro" in document
+    )
 
 
 def test_the_documents_say_which_versions_were_measured() -> None:
     """Those of the GPU, and those of the tests, which no GPU ran."""
     studies = [json.loads(path.read_text()) for path in (ROOT / "studies").glob("*/summary.json")]
-    fingerprints = [found["fingerprint"] for found in (*RESULTS.values(), *studies) if found["fingerprint"]]
+    fingerprints = [
+        found["fingerprint"] for found in (*RESULTS.values(), *studies) if found["fingerprint"]
+    ]
     without_device = {name for name, found in RESULTS.items() if not found["fingerprint"]}
     of_data = {
         "check_examples",
@@ -705,14 +999,20 @@ def test_the_documents_say_which_versions_were_measured() -> None:
         "waiting",
     }
     of_rows = {"fuzz", "labels", "lost_text", "reports"}
-    assert without_device <= {"catalogue", "fleet", "mutation", "strange_inputs"} | of_rows | of_data
+    assert (
+        without_device <= {"catalogue", "fleet", "mutation", "strange_inputs"} | of_rows | of_data
+    )
     for path in (BENCHMARKS / "data").glob("transfer_*.jsonl"):  # a result of two cards
         fingerprints.append(json.loads(path.read_text().splitlines()[0])["fingerprint"])
     on_gpus = [found["packages"] for found in fingerprints if found["device"].startswith("NVIDIA")]
     assert len(on_gpus) > 15
-    ((torch, transformers),) = {(packages["torch"], packages["transformers"]) for packages in on_gpus}
+    ((torch, transformers),) = {
+        (packages["torch"], packages["transformers"]) for packages in on_gpus
+    }
     pins = dict(
-        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("t")
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line.startswith("t")
     )
     for name in ("README.md", "docs/evidence.md"):
         text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
@@ -722,24 +1022,34 @@ def test_the_documents_say_which_versions_were_measured() -> None:
     assert f"torch {torch}, transformers {transformers}" in told
 
 
-def test_a_recording_has_the_moments_and_nothing_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_has_the_moments_and_nothing_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module = program("first_minutes", monkeypatch)
     assert module.readme_options()[:4] == ["--gpu", "cpu", "--model", "demo-3m"]
-    frames = [(1.0, " baseline  lora\r\n"), (2.5, "\x1b[2K  best  trial 0, 1,0"), (3.0, "23 tokens/s\r\n")]
+    frames = [
+        (1.0, " baseline  lora\r\n"),
+        (2.5, "\x1b[2K  best  trial 0, 1,0"),
+        (3.0, "23 tokens/s\r\n"),
+    ]
     frames.append((9.0, "     next  try"))
     made = module.Recording(frames=frames)
     moments = {name: made.moment(pattern) for name, pattern in module.MOMENTS.items()}
     assert moments == {"plan_s": 1.0, "first_number_s": 3.0, "first_oom_s": None, "answer_s": 9.0}
     header, *events = map(json.loads, module.as_cast(made, 100, 30, "autotune run").splitlines())
     assert (header["version"], header["width"], header["height"]) == (2, 100, 30)
-    assert [event[0] for event in events] == [1.0, 2.5, 3.0, 9.0] and {event[1] for event in events} == {"o"}
+    assert [event[0] for event in events] == [1.0, 2.5, 3.0, 9.0] and {
+        event[1] for event in events
+    } == {"o"}
     made.frames.append((9.5, f"scp you@gpu-box:{Path.home()}/report.html"))
     with pytest.raises(SystemExit, match="words of this machine"):
         module.as_cast(made, 100, 30, "autotune run")
 
 
 @pytest.mark.parametrize("columns", [100, 160])
-@pytest.mark.parametrize(("name", "file"), [("readme", "first-minutes"), ("h100", "first-minutes-h100")])
+@pytest.mark.parametrize(
+    ("name", "file"), [("readme", "first-minutes"), ("h100", "first-minutes-h100")]
+)
 def test_the_committed_recordings_end_with_the_answer(
     name: str, file: str, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -747,7 +1057,11 @@ def test_the_committed_recordings_end_with_the_answer(
     lines = (ROOT / "docs" / "recordings" / f"{file}-{columns}.cast").read_text().splitlines()
     frames = [(seconds, text) for seconds, _, text in map(json.loads, lines[1:])]
     made = module.Recording(frames=frames)
-    row = next(one for one in RESULTS["first_minutes"]["rows"] if (one["name"], one["columns"]) == (name, columns))
+    row = next(
+        one
+        for one in RESULTS["first_minutes"]["rows"]
+        if (one["name"], one["columns"]) == (name, columns)
+    )
     for moment, pattern in module.MOMENTS.items():
         assert made.moment(pattern) == row[moment], moment
     assert min(later - sooner for (sooner, _), (later, _) in pairwise(frames)) >= 0.0
@@ -765,8 +1079,12 @@ def test_readme_shows_what_was_measured_side_by_side(monkeypatch: pytest.MonkeyP
     assert f"has {recomputed['micro batch 8, recomputation full']:,.0f}\ntokens/s then" in readme
 
 
-def test_a_cold_study_is_within_the_goal_when_its_trial_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the long study's speeds of the same card: one that a noisy probe found fast does not count."""
+def test_a_cold_study_is_within_the_goal_when_its_trial_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the long study's speeds of the same card: one that a noisy probe found fast does not
+    count.
+    """
     module = program("study", monkeypatch)
 
     def study(
@@ -785,7 +1103,12 @@ def test_a_cold_study_is_within_the_goal_when_its_trial_ends(monkeypatch: pytest
         }
 
     card, other = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
-    early = (30.0, "noisy", 1200.0), (50.0, "too slow", 970.0), (70.0, "good", 960.0), (70.0, "out of memory", None)
+    early = (
+        (30.0, "noisy", 1200.0),
+        (50.0, "too slow", 970.0),
+        (70.0, "good", 960.0),
+        (70.0, "out of memory", None),
+    )
     rows = [
         study("ahead", card, *early, (130.0, "late", 999.0), compile_s=8.0),
         study("never", card, *early[:1], compile_s=60.0),
@@ -822,7 +1145,8 @@ def test_ours_is_compared_with_the_best_of_the_others(monkeypatch: pytest.Monkey
         {"key": module.EQUAL, "card": "1", "tokens_per_s": 15.0},
         {"key": module.STUDY, "card": "2", "tokens_per_s": 22.0},
         {"key": "trl", "card": "1", "tokens_per_s": 10.0},
-        {"key": "trl", "card": "2", "tokens_per_s": 11.0},  # a faster card, on which ours was not measured
+        # a faster card, on which ours was not measured
+        {"key": "trl", "card": "2", "tokens_per_s": 11.0},
         {"key": "unsloth", "card": "1", "tokens_per_s": None},
     ]
     found = module.summarize(rows)
@@ -832,7 +1156,9 @@ def test_ours_is_compared_with_the_best_of_the_others(monkeypatch: pytest.Monkey
     assert module.summarize([])["ratio"] is None
 
 
-def test_the_longest_row_counts_under_the_memory_of_its_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_row_counts_under_the_memory_of_its_mark(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module = program("longest", monkeypatch)
     row = {"depth": None, "outcome": "ok", "step_s": 9.0, "need_gib": 20.0, "host_gib": 8.0}
     rows = [

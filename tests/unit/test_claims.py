@@ -1,4 +1,6 @@
-"""`docs/claims.md`: every number in it follows from a stored result, a data sheet or an estimate made here."""
+"""`docs/claims.md`: every number in it follows from a stored result, a data sheet or an estimate
+made here.
+"""
 
 import re
 from pathlib import Path
@@ -17,46 +19,92 @@ PAGE = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
 SAID = [
     (
         "nf4_search_table",
-        "In each of {pairs} pairs an nf4 base reserved less memory than one in bf16: {memory_max_percent:.0f} to"
+        "In each of {pairs} pairs an nf4 base reserved less memory than one in bf16:"
+        " {memory_max_percent:.0f} to"
         " {memory_min_less:.0%} less, {memory_median_less:.0%} in the median.",
     ),
-    ("nf4_large", "with at least 4,096 tokens in a micro batch, {memory_max_percent:.0f} to {memory_min_less:.0%}."),
-    ("nf4_large", "{speed_median:.2f} times the speed in the median ({speed_min:.2f} to {speed_max:.2f}), since each"),
+    (
+        "nf4_large",
+        "with at least 4,096 tokens in a micro batch, {memory_max_percent:.0f} to"
+        " {memory_min_less:.0%}.",
+    ),
+    (
+        "nf4_large",
+        "{speed_median:.2f} times the speed in the median ({speed_min:.2f} to {speed_max:.2f}),"
+        " since each",
+    ),
     (
         "cudnn_reference_levers",
-        "{speed_median:.2f} times the speed of torch's choice in the median of {pairs} pairs (at most",
+        "{speed_median:.2f} times the speed of torch's choice in the median of {pairs} pairs (at"
+        " most",
     ),
     ("cudnn_reference_levers", "pairs (at most {speed_max:.3f})"),
-    ("adamw_8bit_full", "reached {speed_min:.3f} times the speed of torch's fused AdamW with both models"),
-    ("adamw_8bit_full", "reached {speed_max:.3f} times the speed of torch's fused AdamW with both models"),
-    ("adamw_8bit_full", "and reserved {memory_max_percent:.0f} to {memory_min_less:.0%} less memory. With LoRA"),
+    (
+        "adamw_8bit_full",
+        "reached {speed_min:.3f} times the speed of torch's fused AdamW with both models",
+    ),
+    (
+        "adamw_8bit_full",
+        "reached {speed_max:.3f} times the speed of torch's fused AdamW with both models",
+    ),
+    (
+        "adamw_8bit_full",
+        "and reserved {memory_max_percent:.0f} to {memory_min_less:.0%} less memory. With LoRA",
+    ),
     (
         "adamw_8bit_lora",
-        "it reached {speed_min:.3f} to {speed_max:.3f} times the speed for {memory_median_less:.0%} of the memory",
+        "it reached {speed_min:.3f} to {speed_max:.3f} times the speed for {memory_median_less:.0%}"
+        " of the memory",
     ),
     (
         "adamw_8bit_large",
-        "in {pairs} pairs of the search table with at least 4,096 tokens in a micro batch {speed_median:.2f} times",
+        "in {pairs} pairs of the search table with at least 4,096 tokens in a micro batch"
+        " {speed_median:.2f} times",
     ),
     ("adamw_8bit_large", "times in the median ({speed_min:.2f} to {speed_max:.2f}). A step"),
-    ("liger_reference_levers", "Liger's kernels alone {speed_min:.2f} to {speed_max:.2f} times the speed"),
+    (
+        "liger_reference_levers",
+        "Liger's kernels alone {speed_min:.2f} to {speed_max:.2f} times the speed",
+    ),
     ("together_lora", "together {speed_max:.2f} times with LoRA (Mistral-7B)"),
     ("together_full", "and {speed_min:.2f} to {speed_max:.2f} times in full fine-tuning"),
-    ("together_reference_levers", "for {memory_min:.1f} to {memory_max:.1f} times the memory. `autotune run`"),
+    (
+        "together_reference_levers",
+        "for {memory_min:.1f} to {memory_max:.1f} times the memory. `autotune run`",
+    ),
     ("checkpointing_full", "{speed_min:.2f} times the speed with both models, for"),
     ("checkpointing_full", "{speed_max:.2f} times the speed with both models, for"),
-    ("checkpointing_full", "for {memory_max_percent:.0f} to {memory_min_less:.0%} less memory. Refuted"),
+    (
+        "checkpointing_full",
+        "for {memory_max_percent:.0f} to {memory_min_less:.0%} less memory. Refuted",
+    ),
     (
         "checkpointing_lora",
-        "with LoRA: {speed_min:.2f} to {speed_max:.2f} times the speed, for {memory_max_percent:.0f} to"
+        "with LoRA: {speed_min:.2f} to {speed_max:.2f} times the speed, for"
+        " {memory_max_percent:.0f} to"
         " {memory_min_less:.0%} less memory",
     ),
-    ("checkpointing_large", "In {pairs} pairs of the search table with at least 4,096 tokens in a micro batch it"),
-    ("checkpointing_large", "reached {speed_median:.2f} times the speed in the median ({speed_min:.2f} to"),
+    (
+        "checkpointing_large",
+        "In {pairs} pairs of the search table with at least 4,096 tokens in a micro batch it",
+    ),
+    (
+        "checkpointing_large",
+        "reached {speed_median:.2f} times the speed in the median ({speed_min:.2f} to",
+    ),
     ("checkpointing_large", "in the median ({speed_min:.2f} to {speed_max:.2f})."),
-    ("packing_against_seq_len_packing", "packed rows trained {speed_max:.2f} times as many useful tokens/s"),
-    ("packing_against_lengths_real_data", "on another {speed_max:.2f} times as many as rows padded to one of four"),
-    ("packing_against_longest_real_data", "and {speed_max:.2f} times as many as rows padded to the longest of their"),
+    (
+        "packing_against_seq_len_packing",
+        "packed rows trained {speed_max:.2f} times as many useful tokens/s",
+    ),
+    (
+        "packing_against_lengths_real_data",
+        "on another {speed_max:.2f} times as many as rows padded to one of four",
+    ),
+    (
+        "packing_against_longest_real_data",
+        "and {speed_max:.2f} times as many as rows padded to the longest of their",
+    ),
     ("micro_batch_2_search_table", "in the median {speed_median:.2f} times from 1 to 2 rows"),
     ("micro_batch_4_search_table", "{speed_median:.2f} from 2 to 4"),
     ("micro_batch_8_search_table", "{speed_median:.2f} from 4 to 8"),
@@ -70,11 +118,13 @@ SAID = [
     ),
     (
         "micro_batch_4_to_8_reference_levers",
-        "eight {speed_min:.3f} to {speed_max:.3f} times that of four, for {memory_min:.1f} to {memory_max:.1f} times",
+        "eight {speed_min:.3f} to {speed_max:.3f} times that of four, for {memory_min:.1f} to"
+        " {memory_max:.1f} times",
     ),
     (
         "rank_64_warm_vs_cold",
-        "rank 64 reached {speed_max:.3f} times the speed of rank 16 (Mistral-7B, 6 rows of 1,024 tokens), with"
+        "rank 64 reached {speed_max:.3f} times the speed of rank 16 (Mistral-7B, 6 rows of 1,024"
+        " tokens), with"
         " {memory_max:.2f} times the memory",
     ),
     ("compile_full", "compiled layers reached {speed_min:.2f} times the speed with both models"),
@@ -82,14 +132,16 @@ SAID = [
     ("compile_lora", "gain more: {speed_min:.2f} to {speed_max:.2f} times"),
     (
         "compile_large",
-        "In {pairs} pairs of the search table with at least 4,096 tokens in a micro batch it was {speed_median:.2f}"
+        "In {pairs} pairs of the search table with at least 4,096 tokens in a micro batch it was"
+        " {speed_median:.2f}"
         " times in the median ({speed_min:.2f} to {speed_max:.2f}).",
     ),
     ("compile_search_table", "In all {pairs} it was {speed_median:.2f} times: small"),
 ]
 # Numbers that say what something is, and not how much was measured of it.
 NAMES = (
-    r"Llama 3\.1 8B|Mistral-7B\w*|FlashAttention 2|RTX [45]090|H[12]00|8-bit|in 4 bits|in 32 bits|nf4|bf16|80% of cases"
+    r"Llama 3\.1 8B|Mistral-7B\w*|FlashAttention 2|RTX [45]090|H[12]00|8-bit|in 4 bits|in 32"
+    r" bits|nf4|bf16|80% of cases"
     r"|rows of 512 tokens|from \d+ to \d+(?= rows|,)|of ranks 8 and 16|rank 64 reached"
 )
 
@@ -99,7 +151,9 @@ def words(text: str) -> str:
 
 
 def values(group: str) -> dict[str, Any]:
-    """The summary of a group; `..._less` and, in percent, `..._percent` are by how much a ratio is below 1."""
+    """The summary of a group; `..._less` and, in percent, `..._percent` are by how much a ratio is
+    below 1.
+    """
     found = RESULTS["claims"]["summary"][group]
     less = {f"{key}_less": 1 - value for key, value in found.items()}
     return found | less | {f"{key}_percent": 100 * (1 - value) for key, value in found.items()}
@@ -126,7 +180,9 @@ def published() -> str:
 
 
 def estimated() -> list[str]:
-    """What the page says of cards that were not measured: their data sheets, and what is estimated from these."""
+    """What the page says of cards that were not measured: their data sheets, and what is estimated
+    from these.
+    """
     cards = ("rtx-5090", "rtx-4090", "h100")
     peaks = [resolve_device(card).bf16_tflops for card in cards]
     (group,) = compare("mistral-7b", cards, space="qlora").groups
@@ -135,7 +191,9 @@ def estimated() -> list[str]:
     intervals = [(one.tokens_per_s, *one.interval) for one in best if one and one.interval]
     (rtx_5090, low, high), rtx_4090, h100 = intervals
     return [
-        "as {} TFLOP/s for the RTX 5090, {} for the RTX 4090 and {:.0f} for the H100 SXM".format(*peaks),
+        "as {} TFLOP/s for the RTX 5090, {} for the RTX 4090 and {:.0f} for the H100 SXM".format(
+            *peaks
+        ),
         f"{rtx_5090:,.0f} tokens/s on an RTX 5090 (80% of cases in {low:,.0f} to {high:,.0f})",
         "{:,.0f} on an RTX 4090 ({:,.0f} to {:,.0f})".format(*rtx_4090),
         "{:,.0f} on an H100 ({:,.0f} to {:,.0f})".format(*h100),
@@ -143,7 +201,9 @@ def estimated() -> list[str]:
 
 
 def test_every_number_is_held() -> None:
-    """What is left of the page without headings, table, code and the claims themselves has no number of its own."""
+    """What is left of the page without headings, table, code and the claims themselves has no
+    number of its own.
+    """
     kept = [line for line in PAGE.splitlines() if not line.startswith(("#", "|", ">"))]
     text = re.sub(r"`[^`]*`", "", words("\n".join(kept)))
     doubled = sum(values(f"micro_batch_{size}_search_table")["pairs"] for size in (2, 4, 8, 16))
@@ -155,7 +215,9 @@ def test_every_number_is_held() -> None:
         for part in (*(re.escape(re.sub(r"`[^`]*`", "", said)) for said in held), NAMES)
         for found in re.finditer(part, text)
     ]
-    bare = [text[first - 30 : last + 30] for first, last in numbers if not within(first, last, covered)]
+    bare = [
+        text[first - 30 : last + 30] for first, last in numbers if not within(first, last, covered)
+    ]
     assert bare == []
     assert all(re.sub(r"`[^`]*`", "", said) in text for said in held)
 

@@ -1,4 +1,6 @@
-"""The documents: links and anchors lead somewhere, errors find their place, and what is shown as an example works."""
+"""The documents: links and anchors lead somewhere, errors find their place, and what is shown as an
+example works.
+"""
 
 import ast
 import inspect
@@ -48,14 +50,21 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_every_image_is_shown_and_small() -> None:
     images = set((ROOT / "docs" / "images").iterdir())
     linked = {
-        (path.parent / link).resolve() for path in DOCUMENTS for link in LINK.findall(prose(path)) if "images/" in link
+        (path.parent / link).resolve()
+        for path in DOCUMENTS
+        for link in LINK.findall(prose(path))
+        if "images/" in link
     }
     assert images == linked
     assert all(image.stat().st_size < 300_000 for image in images)
 
 
 def test_errors_find_their_place() -> None:
-    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, AutotuneError)]
+    kinds = [
+        kind
+        for _, kind in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(kind, AutotuneError)
+    ]
     explained = {kind.explained for kind in kinds if kind.explained}
     assert len(explained) == 6 and explained <= anchors(ROOT / "docs" / "errors.md")
     codes = {
@@ -67,7 +76,10 @@ def test_errors_find_their_place() -> None:
 
 
 def test_an_error_is_a_statement() -> None:
-    """A question leaves the user without what happened. Hints such as "did you mean 'a10'?" may end a statement."""
+    """A question leaves the user without what happened.
+
+    Hints such as "did you mean 'a10'?" may end a statement.
+    """
     questions = [
         f"{path.name}:{node.lineno}"
         for path in (ROOT / "autotune").rglob("*.py")
@@ -86,7 +98,9 @@ def test_every_label_is_explained() -> None:
 
 def example(kind: str) -> str:
     """The example of `docs/adding.md` that is marked so."""
-    found = re.search(rf"^```\w+ {kind}\n(.*?)^```", (ROOT / "docs" / "adding.md").read_text(), re.M | re.DOTALL)
+    found = re.search(
+        rf"^```\w+ {kind}\n(.*?)^```", (ROOT / "docs" / "adding.md").read_text(), re.M | re.DOTALL
+    )
     assert found is not None
     return found[1]
 
@@ -94,7 +108,11 @@ def example(kind: str) -> str:
 def test_the_gpu_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = yaml.safe_load(example("gpus"))
     device = _device(row)
-    assert device.supports_bf16 and device.supports_fp8 and device.memory_gib == pytest.approx(47.5, abs=0.1)
+    assert (
+        device.supports_bf16
+        and device.supports_fp8
+        and device.memory_gib == pytest.approx(47.5, abs=0.1)
+    )
     (price,) = yaml.safe_load(example("prices"))
     assert prices._of_one_gpu(price).device == device.name
 
@@ -121,13 +139,19 @@ def test_the_exporter_can_be_added() -> None:
     recipe = summary().recipe
     (name, text), *none = names["export"](recipe).items()
     assert name == "winner.env" and not none
-    assert all(f"\n{knob.upper()}=" in text for knob in KNOBS if knob in recipe.winner.config.as_dict())
+    assert all(
+        f"\n{knob.upper()}=" in text for knob in KNOBS if knob in recipe.winner.config.as_dict()
+    )
 
 
 def test_the_sections_of_the_report_are_all_reported() -> None:
     reported = prose(ROOT / "docs" / "reading-the-report.md")
     page = (ROOT / "autotune" / "report" / "templates" / "report.html.j2").read_text()
-    heads = [head for head in re.findall(r"<h2>(.*?)</h2>", page) if head != "How to read the evidence labels"]
+    heads = [
+        head
+        for head in re.findall(r"<h2>(.*?)</h2>", page)
+        if head != "How to read the evidence labels"
+    ]
     assert len(heads) > 15 and len(draw(summary())) > 5
     for head in heads:
         known = head.removesuffix(" does to your examples").split(", checked against")[0]

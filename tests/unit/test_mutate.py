@@ -1,4 +1,6 @@
-"""The mutants of tests/mutate.py are told apart by name, and its list of equivalent ones names mutants that exist."""
+"""The mutants of tests/mutate.py are told apart by name, and its list of equivalent ones names
+mutants that exist.
+"""
 
 from tests.mutate import equivalents, mutants, sample
 

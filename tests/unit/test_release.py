@@ -1,4 +1,6 @@
-"""What a release consists of: the wheel's content, the container, the citation, the changelog, notes on upgrading."""
+"""What a release consists of: the wheel's content, the container, the citation, the changelog,
+notes on upgrading.
+"""
 
 import json
 import os
@@ -49,7 +51,9 @@ def test_a_wheel_works_from_any_directory(tmp_path: Path) -> None:
     assert all(suite["file"].startswith(str(site)) for suite in suites)
     spaces = {path.stem for path in (ROOT / "search_spaces").glob("*.yaml")}
     assert set(json.loads(autotune("spaces", "--json"))) == spaces
-    planned = json.loads(autotune("plan", "--model", "mistral-7b", "--gpu", "a10", "--space", "qlora", "--json"))
+    planned = json.loads(
+        autotune("plan", "--model", "mistral-7b", "--gpu", "a10", "--space", "qlora", "--json")
+    )
     assert planned["best"]["fits"] == "fits"
     assert "Published: https://" in autotune("plan", "--spec", "torchtune-llama-3.2-3b")
 
@@ -57,7 +61,15 @@ def test_a_wheel_works_from_any_directory(tmp_path: Path) -> None:
 def test_a_source_distribution_has_what_its_tests_read() -> None:
     included = PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
     assert all(list(ROOT.glob(pattern)) for pattern in included)
-    assert {"examples", "CITATION.cff", "Dockerfile", "constraints*.txt", "*.md", "studies", "tests"} <= set(included)
+    assert {
+        "examples",
+        "CITATION.cff",
+        "Dockerfile",
+        "constraints*.txt",
+        "*.md",
+        "studies",
+        "tests",
+    } <= set(included)
 
 
 def test_the_citation_is_of_this_version() -> None:
@@ -69,12 +81,17 @@ def test_the_citation_is_of_this_version() -> None:
     assert (cited["cff-version"], cited["type"]) == ("1.2.0", "software")
     assert cited["version"] == __version__ and cited["license"] == PROJECT["project"]["license"]
     assert cited["abstract"] == PROJECT["project"]["description"]
-    assert cited["authors"] and all(author.keys() == {"name"} and author["name"] for author in cited["authors"])
+    assert cited["authors"] and all(
+        author.keys() == {"name"} and author["name"] for author in cited["authors"]
+    )
     assert (cited["version"], date.fromisoformat(cited["date-released"])) == releases()[0]
 
 
 def releases() -> list[tuple[str, date]]:
-    heads = [re.fullmatch(r"## (\d+\.\d+\.\d+) - (\d{4}-\d\d-\d\d)", line) for line in lines("CHANGELOG.md")]
+    heads = [
+        re.fullmatch(r"## (\d+\.\d+\.\d+) - (\d{4}-\d\d-\d\d)", line)
+        for line in lines("CHANGELOG.md")
+    ]
     return [(head[1], date.fromisoformat(head[2])) for head in heads if head]
 
 
@@ -86,7 +103,9 @@ def test_the_changelog_has_versions_and_dates() -> None:
 
 
 def test_the_container_has_the_versions_that_gpus_measured() -> None:
-    pins = dict(line.split("==") for line in lines("constraints-gpu.txt") if not line.startswith("#"))
+    pins = dict(
+        line.split("==") for line in lines("constraints-gpu.txt") if not line.startswith("#")
+    )
     found = []
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
         fingerprint = json.loads(path.read_text())["fingerprint"]
@@ -101,7 +120,9 @@ def test_the_container_has_the_versions_that_gpus_measured() -> None:
 
 def test_the_container_is_built_as_linters_want_it() -> None:
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    instructions = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)).splitlines()
+    instructions = re.sub(
+        r"\\\n", " ", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)
+    ).splitlines()
     kinds = [line.split()[0] for line in instructions if line]
     (base,) = (line.split()[1] for line in instructions if line.startswith("FROM"))
     assert re.fullmatch(r"nvidia/cuda:\d+\.\d+\.\d+-base-ubuntu\d+\.\d+", base)
@@ -115,31 +136,51 @@ def test_the_container_is_built_as_linters_want_it() -> None:
         and "apt-get update" in packages
     )
     assert "--no-cache-dir" in text and "sudo" not in text and "latest" not in text
-    copied = [source for line in instructions if line.startswith("COPY") for source in line.split()[1:-1]]
+    copied = [
+        source for line in instructions if line.startswith("COPY") for source in line.split()[1:-1]
+    ]
     ignored = lines(".dockerignore")
-    assert "*" in ignored and all((ROOT / source).exists() and f"!{source}" in ignored for source in copied)
-    assert set(PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]) <= set(copied)
+    assert "*" in ignored and all(
+        (ROOT / source).exists() and f"!{source}" in ignored for source in copied
+    )
+    assert set(PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]) <= set(
+        copied
+    )
 
 
 def test_constraints_of_the_container_replace_the_others(tmp_path: Path) -> None:
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     (program,) = re.findall(r"awk -F== '(.*?)'", text)
     command = ["awk", "-F==", program, "constraints-gpu.txt", "constraints.txt"]
-    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    made = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     pins = [line.split("==") for line in made if not line.startswith("#")]
     assert len({name for name, _ in pins}) == len(pins)
     expected = dict(
-        line.split("==") for line in (*lines("constraints.txt"), *lines("constraints-gpu.txt")) if "#" not in line
+        line.split("==")
+        for line in (*lines("constraints.txt"), *lines("constraints-gpu.txt"))
+        if "#" not in line
     )
-    assert dict(pins) == {name: expected[name] for name, _ in pins} and set(expected) == {name for name, _ in pins}
+    assert dict(pins) == {name: expected[name] for name, _ in pins} and set(expected) == {
+        name for name, _ in pins
+    }
 
 
 def test_notes_on_upgrading_are_of_this_version() -> None:
     text = " ".join((ROOT / "docs" / "upgrading.md").read_text(encoding="utf-8").split())
     assert f"| {SCHEMA_VERSION} | {__version__} |" in text and f"## To {__version__}" in text
     assert "probe" in Fingerprint.__dataclass_fields__ and "its `probe`" not in text
-    source = (ROOT / "autotune" / "study" / "storage" / "study_record.py").read_text(encoding="utf-8")
-    for said in ("cannot be continued: its", "differs: ", "'an earlier'", "'a newer'", "was written by"):
+    source = (ROOT / "autotune" / "study" / "storage" / "study_record.py").read_text(
+        encoding="utf-8"
+    )
+    for said in (
+        "cannot be continued: its",
+        "differs: ",
+        "'an earlier'",
+        "'a newer'",
+        "was written by",
+    ):
         assert said in source
     for said in (
         "cannot be continued: its fingerprint differs: ",

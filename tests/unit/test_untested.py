@@ -1,4 +1,6 @@
-"""Each row of core/untested.yaml is valid, refuses its pair with its message, and is in docs/knobs.md."""
+"""Each row of core/untested.yaml is valid, refuses its pair with its message, and is in
+docs/knobs.md.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,7 +58,8 @@ OPTIONS = {
     "quality": (True,),
     "trainer": ("transformers", "trl"),
 }
-USED = {"eval_share": 0.1, "gpus": 2, "quality": True}  # a use of each option that has the value `true`
+# a use of each option that has the value `true`
+USED = {"eval_share": 0.1, "gpus": 2, "quality": True}
 
 
 def name_of(pair: UntestedPair) -> str:
@@ -81,33 +84,54 @@ def test_a_row_names_what_there_is(pair: UntestedPair) -> None:
 def test_a_pair_has_one_row() -> None:
     for context, members in MEMBERS.items():
         for member in members:
-            pairs = [(pair.setting, value) for pair in untested_in(context, member) for value in pair.values]
+            pairs = [
+                (pair.setting, value)
+                for pair in untested_in(context, member)
+                for value in pair.values
+            ]
             assert len(pairs) == len(set(pairs)), (context, member)
 
 
 def test_a_message_is_a_plain_sentence() -> None:
-    assert untested("cuda_graphs", "micro_batch", "objective", "dpo") == "CUDA graphs are untested with dpo"
+    assert (
+        untested("cuda_graphs", "micro_batch", "objective", "dpo")
+        == "CUDA graphs are untested with dpo"
+    )
     assert untested("cuda_graphs", "micro_batch", "objective", "sft") is None
     assert untested("cuda_graphs", "none", "objective", "dpo") is None
     assert untested("trainer", "trl", "several_gpus") == "--trainer trl is untested on several GPUs"
-    assert untested("packing", True, "trainer", "trl") == "packing is untested with trl: TRL joins packed rows into one"
+    assert (
+        untested("packing", True, "trainer", "trl")
+        == "packing is untested with trl: TRL joins packed rows into one"
+    )
     reason = "sharded training computes in bf16 with fp32 masters"
-    assert untested("precision", "fp32", "sharding", "zero1") == f"fp32 is untested under zero1: {reason}"
+    assert (
+        untested("precision", "fp32", "sharding", "zero1")
+        == f"fp32 is untested under zero1: {reason}"
+    )
     assert untested("precision", "fp32", "sharding", "fsdp2") is None
     graphs = untested("cuda_graphs", "micro_batch", "model_type", "gpt2")
-    assert graphs == "CUDA graphs are untested on gpt2: its forward pass may read values on the host"
+    assert (
+        graphs == "CUDA graphs are untested on gpt2: its forward pass may read values on the host"
+    )
 
 
 # --- each row is refused
 
 
-def narrowed(narrow: Callable[[Narrowing], None], pair: UntestedPair, value: Any, **others: Any) -> list[str]:
+def narrowed(
+    narrow: Callable[[Narrowing], None], pair: UntestedPair, value: Any, **others: Any
+) -> list[str]:
     """The reasons for which a space of the value and another loses the value."""
-    other = next(choice for choice in KNOBS[pair.setting].choices or ("none",) if choice not in pair.values)
+    other = next(
+        choice for choice in KNOBS[pair.setting].choices or ("none",) if choice not in pair.values
+    )
     space = SearchSpace.of(**{pair.setting: [other, value]}, **others)
     narrowing = Narrowing(space=space, reserve=space)
     narrow(narrowing)
-    assert narrowing.space.choices(pair.setting) == narrowing.reserve.choices(pair.setting) == (other,)
+    assert (
+        narrowing.space.choices(pair.setting) == narrowing.reserve.choices(pair.setting) == (other,)
+    )
     return [one.reason for one in narrowing.removals if one.knob == pair.setting]
 
 
@@ -124,7 +148,9 @@ def of_model_type(pair: UntestedPair, value: Any, member: str) -> list[str]:
 
 
 def of_objective(pair: UntestedPair, value: Any, member: str) -> list[str]:
-    return narrowed(lambda narrowing: narrow_to_objective(narrowing, Objective(member)), pair, value)
+    return narrowed(
+        lambda narrowing: narrow_to_objective(narrowing, Objective(member)), pair, value
+    )
 
 
 def of_trainer(pair: UntestedPair, value: Any, member: str) -> list[str]:
@@ -185,12 +211,20 @@ def test_each_untested_pair_is_refused_with_the_message_of_its_row(pair: Unteste
     for member in members:
         for value in pair.values:
             reasons = REFUSALS[pair.context](pair, value, member)
-            assert any(pair.sentence(member, value) in reason for reason in reasons), (member, value, reasons)
+            assert any(pair.sentence(member, value) in reason for reason in reasons), (
+                member,
+                value,
+                reasons,
+            )
 
 
-@pytest.mark.parametrize(("objective", "formats"), [(Objective.DPO, 2), (Objective.CLASSIFICATION, 5)])
+@pytest.mark.parametrize(
+    ("objective", "formats"), [(Objective.DPO, 2), (Objective.CLASSIFICATION, 5)]
+)
 def test_a_new_format_is_untested_with_other_objectives(objective: Objective, formats: int) -> None:
-    assert sum(untested("objective", objective, "format", name) is None for name in FORMATS) == formats
+    assert (
+        sum(untested("objective", objective, "format", name) is None for name in FORMATS) == formats
+    )
     assert untested("objective", objective, "format", "a new one")
     assert untested("objective", Objective.SFT, "format", "a new one") is None
 

@@ -1,4 +1,6 @@
-"""Walks of a value through the modules: what carries it, what counts as a return, and the document that shows them."""
+"""Walks of a value through the modules: what carries it, what counts as a return, and the document
+that shows them.
+"""
 
 from dataclasses import dataclass
 from importlib import util
@@ -31,7 +33,15 @@ def test_a_value_is_carried_by_its_holders_at_most_two_levels_deep() -> None:
 
 def test_a_return_is_a_call_of_a_module_that_the_value_had_reached_before_the_caller() -> None:
     steps = walks.Steps()
-    for caller, callee in [("", "a"), ("a", "b"), ("b", "b"), ("b", "c"), ("c", "a"), ("c", "a"), ("a", "c")]:
+    for caller, callee in [
+        ("", "a"),
+        ("a", "b"),
+        ("b", "b"),
+        ("b", "c"),
+        ("c", "a"),
+        ("c", "a"),
+        ("a", "c"),
+    ]:
         steps.add(caller, callee)
     assert steps.modules() == ["a", "b", "c"]
     assert steps.num_returns() == 1
@@ -52,5 +62,9 @@ def test_the_document_shows_both_walks() -> None:
         assert f"**{walk.title}**" in shown
         assert f"`{walk.start}`" in shown and f"`{walk.end}`" in shown
     modules = shown.split("`")[1::2]
-    missing = [name for name in modules if not (walks.ROOT / "autotune" / f"{name.replace('.', '/')}.py").is_file()]
+    missing = [
+        name
+        for name in modules
+        if not (walks.ROOT / "autotune" / f"{name.replace('.', '/')}.py").is_file()
+    ]
     assert missing == []

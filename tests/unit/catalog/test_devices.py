@@ -13,15 +13,34 @@ from autotune.core.errors import UsageError
 
 def test_light_import():
     code = "import sys, autotune.catalog, autotune.cli.commands.catalogs as c; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"torch", "transformers", "numpy", "pandas", "pydantic", "rich", "huggingface_hub"} & set(loaded)
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not {
+        "torch",
+        "transformers",
+        "numpy",
+        "pandas",
+        "pydantic",
+        "rich",
+        "huggingface_hub",
+    } & set(loaded)
 
 
 def test_every_device_name_means_one_device():
-    names = [name for device in list_devices() for name in (device.name, *device.aliases, *device.nvml_names)]
+    names = [
+        name
+        for device in list_devices()
+        for name in (device.name, *device.aliases, *device.nvml_names)
+    ]
     assert len({name.lower().replace(" ", "-") for name in names}) == len(names)
     for device in list_devices():
-        for name in (device.name, device.name.upper().replace("-", "_"), *device.aliases, *device.nvml_names):
+        for name in (
+            device.name,
+            device.name.upper().replace("-", "_"),
+            *device.aliases,
+            *device.nvml_names,
+        ):
             assert resolve_device(name) is device
         for name in device.nvml_names:
             assert match_device(name) is device
@@ -30,7 +49,8 @@ def test_every_device_name_means_one_device():
 
 @pytest.mark.parametrize(
     ("alias", "name"),
-    [("h100", "h100-sxm"), ("H200", "h200-sxm"), ("a100_80GB", "a100-80gb-sxm"), ("a100-40gb", "a100-40gb-sxm"),
+    [("h100", "h100-sxm"), ("H200", "h200-sxm"), ("a100_80GB", "a100-80gb-sxm"), ("a100-40gb",
+     "a100-40gb-sxm"),
      ("4090", "rtx-4090"), ("RTX 3080", "rtx-3080-10gb"),
      ("rtx-3060", "rtx-3060-12gb"), ("b300", "b300-sxm"),
      ("v100", "v100-sxm2-16gb"), (" NVIDIA H200 ", "h200-sxm"), ("cpu", "cpu")],
@@ -42,7 +62,9 @@ def test_aliases(alias, name):
 def test_unknown_device_suggests_a_near_name():
     with pytest.raises(UsageError, match=r"unknown gpu 'a10x'; did you mean .*'a10'") as caught:
         resolve_device("a10x")
-    assert caught.value.remedy and caught.value.remedy.startswith("autotune gpus lists them; for any other: --gpu mem")
+    assert caught.value.remedy and caught.value.remedy.startswith(
+        "autotune gpus lists them; for any other: --gpu mem"
+    )
     with pytest.raises(UsageError, match=r"unknown gpu 'zzzzzz'$"):
         resolve_device("zzzzzz")
 
@@ -68,7 +90,8 @@ def test_unknown_device_suggests_a_near_name():
         ("NVIDIA H20", 139.8, None),  # the version with 141 GB
         ("NVIDIA H20-3e", 139.8, None),
         ("NVIDIA GeForce RTX 3060", 12.0, "rtx-3060-12gb"),
-        ("NVIDIA GeForce RTX 3060", 8.0, None),  # the driver's name is that of the version with 12 GB
+        # the driver's name is that of the version with 12 GB
+        ("NVIDIA GeForce RTX 3060", 8.0, None),
         ("NVIDIA GeForce RTX 3080", 10.0, "rtx-3080-10gb"),
         ("NVIDIA GeForce RTX 3080", 12.0, "rtx-3080-12gb"),
         ("NVIDIA GeForce RTX 3080", None, None),
@@ -142,17 +165,22 @@ def test_the_processor_of_this_machine_decides_what_a_cpu_trains_in(
 def test_number_formats_by_compute_capability(capability, bf16, fp8):
     card = DeviceSpec(name="x", vendor="nvidia", compute_capability=capability, source="made up")
     assert (card.supports_bf16, card.supports_fp8) == (bf16, fp8)
-    rated = replace(card, compute_capability=None, bf16_tflops=1.0, fp8_tflops=1.0)  # by the data sheet, of any vendor
+    # by the data sheet, of any vendor
+    rated = replace(card, compute_capability=None, bf16_tflops=1.0, fp8_tflops=1.0)
     assert rated.supports_bf16 and rated.supports_fp8
     assert not replace(rated, name="cpu").supports_fp8
 
 
 def test_a_memory_within_a_tenth_is_that_of_the_product():
-    card = DeviceSpec(name="x", vendor="nvidia", compute_capability=None, memory_gib=100.0, source="made up")
+    card = DeviceSpec(
+        name="x", vendor="nvidia", compute_capability=None, memory_gib=100.0, source="made up"
+    )
     sizes = {None: True, 89.9: False, 90.1: True, 110.0: True, 110.1: False}
     assert {size: card.has_memory(size) for size in sizes} == sizes
     assert replace(card, memory_gib=None).has_memory(1.0)
-    assert card.usable_gib == pytest.approx(98.0) and replace(card, memory_gib=None).usable_gib is None
+    assert (
+        card.usable_gib == pytest.approx(98.0) and replace(card, memory_gib=None).usable_gib is None
+    )
 
 
 def test_a_size_that_nobody_named_is_not_chosen():
@@ -161,8 +189,8 @@ def test_a_size_that_nobody_named_is_not_chosen():
             resolve_device(name)
 
 
-# SMs, boost clock in GHz, and what an SM multiplies in a clock: 512 FLOP of a GeForce, whose accumulation in fp32 is
-# half as fast, 1024 of other cards with the same SM, 2048 of GA100.
+# SMs, boost clock in GHz, and what an SM multiplies in a clock: 512 FLOP of a GeForce, whose
+# accumulation in fp32 is half as fast, 1024 of other cards with the same SM, 2048 of GA100.
 CLOCKS = {
     "rtx-3090": (82, 1.695, 512),
     "rtx-3080-12gb": (70, 1.710, 512),
@@ -184,7 +212,9 @@ def test_dense_peaks_by_arithmetic(name):
 
 
 def test_peaks_are_neither_sparse_nor_of_another_unit():
-    """The rates of a card are in proportion: no row has one with sparsity, or of fp4, among the others."""
+    """The rates of a card are in proportion: no row has one with sparsity, or of fp4, among the
+    others.
+    """
     for card in list_devices():
         if card.bf16_tflops is None or card.vendor != "nvidia":
             continue

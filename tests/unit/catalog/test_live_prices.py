@@ -1,4 +1,6 @@
-"""Prices: how old they are, the user's own file, today's live_prices, and the command that prints them."""
+"""Prices: how old they are, the user's own file, today's live_prices, and the command that prints
+them.
+"""
 
 import json
 import logging
@@ -64,7 +66,8 @@ def test_every_shipped_price_has_an_age() -> None:
 
 
 MINE = """\
-- {provider: mine, device: NVIDIA A10, usd: 0.8, count: 2, spot_usd: 0.4, as_of: 2026-11-01, source: "my bill [/x]"}
+- {provider: mine, device: NVIDIA A10, usd: 0.8, count: 2, spot_usd: 0.4,
+   as_of: 2026-11-01, source: "my bill [/x]"}
 - provider: mine
   device: h100
   usd: 3
@@ -114,10 +117,16 @@ def test_a_file_of_ones_own(write: Callable[[str], Path]) -> None:
         ("source", "s", "''"),
     ],
 )
-def test_the_ends_of_what_a_price_may_say(write: Callable[[str], Path], key: str, fitting: str, beyond: str) -> None:
+def test_the_ends_of_what_a_price_may_say(
+    write: Callable[[str], Path], key: str, fitting: str, beyond: str
+) -> None:
     row = {"provider": "mine", "device": "a10", "usd": "1"}
     for value, fits in ((fitting, True), (beyond, False)):
-        text = "- {" + ", ".join(f"{name}: {each}" for name, each in (row | {key: value}).items()) + "}\n"
+        text = (
+            "- {"
+            + ", ".join(f"{name}: {each}" for name, each in (row | {key: value}).items())
+            + "}\n"
+        )
         if fits:
             assert len(load_prices(write(text))) == 1
         else:
@@ -132,7 +141,10 @@ def test_ones_own_goes_before_all_others(write: Callable[[str], Path]) -> None:
     assert find_price("h100-sxm", own) == own[1] and find_price("h100-sxm") != own[1]
     assert find_price("a2", own) is None
     shipped = prices_of("a100-80gb-sxm")
-    assert shipped[0] == find_price("a100-80gb-sxm") and [one.count for one in shipped] == [1] * 4 + [8] * 3
+    assert (
+        shipped[0] == find_price("a100-80gb-sxm")
+        and [one.count for one in shipped] == [1] * 4 + [8] * 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,22 +154,54 @@ def test_ones_own_goes_before_all_others(write: Callable[[str], Path]) -> None:
         ("", ":1: the file: Input should be a valid list"),
         ("- {provider: mine, device: a10}", ":1: 0.usd: Field required"),
         ("- provider: mine\n  device: a10\n  usd: -1", ":3: 0.usd: Input should be greater"),
-        ("- provider: mine\n  device: a10\n  usd: .nan", ":3: 0.usd: Input should be a finite number"),
-        ("- provider: mine\n  device: a10\n  usd: yes", ":3: 0.usd: Input should be a valid number"),
-        ("- provider: mine\n  device: a10\n  usd: '1'", ":3: 0.usd: Input should be a valid number"),
+        (
+            "- provider: mine\n  device: a10\n  usd: .nan",
+            ":3: 0.usd: Input should be a finite number",
+        ),
+        (
+            "- provider: mine\n  device: a10\n  usd: yes",
+            ":3: 0.usd: Input should be a valid number",
+        ),
+        (
+            "- provider: mine\n  device: a10\n  usd: '1'",
+            ":3: 0.usd: Input should be a valid number",
+        ),
         ("- provider: mine\n  device: a10\n  usd: 1e999", ":3: 0.usd: Input should be"),
-        ("- provider: mine\n  device: a11\n  usd: 1", ":2: 0.device: unknown gpu 'a11'; did you mean"),
-        ("- {provider: mine, device: a10, usd: 1}\n- device: a10\n  usd: 1\n  provider: ''", ":4: 1.provider: "),
-        ("- provider: mine\n  device: a10\n  usd: 1\n  count: 0", ":4: 0.count: Input should be greater"),
+        (
+            "- provider: mine\n  device: a11\n  usd: 1",
+            ":2: 0.device: unknown gpu 'a11'; did you mean",
+        ),
+        (
+            "- {provider: mine, device: a10, usd: 1}\n- device: a10\n  usd: 1\n  provider: ''",
+            ":4: 1.provider: ",
+        ),
+        (
+            "- provider: mine\n  device: a10\n  usd: 1\n  count: 0",
+            ":4: 0.count: Input should be greater",
+        ),
         ("- provider: mine\n  device: a10\n  usd: 1\n  spott: 1", ":4: 0.spott: Extra inputs"),
-        ("- provider: mine\n  device: a10\n  usd: 1\n  as_of: soon", ":4: 0.as_of: a date is a day, a month or"),
-        ("- provider: mine\n  device: a10\n  usd: 1\n  as_of: 2026-02-30", "not valid YAML: day is out of range"),
-        ("- provider: mine\n  device: a10\n  usd: 1\n  as_of: '2026-02-30'", ":4: 0.as_of: day is out of range"),
+        (
+            "- provider: mine\n  device: a10\n  usd: 1\n  as_of: soon",
+            ":4: 0.as_of: a date is a day, a month or",
+        ),
+        (
+            "- provider: mine\n  device: a10\n  usd: 1\n  as_of: 2026-02-30",
+            "not valid YAML: day is out of range",
+        ),
+        (
+            "- provider: mine\n  device: a10\n  usd: 1\n  as_of: '2026-02-30'",
+            ":4: 0.as_of: day is out of range",
+        ),
         ("- provider: mine\n  device: a10\n  usd: 1\n  as_of: 202611", ":4: 0.as_of: a date is"),
-        ('- provider: "\\e[31m"\n  device: a10\n  usd: 1', ":1: 0.provider: a character that cannot be printed"),
+        (
+            '- provider: "\\e[31m"\n  device: a10\n  usd: 1',
+            ":1: 0.provider: a character that cannot be printed",
+        ),
     ],
 )
-def test_a_wrong_file_is_reported_with_its_line(write: Callable[[str], Path], text: str, said: str) -> None:
+def test_a_wrong_file_is_reported_with_its_line(
+    write: Callable[[str], Path], text: str, said: str
+) -> None:
     with pytest.raises(UsageError) as caught:
         load_prices(write(text))
     assert said in str(caught.value) and caught.value.remedy
@@ -173,14 +217,27 @@ def test_no_file() -> None:
 
 def item(gpu: str | None, memory: float | None, price: float, **changes: Any) -> Any:
     """As gpuhunt's `CatalogItem` is."""
-    values = {"provider": "aws", "instance_name": "x1.large", "location": "us-1", "gpu_count": 1, "spot": False}
-    return SimpleNamespace(**(values | {"gpu_name": gpu, "gpu_memory": memory, "price": price, "flags": []} | changes))
+    values = {
+        "provider": "aws",
+        "instance_name": "x1.large",
+        "location": "us-1",
+        "gpu_count": 1,
+        "spot": False,
+    }
+    return SimpleNamespace(
+        **(values | {"gpu_name": gpu, "gpu_memory": memory, "price": price, "flags": []} | changes)
+    )
 
 
 def real_item(gpu: str | None, memory: float | None, price: float, **changes: Any) -> Any:
     gpuhunt = pytest.importorskip("gpuhunt", reason="gpuhunt (live prices) is not installed")
     values = vars(item(gpu, memory, price, **changes))
-    more = {"gpu_vendor": gpuhunt.AcceleratorVendor.NVIDIA, "cpu": 8, "memory": 64.0, "disk_size": None}
+    more = {
+        "gpu_vendor": gpuhunt.AcceleratorVendor.NVIDIA,
+        "cpu": 8,
+        "memory": 64.0,
+        "disk_size": None,
+    }
     return gpuhunt.CatalogItem(**(values | more))
 
 
@@ -220,7 +277,13 @@ def test_offers_become_prices(make: Callable[..., Any]) -> None:
 
 def test_what_an_offer_must_say() -> None:
     """Its price may be small, and of two that are equal the first is named."""
-    broken = [{"gpu_count": 0}, {"gpu_name": None}, {"gpu_memory": None}, {"price": float("inf")}, {"price": 0.0}]
+    broken = [
+        {"gpu_count": 0},
+        {"gpu_name": None},
+        {"gpu_memory": None},
+        {"price": float("inf")},
+        {"price": 0.0},
+    ]
     items = [SimpleNamespace(**vars(item("A10", 24.0, 0.25)) | one) for one in broken]
     items += [item("L4", 24.0, 0.5, location="first"), item("L4", 24.0, 0.5, location="second")]
     (price,) = live_prices.to_prices(items, "9.9", TODAY)
@@ -289,7 +352,9 @@ def test_every_offer_of_a_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> N
         ("Gaudi2", 96, "x", None),
     ],
 )
-def test_which_product_is_offered(gpu: str, memory: float, instance: str, device: str | None) -> None:
+def test_which_product_is_offered(
+    gpu: str, memory: float, instance: str, device: str | None
+) -> None:
     found = live_prices.offered(gpu, memory, instance)
     assert (found and found.name) == device
 
@@ -302,8 +367,8 @@ def test_what_gpuhunt_and_the_catalogue_both_know_is_recognised() -> None:
         for form in ("x", "pcie", "sxm4")
         if (device := live_prices.offered(gpu.name, gpu.memory, form))
     }
-    # The other editions of the RTX PRO 6000 are known by the instance's name alone. What the clouds of gpuhunt do not
-    # rent is not known to it.
+    # The other editions of the RTX PRO 6000 are known by the instance's name alone. What the clouds
+    # of gpuhunt do not rent is not known to it.
     not_rented = {"a2", "a30", "h20", "l20", "rtx-3080-12gb", "rtx-a5500"}
     not_rented |= {"rtx-4000-sff-ada", "rtx-4500-ada", "rtx-5000-ada"}
     others = {"cpu", "rtx-pro-6000-blackwell-ws", "rtx-pro-6000-blackwell-maxq"} | not_rented
@@ -320,9 +385,15 @@ def fresh() -> Any:
 
 @pytest.mark.usefixtures("fresh")
 def test_live_prices_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [item("A10G", 24.0, 1.0), item("A10", 24.0, 4.0, gpu_count=4), item("A10", 24.0, 2.0, provider="oci")]
+    found = [
+        item("A10G", 24.0, 1.0),
+        item("A10", 24.0, 4.0, gpu_count=4),
+        item("A10", 24.0, 2.0, provider="oci"),
+    ]
     monkeypatch.setattr(live_prices, "_fetch", lambda: (found, "9.9"))
-    assert [price.provider for price in live_prices.live_prices(resolve_device("a10"), today=TODAY)] == ["oci", "aws"]
+    assert [
+        price.provider for price in live_prices.live_prices(resolve_device("a10"), today=TODAY)
+    ] == ["oci", "aws"]
 
 
 @pytest.mark.usefixtures("fresh")
@@ -334,7 +405,9 @@ def test_without_gpuhunt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_without_a_network(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_a_network(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     gpuhunt = pytest.importorskip("gpuhunt", reason="gpuhunt (live prices) is not installed")
     monkeypatch.setenv("GPUHUNT_CATALOG_URL", "http://127.0.0.1:1")
     logger = logging.getLogger("gpuhunt")
@@ -356,14 +429,21 @@ def test_without_a_network(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_catalogue_that_gpuhunt_published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_catalogue_that_gpuhunt_published(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Through gpuhunt's own reader, from a mirror on disk."""
     gpuhunt = pytest.importorskip("gpuhunt", reason="gpuhunt (live prices) is not installed")
     import zipfile
 
     row = "p4d,us-1,{},96,1152,8,A100,40,{},,nvidia,,x86,{{}}"
-    head = "instance_name,location,price,cpu,memory,gpu_count,gpu_name,gpu_memory,spot,disk_size,gpu_vendor,flags"
-    table = "\n".join([f"{head},cpu_arch,provider_data", row.format(32, False), row.format(8, True)])
+    head = (
+        "instance_name,location,price,cpu,memory,gpu_count,gpu_name,gpu_memory,spot,disk_size,"
+        "gpu_vendor,flags"
+    )
+    table = "\n".join(
+        [f"{head},cpu_arch,provider_data", row.format(32, False), row.format(8, True)]
+    )
     (tmp_path / "aws" / "1").mkdir(parents=True)
     (tmp_path / "aws" / "version").write_text("1")
     with zipfile.ZipFile(tmp_path / "aws" / "1" / "catalog.zip", "w") as archive:
@@ -380,10 +460,15 @@ def test_a_catalogue_that_gpuhunt_published(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_the_table(capsys: pytest.CaptureFixture[str], write: Callable[[str], Path]) -> None:
     prices("A10", write(MINE), live=False, json_=False)
-    lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in capsys.readouterr().out.splitlines()]
+    lines = [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in capsys.readouterr().out.splitlines()
+    ]
     rows = [cells for cells in lines if cells[0] == "a10"]
     assert [cells[1] for cells in rows] == ["ours", "mine", "lambda"]
-    assert rows[1][2:7] == ["2", "$0.40", "$9.60", "$67.20", "$0.20"] and rows[1][8] == "my bill [/x]"
+    assert (
+        rows[1][2:7] == ["2", "$0.40", "$9.60", "$67.20", "$0.20"] and rows[1][8] == "my bill [/x]"
+    )
     assert rows[1][7].endswith(" old")
 
 
@@ -396,7 +481,9 @@ def test_every_price_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("fresh")
 def test_live_ones_stand_between_ones_own_and_the_seeds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], write: Callable[[str], Path]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    write: Callable[[str], Path],
 ) -> None:
     monkeypatch.setattr(live_prices, "_fetch", lambda: ([item("A10", 24.0, 9.0)], "9.9"))
     prices("a10", write(MINE), live=True, json_=True)
@@ -410,14 +497,18 @@ def test_no_price_and_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no price of a2 is known" in capsys.readouterr().out
     prices(None, None, live=False, json_=False)
     text = capsys.readouterr().out
-    unpriced = {device.name for device in list_devices() if find_price(device.name) is None} - {"cpu"}
+    unpriced = {device.name for device in list_devices() if find_price(device.name) is None} - {
+        "cpu"
+    }
     assert set(text.splitlines()[-1].removeprefix("no price is known of ").split(", ")) == unpriced
     assert "(a reference, not a quote)" in text
     with pytest.raises(UsageError, match="unknown gpu 'a11'"):
         prices("a11", None, live=False, json_=False)
 
 
-def test_gpuhunt_is_silent_and_quick_only_while_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpuhunt_is_silent_and_quick_only_while_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     logger = logging.getLogger("gpuhunt")
     monkeypatch.setattr(logger, "level", logging.DEBUG)
     before = socket.getdefaulttimeout()

@@ -43,9 +43,21 @@ def no_hub(monkeypatch):
             "meta-llama/Llama-3.1-8B",
             "unsloth/Meta-Llama-3.1-8B-Instruct",
         ),
-        ("meta-llama/Meta-Llama-3-8B-Instruct", "meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B-Instruct"),
-        ("NousResearch/Llama-2-7b-chat-hf", "meta-llama/Llama-2-7b-hf", "NousResearch/Llama-2-7b-chat-hf"),
-        ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B-v0.3", "mistralai/Mistral-7B-Instruct-v0.3"),
+        (
+            "meta-llama/Meta-Llama-3-8B-Instruct",
+            "meta-llama/Meta-Llama-3-8B",
+            "meta-llama/Meta-Llama-3-8B-Instruct",
+        ),
+        (
+            "NousResearch/Llama-2-7b-chat-hf",
+            "meta-llama/Llama-2-7b-hf",
+            "NousResearch/Llama-2-7b-chat-hf",
+        ),
+        (
+            "mistralai/Mistral-7B-Instruct-v0.3",
+            "mistralai/Mistral-7B-v0.3",
+            "mistralai/Mistral-7B-Instruct-v0.3",
+        ),
         ("mistralai/Mistral-Nemo-Instruct-2407", "mistralai/Mistral-Nemo-Base-2407", None),
         ("google/gemma-2-9b-it", "google/gemma-2-9b", "google/gemma-2-9b-it"),
         ("HuggingFaceTB/SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M", None),
@@ -58,7 +70,11 @@ def no_hub(monkeypatch):
         ("meta-llama/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.1-70B", None),
         ("Qwen/Qwen2.5-Coder-7B-Instruct", "Qwen/Qwen2.5-7B", None),
         ("Qwen/Qwen3-4B-Thinking-2507", "Qwen/Qwen3-4B-Instruct-2507", None),
-        ("unsloth/Qwen3-4B-Instruct-2507-bnb-4bit", "Qwen/Qwen3-4B-Instruct-2507", "unsloth/Qwen3-4B-Instruct-2507"),
+        (
+            "unsloth/Qwen3-4B-Instruct-2507-bnb-4bit",
+            "Qwen/Qwen3-4B-Instruct-2507",
+            "unsloth/Qwen3-4B-Instruct-2507",
+        ),
         ("unsloth/gemma-3-1b-it", "google/gemma-3-1b-pt", None),
         ("unsloth/gpt-oss-20b-BF16", "openai/gpt-oss-20b", None),
         ("allenai/Olmo-3-7B-Instruct", "allenai/Olmo-3-1025-7B", None),
@@ -69,11 +85,19 @@ def no_hub(monkeypatch):
         ("ibm-granite/granite-4.0-h-tiny", "ibm-granite/granite-4.0-h-tiny-base", None),
         ("mistralai/Mixtral-8x22B-Instruct-v0.1", "mistralai/Mixtral-8x22B-Instruct-v0.1", None),
         ("google/gemma-3-12b-pt", "google/gemma-3-12b-it", None),
-        ("unsloth/gemma-3-27b-it-unsloth-bnb-4bit", "google/gemma-3-27b-it", "unsloth/gemma-3-27b-it"),
+        (
+            "unsloth/gemma-3-27b-it-unsloth-bnb-4bit",
+            "google/gemma-3-27b-it",
+            "unsloth/gemma-3-27b-it",
+        ),
         ("unsloth/gemma-3n-E4B-it", "google/gemma-3n-E4B-it", None),
         ("google/gemma-4-31B", "google/gemma-4-31B-it", None),
         ("Qwen/Qwen3-VL-8B-Thinking", "Qwen/Qwen3-VL-8B-Instruct", None),
-        ("unsloth/Qwen2-VL-7B-Instruct-unsloth-bnb-4bit", "Qwen/Qwen2-VL-7B-Instruct", "unsloth/Qwen2-VL-7B-Instruct"),
+        (
+            "unsloth/Qwen2-VL-7B-Instruct-unsloth-bnb-4bit",
+            "Qwen/Qwen2-VL-7B-Instruct",
+            "unsloth/Qwen2-VL-7B-Instruct",
+        ),
         ("Qwen/Qwen3.6-27B", "Qwen/Qwen3.5-27B", None),
         ("Qwen/Qwen3.5-9B-Base", "Qwen/Qwen3.5-9B", None),
         ("mistralai/Magistral-Small-2507", "mistralai/Devstral-Small-2505", None),
@@ -81,14 +105,20 @@ def no_hub(monkeypatch):
         ("mistralai/Ministral-3-8B-Base-2512", "mistralai/Ministral-3-8B-Instruct-2512", None),
         ("meta-llama/Llama-4-Scout-17B-16E", "meta-llama/Llama-4-Scout-17B-16E-Instruct", None),
         ("mlx-community/Qwen3-8B-4bit", "Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
-        ("hugging-quants/Meta-Llama-3.1-8B-Instruct-BNB-NF4", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        (
+            "hugging-quants/Meta-Llama-3.1-8B-Instruct-BNB-NF4",
+            "meta-llama/Llama-3.1-8B",
+            "meta-llama/Llama-3.1-8B",
+        ),
         ("allenai/OLMo-2-1124-7B-SFT", "allenai/OLMo-2-1124-7B", None),
         ("qwen2.5-7b-instruct", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B"),
         ("llama-3.1-8b-instruct-bnb-4bit", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
     ],
 )
 def test_a_name_that_shares_a_shape(name, row, published):
-    """The shape is the row's, offline; what a run loads is what was asked for, where that is a Hub id."""
+    """The shape is the row's, offline; what a run loads is what was asked for, where that is a Hub
+    id.
+    """
     spec, known = resolve_model(name), resolve_model(row)
     assert (spec.config, spec.params, spec.digest) == (known.config, known.params, known.digest)
     assert spec.name == (published or name)
@@ -96,7 +126,9 @@ def test_a_name_that_shares_a_shape(name, row, published):
     assert found is not None and found.name == row
 
 
-@pytest.mark.parametrize("name", ["somebody/Qwen2.5-7B-Instruct", "/models/Qwen2.5-7B-Instruct/", "a\\Qwen2.5-7B"])
+@pytest.mark.parametrize(
+    "name", ["somebody/Qwen2.5-7B-Instruct", "/models/Qwen2.5-7B-Instruct/", "a\\Qwen2.5-7B"]
+)
 def test_a_copy_of_any_organisation_or_in_any_folder_has_the_shape(name):
     """Another tool's file says what is trained: the shape of a copy is not asked of the Hub."""
     assert _names().find(name) is None
@@ -164,7 +196,8 @@ def test_the_rule_by_hand():
         "ORG/model-7b-INSTRUCT": (0, "ORG/model-7b-INSTRUCT"),
         "model": (0, None),
         "org/Model-7B-Instruct-2409": (0, "org/Model-7B-Instruct-2409"),
-        "unsloth/Model-7B-Long-2507": (1, "unsloth/Model-7B-Long-2507"),  # its own row, and not that of Model-7B-Long
+        # its own row, and not that of Model-7B-Long
+        "unsloth/Model-7B-Long-2507": (1, "unsloth/Model-7B-Long-2507"),
         "org/Model-7B-Long-Instruct": (1, "org/Model-7B-Long-Instruct"),
         "org/Nemo-Instruct-2407": (2, "org/Nemo-Instruct-2407"),
         "other/Twin-9B-it": (2, "other/Twin-9B-it"),
@@ -174,7 +207,13 @@ def test_the_rule_by_hand():
     for name, expected in found.items():
         match = names.find(name)
         assert match is not None and (match.row, match.published) == expected, name
-    for name in ("left/Same-1B", "unsloth/Same-1B-chat", "other/Model-7Bx", "nobody/Model-7B", "org/Model-7B-bnb-8bit"):
+    for name in (
+        "left/Same-1B",
+        "unsloth/Same-1B-chat",
+        "other/Model-7Bx",
+        "nobody/Model-7B",
+        "org/Model-7B-bnb-8bit",
+    ):
         assert names.find(name) is None, name
     anybody = names.find("nobody/Model-7B", any_organisation=True)
     assert anybody is not None and anybody.row == 0
@@ -191,10 +230,13 @@ TUNED = ["-Instruct", "-it", "-chat", "-Base", "-hf", "-2410", "-pt"]
 
 
 @given(
-    st.sampled_from([spec for spec in list_models() if "/" in spec.name]), st.lists(st.sampled_from(TUNED), max_size=3)
+    st.sampled_from([spec for spec in list_models() if "/" in spec.name]),
+    st.lists(st.sampled_from(TUNED), max_size=3),
 )
 def test_what_says_how_a_model_was_tuned_never_leads_to_another_size(spec, tuned):
-    """Any such name of a row is that row, or, where rows differ by such words, no row: never one of another shape."""
+    """Any such name of a row is that row, or, where rows differ by such words, no row: never one of
+    another shape.
+    """
     found = _names().find(spec.name + "".join(tuned))
     if found is not None:
         assert list_models()[found.row].params == spec.params

@@ -14,12 +14,20 @@ from autotune.core.files import load_data
 from autotune.problem.constraints import NO_SDPA
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+}
 
 
 def write_config(directory: Path, config: Any) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    (directory / "config.json").write_text(
+        config if isinstance(config, str) else json.dumps(config)
+    )
     return directory
 
 
@@ -30,7 +38,9 @@ def test_every_model_name_means_one_model():
     for spec in specs:
         for name in (spec.name, spec.name.upper(), spec.short, *spec.aliases):
             assert resolve_model(name).digest == spec.digest
-            assert resolve_model(name).name == (name if "/" in name and name in spec.aliases else spec.name)
+            assert resolve_model(name).name == (
+                name if "/" in name and name in spec.aliases else spec.name
+            )
         assert spec.source and (spec.as_of is None or isinstance(spec.as_of, str))
         assert spec.params and spec.num_layers and spec.hidden_size and spec.vocab_size
         assert spec.max_seq_len or spec.config["model_type"] == "mamba2"  # which has no positions
@@ -38,7 +48,12 @@ def test_every_model_name_means_one_model():
 
 def test_model_facts():
     gpt2 = resolve_model("gpt2")
-    assert (gpt2.num_layers, gpt2.hidden_size, gpt2.vocab_size, gpt2.max_seq_len) == (12, 768, 50257, 1024)
+    assert (gpt2.num_layers, gpt2.hidden_size, gpt2.vocab_size, gpt2.max_seq_len) == (
+        12,
+        768,
+        50257,
+        1024,
+    )
     assert resolve_model("mistral-7b").name == "mistralai/Mistral-7B-v0.3"
     assert resolve_model("mistral-7b").short == "Mistral-7B-v0.3"
 
@@ -60,7 +75,10 @@ def catalogue(monkeypatch):
 
 def test_each_row_was_built_with_its_shape_and_has_the_parameters_that_were_counted():
     """A row that is new or changed is counted with python benchmarks/catalogue.py."""
-    counted = {row["model"]: row for row in json.loads((BENCHMARKS / "results" / "catalogue.json").read_text())["rows"]}
+    counted = {
+        row["model"]: row
+        for row in json.loads((BENCHMARKS / "results" / "catalogue.json").read_text())["rows"]
+    }
     assert set(counted) == {spec.name for spec in list_models()}
     for spec in list_models():
         row = counted[spec.name]
@@ -70,9 +88,19 @@ def test_each_row_was_built_with_its_shape_and_has_the_parameters_that_were_coun
 
 def test_each_row_names_the_config_that_was_read(catalogue):
     assert [spec.name for spec in list_models() if catalogue.is_recalled(spec.source)] == []
-    read = ("org/repo path/config.json", "transformers 5.23.0, default of glm", "https://host/page", "a/b c; d/e f.py")
+    read = (
+        "org/repo path/config.json",
+        "transformers 5.23.0, default of glm",
+        "https://host/page",
+        "a/b c; d/e f.py",
+    )
     assert not any(map(catalogue.is_recalled, read))
-    assert all(map(catalogue.is_recalled, (None, "", "published config, recalled", "a/b c.py; recalled", "litgpt")))
+    assert all(
+        map(
+            catalogue.is_recalled,
+            (None, "", "published config, recalled", "a/b c.py; recalled", "litgpt"),
+        )
+    )
 
 
 def test_unknown_model_suggests_a_near_name():
@@ -85,17 +113,29 @@ def test_unknown_model_suggests_a_near_name():
 
 
 def test_local_directory(tmp_path):
-    junk = {"_name_or_path": "/x", "architectures": ["X"], "torch_dtype": "float16", "transformers_version": "4"}
-    kernels = {"attn_implementation": "somebody/kernels", "rope_parameters": {"rope_theta": 1.0, "_x": 1}}
+    junk = {
+        "_name_or_path": "/x",
+        "architectures": ["X"],
+        "torch_dtype": "float16",
+        "transformers_version": "4",
+    }
+    kernels = {
+        "attn_implementation": "somebody/kernels",
+        "rope_parameters": {"rope_theta": 1.0, "_x": 1},
+    }
     path = write_config(tmp_path / "it's a; model", LLAMA | junk | kernels)
     spec = resolve_model(str(path))
     assert spec.name == spec.short == "it's a; model"
     assert spec.config == LLAMA | {"rope_parameters": {"rope_theta": 1.0}}
-    assert (spec.params, spec.weights, spec.max_seq_len) == (None, None, 2048)  # the default of transformers
+    # the default of transformers
+    assert (spec.params, spec.weights, spec.max_seq_len) == (None, None, 2048)
     (path / "pytorch_model.bin").write_bytes(b"")
     assert resolve_model(str(path)).weights is None
     (path / "model.safetensors").write_bytes(b"")
-    assert (resolve_model(str(path)).weights, resolve_model(str(path)).tokenizer) == (str(path), None)
+    assert (resolve_model(str(path)).weights, resolve_model(str(path)).tokenizer) == (
+        str(path),
+        None,
+    )
     (path / "tokenizer.json").write_bytes(b"")
     assert resolve_model(str(path)).tokenizer == str(path)
 
@@ -108,16 +148,25 @@ def test_the_name_without_its_organisation():
 @pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "vocab_size"])
 def test_the_smallest_size_that_is_believed(key):
     made = ModelSpec(name="small", config=LLAMA | {key: 1})
-    assert {"num_hidden_layers": made.num_layers, "hidden_size": made.hidden_size, "vocab_size": made.vocab_size}[
-        key
-    ] == 1
+    assert {
+        "num_hidden_layers": made.num_layers,
+        "hidden_size": made.hidden_size,
+        "vocab_size": made.vocab_size,
+    }[key] == 1
     with pytest.raises(UsageError, match=f"no positive integer {key}"):
         ModelSpec(name="small", config=LLAMA | {key: 0})
 
 
 def test_sizes_go_by_the_names_of_other_families_too():
     made = ModelSpec(
-        name="old", config={"model_type": "mpt", "n_layers": 3, "d_model": 8, "vocab_size": 9, "max_seq_len": 5}
+        name="old",
+        config={
+            "model_type": "mpt",
+            "n_layers": 3,
+            "d_model": 8,
+            "vocab_size": 9,
+            "max_seq_len": 5,
+        },
     )
     assert (made.num_layers, made.hidden_size, made.vocab_size, made.max_seq_len) == (3, 8, 9, 5)
     first = ModelSpec(name="both", config=LLAMA | {"n_layer": 7, "seq_length": 6})
@@ -125,7 +174,10 @@ def test_sizes_go_by_the_names_of_other_families_too():
 
 
 def test_the_largest_size_that_is_believed(tmp_path):
-    assert resolve_model(str(write_config(tmp_path / "a", LLAMA | {"vocab_size": 2**31}))).vocab_size == 2**31
+    assert (
+        resolve_model(str(write_config(tmp_path / "a", LLAMA | {"vocab_size": 2**31}))).vocab_size
+        == 2**31
+    )
     with pytest.raises(UsageError, match="no positive integer vocab_size"):
         resolve_model(str(write_config(tmp_path / "b", LLAMA | {"vocab_size": 2**31 + 1})))
 
@@ -141,9 +193,18 @@ def test_a_catalogue_name_goes_before_a_directory(tmp_path, monkeypatch):
     ("config", "message"),
     [
         (LLAMA | {"auto_map": {"AutoConfig": "x.Y"}}, "remote code is never run"),
-        (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "whose head no probe trains"),
-        (LLAMA | {"architectures": ["Qwen2ForTokenClassification"]}, "is of a Qwen2ForTokenClassification"),
-        (LLAMA | {"architectures": ["InternLM2ForRewardModel"]}, "trainings begin with causal language models"),
+        (
+            LLAMA | {"architectures": ["LlamaForSequenceClassification"]},
+            "whose head no probe trains",
+        ),
+        (
+            LLAMA | {"architectures": ["Qwen2ForTokenClassification"]},
+            "is of a Qwen2ForTokenClassification",
+        ),
+        (
+            LLAMA | {"architectures": ["InternLM2ForRewardModel"]},
+            "trainings begin with causal language models",
+        ),
         (LLAMA | {"quantization_config": {"bits": 4}}, "already quantised"),
         (LLAMA | {"is_encoder_decoder": True}, "encoder-decoder"),
         (LLAMA | {"model_type": "bert"}, "of a bert model, in which a token sees those after it$"),
@@ -168,7 +229,10 @@ def test_hostile_config(tmp_path, config, message):
 
 def test_infinity_is_read_in_both_spellings(tmp_path):
     """transformers 5 writes it as valid JSON, older versions as Python does."""
-    tagged = LLAMA | {"time_step_limit": [0.0, {"__float__": "Infinity"}], "low": {"__float__": "-Infinity"}}
+    tagged = LLAMA | {
+        "time_step_limit": [0.0, {"__float__": "Infinity"}],
+        "low": {"__float__": "-Infinity"},
+    }
     bare = json.dumps(LLAMA | {"time_step_limit": [0.0, float("inf")], "low": float("-inf")})
     assert "Infinity]" in bare
     configs = [
@@ -180,13 +244,25 @@ def test_infinity_is_read_in_both_spellings(tmp_path):
 
 
 def test_a_published_config_of_a_model_that_takes_images(tmp_path):
-    """Gemma 3 leaves out transformers' own defaults; Qwen2.5-VL has the sizes of the text beside the rest."""
+    """Gemma 3 leaves out transformers' own defaults; Qwen2.5-VL has the sizes of the text beside
+    the rest.
+    """
     row = resolve_model("gemma-3-4b")
-    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+    }
     path = write_config(tmp_path / "gemma", row.config | {"text_config": text})
     (path / "preprocessor_config.json").write_text('{"size": {"height": 896, "width": 896}}')
     found = resolve_model(str(path))
-    assert (found.num_layers, found.hidden_size, found.vocab_size, found.max_seq_len) == (34, 2560, 262208, 131072)
+    assert (found.num_layers, found.hidden_size, found.vocab_size, found.max_seq_len) == (
+        34,
+        2560,
+        262208,
+        131072,
+    )
     assert found.sees_images and found.processor == {"size": {"height": 896, "width": 896}}
     (path / "preprocessor_config.json").unlink()
     (path / "processor_config.json").write_text('{"image_processor": {"do_pan_and_scan": false}}')
@@ -208,7 +284,10 @@ def test_bidirectional_families_are_those_of_transformers():
 
 def test_a_bert_that_is_a_decoder_is_causal(tmp_path):
     assert (
-        resolve_model(str(write_config(tmp_path, LLAMA | {"model_type": "bert", "is_decoder": True}))).num_layers == 2
+        resolve_model(
+            str(write_config(tmp_path, LLAMA | {"model_type": "bert", "is_decoder": True}))
+        ).num_layers
+        == 2
     )
 
 
@@ -275,6 +354,8 @@ def test_unreachable_hub(monkeypatch, hub):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(hub, "get_hf_file_metadata", fail)
-    with pytest.raises(UsageError, match=r"could not be reached.*ConnectionError.*did you mean") as caught:
+    with pytest.raises(
+        UsageError, match=r"could not be reached.*ConnectionError.*did you mean"
+    ) as caught:
         resolve_model("Qwen/Qwen3-9B")
     assert "local directory" in (caught.value.remedy or "")

@@ -16,7 +16,8 @@ from autotune.core.errors import UsageError
 WHOLE = """\
 - {name: rtx-7090, aliases: [], vendor: nvidia, arch: blackwell,
    compute_capability: 12.0, memory_mib: 32607, bandwidth_gb_s: 2000, tdp_w: 600,
-   bf16_tflops: 300, fp16_tflops: 300, fp8_tflops: 600, fp32_tflops: 150, nvml_names: [NVIDIA GeForce RTX 7090],
+   bf16_tflops: 300, fp16_tflops: 300, fp8_tflops: 600, fp32_tflops: 150,
+   nvml_names: [NVIDIA GeForce RTX 7090],
    as_of: 2026-11-24, source: a rumour}
 """
 
@@ -33,14 +34,33 @@ def write(tmp_path: Path):
 
 def test_a_card_in_words():
     card = resolve_device(" memory=24, bf16_tflops=165,bandwidth_gb_s=1008 ")
-    assert (card.name, card.bf16_tflops, card.bandwidth_gb_s, card.tdp_w) == ("card-24gb", 165, 1008, None)
-    assert card.memory_gib == pytest.approx(24 * GIB_PER_MARKETED_GB) and "estimate" in (card.memory_source or "")
-    assert (card.vendor, card.arch, card.kind, card.source) == ("nvidia", "unknown", "cuda", "given by --gpu")
+    assert (card.name, card.bf16_tflops, card.bandwidth_gb_s, card.tdp_w) == (
+        "card-24gb",
+        165,
+        1008,
+        None,
+    )
+    assert card.memory_gib == pytest.approx(24 * GIB_PER_MARKETED_GB) and "estimate" in (
+        card.memory_source or ""
+    )
+    assert (card.vendor, card.arch, card.kind, card.source) == (
+        "nvidia",
+        "unknown",
+        "cuda",
+        "given by --gpu",
+    )
     assert card.supports_bf16 and not card.supports_fp8
     assert card.given == card.option == "memory=24, bf16_tflops=165,bandwidth_gb_s=1008"
     assert card.label == "card-24gb (as you described it)"
-    exact = resolve_device("memory_mib=24564,fp16_tflops=65,compute_capability=7.5,name=old,vendor=nvidia,arch=turing")
-    assert (exact.memory_gib, exact.name, exact.arch, exact.supports_bf16) == (24564 / 1024, "old", "turing", False)
+    exact = resolve_device(
+        "memory_mib=24564,fp16_tflops=65,compute_capability=7.5,name=old,vendor=nvidia,arch=turing"
+    )
+    assert (exact.memory_gib, exact.name, exact.arch, exact.supports_bf16) == (
+        24564 / 1024,
+        "old",
+        "turing",
+        False,
+    )
 
 
 def test_a_card_of_the_catalogue_is_shown_by_its_name():
@@ -50,9 +70,19 @@ def test_a_card_of_the_catalogue_is_shown_by_its_name():
 
 def test_a_card_in_a_file(write, monkeypatch, tmp_path):
     card = resolve_device(write(WHOLE))
-    assert (card.name, card.memory_gib, card.compute_capability) == ("rtx-7090", 32607 / 1024, "12.0")
-    assert (card.nvml_names, card.as_of, card.source) == (("NVIDIA GeForce RTX 7090",), "2026-11-24", "a rumour")
-    plain = resolve_device(write("# mine\nmemory: 12\nbf16_tflops: 50\nbandwidth_gb_s: 300\n", "Small Card.YML"))
+    assert (card.name, card.memory_gib, card.compute_capability) == (
+        "rtx-7090",
+        32607 / 1024,
+        "12.0",
+    )
+    assert (card.nvml_names, card.as_of, card.source) == (
+        ("NVIDIA GeForce RTX 7090",),
+        "2026-11-24",
+        "a rumour",
+    )
+    plain = resolve_device(
+        write("# mine\nmemory: 12\nbf16_tflops: 50\nbandwidth_gb_s: 300\n", "Small Card.YML")
+    )
     assert (plain.name, plain.memory_gib) == ("small-card", pytest.approx(12 * GIB_PER_MARKETED_GB))
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve_device("~/my card.yaml").name == "rtx-7090"
@@ -66,7 +96,10 @@ def test_a_card_in_a_file(write, monkeypatch, tmp_path):
         ("memory=24,memory_mib=24564,bf16_tflops=165", "say how much memory the card has, once"),
         ("memory=24,memory=25,bf16_tflops=165", "memory is given twice"),
         ("memory=24,bf16_tflops", "'bf16_tflops' is not of the form key=value"),
-        ("memory=24,bf16_tflop=165", "bf16_tflop: there is no such key; did you mean .*'bf16_tflops'"),
+        (
+            "memory=24,bf16_tflop=165",
+            "bf16_tflop: there is no such key; did you mean .*'bf16_tflops'",
+        ),
         ("memory=0,bf16_tflops=165", "memory: Input should be greater than 0"),
         ("memory=-24,bf16_tflops=165", "memory: Input should be greater than 0"),
         ("memory=inf,bf16_tflops=165", "memory: Input should be"),
@@ -98,7 +131,10 @@ def test_a_text_that_describes_no_card(text, said):
         ("memory: 24\nbf16_tflops: .inf", ":2: bf16_tflops: Input should be a finite number"),
         ("memory: true\nbf16_tflops: 1", ":1: memory: Input should be a valid number"),
         ("memory: '24'\nbf16_tflops: 1", ":1: memory: Input should be a valid number"),
-        ("memory: 24\nbandwith_gb_s: 3\nbf16_tflops: 1", ":2: bandwith_gb_s: Extra inputs are not permitted"),
+        (
+            "memory: 24\nbandwith_gb_s: 3\nbf16_tflops: 1",
+            ":2: bandwith_gb_s: Extra inputs are not permitted",
+        ),
         ("memory: 24\nmemory: 48\nbf16_tflops: 1", "'memory' stands twice"),
         ("memory: 24", "say how fast the card multiplies"),
         (f"{WHOLE}{WHOLE}", "List should have at most 1 item"),
@@ -127,7 +163,9 @@ def test_only_what_the_user_says_is_read_as_a_file(write):
     """The names in a price file, and those that a server sends, mean cards of the catalogue."""
     path = write("memory: 24\nbf16_tflops: 1\n")
     with pytest.raises(UsageError, match="unknown gpu"):
-        prices.load_prices(Path(write(f"- {{provider: p, device: {path!r}, usd: 1}}", "prices.yaml")))
+        prices.load_prices(
+            Path(write(f"- {{provider: p, device: {path!r}, usd: 1}}", "prices.yaml"))
+        )
     assert live_prices.offered(path, 24, "x") is None
 
 
@@ -150,7 +188,10 @@ def test_the_cards_of_a_list(text, cards):
 @given(st.floats(min_value=1e-3, max_value=1e6), st.floats(min_value=1e-3, max_value=1e6))
 def test_every_positive_size_is_one(memory, rate):
     card = resolve_device(f"memory={memory!r},bf16_tflops={rate!r}")
-    assert (card.memory_gib, card.bf16_tflops) == (pytest.approx(memory * GIB_PER_MARKETED_GB), rate)
+    assert (card.memory_gib, card.bf16_tflops) == (
+        pytest.approx(memory * GIB_PER_MARKETED_GB),
+        rate,
+    )
 
 
 def test_the_example_of_messages_is_a_card():
@@ -158,6 +199,11 @@ def test_the_example_of_messages_is_a_card():
 
 
 def test_a_name_of_the_catalogue_needs_no_pydantic():
-    code = "import sys; from autotune.catalog import resolve_device; resolve_device('a10'); print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    code = (
+        "import sys; from autotune.catalog import resolve_device; resolve_device('a10');"
+        " print(*sys.modules)"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert "pydantic" not in loaded

@@ -1,4 +1,6 @@
-"""What the command line says to bad input: one error, a remedy, a documented exit code, nothing on stdout."""
+"""What the command line says to bad input: one error, a remedy, a documented exit code, nothing on
+stdout.
+"""
 
 import os
 import subprocess
@@ -17,7 +19,9 @@ MISSPELT_SPEC = "model: demo-3m\ngpu: cpu\nbugdet: 5m\n"
 WRONG_SPEC = "model: demo-3m\ngpu: cpu\nexamples:\n  - 5\n"
 BROKEN_SPEC = "model: demo-3m\ngpu: [cpu\nbudget: 5m\n"
 MISSPELT_SPACE = "version: 1\nknobs:\n  micro_batch_size:\n    valeus: [1, 2]\n"
-WRONG_SPACE = "version: 1\nknobs:\n  micro_batch_size: {values: [1, 2]}\n  lora_rank: {values: [16, many]}\n"
+WRONG_SPACE = (
+    "version: 1\nknobs:\n  micro_batch_size: {values: [1, 2]}\n  lora_rank: {values: [16, many]}\n"
+)
 UNKNOWN_KNOB = "version: 1\nknobs:\n  micro_batchsize: {values: [1, 2]}\n"
 
 
@@ -53,7 +57,9 @@ class Said:
         return len(errors) == len(remedies) == 1 and remedies[0] in (lines[-1], *lines[-2:-1])
 
 
-def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> Said:
+def said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> Said:
     """Run the program in this process, through its entry point."""
     monkeypatch.setattr(sys, "argv", ["autotune", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -74,19 +80,37 @@ def test_windows_is_refused_before_a_module_is_missing(
 USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no model": (("run", "--gpu", "cpu"), ("no model is given",)),
     "unknown GPU": (("run", "--model", "demo-3m", "--gpu", "h2000"), ("'h2000'", "did you mean")),
-    "unknown model": (("run", "--gpu", "cpu", "--model", "demo-3n"), ("'demo-3n'", "did you mean", "demo-3m")),
+    "unknown model": (
+        ("run", "--gpu", "cpu", "--model", "demo-3n"),
+        ("'demo-3n'", "did you mean", "demo-3m"),
+    ),
     "unknown space": ((*RUN, "--space", "loar"), ("'loar'", "did you mean 'lora'")),
-    "unknown knob": ((*RUN, "--set", "microbatch_size=4"), ("'microbatch_size'", "did you mean 'micro_batch_size'")),
+    "unknown knob": (
+        (*RUN, "--set", "microbatch_size=4"),
+        ("'microbatch_size'", "did you mean 'micro_batch_size'"),
+    ),
     "wrong value": ((*RUN, "--set", "micro_batch_size=many"), ("micro_batch_size", "'many'")),
     "unknown choice": ((*RUN, "--set", "precision=fp8"), ("precision", "'fp8'", "bf16_mixed")),
     "wrong checkpointing": ((*RUN, "--set", "checkpointing=every_1"), ("every_1",)),
     "no equals sign": ((*RUN, "--set", "nonsense"), ("'nonsense'", "KNOB=VALUE")),
     "no value": ((*RUN, "--set", "precision="), ("'precision='", "KNOB=VALUE")),
     "no YAML": ((*RUN, "--set", "precision=[fp32"), ("cannot be read",)),
-    "two ranks": ((*RUN, "--rank", "16", "--set", "lora_rank=32"), ("lora_rank is pinned to 16 and to 32",)),
-    "two values": ((*RUN, "--set", "dora=true", "--set", "dora=false"), ("dora is pinned to True and to False",)),
-    "no such rank": ((*RUN, "--min-rank", "999"), ("--min-rank 999", "the largest rank of the space is 32")),
-    "uneven batch": ((*RUN, "--set", "micro_batch_size=5"), ("micro_batch_size", "global batch of 32")),
+    "two ranks": (
+        (*RUN, "--rank", "16", "--set", "lora_rank=32"),
+        ("lora_rank is pinned to 16 and to 32",),
+    ),
+    "two values": (
+        (*RUN, "--set", "dora=true", "--set", "dora=false"),
+        ("dora is pinned to True and to False",),
+    ),
+    "no such rank": (
+        (*RUN, "--min-rank", "999"),
+        ("--min-rank 999", "the largest rank of the space is 32"),
+    ),
+    "uneven batch": (
+        (*RUN, "--set", "micro_batch_size=5"),
+        ("micro_batch_size", "global batch of 32"),
+    ),
     "too long": ((*RUN, "--seq-len", "1024"), ("seq_len", "context of 512")),
     "bad budget": ((*RUN, "--budget", "soon"), ("--budget", "'soon'")),
     "no budget": ((*RUN, "--budget", "0s"), ("--budget", "positive")),
@@ -95,40 +119,88 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no trials": ((*RUN, "--trials", "0"), ("trials",)),
     "both sizes": ((*RUN, "--examples", "5", "--tokens", "5000"), ("examples or tokens",)),
     "JSON twice": ((*RUN, "--json", "--events"), ("--events",)),
-    "unknown command": (("plann",), ("no command 'plann'; did you mean 'plan'", "`autotune --help`")),
-    "unknown option": (("plan", "--modle", "x"), ("plan has no option '--modle'; did you mean '--model'",)),
-    "unknown option of all": (("--verson",), ("autotune has no option '--verson'; did you mean '--version'?",)),
-    "unknown short option": (("longest", "-z"), ("no option '-z'", "`autotune longest --help` lists its options")),
-    "no value of an option": (("plan", "--gpu"), ("option '--gpu' requires an argument", "try: give --gpu VALUE;")),
-    "value of a flag": (("run", "--quiet=3"), ("'--quiet' does not take a value", "try: give --quiet alone")),
-    "no number": (("run", "--trials", "x"), ("--trials: 'x': ", "integer", "`autotune run --help`")),
+    "unknown command": (
+        ("plann",),
+        ("no command 'plann'; did you mean 'plan'", "`autotune --help`"),
+    ),
+    "unknown option": (
+        ("plan", "--modle", "x"),
+        ("plan has no option '--modle'; did you mean '--model'",),
+    ),
+    "unknown option of all": (
+        ("--verson",),
+        ("autotune has no option '--verson'; did you mean '--version'?",),
+    ),
+    "unknown short option": (
+        ("longest", "-z"),
+        ("no option '-z'", "`autotune longest --help` lists its options"),
+    ),
+    "no value of an option": (
+        ("plan", "--gpu"),
+        ("option '--gpu' requires an argument", "try: give --gpu VALUE;"),
+    ),
+    "value of a flag": (
+        ("run", "--quiet=3"),
+        ("'--quiet' does not take a value", "try: give --quiet alone"),
+    ),
+    "no number": (
+        ("run", "--trials", "x"),
+        ("--trials: 'x': ", "integer", "`autotune run --help`"),
+    ),
     "no number after =": (("run", "--trials=x"), ("--trials: 'x': ", "integer")),
-    "no argument": (("check",), ("check: missing argument", "FILE", "try: autotune check [OPTIONS]")),
-    "two arguments": (("check", "a", "b"), ("unexpected extra argument", "b", "try: autotune check [OPTIONS]")),
-    "unknown part": (("dev", "foo"), ("autotune dev: no such command 'foo'", "try: autotune dev [OPTIONS] COMMAND")),
+    "no argument": (
+        ("check",),
+        ("check: missing argument", "FILE", "try: autotune check [OPTIONS]"),
+    ),
+    "two arguments": (
+        ("check", "a", "b"),
+        ("unexpected extra argument", "b", "try: autotune check [OPTIONS]"),
+    ),
+    "unknown part": (
+        ("dev", "foo"),
+        ("autotune dev: no such command 'foo'", "try: autotune dev [OPTIONS] COMMAND"),
+    ),
     "no such spec": (("run", "--spec", "nowhere.yaml"), ("nowhere.yaml", "No such file")),
     "misspelt key": (("run", "--spec", "misspelt.yaml"), ("misspelt.yaml:3:", "bugdet")),
     "wrong type": (("run", "--spec", "wrong.yaml"), ("wrong.yaml:", "examples")),
     "broken YAML": (("run", "--spec", "broken.yaml"), ("broken.yaml:3", "not valid YAML")),
-    "misspelt space": ((*RUN, "--space", "misspelt-space.yaml"), ("misspelt-space.yaml:4:", "valeus")),
-    "wrong space": ((*RUN, "--space", "wrong-space.yaml"), ("wrong-space.yaml", "lora_rank", "'many'")),
-    "unknown knob in a space": ((*RUN, "--space", "unknown-knob.yaml"), ("'micro_batchsize'", "did you mean")),
+    "misspelt space": (
+        (*RUN, "--space", "misspelt-space.yaml"),
+        ("misspelt-space.yaml:4:", "valeus"),
+    ),
+    "wrong space": (
+        (*RUN, "--space", "wrong-space.yaml"),
+        ("wrong-space.yaml", "lora_rank", "'many'"),
+    ),
+    "unknown knob in a space": (
+        (*RUN, "--space", "unknown-knob.yaml"),
+        ("'micro_batchsize'", "did you mean"),
+    ),
     "no study": (("status",), ("no database sqlite:///runs/autotune.db", "autotune run")),
     "no study to export": (("export",), ("no database",)),
     "unknown format": (("export", "--format", "unsloth"), ("'unsloth'", "trl")),
     "no URL": ((*RUN, "--storage", f"me:{CANARY}@host"), ("--storage",)),
-    "unknown driver": ((*RUN, "--storage", f"nonsense://me:{CANARY}@host/db"), ("--storage", "nonsense")),
+    "unknown driver": (
+        (*RUN, "--storage", f"nonsense://me:{CANARY}@host/db"),
+        ("--storage", "nonsense"),
+    ),
     "no port": ((*RUN, "--storage", f"postgresql+psycopg://me:{CANARY}@host:x/db"), ("--storage",)),
 }
 SERVER = f"postgresql+psycopg://me:{CANARY}@127.0.0.1:1/studies"
 MACHINE = {
-    "not this GPU": (("run", "--model", "demo-3m", "--gpu", "h200"), ("h200", "no NVIDIA GPU here")),
+    "not this GPU": (
+        ("run", "--model", "demo-3m", "--gpu", "h200"),
+        ("h200", "no NVIDIA GPU here"),
+    ),
     "no GPU": (("run", "--model", "demo-3m"), ("no NVIDIA GPU here",)),
 }
 STORAGE = {
     "a file in the way": ((*RUN, "--out", "in-the-way/out"), ("in-the-way/out", "Not a directory")),
     "out is a file": ((*RUN, "--out", "in-the-way"), ("in-the-way",)),
-    "no folder for SQLite": ((*RUN, "--storage", "sqlite:///in-the-way/a.db"), ("unable to open database file",)),
+    "no folder for SQLite": (
+        (*RUN, "--storage", "sqlite:///in-the-way/a.db"),
+        ("unable to open database file",),
+    ),
     "no database": ((*RUN, "--storage", "sqlite:///no.db"), ("no.db", "not a database")),
     "unreachable server": ((*RUN, "--storage", SERVER), ("127.0.0.1", "onnection")),
     "unreachable, by status": (("status", "--storage", SERVER), ("127.0.0.1", "onnection")),
@@ -159,7 +231,9 @@ def test_bad_input(
         assert part in answer.err
 
 
-def test_help_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert said(monkeypatch, capsys, "--version").code == 0
     assert said(monkeypatch, capsys, "plan", "--help").out.startswith("Usage: ")
     bare = said(monkeypatch, capsys)
@@ -173,10 +247,16 @@ def test_what_reads_studies_makes_no_database(
     for storage in ((), ("--storage", "sqlite:///a b/no.db")):
         answer = said(monkeypatch, capsys, command, *storage)
         if command == "list" and not storage:
-            assert answer.code == 0 and "there is no study" in answer.out and "runs" not in os.listdir()
+            assert (
+                answer.code == 0
+                and "there is no study" in answer.out
+                and "runs" not in os.listdir()
+            )
             continue
         assert answer.code == 2 and answer.is_one_error(), answer.err
-        assert "there is no database sqlite:///" in answer.err and not {"runs", "a b"} & set(os.listdir())
+        assert "there is no database sqlite:///" in answer.err and not {"runs", "a b"} & set(
+            os.listdir()
+        )
 
 
 def test_a_directory_that_cannot_be_written(
@@ -209,7 +289,9 @@ def test_a_bad_environment_variable_is_reported_as_the_option_is(
 
 
 @pytest.mark.parametrize(
-    "arguments", [("run", "--examples=many"), ("run", "--no-such-option"), ("no-such-command",)], ids=" ".join
+    "arguments",
+    [("run", "--examples=many"), ("run", "--no-such-option"), ("no-such-command",)],
+    ids=" ".join,
 )
 def test_what_is_no_option_or_number(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
@@ -307,11 +389,21 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         (["run", "--space", "qlo"], {"qlora"}),
     ],
 )
-def test_the_shell_completes_commands_options_and_names(typed: list[str], offered: set[str]) -> None:
+def test_the_shell_completes_commands_options_and_names(
+    typed: list[str], offered: set[str]
+) -> None:
     words = ["autotune", *typed]
-    asked = {"_AUTOTUNE_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(typed))}
+    asked = {
+        "_AUTOTUNE_COMPLETE": "complete_bash",
+        "COMP_WORDS": " ".join(words),
+        "COMP_CWORD": str(len(typed)),
+    }
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.argv[0] = 'autotune'; from autotune.cli.app import main; main()"],
+        [
+            sys.executable,
+            "-c",
+            "import sys; sys.argv[0] = 'autotune'; from autotune.cli.app import main; main()",
+        ],
         env=os.environ | asked,
         capture_output=True,
         text=True,
@@ -323,9 +415,13 @@ def test_the_shell_completes_commands_options_and_names(typed: list[str], offere
 def test_nothing_is_collected_at_the_end_of_a_command() -> None:
     """The first function that is registered for the end is called last."""
     code = "import atexit, gc, sys\n"
-    code += "atexit.register(lambda: print(gc.get_freeze_count() > 10_000, gc.get_threshold()[0]))\n"
+    code += (
+        "atexit.register(lambda: print(gc.get_freeze_count() > 10_000, gc.get_threshold()[0]))\n"
+    )
     code += "from autotune.cli.app import main; sys.argv = ['autotune', 'list']; main()"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     frozen, threshold = ended.stdout.split()[-2:]
     assert frozen == "True" and int(threshold) >= 100_000

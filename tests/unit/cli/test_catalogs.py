@@ -50,7 +50,14 @@ def test_gpus_as_json():
 def test_models():
     lines = output("models").splitlines()
     row = next(line for line in lines if " demo-3m " in line)
-    assert [cell.strip() for cell in row.strip("│┃ ").split("│")] == ["–", "demo-3m", "0.00315", "4", "4096", "512"]
+    assert [cell.strip() for cell in row.strip("│┃ ").split("│")] == [
+        "–",
+        "demo-3m",
+        "0.00315",
+        "4",
+        "4096",
+        "512",
+    ]
     assert any(" mistral-7b, mistral-7b-v0.3 " in line for line in lines)
 
 
@@ -69,7 +76,8 @@ def test_spaces():
     assert cells[:3] == [
         "lora",
         "77,760",
-        "micro_batch_size, seq_len, lora_rank, precision, optimizer, checkpointing, compile, lora_kernels, loss, "
+        "micro_batch_size, seq_len, lora_rank, precision, optimizer, checkpointing, compile,"
+        " lora_kernels, loss, "
         "packing, packed_attention, padding",
     ]
     assert cells[3].endswith("search_spaces/lora.yaml")
@@ -84,10 +92,15 @@ def test_spaces_as_json():
 def test_suites(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = {row["name"]: row for row in json.loads(output("suites", "--json"))}
-    assert rows["qwen-7b"]["configs"] == 12 and rows["qwen-7b"]["source"].startswith("https://github.com/QwenLM/Qwen")
+    assert rows["qwen-7b"]["configs"] == 12 and rows["qwen-7b"]["source"].startswith(
+        "https://github.com/QwenLM/Qwen"
+    )
     assert all(name in output("suites") for name in rows)
     table = output("plan", "--spec", "qwen-7b")
-    assert "Published: https://github.com/QwenLM/Qwen" in table and "6 verdicts, of which 0 wrong" in table
+    assert (
+        "Published: https://github.com/QwenLM/Qwen" in table
+        and "6 verdicts, of which 0 wrong" in table
+    )
     assert "not predicted: its base is of GPTQ" in table and "whole GiB 11.5" in table
     planned = json.loads(output("plan", "--spec", "qwen-7b", "--json"))
     assert [row["verdict"] for row in planned[:6]] == ["fits"] * 6
@@ -96,7 +109,18 @@ def test_suites(tmp_path, monkeypatch):
 
 def test_version_and_help():
     assert output("--version") == f"autotune {__version__}\n"
-    for command in ("run", "status", "oom", "export", "report", "calibrate", "doctor", "gpus", "models", "spaces"):
+    for command in (
+        "run",
+        "status",
+        "oom",
+        "export",
+        "report",
+        "calibrate",
+        "doctor",
+        "gpus",
+        "models",
+        "spaces",
+    ):
         assert command in output("--help")
         assert output(command, "-h") == output(command, "--help")
 
@@ -137,7 +161,9 @@ def test_tables_are_whole_in_a_pipe(capsys, monkeypatch):
     text = capsys.readouterr().out
     assert all(device.name in text for device in list_devices())
     assert all(spec.name in text and ", ".join(spec.aliases) in text for spec in list_models())
-    assert re.search(r"\$0.526 \(aws, \d+ (months|years) old\)", text) and "$1,599.00 (2022)" in text
+    assert (
+        re.search(r"\$0.526 \(aws, \d+ (months|years) old\)", text) and "$1,599.00 (2022)" in text
+    )
     assert "…" not in text
 
 

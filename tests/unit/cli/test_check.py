@@ -1,4 +1,6 @@
-"""`autotune check`: verdicts on real files of three tools, changes that make them fit, hostile ones."""
+"""`autotune check`: verdicts on real files of three tools, changes that make them fit, hostile
+ones.
+"""
 
 import json
 import os
@@ -28,33 +30,46 @@ from autotune.report.values.check import CheckReport
 
 # What the projects publish, reduced to the keys that matter (`test_foreign.py` names the files).
 TRL = (
-    "model_name_or_path: Qwen/Qwen2.5-0.5B\ndataset_name: trl-lib/Capybara\nnum_train_epochs: 1\nuse_peft: true\n"
+    "model_name_or_path: Qwen/Qwen2.5-0.5B\ndataset_name: trl-lib/Capybara\nnum_train_epochs: 1\n"
+    "use_peft: true\n"
     "per_device_train_batch_size: 8\ngradient_accumulation_steps: 2\nlora_r: 16\nlora_alpha: 16\n"
 )
 TRL_7B = TRL.replace("Qwen/Qwen2.5-0.5B", "mistralai/Mistral-7B-v0.3")
 AXOLOTL = (
-    "base_model: NousResearch/Meta-Llama-3-8B\nload_in_8bit: false\nload_in_4bit: true\nadapter: qlora\n"
-    "datasets:\n  - path: aaditya/alpaca_subset_1\n    type: alpaca\nsequence_len: 4096\nsample_packing: true\n"
-    "lora_r: 32\nlora_target_linear: true\ngradient_accumulation_steps: 4\nmicro_batch_size: 2\nnum_epochs: 4\n"
+    "base_model: NousResearch/Meta-Llama-3-8B\nload_in_8bit: false\nload_in_4bit: true\n"
+    "adapter: qlora\n"
+    "datasets:\n  - path: aaditya/alpaca_subset_1\n    type: alpaca\nsequence_len: 4096\n"
+    "sample_packing: true\n"
+    "lora_r: 32\nlora_target_linear: true\ngradient_accumulation_steps: 4\nmicro_batch_size: 2\n"
+    "num_epochs: 4\n"
     "optimizer: paged_adamw_32bit\nbf16: auto\ngradient_checkpointing: true\n"
 )
 AXOLOTL_FULL = (
-    "base_model: NousResearch/Meta-Llama-3.1-8B\nplugins:\n  - axolotl.integrations.liger.LigerPlugin\n"
-    "liger_rms_norm: true\nliger_fused_linear_cross_entropy: true\nsequence_len: 4096\nsample_packing: true\n"
-    "gradient_accumulation_steps: 4\nmicro_batch_size: 2\nbf16: auto\ngradient_checkpointing: true\n"
+    "base_model: NousResearch/Meta-Llama-3.1-8B\nplugins:\n"
+    "  - axolotl.integrations.liger.LigerPlugin\n"
+    "liger_rms_norm: true\nliger_fused_linear_cross_entropy: true\nsequence_len: 4096\n"
+    "sample_packing: true\n"
+    "gradient_accumulation_steps: 4\nmicro_batch_size: 2\nbf16: auto\n"
+    "gradient_checkpointing: true\n"
     "fsdp:\n  - full_shard\n"
 )
 AXOLOTL_32B = (
-    "base_model: Qwen/Qwen3-32B\nplugins:\n  - axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin\n"
+    "base_model: Qwen/Qwen3-32B\nplugins:\n  -"
+    " axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin\n"
     "sequence_len: 2048\nload_in_4bit: true\nadapter: qlora\nlora_r: 16\nlora_target_linear: true\n"
     "micro_batch_size: 1\noptimizer: adamw_torch_4bit\ngradient_checkpointing: offload\n"
 )
 FACTORY = (
-    "model_name_or_path: Qwen/Qwen3-4B-Instruct-2507\nstage: sft\ndo_train: true\nfinetuning_type: lora\n"
-    "lora_rank: 8\nlora_target: all\ndataset: identity,alpaca_en_demo\ncutoff_len: 2048\nmax_samples: 1000\n"
-    "per_device_train_batch_size: 1\ngradient_accumulation_steps: 8\nnum_train_epochs: 3.0\nbf16: true\n"
+    "model_name_or_path: Qwen/Qwen3-4B-Instruct-2507\nstage: sft\ndo_train: true\n"
+    "finetuning_type: lora\n"
+    "lora_rank: 8\nlora_target: all\ndataset: identity,alpaca_en_demo\ncutoff_len: 2048\n"
+    "max_samples: 1000\n"
+    "per_device_train_batch_size: 1\ngradient_accumulation_steps: 8\nnum_train_epochs: 3.0\n"
+    "bf16: true\n"
 )
-FACTORY_FULL = FACTORY.replace("lora\n", "full\n", 1).replace("bf16: true", "bf16: true\npure_bf16: false")
+FACTORY_FULL = FACTORY.replace("lora\n", "full\n", 1).replace(
+    "bf16: true", "bf16: true\npure_bf16: false"
+)
 
 
 def changed(text: str, **keys: Any) -> str:
@@ -124,7 +139,9 @@ def test_verdicts(text: str, gpu: str, fits: str, answer: Callable[..., CheckRep
     assert found.fix is None or fits == OOM
 
 
-def test_the_verdict_is_the_first_line(printed: Callable[..., str], answer: Callable[..., CheckReport]) -> None:
+def test_the_verdict_is_the_first_line(
+    printed: Callable[..., str], answer: Callable[..., CheckReport]
+) -> None:
     lines = printed(FACTORY).splitlines()
     assert lines[0] == verdict(answer(FACTORY))
     assert lines[0].startswith("fits: needs 1") and lines[0].endswith("%) to spare")
@@ -137,7 +154,9 @@ def test_the_verdict_is_the_first_line(printed: Callable[..., str], answer: Call
     assert "for 2,000 examples x 3, 750 steps" in lines[4]
 
 
-def test_a_run_that_does_not_fit(printed: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_does_not_fit(
+    printed: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(NothingFits, match=r"^run\.yml does not fit a10$") as caught:
         printed(TRL_7B)
     assert caught.value.exit_code == 4
@@ -150,14 +169,18 @@ def test_a_run_that_does_not_fit(printed: Callable[..., str], capsys: pytest.Cap
 
 
 def test_too_close_to_tell(
-    printed: Callable[..., str], answer: Callable[..., CheckReport], capsys: pytest.CaptureFixture[str]
+    printed: Callable[..., str],
+    answer: Callable[..., CheckReport],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     peak = answer(FACTORY).checked.estimate.need_gib
     context = 20 - device_limit_gib(resolve_device("a10"), 0.0, 20.0)
     memory = peak * (1 + ERROR / 2) + context
     found = answer(FACTORY, memory_gib=memory, headroom=0.0)
     assert found.checked.state == TIGHT and found.fix is not None and found.fix.state == FITS
-    assert verdict(found).endswith(f"%) to spare, and the estimate errs by up to {100 * ERROR:.0f} %")
+    assert verdict(found).endswith(
+        f"%) to spare, and the estimate errs by up to {100 * ERROR:.0f} %"
+    )
     path = Path(found.file)
     check_command(path, "a10", evidence=path.parent, memory_gib=memory, headroom=0.0)
     shown = capsys.readouterr()
@@ -184,16 +207,22 @@ def test_models_by_name() -> None:
         "..\\models\\phi-4": "microsoft/phi-4",
     }.items():
         model, taken = find_model(name)
-        assert model.name == (known or ("mistralai/Mistral-7B-v0.3" if "istral" in name.lower() else name))
+        assert model.name == (
+            known or ("mistralai/Mistral-7B-v0.3" if "istral" in name.lower() else name)
+        )
         assert taken == (
-            f"{name} is taken to be shaped like {known}, after its name (else give --model)." if known else None
+            f"{name} is taken to be shaped like {known}, after its name (else give --model)."
+            if known
+            else None
         )
     for model in list_models():
         for name in (model.name, f"somebody/{model.short}-Instruct", *model.aliases):
             assert find_model(name)[0].digest == model.digest
 
 
-def test_unknown_models(monkeypatch: pytest.MonkeyPatch, answer: Callable[..., CheckReport]) -> None:
+def test_unknown_models(
+    monkeypatch: pytest.MonkeyPatch, answer: Callable[..., CheckReport]
+) -> None:
     hub = pytest.importorskip("huggingface_hub")
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -206,9 +235,18 @@ def test_unknown_models(monkeypatch: pytest.MonkeyPatch, answer: Callable[..., C
             answer(changed(TRL, model_name_or_path=name))
         assert caught.value.exit_code == 2 and caught.value.remedy is not None
         assert caught.value.remedy.startswith("give --model: ")
-    assert answer(changed(TRL, model_name_or_path="nobody/Nothing-7B"), model="qwen2.5-0.5b").checked.state == FITS
-    monkeypatch.setattr(counted_memory, "dry_count", lambda *asked: DryAnswer(refused="It has no layers."))
-    with pytest.raises(UsageError, match=r"no formula for gpt2 models, and .* cannot be counted: It has no layers$"):
+    assert (
+        answer(
+            changed(TRL, model_name_or_path="nobody/Nothing-7B"), model="qwen2.5-0.5b"
+        ).checked.state
+        == FITS
+    )
+    monkeypatch.setattr(
+        counted_memory, "dry_count", lambda *asked: DryAnswer(refused="It has no layers.")
+    )
+    with pytest.raises(
+        UsageError, match=r"no formula for gpt2 models, and .* cannot be counted: It has no layers$"
+    ):
         answer(changed(TRL, model_name_or_path="gpt2"))
 
 
@@ -219,7 +257,9 @@ def test_a_local_model(answer: Callable[..., CheckReport], tmp_path: Path) -> No
     text = changed(TRL, model_name_or_path=str(tmp_path / "mine"), dtype="bfloat16")
     peak = answer(changed(TRL, dtype="bfloat16")).checked.estimate.need_gib
     assert answer(text).checked.estimate.need_gib == pytest.approx(peak, rel=0.01)
-    (tmp_path / "mine" / "config.json").write_text(json.dumps(config | {"model_type": "\x1b[31mevil\n"}))
+    (tmp_path / "mine" / "config.json").write_text(
+        json.dumps(config | {"model_type": "\x1b[31mevil\n"})
+    )
     with pytest.raises(UsageError) as caught:
         answer(text)
     assert str(caught.value).isprintable()
@@ -230,7 +270,9 @@ def test_effects_of_the_model_and_the_card(answer: Callable[..., CheckReport]) -
     assert gemma.run.config.attention == "eager"  # as transformers chooses for it
     assert any(note.startswith("t4 has no bf16") for note in answer(TRL, "t4").notes)
     assert not any("bf16:" in note for note in answer(changed(TRL, fp16=True), "t4").notes)
-    long = answer(changed(TRL, max_length=65536, model_name_or_path="Qwen/Qwen2.5-0.5B"), "b200-sxm")
+    long = answer(
+        changed(TRL, max_length=65536, model_name_or_path="Qwen/Qwen2.5-0.5B"), "b200-sxm"
+    )
     assert any(note.startswith("Sequences of 65,536 tokens are longer than") for note in long.notes)
     assert long.faster is None
 
@@ -252,8 +294,17 @@ def test_which_gpu(answer: Callable[..., CheckReport], monkeypatch: pytest.Monke
 
 def test_json(printed: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(printed(FACTORY, as_json=True))
-    assert (data["verdict"], data["change"], data["each_change"], data["smallest_card"]) == ("fits", None, [], None)
-    assert data["evidence"] == "estimated" and data["num_gpus"] is None and data["format"] == "llamafactory"
+    assert (data["verdict"], data["change"], data["each_change"], data["smallest_card"]) == (
+        "fits",
+        None,
+        [],
+        None,
+    )
+    assert (
+        data["evidence"] == "estimated"
+        and data["num_gpus"] is None
+        and data["format"] == "llamafactory"
+    )
     assert sum(data["memory_gib"].values()) == pytest.approx(data["peak_reserved_gib"])
     assert data["duration"]["num_steps"] == 750 and data["faster"]["times"] > 1
     with pytest.raises(NothingFits):
@@ -261,7 +312,8 @@ def test_json(printed: Callable[..., str], capsys: pytest.CaptureFixture[str]) -
     data = json.loads(capsys.readouterr().out)
     assert data["verdict"] == "out of memory" and data["smallest_card"] == "a100-40gb-pcie"
     assert data["change"]["edits"] == {"dtype": "bfloat16"} and data["change"]["verdict"] == "fits"
-    assert data["duration"] is None and data["change"]["duration"]["usd"] > 0  # what cannot run has no cost
+    # what cannot run has no cost
+    assert data["duration"] is None and data["change"]["duration"]["usd"] > 0
     assert {"dtype", "load_in_4bit"} <= {key for one in data["each_change"] for key in one["edits"]}
 
 
@@ -293,13 +345,20 @@ def test_hostile_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     [
         {"per_device_train_batch_size": 2**24, "gradient_accumulation_steps": 2**24},
         {"max_length": 2**24, "packing": True, "lora_r": 2**24},
-        {"per_device_train_batch_size": 720720, "max_length": 2**24, "gradient_checkpointing": False, "use_dora": True},
+        {
+            "per_device_train_batch_size": 720720,
+            "max_length": 2**24,
+            "gradient_checkpointing": False,
+            "use_dora": True,
+        },
         {"max_steps": 10**15},
         {"num_train_epochs": 1e15},
         {"num_processes": 2**24},
     ],
 )
-def test_hostile_numbers(keys: dict[str, Any], printed: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_hostile_numbers(
+    keys: dict[str, Any], printed: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
     for as_json in (False, True):
         try:
             out = printed(changed(TRL_7B, **keys), as_json=as_json, examples=10**15)
@@ -312,7 +371,8 @@ def test_no_torch_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "run.yml"
     path.write_text(TRL)
     code = (
-        "import sys; from pathlib import Path; from autotune.cli.commands.check import check_command\n"
+        "import sys; from pathlib import Path; from autotune.cli.commands.check import"
+        " check_command\n"
         "check_command(Path(sys.argv[1]), 'a10', evidence=Path('none'))\n"
         "print({'torch', 'transformers', 'optuna', 'numpy', 'bitsandbytes'} & set(sys.modules))"
     )

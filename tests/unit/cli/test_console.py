@@ -41,7 +41,9 @@ def shown(capsys: pytest.CaptureFixture[str], **options: bool) -> tuple[str, str
     return ended.out, ended.err
 
 
-def test_events_are_lines_of_json_and_the_last_has_the_result(capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_are_lines_of_json_and_the_last_has_the_result(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     out, err = shown(capsys, events=True, quiet=True)
     events = [json.loads(line) for line in out.splitlines()]
     assert [one["event"] for one in events] == ["step", "plan", "trial", "note", "result"]
@@ -59,7 +61,9 @@ def test_the_command_that_explains_names_the_study(
     with Display(budget_s=600.0) as one:
         one.result(replace(summary(), study=name), "runs/one")
     lines = capsys.readouterr().err.splitlines()
-    command = lines[next(place for place, line in enumerate(lines) if line.endswith("ask why it won:")) + 1]
+    command = lines[
+        next(place for place, line in enumerate(lines) if line.endswith("ask why it won:")) + 1
+    ]
     assert arguments_of_autotune(command, tmp_path) == ["explain", *operands(name)]
 
 
@@ -74,7 +78,10 @@ def test_the_cost_of_several_gpus_is_shown(capsys: pytest.CaptureFixture[str]) -
 
 def test_named_configurations_are_one_event(capsys: pytest.CaptureFixture[str]) -> None:
     result = ConfigResult(
-        case=NamedConfig(name="one"), config=TrainConfig(), outcome=Outcome.OK, evidence=Evidence.MEASURED
+        case=NamedConfig(name="one"),
+        config=TrainConfig(),
+        outcome=Outcome.OK,
+        evidence=Evidence.MEASURED,
     )
     with Display(budget_s=600.0, events=True, quiet=True) as one:
         one.configs([result], "runs/it")
@@ -108,7 +115,9 @@ def test_without_a_terminal_a_status_line_is_printed_now_and_then(
     assert capsys.readouterr().err == ""  # it ends with the run
 
 
-def test_a_resumed_study_is_compared_with_the_best_so_far(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_study_is_compared_with_the_best_so_far(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     trials = summary().trials
     fastest = replace(trials[0], number=4, tokens_per_second=9_000.0)
     with Display(budget_s=600.0) as one:
@@ -126,7 +135,8 @@ def test_a_resumed_study_is_compared_with_the_best_so_far(capsys: pytest.Capture
 def test_what_is_proposed_again_has_its_line_already(capsys: pytest.CaptureFixture[str]) -> None:
     first = summary().trials[0]
     with Display(budget_s=600.0) as one:
-        one.trial(replace(first, reused=True))  # as a baseline that was tried before the study began
+        # as a baseline that was tried before the study began
+        one.trial(replace(first, reused=True))
         one.trial(replace(first, number=8, reused=True))
         one.trial(replace(first, number=9))  # probed again
     said = capsys.readouterr().err
@@ -157,18 +167,28 @@ def terminal(monkeypatch: pytest.MonkeyPatch, **environment: str) -> Terminal:
     """In place of stderr from here on; pytest puts its own there when a test's body begins."""
     made = Terminal()
     monkeypatch.setattr(sys, "stderr", made)
-    for name, value in ({"COLUMNS": "80", "TERM": "xterm-256color", "NO_COLOR": ""} | environment).items():
+    for name, value in (
+        {"COLUMNS": "80", "TERM": "xterm-256color", "NO_COLOR": ""} | environment
+    ).items():
         monkeypatch.setenv(name, value)
     return made
 
 
 def plain(text: str) -> list[str]:
     """Lines without colours, and without the spinner and how it is wiped out."""
-    return [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).rpartition("\r")[2].rstrip() for line in text.splitlines()]
+    return [
+        re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).rpartition("\r")[2].rstrip()
+        for line in text.splitlines()
+    ]
 
 
-def test_on_a_terminal_the_clock_goes_on_while_a_step_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    got, wanted = terminal(monkeypatch), ("time  0:01 elapsed, 9:58 left", "now   starting the probe worker")
+def test_on_a_terminal_the_clock_goes_on_while_a_step_takes_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    got, wanted = (
+        terminal(monkeypatch),
+        ("time  0:01 elapsed, 9:58 left", "now   starting the probe worker"),
+    )
     with Display(budget_s=600.0) as one:
         one.say("starting the probe worker")
         end = time.monotonic() + 20
@@ -185,13 +205,19 @@ def test_on_a_terminal_a_long_line_continues_below_itself_and_a_command_is_whole
     assert len(commands) == 3 and any(len(line) > 100 for line in commands)
     named = [line for line in lines if line not in commands and "long-long" not in line]
     assert max(map(len, named)) <= 72  # the table of results
-    place = next(number for number, line in enumerate(named) if line.startswith(" baseline  lora r16"))
+    place = next(
+        number for number, line in enumerate(named) if line.startswith(" baseline  lora r16")
+    )
     assert named[place + 1] == " " * 11 + "adamw_torch_fused"
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(100, 30), (160, 50)])
-def test_the_last_screen_is_the_answer_alone(monkeypatch: pytest.MonkeyPatch, columns: int, rows: int) -> None:
-    """All above it is in the terminal's history, and the winner stands on it however many notes there are."""
+def test_the_last_screen_is_the_answer_alone(
+    monkeypatch: pytest.MonkeyPatch, columns: int, rows: int
+) -> None:
+    """All above it is in the terminal's history, and the winner stands on it however many notes
+    there are.
+    """
     got = terminal(monkeypatch, COLUMNS=str(columns), LINES=str(rows))
     recipe = summary().recipe
     assert recipe is not None
@@ -203,13 +229,21 @@ def test_the_last_screen_is_the_answer_alone(monkeypatch: pytest.MonkeyPatch, co
     lines = plain(screen)
     assert "note 39" in above and above.count("\n") > rows
     assert lines[0] == "mistralai/Mistral-7B-v0.3 on h200-sxm" and len(lines) <= rows - 1
-    wanted = (recipe.config.label(), "full run", "Intervals are", "out of memory", "notes are above and in the report")
+    wanted = (
+        recipe.config.label(),
+        "full run",
+        "Intervals are",
+        "out of memory",
+        "notes are above and in the report",
+    )
     for text in wanted:
         assert any(text in line for line in lines), text
     assert sum(line.lstrip().startswith(("bash ", "scp ", "autotune ")) for line in lines) == 3
 
 
-def test_each_moment_says_what_happens_what_it_costs_and_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_moment_says_what_happens_what_it_costs_and_when_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     terminal(monkeypatch)
     trial = replace(summary().trials[0], tokens_per_second=10_000.0)
     with Display(budget_s=600.0) as one:
@@ -221,13 +255,18 @@ def test_each_moment_says_what_happens_what_it_costs_and_when_it_ends(monkeypatc
     assert time_ == "time  1:00 elapsed ($0.05), 8:59 left"
     assert now == f"now   trial 7: {trial.config.label()}"
     hours = 313 * 32 * 512 / 10_000.0 / 3600  # 10,000 examples in steps of 32, cut at 512 tokens
-    assert best == f"best  trial 0, 10,000 tokens/s, full run about {fmt_hours(hours)}, {fmt_usd(3.0 * hours)}"
+    assert (
+        best == f"best  trial 0, 10,000 tokens/s, full run about {fmt_hours(hours)},"
+        f" {fmt_usd(3.0 * hours)}"
+    )
 
 
 def test_the_numbers_of_trials_are_in_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = shown_on(terminal(monkeypatch), "runs/one")
     head = next(line for line in lines if line.startswith("trial"))
-    fits, out = (next(line for line in lines if line.startswith(f"    {number}  ")) for number in (0, 2))
+    fits, out = (
+        next(line for line in lines if line.startswith(f"    {number}  ")) for number in (0, 2)
+    )
     assert head == "trial    tok/s    GiB  outcome  configuration"
     assert fits.startswith("    0    8,000   20.0  best     lora r16 1x512")
     assert out.startswith("    2        –  134.6  oom      lora r16 4x2048")
@@ -250,9 +289,14 @@ def test_the_numbers_of_trials_are_in_columns(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_the_report_is_opened_where_there_is_a_desktop_and_else_copied(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], environment: dict[str, str], command: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    environment: dict[str, str],
+    command: str,
 ) -> None:
-    """`open` opens a virtual console on Linux, and a machine without a desktop has no browser to start."""
+    """`open` opens a virtual console on Linux, and a machine without a desktop has no browser to
+    start.
+    """
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -271,7 +315,9 @@ def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
     coloured = re.compile(r"\x1b\[[0-9;]*3[0-9]m")
     for wish, found in {"": True, "1": False}.items():
         lines = shown_on(got := terminal(monkeypatch, NO_COLOR=wish), "runs/one")
-        assert bool(coloured.search(got.getvalue())) is found and any("winner" in line for line in lines)
+        assert bool(coloured.search(got.getvalue())) is found and any(
+            "winner" in line for line in lines
+        )
 
 
 def shown_on(terminal: Terminal, out: str) -> list[str]:
@@ -288,6 +334,8 @@ def shown_on(terminal: Terminal, out: str) -> list[str]:
 def test_the_limit_of_an_example_card_is_called_one() -> None:
     study = summary()
     assert study.recipe is not None
-    said = {field.name: field.text for field in answer(study, replace(study.recipe, example_gib=0.3))}
+    said = {
+        field.name: field.text for field in answer(study, replace(study.recipe, example_gib=0.3))
+    }
     assert said["memory"].endswith("is the limit on an example card of 0.30 GiB")
     assert "example card" not in " ".join(field.text for field in answer(study, study.recipe))

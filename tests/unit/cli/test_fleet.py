@@ -39,7 +39,8 @@ def test_the_command_writes_the_files_and_no_password(
     written = {path.name: path.read_text() for path in (tmp_path / "fleet").iterdir()}
     assert set(written) == {"workers.yaml", "workers.sky.yaml", "workers.sbatch"}
     assert capsys.readouterr().out.split() == [
-        str(tmp_path / "fleet" / name) for name in ("workers.yaml", "workers.sky.yaml", "workers.sbatch")
+        str(tmp_path / "fleet" / name)
+        for name in ("workers.yaml", "workers.sky.yaml", "workers.sbatch")
     ]
     assert not [name for name, text in written.items() if CANARY in text or "postgresql" in text]
     assert "#SBATCH --array=1-3\n" in written["workers.sbatch"]
@@ -52,10 +53,15 @@ def test_the_files_as_json_have_their_form(
     shared("slurm", out=tmp_path / "fleet", json_=True)
     form_of("fleet").validate_json(printed := capsys.readouterr().out)
     found = json.loads(printed)
-    assert (found["study"], [Path(file).name for file in found["files"]]) == ("one", ["workers.sbatch"])
+    assert (found["study"], [Path(file).name for file in found["files"]]) == (
+        "one",
+        ["workers.sbatch"],
+    )
 
 
-def test_an_unknown_format_and_a_study_on_sqlite_are_refused(shared: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_unknown_format_and_a_study_on_sqlite_are_refused(
+    shared: Callable[..., Any], tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match="there is no format 'swarm'"):
         shared("swarm")
     with pytest.raises(UsageError, match="an SQLite file, which other machines cannot share"):

@@ -27,7 +27,9 @@ URL = "sqlite:///autotune.db"
 
 @pytest.fixture
 def folder(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, with a study of eight trials in it, of which some ran out of memory."""
+    """The current directory, with a study of eight trials in
+    it, of which some ran out of memory.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AUTOTUNE_STORAGE", raising=False)
     session = whole(start, machine(limit_gib=2.2, rate=by_tokens), trials=8)
@@ -36,7 +38,9 @@ def folder(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path
 
 
-def test_every_column_of_the_list_has_a_heading(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_column_of_the_list_has_a_heading(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     studies.list_all(URL)
     _, heading, _, row, _ = capsys.readouterr().out.splitlines()
     headings = ["study", "model", "device", "trials", "tokens/s", "running"]
@@ -58,12 +62,17 @@ def test_oom_is_laid_out_on_a_terminal_and_markdown_elsewhere(
     assert not any(mark in shown for mark in ("# ", "|--", "`", "**"))
 
 
-def test_two_studies_make_one_page(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_two_studies_make_one_page(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     studies.report("one", "one", tmp_path / "page", URL, json_=True)
     (written,) = json.loads(capsys.readouterr().out)["files"]
     assert written == str(tmp_path / "page" / "against-one.html") and not (folder / "runs").exists()
     page = Path(written).read_text()
-    assert "<h1>No measurable difference in speed</h1>" in page and "Not the configuration alone differs" not in page
+    assert (
+        "<h1>No measurable difference in speed</h1>" in page
+        and "Not the configuration alone differs" not in page
+    )
     with pytest.raises(UsageError, match="no study"):
         studies.report("one", "another", None, URL)
 
@@ -75,18 +84,27 @@ def test_a_study_that_was_copied_is_written_where_it_is_opened(
     shutil.copy(folder / "autotune.db", elsewhere / "autotune.db")
     url = f"sqlite:///{elsewhere}/autotune.db"
     assert load_study("one", url).report() == elsewhere / "runs" / "one" / "report.html"
-    assert (elsewhere / "runs" / "one" / "export" / "train.py").is_file() and not (folder / "runs").exists()
+    assert (elsewhere / "runs" / "one" / "export" / "train.py").is_file() and not (
+        folder / "runs"
+    ).exists()
 
     resumed: list[StudySpec] = []
-    monkeypatch.setattr("autotune.cli.commands.run.run_spec", lambda spec, **_: resumed.append(spec))
+    monkeypatch.setattr(
+        "autotune.cli.commands.run.run_spec", lambda spec, **_: resumed.append(spec)
+    )
     resume("one", storage=url)
     assert resumed[0].out == str(elsewhere / "runs" / "one")
     with closing(Optimizer.open(url, "one", SPACE)):
-        assert worker_folder(load_study("one", url).record, url, None).parent == elsewhere / "runs" / "one"
+        assert (
+            worker_folder(load_study("one", url).record, url, None).parent
+            == elsewhere / "runs" / "one"
+        )
 
 
 def test_where_a_study_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside its SQLite file it is found by its path from there; elsewhere where it was, or else under runs/."""
+    """Beside its SQLite file it is found by its path from there; elsewhere where it was, or else
+    under runs/.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a b").mkdir()
     (tmp_path / "link").symlink_to("a b")
@@ -96,7 +114,11 @@ def test_where_a_study_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert stored_out(out, beside) == "runs/one"
     for url in (beside, read_only):
         assert opened_out("runs/one", url, "one") == tmp_path / "a b" / "runs" / "one"
-    assert stored_out(tmp_path / "out", beside) == stored_out(tmp_path / "out", server) == str(tmp_path / "out")
+    assert (
+        stored_out(tmp_path / "out", beside)
+        == stored_out(tmp_path / "out", server)
+        == str(tmp_path / "out")
+    )
     for url in (beside, server):
         assert opened_out(str(tmp_path / "a b"), url, "one") == tmp_path / "a b"
         assert opened_out("/no/such/machine/out", url, "one") == tmp_path / "runs" / "one"

@@ -1,4 +1,6 @@
-"""No text of anybody's acts on the terminal: neither printed, nor styled by rich, nor in an error."""
+"""No text of anybody's acts on the terminal: neither printed,
+nor styled by rich, nor in an error.
+"""
 
 import json
 import os
@@ -35,9 +37,15 @@ STYLES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")  # what rich itself writes
 def test_a_hostile_name_is_shown_and_not_obeyed(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     (tmp_path / HOSTILE).mkdir()
     (tmp_path / HOSTILE / "config.json").write_text(json.dumps(LLAMA | {"model_type": HOSTILE}))
-    (tmp_path / f"{HOSTILE}.yaml").write_text(json.dumps({"model_name_or_path": HOSTILE, HOSTILE: [HOSTILE]}))
+    (tmp_path / f"{HOSTILE}.yaml").write_text(
+        json.dumps({"model_name_or_path": HOSTILE, HOSTILE: [HOSTILE]})
+    )
     ended = subprocess.run(
-        [sys.executable, "-m", "autotune", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "autotune", *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     shown = ended.stdout + ended.stderr
     assert "evil" in shown and not set(shown) & set("\x1b\x07\x9b\r\u202e")
@@ -78,5 +86,7 @@ def test_what_an_encoding_lacks_ends_no_command(encoding: str, tmp_path: Path) -
         env=os.environ | {"PYTHONIOENCODING": encoding},
     )
     assert ended.returncode == 0, ended.stderr
-    row = next(line for line in ended.stdout.decode(encoding).splitlines() if "v100-pcie-32gb" in line)
+    row = next(
+        line for line in ended.stdout.decode(encoding).splitlines() if "v100-pcie-32gb" in line
+    )
     assert row.count("\u2013" if encoding == "cp1252" else " - ") == 3 and "?" not in row

@@ -1,4 +1,6 @@
-"""`autotune worker`, on recorded answers: who may join, what a node that differs reports, when a worker leaves."""
+"""`autotune worker`, on recorded answers: who may join, what a node that differs reports, when a
+worker leaves.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,7 +49,11 @@ def join(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Join:
     """Joins a study of one trial, and says what was probed for it."""
     session = begun(start, task=subject_of(device=resolve_device("cpu"), price=None))
     start_record(session.search, record_of(session.study.trials.task, tmp_path))
-    update_record(session.search, limits=replace(session.study.trials.limits, trials=4), phase=StudyPhase.SEARCHING)
+    update_record(
+        session.search,
+        limits=replace(session.study.trials.limits, trials=4),
+        phase=StudyPhase.SEARCHING,
+    )
 
     def run(
         answers: Answers = SOUND,
@@ -68,7 +74,9 @@ def join(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Join:
 
         monkeypatch.setattr(session_module, "WorkerProber", launcher)
         url = f"sqlite:///{tmp_path / 'autotune.db'}"
-        worker.worker(study, url, out=tmp_path / "w", allow_mixed=allow_mixed, parent=None, quiet=True)
+        worker.worker(
+            study, url, out=tmp_path / "w", allow_mixed=allow_mixed, parent=None, quiet=True
+        )
         return [one.config for one in prober.requests if one.rung is not Rung.NODE]
 
     return run
@@ -127,4 +135,6 @@ def test_a_worker_waits_for_a_study_that_has_not_begun(
     with pytest.raises(UsageError, match="there is no study 'late'"):
         session_module.await_study(url, "late", 0.1)
     with pytest.raises(UsageError, match="--wait"):
-        worker.worker("late", url, out=None, allow_mixed=False, parent=None, quiet=True, wait="soon")
+        worker.worker(
+            "late", url, out=None, allow_mixed=False, parent=None, quiet=True, wait="soon"
+        )

@@ -1,4 +1,6 @@
-"""The processor time that others use: read from a made-up /proc, and from the real one beside a busy process."""
+"""The processor time that others use: read from a made-up /proc, and from the real one beside a
+busy process.
+"""
 
 import os
 import subprocess
@@ -30,13 +32,19 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write(proc: Path, *, busy_s: int, idle_s: int, own_s: tuple[int, int, int]) -> None:
     core = f"{busy_s * SECOND} 0 0 {idle_s * SECOND} {idle_s * SECOND} 0 0 {SECOND}"
-    (proc / "stat").write_text(f"cpu 9 9 9 9\ncpu0 {core}\ncpu1 {core}\ncpu2 {9 * busy_s * SECOND} 0 0 0\nintr 5\n")
+    (proc / "stat").write_text(
+        f"cpu 9 9 9 9\ncpu0 {core}\ncpu1 {core}\ncpu2 {9 * busy_s * SECOND} 0 0 0\nintr 5\n"
+    )
     for process, seconds in zip((os.getpid(), 11, 12), own_s, strict=True):
         fields = [0] * 11 + [seconds * SECOND, 0, 0, 0, 99]
-        (proc / str(process) / "stat").write_text(f"{process} (a (b) 7) S {' '.join(map(str, fields[1:]))}\n")
+        (proc / str(process) / "stat").write_text(
+            f"{process} (a (b) 7) S {' '.join(map(str, fields[1:]))}\n"
+        )
 
 
-def test_others_use_what_the_usable_cores_did_beside_our_processes(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_use_what_the_usable_cores_did_beside_our_processes(
+    proc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = iter([100.0, 104.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     write(proc, busy_s=10, idle_s=5, own_s=(1, 1, 1))

@@ -1,4 +1,6 @@
-"""Users' YAML fails with its line, hostile YAML fails at once, and files are written whole or not at all."""
+"""Users' YAML fails with its line, hostile YAML fails at once, and files are written whole or not
+at all.
+"""
 
 import os
 import re
@@ -62,14 +64,18 @@ def failure(tmp_path: Path, text: str | bytes) -> str:
 
 
 def bomb(levels: int = 8) -> str:
-    """Nine values a level, each the whole level below: nine to the power of the levels once written out."""
+    """Nine values a level, each the whole level below: nine to the power of the levels once written
+    out.
+    """
     lines = ["anything:", "  - &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"  - &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, levels)]
     return "\n".join(lines)
 
 
 def test_a_file_is_read(tmp_path):
-    form = read(tmp_path, "name: ä\nparts:\n  a: &a {size: 3}\n  b: *a\n  c: {<<: *a, sizes: [1, 2]}\n")
+    form = read(
+        tmp_path, "name: ä\nparts:\n  a: &a {size: 3}\n  b: *a\n  c: {<<: *a, sizes: [1, 2]}\n"
+    )
     assert (form.name, form.epochs) == ("ä", 1)
     assert form.parts == {"a": Inner(size=3), "b": Inner(size=3), "c": Inner(size=3, sizes=[1, 2])}
 
@@ -80,11 +86,23 @@ def test_a_file_is_read(tmp_path):
         ("name: a\nepoch: 1\n", "FILE:2: epoch: Extra inputs are not permitted"),
         ("# one\n\nname: a\nepochs: many\n", "FILE:4: epochs: Input should be a valid integer"),
         ("epochs: true\n", "FILE:1: epochs: Input should be a valid integer"),
-        ("name: a\ninner:\n  size: 1\n  sises: []\n", "FILE:4: inner.sises: Extra inputs are not permitted"),
-        ("inner:\n  sizes:\n    - 1\n    - 2\n    - x\n", "FILE:5: inner.sizes.2: Input should be a valid integer"),
-        ("parts:\n  a: {}\n  b:\n    size: x\n", "FILE:4: parts.b.size: Input should be a valid integer"),
+        (
+            "name: a\ninner:\n  size: 1\n  sises: []\n",
+            "FILE:4: inner.sises: Extra inputs are not permitted",
+        ),
+        (
+            "inner:\n  sizes:\n    - 1\n    - 2\n    - x\n",
+            "FILE:5: inner.sizes.2: Input should be a valid integer",
+        ),
+        (
+            "parts:\n  a: {}\n  b:\n    size: x\n",
+            "FILE:4: parts.b.size: Input should be a valid integer",
+        ),
         ("name: a\nepochs: -1\n", "FILE:2: the file: epochs cannot be -1"),
-        ("name: a\ninner:\n  - 1\n", "FILE:2: inner: Input should be a valid dictionary or instance of Inner"),
+        (
+            "name: a\ninner:\n  - 1\n",
+            "FILE:2: inner: Input should be a valid dictionary or instance of Inner",
+        ),
         ("", "FILE:1: the file: Input should be a valid dictionary or instance of Form"),
         ("just words", "FILE:1: the file: Input should be a valid dictionary or instance of Form"),
         ("- a\n- b\n", "FILE:1: the file: Input should be a valid dictionary or instance of Form"),
@@ -96,7 +114,16 @@ def test_a_wrong_value_is_named_with_its_line(tmp_path, text, message):
 
 @pytest.mark.parametrize(
     ("loc", "line"),
-    [((), 2), (("x",), 2), (("a",), 2), (("a", 1), 4), (("a", 2), 2), (("a", "0"), 2), (("a", 0, "b"), 3), (("c",), 5)],
+    [
+        ((), 2),
+        (("x",), 2),
+        (("a",), 2),
+        (("a", 1), 4),
+        (("a", 2), 2),
+        (("a", "0"), 2),
+        (("a", 0, "b"), 3),
+        (("c",), 5),
+    ],
 )
 def test_the_line_is_that_of_the_deepest_part_that_is_there(loc, line):
     assert _line_of(yaml.compose("\na:\n  - 1\n  - b\nc:\n  d: 1\n"), loc) == line
@@ -111,8 +138,14 @@ def test_five_problems_at_most(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("name: a\ninner: [1\nepochs: 2\n", "FILE:3: not valid YAML: expected ',' or ']', but got ':'"),
-        ("name: a\n\tinner: 1\n", "FILE:2: not valid YAML: found character '\\t' that cannot start any token"),
+        (
+            "name: a\ninner: [1\nepochs: 2\n",
+            "FILE:3: not valid YAML: expected ',' or ']', but got ':'",
+        ),
+        (
+            "name: a\n\tinner: 1\n",
+            "FILE:2: not valid YAML: found character '\\t' that cannot start any token",
+        ),
         ("name: a\n---\nname: b\n", "FILE:2: not valid YAML: but found another document"),
         ("name: a\nepochs: 1\nname: b\n", "FILE:3: not valid YAML: 'name' stands twice"),
         ("parts:\n  a: {}\n  b: {}\n  a: {}\n", "FILE:4: not valid YAML: 'a' stands twice"),
@@ -131,10 +164,14 @@ def test_what_is_not_yaml(tmp_path, text, message):
     assert failure(tmp_path, text) == message
 
 
-@pytest.mark.parametrize("tag", ["!!python/object/apply:os.system", "!!python/name:os.system", "!mine"])
+@pytest.mark.parametrize(
+    "tag", ["!!python/object/apply:os.system", "!!python/name:os.system", "!mine"]
+)
 def test_no_object_is_ever_made(tmp_path, tag):
     message = failure(tmp_path, f'name: a\nanything: {tag} ["touch {tmp_path}/made"]\n')
-    assert message.startswith("FILE:2: not valid YAML: could not determine a constructor for the tag")
+    assert message.startswith(
+        "FILE:2: not valid YAML: could not determine a constructor for the tag"
+    )
     assert not (tmp_path / "made").exists()
     with pytest.raises(Exception, match="could not determine a constructor"):
         load_yaml(f"{tag} [a]")
@@ -185,7 +222,9 @@ def test_what_cannot_be_read(tmp_path):
         Path("a\0b"): "embedded null byte",
     }
     for path, reason in reasons.items():
-        with pytest.raises(UsageError, match=f"^cannot read {re.escape(str(path))}: {reason}$") as caught:
+        with pytest.raises(
+            UsageError, match=f"^cannot read {re.escape(str(path))}: {reason}$"
+        ) as caught:
             read_user_yaml(path, Form)
         assert caught.value.remedy
 
@@ -253,7 +292,9 @@ def test_a_written_file_has_the_mode_that_the_umask_leaves(tmp_path, mask, mode)
         os.umask(before)
 
 
-def test_a_file_is_on_disk_before_it_has_its_name_and_its_name_before_we_go_on(tmp_path, monkeypatch):
+def test_a_file_is_on_disk_before_it_has_its_name_and_its_name_before_we_go_on(
+    tmp_path, monkeypatch
+):
     """Otherwise a power cut could leave an empty file in the place of the old one."""
     path, events = tmp_path / "file", []
     sync, rename = os.fsync, os.replace
@@ -264,7 +305,9 @@ def test_a_file_is_on_disk_before_it_has_its_name_and_its_name_before_we_go_on(t
         events.append("directory" if target == tmp_path else target.read_text())
 
     monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "replace", lambda source, target: events.append("rename") or rename(source, target))
+    monkeypatch.setattr(
+        os, "replace", lambda source, target: events.append("rename") or rename(source, target)
+    )
     write_atomic(path, "whole\n")
     assert events == ["whole\n", "rename", "directory"]
 
@@ -277,7 +320,9 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(StorageError, match=r"cannot write .*file\.txt: No space left on device") as caught:
+    with pytest.raises(
+        StorageError, match=r"cannot write .*file\.txt: No space left on device"
+    ) as caught:
         write_atomic(path, "new")
     assert "--out" in caught.value.remedy
     with pytest.raises(UnicodeEncodeError):
@@ -309,7 +354,10 @@ def test_a_file_in_the_way_of_a_directory(tmp_path):
 
 
 def test_storage_errors_name_the_path_and_pass_the_rest_on(tmp_path):
-    with pytest.raises(StorageError, match="cannot write /some/where: boom"), write_errors(Path("/some/where")):
+    with (
+        pytest.raises(StorageError, match="cannot write /some/where: boom"),
+        write_errors(Path("/some/where")),
+    ):
         raise OSError("boom")
     with pytest.raises(KeyError), write_errors(tmp_path):
         raise KeyError("mine")

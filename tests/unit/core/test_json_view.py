@@ -1,4 +1,6 @@
-"""A value as JSON data and the form of that data: keys by path, None, and values that stand for others."""
+"""A value as JSON data and the form of that data: keys by path, None, and values that stand for
+others.
+"""
 
 import json
 from dataclasses import dataclass
@@ -10,7 +12,16 @@ from typing import Any, ClassVar, Literal
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from autotune.core.json_view import Native, View, also, also_native, json_data, json_form, keys, under
+from autotune.core.json_view import (
+    Native,
+    View,
+    also,
+    also_native,
+    json_data,
+    json_form,
+    keys,
+    under,
+)
 
 
 class Kind(StrEnum):
@@ -61,7 +72,14 @@ class Whole:
 
 
 PART = Part(name=Label(word="a"), sizes=(1, 2), pair=(0.5, 1.5))
-WHOLE = Whole(kind=Kind.BIG, parts=(PART,), by_name={"x": PART}, made=date(2026, 11, 27), file=Path("a/b"), first=PART)
+WHOLE = Whole(
+    kind=Kind.BIG,
+    parts=(PART,),
+    by_name={"x": PART},
+    made=date(2026, 11, 27),
+    file=Path("a/b"),
+    first=PART,
+)
 
 
 def form(kind: Any) -> TypeAdapter[Any]:
@@ -85,7 +103,9 @@ def test_data_follows_the_paths() -> None:
 
 
 def test_a_part_of_a_path_that_is_none_makes_it_none() -> None:
-    data = json_data(Whole(kind=Kind.SMALL, parts=(), by_name={}, made=date.min, file=Path("."), first=None))
+    data = json_data(
+        Whole(kind=Kind.SMALL, parts=(), by_name={}, made=date.min, file=Path("."), first=None)
+    )
     assert data["first"] is data["first_total"] is data["stored"] is None and data["all"] == []
     form(Whole).validate_json(json.dumps(data))
 
@@ -97,7 +117,12 @@ def test_the_form_is_that_of_the_data() -> None:
     assert sorted(schema["required"]) == sorted(data) and schema["additionalProperties"] is False
     assert schema["properties"]["kind"]["enum"] == ["big", "small"]
     assert {"type": "null"} in schema["properties"]["first_total"]["anyOf"]
-    changes: list[dict[str, Any]] = [{"kind": "huge"}, {"first_total": "3"}, {"unit": "MiB"}, {"more": 1}]
+    changes: list[dict[str, Any]] = [
+        {"kind": "huge"},
+        {"first_total": "3"},
+        {"unit": "MiB"},
+        {"more": 1},
+    ]
     for change in changes:
         with pytest.raises(ValidationError):
             form(Whole).validate_json(json.dumps(data | change))

@@ -29,7 +29,11 @@ def test_every_knob_is_a_field_with_its_default():
 
 def test_orders_hold_every_choice_once():
     for name, knob in KNOBS.items():
-        for order in (knob.fastest_first, knob.leanest_first, tuple(chain(*knob.least_capable_first))):
+        for order in (
+            knob.fastest_first,
+            knob.leanest_first,
+            tuple(chain(*knob.least_capable_first)),
+        ):
             assert not order or sorted(order, key=str) == sorted(knob.choices, key=str), name
         assert set(chain(*knob.surely_leanest_first)) <= set(knob.choices), name
         assert set(knob.phrases) <= set(knob.choices), name
@@ -45,8 +49,24 @@ def test_a_knob_stands_after_those_that_decide_whether_it_is_active():
 
 def test_learning_knobs_are_those_that_change_what_is_learned():
     assert {name for name, knob in KNOBS.items() if knob.kind == "learning"} == {
-        *("method", "seq_len", "lora_rank", "lora_targets", "optimizer", "precision", "quantization", "double_quant"),
-        *("dora", "lora_dropout", "rslora", "group_by_length", "modules_to_save", "kbit_preparation"),
+        *(
+            "method",
+            "seq_len",
+            "lora_rank",
+            "lora_targets",
+            "optimizer",
+            "precision",
+            "quantization",
+            "double_quant",
+        ),
+        *(
+            "dora",
+            "lora_dropout",
+            "rslora",
+            "group_by_length",
+            "modules_to_save",
+            "kbit_preparation",
+        ),
         "optimizer_in_backward",
     }
 
@@ -54,7 +74,14 @@ def test_learning_knobs_are_those_that_change_what_is_learned():
 def test_effects_select_knobs():
     of_base = ("precision", "quantization", "double_quant", "kbit_preparation")
     of_rank = ("num_gpus", "lora_kernels", "sharding", "copies", "offload")
-    assert affecting("weights") == ("method", "lora_targets", "modules_to_save", *of_base, "dora", *of_rank)
+    assert affecting("weights") == (
+        "method",
+        "lora_targets",
+        "modules_to_save",
+        *of_base,
+        "dora",
+        *of_rank,
+    )
     assert set(affecting("rest_of_step")) - set(affecting("micro_time")) == {"optimizer"}
 
 
@@ -63,7 +90,16 @@ def test_effects_select_knobs():
     [
         (
             "checkpointing",
-            ["none", "selective_80", "selective_50", "selective_30", "every_4", "every_2", "full", "offload"],
+            [
+                "none",
+                "selective_80",
+                "selective_50",
+                "selective_30",
+                "every_4",
+                "every_2",
+                "full",
+                "offload",
+            ],
         ),
         ("attention", ["flash_attention_2", "sdpa_cudnn", "sdpa", "flex_attention", "eager"]),
         ("packing", [True, False]),
@@ -77,7 +113,10 @@ def test_values_by_speed(name, values):
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("checkpointing", ["offload", "full", "selective_30", "every_2", "every_4", "selective_80", "none"]),
+        (
+            "checkpointing",
+            ["offload", "full", "selective_30", "every_2", "every_4", "selective_80", "none"],
+        ),
         ("double_quant", [True, False]),
         ("packing", [False, True]),
         ("lora_rank", [4, 8, 16]),
@@ -90,7 +129,12 @@ def test_values_by_memory(name, values):
 
 def test_values_by_capability():
     precision, rank = KNOBS["precision"].capability_rank, KNOBS["lora_rank"].capability_rank
-    assert precision("bf16_pure") < precision("fp16_mixed") < precision("bf16_mixed") == precision("fp32")
+    assert (
+        precision("bf16_pure")
+        < precision("fp16_mixed")
+        < precision("bf16_mixed")
+        == precision("fp32")
+    )
     assert (rank(None), rank(1), rank(16)) == (0, 1, 16)
     assert precision("bf16_pure") == 0 and precision("fp32") == 2
     assert KNOBS["rslora"].capability_rank(True) == KNOBS["rslora"].capability_rank(False)
@@ -135,7 +179,14 @@ def test_sure_comparison_of_memory(name, value, other, expected):
 
 @pytest.mark.parametrize(
     ("text", "every"),
-    [("none", None), ("selective_50", None), ("full", 1), ("every_2", 2), ("every_10", 10), ("every_9999", 9999)],
+    [
+        ("none", None),
+        ("selective_50", None),
+        ("full", 1),
+        ("every_2", 2),
+        ("every_10", 10),
+        ("every_9999", 9999),
+    ],
 )
 def test_checkpoint_every(text, every):
     assert checkpoint_every(text) == every
@@ -146,18 +197,23 @@ CHECKPOINTINGS = "none, full, offload, selective_80, selective_50, selective_30 
 
 @pytest.mark.parametrize(
     "text",
-    ["every_1", "every_0", "every_02", "every_-2", "every_2\n", "every_2.5", "every_", "every_1٣", "Full", "", None, 3,
+    ["every_1", "every_0", "every_02", "every_-2", "every_2\n", "every_2.5", "every_", "every_1٣",
+     "Full", "", None, 3,
      True, math.nan, ["full"], {"a": 1}, "every_" + "9" * 5000],
 )  # fmt: skip
 def test_what_is_no_checkpointing(text):
-    with pytest.raises(ValueError, match=f"checkpointing is {CHECKPOINTINGS} with K of 2 or more, not"):
+    with pytest.raises(
+        ValueError, match=f"checkpointing is {CHECKPOINTINGS} with K of 2 or more, not"
+    ):
         checkpoint_every(text)
     with pytest.raises(ValueError, match=f"checkpointing is {CHECKPOINTINGS}"):
         TrainConfig(checkpointing=text)
 
 
 @pytest.mark.parametrize("knob", names("integer"))
-@pytest.mark.parametrize("value", [0, -1, 2**24 + 1, 10**400, 1.0, math.nan, math.inf, True, "8", [8], b"8"])
+@pytest.mark.parametrize(
+    "value", [0, -1, 2**24 + 1, 10**400, 1.0, math.nan, math.inf, True, "8", [8], b"8"]
+)
 def test_what_is_no_size(knob, value):
     with pytest.raises(ValueError, match=f"^{knob} is a positive integer, not "):
         TrainConfig(**{knob: value})
@@ -173,7 +229,10 @@ def test_the_ends_of_a_size():
 def test_what_is_no_choice(knob, value):
     with pytest.raises(ValueError, match=f"{knob} is one of {KNOBS[knob].choices[0]}, "):
         check_value(knob, value)
-    of_one: dict[str, dict[str, str]] = {"tiling": {}, "cuda_graphs": {"checkpointing": "none", "padding": "bucket"}}
+    of_one: dict[str, dict[str, str]] = {
+        "tiling": {},
+        "cuda_graphs": {"checkpointing": "none", "padding": "bucket"},
+    }
     of_one["lora_kernels"] = {"compile": "per_layer", "padding": "bucket"}
     shared = of_one.get(knob, {"num_gpus": 2, "sharding": "fsdp2"})
     with pytest.raises(ValueError, match=f"{knob} is one of "):
@@ -184,7 +243,11 @@ def test_what_is_no_choice(knob, value):
 @pytest.mark.parametrize("value", [1, 0, "true", None, []])
 def test_what_is_no_bool(knob, value):
     of_shards = {"num_gpus": 2, "sharding": "fsdp2"}
-    enabled = {"optimizer_in_backward": {"method": "full"}, "sync_each_batch": of_shards, "offload": of_shards}
+    enabled = {
+        "optimizer_in_backward": {"method": "full"},
+        "sync_each_batch": of_shards,
+        "offload": of_shards,
+    }
     with pytest.raises(ValueError, match=f"{knob} is true or false, not"):
         TrainConfig(**(enabled.get(knob, {"quantization": "nf4"}) | {knob: value}))
 
@@ -209,15 +272,36 @@ def test_every_knob_and_value_is_documented():
 
 
 def test_what_a_row_leaves_out():
-    plain = KnobSpec(name="some_new_knob", description="Does it.", affects=frozenset({"memory"}), choices=("b", "a"))
-    assert (plain.label, plain.form, plain.default, plain.kind) == ("some new knob", "choice", "b", "system")
-    assert (plain.distance_weight, plain.tag, plain.tag_order, plain.separates_results) == (0.5, None, 100, False)
-    assert (plain.inactive_value, plain.listed_when_inactive, plain.capability_priority) == ("b", False, None)
+    plain = KnobSpec(
+        name="some_new_knob",
+        description="Does it.",
+        affects=frozenset({"memory"}),
+        choices=("b", "a"),
+    )
+    assert (plain.label, plain.form, plain.default, plain.kind) == (
+        "some new knob",
+        "choice",
+        "b",
+        "system",
+    )
+    assert (plain.distance_weight, plain.tag, plain.tag_order, plain.separates_results) == (
+        0.5,
+        None,
+        100,
+        False,
+    )
+    assert (plain.inactive_value, plain.listed_when_inactive, plain.capability_priority) == (
+        "b",
+        False,
+        None,
+    )
     assert plain.is_active({}) and plain.possible("a", {}) == "a"
     assert plain.speed_rank("a") == plain.speed_rank("b") and plain.memory_rank("a") == "a"
     given = replace(plain, label="Own words", default="a", inactive="c")
     assert (given.label, given.default, given.inactive_value) == ("Own words", "a", "c")
-    switch = KnobSpec(name="switch", description="Does it.", affects=frozenset({"learning"}), form="boolean")
+    switch = KnobSpec(
+        name="switch", description="Does it.", affects=frozenset({"learning"}), form="boolean"
+    )
     assert (switch.choices, switch.default, switch.kind, switch.inactive_value) == (
         (False, True),
         False,
@@ -242,7 +326,10 @@ def test_a_knob_has_an_effect_where_all_others_allow_it():
     for change in ({"one": 0}, {"two": 0}, {"three": 3}, {"four": 4}):
         assert not knob.is_active(fine | change)
     possible = [knob.possible("first", fine | change) for change in ({}, {"five": 5}, {"six": 6})]
-    assert possible == ["first", "second", "third"] and knob.possible("second", fine | {"five": 5}) == "second"
+    assert (
+        possible == ["first", "second", "third"]
+        and knob.possible("second", fine | {"five": 5}) == "second"
+    )
 
 
 def test_lists_of_a_file_become_tuples_at_every_depth():
@@ -256,19 +343,36 @@ def test_modules_are_named(names: str) -> None:
     knob.check(names.replace(",", ", "))
     assert knob.possible(" , ".join(reversed(names.split(","))), {}) == names
     # Nothing is known of them: they stand with the smallest choice.
-    assert (knob.speed_rank(names), knob.memory_rank(names), knob.capability_rank(names)) == (0, 0, 0)
-    assert not knob.surely_needs_at_least("all-linear", names) and knob.surely_needs_at_least(names, names)
+    assert (knob.speed_rank(names), knob.memory_rank(names), knob.capability_rank(names)) == (
+        0,
+        0,
+        0,
+    )
+    assert not knob.surely_needs_at_least("all-linear", names) and knob.surely_needs_at_least(
+        names, names
+    )
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        *("all_linear", "all", "atention", "q_proj,", "q_proj.", "q_v,attention", "x,all_linear", "q_proj;v_proj"),
+        *(
+            "all_linear",
+            "all",
+            "atention",
+            "q_proj,",
+            "q_proj.",
+            "q_v,attention",
+            "x,all_linear",
+            "q_proj;v_proj",
+        ),
         *(".*", "", 3, True),
     ],
 )
 def test_what_is_no_name_of_a_module(wrong: object) -> None:
-    with pytest.raises(ValueError, match="lora_targets is one of all-linear, attention, q_v or names of modules"):
+    with pytest.raises(
+        ValueError, match="lora_targets is one of all-linear, attention, q_v or names of modules"
+    ):
         KNOBS["lora_targets"].check(wrong)
 
 

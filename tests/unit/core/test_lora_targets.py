@@ -32,5 +32,7 @@ def test_the_modules_of_a_choice(model_type: str, targets: str, modules: list[st
         ("gpt_neox", "embedding_and_head", ["embed_in", "lm_head"]),
     ],
 )
-def test_the_modules_that_are_trained_whole(model_type: str, saved: str, modules: list[str] | None) -> None:
+def test_the_modules_that_are_trained_whole(
+    model_type: str, saved: str, modules: list[str] | None
+) -> None:
     assert saved_modules(model_type, saved) == modules

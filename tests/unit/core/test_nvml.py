@@ -1,4 +1,6 @@
-"""NVML without a driver gives nothing, and with one (played by a fake) gives what it reads and None for the rest."""
+"""NVML without a driver gives nothing, and with one (played by a fake) gives what it reads and None
+for the rest.
+"""
 
 import os
 from types import SimpleNamespace
@@ -76,10 +78,13 @@ def driver(monkeypatch):
         "nvmlDeviceGetPowerUsage": lambda handle: 650_500,
         "nvmlDeviceGetTotalEnergyConsumption": lambda handle: 12_000,
         "nvmlDeviceGetCurrentClocksEventReasons": lambda handle: 0,
-        "nvmlDeviceGetTemperature": lambda handle, sensor: {pynvml.NVML_TEMPERATURE_GPU: 55}[sensor],
-        "nvmlDeviceGetClockInfo": lambda handle, clock: {pynvml.NVML_CLOCK_SM: 1980, pynvml.NVML_CLOCK_MEM: 3201}[
-            clock
+        "nvmlDeviceGetTemperature": lambda handle, sensor: {pynvml.NVML_TEMPERATURE_GPU: 55}[
+            sensor
         ],
+        "nvmlDeviceGetClockInfo": lambda handle, clock: {
+            pynvml.NVML_CLOCK_SM: 1980,
+            pynvml.NVML_CLOCK_MEM: 3201,
+        }[clock],
         "nvmlDeviceGetTotalEccErrors": lambda handle, kind, since: {
             (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC): 10 + handle,
             (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_AGGREGATE_ECC): 500,
@@ -105,13 +110,21 @@ def test_without_a_driver_there_is_nothing(no_driver):
 
 def test_cards(driver):
     cards = list_gpus()
-    assert [(card.index, card.uuid, card.used_gib) for card in cards] == [(0, "GPU-0", 0.0), (1, "GPU-1", 1.0)]
-    assert (cards[0].name, cards[0].memory_gib, cards[0].compute_capability) == ("NVIDIA H200", 140.0, "9.0")
+    assert [(card.index, card.uuid, card.used_gib) for card in cards] == [
+        (0, "GPU-0", 0.0),
+        (1, "GPU-1", 1.0),
+    ]
+    assert (cards[0].name, cards[0].memory_gib, cards[0].compute_capability) == (
+        "NVIDIA H200",
+        140.0,
+        "9.0",
+    )
     assert cards[0].driver == "580.1"
     mine, other = cards[0].processes
     assert (mine.pid, mine.used_gib) == (os.getpid(), 3.0)
     assert mine.name
-    assert (other.name, other.used_gib) == (None, None)  # no such process here, and the driver does not tell
+    # no such process here, and the driver does not tell
+    assert (other.name, other.used_gib) == (None, None)
 
 
 def test_a_card_that_cannot_be_opened_is_left_out(driver):
@@ -162,7 +175,13 @@ def test_sensors(driver):
 
 
 def test_what_a_driver_does_not_report_is_none(driver):
-    names = ["UtilizationRates", "PowerUsage", "TotalEnergyConsumption", "CurrentClocksEventReasons", "Temperature"]
+    names = [
+        "UtilizationRates",
+        "PowerUsage",
+        "TotalEnergyConsumption",
+        "CurrentClocksEventReasons",
+        "Temperature",
+    ]
     names += ["ClockInfo", "CudaComputeCapability", "ComputeRunningProcesses"]
     driver(**{f"nvmlDeviceGet{name}": None for name in names}, nvmlSystemGetDriverVersion=None)
     sample, info = Nvml.open(0).sample(), Nvml.open(0).info()
@@ -202,7 +221,8 @@ def test_the_bits_are_those_of_nvml():
 
 @pytest.mark.parametrize(
     ("variable", "card"),
-    [(None, 0), ("0", 0), ("3", 3), (" 2 , 1", 2), ("GPU-abc,1", "GPU-abc"), ("", ""), (",1", ""), ("-1", "-1"),
+    [(None, 0), ("0", 0), ("3", 3), (" 2 , 1", 2), ("GPU-abc,1", "GPU-abc"), ("", ""), (",1", ""),
+     ("-1", "-1"),
      ("²", "²")],
 )  # fmt: skip
 def test_the_first_visible_card(monkeypatch, variable, card):

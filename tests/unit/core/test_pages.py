@@ -26,7 +26,8 @@ def test_pages_escape_text_and_know_all_their_names() -> None:
         ("{{ 0.1234 | percent }}, {{ none | percent }}", "12.3%, –"),
         ("{{ 0.1234 | signed }}, {{ -0.5 | signed }}, {{ none | signed }}", "+12.3%, -50.0%, –"),
         ("{{ 2.5 | hours }}, {{ none | hours }}", "2 h 30 min, –"),
-        ("a\n  {% if true %}\n  b\n  {% endif %}\nc", "a\n  b\nc"),  # lines of statements leave nothing behind
+        # lines of statements leave nothing behind
+        ("a\n  {% if true %}\n  b\n  {% endif %}\nc", "a\n  b\nc"),
     ],
 )
 def test_numbers_and_statements_in_a_page(text: str, rendered: str) -> None:

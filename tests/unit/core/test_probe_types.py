@@ -1,4 +1,6 @@
-"""Requests and results cross the process boundary as JSON and come back equal; digests say what may be reused."""
+"""Requests and results cross the process boundary as JSON and come back equal; digests say what may
+be reused.
+"""
 
 import json
 import math
@@ -25,7 +27,9 @@ from autotune.core.train_config import TrainConfig
 from tests.helpers.factories import FINGERPRINT, measurement, oom_detail, result
 
 REQUEST = ProbeRequest(
-    config=TrainConfig(), model={"model_type": "llama", "hidden_size": 64, "rope": {"theta": 1e4}}, memory_gib=139.8
+    config=TrainConfig(),
+    model={"model_type": "llama", "hidden_size": 64, "rope": {"theta": 1e4}},
+    memory_gib=139.8,
 )
 
 
@@ -36,7 +40,12 @@ def through_json(value):
 
 @pytest.mark.parametrize("outcome", Outcome)
 def test_a_result_comes_back_equal(outcome):
-    there = result(TrainConfig(quantization="nf4", double_quant=True), outcome, notes=("a\nb\x00", "ä"), depth=2)
+    there = result(
+        TrainConfig(quantization="nf4", double_quant=True),
+        outcome,
+        notes=("a\nb\x00", "ä"),
+        depth=2,
+    )
     back = through_json(there)
     assert back == there
     assert type(back.outcome) is Outcome
@@ -52,7 +61,9 @@ def test_a_full_fine_tuning_config_comes_back_equal():
     assert through_json(there).config.digest == there.config.digest
 
 
-@pytest.mark.parametrize("value", [REQUEST, FINGERPRINT, measurement(), oom_detail(), replace(REQUEST, depth=2)])
+@pytest.mark.parametrize(
+    "value", [REQUEST, FINGERPRINT, measurement(), oom_detail(), replace(REQUEST, depth=2)]
+)
 def test_the_other_values_come_back_equal(value):
     assert through_json(value) == value
 
@@ -111,7 +122,9 @@ def test_a_truncated_model_is_probed_again_for_its_kernels():
 def test_stored_requests_keep_their_digest():
     """Also those that an earlier version wrote, with the parallelism beside the configuration."""
     assert REQUEST.digest == "fb267e0ae724"
-    assert from_data(ProbeRequest, to_data(REQUEST) | {"num_gpus": 1, "strategy": "none"}) == REQUEST
+    assert (
+        from_data(ProbeRequest, to_data(REQUEST) | {"num_gpus": 1, "strategy": "none"}) == REQUEST
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,7 +159,11 @@ def test_fingerprints_are_compared_by_value():
 
 
 def test_differences_name_the_field_then_and_now():
-    now = replace(FINGERPRINT, driver=None, packages={"torch": "2.13.0", "transformers": "5.17.0", "trl": "1.0"})
+    now = replace(
+        FINGERPRINT,
+        driver=None,
+        packages={"torch": "2.13.0", "transformers": "5.17.0", "trl": "1.0"},
+    )
     assert FINGERPRINT.differences(now) == [
         "driver: 580.159.04 then, None now",
         "packages.peft: 0.21.2 then, None now",
@@ -160,7 +177,12 @@ def test_differences_name_the_field_then_and_now():
 
 
 def detail(**changes: float | None) -> OomDetail:
-    values = {"requested_gib": 2.0, "allocated_gib": 131.0, "reserved_gib": 131.5, "limit_gib": 100.0} | changes
+    values = {
+        "requested_gib": 2.0,
+        "allocated_gib": 131.0,
+        "reserved_gib": 131.5,
+        "limit_gib": 100.0,
+    } | changes
     return OomDetail(phase=Phase.FORWARD, **values)
 
 
@@ -191,18 +213,45 @@ def test_measurements_hold_what_was_read():
 def test_what_nobody_looked_at_is_neither_promised_nor_feared() -> None:
     shape = ModelShape(num_layers=2, prefix=0, period=1)
     assert (shape.unquantized, shape.untrained, shape.no_adapters) == (0, 0, None)
-    assert (shape.parametrized, shape.plain_head, shape.liger, shape.sdpa) == (False, False, False, True)
+    assert (shape.parametrized, shape.plain_head, shape.liger, shape.sdpa) == (
+        False,
+        False,
+        False,
+        True,
+    )
     plain = measurement()
-    assert (plain.time_error, plain.managed_gib, plain.alloc_retries) == (0, 0, 0) and not plain.host_bound
-    failed = ProbeResult(request_digest="a", config=TrainConfig(), outcome=Outcome.CRASH, rung=Rung.FULL, seconds={})
-    assert (failed.warm, failed.depth, failed.measurement, failed.oom, failed.notes) == (False, None, None, None, ())
+    assert (plain.time_error, plain.managed_gib, plain.alloc_retries) == (
+        0,
+        0,
+        0,
+    ) and not plain.host_bound
+    failed = ProbeResult(
+        request_digest="a", config=TrainConfig(), outcome=Outcome.CRASH, rung=Rung.FULL, seconds={}
+    )
+    assert (failed.warm, failed.depth, failed.measurement, failed.oom, failed.notes) == (
+        False,
+        None,
+        None,
+        None,
+        (),
+    )
 
 
 def test_a_request_is_of_the_whole_model_and_of_whole_steps() -> None:
     """Two micro batches, for a second at least; 5 % stay free, and nothing is evaluated."""
-    assert (REQUEST.device, REQUEST.rung, REQUEST.depth, REQUEST.weights) == ("cuda", Rung.FULL, None, None)
+    assert (REQUEST.device, REQUEST.rung, REQUEST.depth, REQUEST.weights) == (
+        "cuda",
+        Rung.FULL,
+        None,
+        None,
+    )
     assert (REQUEST.micro_steps, REQUEST.min_timed_micros, REQUEST.min_timed_s) == (2, 2, 1.0)
-    assert (REQUEST.headroom, REQUEST.evaluate, REQUEST.trainer, REQUEST.seed) == (0.05, False, "transformers", 0)
+    assert (REQUEST.headroom, REQUEST.evaluate, REQUEST.trainer, REQUEST.seed) == (
+        0.05,
+        False,
+        "transformers",
+        0,
+    )
 
 
 def test_the_host_sets_the_pace_from_four_fifths_on() -> None:
@@ -212,7 +261,13 @@ def test_the_host_sets_the_pace_from_four_fifths_on() -> None:
 
 def test_what_a_peak_consists_of() -> None:
     held = measurement(model_gib=10.0, adapters_gib=1.0, gradients_gib=2.0, optimizer_gib=3.0)
-    assert held.terms_gib(20.0) == {"weights": 10, "adapters": 1, "gradients": 2, "optimizer": 3, "activations": 4}
+    assert held.terms_gib(20.0) == {
+        "weights": 10,
+        "adapters": 1,
+        "gradients": 2,
+        "optimizer": 3,
+        "activations": 4,
+    }
     assert held.terms_gib(15.0)["activations"] == 0
 
 
@@ -263,5 +318,7 @@ def test_attention_may_plan_for_each_length_where_rows_have_a_mask(
     padding: str, trainer: str, kinds: tuple[MicroBatch, ...], plans: bool
 ) -> None:
     config = TrainConfig(micro_batch_size=1, padding=padding)
-    asked = ProbeRequest(config=config, model={}, memory_gib=1.0, micro_batches=kinds, trainer=trainer)
+    asked = ProbeRequest(
+        config=config, model={}, memory_gib=1.0, micro_batches=kinds, trainer=trainer
+    )
     assert asked.plans_by_length is plans

@@ -1,4 +1,7 @@
-"""A stop is requested once, and ends what it interrupts without an error. Processes load no foreign modules."""
+"""A stop is requested once, and ends what it interrupts without an error.
+
+Processes load no foreign modules.
+"""
 
 import gc
 import signal
@@ -35,7 +38,9 @@ def test_what_a_stop_interrupts_ends_quietly() -> None:
         raise StorageError("the database went first", remedy="none")
 
 
-@pytest.mark.parametrize(("requested", "error"), [(False, StorageError), (False, ValueError), (True, ValueError)])
+@pytest.mark.parametrize(
+    ("requested", "error"), [(False, StorageError), (False, ValueError), (True, ValueError)]
+)
 def test_errors_that_no_stop_explains_are_raised(requested: bool, error: type[Exception]) -> None:
     token = StopToken()
     if requested:
@@ -44,12 +49,16 @@ def test_errors_that_no_stop_explains_are_raised(requested: bool, error: type[Ex
         raise error("for another reason")
 
 
-def test_no_module_is_loaded_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_module_is_loaded_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("typer", "typing_extensions", "yaml"):
         (tmp_path / f"{name}.py").write_text("open('was_here', 'w')\nraise SystemExit(9)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(autotune.__file__).parents[1]))
-    ran = subprocess.run([*module_command("autotune"), "gpus", "--json"], capture_output=True, check=True)
+    ran = subprocess.run(
+        [*module_command("autotune"), "gpus", "--json"], capture_output=True, check=True
+    )
     assert ran.stdout and not (tmp_path / "was_here").exists()
 
 
@@ -71,7 +80,10 @@ def test_what_a_process_started_ends_with_it(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     with subprocess.Popen(
-        [sys.executable, "-c", GROUP, str(scratch)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", GROUP, str(scratch)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.read() == "alive\n"  # ends when all that might still write are dead
@@ -97,7 +109,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         fork=lambda: 0,
     )
     monkeypatch.setattr(process, "os", linux)
-    monkeypatch.setattr(process.signal, "pthread_sigmask", lambda how, numbers: calls.append(("mask", how, numbers)))
+    monkeypatch.setattr(
+        process.signal, "pthread_sigmask", lambda how, numbers: calls.append(("mask", how, numbers))
+    )
     monkeypatch.setattr(process.signal, "sigwait", lambda numbers: calls.append(("wait", numbers)))
     return calls
 
@@ -115,7 +129,9 @@ def test_linux_is_asked_to_end_a_process_with_its_parent(said: list[Any]) -> Non
 def test_a_watchdog_waits_for_the_end_of_its_worker_and_removes_what_is_left(
     said: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, alive: bool, there: bool
 ) -> None:
-    """The scratch directory may be gone already, and the worker may be dead before the watchdog begins."""
+    """The scratch directory may be gone already, and the worker may be dead before the watchdog
+    begins.
+    """
     scratch = tmp_path / "scratch"
     if there:
         (scratch / "below").mkdir(parents=True)
@@ -131,7 +147,9 @@ def test_a_watchdog_waits_for_the_end_of_its_worker_and_removes_what_is_left(
     assert not scratch.exists()
 
 
-def test_a_worker_goes_on_after_its_watchdog_began(said: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_goes_on_after_its_watchdog_began(
+    said: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process.os, "fork", lambda: 42)
     process.take_group_along(7, scratch="/nowhere")
     assert said == []

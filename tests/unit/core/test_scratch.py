@@ -1,4 +1,6 @@
-"""A scratch directory goes with the process that uses it, and those of killed processes go at the next start."""
+"""A scratch directory goes with the process that uses it, and those of killed processes go at the
+next start.
+"""
 
 import fcntl
 import os
@@ -10,7 +12,10 @@ import pytest
 
 from autotune.core.scratch import NAME, scratch_directory
 
-HOLD = "from autotune.core.scratch import *\nwith scratch_directory() as path: print(path, flush=True); input()"
+HOLD = (
+    "from autotune.core.scratch import *\nwith scratch_directory() as path: print(path,"
+    " flush=True); input()"
+)
 
 
 @pytest.fixture
@@ -35,7 +40,9 @@ def holder(folder: Path) -> tuple["subprocess.Popen[str]", Path]:
     return process, path
 
 
-def test_what_a_killed_process_left_is_removed_at_the_next_start_and_what_is_in_use_stays(folder: Path) -> None:
+def test_what_a_killed_process_left_is_removed_at_the_next_start_and_what_is_in_use_stays(
+    folder: Path,
+) -> None:
     killed, left = holder(folder)
     living, used = holder(folder)
     killed.kill()
@@ -48,7 +55,9 @@ def test_what_a_killed_process_left_is_removed_at_the_next_start_and_what_is_in_
     assert living.returncode == 0 and list(folder.iterdir()) == []
 
 
-def test_links_and_what_is_not_ours_are_left_alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_links_and_what_is_not_ours_are_left_alone(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     precious = tmp_path_factory.mktemp("precious")
     (folder / f"{NAME}link").symlink_to(precious)
     (folder / f"{NAME}file").write_text("")
@@ -62,7 +71,11 @@ def test_links_and_what_is_not_ours_are_left_alone(folder: Path, tmp_path_factor
 def test_a_directory_in_use_is_named_locked_and_may_be_gone_at_the_end(folder: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with scratch_directory() as path:
-        assert Path(path).parent == folder and Path(path).name.startswith(NAME) and not list(Path(path).iterdir())
+        assert (
+            Path(path).parent == folder
+            and Path(path).name.startswith(NAME)
+            and not list(Path(path).iterdir())
+        )
         handle = os.open(path, os.O_RDONLY)
         with pytest.raises(BlockingIOError):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from autotune.core.text import code_span, dashed, operands, printable, printable_lines, short_path, slug, study_command
+from autotune.core.text import (
+    code_span,
+    dashed,
+    operands,
+    printable,
+    printable_lines,
+    short_path,
+    slug,
+    study_command,
+)
 
 
 def test_operands_are_no_options() -> None:
@@ -23,7 +32,8 @@ def test_printable_text_stays_on_one_line_and_steers_no_terminal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("NVIDIA L4", "nvidia-l4"), ("--A  b__c--", "a-b-c"), ("../../etc", "etc"), ("", "")]
+    ("text", "expected"),
+    [("NVIDIA L4", "nvidia-l4"), ("--A  b__c--", "a-b-c"), ("../../etc", "etc"), ("", "")],
 )
 def test_dashed(text: str, expected: str) -> None:
     assert dashed(text) == expected
@@ -48,19 +58,67 @@ def test_code_span(text: str, expected: str) -> None:
 
 def test_a_command_names_its_study_as_the_shell_reads_it() -> None:
     for study in ("plain", "two words", "-x", "$(reboot)"):
-        assert shlex.split(study_command("status", study)) == ["autotune", "status", *operands(study)]
+        assert shlex.split(study_command("status", study)) == [
+            "autotune",
+            "status",
+            *operands(study),
+        ]
     assert study_command("status", "plain") == "autotune status plain"
 
 
-def test_a_path_is_short_inside_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_is_short_inside_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert short_path(tmp_path / "runs" / "a") == "runs/a"
     assert short_path(tmp_path.parent / "other") == str(tmp_path.parent / "other")
 
 
-HOSTILE = ["", ".", "..", "...", "/", "//", "../x", "/etc/passwd", "a/b", "a\\b", "a/../b", "~", "~root", "$HOME"]
-HOSTILE += ["a b", "a\nb", "a\tb", "a\0b", "\x1b[31m", "\x7f", "\udcff", "\ud800", "-rf", "--out", "*", "a;b", "a'b"]
-HOSTILE += ["H200", "h200-H", "ä", "日本", "a" * 81, "a" * 80 + "b", "A" * 5000, "a.", ".a", "-", "con.", "\u202eb"]
+HOSTILE = [
+    "",
+    ".",
+    "..",
+    "...",
+    "/",
+    "//",
+    "../x",
+    "/etc/passwd",
+    "a/b",
+    "a\\b",
+    "a/../b",
+    "~",
+    "~root",
+    "$HOME",
+]
+HOSTILE += [
+    "a b",
+    "a\nb",
+    "a\tb",
+    "a\0b",
+    "\x1b[31m",
+    "\x7f",
+    "\udcff",
+    "\ud800",
+    "-rf",
+    "--out",
+    "*",
+    "a;b",
+    "a'b",
+]
+HOSTILE += [
+    "H200",
+    "h200-H",
+    "ä",
+    "日本",
+    "a" * 81,
+    "a" * 80 + "b",
+    "A" * 5000,
+    "a.",
+    ".a",
+    "-",
+    "con.",
+    "\u202eb",
+]
 FINE = ["h200-mistral-7b", "a", "a.b", "a_b", "a..b", "0", "a" * 80]
 
 

@@ -1,4 +1,6 @@
-"""A configuration is checked, canonical (what has no effect is dropped), and known by its digest."""
+"""A configuration is checked, canonical (what has no effect is
+dropped), and known by its digest.
+"""
 
 from dataclasses import FrozenInstanceError, fields, replace
 
@@ -20,28 +22,62 @@ def test_knobs_without_effect_are_dropped():
     assert TrainConfig(quantization="int8", double_quant=True) == TrainConfig(quantization="int8")
     assert TrainConfig(quantization="nf4", double_quant=True).double_quant is True
     assert TrainConfig(quantization="nf4", kbit_preparation=True).kbit_preparation is True
-    assert not TrainConfig(quantization="nf4", kbit_preparation=True, precision="bf16_pure").kbit_preparation
+    assert not TrainConfig(
+        quantization="nf4", kbit_preparation=True, precision="bf16_pure"
+    ).kbit_preparation
 
 
 def test_only_what_has_an_effect_is_in_the_digest():
-    of_several = {"tiling", "cuda_graphs", "lora_kernels", "sharding", "copies", "sync_each_batch", "offload"}
-    inactive = {"double_quant", "kbit_preparation", "optimizer_in_backward", "packed_attention"} | of_several
+    of_several = {
+        "tiling",
+        "cuda_graphs",
+        "lora_kernels",
+        "sharding",
+        "copies",
+        "sync_each_batch",
+        "offload",
+    }
+    inactive = {
+        "double_quant",
+        "kbit_preparation",
+        "optimizer_in_backward",
+        "packed_attention",
+    } | of_several
     assert set(KNOBS) - set(TrainConfig().as_dict()) == inactive
     assert set(KNOBS) - set(TrainConfig(method="full").as_dict()) == {
-        *("lora_rank", "lora_targets", "modules_to_save", "dora", "lora_dropout", "rslora", "packed_attention"),
+        *(
+            "lora_rank",
+            "lora_targets",
+            "modules_to_save",
+            "dora",
+            "lora_dropout",
+            "rslora",
+            "packed_attention",
+        ),
         *("quantization", "double_quant", "kbit_preparation"),
         *of_several,
     }
     of_nf4 = set(KNOBS) - {"optimizer_in_backward", "packed_attention"} - of_several
     assert set(TrainConfig(quantization="nf4").as_dict()) == of_nf4
-    assert set(TrainConfig(packing=True).as_dict()) == set(TrainConfig().as_dict()) - {"padding", "group_by_length"} | {
-        "packed_attention"
+    assert set(TrainConfig(packing=True).as_dict()) == set(TrainConfig().as_dict()) - {
+        "padding",
+        "group_by_length",
+    } | {"packed_attention"}
+    of_fsdp2, of_ddp = (
+        TrainConfig(num_gpus=2, sharding=sharding).as_dict() for sharding in ("fsdp2", "ddp")
+    )
+    assert set(KNOBS) - set(of_fsdp2) == (inactive - of_several) | {
+        "tiling",
+        "cuda_graphs",
+        "lora_kernels",
     }
-    of_fsdp2, of_ddp = (TrainConfig(num_gpus=2, sharding=sharding).as_dict() for sharding in ("fsdp2", "ddp"))
-    assert set(KNOBS) - set(of_fsdp2) == (inactive - of_several) | {"tiling", "cuda_graphs", "lora_kernels"}
     assert set(KNOBS) - set(of_ddp) == inactive - {"sharding"}
-    assert TrainConfig(tiling="tokens").as_dict()["tiling"] == "tokens"  # listed where it is not the default
-    assert TrainConfig(method="full", lora_rank=8).digest == TrainConfig(method="full", lora_rank=64).digest
+    # listed where it is not the default
+    assert TrainConfig(tiling="tokens").as_dict()["tiling"] == "tokens"
+    assert (
+        TrainConfig(method="full", lora_rank=8).digest
+        == TrainConfig(method="full", lora_rank=64).digest
+    )
 
 
 def test_every_knob_changes_the_digest():
@@ -75,31 +111,48 @@ def test_every_knob_changes_the_digest():
         "tiling": "tokens",
     }
     few = TrainConfig(checkpointing="none", padding="bucket")
-    assert replace(few, cuda_graphs="micro_batch").digest != few.digest  # not a knob of layers that are recomputed
+    # not a knob of layers that are recomputed
+    assert replace(few, cuda_graphs="micro_batch").digest != few.digest
     layers = replace(few, compile="per_layer")
-    assert replace(layers, lora_kernels="joined").digest != layers.digest  # a knob of compiled layers alone
+    # a knob of compiled layers alone
+    assert replace(layers, lora_kernels="joined").digest != layers.digest
     pair = TrainConfig(num_gpus=2)
     assert replace(pair, sharding="fsdp2").digest != pair.digest  # not a knob of one GPU
     shards = replace(pair, sharding="fsdp2")
     of_shards = ("sync_each_batch", "offload")
-    assert len({replace(shards, **{name: True}).digest for name in of_shards} | {shards.digest}) == 3
+    assert (
+        len({replace(shards, **{name: True}).digest for name in of_shards} | {shards.digest}) == 3
+    )
     packed = TrainConfig(packing=True)  # not a knob of other rows
     assert replace(packed, packed_attention="varlen").digest != packed.digest
     full = TrainConfig(method="full")
     assert replace(full, optimizer_in_backward=True).digest != full.digest  # not a knob of adapters
     eight = replace(shards, num_gpus=8)
     assert len({replace(eight, copies=copies).digest for copies in (1, 2, 4)}) == 3
-    apart = {"cuda_graphs", "optimizer_in_backward", "packed_attention", "sharding", "copies", *of_shards}
+    apart = {
+        "cuda_graphs",
+        "optimizer_in_backward",
+        "packed_attention",
+        "sharding",
+        "copies",
+        *of_shards,
+    }
     apart |= {"lora_kernels"}
     assert {*others, *apart} == set(KNOBS) == {field.name for field in fields(TrainConfig)}
-    digests = {base.digest} | {replace(base, **{name: value}).digest for name, value in others.items()}
+    digests = {base.digest} | {
+        replace(base, **{name: value}).digest for name, value in others.items()
+    }
     assert len(digests) == len(others) + 1
     assert all(len(digest) == 12 and int(digest, 16) >= 0 for digest in digests)
 
 
 def test_packed_examples_attend_by_themselves_in_16_bits_and_by_fused_attention():
     packed = TrainConfig(packing=True, packed_attention="varlen")
-    assert (packed.packed_attention, packed.has_mask, packed.attention_implementation) == ("varlen", False, "varlen")
+    assert (packed.packed_attention, packed.has_mask, packed.attention_implementation) == (
+        "varlen",
+        False,
+        "varlen",
+    )
     for other in ({"packing": False}, {"precision": "fp32"}, {"attention": "eager"}):
         assert replace(packed, **other).packed_attention == "mask", other
     masked = replace(packed, packed_attention="mask")
@@ -114,7 +167,9 @@ def test_the_digest_is_stable():
     assert TrainConfig().digest == "233d28a3a8fd"
     assert TrainConfig(method="full", compile="per_layer").digest == "312a9eda9656"
     assert (
-        TrainConfig(quantization="nf4", double_quant=True, checkpointing="offload", packing=True).digest
+        TrainConfig(
+            quantization="nf4", double_quant=True, checkpointing="offload", packing=True
+        ).digest
         == "9cd8f6ad9021"
     )
 
@@ -139,8 +194,12 @@ def test_rows_are_padded_as_people_do_unless_they_are_compiled_or_packed():
 
 
 def test_a_label_names_padding_only_where_it_was_chosen():
-    assert "pad-" not in TrainConfig(compile="per_layer").label() + TrainConfig(packing=True).label()
-    assert TrainConfig(padding="bucket", group_by_length=True).label().endswith(" pad-bucket grouped")
+    assert (
+        "pad-" not in TrainConfig(compile="per_layer").label() + TrainConfig(packing=True).label()
+    )
+    assert (
+        TrainConfig(padding="bucket", group_by_length=True).label().endswith(" pad-bucket grouped")
+    )
 
 
 def test_derived_values():
@@ -148,7 +207,8 @@ def test_derived_values():
     assert (config.tokens, config.lora_alpha, config.checkpoint_every) == (2048, 32, 3)
     assert TrainConfig(method="full").lora_alpha is None
     assert (
-        TrainConfig(rslora=True, lora_rank=16).lora_alpha / 16**0.5 == TrainConfig(lora_rank=16).lora_alpha / 16
+        TrainConfig(rslora=True, lora_rank=16).lora_alpha / 16**0.5
+        == TrainConfig(lora_rank=16).lora_alpha / 16
     )  # the same scale
     assert TrainConfig(lora_rank=256).lora_alpha == 32
 
@@ -175,8 +235,13 @@ def test_learning_rates_are_common_defaults():
 
 
 def test_differences_in_learning_come_by_importance_and_leave_speed_out():
-    one = TrainConfig(lora_rank=64, seq_len=512, compile="per_layer", micro_batch_size=1, checkpointing="none")
-    assert learning_differences(one, TrainConfig()) == "lora_rank 64 instead of 16, seq_len 512 instead of 1024"
+    one = TrainConfig(
+        lora_rank=64, seq_len=512, compile="per_layer", micro_batch_size=1, checkpointing="none"
+    )
+    assert (
+        learning_differences(one, TrainConfig())
+        == "lora_rank 64 instead of 16, seq_len 512 instead of 1024"
+    )
     assert learning_differences(one, one) == ""
 
 
@@ -184,16 +249,33 @@ def test_differences_in_learning_come_by_importance_and_leave_speed_out():
     ("config", "label"),
     [
         (TrainConfig(), "lora r16 8x1024 bf16_mixed ckpt-full adamw_torch_fused"),
-        (TrainConfig(method="full", micro_batch_size=1), "full 1x1024 bf16_mixed ckpt-full adamw_torch_fused"),
         (
-            TrainConfig(quantization="nf4", double_quant=True, compile="per_layer", attention="eager"),
+            TrainConfig(method="full", micro_batch_size=1),
+            "full 1x1024 bf16_mixed ckpt-full adamw_torch_fused",
+        ),
+        (
+            TrainConfig(
+                quantization="nf4", double_quant=True, compile="per_layer", attention="eager"
+            ),
             "lora r16 nf4-double 8x1024 bf16_mixed ckpt-full adamw_torch_fused compiled eager",
         ),
-        (TrainConfig(loss="chunked"), "lora r16 8x1024 bf16_mixed ckpt-full adamw_torch_fused chunked-loss"),
-        (TrainConfig(loader_workers=2), "lora r16 8x1024 bf16_mixed ckpt-full adamw_torch_fused loader-2"),
+        (
+            TrainConfig(loss="chunked"),
+            "lora r16 8x1024 bf16_mixed ckpt-full adamw_torch_fused chunked-loss",
+        ),
+        (
+            TrainConfig(loader_workers=2),
+            "lora r16 8x1024 bf16_mixed ckpt-full adamw_torch_fused loader-2",
+        ),
         (TrainConfig(dora=True), "dora r16 8x1024 bf16_mixed ckpt-full adamw_torch_fused"),
-        (TrainConfig(rslora=True, packing=True), "rslora r16 8x1024 bf16_mixed ckpt-full adamw_torch_fused packed"),
-        (TrainConfig(quantization="int8"), "lora r16 int8 8x1024 bf16_mixed ckpt-full adamw_torch_fused"),
+        (
+            TrainConfig(rslora=True, packing=True),
+            "rslora r16 8x1024 bf16_mixed ckpt-full adamw_torch_fused packed",
+        ),
+        (
+            TrainConfig(quantization="int8"),
+            "lora r16 int8 8x1024 bf16_mixed ckpt-full adamw_torch_fused",
+        ),
     ],
 )
 def test_label(config, label):
@@ -217,7 +299,14 @@ def test_rank_is_needed_by_lora_alone():
 
 @pytest.mark.parametrize(
     ("version", "expected"),
-    [("5.23.0", True), ("6.0.0rc1", True), ("5.22.9", False), ("4.99", False), ("", False), ("main", False)],
+    [
+        ("5.23.0", True),
+        ("6.0.0rc1", True),
+        ("5.22.9", False),
+        ("4.99", False),
+        ("", False),
+        ("main", False),
+    ],
 )
 def test_versions_that_recompute_some_layers_only(version, expected):
     assert checkpoints_some(version) is expected
@@ -257,18 +346,32 @@ def test_joined_adapters_are_of_compiled_layers_on_a_base_of_16_bits() -> None:
         {"num_gpus": 2, "sharding": "fsdp2"},
     ):
         assert replace(joined, **other).lora_kernels == "peft", other
-    for other in ({"checkpointing": "selective_50"}, {"rslora": True}, {"lora_targets": "q_v"}, {"packing": True}):
+    for other in (
+        {"checkpointing": "selective_50"},
+        {"rslora": True},
+        {"lora_targets": "q_v"},
+        {"packing": True},
+    ):
         assert replace(joined, **other).lora_kernels == "joined", other
 
 
 def test_selective_recomputation_is_of_compiled_layers() -> None:
     config = TrainConfig(checkpointing="selective_50", compile="none", padding="longest")
-    assert (config.compile, config.padding, config.checkpoint_every) == ("per_layer", "bucket", None)
-    assert (config.activation_budget, TrainConfig(checkpointing="none").activation_budget) == (0.5, 1.0)
+    assert (config.compile, config.padding, config.checkpoint_every) == (
+        "per_layer",
+        "bucket",
+        None,
+    )
+    assert (config.activation_budget, TrainConfig(checkpointing="none").activation_budget) == (
+        0.5,
+        1.0,
+    )
     assert config.label() == "lora r16 8x1024 bf16_mixed ckpt-selective_50 adamw_torch_fused"
     assert TrainConfig(**config.as_dict()) == config
 
 
-@pytest.mark.parametrize(("checkpointing", "offloads"), [("none", False), ("full", False), ("offload", True)])
+@pytest.mark.parametrize(
+    ("checkpointing", "offloads"), [("none", False), ("full", False), ("offload", True)]
+)
 def test_what_is_offloaded_waits_in_the_hosts_memory(checkpointing: str, offloads: bool) -> None:
     assert TrainConfig(checkpointing=checkpointing).offloads is offloads

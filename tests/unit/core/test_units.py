@@ -1,4 +1,6 @@
-"""Units are printed as a person writes them, unknown is a dash, and an error names its remedy and its exit code."""
+"""Units are printed as a person writes them, unknown is a dash, and an error names its remedy and
+its exit code.
+"""
 
 import os
 
@@ -48,7 +50,14 @@ def test_fmt_gib(value, text):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (0.12345, "0.123"), (67.54, "67.5"), (99.96, "100"), (100, "100"), (12345.6, "12,346")],
+    [
+        (0, "0"),
+        (0.12345, "0.123"),
+        (67.54, "67.5"),
+        (99.96, "100"),
+        (100, "100"),
+        (12345.6, "12,346"),
+    ],
 )
 def test_fmt_count(value, text):
     assert fmt_count(value) == text
@@ -121,7 +130,25 @@ def test_parse_duration(text, seconds):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "  ", "-5", "+5", "nan", "inf", "1e3", "5 m", "1d", "30m1h", "1h1h", "1h30", "1.m", ".5h", "٣", "h", "1,5h"],
+    [
+        "",
+        "  ",
+        "-5",
+        "+5",
+        "nan",
+        "inf",
+        "1e3",
+        "5 m",
+        "1d",
+        "30m1h",
+        "1h1h",
+        "1h30",
+        "1.m",
+        ".5h",
+        "٣",
+        "h",
+        "1,5h",
+    ],
 )
 def test_what_is_no_duration(text):
     with pytest.raises(ValueError, match="is not a duration; write it like 90s, 10m or 1h30m"):
@@ -183,7 +210,10 @@ def test_did_you_mean(name, hint):
 
 
 def test_did_you_mean_names_three_at_most():
-    assert errors.did_you_mean("a10x", ["a10", "a100", "a10g", "a40"]) == "; did you mean 'a10' or 'a10g' or 'a100'?"
+    assert (
+        errors.did_you_mean("a10x", ["a10", "a100", "a10g", "a40"])
+        == "; did you mean 'a10' or 'a10g' or 'a100'?"
+    )
 
 
 def test_hours_are_printed_as_seconds_are():
@@ -193,7 +223,10 @@ def test_hours_are_printed_as_seconds_are():
 def test_a_difference_names_what_changed_at_any_depth():
     then = {"a": 1, "b": {"c": 2, "d": 3}, "gone": 4}
     now = {"a": 1, "b": {"c": 5, "d": 3}, "new": 6}
-    assert fmt_difference(then, now) == "b: c: 2 then, 5 now; gone: 4 then, None now; new: None then, 6 now"
+    assert (
+        fmt_difference(then, now)
+        == "b: c: 2 then, 5 now; gone: 4 then, None now; new: None then, 6 now"
+    )
     assert fmt_difference({"a": 1}, [2]) == "{'a': 1} then, [2] now"
 
 

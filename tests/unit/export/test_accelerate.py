@@ -1,4 +1,6 @@
-"""accelerate.yaml loads and launches what was probed, and deepspeed.json agrees with the Trainer's arguments."""
+"""accelerate.yaml loads and launches what was probed, and deepspeed.json agrees with the Trainer's
+arguments.
+"""
 
 import json
 from pathlib import Path
@@ -16,8 +18,14 @@ from tests.unit.export.test_script import CONFIGS, HOSTILE, each_config, recipe
 
 MIXED = {"bf16_mixed": "bf16", "fp16_mixed": "fp16", "bf16_pure": "no", "fp32": "no"}
 
-# Fields of deepspeed.runtime.zero.config.DeepSpeedZeroConfig and keys of runtime.config (DeepSpeed 0.19.8).
-TOP = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
+# Fields of deepspeed.runtime.zero.config.DeepSpeedZeroConfig and keys of runtime.config (DeepSpeed
+# 0.19.8).
+TOP = {
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+}
 TOP |= {"bf16", "fp16", "zero_optimization", "zero_allow_untested_optimizer"}
 ZERO = {"stage", "overlap_comm", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size"}
 
@@ -33,7 +41,9 @@ def launched(path: Path) -> dict[str, str]:
     from accelerate.commands import launch
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
-    arguments = launch.launch_command_parser().parse_args(["--config_file", str(path), "script.py", "a.json"])
+    arguments = launch.launch_command_parser().parse_args(
+        ["--config_file", str(path), "script.py", "a.json"]
+    )
     arguments, _, _ = launch._validate_launch_command(arguments)
     command, environment = prepare_simple_launcher_cmd_env(arguments)
     assert command[1:] == ["script.py", "a.json"]
@@ -69,7 +79,8 @@ def test_regional_compilation_reaches_the_trainer_only_by_the_launcher(
     for name, value in launched(written(recipe(config), tmp_path)).items():
         if name.startswith("ACCELERATE_DYNAMO"):
             monkeypatch.setenv(name, value)
-    plugin = TorchDynamoPlugin(backend="inductor", mode=None, dynamic=None)  # as Trainer makes it for torch_compile
+    # as Trainer makes it for torch_compile
+    plugin = TorchDynamoPlugin(backend="inductor", mode=None, dynamic=None)
     assert plugin.use_regional_compilation is True
     assert plugin.dynamic is False
     assert plugin.fullgraph is False
@@ -87,7 +98,10 @@ def test_the_head_says_what_holds(tmp_path: Path) -> None:
 
 
 def filled(made: Recipe) -> dict[str, Any]:
-    """deepspeed.json as the Trainer completes it. What disagrees with its arguments is an error there."""
+    """deepspeed.json as the Trainer completes it.
+
+    What disagrees with its arguments is an error there.
+    """
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
     from transformers import HfArgumentParser, TrainingArguments
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
@@ -103,10 +117,13 @@ def filled(made: Recipe) -> dict[str, Any]:
     (arguments,) = HfArgumentParser(TrainingArguments).parse_dict(
         said | {"use_cpu": True, "bf16": False, "fp16": False}
     )
-    arguments.bf16, arguments.fp16 = said["bf16"], said["fp16"]  # which a machine without GPU refuses
+    # which a machine without GPU refuses
+    arguments.bf16, arguments.fp16 = said["bf16"], said["fp16"]
     config = WithoutDeepSpeed(json.loads(accelerate.export(made)["deepspeed.json"]))
     config.trainer_config_process(arguments)
-    config.trainer_config_finalize(arguments, SimpleNamespace(config=SimpleNamespace(hidden_size=64)), 100)
+    config.trainer_config_finalize(
+        arguments, SimpleNamespace(config=SimpleNamespace(hidden_size=64)), 100
+    )
     values: dict[str, Any] = config.config
     return values
 

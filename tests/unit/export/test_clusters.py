@@ -1,7 +1,8 @@
 """Files for clusters, of a training run and of a study's workers.
 
-They are of the documented form, they name the card as each system does, and nothing hostile in them runs. They were
-read by kubernetes-validate (strict, Kubernetes 1.37) and by the schemas and Task of SkyPilot 0.14.1. Neither is a
+They are of the documented form, they name the card as each system does, and nothing hostile in them
+runs. They were read by kubernetes-validate (strict, Kubernetes 1.37) and by the schemas and Task of
+SkyPilot 0.14.1. Neither is a
 dependency: the tests check their form by name.
 """
 
@@ -25,10 +26,36 @@ from tests.unit.export.test_script import HOSTILE, demo, recipe, run, write
 
 each_name = pytest.mark.parametrize("name", NAMES)
 
-# Accelerators in the docs of SkyPilot (compute/show-gpus-all.txt) and in the catalogue fetchers of 0.14.1.
+# Accelerators in the docs of SkyPilot (compute/show-gpus-all.txt) and in the catalogue fetchers of
+# 0.14.1.
 SKYPILOT = {
-    *("T4", "V100", "V100-32GB", "A10", "A10G", "L4", "L40S", "A40", "A100", "A100-80GB", "H100", "H100-NVL", "GH200"),
-    *("H200", "B200", "GB200", "MI300X", "RTX3090", "RTX4080", "RTX4090", "RTX5090", "RTXA6000", "RTX6000-Ada"),
+    *(
+        "T4",
+        "V100",
+        "V100-32GB",
+        "A10",
+        "A10G",
+        "L4",
+        "L40S",
+        "A40",
+        "A100",
+        "A100-80GB",
+        "H100",
+        "H100-NVL",
+        "GH200",
+    ),
+    *(
+        "H200",
+        "B200",
+        "GB200",
+        "MI300X",
+        "RTX3090",
+        "RTX4080",
+        "RTX4090",
+        "RTX5090",
+        "RTXA6000",
+        "RTX6000-Ada",
+    ),
     *("RTXPRO6000", "RTXPRO6000-WK", "RTXPRO6000-MaxQ"),
 }
 
@@ -50,13 +77,23 @@ def test_the_job_is_of_the_documented_form() -> None:
     assert pod["activeDeadlineSeconds"] == 3600
     (container,) = pod["containers"]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 1}}
-    assert container["env"] == [{"name": "PYTORCH_CUDA_ALLOC_CONF", "value": "expandable_segments:True"}]
+    assert container["env"] == [
+        {"name": "PYTORCH_CUDA_ALLOC_CONF", "value": "expandable_segments:True"}
+    ]
     assert container["command"][:2] == ["bash", "/export/launch.sh"]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
     *by_code, disrupted = job["spec"]["podFailurePolicy"]["rules"]
     for rule, action, values in zip(by_code, ("FailJob", "Ignore"), ([2, 4], [75]), strict=True):
-        assert rule == {"action": action, "onExitCodes": {"containerName": "train", "operator": "In", "values": values}}
-    assert disrupted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+        assert rule == {
+            "action": action,
+            "onExitCodes": {"containerName": "train", "operator": "In", "values": values},
+        }
+    assert disrupted == {
+        "action": "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
     assert container["name"] == "train"
     assert f"# Fingerprint {made.fingerprint.digest}" in text and "# Expect (measured)" in text
     assert job["metadata"]["annotations"]["autotune-fingerprint"] == made.fingerprint.digest
@@ -79,9 +116,18 @@ def test_the_batch_script_asks_for_one_gpu() -> None:
     text = clusters.export(recipe(TrainConfig(loader_workers=4)), "slurm")["train.sbatch"]
     lines = text.splitlines()
     first = next(index for index, line in enumerate(lines) if not line.startswith("#"))
-    asked = " ".join(line.removeprefix("#SBATCH ") for line in lines[:first] if line.startswith("#SBATCH ")).split()
-    assert "#SBATCH" not in "\n".join(lines[first:])  # sbatch reads no further than the first command
-    assert {"--gres=gpu:h200:1", "--signal=TERM@120", "--requeue", "--time=1:00:00", "--cpus-per-task=8"} <= set(asked)
+    asked = " ".join(
+        line.removeprefix("#SBATCH ") for line in lines[:first] if line.startswith("#SBATCH ")
+    ).split()
+    # sbatch reads no further than the first command
+    assert "#SBATCH" not in "\n".join(lines[first:])
+    assert {
+        "--gres=gpu:h200:1",
+        "--signal=TERM@120",
+        "--requeue",
+        "--time=1:00:00",
+        "--cpus-per-task=8",
+    } <= set(asked)
 
 
 @pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.name)
@@ -96,11 +142,13 @@ def test_every_card_has_its_names(device: Any) -> None:
         assert "--gres" not in script
         return
     name = task["resources"]["accelerators"].removesuffix(":1")
-    assert name in SKYPILOT or re.fullmatch(r"[A-Z]+[0-9]+[A-Z]?(-[A-Za-z]+)*", name)  # SkyPilot has not all of them
+    # SkyPilot has not all of them
+    assert name in SKYPILOT or re.fullmatch(r"[A-Z]+[0-9]+[A-Z]?(-[A-Za-z]+)*", name)
     assert re.search(r"^#SBATCH --gres=gpu:[a-z0-9_]+:1$", script, re.MULTILINE)
     assert pod["containers"][0]["resources"]["limits"] == {f"{device.vendor}.com/gpu": 1}
     label = pod.get("nodeSelector", {}).get("nvidia.com/gpu.product")
-    product = (*device.nvml_names, made.fingerprint.device)[0]  # the study's, where one name means two sizes
+    # the study's, where one name means two sizes
+    product = (*device.nvml_names, made.fingerprint.device)[0]
     assert label is None if device.vendor != "nvidia" else label == product.replace(" ", "-")
     assert label is None or len(label) <= 63
 
@@ -135,7 +183,10 @@ def test_the_time_limit_is_the_upper_end_of_the_projection_and_half_an_hour() ->
         cost = replace(made.winner.cost, interval_hours=(0.1, hours))
         longer = replace(made, winner=replace(made.winner, cost=cost))
         assert f"#SBATCH --time={limit}:00:00" in clusters.export(longer, "slurm")["train.sbatch"]
-        assert f"activeDeadlineSeconds: {3600 * limit}\n" in clusters.export(longer, "kubernetes")["job.yaml"]
+        assert (
+            f"activeDeadlineSeconds: {3600 * limit}\n"
+            in clusters.export(longer, "kubernetes")["job.yaml"]
+        )
 
 
 def test_missing_weights_are_reported() -> None:
@@ -145,7 +196,10 @@ def test_missing_weights_are_reported() -> None:
         assert "# There are no published weights of this shape" in text
         with_weights = replace(local, model=replace(local.model, weights=f"/w\n{HOSTILE}"))
         (text,) = clusters.export(with_weights, system).values()
-        assert "# The weights are a local directory, which that machine needs too: model in train_config.json" in text
+        assert (
+            "# The weights are a local directory, which that machine needs too: model in"
+            " train_config.json" in text
+        )
 
 
 @each_name
@@ -168,13 +222,17 @@ def stub(directory: Path, name: str, body: str) -> None:
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-def shell(tmp_path: Path, script: str, *arguments: str, **environment: str) -> tuple[int, list[str]]:
+def shell(
+    tmp_path: Path, script: str, *arguments: str, **environment: str
+) -> tuple[int, list[str]]:
     """(exit code, what the stubs were called with) of a bash script in a hostile folder."""
     log = tmp_path / "log"
     log.write_text("")
     environment |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "STUB_LOG": str(log)}
     command = ["bash", "-c", script, "script", *arguments]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
     return done.returncode, log.read_bytes().decode().split("\n")[:-1]
 
 
@@ -190,55 +248,95 @@ def test_scripts_run_launch_sh_and_nothing_else(
 ) -> None:
     base = recipe(TrainConfig())
     packages = base.fingerprint.packages | {"peft": name.replace("\0", "")}
-    made = replace(base, study=name, trainer=name, model=replace(base.model, name=name, weights=name))
+    made = replace(
+        base, study=name, trainer=name, model=replace(base.model, name=name, weights=name)
+    )
     made = replace(made, fingerprint=replace(base.fingerprint, device=name, packages=packages))
-    folder = write(script.export(made) | clusters.export(made, "slurm"), tmp_path / "out; touch CANARY $(touch CANARY)")
+    folder = write(
+        script.export(made) | clusters.export(made, "slurm"),
+        tmp_path / "out; touch CANARY $(touch CANARY)",
+    )
     task = loaded(clusters.export(made, "skypilot")["sky.yaml"])
     (tmp_path / "bin").mkdir()
-    for command, body in (("srun", '"$@"'), ("scontrol", ""), ("pip", ""), ("python", f"exit {code}")):
+    for command, body in (
+        ("srun", '"$@"'),
+        ("scontrol", ""),
+        ("pip", ""),
+        ("python", f"exit {code}"),
+    ):
         stub(tmp_path / "bin", command, body)
-    for text in ((folder / "train.sbatch").read_text(), (folder / "launch.sh").read_text(), *task.values()):
+    for text in (
+        (folder / "train.sbatch").read_text(),
+        (folder / "launch.sh").read_text(),
+        *task.values(),
+    ):
         if isinstance(text, str):
             subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     data = "$(touch CANARY)'; touch CANARY"
     environment = {"DATASET": data, "OUTPUT": "-out", "PYTHON": "python"}
-    slurm = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
-    ended, called = shell(tmp_path, (folder / "train.sbatch").read_text(), "--max-steps", "2", **environment, **slurm)
+    slurm = {
+        "SLURM_SUBMIT_DIR": str(folder),
+        "SLURM_JOB_ID": "7",
+        "SLURM_RESTART_COUNT": str(restarts),
+    }
+    ended, called = shell(
+        tmp_path, (folder / "train.sbatch").read_text(), "--max-steps", "2", **environment, **slurm
+    )
     assert ended == code
     always = ["--dataset", data, "--output-dir", "-out", "--resume"]
     asked = [*always, "--max-steps", "2"]
     expected = ["srun", "bash", "launch.sh", *asked, "python", "--", "./train.py", *asked]
     assert called == expected + ["scontrol", "requeue", "7"] * requeued
 
-    ended, called = shell(tmp_path, f'cd "$FOLDER"\n{task["run"]}', FOLDER=str(folder), **environment)
+    ended, called = shell(
+        tmp_path, f'cd "$FOLDER"\n{task["run"]}', FOLDER=str(folder), **environment
+    )
     assert (ended, called) == (code, ["python", "--", "./train.py", *always])
     ended, called = shell(tmp_path, task["setup"])
     wanted = [f"{package}=={version.partition('+')[0]}" for package, version in packages.items()]
     assert "\n".join(called) == "\n".join(["pip", "install", "--", *wanted])
     pod = loaded(clusters.export(made, "kubernetes")["job.yaml"])["spec"]["template"]["spec"]
-    assert pod["containers"][0]["command"][0] == "bash"  # called without a shell: no name is among its arguments
+    # called without a shell: no name is among its arguments
+    assert pod["containers"][0]["command"][0] == "bash"
     assert (
         pod["containers"]
-        == loaded(clusters.export(base, "kubernetes")["job.yaml"])["spec"]["template"]["spec"]["containers"]
+        == loaded(clusters.export(base, "kubernetes")["job.yaml"])["spec"]["template"]["spec"][
+            "containers"
+        ]
     )
     assert not [path for path in tmp_path.rglob("*") if path.name == "CANARY"]
 
 
 def test_the_pod_has_the_exported_folder(tmp_path: Path) -> None:
-    """Of a folder, `kubectl create configmap --from-file` takes the files alone. The kubelet writes them as links."""
+    """Of a folder, `kubectl create configmap --from-file` takes the files alone.
+
+    The kubelet writes them as links.
+    """
     made = recipe(TrainConfig())
     text = clusters.export(made, "kubernetes")["job.yaml"]
     folder = write(script.export(made), tmp_path / "export")
-    commands = [line.removeprefix("#   ") for line in text.splitlines() if line.startswith("#   kubectl create")]
+    commands = [
+        line.removeprefix("#   ")
+        for line in text.splitlines()
+        if line.startswith("#   kubectl create")
+    ]
     (tmp_path / "bin").mkdir()
     stub(tmp_path / "bin", "kubectl", "")
     _, called = shell(tmp_path, "\n".join(["cd export", *commands]))
     created = " ".join(called).split("kubectl create configmap ")[1:]
     maps = {
-        name: {path.name: path.read_text() for path in (folder / source).iterdir() if path.is_file()}
-        for name, source in (one.split()[:2] for one in (command.replace("--from-file=", "") for command in created))
+        name: {
+            path.name: path.read_text() for path in (folder / source).iterdir() if path.is_file()
+        }
+        for name, source in (
+            one.split()[:2] for one in (command.replace("--from-file=", "") for command in created)
+        )
     }
-    (volume,) = (one for one in loaded(text)["spec"]["template"]["spec"]["volumes"] if one["name"] == "export")
+    (volume,) = (
+        one
+        for one in loaded(text)["spec"]["template"]["spec"]["volumes"]
+        if one["name"] == "export"
+    )
     pod = tmp_path / "pod"
     for source in volume["projected"]["sources"]:
         files = maps[source["configMap"]["name"]]
@@ -253,7 +351,9 @@ def test_the_pod_has_the_exported_folder(tmp_path: Path) -> None:
 
 
 def test_a_missing_dataset_is_reported(tmp_path: Path) -> None:
-    script = clusters.export(recipe(TrainConfig(), device=resolve_device("a10")), "slurm")["train.sbatch"]
+    script = clusters.export(recipe(TrainConfig(), device=resolve_device("a10")), "slurm")[
+        "train.sbatch"
+    ]
     (tmp_path / "bin").mkdir()
     stub(tmp_path / "bin", "srun", "")
     ended, called = shell(tmp_path, script, SLURM_SUBMIT_DIR=str(tmp_path))
@@ -263,7 +363,9 @@ def test_a_missing_dataset_is_reported(tmp_path: Path) -> None:
 def workers_file(system: str, *, study: str = "seven", device: str = "a10") -> str:
     """The text of the file that starts four workers."""
     card = resolve_device(device)
-    job = clusters.workers_job(study=study, device=card, fingerprint=FINGERPRINT, budget_s=900.0, count=4)
+    job = clusters.workers_job(
+        study=study, device=card, fingerprint=FINGERPRINT, budget_s=900.0, count=4
+    )
     (text,) = clusters.render(job, system).values()
     return text
 
@@ -271,9 +373,20 @@ def workers_file(system: str, *, study: str = "seven", device: str = "a10") -> s
 def test_the_job_of_workers_is_indexed_and_retries_by_exit_code() -> None:
     job = loaded(workers_file("kubernetes"))
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
-    assert (job["apiVersion"], job["kind"], job["metadata"]["name"]) == ("batch/v1", "Job", "seven-workers")
+    assert (job["apiVersion"], job["kind"], job["metadata"]["name"]) == (
+        "batch/v1",
+        "Job",
+        "seven-workers",
+    )
     assert set(spec) == {
-        *("completionMode", "completions", "parallelism", "backoffLimit", "podFailurePolicy", "template"),
+        *(
+            "completionMode",
+            "completions",
+            "parallelism",
+            "backoffLimit",
+            "podFailurePolicy",
+            "template",
+        ),
     }
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 4, 4)
     assert pod["restartPolicy"] == "Never" and pod["activeDeadlineSeconds"] == 2700
@@ -289,14 +402,19 @@ def test_the_job_of_workers_is_indexed_and_retries_by_exit_code() -> None:
         ("Ignore", [75]),  # 1 and 5 count
     ]
     assert {rule["onExitCodes"]["containerName"] for rule in by_code} == {container["name"]}
-    assert disrupted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    assert disrupted == {
+        "action": "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
 
 
 def test_the_task_of_workers_runs_one_worker() -> None:
     text = workers_file("skypilot")
     task = loaded(text)
     assert set(task) == {"name", "resources", "secrets", "setup", "run"}
-    assert task["resources"]["accelerators"] == "A10:1" and task["secrets"] == {"AUTOTUNE_STORAGE": None}
+    assert task["resources"]["accelerators"] == "A10:1" and task["secrets"] == {
+        "AUTOTUNE_STORAGE": None
+    }
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
     assert "'autotune-llm[postgres]==" in task["setup"] and "torch==2.11.0" in task["setup"]
     assert "seq 4" in text
@@ -305,9 +423,17 @@ def test_the_task_of_workers_runs_one_worker() -> None:
 def test_the_batch_script_of_workers_is_an_array() -> None:
     lines = workers_file("slurm").splitlines()
     first = next(index for index, line in enumerate(lines) if not line.startswith("#"))
-    asked = " ".join(line.removeprefix("#SBATCH ") for line in lines[:first] if line.startswith("#SBATCH ")).split()
+    asked = " ".join(
+        line.removeprefix("#SBATCH ") for line in lines[:first] if line.startswith("#SBATCH ")
+    ).split()
     assert "#SBATCH" not in "\n".join(lines[first:])
-    assert {"--array=1-4", "--gres=gpu:a10:1", "--time=0:45:00", "--requeue", "--signal=TERM@120"} <= set(asked)
+    assert {
+        "--array=1-4",
+        "--gres=gpu:a10:1",
+        "--time=0:45:00",
+        "--requeue",
+        "--signal=TERM@120",
+    } <= set(asked)
 
 
 def test_workers_on_a_cpu_ask_for_no_gpu() -> None:
@@ -319,21 +445,36 @@ def test_workers_on_a_cpu_ask_for_no_gpu() -> None:
 
 @pytest.mark.parametrize(
     ("name", "code", "restarts", "requeued"),
-    [*((name, 0, 0, 0) for name in NAMES), *((HOSTILE, *end) for end in ((3, 0, 0), (75, 0, 1), (75, 3, 0)))],
+    [
+        *((name, 0, 0, 0) for name in NAMES),
+        *((HOSTILE, *end) for end in ((3, 0, 0), (75, 0, 1), (75, 3, 0))),
+    ],
 )
 def test_scripts_run_the_worker_and_nothing_else(
     name: str, code: int, restarts: int, requeued: bool, tmp_path: Path
 ) -> None:
     name = name.replace("\0", "")  # no study can have such a name
     (tmp_path / "bin").mkdir()
-    for tool, body in (("srun", '"$@"'), ("scontrol", ""), ("pip", ""), ("autotune", f"exit {code}")):
+    for tool, body in (
+        ("srun", '"$@"'),
+        ("scontrol", ""),
+        ("pip", ""),
+        ("autotune", f"exit {code}"),
+    ):
         stub(tmp_path / "bin", tool, body)
     wanted = f"autotune\nworker\n--study={name}".split("\n")
-    environment = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2", "SLURM_RESTART_COUNT": str(restarts)}
+    environment = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_ARRAY_TASK_ID": "2",
+        "SLURM_RESTART_COUNT": str(restarts),
+    }
     script = workers_file("slurm", study=name)
     ended, called = shell(tmp_path, script, "--quiet", AUTOTUNE_STORAGE="x", **environment)
     once = [*wanted, "--out=workers/2", "--quiet"]
-    assert (ended, called) == (code, ["srun", *once, *once, *["scontrol", "requeue", "7"] * requeued])
+    assert (ended, called) == (
+        code,
+        ["srun", *once, *once, *["scontrol", "requeue", "7"] * requeued],
+    )
     ended, called = shell(tmp_path, script, **environment)
     assert ended != 0 and called == []  # without a database
 
@@ -341,7 +482,8 @@ def test_scripts_run_the_worker_and_nothing_else(
     assert shell(tmp_path, task["run"]) == (code, wanted)
     job = loaded(workers_file("kubernetes", study=name))
     (container,) = job["spec"]["template"]["spec"]["containers"]
-    assert container["command"][2] == f"--study={name.replace('$', '$$')}"  # Kubernetes makes one $ of two
+    # Kubernetes makes one $ of two
+    assert container["command"][2] == f"--study={name.replace('$', '$$')}"
     assert job["metadata"]["name"] == task["name"] and len(task["name"]) <= 52
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert not [path for path in tmp_path.rglob("*") if path.name == "CANARY"]
@@ -349,12 +491,16 @@ def test_scripts_run_the_worker_and_nothing_else(
 
 def test_a_job_on_several_gpus_asks_for_them_all() -> None:
     made = recipe(TrainConfig(num_gpus=4, loader_workers=2))
-    pod = yaml.safe_load(clusters.export(made, "kubernetes")["job.yaml"])["spec"]["template"]["spec"]
+    pod = yaml.safe_load(clusters.export(made, "kubernetes")["job.yaml"])["spec"]["template"][
+        "spec"
+    ]
     (container,) = pod["containers"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
     assert {"name": "shared-memory", "mountPath": "/dev/shm"} in container["volumeMounts"]
     assert {"name": "shared-memory", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
-    accelerators = yaml.safe_load(clusters.export(made, "skypilot")["sky.yaml"])["resources"]["accelerators"]
+    accelerators = yaml.safe_load(clusters.export(made, "skypilot")["sky.yaml"])["resources"][
+        "accelerators"
+    ]
     assert accelerators.endswith(":4")
     script = clusters.export(made, "slurm")["train.sbatch"]
     assert re.search(r"--gres=gpu:\w+:4\n", script) and "--cpus-per-task=24" in script

@@ -1,4 +1,6 @@
-"""Every exported file, with hostile names for all that a user or a stranger may name: names are data, and none runs."""
+"""Every exported file, with hostile names for all that a user or a stranger may name: names are
+data, and none runs.
+"""
 
 import ast
 import json
@@ -28,7 +30,9 @@ def named(name: str) -> Recipe:
     base = recipe(TrainConfig(quantization="nf4", kernels="liger"))
     fingerprint = base.fingerprint
     packages = fingerprint.packages | {"peft": name}
-    fingerprint = replace(fingerprint, device=name, driver=name, cuda=name, python=name, packages=packages)
+    fingerprint = replace(
+        fingerprint, device=name, driver=name, cuda=name, python=name, packages=packages
+    )
     demo = resolve_model("demo-3m")
     shape = demo.config | {"architectures": [name], "_name_or_path": name, "hidden_act": name}
     return replace(
@@ -51,7 +55,9 @@ def exported(name: str) -> dict[str, str]:
         study=name, device=made.device, fingerprint=made.fingerprint, budget_s=900.0, count=4
     )
     return export_all(made, FORMATS) | {
-        file: text for system in clusters.SYSTEMS for file, text in clusters.render(workers, system).items()
+        file: text
+        for system in clusters.SYSTEMS
+        for file, text in clusters.render(workers, system).items()
     }
 
 
@@ -72,9 +78,14 @@ def test_code_is_the_same_whatever_the_names_are(name: str) -> None:
         if file.endswith(".py"):
             assert text.startswith(ENCODING)
             ast.parse(text.encode())
-        if file.endswith(".sbatch"):  # the study's name is an argument of `autotune worker`, in quotes
+        # the study's name is an argument of `autotune worker`, in quotes
+        if file.endswith(".sbatch"):
             job, other = (JOB_NAME.sub("", one) for one in (text, plain[file]))
-            assert job == other if file == "train.sbatch" else job.split("srun")[0] == other.split("srun")[0]
+            assert (
+                job == other
+                if file == "train.sbatch"
+                else job.split("srun")[0] == other.split("srun")[0]
+            )
         if file.endswith(".md"):
             assert python_of(text) == python_of(plain[file]) and text.count("\n```") == 2
         if file.endswith(".json"):
@@ -92,13 +103,19 @@ def test_names_arrive_as_they_are(name: str) -> None:
     assert data["adapter_config.json"]["base_model_name_or_path"] == name
     assert data["recipe.yaml"]["study"] == data["recipe.yaml"]["model"]["name"] == name
     assert data["recipe.yaml"]["caveats"] == [name]
-    assert data["trl_sft.yaml"]["model_name_or_path"] == data["llamafactory.yaml"]["model_name_or_path"] == name
+    assert (
+        data["trl_sft.yaml"]["model_name_or_path"]
+        == data["llamafactory.yaml"]["model_name_or_path"]
+        == name
+    )
     assert data["axolotl.yaml"]["base_model"] == name
     assert data["job.yaml"]["metadata"]["annotations"]["autotune-study"] == name
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_running_the_script_and_its_launcher_runs_nothing_of_a_name(name: str, tmp_path: Path) -> None:
+def test_running_the_script_and_its_launcher_runs_nothing_of_a_name(
+    name: str, tmp_path: Path
+) -> None:
     directory = write(exported(name), tmp_path / name.replace("/", "").replace("\0", ""))
     done = run(directory, "--help")
     assert done.returncode == 0 and "--random-weights" in done.stdout, done.stderr
@@ -115,7 +132,13 @@ def test_exports_of_a_cpu_study_are_for_the_cpu(precision: str) -> None:
     files = export_all(recipe(config, device=resolve_device("cpu")), FORMATS)
     data = {file: json.loads(text) for file, text in files.items() if file.endswith(".json")}
     data |= {file: yaml.safe_load(text) for file, text in files.items() if file.endswith(".yaml")}
-    for file in ("train_config.json", "trl_sft.yaml", "llamafactory.yaml", "accelerate.yaml", "training_args.json"):
+    for file in (
+        "train_config.json",
+        "trl_sft.yaml",
+        "llamafactory.yaml",
+        "accelerate.yaml",
+        "training_args.json",
+    ):
         assert data[file]["use_cpu"] is True, file
     for file in ("trl_sft.yaml", "axolotl.yaml", "llamafactory.yaml", "accelerate.yaml"):
         (command,) = re.findall(r"(?m)^#   CUDA_VISIBLE_DEVICES=(.*)$", files[file])

@@ -20,14 +20,24 @@ def timed(num_steps: int = 313, **changes: Any) -> Recipe:
     """Steps of 2 s, 16,000 useful tokens a second; 20 of 130 GiB; 1 h, or 0.5 to 2 h, for $3."""
     made = recipe(TrainConfig(micro_batch_size=4), **changes)
     winner = made.winner
-    cost = replace(winner.cost, num_steps=num_steps, full_run_hours=1.0, interval_hours=(0.5, 2.0), full_run_usd=3.0)
+    cost = replace(
+        winner.cost,
+        num_steps=num_steps,
+        full_run_hours=1.0,
+        interval_hours=(0.5, 2.0),
+        full_run_usd=3.0,
+    )
     speed = replace(winner.performance, step_time_s=2.0, tokens_per_second=16_000.0)
     measurement = replace(winner.measurement, peak_reserved_gib=20.0, limit_gib=130.0)
-    return replace(made, winner=replace(winner, cost=cost, performance=speed, measurement=measurement))
+    return replace(
+        made, winner=replace(winner, cost=cost, performance=speed, measurement=measurement)
+    )
 
 
 def test_the_summary_of_a_recipe() -> None:
-    made = replace(timed(), fingerprint=replace(FINGERPRINT, packages={"torch": "2.13.0", "peft": "0.21.2"}))
+    made = replace(
+        timed(), fingerprint=replace(FINGERPRINT, packages={"torch": "2.13.0", "peft": "0.21.2"})
+    )
     assert header.summary_lines(made) == [
         f"autotune study {made.study}: mistralai/Mistral-7B-v0.3 on h200-sxm",
         f"Configuration: {made.config.label()}, 8 micro batches a step",
@@ -44,8 +54,13 @@ def test_how_many_of_the_tokens_are_trained_on_is_said_where_not_all_are() -> No
     """A quarter of 16,000."""
     lengths = Lengths.of([1024], "counted", 0.25)
     part = timed(workload=Workload(examples=10_000, lengths=lengths))
-    assert header.trained_on(part) == " (4,000 of them trained on)" and header.trained_on(timed()) == ""
-    assert "16,000 useful tokens/s (4,000 of them trained on), peak" in header.summary_lines(part)[2]
+    assert (
+        header.trained_on(part) == " (4,000 of them trained on)"
+        and header.trained_on(timed()) == ""
+    )
+    assert (
+        "16,000 useful tokens/s (4,000 of them trained on), peak" in header.summary_lines(part)[2]
+    )
 
 
 def test_a_study_of_a_processor_runs_on_it_and_one_of_a_gpu_on_the_first() -> None:
@@ -56,7 +71,9 @@ def test_a_study_of_a_processor_runs_on_it_and_one_of_a_gpu_on_the_first() -> No
     assert header.environment(gpu) == f"{first} PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
-@pytest.mark.parametrize(("num_steps", "warmup"), [(1, 0), (16, 0), (17, 1), (100, 3), (313, 9), (10_000, 300)])
+@pytest.mark.parametrize(
+    ("num_steps", "warmup"), [(1, 0), (16, 0), (17, 1), (100, 3), (313, 9), (10_000, 300)]
+)
 def test_three_percent_of_the_steps_warm_up(num_steps: int, warmup: int) -> None:
     assert header.warmup_steps(timed(num_steps)) == warmup
 
@@ -78,7 +95,9 @@ def test_a_run_saves_every_half_hour_and_evaluates_as_often() -> None:
         ("org/name", "/weights", "/weights", True),
     ],
 )
-def test_where_weights_come_from(name: str, weights: str | None, source: str, published: bool) -> None:
+def test_where_weights_come_from(
+    name: str, weights: str | None, source: str, published: bool
+) -> None:
     made = timed()
     made = replace(made, model=replace(made.model, name=name, weights=weights))
     assert header.model_source(made) == source and header.has_published_weights(made) is published
@@ -92,4 +111,6 @@ def test_a_comment_has_one_line_for_each_and_nothing_that_a_terminal_obeys() -> 
 def test_sections_stand_in_order_with_their_notes_and_empty_ones_are_left_out() -> None:
     long = "word " * 22
     sections = [("", {"b": 1, "a": 2}), ("a note", {"z": [1], "c": long.strip()}), ("nothing", {})]
-    assert header.sectioned(["head"], sections) == (f"# head\n\nb: 1\na: 2\n\n# a note\nz:\n- 1\nc: {long.strip()}\n")
+    assert header.sectioned(["head"], sections) == (
+        f"# head\n\nb: 1\na: 2\n\n# a note\nz:\n- 1\nc: {long.strip()}\n"
+    )

@@ -1,4 +1,6 @@
-"""What an objective changes of a study before anything runs: the trainer, the space, the examples, the exports."""
+"""What an objective changes of a study before anything runs: the trainer, the space, the examples,
+the exports.
+"""
 
 import json
 from dataclasses import replace
@@ -30,7 +32,8 @@ def setup(objective: str, **options: Any) -> Setup:
     if objective in ("dpo", "kto", "reward"):
         pytest.importorskip("trl")
     return set_up(
-        StudySpec(model="demo-3m", gpu="cpu", objective=objective, **options), Target(device=resolve_device("cpu"))
+        StudySpec(model="demo-3m", gpu="cpu", objective=objective, **options),
+        Target(device=resolve_device("cpu")),
     )
 
 
@@ -43,13 +46,21 @@ def setup(objective: str, **options: Any) -> Setup:
     ],
 )
 def test_an_objective_has_its_trainer_and_what_that_can_do(
-    monkeypatch: pytest.MonkeyPatch, objective: str, trainer: str, sizes: int, loss: str, bf16: bool, precision: str
+    monkeypatch: pytest.MonkeyPatch,
+    objective: str,
+    trainer: str,
+    sizes: int,
+    loss: str,
+    bf16: bool,
+    precision: str,
 ) -> None:
     monkeypatch.setattr("autotune.catalog.devices.multiplies_bf16", lambda: bf16)
     task = setup(objective, space="lora").task
     assert task.space.choices("precision") == (precision,)
     assert task.trainer == trainer and task.workload.objective == objective
-    assert min(task.space.choices("micro_batch_size")) == sizes and task.space.choices("loss") == (loss,)
+    assert min(task.space.choices("micro_batch_size")) == sizes and task.space.choices("loss") == (
+        loss,
+    )
     assert True not in task.space.choices("packing")
     if objective in ("dpo", "kto"):
         assert set(task.space.choices("checkpointing")) <= {"none", "full"}
@@ -62,7 +73,9 @@ def test_an_objective_has_its_trainer_and_what_that_can_do(
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(UsageError, match="dpo is trained by trl"):
         StudySpec(model="demo-3m", objective="dpo", trainer="transformers")
-    with pytest.raises(UsageError, match="objective grpo is not offered: its answers are generated"):
+    with pytest.raises(
+        UsageError, match="objective grpo is not offered: its answers are generated"
+    ):
         StudySpec(model="demo-3m", objective="grpo")
     with pytest.raises(UsageError, match="objective cannot be 'sfft'"):
         StudySpec(model="demo-3m", objective="sfft")
@@ -118,10 +131,18 @@ def test_a_row_without_what_the_objective_needs_is_named(
 
 def test_the_rows_of_examples() -> None:
     asked = {"role": "user", "content": "a question"}
-    chats = {name: [asked, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
-    assert rows_of(Objective.DPO, chats) == [[{"messages": chats["chosen"]}, {"messages": chats["rejected"]}]]
-    assert rows_of(Objective.REWARD, {"chosen": "a", "rejected": "b"}) == [[{"text": "a"}, {"text": "b"}]]
-    assert rows_of(Objective.DPO, {"prompt": "a question", **chats}) == rows_of(Objective.DPO, chats)
+    chats = {
+        name: [asked, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")
+    }
+    assert rows_of(Objective.DPO, chats) == [
+        [{"messages": chats["chosen"]}, {"messages": chats["rejected"]}]
+    ]
+    assert rows_of(Objective.REWARD, {"chosen": "a", "rejected": "b"}) == [
+        [{"text": "a"}, {"text": "b"}]
+    ]
+    assert rows_of(Objective.DPO, {"prompt": "a question", **chats}) == rows_of(
+        Objective.DPO, chats
+    )
     with pytest.raises(ValueError, match="the text of its prompt is not in its messages"):
         rows_of(Objective.DPO, {"prompt": "another question", **chats})
     shared = {"chosen": "ask: yes", "rejected": "ask: no"}
@@ -145,14 +166,27 @@ def test_trl_takes_the_file_of_an_objective(objective: Objective, tmp_path: Path
     files = export_all(made, ["trl"])
     text = files[f"trl_{objective}.yaml"]
     (tmp_path / "file.yaml").write_text(text)
-    config = {Objective.DPO: trl.DPOConfig, Objective.KTO: trl.KTOConfig, Objective.REWARD: trl.RewardConfig}
-    parser = trl.TrlParser((trl.ScriptArguments, config[objective], trl.ModelConfig, trl.DatasetMixtureConfig))
+    config = {
+        Objective.DPO: trl.DPOConfig,
+        Objective.KTO: trl.KTOConfig,
+        Objective.REWARD: trl.RewardConfig,
+    }
+    parser = trl.TrlParser(
+        (trl.ScriptArguments, config[objective], trl.ModelConfig, trl.DatasetMixtureConfig)
+    )
     arguments = ["--config", str(tmp_path / "file.yaml"), "--use_cpu", "true", "--bf16", "false"]
     _, training, model, _ = parser.parse_args_and_config(arguments, fail_with_unknown_args=True)
-    assert training.learning_rate == default_learning_rate("lora", objective) and model.lora_alpha == 32
+    assert (
+        training.learning_rate == default_learning_rate("lora", objective)
+        and model.lora_alpha == 32
+    )
     assert f"trl {objective} --config trl_{objective}.yaml" in text and "Loss:" not in text
-    assert (yaml.safe_load(text).get("lora_task_type") == "SEQ_CLS") is (objective is Objective.REWARD)
-    with pytest.raises(UsageError, match=f"axolotl is not written: {objective} is untested in axolotl files"):
+    assert (yaml.safe_load(text).get("lora_task_type") == "SEQ_CLS") is (
+        objective is Objective.REWARD
+    )
+    with pytest.raises(
+        UsageError, match=f"axolotl is not written: {objective} is untested in axolotl files"
+    ):
         export_all(made, ["axolotl"])
 
 
@@ -161,7 +195,9 @@ def test_the_script_of_a_classifier() -> None:
     made = replace(base, workload=replace(base.workload, objective=Objective.CLASSIFICATION))
     assert usual(made) == ["recipe", "train"]
     settings = json.loads(export_all(made, ["train"])["train_config.json"])
-    assert settings["objective"] == "classification" and settings["model_settings"]["num_labels"] == 2
+    assert (
+        settings["objective"] == "classification" and settings["model_settings"]["num_labels"] == 2
+    )
 
 
 def test_a_model_without_a_head_over_labels_is_refused() -> None:
@@ -176,12 +212,16 @@ def test_a_rate_that_was_learned_with_another_alpha_is_not_written() -> None:
     attempts = (Attempt(learning_rate=1e-3, seed=0, steps=5, loss=1.0, seconds=1.0),)
     for rank, default, rate in ((64, None, 2e-4), (64, 2e-4, 1e-3), (16, None, 1e-3)):
         config = TrainConfig(lora_rank=rank)
-        found = Learning(config=config, attempts=attempts, run_steps=100, held_out=8, default=default)
+        found = Learning(
+            config=config, attempts=attempts, run_steps=100, held_out=8, default=default
+        )
         assert replace(recipe(config), learning=found).learning_rate == rate
 
 
 def test_a_large_model_learns_at_half_the_rate() -> None:
-    small, large = (default_learning_rate("lora", params=params) for params in (7 * 10**9, 65 * 10**9))
+    small, large = (
+        default_learning_rate("lora", params=params) for params in (7 * 10**9, 65 * 10**9)
+    )
     assert (small, large) == (2e-4, 1e-4)
     assert default_learning_rate("lora", Objective.CLASSIFICATION, 65 * 10**9) == large
     assert default_learning_rate("full") == default_learning_rate("full", params=65 * 10**9) == 1e-5

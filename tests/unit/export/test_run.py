@@ -1,4 +1,5 @@
-"""Running exported scripts: processes, limits, logs, and what verification and quality make of what is printed.
+"""Running exported scripts: processes, limits, logs, and what verification and quality make of what
+is printed.
 
 The scripts here are a few lines instead of a training.
 """
@@ -20,7 +21,14 @@ from autotune.core.errors import Cancelled, StorageError, UsageError
 from autotune.core.train_config import TrainConfig
 from autotune.export import script, tool_file
 from autotune.export.run import process, quality, verify
-from autotune.export.run.process import AddedLines, last_error, run_exported, scratch_folder, time_limit_s, write_files
+from autotune.export.run.process import (
+    AddedLines,
+    last_error,
+    run_exported,
+    scratch_folder,
+    time_limit_s,
+    write_files,
+)
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.workload import Workload
 from autotune.study.summary import Quality, Recipe, Verification
@@ -28,7 +36,9 @@ from tests.helpers.factories import summary
 from tests.unit.export.test_script import demo, recipe
 
 
-def run(folder: Path, text: str, *arguments: str, limit_s: float = 60.0, **options: Any) -> dict[str, Any] | str:
+def run(
+    folder: Path, text: str, *arguments: str, limit_s: float = 60.0, **options: Any
+) -> dict[str, Any] | str:
     write_files(folder, {"train.py": text})
     stops = {"should_stop": lambda: False}
     return run_exported(folder, arguments, folder / "log", limit_s=limit_s, **(stops | options))
@@ -38,11 +48,19 @@ def test_a_run_hangs_after_a_quarter_of_an_hour_and_ten_times_its_steps() -> Non
     assert time_limit_s(30, 2.0) == 900 + 10 * 60
 
 
-def test_what_a_script_prints_last_is_its_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_script_prints_last_is_its_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "x")
     ticks: list[int] = []
-    text = "import json, os, sys, time\ntime.sleep(0.3)\nprint('first')\nprint(json.dumps({'arguments': sys.argv[1:], "
-    text += "'more': os.environ['MORE'], 'secret': os.environ.get('SECRET_TOKEN'), 'in': sys.stdin.read(),"
+    text = (
+        "import json, os, sys, time\ntime.sleep(0.3)\nprint('first')\n"
+        "print(json.dumps({'arguments': sys.argv[1:], "
+    )
+    text += (
+        "'more': os.environ['MORE'], 'secret': os.environ.get('SECRET_TOKEN'), 'in':"
+        " sys.stdin.read(),"
+    )
     text += " 'folder': os.getcwd()}))\n"
     more = {"environment": {"MORE": "m"}, "while_running": lambda: ticks.append(1)}
     assert run(tmp_path, text, "a", "b c", **more) == {
@@ -63,7 +81,8 @@ def test_what_a_script_prints_last_is_its_result(tmp_path: Path, monkeypatch: py
         ("pass", "the script printed no result"),
         ("raise SystemExit(3)", "exit code 3"),
         ("raise ValueError('no')", "ValueError: no"),
-        ("import sys; print('train.py: error: no rows', file=sys.stderr); print('50%|', file=sys.stderr); sys.exit(1)",
+        ("import sys; print('train.py: error: no rows', file=sys.stderr); print('50%|',"
+         " file=sys.stderr); sys.exit(1)",
          "train.py: error: no rows"),
     ],
 )  # fmt: skip
@@ -72,7 +91,9 @@ def test_why_there_is_no_result(text: str, reason: str, tmp_path: Path) -> None:
 
 
 def test_a_script_that_hangs_is_killed(tmp_path: Path) -> None:
-    assert str(run(tmp_path, "import time; time.sleep(60)", limit_s=0.5)).startswith("not done after ")
+    assert str(run(tmp_path, "import time; time.sleep(60)", limit_s=0.5)).startswith(
+        "not done after "
+    )
     with pytest.raises(Cancelled):
         run(tmp_path, "import time; time.sleep(60)", should_stop=lambda: True)
 
@@ -86,7 +107,11 @@ def test_the_last_error_of_a_log_from_a_place_on(tmp_path: Path) -> None:
     log = tmp_path / "log"
     before = b"RuntimeError: old\n"
     log.write_bytes(before + b"Traceback\nsome.Module.OutOfMemoryError: CUDA\xff\n 100%|###\n")
-    assert last_error(log) == last_error(log, len(before)) == "some.Module.OutOfMemoryError: CUDA\ufffd"
+    assert (
+        last_error(log)
+        == last_error(log, len(before))
+        == "some.Module.OutOfMemoryError: CUDA\ufffd"
+    )
     assert last_error(log, log.stat().st_size) == ""
     log.write_text("KeyError: 1\nan Error in the middle\nValueError: " + "x" * 400)
     assert last_error(log) == "ValueError: " + "x" * 288
@@ -115,7 +140,10 @@ def test_a_scratch_folder_begins_empty_and_is_removed(tmp_path: Path) -> None:
 # --- verification
 
 # Prints its arguments as the train.py of an export would print its result, from a step of 2 s.
-ECHO = "import json, sys\nprint(json.dumps({'steps': int(sys.argv[3]), 'seconds_per_step': 2, 'argv': sys.argv[1:]}))\n"
+ECHO = (
+    "import json, sys\nprint(json.dumps({'steps': int(sys.argv[3]), 'seconds_per_step': 2,"
+    " 'argv': sys.argv[1:]}))\n"
+)
 
 
 @pytest.fixture
@@ -135,7 +163,12 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("options", "steps"),
-    [({}, 101), ({"micro_steps": 1}, 3), ({"micro_steps": 5}, 4), ({"micro_steps": 1, "soak": True}, 5)],
+    [
+        ({}, 101),
+        ({"micro_steps": 1}, 3),
+        ({"micro_steps": 5}, 4),
+        ({"micro_steps": 1, "soak": True}, 5),
+    ],
     ids=str,
 )
 def test_verification_runs_enough_steps_and_one_to_warm_up(
@@ -146,13 +179,33 @@ def test_verification_runs_enough_steps_and_one_to_warm_up(
     (tmp_path / "logs").mkdir()
     said: list[str] = []
     done = verify.verify(made, tmp_path, say=said.append, **options)
-    assert done.reason is None and done.seconds_per_step == 2.0 and done.micro_steps == 2 * (steps - 1)
-    assert (done.file, done.probed, done.soak, done.tolerance) == ("train.py", True, "soak" in options, 0.05)
+    assert (
+        done.reason is None and done.seconds_per_step == 2.0 and done.micro_steps == 2 * (steps - 1)
+    )
+    assert (done.file, done.probed, done.soak, done.tolerance) == (
+        "train.py",
+        True,
+        "soak" in options,
+        0.05,
+    )
     assert done.promised_step_s == made.winner.performance.step_time_s
     assert done.promised_gib == made.winner.measurement.peak_reserved_gib
     argv = ran[0][2]["argv"]
-    expected = ["--random-weights", "--max-steps", str(steps), "--held-out", "1", "32", "--progress", verify.STEPS]
-    expected += ["--output-dir", "saved", *(["--lengths", "lengths.txt"] if "soak" in options else [])]
+    expected = [
+        "--random-weights",
+        "--max-steps",
+        str(steps),
+        "--held-out",
+        "1",
+        "32",
+        "--progress",
+        verify.STEPS,
+    ]
+    expected += [
+        "--output-dir",
+        "saved",
+        *(["--lengths", "lengths.txt"] if "soak" in options else []),
+    ]
     assert argv == expected
     assert ran[0][1]["limit_s"] == time_limit_s(steps, done.promised_step_s)
     reporter = ran[0][1]["while_running"].__self__
@@ -175,7 +228,10 @@ def test_a_tenth_of_the_steps_is_reported(tmp_path: Path) -> None:
             file.write("x\n")
         reporter.report()
     assert len(said) == 10
-    assert said[0] == "verifying: step 2 of 20, about 54 s left" and said[-1] == "verifying: step 20 of 20, the last"
+    assert (
+        said[0] == "verifying: step 2 of 20, about 54 s left"
+        and said[-1] == "verifying: step 20 of 20, the last"
+    )
     few = verify._StepReporter(tmp_path / "few", 2, 3.0, said.append)
     (tmp_path / "few").write_text("x\n")
     few.report()
@@ -184,11 +240,15 @@ def test_a_tenth_of_the_steps_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_rows_of_a_soak(batch: int) -> None:
-    """Half the micro batches have a row of the whole length; all other rows have a quarter at most."""
+    """Half the micro batches have a row of the whole length; all
+    other rows have a quarter at most.
+    """
     lengths = verify.straining_lengths(TrainConfig(micro_batch_size=batch, seq_len=100))
     assert len(lengths) == 1024 and lengths[:2] == [100, 25]
     assert {length for length in lengths if length != 100} == set(range(2, 26))
-    share = sum(100 in lengths[at : at + batch] for at in range(0, 1024 - batch, batch)) / (1024 // batch)
+    share = sum(100 in lengths[at : at + batch] for at in range(0, 1024 - batch, batch)) / (
+        1024 // batch
+    )
     assert share == pytest.approx(0.5, abs=0.06)
     assert set(verify.straining_lengths(TrainConfig(seq_len=4))) == {2, 4}
 
@@ -219,11 +279,15 @@ def test_what_is_made_for_trl_pads_as_the_run_does(size: int) -> None:
     data = verify._made_for_trl(made, 500, None)
     same = Workload(examples=data["rows"], lengths=Lengths.of(data["lengths"], "given"))
     assert len(data["lengths"]) == data["rows"]
-    assert same.tokens_per_row(config) == pytest.approx(made.workload.tokens_per_row(config), rel=0.01)
+    assert same.tokens_per_row(config) == pytest.approx(
+        made.workload.tokens_per_row(config), rel=0.01
+    )
     assert max(data["lengths"]) == lengths.longest < 8192
 
 
-@pytest.mark.parametrize(("padding", "longest"), [("longest", 20), ("bucket", 20), ("max_length", 32)])
+@pytest.mark.parametrize(
+    ("padding", "longest"), [("longest", 20), ("bucket", 20), ("max_length", 32)]
+)
 def test_no_row_of_a_verification_is_longer_than_the_longest_of_the_run(
     padding: str, longest: int, ran: list[Any], tmp_path: Path
 ) -> None:
@@ -234,7 +298,10 @@ def test_no_row_of_a_verification_is_longer_than_the_longest_of_the_run(
     strained: list[int] = []
 
     def export(recipe: Recipe) -> dict[str, str]:
-        return {"train.py": ECHO + "print(json.dumps({'steps': 5, 'lengths': open('lengths.txt').read()}))\n"}
+        return {
+            "train.py": ECHO
+            + "print(json.dumps({'steps': 5, 'lengths': open('lengths.txt').read()}))\n"
+        }
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "export", export)
@@ -247,7 +314,8 @@ def test_no_row_of_a_verification_is_longer_than_the_longest_of_the_run(
 
 
 @pytest.mark.parametrize(
-    ("method", "precision", "bytes_each"), [("lora", "fp32", 2), ("full", "bf16_pure", 4), ("full", "fp32", 6)]
+    ("method", "precision", "bytes_each"),
+    [("lora", "fp32", 2), ("full", "bf16_pure", 4), ("full", "fp32", 6)],
 )
 def test_the_room_for_random_weights(
     method: str, precision: str, bytes_each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -256,20 +324,32 @@ def test_the_room_for_random_weights(
     needed = made.winner.measurement.total_params * bytes_each
     monkeypatch.setattr(verify.shutil, "disk_usage", lambda folder: SimpleNamespace(free=needed))
     verify._check_room(made, tmp_path)
-    monkeypatch.setattr(verify.shutil, "disk_usage", lambda folder: SimpleNamespace(free=needed - 2**20))
+    monkeypatch.setattr(
+        verify.shutil, "disk_usage", lambda folder: SimpleNamespace(free=needed - 2**20)
+    )
     with pytest.raises(StorageError, match="random weights of this model take"):
         verify._check_room(made, tmp_path)
 
 
 def promise() -> Verification:
-    values = {"micro_steps": 2, "tolerance": 0.05, "promised_tokens_per_s": 1.0, "promised_step_s": 2.0}
+    values = {
+        "micro_steps": 2,
+        "tolerance": 0.05,
+        "promised_tokens_per_s": 1.0,
+        "promised_step_s": 2.0,
+    }
     return Verification(config=TrainConfig(), promised_gib=2.0, **values)
 
 
 def test_what_a_run_printed_is_kept() -> None:
     printed = {"steps": 3, "seconds_per_step": 4, "peak_reserved_gib": 5.0, "peaks_gib": [1.0, 2.0]}
     done = verify.with_result(promise(), printed, 3)
-    assert (done.seconds_per_step, done.reserved_gib, done.peaks_gib, done.reason) == (4.0, 5.0, (1.0, 2.0), None)
+    assert (done.seconds_per_step, done.reserved_gib, done.peaks_gib, done.reason) == (
+        4.0,
+        5.0,
+        (1.0, 2.0),
+        None,
+    )
     assert verify.with_result(promise(), printed | {"peaks_gib": None}, 3).peaks_gib == ()
     for wrong in ({"steps": 2}, {"seconds_per_step": 0}, {"seconds_per_step": "4"}):
         assert verify.with_result(promise(), printed | wrong, 3).reason is not None
@@ -307,18 +387,28 @@ def test_the_form_that_was_probed_is_run_unless_another_is_asked_for(
         monkeypatch.setattr(verify, f"_run_{name}", running(name))
     made = replace(demo(TrainConfig(seq_len=32)), trainer=trainer)
     made = replace(made, workload=replace(made.workload, eval_share=0.25))
-    small = replace(made.winner, measurement=replace(made.winner.measurement, peak_reserved_gib=0.5))
+    small = replace(
+        made.winner, measurement=replace(made.winner.measurement, peak_reserved_gib=0.5)
+    )
     done = verify.verify(replace(made, winner=small), tmp_path, form=form, micro_steps=1)
     assert (
-        done.promised_gib == 0.5 and begun == [runs] and (done.file, done.probed, done.reason) == (file, probed, None)
+        done.promised_gib == 0.5
+        and begun == [runs]
+        and (done.file, done.probed, done.reason) == (file, probed, None)
     )
 
 
 @pytest.mark.parametrize(
-    ("method", "lengths", "every", "saves"), [("lora", None, "9", "steps"), ("full", [5, 6], "3", "no")]
+    ("method", "lengths", "every", "saves"),
+    [("lora", None, "9", "steps"), ("full", [5, 6], "3", "no")],
 )
 def test_trl_runs_on_rows_of_tokens_through_the_launcher_of_accelerate(
-    method: str, lengths: list[int] | None, every: str, saves: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str,
+    lengths: list[int] | None,
+    every: str,
+    saves: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A soak evaluates and saves in each quarter of its nine steps."""
     monkeypatch.setenv("PYTHONPATH", "/mine")
@@ -336,14 +426,24 @@ def test_trl_runs_on_rows_of_tokens_through_the_launcher_of_accelerate(
         assert verify._run_trl(on_device, tmp_path, 9, lengths, run) == {"call": 2}
         (weights, options), (arguments, again) = calls
         assert weights == ["made.json"] and options["script"] == "autotune.probe.synthetic_model"
-        assert json.loads((tmp_path / "made.json").read_text()) == verify._made_for_trl(on_device, 9, lengths)
+        assert json.loads((tmp_path / "made.json").read_text()) == verify._made_for_trl(
+            on_device, 9, lengths
+        )
         home = Path(verify.HOME)
         assert (home / "autotune" / "export" / "run" / "verify.py").samefile(verify.__file__)
-        expected = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "PYTHONPATH": f"{home}{os.pathsep}/mine"}
+        expected = {
+            "HF_DATASETS_CACHE": str(tmp_path / "cache"),
+            "PYTHONPATH": f"{home}{os.pathsep}/mine",
+        }
         assert options["environment"] == again["environment"]
         assert options["environment"] == expected | ({"CUDA_VISIBLE_DEVICES": ""} if hides else {})
         assert again["script"] == "accelerate.commands.launch"
-        head = ["--quiet", *tool_file.launch_arguments(on_device), "--module", "autotune.probe.trl_entry"]
+        head = [
+            "--quiet",
+            *tool_file.launch_arguments(on_device),
+            "--module",
+            "autotune.probe.trl_entry",
+        ]
         head += ["sft", "--config", "trl_sft.yaml"]
         assert arguments[: len(head)] == head and (tmp_path / "trl_sft.yaml").is_file()
         rest = arguments[len(head) :]
@@ -376,14 +476,19 @@ def test_trl_is_not_run_without_weights(tmp_path: Path, monkeypatch: pytest.Monk
 def study(rows: int = 700, batch: int = 32) -> tuple[Recipe, Quality]:
     made = summary().recipe
     assert made is not None
-    workload = Workload(examples=rows, lengths=Lengths.of([8] * rows, "counted"), global_batch=batch)
+    workload = Workload(
+        examples=rows, lengths=Lengths.of([8] * rows, "counted"), global_batch=batch
+    )
     return replace(made, workload=workload), Quality(steps=1, trained_on=4, held_out=2, tokens=8)
 
 
 def test_what_is_promised_of_a_step_follows_the_tokens_that_it_happened_to_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Micro batches of two rows of 101 tokens take 3 s, of 301 tokens 5 s: 0.005 s a token. A step has four."""
+    """Micro batches of two rows of 101 tokens take 3 s, of 301 tokens 5 s: 0.005 s a token.
+
+    A step has four.
+    """
     halves = Workload(examples=1000, lengths=Lengths.of([101, 301], "counted"), global_batch=8)
     made = recipe(TrainConfig(micro_batch_size=2, seq_len=512), workload=halves)
     step_s = made.winner.performance.step_time_s
@@ -392,29 +497,48 @@ def test_what_is_promised_of_a_step_follows_the_tokens_that_it_happened_to_have(
     assert made.shape.tokens_per_step == 4 * 2 * 251
     assert verify._step_s_of(timed, 2008.0) == step_s
     assert verify._step_s_of(timed, 2408.0) == pytest.approx(step_s + 400 * 0.005)
-    shared = replace(made.winner.config, num_gpus=2, sharding="ddp")  # half of the tokens of a step on each
+    # half of the tokens of a step on each
+    shared = replace(made.winner.config, num_gpus=2, sharding="ddp")
     pair = replace(timed, winner=replace(timed.winner, config=shared))
     assert verify._step_s_of(pair, 1004.0) == step_s
-    # Most micro batches of so short a run are of a length that none before had, hardly any of the whole run.
-    planned = replace(made, winner=replace(made.winner, config=replace(made.config, padding="masked")))
-    planned = replace(planned, winner=replace(planned.winner, measurement=replace(known, new_length_s=0.5)))
+    # Most micro batches of so short a run are of a length that none before had, hardly any of the
+    # whole run.
+    planned = replace(
+        made, winner=replace(made.winner, config=replace(made.config, padding="masked"))
+    )
+    planned = replace(
+        planned, winner=replace(planned.winner, measurement=replace(known, new_length_s=0.5))
+    )
     share = made.workload.new_length_share
-    timed_share = (10 * share(planned.config, 10) - 2 * share(planned.config, 2)) / 8  # of the third to the tenth
-    assert verify._plans_s(planned, 2, 10) == pytest.approx(4 * 0.5 * (timed_share - share(planned.config)))
+    # of the third to the tenth
+    timed_share = (10 * share(planned.config, 10) - 2 * share(planned.config, 2)) / 8
+    assert verify._plans_s(planned, 2, 10) == pytest.approx(
+        4 * 0.5 * (timed_share - share(planned.config))
+    )
     assert verify._plans_s(planned, 0, 2) > 0.5 and verify._plans_s(timed, 0, 2) == 0.0
-    assert verify._step_s_of(timed, None) == verify._step_s_of(made, 2408.0) == step_s  # what is not known
+    # what is not known
+    assert verify._step_s_of(timed, None) == verify._step_s_of(made, 2408.0) == step_s
 
     def ran(recipe: Recipe, folder: Path, steps: int, lengths: Any, run: Any) -> dict[str, Any]:
         return {"steps": steps, "seconds_per_step": 2.0, "padded_tokens_per_step": 2408.0}
 
     monkeypatch.setattr(verify, "_run_train", ran)
     done = verify.verify(timed, tmp_path, micro_steps=1)
-    assert done.promised_step_s == pytest.approx(step_s + 400 * 0.005) and done.seconds_per_step == 2.0
+    assert (
+        done.promised_step_s == pytest.approx(step_s + 400 * 0.005) and done.seconds_per_step == 2.0
+    )
 
 
 @pytest.mark.parametrize(
     ("rows", "batch", "steps", "held_out"),
-    [(10_000, 32, 20, 64), (640, 32, 18, 64), (300, 32, 8, 30), (10, 3, 3, 1), (4, 3, 1, 1), (3, 3, 0, 1)],
+    [
+        (10_000, 32, 20, 64),
+        (640, 32, 18, 64),
+        (300, 32, 8, 30),
+        (10, 3, 3, 1),
+        (4, 3, 1, 1),
+        (3, 3, 0, 1),
+    ],
 )
 def test_how_many_steps_and_examples(rows: int, batch: int, steps: int, held_out: int) -> None:
     """A tenth is held out, 64 at most, at least one; twenty steps at most of what is left."""
@@ -442,7 +566,9 @@ def test_the_sample_has_each_chosen_row_once_and_only_its_columns(tmp_path: Path
     lines = quality.sample(data, None, 9, asked.trained_on, asked.held_out).splitlines()
     found = [json.loads(line) for line in lines]
     assert len(found) == 6 and all(row.keys() == {"text"} for row in found)
-    assert len({row["text"] for row in found}) == 6 and found != sorted(found, key=lambda row: row["text"])
+    assert len({row["text"] for row in found}) == 6 and found != sorted(
+        found, key=lambda row: row["text"]
+    )
     assert quality.sample(data, None, 9, asked.trained_on, asked.held_out).splitlines() == lines
     with pytest.raises(UsageError, match="fewer rows than at the start"):
         quality.sample(data, None, 12, 10, asked.held_out)
@@ -453,12 +579,18 @@ def test_all_finalists_train_on_the_same_sample(
 ) -> None:
     made, _ = study(50, 4)
     assert made.baseline is not None
-    others = [replace(made.winner, config=replace(made.config, lora_rank=rank)) for rank in (4, 8, 64, 128)]
+    others = [
+        replace(made.winner, config=replace(made.config, lora_rank=rank))
+        for rank in (4, 8, 64, 128)
+    ]
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(json.dumps({"text": str(number)}) for number in range(50)))
     (tmp_path / "logs").mkdir()
     text = "import json, sys\nrows = open('../examples.jsonl').read().splitlines()\n"
-    text += "print(json.dumps({'held_out_loss': [len(rows), 2.5], 'steps': int(sys.argv[4]), 'argv': sys.argv[1:]}))"
+    text += (
+        "print(json.dumps({'held_out_loss': [len(rows), 2.5], 'steps': int(sys.argv[4]),"
+        " 'argv': sys.argv[1:]}))"
+    )
     lengths: list[int] = []
 
     def export(recipe: Recipe) -> dict[str, str]:
@@ -467,11 +599,15 @@ def test_all_finalists_train_on_the_same_sample(
 
     monkeypatch.setattr(script, "export", export)
     said: list[str] = []
-    found = quality.compare(made, [made.winner, *others], data, tmp_path, said.append, lambda: False)
+    found = quality.compare(
+        made, [made.winner, *others], data, tmp_path, said.append, lambda: False
+    )
     assert (found.steps, found.trained_on, found.held_out) == (11, 44, 5)
     configs = [made.winner.config, made.baseline.config, others[0].config, others[1].config]
     assert [one.config for one in found.learned] == configs and lengths == [11] * 4
-    assert {(one.loss_before, one.loss_after, one.reason) for one in found.learned} == {(49, 2.5, None)}
+    assert {(one.loss_before, one.loss_after, one.reason) for one in found.learned} == {
+        (49, 2.5, None)
+    }
     tokens = max(config.seq_len for config in configs)
     assert found.tokens == tokens
     expected = [
@@ -489,7 +625,10 @@ def test_all_finalists_train_on_the_same_sample(
     ]
     assert all(result["argv"] == expected for *_, result in ran)
     assert said[0].startswith("learning, 1 of 4: ") and len(said) == 4
-    assert found.learned[0].full_run_hours == made.winner.cost.full_run_hours and found.learned[0].seconds > 0
+    assert (
+        found.learned[0].full_run_hours == made.winner.cost.full_run_hours
+        and found.learned[0].seconds > 0
+    )
     assert not (tmp_path / ".quality").exists()
     stopped = quality.compare(made, others, data, tmp_path, said.append, lambda: True)
     assert stopped.learned == ()
@@ -504,8 +643,14 @@ def test_all_finalists_train_on_the_same_sample(
         ({"held_out_loss": [3.0], "steps": 5}, {"reason": "the script printed no losses"}),
         ({"held_out_loss": None, "steps": 5}, {"reason": "the script printed no losses"}),
         ({"held_out_loss": [3.0, 2.0], "steps": 4}, {"reason": "it took 4 steps of 5"}),
-        ({"held_out_loss": [3.0, float("nan")], "steps": 5}, {"reason": "its loss went from 3.0 to nan"}),
-        ({"held_out_loss": [float("inf"), 2.0], "steps": 5}, {"reason": "its loss went from inf to 2.0"}),
+        (
+            {"held_out_loss": [3.0, float("nan")], "steps": 5},
+            {"reason": "its loss went from 3.0 to nan"},
+        ),
+        (
+            {"held_out_loss": [float("inf"), 2.0], "steps": 5},
+            {"reason": "its loss went from inf to 2.0"},
+        ),
     ],
     ids=str,
 )
@@ -515,17 +660,34 @@ def test_losses_that_count(printed: Any, losses: dict[str, Any]) -> None:
 
 def test_the_command_gets_a_signal_when_its_parent_dies() -> None:
     by_default = process.command("a.py", ["x"])
-    assert by_default == [sys.executable, process.child.__file__, "9", str(os.getpid()), "a.py", "x"]
+    assert by_default == [
+        sys.executable,
+        process.child.__file__,
+        "9",
+        str(os.getpid()),
+        "a.py",
+        "x",
+    ]
     assert process.command("a.py", [], signal.SIGTERM)[2] == "15"
 
 
 def test_a_script_runs_where_the_package_is_not_installed(tmp_path: Path) -> None:
-    """-S leaves out what is installed. The script finds its neighbours, and a module those of the working directory."""
+    """-S leaves out what is installed.
+
+    The script finds its neighbours, and a module those of the working directory.
+    """
     (tmp_path / "neighbour.py").write_text("word = 'found'\n")
-    (tmp_path / "mine.py").write_text("import sys, neighbour\nprint(neighbour.word, __name__, sys.argv[1:])\n")
+    (tmp_path / "mine.py").write_text(
+        "import sys, neighbour\nprint(neighbour.word, __name__, sys.argv[1:])\n"
+    )
     for target, folder in ((str(tmp_path / "mine.py"), "/"), ("mine", str(tmp_path))):
         child = [process.child.__file__, "9", str(os.getpid()), target, "a", "b c"]
         done = subprocess.run(
-            [sys.executable, "-S", *child], cwd=folder, env={}, capture_output=True, text=True, check=False
+            [sys.executable, "-S", *child],
+            cwd=folder,
+            env={},
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.stdout == "found __main__ ['a', 'b c']\n", done.stderr

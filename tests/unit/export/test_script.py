@@ -1,4 +1,6 @@
-"""Exporters: every knob arrives, names that bite do not, TRL accepts the YAML, and train.py trains what was probed."""
+"""Exporters: every knob arrives, names that bite do not, TRL accepts the YAML, and train.py trains
+what was probed.
+"""
 
 import json
 import os
@@ -28,12 +30,32 @@ from tests.helpers.hostile import NAMES
 
 CONFIGS = [
     TrainConfig(),
-    TrainConfig(precision="bf16_pure", checkpointing="every_3", compile="per_layer", attention="flex_attention"),
-    TrainConfig(quantization="nf4", double_quant=True, checkpointing="none", optimizer="paged_adamw_8bit"),
-    TrainConfig(quantization="int8", precision="fp16_mixed", micro_batch_size=4, optimizer="lion_8bit"),
-    TrainConfig(method="full", optimizer="adafactor", precision="bf16_pure", attention="flash_attention_2"),
-    TrainConfig(method="full", precision="fp32", checkpointing="every_2", seq_len=4096, micro_batch_size=1),
-    TrainConfig(quantization="nf4", compile="per_layer", packing=True, dora=True, rslora=True, loss="chunked"),
+    TrainConfig(
+        precision="bf16_pure",
+        checkpointing="every_3",
+        compile="per_layer",
+        attention="flex_attention",
+    ),
+    TrainConfig(
+        quantization="nf4", double_quant=True, checkpointing="none", optimizer="paged_adamw_8bit"
+    ),
+    TrainConfig(
+        quantization="int8", precision="fp16_mixed", micro_batch_size=4, optimizer="lion_8bit"
+    ),
+    TrainConfig(
+        method="full", optimizer="adafactor", precision="bf16_pure", attention="flash_attention_2"
+    ),
+    TrainConfig(
+        method="full", precision="fp32", checkpointing="every_2", seq_len=4096, micro_batch_size=1
+    ),
+    TrainConfig(
+        quantization="nf4",
+        compile="per_layer",
+        packing=True,
+        dora=True,
+        rslora=True,
+        loss="chunked",
+    ),
     TrainConfig(loader_workers=2, kernels="liger"),
     TrainConfig(quantization="fp8", attention="sdpa_cudnn", checkpointing="offload"),
     TrainConfig(packing=True, packed_attention="varlen"),
@@ -46,7 +68,9 @@ CONFIGS = [
     TrainConfig(modules_to_save="embedding"),
     TrainConfig(modules_to_save="head"),
     TrainConfig(modules_to_save="embedding_and_head", quantization="nf4", kbit_preparation=True),
-    TrainConfig(method="full", micro_batch_size=32, precision="bf16_pure", optimizer_in_backward=True),
+    TrainConfig(
+        method="full", micro_batch_size=32, precision="bf16_pure", optimizer_in_backward=True
+    ),
 ]
 TARGETS = {  # of a Llama
     "all-linear": ["all-linear"],
@@ -70,13 +94,18 @@ def recipe(config: TrainConfig, *, transformers: str = "5.23.0", **changes: Any)
     base = summary().recipe
     assert base is not None
     packages = {**base.fingerprint.packages, "transformers": transformers}
-    winner, fingerprint = replace(base.winner, config=config), replace(base.fingerprint, packages=packages)
+    winner, fingerprint = (
+        replace(base.winner, config=config),
+        replace(base.fingerprint, packages=packages),
+    )
     return replace(base, **{"winner": winner, "fingerprint": fingerprint, **changes})
 
 
 def demo(config: TrainConfig) -> Recipe:
     """Two micro batches a step, of a model that a CPU trains in seconds."""
-    workload = Workload(examples=16, lengths=Lengths.constant(32), global_batch=2 * config.micro_batch_size)
+    workload = Workload(
+        examples=16, lengths=Lengths.constant(32), global_batch=2 * config.micro_batch_size
+    )
     return recipe(config, model=resolve_model("demo-3m"), workload=workload)
 
 
@@ -90,10 +119,17 @@ def write(files: dict[str, str], directory: Path) -> Path:
 
 def run(directory: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """launch.sh with this interpreter, from another directory, without network."""
-    environment = {"PATH": os.environ["PATH"], "HOME": str(directory), "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"}
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(directory),
+        "PYTHON": sys.executable,
+        "HF_HUB_OFFLINE": "1",
+    }
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment |= {"OMP_WAIT_POLICY": "passive", "PYTHONDONTWRITEBYTECODE": "1"}
-    environment |= {name: value for name, value in os.environ.items() if name.startswith("TORCHINDUCTOR_")}
+    environment |= {
+        name: value for name, value in os.environ.items() if name.startswith("TORCHINDUCTOR_")
+    }
     return subprocess.run(
         ["bash", str(directory / "launch.sh"), *arguments],
         cwd=directory.parent,
@@ -130,8 +166,10 @@ def test_trl_yaml_says_every_knob_or_names_it(config: TrainConfig, transformers:
         "method": data["use_peft"] is (config.method == "lora"),
         "micro_batch_size": data["per_device_train_batch_size"] == config.micro_batch_size,
         "seq_len": data["max_length"] == config.seq_len,
-        "lora_rank": data.get("lora_r") == config.lora_rank and data.get("lora_alpha") == config.lora_alpha,
-        "lora_targets": config.method == "full" or data["lora_target_modules"] == TARGETS[config.lora_targets],
+        "lora_rank": data.get("lora_r") == config.lora_rank
+        and data.get("lora_alpha") == config.lora_alpha,
+        "lora_targets": config.method == "full"
+        or data["lora_target_modules"] == TARGETS[config.lora_targets],
         "modules_to_save": data.get("lora_modules_to_save") == SAVED[config.modules_to_save],
         "optimizer": data["optim"] == config.optimizer,
         "optimizer_in_backward": not config.optimizer_in_backward,
@@ -159,21 +197,29 @@ def test_trl_yaml_says_every_knob_or_names_it(config: TrainConfig, transformers:
         "group_by_length": data.get("train_sampling_strategy", "random")
         == ("group_by_length" if config.group_by_length else "random"),
         "dora": data.get("use_dora", False) is config.dora,
-        "lora_dropout": data.get("lora_dropout") == (config.lora_dropout if config.method == "lora" else None),
+        "lora_dropout": data.get("lora_dropout")
+        == (config.lora_dropout if config.method == "lora" else None),
         "rslora": data.get("use_rslora", False) is config.rslora,
         "num_gpus": config.num_gpus == 1,
     }
     named = {item.split()[0].rstrip(":") for item in keys.inexpressible("trl", made)}
     assert set(config.as_dict()) <= {knob for knob, is_said in said.items() if is_said} | named
-    assert ("checkpointing" in named) is (transformers == "5.17.0" and ((every or 1) > 1 or config.offloads))
+    assert ("checkpointing" in named) is (
+        transformers == "5.17.0" and ((every or 1) > 1 or config.offloads)
+    )
     assert all(f"# not expressed: {item}\n" in text for item in keys.inexpressible("trl", made))
     assert data["gradient_accumulation_steps"] == 32 // config.micro_batch_size
     assert isinstance(data["warmup_steps"], int)
-    assert data["packing"] is config.packing and data.get("packing_strategy") == ("bfd" if config.packing else None)
+    assert data["packing"] is config.packing and data.get("packing_strategy") == (
+        "bfd" if config.packing else None
+    )
     assert data["logging_nan_inf_filter"] is False
     assert isinstance(data["learning_rate"], float)
     assert "was not tuned" in text
-    assert f"PYTORCH_CUDA_ALLOC_CONF={ALLOCATORS[config.allocator]} trl sft --config trl_sft.yaml" in text
+    assert (
+        f"PYTORCH_CUDA_ALLOC_CONF={ALLOCATORS[config.allocator]} trl sft --config trl_sft.yaml"
+        in text
+    )
     assert ("--dynamo_use_regional_compilation" in text) is (config.compile == "per_layer")
 
 
@@ -185,7 +231,9 @@ def test_trl_accepts_the_yaml(config: TrainConfig, tmp_path: Path) -> None:
     parser = trl.TrlParser((trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig))
     # A machine without GPU refuses bf16 and fp16: they are all that is overridden.
     cpu = ["--use_cpu", "true", "--bf16", "false", "--fp16", "false"]
-    script, training, model = parser.parse_args_and_config(["--config", str(tmp_path / "trl_sft.yaml"), *cpu])
+    script, training, model = parser.parse_args_and_config(
+        ["--config", str(tmp_path / "trl_sft.yaml"), *cpu]
+    )
     assert script.dataset_name == "your/dataset"
     assert training.max_length == config.seq_len
     assert training.gradient_checkpointing is (config.checkpointing != "none")
@@ -215,10 +263,18 @@ def test_trl_evaluates_what_it_holds_out(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 6)
     text = (tmp_path / "trl_sft.yaml").read_text()
     (tmp_path / "trl_sft.yaml").write_text(text.replace("your/dataset", str(tmp_path)))
-    parser = trl.TrlParser((trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
-    script_args, training, _, mixture = parser.parse_args_and_config(["--config", str(tmp_path / "trl_sft.yaml")])
+    parser = trl.TrlParser(
+        (trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
+    )
+    script_args, training, _, mixture = parser.parse_args_and_config(
+        ["--config", str(tmp_path / "trl_sft.yaml")]
+    )
     assert script_args.dataset_name is None and training.report_to == ["tensorboard"]
-    assert (training.eval_strategy, training.eval_steps, training.run_name) == ("steps", 7, made.study)
+    assert (training.eval_strategy, training.eval_steps, training.run_name) == (
+        "steps",
+        7,
+        made.study,
+    )
     split = trl.get_dataset(mixture)
     assert {name: len(rows) for name, rows in split.items()} == {"train": 4, "test": 2}
     assert script_args.dataset_test_split == "test"
@@ -233,12 +289,19 @@ def test_trl_takes_a_single_module_for_a_pattern() -> None:
 
 
 def test_all_linear_layers_are_named_where_peft_refuses_some(tmp_path: Path) -> None:
-    """What tools find by themselves would be refused; what is read back is the same configuration."""
-    made = recipe(TrainConfig(attention="eager"), model=resolve_model("mistralai/Mamba-Codestral-7B-v0.1"))
+    """What tools find by themselves would be refused; what is
+    read back is the same configuration.
+    """
+    made = recipe(
+        TrainConfig(attention="eager"), model=resolve_model("mistralai/Mamba-Codestral-7B-v0.1")
+    )
     files = export_all(made, ["train", "trl", "axolotl", "llamafactory"])
     assert yaml.safe_load(files["trl_sft.yaml"])["lora_target_modules"] == ["in_proj", "in_proj"]
     axolotl = yaml.safe_load(files["axolotl.yaml"])
-    assert (axolotl["lora_target_modules"], axolotl.get("lora_target_linear")) == (["in_proj"], None)
+    assert (axolotl["lora_target_modules"], axolotl.get("lora_target_linear")) == (
+        ["in_proj"],
+        None,
+    )
     assert yaml.safe_load(files["llamafactory.yaml"])["lora_target"] == "in_proj"
     assert json.loads(files["train_config.json"])["model_settings"]["lora_targets"] == ["in_proj"]
     for name in ("axolotl.yaml", "llamafactory.yaml"):
@@ -255,7 +318,9 @@ def test_train_config_holds_every_knob(config: TrainConfig, tmp_path: Path) -> N
     settings = RunSettings.read(tmp_path / "train_config.json")
     assert settings == script.settings(made)
     assert files["train_config.json"].isascii()
-    knobs = asdict(settings) | asdict(settings.model_settings) | {"checkpointing": config.checkpointing}
+    knobs = (
+        asdict(settings) | asdict(settings.model_settings) | {"checkpointing": config.checkpointing}
+    )
     knobs |= {"lora_targets": config.lora_targets, "modules_to_save": config.modules_to_save}
     knobs |= {"attention": config.attention, "packed_attention": config.packed_attention}
     assert config.as_dict().items() <= knobs.items()
@@ -266,7 +331,9 @@ def test_train_config_holds_every_knob(config: TrainConfig, tmp_path: Path) -> N
     assert settings.model_settings.checkpoint_every == config.checkpoint_every
     assert settings.model_settings.offload is config.offloads
     assert settings.accumulation * config.micro_batch_size == 32
-    assert (settings.model_settings.bitsandbytes_arguments() is None) is (config.quantization in ("none", "fp8"))
+    assert (settings.model_settings.bitsandbytes_arguments() is None) is (
+        config.quantization in ("none", "fp8")
+    )
     assert json.loads(files["model_config.json"]) == resolve_model("mistral-7b").config
     assert files["model_config.json"].startswith('{\n  "')  # to be read and edited
 
@@ -281,13 +348,17 @@ def test_train_config_holds_every_knob(config: TrainConfig, tmp_path: Path) -> N
         ("max_length", False, [1024]),
     ],
 )
-def test_train_config_says_how_rows_are_padded(padding: str, grouped: bool, padded_lengths: list[int]) -> None:
+def test_train_config_says_how_rows_are_padded(
+    padding: str, grouped: bool, padded_lengths: list[int]
+) -> None:
     workload = Workload(examples=64, lengths=Lengths.of([300, 900] * 32, "given"))
     config = TrainConfig(padding=padding, micro_batch_size=8, group_by_length=grouped)
     settings = script.settings(recipe(config, workload=workload))
     assert (settings.padding, settings.padded_lengths) == (padding, padded_lengths)
     assert settings.group_by_length is grouped
-    packed = script.settings(recipe(TrainConfig(packing=True, group_by_length=grouped), workload=workload))
+    packed = script.settings(
+        recipe(TrainConfig(packing=True, group_by_length=grouped), workload=workload)
+    )
     assert (packed.padded_lengths, packed.group_by_length, packed.dealt) == ([1024], False, False)
     dealt = script.settings(recipe(config, workload=replace(workload, dealt=True)))
     assert dealt.dealt is (padding != "max_length" and not grouped) and not settings.dealt
@@ -295,13 +366,17 @@ def test_train_config_says_how_rows_are_padded(padding: str, grouped: bool, padd
 
 @pytest.mark.parametrize(("examples", "error"), [(10_000, 0.01), (200, 0.1)])
 def test_random_rows_pad_as_the_run_does(examples: int, error: float) -> None:
-    """The longest of each micro batch is as long as in the run, and the longest row of all is there."""
+    """The longest of each micro batch is as long as in the run, and the longest row of all is
+    there.
+    """
     lengths = Lengths.described(400, 2000)
     config = TrainConfig(micro_batch_size=8, seq_len=8192)
     made = recipe(config, workload=Workload(examples=examples, lengths=lengths))
     sampled = script.settings(made).lengths
     same = Workload(examples=examples, lengths=Lengths.of(sampled[:examples], "given"))
-    assert same.tokens_per_row(config) == pytest.approx(made.workload.tokens_per_row(config), rel=error)
+    assert same.tokens_per_row(config) == pytest.approx(
+        made.workload.tokens_per_row(config), rel=error
+    )
     assert max(sampled[:examples]) == lengths.longest < 8192
 
 
@@ -315,25 +390,50 @@ def test_every_setting_is_used_by_the_script() -> None:
 def test_the_script_is_the_code_that_the_probe_runs() -> None:
     files = export_all(recipe(TrainConfig()), ["train"])
     runtime = Path(script.__file__).parents[1] / "trainer"
-    copied = {name.removeprefix("runtime/"): text for name, text in files.items() if name.startswith("runtime/")}
-    assert copied == {path.name: script.ENCODING + path.read_text() for path in runtime.glob("*.py")}
+    copied = {
+        name.removeprefix("runtime/"): text
+        for name, text in files.items()
+        if name.startswith("runtime/")
+    }
+    assert copied == {
+        path.name: script.ENCODING + path.read_text() for path in runtime.glob("*.py")
+    }
     assert not any("autotune." in text for text in copied.values())
 
 
 @pytest.mark.parametrize(("examples", "expected"), [(10_000, 10_000), (2, 4)])
-def test_random_rows_are_as_many_as_the_examples_and_fill_a_micro_batch(examples: int, expected: int) -> None:
+def test_random_rows_are_as_many_as_the_examples_and_fill_a_micro_batch(
+    examples: int, expected: int
+) -> None:
     made = recipe(TrainConfig(micro_batch_size=4), workload=Workload(examples=examples))
     assert script.settings(made).examples == expected
 
 
 def test_formats_are_chosen_by_name() -> None:
     made = recipe(TrainConfig())
-    usual = {"recipe.yaml", "trl_sft.yaml", "train.py", "train_config.json", "launch.sh", "model_config.json"}
+    usual = {
+        "recipe.yaml",
+        "trl_sft.yaml",
+        "train.py",
+        "train_config.json",
+        "launch.sh",
+        "model_config.json",
+    }
     usual |= set(script.runtime_files())
     usual |= {"axolotl.yaml", "llamafactory.yaml", "dataset_info.json"}
-    asked = {"accelerate.yaml", "deepspeed.json", "training_args.json", "adapter_config.json", "transformers_notes.md"}
+    asked = {
+        "accelerate.yaml",
+        "deepspeed.json",
+        "training_args.json",
+        "adapter_config.json",
+        "transformers_notes.md",
+    }
     assert set(export_all(made, USUAL)) == usual
-    assert set(export_all(made, FORMATS)) == usual | asked | {"job.yaml", "sky.yaml", "train.sbatch"}
+    assert set(export_all(made, FORMATS)) == usual | asked | {
+        "job.yaml",
+        "sky.yaml",
+        "train.sbatch",
+    }
     assert set(export_all(made, ["trl"])) == {"trl_sft.yaml"}
     with pytest.raises(UsageError, match="unsloth"):
         export_all(made, ["unsloth"])
@@ -358,7 +458,9 @@ def test_a_published_model_needs_data_or_random_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("device", "visible"), [("cpu", ""), ("h200", "7")])
 def test_the_script_of_a_cpu_study_sees_no_gpu(device: str, visible: str, tmp_path: Path) -> None:
     told = "import os\n\ndef main(*_):\n    print(os.environ['CUDA_VISIBLE_DEVICES'])\n"
-    files = export_all(recipe(TrainConfig(), device=resolve_device(device)), ["train"]) | {"runtime/train.py": told}
+    files = export_all(recipe(TrainConfig(), device=resolve_device(device)), ["train"]) | {
+        "runtime/train.py": told
+    }
     done = run(write(files, tmp_path / "out"), "--random-weights", CUDA_VISIBLE_DEVICES="7,1")
     assert (done.returncode, done.stdout) == (0, f"{visible}\n"), done.stderr
 
@@ -368,21 +470,29 @@ def test_a_script_for_several_gpus_starts_its_ranks_itself(tmp_path: Path) -> No
     files = export_all(made, ["train"])
     told = json.loads(files["train_config.json"])
     assert (told["num_gpus"], told["sharding"], told["accumulation"]) == (2, "fsdp2_keep", 2)
-    done = run(write(export_all(demo(TrainConfig(num_gpus=2)), ["train"]), tmp_path / "out"), "--max-steps", "x")
-    assert done.returncode == 2 and done.stderr.count("invalid int value: 'x'") == 1  # before there are ranks
+    done = run(
+        write(export_all(demo(TrainConfig(num_gpus=2)), ["train"]), tmp_path / "out"),
+        "--max-steps",
+        "x",
+    )
+    # before there are ranks
+    assert done.returncode == 2 and done.stderr.count("invalid int value: 'x'") == 1
 
 
 @pytest.mark.parametrize(
     ("knobs", "limit_gib", "is_larger"),
     [
-        ({"sharding": "fsdp2"}, 7.5, False),  # 3.1 G parameters of two bytes: 5.8 GiB, and the adapters
+        # 3.1 G parameters of two bytes: 5.8 GiB, and the adapters
+        ({"sharding": "fsdp2"}, 7.5, False),
         ({"sharding": "fsdp2"}, 6.0, True),
         ({"sharding": "fsdp2", "method": "full"}, 12.0, True),  # fp32 masters
         ({"sharding": "fsdp2", "method": "full"}, 14.0, False),
         ({"sharding": "ddp"}, 6.0, False),  # each must hold all of it
     ],
 )
-def test_a_model_larger_than_a_gpu_is_built_as_shards(knobs: dict[str, Any], limit_gib: float, is_larger: bool) -> None:
+def test_a_model_larger_than_a_gpu_is_built_as_shards(
+    knobs: dict[str, Any], limit_gib: float, is_larger: bool
+) -> None:
     made = recipe(TrainConfig(num_gpus=2, **knobs))
     measured = replace(made.winner.measurement, total_params=3_100_000_000, limit_gib=limit_gib)
     made = replace(made, winner=replace(made.winner, measurement=measured))
@@ -394,12 +504,25 @@ def test_a_script_for_several_gpus_is_not_run_on_one(tmp_path: Path) -> None:
     directory = write(export_all(demo(TrainConfig(num_gpus=2)), ["train"]), tmp_path / "out")
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     environment |= {"LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # as torchrun sets them for one process
-    command = [sys.executable, "train.py", "--random-weights", "--max-steps", "1", "--output-dir", ""]
-    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "train.py",
+        "--random-weights",
+        "--max-steps",
+        "1",
+        "--output-dir",
+        "",
+    ]
+    done = subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert "it trains on 2 GPUs: leave torchrun out, or give it --nproc-per-node=2" in done.stderr
 
 
 def test_exporters_need_no_torch() -> None:
-    code = "import sys, autotune.export; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = (
+        "import sys, autotune.export; sys.exit('torch' in sys.modules or 'transformers' in"
+        " sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,6 @@
-"""Files of a winner on several GPUs: each tool shares out the training as the measured script does, or is refused."""
+"""Files of a winner on several GPUs: each tool shares out the training as the measured script does,
+or is refused.
+"""
 
 import json
 from dataclasses import replace
@@ -24,11 +26,15 @@ each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
 def config(strategy: str, **knobs: Any) -> TrainConfig:
-    return TrainConfig(**({"num_gpus": 4, "sharding": strategy, "optimizer": "adamw_torch"} | knobs))
+    return TrainConfig(
+        **({"num_gpus": 4, "sharding": strategy, "optimizer": "adamw_torch"} | knobs)
+    )
 
 
 def launched(text: str, directory: Path) -> dict[str, str]:
-    """The environment that `accelerate launch` gives to each process, and its arguments of torchrun."""
+    """The environment that `accelerate launch` gives to each process, and its arguments of
+    torchrun.
+    """
     from accelerate.commands import launch
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
@@ -42,7 +48,9 @@ def launched(text: str, directory: Path) -> dict[str, str]:
     else:
         assert arguments.use_fsdp or arguments.multi_gpu  # what has the processes started
         environment = prepare_multi_gpu_env(arguments)
-    return {name: str(value) for name, value in environment.items()} | {"nproc_per_node": arguments.nproc_per_node}
+    return {name: str(value) for name, value in environment.items()} | {
+        "nproc_per_node": arguments.nproc_per_node
+    }
 
 
 @each_strategy
@@ -56,7 +64,8 @@ def test_accelerate_shards_as_the_measured_script_does(
     assert list(files) == ["accelerate.yaml", *(["deepspeed.json"] if strategy in ZERO else [])]
     environment = launched(files["accelerate.yaml"], tmp_path)
     assert str(environment["nproc_per_node"]) == "4"
-    assert environment["ACCELERATE_MIXED_PRECISION"] == ("no" if strategy in ZERO else "bf16")  # DeepSpeed's file says
+    # DeepSpeed's file says
+    assert environment["ACCELERATE_MIXED_PRECISION"] == ("no" if strategy in ZERO else "bf16")
     assert environment.get("ACCELERATE_USE_FSDP", "false") == str(strategy in FSDP2).lower()
     if strategy in ZERO:
         assert environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == "deepspeed.json"
@@ -70,12 +79,20 @@ def test_accelerate_shards_as_the_measured_script_does(
         if "FSDP" in name:
             monkeypatch.setenv(name, value)
     theirs = FullyShardedDataParallelPlugin()
-    measured = TrainingArguments(use_cpu=True, **sharing_arguments(config(strategy), [])).fsdp_plugin_args
+    measured = TrainingArguments(
+        use_cpu=True, **sharing_arguments(config(strategy), [])
+    ).fsdp_plugin_args
     ours = FullyShardedDataParallelPlugin(**measured)
-    for setting in ("fsdp_version", "reshard_after_forward", "cpu_offload", "activation_checkpointing"):
+    for setting in (
+        "fsdp_version",
+        "reshard_after_forward",
+        "cpu_offload",
+        "activation_checkpointing",
+    ):
         assert getattr(theirs, setting) == getattr(ours, setting), setting
     assert theirs.reshard_after_forward is (strategy == "fsdp2")
-    assert theirs.auto_wrap_policy is ours.auto_wrap_policy  # of layers, which both find by the model's own names
+    # of layers, which both find by the model's own names
+    assert theirs.auto_wrap_policy is ours.auto_wrap_policy
 
 
 @each_strategy
@@ -87,7 +104,8 @@ def test_tools_are_started_with_the_file_of_accelerate(tool: str, strategy: str)
     assert "CUDA_VISIBLE_DEVICES=0,1,2,3 " in text and "on 4 GPUs" in text
     command = {
         "trl": "trl sft --config trl_sft.yaml --accelerate_config accelerate.yaml",
-        "llamafactory": "accelerate launch --config_file accelerate.yaml -m llamafactory.launcher llamafactory.yaml",
+        "llamafactory": "accelerate launch --config_file accelerate.yaml -m llamafactory.launcher"
+        " llamafactory.yaml",
     }
     assert f"{command[tool]}\n" in text
     assert "On several GPUs train.py was measured, and no other tool" in text
@@ -99,7 +117,9 @@ def test_tools_are_started_with_the_file_of_accelerate(tool: str, strategy: str)
 
 
 def test_what_waits_waits_as_it_was_measured(tmp_path: Path) -> None:
-    """Gradients as shards, and the model in the host's memory: for each tool by its keys or by accelerate's file."""
+    """Gradients as shards, and the model in the host's memory: for each tool by its keys or by
+    accelerate's file.
+    """
     from transformers import TrainingArguments
 
     made = recipe(config("fsdp2", sync_each_batch=True, offload=True))
@@ -107,7 +127,10 @@ def test_what_waits_waits_as_it_was_measured(tmp_path: Path) -> None:
     synced = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     for name in ("trl_sft.yaml", "llamafactory.yaml", "axolotl.yaml"):
         assert yaml.safe_load(files[name])["accelerator_config"] == synced, name
-        assert "not expressed: sync_each_batch" not in files[name] and "not expressed: offload" not in files[name]
+        assert (
+            "not expressed: sync_each_batch" not in files[name]
+            and "not expressed: offload" not in files[name]
+        )
     assert yaml.safe_load(files["axolotl.yaml"])["fsdp_config"]["offload_params"] is True
     assert launched(files["accelerate.yaml"], tmp_path)["FSDP_OFFLOAD_PARAMS"] == "true"
     told = json.loads(files["train_config.json"])
@@ -119,7 +142,9 @@ def test_what_waits_waits_as_it_was_measured(tmp_path: Path) -> None:
     assert all("accelerator_config" not in yaml.safe_load(text) for text in plain.values())
 
 
-def test_copies_of_the_shards_are_made_as_they_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_the_shards_are_made_as_they_were_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two copies on four GPUs: by accelerate's file, by Axolotl's keys and by train.py."""
     from accelerate import ParallelismConfig
     from transformers import TrainingArguments
@@ -139,18 +164,32 @@ def test_copies_of_the_shards_are_made_as_they_were_measured(tmp_path: Path, mon
         if name.startswith("PARALLELISM_CONFIG"):
             monkeypatch.setenv(name, value)
     for one in (ours, ParallelismConfig()):
-        assert one is not None and (one.dp_replicate_size, one.dp_shard_size, one.total_size) == (2, 2, 4)
+        assert one is not None and (one.dp_replicate_size, one.dp_shard_size, one.total_size) == (
+            2,
+            2,
+            4,
+        )
     one_copy = export_all(recipe(config("fsdp2")), ["accelerate", "axolotl"])
-    assert "parallelism_config" not in one_copy["accelerate.yaml"] and "dp_shard_size" not in one_copy["axolotl.yaml"]
+    assert (
+        "parallelism_config" not in one_copy["accelerate.yaml"]
+        and "dp_shard_size" not in one_copy["axolotl.yaml"]
+    )
 
 
 def test_trl_finds_the_file_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = pytest.importorskip("trl.cli.accelerate_config")
     text = export_all(recipe(config("fsdp2")), ["trl"])["trl_sft.yaml"]
-    arguments = next(line for line in text.splitlines() if " trl sft " in line).partition("trl_sft.yaml ")[2].split()
+    arguments = (
+        next(line for line in text.splitlines() if " trl sft " in line)
+        .partition("trl_sft.yaml ")[2]
+        .split()
+    )
     (tmp_path / "accelerate.yaml").touch()
     monkeypatch.chdir(tmp_path)
-    assert module.resolve_accelerate_config_argument(arguments) == ["--config_file", "accelerate.yaml"]
+    assert module.resolve_accelerate_config_argument(arguments) == [
+        "--config_file",
+        "accelerate.yaml",
+    ]
 
 
 @each_strategy
@@ -165,7 +204,9 @@ def test_axolotl_has_keys_of_its_own_which_check_reads_back(strategy: str, tmp_p
         assert data.get("deepspeed") == ("deepspeed.json" if strategy in ZERO else None)
         assert not {"fsdp_version", "fsdp_config"} & set(data)
     else:
-        assert data["fsdp_version"] == 2 and data["fsdp_config"]["reshard_after_forward"] is (strategy == "fsdp2")
+        assert data["fsdp_version"] == 2 and data["fsdp_config"]["reshard_after_forward"] is (
+            strategy == "fsdp2"
+        )
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     run = shared_out(for_model(read_file(tmp_path / "axolotl.yaml"), made.model), made.model, 4)
@@ -187,7 +228,9 @@ def test_what_cannot_say_it_is_refused_with_the_reason() -> None:
     assert usual(made) == ["recipe", "trl", "train", "axolotl", "llamafactory"]
     on_cpu = replace(made, device=resolve_device("cpu"))
     assert usual(on_cpu) == ["recipe", "train"]
-    with pytest.raises(UsageError, match="trl is not written: accelerate starts a single process") as refused:
+    with pytest.raises(
+        UsageError, match="trl is not written: accelerate starts a single process"
+    ) as refused:
         export_all(on_cpu, ["trl"])
     assert refused.value.remedy == "take one of recipe, train, kubernetes, skypilot, slurm"
     one = replace(on_cpu, winner=replace(made.winner, config=TrainConfig()))

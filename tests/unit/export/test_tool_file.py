@@ -27,4 +27,6 @@ def test_conditions_and_texts_name_settings_that_exist(tool: str) -> None:
 
 def test_the_command_of_trl_trains_by_its_file() -> None:
     command = tool_file.training_command(recipe(TrainConfig(compile="per_layer")), "trl")
-    assert command.endswith(" trl sft --config trl_sft.yaml --num_processes 1 --dynamo_use_regional_compilation")
+    assert command.endswith(
+        " trl sft --config trl_sft.yaml --num_processes 1 --dynamo_use_regional_compilation"
+    )

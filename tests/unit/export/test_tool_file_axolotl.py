@@ -20,25 +20,59 @@ from tests.helpers.factories import summary
 # Each value of each knob, and what Axolotl and LLaMA-Factory treat in a way of its own.
 CONFIGS = [
     TrainConfig(),
-    TrainConfig(precision="bf16_pure", checkpointing="every_3", compile="per_layer", attention="flex_attention"),
-    TrainConfig(quantization="nf4", double_quant=True, checkpointing="none", optimizer="paged_adamw_8bit"),
-    TrainConfig(quantization="nf4", precision="bf16_pure", lora_rank=64, seq_len=1000, optimizer="adamw_8bit"),
-    TrainConfig(quantization="int8", precision="fp16_mixed", micro_batch_size=4, optimizer="lion_8bit"),
+    TrainConfig(
+        precision="bf16_pure",
+        checkpointing="every_3",
+        compile="per_layer",
+        attention="flex_attention",
+    ),
+    TrainConfig(
+        quantization="nf4", double_quant=True, checkpointing="none", optimizer="paged_adamw_8bit"
+    ),
+    TrainConfig(
+        quantization="nf4",
+        precision="bf16_pure",
+        lora_rank=64,
+        seq_len=1000,
+        optimizer="adamw_8bit",
+    ),
+    TrainConfig(
+        quantization="int8", precision="fp16_mixed", micro_batch_size=4, optimizer="lion_8bit"
+    ),
     TrainConfig(quantization="int8", precision="fp32", loader_workers=8, attention="eager"),
     TrainConfig(quantization="int8", precision="bf16_pure"),
-    TrainConfig(precision="fp32", checkpointing="none", optimizer="adamw_torch", micro_batch_size=32),
+    TrainConfig(
+        precision="fp32", checkpointing="none", optimizer="adamw_torch", micro_batch_size=32
+    ),
     TrainConfig(method="full", checkpointing="none", compile="per_layer", micro_batch_size=2),
-    TrainConfig(method="full", optimizer="adafactor", precision="bf16_pure", attention="flash_attention_2"),
+    TrainConfig(
+        method="full", optimizer="adafactor", precision="bf16_pure", attention="flash_attention_2"
+    ),
     TrainConfig(method="full", precision="bf16_pure", loss="chunked"),
     TrainConfig(method="full", precision="fp16_mixed", packing=True, micro_batch_size=4),
-    TrainConfig(method="full", precision="fp32", checkpointing="every_2", seq_len=4096, micro_batch_size=1),
-    TrainConfig(quantization="nf4", compile="per_layer", packing=True, dora=True, rslora=True, loss="chunked"),
+    TrainConfig(
+        method="full", precision="fp32", checkpointing="every_2", seq_len=4096, micro_batch_size=1
+    ),
+    TrainConfig(
+        quantization="nf4",
+        compile="per_layer",
+        packing=True,
+        dora=True,
+        rslora=True,
+        loss="chunked",
+    ),
     TrainConfig(packing=True, attention="flash_attention_2", micro_batch_size=2),
     TrainConfig(packing=True, attention="flex_attention", precision="fp16_mixed"),
     TrainConfig(packing=True, attention="eager", kernels="liger", loss="chunked"),
     TrainConfig(loader_workers=2, kernels="liger", dora=True),
     TrainConfig(quantization="fp8", attention="sdpa_cudnn", checkpointing="offload", rslora=True),
-    TrainConfig(attention="sdpa_cudnn", packing=True, checkpointing="offload", quantization="nf4", loss="chunked"),
+    TrainConfig(
+        attention="sdpa_cudnn",
+        packing=True,
+        checkpointing="offload",
+        quantization="nf4",
+        loss="chunked",
+    ),
     TrainConfig(tiling="tokens", checkpointing="offload", quantization="nf4", loss="chunked"),
     TrainConfig(cuda_graphs="micro_batch", checkpointing="none", padding="bucket"),
     TrainConfig(lora_kernels="joined", compile="per_layer", padding="bucket"),
@@ -55,11 +89,14 @@ CONFIGS = [
     TrainConfig(modules_to_save="embedding"),
     TrainConfig(modules_to_save="head"),
     TrainConfig(modules_to_save="embedding_and_head", quantization="nf4", kbit_preparation=True),
-    TrainConfig(method="full", micro_batch_size=32, precision="bf16_pure", optimizer_in_backward=True),
+    TrainConfig(
+        method="full", micro_batch_size=32, precision="bf16_pure", optimizer_in_backward=True
+    ),
 ]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=TrainConfig.label)
 HOSTILE = [
-    "- !!python/object/apply:os.system ['touch CANARY']\r\n$(touch CANARY) `touch CANARY` 'a' \"b\" \\ # é \u2028 \x85",
+    "- !!python/object/apply:os.system ['touch CANARY']\r\n"
+    "$(touch CANARY) `touch CANARY` 'a' \"b\" \\ # é \u2028 \x85",
     "--config evil.yaml",
     "a\nadapter: lora\nbase_model: other",
     "yes",
@@ -95,7 +132,10 @@ def test_every_key_and_value_is_known_to_axolotl(config: TrainConfig) -> None:
     _, data = exported(recipe(config))
     known = {name: set(names.split()) for name, names in KEYS["axolotl"].items()}
     about = load_data("autotune.export", "tools")["axolotl"]
-    assert KEYS["axolotl"]["source"] == f"axolotl=={about['version']}.0 transformers=={about['transformers']}"
+    assert (
+        KEYS["axolotl"]["source"]
+        == f"axolotl=={about['version']}.0 transformers=={about['transformers']}"
+    )
     assert set(data) <= known["keys"]
     assert set(data["datasets"][0]) <= known["dataset_keys"]
     assert data["optimizer"] in known["optimizers"]
@@ -103,7 +143,9 @@ def test_every_key_and_value_is_known_to_axolotl(config: TrainConfig) -> None:
 
 
 @each_config
-def test_what_is_exported_comes_back_but_for_what_the_head_names(config: TrainConfig, tmp_path: Path) -> None:
+def test_what_is_exported_comes_back_but_for_what_the_head_names(
+    config: TrainConfig, tmp_path: Path
+) -> None:
     made = recipe(config)
     text, _ = exported(made)
     (tmp_path / "axolotl.yaml").write_text(text, encoding="utf-8")
@@ -112,10 +154,18 @@ def test_what_is_exported_comes_back_but_for_what_the_head_names(config: TrainCo
     changed -= {"allocator"}  # the command's environment says it
     assert changed <= named(keys.inexpressible("axolotl", made))
     assert all(f"# not expressed: {item}\n" in text for item in keys.inexpressible("axolotl", made))
-    assert (run.format, run.model, run.dataset) == ("axolotl", "mistralai/Mistral-7B-v0.3", "your/dataset")
+    assert (run.format, run.model, run.dataset) == (
+        "axolotl",
+        "mistralai/Mistral-7B-v0.3",
+        "your/dataset",
+    )
     assert run.accumulation * run.config.micro_batch_size == 32
     assert run.epochs == made.workload.epochs
-    assert not [note for note in run.notes if "LoRA kernels" in note or "lora_alpha" in note or "every linear" in note]
+    assert not [
+        note
+        for note in run.notes
+        if "LoRA kernels" in note or "lora_alpha" in note or "every linear" in note
+    ]
 
 
 @each_config
@@ -128,12 +178,17 @@ def test_what_axolotl_would_choose_by_itself_is_chosen(config: TrainConfig) -> N
     filled = {"longest": False, "masked": False, "bucket": None, "max_length": True}[config.padding]
     assert data.get("pad_to_sequence_len") is filled
     multiple = data.get("pad_to_multiple_of", 64)
-    assert filled is False or multiple * -(-config.seq_len // multiple) == config.seq_len  # what rows are padded to
+    # what rows are padded to
+    assert filled is False or multiple * -(-config.seq_len // multiple) == config.seq_len
     assert data["dataloader_num_workers"] == config.loader_workers
     assert data.get("sdpa_varlen", False) is (config.packed_attention == "varlen")
-    assert data.get("gradient_checkpointing_kwargs", {"use_reentrant": False}) == {"use_reentrant": False}
+    assert data.get("gradient_checkpointing_kwargs", {"use_reentrant": False}) == {
+        "use_reentrant": False
+    }
     assert data.get("lora_alpha") == config.lora_alpha
-    assert data.get("peft_autocast_adapter_dtype", True) is (config.precision != "bf16_pure" or config.method == "full")
+    assert data.get("peft_autocast_adapter_dtype", True) is (
+        config.precision != "bf16_pure" or config.method == "full"
+    )
     assert not data["fp16"] or not data["bf16"]
     assert isinstance(data["warmup_steps"], int) and isinstance(data["learning_rate"], float)
     assert ("--dynamo_use_regional_compilation" in text) is (config.compile == "per_layer")
@@ -149,7 +204,10 @@ def test_the_head_tells_what_to_expect_and_how_to_run() -> None:
     head = exported(made)[0].partition("\n\n")[0]
     assert all(line.startswith("#") for line in head.splitlines())
     assert f"Fingerprint {made.fingerprint.digest}" in head and "Full run: 10,000 examples" in head
-    one_gpu = "CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    one_gpu = (
+        "CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0"
+        " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    )
     assert f"#   {one_gpu} axolotl train axolotl.yaml -- --num_processes 1\n" in head
     assert "transformers 5.16.1; measured was 5.17.0" in head
     assert "LoRA kernels" in head and "sdpa_varlen" in head
@@ -158,7 +216,9 @@ def test_the_head_tells_what_to_expect_and_how_to_run() -> None:
 
 
 def test_the_whole_of_one() -> None:
-    text, data = exported(recipe(TrainConfig(quantization="nf4", double_quant=True, checkpointing="offload")))
+    text, data = exported(
+        recipe(TrainConfig(quantization="nf4", double_quant=True, checkpointing="offload"))
+    )
     assert data == {
         "base_model": "mistralai/Mistral-7B-v0.3",
         "attn_implementation": "sdpa",
@@ -224,4 +284,6 @@ def test_hostile_names_stay_names(name: str) -> None:
 def test_a_directory_with_weights_is_the_model() -> None:
     model = replace(resolve_model("demo-3m"), weights="/weights/here")
     assert exported(recipe(TrainConfig(), model=model))[1]["base_model"] == "/weights/here"
-    assert "no published weights" in exported(recipe(TrainConfig(), model=resolve_model("demo-3m")))[0]
+    assert (
+        "no published weights" in exported(recipe(TrainConfig(), model=resolve_model("demo-3m")))[0]
+    )

@@ -1,4 +1,6 @@
-"""llamafactory.yaml: keys that LLaMA-Factory has, every knob or its name in the head, and hostile names."""
+"""llamafactory.yaml: keys that LLaMA-Factory has, every knob or its name in the head, and hostile
+names.
+"""
 
 import json
 from dataclasses import replace
@@ -15,7 +17,14 @@ from autotune.core.train_config import TrainConfig
 from autotune.export import keys, tool_file
 from autotune.planning.foreign_config import for_model, read_file
 from autotune.study.summary import Recipe
-from tests.unit.export.test_tool_file_axolotl import CONFIGS, HOSTILE, KEYS, each_config, named, recipe
+from tests.unit.export.test_tool_file_axolotl import (
+    CONFIGS,
+    HOSTILE,
+    KEYS,
+    each_config,
+    named,
+    recipe,
+)
 
 
 def exported(made: Recipe) -> tuple[str, dict[str, Any]]:
@@ -37,7 +46,9 @@ def test_every_key_and_value_is_known_to_llamafactory(config: TrainConfig) -> No
 
 
 @each_config
-def test_what_is_exported_comes_back_but_for_what_the_head_names(config: TrainConfig, tmp_path: Path) -> None:
+def test_what_is_exported_comes_back_but_for_what_the_head_names(
+    config: TrainConfig, tmp_path: Path
+) -> None:
     made = recipe(config)
     text, data = exported(made)
     (tmp_path / "llamafactory.yaml").write_text(text, encoding="utf-8")
@@ -45,12 +56,20 @@ def test_what_is_exported_comes_back_but_for_what_the_head_names(config: TrainCo
     # `foreign` takes Liger's kernels and loss together; here they are said one by one.
     parts = data.get("liger_kernel_config", {"rope": False, "fused_linear_cross_entropy": False})
     kernels, loss = parts["rope"], parts["fused_linear_cross_entropy"]
-    read = replace(run.config, kernels="liger" if kernels else "torch", loss="chunked" if loss else "full")
+    read = replace(
+        run.config, kernels="liger" if kernels else "torch", loss="chunked" if loss else "full"
+    )
     changed = {knob for knob in KNOBS if getattr(read, knob) != getattr(config, knob)}
     changed -= {"allocator"}  # the command's environment says it
     assert changed <= named(keys.inexpressible("llamafactory", made))
-    assert all(f"# not expressed: {item}\n" in text for item in keys.inexpressible("llamafactory", made))
-    assert (run.format, run.model, run.dataset) == ("llamafactory", "mistralai/Mistral-7B-v0.3", "your_dataset")
+    assert all(
+        f"# not expressed: {item}\n" in text for item in keys.inexpressible("llamafactory", made)
+    )
+    assert (run.format, run.model, run.dataset) == (
+        "llamafactory",
+        "mistralai/Mistral-7B-v0.3",
+        "your_dataset",
+    )
     assert run.accumulation * run.config.micro_batch_size == 32
     assert run.epochs == made.workload.epochs
 
@@ -58,7 +77,9 @@ def test_what_is_exported_comes_back_but_for_what_the_head_names(config: TrainCo
 @each_config
 def test_what_llamafactory_would_choose_by_itself_is_chosen(config: TrainConfig) -> None:
     text, data = exported(recipe(config))
-    assert [data["bf16"], data["fp16"], data["pure_bf16"]].count(True) == (config.precision != "fp32")
+    assert [data["bf16"], data["fp16"], data["pure_bf16"]].count(True) == (
+        config.precision != "fp32"
+    )
     assert data["disable_gradient_checkpointing"] is (config.checkpointing == "none")
     assert data["use_unsloth_gc"] is config.offloads and data["use_reentrant_gc"] is False
     assert data["packing"] is data["neat_packing"] is config.packing
@@ -66,11 +87,16 @@ def test_what_llamafactory_would_choose_by_itself_is_chosen(config: TrainConfig)
     assert data.get("double_quantization", False) is config.double_quant
     assert data["dataloader_num_workers"] == config.loader_workers
     assert not data["tf32"] and not data["upcast_layernorm"]
-    assert not (config.packing and data["flash_attn"] == "fa2" and config.micro_batch_size > 1)  # it asserts so
-    assert data.get("use_liger_kernel", False) is (config.kernels == "liger" or config.loss == "chunked")
+    # it asserts so
+    assert not (config.packing and data["flash_attn"] == "fa2" and config.micro_batch_size > 1)
+    assert data.get("use_liger_kernel", False) is (
+        config.kernels == "liger" or config.loss == "chunked"
+    )
     assert data.get("liger_kernel_config", {}).get("cross_entropy", False) is False
     assert isinstance(data["warmup_steps"], int) and isinstance(data["learning_rate"], float)
-    assert ("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true " in text) is (config.compile == "per_layer")
+    assert ("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true " in text) is (
+        config.compile == "per_layer"
+    )
 
 
 def test_the_head_tells_what_to_expect_and_how_to_run() -> None:
@@ -78,14 +104,20 @@ def test_the_head_tells_what_to_expect_and_how_to_run() -> None:
     head = exported(made)[0].partition("\n\n")[0]
     assert all(line.startswith("#") for line in head.splitlines())
     assert f"Fingerprint {made.fingerprint.digest}" in head and "Full run: 10,000 examples" in head
-    one_gpu = "CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    one_gpu = (
+        "CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0"
+        " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    )
     assert f"#   {one_gpu} llamafactory-cli train llamafactory.yaml\n" in head
     assert "transformers 5.6 or older; measured was 5.17.0" in head
     assert "dtype of its checkpoint; what was measured has bfloat16" in head
     assert "not expressed" not in head
     assert "SFTTrainer" in exported(recipe(TrainConfig(), trainer="trl"))[0]
     assert "Before transformers 5.2 it is group_by_length" not in head
-    assert "Before transformers 5.2 it is group_by_length" in exported(recipe(TrainConfig(group_by_length=True)))[0]
+    assert (
+        "Before transformers 5.2 it is group_by_length"
+        in exported(recipe(TrainConfig(group_by_length=True)))[0]
+    )
 
 
 def test_the_dataset_is_a_stub_that_llamafactory_reads() -> None:
@@ -98,8 +130,12 @@ def test_the_dataset_is_a_stub_that_llamafactory_reads() -> None:
 
 
 def test_the_whole_of_one() -> None:
-    text, data = exported(recipe(TrainConfig(quantization="nf4", double_quant=True, loss="chunked")))
-    layers = dict.fromkeys(("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy"), False)
+    text, data = exported(
+        recipe(TrainConfig(quantization="nf4", double_quant=True, loss="chunked"))
+    )
+    layers = dict.fromkeys(
+        ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy"), False
+    )
     assert data == {
         "model_name_or_path": "mistralai/Mistral-7B-v0.3",
         "flash_attn": "sdpa",
@@ -164,7 +200,8 @@ def test_hostile_names_stay_names(name: str) -> None:
 
 def test_configurations_hold_every_value_of_every_knob() -> None:
     for knob, spec in KNOBS.items():
-        if knob in ("num_gpus", "sharding", "copies", "sync_each_batch", "offload"):  # see test_several_gpus
+        # see test_several_gpus
+        if knob in ("num_gpus", "sharding", "copies", "sync_each_batch", "offload"):
             continue
         missing = set(spec.choices) - {getattr(config, knob) for config in CONFIGS}
         if knob == "loader_workers":

@@ -1,4 +1,6 @@
-"""A session of a full run, with a few lines instead of a training: what it records, counts, restores and passes on."""
+"""A session of a full run, with a few lines instead of a training: what it records, counts,
+restores and passes on.
+"""
 
 import fcntl
 import json
@@ -19,16 +21,23 @@ from autotune.problem.run_cost import Pauses
 from autotune.study.summary import Recipe
 from tests.unit.export.test_script import demo
 
-PAUSES = Pauses(num_evaluations=2, evaluation_s=30.0, num_checkpoints=1, checkpoint_s=20.0, checkpoint_gib=0.0)
-PRICE = Price(provider="p", device="d", usd_per_hour=7.2, spot_usd_per_hour=None, source="s")  # 0.002 a second
+PAUSES = Pauses(
+    num_evaluations=2, evaluation_s=30.0, num_checkpoints=1, checkpoint_s=20.0, checkpoint_gib=0.0
+)
+# 0.002 a second
+PRICE = Price(provider="p", device="d", usd_per_hour=7.2, spot_usd_per_hour=None, source="s")
 
 
 def recipe(pauses: Pauses | None = PAUSES, **changes: Any) -> Recipe:
     """A step takes 2 s."""
-    made: Recipe = replace(demo(TrainConfig(seq_len=32)), **{"price": PRICE, "device": resolve_device("a10")} | changes)
+    made: Recipe = replace(
+        demo(TrainConfig(seq_len=32)), **{"price": PRICE, "device": resolve_device("a10")} | changes
+    )
     winner = made.winner
     speed = replace(winner.performance, step_time_s=2.0)
-    return replace(made, winner=replace(winner, performance=speed, cost=replace(winner.cost, pauses=pauses)))
+    return replace(
+        made, winner=replace(winner, performance=speed, cost=replace(winner.cost, pauses=pauses))
+    )
 
 
 def line(step: int, seconds: float, began: float = 1.0, **more: float) -> dict[str, Any]:
@@ -106,7 +115,9 @@ def step(number, seconds, began=5.0):
 """
 
 
-def session(folder: Path, text: str, *arguments: str, should_stop: Any = lambda: False, **options: Any) -> Any:
+def session(
+    folder: Path, text: str, *arguments: str, should_stop: Any = lambda: False, **options: Any
+) -> Any:
     """One session of a script of this text: what was reported, the exit code and the error."""
     (folder / "train.py").write_text(STEP + text)
     seen: list[Progress] = []
@@ -122,7 +133,10 @@ def kept(folder: Path) -> dict[str, Any]:
 def test_a_session_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "x")
     monkeypatch.setenv("WANDB_TOKEN", "y")
-    text = "print('told', arguments[:2], os.environ.get('SECRET_TOKEN'), os.environ.get('WANDB_TOKEN'))\n"
+    text = (
+        "print('told', arguments[:2], os.environ.get('SECRET_TOKEN'),"
+        " os.environ.get('WANDB_TOKEN'))\n"
+    )
     text += "print('in', repr(sys.stdin.read()))\nstep(1, 2.5)\nstep(2, 5.0)\n"
     seen, code, error = session(tmp_path, text, "--a", "b c", pass_env=["WANDB_TOKEN"])
     assert (code, error, seen[-1].step, seen[-1].trained_s) == (0, "", 2, 5.0)
@@ -137,7 +151,8 @@ def test_a_session_that_fails_before_a_step_leaves_the_record_of_the_last(tmp_pa
     session(tmp_path, "step(1, 2.5)\nprint('ValueError: of the first', file=sys.stderr)\n")
     before = kept(tmp_path)
     seen, code, error = session(tmp_path, "sys.exit(3)")
-    assert (seen, code, error) == ([], 3, "") and kept(tmp_path) == before  # the error was of an earlier session
+    # the error was of an earlier session
+    assert (seen, code, error) == ([], 3, "") and kept(tmp_path) == before
     seen, code, error = session(tmp_path, "step(2, 2.0, began=6.0)\nraise ValueError('now')")
     assert (code, error, seen[-1].trained_s) == (1, "ValueError: now", 4.5)
     assert (kept(tmp_path)["exit_code"], kept(tmp_path)["steps"]) == (1, 2)
@@ -165,8 +180,14 @@ def test_a_fresh_run_forgets_the_sessions_before(tmp_path: Path) -> None:
 
 def test_a_stop_is_passed_on_once_and_waited_for(tmp_path: Path) -> None:
     """A second one would kill many a trainer while it saves."""
-    text = "import signal\ncount = []\nsignal.signal(signal.SIGTERM, lambda *_: count.append(1))\nstep(1, 2.0)\n"
-    text += "end = time.monotonic() + 60\nwhile not count and time.monotonic() < end:\n    time.sleep(0.01)\n"
+    text = (
+        "import signal\ncount = []\nsignal.signal(signal.SIGTERM, lambda *_: count.append(1))\n"
+        "step(1, 2.0)\n"
+    )
+    text += (
+        "end = time.monotonic() + 60\nwhile not count and time.monotonic() < end:\n"
+        "    time.sleep(0.01)\n"
+    )
     text += "time.sleep(0.7)\nstep(2, 4.0)\nsys.exit(70 + len(count))\n"
     steps: list[int] = []
     (tmp_path / "train.py").write_text(STEP + text)

@@ -40,7 +40,9 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def keep(made: Calibration, *, card: str | None = "NVIDIA A10", memory_gib: float = 22.5) -> None:
+    def keep(
+        made: Calibration, *, card: str | None = "NVIDIA A10", memory_gib: float = 22.5
+    ) -> None:
         write_calibration(made, kept_path(made.device))
         here = GpuInfo(
             index=0,
@@ -67,7 +69,9 @@ def file(tmp_path: Path) -> Callable[[Calibration], str]:
 
 
 def task(device: Any = A10, **spec: Any) -> Task:
-    return planned_setup(StudySpec(**{"model": "mistral-7b", "gpu": device.name} | spec), device).task
+    return planned_setup(
+        StudySpec(**{"model": "mistral-7b", "gpu": device.name} | spec), device
+    ).task
 
 
 def estimated(case: Task, config: TrainConfig) -> Estimate:
@@ -85,8 +89,12 @@ def width(case: Task, config: TrainConfig) -> float:
     return high / low
 
 
-def test_a_slow_host_slows_small_micro_batches_and_hardly_large_ones(file: Callable[..., str]) -> None:
-    quick, slow = (task(calibration=file(calibration(layer_ms=layer_ms))) for layer_ms in (4.0, 40.0))
+def test_a_slow_host_slows_small_micro_batches_and_hardly_large_ones(
+    file: Callable[..., str],
+) -> None:
+    quick, slow = (
+        task(calibration=file(calibration(layer_ms=layer_ms))) for layer_ms in (4.0, 40.0)
+    )
     assert speed(quick, HOST_BOUND) > 3 * speed(slow, HOST_BOUND)
     assert speed(slow, DEVICE_BOUND) < speed(quick, DEVICE_BOUND) < 1.05 * speed(slow, DEVICE_BOUND)
 
@@ -98,13 +106,18 @@ def test_a_host_that_was_measured_is_more_certain(file: Callable[..., str]) -> N
 
 
 def test_the_card_counts_for_its_name_and_the_host_for_every_card(file: Callable[..., str]) -> None:
-    slow = file(calibration("h100-sxm", products={"bf16": {1024: 30.0}}, copy_gb_s=300.0, layer_ms=40.0))
+    slow = file(
+        calibration("h100-sxm", products={"bf16": {1024: 30.0}}, copy_gb_s=300.0, layer_ms=40.0)
+    )
     for config in (HOST_BOUND, DEVICE_BOUND):
         assert speed(task(H100, calibration=slow), config) < 0.6 * speed(task(H100), config)
     assert speed(task(H200, calibration=slow), HOST_BOUND) < 0.6 * speed(task(H200), HOST_BOUND)
-    assert speed(task(H200, calibration=slow), DEVICE_BOUND) > 2 * speed(task(H100, calibration=slow), DEVICE_BOUND)
+    assert speed(task(H200, calibration=slow), DEVICE_BOUND) > 2 * speed(
+        task(H100, calibration=slow), DEVICE_BOUND
+    )
     assert (
-        estimated(task(H200, calibration=slow), HOST_BOUND).calibrated == "host calibrated by carried.json, 2026-11-22"
+        estimated(task(H200, calibration=slow), HOST_BOUND).calibrated
+        == "host calibrated by carried.json, 2026-11-22"
     )
 
 
@@ -118,19 +131,27 @@ def test_what_was_kept_counts_where_that_card_is(kept: Callable[..., None]) -> N
         assert task().calibration is None
 
 
-def test_what_was_kept_on_another_machine_or_is_broken_is_not_used(kept: Callable[..., None]) -> None:
+def test_what_was_kept_on_another_machine_or_is_broken_is_not_used(
+    kept: Callable[..., None],
+) -> None:
     said: list[str] = []
 
     def loaded() -> Calibration | None:
-        return planned_setup(StudySpec(model="mistral-7b", gpu="a10"), A10, said.append).task.calibration
+        return planned_setup(
+            StudySpec(model="mistral-7b", gpu="a10"), A10, said.append
+        ).task.calibration
 
     kept(calibration())
-    assert loaded() is None and "it is of a machine with a processor (`autotune calibrate`" in said[-1]
+    assert (
+        loaded() is None and "it is of a machine with a processor (`autotune calibrate`" in said[-1]
+    )
     kept_path("a10").write_text("{")
     assert loaded() is None and "is no calibration" in said[-1]
 
 
-def test_a_file_is_preferred_to_what_was_kept(kept: Callable[..., None], file: Callable[..., str]) -> None:
+def test_a_file_is_preferred_to_what_was_kept(
+    kept: Callable[..., None], file: Callable[..., str]
+) -> None:
     kept(replace(calibration(), processor=processor_name()))
     found = task(calibration=file(calibration(layer_ms=33.0))).calibration
     assert found is not None and (found.layer_ms, found.place) == (33.0, "carried.json")
@@ -138,8 +159,13 @@ def test_a_file_is_preferred_to_what_was_kept(kept: Callable[..., None], file: C
         task(calibration="none.json")
 
 
-def test_a_card_that_nobody_measured_is_no_guess_once_it_is_calibrated(file: Callable[..., str]) -> None:
-    t4, small = resolve_device("t4"), TrainConfig(micro_batch_size=1, seq_len=512, precision="fp16_mixed")
+def test_a_card_that_nobody_measured_is_no_guess_once_it_is_calibrated(
+    file: Callable[..., str],
+) -> None:
+    t4, small = (
+        resolve_device("t4"),
+        TrainConfig(micro_batch_size=1, seq_len=512, precision="fp16_mixed"),
+    )
     unknown, known = (
         estimated(task(t4, model="tinyllama", **options), small)
         for options in ({}, {"calibration": file(calibration("t4"))})
@@ -149,7 +175,11 @@ def test_a_card_that_nobody_measured_is_no_guess_once_it_is_calibrated(file: Cal
 
 def test_a_card_outside_the_catalogue_is_planned_by_its_rates(kept: Callable[..., None]) -> None:
     spec = StudySpec(model="tinyllama", gpu="auto")
-    kept(replace(calibration("nvidia-test-gpu"), processor=processor_name()), card="NVIDIA Test GPU", memory_gib=16.0)
+    kept(
+        replace(calibration("nvidia-test-gpu"), processor=processor_name()),
+        card="NVIDIA Test GPU",
+        memory_gib=16.0,
+    )
     case = planned_setup(spec, planned_device("auto")).task
     assert case.device.name == "nvidia-test-gpu" and case.device.bandwidth_gb_s is None
     assert speed(case, DEVICE_BOUND) > 1000
@@ -160,12 +190,17 @@ def test_a_card_outside_the_catalogue_is_planned_by_its_rates(kept: Callable[...
 # What is printed
 
 
-def test_a_plan_says_what_was_calibrated(kept: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_says_what_was_calibrated(
+    kept: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     kept(replace(calibration(), processor=processor_name()))
     spec = StudySpec(model="mistral-7b", gpu="auto", pins={"seq_len": 512, "lora_rank": 16})
     command.plan(spec, evidence=Path("none"))
     text = capsys.readouterr().out
-    assert f"Estimated, card and host {LABEL}: memory by a formula" in text and "Nothing was measured" not in text
+    assert (
+        f"Estimated, card and host {LABEL}: memory by a formula" in text
+        and "Nothing was measured" not in text
+    )
     assert "tightened" not in text  # what others measured of the card is not needed
     assert f", card and host {LABEL})" in text
     command.plan(replace(spec, pins={}, configs=(NamedConfig(name="one"),)), evidence=Path("none"))
@@ -175,12 +210,17 @@ def test_a_plan_says_what_was_calibrated(kept: Callable[..., None], capsys: pyte
 
 
 def test_a_plan_without_a_calibration_has_none() -> None:
-    assert json_data(plan_task(task(pins={"seq_len": 512, "lora_rank": 16}), 20.0))["calibrated"] is None
+    assert (
+        json_data(plan_task(task(pins={"seq_len": 512, "lora_rank": 16}), 20.0))["calibrated"]
+        is None
+    )
 
 
 def test_a_comparison_says_it_of_each_card(file: Callable[..., str]) -> None:
     spec = StudySpec(
-        model="mistral-7b", calibration=file(calibration()), pins={"seq_len": 512, "lora_rank": 16, "loss": "full"}
+        model="mistral-7b",
+        calibration=file(calibration()),
+        pins={"seq_len": 512, "lora_rank": 16, "loss": "full"},
     )
     made = compare([spec], gpus=["a10,l4"])
     (group,) = made.groups
@@ -192,19 +232,30 @@ def test_a_comparison_says_it_of_each_card(file: Callable[..., str]) -> None:
     assert how_estimated(made).startswith("Estimated, calibrated as each card's evidence says: ")
     for form in ("markdown", "html"):
         page = FORMATS[form](made, calibration().day)
-        assert "Nothing was measured here" not in page and f"estimated, card and host {by_file}" in page
-    assert how_estimated(compare([replace(spec, calibration=None)], gpus=["a10"])).startswith("Nothing was measured")
+        assert (
+            "Nothing was measured here" not in page
+            and f"estimated, card and host {by_file}" in page
+        )
+    assert how_estimated(compare([replace(spec, calibration=None)], gpus=["a10"])).startswith(
+        "Nothing was measured"
+    )
 
 
 def test_a_check_takes_it_too(tmp_path: Path, file: Callable[..., str]) -> None:
     run = tmp_path / "run.yml"
     run.write_text(
-        "model_name_or_path: Qwen/Qwen2.5-0.5B\nuse_peft: true\nper_device_train_batch_size: 1\nmax_length: 128\n"
+        "model_name_or_path: Qwen/Qwen2.5-0.5B\nuse_peft: true\nper_device_train_batch_size: 1\n"
+        "max_length: 128\n"
     )
     options = {"gpu": "a10", "tokens_per_example": 64}
     plain, slow = (
-        check(run, options | more) for more in ({}, {"calibration": file(calibration(layer_ms=50.0, reference=None))})
+        check(run, options | more)
+        for more in ({}, {"calibration": file(calibration(layer_ms=50.0, reference=None))})
     )
-    assert (plain.checked.estimate.tokens_per_s or 0) > 2 * (slow.checked.estimate.tokens_per_s or 0) > 0
+    assert (
+        (plain.checked.estimate.tokens_per_s or 0)
+        > 2 * (slow.checked.estimate.tokens_per_s or 0)
+        > 0
+    )
     assert json_data(plain)["calibrated"] is None
     assert json_data(slow)["calibrated"] == "card and host calibrated by carried.json, 2026-11-22"

@@ -1,4 +1,6 @@
-"""Comparing cards: who is named, what a budget allows, when an own card pays, each form of output, and the command."""
+"""Comparing cards: who is named, what a budget allows, when an own card pays, each form of output,
+and the command.
+"""
 
 import csv
 import io
@@ -66,7 +68,11 @@ def plan() -> Plan:
 
 
 def entry(
-    gpu: str, hours: float = 1.0, usd: float | None = 1.0, price: Price | None = None, **changes: Any
+    gpu: str,
+    hours: float = 1.0,
+    usd: float | None = 1.0,
+    price: Price | None = None,
+    **changes: Any,
 ) -> ComparedCard:
     """A card that takes so long, at so many USD an hour, each give or take a tenth."""
     device = resolve_device(gpu)
@@ -74,7 +80,11 @@ def entry(
         price = Price(provider="test", device=device.name, usd_per_hour=usd, source="test")
     speed, best = 10_000 / hours, plan().best
     assert best is not None
-    speeds = {"samples_per_second": speed / 3600, "tokens_per_second": speed, "step_time_s": hours * 3600 / 313}
+    speeds = {
+        "samples_per_second": speed / 3600,
+        "tokens_per_second": speed,
+        "step_time_s": hours * 3600 / 313,
+    }
     took = Performance(**speeds, spread=(-0.1, 0.1), mfu=None)
     cost = project(plan().task.workload, best.config, took, price, power_w=200.0)
     best = replace(best, tokens_per_s=speed, interval=(0.9 * speed, 1.1 * speed), cost=cost)
@@ -119,7 +129,12 @@ def said(*cards: ComparedCard, **changes: Any) -> list[str]:
 def test_the_cheapest_and_the_fastest() -> None:
     held = group(entry("a10", 4, 0.5), entry("h100", 1, 3.0), entry("l4", 6, None), too_large("t4"))
     assert held.cheapest is held.cards[0] and held.fastest is held.cards[1]
-    assert [held.relative_speed(one) for one in held.cards] == [0.25, 1.0, pytest.approx(1 / 6), None]
+    assert [held.relative_speed(one) for one in held.cards] == [
+        0.25,
+        1.0,
+        pytest.approx(1 / 6),
+        None,
+    ]
     assert held.smallest_compared == resolve_device("a10")  # by 6 MiB
 
 
@@ -129,7 +144,9 @@ def test_a_card_of_a_kind_that_nobody_measured_is_not_named() -> None:
     made = entry("mi300x", 0.5, 0.5)
     assert made.plan and made.best
     guess = replace(made, plan=replace(made.plan, best=replace(made.best, device=kind)))
-    known = replace(made, plan=replace(made.plan, best=replace(made.best, device=kind, num_observations=1)))
+    known = replace(
+        made, plan=replace(made.plan, best=replace(made.best, device=kind, num_observations=1))
+    )
     other = entry("a10", 4, 0.5)
     assert guess.is_guess and not known.is_guess and not too_large("mi300x").is_guess
     assert group(guess, other).cheapest is group(guess, other).fastest is other
@@ -149,7 +166,9 @@ def test_the_faster_of_two_equally_cheap_cards_is_the_cheapest() -> None:
 
 
 def test_cards_with_overlapping_intervals_are_rivals() -> None:
-    held = group(entry("a10", 1, 1.00), entry("l4", 1, 1.15), entry("h100", 1, 1.30), entry("t4", 1, None))
+    held = group(
+        entry("a10", 1, 1.00), entry("l4", 1, 1.15), entry("h100", 1, 1.30), entry("t4", 1, None)
+    )
     assert held.rivals(held.cheapest, usd_interval) == ("l4",)
     assert "cheapest: a10, $1.00; but l4 cannot be told from it" in said(*held.cards)
     assert held.rivals(None, usd_interval) == ()
@@ -158,7 +177,9 @@ def test_cards_with_overlapping_intervals_are_rivals() -> None:
 def test_an_unknown_price_is_a_dash_and_never_nothing() -> None:
     held = group(entry("l4", 1, None))
     shown = cells(held, held.cards[0], TODAY)
-    assert [shown[name] for name in ("USD (80 %)", "USD at spot (80 %)", "USD/1,000 samples")] == [DASH] * 3
+    assert [shown[name] for name in ("USD (80 %)", "USD at spot (80 %)", "USD/1,000 samples")] == [
+        DASH
+    ] * 3
     assert (
         card_row(held, held.cards[0]).usd is None
         and shown["price"] == "– (no price is known)"
@@ -168,7 +189,15 @@ def test_an_unknown_price_is_a_dash_and_never_nothing() -> None:
 
 
 def test_the_price_of_a_part_of_an_instance_names_provider_and_age() -> None:
-    price = Price(provider="aws", device="x", usd_per_hour=4.1, count=8, as_of="2024", source="x", quotable=False)
+    price = Price(
+        provider="aws",
+        device="x",
+        usd_per_hour=4.1,
+        count=8,
+        as_of="2024",
+        source="x",
+        quotable=False,
+    )
     one = entry("a100-40gb", price=price)
     assert (
         cells(group(one), one, TODAY)["price"]
@@ -179,8 +208,12 @@ def test_the_price_of_a_part_of_an_instance_names_provider_and_age() -> None:
 def test_a_card_that_is_too_small_shows_the_need() -> None:
     one = too_large("t4")
     shown = cells(group(one), one, TODAY)
-    assert re.fullmatch(r"out of memory: at least 3\d\.\d of 10\.0 \(guides: 3\d\.\d\)", shown["GiB of limit"])
-    assert {shown[name] for name in (column.title for column in COLUMNS if column.numeric)} == {DASH}
+    assert re.fullmatch(
+        r"out of memory: at least 3\d\.\d of 10\.0 \(guides: 3\d\.\d\)", shown["GiB of limit"]
+    )
+    assert {shown[name] for name in (column.title for column in COLUMNS if column.numeric)} == {
+        DASH
+    }
 
 
 def test_observations_on_the_card_are_reported() -> None:
@@ -188,21 +221,34 @@ def test_observations_on_the_card_are_reported() -> None:
     assert one.best is not None
     assert cells(group(one), one, TODAY)["evidence"] == "estimated"
     one = replace(one, plan=replace(plan(), best=replace(one.best, num_observations=2)))
-    assert cells(group(one), one, TODAY)["evidence"] == "estimated, tightened by 2 measured on this card"
+    assert (
+        cells(group(one), one, TODAY)["evidence"]
+        == "estimated, tightened by 2 measured on this card"
+    )
 
 
 def test_cards_that_train_differently_are_named() -> None:
     one, other = entry("a10", 2), entry("h100", 1)
     assert one.best is not None
-    one = replace(one, plan=replace(plan(), best=replace(one.best, config=replace(one.best.config, lora_rank=8))))
-    assert "not the same training on a10 as on the fastest: lora_rank 8 instead of 16" in said(one, other)
+    one = replace(
+        one,
+        plan=replace(plan(), best=replace(one.best, config=replace(one.best.config, lora_rank=8))),
+    )
+    assert "not the same training on a10 as on the fastest: lora_rank 8 instead of 16" in said(
+        one, other
+    )
 
 
 # The budget
 
 
 def test_the_cheapest_within_the_budget_and_why_not_the_others() -> None:
-    rented = [entry("a10", 4, 0.5), entry("h100", 1, 3.0), entry("l40s", 2, 1.2), entry("l4", 1, None)]
+    rented = [
+        entry("a10", 4, 0.5),
+        entry("h100", 1, 3.0),
+        entry("l40s", 2, 1.2),
+        entry("l4", 1, None),
+    ]
     held = group(*rented, too_large("t4"))
     advice = advise(held, Budget(max_usd=2.5, max_hours=3))
     assert advice.chosen is not None and advice.chosen.name == "l40s"
@@ -229,7 +275,9 @@ def test_what_costs_nothing_is_the_cheapest() -> None:
 
 
 def test_if_nothing_is_within_the_budget_the_needed_amounts_are_reported() -> None:
-    held = comparison(entry("a10", 4, 0.5), entry("h100", 1, 3.0), budget=Budget(max_usd=1, max_hours=0.5))
+    held = comparison(
+        entry("a10", 4, 0.5), entry("h100", 1, 3.0), budget=Budget(max_usd=1, max_hours=0.5)
+    )
     text = held.unmet()
     assert text is not None and text.splitlines() == [
         "nothing is within $1.00 and 30 min",
@@ -243,15 +291,23 @@ def test_if_nothing_is_within_the_budget_the_needed_amounts_are_reported() -> No
         "nothing of known speed is within $1.00",
         "no formula knows the speed of l4",
     ]
-    assert replace(held, budget=Budget(max_usd=3)).unmet() is replace(held, budget=Budget()).unmet() is None
+    assert (
+        replace(held, budget=Budget(max_usd=3)).unmet()
+        is replace(held, budget=Budget()).unmet()
+        is None
+    )
 
 
 def test_if_nothing_fits_the_smallest_card_is_named() -> None:
     held = Comparison(groups=(group(too_large("t4"), smallest=resolve_device("h100")),))
     assert (
-        held.unmet() == "nothing surely fits any of these cards\nm, lora: the smallest card that holds it is h100-sxm"
+        held.unmet()
+        == "nothing surely fits any of these cards\nm, lora: the smallest card that holds it is"
+        " h100-sxm"
     )
-    assert held.remedy() == "take a larger GPU, a smaller model, --space qlora or a shorter --seq-len"
+    assert (
+        held.remedy() == "take a larger GPU, a smaller model, --space qlora or a shorter --seq-len"
+    )
 
 
 @pytest.mark.parametrize("wrong", [0, -1, math.nan, math.inf])
@@ -274,12 +330,18 @@ def test_an_own_card_pays_after_so_many_runs() -> None:
     cards = (entry("rtx-4090", 2, None), entry("h100", 1, 3.0))
     own = own_run(OWNED, *cards)
     assert own is not None and own.electricity_usd == pytest.approx(0.4 * 0.5)
-    assert own.usd == pytest.approx(2 * 1800 / 10_000 + 0.2) and own.pays_after_runs == pytest.approx(
-        1800 / (3.0 - 0.2)
-    )
+    assert own.usd == pytest.approx(
+        2 * 1800 / 10_000 + 0.2
+    ) and own.pays_after_runs == pytest.approx(1800 / (3.0 - 0.2))
     text = said(*cards, owned=OWNED)[-1]
-    assert "over 10,000 h, $0.50 a kWh at its power limit" in text and "it pays after 643 such runs" in text
-    assert "more than its" not in text and "more than its 100 h)" in said(*cards, owned=replace(OWNED, hours=100))[-1]
+    assert (
+        "over 10,000 h, $0.50 a kWh at its power limit" in text
+        and "it pays after 643 such runs" in text
+    )
+    assert (
+        "more than its" not in text
+        and "more than its 100 h)" in said(*cards, owned=replace(OWNED, hours=100))[-1]
+    )
 
 
 def test_an_own_card_never_pays_where_electricity_costs_more() -> None:
@@ -292,7 +354,10 @@ def test_an_own_card_with_unknown_price_or_speed() -> None:
     unpriced, large = entry("rtx-4090", 2, None), too_large("rtx-4090")
     alone = own_run(OWNED, unpriced)
     assert (
-        alone is not None and alone.pays_after_runs is None and not alone.never_pays and own_run(OWNED, large) is None
+        alone is not None
+        and alone.pays_after_runs is None
+        and not alone.never_pays
+        and own_run(OWNED, large) is None
     )
     assert said(large, entry("h100"), owned=OWNED)[-1].startswith("your own rtx-4090: –")
     assert "whether that pays is not known" in said(unpriced, owned=OWNED)[-1]
@@ -302,7 +367,10 @@ def test_an_own_card_is_an_option_within_the_budget() -> None:
     held = group(entry("rtx-4090", 2, None), entry("h100", 1, 3.0))
     advice = advise(held, Budget(max_usd=1), OWNED)
     assert advice.chosen is not None and advice.chosen.name == "your own rtx-4090"
-    assert dict(advice.excluded) == {"rtx-4090": "no price is known", "h100-sxm": "$3.00 is over $1.00"}
+    assert dict(advice.excluded) == {
+        "rtx-4090": "no price is known",
+        "h100-sxm": "$3.00 is over $1.00",
+    }
 
 
 # By the formulas
@@ -323,9 +391,13 @@ def test_the_smallest_card_holds_it_and_none_below_does() -> None:
     assert need is not None
     found = smallest_holding({True: need, False: need}, 0.05)
     assert found is not None and memory_state(need.need_gib, device_limit_gib(found, 0.05)) == FITS
-    smaller = [card for card in list_devices() if 0 < (card.memory_gib or 0) < (found.memory_gib or 0)]
+    smaller = [
+        card for card in list_devices() if 0 < (card.memory_gib or 0) < (found.memory_gib or 0)
+    ]
     assert smaller
-    assert not any(memory_state(need.need_gib, device_limit_gib(card, 0.05)) == FITS for card in smaller)
+    assert not any(
+        memory_state(need.need_gib, device_limit_gib(card, 0.05)) == FITS for card in smaller
+    )
     with_bf16 = smallest_holding({True: need}, 0.05)
     assert with_bf16 is not None and with_bf16.supports_bf16
     # 3 % below the limit of a card is within the error of the formula, and beyond that of a count.
@@ -373,21 +445,30 @@ def test_a_table_with_every_cell_whole() -> None:
 def test_an_own_card_joins_the_comparison() -> None:
     result = run("--gpus", "l4", "--owned", "rtx-4090", "--owned-usd", "1800", "--format", "json")
     first = json.loads(result.stdout)["groups"][0]
-    assert [one["card"] for one in first["cards"]] == ["l4", "rtx-4090"] and first["own_run"]["usd"] > 0
+    assert [one["card"] for one in first["cards"]] == ["l4", "rtx-4090"] and first["own_run"][
+        "usd"
+    ] > 0
 
 
 def test_cards_that_the_user_describes_are_compared_and_marked(tmp_path: Path) -> None:
     words = "memory=16,bf16_tflops=60,bandwidth_gb_s=300"
-    result = run("--gpus", f"l4,{words},a10", "--owned", f"{words},tdp_w=100,name=mine", "--owned-usd", "500")
+    result = run(
+        "--gpus", f"l4,{words},a10", "--owned", f"{words},tdp_w=100,name=mine", "--owned-usd", "500"
+    )
     assert result.exit_code == 0, result.output
-    assert "card-16gb (as you described it)" in result.stdout and "mine (as you described it)" in result.stdout
+    assert (
+        "card-16gb (as you described it)" in result.stdout
+        and "mine (as you described it)" in result.stdout
+    )
     assert "your own mine" in result.stdout
     data = json.loads(run("--gpus", f"l4,{words}", "--format", "json").stdout)["groups"][0]["cards"]
     assert [(one["card"], one["own_card"]) for one in data] == [("l4", None), ("card-16gb", words)]
     assert data[1]["tokens_per_s"] > 0 and data[1]["is_guess"] is True
 
 
-NOT_COUNTED = "there is no formula for mixtral models, and what it needs cannot be counted: It has no layers"
+NOT_COUNTED = (
+    "there is no formula for mixtral models, and what it needs cannot be counted: It has no layers"
+)
 COUNT = DryCount(
     model_gib=10.0,
     adapters_gib=0.0,
@@ -403,11 +484,16 @@ COUNT = DryCount(
 @pytest.fixture
 def not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dry probe that refuses; the real one is tested with the real probe."""
-    monkeypatch.setattr(counted_memory, "dry_count", lambda *asked: DryAnswer(refused="It has no layers."))
+    monkeypatch.setattr(
+        counted_memory, "dry_count", lambda *asked: DryAnswer(refused="It has no layers.")
+    )
 
 
 def test_a_family_without_a_formula_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """15 GiB are in use at the peak of whatever is counted: too much for a T4. No speed is known of it."""
+    """15 GiB are in use at the peak of whatever is counted: too much for a T4.
+
+    No speed is known of it.
+    """
     monkeypatch.setattr(counted_memory, "dry_count", lambda *asked: DryAnswer(count=COUNT))
     result = run("--gpus", "t4,a10,h100", "--methods", "lora", model="mixtral-8x7b")
     assert result.exit_code == 0, result.output
@@ -417,12 +503,24 @@ def test_a_family_without_a_formula_is_counted(monkeypatch: pytest.MonkeyPatch) 
     made = rules.compare([StudySpec(model="mixtral-8x7b", space="lora")], gpus=["t4,a10"])
     small, large = made.groups[0].cards
     assert (small.holds_it, small.state) == (False, OOM)
-    assert (large.holds_it, large.state, large.best) == (True, "fits, at a speed that is not known", None)
+    assert (large.holds_it, large.state, large.best) == (
+        True,
+        "fits, at a speed that is not known",
+        None,
+    )
     assert small.least is not None and small.least.memory is not None and small.least.memory.counted
-    limited = rules.compare([StudySpec(model="mixtral-8x7b", space="lora")], gpus=["a10"], budget=Budget(max_usd=1.0))
-    assert limited.unmet() == "whether anything is within $1.00 is not known: no formula knows the speed"
+    limited = rules.compare(
+        [StudySpec(model="mixtral-8x7b", space="lora")], gpus=["a10"], budget=Budget(max_usd=1.0)
+    )
+    assert (
+        limited.unmet()
+        == "whether anything is within $1.00 is not known: no formula knows the speed"
+    )
     mixed = run("--model", "mixtral-8x7b", "--gpus", "a10", "--methods", "lora", "--format", "json")
-    assert json.loads(mixed.stdout)["how_sure"] == f"{ACCURACY}; where no formula covers a model, {COUNTED}"
+    assert (
+        json.loads(mixed.stdout)["how_sure"]
+        == f"{ACCURACY}; where no formula covers a model, {COUNTED}"
+    )
 
 
 def test_the_baseline_of_a_family_without_a_formula_has_a_speed_where_its_work_was_counted(
@@ -433,11 +531,19 @@ def test_the_baseline_of_a_family_without_a_formula_has_a_speed_where_its_work_w
     made = rules.compare([StudySpec(model="mixtral-8x7b", space="lora")], gpus=["a10,h100"])
     group = made.groups[0]
     assert group.fastest is not None and group.fastest.device.name == "h100-sxm"
-    assert group.cheapest is not None and group.plan is not None and group.plan.reason == ONLY_BASELINE
-    assert all(card.best is not None and card.best == card.plan.baseline for card in group.cards if card.plan)
+    assert (
+        group.cheapest is not None and group.plan is not None and group.plan.reason == ONLY_BASELINE
+    )
+    assert all(
+        card.best is not None and card.best == card.plan.baseline
+        for card in group.cards
+        if card.plan
+    )
     assert ONLY_BASELINE in verdicts(made, group)
 
-    assert json_data(group.plan)["how_sure"] == COUNTED and json_data(plan())["how_sure"] == ACCURACY
+    assert (
+        json_data(group.plan)["how_sure"] == COUNTED and json_data(plan())["how_sure"] == ACCURACY
+    )
 
 
 def counted(
@@ -454,7 +560,9 @@ def counted(
         if refuses(config):
             return DryAnswer(refused="its head cannot")
         return DryAnswer(
-            count=replace(COUNT, peak_allocated_gib=peak, segment_peak_gib={"backward_layer": peak}, **work)
+            count=replace(
+                COUNT, peak_allocated_gib=peak, segment_peak_gib={"backward_layer": peak}, **work
+            )
         )
 
     return answer
@@ -465,28 +573,46 @@ def of_mixtral(gpu: str, method: str) -> ComparedCard:
     return compare_card(made, device_limit_gib(resolve_device(gpu), 0.05))
 
 
-def test_where_a_counted_baseline_does_not_fit_the_leanest_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In full fine-tuning of the reserve: only lion with weights in pure bf16 needs less than an A10 has."""
+def test_where_a_counted_baseline_does_not_fit_the_leanest_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In full fine-tuning of the reserve: only lion with weights in pure bf16 needs less than an
+    A10 has.
+    """
     asked: list[TrainConfig] = []
     answer = counted(asked, lambda config: 15.0 if config.precision == "bf16_pure" else 60.0)
     monkeypatch.setattr(counted_memory, "dry_count", answer)
     card = of_mixtral("a10", "full")
-    assert card.best is not None and card.plan is not None and card.plan.from_reserve and card.state == FITS
+    assert (
+        card.best is not None
+        and card.plan is not None
+        and card.plan.from_reserve
+        and card.state == FITS
+    )
     assert (card.best.config.precision, card.best.config.optimizer) == ("bf16_pure", "lion_8bit")
     assert card.best.tokens_per_s and card.plan.reason.endswith(ONLY_LEANEST)
     assert card.best == card.least
     held = Group(model="m", method="full", cards=(card,))
     assert f"a10: {ONLY_LEANEST}" in verdicts(Comparison(groups=(held,)), held)
     assert ONLY_BASELINE not in verdicts(Comparison(groups=(held,)), held)
-    assert card_row(held, card).memory_by == "counted" and json_data(card.plan)["best"]["memory_by"] == "counted"
+    assert (
+        card_row(held, card).memory_by == "counted"
+        and json_data(card.plan)["best"]["memory_by"] == "counted"
+    )
     assert json_data(plan())["baseline"]["memory_by"] == "formula"
 
 
-def test_no_smaller_baseline_is_counted_where_the_smallest_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_smaller_baseline_is_counted_where_the_smallest_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[TrainConfig] = []
     monkeypatch.setattr(counted_memory, "dry_count", counted(asked, lambda config: 60.0))
     card = of_mixtral("a10", "lora")
-    assert card.state == OOM and card.plan is not None and card.plan.baseline.config.micro_batch_size == 8
+    assert (
+        card.state == OOM
+        and card.plan is not None
+        and card.plan.baseline.config.micro_batch_size == 8
+    )
     assert {config.micro_batch_size for config in asked} == {8, 1}
     by_size = counted([], lambda config: 16.0 + 2 * config.micro_batch_size)
     monkeypatch.setattr(counted_memory, "dry_count", by_size)
@@ -496,20 +622,31 @@ def test_no_smaller_baseline_is_counted_where_the_smallest_does_not_fit(monkeypa
     assert card.best is not None and card.best.config.micro_batch_size == 4
 
 
-def test_the_leanest_has_the_whole_loss_where_the_head_has_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_leanest_has_the_whole_loss_where_the_head_has_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A count that was refused was taken for a model that fits nowhere."""
     asked: list[TrainConfig] = []
-    answer = counted(asked, lambda config: 15.0 * config.micro_batch_size, lambda config: config.loss == "chunked")
+    answer = counted(
+        asked,
+        lambda config: 15.0 * config.micro_batch_size,
+        lambda config: config.loss == "chunked",
+    )
     monkeypatch.setattr(counted_memory, "dry_count", answer)
     least = least_memory(setup("a10", model="mixtral-8x7b", space="lora", pins={}).task, 20.0)
     assert least is not None and least.state == FITS and least.config.loss == "full"
-    assert least.config.micro_batch_size == 1 and [config.loss for config in asked[:2]] == ["chunked", "full"]
+    assert least.config.micro_batch_size == 1 and [config.loss for config in asked[:2]] == [
+        "chunked",
+        "full",
+    ]
 
 
 @pytest.mark.usefixtures("not_counted")
 def test_a_family_that_cannot_be_counted_leaves_the_others(tmp_path: Path) -> None:
     out = tmp_path / "cards.csv"
-    result = run("--model", "mixtral-8x7b", "--gpus", "l4,h100", "--methods", "lora", "--out", str(out))
+    result = run(
+        "--model", "mixtral-8x7b", "--gpus", "l4,h100", "--methods", "lora", "--out", str(out)
+    )
     rows = list(csv.DictReader(io.StringIO(out.read_text())))
     assert [one["state"] for one in rows] == [FITS, FITS, *[NOT_COUNTED] * 2]
     assert result.exit_code == 0 and result.stdout == ""
@@ -535,14 +672,23 @@ def test_nothing_within_the_budget_is_an_exit_code_of_its_own() -> None:
     result = run("--gpus", "h100", "--max-usd", "0.0001")
     assert isinstance(result.exception, NothingFits) and "within $0.0001: none" in result.stdout
     result = run("--gpus", "t4", model="llama-3.1-70b")
-    assert isinstance(result.exception, NothingFits) and "the smallest card that holds it is" in str(result.exception)
+    assert isinstance(
+        result.exception, NothingFits
+    ) and "the smallest card that holds it is" in str(result.exception)
 
 
 def test_a_hostile_directory_through_the_command(tmp_path: Path) -> None:
     name = tmp_path / "[bold]<script>|=cmd"
     name.mkdir()
-    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
-    (name / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 100, **sizes}))
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+    }
+    (name / "config.json").write_text(
+        json.dumps({"model_type": "llama", "vocab_size": 100, **sizes})
+    )
     for form in ("table", "markdown", "csv", "html", "json"):
         result = run("--gpus", "l4", "--format", form, model=str(name))
         assert result.exit_code == 0, result.output
@@ -553,8 +699,14 @@ def test_a_hostile_directory_through_the_command(tmp_path: Path) -> None:
 def test_the_users_price_file_is_used(tmp_path: Path) -> None:
     prices = tmp_path / "prices.yaml"
     prices.write_text("- {provider: mine, device: l4, usd: 8.0, count: 8, as_of: 2026-11-01}\n")
-    cell = json.loads(run("--gpus", "l4", "--prices", str(prices), "--format", "json").stdout)["groups"][0]["cards"][0]
-    assert (cell["usd_per_hour"], cell["price_of_instance_of"], cell["provider"]) == (1.0, 8, "mine")
+    cell = json.loads(run("--gpus", "l4", "--prices", str(prices), "--format", "json").stdout)[
+        "groups"
+    ][0]["cards"][0]
+    assert (cell["usd_per_hour"], cell["price_of_instance_of"], cell["provider"]) == (
+        1.0,
+        8,
+        "mine",
+    )
 
 
 @pytest.mark.parametrize(
@@ -565,8 +717,14 @@ def test_the_users_price_file_is_used(tmp_path: Path) -> None:
         (["--gpus", "a10,memory=24"], "--gpu memory=24: say how fast the card multiplies"),
         (["--gpus", "a10,no.yaml"], "cannot read no.yaml"),
         (["--gpus", "a10", "--format", "pdf"], "there is no format 'pdf'"),
-        (["--gpus", "a10", "--methods", "qlorra"], "unknown search space 'qlorra'; did you mean 'qlora'"),
-        (["--gpus", "a10", "--methods", "lora", "--space", "full"], "--methods and a space of one's own"),
+        (
+            ["--gpus", "a10", "--methods", "qlorra"],
+            "unknown search space 'qlorra'; did you mean 'qlora'",
+        ),
+        (
+            ["--gpus", "a10", "--methods", "lora", "--space", "full"],
+            "--methods and a space of one's own",
+        ),
         (["--gpus", "a10", "--owned", "a10"], "--owned and --owned-usd go together"),
         (["--gpus", "a10", "--max-usd", "nan"], "max_usd cannot be nan"),
         (["--gpus", "a10", "--model", "no-such"], "unknown model 'no-such'"),
@@ -586,14 +744,20 @@ def test_one_card_stands_for_all_with_bf16_and_one_for_those_without() -> None:
         needs = rules._least_by_bf16(spec, [compare_card(setup(here), limit)], lambda text: None)
         assert needs[not other].device.name == here
         assert needs[other].device.supports_bf16 is other and needs[other].device.kind != "cpu"
-        assert needs[True].config.precision.startswith("bf16") and needs[False].config.precision == "fp16_mixed"
+        assert (
+            needs[True].config.precision.startswith("bf16")
+            and needs[False].config.precision == "fp16_mixed"
+        )
         assert needs[other].state == FITS
     assert rules._least_by_bf16(spec, [], lambda text: None) == {}
 
 
 def test_methods_are_for_specs_without_a_space_or_configurations() -> None:
     plain, own = StudySpec(model="a"), StudySpec(model="b", space="full")
-    assert [one.space for one in rules._studies([plain], ["lora, full", "lora"])] == ["lora", "full"]
+    assert [one.space for one in rules._studies([plain], ["lora, full", "lora"])] == [
+        "lora",
+        "full",
+    ]
     assert rules._studies([plain, own], []) == [plain, own]
     for specs in ([own], [plain, own], [own, plain]):
         with pytest.raises(UsageError, match="cannot both be"):
@@ -606,15 +770,27 @@ def test_all_of_a_budget_may_be_spent() -> None:
     assert budget.exceeded_by(2.01, 3.0) == ("$2.01 is over $2.00",)
     assert budget.exceeded_by(2.0, 3.5) == ("3 h 30 min is over 3 h",)
     assert budget.exceeded_by(None, 4.0) == ("no price is known", "4 h is over 3 h")
-    assert Budget(max_hours=3.0).exceeded_by(None, 3.0) == () == Budget(max_usd=0.5).exceeded_by(0.5, 1e9)
-    assert [str(one) for one in (budget, Budget(max_usd=2), Budget(max_hours=1))] == ["$2.00 and 3 h", "$2.00", "1 h"]
+    assert (
+        Budget(max_hours=3.0).exceeded_by(None, 3.0)
+        == ()
+        == Budget(max_usd=0.5).exceeded_by(0.5, 1e9)
+    )
+    assert [str(one) for one in (budget, Budget(max_usd=2), Budget(max_hours=1))] == [
+        "$2.00 and 3 h",
+        "$2.00",
+        "1 h",
+    ]
 
 
 def test_an_own_card_that_costs_as_much_as_a_rented_one_never_pays() -> None:
     """200 W for 2 h at $0.50 a kWh are 20 cents, as much as the rent."""
     cards = (entry("rtx-4090", 2, None), entry("h100", 1, 0.2))
     own = own_run(OWNED, *cards)
-    assert own is not None and (own.never_pays, own.pays_after_runs, own.rented) == (True, None, "h100-sxm")
+    assert own is not None and (own.never_pays, own.pays_after_runs, own.rented) == (
+        True,
+        None,
+        "h100-sxm",
+    )
     cheaper = own_run(OWNED, cards[0], entry("h100", 1, 0.21))
     assert cheaper is not None and not cheaper.never_pays
     assert cheaper.pays_after_runs == pytest.approx(1800 / 0.01)
@@ -623,7 +799,11 @@ def test_an_own_card_that_costs_as_much_as_a_rented_one_never_pays() -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "name"),
-    [({"usd": 0.0}, "owned_usd"), ({"usd": math.inf}, "owned_usd"), ({"usd_per_kwh": -0.1}, "usd_per_kwh")],
+    [
+        ({"usd": 0.0}, "owned_usd"),
+        ({"usd": math.inf}, "owned_usd"),
+        ({"usd_per_kwh": -0.1}, "usd_per_kwh"),
+    ],
 )
 def test_an_own_card_has_a_price(wrong: dict[str, float], name: str) -> None:
     with pytest.raises(UsageError, match=f"{name} cannot be") as caught:
@@ -637,11 +817,15 @@ def test_the_state_of_a_card_says_what_is_not_known() -> None:
     fits, large = entry("a10"), too_large("t4")
     assert (fits.state, large.state) == (FITS, OOM)
     assert plan().best is not None and fits.plan is not None
-    unknown = replace(fits, plan=replace(fits.plan, best=None), least=replace(plan().baseline, state=FITS))
+    unknown = replace(
+        fits, plan=replace(fits.plan, best=None), least=replace(plan().baseline, state=FITS)
+    )
     assert unknown.state == "fits, at a speed that is not known"
     assert unknown.tokens_per_s == 0.0 and unknown.cost is unknown.usd is unknown.best is None
     nothing = ComparedCard(device=A10)
-    assert nothing.state == "unknown" and replace(nothing, problem="no formula").state == "no formula"
+    assert (
+        nothing.state == "unknown" and replace(nothing, problem="no formula").state == "no formula"
+    )
     assert replace(fits, least=None).state == "unknown"
 
 
@@ -651,11 +835,21 @@ def test_of_an_advice_the_cheapest_has_a_price_and_the_fastest_need_not() -> Non
     assert advice.cheapest is not None and advice.fastest is not None
     assert (advice.cheapest.name, advice.fastest.name) == ("a10", "l4")
     assert (advice.cheapest.usd, advice.cheapest.hours) == (18.0, 2.0)
-    assert advice.cheapest.usd_high == pytest.approx(19.8) and advice.cheapest.hours_high == pytest.approx(2.2)
-    assert str(advice.cheapest) == "a10 ($18.00, 2 h)" and str(advice.fastest) == "l4 (no price is known, 1 h)"
+    assert advice.cheapest.usd_high == pytest.approx(
+        19.8
+    ) and advice.cheapest.hours_high == pytest.approx(2.2)
+    assert (
+        str(advice.cheapest) == "a10 ($18.00, 2 h)"
+        and str(advice.fastest) == "l4 (no price is known, 1 h)"
+    )
     assert advice.fastest.usd_high is None
     nothing = advise(group(too_large("t4")), Budget(max_hours=3))
-    assert (nothing.chosen, nothing.cheapest, nothing.fastest, nothing.breaks) == (None, None, None, ())
+    assert (nothing.chosen, nothing.cheapest, nothing.fastest, nothing.breaks) == (
+        None,
+        None,
+        None,
+        (),
+    )
     assert nothing.excluded == (("t4", OOM),)
     assert comparison(free).advice(group(free)) is None
 
@@ -671,14 +865,22 @@ def test_the_fastest_of_a_group_fits() -> None:
 def test_rivals_touch_the_interval_of_the_chosen_card() -> None:
     """Of $0.90 to $1.10 those that end or begin there; a tenth either way of each."""
     chosen = entry("a10", 1, 1.0)
-    bounds = {"a10": (1.0, 2.0), "l4": (2.0, 3.0), "t4": (2.01, 3.0), "h100-sxm": (0.5, 1.0), "l40s": (0.1, 0.99)}
+    bounds = {
+        "a10": (1.0, 2.0),
+        "l4": (2.0, 3.0),
+        "t4": (2.01, 3.0),
+        "h100-sxm": (0.5, 1.0),
+        "l40s": (0.1, 0.99),
+    }
     others = [entry(name) for name in ("l4", "t4", "h100", "l40s", "rtx-4090")]
     held = group(chosen, *others)
     assert held.rivals(chosen, lambda card: bounds.get(card.device.name)) == ("l4", "h100-sxm")
     assert held.rivals(chosen, lambda card: None) == ()
 
 
-def test_progress_is_said_every_two_seconds_and_a_warning_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_said_every_two_seconds_and_a_warning_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A clock that goes on by 1.1 s whenever it is looked at: every second card is said."""
     now = [0.0]
 
@@ -691,7 +893,9 @@ def test_progress_is_said_every_two_seconds_and_a_warning_once(monkeypatch: pyte
     spec = StudySpec(**SMALL | {"examples": 8})
     made = rules.compare([spec], gpus=["a10,l4", "t4"], methods=["lora, qlora"], say=said.append)
     assert [one.method for one in made.groups] == ["lora", "qlora"]
-    assert [[card.device.name for card in one.cards] for one in made.groups] == [["a10", "l4", "t4"]] * 2
+    assert [[card.device.name for card in one.cards] for one in made.groups] == [
+        ["a10", "l4", "t4"]
+    ] * 2
     model = made.groups[0].model
     assert [text for text in said if " of 6: " in text] == [
         f"1 of 6: {model}, lora, l4",
@@ -705,8 +909,17 @@ def test_progress_is_said_every_two_seconds_and_a_warning_once(monkeypatch: pyte
 def test_a_comparison_says_nothing_where_it_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "time", SimpleNamespace(monotonic=lambda: 5.0))
     said: list[str] = []
-    made = rules.compare([StudySpec(**SMALL, tokens_per_example=512)], gpus=["a10", "l4"], owned=OWNED, say=said.append)
-    assert said == [] and [card.device.name for card in made.groups[0].cards] == ["a10", "l4", "rtx-4090"]
+    made = rules.compare(
+        [StudySpec(**SMALL, tokens_per_example=512)],
+        gpus=["a10", "l4"],
+        owned=OWNED,
+        say=said.append,
+    )
+    assert said == [] and [card.device.name for card in made.groups[0].cards] == [
+        "a10",
+        "l4",
+        "rtx-4090",
+    ]
     assert made.owned is OWNED and made.groups[0].method == "default"
     assert made.groups[0].smallest is not None and made.groups[0].smallest.memory_gib
 
@@ -726,7 +939,9 @@ def test_one_model_that_fits_somewhere_is_enough() -> None:
         assert replace(made, budget=Budget(max_usd=3)).unmet() is None
         poor = replace(made, budget=Budget(max_usd=1))
         lines = (poor.unmet() or "").splitlines()
-        assert lines[0] == "nothing is within $1.00" and "m, lora: fits none of these cards" in lines
+        assert (
+            lines[0] == "nothing is within $1.00" and "m, lora: fits none of these cards" in lines
+        )
         assert poor.remedy() == "allow more than $1.00, or compare other cards"
 
 
@@ -759,7 +974,10 @@ def test_what_may_help_is_said_of_the_leanest_of_all_cards() -> None:
     long, short, plain = replace(nf4, seq_len=2048), nf4, replace(config, seq_len=128)
 
     def remedy(*configs: Any) -> str:
-        held = [replace(too_large("t4"), least=replace(plan().baseline, config=one, state=OOM)) for one in configs]
+        held = [
+            replace(too_large("t4"), least=replace(plan().baseline, config=one, state=OOM))
+            for one in configs
+        ]
         return Comparison(groups=(group(*held),)).remedy()
 
     assert remedy(plain, long) == "take a larger GPU, a smaller model or a shorter --seq-len"
@@ -779,7 +997,9 @@ def test_the_slowest_card_that_was_measured_comes_before_a_guess() -> None:
     """Half a token a second, on a card whose kind was measured."""
     slow, fast = entry("a10", 20_000), entry("mi300x", 1)
     assert fast.plan and fast.best
-    guess = replace(fast, plan=replace(fast.plan, best=replace(fast.best, device=resolve_device("mi300x"))))
+    guess = replace(
+        fast, plan=replace(fast.plan, best=replace(fast.best, device=resolve_device("mi300x")))
+    )
     assert (slow.tokens_per_s, guess.is_guess) == (0.5, True)
     assert group(guess, slow).fastest is group(slow, guess).fastest is slow
 
@@ -805,7 +1025,9 @@ def test_cards_that_cannot_run_the_space_do_not_stand_for_others() -> None:
     """Weights in bf16 alone cannot be trained on cards like a T4."""
     pure = {"space": "full", "pins": {**SMALL["pins"], "precision": "bf16_pure"}}
     spec = StudySpec(**SMALL | pure)
-    needs = rules._least_by_bf16(spec, [compare_card(setup("a10", **pure), 20.0)], lambda text: None)
+    needs = rules._least_by_bf16(
+        spec, [compare_card(setup("a10", **pure), 20.0)], lambda text: None
+    )
     assert list(needs) == [True] and needs[True].config.method == "full"
     assert Comparison(groups=(group(too_large("t4")),)).unmet() == (
         "nothing surely fits any of these cards\nm, lora: no card holds it"
@@ -817,4 +1039,7 @@ def test_of_cards_that_hold_it_the_one_of_known_and_least_memory_is_the_smallest
     assert unknown.device.memory_gib is None
     for cards in ((large, small, unknown), (unknown, large, small), (small, unknown, large)):
         assert group(*cards, too_large("t4")).smallest_compared == small.device
-    assert group(unknown).smallest_compared == unknown.device and group(too_large("t4")).smallest_compared is None
+    assert (
+        group(unknown).smallest_compared == unknown.device
+        and group(too_large("t4")).smallest_compared is None
+    )

@@ -1,4 +1,6 @@
-"""Speed and cost of one configuration on one device, from its step time by hand; and what says whether it fits."""
+"""Speed and cost of one configuration on one device, from its step time by hand; and what says
+whether it fits.
+"""
 
 import math
 from dataclasses import replace
@@ -22,7 +24,14 @@ from autotune.prediction.estimate import Estimate, MemoryBounds, estimate, memor
 from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, memory_breakdown
 from autotune.prediction.observed_speed import Observation, measured_ratios, observed_transfer
 from autotune.prediction.step_time import UNKNOWN_HOST, StepTimeEstimate, estimate_step_time
-from autotune.prediction.transfer import BETWEEN, REFERENCE, WITHIN, calibrated_parts, interval, speed_transfer
+from autotune.prediction.transfer import (
+    BETWEEN,
+    REFERENCE,
+    WITHIN,
+    calibrated_parts,
+    interval,
+    speed_transfer,
+)
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.speed_transfer import SpeedTransfer
@@ -70,7 +79,9 @@ def with_speed(
 
 
 def test_speed_and_cost_on_the_reference_card_by_hand() -> None:
-    """A step takes 3 x 2 + 4 = 10 s: 600 useful tokens, of which each of two devices has half; 100 steps, 1,000 s."""
+    """A step takes 3 x 2 + 4 = 10 s: 600 useful tokens, of which each of two devices has half; 100
+    steps, 1,000 s.
+    """
     found = with_speed(STEP)
     assert (found.tokens_per_s, found.samples_per_s) == (30.0, 0.6)
     assert found.interval == interval(30.0, 0.1)
@@ -92,7 +103,11 @@ def test_a_run_may_end_before_its_examples_do() -> None:
 
 def test_what_has_no_price_or_power_has_no_cost() -> None:
     unpriced = with_speed(STEP, price=None, device=replace(H200, tdp_w=None)).cost
-    assert unpriced is not None and (unpriced.full_run_usd, unpriced.spot_usd, unpriced.kwh) == (None, None, None)
+    assert unpriced is not None and (unpriced.full_run_usd, unpriced.spot_usd, unpriced.kwh) == (
+        None,
+        None,
+        None,
+    )
     on_demand = with_speed(STEP, price=replace(PRICE, spot_usd_per_hour=None)).cost
     assert on_demand is not None and on_demand.spot_usd is None and on_demand.usd_per_hour == 6.0
 
@@ -100,7 +115,9 @@ def test_what_has_no_price_or_power_has_no_cost() -> None:
 def test_only_what_fits_has_a_speed() -> None:
     unknown = with_speed(STEP, device=replace(A10, bandwidth_gb_s=None))
     for estimated in (with_speed(STEP, state=OOM), unknown, with_speed(None)):
-        assert (estimated.tokens_per_s, estimated.interval, estimated.cost, estimated.step) == (None,) * 4
+        assert (estimated.tokens_per_s, estimated.interval, estimated.cost, estimated.step) == (
+            None,
+        ) * 4
     assert with_speed(STEP, state=TIGHT).tokens_per_s == 30.0
     slower = with_speed(STEP, device=A10)
     assert slower.tokens_per_s is not None and slower.tokens_per_s < 10.0
@@ -110,7 +127,12 @@ def test_a_need_near_the_limit_is_tight_on_both_sides() -> None:
     needs = (10.0 / (1 - ERROR) + 0.01, 10.0 / (1 - ERROR) - 0.01, 10.0, 10.0 / (1 + ERROR) + 0.01)
     assert [memory_state(need, 10.0) for need in needs] == [OOM, TIGHT, TIGHT, TIGHT]
     assert memory_state(10.0, 10.0 * (1 + ERROR)) == memory_state(9.0, 10.0) == FITS
-    assert [memory_state(need, 10.0, 0.01) for need in (10.2, 10.05, 9.95, 9.8)] == [OOM, TIGHT, TIGHT, FITS]
+    assert [memory_state(need, 10.0, 0.01) for need in (10.2, 10.05, 9.95, 9.8)] == [
+        OOM,
+        TIGHT,
+        TIGHT,
+        FITS,
+    ]
 
 
 def test_bounds_of_memory_fit_where_the_upper_one_certainly_does() -> None:
@@ -120,10 +142,17 @@ def test_bounds_of_memory_fit_where_the_upper_one_certainly_does() -> None:
     assert bounds.reported is more and least < most
     least *= 1 - ERROR
     assert bounds.state(least - 0.01) == OOM and bounds.state(least + 0.01) == TIGHT
-    assert bounds.state(most * (1 + ERROR) - 0.01) == TIGHT and bounds.state(most * (1 + ERROR)) == FITS
+    assert (
+        bounds.state(most * (1 + ERROR) - 0.01) == TIGHT
+        and bounds.state(most * (1 + ERROR)) == FITS
+    )
     unbounded = replace(bounds, most=None)
     assert unbounded.reported is less
-    assert [unbounded.state(limit) for limit in (least - 0.01, least + 0.01, 10 * most)] == [OOM, TIGHT, TIGHT]
+    assert [unbounded.state(limit) for limit in (least - 0.01, least + 0.01, 10 * most)] == [
+        OOM,
+        TIGHT,
+        TIGHT,
+    ]
 
 
 def test_the_limit_of_a_device_is_what_its_reserve_and_a_context_leave() -> None:
@@ -137,7 +166,10 @@ def test_the_limit_of_a_device_is_what_its_reserve_and_a_context_leave() -> None
 
 def test_the_smallest_card_has_the_least_memory_of_those_that_fit() -> None:
     sizes = [card.memory_gib for card in list_devices() if card.memory_gib]
-    smallest, large = smallest_card(lambda card: True), smallest_card(lambda card: (card.memory_gib or 0) > 50)
+    smallest, large = (
+        smallest_card(lambda card: True),
+        smallest_card(lambda card: (card.memory_gib or 0) > 50),
+    )
     assert smallest is not None and smallest.memory_gib == min(sizes)
     assert large is not None and large.memory_gib == min(size for size in sizes if size > 50)
     assert smallest_card(lambda card: (card.memory_gib or math.inf) > 10_000) is None
@@ -162,11 +194,15 @@ def ratios(**changes: Any) -> list[float]:
 
 
 def test_an_observation_six_deviations_off_is_a_mistake() -> None:
-    """The logarithm of the ratio of the speeds is off by as much from card to card and within one."""
+    """The logarithm of the ratio of the speeds is off by as much
+    from card to card and within one.
+    """
     (ratio,), most = ratios(), 6.0 * math.hypot(BETWEEN, WITHIN)
     expected = 800.0 / ratio  # tokens a second, by formula
     assert ratios(tokens_per_s=640.0) == [pytest.approx(0.8 * ratio)]
-    assert ratios(tokens_per_s=expected / math.exp(most - 0.001)) == [pytest.approx(math.exp(0.001 - most))]
+    assert ratios(tokens_per_s=expected / math.exp(most - 0.001)) == [
+        pytest.approx(math.exp(0.001 - most))
+    ]
     assert ratios(tokens_per_s=expected / math.exp(most + 0.001)) == []
     assert ratios(tokens_per_s=expected) == [pytest.approx(1.0)]
 
@@ -184,7 +220,9 @@ def test_only_whole_measurements_with_the_same_method_count() -> None:
     assert measured_ratios([OBSERVED], H200, "lora", "none") == []
 
 
-def test_a_device_is_planned_for_by_name_or_is_the_one_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_planned_for_by_name_or_is_the_one_that_is_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("autotune.core.nvml.list_gpus", list)
     assert planned_device("a10") == A10
     for name in ("auto", " AUTO "):
@@ -194,19 +232,29 @@ def test_a_device_is_planned_for_by_name_or_is_the_one_that_is_here(monkeypatch:
 
 
 def test_what_an_estimate_rests_on_is_said() -> None:
-    assert how_known(how_sure(), None).startswith("Nothing was measured here. Estimated: memory by a formula")
+    assert how_known(how_sure(), None).startswith(
+        "Nothing was measured here. Estimated: memory by a formula"
+    )
     counted = how_known(how_sure(counted=True), None)
-    assert counted.startswith("Nothing was measured here. Estimated: memory by counting a training step")
+    assert counted.startswith(
+        "Nothing was measured here. Estimated: memory by counting a training step"
+    )
     for is_counted, by in ((False, "a formula"), (True, "counting a training step")):
         known = how_known(how_sure(counted=is_counted), calibrated_parts(calibration(), A10))
-        assert known.startswith(f"Estimated, card and host calibrated on this machine, 2026-11-22: memory by {by}")
+        assert known.startswith(
+            f"Estimated, card and host calibrated on this machine, 2026-11-22: memory by {by}"
+        )
 
 
 def test_products_in_8_bits_are_expected_by_their_own_peak() -> None:
-    """An observation counts by the time of its device's parts and its rest, each on its card, over what it took."""
+    """An observation counts by the time of its device's parts and its rest, each on its card, over
+    what it took.
+    """
     l4, model = resolve_device("l4"), resolve_model("mistral-7b")
     for knobs, precision in ({"quantization": "fp8", "compile": "per_layer"}, "fp8"), ({}, "bf16"):
-        seen = replace(OBSERVED, device="l4", config=replace(OBSERVED.config, **knobs), accumulation=3)
+        seen = replace(
+            OBSERVED, device="l4", config=replace(OBSERVED.config, **knobs), accumulation=3
+        )
         transfer = speed_transfer(H200, l4, precision=precision)
         step_time = estimate_step_time(model, seen.config, UNKNOWN_HOST)
         assert transfer is not None and step_time is not None
@@ -219,7 +267,9 @@ def test_products_in_8_bits_are_expected_by_their_own_peak() -> None:
 
 
 def test_a_step_of_less_than_twice_the_time_of_the_host_says_little_of_the_card() -> None:
-    """On an H100 the host's part of a micro batch of 8 rows of 256 tokens is close to that of the card."""
+    """On an H100 the host's part of a micro batch of 8 rows of 256 tokens is close to that of the
+    card.
+    """
     h100, config = resolve_device("h100"), replace(OBSERVED.config, seq_len=256)
     step_time = estimate_step_time(resolve_model("mistral-7b"), config, UNKNOWN_HOST)
     assert step_time is not None
@@ -230,11 +280,15 @@ def test_a_step_of_less_than_twice_the_time_of_the_host_says_little_of_the_card(
 
 
 def test_a_calibrated_card_transfers_by_precision_size_and_training() -> None:
-    """Its training was LoRA on a base that is not quantised, and makes only such speeds more certain."""
+    """Its training was LoRA on a base that is not quantised, and makes only such speeds more
+    certain.
+    """
     made = calibration("h100-sxm", products={"bf16": {1024: 100.0, 8192: 700.0}})
     h100, lora = resolve_device("h100"), TrainConfig()
 
-    def of(config: TrainConfig, calibration: Any = made, side: float | None = None) -> SpeedTransfer:
+    def of(
+        config: TrainConfig, calibration: Any = made, side: float | None = None
+    ) -> SpeedTransfer:
         found = observed_transfer(H200, h100, config, [], calibration, side=side)
         assert found is not None
         return found
@@ -249,7 +303,9 @@ def test_a_calibrated_card_transfers_by_precision_size_and_training() -> None:
     for quantization, expected in zip(("none", "fp8"), by_precision, strict=True):
         config = TrainConfig(quantization=quantization, compile="per_layer")
         assert observed_transfer(H200, l4, config, []) == expected
-    small, large = (with_speed(replace(STEP, side=side), device=h100, calibration=made) for side in (1024, 8192))
+    small, large = (
+        with_speed(replace(STEP, side=side), device=h100, calibration=made) for side in (1024, 8192)
+    )
     assert small.calibration is made and small.tokens_per_s and large.tokens_per_s
     assert small.tokens_per_s < 0.7 * large.tokens_per_s
 
@@ -264,7 +320,9 @@ def test_a_correction_keeps_the_ratio_of_the_hosts() -> None:
         assert seen is not None and seen.basis == 1
         assert corrected_by_observations(case, [OBSERVED]).carried == replace(seen, host=host)
     # The card's own calibration is worth more than what others measured.
-    calibrated = subject_of(model=model, device=A10, measured_on=H200, carried=carried, calibration=calibration())
+    calibrated = subject_of(
+        model=model, device=A10, measured_on=H200, carried=carried, calibration=calibration()
+    )
     assert corrected_by_observations(calibrated, [OBSERVED]) is calibrated
     case = subject_of(model=model, device=A10)
     slow = replace(case, calibration=calibration(products={"bf16": {8192: 7.0}}))
@@ -274,8 +332,13 @@ def test_a_correction_keeps_the_ratio_of_the_hosts() -> None:
 
 
 def test_memory_is_of_the_longest_row_and_time_of_the_mean() -> None:
-    """Nine of ten rows have 100 tokens, one 1,000: a mean of 190 with one row in a micro batch; two of these a step."""
-    lengths, config = Lengths(counts=((100, 9), (1000, 1)), source="given"), TrainConfig(micro_batch_size=1)
+    """Nine of ten rows have 100 tokens, one 1,000: a mean of 190 with one row in a micro batch; two
+    of these a step.
+    """
+    lengths, config = (
+        Lengths(counts=((100, 9), (1000, 1)), source="given"),
+        TrainConfig(micro_batch_size=1),
+    )
     model, price = resolve_model("mistral-7b"), PRICE
     for global_batch, micro_steps in ((1, 1), (2, 2)):
         workload = Workload(examples=960, lengths=lengths, global_batch=global_batch)
@@ -283,7 +346,11 @@ def test_memory_is_of_the_longest_row_and_time_of_the_mean() -> None:
         found = estimate(case, config, 100.0)
         memory = memory_breakdown(model, replace(config, seq_len=1000), micro_steps)
         assert found is not None and memory is not None and found.memory == memory
-        assert (found.need_gib, found.state, found.limit_gib) == (memory.peak_reserved_gib, FITS, 100.0)
+        assert (found.need_gib, found.state, found.limit_gib) == (
+            memory.peak_reserved_gib,
+            FITS,
+            100.0,
+        )
         assert (found.device, found.config, found.price) == (case.device, config, price)
         step_time = estimate_step_time(model, replace(config, seq_len=190), UNKNOWN_HOST)
         assert step_time is not None and found.samples_per_s is not None

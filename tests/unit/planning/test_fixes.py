@@ -1,4 +1,6 @@
-"""Which changes of a file are tried, how much each changes what is learned, and which of them go together."""
+"""Which changes of a file are tried, how much each changes what is learned, and which of them go
+together.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +31,10 @@ from autotune.report.values.check import CheckReport
 from tests.helpers.sessions import subject_of
 from tests.unit.cli.test_check import AXOLOTL, AXOLOTL_FULL, FACTORY, FACTORY_FULL, TRL_7B, changed
 
-BF16, EIGHT_BIT = (SAME_RESULT, {"dtype": "bfloat16"}), (OTHER_OPTIMIZER, {"optim": "adamw_bnb_8bit"})
+BF16, EIGHT_BIT = (
+    (SAME_RESULT, {"dtype": "bfloat16"}),
+    (OTHER_OPTIMIZER, {"optim": "adamw_bnb_8bit"}),
+)
 LIGER = "axolotl.integrations.liger.LigerPlugin"
 
 
@@ -47,13 +52,23 @@ LIGER = "axolotl.integrations.liger.LigerPlugin"
         (
             "trl",
             TRL_7B,
-            {"gradient_checkpointing": False, "optim": "adafactor", "dtype": "bfloat16", "load_in_4bit": True},
+            {
+                "gradient_checkpointing": False,
+                "optim": "adafactor",
+                "dtype": "bfloat16",
+                "load_in_4bit": True,
+            },
             [(SAME_RESULT, {"gradient_checkpointing": True})],
         ),
         (
             "trl",
             TRL_7B,
-            {"activation_checkpointing": False, "optim": "adafactor", "dtype": "bfloat16", "load_in_4bit": True},
+            {
+                "activation_checkpointing": False,
+                "optim": "adafactor",
+                "dtype": "bfloat16",
+                "load_in_4bit": True,
+            },
             [(SAME_RESULT, {"activation_checkpointing": True})],
         ),
         (
@@ -69,17 +84,29 @@ LIGER = "axolotl.integrations.liger.LigerPlugin"
             [
                 EIGHT_BIT,
                 (QUANTIZED, {"dtype": "bfloat16"}),
-                (ADAPTERS, {"use_peft": True, "lora_target_modules": "all-linear", "dtype": "bfloat16"}),
                 (
                     ADAPTERS,
-                    {"use_peft": True, "lora_target_modules": "all-linear", "dtype": "bfloat16", "load_in_4bit": True},
+                    {"use_peft": True, "lora_target_modules": "all-linear", "dtype": "bfloat16"},
+                ),
+                (
+                    ADAPTERS,
+                    {
+                        "use_peft": True,
+                        "lora_target_modules": "all-linear",
+                        "dtype": "bfloat16",
+                        "load_in_4bit": True,
+                    },
                 ),
             ],
         ),
         (
             "axolotl",
             AXOLOTL,
-            {"gradient_checkpointing": False, "activation_checkpointing": False, "optimizer": "adafactor"},
+            {
+                "gradient_checkpointing": False,
+                "activation_checkpointing": False,
+                "optimizer": "adafactor",
+            },
             [
                 (SAME_RESULT, {"plugins": [CUT_CROSS_ENTROPY], "cut_cross_entropy": True}),
                 (SAME_RESULT, {"gradient_checkpointing": True}),
@@ -88,14 +115,32 @@ LIGER = "axolotl.integrations.liger.LigerPlugin"
         (
             "axolotl",
             AXOLOTL,
-            {"plugins": f"some.Other, {LIGER}", "liger_cross_entropy": True, "optimizer": "adafactor"},
-            [(SAME_RESULT, {"liger_fused_linear_cross_entropy": True, "liger_cross_entropy": False})],
+            {
+                "plugins": f"some.Other, {LIGER}",
+                "liger_cross_entropy": True,
+                "optimizer": "adafactor",
+            },
+            [
+                (
+                    SAME_RESULT,
+                    {"liger_fused_linear_cross_entropy": True, "liger_cross_entropy": False},
+                )
+            ],
         ),
         (
             "axolotl",
             AXOLOTL,
-            {"plugins": ["some.Other", CUT_CROSS_ENTROPY], "cut_cross_entropy": False, "optimizer": "adafactor"},
-            [(SAME_RESULT, {"plugins": ["some.Other", CUT_CROSS_ENTROPY], "cut_cross_entropy": True})],
+            {
+                "plugins": ["some.Other", CUT_CROSS_ENTROPY],
+                "cut_cross_entropy": False,
+                "optimizer": "adafactor",
+            },
+            [
+                (
+                    SAME_RESULT,
+                    {"plugins": ["some.Other", CUT_CROSS_ENTROPY], "cut_cross_entropy": True},
+                )
+            ],
         ),
         (
             "axolotl",
@@ -103,7 +148,15 @@ LIGER = "axolotl.integrations.liger.LigerPlugin"
             {"optimizer": "adafactor"},
             [
                 (ADAPTERS, {"adapter": "lora", "lora_target_linear": True, "lora_r": 16}),
-                (ADAPTERS, {"adapter": "qlora", "lora_target_linear": True, "lora_r": 16, "load_in_4bit": True}),
+                (
+                    ADAPTERS,
+                    {
+                        "adapter": "qlora",
+                        "lora_target_linear": True,
+                        "lora_r": 16,
+                        "load_in_4bit": True,
+                    },
+                ),
             ],
         ),
         (
@@ -113,7 +166,15 @@ LIGER = "axolotl.integrations.liger.LigerPlugin"
             [
                 (OTHER_OPTIMIZER, {"optimizer": "adamw_bnb_8bit"}),
                 (ADAPTERS, {"adapter": "lora", "lora_target_linear": True, "lora_r": 8}),
-                (ADAPTERS, {"adapter": "qlora", "lora_target_linear": True, "lora_r": 8, "load_in_4bit": True}),
+                (
+                    ADAPTERS,
+                    {
+                        "adapter": "qlora",
+                        "lora_target_linear": True,
+                        "lora_r": 8,
+                        "load_in_4bit": True,
+                    },
+                ),
             ],
         ),
         (
@@ -147,13 +208,16 @@ def test_the_changes_that_are_tried(
 
 
 def test_which_changes_go_together() -> None:
-    """0 and 0 change nothing that is learned, 1 the optimizer, 4 and 4 are two ways to train adapters."""
+    """0 and 0 change nothing that is learned, 1 the optimizer, 4 and 4 are two ways to train
+    adapters.
+    """
     fixes = [(SAME_RESULT, {"a": 1}), (SAME_RESULT, {"b": 1}), (OTHER_OPTIMIZER, {"c": 1})]
     fixes += [(ADAPTERS, {"d": 1}), (ADAPTERS, {"d": 2})]
 
     def combinations(rank: int) -> list[tuple[int, str]]:
         return [
-            (count, "".join(f"{key}{value}" for key, value in edits.items())) for count, edits in _subsets(fixes, rank)
+            (count, "".join(f"{key}{value}" for key, value in edits.items()))
+            for count, edits in _subsets(fixes, rank)
         ]
 
     without_c = [(0, ""), (1, "a1"), (1, "b1"), (2, "a1b1")]
@@ -172,7 +236,9 @@ def search(tmp_path: Path) -> Callable[..., FixSearch]:
     def made(text: str, gpu: str = "a10", **options: Any) -> FixSearch:
         (tmp_path / "run.yml").write_text(text)
         found: CheckReport = check(tmp_path / "run.yml", {"gpu": gpu, **options})
-        task = subject_of(model=found.model, device=found.device, workload=found.workload, price=found.price)
+        task = subject_of(
+            model=found.model, device=found.device, workload=found.workload, price=found.price
+        )
         context = CheckContext(task=task, limit_gib=found.limit_gib)
         return FixSearch(context=context, checked=found.checked)
 
@@ -185,7 +251,9 @@ def test_lengths_are_halved_down_to_256(search: Callable[..., FixSearch]) -> Non
         return found._shorter(found.checked.run)
 
     assert shorter() == [{"max_length": 512}, {"max_length": 256}]  # of 1,024
-    assert shorter(max_seq_length=1025) == [{"max_seq_length": length} for length in (1024, 512, 256)]
+    assert shorter(max_seq_length=1025) == [
+        {"max_seq_length": length} for length in (1024, 512, 256)
+    ]
     assert shorter(max_length=600, max_seq_length=9) == [{"max_length": 512}, {"max_length": 256}]
     assert shorter(max_length=257) == [{"max_length": 256}] and shorter(max_length=256) == []
 
@@ -194,7 +262,9 @@ def test_micro_batches_divide_the_global_batch(search: Callable[..., FixSearch])
     found = search(changed(TRL_7B, per_device_train_batch_size=6, gradient_accumulation_steps=2))
     sizes = found._smaller_batches(found.checked.run)
     assert [tuple(size.values()) for size in sizes] == [(4, 3), (3, 4), (2, 6), (1, 12)]
-    assert {tuple(size) for size in sizes} == {("per_device_train_batch_size", "gradient_accumulation_steps")}
+    assert {tuple(size) for size in sizes} == {
+        ("per_device_train_batch_size", "gradient_accumulation_steps")
+    }
 
 
 def test_each_change_alone_saves_memory_or_makes_it_fit(search: Callable[..., FixSearch]) -> None:
@@ -208,21 +278,32 @@ def test_each_change_alone_saves_memory_or_makes_it_fit(search: Callable[..., Fi
         ["micro_batch_size", "gradient_accumulation_steps"],
         ["sequence_len"],
     ]
-    assert all(found.saved_gib(one) > 0.005 for one in alone) and not any(one.state == FITS for one in alone[:2])
-    assert alone[3].edits == {"micro_batch_size": 1, "gradient_accumulation_steps": 8}, "the smallest where none fits"
+    assert all(found.saved_gib(one) > 0.005 for one in alone) and not any(
+        one.state == FITS for one in alone[:2]
+    )
+    assert alone[3].edits == {"micro_batch_size": 1, "gradient_accumulation_steps": 8}, (
+        "the smallest where none fits"
+    )
     assert alone[4].edits == {"sequence_len": 2048}, "the longest where none fits"
 
 
 def test_a_run_too_close_to_tell_is_the_last_resort(search: Callable[..., FixSearch]) -> None:
-    """A run that does not fit is advised what may fit, where nothing surely does; one that may fit already is not."""
-    text = changed(FACTORY, quantization_bit=4, enable_liger_kernel=True, optim="adafactor", cutoff_len=256)
+    """A run that does not fit is advised what may fit, where nothing surely does; one that may fit
+    already is not.
+    """
+    text = changed(
+        FACTORY, quantization_bit=4, enable_liger_kernel=True, optim="adafactor", cutoff_len=256
+    )
     need = search(text, "h100-sxm").checked.estimate.need_gib
     larger = changed(text, cutoff_len=512)
     grown = search(larger, "h100-sxm").checked.estimate.need_gib
     assert grown > need
     best = search(larger, "h100-sxm", memory_gib=(need + 0.001) + CONTEXT_GIB, headroom=0.0).best()
     assert best is not None and best.state == TIGHT and best.edits == {"cutoff_len": 256}
-    assert search(text, "h100-sxm", memory_gib=(need + 0.001) + CONTEXT_GIB, headroom=0.0).best() is None
+    assert (
+        search(text, "h100-sxm", memory_gib=(need + 0.001) + CONTEXT_GIB, headroom=0.0).best()
+        is None
+    )
 
 
 def test_micro_batches_above_1024_are_not_tried(search: Callable[..., FixSearch]) -> None:
@@ -230,7 +311,9 @@ def test_micro_batches_above_1024_are_not_tried(search: Callable[..., FixSearch]
     run = found.checked.run
 
     def sizes(micro: int, accumulation: int) -> list[tuple[int, ...]]:
-        resized = replace(run, config=replace(run.config, micro_batch_size=micro), accumulation=accumulation)
+        resized = replace(
+            run, config=replace(run.config, micro_batch_size=micro), accumulation=accumulation
+        )
         return [tuple(size.values()) for size in found._smaller_batches(resized)]
 
     assert sizes(4096, 1) == [(2**power, 2 ** (12 - power)) for power in range(10, -1, -1)]
@@ -241,16 +324,27 @@ def test_a_run_is_resized_by_the_keys_of_its_tool(search: Callable[..., FixSearc
     found = search(changed(TRL_7B, max_seq_length=900))
     run = found.checked.run
     assert found._resized(run, {}) == run
-    size = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_seq_length": 300}
+    size = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "max_seq_length": 300,
+    }
     other = found._resized(run, size)
     assert (other.config.micro_batch_size, other.accumulation, other.config.seq_len) == (4, 4, 300)
     assert replace(other, config=run.config, accumulation=run.accumulation) == run
 
 
 def test_edits_of_a_mapping_that_is_empty_stand_at_the_top() -> None:
-    assert edited({"model_init_kwargs": None, "a": 1}, {"a": 2, "b": 3}) == {"model_init_kwargs": None, "a": 2, "b": 3}
+    assert edited({"model_init_kwargs": None, "a": 1}, {"a": 2, "b": 3}) == {
+        "model_init_kwargs": None,
+        "a": 2,
+        "b": 3,
+    }
     nested = {"model_init_kwargs": {"c": 1}, "bnb_config_kwargs": {"a": 1, "b": 2}}
-    assert edited(nested, {"a": 5, "c": 6}) == {"model_init_kwargs": {"c": 6}, "bnb_config_kwargs": {"a": 5, "b": 2}}
+    assert edited(nested, {"a": 5, "c": 6}) == {
+        "model_init_kwargs": {"c": 6},
+        "bnb_config_kwargs": {"a": 5, "b": 2},
+    }
 
 
 def test_what_the_tool_would_refuse_is_not_advised(search: Callable[..., FixSearch]) -> None:
@@ -263,7 +357,9 @@ def test_what_the_tool_would_refuse_is_not_advised(search: Callable[..., FixSear
 
 
 def test_the_fewest_changes_come_first_then_the_fastest(search: Callable[..., FixSearch]) -> None:
-    """A smaller micro batch is one more change; on a card that holds all, only speed decides between two."""
+    """A smaller micro batch is one more change; on a card that holds all, only speed decides
+    between two.
+    """
     text = changed(FACTORY, disable_gradient_checkpointing=True, per_device_train_batch_size=6)
     slow, fast = {"disable_gradient_checkpointing": False}, {"enable_liger_kernel": True}
     both = [(SAME_RESULT, slow), (SAME_RESULT, fast)]
@@ -278,7 +374,9 @@ def test_the_fewest_changes_come_first_then_the_fastest(search: Callable[..., Fi
     for fixes in (both, both[::-1]):
         best = large._best_subset(fixes, SAME_RESULT, {}, (FITS,))
         assert best is not None and best.edits == fast
-        assert large._best_subset([], SAME_RESULT, {}, (FITS,)) is None, "it fits as it is: nothing to change"
+        assert large._best_subset([], SAME_RESULT, {}, (FITS,)) is None, (
+            "it fits as it is: nothing to change"
+        )
         small = search(text, "h200-sxm", headroom=0.0, memory_gib=needs[0] * 1.15 + CONTEXT_GIB)
         best = small._best_subset(fixes, SAME_RESULT, {}, (FITS,))
         assert best is not None and best.edits == slow
@@ -286,7 +384,9 @@ def test_the_fewest_changes_come_first_then_the_fastest(search: Callable[..., Fi
         assert resized is not None and set(resized.edits) > set(fast) and resized.state == FITS
 
 
-def test_dora_left_out_is_advised_although_it_saves_nothing_that_is_known(search: Callable[..., FixSearch]) -> None:
+def test_dora_left_out_is_advised_although_it_saves_nothing_that_is_known(
+    search: Callable[..., FixSearch],
+) -> None:
     """The need with DoRA is known from below alone; without it the run fits."""
     found = search(changed(AXOLOTL, peft_use_dora=True), "h100-sxm")
     without = next(one for one in found.each_alone() if one.edits == {"peft_use_dora": False})
@@ -297,7 +397,9 @@ def test_dora_left_out_is_advised_although_it_saves_nothing_that_is_known(search
 
 
 @pytest.mark.parametrize("num_gpus", [1, 8])
-def test_a_changed_run_keeps_its_number_of_gpus(num_gpus: int, search: Callable[..., FixSearch]) -> None:
+def test_a_changed_run_keeps_its_number_of_gpus(
+    num_gpus: int, search: Callable[..., FixSearch]
+) -> None:
     keys: dict[str, Any] = {"per_device_train_batch_size": 2, "max_length": 4096}
     found = search(changed(TRL_7B, **keys), gpu="h100-sxm", gpus=num_gpus)
     fixed = found.each_alone()

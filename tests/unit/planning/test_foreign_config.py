@@ -1,4 +1,6 @@
-"""Files of TRL, Axolotl and LLaMA-Factory: what they ask for, their defaults and traps, and what is refused."""
+"""Files of TRL, Axolotl and LLaMA-Factory: what they ask for, their defaults and traps, and what is
+refused.
+"""
 
 import os
 from dataclasses import fields, replace
@@ -21,17 +23,32 @@ from tests.helpers.factories import summary
 TRL = "model_name_or_path: org/m\ndataset_name: org/d\n"
 AXOLOTL = "base_model: org/m\nmicro_batch_size: 2\n"
 FACTORY = "model_name_or_path: org/m\nstage: sft\ndo_train: true\n"
-LORA = {"trl": f"{TRL}use_peft: true\n", "axolotl": f"{AXOLOTL}adapter: lora\nlora_r: 16\n", "llamafactory": FACTORY}
-SHARDED = "Sharding and offloading of the model are not counted: each GPU is taken to hold all of it."
-ABSENT = "The file {!r} was not found, neither here nor beside this one: the tool's defaults are assumed."
-CROSSED = "Examples that share a row attend to one another; they are counted as kept apart, which may be slower."
+LORA = {
+    "trl": f"{TRL}use_peft: true\n",
+    "axolotl": f"{AXOLOTL}adapter: lora\nlora_r: 16\n",
+    "llamafactory": FACTORY,
+}
+SHARDED = (
+    "Sharding and offloading of the model are not counted: each GPU is taken to hold all of it."
+)
+ABSENT = (
+    "The file {!r} was not found, neither here nor beside this one: the tool's defaults are"
+    " assumed."
+)
+CROSSED = (
+    "Examples that share a row attend to one another; they are counted as kept apart, which"
+    " may be slower."
+)
 FUSED = "A cross-entropy that is fused with the head is counted as autotune's loss in chunks."
 IMAGES = (
-    "Images, video and sound are not counted, nor the parts of the model that read them: the run needs more memory than"
+    "Images, video and sound are not counted, nor the parts of the model that read them: the run"
+    " needs more memory than"
     " estimated."
 )
 CHUNKS = "The loss is counted in chunks, as TRL computes it since 1.7; older ones hold all logits."
-KERNELS = "Axolotl's fused LoRA kernels, its default, are not counted: they take less time and memory."
+KERNELS = (
+    "Axolotl's fused LoRA kernels, its default, are not counted: they take less time and memory."
+)
 BF16 = "With bf16 Axolotl loads the weights themselves in bf16: counted as bf16_pure."
 ELSEWHERE = "Adapters are counted on every linear layer; the file has them on "
 PEFT = "Without target modules PEFT chooses them: counted on queries and values, as it mostly does."
@@ -60,7 +77,9 @@ def failure(read, tmp_path):
 
 
 def with_lines(text: str, lines: str) -> str:
-    """`lines` is one key with its value, or a mapping of them; they take the place of those in `text`."""
+    """`lines` is one key with its value, or a mapping of them; they take the place of those in
+    `text`.
+    """
     return yaml.safe_dump(yaml.safe_load(text) | yaml.safe_load(lines))
 
 
@@ -70,7 +89,8 @@ def with_lines(text: str, lines: str) -> str:
 def test_trl_example(read):
     """huggingface/trl, trl/skills/trl-training/SKILL.md: sft_config.yaml."""
     run = read(
-        "model_name_or_path: Qwen/Qwen2.5-0.5B\ndataset_name: trl-lib/Capybara\nlearning_rate: 2.0e-5\n"
+        "model_name_or_path: Qwen/Qwen2.5-0.5B\ndataset_name: trl-lib/Capybara\n"
+        "learning_rate: 2.0e-5\n"
         "num_train_epochs: 1\nper_device_train_batch_size: 8\ngradient_accumulation_steps: 2\n"
         "output_dir: ./sft_output\nuse_peft: true\nlora_r: 16\nlora_alpha: 16\nreport_to: trackio\n"
     )
@@ -78,7 +98,13 @@ def test_trl_example(read):
         lora_targets="q_v", lora_dropout=0.05, micro_batch_size=8, seq_len=1024, loss="chunked"
     )
     assert (run.format, run.model, run.dataset) == ("trl", "Qwen/Qwen2.5-0.5B", "trl-lib/Capybara")
-    assert (run.accumulation, run.epochs, run.num_gpus, run.max_steps, run.max_examples) == (2, 1.0, None, None, None)
+    assert (run.accumulation, run.epochs, run.num_gpus, run.max_steps, run.max_examples) == (
+        2,
+        1.0,
+        None,
+        None,
+        None,
+    )
     assert run.notes == (FP32_BASE, CHUNKS, PEFT)
 
 
@@ -86,14 +112,20 @@ def test_axolotl_qlora_example(read):
     """axolotl-ai-cloud/axolotl, examples/llama-3/qlora.yml."""
     run = read(
         "base_model: NousResearch/Meta-Llama-3-8B\nload_in_8bit: false\nload_in_4bit: true\n"
-        "datasets:\n  - path: aaditya/alpaca_subset_1\n    type: alpaca\nval_set_size: 0\nadapter: qlora\n"
+        "datasets:\n  - path: aaditya/alpaca_subset_1\n    type: alpaca\nval_set_size: 0\n"
+        "adapter: qlora\n"
         "lora_model_dir:\nsequence_len: 4096\nsample_packing: true\nlora_r: 32\nlora_alpha: 16\n"
-        "lora_target_linear: true\ngradient_accumulation_steps: 4\nmicro_batch_size: 2\nnum_epochs: 4\n"
+        "lora_target_linear: true\ngradient_accumulation_steps: 4\nmicro_batch_size: 2\n"
+        "num_epochs: 4\n"
         "optimizer: paged_adamw_32bit\nbf16: auto\ntf32: false\ngradient_checkpointing: true\n"
         "attn_implementation: flash_attention_2\nspecial_tokens:\n  pad_token: <|end_of_text|>\n"
     )
     label = "lora r32 nf4-double 2x4096 bf16_mixed ckpt-full adamw_torch flash_attention_2 packed"
-    assert (run.config.label(), run.format, run.model) == (label, "axolotl", "NousResearch/Meta-Llama-3-8B")
+    assert (run.config.label(), run.format, run.model) == (
+        label,
+        "axolotl",
+        "NousResearch/Meta-Llama-3-8B",
+    )
     assert (run.accumulation, run.epochs, run.dataset) == (4, 4.0, "aaditya/alpaca_subset_1")
     assert run.notes == (KERNELS, "The optimizer 'paged_adamw_32bit' is counted as adamw_torch.")
 
@@ -101,14 +133,19 @@ def test_axolotl_qlora_example(read):
 def test_axolotl_full_example(read):
     """axolotl-ai-cloud/axolotl, examples/llama-3/fft-8b-liger-fsdp.yaml."""
     run = read(
-        "base_model: NousResearch/Meta-Llama-3.1-8B\nplugins:\n  - axolotl.integrations.liger.LigerPlugin\n"
-        "liger_rope: true\nliger_rms_norm: true\nliger_glu_activation: true\nliger_fused_linear_cross_entropy: true\n"
+        "base_model: NousResearch/Meta-Llama-3.1-8B\nplugins:\n"
+        "  - axolotl.integrations.liger.LigerPlugin\n"
+        "liger_rope: true\nliger_rms_norm: true\nliger_glu_activation: true\n"
+        "liger_fused_linear_cross_entropy: true\n"
         "datasets:\n  - path: mlabonne/FineTome-100k\n    split: train[:20%]\nsequence_len: 4096\n"
         "sample_packing: true\ngradient_accumulation_steps: 4\nmicro_batch_size: 2\nnum_epochs: 1\n"
         "bf16: auto\ngradient_checkpointing: true\nattn_implementation: flash_attention_2\n"
         "fsdp:\n  - full_shard\n  - auto_wrap\nfsdp_config:\n  fsdp_offload_params: true\n"
     )
-    label = "full 2x4096 bf16_pure ckpt-full adamw_torch_fused flash_attention_2 liger chunked-loss packed"
+    label = (
+        "full 2x4096 bf16_pure ckpt-full adamw_torch_fused flash_attention_2 liger"
+        " chunked-loss packed"
+    )
     assert run.config.label() == label
     assert run.notes == (BF16, FUSED, SHARDED)  # once, of two keys
 
@@ -116,20 +153,30 @@ def test_axolotl_full_example(read):
 def test_axolotl_offload_example(read):
     """axolotl-ai-cloud/axolotl, examples/qwen3/32b-qlora.yaml."""
     run = read(
-        "base_model: Qwen/Qwen3-32B\nplugins:\n  - axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin\n"
-        "sequence_len: 2048\nload_in_4bit: true\nadapter: qlora\nlora_r: 16\nlora_target_modules:\n  - q_proj\n"
-        "  - down_proj\nmicro_batch_size: 1\noptimizer: adamw_torch_4bit\ngradient_checkpointing: offload\n"
+        "base_model: Qwen/Qwen3-32B\nplugins:\n  -"
+        " axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin\n"
+        "sequence_len: 2048\nload_in_4bit: true\nadapter: qlora\nlora_r: 16\nlora_target_modules:\n"
+        "  - q_proj\n"
+        "  - down_proj\nmicro_batch_size: 1\noptimizer: adamw_torch_4bit\n"
+        "gradient_checkpointing: offload\n"
     )
-    label = "lora r16 nf4-double 1x2048 bf16_mixed ckpt-offload lion_8bit on-down_proj,q_proj chunked-loss"
+    label = (
+        "lora r16 nf4-double 1x2048 bf16_mixed ckpt-offload lion_8bit on-down_proj,q_proj"
+        " chunked-loss"
+    )
     assert run.config.label() == label
-    assert run.notes[0] == "What is offloaded is counted as checkpoints that wait in the host's memory."
+    assert (
+        run.notes[0]
+        == "What is offloaded is counted as checkpoints that wait in the host's memory."
+    )
     assert run.notes[1:3] == (KERNELS, FUSED)
 
 
 def test_factory_lora_example(read):
     """hiyouga/LLaMA-Factory, examples/train_lora/qwen3_lora_sft.yaml."""
     run = read(
-        "model_name_or_path: Qwen/Qwen3-4B-Instruct-2507\ntrust_remote_code: true\nstage: sft\ndo_train: true\n"
+        "model_name_or_path: Qwen/Qwen3-4B-Instruct-2507\ntrust_remote_code: true\nstage: sft\n"
+        "do_train: true\n"
         "finetuning_type: lora\nlora_rank: 8\nlora_target: all\ndataset: identity,alpaca_en_demo\n"
         "template: qwen3_nothink\ncutoff_len: 2048\nmax_samples: 1000\ndataloader_num_workers: 4\n"
         "per_device_train_batch_size: 1\ngradient_accumulation_steps: 8\nlearning_rate: 1.0e-4\n"
@@ -137,17 +184,25 @@ def test_factory_lora_example(read):
     )
     assert run.config.label() == "lora r8 1x2048 bf16_mixed ckpt-full adamw_torch_fused loader-4"
     assert (run.format, run.accumulation, run.epochs, run.notes) == ("llamafactory", 8, 3.0, ())
-    assert (run.dataset, run.max_examples) == ("identity,alpaca_en_demo", 2000)  # a thousand of each
+    # a thousand of each
+    assert (run.dataset, run.max_examples) == ("identity,alpaca_en_demo", 2000)
 
 
 def test_other_factory_examples(read):
-    """Its examples/train_full/qwen3_full_sft, train_qlora/qwen3_lora_sft_otfq and extras/galore/llama3_full_sft."""
-    run = read(f"{FACTORY}finetuning_type: full\ndeepspeed: examples/deepspeed/ds_z3_config.json\nbf16: true\n")
+    """Its examples/train_full/qwen3_full_sft, train_qlora/qwen3_lora_sft_otfq and
+    extras/galore/llama3_full_sft.
+    """
+    run = read(
+        f"{FACTORY}finetuning_type: full\ndeepspeed: examples/deepspeed/ds_z3_config.json\n"
+        "bf16: true\n"
+    )
     assert run.config.label() == "full 8x2048 bf16_mixed ckpt-full adamw_torch_fused"
     assert run.notes == (ABSENT.format("examples/deepspeed/ds_z3_config.json"), SHARDED)
     run = read(f"{FACTORY}quantization_bit: 4\nquantization_method: bnb\nbf16: true\n")
     assert (run.config.quantization, run.config.double_quant, run.notes) == ("nf4", True, ())
-    run = read(f"{FACTORY}finetuning_type: full\nuse_galore: true\ngalore_rank: 128\npure_bf16: true\n")
+    run = read(
+        f"{FACTORY}finetuning_type: full\nuse_galore: true\ngalore_rank: 128\npure_bf16: true\n"
+    )
     assert run.config.precision == "bf16_pure"
     assert run.notes == ("use_galore is not counted: the run needs less memory than estimated.",)
 
@@ -155,13 +210,43 @@ def test_other_factory_examples(read):
 @pytest.mark.parametrize(
     "config",
     [
-        TrainConfig(precision="bf16_pure", checkpointing="every_3", attention="flex_attention", group_by_length=True),
+        TrainConfig(
+            precision="bf16_pure",
+            checkpointing="every_3",
+            attention="flex_attention",
+            group_by_length=True,
+        ),
         TrainConfig(compile="per_layer", padding="max_length"),
-        TrainConfig(quantization="nf4", double_quant=True, checkpointing="none", optimizer="paged_adamw_8bit"),
-        TrainConfig(quantization="int8", precision="fp16_mixed", micro_batch_size=4, optimizer="lion_8bit"),
-        TrainConfig(method="full", optimizer="adafactor", precision="bf16_pure", attention="flash_attention_2"),
-        TrainConfig(method="full", precision="fp32", checkpointing="every_2", seq_len=4096, micro_batch_size=1),
-        TrainConfig(quantization="nf4", packing=True, dora=True, rslora=True, lora_rank=64, checkpointing="offload"),
+        TrainConfig(
+            quantization="nf4",
+            double_quant=True,
+            checkpointing="none",
+            optimizer="paged_adamw_8bit",
+        ),
+        TrainConfig(
+            quantization="int8", precision="fp16_mixed", micro_batch_size=4, optimizer="lion_8bit"
+        ),
+        TrainConfig(
+            method="full",
+            optimizer="adafactor",
+            precision="bf16_pure",
+            attention="flash_attention_2",
+        ),
+        TrainConfig(
+            method="full",
+            precision="fp32",
+            checkpointing="every_2",
+            seq_len=4096,
+            micro_batch_size=1,
+        ),
+        TrainConfig(
+            quantization="nf4",
+            packing=True,
+            dora=True,
+            rslora=True,
+            lora_rank=64,
+            checkpointing="offload",
+        ),
         TrainConfig(loader_workers=2, kernels="liger", attention="eager"),
     ],
     ids=TrainConfig.label,
@@ -181,27 +266,38 @@ def test_what_autotune_exports_comes_back(config, read):
 
 def test_defaults(read):
     runs = read(TRL), read("base_model: m\n"), read(f"{FACTORY}bf16: true\n")
-    assert runs[0].config.label() == "full 8x1024 bf16_mixed ckpt-full adamw_torch_fused chunked-loss"
+    assert (
+        runs[0].config.label() == "full 8x1024 bf16_mixed ckpt-full adamw_torch_fused chunked-loss"
+    )
     assert runs[1].config.label() == "full 1x512 bf16_pure ckpt-none adamw_torch_fused"
     assert runs[2].config.label() == "lora r8 8x2048 bf16_mixed ckpt-full adamw_torch_fused"
     assert [(run.accumulation, run.epochs) for run in runs] == [(1, 3.0), (1, 1.0), (1, 3.0)]
     assert [run.notes for run in runs] == [(CHUNKS,), (BF16,), ()]
-    assert {(run.config.padding, run.config.group_by_length) for run in runs} == {("longest", False)}
+    assert {(run.config.padding, run.config.group_by_length) for run in runs} == {
+        ("longest", False)
+    }
 
 
 @pytest.mark.parametrize(
     ("tool", "lines", "label"),
     [
-        ("trl", "{load_in_4bit: 1, use_bnb_nested_quant: true, lora_r: '6.4e1', use_dora: true, use_rslora: yes, "
-         "max_seq_length: 1e3, packing: true, torch_compile: true, dataloader_num_workers: 3, optim: adamw_bnb_8bit}",
-         "rsdora r64 nf4-double 8x1000 bf16_mixed ckpt-full adamw_8bit on-q_v compiled chunked-loss packed loader-4 "
+        ("trl", "{load_in_4bit: 1, use_bnb_nested_quant: true, lora_r: '6.4e1', use_dora: true,"
+         " use_rslora: yes, "
+         "max_seq_length: 1e3, packing: true, torch_compile: true, dataloader_num_workers: 3,"
+         " optim: adamw_bnb_8bit}",
+         "rsdora r64 nf4-double 8x1000 bf16_mixed ckpt-full adamw_8bit on-q_v compiled chunked-loss"
+         " packed loader-4 "
          "dropout-0.05"),
-        ("axolotl", "{load_in_8bit: 'True', lora_r: 8, peft_use_dora: 1, peft_use_rslora: on, flash_attention: true, "
-         "torch_compile: auto, optimizer: ao_adamw_fp8, micro_batch_size: '4', gradient_checkpointing: 'true'}",
+        ("axolotl", "{load_in_8bit: 'True', lora_r: 8, peft_use_dora: 1, peft_use_rslora: on,"
+         " flash_attention: true, "
+         "torch_compile: auto, optimizer: ao_adamw_fp8, micro_batch_size: '4',"
+         " gradient_checkpointing: 'true'}",
          "rsdora r8 int8 4x512 bf16_mixed ckpt-full adamw_8bit on-q_v compiled flash_attention_2"),
-        ("llamafactory", "{quantization_bit: 8, pure_bf16: true, use_unsloth_gc: true, flash_attn: fa2, "
+        ("llamafactory", "{quantization_bit: 8, pure_bf16: true, use_unsloth_gc: true, flash_attn:"
+         " fa2, "
          "enable_liger_kernel: true, neat_packing: true, use_dora: true, optim: adafactor}",
-         "dora r8 int8 8x2048 bf16_pure ckpt-offload adafactor flash_attention_2 liger chunked-loss packed"),
+         "dora r8 int8 8x2048 bf16_pure ckpt-offload adafactor flash_attention_2 liger chunked-loss"
+         " packed"),
     ],
 )  # fmt: skip
 def test_many_keys(tool, lines, label, read):
@@ -215,11 +311,14 @@ trl double_quant False: {load_in_4bit: true}
 trl precision fp32: bf16: false
 trl precision fp16_mixed: fp16: true / {bf16: false, dtype: float16}
 trl precision bf16_mixed: dtype: bfloat16 / {dtype: bfloat16, bf16: true} / dtype: auto
-trl precision bf16_pure: {bf16: false, dtype: bfloat16} / {use_peft: false, dtype: bfloat16, bf16: true}
-trl precision bf16_pure: {use_peft: false, model_init_kwargs: {dtype: torch.bfloat16}} / {use_peft: no, dtype: auto}
+trl precision bf16_pure: {bf16: false, dtype: bfloat16}
+trl precision bf16_pure: {use_peft: false, dtype: bfloat16, bf16: true}
+trl precision bf16_pure: {use_peft: false, model_init_kwargs: {dtype: torch.bfloat16}}
+trl precision bf16_pure: {use_peft: no, dtype: auto}
 trl checkpointing none: gradient_checkpointing: false / activation_checkpointing: false
 trl checkpointing full: {gradient_checkpointing: false, activation_checkpointing: true}
-trl checkpointing offload: activation_checkpointing_kwargs: {offload: true} / activation_offloading: true
+trl checkpointing offload: activation_checkpointing_kwargs: {offload: true}
+trl checkpointing offload: activation_offloading: true
 trl attention sdpa: attn_implementation: flash_attention_3
 trl attention flash_attention_2: model_init_kwargs: {attn_implementation: flash_attention_2}
 trl compile per_layer: torch_compile_backend: inductor
@@ -233,9 +332,11 @@ trl padding max_length: pad_to_multiple_of: 1024 / {pad_to_multiple_of: 600, max
 trl padding bucket: {pad_to_multiple_of: 64, torch_compile: true}
 trl group_by_length True: train_sampling_strategy: group_by_length / group_by_length: true
 trl group_by_length False: train_sampling_strategy: random / group_by_length: false
-axolotl padding longest: pad_to_sequence_len: false / {pad_to_sequence_len: false, pad_to_multiple_of: 512}
+axolotl padding longest: pad_to_sequence_len: false
+axolotl padding longest: {pad_to_sequence_len: false, pad_to_multiple_of: 512}
 axolotl padding longest: pad_to_multiple_of: 64 / pad_to_sequence_len:
-axolotl padding max_length: pad_to_sequence_len: true / pad_to_sequence_len: 'yes' / pad_to_multiple_of: 512
+axolotl padding max_length: pad_to_sequence_len: true / pad_to_sequence_len: 'yes'
+axolotl padding max_length: pad_to_multiple_of: 512
 axolotl group_by_length True: group_by_length: true
 axolotl precision fp32: bf16: / bf16: false
 axolotl precision bf16_pure: bf16: full
@@ -243,7 +344,8 @@ axolotl precision fp16_mixed: {bf16: auto, fp16: true} / {bf16: false, fp16: tru
 axolotl precision bf16_mixed: {bf16: true, fp16: true} / {bf16: false, bfloat16: true} / bf16: auto
 axolotl method full: adapter: / adapter: ""
 axolotl quantization none: load_in_4bit: true
-axolotl double_quant False: {adapter: qlora, load_in_4bit: 1, bnb_config_kwargs: {bnb_4bit_use_double_quant: false}}
+axolotl double_quant False: {adapter: qlora, load_in_4bit: 1, \
+bnb_config_kwargs: {bnb_4bit_use_double_quant: false}}
 axolotl attention flex_attention: {sdp_attention: on, flex_attention: on}
 axolotl attention sdpa: xformers_attention: true / sdp_attention: true
 axolotl checkpointing offload: gradient_checkpointing: unsloth / {activation_offloading: legacy}
@@ -277,11 +379,17 @@ def test_one_key(case, read):
 
 
 def test_how_much_is_trained(read):
-    run = read(f"{TRL}max_steps: 500\nnum_train_epochs: 3\nnum_processes: 8\ndatasets:\n- path: a\n- path: b/c\n")
+    run = read(
+        f"{TRL}max_steps: 500\nnum_train_epochs: 3\nnum_processes: 8\ndatasets:\n- path: a\n"
+        "- path: b/c\n"
+    )
     assert (run.epochs, run.max_steps, run.num_gpus, run.dataset) == (None, 500, 8, "a,b/c")
     run = read(f"{TRL}max_steps: -1\nnum_train_epochs: '0.5'\n")
     assert (run.epochs, run.max_steps, run.num_gpus) == (0.5, None, None)
-    run = read("base_model: m\nbatch_size: 32\nmicro_batch_size: 4\nmax_steps:\npretraining_dataset: org/web\n")
+    run = read(
+        "base_model: m\nbatch_size: 32\nmicro_batch_size: 4\nmax_steps:\n"
+        "pretraining_dataset: org/web\n"
+    )
     assert (run.accumulation, run.epochs, run.dataset) == (8, 1.0, "org/web")
     assert read(f"{AXOLOTL}dp_shard_size: 4\ntensor_parallel_size: 2\n").num_gpus == 8
     assert read(f"{FACTORY}max_samples: 100000000\ndataset: a\n").max_examples == 10**8
@@ -289,56 +397,86 @@ def test_how_much_is_trained(read):
 
 ONE_NOTE = {
     ("trl", "dtype: auto"): "dtype is auto: that of most checkpoints, bfloat16, is assumed.",
-    ("trl", "{use_peft: no, lora_r: 8}"): "Without use_peft: true, TRL trains all parameters; lora_* says nothing.",
-    ("trl", "gradient_accumulation_steps: auto"): "gradient_accumulation_steps is auto: 1 is assumed.",
-    ("trl", "attn_implementation: flash_attention_3"): "Attention by 'flash_attention_3' is counted as sdpa.",
+    ("trl", "{use_peft: no, lora_r: 8}"): "Without use_peft: true, TRL trains all parameters;"
+     " lora_* says nothing.",
+    ("trl", "gradient_accumulation_steps: auto"): "gradient_accumulation_steps is auto: 1 is"
+     " assumed.",
+    ("trl", "attn_implementation: flash_attention_3"): "Attention by 'flash_attention_3' is counted"
+     " as sdpa.",
     ("trl", "{packing: true, packing_strategy: wrapped}"): CROSSED,
-    ("trl", "packing: true"): "TRL packs a micro batch into one row, whose mask needs more memory than estimated",
+    ("trl", "packing: true"): "TRL packs a micro batch into one row, whose mask needs more memory"
+     " than estimated",
     ("trl", "accelerate_config: zero3"): SHARDED,
     ("trl", "lora_target_modules: [o_proj]"): "TRL passes a single target module on as a pattern",
     ("trl", "lora_alpha: 1"): "lora_alpha 1 is far from twice the rank.",
     ("trl", "{lora_r: 20, lora_alpha: 4}"): "lora_alpha 4 is far from twice the rank.",
-    ("trl", "gradient_checkpointing_kwargs: {selective: true}"): "selective is not counted: the run needs more memory",
-    ("trl", "{gradient_checkpointing: no, activation_offloading: 1}"): "activation_offloading is not counted: ",
-    ("trl", "torch_compile: true"): "torch_compile takes the whole model; its layers are counted, compiled one by one.",
-    ("axolotl", "lora_modules_to_save: [lm_head, score]"): "lora_modules_to_save trains 'score' besides adapters",
-    ("llamafactory", "additional_target: v_head,norm"): "additional_target trains 'norm, v_head' besides adapters",
-    ("axolotl", "load_in_4bit: true"): "With adapter: lora Axolotl does not quantise to 4 bits, with qlora alone.",
+    ("trl", "gradient_checkpointing_kwargs: {selective: true}"): "selective is not counted: the run"
+     " needs more memory",
+    ("trl", "{gradient_checkpointing: no, activation_offloading: 1}"): "activation_offloading is"
+     " not counted: ",
+    ("trl", "torch_compile: true"): "torch_compile takes the whole model; its layers are counted,"
+     " compiled one by one.",
+    ("axolotl", "lora_modules_to_save: [lm_head, score]"): "lora_modules_to_save trains 'score'"
+     " besides adapters",
+    ("llamafactory", "additional_target: v_head,norm"): "additional_target trains 'norm, v_head'"
+     " besides adapters",
+    ("axolotl", "load_in_4bit: true"): "With adapter: lora Axolotl does not quantise to 4 bits,"
+     " with qlora alone.",
     ("axolotl", "liger_rope: true"): "liger_* does nothing without Liger's plugin under plugins.",
     ("axolotl", "tensor_parallel_size: 2"): SHARDED,
-    ("axolotl", "fp8: true"): "fp8 is not counted: the run takes less time than estimated, on a GPU that has it.",
-    ("axolotl", "qat: {weight_dtype: int4}"): "qat is not counted: the run needs more memory and time than estimated.",
+    ("axolotl", "fp8: true"): "fp8 is not counted: the run takes less time than estimated, on a GPU"
+     " that has it.",
+    ("axolotl", "qat: {weight_dtype: int4}"): "qat is not counted: the run needs more memory and"
+     " time than estimated.",
     ("axolotl", "processor_type: AutoProcessor"): IMAGES,
     ("llamafactory", "{image_max_pixels: 262144, video_max_pixels: 16384}"): IMAGES,
-    ("axolotl", "use_scattermoe: true"): "use_scattermoe is not counted: with its kernels the run may need less time",
-    ("axolotl", "peft: {loftq_config: {loftq_bits: 4}}"): "What peft needs before and between the steps is not counted",
+    ("axolotl", "use_scattermoe: true"): "use_scattermoe is not counted: with its kernels the run"
+     " may need less time",
+    ("axolotl", "peft: {loftq_config: {loftq_bits: 4}}"): "What peft needs before and between the"
+     " steps is not counted",
     ("axolotl", "relora: true"): "What relora needs before and between the steps is not counted.",
-    ("axolotl", "lora_model_dir: out"): "lora_model_dir loads adapters, which keep their own rank and layers; those",
-    ("axolotl", "model_config: {a: 1}"): "model_config changes the model's own configuration, which is not counted.",
-    ("axolotl", "lisa_n_layers: 4"): "lisa_n_layers is not counted: the run needs less memory than estimated.",
-    ("axolotl", "chunked_cross_entropy: true"): "chunked_cross_entropy is not counted: the run needs less memory",
-    ("axolotl", "{plugins: [a.Liger], liger_cross_entropy: true}"): "liger_cross_entropy is not counted: the run ",
+    ("axolotl", "lora_model_dir: out"): "lora_model_dir loads adapters, which keep their own rank"
+     " and layers; those",
+    ("axolotl", "model_config: {a: 1}"): "model_config changes the model's own configuration, which"
+     " is not counted.",
+    ("axolotl", "lisa_n_layers: 4"): "lisa_n_layers is not counted: the run needs less memory than"
+     " estimated.",
+    ("axolotl", "chunked_cross_entropy: true"): "chunked_cross_entropy is not counted: the run"
+     " needs less memory",
+    ("axolotl", "{plugins: [a.Liger], liger_cross_entropy: true}"): "liger_cross_entropy is not"
+     " counted: the run ",
     ("axolotl", "device_map: auto"): SHARDED,
     ("axolotl", "expert_parallel_size: 2"): SHARDED,
-    ("axolotl", "use_eaft: true"): "use_eaft takes its loss from all logits at once: the run needs more memory than",
-    ("llamafactory", "use_dft_loss: true"): "use_dft_loss takes its loss from all logits at once: the run needs more",
-    ("axolotl", "padding_free: true"): "padding_free joins rows without padding: counted as padded, the run takes less",
+    ("axolotl", "use_eaft: true"): "use_eaft takes its loss from all logits at once: the run needs"
+     " more memory than",
+    ("llamafactory", "use_dft_loss: true"): "use_dft_loss takes its loss from all logits at once:"
+     " the run needs more",
+    ("axolotl", "padding_free: true"): "padding_free joins rows without padding: counted as padded,"
+     " the run takes less",
     ("llamafactory", "packing: true"): CROSSED,
     ("llamafactory", "enable_liger_kernel: true"): FUSED,
-    ("llamafactory", "{quantization_bit: 4, quantization_method: hqq}"): "The base, quantised by 'hqq', is counted as",
-    ("llamafactory", "bf16: false"): "Without bf16, fp16 or pure_bf16 there is no autocast: it may be slower.",
+    ("llamafactory", "{quantization_bit: 4, quantization_method: hqq}"): "The base, quantised by"
+     " 'hqq', is counted as",
+    ("llamafactory", "bf16: false"): "Without bf16, fp16 or pure_bf16 there is no autocast: it may"
+     " be slower.",
     ("llamafactory", 'lora_target: "q_proj,.*mlp.*"'): f"{ELSEWHERE}'.*mlp.*,q_proj'.",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("tool", "lines"), ONE_NOTE)
 def test_one_note(tool, lines, read):
-    for text, noted in ((f"{LORA[tool]}bf16: true\n", False), (with_lines(LORA[tool], lines), True)):
+    for text, noted in (
+        (f"{LORA[tool]}bf16: true\n", False),
+        (with_lines(LORA[tool], lines), True),
+    ):
         assert any(note.startswith(ONE_NOTE[tool, lines]) for note in read(text).notes) is noted
 
 
 def test_where_more_memory_is_needed_than_is_counted(read):
-    assert [read(f"{AXOLOTL}{line}\n").needs_more for line in ("fp8: true", "lisa_n_layers: 4", "qat: {a: b}")] == [
+    assert [
+        read(f"{AXOLOTL}{line}\n").needs_more
+        for line in ("fp8: true", "lisa_n_layers: 4", "qat: {a: b}")
+    ] == [
         False,
         False,
         True,
@@ -392,7 +530,12 @@ def test_what_is_trained_whole(tool, line, saved, read):
     [
         ("mistral-7b", "q_proj,v_proj", "q_v", ""),
         ("mistral-7b", "k_proj,o_proj,q_proj,v_proj", "attention", ""),
-        ("mistral-7b", "down_proj,gate_proj,k_proj,lm_head,o_proj,q_proj,up_proj,v_proj", "all-linear", ""),
+        (
+            "mistral-7b",
+            "down_proj,gate_proj,k_proj,lm_head,o_proj,q_proj,up_proj,v_proj",
+            "all-linear",
+            "",
+        ),
         ("mistral-7b", "nope_proj,q_proj", "q_proj", "nope_proj"),
         ("mistral-7b", "mlp.up_proj,self_attn.q_proj", "mlp.up_proj,self_attn.q_proj", ""),
         ("phi-3-mini", "qkv_proj", "q_v", ""),
@@ -400,7 +543,12 @@ def test_what_is_trained_whole(tool, line, saved, read):
         ("phi-3-mini", "down_proj,gate_up_proj,o_proj,qkv_proj", "all-linear", ""),
         ("gpt2", "c_attn", "q_v", ""),
         ("gpt2", "c_attn,c_fc", "c_attn,c_fc", ""),
-        ("mixtral-8x7b", "down_proj,gate_proj,k_proj,o_proj,q_proj,up_proj,v_proj", "all-linear", ""),
+        (
+            "mixtral-8x7b",
+            "down_proj,gate_proj,k_proj,o_proj,q_proj,up_proj,v_proj",
+            "all-linear",
+            "",
+        ),
         ("mistral-7b", "attention", "attention", ""),
     ],
 )
@@ -417,7 +565,10 @@ def test_names_of_layers_are_those_of_the_model(model, targets, known, absent, r
 def test_all_linear_layers_are_refused_where_peft_takes_only_some(read):
     run, mamba = read(LORA["trl"]), resolve_model("mistralai/Mamba-Codestral-7B-v0.1")
     every = replace(run, config=replace(run.config, lora_targets="all-linear"))
-    note = "PEFT refuses adapters on some of this model's linear layers: name in_proj, which are counted."
+    note = (
+        "PEFT refuses adapters on some of this model's linear layers: name in_proj, which are"
+        " counted."
+    )
     assert for_model(every, mamba).notes[-1] == note
     named = for_model(replace(run, config=replace(run.config, lora_targets="in_proj")), mamba)
     assert named.config.lora_targets == "all-linear" and note not in named.notes
@@ -426,7 +577,9 @@ def test_all_linear_layers_are_refused_where_peft_takes_only_some(read):
 def test_names_that_no_layer_has_are_refused(read):
     run = read(LORA["trl"])
     named = replace(run, config=replace(run.config, lora_targets="c_attn,query_key_value"))
-    with pytest.raises(UsageError, match="no linear layer of this model is named 'c_attn, query_key_value'"):
+    with pytest.raises(
+        UsageError, match="no linear layer of this model is named 'c_attn, query_key_value'"
+    ):
         for_model(named, resolve_model("mistral-7b"))
 
 
@@ -436,7 +589,10 @@ def test_what_needs_no_note(read):
         ("trl", PEFT, "lora_target_modules: all-linear"),
         ("trl", PEFT, "lora_target_modules: [qkv_proj, o_proj, gate_up_proj, down_proj]"),
         ("axolotl", PEFT, "lora_target_linear: true"),
-        *(("axolotl", KERNELS, line) for line in ("load_in_8bit: 1", "trust_remote_code: 1", "lora_o_kernel: false")),
+        *(
+            ("axolotl", KERNELS, line)
+            for line in ("load_in_8bit: 1", "trust_remote_code: 1", "lora_o_kernel: false")
+        ),
     ):
         assert note in read(LORA[tool]).notes
         assert note not in read(with_lines(LORA[tool], line)).notes
@@ -447,23 +603,37 @@ def test_what_needs_no_note(read):
 
 QUANTISED = "a quantised base is trained by adapters alone"
 REFUSED = {
-    ("llamafactory", "stage: ppo"): "'ppo', another objective than dpo, kto, pt, rm, sft: its answers are generated"
+    (
+        "llamafactory",
+        "stage: ppo",
+    ): "'ppo', another objective than dpo, kto, pt, rm, sft: its answers are generated"
     " while it trains, which no probe does",
     ("llamafactory", "finetuning_type: freeze"): "lora or full is supported, not 'freeze'",
     ("llamafactory", "quantization_bit: 3"): "4 or 8 is supported, not 3",
     ("llamafactory", "do_train: false"): "is not true, so that LLaMA-Factory trains nothing",
     ("axolotl", "rl: orpo"): "'orpo', another objective than dpo, ipo, kto: no probe trains for it",
-    ("axolotl", "process_reward_model: true"): "it trains by another objective than sft, dpo, kto and reward, which no"
-    " probe does",
+    (
+        "axolotl",
+        "process_reward_model: true",
+    ): "it trains by another objective than sft, dpo, kto and reward, which no probe does",
     ("axolotl", "adapter: llama-adapter"): "lora, qlora or none is supported, not 'llama-adapter'",
     ("axolotl", "adapter: qlora"): "Axolotl refuses qlora without load_in_4bit: true",
     ("axolotl", "lora_r:"): "is missing, and has no default",
     ("axolotl", "gptq: true"): "it is not supported",
-    ("axolotl", "diffusion: {eps: 0.1}"): "it trains by another objective than the next token, which is not supported",
+    (
+        "axolotl",
+        "diffusion: {eps: 0.1}",
+    ): "it trains by another objective than the next token, which is not supported",
     ("axolotl", "max_packed_sequence_len: 2048"): "Axolotl no longer takes it",
     ("llamafactory", "mixture_of_depths: convert"): "it is not supported",
-    ("llamafactory", "sequence_parallel: true"): "Megatron splits the model in its own way, which is not supported",
-    ("trl", "beta: 0.1"): "only the command says whether it trains for dpo, kto or another objective",
+    (
+        "llamafactory",
+        "sequence_parallel: true",
+    ): "Megatron splits the model in its own way, which is not supported",
+    (
+        "trl",
+        "beta: 0.1",
+    ): "only the command says whether it trains for dpo, kto or another objective",
     ("trl", "loss_type: grpo"): "no trainer of TRL that is supported has 'grpo'",
     ("trl", "max_length: null"): "nothing is cut off then",
     ("trl", "dtype: int8"): "auto, bfloat16, float16 or float32 is needed, not 'int8'",
@@ -477,17 +647,39 @@ WRONG = {  # by what is needed
         "packing": {"maybe": "'maybe'", "[1]": "[1]", "2": "2"},
         "'fp16'": {"{a: 1}": "{'a': 1}"},
     },
-    "a name": {"optim": {"8": "8", "{a: b}": "{'a': 'b'}", '"\\e[31m"': "'\\x1b[31m'"}, "dtype": {"[m]": "['m']"}},
-    "names": {"datasets": {"3": "3", "[3]": "[3]", "[{path: [a]}]": "[{'path': ['a']}]", '["\\0"]': "['\\x00']"}},
-    "keys with values": {"model_init_kwargs": {"text": "'text'"}, "gradient_checkpointing_kwargs": {"[1]": "[1]"}},
+    "a name": {
+        "optim": {"8": "8", "{a: b}": "{'a': 'b'}", '"\\e[31m"': "'\\x1b[31m'"},
+        "dtype": {"[m]": "['m']"},
+    },
+    "names": {
+        "datasets": {
+            "3": "3",
+            "[3]": "[3]",
+            "[{path: [a]}]": "[{'path': ['a']}]",
+            '["\\0"]': "['\\x00']",
+        }
+    },
+    "keys with values": {
+        "model_init_kwargs": {"text": "'text'"},
+        "gradient_checkpointing_kwargs": {"[1]": "[1]"},
+    },
     "a number from 1 to 16,777,216": {
-        "max_length": {"-1": "-1", "0": "0", "true": "True", "[1]": "[1]", "{a: 1}": "{'a': 1}", ".nan": "nan"}
+        "max_length": {
+            "-1": "-1",
+            "0": "0",
+            "true": "True",
+            "[1]": "[1]",
+            "{a: 1}": "{'a': 1}",
+            ".nan": "nan",
+        }
         | {".inf": "inf", "few": "'few'", "1e9": "'1e9'", "2024-01-02": "datetime.date(2024, 1, 2)"}
         | {f"0x{'f' * 5000}": "a number as large as that"}
     },
 }
 REFUSED |= {
-    ("trl", f"{key}: {value}"): f"{needed} is needed, not {shown}".replace("s is needed", "s are needed")
+    ("trl", f"{key}: {value}"): f"{needed} is needed, not {shown}".replace(
+        "s is needed", "s are needed"
+    )
     for needed, keys in WRONG.items()
     for key, values in keys.items()
     for value, shown in values.items()
@@ -507,32 +699,48 @@ def test_what_is_refused(tool, line, failure):
     [
         (f"{AXOLOTL}load_in_8bit: true\n", f"FILE:3: load_in_8bit: {QUANTISED}"),
         (f"{TRL}load_in_4bit: true\n", f"FILE:3: load_in_4bit: {QUANTISED}"),
-        (f"{FACTORY}finetuning_type: full\nquantization_bit: 4\n", f"FILE:5: quantization_bit: {QUANTISED}"),
-        ("template: qwen\ndo_train: true\nexport_dir: out\n", "FILE: model_name_or_path: is missing"),
-        ("template: qwen\nexport_dir: out\n", "FILE is a file that merges or exports a trained model: it describes no"),
-        ("export_dir: out\nexport_quantization_bit: 4\n", "FILE is a file that quantises a trained model: it descr"),
-        (f"{FACTORY}do_predict: true\n".replace("do_train: true\n", ""), "FILE is a file that answers with a trained"),
-        ("compute_environment: LOCAL_MACHINE\nfsdp_config: {}\n", "FILE is accelerate's configuration, which says how"),
-        ("zero_optimization: {stage: 3}\n", "FILE is a configuration of DeepSpeed, which says how GPUs share"),
-        ("project_name: p\nsecrets: [HF_TOKEN]\n", "FILE is a configuration of the cloud, which says on which mach"),
-        ("{base_model: m, sequence_len: no}", "FILE: sequence_len: a number from 1 to 16,777,216 is needed, not False"),
+        (f"{FACTORY}finetuning_type: full\nquantization_bit: 4\n", "FILE:5: quantization_bit:"
+         f" {QUANTISED}"),
+        ("template: qwen\ndo_train: true\nexport_dir: out\n",
+         "FILE: model_name_or_path: is missing"),
+        ("template: qwen\nexport_dir: out\n", "FILE is a file that merges or exports a trained"
+         " model: it describes no"),
+        ("export_dir: out\nexport_quantization_bit: 4\n", "FILE is a file that quantises a trained"
+         " model: it descr"),
+        (f"{FACTORY}do_predict: true\n".replace("do_train: true\n", ""),
+         "FILE is a file that answers with a trained"),
+        ("compute_environment: LOCAL_MACHINE\nfsdp_config: {}\n",
+         "FILE is accelerate's configuration, which says how"),
+        ("zero_optimization: {stage: 3}\n", "FILE is a configuration of DeepSpeed, which says how"
+         " GPUs share"),
+        ("project_name: p\nsecrets: [HF_TOKEN]\n", "FILE is a configuration of the cloud, which"
+         " says on which mach"),
+        ("{base_model: m, sequence_len: no}", "FILE: sequence_len: a number from 1 to 16,777,216 is"
+         " needed, not False"),
         ("", "FILE holds no keys with values"),
         ("- base_model\n", "FILE holds no keys with values"),
-        ("model_name_or_path: m\n", "FILE: cannot tell which tool it is for: it has none of dataset_name, use_peft"),
+        ("model_name_or_path: m\n", "FILE: cannot tell which tool it is for: it has none of"
+         " dataset_name, use_peft"),
         ("cutoff_len: 2048\nbase_model: m\n",
-         "FILE: cannot tell which tool it is for: it has both base_model of axolotl; cutoff_len of llamafactory"),
+         "FILE: cannot tell which tool it is for: it has both base_model of axolotl; cutoff_len of"
+         " llamafactory"),
         # LLaMA-Factory's examples/v1/train_lora/export_lora.yaml, and one that trains
         ("model: m\npeft_config:\n  name: lora\n  export_dir: out\n",
          "FILE: the format of LLaMA-Factory v1 is not supported"),
         ("model: m\nmodel_class: llm\ntrain_dataset: d\ncutoff_len: 2048\nmicro_batch_size: 1\n",
          "FILE: the format of LLaMA-Factory v1 is not supported"),
-        ("base_model: !!python/object/apply:os.system [touch CANARY]\n", "FILE:1: not valid YAML: could not determine"),
-        ("base_model: m\nsequence_len: !!bool maybe\n", "FILE: not valid YAML: a value is not of its tag"),
+        ("base_model: !!python/object/apply:os.system [touch CANARY]\n", "FILE:1: not valid YAML:"
+         " could not determine"),
+        ("base_model: m\nsequence_len: !!bool maybe\n", "FILE: not valid YAML: a value is not of"
+         " its tag"),
         (f"base_model: m\nsequence_len: {'9' * 5000}\n", "FILE: not valid YAML: Exceeds the limit"),
         ("base_model: m\nbase_model: n\n", "FILE:2: not valid YAML: 'base_model' stands twice"),
-        ("base_model: m\n--- \nbase_model: n\n", "FILE:2: not valid YAML: but found another document"),
-        ("a: &a [*a]\n", "FILE: not valid YAML: more than 10,000 values, with its aliases written out"),
-        ("a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)),
+        ("base_model: m\n--- \nbase_model: n\n", "FILE:2: not valid YAML: but found another"
+         " document"),
+        ("a: &a [*a]\n", "FILE: not valid YAML: more than 10,000 values, with its aliases written"
+         " out"),
+        ("a0: &a0 [x]\n"
+         + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)),
          "FILE: not valid YAML: more than 10,000 values, with its aliases written out"),
         ("[" * 100_000, "FILE: not valid YAML: nested too deeply"),
         (b"base_model: caf\xe9\n", "cannot read FILE: it is not UTF-8 text"),
@@ -547,7 +755,14 @@ def test_whole_files_are_refused(text, message, failure, tmp_path):
 
 def test_what_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "absent", tmp_path / "pipe", Path("/dev/zero"), Path("a\0b"), Path("x" * 5000)):
+    for path in (
+        tmp_path,
+        tmp_path / "absent",
+        tmp_path / "pipe",
+        Path("/dev/zero"),
+        Path("a\0b"),
+        Path("x" * 5000),
+    ):
         with pytest.raises(UsageError, match="cannot read") as caught:
             read_file(path)
         assert caught.value.remedy
@@ -569,7 +784,8 @@ def test_values_are_parsed_as_the_file_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("max_steps", "epochs", "steps"), [("", 3.0, None), ("-1", 3.0, None), ("0", 3.0, None), ("1", None, 1)]
+    ("max_steps", "epochs", "steps"),
+    [("", 3.0, None), ("-1", 3.0, None), ("0", 3.0, None), ("1", None, 1)],
 )
 def test_steps_take_the_place_of_epochs_from_one_on(max_steps, epochs, steps, read):
     run = read(f"{TRL}max_steps: {max_steps}\n")
@@ -598,7 +814,11 @@ def test_an_alpha_from_a_quarter_of_the_rank_to_four_times_is_usual(lines, noted
 
 
 def test_attention_is_eager_where_transformers_has_no_other(read):
-    run, gemma, mistral = read(LORA["trl"]), resolve_model("gemma-2-9b"), resolve_model("mistral-7b")
+    run, gemma, mistral = (
+        read(LORA["trl"]),
+        resolve_model("gemma-2-9b"),
+        resolve_model("mistral-7b"),
+    )
     eager = for_model(run, gemma)
     assert eager.config == replace(run.config, attention="eager") and eager.model == run.model
     assert for_model(run, mistral) == run
@@ -633,10 +853,15 @@ def test_precision_without_autocast_is_that_of_what_is_trained(lines, precision,
 
 
 def test_an_older_key_of_axolotl_has_the_rows_of_a_step(read):
-    """Rows of a step over those of a micro batch, rounded down and one at least. Axolotl takes no accumulation too."""
+    """Rows of a step over those of a micro batch, rounded down and one at least.
+
+    Axolotl takes no accumulation too.
+    """
     steps = {size: read(f"{AXOLOTL}batch_size: {size}\n").accumulation for size in (1, 2, 7, 8)}
     assert steps == {1: 1, 2: 1, 7: 3, 8: 4}
-    with pytest.raises(UsageError, match="Axolotl takes one of gradient_accumulation_steps and batch_size"):
+    with pytest.raises(
+        UsageError, match="Axolotl takes one of gradient_accumulation_steps and batch_size"
+    ):
         read(f"{AXOLOTL}batch_size: 8\ngradient_accumulation_steps: 3\n")
 
 
@@ -651,7 +876,8 @@ def test_devices_are_multiplied_and_examples_counted_for_each_dataset(read):
 
 
 @pytest.mark.parametrize(
-    ("line", "workers"), [("0", 0), ("1", 2), ("2", 2), ("3", 4), ("4", 4), ("5", 8), ("8", 8), ("64", 8)]
+    ("line", "workers"),
+    [("0", 0), ("1", 2), ("2", 2), ("3", 4), ("4", 4), ("5", 8), ("8", 8), ("64", 8)],
 )
 def test_workers_of_a_loader_are_as_many_as_autotune_tries_or_the_next(line, workers, read):
     assert read(f"{TRL}dataloader_num_workers: {line}\n").config.loader_workers == workers
@@ -660,7 +886,10 @@ def test_workers_of_a_loader_are_as_many_as_autotune_tries_or_the_next(line, wor
 @pytest.mark.parametrize(
     ("value", "flag"),
     [
-        *((value, True) for value in ("true", "'True'", "yes", "'YES'", "on", "'1'", "1", "auto", "1.0")),
+        *(
+            (value, True)
+            for value in ("true", "'True'", "yes", "'YES'", "on", "'1'", "1", "auto", "1.0")
+        ),
         *((value, False) for value in ("false", "'no'", "off", "'0'", "0", "", "null", "0.0")),
     ],
 )
@@ -676,13 +905,18 @@ def test_what_is_empty_or_off_is_not_there(value, read):
 
 def test_an_error_names_the_line_of_its_key_in_any_spelling(failure):
     for line in ("'packing' : maybe", '"packing": maybe', "packing: maybe"):
-        assert failure(f"{TRL}# packing: no\n{line}\n") == "FILE:4: packing: true or false is needed, not 'maybe'"
+        assert (
+            failure(f"{TRL}# packing: no\n{line}\n")
+            == "FILE:4: packing: true or false is needed, not 'maybe'"
+        )
     many = "1234567890" * 7
     assert failure(f"{TRL}packing: {many}x\n").endswith(f"not '{many[:56]}...")
     assert failure(f"{TRL}packing: {many[:58]}\n").endswith(f"not {many[:58]}")
 
 
-@pytest.mark.parametrize("key", ["max_length", "per_device_train_batch_size", "gradient_accumulation_steps", "lora_r"])
+@pytest.mark.parametrize(
+    "key", ["max_length", "per_device_train_batch_size", "gradient_accumulation_steps", "lora_r"]
+)
 def test_counts_are_whole_numbers_up_to_the_most_that_is_tried(key, read, failure):
     assert read(f"{LORA['trl']}{key}: {2**24}\n") and read(f"{LORA['trl']}{key}: 1\n")
     for wrong in ("0", str(2**24 + 1), "1.5", "nan"):
@@ -755,19 +989,29 @@ def test_the_least_and_the_most_of_each_number_of_a_file(tool, key, least, most,
     below = "0.0009" if "." in least else str(int(least) - 1)
     for value in (below, str(int(most) + 1)):
         wrong = failure(with_lines(LORA[tool], f"{key}: {value}"))
-        assert f"{key}: a number from {float(least):g} to {int(most):,} is needed, not {value}" in wrong
+        assert (
+            f"{key}: a number from {float(least):g} to {int(most):,} is needed, not {value}"
+            in wrong
+        )
 
 
 def test_what_llamafactory_trains_where_its_file_leaves_it_out(read):
     """Supervised, by LoRA of rank 8 without packing, quantised by bitsandbytes alone."""
-    run = read("model_name_or_path: m\ndo_train: true\ntemplate: qwen\nbf16: true\nquantization_bit: 8\n")
+    run = read(
+        "model_name_or_path: m\ndo_train: true\ntemplate: qwen\nbf16: true\nquantization_bit: 8\n"
+    )
     assert (run.config.method, run.config.lora_rank, run.config.packing) == ("lora", 8, False)
     assert (run.config.quantization, run.notes) == ("int8", ())
 
 
 def test_keys_that_are_no_text_are_passed_over(read):
-    run = read("base_model: m\n3: 4\nnull: 5\nbnb_config_kwargs: {1: 2, bnb_4bit_use_double_quant: false}\n")
-    assert list(run.values) == ["base_model", "bnb_config_kwargs"] and run.config.double_quant is False
+    run = read(
+        "base_model: m\n3: 4\nnull: 5\nbnb_config_kwargs: {1: 2, bnb_4bit_use_double_quant:"
+        " false}\n"
+    )
+    assert (
+        list(run.values) == ["base_model", "bnb_config_kwargs"] and run.config.double_quant is False
+    )
 
 
 def test_sixty_characters_of_a_wrong_value_are_shown(failure):
@@ -777,11 +1021,13 @@ def test_sixty_characters_of_a_wrong_value_are_shown(failure):
 
 
 @pytest.mark.parametrize(
-    ("written", "share"), [("0.0", 0.0), ("0.001", 0.05), ("0.05", 0.05), ("0.08", 0.1), ("0.5", 0.1)]
+    ("written", "share"),
+    [("0.0", 0.0), ("0.001", 0.05), ("0.05", 0.05), ("0.08", 0.1), ("0.5", 0.1)],
 )
 def test_dropout_above_zero_stays_above_zero(read, written, share):
     run = read(
-        "model_name_or_path: Qwen/Qwen2.5-0.5B\ndataset_name: a/b\nuse_peft: true\nlora_target_modules: all-linear\n"
+        "model_name_or_path: Qwen/Qwen2.5-0.5B\ndataset_name: a/b\nuse_peft: true\n"
+        "lora_target_modules: all-linear\n"
         f"lora_dropout: {written}\n"
     )
     assert run.config.lora_dropout == share
@@ -797,18 +1043,36 @@ OTHERS: list[tuple[str, str, str, str]] = [
     ("axolotl", "rl: ipo", "dpo", "Axolotl's TRL 1.8 makes the logits of all rows at once"),
     ("axolotl", "rl: kto", "kto", "the run needs more memory than estimated"),
     ("axolotl", "reward_model: true", "reward", ""),
-    ("axolotl", "rl: dpo\nrl_adapter_ref_model: true", "dpo", "rl_adapter_ref_model is not counted"),
-    ("llamafactory", "stage: dpo\npref_beta: 0.1\npref_loss: sigmoid", "dpo", "LLaMA-Factory makes the logits of all"),
+    (
+        "axolotl",
+        "rl: dpo\nrl_adapter_ref_model: true",
+        "dpo",
+        "rl_adapter_ref_model is not counted",
+    ),
+    (
+        "llamafactory",
+        "stage: dpo\npref_beta: 0.1\npref_loss: sigmoid",
+        "dpo",
+        "LLaMA-Factory makes the logits of all",
+    ),
     ("llamafactory", "stage: kto", "kto", "LLaMA-Factory makes the logits of all"),
     ("llamafactory", "stage: rm", "reward", "keeps the head over the vocabulary"),
 ]
 
 
 @pytest.mark.parametrize(("tool", "lines", "objective", "note"), OTHERS)
-def test_a_file_for_another_objective_is_read(tool: str, lines: str, objective: str, note: str) -> None:
-    """All that trains it otherwise than today's TRL is in a note; a run of which nothing is left out has none."""
+def test_a_file_for_another_objective_is_read(
+    tool: str, lines: str, objective: str, note: str
+) -> None:
+    """All that trains it otherwise than today's TRL is in a note; a run of which nothing is left
+    out has none.
+    """
     values = yaml.safe_load(LORA[tool]) | yaml.safe_load(lines) | {"per_device_train_batch_size": 2}
-    values = {key: value for key, value in values.items() if key not in ("packing", "sample_packing", "neat_packing")}
+    values = {
+        key: value
+        for key, value in values.items()
+        if key not in ("packing", "sample_packing", "neat_packing")
+    }
     run, plain = parse(values, tool), parse(values | dict.fromkeys(yaml.safe_load(lines)), tool)
     assert run.objective is Objective(objective) and plain.objective is Objective.SFT
     assert (run.config.padding, run.config.loss, run.config.packing) == ("masked", "chunked", False)
@@ -854,13 +1118,18 @@ def test_the_command_of_trl_says_what_its_file_may_not(tmp_path: Path) -> None:
     [
         (
             f"{FACTORY}lora_rnak: 128\n",
-            "FILE:4: lora_rnak: LLaMA-Factory 0.9.5 has no such key, and refuses the file; did you mean 'lora_rank'",
+            "FILE:4: lora_rnak: LLaMA-Factory 0.9.5 has no such key, and refuses the file; did you"
+            " mean 'lora_rank'",
         ),
         (
             f"{TRL}max_len: 16384\nlora_ranks: 128\n",
-            "FILE:3: max_len: TRL 1.16 has no such key, and refuses the file; did you mean 'max_length'",
+            "FILE:3: max_len: TRL 1.16 has no such key, and refuses the file; did you mean"
+            " 'max_length'",
         ),
-        (f"{FACTORY}pad_to_multiple_of: 4096\n", "FILE:4: pad_to_multiple_of: LLaMA-Factory 0.9.5 has no such key"),
+        (
+            f"{FACTORY}pad_to_multiple_of: 4096\n",
+            "FILE:4: pad_to_multiple_of: LLaMA-Factory 0.9.5 has no such key",
+        ),
     ],
 )
 def test_a_key_that_the_tool_refuses_is_named_with_a_near_one(failure, text, message):
@@ -868,19 +1137,29 @@ def test_a_key_that_the_tool_refuses_is_named_with_a_near_one(failure, text, mes
 
 
 def test_all_keys_that_the_tool_refuses_are_named(failure):
-    assert "(also 'max_len'; did you mean 'max_length'" in failure(f"{TRL}lora_ranks: 128\nmax_len: 16384\n")
+    assert "(also 'max_len'; did you mean 'max_length'" in failure(
+        f"{TRL}lora_ranks: 128\nmax_len: 16384\n"
+    )
 
 
 def test_a_key_that_axolotl_ignores_is_named(read):
     run = read(f"{AXOLOTL}sample_packign: true\ndebug:\n")
-    assert run.ignored.startswith("ignored by Axolotl 0.19: 'sample_packign'; did you mean 'sample_packing'")
+    assert run.ignored.startswith(
+        "ignored by Axolotl 0.19: 'sample_packign'; did you mean 'sample_packing'"
+    )
     assert "debug" not in run.ignored and read(AXOLOTL).ignored == ""
 
 
 def test_the_fields_of_the_installed_trl_are_known():
     trl = pytest.importorskip("trl")
     known = load_data("autotune.planning", "known_keys")["trl"]["keys"]
-    for kind in (trl.SFTConfig, trl.DPOConfig, trl.RewardConfig, trl.ModelConfig, trl.ScriptArguments):
+    for kind in (
+        trl.SFTConfig,
+        trl.DPOConfig,
+        trl.RewardConfig,
+        trl.ModelConfig,
+        trl.ScriptArguments,
+    ):
         assert not {field.name for field in fields(kind)} - set(known)
 
 
@@ -894,17 +1173,26 @@ def test_a_configuration_of_accelerate_beside_the_run_is_read(read, tmp_path):
     (tmp_path / "fsdp.yaml").write_text(yaml.safe_dump(fsdp))
     run = read(f"{TRL}accelerate_config: fsdp.yaml\n")
     assert (run.num_gpus, strategy_of(run.values)) == (4, "fsdp2")
-    zero = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": {"zero_stage": 2}}
+    zero = {
+        "distributed_type": "DEEPSPEED",
+        "num_processes": 2,
+        "deepspeed_config": {"zero_stage": 2},
+    }
     (tmp_path / "zero.yaml").write_text(yaml.safe_dump(zero))
     run = read(f"{TRL}accelerate_config: ./zero.yaml\n")
     assert (run.num_gpus, strategy_of(run.values)) == (2, "zero2")
-    (tmp_path / "odd.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: text\nfsdp_config: []\n")
+    (tmp_path / "odd.yaml").write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config: text\nfsdp_config: []\n"
+    )
     assert strategy_of(read(f"{TRL}accelerate_config: odd.yaml\n").values) is None
     assert strategy_of(read(f"{TRL}accelerate_config: zero3\n").values) == "zero3"
 
 
 def test_a_file_that_a_run_names_and_that_is_absent_is_named(read):
-    for text, name in ((f"{TRL}accelerate_config: a.yaml\n", "a.yaml"), (f"{FACTORY}deepspeed: ds.json\n", "ds.json")):
+    for text, name in (
+        (f"{TRL}accelerate_config: a.yaml\n", "a.yaml"),
+        (f"{FACTORY}deepspeed: ds.json\n", "ds.json"),
+    ):
         assert ABSENT.format(name) in read(text).notes
     both = read(f"{TRL}accelerate_config: a.yaml\ndeepspeed: ds.json\n").notes
     assert {ABSENT.format("a.yaml"), ABSENT.format("ds.json")} <= set(both)
@@ -913,7 +1201,11 @@ def test_a_file_that_a_run_names_and_that_is_absent_is_named(read):
 @pytest.mark.parametrize(
     ("text", "tool"),
     [
-        ("model:\n  _component_: torchtune.models.phi3.lora_phi3_mini\nbatch_size: 2\ndtype: bf16\n", "torchtune"),
+        (
+            "model:\n  _component_: torchtune.models.phi3.lora_phi3_mini\nbatch_size: 2\n"
+            "dtype: bf16\n",
+            "torchtune",
+        ),
         ("model: org/m\ntrain_type: lora\ntorch_dtype: bfloat16\nlora_rank: 8\n", "ms-swift"),
     ],
 )

@@ -36,8 +36,14 @@ VALUES: dict[str, Any] = {
     "val_set_size": 0.1,
     "val_size": 0.1,
 }
-ROWS = [(tool, row) for group in _table("refusals") for tool in group["tools"] for row in group["rows"]]
-CALM: dict[str, dict[str, Any]] = {"trl": {"lora_dropout": 0}, "axolotl": {}, "llamafactory": {"bf16": False}}
+ROWS = [
+    (tool, row) for group in _table("refusals") for tool in group["tools"] for row in group["rows"]
+]
+CALM: dict[str, dict[str, Any]] = {
+    "trl": {"lora_dropout": 0},
+    "axolotl": {},
+    "llamafactory": {"bf16": False},
+}
 
 
 def described(tool: str, keys: list[str]) -> dict[str, Any]:
@@ -50,7 +56,9 @@ def described(tool: str, keys: list[str]) -> dict[str, Any]:
         elif inner:
             values[outer] = values.get(outer, {}) | {inner: True}
         else:
-            values[key] = VALUES.get(key, 1 if key.endswith(("_epoch", "_steps", "_size")) else True)
+            values[key] = VALUES.get(
+                key, 1 if key.endswith(("_epoch", "_steps", "_size")) else True
+            )
     return {key: value for key, value in values.items() if key != "use_dora" or tool != "axolotl"}
 
 
@@ -67,7 +75,9 @@ def test_each_row_refuses_its_keys_together_and_none_alone(tool: str, row: dict[
     if len(row["set"]) == 1 and "unset" not in row:
         return
     for other in row.get("unset") or [None]:
-        allowed = described(tool, row["set"] + [other]) if other else described(tool, row["set"][:1])
+        allowed = (
+            described(tool, row["set"] + [other]) if other else described(tool, row["set"][:1])
+        )
         assert row["why"] not in message(tool, allowed)
 
 
@@ -80,7 +90,9 @@ def message(tool: str, values: dict[str, Any]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("key", sorted({key for _, row in ROWS for key in row["set"] if not key.isupper()}))
+@pytest.mark.parametrize(
+    "key", sorted({key for _, row in ROWS for key in row["set"] if not key.isupper()})
+)
 def test_the_keys_of_the_rows_are_keys_of_the_tools(key: str) -> None:
     for tool in {tool for tool, row in ROWS if key in row["set"]}:
         assert key.partition(".")[0] in load_data("autotune.planning", "known_keys")[tool]["keys"]
@@ -89,7 +101,9 @@ def test_the_keys_of_the_rows_are_keys_of_the_tools(key: str) -> None:
 def test_the_line_of_the_key_is_named(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(TRL, sort_keys=False) + "fp16: true\nbf16: true\n")
-    with pytest.raises(UsageError, match=r"run\.yaml:9: fp16: the run is refused at its start: transformers") as error:
+    with pytest.raises(
+        UsageError, match=r"run\.yaml:9: fp16: the run is refused at its start: transformers"
+    ) as error:
         read_file(path)
     assert error.value.remedy == "switch one of them off"
 
@@ -98,23 +112,38 @@ MIXTURE = TRL | {"model_name_or_path": "Qwen/Qwen3-30B-A3B"}
 
 
 def test_peft_has_no_dropout_for_joined_experts(tmp_path: Path) -> None:
-    """TRL's default is 0.05. The other tools name the linear layers that they find, without joined experts."""
+    """TRL's default is 0.05.
+
+    The other tools name the linear layers that they find, without joined experts.
+    """
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(MIXTURE))
-    with pytest.raises(UsageError, match=r"run\.yaml: lora_dropout: .*0\.05, but the experts of qwen3_moe"):
+    with pytest.raises(
+        UsageError, match=r"run\.yaml: lora_dropout: .*0\.05, but the experts of qwen3_moe"
+    ):
         check(path, {"gpu": "h200-sxm"})
 
     model = resolve_model("Qwen/Qwen3-30B-A3B")
-    assert for_model(parse(MIXTURE | {"lora_dropout": 0}, "trl"), model).config.lora_targets == "all-linear"
+    assert (
+        for_model(parse(MIXTURE | {"lora_dropout": 0}, "trl"), model).config.lora_targets
+        == "all-linear"
+    )
     attention = MIXTURE | {"lora_target_modules": ["q_proj", "v_proj"]}
     assert for_model(parse(attention, "trl"), model).config.lora_dropout == 0.05
-    found = for_model(parse(AXOLOTL | {"lora_dropout": 0.05, "base_model": model.name}, "axolotl"), model)
-    assert found.config.lora_dropout == 0 and any("no" in note and "joined experts" in note for note in found.notes)
+    found = for_model(
+        parse(AXOLOTL | {"lora_dropout": 0.05, "base_model": model.name}, "axolotl"), model
+    )
+    assert found.config.lora_dropout == 0 and any(
+        "no" in note and "joined experts" in note for note in found.notes
+    )
 
 
 @pytest.mark.parametrize(
     ("targets", "problem"),
-    [(["gate_proj", "q_proj"], "both of gate_proj and up_proj"), (["q_proj", "lm_head"], "no adapter on the head")],
+    [
+        (["gate_proj", "q_proj"], "both of gate_proj and up_proj"),
+        (["q_proj", "lm_head"], "no adapter on the head"),
+    ],
 )
 def test_targets_that_are_refused(targets: list[str], problem: str) -> None:
     values = MIXTURE | {"lora_target_modules": targets, "lora_dropout": 0}

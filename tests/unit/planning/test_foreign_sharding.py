@@ -1,4 +1,6 @@
-"""Files of other tools that share out a training among GPUs: what they name, and what `check` makes of it."""
+"""Files of other tools that share out a training among GPUs: what they name, and what `check` makes
+of it.
+"""
 
 import json
 from pathlib import Path
@@ -32,7 +34,9 @@ LORA = FULL | {"adapter": "lora", "lora_r": 16, "lora_alpha": 32, "lora_target_l
 FSDP = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
 OFFLOADED = "what is offloaded to the host's memory"
 LASTING = ("weights", "adapters", "gradients", "optimizer")
-SHARDED = "Sharding and offloading of the model are not counted: each GPU is taken to hold all of it."
+SHARDED = (
+    "Sharding and offloading of the model are not counted: each GPU is taken to hold all of it."
+)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,9 @@ def read(folder: Path, values: dict[str, Any]) -> ForeignConfig:
     return read_file(file)
 
 
-def notes_of(folder: Path, values: dict[str, Any], gpus: int | None = 8) -> tuple[ForeignConfig, str]:
+def notes_of(
+    folder: Path, values: dict[str, Any], gpus: int | None = 8
+) -> tuple[ForeignConfig, str]:
     run = shared_out(read(folder, values), resolve_model("llama-3.1-8b"), gpus)
     return run, " ".join(run.notes)
 
@@ -80,18 +86,26 @@ def notes_of(folder: Path, values: dict[str, Any], gpus: int | None = 8) -> tupl
 def test_shards_of_a_file_are_those_of_its_gpus(tmp_path: Path) -> None:
     run, notes = notes_of(tmp_path, FULL | FSDP)
     assert (run.num_gpus, run.config.num_gpus, run.config.sharding) == (8, 8, "fsdp2")
-    assert run.config.precision == "bf16_mixed"  # its weights are in bf16, and what FSDP2 trains in fp32
+    # its weights are in bf16, and what FSDP2 trains in fp32
+    assert run.config.precision == "bf16_mixed"
     assert SHARDED not in notes and "FSDP 1" not in notes
-    run, older = notes_of(tmp_path, FULL | {"fsdp": ["full_shard", "offload"], "fsdp_config": {"offload_params": True}})
+    run, older = notes_of(
+        tmp_path,
+        FULL | {"fsdp": ["full_shard", "offload"], "fsdp_config": {"offload_params": True}},
+    )
     assert "FSDP2 is counted, which holds a little less" in older
-    assert run.uncounted == Uncounted(causes=(OFFLOADED,), num_gpus=8, freed=frozenset(LASTING), exchanges=True)
+    assert run.uncounted == Uncounted(
+        causes=(OFFLOADED,), num_gpus=8, freed=frozenset(LASTING), exchanges=True
+    )
 
 
 def test_deepspeeds_own_file_is_read_where_it_is(tmp_path: Path) -> None:
     """Its stage, and what it gathers and sends at once: numbers that people also write as 5e8."""
     zero = {"stage": 3, "stage3_max_live_parameters": "2e8", "reduce_bucket_size": 5e8}
     (tmp_path / "ds").mkdir()
-    (tmp_path / "ds" / "own.json").write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
+    (tmp_path / "ds" / "own.json").write_text(
+        json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}})
+    )
     run, notes = notes_of(tmp_path, LORA | {"deepspeed": "ds/own.json"})
     assert run.config.sharding == "zero3" and SHARDED not in notes
     assert buffers_of(run) == DeepSpeedBuffers(live=2 * 10**8, bucket=5 * 10**8, builds_whole=False)
@@ -100,13 +114,20 @@ def test_deepspeeds_own_file_is_read_where_it_is(tmp_path: Path) -> None:
     assert buffers_of(by_default) == DeepSpeedBuffers(live=MAX_LIVE, builds_whole=False)
     needs = [memory_bounds(resolve_model("llama-3.1-8b"), one) for one in (run, by_default)]
     least = [bounds.least.peak_gib for bounds in needs if bounds is not None]
-    assert least[1] - least[0] == pytest.approx((2 * (10**9 - 2 * 10**8) - 2 * (5e8 - 4096**2)) / 2**30, rel=1e-6)
-    for strange in ({"stage": 3, "stage3_max_live_parameters": "auto"}, {"stage": 3, "reduce_bucket_size": [1]}):
+    assert least[1] - least[0] == pytest.approx(
+        (2 * (10**9 - 2 * 10**8) - 2 * (5e8 - 4096**2)) / 2**30, rel=1e-6
+    )
+    for strange in (
+        {"stage": 3, "stage3_max_live_parameters": "auto"},
+        {"stage": 3, "reduce_bucket_size": [1]},
+    ):
         (tmp_path / "ds" / "own.json").write_text(json.dumps({"zero_optimization": strange}))
         assert buffers_of(read(tmp_path, LORA | {"deepspeed": "ds/own.json"})).live == MAX_LIVE
     stage = json.dumps({"zero_optimization": {"stage": 2}}, indent="\t")
     (tmp_path / "ds" / "own.json").write_text(stage)
-    assert read(tmp_path, LORA | {"deepspeed": "ds/own.json"}).values["deepspeed"] == json.loads(stage)
+    assert read(tmp_path, LORA | {"deepspeed": "ds/own.json"}).values["deepspeed"] == json.loads(
+        stage
+    )
     (tmp_path / "ds" / "own.json").write_text("[")
     unknown, _ = notes_of(tmp_path, LORA | {"deepspeed": "ds/own.json"})
     assert unknown.uncounted is not None and unknown.uncounted.shared == frozenset(LASTING)
@@ -122,7 +143,9 @@ def test_deepspeeds_own_file_is_read_where_it_is(tmp_path: Path) -> None:
         ({}, set()),
     ],
 )
-def test_offloading_is_what_deepspeeds_file_says(tmp_path: Path, zero: dict[str, Any], terms: set[str]) -> None:
+def test_offloading_is_what_deepspeeds_file_says(
+    tmp_path: Path, zero: dict[str, Any], terms: set[str]
+) -> None:
     (tmp_path / "own.json").write_text(json.dumps({"zero_optimization": {"stage": 3} | zero}))
     run, _ = notes_of(tmp_path, LORA | {"deepspeed": "own.json"})
     assert (run.uncounted.freed if run.uncounted else set()) == terms
@@ -144,13 +167,18 @@ def test_without_a_number_of_gpus_nothing_is_shared_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        (LORA | {"adapter": "qlora", "load_in_4bit": True} | FSDP, "FSDP2 loses the statistics of nf4 weights"),
+        (
+            LORA | {"adapter": "qlora", "load_in_4bit": True} | FSDP,
+            "FSDP2 loses the statistics of nf4 weights",
+        ),
         (FULL | {"optimizer": "adamw_bnb_8bit"} | FSDP, "has no code for sharded tensors"),
         (FULL | {"bf16": "full"} | FSDP, "bf16_pure is untested under fsdp2"),
     ],
     ids=["nf4", "8bit", "pure"],
 )
-def test_what_no_formula_shares_out_stays_whole(tmp_path: Path, values: dict[str, Any], reason: str) -> None:
+def test_what_no_formula_shares_out_stays_whole(
+    tmp_path: Path, values: dict[str, Any], reason: str
+) -> None:
     run, notes = notes_of(tmp_path, values)
     assert (run.num_gpus, run.config.num_gpus) == (8, 1) and SHARDED not in notes
     assert run.uncounted is not None and run.uncounted.shared == frozenset(LASTING)
@@ -158,14 +186,18 @@ def test_what_no_formula_shares_out_stays_whole(tmp_path: Path, values: dict[str
 
 
 def test_check_judges_each_gpu(tmp_path: Path) -> None:
-    """Full fine-tuning of an 8B fits no A100 of 40 GB, and eight of them easily; two verdicts of one file."""
+    """Full fine-tuning of an 8B fits no A100 of 40 GB, and eight of them easily; two verdicts of
+    one file.
+    """
     file = tmp_path / "run.yml"
     file.write_text(yaml.safe_dump(FULL | FSDP))
     alone, shared = (check(file, {"gpu": "a100-40gb-sxm", "gpus": gpus}) for gpus in (None, 8))
     assert (alone.checked.state, shared.checked.state) == ("out of memory", "fits")
     config = shared.checked.run.config
     by_formula = rank_breakdown(shared.model, config, Parallelism.of(config))
-    assert by_formula is not None and shared.checked.estimate.need_gib == by_formula.peak_reserved_gib
+    assert (
+        by_formula is not None and shared.checked.estimate.need_gib == by_formula.peak_reserved_gib
+    )
     notes = " ".join(shared.notes)
     assert "each of 8 GPUs of one host: the model shared out among the GPUs (FSDP2)." in notes
     assert shared.faster is None and shared.checked.estimate.tokens_per_s
@@ -193,7 +225,9 @@ def test_check_has_no_speed_where_no_link_is_known(tmp_path: Path) -> None:
 
 def test_a_fix_is_of_the_same_gpus(tmp_path: Path) -> None:
     file = tmp_path / "run.yml"
-    file.write_text(yaml.safe_dump(FULL | FSDP | {"micro_batch_size": 16, "gradient_checkpointing": False}))
+    file.write_text(
+        yaml.safe_dump(FULL | FSDP | {"micro_batch_size": 16, "gradient_checkpointing": False})
+    )
     report = check(file, {"gpu": "a100-80gb", "gpus": 8})
     assert report.checked.state == "out of memory" and report.fix is not None
     fixed = report.fix.run.config
@@ -202,7 +236,9 @@ def test_a_fix_is_of_the_same_gpus(tmp_path: Path) -> None:
 
 
 def test_a_need_without_a_formula_of_its_sharding_is_a_range(tmp_path: Path) -> None:
-    """Only a lower end that does not fit means out of memory; the upper end keeps all on each GPU."""
+    """Only a lower end that does not fit means out of memory;
+    the upper end keeps all on each GPU.
+    """
     values = LORA | {"adapter": "qlora", "load_in_4bit": True, "micro_batch_size": 1} | FSDP
     path = tmp_path / "run.yml"
     path.write_text(yaml.safe_dump(values))
@@ -212,12 +248,17 @@ def test_a_need_without_a_formula_of_its_sharding_is_a_range(tmp_path: Path) -> 
     assert least.weights == most.weights / 8 and least.optimizer == most.optimizer / 8
     assert least.reserved == 0 < most.reserved
     assert shared.checked.estimate.tokens_per_s is None  # its transfers take unknown time
-    assert any(note.startswith("The need is a range, because no formula covers how 8 GPUs") for note in shared.notes)
+    assert any(
+        note.startswith("The need is a range, because no formula covers how 8 GPUs")
+        for note in shared.notes
+    )
     assert not any("each holds all of it" in note for note in shared.notes)
 
 
 def test_offloaded_weights_and_state_leave_the_gpu_at_best(tmp_path: Path) -> None:
-    """Full fine-tuning of an 8B in 24 GB: DeepSpeed keeps weights, gradients and state on the host."""
+    """Full fine-tuning of an 8B in 24 GB: DeepSpeed keeps
+    weights, gradients and state on the host.
+    """
     devices = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     (tmp_path / "own.json").write_text(json.dumps({"zero_optimization": {"stage": 3} | devices}))
     path = tmp_path / "run.yml"

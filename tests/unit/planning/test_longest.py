@@ -1,4 +1,6 @@
-"""The longest row: the line through two counts, what bounds it, and the few rows that are tried on a card."""
+"""The longest row: the line through two counts, what bounds it, and the few rows that are tried on
+a card.
+"""
 
 import json
 from dataclasses import replace
@@ -49,7 +51,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts by `count_of`; the lengths that were asked for."""
     lengths: list[int] = []
 
-    def answer(model: Any, config: TrainConfig, micro_steps: int, *_: Any, depth: int | None = None) -> DryAnswer:
+    def answer(
+        model: Any, config: TrainConfig, micro_steps: int, *_: Any, depth: int | None = None
+    ) -> DryAnswer:
         lengths.append(config.seq_len)
         return DryAnswer(count=count_of(config, depth))
 
@@ -63,11 +67,15 @@ def asked(limit_gib: float = 22.0, **more: Any) -> Longest:
 
 def need(tokens: int) -> float:
     config = asked().config("qlora", tokens)
-    return counted_breakdown(MODEL, config, count_of(config)).peak_reserved_gib * (1 + ALLOCATOR_SHARE)
+    return counted_breakdown(MODEL, config, count_of(config)).peak_reserved_gib * (
+        1 + ALLOCATOR_SHARE
+    )
 
 
 @pytest.mark.parametrize("limit_gib", [22.0, 60.0, 9.0, 7.0])
-def test_the_prediction_is_the_longest_multiple_that_surely_fits(counted: list[int], limit_gib: float) -> None:
+def test_the_prediction_is_the_longest_multiple_that_surely_fits(
+    counted: list[int], limit_gib: float
+) -> None:
     row = asked(limit_gib).predict("qlora")
     assert row.tokens is not None and row.tokens % module.STEP == 0
     assert need(row.tokens) <= limit_gib < need(row.tokens + 2 * module.STEP)
@@ -76,7 +84,9 @@ def test_the_prediction_is_the_longest_multiple_that_surely_fits(counted: list[i
 
 
 def test_a_line_that_bends_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(model: Any, config: TrainConfig, micro_steps: int, *_: Any, depth: int | None = None) -> DryAnswer:
+    def answer(
+        model: Any, config: TrainConfig, micro_steps: int, *_: Any, depth: int | None = None
+    ) -> DryAnswer:
         return DryAnswer(count=count_of(config, depth, bend=100_000))
 
     monkeypatch.setattr(module, "dry_count", answer)
@@ -88,16 +98,25 @@ def test_a_line_that_bends_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_host_and_the_user_bound_it_too(counted: list[int]) -> None:
     """32 layers of 4,096 values in 16 bits are 256 KiB a token: 4,096 tokens to a GiB."""
     row = asked(60.0, host_limit_gib=30.0).predict("qlora")
-    assert (row.tokens, row.limited_by) == (30 * 4096, "host memory") and row.host_gib == pytest.approx(30.0)
+    assert (row.tokens, row.limited_by) == (
+        30 * 4096,
+        "host memory",
+    ) and row.host_gib == pytest.approx(30.0)
     row = asked(60.0, host_limit_gib=30.0, most_tokens=9_000).predict("qlora")
     assert (row.tokens, row.limited_by) == (8_192, "what was asked for")
     assert max(counted[-3:]) <= 8_192
     assert asked().host_gib(asked().config("full", 4096)) == 2.0  # in 32 bits
 
 
-def test_what_does_not_fit_or_cannot_be_counted_says_so(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_or_cannot_be_counted_says_so(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     row = asked(5.0).predict("qlora")
-    assert row.tokens is None and row.problem is not None and "are needed for 4,096 tokens" in row.problem
+    assert (
+        row.tokens is None
+        and row.problem is not None
+        and "are needed for 4,096 tokens" in row.problem
+    )
     monkeypatch.setattr(module, "dry_count", lambda *_, **__: DryAnswer(refused="no such layers"))
     monkeypatch.setattr(module, "no_count", lambda *_: "no such layers")
     row = asked().predict("qlora")
@@ -105,8 +124,12 @@ def test_what_does_not_fit_or_cannot_be_counted_says_so(counted: list[int], monk
 
 
 @pytest.mark.parametrize("failing", [1, 2, 3, 4])
-def test_a_count_that_fails_between_others_says_so(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
-    """Its process can be killed at any of the counts: two for the line, the check, and the length after it."""
+def test_a_count_that_fails_between_others_says_so(
+    monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """Its process can be killed at any of the counts: two for the line, the check, and the length
+    after it.
+    """
     lengths: list[int] = []
 
     def answer(model: Any, config: TrainConfig, *_: Any, depth: int | None = None) -> DryAnswer:
@@ -122,7 +145,9 @@ def test_a_count_that_fails_between_others_says_so(monkeypatch: pytest.MonkeyPat
 
 
 def test_attention_is_counted_below_the_diagonal(counted: list[int]) -> None:
-    one, two = (asked().step_s(config, count_of(config)) for config in map(asked_config, (10**6, 2 * 10**6)))
+    one, two = (
+        asked().step_s(config, count_of(config)) for config in map(asked_config, (10**6, 2 * 10**6))
+    )
     of_attention = 10**12 * 10**4 / 2 / (0.35 * 989e12)
     assert one is not None and two is not None
     assert two - 2 * one == pytest.approx(2 * of_attention, rel=0.02)
@@ -133,7 +158,9 @@ def asked_config(tokens: int) -> TrainConfig:
 
 
 class Card:
-    """A card on which a token takes `each` GiB, and all that is reserved `more` than what is allocated."""
+    """A card on which a token takes `each` GiB, and all that is reserved `more` than what is
+    allocated.
+    """
 
     def __init__(self, limit_gib: float, each: float = EACH, more: float = 0.05) -> None:
         self.limit_gib, self.each, self.more = limit_gib, each, more
@@ -148,21 +175,33 @@ class Card:
             found = measurement(peak_gib=peak / 1.02, kind_s=((0.96, 0.1), (0.04, 5.0)))
             return replace(made, measurement=found)
         oom = OomDetail(
-            phase=Phase.BACKWARD, requested_gib=1.0, allocated_gib=peak - 1, reserved_gib=peak, limit_gib=self.limit_gib
+            phase=Phase.BACKWARD,
+            requested_gib=1.0,
+            allocated_gib=peak - 1,
+            reserved_gib=peak,
+            limit_gib=self.limit_gib,
         )
         return replace(made, outcome=Outcome.OOM, measurement=None, oom=oom)
 
 
 @pytest.mark.parametrize("each", [0.8 * EACH, EACH, 1.02 * EACH, 1.2 * EACH])
-def test_few_rows_are_tried_and_the_longest_that_works_is_kept(counted: list[int], each: float) -> None:
-    """Within 3 % of what the card holds, whatever a token takes there, and with two whole models mostly."""
+def test_few_rows_are_tried_and_the_longest_that_works_is_kept(
+    counted: list[int], each: float
+) -> None:
+    """Within 3 % of what the card holds, whatever a token takes there, and with two whole models
+    mostly.
+    """
     card, predicted = Card(22.0, each), asked().predict("qlora")
     row = verify(asked(), predicted, card.probe, 24.0, timed_on="h100")
     possible = (22.0 - FIXED - card.more) / each
     assert row.tokens is not None and 0.965 * possible < row.tokens <= possible
     assert (row.evidence, row.step_s, row.tokens_per_s) == ("measured", 5.0, row.tokens / 5.0)
     assert card.seen[0] == (predicted.tokens, 2) and len(card.seen) <= 4
-    assert row.attempts and row.attempts[-1].step_s in (5.0, None) and row.predicted_tokens == predicted.tokens
+    assert (
+        row.attempts
+        and row.attempts[-1].step_s in (5.0, None)
+        and row.predicted_tokens == predicted.tokens
+    )
 
 
 def test_the_host_bounds_what_is_tried(counted: list[int]) -> None:
@@ -193,8 +232,19 @@ def test_the_request_trains_on_one_long_row_after_a_short_one() -> None:
     assert schedule.first_counts(0.04 * 60.0) and schedule.rounds_to_time(request, 30.0, 0.0) == 1
 
 
-def test_the_command_prints_a_table_or_json(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ["longest", "--model", "llama-3.1-8b", "--gpu", "rtx-4090", "--method", "qlora", "--predict"]
+def test_the_command_prints_a_table_or_json(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [
+        "longest",
+        "--model",
+        "llama-3.1-8b",
+        "--gpu",
+        "rtx-4090",
+        "--method",
+        "qlora",
+        "--predict",
+    ]
     ended = CliRunner().invoke(app, [*options, "--json"])
     assert ended.exit_code == 0, ended.output
     form_of("longest").validate_python(json.loads(ended.stdout))
@@ -218,7 +268,9 @@ def test_the_command_prints_a_table_or_json(counted: list[int], monkeypatch: pyt
         (["lora"], {"lora_dropout": 0.1}, "not computed in tiles"),
     ],
 )
-def test_wrong_names_are_usage_errors(methods: list[str], knobs: dict[str, Any], expected: str) -> None:
+def test_wrong_names_are_usage_errors(
+    methods: list[str], knobs: dict[str, Any], expected: str
+) -> None:
     with pytest.raises(UsageError, match=expected):
         find_longest(MODEL, "h100", methods, knobs=knobs, probe=False)
 
@@ -236,4 +288,8 @@ def test_data_has_what_was_asked(counted: list[int]) -> None:
     wanted = asked(host_limit_gib=100.0)
     made = json_data(longest_answer(wanted, [wanted.predict("lora")]))
     form_of("longest").validate_python(made)
-    assert (made["device"], made["host_limit_gib"], made["positions"]) == ("h100-sxm", 100.0, 131_072)
+    assert (made["device"], made["host_limit_gib"], made["positions"]) == (
+        "h100-sxm",
+        100.0,
+        131_072,
+    )

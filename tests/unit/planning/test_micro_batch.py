@@ -1,4 +1,6 @@
-"""What a device could do at best for a profiled micro batch, and what a run needs of its machine."""
+"""What a device could do at best for a profiled micro batch,
+and what a run needs of its machine.
+"""
 
 import json
 from dataclasses import replace
@@ -19,7 +21,9 @@ from autotune.report.values.profile import HostNeed, ProfileReport
 from tests.helpers import factories
 
 H100 = resolve_device("h100")
-RATES = DeviceRates(products={"bf16": {1024: 300.0, 8192: 600.0}}, copy_gb_s=2000.0, link_gb_s=50.0, launch_us=5.0)
+RATES = DeviceRates(
+    products={"bf16": {1024: 300.0, 8192: 600.0}}, copy_gb_s=2000.0, link_gb_s=50.0, launch_us=5.0
+)
 COUNT = DryCount(
     model_gib=1.0,
     adapters_gib=0.1,
@@ -29,12 +33,18 @@ COUNT = DryCount(
     peak_allocated_gib=2.0,
     trainable_params=1,
     total_params=1,
-    flops={"mm": 3 * 10**13, "addmm": 3 * 10**13, "_scaled_dot_product_flash_attention": 12 * 10**12},
+    flops={
+        "mm": 3 * 10**13,
+        "addmm": 3 * 10**13,
+        "_scaled_dot_product_flash_attention": 12 * 10**12,
+    },
     moved_bytes={"product": 10**9, "thin product": 10**9, "other": 3 * 10**10, "strided": 10**10},
 )
 
 
-def work(kind: KernelClass, seconds: float, part: Part | None = Part.MLP, stage: Stage = Stage.FORWARD) -> ProfiledWork:
+def work(
+    kind: KernelClass, seconds: float, part: Part | None = Part.MLP, stage: Stage = Stage.FORWARD
+) -> ProfiledWork:
     return ProfiledWork(part=part, stage=stage, kind=kind, seconds=seconds, count=1)
 
 
@@ -65,8 +75,15 @@ def report(**changes: Any) -> ProfileReport:
     return ProfileReport(**values | changes)
 
 
-def needs(profile: MicroBatchProfile = PROFILE, count: DryCount | None = COUNT, **knobs: Any) -> list[HostNeed]:
-    measured: dict[str, Any] = {"count": count, "calibration": None, "disk_mb_s": 900.0, "tokenised_per_s": None}
+def needs(
+    profile: MicroBatchProfile = PROFILE, count: DryCount | None = COUNT, **knobs: Any
+) -> list[HostNeed]:
+    measured: dict[str, Any] = {
+        "count": count,
+        "calibration": None,
+        "disk_mb_s": 900.0,
+        "tokenised_per_s": None,
+    }
     return list(host_needs(profile, TrainConfig(**knobs), H100, examples_per_s=20.0, **measured))
 
 
@@ -79,13 +96,19 @@ def test_what_is_lost_is_the_time_beyond_the_best() -> None:
     assert (moved.seconds, moved.moved_bytes, moved.best_s) == (0.05, 4e10, pytest.approx(0.02))
     assert report().idle_s == pytest.approx(0.01)
     # Thin products take the time of their bytes; a count of causal attention is not halved again.
-    thin = replace(COUNT, flops={"mm": 1, "efficient_attention": 6 * 10**12}, moved_bytes={"thin product": 10**12})
+    thin = replace(
+        COUNT,
+        flops={"mm": 1, "efficient_attention": 6 * 10**12},
+        moved_bytes={"thin product": 10**12},
+    )
     products, attention, _ = bounds(PROFILE, thin, RATES, TrainConfig())
     assert products.best_s == pytest.approx(0.5) and products.lost_s == 0.0
     assert attention.best_s == pytest.approx(0.01)
 
 
-@pytest.mark.parametrize("knobs", [{"precision": "fp32"}, {"quantization": "fp8", "compile": "per_layer"}])
+@pytest.mark.parametrize(
+    "knobs", [{"precision": "fp32"}, {"quantization": "fp8", "compile": "per_layer"}]
+)
 def test_without_a_measured_rate_there_is_no_best(knobs: dict[str, Any]) -> None:
     products, attention, moved = bounds(PROFILE, COUNT, RATES, TrainConfig(**knobs))
     assert (products.best_s, products.lost_s, attention.best_s) == (None, None, None)
@@ -120,7 +143,11 @@ def test_a_loader_in_the_same_process_must_be_ten_times_as_fast() -> None:
     [
         ({}, 1, "one for the loop that issues the work"),
         ({"compile": "per_layer"}, 2, "one for the loop that issues the work and the compiler"),
-        ({"loader_workers": 2}, 2, "one for the loop that issues the work and the processes of the loader"),
+        (
+            {"loader_workers": 2},
+            2,
+            "one for the loop that issues the work and the processes of the loader",
+        ),
         (
             {"loader_workers": 2, "compile": "per_layer"},
             3,
@@ -135,12 +162,19 @@ def test_only_what_works_needs_a_processor(knobs: dict[str, Any], needed: int, w
 
 def test_memory_and_disk_are_judged_by_the_studys_own_model() -> None:
     small = {one.part: one for one in needs()}
-    assert small["host memory"].needed == pytest.approx(2.0, abs=1e-6)  # a model of one parameter, and PyTorch
-    assert small["disk"].needed == pytest.approx(0.2 * 2**30 / 1e6 / 60)  # adapters and their state in a minute
-    seven = replace(COUNT, total_params=7 * 2**30, adapters_gib=0.0, model_gib=28.0, optimizer_gib=56.0)
+    # a model of one parameter, and PyTorch
+    assert small["host memory"].needed == pytest.approx(2.0, abs=1e-6)
+    # adapters and their state in a minute
+    assert small["disk"].needed == pytest.approx(0.2 * 2**30 / 1e6 / 60)
+    seven = replace(
+        COUNT, total_params=7 * 2**30, adapters_gib=0.0, model_gib=28.0, optimizer_gib=56.0
+    )
     large = {one.part: one for one in needs(count=seven)}
     assert large["host memory"].needed == pytest.approx(16.0)
-    assert large["disk"].needed == pytest.approx(84 * 2**30 / 1e6 / 60) and large["disk"].suffices is False
+    assert (
+        large["disk"].needed == pytest.approx(84 * 2**30 / 1e6 / 60)
+        and large["disk"].suffices is False
+    )
     assert "14.0 GiB" in large["host memory"].why and "84.0 GiB" in large["disk"].why
     assert {"host memory", "disk"}.isdisjoint(one.part for one in needs(count=None))
 
@@ -153,7 +187,11 @@ def test_the_report_as_data_and_as_tables() -> None:
     answer = profile_answer(report())
     assert answer.found[1].startswith("What takes the most time: matrix products (63%), then ")
     text = "\n".join(answer.notes)
-    assert "10 ms (5%), it waits" in text and "once in 8 micro batches" in text and "Layers are compiled" in text
+    assert (
+        "10 ms (5%), it waits" in text
+        and "once in 8 micro batches" in text
+        and "Layers are compiled" in text
+    )
     by_class, by_part, at_best, *_ = answer.tables
     assert by_class.rows[0] == ("matrix products", "120 ms", "63.2%", "1")
     assert ("unknown, in compiled layers", "30 ms", "–", "–", "30 ms", "15.8%") in by_part.rows

@@ -1,4 +1,6 @@
-"""The winner's run on other numbers of GPUs: the study's own row is what it knows, others are scaled from it."""
+"""The winner's run on other numbers of GPUs: the study's own row is what it knows, others are
+scaled from it.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -33,42 +35,62 @@ def test_what_is_measured_stands_and_others_are_scaled_from_it() -> None:
     assert own.tokens_per_s == speed and own.usd == made.winner.cost.full_run_usd
     assert own.interval[0] < speed < own.interval[1]
     assert own.efficiency == 1.0 and found.waits(own) == 0.0
-    assert 0.9 < two.efficiency < 1.0 and two.tokens_per_s == pytest.approx(2 * speed * two.efficiency)
+    assert 0.9 < two.efficiency < 1.0 and two.tokens_per_s == pytest.approx(
+        2 * speed * two.efficiency
+    )
     assert two.estimate.cost.evidence is Evidence.PROJECTED
     assert two.estimate.cost.usd_per_hour == pytest.approx(2 * made.price.usd_per_hour)  # type: ignore[union-attr]
     low, high = two.interval
-    assert low < two.tokens_per_s < high < 1.1 * two.tokens_per_s  # the same micro batch was measured
+    # the same micro batch was measured
+    assert low < two.tokens_per_s < high < 1.1 * two.tokens_per_s
     assert [row.accumulation for row in found.rows] == [8, 4, 2, 1]
 
 
 def test_twice_the_time_is_twice_the_time_on_any_number() -> None:
     made = winner()
-    performance = replace(made.winner.performance, step_time_s=2 * made.winner.performance.step_time_s)
+    performance = replace(
+        made.winner.performance, step_time_s=2 * made.winner.performance.step_time_s
+    )
     slower = on_other_numbers(replace(made, winner=replace(made.winner, performance=performance)))
     fast, slow = row_of(on_other_numbers(made), 2), row_of(slower, 2)
     assert slow.parallelism == fast.parallelism
-    computed = slow.step.step_s - slow.step.communication_s, fast.step.step_s - fast.step.communication_s
+    computed = (
+        slow.step.step_s - slow.step.communication_s,
+        fast.step.step_s - fast.step.communication_s,
+    )
     assert computed[0] == pytest.approx(2 * computed[1], rel=0.01)
 
 
 def test_a_study_of_two_gpus_is_scaled_both_ways() -> None:
     made = winner(method="full", num_gpus=2, sharding="fsdp2", optimizer="adamw_torch_fused")
     found = on_other_numbers(made)
-    assert found.own == 2 and row_of(found, 2).tokens_per_s == made.winner.performance.tokens_per_second
+    assert (
+        found.own == 2
+        and row_of(found, 2).tokens_per_s == made.winner.performance.tokens_per_second
+    )
     one, eight = row_of(found, 1), row_of(found, 8)
     assert one.estimate.cost.usd_per_hour == pytest.approx(made.price.usd_per_hour / 2)  # type: ignore[union-attr]
-    assert one.parallelism.strategy == "none" and eight.parallelism.strategy in ("ddp", "fsdp2", "fsdp2_keep")
-    memory = memory_of(made.model, replace(made.config, num_gpus=8, sharding=eight.parallelism.strategy))
+    assert one.parallelism.strategy == "none" and eight.parallelism.strategy in (
+        "ddp",
+        "fsdp2",
+        "fsdp2_keep",
+    )
+    memory = memory_of(
+        made.model, replace(made.config, num_gpus=8, sharding=eight.parallelism.strategy)
+    )
     assert memory is not None and eight.estimate.need_gib < one.estimate.need_gib
     assert one.efficiency == 1.0 and found.waits(row_of(found, 2)) > 0
 
 
 def test_the_micro_batch_shrinks_where_the_global_batch_has_no_room_for_it() -> None:
     found = on_other_numbers(winner(micro_batch_size=16))  # of a global batch of 32
-    sizes = {row.num_gpus: row.estimate.config.micro_batch_size for row in found.rows if row.estimate}
+    sizes = {
+        row.num_gpus: row.estimate.config.micro_batch_size for row in found.rows if row.estimate
+    }
     assert sizes == {1: 16, 2: 16, 4: 8, 8: 4}
     same, smaller = row_of(found, 2), row_of(found, 4)
-    assert smaller.interval[1] / smaller.interval[0] > same.interval[1] / same.interval[0]  # that was not measured
+    # that was not measured
+    assert smaller.interval[1] / smaller.interval[0] > same.interval[1] / same.interval[0]
     odd = winner(micro_batch_size=1)
     three = replace(odd, workload=replace(odd.workload, global_batch=3))
     assert [row.problem for row in on_other_numbers(three).rows] == [
@@ -79,7 +101,8 @@ def test_the_micro_batch_shrinks_where_the_global_batch_has_no_room_for_it() -> 
 
 def test_packed_rows_keep_about_the_global_batch() -> None:
     made = winner(packing=True, seq_len=4096, micro_batch_size=1)
-    made = replace(made, workload=replace(made.workload, lengths=Lengths.constant(1024)))  # 8 rows of four examples
+    # 8 rows of four examples
+    made = replace(made, workload=replace(made.workload, lengths=Lengths.constant(1024)))
     for row in on_other_numbers(made).rows:
         assert row.accumulation * row.num_gpus == 8
     two_rows = replace(made, workload=replace(made.workload, global_batch=8))
@@ -88,7 +111,13 @@ def test_packed_rows_keep_about_the_global_batch() -> None:
 
 
 def test_what_does_not_fit_has_no_speed_and_is_not_where_scaling_starts() -> None:
-    made = winner(method="full", num_gpus=4, sharding="fsdp2", optimizer="adamw_torch_fused", precision="bf16_mixed")
+    made = winner(
+        method="full",
+        num_gpus=4,
+        sharding="fsdp2",
+        optimizer="adamw_torch_fused",
+        precision="bf16_mixed",
+    )
     limit = replace(made.winner.measurement, limit_gib=60.0)
     found = on_other_numbers(replace(made, winner=replace(made.winner, measurement=limit)))
     assert row_of(found, 1).state != FITS and row_of(found, 1).tokens_per_s is None

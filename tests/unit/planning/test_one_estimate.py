@@ -1,4 +1,6 @@
-"""Every command gives the same numbers for a configuration, and these agree with stored measurements."""
+"""Every command gives the same numbers for a configuration, and these agree with stored
+measurements.
+"""
 
 import itertools
 import json
@@ -39,7 +41,12 @@ RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 EQUAL = {"tokens_per_example": 1024}
 LONG_TAILED = {"mean_tokens": 300.0, "p99_tokens": 1000.0}
 LENGTHS = {"equal": EQUAL, "long-tailed": LONG_TAILED}
-LORA: dict[str, Any] = {"seq_len": 1024, "lora_rank": 16, "micro_batch_size": 2, "padding": "longest"}
+LORA: dict[str, Any] = {
+    "seq_len": 1024,
+    "lora_rank": 16,
+    "micro_batch_size": 2,
+    "padding": "longest",
+}
 FULL: dict[str, Any] = {
     "method": "full",
     "seq_len": 1024,
@@ -56,7 +63,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "masked": LORA | {"padding": "masked"},
 }
 ALWAYS = (
-    *("method", "optimizer", "precision", "attention", "packing", "packed_attention", "compile", "loss"),
+    *(
+        "method",
+        "optimizer",
+        "precision",
+        "attention",
+        "packing",
+        "packed_attention",
+        "compile",
+        "loss",
+    ),
     "checkpointing",
 )
 STRATEGIES = {1: "none", 2: "ddp", 8: "fsdp2"}
@@ -77,7 +93,9 @@ COUNT = DryCount(
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One configuration with its examples: `counted` if no formula covers its model, `calibrated` by a file."""
+    """One configuration with its examples: `counted` if no formula covers its model, `calibrated`
+    by a file.
+    """
 
     kind: str
     num_gpus: int
@@ -92,25 +110,39 @@ class Case:
     @property
     def config(self) -> TrainConfig:
         """The configuration."""
-        return replace(TrainConfig(**KINDS[self.kind]), num_gpus=self.num_gpus, sharding=STRATEGIES[self.num_gpus])
+        return replace(
+            TrainConfig(**KINDS[self.kind]),
+            num_gpus=self.num_gpus,
+            sharding=STRATEGIES[self.num_gpus],
+        )
 
 
 CASES = [
     *(
         Case(kind=kind, num_gpus=number, lengths=lengths, calibrated=calibrated)
-        for kind, number, lengths, calibrated in itertools.product(KINDS, STRATEGIES, LENGTHS, (False, True))
+        for kind, number, lengths, calibrated in itertools.product(
+            KINDS, STRATEGIES, LENGTHS, (False, True)
+        )
         if not (kind == "full" and number < 8)  # it does not fit
     ),
     *(
         Case(kind=kind, num_gpus=1, lengths=lengths, calibrated=calibrated, counted=True)
-        for kind, lengths, calibrated in itertools.product(("recomputed", "kept"), LENGTHS, (False, True))
+        for kind, lengths, calibrated in itertools.product(
+            ("recomputed", "kept"), LENGTHS, (False, True)
+        )
     ),
 ]
 
 
 def numbers(found: Estimate | None) -> tuple[float, ...]:
     """Need of a GPU, its useful tokens/s with their interval, and the USD of the run."""
-    assert found is not None and found.tokens_per_s and found.interval and found.cost and found.cost.full_run_usd
+    assert (
+        found is not None
+        and found.tokens_per_s
+        and found.interval
+        and found.cost
+        and found.cost.full_run_usd
+    )
     return found.need_gib, found.tokens_per_s, *found.interval, found.cost.full_run_usd
 
 
@@ -118,16 +150,23 @@ def numbers(found: Estimate | None) -> tuple[float, ...]:
 def calibrated_file(tmp_path: Path) -> str:
     """A calibration of an H100 whose link, host and products are slower than by the catalogue."""
     links = tuple(
-        CollectiveRates(num_gpus=number, gather_gb_s=40.0, scatter_gb_s=40.0, reduce_gb_s=30.0) for number in (2, 8)
+        CollectiveRates(num_gpus=number, gather_gb_s=40.0, scatter_gb_s=40.0, reduce_gb_s=30.0)
+        for number in (2, 8)
     )
     products = {"bf16": {1024: 200.0, 8192: 500.0}}
-    made = calibration(H100.name, products=products, copy_gb_s=2500.0, layer_ms=8.0, collectives=links)
+    made = calibration(
+        H100.name, products=products, copy_gb_s=2500.0, layer_ms=8.0, collectives=links
+    )
     write_calibration(made, tmp_path / "calibration.json")
     return str(tmp_path / "calibration.json")
 
 
 def spec_of(case: Case, file: str, **options: Any) -> StudySpec:
-    given: dict[str, Any] = {"model": "gpt2" if case.counted else "llama-3.1-8b", "gpu": "h100", "global_batch": 32}
+    given: dict[str, Any] = {
+        "model": "gpt2" if case.counted else "llama-3.1-8b",
+        "gpu": "h100",
+        "global_batch": 32,
+    }
     given |= LENGTHS[case.lengths] | {"examples": 3200, "trainer": "transformers", "space": "lora"}
     given |= {"allow_pure_bf16": True, "allow_any_optimizer": True, "allow_quantized": True}
     if case.calibrated:
@@ -147,7 +186,9 @@ def test_every_command_gives_the_same_numbers(
     case: Case, calibrated_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(counted_memory, "dry_count", lambda *asked: DryAnswer(count=COUNT))
-    spec = spec_of(case, calibrated_file, pins=pinned(case), space="full" if case.kind == "full" else "lora")
+    spec = spec_of(
+        case, calibrated_file, pins=pinned(case), space="full" if case.kind == "full" else "lora"
+    )
     setup, limit_gib = planned_setup(spec, H100), limit_of(spec, H100)
     task, count = setup.task, counted_memory.count
     wanted = numbers(estimate(task, case.config, limit_gib, count=count))
@@ -195,7 +236,9 @@ def answers(case: Case, spec: StudySpec, limit_gib: float) -> Iterator[tuple[str
 
 
 def reported(case: Case, spec: StudySpec, limit_gib: float) -> Estimate | None:
-    """The row of a report, of a winner on another number of GPUs that was as fast as the estimate."""
+    """The row of a report, of a winner on another number of GPUs
+    that was as fast as the estimate.
+    """
     task = planned_setup(spec, H100).task
     own = 2 if case.num_gpus == 1 else 1
     config = replace(case.config, num_gpus=own, sharding=STRATEGIES[own])
@@ -218,7 +261,9 @@ def by_name(case: Case, spec: StudySpec) -> ConfigResult:
     knobs = {name: value for name, value in case.config.as_dict().items() if value is not None}
     accumulation = 32 // (case.config.micro_batch_size * case.num_gpus)
     configs = (NamedConfig(name="one", knobs=knobs, accumulation=accumulation),)
-    (found,) = estimate_named_configs(replace(spec, pins={}, configs=configs), device=H100, counted=True)
+    (found,) = estimate_named_configs(
+        replace(spec, pins={}, configs=configs), device=H100, counted=True
+    )
     return found
 
 
@@ -245,12 +290,20 @@ gradient_checkpointing: true
 def test_check_on_several_gpus_counts_the_wait_for_the_longest_sequences(tmp_path: Path) -> None:
     file = tmp_path / "trl.yaml"
     file.write_text(TRL)
-    options = {"gpu": "h100", "model": "llama-3.1-8b", "gpus": 8, "mean_tokens": 600.0, "p99_tokens": 3000.0}
+    options = {
+        "gpu": "h100",
+        "model": "llama-3.1-8b",
+        "gpus": 8,
+        "mean_tokens": 600.0,
+        "p99_tokens": 3000.0,
+    }
     report = check(file, options | {"price": 2.69})
     run, found = report.checked.run, report.checked.estimate
     assert run.config.num_gpus == 8 and found.step and found.cost
     # It said 4,083 tokens/s and $3.27.
-    assert found.tokens_per_s == pytest.approx(2114, abs=1) and found.cost.full_run_usd == pytest.approx(6.32, abs=0.01)
+    assert found.tokens_per_s == pytest.approx(
+        2114, abs=1
+    ) and found.cost.full_run_usd == pytest.approx(6.32, abs=0.01)
     share = report.workload.waiting_share(run.config, accumulation=run.accumulation)
     assert share > 0.3
     assert found.single_gpu is not None
@@ -266,7 +319,10 @@ def test_check_on_several_gpus_uses_a_calibrated_link_and_prints_their_accuracy(
     file = tmp_path / "trl.yaml"
     file.write_text(TRL + "fsdp: full_shard\n")
     options = {"gpu": "h100", "model": "llama-3.1-8b", "gpus": 8, "tokens_per_example": 2048}
-    by_catalogue, calibrated = check(file, options), check(file, options | {"calibration": calibrated_file})
+    by_catalogue, calibrated = (
+        check(file, options),
+        check(file, options | {"calibration": calibrated_file}),
+    )
     steps = [one.checked.estimate.step for one in (by_catalogue, calibrated)]
     assert steps[0] and steps[1] and steps[1].communication_s > 3 * steps[0].communication_s
     how = dict(lines(by_catalogue))["how"]
@@ -275,18 +331,26 @@ def test_check_on_several_gpus_uses_a_calibrated_link_and_prints_their_accuracy(
 
 @pytest.mark.parametrize("objective", ["dpo", "classification"])
 def test_named_configurations_keep_the_objective(objective: str) -> None:
-    configs = (NamedConfig(name="one", knobs={"seq_len": 1024, "checkpointing": "full"}, accumulation=4),)
+    configs = (
+        NamedConfig(name="one", knobs={"seq_len": 1024, "checkpointing": "full"}, accumulation=4),
+    )
     spec = StudySpec(model="llama-3.1-8b", gpu="h100", configs=configs, tokens_per_example=1024)
     (sft,) = estimate_named_configs(spec, device=H100)
     (other,) = estimate_named_configs(replace(spec, objective=objective), device=H100)
-    assert sft.tokens_per_s and other.tokens_per_s and sft.tokens_per_s != pytest.approx(other.tokens_per_s, rel=0.02)
+    assert (
+        sft.tokens_per_s
+        and other.tokens_per_s
+        and sft.tokens_per_s != pytest.approx(other.tokens_per_s, rel=0.02)
+    )
     assert sft.peak_reserved_gib != other.peak_reserved_gib
 
 
 @pytest.mark.parametrize("value", ["fp8", "nf4"])
 def test_a_pinned_quantization_that_a_space_cannot_have_is_an_error(value: str) -> None:
     spec = StudySpec(model="llama-3.1-8b", gpu="h100", space="full", pins={"quantization": value})
-    with pytest.raises(UsageError, match=f"quantization {value} has no effect in this space: it needs method lora"):
+    with pytest.raises(
+        UsageError, match=f"quantization {value} has no effect in this space: it needs method lora"
+    ):
         plan(spec, device=H100)
     assert plan(replace(spec, pins={"quantization": "none"}), device=H100).best
     assert plan(replace(spec, space="lora"), device=H100).best
@@ -294,9 +358,13 @@ def test_a_pinned_quantization_that_a_space_cannot_have_is_an_error(value: str) 
 
 def test_several_gpus_are_estimated_for_the_next_token_alone() -> None:
     configs = (NamedConfig(name="one", knobs={"num_gpus": 2, "sharding": "ddp"}),)
-    spec = StudySpec(model="llama-3.1-8b", gpu="h100", configs=configs, objective="dpo", tokens_per_example=1024)
+    spec = StudySpec(
+        model="llama-3.1-8b", gpu="h100", configs=configs, objective="dpo", tokens_per_example=1024
+    )
     (found,) = estimate_named_configs(spec, device=H100)
-    assert found.reason == "--objective dpo is untested on several GPUs" and found.tokens_per_s is None
+    assert (
+        found.reason == "--objective dpo is untested on several GPUs" and found.tokens_per_s is None
+    )
 
 
 # --- against stored measurements
@@ -306,7 +374,10 @@ def stored_memory() -> list[dict[str, Any]]:
     """The first measurement of five models on one GPU."""
     rows = [json.loads(line) for line in (RESULTS / "plan_memory.jsonl").read_text().splitlines()]
     models = ("qwen2.5-7b", "qwen3-8b", "llama-2-13b", "smollm2-1.7b", "tinyllama")
-    return [next(row for row in rows if row["model"] == model and row["outcome"] == "ok") for model in models]
+    return [
+        next(row for row in rows if row["model"] == model and row["outcome"] == "ok")
+        for model in models
+    ]
 
 
 @pytest.mark.parametrize("row", stored_memory(), ids=lambda row: row["model"])
@@ -323,7 +394,8 @@ def test_the_estimate_of_one_gpu_agrees_with_measurements(row: dict[str, Any]) -
     found = estimate(planned_setup(spec, h200).task, config, 139.0)
     assert found is not None and found.memory is not None and found.single_gpu is not None
     assert found.memory.peak_gib == pytest.approx(row["peak_gib"], rel=ERROR)
-    # Two standard deviations: the printed interval is to hold 80 % of cases, and llama-2-13b is just outside.
+    # Two standard deviations: the printed interval is to hold 80 % of cases, and llama-2-13b is
+    # just outside.
     assert abs(math.log(row["micro_s"] / found.single_gpu.micro_s)) < 2 * found.single_gpu.error
 
 
@@ -356,9 +428,13 @@ def test_the_estimate_of_two_gpus_agrees_with_measurements(row: dict[str, Any]) 
         sharding=words[-3],
         **({"lora_rank": 16} if words[0] == "lora" else {}),
     )
-    spec = StudySpec(model="mistral-7b", gpu="h100", tokens_per_example=1024, global_batch=8 * micro_steps)
+    spec = StudySpec(
+        model="mistral-7b", gpu="h100", tokens_per_example=1024, global_batch=8 * micro_steps
+    )
     found_task = planned_setup(spec, H100).task
-    task = replace(found_task, model=resolve_model("mistral-7b").with_overrides({"num_hidden_layers": 4}))
+    task = replace(
+        found_task, model=resolve_model("mistral-7b").with_overrides({"num_hidden_layers": 4})
+    )
     found = estimate(task, config, 79.0)
     assert found is not None and found.memory is not None
     assert found.memory.peak_gib == pytest.approx(row["peak_gib"][0], rel=0.027)

@@ -1,4 +1,6 @@
-"""The winner's run on other cards: where it fits, by what was measured; at what speed and cost, as a projection."""
+"""The winner's run on other cards: where it fits, by what was measured; at what speed and cost, as
+a projection.
+"""
 
 from dataclasses import replace
 from datetime import date
@@ -35,11 +37,15 @@ def task(**changes: Any) -> Task:
     return subject_of(**values)
 
 
-def found(task: Task, config: TrainConfig = CONFIG, measurement: Measurement = MEASURED) -> dict[str, Estimate]:
+def found(
+    task: Task, config: TrainConfig = CONFIG, measurement: Measurement = MEASURED
+) -> dict[str, Estimate]:
     speed = run_performance(task, config, [measurement])
     reported = Evidence.MEASURED if task.carried is None else Evidence.PROJECTED
     cost = replace(project(task.workload, config, speed, task.price), evidence=reported)
-    winner = Candidate(config=config, performance=speed, measurement=measurement, cost=cost, evidence=reported)
+    winner = Candidate(
+        config=config, performance=speed, measurement=measurement, cost=cost, evidence=reported
+    )
     selection = Selection(task)
     selection.confirm(config, measurement)
     return {one.device.name: one for one in estimate_other_devices(selection, winner, 0.05)}
@@ -48,12 +54,16 @@ def found(task: Task, config: TrainConfig = CONFIG, measurement: Measurement = M
 def test_the_own_card_is_measured_and_others_are_projected() -> None:
     cards = found(task())
     own, other = cards["h200-sxm"], cards["h100-sxm"]
-    assert own.cost is not None and own.cost.evidence is Evidence.MEASURED and own.limit_gib == 132.0
+    assert (
+        own.cost is not None and own.cost.evidence is Evidence.MEASURED and own.limit_gib == 132.0
+    )
     assert other.cost is not None and other.cost.evidence is Evidence.PROJECTED
     carried = speed_transfer(resolve_device("h200"), resolve_device("h100"))
     assert carried is not None and own.tokens_per_s is not None and own.cost is not None
     there = replace(task(), measured_on=resolve_device("h200"), carried=carried)
-    assert other.tokens_per_s == pytest.approx(run_performance(there, CONFIG, [MEASURED]).tokens_per_second)
+    assert other.tokens_per_s == pytest.approx(
+        run_performance(there, CONFIG, [MEASURED]).tokens_per_second
+    )
     assert carried.bytes < other.tokens_per_s / own.tokens_per_s < 1  # an H100 multiplies as fast
     low, high = other.cost.interval_hours
     assert low < other.cost.full_run_hours < high
@@ -85,7 +95,9 @@ def test_the_card_that_probed_for_another_counts_as_measured() -> None:
     assert cards["a100-80gb-sxm"].num_observations == 1 and cards["h200-sxm"].num_observations == 0
     there = cards["h200-sxm"]
     assert there.cost is not None and there.cost.evidence is Evidence.MEASURED
-    assert there.tokens_per_s == pytest.approx(run_performance(task(), CONFIG, [MEASURED]).tokens_per_second)
+    assert there.tokens_per_s == pytest.approx(
+        run_performance(task(), CONFIG, [MEASURED]).tokens_per_second
+    )
     assert cards["a100-80gb-sxm"].cost is not None
     assert cards["a100-80gb-sxm"].cost.evidence is Evidence.PROJECTED
 
@@ -102,7 +114,13 @@ def test_cards_go_by_whether_they_fit_then_dollars_then_hours_then_the_most_memo
     base = found(task())["h200-sxm"]
     assert base.cost is not None
 
-    def card(name: str, usd: float | None, hours: float | None, memory_gib: float | None, state: str = FITS) -> Any:
+    def card(
+        name: str,
+        usd: float | None,
+        hours: float | None,
+        memory_gib: float | None,
+        state: str = FITS,
+    ) -> Any:
         cost = base.cost and hours and replace(base.cost, full_run_usd=usd, full_run_hours=hours)
         device = replace(base.device, name=name, memory_gib=memory_gib)
         return replace(base, device=device, state=state, cost=cost or None)
@@ -129,12 +147,17 @@ def test_cards_go_by_whether_they_fit_then_dollars_then_hours_then_the_most_memo
 def test_every_card_of_the_vendor_is_estimated_once_with_its_own_limit_and_price() -> None:
     case = task(price=find_price("h100-sxm"))
     cards = found(case)
-    known = {card.name: card for card in list_devices() if card.vendor == "nvidia" and card.memory_gib}
+    known = {
+        card.name: card for card in list_devices() if card.vendor == "nvidia" and card.memory_gib
+    }
     assert cards.keys() == known.keys() and list(cards).count("h200-sxm") == 1
     for name, one in cards.items():
         assert (one.device, one.config, one.need_gib) == (known[name], CONFIG, 31.0)
         if name != "h200-sxm":
-            assert (one.limit_gib, one.price) == (device_limit_gib(known[name], 0.05), find_price(name))
+            assert (one.limit_gib, one.price) == (
+                device_limit_gib(known[name], 0.05),
+                find_price(name),
+            )
             assert (one.cost is None) is (one.tokens_per_s is None) is (one.state != FITS)
     own = cards["h200-sxm"]
     assert own.price == case.price is not None and own.num_observations == 0
@@ -153,8 +176,15 @@ def test_several_gpus_are_projected_to_no_other_card() -> None:
 
 def test_a_card_that_the_need_fills_to_the_error_of_the_formula_has_no_speed() -> None:
     limit = device_limit_gib(resolve_device("h100"), 0.05)
-    for share, state in ((1 + ERROR / 2, TIGHT), (1 + 1.01 * ERROR, FITS), (0.99, TIGHT), (1 - 1.01 * ERROR, OOM)):
-        one = found(task(), measurement=replace(MEASURED, peak_reserved_gib=limit / share))["h100-sxm"]
+    for share, state in (
+        (1 + ERROR / 2, TIGHT),
+        (1 + 1.01 * ERROR, FITS),
+        (0.99, TIGHT),
+        (1 - 1.01 * ERROR, OOM),
+    ):
+        one = found(task(), measurement=replace(MEASURED, peak_reserved_gib=limit / share))[
+            "h100-sxm"
+        ]
         assert one.state == state and (one.cost is not None) is (state == FITS)
 
 
@@ -174,13 +204,17 @@ def test_a_card_that_the_need_fills_to_the_error_of_the_formula_has_no_speed() -
 def test_what_a_card_lacks(card: str, knobs: dict[str, Any], lacks: str | None) -> None:
     """Even where it is too small as well."""
     for peak_gib, state in ((5.0, FITS), (500.0, OOM)):
-        one = found(task(), replace(CONFIG, **knobs), replace(MEASURED, peak_reserved_gib=peak_gib))[card]
+        one = found(
+            task(), replace(CONFIG, **knobs), replace(MEASURED, peak_reserved_gib=peak_gib)
+        )[card]
         assert one.state == (lacks or state) and (one.cost is not None) is (one.state == FITS)
 
 
 def test_a_calibration_replaces_the_data_sheet_of_another_card() -> None:
     slow = calibration("h100-sxm", products={"bf16": {1024: 30.0}}, copy_gb_s=300.0)
-    plain, calibrated = (found(task(calibration=made))["h100-sxm"].tokens_per_s for made in (None, slow))
+    plain, calibrated = (
+        found(task(calibration=made))["h100-sxm"].tokens_per_s for made in (None, slow)
+    )
     assert plain is not None and calibrated is not None and calibrated < 0.3 * plain
 
 
@@ -193,9 +227,15 @@ def test_the_report_shows_other_cards() -> None:
     drawn = figures.cards(cards)
     priced = [one for one in cards if one.cost and one.cost.full_run_usd is not None]
     assert drawn is not None
-    assert [name.replace("<br>", "") for name in drawn["data"][0]["y"]] == [one.device.name for one in priced]
+    assert [name.replace("<br>", "") for name in drawn["data"][0]["y"]] == [
+        one.device.name for one in priced
+    ]
     assert figures.cards(cards[-2:]) is None
     page = render(replace(summary(), cards=cards), "out")
-    assert "The same run on other cards" in page and ">has no bf16</td>" in page and ">out of memory</td>" in page
+    assert (
+        "The same run on other cards" in page
+        and ">has no bf16</td>" in page
+        and ">out of memory</td>" in page
+    )
     assert describe_price(priced[0].price, date.today()) in page
     assert "The same run on other cards" not in render(summary(), "out")

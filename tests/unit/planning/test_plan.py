@@ -1,4 +1,6 @@
-"""Plans: what fits, the rule of the winner, what other people's measurements change, and the command itself."""
+"""Plans: what fits, the rule of the winner, what other people's measurements change, and the
+command itself.
+"""
 
 import json
 import re
@@ -18,7 +20,11 @@ from autotune.core.objective import Objective
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.planning import plan as plan_module
-from autotune.planning.device_estimate import corrected_by_observations, device_limit_gib, planned_device
+from autotune.planning.device_estimate import (
+    corrected_by_observations,
+    device_limit_gib,
+    planned_device,
+)
 from autotune.planning.named_estimates import estimate_named_configs
 from autotune.planning.observations import known_observations, published_observations
 from autotune.planning.plan import (
@@ -48,7 +54,9 @@ HERE = Path("nowhere")
 
 
 def task(gpu: str = "a10", **spec: Any) -> Any:
-    return planned_setup(StudySpec(**{"model": "mistral-7b", "gpu": gpu} | spec), resolve_device(gpu)).task
+    return planned_setup(
+        StudySpec(**{"model": "mistral-7b", "gpu": gpu} | spec), resolve_device(gpu)
+    ).task
 
 
 def planned(case: Any) -> Plan:
@@ -72,7 +80,9 @@ def observation(tokens_per_s: float, **changes: Any) -> Observation:
 
 
 def test_a_published_case_is_estimated_as_it_was_measured() -> None:
-    """An A10 with 8 rows of 512 tokens: about 20 GB with every layer recomputed, out of memory without."""
+    """An A10 with 8 rows of 512 tokens: about 20 GB with every layer recomputed, out of memory
+    without.
+    """
     case, limit = task(), device_limit_gib(A10, 0.0)
     config = TrainConfig(micro_batch_size=8, seq_len=512, optimizer="paged_adamw_8bit")
     recomputed = estimate(case, config, limit)
@@ -83,10 +93,21 @@ def test_a_published_case_is_estimated_as_it_was_measured() -> None:
 
 
 def test_an_observation_on_a_card_corrects_its_estimated_speed() -> None:
-    case, limit, config = task(), device_limit_gib(A10, 0.05), TrainConfig(micro_batch_size=4, seq_len=512)
+    case, limit, config = (
+        task(),
+        device_limit_gib(A10, 0.05),
+        TrainConfig(micro_batch_size=4, seq_len=512),
+    )
     alone = estimate(case, config, limit)
     slow = estimate(case, config, limit, [observation(500.0)])
-    assert alone and slow and alone.tokens_per_s and slow.tokens_per_s and alone.interval and slow.interval
+    assert (
+        alone
+        and slow
+        and alone.tokens_per_s
+        and slow.tokens_per_s
+        and alone.interval
+        and slow.interval
+    )
     assert slow.tokens_per_s < alone.tokens_per_s
     assert slow.interval[1] / slow.interval[0] < alone.interval[1] / alone.interval[0]
     assert slow.num_observations == 1 and slow.cost and slow.cost.evidence is Evidence.ESTIMATED
@@ -95,7 +116,11 @@ def test_an_observation_on_a_card_corrects_its_estimated_speed() -> None:
 def test_examples_a_second_follow_from_tokens_a_second() -> None:
     """Nobody gave lengths: each row of 512 tokens holds an example of 1,024 that is cut."""
     found = estimate(task(), TrainConfig(micro_batch_size=4, seq_len=512), 100.0)
-    assert found and found.tokens_per_s and found.samples_per_s == pytest.approx(found.tokens_per_s / 512)
+    assert (
+        found
+        and found.tokens_per_s
+        and found.samples_per_s == pytest.approx(found.tokens_per_s / 512)
+    )
 
 
 def test_8_bit_products_take_a_card_that_has_them() -> None:
@@ -106,7 +131,11 @@ def test_8_bit_products_take_a_card_that_has_them() -> None:
 
 def test_a_projection_from_another_card_is_corrected_as_one_from_the_reference() -> None:
     """H200 to A10 is H200 to A100 and then A100 to A10, whatever was measured on the A10."""
-    (h200, a100), config, seen = map(resolve_device, ("h200", "a100")), TrainConfig(), [observation(500.0)]
+    (h200, a100), config, seen = (
+        map(resolve_device, ("h200", "a100")),
+        TrainConfig(),
+        [observation(500.0)],
+    )
     whole, rest = (observed_transfer(card, A10, config, seen) for card in (h200, a100))
     first = speed_transfer(h200, a100)
     assert whole and rest and first
@@ -120,7 +149,9 @@ def test_a_projection_is_corrected_only_by_what_was_measured_on_its_card() -> No
     carried = replace(case, measured_on=H100)
     assert corrected_by_observations(carried, []) is carried
     assert corrected_by_observations(carried, [observation(500.0, device="l4")]) is carried
-    slow, fast = (corrected_by_observations(carried, [observation(speed)]).carried for speed in (500.0, 800.0))
+    slow, fast = (
+        corrected_by_observations(carried, [observation(speed)]).carried for speed in (500.0, 800.0)
+    )
     assert slow and fast and slow.basis == fast.basis == 1 and slow.products < fast.products
 
 
@@ -140,7 +171,9 @@ def test_a_projection_is_corrected_only_by_what_was_measured_on_its_card() -> No
     ids=str,
 )
 def test_observations_of_something_else_do_not_count(other: dict[str, Any]) -> None:
-    assert measured_ratios([observation(**{"tokens_per_s": 300.0} | other)], A10, "lora", "none") == []
+    assert (
+        measured_ratios([observation(**{"tokens_per_s": 300.0} | other)], A10, "lora", "none") == []
+    )
 
 
 def test_published_observations_are_of_known_cards_and_models() -> None:
@@ -153,7 +186,12 @@ def test_published_observations_are_of_known_cards_and_models() -> None:
 def test_the_best_fits_and_is_no_slower_than_what_guides_give() -> None:
     for gpu in ("a10", "h100", "t4"):
         made = planned(task(gpu, space="qlora"))
-        assert made.best and made.best.state == FITS and made.best.tokens_per_s and made.baseline.tokens_per_s
+        assert (
+            made.best
+            and made.best.state == FITS
+            and made.best.tokens_per_s
+            and made.baseline.tokens_per_s
+        )
         assert made.best.tokens_per_s >= made.baseline.tokens_per_s
         assert made.best.need_gib < made.limit_gib
         assert made.num_estimated == made.space_size
@@ -181,7 +219,9 @@ def test_what_a_run_of_the_model_refuses_is_not_planned() -> None:
     assert "chunked" in task("h100").space.choices("loss")
 
 
-def test_the_formulas_are_not_computed_again_for_another_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_formulas_are_not_computed_again_for_another_card(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nor is the space walked again, which takes as long as all estimates do."""
     small, large = task("a10", space="qlora"), task("l4", space="qlora")
     first = planned(small)
@@ -194,20 +234,32 @@ def test_the_formulas_are_not_computed_again_for_another_card(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("space", ["default", "lora", "qlora", "full"])
-@pytest.mark.parametrize(("model", "batch"), [("llama-3.2-1b", 32), ("mistral-7b", 16), ("gemma-2-9b", 32)])
-def test_what_is_left_out_for_what_others_need_does_not_fit(model: str, batch: int, space: str) -> None:
-    """A micro batch of the whole global batch has no gradients that wait, and may fit where half of it does not."""
+@pytest.mark.parametrize(
+    ("model", "batch"), [("llama-3.2-1b", 32), ("mistral-7b", 16), ("gemma-2-9b", 32)]
+)
+def test_what_is_left_out_for_what_others_need_does_not_fit(
+    model: str, batch: int, space: str
+) -> None:
+    """A micro batch of the whole global batch has no gradients that wait, and may fit where half of
+    it does not.
+    """
     case = task("rtx-4090", model=model, space=space, global_batch=batch)
     configs, limit_gib = candidates(case.space), device_limit_gib(case.device, 0.05)
     each = {config: estimate(case, config, limit_gib) for config in configs}
-    fits = {config: one for config, one in each.items() if one and one.state == FITS and one.tokens_per_s}
+    fits = {
+        config: one
+        for config, one in each.items()
+        if one and one.state == FITS and one.tokens_per_s
+    }
     assert plan_module._fitting(case, configs, limit_gib, ()) == (fits, 0)
     assert len(fits) < len(configs)
 
 
 def test_a_large_space_is_sampled_everywhere() -> None:
     """And what makes no difference to the formulas does not multiply it."""
-    made = planned(task("a100-80gb", space="everything", allow_quantized=True, allow_any_optimizer=True))
+    made = planned(
+        task("a100-80gb", space="everything", allow_quantized=True, allow_any_optimizer=True)
+    )
     assert 10_000 < made.space_size < 30_000 and 5_000 < made.num_estimated <= 10_000
     assert made.best and made.best.config.micro_batch_size * made.best.config.seq_len > 2048
 
@@ -236,7 +288,8 @@ def test_a_card_without_memory_cannot_be_planned_for() -> None:
     with pytest.raises(UsageError, match="its memory is not known") as unknown:
         device_limit_gib(replace(A10, memory_gib=None), 0.05)
     assert "--memory-gib" in (unknown.value.remedy or "")
-    with pytest.raises(UsageError, match="its memory is the host's") as host:  # which --memory-gib does not change
+    # which --memory-gib does not change
+    with pytest.raises(UsageError, match="its memory is the host's") as host:
         device_limit_gib(resolve_device("cpu"), 0.05, 4.0)
     assert host.value.remedy == "name a GPU"
 
@@ -252,10 +305,18 @@ def test_near_the_limit_the_state_is_tight() -> None:
 
 def test_a_table_grows_in_both_directions() -> None:
     cells = list(table_cells(task(), BASELINE, 20.0, (1, 4), (512, 2048)))
-    assert [(cell.seq_len, cell.micro_batch_size) for cell in cells] == [(512, 1), (512, 4), (2048, 1), (2048, 4)]
+    assert [(cell.seq_len, cell.micro_batch_size) for cell in cells] == [
+        (512, 1),
+        (512, 4),
+        (2048, 1),
+        (2048, 4),
+    ]
     needs = [cell.recomputed.need_gib for cell in cells]
     assert needs[0] < needs[1] < needs[3] and needs[1] == pytest.approx(needs[2])
-    assert all(cell.chosen is (cell.plain if cell.plain.state == FITS else cell.recomputed) for cell in cells)
+    assert all(
+        cell.chosen is (cell.plain if cell.plain.state == FITS else cell.recomputed)
+        for cell in cells
+    )
 
 
 def test_configurations_that_are_named_are_estimated_one_by_one() -> None:
@@ -267,29 +328,47 @@ def test_configurations_that_are_named_are_estimated_one_by_one() -> None:
         "near": fits | {"micro_batch_size": 4, "seq_len": 1024, "checkpointing": "full"},
         "int8": {"quantization": "int8"},
     }
-    configs = tuple(NamedConfig(name=name, knobs=knobs, accumulation=2) for name, knobs in named.items())
+    configs = tuple(
+        NamedConfig(name=name, knobs=knobs, accumulation=2) for name, knobs in named.items()
+    )
     spec = StudySpec(model="mistral-7b", gpu="a10", configs=configs)
     one, large, near, without = estimate_named_configs(spec, device=A10)
-    assert (one.outcome, large.outcome, without.outcome) == (Outcome.OK, Outcome.OOM, Outcome.REFUSED)
+    assert (one.outcome, large.outcome, without.outcome) == (
+        Outcome.OK,
+        Outcome.OOM,
+        Outcome.REFUSED,
+    )
     assert one.interval and one.interval[0] < one.tokens_per_s < one.interval[1] and not one.tight
-    assert large.tokens_per_s is large.step_time_s is large.interval is None  # what cannot run has no speed
+    # what cannot run has no speed
+    assert large.tokens_per_s is large.step_time_s is large.interval is None
     assert large.peak_reserved_gib and large.peak_reserved_gib > 22
     need_gib = near.peak_reserved_gib
     assert need_gib is not None
-    memory_gib = next(gib for gib in range(99) if device_limit_gib(A10, 0.0, gib / 4) > 1.005 * need_gib) / 4
+    memory_gib = (
+        next(gib for gib in range(99) if device_limit_gib(A10, 0.0, gib / 4) > 1.005 * need_gib) / 4
+    )
     (near,) = estimate_named_configs(
         replace(spec, configs=configs[2:3], memory_gib=memory_gib, headroom=0.0), device=A10
     )
     assert (near.outcome, near.tight, near.reason) == (Outcome.OK, True, "too close to tell")
     assert without.reason == "there is no formula for int8 bases" and one.reason is None
-    assert one.evidence is Evidence.ESTIMATED and one.tokens_per_s and one.samples_per_s and one.step_time_s
+    assert (
+        one.evidence is Evidence.ESTIMATED
+        and one.tokens_per_s
+        and one.samples_per_s
+        and one.step_time_s
+    )
     assert one.samples_per_s == pytest.approx(one.tokens_per_s / 512)
     assert one.step_time_s == pytest.approx(2 * 4 * 512 / one.tokens_per_s)
-    assert one.peak_reserved_gib and one.with_context_gib == pytest.approx(one.peak_reserved_gib + CONTEXT_GIB)
+    assert one.peak_reserved_gib and one.with_context_gib == pytest.approx(
+        one.peak_reserved_gib + CONTEXT_GIB
+    )
 
 
 def test_tables_are_of_what_guides_write() -> None:
-    """LoRA, QLoRA, and two ways of full fine-tuning; lengths by powers of two up to the model's context of 4,096."""
+    """LoRA, QLoRA, and two ways of full fine-tuning; lengths by powers of two up to the model's
+    context of 4,096.
+    """
     made = planned(task("h100", model="llama-2-7b"))
     tables = memory_tables(made)
     assert list(tables) == [
@@ -305,7 +384,9 @@ def test_tables_are_of_what_guides_write() -> None:
         assert {cell.plain.config.attention for cell in cells} == {sdpa.baselines[0].attention}
     for cells in tables.values():
         shapes = [(cell.seq_len, cell.micro_batch_size) for cell in cells]
-        assert shapes == [(length, size) for length in (512, 1024, 2048, 4096) for size in (1, 2, 4, 8, 16, 32)]
+        assert shapes == [
+            (length, size) for length in (512, 1024, 2048, 4096) for size in (1, 2, 4, 8, 16, 32)
+        ]
         assert all(cell.plain.config.checkpointing == "none" for cell in cells)
         assert all(cell.recomputed.config.checkpointing == "full" for cell in cells)
         assert all(cell.recomputed.need_gib <= cell.plain.need_gib for cell in cells)
@@ -318,10 +399,17 @@ SMALL = {"seq_len": 512, "lora_rank": 16, "optimizer": "adamw_torch_fused"}
 
 
 def test_a_plan_holds_the_observations_of_its_own_card() -> None:
-    case, seen = task(pins=SMALL), [observation(500.0), observation(600.0, device="l4"), observation(700.0)]
+    case, seen = (
+        task(pins=SMALL),
+        [observation(500.0), observation(600.0, device="l4"), observation(700.0)],
+    )
     limit_gib = device_limit_gib(A10, 0.05)
     made = plan_task(case, limit_gib, seen)
-    assert made.seen == (seen[0].source, seen[2].source) and made.task is case and made.limit_gib == limit_gib
+    assert (
+        made.seen == (seen[0].source, seen[2].source)
+        and made.task is case
+        and made.limit_gib == limit_gib
+    )
     assert made.best and made.best.num_observations == made.baseline.num_observations == 2
     data = json_data(made)
     assert data["seen"] == ["a test", "a test"] and data["best"]["measurements_on_this_card"] == 2
@@ -341,18 +429,29 @@ def test_a_plan_as_plain_data() -> None:
     for said, one in ((data["best"], best), (data["baseline"], made.baseline)):
         assert (said["config"], said["label"]) == (one.config.as_dict(), one.config.label())
         assert (said["fits"], said["limit_gib"]) == (one.state, one.limit_gib)
-        assert (said["tokens_per_s"], tuple(said["interval_tokens_per_s"])) == (one.tokens_per_s, one.interval)
+        assert (said["tokens_per_s"], tuple(said["interval_tokens_per_s"])) == (
+            one.tokens_per_s,
+            one.interval,
+        )
         assert (said["samples_per_s"], said["measurements_on_this_card"]) == (one.samples_per_s, 0)
     assert data["best"]["cost"]["full_run_hours"] == best.cost.full_run_hours
     for name, cells in table.items():
         for said, cell in zip(data["what_fits"][name], cells, strict=True):
-            assert (said["micro_batch_size"], said["seq_len"]) == (cell.micro_batch_size, cell.seq_len)
-            assert (said["none_gib"], said["full_gib"]) == (cell.plain.need_gib, cell.recomputed.need_gib)
+            assert (said["micro_batch_size"], said["seq_len"]) == (
+                cell.micro_batch_size,
+                cell.seq_len,
+            )
+            assert (said["none_gib"], said["full_gib"]) == (
+                cell.plain.need_gib,
+                cell.recomputed.need_gib,
+            )
             assert said["checkpointing"] == ("none" if cell.plain.state == FITS else "full")
             assert said["fits"] == (FITS if cell.plain.state == FITS else cell.recomputed.state)
     none = json_data(replace(made, best=None, task=replace(case, price=None)))
     assert none["best"] is None and none["price"] is None
-    bare = json_data(replace(made, baseline=replace(made.baseline, memory=None, cost=None)))["baseline"]
+    bare = json_data(replace(made, baseline=replace(made.baseline, memory=None, cost=None)))[
+        "baseline"
+    ]
     assert bare["memory_gib"] is None and bare["cost"] is None
 
 
@@ -398,7 +497,10 @@ def test_what_fits_at_an_unknown_speed_is_not_said_not_to_fit() -> None:
     spec = StudySpec(model="llama-3.2-1b", gpu="h100", pins=pins)
     some = plan(spec, device=H100)
     assert some.best and some.best.config.cuda_graphs == "none" and not some.from_reserve
-    assert re.search(r"; [1-9][0-9,]* more fit whose speed no formula knows: `autotune run` measures it$", some.reason)
+    assert re.search(
+        r"; [1-9][0-9,]* more fit whose speed no formula knows: `autotune run` measures it$",
+        some.reason,
+    )
     pins |= {"compile": "none", "checkpointing": "none", "padding": "bucket"}
     none = plan(replace(spec, pins=pins), device=H100)
     assert none.best is None and none.reason == plan_module.NO_SPEED and not none.from_reserve
@@ -414,16 +516,27 @@ def test_tables_are_as_long_as_the_context_and_of_the_precision_of_the_card() ->
     ]
     cells = tables["LoRA r16 on nf4, fp16_mixed, adamw_torch_fused"]
     assert {cell.seq_len for cell in cells} == {512, 1024, 2048, 4096, 8192}
-    assert all(cell.plain.config.double_quant and cell.plain.config.lora_rank == 16 for cell in cells)
-    for context, lengths in ((None, {512, 1024, 2048, 4096, 8192, 16384}), (300, {300}), (512, {512})):
-        model = replace(made.task.model, config=made.task.model.config | {"max_position_embeddings": context})
+    assert all(
+        cell.plain.config.double_quant and cell.plain.config.lora_rank == 16 for cell in cells
+    )
+    for context, lengths in (
+        (None, {512, 1024, 2048, 4096, 8192, 16384}),
+        (300, {300}),
+        (512, {512}),
+    ):
+        model = replace(
+            made.task.model, config=made.task.model.config | {"max_position_embeddings": context}
+        )
         shorter = memory_tables(replace(made, task=replace(made.task, model=model)))
         assert {cell.seq_len for cells in shorter.values() for cell in cells} == lengths
 
 
 def test_evidence_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
     said: list[str] = []
-    assert known_observations(tmp_path / "nowhere", said.append) == published_observations() and said == []
+    assert (
+        known_observations(tmp_path / "nowhere", said.append) == published_observations()
+        and said == []
+    )
     (tmp_path / "bad.json").write_text("{}")
     assert known_observations(tmp_path, said.append) == published_observations()
     assert len(said) == 1 and said[0].startswith(f"warning: {tmp_path}/bad.json: ")
@@ -458,16 +571,29 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     said = json.loads(capsys.readouterr().out)
     assert said["best"]["evidence"] == "estimated" and said["best"]["fits"] == FITS
     assert said["price"]["usd_per_hour"] == 0.5 and said["best"]["cost"]["kwh"] > 0
-    assert sum(said["best"]["memory_gib"].values()) == pytest.approx(said["best"]["peak_reserved_gib"])
-    assert {cell["fits"] for cells in said["what_fits"].values() for cell in cells} == {FITS, TIGHT, OOM}
+    assert sum(said["best"]["memory_gib"].values()) == pytest.approx(
+        said["best"]["peak_reserved_gib"]
+    )
+    assert {cell["fits"] for cells in said["what_fits"].values() for cell in cells} == {
+        FITS,
+        TIGHT,
+        OOM,
+    }
 
 
-def test_a_card_of_the_users_own_is_marked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_card_of_the_users_own_is_marked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("memory: 24\nbf16_tflops: 125\nbandwidth_gb_s: 600\ntdp_w: 150\narch: ampere\n")
     text = "memory=24,bf16_tflops=125,bandwidth_gb_s=600,tdp_w=150,arch=ampere"
     made = [plan(StudySpec(model="qwen2.5-0.5b", gpu=gpu)).best for gpu in (text, str(file))]
-    assert made[0] and made[1] and made[0].tokens_per_s == made[1].tokens_per_s and made[0].price is None
+    assert (
+        made[0]
+        and made[1]
+        and made[0].tokens_per_s == made[1].tokens_per_s
+        and made[0].price is None
+    )
     like = plan(StudySpec(model="qwen2.5-0.5b", gpu="a10"), observations=()).best
     assert like and made[0].tokens_per_s == pytest.approx(like.tokens_per_s, rel=0.05)
     command.plan(StudySpec(model="qwen2.5-0.5b", gpu=text), evidence=HERE)
@@ -484,15 +610,20 @@ def test_an_unknown_price_is_reported(capsys: pytest.CaptureFixture[str]) -> Non
     assert "no price is known: --price" in capsys.readouterr().out
 
 
-def test_a_quantised_base_is_planned_where_nothing_else_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quantised_base_is_planned_where_nothing_else_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     command.plan(StudySpec(model="llama-2-13b", gpu="a10"), evidence=HERE)
     assert "nothing fits without one of these: quantization int8 or nf4" in capsys.readouterr().out
 
 
-def test_a_model_that_does_not_fit_has_its_own_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_does_not_fit_has_its_own_exit_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(NothingFits, match="nothing in the search space surely fits a10") as caught:
         command.plan(StudySpec(model="llama-3.1-70b", gpu="a10"), evidence=HERE)
-    assert caught.value.remedy and "qlora" not in caught.value.remedy  # the reserve has a quantised base
+    # the reserve has a quantised base
+    assert caught.value.remedy and "qlora" not in caught.value.remedy
     printed = capsys.readouterr().out
     assert "out of memory" in printed and "useful tokens/s" not in printed and "$" not in printed
 
@@ -505,11 +636,16 @@ def test_on_a_machine_without_a_gpu_one_must_be_named(monkeypatch: pytest.Monkey
 
 def test_a_plan_starts_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom autotune.cli.app import main\nsys.argv = ['autotune', 'plan', '--model', 'mistral-7b', "
-        "'--gpu', 'a10', '--seq-len', '1024', '--rank', '16']\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
-        "print(sorted({'torch', 'transformers', 'optuna', 'sqlalchemy', 'plotly'} & set(sys.modules)), file=sys.stderr)"
+        "import sys\nfrom autotune.cli.app import main\n"
+        "sys.argv = ['autotune', 'plan', '--model', 'mistral-7b', "
+        "'--gpu', 'a10', '--seq-len', '1024', '--rank', '16']\ntry:\n    main()\n"
+        "except SystemExit:\n    pass\n"
+        "print(sorted({'torch', 'transformers', 'optuna', 'sqlalchemy', 'plotly'} &"
+        " set(sys.modules)), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert done.stderr.strip().splitlines()[-1] == "[]" and "lora r16" in done.stdout
 
 
@@ -522,16 +658,26 @@ def test_several_gpus_have_a_plan_of_their_own() -> None:
 def test_trainings_for_other_objectives_are_planned(objective: Objective) -> None:
     """The table of what fits has their rows too, and none that cannot be trained."""
     made, next_token = planned(task("h100", objective=objective)), planned(task("h100"))
-    assert made.best is not None and made.baseline.memory is not None and next_token.baseline.memory is not None
+    assert (
+        made.best is not None
+        and made.baseline.memory is not None
+        and next_token.baseline.memory is not None
+    )
     assert made.task.workload.objective is objective and made.best.tokens_per_s
     config = made.baseline.config
-    alone = memory_breakdown(made.task.model, made.task.workload.at_longest(config), 2, objective=objective)
+    alone = memory_breakdown(
+        made.task.model, made.task.workload.at_longest(config), 2, objective=objective
+    )
     assert made.baseline.memory == alone != next_token.baseline.memory
     tables = memory_tables(made)
     sizes = {cell.micro_batch_size for cells in tables.values() for cell in cells}
     assert sizes == set(BATCHES) - ({1} if objective is Objective.KTO else set())
     full, of_next_token = (
-        next(cell for cell in found["full fine-tuning, bf16_mixed, adamw_torch_fused"] if cell.micro_batch_size == 2)
+        next(
+            cell
+            for cell in found["full fine-tuning, bf16_mixed, adamw_torch_fused"]
+            if cell.micro_batch_size == 2
+        )
         for found in (tables, memory_tables(next_token))
     )
     more = full.recomputed.need_gib / of_next_token.recomputed.need_gib

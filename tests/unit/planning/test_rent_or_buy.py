@@ -38,16 +38,22 @@ def made() -> Comparison:
 
 
 def test_a_size_costs_what_a_plan_of_so_many_examples_does(made: Comparison) -> None:
-    costs = {(one.card, one.examples): one for one in size_costs(made.groups[0], (10_000, 1_000_000))}
+    costs = {
+        (one.card, one.examples): one for one in size_costs(made.groups[0], (10_000, 1_000_000))
+    }
     assert len(costs) == 2 * len(CARDS)
     for name in ("rtx-4090", "h100-sxm"):
         best = plan(replace(SPEC, examples=1_000_000), device=resolve_device(name)).best
         cost = best and best.cost
         found = costs[name, 1_000_000]
         assert cost is not None and found.hours == pytest.approx(cost.full_run_hours)
-        assert (found.usd, found.usd_low) == pytest.approx((cost.full_run_usd, (cost.interval_usd or (0,))[0]))
+        assert (found.usd, found.usd_low) == pytest.approx(
+            (cost.full_run_usd, (cost.interval_usd or (0,))[0])
+        )
         assert (found.hours_low, found.hours_high) == pytest.approx(cost.interval_hours)
-    assert costs["h100-sxm", 10_000].usd_spot == pytest.approx(costs["h100-sxm", 10_000].hours * 1.62)
+    assert costs["h100-sxm", 10_000].usd_spot == pytest.approx(
+        costs["h100-sxm", 10_000].hours * 1.62
+    )
     at_spot = costs["h100-sxm", 10_000]
     assert (at_spot.usd_spot_low, at_spot.usd_spot_high) == pytest.approx(
         (at_spot.hours_low * 1.62, at_spot.hours_high * 1.62)
@@ -58,7 +64,9 @@ def test_a_size_costs_what_a_plan_of_so_many_examples_does(made: Comparison) -> 
 
 
 def test_the_cheapest_of_a_size_has_the_rivals_that_the_comparison_names() -> None:
-    """A card of a kind that nobody measured may be cheaper, though it is not named as the cheapest."""
+    """A card of a kind that nobody measured may be cheaper,
+    though it is not named as the cheapest.
+    """
     group = compare([replace(SPEC, model="llama-3.2-1b")], gpus=["h100", "mi300x"]).groups[0]
     best = group.cheapest
     assert best and [card.is_guess for card in group.cards] == [False, True]
@@ -67,17 +75,23 @@ def test_the_cheapest_of_a_size_has_the_rivals_that_the_comparison_names() -> No
     on_demand, at_spot = _cheapest(costs, 20_000)
     assert on_demand.startswith("Cheapest on demand for 20,000 examples: h100-sxm, ")
     assert on_demand.endswith("; mi300x cannot be told from it") and "told" not in at_spot
-    cheaper = [replace(one, usd_low=0.001, usd_high=0.002) if one.is_guess else one for one in costs]
-    assert "told" not in next(_cheapest(cheaper, 20_000))  # it can be told: it is cheaper, if the guess is right
+    cheaper = [
+        replace(one, usd_low=0.001, usd_high=0.002) if one.is_guess else one for one in costs
+    ]
+    # it can be told: it is cheaper, if the guess is right
+    assert "told" not in next(_cheapest(cheaper, 20_000))
 
 
 def test_when_a_card_pays(made: Comparison) -> None:
     group = made.groups[0]
     bought = purchases(group, BUDGET)
-    assert [one.card for one in bought] == ["rtx-4090", "rtx-3090"]  # no price, or beyond the budget: the others
+    # no price, or beyond the budget: the others
+    assert [one.card for one in bought] == ["rtx-4090", "rtx-3090"]
     best, price = bought[0], find_price("rtx-4090")
     assert price is not None and best.electricity_usd_per_hour == pytest.approx(0.45 * 0.30)
-    assert best.pays_after_hours_against_itself == pytest.approx(1599 / (price.usd_per_hour - 0.135))
+    assert best.pays_after_hours_against_itself == pytest.approx(
+        1599 / (price.usd_per_hour - 0.135)
+    )
     cheapest, own = group.cheapest, group.cards[0]
     assert cheapest is not None and cheapest.usd is not None and own.cost is not None
     runs = best.usd / (cheapest.usd - own.cost.full_run_hours * 0.135)
@@ -89,26 +103,48 @@ def test_when_a_card_pays(made: Comparison) -> None:
 def test_when_a_card_pays_against_spot(made: Comparison) -> None:
     group = made.groups[0]
     best, own, at_spot = purchases(group, BUDGET)[0], group.cards[0], group.cheapest_at_spot
-    assert at_spot is not None and at_spot.spot_usd is not None and at_spot.spot is not None and own.cost is not None
-    assert at_spot.spot_usd == min(card.spot_usd for card in group.cards if card.spot_usd is not None)
+    assert (
+        at_spot is not None
+        and at_spot.spot_usd is not None
+        and at_spot.spot is not None
+        and own.cost is not None
+    )
+    assert at_spot.spot_usd == min(
+        card.spot_usd for card in group.cards if card.spot_usd is not None
+    )
     runs = best.usd / (at_spot.spot_usd - own.cost.full_run_hours * 0.135)
     assert best.rented_at_spot == at_spot.device.name
     assert best.pays_after_hours_at_spot == pytest.approx(runs * own.cost.full_run_hours)
     assert best.pays_after_months_at_spot == BUDGET.months(best.pays_after_hours_at_spot)
-    assert best.spot_usd_per_hour is best.pays_after_hours_against_its_spot is None  # nobody publishes it
+    # nobody publishes it
+    assert best.spot_usd_per_hour is best.pays_after_hours_against_its_spot is None
     card = purchases(group, replace(BUDGET, budget_usd=1e5))
     priced = next(one for one in card if one.spot_usd_per_hour is not None)
-    saved = priced.spot_usd_per_hour - priced.electricity_usd_per_hour if priced.spot_usd_per_hour else 0.0
-    assert priced.pays_after_hours_against_its_spot == (pytest.approx(priced.usd / saved) if saved > 0 else None)
+    saved = (
+        priced.spot_usd_per_hour - priced.electricity_usd_per_hour
+        if priced.spot_usd_per_hour
+        else 0.0
+    )
+    assert priced.pays_after_hours_against_its_spot == (
+        pytest.approx(priced.usd / saved) if saved > 0 else None
+    )
 
 
 def test_dear_electricity_never_pays_and_no_price_is_unknown(made: Comparison) -> None:
     dear = purchases(made.groups[0], replace(BUDGET, usd_per_kwh=5.0))[0]
-    assert (dear.pays_after_hours, dear.pays_after_months, dear.pays_after_hours_against_itself) == (None, None, None)
+    assert (
+        dear.pays_after_hours,
+        dear.pays_after_months,
+        dear.pays_after_hours_against_itself,
+    ) == (None, None, None)
     assert dear.rented is not None
     alone = compare([SPEC], gpus=["rtx-5060-ti-8gb"]).groups[0]
     bought = purchases(alone, BUDGET)[0]
-    assert find_price(bought.card) is None and bought.rented is None and bought.pays_after_hours is None
+    assert (
+        find_price(bought.card) is None
+        and bought.rented is None
+        and bought.pays_after_hours is None
+    )
 
 
 def test_a_price_of_ones_own_has_no_spot() -> None:
@@ -150,7 +186,9 @@ def test_sizes() -> None:
 
 
 def run(*args: str) -> Any:
-    return CliRunner().invoke(app, ["compare", "--model", "qwen2.5-1.5b", "--tokens-per-example", "512", *args])
+    return CliRunner().invoke(
+        app, ["compare", "--model", "qwen2.5-1.5b", "--tokens-per-example", "512", *args]
+    )
 
 
 def test_the_command_has_sizes_by_default() -> None:
@@ -168,11 +206,19 @@ def test_the_command_has_sizes_by_default() -> None:
 
 def test_the_command_says_what_to_buy(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
-    result = run("--gpus", "rtx-4090,rtx-3090", "--buy", "2000", "--electricity", "0.2", "--html", str(file))
+    result = run(
+        "--gpus", "rtx-4090,rtx-3090", "--buy", "2000", "--electricity", "0.2", "--html", str(file)
+    )
     assert result.exit_code == 0, result.output
-    assert "Buy rtx-4090, the fastest for at most $2,000.00" in result.stdout and "$0.20 a kWh" in result.stdout
+    assert (
+        "Buy rtx-4090, the fastest for at most $2,000.00" in result.stdout
+        and "$0.20 a kWh" in result.stdout
+    )
     page = file.read_text(encoding="utf-8")
-    assert "<title>Rent or buy: Qwen2.5-1.5B, default – autotune</title>" in page and page.count("data-figure=") == 2
+    assert (
+        "<title>Rent or buy: Qwen2.5-1.5B, default – autotune</title>" in page
+        and page.count("data-figure=") == 2
+    )
 
 
 def test_a_card_has_one_colour_in_both_figures(made: Comparison) -> None:
@@ -197,7 +243,9 @@ def test_a_model_without_a_card_to_buy_has_no_table_of_cards(made: Comparison) -
 
 
 def test_the_command_as_json() -> None:
-    data = json.loads(run("--gpus", "rtx-4090,h100", "--sizes", "7", "--buy", "1600", "--json").stdout)
+    data = json.loads(
+        run("--gpus", "rtx-4090,h100", "--sizes", "7", "--buy", "1600", "--json").stdout
+    )
     group = data["groups"][0]
     assert [one["examples"] for one in group["sizes"]] == [7, 7]
     assert group["buying"]["buy"] == "rtx-4090" and group["buying"]["cards"][0]["usd"] == 1599
@@ -212,5 +260,7 @@ def test_what_the_command_refuses() -> None:
     assert "┃" not in nothing.stdout  # what is wrong, and no table of nothing
     assert isinstance(run("--buy", "-3").exception, UsageError)
     for unseen in (["--buy", "3000"], ["--sizes", "10000"]):
-        assert "shows neither --sizes nor --buy" in str(run("--format", "markdown", *unseen).exception)
+        assert "shows neither --sizes nor --buy" in str(
+            run("--format", "markdown", *unseen).exception
+        )
     assert "no card is known to cost at most $100" in str(run("--buy", "100").exception)

@@ -50,7 +50,15 @@ from autotune.report.answers import verdict
 from autotune.report.values.check import FP32_BASE, CheckReport, ForeignConfig
 from tests.helpers.factories import calibration
 from tests.helpers.sessions import subject_of
-from tests.unit.cli.test_check import AXOLOTL, AXOLOTL_FULL, FACTORY, FACTORY_FULL, TRL, TRL_7B, changed
+from tests.unit.cli.test_check import (
+    AXOLOTL,
+    AXOLOTL_FULL,
+    FACTORY,
+    FACTORY_FULL,
+    TRL,
+    TRL_7B,
+    changed,
+)
 
 RUN = ForeignConfig(
     format="trl",
@@ -68,7 +76,9 @@ RUN = ForeignConfig(
 
 @pytest.fixture(autouse=True)
 def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bases of 8 bits are not counted here unless a test says what they need: each count takes seconds."""
+    """Bases of 8 bits are not counted here unless a test says what they need: each count takes
+    seconds.
+    """
     count = counted_memory.dry_count
 
     def answer(model: ModelSpec, config: TrainConfig, *asked: Any) -> DryAnswer:
@@ -97,15 +107,40 @@ def printed(found: CheckReport) -> str:
 
 OOMS = [
     *((TRL_7B, gpu) for gpu in ("a10", "t4")),
-    (changed(TRL_7B, model_init_kwargs={"dtype": "float32"}, gradient_checkpointing=False), "rtx-4080"),
+    (
+        changed(TRL_7B, model_init_kwargs={"dtype": "float32"}, gradient_checkpointing=False),
+        "rtx-4080",
+    ),
     (changed(TRL_7B, activation_checkpointing=False, dtype="bfloat16", max_seq_length=4096), "a10"),
     (changed(TRL_7B, load_in_8bit=True, dtype="bfloat16", max_length=8192), "t4"),
     (changed(TRL_7B, use_peft=None, lora_r=None), "a100-40gb-sxm"),
     (changed(TRL_7B, use_dora=True), "a10"),
     *((AXOLOTL, gpu) for gpu in ("a10", "t4")),
-    (changed(AXOLOTL, gradient_checkpointing=False, plugins="axolotl.integrations.liger.LigerPlugin"), "a10"),
-    (changed(AXOLOTL, gradient_checkpointing=False, load_in_4bit=False, load_in_8bit=True, adapter="lora"), "a10"),
-    (changed(AXOLOTL, base_model="google/gemma-2-9b-it", micro_batch_size=6, gradient_accumulation_steps=2), "l4"),
+    (
+        changed(
+            AXOLOTL, gradient_checkpointing=False, plugins="axolotl.integrations.liger.LigerPlugin"
+        ),
+        "a10",
+    ),
+    (
+        changed(
+            AXOLOTL,
+            gradient_checkpointing=False,
+            load_in_4bit=False,
+            load_in_8bit=True,
+            adapter="lora",
+        ),
+        "a10",
+    ),
+    (
+        changed(
+            AXOLOTL,
+            base_model="google/gemma-2-9b-it",
+            micro_batch_size=6,
+            gradient_accumulation_steps=2,
+        ),
+        "l4",
+    ),
     (changed(AXOLOTL, batch_size=8, gradient_accumulation_steps=None), "a10"),
     *((AXOLOTL_FULL, gpu) for gpu in ("a10", "a100-40gb-sxm")),
     *((FACTORY_FULL, gpu) for gpu in ("a10", "a100-40gb-sxm", "h100-sxm")),
@@ -115,7 +150,9 @@ OOMS = [
 
 
 @pytest.mark.parametrize(("text", "gpu"), OOMS)
-def test_the_suggested_changes_make_the_run_fit(text: str, gpu: str, answer: Callable[..., CheckReport]) -> None:
+def test_the_suggested_changes_make_the_run_fit(
+    text: str, gpu: str, answer: Callable[..., CheckReport]
+) -> None:
     """Written into the file and checked again."""
     found = answer(text, gpu)
     assert found.checked.state != FITS and found.fix is not None
@@ -145,11 +182,15 @@ def test_the_largest_micro_batch_that_fits_is_advised(
     fitting = [
         size
         for size in sizes
-        if answer(changed(text, **_rows(text, size, 48 // size)), "h100-sxm", memory_gib=memory_gib).checked.state
+        if answer(
+            changed(text, **_rows(text, size, 48 // size)), "h100-sxm", memory_gib=memory_gib
+        ).checked.state
         == FITS
     ]
     assert 1 < max(fitting) < 24
-    advised = [change for change, _ in found.fixes if change.edits.keys() == _rows(text, 1, 1).keys()]
+    advised = [
+        change for change, _ in found.fixes if change.edits.keys() == _rows(text, 1, 1).keys()
+    ]
     assert [change.edits for change in advised] == [_rows(text, max(fitting), 48 // max(fitting))]
 
 
@@ -158,16 +199,22 @@ def _rows(text: str, size: int, accumulation: int) -> dict[str, int]:
     return {batch: size, "gradient_accumulation_steps": accumulation}
 
 
-def test_a_need_without_a_formula_says_between_what_it_lies(answer: Callable[..., CheckReport]) -> None:
+def test_a_need_without_a_formula_says_between_what_it_lies(
+    answer: Callable[..., CheckReport],
+) -> None:
     int8 = answer(changed(TRL_7B, load_in_8bit=True), "a10")
-    assert "could not be counted: the run needs more than with one of 4 bits" in " ".join(int8.notes)
+    assert "could not be counted: the run needs more than with one of 4 bits" in " ".join(
+        int8.notes
+    )
     offloaded = answer(changed(AXOLOTL, gradient_checkpointing="offload"), "a10")
     least, notes = "none of it on the GPU and all", " ".join(offloaded.notes)
     assert f"What is offloaded has no formula: the need lies between {least}" in notes
 
 
 def test_changes_that_affect_learning_come_last(answer: Callable[..., CheckReport]) -> None:
-    """Nothing that is learned with changes where micro batch, checkpoints or the loss suffice; then the least."""
+    """Nothing that is learned with changes where micro batch, checkpoints or the loss suffice; then
+    the least.
+    """
 
     def keys(text: str, gpu: str, **flags: Any) -> set[str]:
         found = answer(text, gpu, **flags)
@@ -190,7 +237,9 @@ def test_nothing_helps(answer: Callable[..., CheckReport]) -> None:
     text = changed(AXOLOTL, base_model="meta-llama/Llama-3.1-70B")
     found = answer(text, "t4")
     assert found.fix is None and found.faster is None and found.runnable is None
-    assert "nothing that was tried surely makes it fit" in printed(found) and "useful tokens/s" not in printed(found)
+    assert "nothing that was tried surely makes it fit" in printed(
+        found
+    ) and "useful tokens/s" not in printed(found)
 
 
 def test_fixes_are_found_without_writing_a_file(
@@ -235,7 +284,10 @@ def test_bounds(answer: Callable[..., CheckReport]) -> None:
 
 
 def test_a_base_in_fp32(answer: Callable[..., CheckReport]) -> None:
-    whole, half = answer(TRL_7B, "h200-sxm").checked, answer(changed(TRL_7B, dtype="bfloat16"), "h200-sxm").checked
+    whole, half = (
+        answer(TRL_7B, "h200-sxm").checked,
+        answer(changed(TRL_7B, dtype="bfloat16"), "h200-sxm").checked,
+    )
     assert FP32_BASE in whole.run.notes and FP32_BASE not in half.run.notes
     sizes = Sizes.of(resolve_model("mistral-7b"))
     assert sizes is not None
@@ -245,7 +297,9 @@ def test_a_base_in_fp32(answer: Callable[..., CheckReport]) -> None:
     }
     assert more["weights"] == pytest.approx(2 * sizes.params)
     layer = sizes.linear_params / sizes.layers  # one is recomputed at a time
-    assert more["activations"] == pytest.approx(2 * (layer + 8 * 1024 * sizes.layers * sizes.hidden))
+    assert more["activations"] == pytest.approx(
+        2 * (layer + 8 * 1024 * sizes.layers * sizes.hidden)
+    )
     assert whole.estimate.tokens_per_s is not None and half.estimate.tokens_per_s is not None
     assert 0.9 < whole.estimate.tokens_per_s / half.estimate.tokens_per_s < 1
 
@@ -256,14 +310,18 @@ def test_a_base_in_fp32(answer: Callable[..., CheckReport]) -> None:
 
     assert (kept() - kept(dtype="bfloat16")) * GIB == pytest.approx(2 * sizes.linear_params)
     four = answer(changed(TRL_7B, load_in_4bit=True), "h200-sxm").checked.bounds.reported.weights
-    less = answer(changed(TRL_7B, load_in_4bit=True, dtype="bfloat16"), "h200-sxm").checked.bounds.reported.weights
+    less = answer(
+        changed(TRL_7B, load_in_4bit=True, dtype="bfloat16"), "h200-sxm"
+    ).checked.bounds.reported.weights
     assert (four - less) * GIB == pytest.approx(2 * (sizes.params - sizes.linear_params))
 
 
 @pytest.mark.probe  # torch is loaded, which takes seconds
 @pytest.mark.filterwarnings("ignore")
 def test_the_graph_holds_each_cast_of_a_frozen_weight() -> None:
-    """2 bytes a weight until the backward pass, of layers that are not recomputed; their inputs in 4 bytes."""
+    """2 bytes a weight until the backward pass, of layers that are not recomputed; their inputs in
+    4 bytes.
+    """
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -278,7 +336,9 @@ def test_the_graph_holds_each_cast_of_a_frozen_weight() -> None:
             vocab_size=97,
         )
         model = LlamaForCausalLM(config).to(dtype).train()
-        adapted = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+        adapted = get_peft_model(
+            model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
         adapted.enable_input_require_grads()
         if recompute:
             adapted.gradient_checkpointing_enable({"use_reentrant": False})
@@ -305,7 +365,10 @@ def test_the_graph_holds_each_cast_of_a_frozen_weight() -> None:
     for tokens in (64, 128):
         plain = of_a_layer(torch.float32, tokens, False) - of_a_layer(torch.bfloat16, tokens, False)
         assert plain == 2 * weights
-        assert of_a_layer(torch.float32, tokens, True) - of_a_layer(torch.bfloat16, tokens, True) == 2 * tokens * 64
+        assert (
+            of_a_layer(torch.float32, tokens, True) - of_a_layer(torch.bfloat16, tokens, True)
+            == 2 * tokens * 64
+        )
 
 
 # --- how long it takes
@@ -327,7 +390,8 @@ def test_steps_and_hours(answer: Callable[..., CheckReport]) -> None:
     assert steps(FACTORY) == 3 * 2000 // 8
     assert steps(FACTORY, examples=80) == 30
     assert steps(FACTORY, tokens=80 * 1024) == 30
-    packed = steps(AXOLOTL, examples=3200)  # four examples of 1,024 tokens to a row of 4,096, assumed
+    # four examples of 1,024 tokens to a row of 4,096, assumed
+    packed = steps(AXOLOTL, examples=3200)
     assert packed == 4 * 100
     assert steps(AXOLOTL, examples=3200, tokens_per_example=4096) == 4 * 400
 
@@ -336,7 +400,9 @@ def test_assumptions_are_reported(answer: Callable[..., CheckReport]) -> None:
     out = printed(answer(TRL))
     assert "for 10,000 examples (assumed) x 1, 625 steps" in out
     assert "How long the examples are was not given: 1,024 tokens each (assumed)" in out
-    out = printed(answer(changed(TRL, max_steps=77), mean_tokens=300.0, p99_tokens=2000.0, price=2.0))
+    out = printed(
+        answer(changed(TRL, max_steps=77), mean_tokens=300.0, p99_tokens=2000.0, price=2.0)
+    )
     assert "for 77 steps, estimated" in out and "(assumed)" not in out
     assert "at $2.00/h, given by --price" in out
     assert "one is assumed, without sharding (--gpus N)" in out
@@ -359,7 +425,9 @@ def test_several_gpus(answer: Callable[..., CheckReport]) -> None:
     assert one.checked.bounds == four.checked.bounds
     a, b = one.checked.estimate, four.checked.estimate
     assert a.cost is not None and b.cost is not None and a.cost.full_run_usd is not None
-    assert b.tokens_per_s == pytest.approx(a.tokens_per_s) and b.samples_per_s == pytest.approx(a.samples_per_s)
+    assert b.tokens_per_s == pytest.approx(a.tokens_per_s) and b.samples_per_s == pytest.approx(
+        a.samples_per_s
+    )
     assert b.cost.full_run_hours == pytest.approx(a.cost.full_run_hours / 4, rel=0.01)
     assert b.cost.full_run_usd == pytest.approx(a.cost.full_run_usd, rel=0.01)
     assert a.cost.kwh == pytest.approx(0.15 * a.cost.full_run_hours)  # 150 W
@@ -372,15 +440,23 @@ def test_several_gpus(answer: Callable[..., CheckReport]) -> None:
     assert alone.checked.bounds == one.checked.bounds
     assert any(note.startswith("Sharding and offloading") for note in alone.notes)
     assert shared.checked.bounds.reported.weights < one.checked.bounds.reported.weights
-    assert "each of 4 GPUs of one host: the model shared out among the GPUs (DeepSpeed ZeRO 3)." in printed(shared)
+    assert (
+        "each of 4 GPUs of one host: the model shared out among the GPUs (DeepSpeed ZeRO 3)."
+        in printed(shared)
+    )
 
 
-def test_rows_are_padded_to_the_longest_of_a_micro_batch(answer: Callable[..., CheckReport]) -> None:
+def test_rows_are_padded_to_the_longest_of_a_micro_batch(
+    answer: Callable[..., CheckReport],
+) -> None:
     lengths = Lengths(counts=((100, 9), (1000, 1)), source="given")
     for micro, share in ((1, 0.1), (2, 0.19), (8, 1 - 0.9**8)):
         config = TrainConfig(micro_batch_size=micro, seq_len=1024)
         assert Workload(lengths=lengths).at_mean(config).seq_len == round(100 + 900 * share)
-    assert Workload(lengths=lengths).at_mean(TrainConfig(micro_batch_size=2**24, seq_len=512)).seq_len == 512
+    assert (
+        Workload(lengths=lengths).at_mean(TrainConfig(micro_batch_size=2**24, seq_len=512)).seq_len
+        == 512
+    )
     text = changed(AXOLOTL, sample_packing=False)
     loose, padded = (
         answer(changed(text, pad_to_sequence_len=padded), "h100-sxm", tokens_per_example=256)
@@ -388,7 +464,10 @@ def test_rows_are_padded_to_the_longest_of_a_micro_batch(answer: Callable[..., C
     )
     short, full = (report.checked.bounds.reported.peak_reserved_gib for report in (loose, padded))
     assert short < full  # all examples have 256 tokens
-    assert loose.checked.estimate.tokens_per_s is not None and padded.checked.estimate.tokens_per_s is not None
+    assert (
+        loose.checked.estimate.tokens_per_s is not None
+        and padded.checked.estimate.tokens_per_s is not None
+    )
     assert loose.checked.estimate.tokens_per_s > 2 * padded.checked.estimate.tokens_per_s
     assert not loose.workload.dealt  # which train.py alone does
 
@@ -400,19 +479,27 @@ def test_faster(answer: Callable[..., CheckReport]) -> None:
     for knob in ("lora_rank", "seq_len", "quantization", "precision", "optimizer", "method"):
         assert getattr(own, knob) == getattr(other, knob)
     assert found.faster.command == (
-        "autotune run --model Qwen/Qwen3-4B-Instruct-2507 --gpu a10 --rank 8 --seq-len 2048 --global-batch 8"
-        " --tokens-per-example 2048 --examples 2000 --set precision=bf16_mixed --set optimizer=adamw_torch_fused"
+        "autotune run --model Qwen/Qwen3-4B-Instruct-2507 --gpu a10 --rank 8 --seq-len 2048"
+        " --global-batch 8"
+        " --tokens-per-example 2048 --examples 2000 --set precision=bf16_mixed --set"
+        " optimizer=adamw_torch_fused"
     )
     assert f"to prove it: {found.faster.command}" in printed(found)
     full = answer(changed(FACTORY_FULL, pure_bf16=True, optim="adamw_bnb_8bit"), "h100-sxm").faster
-    assert full is not None and "--space full" in full.command and "optimizer=adamw_8bit" in full.command
+    assert (
+        full is not None
+        and "--space full" in full.command
+        and "optimizer=adamw_8bit" in full.command
+    )
     one = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
     best = changed(TRL, dtype="bfloat16", gradient_checkpointing=False, torch_compile=True, **one)
     assert answer(best, "h100-sxm", tokens_per_example=1024).faster is None
 
 
 def test_the_faster_configuration_packs_as_the_run_does(answer: Callable[..., CheckReport]) -> None:
-    """It fills no more of a row than is known of the lengths; a run without packing may gain by it."""
+    """It fills no more of a row than is known of the lengths; a
+    run without packing may gain by it.
+    """
     for packs in (True, False):
         text = changed(AXOLOTL, sample_packing=packs)
         unknown = answer(text, "h100-sxm").faster
@@ -426,10 +513,14 @@ def test_sequences_beyond_the_context(answer: Callable[..., CheckReport]) -> Non
     """Qwen2.5-0.5B has a context of 32,768 tokens."""
     longer = "Sequences of 32,769 tokens are longer than the model's context of 32,768."
     slow = {"gradient_checkpointing": True, "dtype": "bfloat16", "per_device_train_batch_size": 1}
-    whole, beyond = (answer(changed(TRL, max_length=length, **slow), "h200-sxm") for length in (32768, 32769))
+    whole, beyond = (
+        answer(changed(TRL, max_length=length, **slow), "h200-sxm") for length in (32768, 32769)
+    )
     assert longer in beyond.notes and not any("longer than" in note for note in whole.notes)
     assert beyond.faster is None and whole.faster is not None
-    taken = answer(changed(TRL, max_length=32769, model_name_or_path="somebody/Qwen2.5-0.5B"), "h200-sxm")
+    taken = answer(
+        changed(TRL, max_length=32769, model_name_or_path="somebody/Qwen2.5-0.5B"), "h200-sxm"
+    )
     assert not any("longer than" in note for note in taken.notes)
 
 
@@ -438,9 +529,12 @@ def test_the_gradients_that_several_gpus_hold_twice(answer: Callable[..., CheckR
     for text, more in ((FACTORY_FULL, "15.0 GiB"), (FACTORY, "0.06 GiB")):
         notes = answer(changed(text, num_processes=2), "h200-sxm").notes
         assert (
-            f"Their communication is not counted, nor that torch then holds the gradients twice ({more} more)." in notes
+            "Their communication is not counted, nor that torch then holds the gradients twice"
+            f" ({more} more)." in notes
         )
-    assert not any("Their communication" in note for note in answer(changed(FACTORY, num_processes=1)).notes)
+    assert not any(
+        "Their communication" in note for note in answer(changed(FACTORY, num_processes=1)).notes
+    )
 
 
 def test_a_directory_is_read_although_its_name_is_that_of_a_model(tmp_path: Path) -> None:
@@ -468,7 +562,10 @@ def test_casts_of_a_base_in_fp32_take_the_time_to_read_and_write_them() -> None:
 
 def test_what_a_note_says_is_not_counted_leaves_the_need_open_above() -> None:
     model = resolve_model("mistral-7b")
-    closed, opened = (memory_bounds(model, replace(RUN, notes=notes)) for notes in ((), ("the run needs more memory",)))
+    closed, opened = (
+        memory_bounds(model, replace(RUN, notes=notes))
+        for notes in ((), ("the run needs more memory",))
+    )
     assert closed and opened
     assert (closed.least, closed.most, opened.most) == (opened.least, opened.least, None)
     assert (closed.state(80), opened.state(80)) == (FITS, TIGHT)
@@ -484,8 +581,12 @@ def test_what_a_note_says_is_not_counted_leaves_the_need_open_above() -> None:
     ],
     ids=str,
 )
-def test_what_a_base_in_fp32_adds_by_hand(knobs: dict[str, Any], casts: int, checkpoints: int, frozen: int) -> None:
-    """A layer of Mistral-7B has 218,103,808 parameters, its head 2^27; inputs of layers are 4,096 wide."""
+def test_what_a_base_in_fp32_adds_by_hand(
+    knobs: dict[str, Any], casts: int, checkpoints: int, frozen: int
+) -> None:
+    """A layer of Mistral-7B has 218,103,808 parameters, its head 2^27; inputs of layers are 4,096
+    wide.
+    """
     sizes = Sizes.of(resolve_model("mistral-7b"))
     config = TrainConfig(micro_batch_size=16, seq_len=512, **knobs)
     before = memory_breakdown(resolve_model("mistral-7b"), config)
@@ -496,14 +597,24 @@ def test_what_a_base_in_fp32_adds_by_hand(knobs: dict[str, Any], casts: int, che
         assert (after.weights - memory.weights) * GIB == pytest.approx(2 * frozen)
         more = 2 * (casts * 218103808 + 16 * 512 * checkpoints * 4096)
         assert (after.activations - memory.activations) * GIB == pytest.approx(more)
-        assert replace(after, weights=memory.weights, activations=memory.activations, logits=memory.logits) == memory
+        assert (
+            replace(
+                after, weights=memory.weights, activations=memory.activations, logits=memory.logits
+            )
+            == memory
+        )
 
 
 def test_recomputed_layers_are_rounded_up() -> None:
-    """Of 5 layers, every second: the first, third and fifth, so that the casts of 3 exist at once, not of 2.5 or 4."""
+    """Of 5 layers, every second: the first, third and fifth, so that the casts of 3 exist at once,
+    not of 2.5 or 4.
+    """
     mistral = Sizes.of(resolve_model("mistral-7b"))
     assert mistral is not None
-    sizes, config = replace(mistral, layers=5), TrainConfig(micro_batch_size=1, seq_len=1, checkpointing="every_2")
+    sizes, config = (
+        replace(mistral, layers=5),
+        TrainConfig(micro_batch_size=1, seq_len=1, checkpointing="every_2"),
+    )
     before = memory_breakdown(resolve_model("mistral-7b"), config)
     assert before is not None
     more = _with_fp32_base(sizes, config, before).activations - before.activations
@@ -517,7 +628,9 @@ def test_bounds_are_those_of_the_nearest_configurations_with_a_formula() -> None
     lora = {"method": "lora", "lora_rank": 16}
 
     def bounds(accumulation: int = 2, **knobs: Any) -> Any:
-        found = memory_bounds(model, replace(RUN, config=replace(config, **knobs), accumulation=accumulation))
+        found = memory_bounds(
+            model, replace(RUN, config=replace(config, **knobs), accumulation=accumulation)
+        )
         assert found is not None
         return found
 
@@ -528,7 +641,8 @@ def test_bounds_are_those_of_the_nearest_configurations_with_a_formula() -> None
     assert (one.least, one.most) == (need(1), need(1)) and two == three
     assert one.least.peak_gib < two.least.peak_gib and (two.least, two.most) == (need(), need())
     eight = bounds(**lora, quantization="int8")
-    assert (eight.least, eight.most) == (need(**lora, quantization="nf4"), None)  # where it cannot be counted
+    # where it cannot be counted
+    assert (eight.least, eight.most) == (need(**lora, quantization="nf4"), None)
     dora = bounds(**lora, dora=True)
     assert (dora.least, dora.most) == (need(**lora), None)
     off = bounds(**lora, checkpointing="offload")
@@ -537,7 +651,12 @@ def test_bounds_are_those_of_the_nearest_configurations_with_a_formula() -> None
     assert off.most == whole and off.least == replace(whole, activations=off.least.activations)
     assert off.least.activations == pytest.approx(whole.activations - inputs_gib)
     # All of it: pure bf16 has 2 bytes a value, and 4 are counted.
-    full = bounds(checkpointing="offload", precision="bf16_pure", loss="chunked", optimizer="adamw_torch_fused")
+    full = bounds(
+        checkpointing="offload",
+        precision="bf16_pure",
+        loss="chunked",
+        optimizer="adamw_torch_fused",
+    )
     assert full.least.activations == 0.0 < full.most.activations
     larger = {"checkpointing": "offload", "micro_batch_size": 64, "optimizer": "adamw_8bit"}
     kept = bounds(**larger)
@@ -557,8 +676,13 @@ def context(**changes: Any) -> CheckContext:
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "offload"])
 def test_a_cast_base_and_offloaded_checkpoints_take_longer(checkpointing: str) -> None:
-    """Offloading makes all that the device does 1.06 times as long. Half of the time of the casts is uncertain."""
-    run = replace(RUN, config=TrainConfig(checkpointing=checkpointing, micro_batch_size=2), notes=(FP32_BASE,))
+    """Offloading makes all that the device does 1.06 times as long.
+
+    Half of the time of the casts is uncertain.
+    """
+    run = replace(
+        RUN, config=TrainConfig(checkpointing=checkpointing, micro_batch_size=2), notes=(FP32_BASE,)
+    )
     offloads = checkpointing == "offload"
     plain = replace(run.config, checkpointing="full") if offloads else run.config
     by_formula = estimate_step_time(resolve_model("mistral-7b"), plain, UNKNOWN_HOST)
@@ -573,20 +697,36 @@ def test_a_cast_base_and_offloaded_checkpoints_take_longer(checkpointing: str) -
     share = cast / (found.products_s + found.bytes_s)
     assert found.device_error == pytest.approx(math.sqrt(DEVICE_ERROR**2 + (share / 2) ** 2))
     assert without.device_error == pytest.approx(DEVICE_ERROR)
-    assert (found.host_s, found.rest_s, found.side) == (by_formula.host_s, by_formula.rest_s, by_formula.side)
+    assert (found.host_s, found.rest_s, found.side) == (
+        by_formula.host_s,
+        by_formula.rest_s,
+        by_formula.side,
+    )
     assert _step_time(context(), replace(run, config=replace(plain, precision="fp32"))) is None
-    slow = _step_time(context(calibration=calibration(layer_ms=20.4)), run)  # twice the 10.2 ms of the measured hosts
-    assert slow is not None and slow.host_s == pytest.approx(by_formula.host_s * 2 / UNKNOWN_HOST.scale)
+    # twice the 10.2 ms of the measured hosts
+    slow = _step_time(context(calibration=calibration(layer_ms=20.4)), run)
+    assert slow is not None and slow.host_s == pytest.approx(
+        by_formula.host_s * 2 / UNKNOWN_HOST.scale
+    )
 
 
-def test_memory_is_that_of_the_longest_rows_where_lengths_are_known_and_time_that_of_the_mean() -> None:
-    """Nine of ten rows have 100 tokens, one 1,000. With one row in a micro batch, the mean is 190."""
+def test_memory_is_that_of_the_longest_rows_where_lengths_are_known_and_time_that_of_the_mean() -> (
+    None
+):
+    """Nine of ten rows have 100 tokens, one 1,000.
+
+    With one row in a micro batch, the mean is 190.
+    """
     run = replace(RUN, config=TrainConfig(micro_batch_size=1, seq_len=2048))
     counts = ((100, 9), (1000, 1))
     given, assumed = (
-        context(workload=Workload(lengths=Lengths(counts=counts, source=source))) for source in ("given", "assumed")
+        context(workload=Workload(lengths=Lengths(counts=counts, source=source)))
+        for source in ("given", "assumed")
     )
-    assert (given.at_longest(run.config).seq_len, assumed.at_longest(run.config)) == (1000, run.config)
+    assert (given.at_longest(run.config).seq_len, assumed.at_longest(run.config)) == (
+        1000,
+        run.config,
+    )
     for one, length in ((given, 1000), (assumed, 2048)):
         shorter = replace(run, config=replace(run.config, seq_len=length))
         assert bounds_of(one, run) == memory_bounds(one.model, shorter)
@@ -595,7 +735,9 @@ def test_memory_is_that_of_the_longest_rows_where_lengths_are_known_and_time_tha
 
 
 def test_a_run_is_estimated_with_its_own_epochs_steps_and_gpus() -> None:
-    """960 examples in micro batches of 8, 3 of these in a step: 40 steps a pass on one device, 20 on two."""
+    """960 examples in micro batches of 8, 3 of these in a step: 40 steps a pass on one device, 20
+    on two.
+    """
     here = context()
     run = replace(RUN, accumulation=3, epochs=None)
 
@@ -610,13 +752,20 @@ def test_a_run_is_estimated_with_its_own_epochs_steps_and_gpus() -> None:
     assert found is not None and again is not None
     assert (found.edits, again.edits, found.state) == ({}, edits, FITS)
     estimated, reported = found.estimate, found.bounds.reported
-    assert (estimated.device, estimated.config, estimated.limit_gib) == (here.device, run.config, 130.0)
+    assert (estimated.device, estimated.config, estimated.limit_gib) == (
+        here.device,
+        run.config,
+        130.0,
+    )
     assert (estimated.need_gib, estimated.memory) == (reported.peak_reserved_gib, reported)
     none = check_run(replace(here, limit_gib=1.0), run)
     assert none is not None and none.state == OOM and none.estimate.cost is None
     slow = context(calibration=calibration("h100-sxm"), device=resolve_device("h100"))
     calibrated = check_run(slow, run)
-    assert calibrated is not None and calibrated.estimate.calibration == slow.task.calibration is not None
+    assert (
+        calibrated is not None
+        and calibrated.estimate.calibration == slow.task.calibration is not None
+    )
     two, twice = (check_run(here, replace(run, num_gpus=number)) for number in (1, 2))
     assert two is not None and twice is not None and two.estimate.price is None
     assert twice.estimate.tokens_per_s == pytest.approx(two.estimate.tokens_per_s)
@@ -649,7 +798,9 @@ COUNT = DryCount(
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> MemoryBreakdown:
-    """A dry probe that gives one count for every configuration; the real one is tested with the real probe."""
+    """A dry probe that gives one count for every configuration; the real one is tested with the
+    real probe.
+    """
     monkeypatch.setattr(counted_memory, "dry_count", lambda *asked: DryAnswer(count=COUNT))
     return counted_breakdown(resolve_model("gpt2"), RUN.config, COUNT)
 
@@ -657,7 +808,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> MemoryBreakdown:
 def test_a_model_without_a_formula_is_counted_and_bounded_where_the_count_leaves_something_out(
     counted: MemoryBreakdown,
 ) -> None:
-    """6 GiB of weights take 12 in float32. A base of 4 bits has few values that are not quantised."""
+    """6 GiB of weights take 12 in float32.
+
+    A base of 4 bits has few values that are not quantised.
+    """
     gpt2 = resolve_model("gpt2")
 
     def bounds(*notes: str, **knobs: Any) -> tuple[MemoryBreakdown, MemoryBreakdown | None]:
@@ -665,7 +819,9 @@ def test_a_model_without_a_formula_is_counted_and_bounded_where_the_count_leaves
         assert found is not None
         return found.least, found.most
 
-    assert bounds() == (counted, counted) and counted.counted and counted.error == COUNT_ERROR < ERROR
+    assert (
+        bounds() == (counted, counted) and counted.counted and counted.error == COUNT_ERROR < ERROR
+    )
     assert bounds(dora=True) == (counted, None)
     assert bounds(FP32_BASE) == (replace(counted, weights=12.0), None)
     assert bounds(FP32_BASE, quantization="nf4", double_quant=True) == (counted, None)
@@ -676,11 +832,17 @@ def test_a_model_without_a_formula_is_counted_and_bounded_where_the_count_leaves
 def test_an_int8_base_is_counted_though_the_model_has_a_formula(
     counted: MemoryBreakdown, answer: Callable[..., CheckReport]
 ) -> None:
-    """16 bits are no upper bound: an int8 layer keeps its inputs, which recomputing does not free."""
+    """16 bits are no upper bound: an int8 layer keeps its
+    inputs, which recomputing does not free.
+    """
     eight = changed(AXOLOTL, load_in_4bit=False, load_in_8bit=True, adapter="lora")
     found = answer(eight, "a100-40gb-sxm")
     bounds = found.checked.bounds
-    assert bounds.least == bounds.most and bounds.reported.counted and bounds.reported.weights == counted.weights
+    assert (
+        bounds.least == bounds.most
+        and bounds.reported.counted
+        and bounds.reported.weights == counted.weights
+    )
     assert bounds.reported.error == INT8_ERROR > ERROR
     assert found.checked.state == FITS and found.checked.estimate.tokens_per_s is None
     assert "A base in 8 bits is counted without outliers" in " ".join(found.notes)
@@ -691,12 +853,16 @@ def test_an_int8_base_is_counted_though_the_model_has_a_formula(
 
 def test_what_cannot_be_counted_has_no_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(counted_memory, "dry_count", lambda *what: asked.append(what) or DryAnswer(refused="no"))
+    monkeypatch.setattr(
+        counted_memory, "dry_count", lambda *what: asked.append(what) or DryAnswer(refused="no")
+    )
     gpt2 = resolve_model("gpt2")
     assert memory_bounds(gpt2, replace(RUN, accumulation=1)) is None
     assert asked[0] == (gpt2, RUN.config, 1, Objective.SFT)
     assert check_run(context(model=gpt2), RUN) is None
-    monkeypatch.setattr(counted_memory, "dry_count", lambda *what: DryAnswer(refused="It has \x1bno layers."))
+    monkeypatch.setattr(
+        counted_memory, "dry_count", lambda *what: DryAnswer(refused="It has \x1bno layers.")
+    )
     assert counted_memory.no_count(gpt2, RUN.config, 2) == "It has ?no layers"
     monkeypatch.setattr(counted_memory, "dry_count", lambda *what: DryAnswer(count=COUNT))
     assert counted_memory.no_count(gpt2, RUN.config, 2) == "it can be counted"
@@ -705,7 +871,9 @@ def test_what_cannot_be_counted_has_no_bounds(monkeypatch: pytest.MonkeyPatch) -
 def test_a_check_by_counts_says_so_and_tries_each_change_alone(
     counted: MemoryBreakdown, answer: Callable[..., CheckReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FixSearch, "best", lambda search: pytest.fail("all combinations were counted"))
+    monkeypatch.setattr(
+        FixSearch, "best", lambda search: pytest.fail("all combinations were counted")
+    )
     text = changed(TRL, model_name_or_path="gpt2", dtype="bfloat16")
     fits, small = answer(text, "h100"), answer(text, "t4")
     assert (fits.checked.state, small.checked.state, small.fix) == (FITS, OOM, None)
@@ -713,7 +881,9 @@ def test_a_check_by_counts_says_so_and_tries_each_change_alone(
     assert dict(lines(fits))["how"].endswith(COUNTED)
     assert not any("float32 take is not known" in text for _, text in lines(fits))
     in_fp32 = answer(changed(TRL, model_name_or_path="gpt2"), "h100")
-    assert in_fp32.checked.state == TIGHT and verdict(in_fp32).startswith("too close to tell: needs at least ")
+    assert in_fp32.checked.state == TIGHT and verdict(in_fp32).startswith(
+        "too close to tell: needs at least "
+    )
     printed = list(lines(in_fp32))
     assert "card" not in dict(printed)
     assert any("float32 take is not known" in text for label, text in printed if label == "note")
@@ -733,12 +903,17 @@ def test_the_smallest_card(text: str, answer: Callable[..., CheckReport]) -> Non
             assert answer(text, card.name).checked.state != FITS, card.name
 
 
-@pytest.mark.parametrize(("gpu", "bf16", "noted"), [("t4", True, True), ("t4", False, False), ("a10", True, False)])
+@pytest.mark.parametrize(
+    ("gpu", "bf16", "noted"), [("t4", True, True), ("t4", False, False), ("a10", True, False)]
+)
 def test_bf16_on_a_card_without_it_is_noted(
     answer: Callable[..., CheckReport], gpu: str, bf16: bool, noted: bool
 ) -> None:
     found = answer(changed(TRL, bf16=bf16, fp16=not bf16), gpu)
-    assert any(note.startswith("t4 has no bf16: torch emulates it slowly") for note in found.notes) is noted
+    assert (
+        any(note.startswith("t4 has no bf16: torch emulates it slowly") for note in found.notes)
+        is noted
+    )
 
 
 @pytest.mark.parametrize(
@@ -762,8 +937,11 @@ def test_a_model_that_overflows_in_fp16_is_warned_of(
 def test_examples_of_unknown_length_have_1024_tokens_or_as_many_as_fit_a_row(
     answer: Callable[..., CheckReport],
 ) -> None:
-    """Nothing of what is assumed is cut off; rows beyond the model's context are as long as the file says."""
-    for model, length, tokens in (("Qwen/Qwen2.5-0.5B", 512, 512), ("Qwen/Qwen2.5-0.5B", 4096, 1024),
+    """Nothing of what is assumed is cut off; rows beyond the model's context are as long as the
+    file says.
+    """
+    for model, length, tokens in (("Qwen/Qwen2.5-0.5B", 512, 512), ("Qwen/Qwen2.5-0.5B", 4096,
+    1024),
                                   ("demo-3m", 700, 700), ("demo-3m", 2048, 1024)):  # fmt: skip
         found = answer(changed(TRL, model_name_or_path=model, max_length=length))
         assert found.workload.lengths == Lengths.constant(tokens, "assumed")
@@ -771,23 +949,33 @@ def test_examples_of_unknown_length_have_1024_tokens_or_as_many_as_fit_a_row(
     given = answer(changed(TRL, max_length=512), tokens_per_example=1024)
     assert given.workload.lengths == Lengths.constant(1024, "given")
     assert [note for note in given.notes if "cut off" in note] == [
-        "100% of the examples are longer than every seq_len of the space (512): 50% of the tokens will be cut off."
+        "100% of the examples are longer than every seq_len of the space (512): 50% of the tokens"
+        " will be cut off."
     ]
 
 
-def test_what_can_be_run_is_the_run_itself_unless_it_is_out_of_memory(answer: Callable[..., CheckReport]) -> None:
+def test_what_can_be_run_is_the_run_itself_unless_it_is_out_of_memory(
+    answer: Callable[..., CheckReport],
+) -> None:
     fits, dora = answer(TRL), answer(changed(AXOLOTL, peft_use_dora=True), "h100-sxm")
-    assert fits.runnable is fits.checked and (fits.fix, fits.fixes, fits.smallest_card) == (None, (), None)
+    assert fits.runnable is fits.checked and (fits.fix, fits.fixes, fits.smallest_card) == (
+        None,
+        (),
+        None,
+    )
     assert dora.checked.state == TIGHT and dora.runnable is dora.checked and dora.fix is not None
     large = answer(TRL_7B, "a10")
     assert large.checked.state == OOM and large.runnable is large.fix is not None
 
 
 def test_an_answer_as_data(answer: Callable[..., CheckReport]) -> None:
-    """As `autotune check --json` prints it: of a run that fits, of one with a fix, and of one without."""
+    """As `autotune check --json` prints it: of a run that fits, of one with a fix, and of one
+    without.
+    """
     data = json_data(answer(changed(FACTORY, num_processes=2, max_steps=100), price=3.0))
     assert {
-        name: data[name] for name in ("format", "model", "device", "own_card", "num_gpus", "epochs", "max_steps")
+        name: data[name]
+        for name in ("format", "model", "device", "own_card", "num_gpus", "epochs", "max_steps")
     } == {
         "format": "llamafactory",
         "model": "Qwen/Qwen3-4B-Instruct-2507",
@@ -811,39 +999,60 @@ def test_an_answer_as_data(answer: Callable[..., CheckReport]) -> None:
     assert json.dumps(data) and isinstance(data["notes"], list)
 
     data = json_data(answer(changed(TRL_7B, use_dora=True), "t4"))
-    assert data["verdict"] == "out of memory" and data["bounds_gib"][1] is None and data["duration"] is None
+    assert (
+        data["verdict"] == "out of memory"
+        and data["bounds_gib"][1] is None
+        and data["duration"] is None
+    )
     assert data["smallest_card"] is None  # of DoRA nothing says that it fits
-    assert all(next(iter(change)) == "edits" and change["saves_gib"] > 0.005 for change in data["each_change"])
+    assert all(
+        next(iter(change)) == "edits" and change["saves_gib"] > 0.005
+        for change in data["each_change"]
+    )
     assert data["change"]["verdict"] == "fits" and data["change"]["edits"]["use_dora"] is False
     assert "saves_gib" not in data["change"]
     none = json_data(answer(changed(AXOLOTL, base_model="meta-llama/Llama-3.1-70B"), "t4"))
     assert none["change"] is none["faster"] is None and none["smallest_card"]
 
 
-def test_the_faster_configuration_has_the_rows_of_a_step_of_the_run(answer: Callable[..., CheckReport]) -> None:
-    """One row, or 2 x 3 of them; each micro batch that is tried divides them. Nothing is faster without bf16."""
+def test_the_faster_configuration_has_the_rows_of_a_step_of_the_run(
+    answer: Callable[..., CheckReport],
+) -> None:
+    """One row, or 2 x 3 of them; each micro batch that is tried divides them.
+
+    Nothing is faster without bf16.
+    """
     for micro, accumulation in ((1, 1), (2, 3)):
         rows = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
         faster = answer(changed(FACTORY, **rows)).faster
         assert faster is not None and micro * accumulation % faster.config.micro_batch_size == 0
         assert f"--global-batch {micro * accumulation} " in faster.command
     small = {"model_name_or_path": "Qwen/Qwen2.5-0.5B", "cutoff_len": 512}
-    old = {fp16: answer(changed(FACTORY, **small, fp16=fp16, bf16=not fp16), "t4") for fp16 in (True, False)}
+    old = {
+        fp16: answer(changed(FACTORY, **small, fp16=fp16, bf16=not fp16), "t4")
+        for fp16 in (True, False)
+    }
     assert {one.checked.state for one in old.values()} == {FITS}
     assert old[True].faster is not None and old[False].faster is None
     few = answer(TRL, examples=8, tokens_per_example=100)
     assert few.workload.examples == 8 and not any("do not fill" in note for note in few.notes)
 
 
-def test_the_smallest_card_has_the_reserve_that_is_asked_for(answer: Callable[..., CheckReport]) -> None:
-    """With more of the memory left free a larger card is needed; a run in fp16 needs no card with bf16."""
+def test_the_smallest_card_has_the_reserve_that_is_asked_for(
+    answer: Callable[..., CheckReport],
+) -> None:
+    """With more of the memory left free a larger card is needed; a run in fp16 needs no card with
+    bf16.
+    """
     found = [answer(TRL_7B, "t4", headroom=headroom).smallest_card for headroom in (0.0, 0.5)]
     sizes = [card.memory_gib for card in found if card and card.memory_gib]
     assert len(sizes) == 2 and sizes[0] < 0.6 * sizes[1]
     for bf16, name in ((True, "rtx-a4000"), (False, "v100-pcie-16gb")):
         half = {"dtype": "bfloat16" if bf16 else "float16", "bf16": bf16, "fp16": not bf16}
         adapters = {"lora_target_modules": "all-linear", "lora_dropout": 0.0}
-        text = changed(TRL_7B, load_in_4bit=True, per_device_train_batch_size=16, **adapters, **half)
+        text = changed(
+            TRL_7B, load_in_4bit=True, per_device_train_batch_size=16, **adapters, **half
+        )
         card = answer(text, "t4", memory_gib=4).smallest_card  # 12.9 GiB and the reserve, of 15.8
         assert card is not None and (card.name, card.supports_bf16) == (name, bf16)
 
@@ -871,7 +1080,10 @@ def test_the_command_has_what_was_given_of_the_examples(answer: Callable[..., Ch
         "8",
         "8 --tokens-per-example 2048 --examples 2000",
     ]
-    assert "--set rslora=True --set quantization=nf4 --set double_quant=True --set precision=bf16_mixed" in commands[3]
+    assert (
+        "--set rslora=True --set quantization=nf4 --set double_quant=True --set"
+        " precision=bf16_mixed" in commands[3]
+    )
 
 
 # --- other objectives
@@ -893,18 +1105,33 @@ def test_a_file_of_trl_for_another_objective_needs_what_its_formula_says(
     assert run.objective is objective is found.workload.objective
     assert run.config.padding == "masked" and found.faster is None
     steps = min(run.accumulation, 2)
-    assert bounds.least == bounds.most == memory_breakdown(found.model, run.config, steps, objective=objective)
-    assert json_data(found)["objective"] == objective and json_data(found)["how_sure"] == OF_OBJECTIVES
+    assert (
+        bounds.least
+        == bounds.most
+        == memory_breakdown(found.model, run.config, steps, objective=objective)
+    )
+    assert (
+        json_data(found)["objective"] == objective and json_data(found)["how_sure"] == OF_OBJECTIVES
+    )
     assert found.checked.estimate.tokens_per_s
 
 
 def test_axolotls_answers_need_more_than_is_counted(answer: Callable[..., CheckReport]) -> None:
-    """Its TRL makes all logits: on a card with room it is too close to tell, on one that lacks the rest it is not."""
+    """Its TRL makes all logits: on a card with room it is too close to tell, on one that lacks the
+    rest it is not.
+    """
     text = changed(AXOLOTL, rl="dpo", sample_packing=False)
     found = answer(text, "h200")
-    assert found.checked.bounds.most is None and found.checked.state == TIGHT and "dpo" in printed(found)
+    assert (
+        found.checked.bounds.most is None
+        and found.checked.state == TIGHT
+        and "dpo" in printed(found)
+    )
     assert answer(text, "t4").checked.state == OOM
-    assert answer(changed(AXOLOTL, reward_model=True, sample_packing=False), "h200").checked.state == FITS
+    assert (
+        answer(changed(AXOLOTL, reward_model=True, sample_packing=False), "h200").checked.state
+        == FITS
+    )
     with pytest.raises(UsageError, match="trains for dpo, not kto"):
         answer(text, "h200", objective="kto")
 
@@ -915,15 +1142,22 @@ def test_several_gpus_are_not_counted_for_answers(answer: Callable[..., CheckRep
     assert any(note.startswith("Several GPUs are not counted for kto") for note in found.notes)
 
 
-def test_a_run_that_trains_the_embeddings_has_a_verdict_if_it_fits(answer: Callable[..., CheckReport]) -> None:
-    text = "base_model: Qwen/Qwen2.5-0.5B\nadapter: lora\nlora_r: 16\nlora_target_linear: true\nmicro_batch_size: 1\n"
+def test_a_run_that_trains_the_embeddings_has_a_verdict_if_it_fits(
+    answer: Callable[..., CheckReport],
+) -> None:
+    text = (
+        "base_model: Qwen/Qwen2.5-0.5B\nadapter: lora\nlora_r: 16\nlora_target_linear: true\n"
+        "micro_batch_size: 1\n"
+    )
     found = answer(text + "lora_modules_to_save: [embed_tokens, lm_head]\nbf16: true\n")
     assert (found.checked.state, found.faster) == (FITS, None)
     plain = answer(text + "bf16: true\n")
     assert found.checked.estimate.need_gib > plain.checked.estimate.need_gib + 0.5
 
 
-def test_keys_that_the_tool_ignores_come_before_the_verdict(answer: Callable[..., CheckReport]) -> None:
+def test_keys_that_the_tool_ignores_come_before_the_verdict(
+    answer: Callable[..., CheckReport],
+) -> None:
     found = answer("base_model: Qwen/Qwen2.5-0.5B\nmicro_batch_size: 1\nadaptor: lora\n")
     first, second, *_ = (text for _, text in lines(found))
     assert first.startswith("ignored by Axolotl 0.19: 'adaptor'; did you mean 'adapter'")

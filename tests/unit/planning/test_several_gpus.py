@@ -1,4 +1,6 @@
-"""Plans for several GPUs: what fits and how fast, which row is chosen, what is refused, and the command itself."""
+"""Plans for several GPUs: what fits and how fast, which row is chosen, what is refused, and the
+command itself.
+"""
 
 import json
 import sys
@@ -23,7 +25,8 @@ from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.study_spec import StudySpec
 
 NF4_UNDER_FSDP2 = (
-    "FSDP2 loses the statistics of nf4 weights, which FSDP 1 keeps with bnb_4bit_quant_storage, but no formula covers"
+    "FSDP2 loses the statistics of nf4 weights, which FSDP 1 keeps with bnb_4bit_quant_storage, but"
+    " no formula covers"
     " FSDP 1"
 )
 
@@ -37,12 +40,19 @@ def planned(numbers: tuple[int, ...] = (1, 2, 8), gpu: str = "h100", **options: 
 
 
 def row(made: GpuPlan, num_gpus: int, strategy: str) -> RankPlan:
-    return next(one for one in made.rows if one.parallelism == Parallelism(num_gpus=num_gpus, strategy=strategy))
+    return next(
+        one
+        for one in made.rows
+        if one.parallelism == Parallelism(num_gpus=num_gpus, strategy=strategy)
+    )
 
 
 def test_each_number_has_each_strategy() -> None:
     found = [(one.num_gpus, one.parallelism.strategy) for one in planned().rows]
-    assert found == [(1, "none"), *((number, strategy) for number in (2, 8) for strategy in STRATEGIES[1:])]
+    assert found == [
+        (1, "none"),
+        *((number, strategy) for number in (2, 8) for strategy in STRATEGIES[1:]),
+    ]
 
 
 def test_one_gpu_is_estimated_as_ever() -> None:
@@ -69,7 +79,12 @@ def test_no_interval_begins_above_as_many_single_gpus() -> None:
         if one.estimate and one.interval and one.tokens_per_s:
             alone = estimate(made.task, one.estimate.config, 1000.0)
             assert alone and alone.interval
-            assert one.interval[0] < one.tokens_per_s < one.interval[1] <= 2 * alone.interval[1] * 1.0001
+            assert (
+                one.interval[0]
+                < one.tokens_per_s
+                < one.interval[1]
+                <= 2 * alone.interval[1] * 1.0001
+            )
 
 
 def test_what_one_gpu_cannot_train_has_no_efficiency() -> None:
@@ -84,14 +99,20 @@ def test_what_one_gpu_cannot_train_has_no_efficiency() -> None:
 def test_the_row_that_does_not_fit_is_the_leanest() -> None:
     one = row(planned(space="full", model="llama-3.1-8b"), 1, "none").estimate
     assert one is not None and one.tokens_per_s is None
-    assert (one.config.optimizer, one.config.checkpointing, one.config.micro_batch_size) == ("adamw_8bit", "full", 1)
+    assert (one.config.optimizer, one.config.checkpointing, one.config.micro_batch_size) == (
+        "adamw_8bit",
+        "full",
+        1,
+    )
 
 
 def test_the_choices() -> None:
     made = planned()
     fitting = [one for one in made.rows if one.state == FITS and one.usd and one.tokens_per_s]
     assert made.cheapest and made.cheapest.usd == min(one.usd for one in fitting if one.usd)
-    assert made.fastest and made.fastest.tokens_per_s == max(one.tokens_per_s for one in fitting if one.tokens_per_s)
+    assert made.fastest and made.fastest.tokens_per_s == max(
+        one.tokens_per_s for one in fitting if one.tokens_per_s
+    )
     assert made.cheapest_within is None
     assert made.fastest.hours and made.cheapest.hours and made.fastest.hours < made.cheapest.hours
     middle = (made.fastest.hours + made.cheapest.hours) / 2
@@ -104,7 +125,8 @@ def test_the_choices() -> None:
 
 def test_without_a_price_the_fastest_in_time_is_taken() -> None:
     made = planned(gpu="l40s", price=None)
-    assert made.cheapest and made.cheapest.num_gpus == 1 and made.fastest is not None  # the fewest GPU-hours
+    # the fewest GPU-hours
+    assert made.cheapest and made.cheapest.num_gpus == 1 and made.fastest is not None
     assert replace(made, within_hours=1000.0).cheapest_within == made.cheapest
 
 
@@ -127,10 +149,17 @@ def test_refusals_have_their_reason() -> None:
     made = planned((2,), space="qlora")
     assert row(made, 2, "ddp").state == FITS
     assert row(made, 2, "fsdp2").problem == NF4_UNDER_FSDP2
-    assert row(made, 2, "fsdp2").state is row(made, 2, "fsdp2").hours is row(made, 2, "fsdp2").usd is None
+    assert (
+        row(made, 2, "fsdp2").state
+        is row(made, 2, "fsdp2").hours
+        is row(made, 2, "fsdp2").usd
+        is None
+    )
     assert row(made, 2, "fsdp2").label == "" and row(made, 2, "fsdp2").interval is None
     odd = planned((3,))
-    assert "on each of 3 devices does not divide the global batch 32" in (row(odd, 3, "ddp").problem or "")
+    assert "on each of 3 devices does not divide the global batch 32" in (
+        row(odd, 3, "ddp").problem or ""
+    )
 
 
 def test_a_model_without_a_formula_is_refused() -> None:
@@ -142,7 +171,11 @@ def test_as_data() -> None:
     made = replace(planned((1, 2)), within_hours=100.0)
     data = json.loads(json.dumps(json_data(made)))
     assert (data["device"], data["link_gb_s"], data["within_hours"]) == ("h100-sxm", 370, 100.0)
-    assert data["cheapest"] == data["cheapest_within"] == {"num_gpus": 1, "strategy": "none", "hosts": 1}
+    assert (
+        data["cheapest"]
+        == data["cheapest_within"]
+        == {"num_gpus": 1, "strategy": "none", "hosts": 1}
+    )
     first, *_, last = data["rows"]
     assert {one["evidence"] for one in data["rows"]} == {"estimated"}
     assert first["step"] is None and first["of_one_gpu"]["tokens_per_s"] == first["tokens_per_s"]
@@ -155,22 +188,36 @@ def test_as_data() -> None:
     assert first["num_without_speed"] == 0
     assert last["hours"] == last["of_one_gpu"]["cost"]["full_run_hours"] and last["problem"] is None
     refused = json_data(planned((2,), space="qlora"))["rows"][1]
-    assert refused["precision"] is refused["of_one_gpu"] is refused["accumulation"] is None and refused["problem"]
+    assert (
+        refused["precision"] is refused["of_one_gpu"] is refused["accumulation"] is None
+        and refused["problem"]
+    )
 
 
 def test_hosts_are_as_fast_as_what_links_them() -> None:
-    """On one host the network does not matter; a fast one does not slow the others; a slow one does."""
+    """On one host the network does not matter; a fast one does not slow the others; a slow one
+    does.
+    """
 
     def made(network: str | float) -> dict[tuple[int, str], RankPlan]:
         rows = autotune.plan(
-            "llama-3.1-8b", gpu="h100", gpus=8, nodes=[1, 2], network=network, space="full", global_batch=128
+            "llama-3.1-8b",
+            gpu="h100",
+            gpus=8,
+            nodes=[1, 2],
+            network=network,
+            space="full",
+            global_batch=128,
         ).rows
         return {(one.hosts, one.parallelism.name): one for one in rows}
 
     fast, slow = made(400.0), made("ethernet-25")
     assert {hosts for hosts, _ in fast} == {1, 2} and fast[2, "fsdp2"].num_gpus == 16
     assert fast[1, "fsdp2"] == slow[1, "fsdp2"]
-    one, two, far = (found.tokens_per_s or 0.0 for found in (fast[1, "fsdp2"], fast[2, "fsdp2"], slow[2, "fsdp2"]))
+    one, two, far = (
+        found.tokens_per_s or 0.0
+        for found in (fast[1, "fsdp2"], fast[2, "fsdp2"], slow[2, "fsdp2"])
+    )
     assert 1.8 * one < two < 2.2 * one and far < one
     step = slow[2, "fsdp2"].step
     assert step is not None and step.exposed_s > 0.5 * step.step_s  # hardly anything is hidden
@@ -182,7 +229,8 @@ def test_hosts_are_as_fast_as_what_links_them() -> None:
     assert isinstance(many, GpuPlan)
     data = json_data(many)
     assert {(one["hosts"], one["num_gpus"]) for one in data["rows"]} == {(3, 24), (16, 128)}
-    assert all(one["tokens_per_s"] for one in data["rows"] if one["strategy"] == "fsdp2")  # any number of them
+    # any number of them
+    assert all(one["tokens_per_s"] for one in data["rows"] if one["strategy"] == "fsdp2")
     assert data["fastest"]["hosts"] == 16
 
 
@@ -192,16 +240,26 @@ def test_what_is_asked_of_fsdp2_is_planned(capsys: pytest.CaptureFixture[str]) -
     made = autotune.plan("llama-3.1-8b", gpu="h100", gpus=[1, 2], space="full", pins=asked)
     assert isinstance(made, GpuPlan)
     assert [row.parallelism.strategy for row in made.rows] == ["none", "fsdp2"]
-    assert made.rows[1].parallelism.offload and made.rows[1].tokens_per_s is None  # nothing is known of its speed
-    both = autotune.plan("llama-3.1-8b", gpu="h100", gpus=8, space="full", pins={"sync_each_batch": True})
+    # nothing is known of its speed
+    assert made.rows[1].parallelism.offload and made.rows[1].tokens_per_s is None
+    both = autotune.plan(
+        "llama-3.1-8b", gpu="h100", gpus=8, space="full", pins={"sync_each_batch": True}
+    )
     assert isinstance(both, GpuPlan)
     assert {row.parallelism.strategy: row.parallelism.sync_each_batch for row in both.rows} == {
         name: name in FSDP2 for name in STRATEGIES if name != "none"
     }
-    copied = autotune.plan("llama-3.1-8b", gpu="h100", gpus=[2, 8], space="full", pins={"copies": 4})
+    copied = autotune.plan(
+        "llama-3.1-8b", gpu="h100", gpus=[2, 8], space="full", pins={"copies": 4}
+    )
     assert isinstance(copied, GpuPlan)
-    names = {(row.num_gpus, row.parallelism.name) for row in copied.rows if row.parallelism.strategy in FSDP2}
-    assert names == {(2, "fsdp2"), (2, "fsdp2_keep"), (8, "hsdp"), (8, "hsdp_keep")}  # two GPUs cannot hold four copies
+    names = {
+        (row.num_gpus, row.parallelism.name)
+        for row in copied.rows
+        if row.parallelism.strategy in FSDP2
+    }
+    # two GPUs cannot hold four copies
+    assert names == {(2, "fsdp2"), (2, "fsdp2_keep"), (8, "hsdp"), (8, "hsdp_keep")}
 
 
 GRAPHS = """version: 1
@@ -220,7 +278,9 @@ knobs:
 # The command
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str, str]:
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[Any, str, str]:
     monkeypatch.setattr(sys, "argv", ["autotune", "plan", "--model", "mistral-7b", *arguments])
     with pytest.raises(SystemExit) as ended:
         app.main()
@@ -235,7 +295,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_the_command_prints_a_table_and_the_choices(monkeypatch: Any, capsys: Any) -> None:
-    code, out, _ = run(monkeypatch, capsys, "--gpu", "h100", "--gpus", "1,2", "--price", "2", "--within", "5h")
+    code, out, _ = run(
+        monkeypatch, capsys, "--gpu", "h100", "--gpus", "1,2", "--price", "2", "--within", "5h"
+    )
     assert code == 0 and out.count("Every number is projected") == 1
     rows = {
         tuple(cell.strip() for cell in line.strip("│ ").split("│"))[:2]: line
@@ -243,7 +305,9 @@ def test_the_command_prints_a_table_and_the_choices(monkeypatch: Any, capsys: An
         if "│" in line
     }
     assert set(rows) == {("1", "none"), *(("2", strategy) for strategy in STRATEGIES[1:])}
-    assert " fits " in rows["2", "ddp"] and " 1.00 " in rows["1", "none"] and "$" in rows["2", "zero3"]
+    assert (
+        " fits " in rows["2", "ddp"] and " 1.00 " in rows["1", "none"] and "$" in rows["2", "zero3"]
+    )
     assert "cheapest: 1 GPU (lora r" in out and "fastest: 2 GPUs, ddp (lora r" in out
     assert "cheapest within 5 h: 1 GPU (" in out and "it may take" not in out
     assert "no speed for several" not in out and "price of a GPU: $2.00/h" in out
@@ -265,7 +329,9 @@ def test_what_one_gpu_alone_can_do_is_said(monkeypatch: Any, capsys: Any) -> Non
 
 @pytest.mark.usefixtures("folder")
 def test_a_file_says_how_many_gpus_there_are(monkeypatch: Any, capsys: Any) -> None:
-    Path("study.yaml").write_text("model: mistral-7b\ngpu: h100\ngpus: [1, 2]\nwithin: 5h\nprice: 2.0\n")
+    Path("study.yaml").write_text(
+        "model: mistral-7b\ngpu: h100\ngpus: [1, 2]\nwithin: 5h\nprice: 2.0\n"
+    )
     code, out, _ = run(monkeypatch, capsys, "--spec", "study.yaml")
     assert code == 0 and "cheapest within 5 h: 1 GPU (" in out
     code, out, _ = run(monkeypatch, capsys, "--spec", "study.yaml", "--gpus", "4")
@@ -277,7 +343,9 @@ def test_a_deadline_that_may_be_missed_is_marked(monkeypatch: Any, capsys: Any) 
     hours = planned().rows[0].hours
     assert hours is not None
     within = f"{round(hours * 3600 * 1.05)}s"
-    code, out, _ = run(monkeypatch, capsys, "--gpu", "h100", "--gpus", "1", "--within", within, "--price", "2")
+    code, out, _ = run(
+        monkeypatch, capsys, "--gpu", "h100", "--gpus", "1", "--within", within, "--price", "2"
+    )
     assert code == 0 and "; it may take " in out.splitlines()[-1]
 
 
@@ -285,7 +353,11 @@ def test_a_deadline_that_may_be_missed_is_marked(monkeypatch: Any, capsys: Any) 
 def test_a_count_before_the_name_of_the_gpu(monkeypatch: Any, capsys: Any) -> None:
     code, out, _ = run(monkeypatch, capsys, "--gpu", "2xrtx-4090", "--space", "qlora", "--json")
     data = json.loads(out)
-    assert code == 0 and data["device"] == "rtx-4090" and {one["num_gpus"] for one in data["rows"]} == {2}
+    assert (
+        code == 0
+        and data["device"] == "rtx-4090"
+        and {one["num_gpus"] for one in data["rows"]} == {2}
+    )
     _, out, _ = run(monkeypatch, capsys, "--gpu", "2xrtx-4090", "--space", "qlora")
     assert f"2 fsdp2, 2 fsdp2_keep: {NF4_UNDER_FSDP2}" in " ".join(out.split())
     assert "no speed for several: nobody published" in out and "cheapest: none is known" in out
@@ -302,14 +374,28 @@ def test_a_count_before_the_name_of_the_gpu(monkeypatch: Any, capsys: Any) -> No
         (("--gpu", "h100", "--nodes", "2"), 2, "--nodes needs the bandwidth between the hosts"),
         (("--gpu", "h100", "--nodes", "x", "--network", "50"), 2, "--nodes cannot be 'x'"),
         (("--gpu", "h100", "--nodes", "2", "--network", "slow"), 2, "--network cannot be 'slow'"),
-        (("--gpu", "h100", "--gpus", "2", "--within", "soon"), 2, "--within: 'soon' is not a duration"),
-        (("--gpu", "h100", "--gpus", "2", "--within", "1s"), 4, "no plan is known to end within 1s"),
+        (
+            ("--gpu", "h100", "--gpus", "2", "--within", "soon"),
+            2,
+            "--within: 'soon' is not a duration",
+        ),
+        (
+            ("--gpu", "h100", "--gpus", "2", "--within", "1s"),
+            4,
+            "no plan is known to end within 1s",
+        ),
         (("--gpu", "h100", "--gpus", "16"), 2, "--gpus 16: up to 8 GPUs"),
-        (("--gpu", "a10", "--gpus", "2", "--space", "full"), 4, "nothing in the search space surely fits 2 x a10"),
+        (
+            ("--gpu", "a10", "--gpus", "2", "--space", "full"),
+            4,
+            "nothing in the search space surely fits 2 x a10",
+        ),
     ],
     ids=str,
 )
-def test_errors(monkeypatch: Any, capsys: Any, arguments: tuple[str, ...], code: int, error: str) -> None:
+def test_errors(
+    monkeypatch: Any, capsys: Any, arguments: tuple[str, ...], code: int, error: str
+) -> None:
     ended, _, err = run(monkeypatch, capsys, *arguments)
     assert ended == code and f"error: {error}" in err and "  try: " in err
 
@@ -323,7 +409,11 @@ def test_named_configurations_are_planned_for_one_gpu() -> None:
     with pytest.raises(UsageError, match="the spec names configurations"):
         plan_several(spec, asked | {"gpus": "2"}, evidence=Path("nowhere"))
     with pytest.raises(NothingFits):
-        plan_several(StudySpec(model="llama-3.1-70b", gpu="l4"), asked | {"gpus": "1"}, evidence=Path("nowhere"))
+        plan_several(
+            StudySpec(model="llama-3.1-70b", gpu="l4"),
+            asked | {"gpus": "1"},
+            evidence=Path("nowhere"),
+        )
 
 
 def test_python_takes_the_numbers_as_the_command_does() -> None:

@@ -70,12 +70,24 @@ def test_a_submission_holds_what_was_measured(write: Callable[[Any], Path]) -> N
     recipe = recipe_of()
     submission = submission_of(recipe, DAY)
     winner, baseline = read_submission(write(submission.text.encode()))
-    assert (winner.device, winner.model, winner.model_digest) == ("h200-sxm", recipe.model.name, recipe.model.digest)
-    assert winner.config == recipe.winner.config and recipe.baseline and baseline.config == recipe.baseline.config
+    assert (winner.device, winner.model, winner.model_digest) == (
+        "h200-sxm",
+        recipe.model.name,
+        recipe.model.digest,
+    )
+    assert (
+        winner.config == recipe.winner.config
+        and recipe.baseline
+        and baseline.config == recipe.baseline.config
+    )
     assert winner.accumulation == 8 and winner.step_time_s == recipe.winner.performance.step_time_s
     assert winner.tokens_per_s == pytest.approx(32 * 1024 / recipe.winner.performance.step_time_s)
     assert winner.peak_reserved_gib == recipe.winner.measurement.peak_reserved_gib
-    assert (winner.as_of, winner.evidence, winner.trainer) == (DAY, Evidence.MEASURED, "transformers")
+    assert (winner.as_of, winner.evidence, winner.trainer) == (
+        DAY,
+        Evidence.MEASURED,
+        "transformers",
+    )
     assert submission.digest in winner.source
     data = json.loads(submission.text)
     assert data["versions"]["driver"] == "580.159.04" and data["versions"]["torch"] == "2.11.0"
@@ -93,31 +105,45 @@ def test_a_study_on_several_gpus_has_the_tokens_of_all_of_them() -> None:
 
 def private(recipe: Recipe) -> Recipe:
     """The same study with a canary wherever a user's own words can stand."""
-    words = {"name": f"{CANARY}-model", "weights": f"/home/{CANARY}/model", "tokenizer": f"/home/{CANARY}/model"}
+    words = {
+        "name": f"{CANARY}-model",
+        "weights": f"/home/{CANARY}/model",
+        "tokenizer": f"/home/{CANARY}/model",
+    }
     config = recipe.model.config | {"vocab_size": 32_769}
     return replace(
         recipe,
         study=f"{CANARY}-study",
-        model=replace(recipe.model, **words, source=CANARY, config=config, params=None, aliases=(CANARY,)),
+        model=replace(
+            recipe.model, **words, source=CANARY, config=config, params=None, aliases=(CANARY,)
+        ),
         price=replace(recipe.price, provider=CANARY, source=CANARY) if recipe.price else None,
         reason=CANARY,
         caveats=(f"/data/{CANARY}.jsonl could not be read",),
         numerics=CANARY,
         fingerprint=replace(
-            FINGERPRINT, allocator=CANARY, packages={"torch": "2.11.0+cu130", "trl": f"1.16.0+{CANARY}.host"}
+            FINGERPRINT,
+            allocator=CANARY,
+            packages={"torch": "2.11.0+cu130", "trl": f"1.16.0+{CANARY}.host"},
         ),
     )
 
 
-def test_nothing_private_goes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tables: Path) -> None:
-    """Through the command: study, model directory, dataset, database, log and report all have the canary."""
+def test_nothing_private_goes_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tables: Path
+) -> None:
+    """Through the command: study, model directory, dataset, database, log and report all have the
+    canary.
+    """
     from tests.helpers.sessions import subject_of
 
     database = tmp_path / f"{CANARY}.db"
     shutil.copy(tables, database)
     url = f"sqlite:///{database}"
     store = ProbeStore(url)
-    probe = result(TrainConfig(), started_at="2026-10-31T23:59:59Z", log=f"{CANARY}.log", reason=CANARY)
+    probe = result(
+        TrainConfig(), started_at="2026-10-31T23:59:59Z", log=f"{CANARY}.log", reason=CANARY
+    )
     store.add(f"{CANARY}-study", 0, probe, FINGERPRINT)
     store.close()
     whole = summary(study=f"{CANARY}-study")
@@ -125,7 +151,9 @@ def test_nothing_private_goes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     whole = replace(whole, recipe=private(whole.recipe), notes=(CANARY,))
     task = subject_of(study=f"{CANARY}-study")
     spec = StudySpec(model=task.model.name, dataset=f"/data/{CANARY}.jsonl")
-    found = StudyResult(summary=whole, record=record_of(task, tmp_path / f"{CANARY}-out", spec=spec), url=url)
+    found = StudyResult(
+        summary=whole, record=record_of(task, tmp_path / f"{CANARY}-out", spec=spec), url=url
+    )
     monkeypatch.setattr("autotune.api.load_study", lambda name, storage: found)
     out = tmp_path / "out.json"
     share.submit(out=out, storage=url)
@@ -168,7 +196,9 @@ def test_a_card_outside_the_catalogue_cannot_be_submitted() -> None:
 
 def test_a_study_on_a_processor_and_without_a_baseline(write: Callable[[Any], Path]) -> None:
     recipe = replace(recipe_of(model="demo-3m"), device=resolve_device("cpu"), baseline=None)
-    fingerprint = replace(FINGERPRINT, device="Intel(R) Xeon(R) CPU @ 2.20GHz", driver=None, cuda=None)
+    fingerprint = replace(
+        FINGERPRINT, device="Intel(R) Xeon(R) CPU @ 2.20GHz", driver=None, cuda=None
+    )
     submission = submission_of(replace(recipe, fingerprint=fingerprint), DAY)
     assert not {"driver", "cuda"} & set(submission.versions)
     (sighting,) = read_submission(write(submission.text.encode()))
@@ -289,12 +319,19 @@ def deep(levels: int) -> bytes:
         (b" " * 5 * 2**20, "more than 1 MiB"),
         (b"__import__('os').system('touch pwned')", "Invalid JSON"),
         (b"!!python/object/apply:os.system ['touch pwned']", "Invalid JSON"),
-        (json.dumps({f"key{number}": number for number in range(40_000)}).encode(), "Field required"),
+        (
+            json.dumps({f"key{number}": number for number in range(40_000)}).encode(),
+            "Field required",
+        ),
     ],
     ids=lambda value: repr(value[:20]),
 )
 def test_a_file_that_is_not_a_submission_is_refused(
-    write: Callable[[Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, said: str
+    write: Callable[[Any], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    data: bytes,
+    said: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = write(data)
@@ -303,7 +340,9 @@ def test_a_file_that_is_not_a_submission_is_refused(
     assert [one.name for one in tmp_path.iterdir()] == ["theirs.json"]
 
 
-def test_numbers_as_they_stand_in_a_file(good: dict[str, Any], write: Callable[[Any], Path]) -> None:
+def test_numbers_as_they_stand_in_a_file(
+    good: dict[str, Any], write: Callable[[Any], Path]
+) -> None:
     text = json.dumps(good)
     whole = ('"global_batch": 32', '"schema_version": 2', '"micro_batch_size": 4')
     long = ("9" * 400, "9" * 4000, "9" * 5000, "1." + "0" * 5000 + "9")
@@ -311,7 +350,9 @@ def test_numbers_as_they_stand_in_a_file(good: dict[str, Any], write: Callable[[
         assert text.count(key) == 1
         for number in ("1e999", "-1e999", "NaN", "Infinity", "0x1p3", "1_0", *long):
             with pytest.raises(UsageError):
-                read_submission(write(text.replace(key, f"{key.partition(' ')[0]} {number}").encode()))
+                read_submission(
+                    write(text.replace(key, f"{key.partition(' ')[0]} {number}").encode())
+                )
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "fifo", "device", "loop"])
@@ -335,12 +376,25 @@ VERSION_1 = Path(__file__).with_name("submission_1.json").read_bytes()
 OLD = json.loads(VERSION_1)
 
 
-def test_a_file_of_version_1_is_read(write: Callable[[Any], Path], good: dict[str, Any], tmp_path: Path) -> None:
-    """It is stored in the form of version 2. A file that an earlier version stored does not count twice."""
+def test_a_file_of_version_1_is_read(
+    write: Callable[[Any], Path], good: dict[str, Any], tmp_path: Path
+) -> None:
+    """It is stored in the form of version 2.
+
+    A file that an earlier version stored does not count twice.
+    """
     good = changed(good, "versions.autotune", OLD["versions"]["autotune"])
     winner, _ = read_submission(write(VERSION_1))
-    assert (winner.device, winner.model, winner.as_of) == ("h200-sxm", "mistralai/Mistral-7B-v0.3", DAY)
-    assert (winner.step_time_s, winner.peak_reserved_gib, winner.config.compile) == (1.98, 54.366, "per_layer")
+    assert (winner.device, winner.model, winner.as_of) == (
+        "h200-sxm",
+        "mistralai/Mistral-7B-v0.3",
+        DAY,
+    )
+    assert (winner.step_time_s, winner.peak_reserved_gib, winner.config.compile) == (
+        1.98,
+        54.366,
+        "per_layer",
+    )
     assert read_submission(write(VERSION_1)) == read_submission(write(good))
     kept, known = store_submission(write(VERSION_1), tmp_path / "evidence")
     assert not known and json.loads(kept.read_text()) == good
@@ -349,7 +403,9 @@ def test_a_file_of_version_1_is_read(write: Callable[[Any], Path], good: dict[st
     assert load_evidence(tmp_path / "evidence") == (read_submission(kept), ())
 
 
-def test_a_file_of_version_1_without_a_baseline_a_driver_or_a_name(write: Callable[[Any], Path]) -> None:
+def test_a_file_of_version_1_without_a_baseline_a_driver_or_a_name(
+    write: Callable[[Any], Path],
+) -> None:
     data = changed(changed(OLD, "versions.driver", None), "versions.cuda", None)
     (row,) = read_submission(write(changed(changed(data, "model.name", None), "baseline", None)))
     assert row.model is None and row.model_digest == OLD["model"]["digest"]
@@ -436,7 +492,9 @@ def test_a_link_in_the_way_is_replaced_and_not_followed(
     assert len(read_submission(target)) == 2
 
 
-def test_broken_evidence_is_reported_and_the_rest_is_read(good: dict[str, Any], tmp_path: Path) -> None:
+def test_broken_evidence_is_reported_and_the_rest_is_read(
+    good: dict[str, Any], tmp_path: Path
+) -> None:
     (tmp_path / "good.json").write_text(json.dumps(good))
     (tmp_path / "again.json").write_text(json.dumps(good, indent=4))  # counts once
     (tmp_path / "other.json").write_text(json.dumps(changed(good, "date", "2026-01-01")))
@@ -466,7 +524,8 @@ def test_extrapolated_rows_are_marked(good: dict[str, Any], write: Callable[[Any
 def test_the_shape_of_a_submission_is_fixed(good: dict[str, Any]) -> None:
     """What goes out is listed here: a field more is looked at before it goes."""
     assert list(good) == [
-        "schema_version", "date", "gpu", "product", "memory_gib", "model", "model_digest", "trainer", "global_batch",
+        "schema_version", "date", "gpu", "product", "memory_gib", "model", "model_digest",
+        "trainer", "global_batch",
         "versions", "rows",
     ]  # fmt: skip
     assert set(good["versions"]) == {"autotune", "python", "driver", "cuda", *FINGERPRINT.packages}
@@ -479,18 +538,25 @@ def test_the_shape_of_a_submission_is_fixed(good: dict[str, Any]) -> None:
         "step_time_s",
         "peak_reserved_gib",
     }
-    assert set(good["rows"][0]) == {"config", "limit_gib", "context_gib", "power_w", "evidence"} | measured
+    assert (
+        set(good["rows"][0])
+        == {"config", "limit_gib", "context_gib", "power_w", "evidence"} | measured
+    )
 
 
 def test_light_import() -> None:
     code = "import sys, autotune.planning.observations; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert not {"torch", "optuna", "sqlalchemy", "pydantic"} & set(loaded)
 
 
 def test_the_day_of_a_study_without_times(tmp_path: Path, tables: Path) -> None:
     shutil.copy(tables, tmp_path / "a.db")
-    assert share._measured_on("nobody", f"sqlite:///{tmp_path / 'a.db'}") == date.today().isoformat()
+    assert (
+        share._measured_on("nobody", f"sqlite:///{tmp_path / 'a.db'}") == date.today().isoformat()
+    )
 
 
 @pytest.mark.parametrize(
@@ -510,12 +576,16 @@ def test_the_day_of_a_study_without_times(tmp_path: Path, tables: Path) -> None:
         (Submission, "global_batch", 1, 2**24),
     ],
 )
-def test_the_least_and_the_most_of_each_number(part: type[BaseModel], name: str, least: float, most: float) -> None:
+def test_the_least_and_the_most_of_each_number(
+    part: type[BaseModel], name: str, least: float, most: float
+) -> None:
     field = part.model_fields[name]
     numbers: TypeAdapter[Any] = TypeAdapter(Annotated[field.annotation, "", *field.metadata])  # type: ignore[name-defined]
     assert [numbers.validate_python(value) for value in (least, most)] == [least, most]
     below, above = (
-        (least - 1, most + 1) if isinstance(least, int) else (math.nextafter(least, -1), math.nextafter(most, math.inf))
+        (least - 1, most + 1)
+        if isinstance(least, int)
+        else (math.nextafter(least, -1), math.nextafter(most, math.inf))
     )
     for value in (below, above):
         with pytest.raises(ValidationError):
@@ -537,7 +607,12 @@ def test_numbers_of_a_row_agree_within_a_percent(
     good: dict[str, Any], write: Callable[[Any], Path], field: str, factor: float, fits: bool
 ) -> None:
     row = good["rows"][0]
-    expected = row["accumulation"] * row["config"]["micro_batch_size"] * row["tokens_per_row"] / row["step_time_s"]
+    expected = (
+        row["accumulation"]
+        * row["config"]["micro_batch_size"]
+        * row["tokens_per_row"]
+        / row["step_time_s"]
+    )
     data = changed(good, f"rows.0.{field}", factor * expected)
     if fits:
         assert read_submission(write(data))
@@ -552,15 +627,21 @@ def test_a_percent_more_useful_tokens_than_all_may_be_rounding(
     most = good["rows"][0]["raw_tokens_per_s"] * (1 + 0.01)
     assert read_submission(write(changed(good, "rows.0.useful_tokens_per_s", most)))
     with pytest.raises(UsageError, match="more than all tokens"):
-        read_submission(write(changed(good, "rows.0.useful_tokens_per_s", math.nextafter(most, math.inf))))
+        read_submission(
+            write(changed(good, "rows.0.useful_tokens_per_s", math.nextafter(most, math.inf)))
+        )
 
 
-def test_rows_are_no_longer_than_seq_len(good: dict[str, Any], write: Callable[[Any], Path]) -> None:
+def test_rows_are_no_longer_than_seq_len(
+    good: dict[str, Any], write: Callable[[Any], Path]
+) -> None:
     row = good["rows"][0]
     length = row["config"]["seq_len"]
     raw = row["accumulation"] * row["config"]["micro_batch_size"] * length / row["step_time_s"]
     for tokens, fits in ((length, True), (None, True), (length + 0.5, False)):
-        data = changed(changed(good, "rows.0.tokens_per_row", tokens), "rows.0.raw_tokens_per_s", raw)
+        data = changed(
+            changed(good, "rows.0.tokens_per_row", tokens), "rows.0.raw_tokens_per_s", raw
+        )
         if fits:
             assert read_submission(write(data))[0].tokens_per_row == tokens
         else:
@@ -568,7 +649,9 @@ def test_rows_are_no_longer_than_seq_len(good: dict[str, Any], write: Callable[[
                 read_submission(write(data))
 
 
-def test_a_submission_has_54_versions_and_two_rows_at_most_and_is_not_changed(good: dict[str, Any]) -> None:
+def test_a_submission_has_54_versions_and_two_rows_at_most_and_is_not_changed(
+    good: dict[str, Any],
+) -> None:
     most = changed(good, "versions", {f"p{number}": "1" for number in range(54)})
     made = Submission.model_validate_json(json.dumps(most))
     assert len(made.versions) == 54 and len(made.rows) == 2

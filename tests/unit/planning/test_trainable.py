@@ -36,7 +36,10 @@ def test_each_size_is_there_once() -> None:
     params = [model.params or 0 for model in chosen]
     assert params == sorted(params) and all(Sizes.of(model) for model in chosen)
     covered = [model for model in list_models() if Sizes.of(model) and (model.params or 0) >= 10**8]
-    assert all(any(size / STEP <= (model.params or 0) <= size * STEP for size in params) for model in covered)
+    assert all(
+        any(size / STEP <= (model.params or 0) <= size * STEP for size in params)
+        for model in covered
+    )
     names = {model.short for model in chosen}
     assert {"Mistral-7B-v0.3", "Llama-3.1-8B", "Llama-3.1-405B"} <= names
     assert not names & {"Meta-Llama-3-8B", "demo-3m"}  # a shorter context, and no real model
@@ -50,7 +53,9 @@ def test_verdicts_follow_from_the_memory(made: Trainable) -> None:
     assert found["google/gemma-2-9b", "lora"].state == TIGHT
     assert found["meta-llama/Llama-3.1-70B", "qlora"].state == OOM
     for entry in made.entries:
-        assert entry.least_gib is not None and entry.memory_by == "formula" and entry.problem is None
+        assert (
+            entry.least_gib is not None and entry.memory_by == "formula" and entry.problem is None
+        )
         assert entry.state == memory_state(entry.least_gib, made.limit_gib)
         known = (entry.tokens_per_s, entry.interval, entry.usd_per_1000)
         assert (None not in known) if entry.state == FITS else known == (None, None, None)
@@ -63,7 +68,9 @@ def test_a_speed_is_nearly_that_of_a_plan_of_the_whole_space(made: Trainable, me
     assert best is not None and entry.tokens_per_s == pytest.approx(best.tokens_per_s, rel=0.05)
     price = made.price
     assert price is not None and entry.tokens_per_s is not None
-    assert entry.usd_per_1000 == pytest.approx(1000 * 1024 / entry.tokens_per_s / 3600 * price.usd_per_hour)
+    assert entry.usd_per_1000 == pytest.approx(
+        1000 * 1024 / entry.tokens_per_s / 3600 * price.usd_per_hour
+    )
 
 
 def test_the_longest_row_fits_and_twice_as_long_does_not() -> None:
@@ -73,11 +80,15 @@ def test_the_longest_row_fits_and_twice_as_long_does_not() -> None:
     assert longest == 8192
     space = setup.task.space
     config = replace(space.config(space.leanest()), lora_rank=16, micro_batch_size=1)
-    needs = [memory_breakdown(setup.task.model, replace(config, seq_len=length)) for length in (8192, 32768)]
+    needs = [
+        memory_breakdown(setup.task.model, replace(config, seq_len=length))
+        for length in (8192, 32768)
+    ]
     states = [memory_state(need.peak_reserved_gib, limit_gib, need.error) for need in needs if need]
     assert states[0] == FITS and states[1] != FITS
     small = replace(spec, model="qwen3-0.6b")
-    assert longest_row(planned_setup(small, RTX_4090), limit_gib) == 40960  # as far as its positions go
+    # as far as its positions go
+    assert longest_row(planned_setup(small, RTX_4090), limit_gib) == 40960
     assert longest_row(setup, 1.0) is None
 
 
@@ -104,12 +115,18 @@ def test_the_command_prints_tables_and_writes_a_page(tmp_path: Path) -> None:
     result = run("--gpu", "rtx-3060", "--tokens-per-example", "512", "--html", str(file))
     assert result.exit_code == 0, result.output
     text = result.stdout
-    assert text.startswith("What rtx-3060-12gb can train\n") and "Nothing was measured here. Estimated: " in text
+    assert (
+        text.startswith("What rtx-3060-12gb can train\n")
+        and "Nothing was measured here. Estimated: " in text
+    )
     assert all(title in text for title in METHODS.values())
     row = next(line for line in text.splitlines() if "Llama-3.1-8B" in line)
     assert "no: needs " in row and "–" in row
     page = file.read_text(encoding="utf-8")
-    assert "<title>What rtx-3060-12gb can train – autotune</title>" in page and "Plotly.newPlot" in page
+    assert (
+        "<title>What rtx-3060-12gb can train – autotune</title>" in page
+        and "Plotly.newPlot" in page
+    )
     assert page.count("<tbody>") == 3
 
 
@@ -126,8 +143,16 @@ def test_the_command_as_json() -> None:
         (["--gpus", "1,2"], UsageError, "no model is given"),
         (["--gpu", "rtx-3060", "--space", "lora"], UsageError, "no model is given"),
         ([], UsageError, "no model is given"),
-        (["--gpu", "rtx-3060", "--model", "gpt2", "--html", "x.html"], UsageError, "without a model"),
-        (["--gpu", "rtx-3060", "--objective", "dpo"], UsageError, "--objective dpo is planned for one model"),
+        (
+            ["--gpu", "rtx-3060", "--model", "gpt2", "--html", "x.html"],
+            UsageError,
+            "without a model",
+        ),
+        (
+            ["--gpu", "rtx-3060", "--objective", "dpo"],
+            UsageError,
+            "--objective dpo is planned for one model",
+        ),
         (["--gpu", "rtx-3060", "--memory-gib", "1.2"], NothingFits, "nothing surely fits"),
     ],
 )

@@ -1,4 +1,6 @@
-"""The time of a step on several GPUs: bytes on the wire, what is hidden, and an interval that one GPU's time bounds."""
+"""The time of a step on several GPUs: bytes on the wire, what is hidden, and an interval that one
+GPU's time bounds.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -41,9 +43,13 @@ def of(strategy: str, num_gpus: int = 4) -> Parallelism:
     return Parallelism(num_gpus=num_gpus, strategy=strategy)
 
 
-def timed(sent: Traffic, accumulation: int = 1, strategy: str = "fsdp2", **changes: Any) -> RankStepTime:
+def timed(
+    sent: Traffic, accumulation: int = 1, strategy: str = "fsdp2", **changes: Any
+) -> RankStepTime:
     config = replace(FULL, **changes)
-    return rank_step_time(STEP, config, of(strategy), sent, accumulation=accumulation, link_gb_s=1.0)
+    return rank_step_time(
+        STEP, config, of(strategy), sent, accumulation=accumulation, link_gb_s=1.0
+    )
 
 
 def test_bytes_on_the_wire() -> None:
@@ -53,7 +59,12 @@ def test_bytes_on_the_wire() -> None:
     found = {strategy: traffic(mistral(), FULL, of(strategy)) for strategy in STRATEGIES[1:]}
     ends = 2 * 3 / 4 * (2 * sizes.embedding + (sizes.params - 2 * sizes.embedding) / 32)
     assert found["ddp"] == Traffic(last_backward=pytest.approx(4 * psi))
-    of_fsdp2: dict[str, Any] = {"forward": psi, "last_backward": psi, "ends": pytest.approx(ends), "gradients": psi}
+    of_fsdp2: dict[str, Any] = {
+        "forward": psi,
+        "last_backward": psi,
+        "ends": pytest.approx(ends),
+        "gradients": psi,
+    }
     assert found["fsdp2"] == Traffic(**of_fsdp2, backward=psi)
     assert found["fsdp2_keep"] == Traffic(**of_fsdp2)
     assert found["zero1"] == Traffic(last_backward=psi, after=psi)
@@ -63,7 +74,10 @@ def test_bytes_on_the_wire() -> None:
 
 def test_gradients_are_divided_once_a_step_or_in_each_micro_batch() -> None:
     config = TrainConfig(method="full")
-    once, each = (traffic(mistral(), config, replace(of("fsdp2"), sync_each_batch=sync)) for sync in (False, True))
+    once, each = (
+        traffic(mistral(), config, replace(of("fsdp2"), sync_each_batch=sync))
+        for sync in (False, True)
+    )
     assert once is not None and each is not None
     assert each.of_step(1) == once.of_step(1)
     assert each.of_step(3) - once.of_step(3) == pytest.approx(2 * once.last_backward)
@@ -74,15 +88,22 @@ def test_what_goes_to_the_host_and_back_has_no_formula() -> None:
 
 
 def test_hosts_with_copies_add_up_all_gradients_by_a_network_that_their_gpus_share() -> None:
-    """Of two hosts each sends all bytes of the gradients once; a slower network counts as more bytes of the link."""
+    """Of two hosts each sends all bytes of the gradients once; a slower network counts as more
+    bytes of the link.
+    """
     config, hosts = TrainConfig(method="full"), Parallelism(num_gpus=16, strategy="fsdp2", copies=2)
     assert hosts.of_copy == of("fsdp2", 8)
     sent, sizes = traffic(mistral(), config, hosts.of_copy), Sizes.of(mistral())
     assert sent is not None and sizes is not None
     found = between_copies(sent, hosts, slower=10.0)
-    steps = [rank_step_time(STEP, FULL, way, sent, accumulation=1, link_gb_s=1.0) for way in (hosts, of("fsdp2", 8))]
+    steps = [
+        rank_step_time(STEP, FULL, way, sent, accumulation=1, link_gb_s=1.0)
+        for way in (hosts, of("fsdp2", 8))
+    ]
     assert steps[0].step_s == pytest.approx(steps[1].step_s)  # each GPU steps an eighth
-    assert found.last_backward - sent.last_backward == pytest.approx(10 * 2 * sizes.params, rel=1e-3)
+    assert found.last_backward - sent.last_backward == pytest.approx(
+        10 * 2 * sizes.params, rel=1e-3
+    )
     assert replace(found, last_backward=sent.last_backward) == sent
     each = replace(hosts, sync_each_batch=True)
     often = traffic(mistral(), config, each.of_copy)
@@ -111,11 +132,15 @@ def test_adapters_alone_are_reduced() -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "fsdp2_keep"])
 @pytest.mark.parametrize("config", [LORA, FULL], ids=["lora", "full"])
-def test_what_a_probe_counted_says_the_same_as_the_formula(config: TrainConfig, strategy: str) -> None:
+def test_what_a_probe_counted_says_the_same_as_the_formula(
+    config: TrainConfig, strategy: str
+) -> None:
     sizes = Sizes.of(mistral())
     assert sizes is not None
     adapters = 0 if config.method == "full" else sizes.adapter_params(config)
-    counted = measurement(total_params=sizes.params + adapters, trainable_params=adapters or sizes.params)
+    counted = measurement(
+        total_params=sizes.params + adapters, trainable_params=adapters or sizes.params
+    )
     shared = replace(config, num_gpus=4, sharding=strategy)
     found = counted_traffic(mistral(), shared, counted)
     expected = traffic(mistral(), shared, Parallelism.of(shared))
@@ -159,7 +184,9 @@ def test_at_the_fast_end_of_the_interval_all_is_hidden_and_at_the_slow_end_nothi
     assert found.interval_s[1] == pytest.approx(slow * 4.1 + SLOWEST_LINK * 0.6)
     assert found.interval_s[0] < found.step_s < found.interval_s[1]
     sure = replace(STEP, device_error=0.0, host_error=0.0)
-    known = rank_step_time(sure, FULL, of("fsdp2"), Traffic(ends=0.3e9), accumulation=2, link_gb_s=1.0)
+    known = rank_step_time(
+        sure, FULL, of("fsdp2"), Traffic(ends=0.3e9), accumulation=2, link_gb_s=1.0
+    )
     assert (known.interval_s[0], known.step_s) == pytest.approx((4.1, 4 * PACE + 0.7))
 
 
@@ -177,7 +204,8 @@ def test_the_share_of_the_forward_pass(knobs: dict[str, Any], share: float) -> N
     assert forward_share(TrainConfig(**knobs)) == pytest.approx(share)
 
 
-# Seconds of a step on each of two H200s with 4 x 1,024 tokens a micro batch: transformers' Trainer, Mistral-7B's sizes.
+# Seconds of a step on each of two H200s with 4 x 1,024 tokens a micro batch: transformers' Trainer,
+# Mistral-7B's sizes.
 @pytest.mark.parametrize(
     ("layers", "config", "strategy", "accumulation", "seconds"),
     [
@@ -194,8 +222,13 @@ def test_steps_that_were_measured(
     layers: int, config: TrainConfig, strategy: str, accumulation: int, seconds: float
 ) -> None:
     config, parallelism = replace(config, micro_batch_size=4), of(strategy, 2)
-    alone, sent = estimate_step_time(mistral(layers), config), traffic(mistral(layers), config, parallelism)
+    alone, sent = (
+        estimate_step_time(mistral(layers), config),
+        traffic(mistral(layers), config, parallelism),
+    )
     assert alone is not None and sent is not None
-    found = rank_step_time(alone, config, parallelism, sent, accumulation=accumulation, link_gb_s=370)
+    found = rank_step_time(
+        alone, config, parallelism, sent, accumulation=accumulation, link_gb_s=370
+    )
     assert found.interval_s[0] < seconds < found.interval_s[1]
     assert found.step_s == pytest.approx(seconds, rel=0.18)

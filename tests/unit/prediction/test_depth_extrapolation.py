@@ -1,4 +1,6 @@
-"""What a few layers predict of all: exact where depth is a line, segment by segment, and honest about the rest."""
+"""What a few layers predict of all: exact where depth is a line, segment by segment, and honest
+about the rest.
+"""
 
 import math
 import statistics
@@ -8,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from autotune.core.probe_types import DryCount, Evidence, KernelTimes, Measurement, ModelShape, Phase
+from autotune.core.probe_types import (
+    DryCount,
+    Evidence,
+    KernelTimes,
+    Measurement,
+    ModelShape,
+    Phase,
+)
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import (
     DEVICE_BOUND,
@@ -41,7 +50,8 @@ def shape(num_layers: int = LAYERS, prefix: int = 0, period: int | None = 1) -> 
         (shape(), 1, (2, 8)),
         (shape(), 2, (2, 8)),
         (shape(), 4, (4, 8)),
-        (shape(period=2), 3, (8, 14)),  # each third layer of an alternating pattern repeats after six
+        # each third layer of an alternating pattern repeats after six
+        (shape(period=2), 3, (8, 14)),
         (shape(34, period=6), None, (10, 16)),
         (replace(shape(36), sees_images=True), None, (2, 18)),
         (shape(80), None, (2, 12)),
@@ -54,7 +64,9 @@ def test_the_two_depths(model: ModelShape, every: int | None, pair: tuple[int, i
     assert depths(model, every) == pair
 
 
-@pytest.mark.parametrize(("num_layers", "pair"), [(32, (4, 8)), (80, (4, 12)), (12, (4, 6)), (6, None)])
+@pytest.mark.parametrize(
+    ("num_layers", "pair"), [(32, (4, 8)), (80, (4, 12)), (12, (4, 6)), (6, None)]
+)
 def test_of_a_model_in_shards_no_fewer_than_four_layers_are_probed(
     num_layers: int, pair: tuple[int, int] | None
 ) -> None:
@@ -105,7 +117,9 @@ def test_whole_periods_are_left_out_of_either_depth(every: int | None) -> None:
 
 
 def test_the_shallow_probe_has_a_layer_that_repeats() -> None:
-    """Recomputing one may take more than any layer of the prefix: no line leads there from none of them."""
+    """Recomputing one may take more than any layer of the prefix: no line leads there from none of
+    them.
+    """
     for model in MODELS:
         pair = depths(model, 1)
         assert pair is None or pair[0] > model.prefix, model
@@ -114,8 +128,12 @@ def test_the_shallow_probe_has_a_layer_that_repeats() -> None:
 # What two depths predict
 
 
-def affine(depth: int, *, segments: Mapping[str, tuple[float, float]] | None = None, **changes: Any) -> Measurement:
-    """A measurement of so many layers of a model in which everything is a line in depth: (at 0 layers, a layer)."""
+def affine(
+    depth: int, *, segments: Mapping[str, tuple[float, float]] | None = None, **changes: Any
+) -> Measurement:
+    """A measurement of so many layers of a model in which everything is a line in depth: (at 0
+    layers, a layer).
+    """
     segments = segments or {"forward": (3.0, 0.5), "backward": (6.0, 0.5), "optimizer": (1.0, 0.6)}
     peaks = {name: start + slope * depth for name, (start, slope) in segments.items()}
     micro, rest = 0.04 + 0.01 * depth, 0.002 + 0.001 * depth
@@ -129,7 +147,8 @@ def affine(depth: int, *, segments: Mapping[str, tuple[float, float]] | None = N
         "phase_s": {Phase.FORWARD: 0.3 * micro, Phase.BACKWARD: 0.7 * micro, Phase.OPTIMIZER: rest},
         "segment_peak_gib": peaks,
         "phase_peak_gib": {
-            phase: max(peak for name, peak in peaks.items() if name.startswith(phase)) for phase in phases
+            phase: max(peak for name, peak in peaks.items() if name.startswith(phase))
+            for phase in phases
         },
         "host_micro_s": 0.5 * micro,
         "model_gib": 0.5 + 0.4 * depth,
@@ -147,13 +166,30 @@ def affine(depth: int, *, segments: Mapping[str, tuple[float, float]] | None = N
     return measurement(**(values | changes))
 
 
-def predicted(low: Measurement, high: Measurement, shallow: int = 2, wide: int = 8) -> Extrapolation:
+def predicted(
+    low: Measurement, high: Measurement, shallow: int = 2, wide: int = 8
+) -> Extrapolation:
     return extrapolate([(shallow, low), (wide, high)], LAYERS)
 
 
 EXACT = (
-    *("model_gib", "adapters_gib", "gradients_gib", "optimizer_gib", "managed_gib", "limit_gib", "context_gib"),
-    *("peak_allocated_gib", "peak_reserved_gib", "segment_peak_gib", "phase_peak_gib", "phase_s", "host_micro_s"),
+    *(
+        "model_gib",
+        "adapters_gib",
+        "gradients_gib",
+        "optimizer_gib",
+        "managed_gib",
+        "limit_gib",
+        "context_gib",
+    ),
+    *(
+        "peak_allocated_gib",
+        "peak_reserved_gib",
+        "segment_peak_gib",
+        "phase_peak_gib",
+        "phase_s",
+        "host_micro_s",
+    ),
     *("trainable_params", "total_params", "micro_steps", "step_s"),
 )
 
@@ -172,14 +208,17 @@ def test_lines_are_recovered_exactly(shallow: int, wide: int) -> None:
 def test_a_step_of_one_micro_batch_has_no_rest() -> None:
     def single(depth: int) -> Measurement:
         micro = 0.04 + 0.01 * depth
-        return affine(depth, micro_steps=1, micro_step_s=(micro,) * 3, rest_s=(), step_s=(micro,) * 3)
+        return affine(
+            depth, micro_steps=1, micro_step_s=(micro,) * 3, rest_s=(), step_s=(micro,) * 3
+        )
 
     reported = predicted(single(2), single(8)).measurement
     assert reported.rest_s == ()
     assert reported.step_s == pytest.approx(single(LAYERS).step_s)
 
 
-# Full fine-tuning, all layers recomputed: the logits are above the rest of few layers, and below the optimizer of many.
+# Full fine-tuning, all layers recomputed: the logits are above the rest of few layers, and below
+# the optimizer of many.
 FULL_FINE_TUNING = {
     "forward": (2.0, 0.7),
     "backward": (20.0, 0.7),
@@ -192,21 +231,36 @@ FULL_FINE_TUNING = {
 def test_the_peak_moves_from_the_logits_to_the_optimizer_as_depth_grows() -> None:
     low, high, whole = (affine(depth, segments=FULL_FINE_TUNING) for depth in (2, 8, LAYERS))
     for probe in (low, high):
-        assert max(probe.segment_peak_gib, key=lambda name: probe.segment_peak_gib[name]) == "backward"
+        assert (
+            max(probe.segment_peak_gib, key=lambda name: probe.segment_peak_gib[name]) == "backward"
+        )
     reported = predicted(low, high).measurement
     assert reported.segment_peak_gib == pytest.approx(whole.segment_peak_gib)
-    assert max(reported.segment_peak_gib, key=lambda name: reported.segment_peak_gib[name]) == "optimizer"
-    assert reported.phase_peak_gib[Phase.BACKWARD] == pytest.approx(2.5 + 1.3 * LAYERS)  # the highest of its parts
+    assert (
+        max(reported.segment_peak_gib, key=lambda name: reported.segment_peak_gib[name])
+        == "optimizer"
+    )
+    # the highest of its parts
+    assert reported.phase_peak_gib[Phase.BACKWARD] == pytest.approx(2.5 + 1.3 * LAYERS)
     assert reported.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib)
     assert reported.peak_reserved_gib == pytest.approx(whole.peak_reserved_gib)
 
-    one_line = low.peak_allocated_gib + (high.peak_allocated_gib - low.peak_allocated_gib) * (LAYERS - 2) / (8 - 2)
+    one_line = low.peak_allocated_gib + (high.peak_allocated_gib - low.peak_allocated_gib) * (
+        LAYERS - 2
+    ) / (8 - 2)
     assert abs(one_line / whole.peak_allocated_gib - 1) > 0.05
 
 
 def test_the_peak_may_move_within_the_backward_pass() -> None:
-    """The phase's own peak is its highest part, and no line through what was highest at either depth."""
-    inside = {"forward": (2.0, 0.5), "backward": (12.0, 0.5), "backward_layers": (1.0, 1.0), "optimizer": (1.0, 0.4)}
+    """The phase's own peak is its highest part, and no line through what was highest at either
+    depth.
+    """
+    inside = {
+        "forward": (2.0, 0.5),
+        "backward": (12.0, 0.5),
+        "backward_layers": (1.0, 1.0),
+        "optimizer": (1.0, 0.4),
+    }
     reported = predicted(affine(2, segments=inside), affine(8, segments=inside)).measurement
     assert reported.phase_peak_gib[Phase.BACKWARD] == pytest.approx(1.0 + LAYERS)
     assert reported.peak_allocated_gib == pytest.approx(1.0 + LAYERS)
@@ -227,7 +281,9 @@ def test_a_segment_that_only_one_depth_has_has_no_line() -> None:
     low, high = affine(2), affine(8)
     lacking = replace(low, segment_peak_gib={"forward": low.segment_peak_gib["forward"]})
     for pair in ((lacking, high), (low, replace(high, segment_peak_gib={"forward": 7.0}))):
-        assert set(extrapolate([(2, pair[0]), (8, pair[1])], LAYERS).measurement.segment_peak_gib) == {"forward"}
+        assert set(
+            extrapolate([(2, pair[0]), (8, pair[1])], LAYERS).measurement.segment_peak_gib
+        ) == {"forward"}
 
 
 def test_reserved_memory_is_never_below_allocated() -> None:
@@ -240,14 +296,18 @@ def test_reserved_memory_is_never_below_allocated() -> None:
 
 
 def test_a_host_that_needs_longer_than_the_device_decides() -> None:
-    """With few layers it hides behind the head's arithmetic: 30 ms a layer come to light on all of them."""
+    """With few layers it hides behind the head's arithmetic: 30 ms a layer come to light on all of
+    them.
+    """
     low, high = (affine(depth, host_micro_s=0.01 + 0.03 * depth) for depth in (2, 8))
     low, high = replace(low, micro_step_s=(0.3,) * 3), replace(high, micro_step_s=(0.33,) * 3)
     reported = predicted(low, high)
     assert reported.measurement.host_bound
     assert reported.measurement.micro_step_s == pytest.approx((0.01 + 0.03 * LAYERS,))
     step = statistics.median(reported.measurement.step_s)
-    assert step == pytest.approx(2 * reported.measurement.micro_step_s[0] + reported.measurement.rest_s[0])
+    assert step == pytest.approx(
+        2 * reported.measurement.micro_step_s[0] + reported.measurement.rest_s[0]
+    )
     assert reported.time_error == pytest.approx(HOST_BOUND)
 
 
@@ -259,7 +319,10 @@ def test_a_host_that_was_the_bottleneck_already_is_one_of_the_whole_model() -> N
 
 
 def test_a_host_that_waits_for_a_full_queue_is_not_taken_for_a_slow_one() -> None:
-    """Eight layers fill the queue: issuing them takes as long as they do. Two do not, and tell what a layer costs."""
+    """Eight layers fill the queue: issuing them takes as long as they do.
+
+    Two do not, and tell what a layer costs.
+    """
     reported = predicted(affine(2, host_micro_s=0.01), affine(8, host_micro_s=0.118))
     assert reported.measurement.host_micro_s == pytest.approx(0.01 * LAYERS / 2)
     assert reported.measurement.micro_step_s == pytest.approx(affine(LAYERS).micro_step_s[:1])
@@ -272,7 +335,9 @@ def test_a_host_that_is_quick_enough_changes_nothing() -> None:
     assert reported.time_error == pytest.approx(DEVICE_BOUND)
 
 
-@pytest.mark.parametrize(("share", "unseen"), [(0.3, 0.02), (0.5, 0.02), (0.65, 0.085), (0.81, 0.15), (1.0, 0.15)])
+@pytest.mark.parametrize(
+    ("share", "unseen"), [(0.3, 0.02), (0.5, 0.02), (0.65, 0.085), (0.81, 0.15), (1.0, 0.15)]
+)
 def test_the_less_the_host_is_hidden_the_more_error_is_allowed(share: float, unseen: float) -> None:
     """Other work on a shared machine's host shows where it is the bottleneck, and nearly is."""
     low, high = (affine(depth, host_micro_s=share * (0.04 + 0.01 * depth)) for depth in (2, 8))
@@ -289,7 +354,10 @@ def test_nothing_is_known_of_the_host_of_a_cpu() -> None:
 
 
 def test_where_the_host_waits_within_a_micro_batch_the_line_goes_through_the_medians() -> None:
-    """What disturbs the host takes as long at any depth. Here it lengthens a third of the micro batches of one."""
+    """What disturbs the host takes as long at any depth.
+
+    Here it lengthens a third of the micro batches of one.
+    """
     low, high = (affine(depth, host_micro_s=None, host_waits=True) for depth in (2, 8))
     reported = predicted(replace(low, micro_step_s=(*low.micro_step_s[:2], 0.2)), high)
     assert not reported.shortest and reported.time_error > UNKNOWN_HOST
@@ -302,7 +370,10 @@ def noisy(depth: int, spread: float) -> Measurement:
 
 
 def test_doubt_grows_with_the_spread() -> None:
-    errors = [predicted(noisy(2, spread), noisy(8, spread)).time_error for spread in (0.0, 0.001, 0.01, 0.1)]
+    errors = [
+        predicted(noisy(2, spread), noisy(8, spread)).time_error
+        for spread in (0.0, 0.001, 0.01, 0.1)
+    ]
     assert errors == sorted(errors) and errors[0] == pytest.approx(DEVICE_BOUND)
     assert errors[-1] > 3 * DEVICE_BOUND
 
@@ -312,28 +383,40 @@ def test_doubt_is_a_share_of_a_step_however_long_that_takes(unit: float) -> None
     def at(depth: int, scale: float) -> Measurement:
         made = noisy(depth, 0.05)
         rests = tuple(scale * rest for rest in (0.02, 0.03, 0.025))
-        times = {name: tuple(scale * value for value in getattr(made, name)) for name in ("step_s", "micro_step_s")}
+        times = {
+            name: tuple(scale * value for value in getattr(made, name))
+            for name in ("step_s", "micro_step_s")
+        }
         return replace(made, rest_s=rests, host_micro_s=None, **times)
 
     one, other = (predicted(at(2, scale), at(8, scale)) for scale in (1.0, unit))
-    assert (other.noise, other.rest_noise) == pytest.approx((one.noise, one.rest_noise)) and one.rest_noise > 0
+    assert (other.noise, other.rest_noise) == pytest.approx(
+        (one.noise, one.rest_noise)
+    ) and one.rest_noise > 0
 
 
 def test_doubt_grows_with_the_layers_that_were_left_out() -> None:
     probes = [(2, noisy(2, 0.05)), (8, noisy(8, 0.05))]
     errors = [extrapolate(probes, num_layers).time_error for num_layers in (16, 32, 64)]
     assert errors == sorted(set(errors))
-    near, far = (predicted(noisy(2, 0.05), noisy(wide, 0.05), wide=wide).time_error for wide in (16, 4))
+    near, far = (
+        predicted(noisy(2, 0.05), noisy(wide, 0.05), wide=wide).time_error for wide in (16, 4)
+    )
     assert near < far
 
 
 def test_a_single_timed_step_leaves_doubt() -> None:
-    single = {depth: replace(affine(depth), micro_step_s=affine(depth).micro_step_s[:1]) for depth in (2, 8)}
+    single = {
+        depth: replace(affine(depth), micro_step_s=affine(depth).micro_step_s[:1])
+        for depth in (2, 8)
+    }
     assert predicted(single[2], single[8]).time_error > 1.5 * DEVICE_BOUND
 
 
 def test_the_whole_model_never_takes_less_than_its_part() -> None:
-    """A disturbed shallow probe may have been the slower one: a line through the two leads to less than nothing."""
+    """A disturbed shallow probe may have been the slower one: a line through the two leads to less
+    than nothing.
+    """
     slow = affine(2, micro_step_s=(0.5,) * 3, rest_s=(0.02,) * 3, host_micro_s=None)
     part = affine(8, micro_step_s=(0.1,) * 3, rest_s=(0.01,) * 3, host_micro_s=None)
     reported = predicted(slow, part)
@@ -347,11 +430,18 @@ def test_a_correction_multiplies_times_and_nothing_else() -> None:
     for name in ("step_s", "micro_step_s"):
         ratios = [
             now / then
-            for now, then in zip(getattr(longer.measurement, name), getattr(plain.measurement, name), strict=True)
+            for now, then in zip(
+                getattr(longer.measurement, name), getattr(plain.measurement, name), strict=True
+            )
         ]
         assert ratios == pytest.approx([1.1] * len(ratios)), name
-    assert longer.measurement.phase_s[Phase.BACKWARD] == pytest.approx(1.1 * plain.measurement.phase_s[Phase.BACKWARD])
-    assert (longer.time_error, longer.measurement.host_bound) == (plain.time_error, plain.measurement.host_bound)
+    assert longer.measurement.phase_s[Phase.BACKWARD] == pytest.approx(
+        1.1 * plain.measurement.phase_s[Phase.BACKWARD]
+    )
+    assert (longer.time_error, longer.measurement.host_bound) == (
+        plain.time_error,
+        plain.measurement.host_bound,
+    )
     assert longer.measurement.peak_reserved_gib == plain.measurement.peak_reserved_gib
     assert longer.measurement.segment_peak_gib == plain.measurement.segment_peak_gib
 
@@ -366,9 +456,17 @@ def test_beside_a_whole_model_only_what_follows_its_micro_batches_is_in_doubt() 
     sure = plain.with_micro_batches_of(affine(LAYERS, micro_step_s=(0.5,) * 4)).time_error
     assert sure == pytest.approx(math.hypot(SEEN, DEVICE_BOUND * rest / (1.0 + rest)))
     scattered = affine(8, rest_s=(0.001, 0.019, 0.01))  # what follows is in doubt as much as it was
-    doubt = predicted(affine(2), scattered).with_micro_batches_of(affine(LAYERS, micro_step_s=(0.5,) * 4)).time_error
+    doubt = (
+        predicted(affine(2), scattered)
+        .with_micro_batches_of(affine(LAYERS, micro_step_s=(0.5,) * 4))
+        .time_error
+    )
     assert doubt > sure + 0.02
-    assert sure < reported.time_error < plain.with_micro_batches_of(affine(LAYERS, micro_step_s=(0.5,))).time_error
+    assert (
+        sure
+        < reported.time_error
+        < plain.with_micro_batches_of(affine(LAYERS, micro_step_s=(0.5,))).time_error
+    )
     assert reported.measurement.segment_peak_gib == plain.measurement.segment_peak_gib
 
 
@@ -376,7 +474,8 @@ def test_what_whole_models_took_tells_the_error_once_there_are_enough() -> None:
     plain = predicted(affine(2), affine(8))
     assert plain.corrected([1.0, 1.002, 0.998, 1.0]).time_error == plain.time_error
     assert plain.corrected([1.0, 1.002, 0.998, 1.0] * 2).time_error == pytest.approx(SEEN)
-    assert plain.corrected([1.0, 1.1, 0.9, 1.2] * 2).time_error == plain.time_error  # never more than is allowed unseen
+    # never more than is allowed unseen
+    assert plain.corrected([1.0, 1.1, 0.9, 1.2] * 2).time_error == plain.time_error
     noise = predicted(noisy(2, 0.01), noisy(8, 0.01))
     assert SEEN < noise.corrected([1.0] * 8).time_error < noise.time_error
 
@@ -384,14 +483,20 @@ def test_what_whole_models_took_tells_the_error_once_there_are_enough() -> None:
 def test_the_mean_of_swinging_times_counts() -> None:
     """A card at its power limit swings: the whole model takes the mean, and no middle value."""
     swinging = {
-        depth: affine(depth, micro_step_s=(0.9 * micro, 1.3 * micro, 0.8 * micro), host_micro_s=0.3 * micro)
+        depth: affine(
+            depth, micro_step_s=(0.9 * micro, 1.3 * micro, 0.8 * micro), host_micro_s=0.3 * micro
+        )
         for depth, micro in ((2, 0.06), (8, 0.12))
     }
-    assert predicted(swinging[2], swinging[8]).measurement.micro_step_s == pytest.approx((0.04 + 0.01 * LAYERS,))
+    assert predicted(swinging[2], swinging[8]).measurement.micro_step_s == pytest.approx(
+        (0.04 + 0.01 * LAYERS,)
+    )
 
 
 def test_a_host_that_stumbled_is_not_extended() -> None:
-    """Others on its machine slow it down at any depth alike, which a line through the means would multiply."""
+    """Others on its machine slow it down at any depth alike, which a line through the means would
+    multiply.
+    """
     low = affine(2, host_micro_s=0.057, micro_step_s=(0.06, 0.06, 0.09))
     high = affine(8, host_micro_s=0.114, micro_step_s=(0.18, 0.17, 0.12))
     reported = predicted(low, high)
@@ -405,7 +510,9 @@ def test_a_step_whose_micro_batches_stood_apart_does_not_shorten_the_rest(distur
     """What passes between two micro batches is taken from what is left of their step."""
     depths = {
         depth: affine(
-            depth, host_micro_s=0.04 + 0.01 * depth, rest_s=(0.02, 0.02, 0.005 if depth == disturbed else 0.02)
+            depth,
+            host_micro_s=0.04 + 0.01 * depth,
+            rest_s=(0.02, 0.02, 0.005 if depth == disturbed else 0.02),
         )
         for depth in (2, 8)
     }
@@ -419,7 +526,9 @@ def test_two_depths_are_needed_the_smaller_first(found: tuple[int, ...]) -> None
 
 
 def test_the_host_sets_the_pace_of_the_kinds_that_are_shorter_than_what_it_needs() -> None:
-    """Half of the micro batches take 0.1 s at 8 layers and 0.4 s at 32, half 0.3 s and 1.2 s; the host needs 0.5 s."""
+    """Half of the micro batches take 0.1 s at 8 layers and 0.4 s at 32, half 0.3 s and 1.2 s; the
+    host needs 0.5 s.
+    """
 
     def at(num_layers: int, kinds: tuple[float, float]) -> Measurement:
         kind_s = tuple((0.5, seconds * num_layers / 8) for seconds in kinds)
@@ -432,11 +541,15 @@ def test_the_host_sets_the_pace_of_the_kinds_that_are_shorter_than_what_it_needs
     assert predicted.kind_s == ()
 
 
-@pytest.mark.parametrize(("of_low", "of_high", "of_whole"), [(0.8, 0.15, 0.15), (0.2, None, 0.2), (None, None, None)])
+@pytest.mark.parametrize(
+    ("of_low", "of_high", "of_whole"), [(0.8, 0.15, 0.15), (0.2, None, 0.2), (None, None, None)]
+)
 def test_plans_for_new_lengths_serve_all_layers(
     of_low: float | None, of_high: float | None, of_whole: float | None
 ) -> None:
-    """Only the narrower model is asked for them now; earlier versions asked both, and the first was slower."""
+    """Only the narrower model is asked for them now; earlier versions asked both, and the first was
+    slower.
+    """
     low, high = measurement(0.1, new_length_s=of_low), measurement(0.2, new_length_s=of_high)
     assert extrapolate([(2, low), (4, high)], 16).measurement.new_length_s == of_whole
 
@@ -460,38 +573,68 @@ def test_a_count_is_a_line_in_depth_for_each_segment():
 
 
 def test_what_a_card_does_is_a_line_in_depth() -> None:
-    """A layer has 3 ms of products, 1 ms of attention and 2 ms of bytes; the head has 10 ms of products, 4 of bytes."""
+    """A layer has 3 ms of products, 1 ms of attention and 2 ms of bytes; the head has 10 ms of
+    products, 4 of bytes.
+    """
 
     def at(layers: int, host_s: float, **changes: Any) -> Measurement:
-        seconds = {"products_s": 0.010 + 0.003 * layers, "fp8_s": 0.0, "attention_s": 0.001 * layers}
+        seconds = {
+            "products_s": 0.010 + 0.003 * layers,
+            "fp8_s": 0.0,
+            "attention_s": 0.001 * layers,
+        }
         seconds |= {"bytes_s": 0.004 + 0.002 * layers, "busy_s": 0.014 + 0.006 * layers}
-        kernels = KernelTimes(**seconds, micro_s=0.020 + 0.006 * layers, num_kernels=20 + 50 * layers)
-        return replace(measurement(0.020 + 0.006 * layers), kernels=kernels, host_micro_s=host_s, **changes)
+        kernels = KernelTimes(
+            **seconds, micro_s=0.020 + 0.006 * layers, num_kernels=20 + 50 * layers
+        )
+        return replace(
+            measurement(0.020 + 0.006 * layers), kernels=kernels, host_micro_s=host_s, **changes
+        )
 
     found = extrapolate([(2, at(2, 0.002)), (8, at(8, 0.008))], LAYERS).measurement.kernels
     assert found is not None and found.num_kernels == 1620 and found.fp8_s == 0.0
-    assert (found.products_s, found.attention_s, found.bytes_s) == pytest.approx((0.106, 0.032, 0.068))
+    assert (found.products_s, found.attention_s, found.bytes_s) == pytest.approx(
+        (0.106, 0.032, 0.068)
+    )
     assert (found.busy_s, found.micro_s) == pytest.approx((0.206, 0.212))
     # The device waits for a host that needs 8 ms for each layer, which the head hides in a few.
     paced = extrapolate([(2, at(2, 0.016)), (8, at(8, 0.064))], LAYERS).measurement.kernels
-    assert paced is not None and paced.micro_s == pytest.approx(0.256) and paced.busy_s == found.busy_s
+    assert (
+        paced is not None and paced.micro_s == pytest.approx(0.256) and paced.busy_s == found.busy_s
+    )
     # Both must be profiled. A hotter card does not make the whole model do less than a part of it.
-    assert extrapolate([(2, replace(at(2, 0.01), kernels=None)), (8, at(8, 0.01))], LAYERS).measurement.kernels is None
-    assert extrapolate([(2, at(2, 0.01)), (8, replace(at(8, 0.01), kernels=None))], LAYERS).measurement.kernels is None
-    slow = extrapolate([(2, replace(at(2, 0.01), kernels=at(9, 0.01).kernels)), (8, at(8, 0.01))], LAYERS)
+    assert (
+        extrapolate(
+            [(2, replace(at(2, 0.01), kernels=None)), (8, at(8, 0.01))], LAYERS
+        ).measurement.kernels
+        is None
+    )
+    assert (
+        extrapolate(
+            [(2, at(2, 0.01)), (8, replace(at(8, 0.01), kernels=None))], LAYERS
+        ).measurement.kernels
+        is None
+    )
+    slow = extrapolate(
+        [(2, replace(at(2, 0.01), kernels=at(9, 0.01).kernels)), (8, at(8, 0.01))], LAYERS
+    )
     assert slow.measurement.kernels == replace(at(8, 0.01).kernels or found, micro_s=0.068)
 
 
 # By hand
 
 
-@pytest.mark.parametrize(("times", "error"), [((3.0,), 0.03), ((1.0, 1.2), 0.1), ((1.0, 2.0, 3.0), 1 / 3**0.5)])
+@pytest.mark.parametrize(
+    ("times", "error"), [((3.0,), 0.03), ((1.0, 1.2), 0.1), ((1.0, 2.0, 3.0), 1 / 3**0.5)]
+)
 def test_the_error_of_a_few_times_by_hand(times: tuple[float, ...], error: float) -> None:
     assert _error(times) == pytest.approx(error)
 
 
 def test_a_time_beyond_both_depths_by_hand() -> None:
-    """Means of 1.1 s and 2.2 s, with errors of 0.1 s and 0.2 s; three times as far from the first as the second is."""
+    """Means of 1.1 s and 2.2 s, with errors of 0.1 s and 0.2 s; three times as far from the first
+    as the second is.
+    """
     value, error = _time((1.0, 1.2), (2.0, 2.4), 3.0, statistics.fmean)
     assert (value, error) == pytest.approx((4.4, math.hypot(2 * 0.1, 3 * 0.2)))
     assert _time((1.0, 1.2), (2.0, 2.4), 3.0, min)[0] == pytest.approx(4.0)
@@ -499,20 +642,31 @@ def test_a_time_beyond_both_depths_by_hand() -> None:
 
 
 def test_micro_batches_of_a_whole_model_by_hand() -> None:
-    """0.5 s are measured, with an error of 0.1 s; a rest of 0.2 s makes a step of 1.2 s, where 2 s were expected."""
-    predicted = measurement(step_s=(2.0, 4.0, 1.0), micro_step_s=(0.9,), rest_s=(0.2,), micro_steps=2)
+    """0.5 s are measured, with an error of 0.1 s; a rest of 0.2 s makes a step of 1.2 s, where 2 s
+    were expected.
+    """
+    predicted = measurement(
+        step_s=(2.0, 4.0, 1.0), micro_step_s=(0.9,), rest_s=(0.2,), micro_steps=2
+    )
     plain = Extrapolation(measurement=predicted, unseen=0.02, rest_noise=0.1)
     made = plain.with_micro_batches_of(measurement(micro_step_s=(0.4, 0.6))).measurement
     assert made.micro_step_s == (0.5,) and made.step_s == pytest.approx((1.2, 2.4, 0.6))
     parts = (0.01, 2 * 2 * 0.1 / 1.2, 0.02 * 0.2 / 1.2, 0.1 * 2.0 / 1.2)
     assert made.time_error == pytest.approx(math.hypot(*parts))
     alone = replace(plain, measurement=replace(predicted, rest_s=(), micro_steps=1, step_s=(2.0,)))
-    assert alone.with_micro_batches_of(measurement(micro_step_s=(0.4, 0.6))).measurement.step_s == (0.5,)
+    assert alone.with_micro_batches_of(measurement(micro_step_s=(0.4, 0.6))).measurement.step_s == (
+        0.5,
+    )
 
 
 def test_what_an_extrapolation_leaves_out() -> None:
     plain = Extrapolation(measurement=measurement(time_error=0.25))
-    assert (plain.shortest, plain.unseen, plain.noise, plain.rest_noise) == (False, DEVICE_BOUND, 0.0, 0.0)
+    assert (plain.shortest, plain.unseen, plain.noise, plain.rest_noise) == (
+        False,
+        DEVICE_BOUND,
+        0.0,
+        0.0,
+    )
     assert plain.time_error == 0.25
 
 
@@ -520,11 +674,15 @@ def hosts(low: tuple[float, ...], high: tuple[float, ...], *host: float | None) 
     """Of 2 and 8 layers whose micro batches take these times, and their hosts these."""
     given = {"step_s": (9.0,), "rest_s": (0.0,)}
     pairs = zip((low, high), host, strict=True)
-    return predicted(*(affine(2, micro_step_s=micro, host_micro_s=each, **given) for micro, each in pairs))
+    return predicted(
+        *(affine(2, micro_step_s=micro, host_micro_s=each, **given) for micro, each in pairs)
+    )
 
 
 def test_where_the_host_needs_more_than_half_the_shortest_time_counts() -> None:
-    """The shortest make a line to 6 s at all layers, the means to 6.25 s; the host needs half of that, or more."""
+    """The shortest make a line to 6 s at all layers, the means to 6.25 s; the host needs half of
+    that, or more.
+    """
     half, more = (hosts((1.0, 1.5), (2.0, 2.5), 0.5, high) for high in (1.0, 1.01))
     assert half.measurement.micro_step_s == pytest.approx((6.25,)) and not half.shortest
     assert more.measurement.micro_step_s == pytest.approx((6.0,)) and more.shortest
@@ -535,7 +693,9 @@ def test_where_the_host_needs_more_than_half_the_shortest_time_counts() -> None:
 
 
 def test_the_errors_of_an_extrapolation_by_hand() -> None:
-    """Five times as far as from 2 to 8 layers: errors of 0.1 s count four times, those of 8 layers five times."""
+    """Five times as far as from 2 to 8 layers: errors of 0.1 s count four times, those of 8 layers
+    five times.
+    """
     few, many = (
         affine(2, micro_step_s=micro, rest_s=(0.1, 0.3), step_s=(9.0,), host_micro_s=None)
         for micro in ((1.0, 1.2), (2.0, 2.4))
@@ -555,20 +715,29 @@ def test_twice_the_spread_of_whole_models_replaces_the_assumed_error() -> None:
 
 
 @pytest.mark.parametrize("low", [(1.25, 1.5), (2.0, 3.0)])
-def test_where_the_line_leads_to_nothing_the_host_is_taken_to_set_the_pace(low: tuple[float, ...]) -> None:
+def test_where_the_line_leads_to_nothing_the_host_is_taken_to_set_the_pace(
+    low: tuple[float, ...],
+) -> None:
     """To exactly nothing, and to less: the shortest time of the deeper model counts then."""
     found = hosts(low, (1.0, 1.5), 0.01, 0.01)
     assert found.shortest and found.unseen == pytest.approx(HOST_BOUND)
-    assert found.measurement.micro_step_s == pytest.approx((1.0,)) and found.measurement.host_share == 1.0
+    assert (
+        found.measurement.micro_step_s == pytest.approx((1.0,))
+        and found.measurement.host_share == 1.0
+    )
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "whole"), [(0.5, 0.75, 0.75), (0.75, 0.5, 0.75), (None, 0.5, None), (0.5, None, None)]
+    ("low", "high", "whole"),
+    [(0.5, 0.75, 0.75), (0.75, 0.5, 0.75), (None, 0.5, None), (0.5, None, None)],
 )
 def test_the_larger_of_two_contexts_is_that_of_the_whole(
     low: float | None, high: float | None, whole: float | None
 ) -> None:
-    assert predicted(affine(2, context_gib=low), affine(8, context_gib=high)).measurement.context_gib == whole
+    assert (
+        predicted(affine(2, context_gib=low), affine(8, context_gib=high)).measurement.context_gib
+        == whole
+    )
 
 
 # A study's measurements
@@ -596,7 +765,9 @@ def test_two_depths_of_a_configuration_predict_the_whole() -> None:
 
 
 def test_whole_models_correct_what_computes_as_they_do() -> None:
-    """One takes 1.1 times what was predicted of it; another size computes alike, a compiled one does not."""
+    """One takes 1.1 times what was predicted of it; another size computes alike, a compiled one
+    does not.
+    """
     other, compiled = replace(CONFIG, micro_batch_size=4), replace(CONFIG, compile="per_layer")
     made = learning(2, 8)
     plain = made.predict(CONFIG, 2)
@@ -606,10 +777,14 @@ def test_whole_models_correct_what_computes_as_they_do() -> None:
     assert plain is not None
     micro = plain.measurement.micro_step_s[0]
     made.learn(result(CONFIG), affine(LAYERS, micro_step_s=(9.9 * micro, 1.1 * micro, 0.1 * micro)))
-    found = {name: made.predict(config, 2) for name, config in (("other", other), ("compiled", compiled))}
+    found = {
+        name: made.predict(config, 2) for name, config in (("other", other), ("compiled", compiled))
+    }
     assert found["compiled"] == plain
     corrected = found["other"]
-    assert corrected is not None and corrected.measurement.micro_step_s == pytest.approx((1.1 * micro,))
+    assert corrected is not None and corrected.measurement.micro_step_s == pytest.approx(
+        (1.1 * micro,)
+    )
     itself = made.predict(CONFIG, 2)
     assert itself is not None and itself.measurement.micro_step_s == pytest.approx((1.1 * micro,))
 
@@ -642,5 +817,11 @@ def test_the_smaller_of_two_limits_holds_for_the_whole() -> None:
 
 
 def test_a_host_that_was_timed_at_one_depth_alone_is_unknown() -> None:
-    for pair in ((affine(2, host_micro_s=None), affine(8)), (affine(2), affine(8, host_micro_s=None))):
-        assert predicted(*pair).measurement.host_micro_s is None and predicted(*pair).unseen == UNKNOWN_HOST
+    for pair in (
+        (affine(2, host_micro_s=None), affine(8)),
+        (affine(2), affine(8, host_micro_s=None)),
+    ):
+        assert (
+            predicted(*pair).measurement.host_micro_s is None
+            and predicted(*pair).unseen == UNKNOWN_HOST
+        )

@@ -1,4 +1,6 @@
-"""The memory gate: predictions on a machine that follows the model exactly, and what is refused without a probe."""
+"""The memory gate: predictions on a machine that follows the model exactly, and what is refused
+without a probe.
+"""
 
 import itertools
 import random
@@ -29,7 +31,11 @@ KEPT = {"none": 1.0, "every_2": 0.55, "full": 0.1}
 
 GRID = [
     TrainConfig(
-        micro_batch_size=size, seq_len=seq_len, lora_rank=rank, checkpointing=checkpointing, optimizer=optimizer
+        micro_batch_size=size,
+        seq_len=seq_len,
+        lora_rank=rank,
+        checkpointing=checkpointing,
+        optimizer=optimizer,
     )
     for size, seq_len, rank, checkpointing, optimizer in itertools.product(
         (1, 4, 16),
@@ -42,9 +48,11 @@ GRID = [
 
 
 def machine(config: TrainConfig, micro_steps: int = 2) -> Measurement:
-    """A 7B model on a card: what stays, and in each segment so much beside it and so much a token (GiB).
+    """A 7B model on a card: what stays, and in each segment so much beside it and so much a token
+    (GiB).
 
-    Gradients are there all the time where two micro batches add up to one; else they come with the backward pass.
+    Gradients are there all the time where two micro batches add up to one; else they come with the
+    backward pass.
     """
     full = config.method == "full"
     trained = PARAMS if full else 0.005 * (config.lora_rank or 0)
@@ -88,7 +96,9 @@ def need(config: TrainConfig, micro_steps: int = 2) -> float:
 
 
 def learned(
-    configs: Iterable[TrainConfig], micro_steps: int = 2, of: Callable[[TrainConfig, int], Measurement] = machine
+    configs: Iterable[TrainConfig],
+    micro_steps: int = 2,
+    of: Callable[[TrainConfig, int], Measurement] = machine,
 ) -> MemoryPredictor:
     model = MemoryPredictor()
     for config in configs:
@@ -117,7 +127,9 @@ def alike(config: TrainConfig, **changes: int | str) -> list[TrainConfig]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_need_is_always_between_the_bounds(seed: int) -> None:
-    """After each of 30 configurations in any order, for every one of the grid that anything can be reported of."""
+    """After each of 30 configurations in any order, for every one of the grid that anything can be
+    reported of.
+    """
     model, reported_of = MemoryPredictor(), 0
     for config in random.Random(seed).sample(GRID, 30):
         model.learn(config, machine(config))
@@ -125,7 +137,10 @@ def test_the_need_is_always_between_the_bounds(seed: int) -> None:
             estimate = model.predict(other, 2, OFFERED)
             if estimate is not None:
                 reported_of += 1
-                assert estimate.low_gib * 0.999 <= need(other) <= estimate.high_gib * 1.001, (config, other)
+                assert estimate.low_gib * 0.999 <= need(other) <= estimate.high_gib * 1.001, (
+                    config,
+                    other,
+                )
                 assert estimate.low_gib <= estimate.gib <= estimate.high_gib
     assert reported_of > len(GRID) * 20
 
@@ -135,13 +150,20 @@ def test_from_two_numbers_of_tokens_on_it_is_exact(seed: int) -> None:
     shuffled = random.Random(seed)
     for checkpointing in KEPT:
         for optimizer in ("adamw_torch_fused", "adamw_8bit"):
-            grid = [one for one in GRID if (one.checkpointing, one.optimizer) == (checkpointing, optimizer)]
+            grid = [
+                one
+                for one in GRID
+                if (one.checkpointing, one.optimizer) == (checkpointing, optimizer)
+            ]
             basis = shuffled.sample(grid, 2)
             while basis[0].tokens == basis[1].tokens:
                 basis = shuffled.sample(grid, 2)
             model = learned(basis)
             for config in grid:
-                assert reported(model, config).gib == pytest.approx(need(config), rel=0.01), (basis, config)
+                assert reported(model, config).gib == pytest.approx(need(config), rel=0.01), (
+                    basis,
+                    config,
+                )
                 assert reported(model, config).basis == 2
 
 
@@ -153,14 +175,16 @@ def test_one_number_of_tokens_bounds_the_need_on_either_side(known: int) -> None
         estimate = reported(learned([basis]), config)
         assert estimate.low_gib * 0.999 <= need(config) <= estimate.high_gib * 1.001
         largest = max(need(basis), need(config))
-        assert estimate.high_gib <= largest * max(1.0, config.tokens / known) * 1.001  # no bound by saying nothing
+        # no bound by saying nothing
+        assert estimate.high_gib <= largest * max(1.0, config.tokens / known) * 1.001
         assert estimate.basis == 1
 
 
 @pytest.mark.parametrize(
     ("known", "size", "likely", "error"),
     [
-        ({1: 2, 2: 3}, 4, 5, 0.02 * 2),  # on a line of a GiB a row, which adds 2 GiB beyond its last point
+        # on a line of a GiB a row, which adds 2 GiB beyond its last point
+        ({1: 2, 2: 3}, 4, 5, 0.02 * 2),
         ({4: 5, 8: 9}, 1, 2, 0.02 * 3),
         ({1: 2, 4: 5}, 2, 3, 0),
         (
@@ -179,11 +203,16 @@ def test_a_line_errs_by_its_largest_distance_and_by_2_percent_of_what_it_adds(
     def rows(config: TrainConfig, micro_steps: int) -> Measurement:
         peak = 10.0 + known[config.micro_batch_size]
         nothing = dict.fromkeys(("adapters_gib", "gradients_gib", "optimizer_gib"), 0.0)
-        peaks = {"peak_allocated_gib": peak, "peak_reserved_gib": peak, "segment_peak_gib": {"forward": peak}}
+        peaks = {
+            "peak_allocated_gib": peak,
+            "peak_reserved_gib": peak,
+            "segment_peak_gib": {"forward": peak},
+        }
         return measurement(micro_steps=micro_steps, model_gib=10.0, **nothing, **peaks)
 
     found = reported(
-        learned([TrainConfig(micro_batch_size=each) for each in known], of=rows), TrainConfig(micro_batch_size=size)
+        learned([TrainConfig(micro_batch_size=each) for each in known], of=rows),
+        TrainConfig(micro_batch_size=size),
     )
     assert (found.low_gib, found.gib, found.high_gib) == pytest.approx(
         (10 + likely - error, 10 + likely, 10 + likely + error), abs=1e-9
@@ -196,14 +225,20 @@ def test_nothing_that_fits_is_reported_to_be_too_large() -> None:
         model = learned([first, last])
         for config in GRID[::3]:
             estimate = model.predict(config, 2, OFFERED)
-            assert estimate is None or estimate.low_gib <= 1.03 * need(config), (first, last, config)
+            assert estimate is None or estimate.low_gib <= 1.03 * need(config), (
+                first,
+                last,
+                config,
+            )
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_nothing_that_fits_is_refused_where_gradients_come_late(method: str) -> None:
     """A whole batch at once: in the forward pass, and at the logits, there are no gradients yet."""
     configs = [
-        TrainConfig(method=method, micro_batch_size=size, seq_len=seq_len, checkpointing=checkpointing)
+        TrainConfig(
+            method=method, micro_batch_size=size, seq_len=seq_len, checkpointing=checkpointing
+        )
         for size, seq_len, checkpointing in itertools.product((1, 4, 16), (512, 1024, 2048), KEPT)
     ]
     for basis, config in itertools.product(configs, configs):
@@ -283,7 +318,8 @@ def test_nothing_is_reported_before_anything_is_learned() -> None:
 
 def test_a_single_micro_batch_is_reported_from_two_where_only_adapters_are_trained() -> None:
     whole = TrainConfig(method="full", micro_batch_size=1, checkpointing="full")
-    assert learned([whole]).predict(whole, 1, OFFERED) is None  # its gradients are as large as its weights
+    # its gradients are as large as its weights
+    assert learned([whole]).predict(whole, 1, OFFERED) is None
     estimate, truth = reported(learned([ONE]), ONE, 1), need(ONE, 1)
     assert truth - 0.5 < estimate.low_gib <= truth and not estimate.bounded
     assert learned([ONE], micro_steps=1).predict(ONE, 2, OFFERED) is None
@@ -294,7 +330,10 @@ def test_a_single_micro_batch_is_reported_from_two_where_only_adapters_are_train
 @pytest.mark.parametrize("tokens", [(256, 2048), (512, 1536)])
 def test_points_of_both_kinds_are_not_put_on_one_line(rank: int, tokens: tuple[int, int]) -> None:
     """A line through what a single micro batch needs and what two need is steeper than either."""
-    model, few = MemoryPredictor(), replace(ONE, micro_batch_size=8, lora_rank=rank, checkpointing="full")
+    model, few = (
+        MemoryPredictor(),
+        replace(ONE, micro_batch_size=8, lora_rank=rank, checkpointing="full"),
+    )
     for (length, steps), size in zip(zip(tokens, (1, 2), strict=True), (8, 4), strict=True):
         config = replace(few, micro_batch_size=size, seq_len=length)
         model.learn(config, machine(config, steps))
@@ -307,7 +346,9 @@ def test_the_optimizer_of_full_fine_tuning_is_its_own_way() -> None:
     whole = TrainConfig(method="full", micro_batch_size=1, checkpointing="full")
     model = learned([whole])
     assert model.predict(replace(whole, optimizer="adamw_8bit"), 2, OFFERED) is None
-    assert reported(model, replace(whole, micro_batch_size=2)).low_gib <= need(replace(whole, micro_batch_size=2))
+    assert reported(model, replace(whole, micro_batch_size=2)).low_gib <= need(
+        replace(whole, micro_batch_size=2)
+    )
 
 
 @pytest.mark.parametrize(
@@ -327,7 +368,10 @@ def test_tokens_count_and_not_how_rows_part_them(knobs: dict[str, Any]) -> None:
 def test_a_mask_of_packed_rows_is_known_at_its_own_length_alone() -> None:
     packed = replace(ONE, packing=True)
     for known in (packed, replace(packed, packed_attention="varlen")):
-        assert learned([known]).predict(replace(packed, micro_batch_size=2, seq_len=2048), 2, OFFERED) is None
+        assert (
+            learned([known]).predict(replace(packed, micro_batch_size=2, seq_len=2048), 2, OFFERED)
+            is None
+        )
 
 
 def test_eager_attention_is_known_at_its_own_length_alone() -> None:
@@ -349,7 +393,9 @@ def test_what_was_learned_last_of_a_configuration_counts() -> None:
 
 
 def test_phases_do_where_there_are_no_segments() -> None:
-    model = learned([ONE], of=lambda config, steps: replace(machine(config, steps), segment_peak_gib={}))
+    model = learned(
+        [ONE], of=lambda config, steps: replace(machine(config, steps), segment_peak_gib={})
+    )
     assert reported(model, ONE).gib == pytest.approx(need(ONE))
 
 
@@ -384,13 +430,18 @@ def test_the_smallest_context_is_believed() -> None:
 
 
 def test_the_head_of_a_loss_in_chunks_grows_no_further() -> None:
-    """From 512 and 1,024 tokens on a line would need 12 GiB of logits at 4,096 tokens, where there are 1.5."""
+    """From 512 and 1,024 tokens on a line would need 12 GiB of logits at 4,096 tokens, where there
+    are 1.5.
+    """
     from autotune.prediction.memory_predictor import HEAD_CHUNK
 
     def needs(config: TrainConfig) -> Measurement:
         peak = 16.0 + config.tokens / 1024 * 0.2 + min(config.tokens, HEAD_CHUNK) / HEAD_CHUNK * 3.0
         return measurement(
-            segment_peak_gib={"backward": peak}, peak_allocated_gib=peak, peak_reserved_gib=peak, model_gib=16.0
+            segment_peak_gib={"backward": peak},
+            peak_allocated_gib=peak,
+            peak_reserved_gib=peak,
+            model_gib=16.0,
         )
 
     model, config = MemoryPredictor(), TrainConfig(seq_len=256, loss="chunked")
@@ -404,7 +455,9 @@ def test_the_head_of_a_loss_in_chunks_grows_no_further() -> None:
 
 # --- what is refused without a probe
 
-BASE = TrainConfig(micro_batch_size=8, seq_len=1024, lora_rank=16, checkpointing="every_2", optimizer="adamw_8bit")
+BASE = TrainConfig(
+    micro_batch_size=8, seq_len=1024, lora_rank=16, checkpointing="every_2", optimizer="adamw_8bit"
+)
 
 
 @pytest.mark.parametrize(
@@ -453,7 +506,10 @@ def test_not_comparable(change):
 
 
 def test_optimizers_out_of_the_order_are_compared_with_themselves():
-    small, large = TrainConfig(optimizer="adafactor"), TrainConfig(optimizer="adafactor", micro_batch_size=16)
+    small, large = (
+        TrainConfig(optimizer="adafactor"),
+        TrainConfig(optimizer="adafactor", micro_batch_size=16),
+    )
     assert needs_at_least(large, small)
     assert not needs_at_least(large, replace(small, optimizer="lion_8bit"))
     full = TrainConfig(method="full", micro_batch_size=1)
@@ -503,13 +559,19 @@ def test_a_line_that_falls_errs_upwards_too() -> None:
     low, likely, high = _at([(100, 4.0), (200, 3.0)], 400)
     assert (low, likely, high) == pytest.approx((1.0 - 0.04, 1.0, 1.0 + 0.04))
     low, likely, high = _at([(100, 4.0), (200, 1.0), (300, 4.0)], 250)
-    assert likely == pytest.approx(3.0) and (likely - low, high - likely) == pytest.approx((2.0, 2.0))
+    assert likely == pytest.approx(3.0) and (likely - low, high - likely) == pytest.approx(
+        (2.0, 2.0)
+    )
 
 
 def peaks(gib: float, **changes: Any) -> Measurement:
     """Of a model of 10 GiB, whose only segment has this peak."""
     nothing = dict.fromkeys(("adapters_gib", "gradients_gib", "optimizer_gib"), 0.0)
-    same = {"peak_allocated_gib": gib, "peak_reserved_gib": gib, "segment_peak_gib": {"forward": gib}}
+    same = {
+        "peak_allocated_gib": gib,
+        "peak_reserved_gib": gib,
+        "segment_peak_gib": {"forward": gib},
+    }
     return measurement(**{"model_gib": 10.0, **nothing, **same, "context_gib": 0.5} | changes)
 
 
@@ -517,7 +579,10 @@ def test_the_reserve_and_the_context_of_those_that_are_alike_by_hand() -> None:
     """The allocator held 1.0, 1.5 and 1.25 times what was allocated; one context was not shown."""
     model = MemoryPredictor()
     for rank, times, context in ((8, 1.0, None), (16, 1.5, 0.75), (32, 1.25, 0.5)):
-        model.learn(replace(ONE, lora_rank=rank), peaks(12.0, peak_reserved_gib=12.0 * times, context_gib=context))
+        model.learn(
+            replace(ONE, lora_rank=rank),
+            peaks(12.0, peak_reserved_gib=12.0 * times, context_gib=context),
+        )
     found = reported(model, ONE)
     assert (found.low_gib, found.gib, found.high_gib) == pytest.approx((12.0, 15.0, 18.0))
     assert (found.limit_gib, found.basis, found.bounded) == (OFFERED - 0.5, 3, True)
@@ -527,10 +592,14 @@ def test_the_reserve_and_the_context_of_those_that_are_alike_by_hand() -> None:
 
 
 def test_the_nearest_rank_tells_what_stays_in_memory() -> None:
-    """Adapters of rank 8 take 2 GiB here, and those of rank 64 another 40: rank 16 goes by the former."""
+    """Adapters of rank 8 take 2 GiB here, and those of rank 64 another 40: rank 16 goes by the
+    former.
+    """
     model = MemoryPredictor()
     for rank, adapters in ((64, 40.0), (8, 2.0), (128, 80.0)):
-        model.learn(replace(ONE, lora_rank=rank), peaks(10.0 + adapters + 1.0, adapters_gib=adapters))
+        model.learn(
+            replace(ONE, lora_rank=rank), peaks(10.0 + adapters + 1.0, adapters_gib=adapters)
+        )
     assert reported(model, ONE).gib == pytest.approx(10.0 + 2 * 2.0 + 1.0)
     assert model._statics(replace(ONE, lora_rank=100), 2) == pytest.approx(10.0 + 80.0 * 100 / 128)
     assert model._statics(replace(ONE, quantization="nf4"), 2) is None
@@ -548,7 +617,9 @@ def test_the_place_of_the_peak_is_that_of_the_likely_value() -> None:
     line = MemoryPredictor()
     for size, forward, optimizer in ((4, 12.0, 13.0), (8, 13.0, 13.0)):
         config = replace(ONE, micro_batch_size=size)
-        line.learn(config, peaks(13.0, segment_peak_gib={"forward": forward, "optimizer": optimizer}))
+        line.learn(
+            config, peaks(13.0, segment_peak_gib={"forward": forward, "optimizer": optimizer})
+        )
     assert reported(line, replace(ONE, micro_batch_size=6)).phase is Phase.OPTIMIZER
     assert reported(line, replace(ONE, micro_batch_size=12)).phase is Phase.FORWARD
 
@@ -559,7 +630,8 @@ def test_a_paged_optimizer_is_bounded_once_its_state_is_known() -> None:
     model = MemoryPredictor()
     model.learn(ONE, peaks(12.0))
     model.learn(few, peaks(11.0, managed_gib=0.25))
-    found = reported(model, paged)  # its state is known from another way to compute, and not what of it is managed
+    # its state is known from another way to compute, and not what of it is managed
+    found = reported(model, paged)
     assert not found.bounded and found.limit_gib == OFFERED - 0.5
     model.learn(replace(paged, lora_rank=32), peaks(12.0, managed_gib=0.5))
     found = reported(model, paged)
@@ -587,7 +659,9 @@ def test_more_than_two_micro_batches_are_as_two() -> None:
     assert not reported(model, ONE, 1).bounded
     known = KnownOom(trial=1, config=ONE, micro_steps=4, detail=oom_detail())
     assert refused_by([known], ONE, 2) is known and refused_by([known], ONE, 1) is None
-    assert MemoryEstimate(low_gib=1.0, gib=1.0, high_gib=1.0, limit_gib=1.0, phase=Phase.LOAD, basis=1).bounded
+    assert MemoryEstimate(
+        low_gib=1.0, gib=1.0, high_gib=1.0, limit_gib=1.0, phase=Phase.LOAD, basis=1
+    ).bounded
 
 
 def test_a_head_in_chunks_has_a_way_to_compute_of_its_own_below_1024_tokens() -> None:
@@ -600,14 +674,34 @@ def test_a_head_in_chunks_has_a_way_to_compute_of_its_own_below_1024_tokens() ->
 
 def test_the_knobs_that_decide_how_many_bytes_a_token_takes() -> None:
     assert set(_compute_knobs()) == {
-        *("method", "precision", "quantization", "double_quant", "checkpointing", "attention", "compile", "loss"),
-        *("kernels", "packing", "packed_attention", "dora", "lora_targets", "lora_dropout", "allocator", "num_gpus"),
+        *(
+            "method",
+            "precision",
+            "quantization",
+            "double_quant",
+            "checkpointing",
+            "attention",
+            "compile",
+            "loss",
+        ),
+        *(
+            "kernels",
+            "packing",
+            "packed_attention",
+            "dora",
+            "lora_targets",
+            "lora_dropout",
+            "allocator",
+            "num_gpus",
+        ),
         *("cuda_graphs", "lora_kernels", "sharding", "copies", "sync_each_batch", "offload"),
     }
 
 
 def test_a_segment_that_may_need_more_but_likely_does_not_is_no_place_of_the_peak() -> None:
-    """Of half of the tokens: what was measured as nothing once does not shrink with them, and likely is half of it."""
+    """Of half of the tokens: what was measured as nothing once does not shrink with them, and
+    likely is half of it.
+    """
     others = [f"backward_{name}" for name in ("layers", "inputs", "head", "norm", "end")]
     model = MemoryPredictor()
     for rank, optimizer in ((8, 10.0), (32, 11.0)):

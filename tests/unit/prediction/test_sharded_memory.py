@@ -1,4 +1,6 @@
-"""The memory of one of several GPUs, held against ranks that were measured and against torch's own `fully_shard`."""
+"""The memory of one of several GPUs, held against ranks that were measured and against torch's own
+`fully_shard`.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -13,10 +15,18 @@ from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
 from autotune.prediction.memory_formula import ERROR, MemoryBreakdown, memory_breakdown
-from autotune.prediction.sharded_memory import EXPORTED, MAX_LIVE, RANK_ERROR, DeepSpeedBuffers, Shares, rank_breakdown
+from autotune.prediction.sharded_memory import (
+    EXPORTED,
+    MAX_LIVE,
+    RANK_ERROR,
+    DeepSpeedBuffers,
+    Shares,
+    rank_breakdown,
+)
 
-# Model, layers, method, checkpointing, GPUs, strategy, micro batches, and GiB allocated at the peak of a rank: the
-# operations of torch 2.13's fully_shard in a fake world, counted on the meta device with 4 x 1,024 tokens.
+# Model, layers, method, checkpointing, GPUs, strategy, micro batches, and GiB allocated at the peak
+# of a rank: the operations of torch 2.13's fully_shard in a fake world, counted on the meta device
+# with 4 x 1,024 tokens.
 COUNTED = [
     ("mistral-7b", 4, "full", "none", 2, "fsdp2", 2, 13.503),
     ("mistral-7b", 4, "full", "full", 2, "fsdp2_keep", 1, 10.313),
@@ -55,14 +65,17 @@ def rank(
 ) -> MemoryBreakdown:
     knobs = {"micro_batch_size": 4, "checkpointing": "none", "loss": "full"} | knobs
     parallelism = Parallelism(num_gpus=num_gpus, strategy=strategy, **shared or {})
-    found = rank_breakdown(truncated(model, layers), TrainConfig(**knobs), parallelism, micro_steps, buffers)
+    found = rank_breakdown(
+        truncated(model, layers), TrainConfig(**knobs), parallelism, micro_steps, buffers
+    )
     assert found is not None
     return found
 
 
-# Allocated at the peak of a rank of two, 4 x 1,024 tokens: transformers' Trainer on two H200s. In each of these the
-# trainer held a quarter of a GiB more than fully_shard does with LoRA, and half a GiB with full fine-tuning, as if the
-# unsharded head had stayed: 2.1 to 2.6 %. The tolerance leaves room for no more than another half percent.
+# Allocated at the peak of a rank of two, 4 x 1,024 tokens: transformers' Trainer on two H200s. In
+# each of these the trainer held a quarter of a GiB more than fully_shard does with LoRA, and half a
+# GiB with full fine-tuning, as if the unsharded head had stayed: 2.1 to 2.6 %. The tolerance leaves
+# room for no more than another half percent.
 @pytest.mark.parametrize(
     ("gib", "case"),
     [
@@ -78,15 +91,22 @@ def test_ranks_that_were_measured(gib: float, case: dict[str, Any]) -> None:
 
 
 def test_the_growth_with_depth_and_accumulation_was_measured() -> None:
-    """Two more ranks held 4.02 GiB of an earlier model besides; what they differ by is free of it."""
-    deep, accumulating = rank(method="full", layers=16), rank(method="full", layers=4, micro_steps=2)
+    """Two more ranks held 4.02 GiB of an earlier model besides;
+    what they differ by is free of it.
+    """
+    deep, accumulating = (
+        rank(method="full", layers=16),
+        rank(method="full", layers=4, micro_steps=2),
+    )
     assert deep.peak_gib - accumulating.peak_gib == pytest.approx(39.717 - 18.0227, rel=0.005)
 
 
 @pytest.mark.parametrize("row", COUNTED, ids=str)
 def test_ranks_that_were_counted(row: tuple[Any, ...]) -> None:
     model, layers, method, checkpointing, num_gpus, strategy, micro_steps, gib = row
-    found = rank(model, layers, strategy, num_gpus, micro_steps, method=method, checkpointing=checkpointing)
+    found = rank(
+        model, layers, strategy, num_gpus, micro_steps, method=method, checkpointing=checkpointing
+    )
     assert found.peak_gib == pytest.approx(gib, rel=0.0125)
 
 
@@ -96,13 +116,16 @@ def test_ranks_that_were_counted(row: tuple[Any, ...]) -> None:
         ("mistral-7b", 19.114, {"method": "full", "loss": "chunked"}),
         ("llama-3.1-8b", 5.562, {"loss": "chunked", "checkpointing": "full"}),
         ("llama-3.1-8b", 10.886, {"loss": "chunked"}),
-        ("mistral-7b", 3.839, {"micro_batch_size": 1, "seq_len": 512}),  # two gathered layers and one in use
+        # two gathered layers and one in use
+        ("mistral-7b", 3.839, {"micro_batch_size": 1, "seq_len": 512}),
         ("llama-3.1-8b", 13.930, {"compile": "per_layer"}),
         ("llama-3.1-8b", 26.913, {"method": "full", "compile": "per_layer"}),
     ],
     ids=str,
 )
-def test_ranks_with_other_losses_and_kernels_were_counted(model: str, gib: float, knobs: dict[str, Any]) -> None:
+def test_ranks_with_other_losses_and_kernels_were_counted(
+    model: str, gib: float, knobs: dict[str, Any]
+) -> None:
     assert rank(model, **knobs).peak_gib == pytest.approx(gib, rel=0.015)
 
 
@@ -110,9 +133,23 @@ def test_ranks_with_other_losses_and_kernels_were_counted(model: str, gib: float
     ("model", "layers", "num_gpus", "shared", "gib", "knobs"),
     [
         ("mistral-7b", 8, 8, {"sync_each_batch": True}, 11.817, {"method": "full"}),
-        ("mistral-7b", 8, 8, {"sync_each_batch": True}, 6.376, {"method": "full", "checkpointing": "full"}),
+        (
+            "mistral-7b",
+            8,
+            8,
+            {"sync_each_batch": True},
+            6.376,
+            {"method": "full", "checkpointing": "full"},
+        ),
         ("mistral-7b", 8, 2, {"sync_each_batch": True}, 9.434, {}),
-        ("qwen2.5-7b", 8, 8, {"sync_each_batch": True}, 13.870, {"method": "full", "checkpointing": "full"}),
+        (
+            "qwen2.5-7b",
+            8,
+            8,
+            {"sync_each_batch": True},
+            13.870,
+            {"method": "full", "checkpointing": "full"},
+        ),
         ("mistral-7b", 8, 16, {"copies": 2}, 14.630, {"method": "full"}),
         ("mistral-7b", 8, 16, {"copies": 2}, 8.798, {"method": "full", "checkpointing": "full"}),
         ("mistral-7b", 8, 4, {"copies": 2}, 18.720, {"method": "full", "checkpointing": "full"}),
@@ -122,18 +159,35 @@ def test_ranks_with_other_losses_and_kernels_were_counted(model: str, gib: float
     ids=str,
 )
 def test_ranks_that_divide_each_gradient_or_copy_shards_were_counted(
-    model: str, layers: int, num_gpus: int, shared: dict[str, Any], gib: float, knobs: dict[str, Any]
+    model: str,
+    layers: int,
+    num_gpus: int,
+    shared: dict[str, Any],
+    gib: float,
+    knobs: dict[str, Any],
 ) -> None:
-    """In the second of two micro batches, as of COUNTED; hosts with copies by torch's mesh of two dimensions."""
-    found = rank(model, layers, num_gpus=num_gpus, micro_steps=2, shared=shared, seq_len=1024, **knobs)
+    """In the second of two micro batches, as of COUNTED; hosts with copies by torch's mesh of two
+    dimensions.
+    """
+    found = rank(
+        model, layers, num_gpus=num_gpus, micro_steps=2, shared=shared, seq_len=1024, **knobs
+    )
     assert found.peak_gib == pytest.approx(gib, rel=0.015)
 
 
 def test_what_copies_add_up_is_held_until_the_backward_pass_is_over() -> None:
-    """A rank of two copies of four layers held 10.861 GiB (counted), 0.75 more than without a second copy."""
+    """A rank of two copies of four layers held 10.861 GiB (counted), 0.75 more than without a
+    second copy.
+    """
     knobs: dict[str, Any] = {"method": "full", "checkpointing": "full"}
-    alone, copied = rank(layers=4, **knobs), rank(layers=4, num_gpus=4, shared={"copies": 2}, **knobs)
-    assert copied.peak_gib == pytest.approx(10.861, rel=0.002) and copied.peak_gib - alone.peak_gib > 0.7
+    alone, copied = (
+        rank(layers=4, **knobs),
+        rank(layers=4, num_gpus=4, shared={"copies": 2}, **knobs),
+    )
+    assert (
+        copied.peak_gib == pytest.approx(10.861, rel=0.002)
+        and copied.peak_gib - alone.peak_gib > 0.7
+    )
     assert copied.nccl == 2 * alone.nccl
 
 
@@ -141,7 +195,14 @@ def test_gradients_that_are_divided_at_once_are_shards_while_they_wait() -> None
     """Two bytes of each trained value wait whole, or four of a share."""
     sizes = Sizes.of(truncated("mistral-7b", 32))
     assert sizes is not None
-    knobs = {"method": "full", "layers": 32, "num_gpus": 8, "micro_steps": 4, "checkpointing": "full", "seq_len": 1024}
+    knobs = {
+        "method": "full",
+        "layers": 32,
+        "num_gpus": 8,
+        "micro_steps": 4,
+        "checkpointing": "full",
+        "seq_len": 1024,
+    }
     whole, shards = rank(**knobs), rank(**knobs, shared={"sync_each_batch": True})
     saved = whole.peak_gib - shards.peak_gib
     assert saved * GIB == pytest.approx((2 - 4 / 8) * sizes.params, rel=0.1)
@@ -170,21 +231,30 @@ def test_what_lasts_is_divided() -> None:
     assert full.weights * GIB == pytest.approx(4 * sizes.params / 8)
     assert full.optimizer * GIB == pytest.approx(8 * sizes.params / 8)
     assert (full.adapters, lora.weights * GIB) == (0, pytest.approx(2 * sizes.params / 8))
-    assert (lora.adapters * GIB, lora.optimizer * GIB) == (pytest.approx(adapters / 2), pytest.approx(adapters))
+    assert (lora.adapters * GIB, lora.optimizer * GIB) == (
+        pytest.approx(adapters / 2),
+        pytest.approx(adapters),
+    )
 
 
 @pytest.mark.parametrize(
-    ("strategy", "weights", "gradients"), [("zero1", 2, 2), ("zero2", 2, 2 / 4), ("zero3", 0.5, 0.5)]
+    ("strategy", "weights", "gradients"),
+    [("zero1", 2, 2), ("zero2", 2, 2 / 4), ("zero3", 0.5, 0.5)],
 )
 def test_the_stages_of_deepspeed(strategy: str, weights: float, gradients: float) -> None:
-    """The table of the ZeRO paper: 4 Psi + 12 Psi/N, 2 Psi + 14 Psi/N, 16 Psi/N; a step has gradients in fp32 too."""
+    """The table of the ZeRO paper: 4 Psi + 12 Psi/N, 2 Psi + 14 Psi/N, 16 Psi/N; a step has
+    gradients in fp32 too.
+    """
     knobs = {"method": "full", "checkpointing": "full", "micro_batch_size": 1, "seq_len": 128}
     found = rank(strategy=strategy, num_gpus=4, layers=32, **knobs)
     psi = 32 * 218_112_000 + 2 * 32768 * 4096
     assert found.weights * GIB == pytest.approx(weights * psi, rel=1e-3)
     assert found.optimizer * GIB == pytest.approx(12 * psi / 4, rel=1e-3)
     at_step = gradients * psi + 4 * psi / 4
-    assert found.gradients * GIB in (pytest.approx(at_step, rel=1e-3), pytest.approx(gradients * psi, rel=0.05))
+    assert found.gradients * GIB in (
+        pytest.approx(at_step, rel=1e-3),
+        pytest.approx(gradients * psi, rel=0.05),
+    )
     assert found.error == RANK_ERROR
 
 
@@ -192,7 +262,11 @@ def test_stage_3_keeps_two_layers_gathered_or_as_far_as_its_default_goes() -> No
     sizes, bucket = Sizes.of(truncated("mistral-7b", 32)), 2 * 4096**2 / GIB
     assert sizes is not None
     shares = Shares.of(sizes, TrainConfig())
-    for live, kept in ((None, 2 * shares.layer), (MAX_LIVE, MAX_LIVE), (10**11, shares.base + shares.adapters)):
+    for live, kept in (
+        (None, 2 * shares.layer),
+        (MAX_LIVE, MAX_LIVE),
+        (10**11, shares.base + shares.adapters),
+    ):
         found = rank(strategy="zero3", layers=32, buffers=DeepSpeedBuffers(live=live)).communication
         assert (found - bucket) * GIB == pytest.approx(2 * kept)
 
@@ -214,7 +288,12 @@ def test_ranks_of_deepspeed_that_were_measured(
     strategy: str, knobs: dict[str, Any], micro_steps: int, measured_gib: float
 ) -> None:
     """Four layers of Mistral 7B in real worlds of two H100s, by `benchmarks/world.py ranks`."""
-    knobs = {"micro_batch_size": 4, "seq_len": 1024, "checkpointing": "none", "loss": "full"} | knobs
+    knobs = {
+        "micro_batch_size": 4,
+        "seq_len": 1024,
+        "checkpointing": "none",
+        "loss": "full",
+    } | knobs
     found = rank(layers=4, strategy=strategy, num_gpus=2, micro_steps=micro_steps, **knobs)
     assert found.peak_gib == pytest.approx(measured_gib, rel=0.015)
 
@@ -242,9 +321,16 @@ def test_ddp_holds_the_whole_model_and_buckets_of_its_gradients() -> None:
         ({"compile": "per_layer"}, 1, 6.0941),
     ],
 )
-def test_ranks_of_ddp_that_were_measured(knobs: dict[str, Any], micro_steps: int, measured_gib: float) -> None:
+def test_ranks_of_ddp_that_were_measured(
+    knobs: dict[str, Any], micro_steps: int, measured_gib: float
+) -> None:
     """Four layers of Mistral 7B in real worlds of two H100s, by `benchmarks/world.py ranks`."""
-    knobs = {"micro_batch_size": 4, "seq_len": 1024, "checkpointing": "none", "loss": "full"} | knobs
+    knobs = {
+        "micro_batch_size": 4,
+        "seq_len": 1024,
+        "checkpointing": "none",
+        "loss": "full",
+    } | knobs
     found = rank(layers=4, strategy="ddp", num_gpus=2, micro_steps=micro_steps, **knobs)
     assert found.peak_gib == pytest.approx(measured_gib, rel=0.016)
 
@@ -269,7 +355,13 @@ def test_one_gpu_is_as_ever() -> None:
 
 
 def test_torchs_own_adamw_needs_the_roots_of_its_shard() -> None:
-    knobs = {"method": "full", "checkpointing": "full", "micro_batch_size": 1, "seq_len": 128, "layers": 32}
+    knobs = {
+        "method": "full",
+        "checkpointing": "full",
+        "micro_batch_size": 1,
+        "seq_len": 128,
+        "layers": 32,
+    }
     plain = rank(optimizer="adamw_torch", **knobs)
     assert plain.phase.value == "optimizer" and plain.communication == 0
     assert plain.activations == pytest.approx(plain.gradients) == pytest.approx(plain.weights)
@@ -284,7 +376,10 @@ def test_what_cannot_be_trained_or_has_no_formula() -> None:
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero1", "zero2", "zero3"])
 def test_more_gpus_need_less_of_each(strategy: str) -> None:
-    peaks = [rank(strategy=strategy, num_gpus=gpus, method="full", layers=32).peak_gib for gpus in (2, 4, 8)]
+    peaks = [
+        rank(strategy=strategy, num_gpus=gpus, method="full", layers=32).peak_gib
+        for gpus in (2, 4, 8)
+    ]
     assert peaks == sorted(peaks, reverse=True) and peaks[0] > peaks[2] + MIB_20
 
 
@@ -304,26 +399,45 @@ def test_more_gpus_need_less_of_each(strategy: str) -> None:
     ],
     ids=str,
 )
-def test_streams_of_their_own_keep_pools_where_there_is_room(gib: float, knobs: dict[str, Any]) -> None:
+def test_streams_of_their_own_keep_pools_where_there_is_room(
+    gib: float, knobs: dict[str, Any]
+) -> None:
     found = rank(layers=4, **knobs)
     assert found.roomy_gib - found.nccl == pytest.approx(gib, rel=0.04)
     assert found.peak_reserved_gib - found.nccl < 0.9 * gib
-    assert "pools" not in found.terms() and rank(strategy="zero2").pools == rank(strategy="ddp").pools == 0
+    assert (
+        "pools" not in found.terms()
+        and rank(strategy="zero2").pools == rank(strategy="ddp").pools == 0
+    )
 
 
 def test_under_deepspeed_each_gpu_holds_the_whole_model_first() -> None:
-    """Weights in bf16, or in fp32 where they train; other tools may divide them as they are read."""
+    """Weights in bf16, or in fp32 where they train; other tools
+    may divide them as they are read.
+    """
     for method, each in (("lora", 2), ("full", 4)):
-        knobs = {"method": method, "layers": 32, "num_gpus": 64, "checkpointing": "full", "micro_batch_size": 1}
+        knobs = {
+            "method": method,
+            "layers": 32,
+            "num_gpus": 64,
+            "checkpointing": "full",
+            "micro_batch_size": 1,
+        }
         built = rank(strategy="zero3", **knobs)
         sizes = Sizes.of(truncated("mistral-7b", 32))
         assert sizes is not None and built.phase is Phase.LOAD
         assert built.peak_gib * GIB == pytest.approx(each * sizes.params, rel=0.02)
         assert (
-            rank(strategy="zero3", buffers=DeepSpeedBuffers(builds_whole=False), **knobs).peak_gib < built.peak_gib / 2
+            rank(strategy="zero3", buffers=DeepSpeedBuffers(builds_whole=False), **knobs).peak_gib
+            < built.peak_gib / 2
         )
 
 
 def test_a_bucket_of_deepspeed_has_the_size_that_it_is_given() -> None:
-    small, large = (rank(strategy="zero3", buffers=DeepSpeedBuffers(bucket=bucket)) for bucket in (10**6, 5 * 10**8))
-    assert (large.communication - small.communication) * GIB == pytest.approx(2 * (5 * 10**8 - 10**6))
+    small, large = (
+        rank(strategy="zero3", buffers=DeepSpeedBuffers(bucket=bucket))
+        for bucket in (10**6, 5 * 10**8)
+    )
+    assert (large.communication - small.communication) * GIB == pytest.approx(
+        2 * (5 * 10**8 - 10**6)
+    )

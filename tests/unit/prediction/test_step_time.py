@@ -1,4 +1,6 @@
-"""Step times by formula: within their range of what was measured on an H200, and ordered as they must be."""
+"""Step times by formula: within their range of what was measured on an H200, and ordered as they
+must be.
+"""
 
 import math
 from dataclasses import replace
@@ -40,7 +42,12 @@ from autotune.problem.speed_transfer import SpeedTransfer
 from tests.helpers.factories import measurement
 
 LARGE = {"micro_batch_size": 4, "seq_len": 2048}
-TOGETHER = LARGE | {"precision": "bf16_pure", "checkpointing": "none", "compile": "per_layer", "loss": "chunked"}
+TOGETHER = LARGE | {
+    "precision": "bf16_pure",
+    "checkpointing": "none",
+    "compile": "per_layer",
+    "loss": "chunked",
+}
 
 
 def reported(model: str = "mistral-7b", **knobs: Any) -> StepTimeEstimate:
@@ -62,7 +69,9 @@ def reported(model: str = "mistral-7b", **knobs: Any) -> StepTimeEstimate:
     ],
     ids=str,
 )
-def test_speeds_that_were_measured_lie_in_the_range(model: str, knobs: dict[str, Any], tokens_per_s: float) -> None:
+def test_speeds_that_were_measured_lie_in_the_range(
+    model: str, knobs: dict[str, Any], tokens_per_s: float
+) -> None:
     found = reported(model, **knobs)
     low, high = interval(found.micro_s, found.error)
     assert low <= TrainConfig(**knobs).tokens / tokens_per_s <= high
@@ -91,7 +100,9 @@ def test_an_optimizer_step_takes_longer_where_all_is_trained() -> None:
     assert reported(method="full").rest_s > 20 * reported().rest_s
 
 
-@pytest.mark.parametrize("knobs", [{"quantization": "int8"}, {"quantization": "fp8"}, {"dora": True}], ids=str)
+@pytest.mark.parametrize(
+    "knobs", [{"quantization": "int8"}, {"quantization": "fp8"}, {"dora": True}], ids=str
+)
 def test_what_nobody_timed_is_unknown(knobs: dict[str, Any]) -> None:
     assert estimate_step_time(resolve_model("mistral-7b"), TrainConfig(**LARGE | knobs)) is None
     assert estimate_step_time(resolve_model("gpt2"), TrainConfig()) is None
@@ -109,11 +120,17 @@ def test_another_card_changes_the_times_of_the_device_and_not_that_of_the_host()
     assert here.device_s / there.device_s == pytest.approx(OTHER.ratio(here.products_share))
     assert there.host_s == here.host_s and there.host_share < here.host_share
     small = reported(micro_batch_size=1, seq_len=64)
-    assert small.host_share > 0.99 and small.on(OTHER).micro_s == pytest.approx(small.micro_s, rel=0.01)
+    assert small.host_share > 0.99 and small.on(OTHER).micro_s == pytest.approx(
+        small.micro_s, rel=0.01
+    )
 
 
 def test_compiled_layers_and_long_rows_are_more_of_products() -> None:
-    plain, compiled, long = reported(**LARGE), reported(**TOGETHER), reported(**LARGE | {"seq_len": 32768})
+    plain, compiled, long = (
+        reported(**LARGE),
+        reported(**TOGETHER),
+        reported(**LARGE | {"seq_len": 32768}),
+    )
     assert 0.4 < plain.products_share < 0.7 < compiled.products_share < 1
     assert long.products_share > plain.products_share
 
@@ -121,7 +138,9 @@ def test_compiled_layers_and_long_rows_are_more_of_products() -> None:
 def test_the_error_is_that_of_the_part_that_sets_the_pace() -> None:
     large = reported(**LARGE).on(OTHER)
     assert large.error == pytest.approx(math.hypot(DEVICE_ERROR, 0.2), rel=0.01)
-    assert reported(micro_batch_size=1, seq_len=64).on(OTHER).error == pytest.approx(MEASURED_HOST.error, rel=0.01)
+    assert reported(micro_batch_size=1, seq_len=64).on(OTHER).error == pytest.approx(
+        MEASURED_HOST.error, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("host_share", [None, 0.3, 0.9, 1.2])
@@ -132,24 +151,34 @@ def test_a_measured_time_has_the_parts_that_the_formula_gives_it(host_share: flo
     assert divided.host_s == pytest.approx(0.5 * min(host_share or 0.0, 0.99))
     assert divided.products_share == pytest.approx(formula.products_share)
     assert divide_step_time(measurement(0.5), None).products_share == USUAL_SHARE
-    # What the card sets is known but for the projection, and what the host sets is another host's there.
+    # What the card sets is known but for the projection, and what the host sets is another host's
+    # there.
     error = divided.on(OTHER).error
     assert error == pytest.approx(0.2) if host_share is None else 0.2 < error < UNKNOWN_HOST.error
 
 
-# Of a micro batch of 0.5 s in which the card was busy for 0.4 s, with 0.05 s of copies beside the products.
-PROFILE = KernelTimes(products_s=0.2, fp8_s=0.05, attention_s=0.1, bytes_s=0.1, busy_s=0.4, micro_s=0.5, num_kernels=9)
+# Of a micro batch of 0.5 s in which the card was busy for 0.4 s, with 0.05 s of copies beside the
+# products.
+PROFILE = KernelTimes(
+    products_s=0.2, fp8_s=0.05, attention_s=0.1, bytes_s=0.1, busy_s=0.4, micro_s=0.5, num_kernels=9
+)
 
 
 def test_a_profile_divides_a_measured_time_whatever_the_formula_says() -> None:
-    divided = divide_step_time(measurement(0.5, rest_s=(0.1,), host_share=0.99, kernels=PROFILE), reported(**LARGE))
+    divided = divide_step_time(
+        measurement(0.5, rest_s=(0.1,), host_share=0.99, kernels=PROFILE), reported(**LARGE)
+    )
     # 0.4 s of 0.45 s: what ran at the same time counts once. Attention multiplies.
     parts = (divided.products_s, divided.fp8_s, divided.bytes_s)
     assert parts == pytest.approx((0.3 * 0.4 / 0.45, 0.05 * 0.4 / 0.45, 0.1 * 0.4 / 0.45))
-    assert divided.device_s == pytest.approx(0.4) and divided.micro_s == pytest.approx(0.5) and divided.rest_s == 0.1
-    assert divided.host_s == pytest.approx((0.5**4 - 0.4**4) ** 0.25) and divided.host_share == pytest.approx(
-        1 - 0.8**4
+    assert (
+        divided.device_s == pytest.approx(0.4)
+        and divided.micro_s == pytest.approx(0.5)
+        and divided.rest_s == 0.1
     )
+    assert divided.host_s == pytest.approx(
+        (0.5**4 - 0.4**4) ** 0.25
+    ) and divided.host_share == pytest.approx(1 - 0.8**4)
     # A whole model takes 1 s: the shares are those of the profile.
     longer = divide_step_time(measurement(1.0, kernels=PROFILE), None)
     assert longer.device_s == pytest.approx(0.8) and longer.micro_s == pytest.approx(1.0)
@@ -162,25 +191,38 @@ def test_a_profile_is_projected_by_what_the_card_does() -> None:
     divided = divide_step_time(measurement(0.5, kernels=PROFILE), None)
     transfer = SpeedTransfer(products=0.5, bytes=0.4, error=0.2, fp8=2.0, profiled_error=0.05)
     there = divided.on(transfer)
-    assert there.products_s == pytest.approx(2 * divided.products_s) and there.fp8_s == pytest.approx(divided.fp8_s / 2)
+    assert there.products_s == pytest.approx(
+        2 * divided.products_s
+    ) and there.fp8_s == pytest.approx(divided.fp8_s / 2)
     assert there.bytes_s == pytest.approx(2.5 * divided.bytes_s) and there.host_s == divided.host_s
     assert (there.device_error, there.host_error) == (0.05, UNKNOWN_HOST.error)
-    # Cards without 8 bits have no such products; without a profile the error is that of the formula.
-    assert divided.on(OTHER).fp8_s == pytest.approx(2 * divided.fp8_s) and divided.on(OTHER).device_error == 0.2
+    # Cards without 8 bits have no such products; without a profile the error is that of the
+    # formula.
+    assert (
+        divided.on(OTHER).fp8_s == pytest.approx(2 * divided.fp8_s)
+        and divided.on(OTHER).device_error == 0.2
+    )
     assert replace(divided, profiled=False).on(transfer).device_error == 0.2
 
 
 def test_hosts_that_were_calibrated_are_projected_too() -> None:
     divided = divide_step_time(measurement(0.5, kernels=PROFILE), None)
     there = divided.on(replace(OTHER, host=0.8))
-    assert there.host_s == pytest.approx(divided.host_s / 0.8) and there.host_error == MEASURED_HOST.error
+    assert (
+        there.host_s == pytest.approx(divided.host_s / 0.8)
+        and there.host_error == MEASURED_HOST.error
+    )
 
 
 def test_a_host_that_is_not_known_is_uncertain() -> None:
-    assert (Host(scale=1.0, error=0.25), Host(scale=0.6, error=0.5)) == (MEASURED_HOST, UNKNOWN_HOST)
+    assert (Host(scale=1.0, error=0.25), Host(scale=0.6, error=0.5)) == (
+        MEASURED_HOST,
+        UNKNOWN_HOST,
+    )
     config = TrainConfig(micro_batch_size=1, seq_len=64)
     known, unknown = (
-        estimate_step_time(resolve_model("mistral-7b"), config, host) for host in (MEASURED_HOST, UNKNOWN_HOST)
+        estimate_step_time(resolve_model("mistral-7b"), config, host)
+        for host in (MEASURED_HOST, UNKNOWN_HOST)
     )
     assert known is not None and unknown is not None and known.device_s == unknown.device_s
     assert unknown.host_s == pytest.approx(UNKNOWN_HOST.scale * known.host_s)
@@ -188,11 +230,13 @@ def test_a_host_that_is_not_known_is_uncertain() -> None:
     assert low < 0.6 * unknown.micro_s and high > known.micro_s
 
 
-# Mistral-7B by its config: 32 layers of 4,096, 8 of 32 heads for keys and values, 14,336 inside, 32,768 tokens.
+# Mistral-7B by its config: 32 layers of 4,096, 8 of 32 heads for keys and values, 14,336 inside,
+# 32,768 tokens.
 LAYERS, QUERIES, VOCAB = 32, 4096, 32_768
 LINEAR = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
 EMBEDDING, ADAPTERS = 32_768 * 4096, 41_943_040  # of rank 16
-RATE, BANDWIDTH = 0.67 * 989.4e12, 4800e9  # what products reach on an H200, and what its memory moves
+# what products reach on an H200, and what its memory moves
+RATE, BANDWIDTH = 0.67 * 989.4e12, 4800e9
 
 
 @pytest.mark.parametrize(
@@ -239,36 +283,54 @@ def test_the_device_by_hand(
 def test_the_host_by_hand(knobs: dict[str, Any], layer_ms: float) -> None:
     config = TrainConfig(**LARGE | knobs)
     found = estimate_step_time(resolve_model("mistral-7b"), config, Host(scale=0.5, error=0.4))
-    assert found is not None and found.host_s == pytest.approx(0.5 * 32 * layer_ms / 1000) and found.host_error == 0.4
+    assert (
+        found is not None
+        and found.host_s == pytest.approx(0.5 * 32 * layer_ms / 1000)
+        and found.host_error == 0.4
+    )
 
 
 def test_a_base_of_4_bits_is_unpacked_for_every_product() -> None:
-    """8.5 bytes for each of its bytes, as often as there are products of it: forward, backward, and forward again."""
+    """8.5 bytes for each of its bytes, as often as there are products of it: forward, backward, and
+    forward again.
+    """
     for checkpointing, compile, bytes_a_byte in (
         ("none", "none", 8.5),
         ("full", "none", 8.5),
         ("full", "per_layer", 5.0),
     ):
-        knobs = LARGE | {"checkpointing": checkpointing, "precision": "bf16_pure", "compile": compile}
+        knobs = LARGE | {
+            "checkpointing": checkpointing,
+            "precision": "bf16_pure",
+            "compile": compile,
+        }
         passes = 3 if checkpointing == "full" else 2
         plain, packed = reported(**knobs), reported(**knobs | {"quantization": "nf4"})
         assert packed.products_s == plain.products_s
-        assert packed.bytes_s - plain.bytes_s == pytest.approx(bytes_a_byte * LINEAR * passes / BANDWIDTH)
+        assert packed.bytes_s - plain.bytes_s == pytest.approx(
+            bytes_a_byte * LINEAR * passes / BANDWIDTH
+        )
 
 
 def test_products_in_8_bits_take_less_time() -> None:
     knobs = LARGE | {"compile": "per_layer"}
-    assert reported(**knobs).products_s == pytest.approx(1.36 * reported(**knobs, quantization="fp8").products_s)
+    assert reported(**knobs).products_s == pytest.approx(
+        1.36 * reported(**knobs, quantization="fp8").products_s
+    )
 
 
 def test_the_optimizer_by_hand() -> None:
-    """Clipping and AdamW in fp32: of 41.9 million adapters gradients thrice, weights and two moments twice."""
+    """Clipping and AdamW in fp32: of 41.9 million adapters gradients thrice, weights and two
+    moments twice.
+    """
     bytes_moved = ADAPTERS * 4 * (3 + 2 + 2 * 2)
     assert reported(**LARGE).rest_s == pytest.approx(bytes_moved / BANDWIDTH, rel=1e-3)
 
 
 def test_device_and_host_that_need_the_same_time_slow_each_other_down() -> None:
-    level = StepTimeEstimate(products_s=3.0, bytes_s=1.0, host_s=4.0, rest_s=0.0, device_error=0.1, host_error=0.5)
+    level = StepTimeEstimate(
+        products_s=3.0, bytes_s=1.0, host_s=4.0, rest_s=0.0, device_error=0.1, host_error=0.5
+    )
     assert (level.device_s, level.products_share, level.host_share) == (4.0, 0.75, 0.5)
     assert level.micro_s == pytest.approx(4 * 2**0.25) and level.error == pytest.approx(0.3)
     assert replace(level, host_s=0.0).micro_s == 4.0 and replace(level, host_s=0.0).error == 0.1
@@ -281,9 +343,15 @@ def test_device_and_host_that_need_the_same_time_slow_each_other_down() -> None:
 
 def test_without_times_between_micro_batches_nothing_is_left_of_a_step() -> None:
     divided = divide_step_time(measurement(0.5, rest_s=()), None)
-    assert divided.rest_s == 0.0 and divided.device_error == 0.0 and divided.host_error == UNKNOWN_HOST.error
+    assert (
+        divided.rest_s == 0.0
+        and divided.device_error == 0.0
+        and divided.host_error == UNKNOWN_HOST.error
+    )
     assert divide_step_time(measurement(0.5, rest_s=(0.1, 0.2, 0.9)), None).rest_s == 0.2
-    assert divide_step_time(measurement(0.5, micro_step_s=(0.1, 0.2, 0.9)), None).micro_s == pytest.approx(0.2)
+    assert divide_step_time(
+        measurement(0.5, micro_step_s=(0.1, 0.2, 0.9)), None
+    ).micro_s == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(("method", "weights_gib"), [("lora", 1.0), ("full", 8.0)])
@@ -317,39 +385,59 @@ def test_counted_work_by_hand(method: str, weights_gib: float) -> None:
     )
     found = counted_step_time(TrainConfig(method=method), count, Host(scale=0.5, error=0.4))
     assert found is not None
-    without_flash = 600 / THICK + 30 * NOT_ALIGNED + BY_POSITION * 100 + WIDE_FORWARD * 20 + WIDE_BACKWARD * 10
+    without_flash = (
+        600 / THICK + 30 * NOT_ALIGNED + BY_POSITION * 100 + WIDE_FORWARD * 20 + WIDE_BACKWARD * 10
+    )
     assert found.products_s == pytest.approx((without_flash + FLASH * 200) / 662.9, rel=1e-4)
     for knobs in ({"padding": "max_length"}, {"attention": "sdpa_cudnn"}):  # cuDNN attends
         quicker = counted_step_time(TrainConfig(method=method, **knobs), count)  # type: ignore[arg-type]
-        assert quicker is not None and quicker.products_s == pytest.approx((without_flash + 200) / 662.9, rel=1e-4)
+        assert quicker is not None and quicker.products_s == pytest.approx(
+            (without_flash + 200) / 662.9, rel=1e-4
+        )
     weighed = 0.7 + STRIDED * 0.2 + INDEXED * 0.1
     assert found.bytes_s == pytest.approx((weighed / MOVED_SHARE + 0.3 / THIN_SHARE) / 4.8)
     assert found.host_s == pytest.approx(10_000 * OPERATION_US * 1e-6 * 0.5)
     assert found.rest_s == pytest.approx((5 * weights_gib + 2 * 4) * GIB / 4.8e12)
     assert (found.device_error, found.host_error) == (COUNTED_ERROR, 0.4)
-    assert counted_step_time(TrainConfig(), replace(count, flops={})) is None  # its memory alone was counted
-    for knobs in ({"precision": "fp32"}, {"quantization": "int8"}, {"quantization": "fp8"}):  # at another rate
+    # its memory alone was counted
+    assert counted_step_time(TrainConfig(), replace(count, flops={})) is None
+    # at another rate
+    for knobs in ({"precision": "fp32"}, {"quantization": "int8"}, {"quantization": "fp8"}):
         assert counted_step_time(TrainConfig(**knobs), count) is None
-    assert counted_step_time(TrainConfig(), replace(count, flops=count.flops | {"grouped_mm_fallback": 1})) is None
+    assert (
+        counted_step_time(
+            TrainConfig(), replace(count, flops=count.flops | {"grouped_mm_fallback": 1})
+        )
+        is None
+    )
 
 
 def test_each_forward_pass_without_gradients_takes_its_share() -> None:
-    """DPO's untrained model computes once, KTO's twice, and the trained one once more: on device and host."""
+    """DPO's untrained model computes once, KTO's twice, and the trained one once more: on device
+    and host.
+    """
     model, config = resolve_model("mistral-7b"), TrainConfig(**LARGE)
     times = {
-        one: estimate_step_time(model, replace(config, micro_batch_size=8 // one.rows_per_example), objective=one)
+        one: estimate_step_time(
+            model, replace(config, micro_batch_size=8 // one.rows_per_example), objective=one
+        )
         for one in Objective
     }
     found = {one: time for one, time in times.items() if time is not None}
     assert len(found) == len(times)
     host = {one: time.host_s / 32 * 1000 for one, time in found.items()}
-    plain, bare, again = host[Objective.CLASSIFICATION], 0.7 * 2.5, 0.7 * 6.0  # of passes without adapters and with
+    # of passes without adapters and with
+    plain, bare, again = host[Objective.CLASSIFICATION], 0.7 * 2.5, 0.7 * 6.0
     assert host[Objective.REWARD] == pytest.approx(plain)
     assert host[Objective.DPO] - plain == pytest.approx(bare)
     assert host[Objective.KTO] - plain == pytest.approx(2 * bare + again)
     products = {one: time.products_s for one, time in found.items()}
-    assert products[Objective.REWARD] == products[Objective.CLASSIFICATION] < products[Objective.SFT]
+    assert (
+        products[Objective.REWARD] == products[Objective.CLASSIFICATION] < products[Objective.SFT]
+    )
     # 6 of a micro batch whose layers are recomputed become 8, and 12 (of both heads a little more).
     assert 1.3 < products[Objective.DPO] / products[Objective.REWARD] < 1.4
     assert 1.4 < products[Objective.KTO] / products[Objective.DPO] < 1.6
-    assert all(found[one].device_error > found[Objective.SFT].device_error for one in list(Objective)[1:])
+    assert all(
+        found[one].device_error > found[Objective.SFT].device_error for one in list(Objective)[1:]
+    )

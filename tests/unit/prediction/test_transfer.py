@@ -1,4 +1,6 @@
-"""Speeds carried from card to card: the prior, what a measurement there changes, and intervals that mean something."""
+"""Speeds carried from card to card: the prior, what a measurement there changes, and intervals that
+mean something.
+"""
 
 import math
 from dataclasses import replace
@@ -35,7 +37,9 @@ H100, H200, A100, T4 = map(resolve_device, ("h100", "h200", "a100", "t4"))
 
 
 def test_constants_by_hand() -> None:
-    """Of the reference: 0.67 of its peak are reached, 0.72 alone, and a copy reaches 0.88 of its bandwidth."""
+    """Of the reference: 0.67 of its peak are reached, 0.72 alone, and a copy reaches 0.88 of its
+    bandwidth.
+    """
     assert (pytest.approx(0.930556, abs=1e-6), 0.88, 0.3) == (IN_TRAINING, COPIED, USUAL_SHARE)
     assert (BETWEEN, UNMEASURED, WITHIN, CEILING) == (0.14, 0.28, 0.09, 0.95)
     assert SpeedTransfer(products=2.0, bytes=4.0, error=0.1).basis == 0
@@ -62,12 +66,16 @@ def test_a_faster_card_is_faster_by_less_than_its_peak_says() -> None:
 
 
 def test_of_the_same_peak_only_what_moves_bytes_is_faster() -> None:
-    """An H200 is an H100 with 1.43 times as fast memory: what moves bytes is 1.25 times as fast, all together 1.11."""
+    """An H200 is an H100 with 1.43 times as fast memory: what moves bytes is 1.25 times as fast,
+    all together 1.11.
+    """
     carried = speed_transfer(H100, H200)
-    assert carried is not None and carried.products == 1.0 == carried.fp8 and carried.ratio(1.0) == 1.0
-    assert carried.ratio(0.0) == pytest.approx((4800 / 3350) ** 0.61) and carried.ratio(0.5) == pytest.approx(
-        1.109, abs=1e-3
+    assert (
+        carried is not None and carried.products == 1.0 == carried.fp8 and carried.ratio(1.0) == 1.0
     )
+    assert carried.ratio(0.0) == pytest.approx((4800 / 3350) ** 0.61) and carried.ratio(
+        0.5
+    ) == pytest.approx(1.109, abs=1e-3)
 
 
 def test_a_profile_makes_a_projection_certain_between_cards_that_differ_in_their_memory() -> None:
@@ -79,13 +87,20 @@ def test_a_profile_makes_a_projection_certain_between_cards_that_differ_in_their
     assert across is not None and across.profiled_error == across.error
     pcie, made = replace(H100, name="slower", bandwidth_gb_s=2000.0), calibration("slower")
     found = speed_transfer(H200, pcie, [0.9], calibration=made)
-    assert found is not None and found.profiled_error == PROFILED  # measurements of others do not count
+    # measurements of others do not count
+    assert found is not None and found.profiled_error == PROFILED
 
 
 def test_a_host_is_projected_where_both_were_calibrated_with_a_gpu() -> None:
-    here, there, cpu = calibration(), calibration(layer_ms=10.0), calibration(compute_capability=None)
+    here, there, cpu = (
+        calibration(),
+        calibration(layer_ms=10.0),
+        calibration(compute_capability=None),
+    )
     assert host_transfer(here, there) == pytest.approx(0.8)
-    assert [host_transfer(*pair) for pair in ((here, None), (None, there), (here, cpu), (cpu, there))] == [None] * 4
+    assert [
+        host_transfer(*pair) for pair in ((here, None), (None, there), (here, cpu), (cpu, there))
+    ] == [None] * 4
 
 
 def test_measurements_there_tighten_the_interval_and_draw_the_ratio() -> None:
@@ -119,7 +134,9 @@ def test_an_interval_holds_80_percent_and_is_as_far_up_as_down() -> None:
     low, high = interval(100.0, 0.2)
     assert low * high == pytest.approx(100.0**2)
     logarithms = NormalDist(math.log(100.0), 0.2)
-    assert logarithms.cdf(math.log(high)) - logarithms.cdf(math.log(low)) == pytest.approx(0.8, abs=1e-4)
+    assert logarithms.cdf(math.log(high)) - logarithms.cdf(math.log(low)) == pytest.approx(
+        0.8, abs=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,15 +147,23 @@ def test_an_interval_holds_80_percent_and_is_as_far_up_as_down() -> None:
         ("bandwidth_gb_s", 16, 1.0, 16.0**OF_MEMORY),
     ],
 )
-def test_a_rate_that_is_sixteen_times_another(rate: str, times: float, products: float, bytes: float) -> None:
-    """Products go with the 0.7th power of the peaks, and the 0.3rd of the power that a card may draw."""
+def test_a_rate_that_is_sixteen_times_another(
+    rate: str, times: float, products: float, bytes: float
+) -> None:
+    """Products go with the 0.7th power of the peaks, and the 0.3rd of the power that a card may
+    draw.
+    """
     other = replace(A100, name="other", **{rate: times * getattr(A100, rate)})
     carried = speed_transfer(A100, other)
-    assert carried is not None and (carried.products, carried.bytes) == pytest.approx((products, bytes))
+    assert carried is not None and (carried.products, carried.bytes) == pytest.approx(
+        (products, bytes)
+    )
 
 
 def test_from_one_generation_to_the_next_bytes_go_with_the_bandwidth() -> None:
-    other = replace(A100, name="other", arch="hopper", bandwidth_gb_s=16 * (A100.bandwidth_gb_s or 0))
+    other = replace(
+        A100, name="other", arch="hopper", bandwidth_gb_s=16 * (A100.bandwidth_gb_s or 0)
+    )
     carried = speed_transfer(A100, other)
     assert carried is not None and carried.bytes == pytest.approx(16.0)
 
@@ -152,7 +177,11 @@ def test_no_card_reaches_more_than_a_share_of_its_peak() -> None:
 
 
 def test_a_card_of_unknown_power_lies_in_the_middle_of_the_others_and_is_less_certain() -> None:
-    shares = [(products_tflops(card) or 0) / peak for card in list_devices() if (peak := peak_tflops(card))]
+    shares = [
+        (products_tflops(card) or 0) / peak
+        for card in list_devices()
+        if (peak := peak_tflops(card))
+    ]
     assert min(shares) < WITHOUT_POWER < max(shares)
     assert pytest.approx(min(shares) * max(shares), rel=0.03) == WITHOUT_POWER**2
     unknown = replace(A100, name="other", tdp_w=None)
@@ -160,17 +189,29 @@ def test_a_card_of_unknown_power_lies_in_the_middle_of_the_others_and_is_less_ce
         products_tflops(unknown) == WITHOUT_POWER * 312
         and products_tflops(replace(unknown, bf16_tflops=None, fp16_tflops=None)) is None
     )
-    known, without = speed_transfer(H100, replace(A100, name="other")), speed_transfer(H100, unknown)
+    known, without = (
+        speed_transfer(H100, replace(A100, name="other")),
+        speed_transfer(H100, unknown),
+    )
     assert known is not None and without is not None
     assert without.error > 1.5 * known.error and without.bytes == known.bytes
 
 
 def test_fp8_has_a_peak_of_its_own() -> None:
     faster = replace(H100, name="faster", fp8_tflops=16 * (H100.fp8_tflops or 0))
-    ratios = [carried.products for kind in ("bf16", "fp8") if (carried := speed_transfer(H100, faster, precision=kind))]
+    ratios = [
+        carried.products
+        for kind in ("bf16", "fp8")
+        if (carried := speed_transfer(H100, faster, precision=kind))
+    ]
     assert ratios == pytest.approx([1.0, 2**2.8])
     both, none = speed_transfer(H100, faster), speed_transfer(H100, A100)
-    assert both is not None and both.fp8 == pytest.approx(2**2.8) and none is not None and none.fp8 is None
+    assert (
+        both is not None
+        and both.fp8 == pytest.approx(2**2.8)
+        and none is not None
+        and none.fp8 is None
+    )
 
 
 @pytest.mark.parametrize("known", [[1.3], [1.1, 1.5, 0.8]])
@@ -180,11 +221,14 @@ def test_measurements_there_are_weighed_as_by_integration(known: list[float]) ->
     assert prior is not None and carried is not None
     places = [index / 1000 for index in range(-1000, 1001)]
     likelihoods = [
-        NormalDist(0, BETWEEN).pdf(b) * math.prod(NormalDist(b, WITHIN).pdf(math.log(ratio)) for ratio in known)
+        NormalDist(0, BETWEEN).pdf(b)
+        * math.prod(NormalDist(b, WITHIN).pdf(math.log(ratio)) for ratio in known)
         for b in places
     ]
     mean = sum(map(math.prod, zip(places, likelihoods, strict=True))) / sum(likelihoods)
-    variance = sum((b - mean) ** 2 * each for b, each in zip(places, likelihoods, strict=True)) / sum(likelihoods)
+    variance = sum(
+        (b - mean) ** 2 * each for b, each in zip(places, likelihoods, strict=True)
+    ) / sum(likelihoods)
     for shift in (carried.products / prior.products, carried.bytes / prior.bytes):
         assert math.log(shift) == pytest.approx(mean, rel=1e-6)
     assert carried.error == pytest.approx(math.hypot(math.sqrt(variance), WITHIN), rel=1e-6)
@@ -192,9 +236,14 @@ def test_measurements_there_are_weighed_as_by_integration(known: list[float]) ->
 
 def test_a_kind_of_card_that_nobody_measured_is_uncertain_until_somebody_does() -> None:
     published = yaml.safe_load(PAIRS.read_text())
-    devices = {resolve_device(row["device"]).arch for one in published["sets"] for row in one["rows"]}
+    devices = {
+        resolve_device(row["device"]).arch for one in published["sets"] for row in one["rows"]
+    }
     assert devices == MEASURED_KINDS
     for there in (T4, resolve_device("mi300x")):
         guess, known = speed_transfer(H100, there), speed_transfer(H100, there, [0.2])
         assert guess is not None and known is not None
-        assert guess.error == pytest.approx(math.hypot(UNMEASURED, WITHIN)) and known.error < guess.error / 2
+        assert (
+            guess.error == pytest.approx(math.hypot(UNMEASURED, WITHIN))
+            and known.error < guess.error / 2
+        )

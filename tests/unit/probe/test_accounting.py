@@ -31,7 +31,10 @@ def test_the_state_of_an_optimizer_is_its_tensors() -> None:
     """bitsandbytes counts the steps with an integer, and pages the state of larger parameters."""
     paged = torch.zeros(2**10, dtype=torch.uint8)
     paged.is_paged = True  # type: ignore[attr-defined]
-    state = {"first": {"step": 3, "exp_avg": torch.zeros(2**10)}, "second": {"step": 3, "state1": paged}}
+    state = {
+        "first": {"step": 3, "exp_avg": torch.zeros(2**10)},
+        "second": {"step": 3, "state1": paged},
+    }
     trainer: Any = SimpleNamespace(optimizer=SimpleNamespace(state=state))
     assert optimizer_gib(trainer) == pytest.approx((4 * 2**10 / GIB, 2**10 / GIB))
     assert optimizer_gib(SimpleNamespace(optimizer=None)) == (0, 0)
@@ -46,7 +49,9 @@ def test_a_tensor_is_as_large_as_its_elements() -> None:
 
 
 def quantized() -> nn.Module:
-    """A base of 4-bit weights, whose statistics are quantised too, beside an 8-bit weight and one that is trained."""
+    """A base of 4-bit weights, whose statistics are quantised too, beside an 8-bit weight and one
+    that is trained.
+    """
     with torch.device("meta"):
         packed = nn.Parameter(torch.empty(2**20, 1, dtype=torch.uint8), requires_grad=False)
         packed.quant_state = SimpleNamespace(  # type: ignore[attr-defined]
@@ -91,8 +96,12 @@ def test_the_state_of_larger_parameters_alone_is_paged(elements: int, paged: int
 
 
 def test_the_paged_state_of_embeddings_is_in_32_bits() -> None:
-    """By hand, two moments: a byte each for a value of the linear layer, four for one of the large embedding."""
-    model = nn.Sequential(nn.Embedding(1000, 200), nn.Linear(200, 1000, bias=False), nn.Embedding(10, 10))
+    """By hand, two moments: a byte each for a value of the linear layer, four for one of the large
+    embedding.
+    """
+    model = nn.Sequential(
+        nn.Embedding(1000, 200), nn.Linear(200, 1000, bias=False), nn.Embedding(10, 10)
+    )
     assert paged_state_gib(model) == pytest.approx((8 * 200_000 + 2 * 200_000) / GIB)
     model[1].weight = model[0].weight  # a tied head is the embedding
     assert paged_state_gib(model) == pytest.approx(8 * 200_000 / GIB)
@@ -104,7 +113,9 @@ def test_each_page_of_a_paged_optimizer_is_returned_once(monkeypatch: pytest.Mon
     kept, freed = [torch.ones(4), torch.ones(8)], list[int | None]()
     addresses = {tensor.data_ptr() for tensor in kept}
     pages = functional.GlobalPageManager.get_instance().paged_tensors
-    monkeypatch.setattr(functional, "lib", SimpleNamespace(cudaFree=lambda pointer: freed.append(pointer.value)))
+    monkeypatch.setattr(
+        functional, "lib", SimpleNamespace(cudaFree=lambda pointer: freed.append(pointer.value))
+    )
     pages += kept
     free_paged_state()
     assert set(freed) == addresses and len(freed) == 2 and not pages
@@ -122,7 +133,10 @@ def test_each_page_of_a_paged_optimizer_is_returned_once(monkeypatch: pytest.Mon
         (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
         (OSError(errno.ENOSPC, "No space left on device"), False),
         (
-            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+            RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8"
+                " bytes"
+            ),
             True,
         ),
         (RuntimeError("CUDA error: out of memory"), True),
@@ -133,7 +147,9 @@ def test_each_page_of_a_paged_optimizer_is_returned_once(monkeypatch: pytest.Mon
     ],
     ids=repr,
 )
-def test_memory_that_ran_out_is_told_from_memory_that_was_misused(error: Exception, is_memory: bool) -> None:
+def test_memory_that_ran_out_is_told_from_memory_that_was_misused(
+    error: Exception, is_memory: bool
+) -> None:
     assert is_out_of_memory(error) is is_memory
 
 
@@ -154,7 +170,9 @@ def test_the_size_that_failed_is_read_in_its_unit(message: str, gib: float | Non
 def test_what_was_freed_since_the_peak_were_activations() -> None:
     error = torch.OutOfMemoryError("Tried to allocate 3.00 GiB")
     terms = {"weights": 4.0, "gradients": 1.0, "activations": 2.0}
-    found = oom_detail(error, Phase.BACKWARD, terms, peak_gib=10.0, reserved_gib=11.5, limit_gib=12.0)
+    found = oom_detail(
+        error, Phase.BACKWARD, terms, peak_gib=10.0, reserved_gib=11.5, limit_gib=12.0
+    )
     assert found.terms_gib == {"weights": 4.0, "gradients": 1.0, "activations": 5.0}
     assert (found.phase, found.requested_gib, found.limit_gib) == (Phase.BACKWARD, 3.0, 12.0)
     assert (found.allocated_gib, found.reserved_gib) == (10.0, 11.5)
@@ -162,23 +180,34 @@ def test_what_was_freed_since_the_peak_were_activations() -> None:
 
 
 def test_a_model_that_did_not_fit_was_all_weights() -> None:
-    found = oom_detail(MemoryError(), Phase.LOAD, {"weights": 4.0}, peak_gib=6.0, reserved_gib=5.0, limit_gib=5.5)
+    found = oom_detail(
+        MemoryError(), Phase.LOAD, {"weights": 4.0}, peak_gib=6.0, reserved_gib=5.0, limit_gib=5.5
+    )
     assert found.terms_gib == {"weights": 6.0} and found.requested_gib is None
-    assert found.reserved_gib == found.allocated_gib == 6.0  # no less is reserved than was allocated
+    # no less is reserved than was allocated
+    assert found.reserved_gib == found.allocated_gib == 6.0
 
 
 def test_no_activations_are_less_than_none() -> None:
     """What is alive may be more than a peak that was read before."""
     terms = {"weights": 4.0, "activations": 2.0}
-    found = oom_detail(MemoryError(), Phase.FORWARD, terms, peak_gib=5.0, reserved_gib=0.0, limit_gib=7.0)
+    found = oom_detail(
+        MemoryError(), Phase.FORWARD, terms, peak_gib=5.0, reserved_gib=0.0, limit_gib=7.0
+    )
     assert found.terms_gib == terms and found.allocated_gib == 6.0
 
 
 @pytest.mark.parametrize(("retries", "times"), [(1, "1 time"), (2, "2 times")])
 def test_a_probe_that_fitted_by_tidying_up_does_not_fit(retries: int, times: str) -> None:
-    made = measurement(peak_allocated_gib=20.0, peak_reserved_gib=23.0, limit_gib=23.5, alloc_retries=retries)
+    made = measurement(
+        peak_allocated_gib=20.0, peak_reserved_gib=23.0, limit_gib=23.5, alloc_retries=retries
+    )
     detail, reason = tight_memory_detail(made, Phase.BACKWARD)
-    assert reason == f"too tight in backward: the allocator ran out, returned its cached memory and retried {times}"
+    assert (
+        reason
+        == "too tight in backward: the allocator ran out, returned its cached memory and retried"
+        f" {times}"
+    )
     assert (detail.phase, detail.requested_gib) == (Phase.BACKWARD, None)
     assert (detail.allocated_gib, detail.reserved_gib, detail.limit_gib) == (20.0, 23.0, 23.5)
     assert detail.terms_gib == made.terms_gib(20.0)

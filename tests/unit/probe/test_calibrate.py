@@ -1,4 +1,6 @@
-"""Calibrating: the pace of a host from two depths, and a short training against what the formula expects of it."""
+"""Calibrating: the pace of a host from two depths, and a short training against what the formula
+expects of it.
+"""
 
 from dataclasses import replace
 from datetime import date
@@ -25,7 +27,9 @@ from tests.helpers.replay import ReplayProber
 A10, T4, H200, CPU = map(resolve_device, ("a10", "t4", "h200", "cpu"))
 
 
-def probes(answers: Any, device: Any = A10, memory_gib: float = 22.0) -> tuple[LayerProbes, ReplayProber]:
+def probes(
+    answers: Any, device: Any = A10, memory_gib: float = 22.0
+) -> tuple[LayerProbes, ReplayProber]:
     prober = ReplayProber(answers)
     return LayerProbes(prober, device, memory_gib, Path("logs")), prober  # type: ignore[arg-type]
 
@@ -35,7 +39,9 @@ def host(layer_ms: float, rest_ms: float = 5.0, **changes: Any) -> Any:
 
     def answer(request: ProbeRequest) -> ProbeResult:
         host_s = (layer_ms * (request.depth or 0) + rest_ms) / 1000
-        return result(request.config, measurement=measurement(host_s, **{"host_micro_s": host_s} | changes))
+        return result(
+            request.config, measurement=measurement(host_s, **{"host_micro_s": host_s} | changes)
+        )
 
     return answer
 
@@ -46,7 +52,8 @@ def test_the_time_of_a_layer_is_the_slope_between_two_depths(changes: dict[str, 
     assert asked.layer_ms() == pytest.approx(7.5)
     assert [request.model for request in prober.requests] == [NARROW, NARROW]
     assert all(
-        request.config.checkpointing == "full" and request.config.compile == "none" for request in prober.requests
+        request.config.checkpointing == "full" and request.config.compile == "none"
+        for request in prober.requests
     )
 
 
@@ -60,7 +67,9 @@ def test_on_a_cpu_the_shortest_micro_batch_counts() -> None:
 
 
 def test_a_disturbed_host_gives_no_impossible_time() -> None:
-    """All that is timed is the ten layers, in 50 ms: a layer takes more than half of a tenth of it, and no more."""
+    """All that is timed is the ten layers, in 50 ms: a layer takes more than half of a tenth of it,
+    and no more.
+    """
     for first_s in (0.2, 0.0001):
         times = iter([first_s, 0.05])
 
@@ -77,7 +86,9 @@ def test_a_host_on_which_no_layer_trains_is_a_problem_of_the_machine() -> None:
 
 
 def card(device: Any, times: float, **changes: Any) -> Any:
-    """A card that trains so many times as fast as its calibration leads to expect, and whose host hides behind it."""
+    """A card that trains so many times as fast as its calibration leads to expect, and whose host
+    hides behind it.
+    """
     made = calibration(device.name, reference=None, layer_ms=0.1)
     model = resolve_model(TRAINED)
 
@@ -86,10 +97,14 @@ def card(device: Any, times: float, **changes: Any) -> Any:
         depth = replace(model, config=model.config | {"num_hidden_layers": request.depth})
         by_formula = estimate_step_time(depth, request.config, host_of(made))
         assert by_formula is not None
-        to_card = speed_transfer(resolve_device(REFERENCE), device, calibration=made, side=by_formula.side)
+        to_card = speed_transfer(
+            resolve_device(REFERENCE), device, calibration=made, side=by_formula.side
+        )
         assert to_card is not None
         seconds = by_formula.on(to_card).device_s / times
-        return result(request.config, measurement=measurement(seconds, **{"host_micro_s": 0.001} | changes))
+        return result(
+            request.config, measurement=measurement(seconds, **{"host_micro_s": 0.001} | changes)
+        )
 
     return made, answer
 
@@ -117,7 +132,8 @@ def test_there_are_as_many_rows_as_the_device_needs_to_set_the_pace() -> None:
 def test_where_nothing_can_be_compared_there_is_no_number() -> None:
     made, answer = card(A10, 1.0)
     assert probes(answer, memory_gib=2.0)[0].reference(made) is None  # it does not fit
-    assert probes(answer, CPU)[0].reference(replace(made, device="cpu")) is None  # no formula knows it
+    # no formula knows it
+    assert probes(answer, CPU)[0].reference(replace(made, device="cpu")) is None
     _, slow_host = card(A10, 1.0, host_micro_s=60.0)
     assert probes(slow_host)[0].reference(made) is None  # the host sets the pace
     no_memory = lambda request: result(request.config, Outcome.OOM)  # noqa: E731
@@ -193,7 +209,9 @@ def test_a_calibration_is_what_was_measured_and_says_what_it_does(
     monkeypatch.setattr(module, "WorkerProber", start)
     monkeypatch.setattr(module, "disk_mb_s", lambda folder: 321.0)
     monkeypatch.setattr(LayerProbes, "layer_ms", lambda probes: 0.1)
-    monkeypatch.setattr(LayerProbes, "reference", lambda probes, made: made.layer_ms * probes._memory_gib)
+    monkeypatch.setattr(
+        LayerProbes, "reference", lambda probes, made: made.layer_ms * probes._memory_gib
+    )
     said: list[str] = []
     stop = lambda: False  # noqa: E731
     monkeypatch.setattr(module, "visible", lambda: [0])
@@ -207,10 +225,16 @@ def test_a_calibration_is_what_was_measured_and_says_what_it_does(
     assert started == [("cuda" if is_gpu else "cpu", stop)]
     module.calibrate(target, say=lambda line: None)
     assert not started[1][1]()  # nobody stops it
-    assert (found.device, found.fingerprint, found.rates) == (device.name, FINGERPRINT, calibration().rates)
+    assert (found.device, found.fingerprint, found.rates) == (
+        device.name,
+        FINGERPRINT,
+        calibration().rates,
+    )
     assert (found.layer_ms, found.disk_mb_s, found.day) == (0.1, 321.0, date.today())
     assert found.reference == (pytest.approx(1.9) if is_gpu else None)
-    warned = ["warning: other processes hold 1.50 GiB of the GPU and may slow it down"] * (held_gib > 0)
+    warned = ["warning: other processes hold 1.50 GiB of the GPU and may slow it down"] * (
+        held_gib > 0
+    )
     assert said == [
         *warned,
         f"{device.name}: starting a worker",
@@ -250,14 +274,25 @@ def test_several_gpus_are_measured_together(
     target: Any = SimpleNamespace(device=A10, held_by_others_gib=0.0, card=object())
     said: list[str] = []
     found = module.calibrate(target, say=said.append)
-    assert found == replace(calibration(), collectives=(rates,) if num_gpus > 1 and not problem else ())
-    assert said[1:] == ["data rates between 4 GPUs"] * (num_gpus > 1) + ["warning: one is busy"] * bool(problem)
+    assert found == replace(
+        calibration(), collectives=(rates,) if num_gpus > 1 and not problem else ()
+    )
+    assert said[1:] == ["data rates between 4 GPUs"] * (num_gpus > 1) + [
+        "warning: one is busy"
+    ] * bool(problem)
 
 
 def test_what_is_probed_by_hand() -> None:
-    """A layer has as many kernels as one of Llama's, and as little arithmetic as can be; rows are of 1,024 tokens."""
+    """A layer has as many kernels as one of Llama's, and as little arithmetic as can be; rows are
+    of 1,024 tokens.
+    """
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes = {"num_hidden_layers": 12, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
+    sizes = {
+        "num_hidden_layers": 12,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "vocab_size": 256,
+    }
     assert {"model_type": "llama"} | heads | sizes == NARROW
     assert (TRAINED, TRAINED_DEPTHS, ROWS) == ("mistral-7b", (2, 6), (1, 2, 4, 8, 16))
 
@@ -266,7 +301,10 @@ def test_what_is_probed_by_hand() -> None:
 def test_what_fits_leaves_the_headroom_and_the_context(
     monkeypatch: pytest.MonkeyPatch, peak_gib: float, fits: bool
 ) -> None:
-    """Of 20 GiB 5 % stay free, and the context takes 0.81. Six of the model's layers are counted."""
+    """Of 20 GiB 5 % stay free, and the context takes 0.81.
+
+    Six of the model's layers are counted.
+    """
     asked: list[Any] = []
 
     def needs(model: Any, config: Any) -> Any:

@@ -1,4 +1,6 @@
-"""The parent of processes that compile ahead: what it asks for, how it counts, and how it ends them."""
+"""The parent of processes that compile ahead: what it asks for, how it counts, and how it ends
+them.
+"""
 
 import errno
 import json
@@ -21,8 +23,16 @@ class Process:
 
     made: list["Process"]
 
-    def __init__(self, device: str, log: Path, variables: Any, *, module: str, more: list[str]) -> None:
-        self.device, self.log, self.variables, self.module, self.more = device, log, variables, module, more
+    def __init__(
+        self, device: str, log: Path, variables: Any, *, module: str, more: list[str]
+    ) -> None:
+        self.device, self.log, self.variables, self.module, self.more = (
+            device,
+            log,
+            variables,
+            module,
+            more,
+        )
         self.code: int | None = None
         self.told: list[str] = []
         self.pid = 100 + len(self.made)
@@ -45,7 +55,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
     return Process.made
 
 
-@pytest.mark.parametrize(("cores", "number"), [(0.5, 0), (3.9, 0), (4, 1), (11, 1), (12, 2), (128, 2)])
+@pytest.mark.parametrize(
+    ("cores", "number"), [(0.5, 0), (3.9, 0), (4, 1), (11, 1), (12, 2), (128, 2)]
+)
 def test_few_cores_are_left_to_the_worker(cores: float, number: int) -> None:
     assert num_helpers(cores) == number
 
@@ -59,14 +71,18 @@ def test_what_is_wanted_is_there_for_processes_that_start_when_there_is_somethin
     ahead.want({"a": asked})
     ahead.want({"b": asked})
     assert ahead.is_running and [one.log.name for one in made] == ["ahead-0.log", "ahead-1.log"]
-    assert made[0].variables == {"TORCHINDUCTOR_COMPILE_THREADS": "4"} and made[0].more == [str(ahead.folder)]
+    assert made[0].variables == {"TORCHINDUCTOR_COMPILE_THREADS": "4"} and made[0].more == [
+        str(ahead.folder)
+    ]
     (wanted,) = json.loads((ahead.folder / WANTED).read_text())
     assert wanted["key"] == "b" and from_data(ProbeRequest, wanted["request"]) == asked
     ahead.close()
     assert [one.told for one in made] == [["kill", "close"]] * 2 and not ahead.folder.exists()
 
 
-def test_one_that_ended_is_gone_with_what_it_held_and_the_other_goes_on(made: list[Process], tmp_path: Path) -> None:
+def test_one_that_ended_is_gone_with_what_it_held_and_the_other_goes_on(
+    made: list[Process], tmp_path: Path
+) -> None:
     ahead = CompileAhead("cuda", tmp_path / "logs", 2, 16.0)
     ahead.want({"a": request()})
     for one, gib in zip(made, (0.75, 0.5), strict=True):
@@ -112,7 +128,9 @@ def test_a_full_disk_ends_the_processes_and_not_the_study(
     assert len(made) == 1 and ahead.claimed_keys() == set()
 
 
-def test_once_closed_nothing_is_asked_for_and_nothing_left_behind(made: list[Process], tmp_path: Path) -> None:
+def test_once_closed_nothing_is_asked_for_and_nothing_left_behind(
+    made: list[Process], tmp_path: Path
+) -> None:
     ahead = CompileAhead("cpu", tmp_path / "logs", 1, 4.0)
     ahead.close()  # as when one of the processes does not end its turn, in the midst of a search
     ahead.want({"a": request()})

@@ -1,4 +1,6 @@
-"""Rates of the CPU of this machine: each that was asked for, in its unit, from calls that really ran."""
+"""Rates of the CPU of this machine: each that was asked for, in its unit, from calls that really
+ran.
+"""
 
 import itertools
 import math
@@ -32,19 +34,24 @@ def test_a_cpu_has_every_rate_but_that_of_a_link() -> None:
     assert all(math.isfinite(rate) for rate in rates.products["fp32"].values())
 
 
-def test_no_larger_product_is_tried_where_one_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_larger_product_is_tried_where_one_takes_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "TOO_LONG_S", 0.0)
     assert list(measure_rates(CpuMeter()).products["fp32"]) == [32]
 
 
 def test_a_launch_takes_its_share_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
-    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock) * 0.005)  # a round takes 5 ms
+    # a round takes 5 ms
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock) * 0.005)
     assert module._launch_us(CpuMeter()) == pytest.approx(5000 / (module.LAUNCHES // module.ROUNDS))
 
 
 def test_the_time_of_a_call_is_that_of_the_median_round() -> None:
-    """A call that counts what was issued: a first one, one to learn its length, and rounds of equal length."""
+    """A call that counts what was issued: a first one, one to learn its length, and rounds of equal
+    length.
+    """
     calls, ahead = [], []
 
     class Clock(CpuMeter):
@@ -57,7 +64,9 @@ def test_the_time_of_a_call_is_that_of_the_median_round() -> None:
 
 
 def timed(*seconds: float) -> Any:
-    """In place of `_seconds`: makes each call once, which takes these seconds, one after another."""
+    """In place of `_seconds`: makes each call once, which takes
+    these seconds, one after another.
+    """
     left = iter(seconds)
 
     def one(meter: Any, call: Callable[[], object], get_ahead: Callable[[], None]) -> float:
@@ -69,11 +78,15 @@ def timed(*seconds: float) -> Any:
 
 
 def test_rates_are_what_was_done_over_the_time_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of a MiB reads and writes it, in 1 ms; products of 2 n^3 operations take 1 ms and 2 ms."""
+    """A copy of a MiB reads and writes it, in 1 ms; products of 2 n^3 operations take 1 ms and 2
+    ms.
+    """
     monkeypatch.setattr(module, "_seconds", timed(0.001, 0.001, 0.002))
     rates = measure_rates(CpuMeter())
     assert rates.copy_gb_s == pytest.approx(2 * 2**20 / 0.001 / 1e9)
-    assert rates.products["fp32"] == pytest.approx({32: 2 * 32**3 / 0.001 / 1e12, 256: 2 * 256**3 / 0.002 / 1e12})
+    assert rates.products["fp32"] == pytest.approx(
+        {32: 2 * 32**3 / 0.001 / 1e12, 256: 2 * 256**3 / 0.002 / 1e12}
+    )
 
 
 def test_a_product_that_takes_long_is_still_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +98,9 @@ def test_a_product_that_takes_long_is_still_counted(monkeypatch: pytest.MonkeyPa
 def test_a_product_is_that_of_two_random_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     multiplied: list[torch.Tensor] = []
     mm = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda *factors, out: (multiplied.extend(factors), mm(*factors, out=out)))
+    monkeypatch.setattr(
+        torch, "mm", lambda *factors, out: (multiplied.extend(factors), mm(*factors, out=out))
+    )
     monkeypatch.setattr(module, "_seconds", timed(0.5))
     assert module._product_s(CpuMeter(), torch.bfloat16, 16, lambda: None) == 0.5
     left, right = multiplied
@@ -94,7 +109,9 @@ def test_a_product_is_that_of_two_random_matrices(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("there_s", [0.25, 0.125])
-def test_the_rate_of_a_link_is_that_of_its_slower_direction(monkeypatch: pytest.MonkeyPatch, there_s: float) -> None:
+def test_the_rate_of_a_link_is_that_of_its_slower_direction(
+    monkeypatch: pytest.MonkeyPatch, there_s: float
+) -> None:
     pinned: list[dict[str, Any]] = []
 
     def empty_like(tensor: torch.Tensor, **wanted: Any) -> torch.Tensor:
@@ -121,7 +138,9 @@ def test_a_round_lasts_long_enough_and_no_longer(call_s: float, num_calls: int) 
     assert found == pytest.approx(call_s or 1e-9 / num_calls)
 
 
-def test_on_a_gpu_no_product_is_larger_than_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_no_product_is_larger_than_its_free_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Four matrices of fp32 take 16 bytes for each pair of row and column."""
     gpu: Any = SimpleNamespace(torch_device=SimpleNamespace(type="cuda"))
     monkeypatch.setattr(module, "_product_s", lambda meter, dtype, side, get_ahead: 0.001)
@@ -137,12 +156,22 @@ class Card(CpuMeter):
         self.torch_device = torch.device("meta")
 
 
-@pytest.mark.parametrize(("capability", "names"), [((8, 0), ["bf16", "fp16", "fp32"]), ((7, 5), ["fp16", "fp32"])])
-@pytest.mark.parametrize(("free", "copied"), [(3 * 2**29, 2**29), (3 * 2**29 - 1, 2**28), (3 * 2**26, 2**26)])
+@pytest.mark.parametrize(
+    ("capability", "names"), [((8, 0), ["bf16", "fp16", "fp32"]), ((7, 5), ["fp16", "fp32"])]
+)
+@pytest.mark.parametrize(
+    ("free", "copied"), [(3 * 2**29, 2**29), (3 * 2**29 - 1, 2**28), (3 * 2**26, 2**26)]
+)
 def test_a_gpu_by_hand(
-    monkeypatch: pytest.MonkeyPatch, free: int, copied: int, capability: tuple[int, int], names: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    free: int,
+    copied: int,
+    capability: tuple[int, int],
+    names: list[str],
 ) -> None:
-    """A copy takes 4 ms, so that three of them keep it busy for 10 ms; it is as large as a third of the free memory."""
+    """A copy takes 4 ms, so that three of them keep it busy for 10 ms; it is as large as a third of
+    the free memory.
+    """
     calls: list[Any] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2**40))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
@@ -153,10 +182,16 @@ def test_a_gpu_by_hand(
         calls.append(call())
         return 0.004
 
-    def products(meter: Any, dtype: torch.dtype, sides: tuple[int, ...], get_ahead: Callable[[], None]) -> Any:
+    def products(
+        meter: Any, dtype: torch.dtype, sides: tuple[int, ...], get_ahead: Callable[[], None]
+    ) -> Any:
         copy, made = torch.Tensor.copy_, list[Any]()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.Tensor, "copy_", lambda target, source: made.append(source) or copy(target, source))
+            patch.setattr(
+                torch.Tensor,
+                "copy_",
+                lambda target, source: made.append(source) or copy(target, source),
+            )
             get_ahead()
         assert len(made) == 3 and sides == (1024, 2048, 4096, 8192)
         return {1024: {torch.bfloat16: 3.0, torch.float16: 2.0, torch.float32: 1.0}[dtype]}
@@ -174,11 +209,23 @@ def test_a_gpu_by_hand(
 
 def test_what_is_measured_on_each_kind_of_device() -> None:
     """By hand: copies are larger than any cache, and matrices up to the largest of a model."""
-    assert module.ON_GPU.sides == (1024, 2048, 4096, 8192) and module.ON_GPU.copied_bytes == 536_870_912
-    assert module.ON_GPU.dtypes == {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    assert (
+        module.ON_GPU.sides == (1024, 2048, 4096, 8192)
+        and module.ON_GPU.copied_bytes == 536_870_912
+    )
+    assert module.ON_GPU.dtypes == {
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp32": torch.float32,
+    }
     assert ON_CPU.sides == (256, 512, 1024) and ON_CPU.copied_bytes == 67_108_864
     assert ON_CPU.dtypes == {"fp32": torch.float32}
-    assert (module.ROUNDS, module.MOST_CALLS, module.LAUNCHES, module.AHEAD_S) == (5, 400, 2000, 0.01)
+    assert (module.ROUNDS, module.MOST_CALLS, module.LAUNCHES, module.AHEAD_S) == (
+        5,
+        400,
+        2000,
+        0.01,
+    )
     assert (module.TOO_LONG_S, module.BF16_CAPABILITY) == (0.3, (8, 0))
 
 
@@ -192,9 +239,12 @@ def test_what_is_copied_is_random(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module, "_seconds", seconds)
 
-    def products(meter: Any, dtype: torch.dtype, sides: tuple[int, ...], get_ahead: Callable[[], None]) -> Any:
+    def products(
+        meter: Any, dtype: torch.dtype, sides: tuple[int, ...], get_ahead: Callable[[], None]
+    ) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.Tensor, "copy_", None)  # a CPU has done each call before the next is issued
+            # a CPU has done each call before the next is issued
+            patch.setattr(torch.Tensor, "copy_", None)
             get_ahead()
         return {}
 
@@ -208,10 +258,14 @@ def test_operands_are_made_on_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch, "mm", lambda left, right, out: made.extend((left, right, out)))
     monkeypatch.setattr(module, "_seconds", timed(0.5))
     module._product_s(Card(), torch.float16, 4, lambda: None)
-    assert [one.device.type for one in made] == ["meta"] * 3 and {one.dtype for one in made} == {torch.float16}
+    assert [one.device.type for one in made] == ["meta"] * 3 and {one.dtype for one in made} == {
+        torch.float16
+    }
 
 
-def test_what_is_launched_is_one_small_kernel_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_launched_is_one_small_kernel_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each round ends once the device has done its kernels, and so does what went before it."""
     added: list[Any] = []
     waits: list[int] = []
@@ -220,7 +274,11 @@ def test_what_is_launched_is_one_small_kernel_of_the_device(monkeypatch: pytest.
         def synchronize(self) -> None:
             waits.append(len(added))
 
-    monkeypatch.setattr(torch.Tensor, "add_", lambda tensor, value: added.append((tensor.device.type, tensor.numel())))
+    monkeypatch.setattr(
+        torch.Tensor,
+        "add_",
+        lambda tensor, value: added.append((tensor.device.type, tensor.numel())),
+    )
     monkeypatch.setattr(module, "LAUNCHES", 17)
     clock = itertools.count()
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock) * 0.003)

@@ -1,4 +1,7 @@
-"""`autotune dev inject`: what it tells of studies that were struck. The faults themselves are tried in tests/faults."""
+"""`autotune dev inject`: what it tells of studies that were struck.
+
+The faults themselves are tried in tests/faults.
+"""
 
 import json
 import signal
@@ -24,8 +27,13 @@ def study(outcome: str = "oom", code: int = 0, trials: int = command.TRIALS) -> 
         if around:
             return 6
         (folder / "out").mkdir(exist_ok=True)
-        rows = [{"number": n, "outcome": outcome if n == command.STRUCK else "ok"} for n in range(trials)]
-        (folder / "out" / "trials.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [
+            {"number": n, "outcome": outcome if n == command.STRUCK else "ok"}
+            for n in range(trials)
+        ]
+        (folder / "out" / "trials.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
         return code
 
     return run
@@ -35,7 +43,9 @@ def test_every_fault_of_a_probe_is_one_that_it_knows() -> None:
     assert set(command.OUTCOMES) <= set(FAULTS)
 
 
-def test_what_came_of_each_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_came_of_each_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(command, "_study", study())
     command.inject(["oom", "db-gone", "disk-full"], "cpu", json_=True)
     reported = json.loads(capsys.readouterr().out)
@@ -44,7 +54,10 @@ def test_what_came_of_each_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: 
         ("db-gone", True, 0, 0),
         ("disk-full", True, 0, 0),
     ]
-    assert reported[0]["happened"] == "trial 1: oom" and reported[1]["happened"] == "exit 6, then continued: exit 0"
+    assert (
+        reported[0]["happened"] == "trial 1: oom"
+        and reported[1]["happened"] == "exit 6, then continued: exit 0"
+    )
 
 
 @pytest.mark.parametrize("wrong", [{"outcome": "ok"}, {"code": 1}, {"trials": 3}], ids=str)
@@ -62,7 +75,9 @@ def test_a_fault_that_nobody_knows() -> None:
         command.inject(["omm"], "cpu")
 
 
-def test_only_the_requested_phase_of_the_requested_trial_is_struck(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_requested_phase_of_the_requested_trial_is_struck(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     strike("trial-0003.log", Phase.LOAD)
     monkeypatch.setenv(VARIABLE, "crash@load:3")
@@ -86,7 +101,9 @@ def test_only_the_requested_phase_of_the_requested_trial_is_struck(monkeypatch: 
         ("nan", BadLoss, "injected: the loss went nan"),
     ],
 )
-def test_what_is_raised(monkeypatch: pytest.MonkeyPatch, fault: str, error: type[Exception], words: str) -> None:
+def test_what_is_raised(
+    monkeypatch: pytest.MonkeyPatch, fault: str, error: type[Exception], words: str
+) -> None:
     monkeypatch.setenv(VARIABLE, f"throttle,{fault}")
     strike("trial-0001.log", Phase.LOAD)
     with pytest.raises(error) as caught:
@@ -116,7 +133,9 @@ def test_one_rank_of_several_may_be_struck(monkeypatch: pytest.MonkeyPatch) -> N
         ("throttle", None),
     ],
 )
-def test_what_is_done_to_the_process(monkeypatch: pytest.MonkeyPatch, fault: str, done: tuple[Any, ...] | None) -> None:
+def test_what_is_done_to_the_process(
+    monkeypatch: pytest.MonkeyPatch, fault: str, done: tuple[Any, ...] | None
+) -> None:
     said: list[Any] = []
     linux = SimpleNamespace(
         environ={VARIABLE: f"{fault}@save"},
@@ -125,7 +144,9 @@ def test_what_is_done_to_the_process(monkeypatch: pytest.MonkeyPatch, fault: str
         _exit=lambda code: said.append(("exit", code)),
     )
     monkeypatch.setattr(fault_injection, "os", linux)
-    monkeypatch.setattr(fault_injection.time, "sleep", lambda seconds: said.append(("sleep", seconds)))
+    monkeypatch.setattr(
+        fault_injection.time, "sleep", lambda seconds: said.append(("sleep", seconds))
+    )
     strike("trial-0001.log", Phase.FIRST_STEP)
     assert said == []
     strike("trial-0001.log", Phase.SAVE)
@@ -134,8 +155,16 @@ def test_what_is_done_to_the_process(monkeypatch: pytest.MonkeyPatch, fault: str
 
 @pytest.mark.parametrize(
     ("faults", "hot"),
-    [("", False), ("oom", False), ("throttle", True), ("oom,throttle:1", True), ("throttle:2", False)],
+    [
+        ("", False),
+        ("oom", False),
+        ("throttle", True),
+        ("oom,throttle:1", True),
+        ("throttle:2", False),
+    ],
 )
-def test_which_probes_are_to_report_heat(monkeypatch: pytest.MonkeyPatch, faults: str, hot: bool) -> None:
+def test_which_probes_are_to_report_heat(
+    monkeypatch: pytest.MonkeyPatch, faults: str, hot: bool
+) -> None:
     monkeypatch.setenv(VARIABLE, faults)
     assert throttles("trial-0001.log") is hot

@@ -1,4 +1,6 @@
-"""What a probe trains on, what it says of its memory and times, and which losses it does not believe."""
+"""What a probe trains on, what it says of its memory and times, and which losses it does not
+believe.
+"""
 
 import sys
 import time
@@ -17,7 +19,14 @@ from autotune.core.objective import Objective
 from autotune.core.probe_types import KernelTimes, MicroBatch, Phase, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.probe import harness as module
-from autotune.probe.harness import BadLoss, Probe, RecordingMixin, WrongPrecision, _StepEndCallback, random_rows
+from autotune.probe.harness import (
+    BadLoss,
+    Probe,
+    RecordingMixin,
+    WrongPrecision,
+    _StepEndCallback,
+    random_rows,
+)
 from autotune.probe.kernels import Kernel
 from autotune.probe.model_settings import model_settings
 from autotune.probe.recorder import Recorder, StepTimes
@@ -39,7 +48,8 @@ GIB = 2**30
         ({"loss": "chunked", "micro_batch_size": 1, "seq_len": 128}, Phase.BACKWARD, 0.0, 128, 6),
         ({}, Phase.FORWARD, 90.0, 4096, 6),
         ({}, Phase.FORWARD, 1.2, 0, 0),  # there is no room for them beside the model
-        ({}, Phase.FORWARD, 1.732421875, 0, 0),  # there is just the room for them, and layers have inputs
+        # there is just the room for them, and layers have inputs
+        ({}, Phase.FORWARD, 1.732421875, 0, 0),
         ({}, Phase.OPTIMIZER, 90.0, 0, 0),
     ],
     ids=str,
@@ -58,20 +68,31 @@ def test_logits_are_there_from_the_end_of_the_forward_pass_on(
     assert Probe._logits_gib(probe) == pytest.approx(tokens * 32_000 * bytes / GIB)
 
 
-@pytest.mark.parametrize(("losses", "bad"), [((2.5, 1.0), False), ((2.5, 0.0), True), ((float("nan"), 2.5), True)])
-def test_a_loss_of_exactly_nothing_is_as_bad_as_one_that_is_no_number(losses: tuple[float, ...], bad: bool) -> None:
+@pytest.mark.parametrize(
+    ("losses", "bad"), [((2.5, 1.0), False), ((2.5, 0.0), True), ((float("nan"), 2.5), True)]
+)
+def test_a_loss_of_exactly_nothing_is_as_bad_as_one_that_is_no_number(
+    losses: tuple[float, ...], bad: bool
+) -> None:
     """Such as of a model whose layers return zeros."""
     idle = SimpleNamespace(train=lambda: None)
     probe: Any = object.__new__(Probe)
     probe.request, probe.scratch = request_of(evaluate=False), None
-    probe.meter = SimpleNamespace(reset_peak=idle.train, synchronize=idle.train, return_freed=lambda resident_gib: None)
+    probe.meter = SimpleNamespace(
+        reset_peak=idle.train, synchronize=idle.train, return_freed=lambda resident_gib: None
+    )
     probe.recorder = SimpleNamespace(
         begin=lambda phase: None,
         weigh=idle.train,
         check_steady=idle.train,
         losses=[torch.tensor(one) for one in losses],
     )
-    for name, value in {"_prepare": None, "_make_trainer": idle, "_state_gib": 0.0, "_measurement": "measured"}.items():
+    for name, value in {
+        "_prepare": None,
+        "_make_trainer": idle,
+        "_state_gib": 0.0,
+        "_measurement": "measured",
+    }.items():
         setattr(probe, name, lambda *_, value=value: value)
     if bad:
         with pytest.raises(BadLoss):
@@ -98,10 +119,15 @@ def test_the_last_micro_batch_of_a_step_is_profiled_that_is_about_as_long_as_the
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    kinds = [MicroBatch(rows=((n,),), length=n, share=share) for n, share in zip(lengths, shares, strict=True)]
+    kinds = [
+        MicroBatch(rows=((n,),), length=n, share=share)
+        for n, share in zip(lengths, shares, strict=True)
+    ]
     request = request_of(*kinds, config=TrainConfig(seq_len=64), depth=2, profile=True)
     schedule = Schedule.plan(request)
-    in_order = [request.kinds[index].length for step in range(20) for index in schedule.micro_batches(step)]
+    in_order = [
+        request.kinds[index].length for step in range(20) for index in schedule.micro_batches(step)
+    ]
     seen: list[int] = []
     before: list[int] = []
 
@@ -114,7 +140,10 @@ def test_the_last_micro_batch_of_a_step_is_profiled_that_is_about_as_long_as_the
     monkeypatch.setattr(module, "run_profiled", run_profiled)
     trainer = SimpleNamespace(
         get_train_dataloader=lambda: in_order,
-        get_batch_samples=lambda batches, number, device: ([next(batches) for _ in range(number)], None),
+        get_batch_samples=lambda batches, number, device: (
+            [next(batches) for _ in range(number)],
+            None,
+        ),
         train_unrecorded=lambda model, inputs: seen.append(inputs),
     )
     probe = probe_of(
@@ -125,7 +154,8 @@ def test_the_last_micro_batch_of_a_step_is_profiled_that_is_about_as_long_as_the
         meter=SimpleNamespace(torch_device=CPU, synchronize=lambda: None),
     )
     timed: Any = SimpleNamespace(
-        micro_step_s=(1.0, 1.5, 9.0), kind_s=tuple(zip(shares, (0.1, 0.2, 0.3), strict=False)) if kinds else ()
+        micro_step_s=(1.0, 1.5, 9.0),
+        kind_s=tuple(zip(shares, (0.1, 0.2, 0.3), strict=False)) if kinds else (),
     )
     kernels = probe._profile(timed)
     assert (before, seen) == (trained, [profiled])
@@ -135,7 +165,12 @@ def test_the_last_micro_batch_of_a_step_is_profiled_that_is_about_as_long_as_the
 
 @pytest.mark.parametrize(
     ("depth", "profile", "device", "profiled"),
-    [(2, True, "cuda", True), (None, True, "cuda", False), (2, False, "cuda", False), (2, True, "cpu", False)],
+    [
+        (2, True, "cuda", True),
+        (None, True, "cuda", False),
+        (2, False, "cuda", False),
+        (2, True, "cpu", False),
+    ],
 )
 def test_a_micro_batch_of_a_few_layers_on_a_gpu_is_profiled_where_that_was_asked_for(
     depth: int | None, profile: bool, device: str, profiled: bool
@@ -151,7 +186,9 @@ def test_a_micro_batch_of_a_few_layers_on_a_gpu_is_profiled_where_that_was_asked
             synchronize=nothing.train,
             return_freed=lambda resident_gib: None,
         ),
-        recorder=SimpleNamespace(begin=lambda phase: None, weigh=nothing.train, check_steady=nothing.train, losses=[]),
+        recorder=SimpleNamespace(
+            begin=lambda phase: None, weigh=nothing.train, check_steady=nothing.train, losses=[]
+        ),
         _prepare=nothing.train,
         _make_trainer=lambda scratch: nothing,
         _state_gib=lambda: 0.0,
@@ -162,7 +199,9 @@ def test_a_micro_batch_of_a_few_layers_on_a_gpu_is_profiled_where_that_was_asked
 
 
 CPU = torch.device("cpu")
-KERNELS = KernelTimes(products_s=0.3, fp8_s=0.0, attention_s=0.1, bytes_s=0.2, busy_s=0.6, micro_s=0.7, num_kernels=99)
+KERNELS = KernelTimes(
+    products_s=0.3, fp8_s=0.0, attention_s=0.1, bytes_s=0.2, busy_s=0.6, micro_s=0.7, num_kernels=99
+)
 
 
 def probe_of(request: ProbeRequest, **parts: Any) -> Any:
@@ -196,14 +235,20 @@ def test_a_row_that_is_not_packed_is_padded_and_its_last_part_alone_is_trained_o
 def test_a_masked_row_has_its_mask() -> None:
     kind = MicroBatch(rows=((4,), (2,)), length=6, share=1.0)
     made = random_rows(kind, 50, torch.Generator().manual_seed(0), packing=False, masked=True)
-    assert [row["attention_mask"].tolist() for row in made] == [[1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0]]
+    assert [row["attention_mask"].tolist() for row in made] == [
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+    ]
 
 
 LONG, SHORT = (MicroBatch(rows=((length,), (4,)), length=length, share=0.5) for length in (40, 9))
 
 
 def test_a_new_length_takes_longer_by_what_a_plan_takes_without_loading_libraries() -> None:
-    """A micro batch of 19 tokens takes 1.9 s. New lengths plan for 0.25 s, the first also loads libraries for 4 s."""
+    """A micro batch of 19 tokens takes 1.9 s.
+
+    New lengths plan for 0.25 s, the first also loads libraries for 4 s.
+    """
     clock, trained = [0.0], list[int]()
 
     def train_on(batch: list[dict[str, torch.Tensor]]) -> None:
@@ -217,12 +262,15 @@ def test_a_new_length_takes_longer_by_what_a_plan_takes_without_loading_librarie
     probe = probe_of(
         request_of(*kinds, config=config),
         base=SimpleNamespace(config=LlamaConfig(vocab_size=50)),
-        meter=SimpleNamespace(mark=lambda: clock[0], synchronize=lambda: None, seconds=lambda begin, end: end - begin),
+        meter=SimpleNamespace(
+            mark=lambda: clock[0], synchronize=lambda: None, seconds=lambda begin, end: end - begin
+        ),
         recorder=SimpleNamespace(times=lambda: SimpleNamespace(kinds=((0.3, 4.0), (0.7, 1.9)))),
         trainer=SimpleNamespace(data_collator=lambda rows: rows),
         _train_on=train_on,
     )
-    # The next odd ones below the most frequent, 19, but for 15, which is a kind; after six seconds no other begins.
+    # The next odd ones below the most frequent, 19, but for 15, which is a kind; after six seconds
+    # no other begins.
     assert probe._time_new_lengths() == pytest.approx((4.25 + 0.25) / 2) and trained == [17, 13]
     assert probe._time_new_lengths() == pytest.approx(0.25) and trained == [17, 13, 11, 9, 7, 5, 3]
     assert probe._time_new_lengths() is None  # none is left
@@ -246,13 +294,16 @@ def test_rows_stand_in_the_order_of_the_schedule_and_repeat_after_a_while() -> N
     assert [len(rows[0]) for rows in micros] == [3, 5, 5, 3, 3, 5]
     assert micros[4] is not micros[3] and all(map(torch.equal, micros[4], micros[0]))
     assert all(map(torch.equal, micros[5], micros[1]))
-    assert not torch.equal(micros[3][0], micros[0][0]) and not torch.equal(micros[2][0], micros[1][0])
+    assert not torch.equal(micros[3][0], micros[0][0]) and not torch.equal(
+        micros[2][0], micros[1][0]
+    )
     assert all(map(torch.equal, made, (row["input_ids"] for row in probe._rows(order, seed=3))))
     assert not torch.equal(made[0], probe._rows(order, seed=4)[0]["input_ids"])
 
 
 @pytest.mark.parametrize(
-    ("precision", "wanted"), [("bf16_mixed", True), ("fp16_mixed", True), ("bf16_pure", False), ("fp32", False)]
+    ("precision", "wanted"),
+    [("bf16_mixed", True), ("fp16_mixed", True), ("bf16_pure", False), ("fp32", False)],
 )
 def test_a_probe_under_the_wrong_precision_is_refused(precision: str, wanted: bool) -> None:
     request = request_of(config=TrainConfig(precision=precision))
@@ -279,7 +330,9 @@ KIB = 1024 / GIB
 
 
 def trainer_of(*sizes: int, paged: bool = False) -> Any:
-    tensors = {f"state{index}": torch.zeros(size, dtype=torch.uint8) for index, size in enumerate(sizes)}
+    tensors = {
+        f"state{index}": torch.zeros(size, dtype=torch.uint8) for index, size in enumerate(sizes)
+    }
     for tensor in tensors.values():
         tensor.is_paged = paged  # type: ignore[attr-defined]
     return SimpleNamespace(optimizer=SimpleNamespace(state={"one": tensors}))
@@ -311,13 +364,23 @@ def test_what_holds_memory_adds_up_to_what_is_allocated(
 
 @pytest.mark.parametrize(
     ("method", "adapters_gib", "saved"),
-    [("lora", 1.0, "checkpoint"), ("lora", 4.0, "checkpoint"), ("lora", 5.0, "model"), ("full", 1.0, None)],
+    [
+        ("lora", 1.0, "checkpoint"),
+        ("lora", 4.0, "checkpoint"),
+        ("lora", 5.0, "model"),
+        ("full", 1.0, None),
+    ],
 )
 def test_adapters_are_saved_as_the_run_does_where_that_is_small(
     method: str, adapters_gib: float, saved: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first micro batch that is evaluated warms up; of the others each kind counts by its share."""
-    kinds = [MicroBatch(rows=((length,),), length=length, share=share) for length, share in ((10, 0.375), (40, 0.125))]
+    """The first micro batch that is evaluated warms up; of the others each kind counts by its
+    share.
+    """
+    kinds = [
+        MicroBatch(rows=((length,),), length=length, share=share)
+        for length, share in ((10, 0.375), (40, 0.125))
+    ]
     request = request_of(*kinds, config=TrainConfig(method=method))
     done: list[str] = []
     begun: list[Phase] = []
@@ -338,7 +401,9 @@ def test_adapters_are_saved_as_the_run_does_where_that_is_small(
         recorder=recorder,
         trainer=trainer,
         model=None,
-        meter=SimpleNamespace(synchronize=lambda: done.append("wait"), seconds=lambda begin, end: end - begin),
+        meter=SimpleNamespace(
+            synchronize=lambda: done.append("wait"), seconds=lambda begin, end: end - begin
+        ),
         resident=SimpleNamespace(model_gib=20.0, joined=None, adapters_gib=lambda: adapters_gib),
         _checkpoint_s=None,
     )
@@ -388,12 +453,16 @@ def test_a_measurement_is_what_was_recorded(device: str) -> None:
     assert (found.warm_s, found.host_micro_s, found.host_waits) == (3.0, 0.5, True)
     assert found.kind_s == ((1.0, 0.95),)
     assert found.phase_s == {Phase.FORWARD: 0.5}
-    assert found.phase_peak_gib == {Phase.BACKWARD: 3.0} and found.segment_peak_gib == {"backward_layers": 2.5}
+    assert found.phase_peak_gib == {Phase.BACKWARD: 3.0} and found.segment_peak_gib == {
+        "backward_layers": 2.5
+    }
     assert (found.peak_allocated_gib, found.peak_reserved_gib, found.limit_gib) == (5.0, 6.0, 7.0)
     assert (found.row_length, found.micro_steps, found.alloc_retries) == (128, 2, 2)
     assert found.gradients_gib == 4 * KIB and found.optimizer_gib == 0.0
     assert found.managed_gib == (KIB if device == "cuda" else 0.0)
-    assert (found.loss_first, found.loss_last) == (12.0, 1.0) and found.losses == tuple(range(12, 4, -1))
+    assert (found.loss_first, found.loss_last) == (12.0, 1.0) and found.losses == tuple(
+        range(12, 4, -1)
+    )
     assert (found.trainable_params, found.total_params) == (1024, 2048)
     assert (found.evaluation_s, found.checkpoint_s, found.context_gib) == (0.75, None, 0.25)
     assert found.new_length_s == 0.125
@@ -449,7 +518,9 @@ def test_a_trainer_tells_of_the_phases_of_a_micro_batch(told: Any) -> None:
 
 def test_a_trainer_marks_what_it_fetches_and_what_it_evaluates(told: Any) -> None:
     assert told.get_batch_samples() == ["batch"] and told.recorder.fetches == [(0, 0)]
-    assert told.prediction_step(nn.Linear(1, 1)) == "predicted" and told.recorder.evaluation_ends == [0]
+    assert told.prediction_step(
+        nn.Linear(1, 1)
+    ) == "predicted" and told.recorder.evaluation_ends == [0]
     told.train_dataset = ["first", "second", "third"]
     assert list(told._get_train_sampler()) == [0, 1, 2]
 
@@ -466,8 +537,20 @@ def test_training_stops_when_the_recorder_has_enough(enough: bool) -> None:
     ("device", "knobs", "trainer", "caps", "reserved_gib"),
     [
         ("cuda", {"optimizer": "adamw_torch_fused"}, "transformers", [(80.0, 0.05, 0.0)], 0.0),
-        ("cuda", {"optimizer": "paged_adamw_8bit"}, "transformers", [(80.0, 0.05, 0.0), (80.0, 0.05, 2.0)], 70.0),
-        ("cuda", {"optimizer": "paged_adamw_8bit"}, "transformers", [(80.0, 0.05, 0.0), (80.0, 0.05, 2.0)], 70.5),
+        (
+            "cuda",
+            {"optimizer": "paged_adamw_8bit"},
+            "transformers",
+            [(80.0, 0.05, 0.0), (80.0, 0.05, 2.0)],
+            70.0,
+        ),
+        (
+            "cuda",
+            {"optimizer": "paged_adamw_8bit"},
+            "transformers",
+            [(80.0, 0.05, 0.0), (80.0, 0.05, 2.0)],
+            70.5,
+        ),
         ("cpu", {"optimizer": "paged_adamw_8bit"}, "transformers", [(80.0, 0.05, 0.0)], 0.0),
         ("cuda", {"loss": "chunked"}, "transformers", [(80.0, 0.05, 0.0)], 0.0),
         ("cuda", {"loss": "chunked"}, "trl", [(80.0, 0.05, 0.0)], 0.0),
@@ -485,7 +568,9 @@ def test_a_probe_is_capped_and_brought_into_the_asked_state(
     """A paged optimizer would keep two GiB in managed memory, under a limit of 70 GiB."""
     asked: list[tuple[float, ...]] = []
     attention: list[tuple[bool, bool]] = []
-    monkeypatch.setattr(module, "choose_attention", lambda any_length, flash: attention.append((any_length, flash)))
+    monkeypatch.setattr(
+        module, "choose_attention", lambda any_length, flash: attention.append((any_length, flash))
+    )
     monkeypatch.setattr(module, "set_checkpointing", lambda base, settings: None)
     monkeypatch.setattr(module, "attach", lambda *_: "model")
     monkeypatch.setattr(module, "paged_state_gib", {"model": 2.0}.__getitem__)
@@ -507,7 +592,9 @@ def test_a_probe_is_capped_and_brought_into_the_asked_state(
             probe._prepare()
     else:
         probe._prepare()
-        assert probe._loss == ("chunked" if config.loss == "chunked" and trainer == "transformers" else None)
+        assert probe._loss == (
+            "chunked" if config.loss == "chunked" and trainer == "transformers" else None
+        )
     assert held == [config.allocator]
     assert asked == caps and (probe.limit_gib, probe.context_gib) == (70.0, 0.25)
     assert probe.managed_gib == (2.0 if len(caps) == 2 else 0.0)
@@ -518,14 +605,21 @@ def test_a_probe_is_capped_and_brought_into_the_asked_state(
 def test_layers_are_compiled_alike_and_a_probe_may_compile_as_much_as_a_fresh_process(
     monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """Earlier probes have compiled five graphs. With adapters, the first layer's input requires gradients."""
+    """Earlier probes have compiled five graphs.
+
+    With adapters, the first layer's input requires gradients.
+    """
     compiled: list[Any] = []
     required: list[bool] = []
-    dynamo = SimpleNamespace(recompile_limit=1, accumulated_recompile_limit=1, fail_on_recompile_limit_hit=False)
+    dynamo = SimpleNamespace(
+        recompile_limit=1, accumulated_recompile_limit=1, fail_on_recompile_limit_hit=False
+    )
     monkeypatch.setattr(torch, "_dynamo", SimpleNamespace(config=dynamo), raising=False)
     monkeypatch.setattr(module, "compiled_graphs", lambda: 5)
     monkeypatch.setattr(module, "decoder_layers", lambda model: [model])
-    monkeypatch.setattr(module, "compile_layers", lambda layers, budget: compiled.extend([*layers, budget]))
+    monkeypatch.setattr(
+        module, "compile_layers", lambda layers, budget: compiled.extend([*layers, budget])
+    )
     monkeypatch.setattr(module, "require_input_gradients", lambda base: required.append(True))
     config = TrainConfig(method=method, checkpointing="selective_50")
     probe_of(request_of(config=config), base=None, model="model")._compile()
@@ -551,27 +645,40 @@ def test_tokens_are_of_the_whole_vocabulary_and_trained_as_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("padding", "new_lengths", "timed"), [("longest", True, False), ("masked", True, True), ("masked", False, False)]
+    ("padding", "new_lengths", "timed"),
+    [("longest", True, False), ("masked", True, True), ("masked", False, False)],
 )
-def test_what_a_probe_does_in_order(tmp_path: Path, padding: str, new_lengths: bool, timed: bool) -> None:
+def test_what_a_probe_does_in_order(
+    tmp_path: Path, padding: str, new_lengths: bool, timed: bool
+) -> None:
     """The folder of the Trainer is in the worker's scratch directory, and gone afterwards."""
     done: list[Any] = []
 
     def note(*what: Any) -> Any:
-        return lambda *values: done.append((*what, *values) if len(what) + len(values) > 1 else what[0])
+        return lambda *values: done.append(
+            (*what, *values) if len(what) + len(values) > 1 else what[0]
+        )
 
     def trainer(folder: str) -> Any:
         assert Path(folder).parent == tmp_path and Path(folder).name.startswith("autotune-")
         return SimpleNamespace(train=note("train"))
 
     probe = probe_of(
-        request_of(*KINDS, config=TrainConfig(padding=padding), evaluate=True, new_lengths=new_lengths),
+        request_of(
+            *KINDS, config=TrainConfig(padding=padding), evaluate=True, new_lengths=new_lengths
+        ),
         scratch=str(tmp_path),
         meter=SimpleNamespace(
-            reset_peak=note("reset"), synchronize=note("wait"), return_freed=note("return"), uncap=note("uncap")
+            reset_peak=note("reset"),
+            synchronize=note("wait"),
+            return_freed=note("return"),
+            uncap=note("uncap"),
         ),
         recorder=SimpleNamespace(
-            begin=note("begin"), weigh=note("weigh"), check_steady=note("steady"), losses=[torch.tensor(2.5)]
+            begin=note("begin"),
+            weigh=note("weigh"),
+            check_steady=note("steady"),
+            losses=[torch.tensor(2.5)],
         ),
         _prepare=note("prepare"),
         _make_trainer=trainer,
@@ -587,7 +694,9 @@ def test_what_a_probe_does_in_order(tmp_path: Path, padding: str, new_lengths: b
     assert not list(tmp_path.iterdir())
 
 
-def test_the_first_round_may_count_where_attention_has_planned_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_round_may_count_where_attention_has_planned_for_all_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     request = request_of(*KINDS, config=TrainConfig(padding="masked", micro_batch_size=1))
     planned = {("bf16_mixed", 1, length) for length in (3, 5, 4, 9)}
     base = nn.Linear(2, 2)
@@ -604,14 +713,21 @@ def test_a_probe_brings_the_model_into_the_state_of_its_configuration(
 ) -> None:
     done: list[Any] = []
     monkeypatch.setattr(module, "choose_attention", lambda any_length, flash: None)
-    monkeypatch.setattr(module, "set_checkpointing", lambda *asked: done.append(("checkpointing", *asked)))
+    monkeypatch.setattr(
+        module, "set_checkpointing", lambda *asked: done.append(("checkpointing", *asked))
+    )
     monkeypatch.setattr(module, "attach", lambda *asked: done.append(("attach", *asked)) or "model")
-    meter = SimpleNamespace(context_gib=lambda: 0.25, hold_memory=lambda _: None, cap=lambda *_: 70.0, torch_device=CPU)
+    meter = SimpleNamespace(
+        context_gib=lambda: 0.25, hold_memory=lambda _: None, cap=lambda *_: 70.0, torch_device=CPU
+    )
     config = TrainConfig(checkpointing="every_2", **knobs)
     parts: dict[str, Any] = {"meter": meter, "resident": "resident", "base": "base"}
     parts |= {"managed_gib": 0.0, "_loss": None}
     probe = probe_of(request_of(config=config, seed=3), **parts)
-    probe._compile, probe._add_hooks = (lambda: done.append("compile")), (lambda: done.append("hooks"))
+    probe._compile, probe._add_hooks = (
+        (lambda: done.append("compile")),
+        (lambda: done.append("hooks")),
+    )
     probe._prepare()
     expected = [
         ("checkpointing", "base", model_settings(config, "llama")),
@@ -622,8 +738,13 @@ def test_a_probe_brings_the_model_into_the_state_of_its_configuration(
 
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("trainer", ["transformers", "trl"])
-def test_a_step_is_divided_where_it_passes_the_ends_of_the_layers(trainer: str, trained: bool) -> None:
-    """TRL takes the head's weights and never calls it. Autocast is checked as the embedding runs."""
+def test_a_step_is_divided_where_it_passes_the_ends_of_the_layers(
+    trainer: str, trained: bool
+) -> None:
+    """TRL takes the head's weights and never calls it.
+
+    Autocast is checked as the embedding runs.
+    """
     embedding, layers, head = nn.Embedding(4, 2), nn.Linear(2, 2), nn.Linear(2, 4)
     embedding.requires_grad_(trained)
     wrapped = nn.Module()
@@ -632,7 +753,9 @@ def test_a_step_is_divided_where_it_passes_the_ends_of_the_layers(trainer: str, 
     probe = probe_of(
         request_of(trainer=trainer, config=TrainConfig(precision="fp32")),
         base=SimpleNamespace(
-            get_input_embeddings=lambda: embedding, get_output_embeddings=lambda: head, base_model=wrapped
+            get_input_embeddings=lambda: embedding,
+            get_output_embeddings=lambda: head,
+            base_model=wrapped,
         ),
         recorder=SimpleNamespace(enter_segment=entered.append),
         meter=SimpleNamespace(torch_device=CPU),
@@ -658,7 +781,9 @@ KINDS = (
 
 def making(device: str = "cpu", **wanted: Any) -> Any:
     """A probe of a tiny model that is about to make its Trainer."""
-    knobs = {"micro_batch_size": 1, "precision": "fp32", "optimizer": "adamw_torch"} | wanted.pop("knobs", {})
+    knobs = {"micro_batch_size": 1, "precision": "fp32", "optimizer": "adamw_torch"} | wanted.pop(
+        "knobs", {}
+    )
     request = request_of(*KINDS, config=TrainConfig(**knobs), seed=5, max_timed_steps=7, **wanted)
     meter: Any = SimpleNamespace(peaks_are_free=True, torch_device=SimpleNamespace(type=device))
     model = nn.Linear(2, 2)
@@ -673,24 +798,38 @@ def making(device: str = "cpu", **wanted: Any) -> Any:
     )
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # the Trainer's arguments have new names from transformers 5.23 on
+# the Trainer's arguments have new names from transformers 5.23 on
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_trainer_of_a_probe_by_hand(tmp_path: Path) -> None:
-    """The lead and a round have two steps each: five rounds may warm up, seven steps are timed, a round is spare."""
+    """The lead and a round have two steps each: five rounds may warm up, seven steps are timed, a
+    round is spare.
+    """
     probe = making()
     trainer = probe._make_trainer(str(tmp_path))
     args = trainer.args
     assert args.max_steps == 2 + 2 * 5 + 7 + 2
     assert (args.output_dir, args.seed, args.use_cpu) == (str(tmp_path), 5, True)
     assert (args.per_device_train_batch_size, args.per_device_eval_batch_size) == (1, 1)
-    assert (args.gradient_accumulation_steps, args.save_strategy, args.optim) == (2, "no", "adamw_torch")
+    assert (args.gradient_accumulation_steps, args.save_strategy, args.optim) == (
+        2,
+        "no",
+        "adamw_torch",
+    )
     assert args.disable_tqdm and args.prediction_loss_only and not args.gradient_checkpointing
     assert trainer.model is probe.model and trainer.compute_loss_func is probe._loss
     assert trainer.recorder is probe.recorder
     callbacks = [type(one).__name__ for one in trainer.callback_handler.callbacks]
-    assert "_StepEndCallback" in callbacks and not {"PrinterCallback", "ProgressCallback"} & set(callbacks)
+    assert "_StepEndCallback" in callbacks and not {"PrinterCallback", "ProgressCallback"} & set(
+        callbacks
+    )
     schedule = probe.recorder.schedule
     order = [KINDS[index].length for step in range(21) for index in schedule.micro_batches(step)]
-    assert [len(row["input_ids"]) for row in trainer.train_dataset] == order and order[:4] == [3, 3, 3, 9]
+    assert [len(row["input_ids"]) for row in trainer.train_dataset] == order and order[:4] == [
+        3,
+        3,
+        3,
+        9,
+    ]
     assert [len(row["input_ids"]) for row in trainer.eval_dataset] == [9, 3, 5, 4]
     seeded = {seed: probe._rows([0], seed)[0]["input_ids"] for seed in (4, 5, 6, 7)}
     assert torch.equal(trainer.train_dataset[0]["input_ids"], seeded[5])
@@ -708,13 +847,26 @@ def test_trl_pads_to_whole_rows_where_that_was_asked_for(
     asked: list[Any] = []
     trainer = SimpleNamespace(add_callback=asked.append, remove_callback=asked.append)
 
-    def trl(recorded: type, model: Any, settings: dict[str, Any], train: Any, held_out: Any, *others: Any) -> Any:
-        assert recorded is RecordingMixin and (len(train), len(held_out)) == (42, 4) and others == (Objective.SFT, None)
+    def trl(
+        recorded: type,
+        model: Any,
+        settings: dict[str, Any],
+        train: Any,
+        held_out: Any,
+        *others: Any,
+    ) -> Any:
+        assert (
+            recorded is RecordingMixin
+            and (len(train), len(held_out)) == (42, 4)
+            and others == (Objective.SFT, None)
+        )
         asked.append(settings)
         return trainer
 
     monkeypatch.setitem(sys.modules, "autotune.probe.trl_trainer", SimpleNamespace(trl_trainer=trl))  # type: ignore[arg-type]
-    probe = making("cuda", trainer="trl", knobs={"padding": padding, "seq_len": 64, "precision": "bf16_mixed"})
+    probe = making(
+        "cuda", trainer="trl", knobs={"padding": padding, "seq_len": 64, "precision": "bf16_mixed"}
+    )
     assert probe._make_trainer(str(tmp_path)) is trainer and len(asked) == 4
     settings = asked[0]
     names = ("max_length", "pad_to_multiple_of")
@@ -760,12 +912,24 @@ class Still:
         return 3.0
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks with a name from before transformers 5.23
+# PEFT asks with a name from before transformers 5.23
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_probe_trains_measures_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
-    values = {"micro_batch_size": 1, "seq_len": 8, "lora_rank": 2, "precision": "fp32", "optimizer": "adamw_torch"}
+    values = {
+        "micro_batch_size": 1,
+        "seq_len": 8,
+        "lora_rank": 2,
+        "precision": "fp32",
+        "optimizer": "adamw_torch",
+    }
     values |= {"loss": "chunked"}
     shape = TINY | {"model_type": "llama", "num_hidden_layers": 1}
-    short: dict[str, Any] = {"min_timed_s": 0.0, "min_timed_micros": 1, "evaluate": True, "device": "cpu"}
+    short: dict[str, Any] = {
+        "min_timed_s": 0.0,
+        "min_timed_micros": 1,
+        "evaluate": True,
+        "device": "cpu",
+    }
     request = ProbeRequest(config=TrainConfig(**values), model=shape, memory_gib=4.0, **short)
     resident = build_resident(request, CPU)
     names, losses = dict(module_names(resident.base)), []
@@ -773,22 +937,40 @@ def test_a_probe_trains_measures_and_leaves_the_model_as_it_was(tmp_path: Path) 
         phases: list[Phase] = []
         meter: Any = Still()
         probe = Probe(request, resident, meter, phases.append, str(tmp_path))
-        assert (probe.managed_gib, probe.limit_gib, probe.trainer, probe.model) == (0.0, 0.0, None, resident.base)
+        assert (probe.managed_gib, probe.limit_gib, probe.trainer, probe.model) == (
+            0.0,
+            0.0,
+            None,
+            resident.base,
+        )
         found = probe.run()
         model: Any = probe.model
         assert phases == [Phase.FIRST_STEP, Phase.STEADY, Phase.EVALUATE, Phase.SAVE]
         assert (found.limit_gib, found.context_gib, found.peak_reserved_gib) == (3.0, 0.5, 2.0)
         assert found.evaluation_s and found.checkpoint_s and found.warm_s and len(found.losses) >= 4
-        parts = {"forward", "forward_head", "backward", "backward_layers", "backward_inputs", "optimizer"}
+        parts = {
+            "forward",
+            "forward_head",
+            "backward",
+            "backward_layers",
+            "backward_inputs",
+            "optimizer",
+        }
         assert set(found.segment_peak_gib) == parts
-        assert meter.freed_gib == [pytest.approx(resident.model_gib + found.adapters_gib + found.optimizer_gib)]
+        assert meter.freed_gib == [
+            pytest.approx(resident.model_gib + found.adapters_gib + found.optimizer_gib)
+        ]
         assert found.optimizer_gib > 0 and not list(tmp_path.iterdir())
         trainer = probe.trainer
         assert "train" in vars(model) and AcceleratorState._shared_state
         probe.close()
         assert probe.trainer is None and trainer.optimizer is None and trainer.lr_scheduler is None
         assert not trainer.callback_handler.callbacks and not trainer.accelerator._models
-        assert not AcceleratorState._shared_state and not PartialState._shared_state and not GradientState._shared_state
+        assert (
+            not AcceleratorState._shared_state
+            and not PartialState._shared_state
+            and not GradientState._shared_state
+        )
         assert "train" not in vars(model) and module_names(resident.base) == names
         base: Any = resident.base
         ends = (base.get_input_embeddings(), base.get_output_embeddings())
@@ -799,7 +981,9 @@ def test_a_probe_trains_measures_and_leaves_the_model_as_it_was(tmp_path: Path) 
 
 
 def test_a_probe_that_never_began_is_closed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names that a library replaced are restored, and bitsandbytes forgets the embedding that was registered."""
+    """Names that a library replaced are restored, and bitsandbytes forgets the embedding that was
+    registered.
+    """
     forgotten: list[bool] = []
     manager = SimpleNamespace(initialize=lambda: forgotten.append(True))
     optim = SimpleNamespace(GlobalOptimManager=SimpleNamespace(get_instance=lambda: manager))
@@ -807,7 +991,9 @@ def test_a_probe_that_never_began_is_closed_too(monkeypatch: pytest.MonkeyPatch)
     names = {"norm": "theirs"}
     cleaned: list[Any] = []
     monkeypatch.setattr(module, "clean", cleaned.append)
-    probe = probe_of(request_of(), base=None, resident="resident", model=nn.Linear(1, 1), trainer=None)
+    probe = probe_of(
+        request_of(), base=None, resident="resident", model=nn.Linear(1, 1), trainer=None
+    )
     probe._hooks, probe._module_names, probe._names = [], names, {"norm": "ours"}
     probe.close()
     assert names == {"norm": "ours"} and forgotten == [True] and cleaned == ["resident"]

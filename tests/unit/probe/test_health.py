@@ -13,7 +13,9 @@ CPU = torch.device("cpu")
 Factors = tuple[torch.Tensor, torch.Tensor]
 
 
-def multiplied(broken: Callable[[torch.Tensor], torch.Tensor] = lambda product: product) -> list[Factors]:
+def multiplied(
+    broken: Callable[[torch.Tensor], torch.Tensor] = lambda product: product,
+) -> list[Factors]:
     """The factors of every product that was asked for."""
     factors: list[Factors] = []
 
@@ -25,7 +27,9 @@ def multiplied(broken: Callable[[torch.Tensor], torch.Tensor] = lambda product: 
     return factors
 
 
-def test_four_different_pairs_of_matrices_of_small_integers_are_multiplied_each_time_the_same() -> None:
+def test_four_different_pairs_of_matrices_of_small_integers_are_multiplied_each_time_the_same() -> (
+    None
+):
     first, again = multiplied(), multiplied()
     assert len(first) == 4
     for left, right in first:
@@ -33,7 +37,9 @@ def test_four_different_pairs_of_matrices_of_small_integers_are_multiplied_each_
         assert left.dtype == right.dtype == torch.float32
         assert left.unique().tolist() == right.unique().tolist() == [-1, 0, 1]
         assert not torch.equal(left, right.T)
-    assert len({float(left.flatten() @ torch.arange(left.numel()).float()) for left, _ in first}) == 4
+    assert (
+        len({float(left.flatten() @ torch.arange(left.numel()).float()) for left, _ in first}) == 4
+    )
     assert all(map(torch.equal, first[3], again[3]))
 
 
@@ -53,7 +59,9 @@ def test_a_gpu_multiplies_large_matrices_in_the_type_that_every_one_has_units_fo
     real, made = torch.randint, torch.Generator().manual_seed(0)
     gpu: Any = type("Device", (), {"type": "cuda"})()
 
-    def randint(low: int, high: int, shape: Any, *, generator: torch.Generator, device: Any) -> torch.Tensor:
+    def randint(
+        low: int, high: int, shape: Any, *, generator: torch.Generator, device: Any
+    ) -> torch.Tensor:
         asked.append((low, high, device))
         assert generator is made
         return real(low, high, shape)

@@ -1,4 +1,6 @@
-"""What a GPU's meter says of the context, with a driver and a torch that the test makes up; what a host has lost."""
+"""What a GPU's meter says of the context, with a driver and a torch that the test makes up; what a
+host has lost.
+"""
 
 import ctypes
 import os
@@ -23,7 +25,9 @@ from autotune.trainer.settings import ALLOCATOR_VARIABLE
 
 
 class Driver:
-    """NVML on a card: `by_process` is what it shows for this process, `used` what is in use on the whole card."""
+    """NVML on a card: `by_process` is what it shows for this process, `used` what is in use on the
+    whole card.
+    """
 
     def __init__(self, by_process: float | None, used: float | None) -> None:
         self.by_process = by_process
@@ -62,7 +66,9 @@ def test_the_context_is_what_the_driver_shows_for_the_process(limits: list[float
     assert meter(Driver(2.5, 20.0), 10.0).context_gib() == pytest.approx(0.5)
 
 
-def test_in_a_container_the_context_is_what_the_card_holds_more_than_before(limits: list[float]) -> None:
+def test_in_a_container_the_context_is_what_the_card_holds_more_than_before(
+    limits: list[float],
+) -> None:
     """The driver does not know the process there; 5 GiB are of others."""
     assert meter(Driver(None, 7.75), 5.0).context_gib() == pytest.approx(0.75)
     assert meter(Driver(None, 6.0), 5.0).context_gib() == 0.0  # a neighbour has returned some
@@ -74,20 +80,28 @@ def test_an_unknown_context_is_none(limits: list[float]) -> None:
     assert meter(Driver(None, 7.0), None).context_gib() is None
 
 
-def test_the_limit_leaves_room_for_the_context(limits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert meter(Driver(2.5, 20.0)).cap(20.0, 0.1, managed_gib=1.0) == pytest.approx(18.0 - 0.5 - 1.0)
+def test_the_limit_leaves_room_for_the_context(
+    limits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert meter(Driver(2.5, 20.0)).cap(20.0, 0.1, managed_gib=1.0) == pytest.approx(
+        18.0 - 0.5 - 1.0
+    )
     # Unknown, it is at most what the card holds besides torch's memory.
     assert meter(None).cap(20.0, 0.1, managed_gib=0.0) == pytest.approx(18.0 - 8.0)
     assert limits == pytest.approx([16.5 / 24, 10 / 24])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (23 * GIB, 24 * GIB))
-    assert meter(None).cap(20.0, 0.1, managed_gib=0.0) == pytest.approx(18.0)  # all of it is torch's
+    # all of it is torch's
+    assert meter(None).cap(20.0, 0.1, managed_gib=0.0) == pytest.approx(18.0)
     meter(None).uncap()
     assert limits[-1] == 1.0
 
 
 def test_a_fingerprint_names_the_versions_of_what_measured() -> None:
     packages = CpuMeter().fingerprint().packages
-    assert packages["torch"] == torch.__version__ and {"transformers", "peft", "accelerate"} < packages.keys()
+    assert (
+        packages["torch"] == torch.__version__
+        and {"transformers", "peft", "accelerate"} < packages.keys()
+    )
 
 
 def test_address_space_of_a_host_is_not_lost_memory_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +158,9 @@ for _ in range(3):
 
 
 def test_peaks_of_a_host_are_exact_again_after_freed_memory_was_kept() -> None:
-    """On one processor: each keeps back up to 31 pages of each count, which the kernel's peak then lacks."""
+    """On one processor: each keeps back up to 31 pages of each count, which the kernel's peak then
+    lacks.
+    """
     environment = child_environment(os.environ, "cpu")
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})  # of this thread, and so of the process that it starts
@@ -156,23 +172,38 @@ def test_peaks_of_a_host_are_exact_again_after_freed_memory_was_kept() -> None:
     assert not done.returncode, done.stderr
 
 
-def test_a_gpu_has_its_memory_back_but_for_what_libraries_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some library keeps 2 MiB from its first use of a large matrix on; a tensor that is left is more."""
+def test_a_gpu_has_its_memory_back_but_for_what_libraries_keep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some library keeps 2 MiB from its first use of a large matrix on; a tensor that is left is
+    more.
+    """
     for kept_mib, returned in ((2, True), (-7, True), (8, False), (-8, False), (9, False)):
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda kept=kept_mib: GIB + kept * 2**20)
+        monkeypatch.setattr(
+            torch.cuda, "memory_allocated", lambda kept=kept_mib: GIB + kept * 2**20
+        )
         assert meter(None).has_returned(1.0) is returned
 
 
 def test_memory_of_models_that_wait_is_neither_counted_nor_capped(
     limits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stats = {"allocated_bytes": {"all": {"peak": 5 * GIB}}, "reserved_bytes": {"all": {"peak": 6 * GIB}}}
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda: stats | {"num_alloc_retries": 3})
+    stats = {
+        "allocated_bytes": {"all": {"peak": 5 * GIB}},
+        "reserved_bytes": {"all": {"peak": 6 * GIB}},
+    }
+    monkeypatch.setattr(
+        torch.cuda, "memory_stats_as_nested_dict", lambda: stats | {"num_alloc_retries": 3}
+    )
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 3 * GIB)
     made = meter(Driver(2.5, 20.0))
     assert (made.allocated_gib(), made.reserved_gib(), made.peak_gib()) == (3.0, 2.0, (5.0, 6.0))
     made.aside_gib = 1.25
-    assert (made.allocated_gib(), made.reserved_gib(), made.peak_gib()) == (1.75, 0.75, (3.75, 4.75))
+    assert (made.allocated_gib(), made.reserved_gib(), made.peak_gib()) == (
+        1.75,
+        0.75,
+        (3.75, 4.75),
+    )
     assert made.alloc_retries() == 3
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", dict)
     assert made.alloc_retries() == 0
@@ -180,7 +211,9 @@ def test_memory_of_models_that_wait_is_neither_counted_nor_capped(
     assert limits == [(8.5 + 1.25) / 24]
 
 
-def test_a_cap_leaves_room_on_this_card_unless_a_few_layers_stand_for_a_larger_one(limits: list[float]) -> None:
+def test_a_cap_leaves_room_on_this_card_unless_a_few_layers_stand_for_a_larger_one(
+    limits: list[float],
+) -> None:
     made = meter(Driver(2.5, 20.0))
     made.aside_gib = 4.0
     made.cap(24.0, 0.25, managed_gib=0.0)  # what waits does not fit beside it
@@ -189,18 +222,35 @@ def test_a_cap_leaves_room_on_this_card_unless_a_few_layers_stand_for_a_larger_o
     assert limits == pytest.approx([17.5 / 24, 1.0, 4.01 / 24])
 
 
-def test_a_gpu_is_given_back_what_is_cached_and_its_statistics_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_given_back_what_is_cached_and_its_statistics_begin_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     done: list[str] = []
-    for name in ("empty_cache", "reset_accumulated_memory_stats", "reset_peak_memory_stats", "synchronize"):
+    for name in (
+        "empty_cache",
+        "reset_accumulated_memory_stats",
+        "reset_peak_memory_stats",
+        "synchronize",
+    ):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: done.append(name))
-    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: done.append("host"), raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: done.append("workspaces"), raising=False)
+    monkeypatch.setattr(
+        torch.accelerator, "empty_host_cache", lambda: done.append("host"), raising=False
+    )
+    monkeypatch.setattr(
+        torch._C, "_cuda_clearCublasWorkspaces", lambda: done.append("workspaces"), raising=False
+    )
     monkeypatch.setattr(meters.gc, "collect", lambda: collected.append(len(done)))
     collected: list[int] = []
     made = meter(None)
     made.release()
     assert collected == [0]  # before anything is given back
-    given_back = ["workspaces", "empty_cache", "host", "reset_accumulated_memory_stats", "reset_peak_memory_stats"]
+    given_back = [
+        "workspaces",
+        "empty_cache",
+        "host",
+        "reset_accumulated_memory_stats",
+        "reset_peak_memory_stats",
+    ]
     assert done == given_back
     made.reset_peak()
     made.synchronize()
@@ -236,8 +286,16 @@ def test_the_circumstances_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     made: Any = meter(None)
     made._properties = SimpleNamespace(name="NVIDIA A10", total_memory=22.4849 * GIB)
     found = made.fingerprint()
-    assert (found.device, found.compute_capability, found.device_memory_gib) == ("NVIDIA A10", "8.6", 22.48)
-    assert (found.driver, found.cuda, found.allocator) == (None, torch.version.cuda, "expandable_segments:True")
+    assert (found.device, found.compute_capability, found.device_memory_gib) == (
+        "NVIDIA A10",
+        "8.6",
+        22.48,
+    )
+    assert (found.driver, found.cuda, found.allocator) == (
+        None,
+        torch.version.cuda,
+        "expandable_segments:True",
+    )
     made._nvml = SimpleNamespace(driver="580.1")
     assert made.fingerprint().driver == "580.1"
     monkeypatch.delenv(ALLOCATOR_VARIABLE)
@@ -248,14 +306,28 @@ def test_the_circumstances_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     made = CpuMeter()
     monkeypatch.setattr(made, "memory_gib", lambda: 15.617)
     found = made.fingerprint()
-    assert (found.device_memory_gib, found.allocator, found.threads) == (15.6, "malloc", torch.get_num_threads())
+    assert (found.device_memory_gib, found.allocator, found.threads) == (
+        15.6,
+        "malloc",
+        torch.get_num_threads(),
+    )
     assert found.python == platform.python_version() and found.probe == PROBE_VERSION
     assert "autotune" not in found.packages
 
 
-def test_what_a_host_holds_is_what_it_gained_since_the_last_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a peak, what files and shared memory hold is none of the process's own; nothing is less than nothing."""
-    status = {"RssAnon": 2 * GIB, "VmData": 4 * GIB, "VmHWM": 9 * GIB, "RssFile": GIB, "RssShmem": GIB // 2}
+def test_what_a_host_holds_is_what_it_gained_since_the_last_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a peak, what files and shared memory hold is none of the process's own; nothing is less
+    than nothing.
+    """
+    status = {
+        "RssAnon": 2 * GIB,
+        "VmData": 4 * GIB,
+        "VmHWM": 9 * GIB,
+        "RssFile": GIB,
+        "RssShmem": GIB // 2,
+    }
     made = CpuMeter()
     monkeypatch.setattr(made, "_status", status.__getitem__)
     made.rebase(0.5)
@@ -265,7 +337,9 @@ def test_what_a_host_holds_is_what_it_gained_since_the_last_count(monkeypatch: p
     assert (made.allocated_gib(), made.reserved_gib(), made.peak_gib()) == (0.0, 0.0, (0.0, 0.0))
 
 
-def test_a_host_has_its_memory_back_but_for_what_python_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_has_its_memory_back_but_for_what_python_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     status = {"RssAnon": GIB, "VmData": GIB}
     made = CpuMeter()
     monkeypatch.setattr(made, "_status", status.__getitem__)
@@ -284,7 +358,9 @@ def test_a_host_has_its_memory_back_but_for_what_python_keeps(monkeypatch: pytes
     assert made.has_returned(0.25)  # or held by a model that waits
 
 
-def test_a_limit_of_a_host_is_on_top_of_what_it_has_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_a_host_is_on_top_of_what_it_has_reserved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     status = {"RssAnon": GIB, "VmData": 3 * GIB}
     limits: list[tuple[int, int]] = []
     monkeypatch.setattr(meters.resource, "getrlimit", lambda which: (7, 2**50))
@@ -303,7 +379,9 @@ def test_a_limit_of_a_host_is_on_top_of_what_it_has_reserved(monkeypatch: pytest
     assert limits[-1] == (int(9.5 * GIB), 2**50)
 
 
-def test_a_card_is_looked_at_before_the_process_has_a_context_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_is_looked_at_before_the_process_has_a_context_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Then a product is made on it, whose libraries count as context."""
     done: list[Any] = []
     driver = SimpleNamespace(used_gib=lambda: done.append("used") or 3.5)  # type: ignore[func-returns-value]
@@ -333,10 +411,14 @@ def test_there_is_a_meter_for_each_kind_of_device(monkeypatch: pytest.MonkeyPatc
     assert CudaMeter.peaks_are_free and not CpuMeter.peaks_are_free
 
 
-def test_what_a_host_says_of_a_process_is_in_kilobytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_a_host_says_of_a_process_is_in_kilobytes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     made = CpuMeter()
     assert made.context_gib() > 0.0 and made.allocated_gib() < 0.25 and made.has_returned(0.0)
-    (tmp_path / "status").write_text("Name:\tx\nVmHWM:\t  300 kB\nVmHWMx:\t1 kB\nRssAnon:\t 20 kB\n")
+    (tmp_path / "status").write_text(
+        "Name:\tx\nVmHWM:\t  300 kB\nVmHWMx:\t1 kB\nRssAnon:\t 20 kB\n"
+    )
     monkeypatch.setattr(meters, "Path", lambda path: tmp_path / Path(path).name)
     assert (made._status("VmHWM"), made._status("RssAnon")) == (307_200, 20_480)
     monkeypatch.setattr(meters.psutil, "virtual_memory", lambda: SimpleNamespace(total=3 * GIB))
@@ -348,18 +430,24 @@ def test_the_time_of_a_host_is_its_clock(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(meters.time, "perf_counter", lambda: 7.5)
     made.synchronize()
     assert (
-        made.mark() == 7.5 and made.passed(made.mark()) and made.seconds(7.5, 9.0) == 1.5 and made.alloc_retries() == 0
+        made.mark() == 7.5
+        and made.passed(made.mark())
+        and made.seconds(7.5, 9.0) == 1.5
+        and made.alloc_retries() == 0
     )
 
 
 class Heap:
-    """glibc's malloc with a free block of each of these sizes; other blocks come from the kernel."""
+    """glibc's malloc with a free block of each of these sizes;
+    other blocks come from the kernel.
+    """
 
     def __init__(self, *free: int) -> None:
         self.blocks = [*free]
         self.largest = 2**40  # what the process may have
         self.said: list[Any] = []
-        self.memory: dict[int, Any] = {}  # by the address of a block: the word before it, and a little of it
+        # by the address of a block: the word before it, and a little of it
+        self.memory: dict[int, Any] = {}
 
     def set_release_threshold(self, threshold: int) -> None:
         self.said.append(threshold)
@@ -388,7 +476,9 @@ RETURNED, KEPT = [2**16], [2**30]
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Heap, list[Any]]:
-    """A host's meter with five blocks that are free; its limits; 3 GiB of 4 GiB of address space are reserved."""
+    """A host's meter with five blocks that are free; its limits; 3 GiB of 4 GiB of address space
+    are reserved.
+    """
     made: Any = CpuMeter()
     limits: list[Any] = [5 * GIB]
     monkeypatch.setattr(meters.resource, "getrlimit", lambda which: (limits[-1], 2**50))
@@ -423,7 +513,9 @@ def test_freed_memory_is_kept_without_a_cap_and_then_returned_under_it(
     assert not heap.memory and not made._held
 
 
-def test_free_blocks_are_held_where_a_larger_one_is_refused(host: tuple[Any, Heap, list[Any]]) -> None:
+def test_free_blocks_are_held_where_a_larger_one_is_refused(
+    host: tuple[Any, Heap, list[Any]],
+) -> None:
     made, heap, _ = host
     heap.largest = 2**26
     made.keep_freed()
@@ -435,7 +527,8 @@ def test_free_blocks_are_held_where_a_larger_one_is_refused(host: tuple[Any, Hea
     ("largest", "said"),
     [
         (2**40, [(-3, 2**30), (-1, 2**31 - 1), (-3, 2**16), (-1, 2**17)]),
-        # An older glibc refuses. What was set before must not stay, which the second setting would fix.
+        # An older glibc refuses. What was set before must not stay, which the second setting would
+        # fix.
         (2**25, [(-3, 2**30), (-3, 2**25), (-1, 2**26), (-3, 2**16), (-1, 2**17)]),
     ],
 )

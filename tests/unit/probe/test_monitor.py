@@ -42,7 +42,11 @@ def test_only_timed_steps_are_watched() -> None:
     watched.tick()
     watched.enter(Phase.CLEANUP)
     assert watched.telemetry() == Telemetry(
-        utilization=0.5, power_w=250.0, energy_j=1000.0, throttle_reasons=("sw_power_cap",), num_samples=2
+        utilization=0.5,
+        power_w=250.0,
+        energy_j=1000.0,
+        throttle_reasons=("sw_power_cap",),
+        num_samples=2,
     )
 
 
@@ -72,7 +76,9 @@ def test_a_phase_expires_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> 
 
 def watched(*samples: Telemetry) -> Monitor:
     """A monitor that has seen these samples while steps were timed, after one of an idle card."""
-    idle = Telemetry(utilization=0.0, power_w=1.0, energy_j=1.0, temperature_c=1.0, sm_clock_mhz=1.0)
+    idle = Telemetry(
+        utilization=0.0, power_w=1.0, energy_j=1.0, temperature_c=1.0, sm_clock_mhz=1.0
+    )
     left = [idle, *samples]
     sensors: Any = SimpleNamespace(sample=lambda: left.pop(0))
     made = Monitor(sensors)
@@ -84,8 +90,16 @@ def watched(*samples: Telemetry) -> Monitor:
 
 def test_means_are_over_the_samples_that_have_a_value() -> None:
     found = watched(
-        Telemetry(utilization=0.5, temperature_c=50.0, sm_clock_mhz=1000.0, energy_j=100.0, throttle_reasons=("b",)),
-        Telemetry(utilization=None, temperature_c=60.0, sm_clock_mhz=1500.0, throttle_reasons=("a", "b")),
+        Telemetry(
+            utilization=0.5,
+            temperature_c=50.0,
+            sm_clock_mhz=1000.0,
+            energy_j=100.0,
+            throttle_reasons=("b",),
+        ),
+        Telemetry(
+            utilization=None, temperature_c=60.0, sm_clock_mhz=1500.0, throttle_reasons=("a", "b")
+        ),
         Telemetry(utilization=1.0, temperature_c=None, sm_clock_mhz=2000.0, energy_j=350.0),
     ).telemetry()
     assert found == Telemetry(
@@ -100,7 +114,9 @@ def test_means_are_over_the_samples_that_have_a_value() -> None:
 
 
 @pytest.mark.parametrize("energies", [(None, 5.0), (5.0, None)])
-def test_energy_that_is_not_known_at_both_ends_is_not_known(energies: tuple[float | None, float | None]) -> None:
+def test_energy_that_is_not_known_at_both_ends_is_not_known(
+    energies: tuple[float | None, float | None],
+) -> None:
     found = watched(*(Telemetry(energy_j=one) for one in energies)).telemetry()
     assert found is not None and found.energy_j is None
 
@@ -111,17 +127,29 @@ def test_a_fault_reports_heat_and_leaves_the_rest_of_a_sample() -> None:
     hot.enter(Phase.STEADY)
     hot.tick()
     found = hot.telemetry()
-    assert found is not None and found.throttle_reasons == (monitor.THERMAL,) and found.power_w == 200.0
+    assert (
+        found is not None
+        and found.throttle_reasons == (monitor.THERMAL,)
+        and found.power_w == 200.0
+    )
 
 
 def test_how_long_a_phase_may_take_by_hand() -> None:
     """Compilation happens in the first step."""
-    seconds = {Phase.START: 240, Phase.LOAD: 600, Phase.FIRST_STEP: 900, Phase.STEADY: 900, Phase.PROFILE: 600}
+    seconds = {
+        Phase.START: 240,
+        Phase.LOAD: 600,
+        Phase.FIRST_STEP: 900,
+        Phase.STEADY: 900,
+        Phase.PROFILE: 600,
+    }
     assert seconds | dict.fromkeys((Phase.EVALUATE, Phase.SAVE, Phase.CLEANUP), 300) == DEADLINES
     assert monitor.THERMAL == "hardware thermal"
 
 
-def test_the_use_of_cores_by_others_is_that_of_the_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_use_of_cores_by_others_is_that_of_the_timed_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     uses = iter([CoreUse(10.0, 50.0, 5.0), CoreUse(12.0, 56.0, 7.0)])
     monkeypatch.setattr(CoreUse, "now", lambda: next(uses))
     watched = Monitor(None)

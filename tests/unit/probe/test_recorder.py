@@ -1,4 +1,6 @@
-"""The plan of how many steps are timed, and what their marks say, against a clock that the test turns."""
+"""The plan of how many steps are timed, and what their marks say, against a clock that the test
+turns.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,7 +21,8 @@ from autotune.probe.schedule import Schedule
 class Clock:
     """A device whose time passes when the test says so. Peaks cost nothing to read on a GPU.
 
-    It is `lag` seconds behind the host that issues its work. A mark that it has not passed cannot be read.
+    It is `lag` seconds behind the host that issues its work. A mark that it has not passed cannot
+    be read.
     """
 
     def __init__(self, *, peaks_are_free: bool = True, lag: float = 0.0) -> None:
@@ -61,7 +64,8 @@ KINDS = (
 )
 
 
-EVEN = tuple(MicroBatch(rows=((8,),), length=8, share=0.25) for _ in range(4))  # two steps are a round
+# two steps are a round
+EVEN = tuple(MicroBatch(rows=((8,),), length=8, share=0.25) for _ in range(4))
 
 
 def of_kinds(seconds: Sequence[float], **wanted: Any) -> Recorder:
@@ -69,7 +73,9 @@ def of_kinds(seconds: Sequence[float], **wanted: Any) -> Recorder:
     asked = ProbeRequest(config=TrainConfig(), model={}, memory_gib=1.0, micro_batches=KINDS)
     plan = Schedule.plan(asked)
     order = [index for step in range(60) for index in plan.micro_batches(step)]
-    return recorded([seconds[index] for index in order], optimizer=0.1, micro_batches=KINDS, **wanted)
+    return recorded(
+        [seconds[index] for index in order], optimizer=0.1, micro_batches=KINDS, **wanted
+    )
 
 
 def recorded(
@@ -83,14 +89,20 @@ def recorded(
     largest: Callable[[float], float] | None = None,
     **wanted: Any,
 ) -> Recorder:
-    """Optimizer steps until the recorder has enough; the n-th micro batch takes `micros[n]` s, again from the first."""
+    """Optimizer steps until the recorder has enough; the n-th micro batch takes `micros[n]` s,
+    again from the first.
+    """
     clock: Any = Clock(peaks_are_free=not on_cpu, lag=lag)
-    request = ProbeRequest(config=TrainConfig(), model={}, memory_gib=1.0, micro_steps=steps_of, **wanted)
+    request = ProbeRequest(
+        config=TrainConfig(), model={}, memory_gib=1.0, micro_steps=steps_of, **wanted
+    )
     recorder = Recorder(clock, request, lambda phase: None, lambda: 0.0, largest=largest)
     count, done = 0, False
     while not done:
         begin = clock.now
-        clock.now += fetch if isinstance(fetch, float) else fetch[len(recorder.fetches) % len(fetch)]
+        clock.now += (
+            fetch if isinstance(fetch, float) else fetch[len(recorder.fetches) % len(fetch)]
+        )
         recorder.fetches.append((begin, clock.now))
         for _ in range(request.micro_steps):
             recorder.begin_micro_batch()
@@ -109,7 +121,12 @@ def recorded(
 def test_the_timed_steps_begin_once_in_the_report_to_the_parent() -> None:
     phases: list[Phase] = []
     clock: Any = Clock()
-    recorder = Recorder(clock, ProbeRequest(config=TrainConfig(), model={}, memory_gib=1.0), phases.append, lambda: 0.0)
+    recorder = Recorder(
+        clock,
+        ProbeRequest(config=TrainConfig(), model={}, memory_gib=1.0),
+        phases.append,
+        lambda: 0.0,
+    )
     done = False
     while not done:
         recorder.fetches.append((clock.now, clock.now))
@@ -147,9 +164,13 @@ def test_a_step_does_not_count_the_making_of_the_next_ones_batches() -> None:
 
 def test_a_single_micro_batch_a_step_has_its_batch_made_too() -> None:
     for wanted in (0.0, 5.0):
-        recorder = recorded([1.0], optimizer=0.2, fetch=0.5, steps_of=1, min_timed_s=wanted, min_timed_micros=1)
+        recorder = recorded(
+            [1.0], optimizer=0.2, fetch=0.5, steps_of=1, min_timed_s=wanted, min_timed_micros=1
+        )
         micros = recorder.times().micro_batches
-        assert len(micros) == len(recorder.times().steps) > 0 and micros == pytest.approx([1.7] * len(micros))
+        assert len(micros) == len(recorder.times().steps) > 0 and micros == pytest.approx(
+            [1.7] * len(micros)
+        )
 
 
 @pytest.mark.parametrize("gap", [0.0, 0.05])
@@ -175,12 +196,17 @@ def test_a_step_is_its_micro_batches_and_the_rest(gap: float) -> None:
         (0.02, {}, 8),  # as many as last 0.3 s: two short steps agree by chance
     ],
 )
-def test_no_more_steps_are_timed_than_say_something_new(micro_s: float, wanted: dict[str, int], num_steps: int) -> None:
+def test_no_more_steps_are_timed_than_say_something_new(
+    micro_s: float, wanted: dict[str, int], num_steps: int
+) -> None:
     assert len(recorded([micro_s], **wanted).times().steps) == num_steps
 
 
 def test_ranks_time_the_steps_that_the_slowest_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They agree while they plan. To agree once more at each step they would have to wait for each other."""
+    """They agree while they plan.
+
+    To agree once more at each step they would have to wait for each other.
+    """
     monkeypatch.setattr(module, "compiled_graphs", lambda: 0)
     asked: list[float] = []
 
@@ -189,27 +215,39 @@ def test_ranks_time_the_steps_that_the_slowest_plans(monkeypatch: pytest.MonkeyP
         return 2 * value
 
     alone, rank = recorded([0.1]), recorded([0.1], largest=largest)
-    assert (len(alone.times().steps), len(rank.times().steps)) == (2, 3)  # for a second, by steps of 0.4 s
-    assert asked == pytest.approx([0.0, 0.0, 0.2, 0.1])  # whether something compiled, a step, a micro batch
+    # for a second, by steps of 0.4 s
+    assert (len(alone.times().steps), len(rank.times().steps)) == (2, 3)
+    # whether something compiled, a step, a micro batch
+    assert asked == pytest.approx([0.0, 0.0, 0.2, 0.1])
 
 
 def test_steps_that_disagree_are_followed_by_more() -> None:
     swinging = [0.45, 0.45, 0.55, 0.55]
     assert len(recorded(swinging, min_timed_s=1.8).times().steps) == 4
     assert len(recorded(swinging, min_timed_s=1.8, max_timed_steps=3).times().steps) == 3
-    assert len(recorded(swinging, min_timed_s=1.8, depth=2).times().steps) == 2  # its error is predicted with it
+    # its error is predicted with it
+    assert len(recorded(swinging, min_timed_s=1.8, depth=2).times().steps) == 2
 
 
 def test_what_the_device_has_not_reached_yet_is_not_read() -> None:
-    """The host is three steps ahead: that steps disagree is known only once the device has passed them."""
+    """The host is three steps ahead: that steps disagree is known only once the device has passed
+    them.
+    """
     swinging = [0.45, 0.45, 0.55, 0.55]
-    assert len(recorded(swinging, min_timed_s=4.5, lag=3.0).times().steps) > 4  # and no mark was read too early
+    # and no mark was read too early
+    assert len(recorded(swinging, min_timed_s=4.5, lag=3.0).times().steps) > 4
 
 
 @pytest.mark.parametrize("unit", [1.0, 20.0])
-@pytest.mark.parametrize(("apart", "num_steps"), [(0.008, 2), (0.01005, 6), (0.018, 6), (0.0202, 8)])
-def test_steps_agree_within_one_percent_and_disagree_beyond_two(unit: float, apart: float, num_steps: int) -> None:
-    """Of steps that take turns; six are planned, and of a whole model two more are taken where they disagree."""
+@pytest.mark.parametrize(
+    ("apart", "num_steps"), [(0.008, 2), (0.01005, 6), (0.018, 6), (0.0202, 8)]
+)
+def test_steps_agree_within_one_percent_and_disagree_beyond_two(
+    unit: float, apart: float, num_steps: int
+) -> None:
+    """Of steps that take turns; six are planned, and of a whole model two more are taken where they
+    disagree.
+    """
     turns = [unit / 2, unit / 2, unit * (1 + apart) / 2, unit * (1 + apart) / 2]
     found = recorded(turns, min_timed_s=5.5 * unit, max_timed_steps=8).times().steps
     assert len(found) == num_steps
@@ -222,7 +260,9 @@ def test_steps_that_agree_by_less_than_a_hair_are_looked_at_for_long_enough() ->
 
 
 def test_rounds_are_compared_only_once_they_are_whole() -> None:
-    """The first round lasts 7.5 s, all others 5 s: 7.5 s are over in the middle of one too, which is no agreement."""
+    """The first round lasts 7.5 s, all others 5 s: 7.5 s are over in the middle of one too, which
+    is no agreement.
+    """
     micros = [1.0] * 2 + [1.875] * 4 + [1.25] * 400
     recorder = recorded(micros, micro_batches=EVEN, min_timed_s=60.0, depth=2)
     assert recorder.first_timed is not None and recorder.last_timed is not None
@@ -238,22 +278,33 @@ def test_a_cpu_is_timed_for_half_as_long_and_never_longer() -> None:
 
 @pytest.mark.parametrize(
     ("free", "wanted", "limits"),
-    [(True, {}, (3.0, 6.0)), (True, {"micro_batches": KINDS}, (3.0, 15.0)), (False, {}, (1.5, 0.0))],
+    [
+        (True, {}, (3.0, 6.0)),
+        (True, {"micro_batches": KINDS}, (3.0, 15.0)),
+        (False, {}, (1.5, 0.0)),
+    ],
     ids=str,
 )
-def test_how_long_steps_are_timed(free: bool, wanted: dict[str, Any], limits: tuple[float, float]) -> None:
+def test_how_long_steps_are_timed(
+    free: bool, wanted: dict[str, Any], limits: tuple[float, float]
+) -> None:
     recorder = on_scales(Scales((1.0, 1.0), peaks_are_free=free), min_timed_s=3.0, **wanted)
     assert (recorder._min_timed_s, recorder._max_timed_s) == limits
 
 
 def test_the_time_of_a_run_is_the_mean_over_its_kinds_of_micro_batch() -> None:
-    """By hand: half take 0.1 s, three tenths 0.4 s, a fifth 0.2 s. The longest, of 0.9 s, is not timed."""
+    """By hand: half take 0.1 s, three tenths 0.4 s, a fifth 0.2 s.
+
+    The longest, of 0.9 s, is not timed.
+    """
     recorder = of_kinds([0.1, 0.4, 0.2, 0.9])
     times = recorder.times()
     mean = 0.5 * 0.1 + 0.3 * 0.4 + 0.2 * 0.2
     assert times.micro_batches == pytest.approx([mean] * len(times.micro_batches))
     assert times.steps == pytest.approx([2 * mean + 0.1] * len(times.steps))
-    assert sorted(times.kinds) == [pytest.approx(pair) for pair in ((0.2, 0.2), (0.3, 0.4), (0.5, 0.1))]
+    assert sorted(times.kinds) == [
+        pytest.approx(pair) for pair in ((0.2, 0.2), (0.3, 0.4), (0.5, 0.1))
+    ]
     assert times.rests == pytest.approx([0.1] * len(times.rests))
     assert times.phases[Phase.FORWARD] == pytest.approx(2 * mean / 3)
     assert times.phases[Phase.BACKWARD] == pytest.approx(4 * mean / 3)
@@ -262,10 +313,13 @@ def test_the_time_of_a_run_is_the_mean_over_its_kinds_of_micro_batch() -> None:
 
 
 def test_what_warms_up_would_take_as_long_at_the_pace_of_what_is_timed() -> None:
-    """It did take as long here, where nothing compiles; the longest, which is not timed, goes by its tokens."""
+    """It did take as long here, where nothing compiles; the longest, which is not timed, goes by
+    its tokens.
+    """
     recorder = of_kinds([0.1, 0.4, 0.2, 0.9])
     assert recorder.warm_s(recorder.times()) == pytest.approx(recorder.starts[4][0])
-    # The untimed longest goes by the longest of the others, whose time for a token is another than that of short ones.
+    # The untimed longest goes by the longest of the others, whose time for a token is another than
+    # that of short ones.
     uneven = of_kinds([0.2, 0.4, 0.3, 0.9])
     assert uneven.warm_s(uneven.times()) == pytest.approx(uneven.starts[4][0])
     alone = recorded([0.1], steps_of=1, min_timed_s=1.0)
@@ -275,8 +329,12 @@ def test_what_warms_up_would_take_as_long_at_the_pace_of_what_is_timed() -> None
 
 
 def test_long_micro_batches_count_although_they_are_the_first_of_their_length() -> None:
-    """On average a micro batch takes 2.8 s, or 0.42 s, which is long for a few layers only, or 0.21 s."""
-    long, middling, short = ([unit * each for each in (2.0, 4.0, 3.0, 9.0)] for unit in (1.0, 0.15, 0.075))
+    """On average a micro batch takes 2.8 s, or 0.42 s, which is long for a few layers only, or 0.21
+    s.
+    """
+    long, middling, short = (
+        [unit * each for each in (2.0, 4.0, 3.0, 9.0)] for unit in (1.0, 0.15, 0.075)
+    )
     recorder = of_kinds(long)
     assert (recorder.first_timed, recorder.last_timed) == (2, 3)
     assert of_kinds(middling).first_timed == 4 and of_kinds(middling, depth=2).first_timed == 2
@@ -287,14 +345,22 @@ def test_long_micro_batches_count_although_they_are_the_first_of_their_length() 
 def test_on_a_cpu_a_round_is_timed_after_one_that_read_peaks_and_one_that_fills_the_heap(
     micro_s: float, first: int
 ) -> None:
-    """Long micro batches take little of their time for either: the heap is filled by one that counts."""
+    """Long micro batches take little of their time for either: the heap is filled by one that
+    counts.
+    """
     assert recorded([micro_s], on_cpu=True, depth=2).first_timed == first
 
 
 def test_whole_rounds_are_timed_and_compared() -> None:
-    assert len(of_kinds([0.1, 0.4, 0.2, 0.9], min_timed_s=3.0).times().micro_batches) == 2  # two rounds agree
+    # two rounds agree
+    assert len(of_kinds([0.1, 0.4, 0.2, 0.9], min_timed_s=3.0).times().micro_batches) == 2
     assert len(of_kinds([0.1, 0.4, 0.2, 0.9], min_timed_s=0.1).times().micro_batches) == 1
-    assert len(of_kinds([0.1, 0.4, 0.2, 0.9], min_timed_s=0.1, rung=Rung.CONFIRM).times().micro_batches) == 2
+    assert (
+        len(
+            of_kinds([0.1, 0.4, 0.2, 0.9], min_timed_s=0.1, rung=Rung.CONFIRM).times().micro_batches
+        )
+        == 2
+    )
     noisy = [0.1 + 0.03 * (index % 7) for index in range(7)]
     request_s = {"min_timed_s": 3.0, "micro_batches": KINDS}
     assert len(recorded(noisy, optimizer=0.1, **request_s).times().micro_batches) > 2
@@ -305,7 +371,9 @@ def test_whole_rounds_are_timed_and_compared() -> None:
 
 
 class Scales(Clock):
-    """A device that tells these peaks, each once, and then the last; `retries` is how often it had to tidy up."""
+    """A device that tells these peaks, each once, and then the last; `retries` is how often it had
+    to tidy up.
+    """
 
     def __init__(self, *peaks: tuple[float, float], **wanted: Any) -> None:
         super().__init__(**wanted)
@@ -331,7 +399,9 @@ class Scales(Clock):
 
 
 def on_scales(meter: Any, phases: list[Phase] | None = None, **wanted: Any) -> Recorder:
-    request = ProbeRequest(config=wanted.pop("config", TrainConfig()), model={}, memory_gib=1.0, **wanted)
+    request = ProbeRequest(
+        config=wanted.pop("config", TrainConfig()), model={}, memory_gib=1.0, **wanted
+    )
     return Recorder(meter, request, (phases if phases is not None else []).append, lambda: 0.25)
 
 
@@ -368,7 +438,9 @@ def test_parts_of_a_phase_have_peaks_of_their_own_until_steps_are_timed() -> Non
 
 
 @pytest.mark.parametrize("peaks_are_free", [True, False])
-def test_peaks_are_read_while_steps_are_timed_where_that_costs_nothing(peaks_are_free: bool) -> None:
+def test_peaks_are_read_while_steps_are_timed_where_that_costs_nothing(
+    peaks_are_free: bool,
+) -> None:
     meter = Scales((1.0, 1.0), peaks_are_free=peaks_are_free)
     recorder = on_scales(meter)
     recorder.first_timed = 0
@@ -381,7 +453,11 @@ def test_peaks_are_read_while_steps_are_timed_where_that_costs_nothing(peaks_are
 def test_the_first_peak_of_a_phase_counts_however_small() -> None:
     recorder = on_scales(Scales((0.5, 0.625)))
     recorder.enter(Phase.FORWARD)
-    assert recorder.peaks == {Phase.LOAD: 0.5} and recorder.segments == {"load": 0.5} and recorder.reserved == 0.625
+    assert (
+        recorder.peaks == {Phase.LOAD: 0.5}
+        and recorder.segments == {"load": 0.5}
+        and recorder.reserved == 0.625
+    )
 
 
 def test_the_first_phase_in_which_the_allocator_tidied_up_is_remembered() -> None:
@@ -419,7 +495,9 @@ def test_the_hosts_own_time_is_the_shortest_between_two_micro_batches_of_a_step(
     assert recorder.host_micro_s() is None  # on a CPU the host is the device
     meter.torch_device = torch.device("meta")
     assert recorder.host_micro_s() == 0.6
-    kind = MicroBatch(rows=((8,),), length=8, share=1.0, images=((Picture(tokens=4, beside=0, pixels=(2, 2)),),))
+    kind = MicroBatch(
+        rows=((8,),), length=8, share=1.0, images=((Picture(tokens=4, beside=0, pixels=(2, 2)),),)
+    )
     recorder.request = replace(recorder.request, micro_batches=(kind,))
     assert recorder.host_waits() and recorder.host_micro_s() is None
     alone = on_scales(meter, micro_steps=1)
@@ -474,7 +552,9 @@ def test_times_of_a_model_that_was_compiled_meanwhile_mean_nothing(
 def test_nothing_is_timed_before_everything_is_compiled_or_for_long(
     monkeypatch: pytest.MonkeyPatch, compiling: int, first: int
 ) -> None:
-    """So many steps compile something; after a few rounds it is timed anyway, and `check_steady` will tell."""
+    """So many steps compile something; after a few rounds it is timed anyway, and `check_steady`
+    will tell.
+    """
     graphs = iter([*range(1, compiling + 1), *[compiling] * 50])
     monkeypatch.setattr(module, "compiled_graphs", lambda: next(graphs))
     assert recorded([1.0]).first_timed == first
@@ -488,7 +568,9 @@ def test_graphs_are_counted_where_dynamo_is_there(monkeypatch: pytest.MonkeyPatc
     assert module.compiled_graphs() == 7
 
 
-def test_a_round_that_compiled_something_in_any_of_its_steps_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_that_compiled_something_in_any_of_its_steps_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its first step compiles, after two steps that warm up; its second does not."""
     begun: list[int] = []
     begin = Recorder.begin_micro_batch
@@ -507,7 +589,8 @@ def test_a_round_that_compiled_something_in_any_of_its_steps_is_not_timed(monkey
 
 def test_each_of_several_micro_batches_counts_with_the_pause_after_it() -> None:
     times = recorded([1.0, 2.0, 3.0, 4.0], gap=0.1, optimizer=0.2, fetch=0.4, steps_of=4).times()
-    assert times.micro_batches == pytest.approx([1.2, 2.2, 3.2, 4.2])  # a quarter of what making the batches takes
+    # a quarter of what making the batches takes
+    assert times.micro_batches == pytest.approx([1.2, 2.2, 3.2, 4.2])
     assert times.rests == pytest.approx([0.2]) and times.steps == pytest.approx([10.6])
 
 
@@ -515,7 +598,11 @@ def test_each_of_several_micro_batches_counts_with_the_pause_after_it() -> None:
     ("lengths", "shares", "seconds"),
     [
         ((10, 40, 20, 30), (0.1, 0.2, 0.3, 0.4), (0.5, 0.9, 1.2, 1.7)),
-        ((10, 40, 20, 30, 50, 60), (0.1, 0.2, 0.25, 0.15, 0.2, 0.1), (0.05, 0.09, 0.12, 0.17, 0.2, 0.26)),
+        (
+            (10, 40, 20, 30, 50, 60),
+            (0.1, 0.2, 0.25, 0.15, 0.2, 0.1),
+            (0.05, 0.09, 0.12, 0.17, 0.2, 0.26),
+        ),
     ],
 )
 def test_each_kind_counts_by_its_share_in_the_phases_too(
@@ -523,7 +610,8 @@ def test_each_kind_counts_by_its_share_in_the_phases_too(
 ) -> None:
     """Four kinds or six, each with a time of its own, in steps of two micro batches."""
     kinds = tuple(
-        MicroBatch(rows=((length,),), length=length, share=share) for length, share in zip(lengths, shares, strict=True)
+        MicroBatch(rows=((length,),), length=length, share=share)
+        for length, share in zip(lengths, shares, strict=True)
     )
     asked = ProbeRequest(config=TrainConfig(), model={}, memory_gib=1.0, micro_batches=kinds)
     plan = Schedule.plan(asked)
@@ -538,7 +626,10 @@ def test_each_kind_counts_by_its_share_in_the_phases_too(
 
 
 def test_freed_memory_is_kept_on_a_cpu_once_all_peaks_are_read() -> None:
-    """From then on it reports that once. The device is waited for at the end of each step that is not timed."""
+    """From then on it reports that once.
+
+    The device is waited for at the end of each step that is not timed.
+    """
     meter = Scales((1.0, 1.0), peaks_are_free=False)
     recorder = on_scales(meter, micro_steps=1, min_timed_s=0.0, min_timed_micros=1)
     kept: list[int] = []
@@ -555,7 +646,9 @@ def test_freed_memory_is_kept_on_a_cpu_once_all_peaks_are_read() -> None:
     assert kept == [0, 1, 1, 1] and (recorder.first_timed, recorder.last_timed) == (3, 3)
 
 
-def test_a_round_that_follows_another_counts_however_short_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_that_follows_another_counts_however_short_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The first compiled something; the second did not, and no length of it is new any more."""
     begun: list[int] = []
     begin = Recorder.begin_micro_batch
@@ -571,8 +664,12 @@ def test_a_round_that_follows_another_counts_however_short_it_is(monkeypatch: py
 
 def test_what_passes_between_two_micro_batches_is_their_mean() -> None:
     """0.1, 0.2 and 0.3 s, so that 0.2 s of what follows the last one are such a pause."""
-    times = recorded([1.0, 2.0, 3.0, 4.0], gap=(0.1, 0.2, 0.3, 0.2), optimizer=0.2, fetch=0.4, steps_of=4).times()
-    assert times.micro_batches == pytest.approx([1.2, 2.3, 3.4, 4.3]) and times.rests == pytest.approx([0.2])
+    times = recorded(
+        [1.0, 2.0, 3.0, 4.0], gap=(0.1, 0.2, 0.3, 0.2), optimizer=0.2, fetch=0.4, steps_of=4
+    ).times()
+    assert times.micro_batches == pytest.approx(
+        [1.2, 2.3, 3.4, 4.3]
+    ) and times.rests == pytest.approx([0.2])
 
 
 def test_a_mark_of_this_moment_can_be_read_at_once() -> None:

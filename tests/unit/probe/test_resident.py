@@ -1,4 +1,6 @@
-"""What a warm worker keeps of a model between two probes, and in which state the next one finds it."""
+"""What a warm worker keeps of a model between two probes, and
+in which state the next one finds it.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -11,10 +13,18 @@ from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
 from autotune.probe import resident as module
-from autotune.probe.resident import ResidentModel, attach, build_resident, clean, family_of, module_names
+from autotune.probe.resident import (
+    ResidentModel,
+    attach,
+    build_resident,
+    clean,
+    family_of,
+    module_names,
+)
 from tests.helpers.factories import TINY
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks with a name from before transformers 5.23
+# PEFT asks with a name from before transformers 5.23
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 CPU = torch.device("cpu")
 MODEL = TINY | {"model_type": "llama", "num_hidden_layers": 3}
@@ -53,11 +63,15 @@ def test_what_changes_adapters_or_steps_does_not() -> None:
     assert family_of(double[0]) != family_of(double[1])
 
 
-def test_a_base_has_the_layers_that_were_asked_for_and_the_same_weights_each_time(resident: ResidentModel) -> None:
+def test_a_base_has_the_layers_that_were_asked_for_and_the_same_weights_each_time(
+    resident: ResidentModel,
+) -> None:
     torch.rand(3)  # whatever the process did before
     again = build_resident(REQUEST, CPU)
     weights, others = resident.base.state_dict(), again.base.state_dict()
-    assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+    assert weights.keys() == others.keys() and all(
+        torch.equal(weights[name], others[name]) for name in weights
+    )
     few = build_resident(replace(REQUEST, depth=2), CPU)
     assert (few.base.config.num_hidden_layers, resident.base.config.num_hidden_layers) == (2, 3)
     assert few.family == resident.family == family_of(REQUEST)
@@ -65,11 +79,18 @@ def test_a_base_has_the_layers_that_were_asked_for_and_the_same_weights_each_tim
     other = build_resident(replace(REQUEST, seed=1), CPU).base.state_dict()
     assert any(not torch.equal(weights[name], other[name]) for name in weights)
     tensors = [*resident.base.parameters(), *resident.base.buffers()]
-    assert resident.model_gib == sum(tensor.numel() * tensor.element_size() for tensor in tensors) / GIB
+    assert (
+        resident.model_gib
+        == sum(tensor.numel() * tensor.element_size() for tensor in tensors) / GIB
+    )
 
 
 def adapters(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad}
+    return {
+        name: value.detach().clone()
+        for name, value in model.named_parameters()
+        if value.requires_grad
+    }
 
 
 def test_adapters_are_reused_with_new_values_where_they_fit(resident: ResidentModel) -> None:
@@ -88,7 +109,9 @@ def test_adapters_are_reused_with_new_values_where_they_fit(resident: ResidentMo
     again = attach(resident, replace(config, micro_batch_size=2), CPU, seed=3)
     assert again is first
     values = adapters(again)
-    assert values.keys() == fresh.keys() and all(torch.equal(values[name], fresh[name]) for name in fresh)
+    assert values.keys() == fresh.keys() and all(
+        torch.equal(values[name], fresh[name]) for name in fresh
+    )
     other = adapters(attach(resident, config, CPU, seed=4))
     assert any(not torch.equal(other[name], fresh[name]) for name in fresh)
 
@@ -98,14 +121,17 @@ def test_adapters_are_reused_with_new_values_where_they_fit(resident: ResidentMo
     [{"lora_rank": 8}, {"rslora": True}, {"dora": True}, {"precision": "bf16_pure"}],
     ids=str,
 )
-def test_other_adapters_are_made_anew_and_the_old_ones_are_gone(resident: ResidentModel, knobs: dict[str, Any]) -> None:
+def test_other_adapters_are_made_anew_and_the_old_ones_are_gone(
+    resident: ResidentModel, knobs: dict[str, Any]
+) -> None:
     first = attach(resident, REQUEST.config, CPU, seed=0)
     names = {name for name, _ in resident.base.named_modules()}
     config = replace(REQUEST.config, **knobs)
     second = attach(resident, config, CPU, seed=0)
     assert second is not first and resident.peft_model is second
     if "dora" not in knobs:
-        assert {name for name, _ in resident.base.named_modules()} == names  # no adapter stands on another
+        # no adapter stands on another
+        assert {name for name, _ in resident.base.named_modules()} == names
     # DoRA's magnitudes come from the weights: they are never reused.
     assert (attach(resident, config, CPU, seed=0) is second) is ("dora" not in knobs)
 
@@ -113,7 +139,9 @@ def test_other_adapters_are_made_anew_and_the_old_ones_are_gone(resident: Reside
 def test_full_fine_tuning_trains_the_base_itself(resident: ResidentModel) -> None:
     config = TrainConfig(method="full")
     model = attach(resident, config, CPU, seed=0)
-    assert resident.peft_model is None and all(parameter.requires_grad for parameter in model.parameters())
+    assert resident.peft_model is None and all(
+        parameter.requires_grad for parameter in model.parameters()
+    )
 
 
 def test_what_a_trainer_leaves_behind_is_undone(resident: ResidentModel) -> None:
@@ -154,8 +182,13 @@ def test_a_base_without_adapters_is_cleaned_too(resident: ResidentModel) -> None
 
 def test_real_weights_are_loaded_for_a_whole_model_only(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    build, load = module.build, lambda source, settings, device, config: made.append((source, config))
-    monkeypatch.setattr(module, "load", lambda *asked: load(*asked) or build(asked[3], asked[1], asked[2]))  # type: ignore[func-returns-value]
+    build, load = (
+        module.build,
+        lambda source, settings, device, config: made.append((source, config)),
+    )
+    monkeypatch.setattr(
+        module, "load", lambda *asked: load(*asked) or build(asked[3], asked[1], asked[2])
+    )  # type: ignore[func-returns-value]
     for wanted in ({}, {"depth": 2}, {"weights": "folder", "depth": 2}):
         build_resident(replace(REQUEST, **wanted), CPU)  # type: ignore[arg-type]
     assert not made

@@ -1,6 +1,8 @@
-"""What is probed once more since the machine may be to blame, which of two answers counts, and what silence means.
+"""What is probed once more since the machine may be to blame, which of two answers counts, and what
+silence means.
 
-The answers are given: heat and crashes that come and go cannot be had at will. `tests/faults` has those that can.
+The answers are given: heat and crashes that come and go cannot be had at will. `tests/faults` has
+those that can.
 """
 
 from collections.abc import Callable
@@ -67,7 +69,9 @@ def test_a_crash_is_tried_once_more_and_the_second_answer_counts(answers: Answer
     again = replace(COOL, seconds={"total": 2.0}, started_at="2026-11-22T12:00:10+00:00")
     first = replace(CRASH, started_at="2026-11-22T12:00:00+00:00")
     found = answers(first, again).probe(REQUEST, Path("one.log"))
-    assert found.outcome is Outcome.OK and found.notes == (f"tried twice, since the first time {CRASH.reason}",)
+    assert found.outcome is Outcome.OK and found.notes == (
+        f"tried twice, since the first time {CRASH.reason}",
+    )
     assert found.seconds["total"] == 5.0 and found.started_at == first.started_at  # both tries
 
 
@@ -88,7 +92,9 @@ def test_what_has_a_reason_of_its_own_is_not_tried_again(answers: Answers) -> No
         OOM,
     ):
         assert outcomes(answers(known), 1) == [(known.outcome, False)]
-    broken = replace(CRASH, phase=Phase.STEADY, reason="AcceleratorError: CUDA error: an illegal memory access")
+    broken = replace(
+        CRASH, phase=Phase.STEADY, reason="AcceleratorError: CUDA error: an illegal memory access"
+    )
     assert outcomes(answers(broken, COOL), 1) == [(Outcome.OK, True)]
 
 
@@ -107,11 +113,19 @@ def test_a_hot_measurement_counts_where_the_second_fails(answers: Answers) -> No
 
 def test_a_card_that_stays_hot_is_as_it_is_until_it_was_seen_cool(answers: Answers) -> None:
     twice, once, out = (Outcome.OK, True), (Outcome.OK, False), (Outcome.OOM, False)
-    assert outcomes(answers(HOT, HOT, OOM, HOT, COOL, HOT, COOL), 5) == [twice, out, once, once, twice]
+    assert outcomes(answers(HOT, HOT, OOM, HOT, COOL, HOT, COOL), 5) == [
+        twice,
+        out,
+        once,
+        once,
+        twice,
+    ]
     assert outcomes(answers(HOT, COOL, HOT, COOL), 2) == [twice, twice]
 
 
-def test_new_errors_of_the_cards_own_memory_end_the_session(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_errors_of_the_cards_own_memory_end_the_session(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Card:
         def uncorrected_errors(self) -> int:
             return 3
@@ -136,7 +150,10 @@ def answer(found: ProbeResult, reusable: bool = True) -> dict[str, Any]:
 
 
 class Script:
-    """A worker that says what a test wrote for it, and keeps what it receives. It ends with `code`."""
+    """A worker that says what a test wrote for it, and keeps what it receives.
+
+    It ends with `code`.
+    """
 
     def __init__(self, said: list[Any], code: int | None = None) -> None:
         self.left = said
@@ -167,12 +184,16 @@ Started = Callable[..., tuple[WorkerProber, list[Script]]]
 
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
-    """A prober whose workers say these things, one list for each worker that is started, and end with `code`."""
+    """A prober whose workers say these things, one list for each worker that is started, and end
+    with `code`.
+    """
 
     def make(*said: list[Any], code: int | None = None) -> tuple[WorkerProber, list[Script]]:
         scripts = [Script(one, code) for one in said]
         waiting = list(scripts)
-        monkeypatch.setattr(supervisor, "WorkerProcess", lambda device, log, variables: waiting.pop(0))
+        monkeypatch.setattr(
+            supervisor, "WorkerProcess", lambda device, log, variables: waiting.pop(0)
+        )
         monkeypatch.setattr(supervisor, "DUMP_S", 0.0)
         return WorkerProber("cpu", tmp_path / "logs"), scripts
 
@@ -184,7 +205,9 @@ def test_one_worker_serves_until_it_is_not_as_good_as_new(started: Started) -> N
     prober, scripts = started(first, [READY, answer(COOL)])
     assert prober.fingerprint == FINGERPRINT and prober.memory_gib == 8.0 and prober.starts == 1
     found = [prober.probe(REQUEST, Path("logs/one.log")) for _ in range(3)]
-    assert {one.outcome for one in found} == {Outcome.OK} and {one.log for one in found} == {"one.log"}
+    assert {one.outcome for one in found} == {Outcome.OK} and {one.log for one in found} == {
+        "one.log"
+    }
     assert prober.starts == 2 and [script.told.count("close") for script in scripts] == [1, 0]
     assert scripts[0].told[0] == {"request": to_data(REQUEST), "log": "logs/one.log"}
     # The start counts to the first whole model that each worker probes.
@@ -206,7 +229,11 @@ def test_a_worker_without_progress_is_ended_after_it_wrote_its_stack(started: St
     prober, scripts = started([READY, STEADY, None])
     found = prober.probe(replace(REQUEST, depth=2, rung=Rung.SHALLOW), Path("logs/one.log"))
     assert (found.outcome, found.phase, found.log) == (Outcome.TIMEOUT, Phase.STEADY, "one.log")
-    assert (found.depth, found.rung, found.request_digest) == (2, Rung.SHALLOW, replace(REQUEST, depth=2).digest)
+    assert (found.depth, found.rung, found.request_digest) == (
+        2,
+        Rung.SHALLOW,
+        replace(REQUEST, depth=2).digest,
+    )
     assert found.reason == "no progress in phase steady for 900 s; the stack is in the log"
     assert scripts[0].told[-2:] == ["dump", "close"]
 
@@ -223,7 +250,11 @@ def test_a_worker_without_progress_is_ended_after_it_wrote_its_stack(started: St
     ],
 )
 def test_why_a_worker_has_ended(
-    started: Started, monkeypatch: pytest.MonkeyPatch, code: int | None, kills: list[int], reason: str
+    started: Started,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int | None,
+    kills: list[int],
+    reason: str,
 ) -> None:
     counts = iter(kills)
     monkeypatch.setattr(supervisor, "host_oom_kills", lambda: next(counts))
@@ -247,16 +278,30 @@ def test_who_cancels_leaves_no_worker(started: Started) -> None:
 @pytest.mark.parametrize(
     ("said", "error", "words"),
     [
-        ({"event": "broken", "reason": "ImportError: x"}, EnvironmentProblem, "could not start: ImportError: x"),
-        ({"event": "broken", "reason": "wrong", "unhealthy": True}, TooManyFailures, "cannot be trusted: wrong"),
-        ({"event": "broken", "reason": "wrong", "unhealthy": False}, EnvironmentProblem, "could not start: wrong"),
+        (
+            {"event": "broken", "reason": "ImportError: x"},
+            EnvironmentProblem,
+            "could not start: ImportError: x",
+        ),
+        (
+            {"event": "broken", "reason": "wrong", "unhealthy": True},
+            TooManyFailures,
+            "cannot be trusted: wrong",
+        ),
+        (
+            {"event": "broken", "reason": "wrong", "unhealthy": False},
+            EnvironmentProblem,
+            "could not start: wrong",
+        ),
         (None, EnvironmentProblem, "could not start: it did not start within 240 s"),
         (EOFError(), EnvironmentProblem, "could not start: it ended while starting"),
         (ConnectionResetError(), EnvironmentProblem, "could not start: it ended while starting"),
     ],
     ids=repr,
 )
-def test_a_worker_that_does_not_start(started: Started, said: Any, error: type[Exception], words: str) -> None:
+def test_a_worker_that_does_not_start(
+    started: Started, said: Any, error: type[Exception], words: str
+) -> None:
     prober, scripts = started([START, said], [READY])
     with pytest.raises(error, match=words):
         prober.probe(REQUEST, Path("one.log"))
@@ -336,12 +381,18 @@ def test_errors_of_the_cards_memory_that_were_there_before_end_nothing(
     ],
 )
 def test_a_worker_is_checked_and_on_a_gpu_4_bit_weights_are(
-    started: Started, monkeypatch: pytest.MonkeyPatch, device: str, found: ProbeResult | None, why_not: str | None
+    started: Started,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    found: ProbeResult | None,
+    why_not: str | None,
 ) -> None:
     monkeypatch.setattr(supervisor.Nvml, "open", lambda card: None)
     _, scripts = started([READY, *([answer(found)] if found else [])])
     assert supervisor.check_worker(device) == (FINGERPRINT, why_not)
-    asked = [told["request"]["config"]["quantization"] for told in scripts[0].told if told != "close"]
+    asked = [
+        told["request"]["config"]["quantization"] for told in scripts[0].told if told != "close"
+    ]
     assert asked == (["nf4"] if found else []) and scripts[0].told[-1] == "close"
 
 
@@ -360,10 +411,14 @@ def test_a_probe_without_an_answer_began_when_it_was_asked_for(
     began = datetime.fromisoformat(failed.started_at or "")
     taken = timedelta(seconds=7.5)
     assert before - taken - timedelta(milliseconds=1) < began <= datetime.now(UTC) - taken
-    assert began.microsecond % 1000 == 0 and len(failed.started_at or "") == len("2026-11-22T12:00:00.000+00:00")
+    assert began.microsecond % 1000 == 0 and len(failed.started_at or "") == len(
+        "2026-11-22T12:00:00.000+00:00"
+    )
 
 
-def test_a_prober_starts_nothing_and_watches_a_gpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prober_starts_nothing_and_watches_a_gpu_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     card = SimpleNamespace(uncorrected_errors=lambda: 2)
     monkeypatch.setattr(supervisor.Nvml, "open", lambda name: card)
     for device, watched in (("cuda", (card, 2)), ("cpu", (None, None))):
@@ -387,7 +442,9 @@ def test_tries_without_a_time_take_none(answers: Answers) -> None:
     assert found.seconds == {"load": 1.0, "total": 0.0}
 
 
-def test_a_worker_is_started_with_a_folder_for_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_is_started_with_a_folder_for_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[Any] = []
     monkeypatch.setattr(supervisor, "WorkerProcess", lambda *asked: started.append(asked))
     prober = WorkerProber("cpu", tmp_path / "not" / "yet")
@@ -397,31 +454,43 @@ def test_a_worker_is_started_with_a_folder_for_its_log(tmp_path: Path, monkeypat
     assert started == [("cpu", tmp_path / "not" / "yet" / "worker.log", {})] * 2
 
 
-def test_how_long_a_hung_or_an_ended_worker_is_waited_for(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_long_a_hung_or_an_ended_worker_is_waited_for(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waited: list[Any] = []
     assert (supervisor.DUMP_S, supervisor.EXIT_S) == (0.5, 5.0)
     prober, scripts = started([READY, None], [READY, EOFError()])
     monkeypatch.setattr(supervisor, "DUMP_S", 0.25)
-    monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: waited.append((seconds, scripts[0].told[-1])))
+    monkeypatch.setattr(
+        supervisor.time, "sleep", lambda seconds: waited.append((seconds, scripts[0].told[-1]))
+    )
     prober.probe(REQUEST, Path("one.log"))
     assert waited == [(0.25, "dump")]
-    monkeypatch.setattr(scripts[1], "wait_for_exit", lambda timeout_s: waited.append(timeout_s) or 3)
-    assert prober._probe_once(REQUEST, Path("one.log")).reason == "the worker ended with exit code 3" and waited[
-        1:
-    ] == [5.0]
+    monkeypatch.setattr(
+        scripts[1], "wait_for_exit", lambda timeout_s: waited.append(timeout_s) or 3
+    )
+    assert prober._probe_once(
+        REQUEST, Path("one.log")
+    ).reason == "the worker ended with exit code 3" and waited[1:] == [5.0]
 
 
 def test_a_profile_comes_with_the_result_of_its_probe(started: Started, tmp_path: Path) -> None:
     found, trace = result(outcome=Outcome.OK), tmp_path / "trace.json.gz"
-    out_of_memory = answer(result(outcome=Outcome.OOM), reusable=True) | {"profile": to_data(PROFILE)}
-    prober, (script,) = started([READY, answer(found) | {"profile": to_data(PROFILE)}, answer(found), out_of_memory])
+    out_of_memory = answer(result(outcome=Outcome.OOM), reusable=True) | {
+        "profile": to_data(PROFILE)
+    }
+    prober, (script,) = started(
+        [READY, answer(found) | {"profile": to_data(PROFILE)}, answer(found), out_of_memory]
+    )
     assert prober.profile(REQUEST, tmp_path / "log", trace)[1] == PROFILE
     assert script.told[0]["trace"] == str(trace)
     assert prober.profile(REQUEST, tmp_path / "log", trace)[1] is None  # the driver shows nothing
     assert prober.profile(REQUEST, tmp_path / "log", trace)[1] is None
 
 
-def test_a_worker_that_is_killed_while_it_profiles_is_tried_twice(started: Started, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_while_it_profiles_is_tried_twice(
+    started: Started, tmp_path: Path
+) -> None:
     lost = [READY, ConnectionError()]
     prober, scripts = started(lost, list(lost), code=-9)
     found, profile = prober.profile(REQUEST, tmp_path / "log", tmp_path / "trace.json.gz")
@@ -451,14 +520,22 @@ class Ahead:
 @pytest.mark.parametrize(
     ("need_gib", "held_gib", "again"),
     [(5.0, 2.0, True), (5.0, 0.5, False), (7.0, 2.0, False)],
-    ids=["the limit was not all there", "the rest of the card sufficed", "it needs more than the limit"],
+    ids=[
+        "the limit was not all there",
+        "the rest of the card sufficed",
+        "it needs more than the limit",
+    ],
 )
 def test_a_probe_that_ran_out_beside_others_is_tried_without_them(
     started: Started, tmp_path: Path, need_gib: float, held_gib: float, again: bool
 ) -> None:
     """A card of 8 GiB with a context of 0.5 and a limit of 6.5 has 1 GiB for others."""
     oom = OomDetail(
-        phase=Phase.FORWARD, requested_gib=None, allocated_gib=need_gib, reserved_gib=need_gib, limit_gib=6.5
+        phase=Phase.FORWARD,
+        requested_gib=None,
+        allocated_gib=need_gib,
+        reserved_gib=need_gib,
+        limit_gib=6.5,
     )
     ran_out = result(REQUEST.config, outcome=Outcome.OOM, oom=oom)
     prober, scripts = started([READY, answer(ran_out), answer(result(REQUEST.config))])
@@ -475,7 +552,9 @@ def test_others_that_do_not_end_their_turn_are_ended_and_what_ran_beside_them_is
     started: Started, tmp_path: Path
 ) -> None:
     stuck = answer(result(REQUEST.config)) | {"others_are_stuck": True}
-    prober, scripts = started([READY, stuck, answer(result(REQUEST.config)), answer(result(REQUEST.config))])
+    prober, scripts = started(
+        [READY, stuck, answer(result(REQUEST.config)), answer(result(REQUEST.config))]
+    )
     assert prober.fingerprint
     ahead = prober.ahead = Ahead(tmp_path, 0.0)  # type: ignore[assignment]
     found = prober.probe(REQUEST, tmp_path / "one.log")
@@ -492,12 +571,21 @@ def test_a_worker_that_lacked_memory_of_the_host_beside_others_is_tried_without_
     assert prober.fingerprint
     ahead = prober.ahead = Ahead(tmp_path, 0.0)  # type: ignore[assignment]
     found = prober.probe(REQUEST, tmp_path / "one.log")
-    assert found.outcome is Outcome.OK and "memory of the host" in found.notes[0] and not ahead.is_running
-    assert prober.probe(REQUEST, tmp_path / "two.log").outcome is Outcome.CRASH  # nobody was beside it
+    assert (
+        found.outcome is Outcome.OK
+        and "memory of the host" in found.notes[0]
+        and not ahead.is_running
+    )
+    # nobody was beside it
+    assert prober.probe(REQUEST, tmp_path / "two.log").outcome is Outcome.CRASH
 
 
-def test_a_worker_shares_the_device_with_nobody_who_has_ended(started: Started, tmp_path: Path) -> None:
-    prober, scripts = started([READY, answer(result(REQUEST.config)), answer(result(REQUEST.config))])
+def test_a_worker_shares_the_device_with_nobody_who_has_ended(
+    started: Started, tmp_path: Path
+) -> None:
+    prober, scripts = started(
+        [READY, answer(result(REQUEST.config)), answer(result(REQUEST.config))]
+    )
     assert prober.fingerprint
     ahead = prober.ahead = Ahead(tmp_path, 1.0)  # type: ignore[assignment]
     for ahead.has_ended in (False, True):

@@ -43,9 +43,14 @@ def test_another_tool_reads_what_was_made(
     made(tmp_path / "one", monkeypatch)
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"rows": 5}
     config = AutoConfig.from_pretrained("model")
-    assert (config.model_type, config.num_hidden_layers, config.hidden_size) == ("llama", 1, TINY["hidden_size"])
+    assert (config.model_type, config.num_hidden_layers, config.hidden_size) == (
+        "llama",
+        1,
+        TINY["hidden_size"],
+    )
     model = AutoModelForCausalLM.from_pretrained("model", dtype="auto")
-    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}  # as published ones are
+    # as published ones are
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
     tokenizer = AutoTokenizer.from_pretrained("model")
     assert (tokenizer.pad_token, tokenizer.pad_token_id, tokenizer.eos_token, len(tokenizer)) == (
         "<pad>",
@@ -60,7 +65,9 @@ def test_another_tool_reads_what_was_made(
     assert min(tokens) >= 0 and 64 < max(tokens) < TINY["vocab_size"] and trained[1] != trained[3]
 
 
-@pytest.mark.parametrize("family", sorted({str(model.config["model_type"]) for model in list_models()}))
+@pytest.mark.parametrize(
+    "family", sorted({str(model.config["model_type"]) for model in list_models()})
+)
 def test_a_letter_is_a_token_for_each_familys_own_tokenizer(family: str, tmp_path: Path) -> None:
     """transformers reads some families' files with a class of its own, whatever class they name."""
     synthetic_model.tokenizer().save_pretrained(tmp_path)
@@ -69,7 +76,9 @@ def test_a_letter_is_a_token_for_each_familys_own_tokenizer(family: str, tmp_pat
 
 
 @pytest.mark.parametrize("objective", [Objective.REWARD, Objective.DPO, Objective.KTO])
-def test_texts_have_so_many_tokens(objective: Objective, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_have_so_many_tokens(
+    objective: Objective, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One less than is wanted of each text: TRL adds the end."""
     made(tmp_path / "one", monkeypatch, objective=objective, trained_share=0.5)
     examples = [json.loads(line) for line in Path("data/train.jsonl").read_text().splitlines()]
@@ -88,9 +97,14 @@ def test_it_is_the_same_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         made(tmp_path / name, monkeypatch)
         torch.rand(3)
     files = ("model/model.safetensors", "data/train.jsonl", "data/test.jsonl")
-    assert all((tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes() for name in files)
+    assert all(
+        (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+        for name in files
+    )
 
 
-def test_without_rows_to_hold_out_their_file_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_rows_to_hold_out_their_file_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made(tmp_path / "one", monkeypatch, held_out=[])
     assert Path("data/test.jsonl").read_text() == ""

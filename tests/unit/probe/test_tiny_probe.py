@@ -8,8 +8,12 @@ from autotune.probe.tiny_probe import tiny_request
 
 
 @pytest.mark.parametrize(("device", "precision"), [("cpu", "fp32"), ("cuda", "bf16_mixed")])
-def test_it_is_one_layer_of_matrices_of_real_size_in_the_precision_of_its_device(device: str, precision: str) -> None:
-    """Two rows of 256 tokens: buffers that libraries make for larger matrices would count as the first model's."""
+def test_it_is_one_layer_of_matrices_of_real_size_in_the_precision_of_its_device(
+    device: str, precision: str
+) -> None:
+    """Two rows of 256 tokens: buffers that libraries make for larger matrices would count as the
+    first model's.
+    """
     assert tiny_request(device, 8.0, bf16=True) == ProbeRequest(
         config=TrainConfig(micro_batch_size=2, seq_len=256, precision=precision),
         model={

@@ -1,4 +1,6 @@
-"""Turns on a device: who has one, what is waited for, and that compilation leaves the device to others."""
+"""Turns on a device: who has one, what is waited for, and that compilation leaves the device to
+others.
+"""
 
 import errno
 import fcntl
@@ -148,7 +150,8 @@ def test_what_others_hold_is_added_up(tmp_path: Path) -> None:
 def test_a_product_that_the_compiler_tries_on_the_device_is_tried_in_a_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (name,) = (name for name in TIMING_FUNCTIONS if hasattr(pad_mm, name))  # or nothing would be waited for
+    # or nothing would be waited for
+    (name,) = (name for name in TIMING_FUNCTIONS if hasattr(pad_mm, name))
     found: list[bool] = []
 
     def try_product(*args: object) -> bool:
@@ -169,7 +172,9 @@ def test_a_product_that_the_compiler_tries_on_the_device_is_tried_in_a_turn(
     turns.close()
 
 
-def test_without_locks_the_worker_goes_on_and_others_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_the_worker_goes_on_and_others_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks available")
 

@@ -1,4 +1,6 @@
-"""The worker describes a model within bounds, whatever its config asks for, and gives models back."""
+"""The worker describes a model within bounds, whatever its
+config asks for, and gives models back.
+"""
 
 import builtins
 import gc
@@ -86,7 +88,9 @@ REQUEST = ProbeRequest(config=TrainConfig(), model={}, memory_gib=10.0, headroom
 
 
 class Meter:
-    """A device on which `allocated` GiB are in use, and of which it may be said that it lost some."""
+    """A device on which `allocated` GiB are in use, and of which
+    it may be said that it lost some.
+    """
 
     torch_device = "cpu"
     capability: str | None = None
@@ -147,7 +151,9 @@ def worker_on(meter: Meter, **residents: Base) -> Any:
     """A worker on this device, which holds base models: `whole`, and `depth2` or another depth."""
     made: Any = worker.Worker.__new__(worker.Worker)
     made.meter, made._empty_gib, made._limit_gib, made._served = meter, 0.0, 7.0, 0
-    made._residents = {None if name == "whole" else int(name[5:]): base for name, base in residents.items()}
+    made._residents = {
+        None if name == "whole" else int(name[5:]): base for name, base in residents.items()
+    }
     made.log, made._scratch, made._send = None, None, lambda **message: None
     return made
 
@@ -159,7 +165,9 @@ def _thaw() -> Iterator[None]:
     gc.unfreeze()
 
 
-def test_each_phase_takes_until_the_next_and_one_that_comes_back_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_phase_takes_until_the_next_and_one_that_comes_back_is_added_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(worker.time, "perf_counter", lambda: 20.0)
     entered = [("total", 1.0), ("load", 2.0), ("steady", 5.0), ("load", 9.0), ("cleanup", 16.0)]
     assert worker._seconds(entered) == {"load": 10.0, "steady": 4.0, "cleanup": 4.0, "total": 19.0}
@@ -180,13 +188,20 @@ def test_where_memory_ran_out_the_parts_the_limit_and_the_phase_are_told() -> No
     assert (fields["outcome"], fields["phase"]) == (Outcome.OOM, Phase.BACKWARD)
     assert fields["reason"] == "out of memory in backward"
     oom = fields["oom"]
-    assert (oom.allocated_gib, oom.reserved_gib, oom.requested_gib, oom.limit_gib) == (8.0, 9.0, 2.0, 6.5)
+    assert (oom.allocated_gib, oom.reserved_gib, oom.requested_gib, oom.limit_gib) == (
+        8.0,
+        9.0,
+        2.0,
+        6.5,
+    )
     assert oom.terms_gib == {"weights": 4.0, "activations": 4.0}
     # Before the probe has set a limit, that of the load holds.
     assert worker_on(Meter())._failure(error, probing(0.0))["oom"].limit_gib == 7.0
 
 
-def test_memory_that_ran_out_before_there_was_a_probe_held_weights(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_that_ran_out_before_there_was_a_probe_held_weights(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     try:
         raise MemoryError
     except MemoryError as error:
@@ -200,13 +215,19 @@ def test_memory_that_ran_out_before_there_was_a_probe_held_weights(capsys: pytes
     ("error", "outcome", "reason"),
     [
         (BadLoss("the loss went nan\nand more"), Outcome.NUMERICS, "the loss went nan"),
-        (ValueError("\n no such attention\nbut others"), Outcome.CRASH, "ValueError: no such attention"),
+        (
+            ValueError("\n no such attention\nbut others"),
+            Outcome.CRASH,
+            "ValueError: no such attention",
+        ),
         (KeyError(), Outcome.CRASH, "KeyError: KeyError"),
         (ValueError("x" * 400), Outcome.CRASH, "ValueError: " + "x" * 300),
     ],
     ids=["loss", "lines", "silent", "long"],
 )
-def test_another_failure_is_named_by_its_first_line(error: Exception, outcome: Outcome, reason: str) -> None:
+def test_another_failure_is_named_by_its_first_line(
+    error: Exception, outcome: Outcome, reason: str
+) -> None:
     fields = worker_on(Meter())._failure(error, probing(6.5))
     assert fields == {"outcome": outcome, "phase": Phase.BACKWARD, "reason": reason}
     assert worker_on(Meter())._failure(error, None)["phase"] is Phase.LOAD
@@ -236,21 +257,33 @@ def test_a_base_model_is_kept_unless_it_was_changed(
     # What others take is not counted: they wait aside.
     asked = [("has_returned", 3.5 if is_kept else 0.5)] if succeeded else []
     assert [said for said in made.meter.said if said[0] == "has_returned"] == asked
-    assert made.meter.said.index("uncap") < len(made.meter.said) - 1 - made.meter.said[::-1].index("release")
+    assert made.meter.said.index("uncap") < len(made.meter.said) - 1 - made.meter.said[::-1].index(
+        "release"
+    )
 
 
-def test_what_an_earlier_probe_left_is_frozen_and_collected_where_memory_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_earlier_probe_left_is_frozen_and_collected_where_memory_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     done: list[str] = []
-    collector = SimpleNamespace(freeze=lambda: done.append("freeze"), unfreeze=lambda: done.append("thaw"))
+    collector = SimpleNamespace(
+        freeze=lambda: done.append("freeze"), unfreeze=lambda: done.append("thaw")
+    )
     monkeypatch.setattr(worker, "gc", collector)
     collector.isenabled = lambda: True
     made = worker_on(meter := Meter(3.5), whole=Base(3.0))
     assert made._restore(REQUEST, {"outcome": Outcome.OK}) and done == ["freeze"]
     meter.has_returned = lambda baseline_gib: "thaw" in done  # type: ignore[method-assign]
     fields: dict[str, Any] = {"outcome": Outcome.OK}
-    assert made._restore(REQUEST, fields) and done == ["freeze", "thaw", "freeze"] and "notes" not in fields
+    assert (
+        made._restore(REQUEST, fields)
+        and done == ["freeze", "thaw", "freeze"]
+        and "notes" not in fields
+    )
     meter.has_returned = lambda baseline_gib: False  # type: ignore[method-assign]
-    assert not made._restore(REQUEST, fields) and done[3:] == ["thaw", "freeze"] and "notes" in fields
+    assert (
+        not made._restore(REQUEST, fields) and done[3:] == ["thaw", "freeze"] and "notes" in fields
+    )
     del done[3:]
     collector.isenabled = lambda: False  # as the worker starts
     assert made._restore(REQUEST, {"outcome": Outcome.OK}) and done == ["freeze", "thaw", "freeze"]
@@ -261,16 +294,27 @@ def test_memory_that_is_not_returned_is_named() -> None:
     made._empty_gib = 0.5
     fields: dict[str, Any] = {"outcome": Outcome.OK}
     assert not made._restore(REQUEST, fields)
-    assert fields["notes"] == ("the worker is replaced, since it did not return all memory (+256 MiB)",)
+    assert fields["notes"] == (
+        "the worker is replaced, since it did not return all memory (+256 MiB)",
+    )
     crashed: dict[str, Any] = {"outcome": Outcome.CRASH}
     assert not made._restore(REQUEST, crashed) and "notes" not in crashed  # it is replaced anyway
 
 
 def ran_out(allocated_gib: float) -> dict[str, Any]:
     detail = OomDetail(
-        phase=Phase.FORWARD, requested_gib=1.0, allocated_gib=allocated_gib, reserved_gib=1.0, limit_gib=10.0
+        phase=Phase.FORWARD,
+        requested_gib=1.0,
+        allocated_gib=allocated_gib,
+        reserved_gib=1.0,
+        limit_gib=10.0,
     )
-    return {"outcome": Outcome.OOM, "phase": Phase.FORWARD, "reason": "out of memory in forward", "oom": detail}
+    return {
+        "outcome": Outcome.OOM,
+        "phase": Phase.FORWARD,
+        "reason": "out of memory in forward",
+        "oom": detail,
+    }
 
 
 @pytest.mark.parametrize(
@@ -286,12 +330,17 @@ def test_where_waiting_models_may_have_taken_the_room_it_is_tried_without_them(
     attempts = iter(answers)
     made._attempt = lambda request, entered: next(attempts)
     result, is_reusable = made.serve(replace(REQUEST, depth=2, rung=Rung.SHALLOW))
-    assert (result.outcome, is_reusable) == (answers[tries - 1][0]["outcome"], answers[tries - 1][1])
+    assert (result.outcome, is_reusable) == (
+        answers[tries - 1][0]["outcome"],
+        answers[tries - 1][1],
+    )
     assert list(made._residents) == ([None, 2, 4] if tries == 1 else [2])
     assert (result.depth, result.rung) == (2, Rung.SHALLOW) and "total" in result.seconds
 
 
-def test_what_others_hold_is_read_whenever_this_process_has_the_device_again(tmp_path: Path) -> None:
+def test_what_others_hold_is_read_whenever_this_process_has_the_device_again(
+    tmp_path: Path,
+) -> None:
     made, held = worker_on(Meter()), list[float]()
     made.shared, compiling = tmp_path, CallbackArgs(CallbackTrigger.DYNAMO, "0/0")
 
@@ -337,7 +386,9 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[ProbeRequest]:
 meters: list[Meter] = []  # that of the current test is the last
 
 
-def test_a_base_model_is_built_once_under_the_limit_and_others_wait_aside(built: list[ProbeRequest]) -> None:
+def test_a_base_model_is_built_once_under_the_limit_and_others_wait_aside(
+    built: list[ProbeRequest],
+) -> None:
     made = worker_on(meter := Meter(0.25), depth2=Base(1.0, {}), depth4=Base(1.5, {}))
     meters.append(meter)
     whole = made._resident_for(REQUEST)
@@ -352,7 +403,9 @@ def test_a_base_model_is_built_once_under_the_limit_and_others_wait_aside(built:
 
 
 def test_models_of_another_family_make_room(built: list[ProbeRequest]) -> None:
-    made = worker_on(meter := Meter(), whole=Base(2.0, {}), depth2=Base(1.0, {"model_type": "llama"}))
+    made = worker_on(
+        meter := Meter(), whole=Base(2.0, {}), depth2=Base(1.0, {"model_type": "llama"})
+    )
     meters.append(meter)
     made._resident_for(replace(REQUEST, model={"model_type": "llama"}))
     assert list(made._residents) == [2, None] and len(built) == 1 and meter.aside_gib == 1.0
@@ -363,20 +416,28 @@ def test_a_base_that_full_fine_tuning_changes_is_built_anew(built: list[ProbeReq
     made = worker_on(meter := Meter(), whole=first, depth2=Base(1.0, {}))
     meters.append(meter)
     full = replace(REQUEST, config=TrainConfig(method="full"))
-    assert made._resident_for(full) is not first and built == [full] and list(made._residents) == [2, None]
+    assert (
+        made._resident_for(full) is not first
+        and built == [full]
+        and list(made._residents) == [2, None]
+    )
 
 
 def test_the_rates_of_a_device_are_measured_without_models(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = DeviceRates(products={"fp32": {32: 1.0}}, copy_gb_s=2.0, link_gb_s=None, launch_us=3.0)
     made = worker_on(meter := Meter(0.5), whole=Base(2.0))
-    monkeypatch.setattr(device_rates, "measure_rates", lambda meter: rates if not made._residents else None)
+    monkeypatch.setattr(
+        device_rates, "measure_rates", lambda meter: rates if not made._residents else None
+    )
     sent: list[dict[str, Any]] = []
     worker._measure_rates(made.rates, lambda **message: sent.append(message))
     assert sent == [{"event": "rates", "rates": to_data(rates)}]
     assert meter.said[-2:] == ["release", "settle"] and made._empty_gib == 0.5
 
 
-def test_a_device_that_cannot_be_measured_is_reported_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_cannot_be_measured_is_reported_in_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(meter: Any) -> None:
         raise RuntimeError("no\n  memory" + "!" * 400)
 
@@ -386,15 +447,22 @@ def test_a_device_that_cannot_be_measured_is_reported_in_a_line(monkeypatch: pyt
     assert sent == [{"event": "broken", "reason": "RuntimeError: no memory" + "!" * 291}]
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks with a name from before transformers 5.23
+# PEFT asks with a name from before transformers 5.23
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_model_is_described_or_said_to_be_none() -> None:
     limits, sent = resource.getrlimit(resource.RLIMIT_DATA), list[dict[str, Any]]()
     small = resolve_model("demo-3m").config
     worker._describe(small, lambda **message: sent.append(message))
     worker._describe({"model_type": "vit"}, lambda **message: sent.append(message))
     described, broken = sent
-    assert described["event"] == "described" and described["shape"]["num_layers"] == small["num_hidden_layers"]
-    assert broken == {"event": "broken", "reason": "transformers has no causal language model of type vit"}
+    assert (
+        described["event"] == "described"
+        and described["shape"]["num_layers"] == small["num_hidden_layers"]
+    )
+    assert broken == {
+        "event": "broken",
+        "reason": "transformers has no causal language model of type vit",
+    }
     assert resource.getrlimit(resource.RLIMIT_DATA) == limits
 
 
@@ -426,15 +494,24 @@ def test_output_goes_to_the_log_of_a_probe_behind_what_is_there(tmp_path: Path) 
     ],
 )
 def test_a_try_tells_of_its_phases_and_of_memory_that_was_too_tight(
-    monkeypatch: pytest.MonkeyPatch, retries: int, retry_phase: Phase | None, expected: tuple[Outcome, Phase | None]
+    monkeypatch: pytest.MonkeyPatch,
+    retries: int,
+    retry_phase: Phase | None,
+    expected: tuple[Outcome, Phase | None],
 ) -> None:
-    measured, closed, sent = measurement(alloc_retries=retries), list[bool](), list[dict[str, Any]]()
+    measured, closed, sent = (
+        measurement(alloc_retries=retries),
+        list[bool](),
+        list[dict[str, Any]](),
+    )
     made = worker_on(Meter())
     made._resident_for, made._send = lambda request: "base", lambda **message: sent.append(message)
 
     made.trace = "trace.json.gz"
 
-    def probe(request: ProbeRequest, base: Any, meter: Any, emit: Any, scratch: Any, rank: Any, trace: Any) -> Any:
+    def probe(
+        request: ProbeRequest, base: Any, meter: Any, emit: Any, scratch: Any, rank: Any, trace: Any
+    ) -> Any:
         assert (request, base, meter, trace) == (REQUEST, "base", made.meter, "trace.json.gz")
 
         def run() -> Any:
@@ -442,13 +519,17 @@ def test_a_try_tells_of_its_phases_and_of_memory_that_was_too_tight(
             return measured
 
         recorder = SimpleNamespace(retry_phase=retry_phase)
-        return SimpleNamespace(run=run, recorder=recorder, micro_profile=PROFILE, close=lambda: closed.append(True))
+        return SimpleNamespace(
+            run=run, recorder=recorder, micro_profile=PROFILE, close=lambda: closed.append(True)
+        )
 
     monkeypatch.setattr(harness, "Probe", probe)
     entered = [("total", 0.0)]
     fields, reusable = made._attempt(REQUEST, entered)
     assert made.micro_profile is PROFILE
-    assert (fields["outcome"], fields.get("phase")) == expected and fields["measurement"] is measured
+    assert (fields["outcome"], fields.get("phase")) == expected and fields[
+        "measurement"
+    ] is measured
     assert ("oom" in fields) is ("reason" in fields) is (retries > 0)
     assert reusable and closed == [True]
     phases = ["load", "first_step", "cleanup"]
@@ -463,14 +544,20 @@ def test_a_try_that_fails_frees_the_cap_before_it_says_why(monkeypatch: pytest.M
         raise ValueError("no such model")
 
     made._resident_for = fail
-    made._failure = lambda error, probe: {"outcome": Outcome.CRASH, "reason": str(error), "said": list(meter.said)}
+    made._failure = lambda error, probe: {
+        "outcome": Outcome.CRASH,
+        "reason": str(error),
+        "said": list(meter.said),
+    }
     fields, reusable = made._attempt(REQUEST, [("total", 0.0)])
     assert fields["reason"] == "no such model" and fields["said"] == ["uncap"] and not reusable
 
 
 def test_faults_strike_the_trial_that_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
     struck: list[Any] = []
-    monkeypatch.setattr(worker, "strike", lambda log, phase, rank: struck.append((log, phase, rank)))
+    monkeypatch.setattr(
+        worker, "strike", lambda log, phase, rank: struck.append((log, phase, rank))
+    )
     made = worker_on(Meter())
     made._resident_for = made._failure = lambda *_: {"outcome": Outcome.CRASH}  # it is no model
     made._attempt(REQUEST, [("total", 0.0)])
@@ -483,8 +570,12 @@ def test_faults_strike_the_trial_that_is_running(monkeypatch: pytest.MonkeyPatch
     assert struck[2:] == [("trial-0003.log", phase, 1) for phase in (Phase.LOAD, Phase.CLEANUP)]
 
 
-def test_a_config_of_impossible_size_is_described_under_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 GiB beyond what the process holds; the limit is lifted before anything is said, and afterwards."""
+def test_a_config_of_impossible_size_is_described_under_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """8 GiB beyond what the process holds; the limit is lifted before anything is said, and
+    afterwards.
+    """
     limits: list[Any] = []
     held = SimpleNamespace(memory_info=lambda: SimpleNamespace(data=2**30))
     monkeypatch.setattr(worker.psutil, "Process", lambda: held)
@@ -527,10 +618,18 @@ def test_why_a_device_cannot_be_measured_is_in_the_log(
     assert "RuntimeError: no memory" in capsys.readouterr().err
 
 
-def test_what_libraries_keep_of_a_measurement_of_rates_is_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_rates, "measure_rates", lambda meter: meter.said.append("measure") or "rates")
+def test_what_libraries_keep_of_a_measurement_of_rates_is_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        device_rates, "measure_rates", lambda meter: meter.said.append("measure") or "rates"
+    )
     made = worker_on(meter := Meter(0.5))
-    assert made.rates() == "rates" and meter.said == ["measure", "release", "settle"] and made._empty_gib == 0.5
+    assert (
+        made.rates() == "rates"
+        and meter.said == ["measure", "release", "settle"]
+        and made._empty_gib == 0.5
+    )
 
 
 @pytest.mark.parametrize(
@@ -545,7 +644,10 @@ def test_what_libraries_keep_of_a_measurement_of_rates_is_context(monkeypatch: p
     ids=str,
 )
 def test_libraries_are_loaded_before_the_model_is_weighed(
-    built: list[ProbeRequest], monkeypatch: pytest.MonkeyPatch, knobs: dict[str, Any], imported: list[str]
+    built: list[ProbeRequest],
+    monkeypatch: pytest.MonkeyPatch,
+    knobs: dict[str, Any],
+    imported: list[str],
 ) -> None:
     loaded: list[str] = []
     load = builtins.__import__
@@ -567,18 +669,26 @@ def test_libraries_are_loaded_before_the_model_is_weighed(
 
 
 @pytest.mark.parametrize(
-    ("left_gib", "thawed"), [(0.0, False), (24 / 1024, False), (0.03, True)], ids=["none", "chance", "some"]
+    ("left_gib", "thawed"),
+    [(0.0, False), (24 / 1024, False), (0.03, True)],
+    ids=["none", "chance", "some"],
 )
 @pytest.mark.parametrize("others", [0, 1])
 def test_what_is_frozen_is_collected_where_a_model_stays(
     monkeypatch: pytest.MonkeyPatch, left_gib: float, thawed: bool, others: int
 ) -> None:
-    """2 GiB are the model's; whatever stays of it beyond chance may be referred to by what is frozen."""
+    """2 GiB are the model's; whatever stays of it beyond chance may be referred to by what is
+    frozen.
+    """
     done: list[str] = []
     monkeypatch.setattr(
-        worker, "gc", SimpleNamespace(freeze=lambda: done.append("freeze"), unfreeze=lambda: done.append("thaw"))
+        worker,
+        "gc",
+        SimpleNamespace(freeze=lambda: done.append("freeze"), unfreeze=lambda: done.append("thaw")),
     )
-    made = worker_on(meter := Meter(2.5), depth2=Base(2.0), **({"depth4": Base(0.25)} if others else {}))
+    made = worker_on(
+        meter := Meter(2.5), depth2=Base(2.0), **({"depth4": Base(0.25)} if others else {})
+    )
 
     def release() -> None:
         done.append("release")
@@ -593,9 +703,20 @@ def test_what_is_frozen_is_collected_where_a_model_stays(
 
 @pytest.fixture
 def starting(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What a worker does as it starts: the device is checked, and a tiny probe is run, whose result is `result`."""
-    seen: dict[str, Any] = {"result": result(), "collecting": [], "checked": [], "meter": Meter(0.75)}
-    monkeypatch.setattr(meter_module, "open_meter", lambda device: seen.setdefault("device", device) and seen["meter"])
+    """What a worker does as it starts: the device is checked, and a tiny probe is run, whose result
+    is `result`.
+    """
+    seen: dict[str, Any] = {
+        "result": result(),
+        "collecting": [],
+        "checked": [],
+        "meter": Meter(0.75),
+    }
+    monkeypatch.setattr(
+        meter_module,
+        "open_meter",
+        lambda device: seen.setdefault("device", device) and seen["meter"],
+    )
     monkeypatch.setattr(health, "check_products", seen["checked"].append)
 
     def serve(made: Any, request: ProbeRequest) -> Any:
@@ -635,17 +756,30 @@ def test_a_worker_whose_tiny_probe_fails_does_not_start(starting: dict[str, Any]
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`main` in this process, on one end of a channel. The other end sends these messages and gets its answers."""
+    """`main` in this process, on one end of a channel.
+
+    The other end sends these messages and gets its answers.
+    """
     seen: dict[str, Any] = {"logs": [], "made": []}
     monkeypatch.setattr(worker, "die_with_parent", lambda parent: seen.setdefault("parent", parent))
-    monkeypatch.setattr(worker, "take_group_along", lambda handle, scratch: seen.setdefault("group", (handle, scratch)))
+    monkeypatch.setattr(
+        worker,
+        "take_group_along",
+        lambda handle, scratch: seen.setdefault("group", (handle, scratch)),
+    )
     monkeypatch.setattr(worker, "_redirect_output", lambda target: seen["logs"].append(target))
-    monkeypatch.setattr(worker, "_describe", lambda model, send: send(event="described", shape=model))
-    monkeypatch.setattr(worker, "_measure_rates", lambda measure, send: send(event="rates", rates=measure()))
+    monkeypatch.setattr(
+        worker, "_describe", lambda model, send: send(event="described", shape=model)
+    )
+    monkeypatch.setattr(
+        worker, "_measure_rates", lambda measure, send: send(event="rates", rates=measure())
+    )
     registered = lambda number, all_threads=False: seen.setdefault("stacks", (number, all_threads))  # noqa: E731
     monkeypatch.setattr(worker.faulthandler, "register", registered)
     monkeypatch.setattr(worker.time, "time", lambda: 1000.0)
-    monkeypatch.setattr(worker.psutil, "Process", lambda: SimpleNamespace(create_time=lambda: 990.5))
+    monkeypatch.setattr(
+        worker.psutil, "Process", lambda: SimpleNamespace(create_time=lambda: 990.5)
+    )
     monkeypatch.setattr(worker.os, "dup", {2: 77}.__getitem__)
 
     class Made:
@@ -699,15 +833,29 @@ def test_a_worker_measures_together_with_others(served: Any) -> None:
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 def test_a_worker_answers_one_message_after_another(served: Any) -> None:
     data = to_data(replace(REQUEST, depth=2))
-    seen, answers = served("cpu", {"describe": {"a": 1}}, {"rates": True}, {"request": data, "log": "one.log"})
-    assert answers[:2] == [{"event": "phase", "phase": "start"}, {"event": "phase", "phase": "load"}]
+    seen, answers = served(
+        "cpu", {"describe": {"a": 1}}, {"rates": True}, {"request": data, "log": "one.log"}
+    )
+    assert answers[:2] == [
+        {"event": "phase", "phase": "start"},
+        {"event": "phase", "phase": "load"},
+    ]
     known = {"memory_gib": 24.0, "context_gib": 0.5, "peak_tflops": 0.25, "seconds": 9.5}
     assert answers[2] == {"event": "ready", "fingerprint": to_data(FINGERPRINT)} | known
-    assert answers[3:5] == [{"event": "described", "shape": {"a": 1}}, {"event": "rates", "rates": "cpu"}]
-    assert answers[5:] == [{"event": "result", "result": to_data(result(REQUEST.config)), "reusable": False}]
+    assert answers[3:5] == [
+        {"event": "described", "shape": {"a": 1}},
+        {"event": "rates", "rates": "cpu"},
+    ]
+    assert answers[5:] == [
+        {"event": "result", "result": to_data(result(REQUEST.config)), "reusable": False}
+    ]
     assert seen["served"] == replace(REQUEST, depth=2) and seen["log"] == "one.log"
     assert seen["trace"] is None and seen["logs"] == ["one.log", 77]  # its own log again
-    assert (seen["parent"], seen["scratch"], seen["stacks"]) == (41, "scratch", (signal.SIGUSR1, True))
+    assert (seen["parent"], seen["scratch"], seen["stacks"]) == (
+        41,
+        "scratch",
+        (signal.SIGUSR1, True),
+    )
 
 
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
@@ -748,7 +896,9 @@ def test_a_log_is_made_for_its_user_to_write_and_for_others_to_read(
         worker._redirect_output(str(tmp_path / "log"))
     finally:
         os.umask(before)
-    assert flushed == ["out", "err", "1", "2"] and (tmp_path / "log").stat().st_mode & 0o777 == 0o644
+    assert (
+        flushed == ["out", "err", "1", "2"] and (tmp_path / "log").stat().st_mode & 0o777 == 0o644
+    )
 
 
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")

@@ -1,4 +1,6 @@
-"""A worker gets what it needs of its parent's environment, and no more; it ends with all that it started."""
+"""A worker gets what it needs of its parent's environment, and no more; it ends with all that it
+started.
+"""
 
 import json
 import os
@@ -19,7 +21,8 @@ from autotune.probe import worker_process
 from autotune.probe.monitor import Monitor
 from autotune.probe.worker_process import WorkerProcess
 
-# A worker that ends when it is asked to, and whose child does not. Both leave the files of a compiler.
+# A worker that ends when it is asked to, and whose child does not. Both leave the files of a
+# compiler.
 OUTLIVED = """
 import os, signal, sys, tempfile, time
 if os.fork() == 0:
@@ -29,8 +32,12 @@ time.sleep(600)
 """
 
 
-def test_nothing_that_a_worker_started_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_process, "module_command", lambda name: [sys.executable, "-c", OUTLIVED])
+def test_nothing_that_a_worker_started_outlives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        worker_process, "module_command", lambda name: [sys.executable, "-c", OUTLIVED]
+    )
     log = tmp_path / "log"
     worker = WorkerProcess("cpu", log)
     while not log.read_text().endswith("\n"):
@@ -72,7 +79,9 @@ def never() -> bool:
     return False
 
 
-def test_messages_are_lines_however_they_arrive(channel: tuple[WorkerProcess, socket.socket]) -> None:
+def test_messages_are_lines_however_they_arrive(
+    channel: tuple[WorkerProcess, socket.socket],
+) -> None:
     made, theirs = channel
     theirs.sendall(b'{"event": "phase"}\n{"event": "ready"}\n{"ev')
     assert made.receive(Watch(1), never) == {"event": "phase"}
@@ -90,7 +99,9 @@ def test_what_has_arrived_is_never_late(channel: tuple[WorkerProcess, socket.soc
     assert found is not None and len(found["event"]) == 1 << 16
 
 
-def test_who_waits_watches_the_phase_and_may_be_stopped(channel: tuple[WorkerProcess, socket.socket]) -> None:
+def test_who_waits_watches_the_phase_and_may_be_stopped(
+    channel: tuple[WorkerProcess, socket.socket],
+) -> None:
     made, theirs = channel
     watch = Watch(3)
     assert made.receive(watch, never) is None and watch.left == 0
@@ -123,7 +134,9 @@ class Process:
 
 
 @pytest.mark.parametrize("ends_at", [signal.SIGTERM, signal.SIGKILL])
-def test_a_worker_is_asked_to_end_before_it_is_killed(monkeypatch: pytest.MonkeyPatch, ends_at: int) -> None:
+def test_a_worker_is_asked_to_end_before_it_is_killed(
+    monkeypatch: pytest.MonkeyPatch, ends_at: int
+) -> None:
     """So is what it started: the signals go to its group, and the last one after its end."""
     said: list[Any] = []
     made = WorkerProcess.__new__(WorkerProcess)
@@ -162,19 +175,35 @@ def test_a_group_that_is_gone_needs_no_signal(monkeypatch: pytest.MonkeyPatch) -
     made._signal_group(signal.SIGTERM)
 
 
-def test_a_worker_is_started_in_a_session_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the number of its channel, its device, our pid and its scratch directory; its output follows the log's."""
+def test_a_worker_is_started_in_a_session_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the number of its channel, its device, our pid and its scratch directory; its output
+    follows the log's.
+    """
     started: list[Any] = []
-    monkeypatch.setattr(worker_process.subprocess, "Popen", lambda *asked, **how: started.append((asked, how)))
+    monkeypatch.setattr(
+        worker_process.subprocess, "Popen", lambda *asked, **how: started.append((asked, how))
+    )
     monkeypatch.setenv("LC_TEST", "x")
     (tmp_path / "log").write_text("before\n")
     made = WorkerProcess("cpu", tmp_path / "log")
     ((command,), how) = started[0]
     handle, device, parent, scratch = command[-4:]
-    assert command[-6:-4] == ["-m", "autotune.probe.worker"] and (device, parent) == ("cpu", str(os.getpid()))
-    assert how["pass_fds"] == [int(handle)] and how["start_new_session"] and how["stdin"] == subprocess.DEVNULL
+    assert command[-6:-4] == ["-m", "autotune.probe.worker"] and (device, parent) == (
+        "cpu",
+        str(os.getpid()),
+    )
+    assert (
+        how["pass_fds"] == [int(handle)]
+        and how["start_new_session"]
+        and how["stdin"] == subprocess.DEVNULL
+    )
     assert how["env"]["LC_TEST"] == "x" and "GOMP_SPINCOUNT" in how["env"]
-    assert how["stdout"] is how["stderr"] and (how["stdout"].name, how["stdout"].mode) == (str(tmp_path / "log"), "ab")
+    assert how["stdout"] is how["stderr"] and (how["stdout"].name, how["stdout"].mode) == (
+        str(tmp_path / "log"),
+        "ab",
+    )
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(int(handle))  # only the worker has that end
     assert Path(scratch).is_dir() and made._buffer == b""

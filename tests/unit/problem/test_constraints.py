@@ -41,7 +41,9 @@ LONG_TAILED = Workload(lengths=Lengths.of([100, 200, 4000], "counted"))
 
 
 def space(**knobs) -> SearchSpace:
-    return SearchSpace(name="test", knobs=tuple(Knob(name=name, values=values) for name, values in knobs.items()))
+    return SearchSpace(
+        name="test", knobs=tuple(Knob(name=name, values=values) for name, values in knobs.items())
+    )
 
 
 def floored(searched: SearchSpace, workload: Workload = WORKLOAD, **floors) -> Narrowing:
@@ -56,7 +58,9 @@ def narrowed(searched: SearchSpace, workload: Workload = WORKLOAD, **floors) -> 
 
 def test_the_default_floors():
     narrowing = floored(SearchSpace.load("default"))
-    assert {knob.name: knob.choices() for knob in narrowing.space.knobs if knob.kind == "learning"} == {
+    assert {
+        knob.name: knob.choices() for knob in narrowing.space.knobs if knob.kind == "learning"
+    } == {
         "method": ("lora",),
         "quantization": ("none",),
         "double_quant": (True, False),
@@ -67,9 +71,11 @@ def test_the_default_floors():
     }
     assert [str(removal) for removal in narrowing.removals] == [
         "seq_len 512: would cut off more than 1% of the tokens (--max-truncated)",
-        "seq_len 2048, 4096: no example is longer than 1024 tokens: the rest of a row would be padding",
+        "seq_len 2048, 4096: no example is longer than 1024 tokens: the rest of a row would be"
+        " padding",
         "lora_rank 8: below the rank floor of 16 (--min-rank)",
-        "quantization fp8, int8, nf4: a quantised base learns differently: used only if no other value fits "
+        "quantization fp8, int8, nf4: a quantised base learns differently: used only if no other"
+        " value fits "
         "(--allow-quantized)",
         "precision bf16_pure: no fp32 master weights: used only on request (--allow-pure-bf16)",
     ]
@@ -77,8 +83,13 @@ def test_the_default_floors():
 
 def test_a_floor_below_a_percent_is_named_as_it_is():
     lengths = Lengths.of([512] * 999 + [4096], "counted")
-    narrowing = floored(SearchSpace.of(seq_len=[512, 1024, 4096]), Workload(lengths=lengths), max_truncated=0.0065)
-    assert str(narrowing.removals[0]) == "seq_len 512: would cut off more than 0.65% of the tokens (--max-truncated)"
+    narrowing = floored(
+        SearchSpace.of(seq_len=[512, 1024, 4096]), Workload(lengths=lengths), max_truncated=0.0065
+    )
+    assert (
+        str(narrowing.removals[0])
+        == "seq_len 512: would cut off more than 0.65% of the tokens (--max-truncated)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,8 +114,13 @@ def test_the_floor_of_length(length, max_truncated, kept):
 @pytest.mark.parametrize(
     ("knobs", "floors", "message"),
     [
-        ({"lora_rank": (8, 64)}, {"min_rank": 65}, "--min-rank 65: the largest rank of the space is 64"),
-        ({"lora_rank": (8,)}, {"min_rank": 16}, "the largest rank of the space is 8"),  # pinned, and asked for more
+        (
+            {"lora_rank": (8, 64)},
+            {"min_rank": 65},
+            "--min-rank 65: the largest rank of the space is 64",
+        ),
+        # pinned, and asked for more
+        ({"lora_rank": (8,)}, {"min_rank": 16}, "the largest rank of the space is 8"),
         ({"seq_len": (512,)}, {}, None),
         (
             {"seq_len": (512,)},
@@ -126,7 +142,9 @@ def test_a_floor_that_the_space_cannot_hold_is_refused(knobs, floors, message):
 
 def test_a_floor_of_length_on_a_range():
     lengths = SearchSpace(name="range", knobs=(Knob(name="seq_len", low=64, high=4096),))
-    assert narrowed(lengths, Workload(lengths=Lengths.constant(1000)))["seq_len"] == tuple(range(990, 1001))
+    assert narrowed(lengths, Workload(lengths=Lengths.constant(1000)))["seq_len"] == tuple(
+        range(990, 1001)
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,12 +158,24 @@ def test_a_floor_of_length_on_a_range():
         ({"quantization": ("nf4", "none")}, {"allow_quantized": True}, ("nf4", "none")),
         ({"seq_len": (64,)}, {}, (64,)),
         ({"optimizer": ("adafactor", "adamw_torch", "lion_8bit")}, {}, ("adamw_torch",)),
-        ({"optimizer": ("adafactor", "adamw_torch")}, {"allow_any_optimizer": True}, ("adafactor", "adamw_torch")),
+        (
+            {"optimizer": ("adafactor", "adamw_torch")},
+            {"allow_any_optimizer": True},
+            ("adafactor", "adamw_torch"),
+        ),
         ({"precision": ("bf16_pure", "bf16_mixed")}, {}, ("bf16_mixed",)),
-        ({"precision": ("bf16_pure", "bf16_mixed")}, {"allow_pure_bf16": True}, ("bf16_pure", "bf16_mixed")),
+        (
+            {"precision": ("bf16_pure", "bf16_mixed")},
+            {"allow_pure_bf16": True},
+            ("bf16_pure", "bf16_mixed"),
+        ),
         ({"precision": ("bf16_pure",)}, {}, ("bf16_pure",)),
         ({"precision": ("bf16_pure", "bf16_mixed"), "method": ("full",)}, {}, ("bf16_mixed",)),
-        ({"precision": ("bf16_pure", "fp32"), "method": ("full",)}, {"allow_pure_bf16": True}, ("bf16_pure", "fp32")),
+        (
+            {"precision": ("bf16_pure", "fp32"), "method": ("full",)},
+            {"allow_pure_bf16": True},
+            ("bf16_pure", "fp32"),
+        ),
         ({"precision": ("bf16_pure",), "method": ("full",)}, {}, ("bf16_pure",)),
         ({"micro_batch_size": (1, 2)}, {}, (1, 2)),
     ],
@@ -156,11 +186,15 @@ def test_floors(knobs, floors, kept):
 
 @pytest.mark.parametrize(("shipped", "opened"), [("lora", False), ("qlora", False), ("full", True)])
 def test_only_full_fine_tuning_has_pure_bf16_in_reserve(shipped: str, opened: bool) -> None:
-    """With LoRA it would save a few hundred MiB, and would be searched whenever a quantised base is."""
+    """With LoRA it would save a few hundred MiB, and would be searched whenever a quantised base
+    is.
+    """
     setup = set_up(StudySpec(model="mistral-7b", space=shipped), resolve_device("h200"))
     assert setup.task.space.choices("precision") == ("bf16_mixed",)
     assert ("bf16_pure" in setup.reserve.choices("precision")) is opened
-    assert setup.reserved == ("precision bf16_pure; optimizer adafactor or lion_8bit" if opened else "")
+    assert setup.reserved == (
+        "precision bf16_pure; optimizer adafactor or lion_8bit" if opened else ""
+    )
 
 
 # --- packing
@@ -169,7 +203,9 @@ SKEWED = Lengths.of([100] * 60 + [300] * 25 + [700] * 10 + [2000] * 5, "counted"
 
 
 def prepared(lengths: str | None = None, model: str = "mistral-7b", **asked: Any) -> Setup:
-    return set_up(StudySpec(model=model, lengths=lengths, space="lora", **asked), resolve_device("h200"))
+    return set_up(
+        StudySpec(model=model, lengths=lengths, space="lora", **asked), resolve_device("h200")
+    )
 
 
 def removed(setup: Setup) -> list[str]:
@@ -179,7 +215,9 @@ def removed(setup: Setup) -> list[str]:
 @pytest.fixture
 def skewed(tmp_path: Path) -> str:
     file = tmp_path / "lengths.txt"
-    file.write_text("\n".join(str(tokens) for tokens, number in SKEWED.counts for _ in range(number)))
+    file.write_text(
+        "\n".join(str(tokens) for tokens, number in SKEWED.counts for _ in range(number))
+    )
     return str(file)
 
 
@@ -193,7 +231,9 @@ def test_packing_is_searched_with_micro_batches_that_keep_the_global_batch(skewe
     assert removed(setup) == [f"packing True: not with micro_batch_size 8, 16, 32: {reason}"]
     for chosen in setup.task.space.enumerate():
         config = setup.task.space.config(chosen)
-        assert setup.task.workload.run_shape(config).examples_per_step == pytest.approx(32, rel=0.25)
+        assert setup.task.workload.run_shape(config).examples_per_step == pytest.approx(
+            32, rel=0.25
+        )
 
 
 @pytest.mark.parametrize(
@@ -201,14 +241,19 @@ def test_packing_is_searched_with_micro_batches_that_keep_the_global_batch(skewe
     [
         ({}, "how long the examples are was not given (--dataset, --lengths)"),
         ({"tokens_per_example": 4096}, "no row has room for a second example"),
-        ({"tokens_per_example": 16, "global_batch": 1, "pins": {"seq_len": 4096}}, "a row holds 250.0 examples"),
+        (
+            {"tokens_per_example": 16, "global_batch": 1, "pins": {"seq_len": 4096}},
+            "a row holds 250.0 examples",
+        ),
         (
             {"mean_tokens": 200, "p99_tokens": 900, "pins": {"attention": "flash_attention_2"}},
             "packing is untested with flash_attention_2",
         ),
     ],
 )
-def test_packing_is_left_out_for_a_reason(asked: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_is_left_out_for_a_reason(
+    asked: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: object())
     setup = prepared(**asked)
     assert setup.task.space.knob("packing").choices() == (False,)  # type: ignore[union-attr]
@@ -216,8 +261,13 @@ def test_packing_is_left_out_for_a_reason(asked: dict[str, Any], reason: str, mo
 
 
 def test_a_row_length_that_does_not_go_with_the_global_batch_is_left_out_by_itself() -> None:
-    setup = prepared(mean_tokens=200, p99_tokens=900)  # 4,096 tokens hold 20 of them: 32 are no whole rows
-    packed = {one.seq_len for one in map(setup.task.space.config, setup.task.space.enumerate()) if one.packing}
+    # 4,096 tokens hold 20 of them: 32 are no whole rows
+    setup = prepared(mean_tokens=200, p99_tokens=900)
+    packed = {
+        one.seq_len
+        for one in map(setup.task.space.config, setup.task.space.enumerate())
+        if one.packing
+    }
     assert packed == {2048}
     assert any("not with seq_len 4096" in line for line in removed(setup))
 
@@ -225,13 +275,16 @@ def test_a_row_length_that_does_not_go_with_the_global_batch_is_left_out_by_itse
 def test_packing_may_be_asked_for(skewed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: object())
     setup = set_up(
-        StudySpec(model="mistral-7b", lengths=skewed, space="default", pins={"packing": True}), resolve_device("h200")
+        StudySpec(model="mistral-7b", lengths=skewed, space="default", pins={"packing": True}),
+        resolve_device("h200"),
     )
     choices = [setup.task.space.config(chosen) for chosen in setup.task.space.enumerate()]
     assert {config.micro_batch_size for config in choices} == {1, 2, 4}
-    assert {config.attention for config in choices} == {"sdpa"}  # with flash_attention_2 neighbours may be seen
+    # with flash_attention_2 neighbours may be seen
+    assert {config.attention for config in choices} == {"sdpa"}
     with pytest.raises(
-        UsageError, match="packing was asked for, but a step would be over 25% off the global batch of 2"
+        UsageError,
+        match="packing was asked for, but a step would be over 25% off the global batch of 2",
     ):
         prepared(skewed, pins={"packing": True}, global_batch=2)
 
@@ -254,7 +307,9 @@ def test_what_the_layers_of_a_model_cannot_do_is_refused_of_one_configuration(
     knobs: dict[str, Any], shape: dict[str, Any], named: str | None
 ) -> None:
     shape_of = ModelShape(num_layers=2, prefix=0, period=1, **shape)
-    reason = refusal(TrainConfig(**knobs), MISTRAL, "transformers", shape_of, resolve_device("h200"))
+    reason = refusal(
+        TrainConfig(**knobs), MISTRAL, "transformers", shape_of, resolve_device("h200")
+    )
     assert reason is None if named is None else named in (reason or "")
 
 
@@ -304,7 +359,9 @@ NOT_ON_A_T4 = {  # of compute capability 7.5
         ("h200", {"precision": {"fp16_mixed"}}),
     ],
 )
-def test_what_a_device_cannot_do(monkeypatch: pytest.MonkeyPatch, device: str, lost: dict[str, set[str]]) -> None:
+def test_what_a_device_cannot_do(
+    monkeypatch: pytest.MonkeyPatch, device: str, lost: dict[str, set[str]]
+) -> None:
     monkeypatch.setattr("autotune.catalog.devices.multiplies_bf16", lambda: True)
     assert lost_by(lambda narrowing: narrow_to_device(narrowing, resolve_device(device))) == lost
 
@@ -329,7 +386,10 @@ NO_FP16 = "fp16 does not train on a CPU"
     ],
 )
 def test_a_processor_without_fast_bf16_trains_in_fp32(
-    monkeypatch: pytest.MonkeyPatch, precisions: tuple[str, ...], left: tuple[str, ...], removals: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    precisions: tuple[str, ...],
+    left: tuple[str, ...],
+    removals: list[str],
 ) -> None:
     monkeypatch.setattr("autotune.catalog.devices.multiplies_bf16", lambda: False)
     narrowing = unnarrowed(precision=precisions)
@@ -338,14 +398,20 @@ def test_a_processor_without_fast_bf16_trains_in_fp32(
     assert [str(removal) for removal in narrowing.removals] == removals
 
 
-@pytest.mark.parametrize(("device", "usual"), [("cpu", "fp32"), ("t4", "fp16_mixed"), ("a100", "bf16_mixed")])
-def test_a_space_that_names_no_precision_has_the_usual_one_of_the_device(device: str, usual: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "usual"), [("cpu", "fp32"), ("t4", "fp16_mixed"), ("a100", "bf16_mixed")]
+)
+def test_a_space_that_names_no_precision_has_the_usual_one_of_the_device(
+    device: str, usual: str
+) -> None:
     narrowing = unnarrowed(micro_batch_size=(1, 2))
     narrow_to_device(narrowing, resolve_device(device))
     assert both(narrowing, "precision") == (usual,)
 
 
-@pytest.mark.parametrize(("precision", "reason"), [("bf16_mixed", SLOW_BF16), ("fp16_mixed", NO_FP16)])
+@pytest.mark.parametrize(
+    ("precision", "reason"), [("bf16_mixed", SLOW_BF16), ("fp16_mixed", NO_FP16)]
+)
 def test_a_precision_that_was_asked_for_is_refused_and_not_replaced(
     monkeypatch: pytest.MonkeyPatch, precision: str, reason: str
 ) -> None:
@@ -369,14 +435,21 @@ def test_fp16_trains_on_no_cpu_even_where_a_space_has_no_bf16() -> None:
         ("flash_attn", {"attention": {"flash_attention_2"}}),
         (
             "bitsandbytes",
-            {"quantization": {"int8", "nf4"}, "optimizer": {"adamw_8bit", "paged_adamw_8bit", "lion_8bit"}},
+            {
+                "quantization": {"int8", "nf4"},
+                "optimizer": {"adamw_8bit", "paged_adamw_8bit", "lion_8bit"},
+            },
         ),
         ("liger_kernel", {"kernels": {"liger"}}),
         ("no such package", {}),
     ],
 )
-def test_what_needs_a_package(package: str, lost: dict[str, set[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else object())
+def test_what_needs_a_package(
+    package: str, lost: dict[str, set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == package else object()
+    )
     assert lost_by(narrow_to_packages) == lost
 
 
@@ -402,12 +475,17 @@ NO_CAP = "it computes a causal softmax without a cap on the scores"
     ("shape", "reason"),
     [
         ({}, None),
-        ({"model_type": "gemma2"}, f"varlen attention is untested on gemma2: {NO_CAP}"),  # which caps its scores
-        ({"model_type": "gpt_oss"}, f"varlen attention is untested on gpt_oss: {NO_CAP}"),  # which has attention sinks
+        # which caps its scores
+        ({"model_type": "gemma2"}, f"varlen attention is untested on gemma2: {NO_CAP}"),
+        # which has attention sinks
+        ({"model_type": "gpt_oss"}, f"varlen attention is untested on gpt_oss: {NO_CAP}"),
         ({"model_type": "mamba"}, f"varlen attention is untested on mamba: {NO_CAP}"),
         ({"attention_dropout": 0.1}, "it has no dropout, which the model's attention has"),
         ({"head_dim": 256}, None),
-        ({"head_dim": 264}, "it takes heads of 256 values at most, a multiple of 8; the model's have 264"),
+        (
+            {"head_dim": 264},
+            "it takes heads of 256 values at most, a multiple of 8; the model's have 264",
+        ),
         (
             {"head_dim": None, "hidden_size": 640},
             "it takes heads of 256 values at most, a multiple of 8; the model's have 20",
@@ -431,10 +509,15 @@ def test_what_is_padded_to_the_longest_is_compiled_only_where_it_is_packed():
     narrowing = Narrowing(space=searched, reserve=searched)
     narrow_padding(narrowing, LONG_TAILED)
     assert [str(removal) for removal in narrowing.removals] == [
-        "compile per_layer: without packing: rows padded to the longest of each micro batch have too many lengths to "
+        "compile per_layer: without packing: rows padded to the longest of each micro batch have"
+        " too many lengths to "
         "compile for"
     ]
-    compiled = [chosen["packing"] for chosen in narrowing.space.enumerate() if chosen.get("compile") == "per_layer"]
+    compiled = [
+        chosen["packing"]
+        for chosen in narrowing.space.enumerate()
+        if chosen.get("compile") == "per_layer"
+    ]
     assert compiled and all(compiled)
 
 
@@ -463,7 +546,9 @@ def test_a_micro_batch_divides_the_global_batch_and_has_no_more_rows_than_there_
     assumed: bool, left: tuple[int, ...]
 ) -> None:
     narrowing = unnarrowed(micro_batch_size=(1, 3, 5, 8, 12, 16, 24))
-    workload = replace(WORKLOAD, examples=16, eval_share=0.5, examples_assumed=assumed, global_batch=24)
+    workload = replace(
+        WORKLOAD, examples=16, eval_share=0.5, examples_assumed=assumed, global_batch=24
+    )
     narrow_to_model(narrowing, resolve_model("mistral-7b"), workload)
     assert both(narrowing, "micro_batch_size") == left
     reasons = ["micro_batch_size 5, 16: does not divide the global batch of 24 (--global-batch)"]
@@ -478,14 +563,19 @@ def test_rows_are_as_long_as_the_context_at_most() -> None:
     narrowing = unnarrowed(seq_len=(512, context, context + 1))
     narrow_to_model(narrowing, model, WORKLOAD)
     assert both(narrowing, "seq_len") == (512, context)
-    assert [removal.reason for removal in narrowing.removals] == [f"longer than the model's context of {context}"]
+    assert [removal.reason for removal in narrowing.removals] == [
+        f"longer than the model's context of {context}"
+    ]
 
 
 def test_layers_whose_checkpoints_are_offloaded_do_not_compile() -> None:
     model, compiled = resolve_model("mistral-7b"), ("none", "per_layer")
     some = unnarrowed(checkpointing=("none", "offload", "full"), compile=compiled)
     narrow_to_model(some, model, WORKLOAD)
-    assert when(some, "compile") == {"checkpointing": ["none", "full"]} and both(some, "compile") == compiled
+    assert (
+        when(some, "compile") == {"checkpointing": ["none", "full"]}
+        and both(some, "compile") == compiled
+    )
     every = unnarrowed(checkpointing=("offload",), compile=compiled)
     narrow_to_model(every, model, WORKLOAD)
     assert when(every, "compile") is None and both(every, "compile") == ("none",)
@@ -506,9 +596,13 @@ def test_layers_whose_checkpoints_are_offloaded_do_not_compile() -> None:
         ("mistral-7b", {"padding": "longest"}, "works only with padding bucket or max_length"),
     ],
 )
-def test_cuda_graphs_are_refused_for_a_reason(model: str, pins: dict[str, Any], reason: str) -> None:
+def test_cuda_graphs_are_refused_for_a_reason(
+    model: str, pins: dict[str, Any], reason: str
+) -> None:
     searched = space(**{name: (value,) for name, value in pins.items()})
-    searched = searched.pin("cuda_graphs", "micro_batch").offer("cuda_graphs", ("none", "micro_batch"))
+    searched = searched.pin("cuda_graphs", "micro_batch").offer(
+        "cuda_graphs", ("none", "micro_batch")
+    )
     narrowing = Narrowing(space=searched, reserve=searched)
     narrow_to_model(narrowing, resolve_model(model), WORKLOAD)
     assert both(narrowing, "cuda_graphs") == ("none",)
@@ -523,7 +617,9 @@ def test_cuda_graphs_are_refused_for_a_reason(model: str, pins: dict[str, Any], 
         ("mistral-7b", {"quantization": "nf4"}, "works only with quantisation none"),
     ],
 )
-def test_joined_adapters_are_refused_for_a_reason(model: str, pins: dict[str, Any], reason: str) -> None:
+def test_joined_adapters_are_refused_for_a_reason(
+    model: str, pins: dict[str, Any], reason: str
+) -> None:
     searched = space(compile=("none", "per_layer"), padding=("bucket",))
     for name, value in pins.items():
         searched = searched.pin(name, value)
@@ -534,7 +630,9 @@ def test_joined_adapters_are_refused_for_a_reason(model: str, pins: dict[str, An
     assert any(removal.reason.startswith(reason) for removal in narrowing.removals)
 
 
-@pytest.mark.parametrize(("device", "left"), [("h100", "micro_batch"), ("mi300x", "none"), ("cpu", "none")])
+@pytest.mark.parametrize(
+    ("device", "left"), [("h100", "micro_batch"), ("mi300x", "none"), ("cpu", "none")]
+)
 def test_cuda_graphs_need_a_gpu_of_nvidias(device: str, left: str) -> None:
     searched = space().offer("cuda_graphs", ("none", "micro_batch"))
     narrowing = Narrowing(space=searched, reserve=searched)
@@ -547,7 +645,10 @@ def test_selective_recomputation_needs_compiled_layers() -> None:
     some = unnarrowed(checkpointing=every, compile=compiled)
     narrow_checkpointing(some)
     assert both(some, "checkpointing") == every and not some.removals
-    for lacking in (unnarrowed(checkpointing=every), unnarrowed(checkpointing=every, compile=("none",))):
+    for lacking in (
+        unnarrowed(checkpointing=every),
+        unnarrowed(checkpointing=every, compile=("none",)),
+    ):
         narrow_checkpointing(lacking)
         assert both(lacking, "checkpointing") == ("none", "full")
         assert [removal.reason for removal in lacking.removals] == [
@@ -604,10 +705,17 @@ def test_attention_sinks_need_other_kernels_than_flash_attention_2() -> None:
 
 
 def layered(
-    shape: dict[str, Any] | None, trainer: str = "transformers", model: ModelSpec = MISTRAL, **knobs: tuple[Any, ...]
+    shape: dict[str, Any] | None,
+    trainer: str = "transformers",
+    model: ModelSpec = MISTRAL,
+    **knobs: tuple[Any, ...],
 ) -> Narrowing:
     narrowing = unnarrowed(**knobs)
-    known = None if shape is None else ModelShape(**{"num_layers": 2, "prefix": 0, "period": 1, **shape})
+    known = (
+        None
+        if shape is None
+        else ModelShape(**{"num_layers": 2, "prefix": 0, "period": 1, **shape})
+    )
     narrow_to_layers(narrowing, model, trainer, known)
     return narrowing
 
@@ -637,7 +745,9 @@ def test_other_layers_may_have_adapters_where_peft_refuses_some() -> None:
     refused = {"no_adapters": "a reason"}
     some = layered(refused, lora_targets=("all-linear", "q_v"), method=("lora", "full"))
     assert (both(some, "lora_targets"), both(some, "method")) == (("q_v",), ("lora", "full"))
-    assert "lora_targets all-linear: PEFT refuses adapters on some of its layers: a reason" in map(str, some.removals)
+    assert "lora_targets all-linear: PEFT refuses adapters on some of its layers: a reason" in map(
+        str, some.removals
+    )
     assert both(layered(refused, lora_targets=("attention",)), "lora_targets") == ("attention",)
     with pytest.raises(UsageError, match="a reason; --set lora_targets=attention may be possible"):
         layered(refused | {"linear_layers": ("self_attn.q_proj",)})
@@ -645,17 +755,31 @@ def test_other_layers_may_have_adapters_where_peft_refuses_some() -> None:
 
 def test_adapters_are_on_layers_that_the_model_has() -> None:
     layers = ("self_attn.q_proj", "self_attn.o_proj", "mlp.q_proj", "mlp.up_proj", "dense")
-    asked = ("all-linear", "q_v", "attn.q_proj", "q_proj,up_proj", "self_attn.o_proj", "q_proj,dense", "k_proj")
+    asked = (
+        "all-linear",
+        "q_v",
+        "attn.q_proj",
+        "q_proj,up_proj",
+        "self_attn.o_proj",
+        "q_proj,dense",
+        "k_proj",
+    )
     narrowing = layered({"linear_layers": layers}, lora_targets=(*asked, "proj,up_proj"))
     left = ("all-linear", "q_proj,up_proj", "self_attn.o_proj", "q_proj,dense")
     assert both(narrowing, "lora_targets") == left
     reason = "the model has linear layers of these names alone: q_proj, o_proj, up_proj, dense"
-    assert f"lora_targets q_v, attn.q_proj, k_proj, proj,up_proj: {reason}" in map(str, narrowing.removals)
-    assert both(layered({}, lora_targets=("k_proj",)), "lora_targets") == ("k_proj",)  # nothing is known
+    assert f"lora_targets q_v, attn.q_proj, k_proj, proj,up_proj: {reason}" in map(
+        str, narrowing.removals
+    )
+    # nothing is known
+    assert both(layered({}, lora_targets=("k_proj",)), "lora_targets") == ("k_proj",)
     # Of a type whose names are known, a few are enough: models of one type have different ones.
     latent = ModelSpec(name="v2", config=MISTRAL.config | {"model_type": "deepseek_v2"})
     few = {"linear_layers": ("self_attn.q_proj", "self_attn.kv_b_proj", "self_attn.o_proj")}
-    assert both(layered(few, model=latent, lora_targets=("q_v", "attention")), "lora_targets") == ("q_v", "attention")
+    assert both(layered(few, model=latent, lora_targets=("q_v", "attention")), "lora_targets") == (
+        "q_v",
+        "attention",
+    )
     assert both(layered(few, lora_targets=("q_v", "all-linear")), "lora_targets") == ("all-linear",)
     with pytest.raises(UsageError, match="these names alone: q_proj"):
         layered({"linear_layers": layers}, lora_targets=("v_proj",))
@@ -670,7 +794,11 @@ def test_a_model_without_attention_has_no_adapters_on_it() -> None:
 
 def test_adapters_on_attention_compile_beside_fused_experts() -> None:
     compiled = ("none", "per_layer")
-    for targets, left in ((("attention", "q_v"), compiled), (("all-linear", "q_v"), ("none",)), (("w_1",), compiled)):
+    for targets, left in (
+        (("attention", "q_v"), compiled),
+        (("all-linear", "q_v"), ("none",)),
+        (("w_1",), compiled),
+    ):
         narrowing = layered({"parametrized": True}, compile=compiled, lora_targets=targets)
         assert both(narrowing, "compile") == left
 
@@ -700,8 +828,15 @@ def test_trl_has_one_loss_and_neither_packing_nor_fp8() -> None:
         quantization=("none", "fp8"),
         attention=("sdpa", "sdpa_cudnn"),
     )
-    left = {name: both(narrowing, name) for name in ("loss", "packing", "quantization", "attention")}
-    assert left == {"loss": ("chunked",), "packing": (False,), "quantization": ("none",), "attention": ("sdpa",)}
+    left = {
+        name: both(narrowing, name) for name in ("loss", "packing", "quantization", "attention")
+    }
+    assert left == {
+        "loss": ("chunked",),
+        "packing": (False,),
+        "quantization": ("none",),
+        "attention": ("sdpa",),
+    }
     assert [str(removal).partition(":")[0] for removal in narrowing.removals] == [
         "loss full",
         "packing True",
@@ -736,8 +871,16 @@ COMPILED = {"compile": ("none", "per_layer")}
     ("knobs", "left", "condition"),
     [
         (COMPILED, ("max_length",), {"compile": ["per_layer"]}),
-        (COMPILED | {"padding": ("longest", "bucket")}, ("max_length",), {"compile": ["per_layer"]}),
-        (COMPILED | {"padding": ("longest", "max_length")}, ("max_length",), {"compile": ["per_layer"]}),
+        (
+            COMPILED | {"padding": ("longest", "bucket")},
+            ("max_length",),
+            {"compile": ["per_layer"]},
+        ),
+        (
+            COMPILED | {"padding": ("longest", "max_length")},
+            ("max_length",),
+            {"compile": ["per_layer"]},
+        ),
         (COMPILED | {"padding": ("longest",)}, ("longest",), None),  # as it was asked for
         (COMPILED | {"padding": ("max_length", "bucket")}, ("max_length",), None),
         ({"padding": ("longest", "bucket")}, ("longest",), None),  # nothing is compiled
@@ -752,7 +895,9 @@ def test_trl_pads_to_one_length_in_order_to_compile(
 
 def test_trl_pads_nothing_where_nothing_is_compiled() -> None:
     assert of_trl().space.knob("padding") is None
-    with pytest.raises(UsageError, match="TRL pads to the longest row of a micro batch, or all rows to one length"):
+    with pytest.raises(
+        UsageError, match="TRL pads to the longest row of a micro batch, or all rows to one length"
+    ):
         of_trl(padding=("bucket",))
 
 
@@ -784,7 +929,10 @@ def test_rows_that_can_only_be_padded_to_the_longest_are_not_compiled(
 
 def test_examples_of_one_length_need_no_mask() -> None:
     alike = Workload(lengths=Lengths.constant(512, "given"))
-    for workload, left in ((alike, ("longest", "bucket")), (LONG_TAILED, ("longest", "bucket", "masked"))):
+    for workload, left in (
+        (alike, ("longest", "bucket")),
+        (LONG_TAILED, ("longest", "bucket", "masked")),
+    ):
         narrowing = unnarrowed(padding=("longest", "bucket", "masked"))
         narrow_padding(narrowing, workload)
         assert both(narrowing, "padding") == left and not narrowing.removals
@@ -836,29 +984,41 @@ def packed(workload: Workload, model_type: str = "mistral", **knobs: tuple[Any, 
 
 
 def test_a_step_of_packed_rows_is_a_quarter_off_the_global_batch_at_most() -> None:
-    """Rows hold 3, 5 or 6 examples of 512 tokens: three are a quarter less than four, five a quarter more."""
+    """Rows hold 3, 5 or 6 examples of 512 tokens: three are a quarter less than four, five a
+    quarter more.
+    """
     workload = Workload(examples=900, lengths=Lengths.constant(512), global_batch=4)
     narrowing = packed(workload, seq_len=(1536, 2560, 3072), micro_batch_size=(1,))
     assert both(narrowing, "packing") == (False, True)
     assert when(narrowing, "packing") == {"seq_len": [1536, 2560]}
     reason = "a step would be over 25% off the global batch of 4 (--global-batch)"
-    assert [str(one) for one in narrowing.removals] == [f"packing True: not with seq_len 3072: {reason}"]
+    assert [str(one) for one in narrowing.removals] == [
+        f"packing True: not with seq_len 3072: {reason}"
+    ]
 
 
 def test_a_step_of_packed_rows_may_be_too_small() -> None:
-    """Rows hold 7 or 10 examples of 512 tokens: one row of 7 is three tenths less than ten, two are more."""
+    """Rows hold 7 or 10 examples of 512 tokens: one row of 7 is three tenths less than ten, two are
+    more.
+    """
     workload = Workload(examples=700, lengths=Lengths.constant(512), global_batch=10)
-    assert when(packed(workload, seq_len=(3584, 5120), micro_batch_size=(1,)), "packing") == {"seq_len": [5120]}
+    assert when(packed(workload, seq_len=(3584, 5120), micro_batch_size=(1,)), "packing") == {
+        "seq_len": [5120]
+    }
 
 
 def test_a_step_of_packed_rows_has_no_more_examples_than_there_are() -> None:
     """Rows hold two of four examples: three rows a step would hold six, which is near five."""
     workload = Workload(examples=4, lengths=Lengths.constant(512), global_batch=5)
-    assert when(packed(workload, seq_len=(1024,), micro_batch_size=(1, 3)), "packing") == {"micro_batch_size": [1]}
+    assert when(packed(workload, seq_len=(1024,), micro_batch_size=(1, 3)), "packing") == {
+        "micro_batch_size": [1]
+    }
 
 
 @pytest.mark.parametrize(("full_rows", "left"), [(19, (False, True)), (20, (False,))])
-def test_packing_is_worth_a_trial_from_a_twentieth_of_an_example_on(full_rows: int, left: tuple[bool, ...]) -> None:
+def test_packing_is_worth_a_trial_from_a_twentieth_of_an_example_on(
+    full_rows: int, left: tuple[bool, ...]
+) -> None:
     """Two examples share the last row: 21 in 20 rows, or 22 in 21."""
     lengths = Lengths.of([1000] * full_rows + [500] * 2, "counted")
     workload = Workload(examples=full_rows + 2, lengths=lengths, global_batch=full_rows + 2)
@@ -866,7 +1026,9 @@ def test_packing_is_worth_a_trial_from_a_twentieth_of_an_example_on(full_rows: i
 
 
 @pytest.mark.parametrize(("number", "left"), [(16, (False, True)), (17, (False,))])
-def test_packing_is_searched_with_sixteen_lengths_at_most(number: int, left: tuple[bool, ...]) -> None:
+def test_packing_is_searched_with_sixteen_lengths_at_most(
+    number: int, left: tuple[bool, ...]
+) -> None:
     workload = Workload(examples=900, lengths=Lengths.constant(100), global_batch=32)
     narrowing = packed(workload, seq_len=tuple(range(800, 800 + number)), micro_batch_size=(1,))
     assert both(narrowing, "packing") == left
@@ -875,9 +1037,12 @@ def test_packing_is_searched_with_sixteen_lengths_at_most(number: int, left: tup
 def test_packing_that_is_asked_for_removes_what_it_does_not_go_with() -> None:
     attentions, lengths = ("sdpa", "flex_attention", "eager"), Lengths.constant(512, "assumed")
     workload = Workload(examples=900, lengths=lengths, global_batch=32)
-    narrowing = packed(workload, packing=(True,), attention=attentions, seq_len=(1024,), micro_batch_size=(1,))
+    narrowing = packed(
+        workload, packing=(True,), attention=attentions, seq_len=(1024,), micro_batch_size=(1,)
+    )
     assert both(narrowing, "attention") == ("sdpa", "eager") and when(narrowing, "packing") is None
-    assert both(packed(workload, seq_len=(1024,)), "packing") == (False,)  # lengths that are assumed are no reason
+    # lengths that are assumed are no reason
+    assert both(packed(workload, seq_len=(1024,)), "packing") == (False,)
     given = replace(workload, lengths=Lengths.constant(512))
     searched = packed(given, attention=attentions, seq_len=(1024,), micro_batch_size=(1,))
     assert both(searched, "attention") == attentions
@@ -891,7 +1056,10 @@ def test_packing_that_is_asked_for_removes_what_it_does_not_go_with() -> None:
 @pytest.mark.parametrize(
     ("model_type", "left"),
     [
-        *((name, (False, True)) for name in ("gemma", "gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral")),
+        *(
+            (name, (False, True))
+            for name in ("gemma", "gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral")
+        ),
         *((name, (False, True)) for name in ("phi3", "qwen2", "qwen3", "qwen3_moe")),
         *((name, (False,)) for name in ("falcon", "gpt_oss", "qwen3_next", "qwen3_5")),
     ],
@@ -899,9 +1067,14 @@ def test_packing_that_is_asked_for_removes_what_it_does_not_go_with() -> None:
 def test_packing_is_searched_for_models_that_were_seen_to_keep_examples_apart(
     model_type: str, left: tuple[bool, ...]
 ) -> None:
-    """They are those of tests/probe/test_packing.py; two examples of 512 tokens fit into a row of 1,024."""
+    """They are those of tests/probe/test_packing.py; two examples of 512 tokens fit into a row of
+    1,024.
+    """
     workload = Workload(examples=900, lengths=Lengths.constant(512), global_batch=32)
-    assert both(packed(workload, model_type, seq_len=(1024,), micro_batch_size=(1,)), "packing") == left
+    assert (
+        both(packed(workload, model_type, seq_len=(1024,), micro_batch_size=(1,)), "packing")
+        == left
+    )
 
 
 @pytest.mark.parametrize(
@@ -913,9 +1086,13 @@ def test_packing_is_searched_for_models_that_were_seen_to_keep_examples_apart(
         ("checkpointing", "none", "without recomputed layers"),
     ],
 )
-def test_tiles_are_refused_beside_what_they_would_change(knob: str, value: object, reason: str) -> None:
+def test_tiles_are_refused_beside_what_they_would_change(
+    knob: str, value: object, reason: str
+) -> None:
     """Otherwise the study would compute whole layers, and nobody would say so."""
-    spec = StudySpec(model="mistral-7b", pins={"tiling": "tokens", knob: value}, allow_quantized=True)
+    spec = StudySpec(
+        model="mistral-7b", pins={"tiling": "tokens", knob: value}, allow_quantized=True
+    )
     with pytest.raises(UsageError, match=reason):
         set_up(spec, resolve_device("h200"))
     made = set_up(StudySpec(model="mistral-7b", pins={"tiling": "tokens"}), resolve_device("h200"))

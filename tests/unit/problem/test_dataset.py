@@ -22,7 +22,8 @@ from tests.helpers.tokenizers import byte_level, template
 CHAT = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} </s> {% endfor %}"
 CHAT += "{% if add_generation_prompt %}<assistant> {% endif %}"
 TWO_MESSAGES = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two three"}]
-FORMS: list[tuple[dict[str, Any], int, int, float, float]] = [  # a row, its words with what ends it, its characters
+# a row, its words with what ends it, its characters
+FORMS: list[tuple[dict[str, Any], int, int, float, float]] = [
     ({"text": "one two three"}, 4, 13, 1.0, 1.0),  # and the shares of both that are trained on
     ({"prompt": "one two ", "completion": "three four five"}, 6, 23, 4 / 6, 15 / 23),
     ({"messages": TWO_MESSAGES}, 7, 25, 3 / 7, 18 / 25),
@@ -55,17 +56,25 @@ def written(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_nothing_that_a_file_names_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Pillow, rows with an image by its address would send a request each; without, they could not be read."""
+def test_nothing_that_a_file_names_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Pillow, rows with an image by its address would send a request each; without, they could
+    not be read.
+    """
     import datasets
 
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     decoded: list[Any] = []
-    monkeypatch.setattr(datasets.Image, "decode_example", lambda self, value, **_: decoded.append(value))
+    monkeypatch.setattr(
+        datasets.Image, "decode_example", lambda self, value, **_: decoded.append(value)
+    )
     pictures = [{"bytes": b"", "path": "http://127.0.0.1:9/picture.png"}] * 3
     features = {"text": {"dtype": "string", "_type": "Value"}, "picture": {"_type": "Image"}}
     about = {"huggingface": json.dumps({"info": {"features": features}})}
-    rows = arrow.table({"text": ["one two"] * 3, "picture": pictures}).replace_schema_metadata(about)
+    rows = arrow.table({"text": ["one two"] * 3, "picture": pictures}).replace_schema_metadata(
+        about
+    )
     parquet.write_table(rows, tmp_path / "data.parquet")
     assert dataset_lengths(tmp_path / "data.parquet", None).counts == ((2, 3),) and not decoded
 
@@ -87,7 +96,9 @@ def test_each_form_in_each_kind_of_file(
     of_characters: float,
 ) -> None:
     file = written(tmp_path / f"data{kind}", [row] * 3)
-    assert dataset_lengths(file, tokenizer) == Lengths(counts=((words, 3),), source="counted", trained_share=of_words)
+    assert dataset_lengths(file, tokenizer) == Lengths(
+        counts=((words, 3),), source="counted", trained_share=of_words
+    )
     assert dataset_lengths(file, None) == Lengths(
         counts=((round(characters / 4), 3),), source="characters", trained_share=of_characters
     )
@@ -146,7 +157,9 @@ def test_messages_in_a_table_of_text_are_refused(tmp_path: Path, tokenizer: str)
             dataset_lengths(file, given)
 
 
-def test_half_a_surrogate_pair_is_an_error_that_names_its_row(tmp_path: Path, tokenizer: str) -> None:
+def test_half_a_surrogate_pair_is_an_error_that_names_its_row(
+    tmp_path: Path, tokenizer: str
+) -> None:
     """JSON can escape one half of a surrogate pair; no tokenizer takes it."""
     file = tmp_path / "data.jsonl"
     file.write_text('{"text": "fine"}\n{"text": "\\ud83d"}\n')
@@ -156,8 +169,13 @@ def test_half_a_surrogate_pair_is_an_error_that_names_its_row(tmp_path: Path, to
 
 
 def test_lines_of_several_forms_as_other_tools_write_them(tmp_path: Path, tokenizer: str) -> None:
-    """A byte order mark, blank lines, columns that are null in some rows; and a name that is a pattern."""
-    rows = [row | dict.fromkeys({"text", "prompt", "completion", "messages"} - set(row)) for row, *_ in FORMS]
+    """A byte order mark, blank lines, columns that are null in some rows; and a name that is a
+    pattern.
+    """
+    rows = [
+        row | dict.fromkeys({"text", "prompt", "completion", "messages"} - set(row))
+        for row, *_ in FORMS
+    ]
     file = tmp_path / "a[1].jsonl"
     file.write_text("\ufeff" + "\n\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
     assert dataset_lengths(file, tokenizer) == Lengths.of([4, 6, 7], "counted", 11 / 17)
@@ -217,7 +235,10 @@ def test_a_study_takes_its_examples_from_the_file(tmp_path: Path, tokenizer: str
 
 
 def test_no_code_of_a_tokenizer_runs(tmp_path: Path) -> None:
-    code = f"from transformers import PreTrainedTokenizerFast as Words\nopen({str(tmp_path / 'ran')!r}, 'w').close()\n"
+    code = (
+        "from transformers import PreTrainedTokenizerFast as Words\n"
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\n"
+    )
     (tmp_path / "theirs.py").write_text(code)
     config = {"tokenizer_class": "Words", "auto_map": {"AutoTokenizer": [None, "theirs.Words"]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -246,8 +267,12 @@ def test_the_form_is_that_of_the_first_row(tmp_path: Path, row: dict[str, Any], 
 
 def test_bytes_are_estimated_four_to_a_token_and_one_token_at_least(tmp_path: Path) -> None:
     said: list[str] = []
-    file = written(tmp_path / "data.jsonl", [{"text": "x" * length} for length in (1, 5, 7, 10, 400)])
-    assert dataset_lengths(file, None, say=said.append) == Lengths.of([1, 1, 2, 2, 100], "characters")
+    file = written(
+        tmp_path / "data.jsonl", [{"text": "x" * length} for length in (1, 5, 7, 10, 400)]
+    )
+    assert dataset_lengths(file, None, say=said.append) == Lengths.of(
+        [1, 1, 2, 2, 100], "characters"
+    )
     assert said == ["reading data.jsonl"]
     file = written(tmp_path / "data.jsonl", [{"text": "é" * 8}])  # of two bytes each
     assert dataset_lengths(file, None).counts == ((4, 1),)
@@ -275,7 +300,10 @@ def test_the_first_line_of_an_error_tells_it() -> None:
 
 
 def test_what_is_missing_to_read_a_dataset_is_an_error_of_the_environment() -> None:
-    with pytest.raises(EnvironmentProblem, match="--dataset: no datasets") as caught, dataset_errors():
+    with (
+        pytest.raises(EnvironmentProblem, match="--dataset: no datasets") as caught,
+        dataset_errors(),
+    ):
         raise ImportError("no datasets")
     assert caught.value.remedy == "or give JSON lines or --lengths FILE"
 
@@ -289,7 +317,9 @@ def test_a_dataset_is_there_or_is_named(tmp_path: Path) -> None:
 def test_how_fast_examples_are_read_and_tokenised(
     tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock that goes on by a second at each look: at the beginning, after each example, and at the end."""
+    """By a clock that goes on by a second at each look: at the beginning, after each example, and
+    at the end.
+    """
     monkeypatch.setattr(dataset, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
     file = written(tmp_path / "rows.jsonl", [{"text": "one two three"}] * 5)
     assert tokenised_per_s(file, tokenizer, seconds=100) == 5 / 6
@@ -309,7 +339,13 @@ def test_what_a_template_leaves_out_is_said_each_time(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}))
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"chosen": turns, "rejected": turns}))
     warning = "warning: {}: the chat template ends no answer with a token of its own"
-    for name, objective in (("a.jsonl", Objective.SFT), ("a.jsonl", Objective.SFT), ("pairs.jsonl", Objective.DPO)):
+    for name, objective in (
+        ("a.jsonl", Objective.SFT),
+        ("a.jsonl", Objective.SFT),
+        ("pairs.jsonl", Objective.DPO),
+    ):
         said: list[str] = []
-        dataset_lengths(tmp_path / name, str(tmp_path / "glm"), objective=objective, say=said.append)
+        dataset_lengths(
+            tmp_path / name, str(tmp_path / "glm"), objective=objective, say=said.append
+        )
         assert any(line.startswith(warning.format(name)) for line in said), said

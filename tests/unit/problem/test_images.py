@@ -33,18 +33,34 @@ def png(width: int, height: int) -> bytes:
     """A whole black PNG."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        return (
+            struct.pack(">I", len(content))
+            + kind
+            + content
+            + struct.pack(">I", zlib.crc32(kind + content))
+        )
 
     pixels = zlib.compress((b"\0" + b"\0\0\0" * width) * height)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    )
 
 
 def jpeg(width: int, height: int, frame: int = 0xC2) -> bytes:
-    """What a JPEG begins with: a thumbnail of another size in its first segment, a table, then the frame."""
+    """What a JPEG begins with: a thumbnail of another size in its first segment, a table, then the
+    frame.
+    """
     thumbnail = b"\xff\xe1" + struct.pack(">H", 2 + 8) + b"\xff\xc0\0\x11\x08\0\1\0"
     table = b"\xff\xc4" + struct.pack(">H", 2 + 3) + b"abc"
-    return b"\xff\xd8" + thumbnail + table + bytes([0xFF, frame]) + struct.pack(">HBHH", 17, 8, height, width) + b"\3"
+    return (
+        b"\xff\xd8"
+        + thumbnail
+        + table
+        + bytes([0xFF, frame])
+        + struct.pack(">HBHH", 17, 8, height, width)
+        + b"\3"
+    )
 
 
 def model_in(folder: Path, model_type: str = "qwen2_5_vl") -> str:
@@ -64,7 +80,16 @@ def test_sizes_stand_in_the_first_bytes(frame: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"GIF89a", png(3, 4)[:20], png(0, 4), b"\xff\xd8", jpeg(3, 4)[:-8], b"\xff\xd8\xff\xe0\0\0\xff"]
+    "content",
+    [
+        b"",
+        b"GIF89a",
+        png(3, 4)[:20],
+        png(0, 4),
+        b"\xff\xd8",
+        jpeg(3, 4)[:-8],
+        b"\xff\xd8\xff\xe0\0\0\xff",
+    ],
 )
 def test_what_is_no_image_is_named_with_its_row(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "one").write_bytes(content)
@@ -82,7 +107,11 @@ def test_images_are_named_in_the_ways_of_other_tools(tmp_path: Path) -> None:
 
     assert sizes(images=["a.png", {"path": None, "bytes": png(5, 6)}]) == [(3, 4), (5, 6)]
     assert sizes(image={"path": str(tmp_path / "a.png")}) == [(3, 4)]
-    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}, {"type": "image", "path": "a.png"}]
+    parts = [
+        {"type": "image", "image": "a.png"},
+        {"type": "text", "text": "what?"},
+        {"type": "image", "path": "a.png"},
+    ]
     assert sizes(messages=[ASK | {"content": parts}]) == [(3, 4), (3, 4)]
     assert sizes() == sizes(images=[]) == []
     for absent in ("b.png", 7, {"path": 1}):
@@ -93,8 +122,14 @@ def test_images_are_named_in_the_ways_of_other_tools(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"messages": [ASK | {"content": "<image><image>"}], "images": ["a"]}, "places for 2 images, and it names 1"),
-        ({"messages": [ASK | {"content": [{"type": "image"}]}], "images": ["a", "b"]}, "for 1 images, and it names 2"),
+        (
+            {"messages": [ASK | {"content": "<image><image>"}], "images": ["a"]},
+            "places for 2 images, and it names 1",
+        ),
+        (
+            {"messages": [ASK | {"content": [{"type": "image"}]}], "images": ["a", "b"]},
+            "for 1 images, and it names 2",
+        ),
         ({"messages": [ASK | {"content": [{"type": "image"}]}]}, "for 1 images, and it names 0"),
         (
             {"messages": [ASK | {"content": [{"type": "image_url", "image_url": "a"}]}]},
@@ -113,7 +148,9 @@ def test_an_image_that_the_processor_refuses_is_named(tmp_path: Path) -> None:
     (tmp_path / "thin.png").write_bytes(png(1, 201))
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [ASK, ASK], "image": "thin.png"}))
     spec = spec_of(tmp_path, dataset=str(tmp_path / "rows.jsonl"))
-    with pytest.raises(UsageError, match=r"rows.jsonl:1: its image 'thin.png' is refused: .*1x201") as caught:
+    with pytest.raises(
+        UsageError, match=r"rows.jsonl:1: its image 'thin.png' is refused: .*1x201"
+    ) as caught:
         set_up(spec, Target(device=resolve_device("cpu")))
     assert "200 times" in str(caught.value.remedy)
 
@@ -121,7 +158,9 @@ def test_an_image_that_the_processor_refuses_is_named(tmp_path: Path) -> None:
 def test_a_row_without_its_images() -> None:
     parts = [{"type": "image"}, {"type": "text", "text": "what?"}]
     answer = {"role": "assistant", "content": "a <image>cat"}
-    form, named = parse_image_row("", {"images": ["a", "b"], "messages": [{"role": "user", "content": parts}, answer]})
+    form, named = parse_image_row(
+        "", {"images": ["a", "b"], "messages": [{"role": "user", "content": parts}, answer]}
+    )
     assert isinstance(form, Chat) and named == ["a", "b"]
     texts = [["what?"], ["a ", "cat"]]
     contents = [[{"type": "text", "text": text} for text in one] for one in texts]
@@ -129,14 +168,19 @@ def test_a_row_without_its_images() -> None:
     begun = text_of(form, whole=False)["messages"]
     assert [message["content"] for message in begun] == [contents[0], contents[1][:1]]
     flattened = flat(Chat(messages=text_of(form)["messages"]))
-    assert isinstance(flattened, Chat) and [one["content"] for one in flattened.messages] == ["what?", "a cat"]
+    assert isinstance(flattened, Chat) and [one["content"] for one in flattened.messages] == [
+        "what?",
+        "a cat",
+    ]
     asked = text_of(Chat(messages=form.messages, completion=1))
     assert len(asked["prompt"]) == len(asked["completion"]) == 1
 
 
 def test_each_length_has_its_images_and_the_longest_row_the_largest() -> None:
     small, large = (Picture(tokens=tokens, beside=0, pixels=(1,)) for tokens in (10, 90))
-    kept = pictured([(50, (small,)), (50, (small,)), (50, ()), (100, (large,)), (200, (small,)), (20, ())])
+    kept = pictured(
+        [(50, (small,)), (50, (small,)), (50, ()), (100, (large,)), (200, (small,)), (20, ())]
+    )
     assert kept == ((20, ()), (50, (small,)), (100, (large,)), (200, (small,)))
     assert images_of(kept, 60) == images_of(kept, 190) == (small,)
     assert images_of(kept, 200, largest=True) == (large,)
@@ -149,16 +193,23 @@ def test_each_length_has_its_images_and_the_longest_row_the_largest() -> None:
 
 
 def test_examples_are_text_unless_an_option_or_a_row_has_an_image(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [ASK, ASK | {"role": "assistant"}]}))
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"messages": [ASK, ASK | {"role": "assistant"}]})
+    )
     model = model_in(tmp_path)
     cpu = Target(device=resolve_device("cpu"))
     for wanted in ({}, {"dataset": str(tmp_path / "rows.jsonl")}):
-        workload = set_up(StudySpec(model=model, gpu="cpu", space="cpu", **wanted), cpu).task.workload
+        workload = set_up(
+            StudySpec(model=model, gpu="cpu", space="cpu", **wanted), cpu
+        ).task.workload
         assert not workload.pictured and workload.dealt
 
 
 def test_one_image_in_each_example_if_its_size_is_unknown(tmp_path: Path) -> None:
-    setup = set_up(spec_of(tmp_path, vision="trained", pins={"seq_len": 2048}), Target(device=resolve_device("cpu")))
+    setup = set_up(
+        spec_of(tmp_path, vision="trained", pins={"seq_len": 2048}),
+        Target(device=resolve_device("cpu")),
+    )
     workload = setup.task.workload
     assert workload.image_tokens == 24 * 32 + 2
     assert workload.lengths.longest == 1024 and workload.lengths.source == "assumed"
@@ -172,12 +223,20 @@ def test_the_images_of_a_dataset_count_in_its_rows(tmp_path: Path) -> None:
     """56x56 are 4 tokens for Qwen2.5-VL, 112x56 are 8; a mark stands at either end."""
     for name, content in {"s.png": png(56, 56), "l.jpg": jpeg(112, 56)}.items():
         (tmp_path / name).write_bytes(content)
-    ask, answer = {"role": "user", "content": "<image>" + "x" * 36}, {"role": "assistant", "content": "y" * 31}
+    ask, answer = (
+        {"role": "user", "content": "<image>" + "x" * 36},
+        {"role": "assistant", "content": "y" * 31},
+    )
     two = ask | {"content": "<image>" + ask["content"]}
-    rows = [{"messages": [ask, answer], "images": ["s.png"]}, {"messages": [two, answer], "images": ["l.jpg", "s.png"]}]
+    rows = [
+        {"messages": [ask, answer], "images": ["s.png"]},
+        {"messages": [two, answer], "images": ["l.jpg", "s.png"]},
+    ]
     rows += [{"messages": [{"role": "user", "content": "x" * 36}, answer]}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    spec = spec_of(tmp_path, dataset=str(tmp_path / "rows.jsonl"), pins={"seq_len": 64}, vision="trained")
+    spec = spec_of(
+        tmp_path, dataset=str(tmp_path / "rows.jsonl"), pins={"seq_len": 64}, vision="trained"
+    )
     workload = set_up(spec, Target(device=resolve_device("cpu"))).task.workload
     text = (36 + 4 + 31 + 9) // 4
     assert workload.lengths.counts == ((text, 1), (text + 6, 1), (text + 16, 1))
@@ -187,23 +246,42 @@ def test_the_images_of_a_dataset_count_in_its_rows(tmp_path: Path) -> None:
 
 
 def test_a_seq_len_that_ends_before_a_rows_last_image_is_removed(tmp_path: Path) -> None:
-    """204 characters, of 4 to a token, stand before it; by its images alone, of 6 tokens, the row would fit in 32."""
+    """204 characters, of 4 to a token, stand before it; by its images alone, of 6 tokens, the row
+    would fit in 32.
+    """
     (tmp_path / "s.png").write_bytes(png(56, 56))
-    late = [ASK | {"content": "x" * 196}, ASK | {"content": "<image>"}, {"role": "assistant", "content": "y"}]
+    late = [
+        ASK | {"content": "x" * 196},
+        ASK | {"content": "<image>"},
+        {"role": "assistant", "content": "y"},
+    ]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": late, "images": ["s.png"]}))
     spec = spec_of(tmp_path, dataset=str(tmp_path / "rows.jsonl"), pins={"seq_len": 32})
-    with pytest.raises(UsageError, match="take 6 tokens, which are never cut, and the last ends at token 58"):
+    with pytest.raises(
+        UsageError, match="take 6 tokens, which are never cut, and the last ends at token 58"
+    ):
         set_up(spec, Target(device=resolve_device("cpu")))
 
 
 def test_lengths_too_short_for_an_image_are_of_text_alone(tmp_path: Path) -> None:
     (tmp_path / "lengths").write_text("487\n900\n1000\n1000\n")
-    spec = spec_of(tmp_path, image_size="896x672", lengths=str(tmp_path / "lengths"), pins={"seq_len": 1024})
+    spec = spec_of(
+        tmp_path, image_size="896x672", lengths=str(tmp_path / "lengths"), pins={"seq_len": 1024}
+    )
     setup = set_up(spec, Target(device=resolve_device("cpu")))
-    assert any("25.0% of the examples have no room for an image of 770 tokens" in one for one in setup.warnings)
+    assert any(
+        "25.0% of the examples have no room for an image of 770 tokens" in one
+        for one in setup.warnings
+    )
     kinds = setup.task.workload.micro_batches(TrainConfig(seq_len=1024, micro_batch_size=1))
-    rows = [(row[0], bool(images)) for kind in kinds for row, images in zip(kind.rows, kind.images, strict=True)]
-    assert {has for _, has in rows} == {True, False} and all(has == (length >= 772) for length, has in rows)
+    rows = [
+        (row[0], bool(images))
+        for kind in kinds
+        for row, images in zip(kind.rows, kind.images, strict=True)
+    ]
+    assert {has for _, has in rows} == {True, False} and all(
+        has == (length >= 772) for length, has in rows
+    )
 
 
 def test_a_text_with_an_image_is_no_row(tmp_path: Path) -> None:
@@ -225,18 +303,29 @@ def test_a_text_with_an_image_is_no_row(tmp_path: Path) -> None:
         ({"pins": {"seq_len": 512}}, "never cut"),
         ({"mean_tokens": 100, "p99_tokens": 200}, "has no room for its image of 770"),
         ({"image_size": "56x56", "pins": {"packing": True}}, "rows with images are not packed"),
-        ({"image_size": "56x56", "pins": {"quantization": "int8"}}, "an 8-bit base is untested with images"),
+        (
+            {"image_size": "56x56", "pins": {"quantization": "int8"}},
+            "an 8-bit base is untested with images",
+        ),
     ],
 )
-def test_what_is_untested_with_images_is_refused(tmp_path: Path, wanted: dict[str, Any], message: str) -> None:
+def test_what_is_untested_with_images_is_refused(
+    tmp_path: Path, wanted: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
-        set_up(spec_of(tmp_path, **({"image_size": "896x672"} | wanted)), Target(device=resolve_device("cpu")))
+        set_up(
+            spec_of(tmp_path, **({"image_size": "896x672"} | wanted)),
+            Target(device=resolve_device("cpu")),
+        )
 
 
 def test_a_model_of_text_takes_no_images() -> None:
     for wanted in ({"image_size": "9x9"}, {"vision": "trained"}):
         with pytest.raises(UsageError, match="images of demo-3m cannot be trained on, only text"):
-            set_up(StudySpec(model="demo-3m", gpu="cpu", space="cpu", **wanted), Target(device=resolve_device("cpu")))
+            set_up(
+                StudySpec(model="demo-3m", gpu="cpu", space="cpu", **wanted),
+                Target(device=resolve_device("cpu")),
+            )
     with pytest.raises(InvalidSpec, match="sizes of their own"):
         StudySpec(model="smolvlm", dataset="d", image_size="9x9")
     with pytest.raises(InvalidSpec, match="vision cannot be 'half'"):
@@ -245,5 +334,7 @@ def test_a_model_of_text_takes_no_images() -> None:
 
 def test_no_formula_covers_images() -> None:
     with pytest.raises(UsageError, match="no formula covers the images of gemma-3-4b-it"):
-        set_up(StudySpec(model="gemma-3-4b", gpu="h100", image_size="896x896"), resolve_device("h100"))
+        set_up(
+            StudySpec(model="gemma-3-4b", gpu="h100", image_size="896x896"), resolve_device("h100")
+        )
     assert resolve_model("gemma-3-4b").flops_per_token("lora", 512) is None

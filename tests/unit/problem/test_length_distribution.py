@@ -1,4 +1,6 @@
-"""Lengths of examples: by hand, from a file, from two numbers, and what is useful of them at a sequence length."""
+"""Lengths of examples: by hand, from a file, from two numbers, and what is useful of them at a
+sequence length.
+"""
 
 import pytest
 
@@ -14,7 +16,13 @@ SKEWED = Lengths.of([100] * 4 + [500] * 3 + [1000] * 2 + [2500], "counted")
 
 @pytest.mark.parametrize(
     ("seq_len", "kept", "longer"),
-    [(50, 500, 1.0), (100, 1000, 0.6), (512, 400 + 1500 + 3 * 512, 0.3), (1024, 4924, 0.1), (4096, 6400, 0.0)],
+    [
+        (50, 500, 1.0),
+        (100, 1000, 0.6),
+        (512, 400 + 1500 + 3 * 512, 0.3),
+        (1024, 4924, 0.1),
+        (4096, 6400, 0.0),
+    ],
 )
 def test_truncation_by_hand(seq_len: int, kept: int, longer: float) -> None:
     assert SKEWED.tokens_within(seq_len) == kept
@@ -22,7 +30,9 @@ def test_truncation_by_hand(seq_len: int, kept: int, longer: float) -> None:
     workload = Workload(lengths=SKEWED)
     assert workload.useful_tokens_per_row(TrainConfig(seq_len=seq_len)) == kept / 10
     assert workload.truncated(seq_len) == pytest.approx(1 - kept / 6400)
-    assert workload.fill(TrainConfig(seq_len=seq_len, padding="max_length")) == pytest.approx(kept / 10 / seq_len)
+    assert workload.fill(TrainConfig(seq_len=seq_len, padding="max_length")) == pytest.approx(
+        kept / 10 / seq_len
+    )
 
 
 def test_the_figures_of_a_distribution() -> None:
@@ -36,7 +46,10 @@ def test_the_figures_of_a_distribution() -> None:
         2500,
         2500,
     ]
-    assert str(SKEWED) == "640 tokens on average, 2,500 at the 99th percentile, 2,500 the longest (counted)"
+    assert (
+        str(SKEWED)
+        == "640 tokens on average, 2,500 at the 99th percentile, 2,500 the longest (counted)"
+    )
     assert str(Lengths.constant(1024, "assumed")) == "1,024 tokens each (assumed)"
     assert str(Lengths.constant(1024)) == "1,024 tokens each"
 
@@ -48,17 +61,26 @@ def test_a_distribution_survives_serialization() -> None:
 def test_different_distributions_have_different_digests() -> None:
     same = Lengths.of([2500] + [1000] * 2 + [500] * 3 + [100] * 4, "counted")
     assert SKEWED.facts() == same.facts()
-    assert [SKEWED.facts()[name] for name in ("mean", "median", "p99", "longest")] == [640, 500, 2500, 2500]
+    assert [SKEWED.facts()[name] for name in ("mean", "median", "p99", "longest")] == [
+        640,
+        500,
+        2500,
+        2500,
+    ]
     assert (
-        SKEWED.facts()["digest"] != Lengths.of([100] * 4 + [500] * 3 + [1000] * 2 + [2501], "counted").facts()["digest"]
+        SKEWED.facts()["digest"]
+        != Lengths.of([100] * 4 + [500] * 3 + [1000] * 2 + [2501], "counted").facts()["digest"]
     )
     assert "tokens_per_example" in Workload(lengths=SKEWED).facts()
 
 
-@pytest.mark.parametrize(("mean", "p99"), [(300.0, 2000.0), (1000.0, 1500.0), (512.0, 512.0), (100.0, 1000.0)])
+@pytest.mark.parametrize(
+    ("mean", "p99"), [(300.0, 2000.0), (1000.0, 1500.0), (512.0, 512.0), (100.0, 1000.0)]
+)
 def test_two_numbers_describe_a_distribution(mean: float, p99: float) -> None:
     described = Lengths.described(mean, p99)
-    assert described.mean == pytest.approx(mean, rel=0.03)  # the last thousandth of the tail is one point
+    # the last thousandth of the tail is one point
+    assert described.mean == pytest.approx(mean, rel=0.03)
     assert described.quantile(0.99) == pytest.approx(p99, rel=0.03)
     assert described.source == "summary"
 
@@ -113,7 +135,9 @@ def test_no_other_share_than_some_of_the_tokens_is_trained_on(share: float) -> N
 
 
 def test_a_sample_has_the_middle_of_each_part_and_is_always_the_same() -> None:
-    """Of ten examples in five parts: 100, 100, 500, 500 (one is 1,000, above the middle), 1000 or more."""
+    """Of ten examples in five parts: 100, 100, 500, 500 (one is 1,000, above the middle), 1000 or
+    more.
+    """
     drawn = SKEWED.sample(5, 4096)
     assert sorted(drawn) == [100, 100, 500, 500, 1000] and drawn == SKEWED.sample(5, 4096)
     assert sorted(SKEWED.sample(10, 700)) == [100] * 4 + [500] * 3 + [700] * 3
@@ -124,7 +148,13 @@ def test_a_sample_has_the_middle_of_each_part_and_is_always_the_same() -> None:
 
 def test_only_lengths_that_were_counted_or_given_are_exact() -> None:
     exact = {source: Lengths.constant(5, source).exact for source in SAYS}
-    assert exact == {"assumed": True, "given": True, "counted": True, "characters": False, "summary": False}
+    assert exact == {
+        "assumed": True,
+        "given": True,
+        "counted": True,
+        "characters": False,
+        "summary": False,
+    }
 
 
 def test_distributions_are_told_apart_by_all_that_they_say() -> None:
@@ -138,7 +168,9 @@ def test_distributions_are_told_apart_by_all_that_they_say() -> None:
 def test_the_longest_mean_that_two_numbers_can_describe_is_one_token() -> None:
     """exp(z^2 / 2) with z = 2.3263 is the largest quotient of percentile and mean: 14.97."""
     assert Lengths.described(100.0, 1496.0).quantile(0.99) == pytest.approx(1496.0, rel=0.05)
-    with pytest.raises(ValueError, match="no log-normal distribution has a 99th percentile of 15 times its mean"):
+    with pytest.raises(
+        ValueError, match="no log-normal distribution has a 99th percentile of 15 times its mean"
+    ):
         Lengths.described(100.0, 1498.0)
     ones = Lengths.described(1.0, 1.0)
     assert ones.counts == ((1, 1000),)
@@ -166,5 +198,6 @@ def test_a_described_distribution_is_of_a_thousand_examples_with_its_tail() -> N
     assert described.number == 1000
     # s = 2.3263 - sqrt(5.4119 - 2 ln 5) = 0.8454 and the median 300 exp(-s^2 / 2) = 209.9
     assert described.quantile(0.5) == pytest.approx(210, abs=1)
-    assert described.longest == 3717  # 300,000 times what the normal distribution has above 3.0902 - s, 0.01239
+    # 300,000 times what the normal distribution has above 3.0902 - s, 0.01239
+    assert described.longest == 3717
     assert described.total == pytest.approx(300_000, rel=1e-3)

@@ -7,7 +7,8 @@ import pytest
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.packing import packed_rows
 
-# Cut at 10, the longest first: 10; 7 + 3; 6 + 3 (1 is left); 5 + 5; 5 + 2 (3 are left); 1 goes where 1 is left.
+# Cut at 10, the longest first: 10; 7 + 3; 6 + 3 (1 is left); 5 + 5; 5 + 2 (3 are left); 1 goes
+# where 1 is left.
 BY_HAND = Lengths.of([7, 6, 5, 5, 5, 3, 3, 2, 1, 12], "counted")
 
 
@@ -35,7 +36,10 @@ def test_rows_by_hand() -> None:
 def test_as_many_rows_as_best_fit_decreasing_and_every_example_once(seed: int) -> None:
     drawn = random.Random(seed)
     seq_len = drawn.choice([8, 17, 64, 500])
-    examples = [drawn.randint(1, drawn.choice([seq_len // 4, seq_len + 5])) for _ in range(drawn.randint(1, 120))]
+    examples = [
+        drawn.randint(1, drawn.choice([seq_len // 4, seq_len + 5]))
+        for _ in range(drawn.randint(1, 120))
+    ]
     rows = rows_of(Lengths.of(examples, "counted"), seq_len)
     cut = [min(tokens, seq_len) for tokens in examples]
     assert len(rows) == len(best_fit(cut, seq_len))
@@ -44,7 +48,9 @@ def test_as_many_rows_as_best_fit_decreasing_and_every_example_once(seed: int) -
 
 
 def test_each_example_may_be_there_several_times() -> None:
-    """Three of 6 and three of 4 tokens fill three rows of 10; of two of 3 tokens each, three fit into one of 10."""
+    """Three of 6 and three of 4 tokens fill three rows of 10; of two of 3 tokens each, three fit
+    into one of 10.
+    """
     both = Lengths.of([6, 4], "counted")
     assert [(row.number, row.examples) for row in packed_rows(both, 10, 3)] == [(3, (6, 4))]
     rows = packed_rows(Lengths.of([3, 3], "counted"), 10, 4)

@@ -27,24 +27,34 @@ SHAPE = WORKLOAD.run_shape(TrainConfig())
 
 
 def space(**knobs) -> SearchSpace:
-    return SearchSpace(name="test", knobs=tuple(Knob(name=name, values=values) for name, values in knobs.items()))
+    return SearchSpace(
+        name="test", knobs=tuple(Knob(name=name, values=values) for name, values in knobs.items())
+    )
 
 
 # --- time and score
 
 
 def test_the_interval_of_a_speed_up_leaves_out_what_both_share():
-    """Both may be 10 % slower or 25 % faster; what a projection adds to both makes neither faster than the other."""
-    fast, slow = (Performance.of_steps(SHAPE, seconds, spread=(-0.1, 0.25)) for seconds in (1.0, 2.0))
+    """Both may be 10 % slower or 25 % faster; what a projection adds to both makes neither faster
+    than the other.
+    """
+    fast, slow = (
+        Performance.of_steps(SHAPE, seconds, spread=(-0.1, 0.25)) for seconds in (1.0, 2.0)
+    )
     assert fast.times(slow) == pytest.approx((2 * 0.9 / 1.25, 2 * 1.25 / 0.9))
     assert projected(fast, 0.3).times(projected(slow, 0.3)) == pytest.approx(fast.times(slow))
 
 
 def test_the_error_of_a_projection_widens_the_spread() -> None:
-    """80 % of cases lie within 1.2816 deviations: of 0.3, from 0.6808 to 1.4688 times; root of the sum of squares."""
+    """80 % of cases lie within 1.2816 deviations: of 0.3, from 0.6808 to 1.4688 times; root of the
+    sum of squares.
+    """
     own = Performance.of_steps(SHAPE, 1.0, spread=(-0.1, 0.25), mfu=0.4)
     widened = projected(own, 0.3)
-    assert widened.spread == pytest.approx((-((0.1**2 + 0.3192**2) ** 0.5), (0.25**2 + 0.4688**2) ** 0.5), rel=1e-3)
+    assert widened.spread == pytest.approx(
+        (-((0.1**2 + 0.3192**2) ** 0.5), (0.25**2 + 0.4688**2) ** 0.5), rel=1e-3
+    )
     assert (widened.own_spread, widened.mfu, widened.step_time_s) == ((-0.1, 0.25), None, 1.0)
     assert (AGAIN, TIE) == (0.01, 0.02)
 
@@ -60,13 +70,15 @@ def test_micro_batches_of_a_new_length_take_longer():
     assert step_time_s(one, 4, 0.25) == pytest.approx(4 * (0.5 + 0.25 * 0.2) + 0.02)
     assert step_time_s(replace(one, new_length_s=None), 4, 0.25) == pytest.approx(4 * 0.5 + 0.02)
     assert step_time_s(one, 4) == pytest.approx(4 * 0.5 + 0.02)
-    # 16 examples of 16 lengths, four to a step and one to a micro batch: each micro batch of the single pass is new
-    # where no earlier one had its length, 1 - (15 / 16) ** 16 of the 16 lengths.
+    # 16 examples of 16 lengths, four to a step and one to a micro batch: each micro batch of the
+    # single pass is new where no earlier one had its length, 1 - (15 / 16) ** 16 of the 16 lengths.
     tail = Workload(examples=16, lengths=Lengths.of(range(64, 80), "counted"), global_batch=4)
     config = TrainConfig(micro_batch_size=1, padding="masked")
     micro_s = 0.5 + (1 - (15 / 16) ** 16) * 0.2
     assert performance(config, [one], tail).step_time_s == pytest.approx(4 * micro_s + 0.02)
-    assert performance(replace(config, padding="bucket"), [one], tail).step_time_s == pytest.approx(4 * 0.5 + 0.02)
+    assert performance(replace(config, padding="bucket"), [one], tail).step_time_s == pytest.approx(
+        4 * 0.5 + 0.02
+    )
 
 
 def test_spread_is_relative_to_the_reported_step():
@@ -74,13 +86,16 @@ def test_spread_is_relative_to_the_reported_step():
     assert step_spread([one], 2) == pytest.approx((-0.1, 0.2))
     assert step_spread([one], 20) == pytest.approx((-0.1, 0.2))
     faster = measurement(step_s=(0.5,), micro_step_s=(0.25,), rest_s=(0.0,))
-    assert step_spread([one, faster], 2) == pytest.approx((0.5 / 0.75 - 1, 1.2 / 0.75 - 1))  # 0.75 is reported
+    # 0.75 is reported
+    assert step_spread([one, faster], 2) == pytest.approx((0.5 / 0.75 - 1, 1.2 / 0.75 - 1))
     assert step_spread([faster], 1) == (-0.02, 0.02)  # one step tells nothing of its spread
     parted = replace(faster, micro_step_s=(0.49, 0.5, 0.53), rest_s=())
     assert step_spread([parted], 1) == pytest.approx((-0.02, 0.06))  # but for its micro batches
     steady = replace(faster, step_s=(0.5,) * 9)
-    assert step_spread([steady], 1) == (-0.01, 0.01)  # another probe would not agree with it like that
-    assert step_spread([replace(steady, time_error=0.04)], 1) == (-0.04, 0.04)  # of an extrapolated time
+    # another probe would not agree with it like that
+    assert step_spread([steady], 1) == (-0.01, 0.01)
+    # of an extrapolated time
+    assert step_spread([replace(steady, time_error=0.04)], 1) == (-0.04, 0.04)
     assert step_spread([replace(faster, time_error=0.015)], 1) == (-0.02, 0.02)
 
 
@@ -112,7 +127,9 @@ def test_an_unknown_peak_gives_no_mfu(known):
 
 def test_cut_off_tokens_do_not_count():
     config = TrainConfig(micro_batch_size=32, seq_len=512)
-    assert performance(config, [measurement(0.48)], WORKLOAD).tokens_per_second == pytest.approx(32 * 512 / 0.5)
+    assert performance(config, [measurement(0.48)], WORKLOAD).tokens_per_second == pytest.approx(
+        32 * 512 / 0.5
+    )
 
 
 def test_a_micro_batch_that_does_not_divide_has_no_performance():
@@ -122,9 +139,9 @@ def test_a_micro_batch_that_does_not_divide_has_no_performance():
 
 def test_only_probes_that_succeeded_or_were_pruned_as_slow_have_a_score():
     for outcome in (Outcome.OK, Outcome.SLOW):
-        assert tokens_per_s(result(outcome=outcome, measurement=measurement()), WORKLOAD) == pytest.approx(
-            32 * 1024 / 2.02
-        )
+        assert tokens_per_s(
+            result(outcome=outcome, measurement=measurement()), WORKLOAD
+        ) == pytest.approx(32 * 1024 / 2.02)
     for outcome in set(Outcome) - {Outcome.OK, Outcome.SLOW}:
         assert tokens_per_s(result(outcome=outcome, measurement=measurement()), WORKLOAD) is None
     assert tokens_per_s(result(measurement=None), WORKLOAD) is None
@@ -147,7 +164,9 @@ def test_only_probes_that_succeeded_or_were_pruned_as_slow_have_a_score():
     ],
 )
 def test_margins(outcome, changes, memory, health):
-    assert margins(result(outcome=outcome, **changes)) == pytest.approx({"memory": memory, "health": health})
+    assert margins(result(outcome=outcome, **changes)) == pytest.approx(
+        {"memory": memory, "health": health}
+    )
 
 
 def test_capability_is_an_order():
@@ -165,10 +184,13 @@ def test_capability_is_an_order():
         TrainConfig(lora_rank=32, dora=True, seq_len=512),
     ]
     assert sorted(evaluator, key=lambda config: config.capability) == evaluator
-    assert TrainConfig(micro_batch_size=1, compile="per_layer").capability == TrainConfig().capability
+    assert (
+        TrainConfig(micro_batch_size=1, compile="per_layer").capability == TrainConfig().capability
+    )
 
 
-BY_HAND = Lengths.of([7, 6, 5, 5, 5, 3, 3, 2, 1, 12], "counted")  # packed by hand in test_packing.py
+# packed by hand in test_packing.py
+BY_HAND = Lengths.of([7, 6, 5, 5, 5, 3, 3, 2, 1, 12], "counted")
 PACKED = TrainConfig(seq_len=10, micro_batch_size=1, packing=True)
 
 
@@ -176,7 +198,9 @@ def test_useful_tokens_of_packed_rows_count() -> None:
     workload = Workload(examples=10, lengths=BY_HAND, global_batch=8)
     fields = dict.fromkeys(Measurement.__dataclass_fields__, 0.0)
     measured = Measurement(**fields | {"step_s": (1.0,), "micro_step_s": (0.25,), "rest_s": ()})  # type: ignore[arg-type]
-    packed, alone = (performance(replace(PACKED, packing=on), [measured], workload) for on in (True, False))
+    packed, alone = (
+        performance(replace(PACKED, packing=on), [measured], workload) for on in (True, False)
+    )
     assert packed.tokens_per_second == pytest.approx(9.4 / 0.25)
     assert alone.tokens_per_second == pytest.approx(4.7 / 0.25)
     assert packed.samples_per_second == pytest.approx(2 / 0.25)

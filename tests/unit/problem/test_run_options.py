@@ -20,7 +20,14 @@ def test_steps_between(options: RunOptions, saves: int, evaluations: int) -> Non
 
 
 @pytest.mark.parametrize("options", [RunOptions(), RunOptions(save_steps=7, eval_steps=7)])
-def test_a_run_saves_and_evaluates_at_its_end_and_not_more_often_than_each_step(options: RunOptions) -> None:
-    assert options.steps_between_saves(1, 10_000.0) == options.steps_between_evaluations(1, 10_000.0) == 1
-    assert RunOptions().steps_between_saves(5, 10_000.0) == 1  # a step takes longer than half an hour
+def test_a_run_saves_and_evaluates_at_its_end_and_not_more_often_than_each_step(
+    options: RunOptions,
+) -> None:
+    assert (
+        options.steps_between_saves(1, 10_000.0)
+        == options.steps_between_evaluations(1, 10_000.0)
+        == 1
+    )
+    # a step takes longer than half an hour
+    assert RunOptions().steps_between_saves(5, 10_000.0) == 1
     assert options.report_to == "none"

@@ -1,4 +1,6 @@
-"""The rules about steps: global batch, number of steps, micro batches of a probe, for one device and for several."""
+"""The rules about steps: global batch, number of steps, micro batches of a probe, for one device
+and for several.
+"""
 
 from dataclasses import replace
 
@@ -32,8 +34,12 @@ def test_the_last_step_of_an_epoch_may_be_smaller() -> None:
     assert replace(SHAPE, epochs=0.5).num_steps == 9
 
 
-@pytest.mark.parametrize(("accumulation", "probed", "confirmed"), [(1, 1, 1), (2, 2, 2), (3, 2, 3), (16, 2, 4)])
-def test_probes_accumulate_only_if_the_run_does(accumulation: int, probed: int, confirmed: int) -> None:
+@pytest.mark.parametrize(
+    ("accumulation", "probed", "confirmed"), [(1, 1, 1), (2, 2, 2), (3, 2, 3), (16, 2, 4)]
+)
+def test_probes_accumulate_only_if_the_run_does(
+    accumulation: int, probed: int, confirmed: int
+) -> None:
     shape = replace(SHAPE, accumulation=accumulation)
     assert (shape.probe_micro_steps, shape.confirmation_micro_steps) == (probed, confirmed)
 
@@ -42,7 +48,9 @@ def test_several_devices_share_the_global_batch() -> None:
     workload = Workload(global_batch=32)
     shape = workload.run_shape(TrainConfig(micro_batch_size=4), world_size=2)
     assert (shape.accumulation, shape.rows_per_step, shape.examples_per_step) == (4, 32, 32)
-    with pytest.raises(ValueError, match="micro batch 8 on each of 3 devices does not divide the global batch 32"):
+    with pytest.raises(
+        ValueError, match="micro batch 8 on each of 3 devices does not divide the global batch 32"
+    ):
         workload.run_shape(TrainConfig(micro_batch_size=8), world_size=3)
 
 

@@ -1,4 +1,6 @@
-"""From a spec to a task: names are resolved, the space is narrowed, and study names are never paths."""
+"""From a spec to a task: names are resolved, the space is narrowed, and study names are never
+paths.
+"""
 
 import importlib.util
 from dataclasses import replace
@@ -64,15 +66,20 @@ def test_a_task(installed):
     opened = open_reserve(setup)
     assert opened.task.space == setup.reserve
     assert replace(opened.task, space=task.space) == task
-    assert task.baselines[0] == replace(BASELINE, padding="longest")  # all examples have one length, and no padding
+    # all examples have one length, and no padding
+    assert task.baselines[0] == replace(BASELINE, padding="longest")
     assert [config.micro_batch_size for config in task.baselines] == [8, 4, 2, 1]
 
 
 def test_a_cpu_loses_what_it_cannot_do(installed):
     setup = set_up(StudySpec(model="demo-3m"), CPU)
     assert setup.task.study == "cpu-demo-3m-cpu"
-    assert setup.task.workload.lengths == Lengths.constant(256, "assumed")  # the longest of its space
-    with pytest.raises(UsageError, match="no value of precision is left in the space 'cpu': fp16_mixed: fp16 does not"):
+    # the longest of its space
+    assert setup.task.workload.lengths == Lengths.constant(256, "assumed")
+    with pytest.raises(
+        UsageError,
+        match="no value of precision is left in the space 'cpu': fp16_mixed: fp16 does not",
+    ):
         set_up(StudySpec(model="demo-3m", pins={"precision": "fp16_mixed"}), CPU)
 
 
@@ -93,7 +100,11 @@ def test_every_shipped_space_has_a_precision_on_either_kind_of_processor(
     [
         ((), ("sdpa",), ("none", "fp8")),
         (("bitsandbytes",), ("sdpa",), ("none", "fp8", "int8", "nf4")),
-        (("flash_attn", "bitsandbytes"), ("sdpa", "flash_attention_2"), ("none", "fp8", "int8", "nf4")),
+        (
+            ("flash_attn", "bitsandbytes"),
+            ("sdpa", "flash_attention_2"),
+            ("none", "fp8", "int8", "nf4"),
+        ),
     ],
 )
 def test_what_needs_a_missing_package_is_not_searched(installed, packages, attention, quantization):
@@ -107,7 +118,9 @@ def test_what_needs_a_missing_package_is_not_searched(installed, packages, atten
 
 def test_an_estimate_for_another_machine_does_not_depend_on_the_packages_of_this_one(installed):
     installed()
-    spec = StudySpec(model="mistral-7b", space="everything", allow_quantized=True, allow_any_optimizer=True)
+    spec = StudySpec(
+        model="mistral-7b", space="everything", allow_quantized=True, allow_any_optimizer=True
+    )
     space = set_up(spec, H200).task.space
     assert {"fp8", "int8", "nf4"} <= set(space.knob("quantization").choices())
     assert "flash_attention_2" in space.knob("attention").choices()
@@ -119,7 +132,9 @@ def test_an_estimate_for_another_machine_does_not_depend_on_the_packages_of_this
 
 
 def test_copies_that_no_number_of_gpus_can_hold_are_refused():
-    spec = StudySpec(model="mistral-7b", space="full", gpus="4", pins={"sharding": "fsdp2", "copies": 2})
+    spec = StudySpec(
+        model="mistral-7b", space="full", gpus="4", pins={"sharding": "fsdp2", "copies": 2}
+    )
     assert set_up(spec, H200).task.baselines[0].copies == 2
     with pytest.raises(UsageError, match="2: each copy of the shards takes two GPUs at least"):
         set_up(replace(spec, gpus="2"), H200)
@@ -133,13 +148,17 @@ def test_bf16(installed):
     assert set_up(allowed, H200).task.space.knob("precision").values == ("bf16_mixed", "bf16_pure")
     assert set_up(replace(spec, space="full"), t4).task.baselines[0].precision == "fp16_mixed"
     pinned = replace(spec, pins={"precision": "bf16_mixed"})
-    with pytest.raises(UsageError, match=r"no value of precision is left in the space 'lora': .*: t4 has no bf16"):
+    with pytest.raises(
+        UsageError, match=r"no value of precision is left in the space 'lora': .*: t4 has no bf16"
+    ):
         set_up(pinned, t4)
 
 
 @pytest.mark.parametrize("name", ["t4", "v100-16gb"])
 @pytest.mark.parametrize("kind", ["lora", "qlora", "full", "everything"])
-def test_a_card_before_compute_capability_8_is_asked_for_fp16_and_no_flash_attention(installed, name, kind):
+def test_a_card_before_compute_capability_8_is_asked_for_fp16_and_no_flash_attention(
+    installed, name, kind
+):
     task = set_up(StudySpec(model="qwen2.5-0.5b", space=kind), resolve_device(name)).task
     for config in (task.baselines[0], task.space.config(task.space.clip(TrainConfig()))):
         asked = task.request(config, device="cuda", memory_gib=14.0, headroom=0.05, seed=0)
@@ -148,12 +167,18 @@ def test_a_card_before_compute_capability_8_is_asked_for_fp16_and_no_flash_atten
 
 
 def test_the_global_batch_and_the_context_bound_the_space(installed):
-    space = set_up(StudySpec(model="llama-2-7b", space="lora", global_batch=12, tokens_per_example=9000), H200).task
+    space = set_up(
+        StudySpec(model="llama-2-7b", space="lora", global_batch=12, tokens_per_example=9000), H200
+    ).task
     assert space.space.knob("micro_batch_size").values == (1, 2, 4)
     assert space.space.knob("seq_len").values == (4096,)
-    with pytest.raises(UsageError, match=r"micro_batch_size is left .*: 8: does not divide the global batch of 12"):
+    with pytest.raises(
+        UsageError, match=r"micro_batch_size is left .*: 8: does not divide the global batch of 12"
+    ):
         set_up(StudySpec(model="mistral-7b", global_batch=12, pins={"micro_batch_size": 8}), H200)
-    with pytest.raises(UsageError, match=r"seq_len is left .*: 8192: longer than the model's context of 4096"):
+    with pytest.raises(
+        UsageError, match=r"seq_len is left .*: 8192: longer than the model's context of 4096"
+    ):
         set_up(StudySpec(model="llama-2-7b", pins={"seq_len": 8192}), H200)
 
 
@@ -161,7 +186,8 @@ def test_the_global_batch_and_the_context_bound_the_space(installed):
     ("tokens", "length", "batch"),
     [
         (32 * 1024, 1024, 32),
-        (65_536, 300, 224),  # 218.5 examples: seven times as large a micro batch as there is, 2.5 % more
+        # 218.5 examples: seven times as large a micro batch as there is, 2.5 % more
+        (65_536, 300, 224),
         (10_000, 1024, 10),  # 9.8: 8 would be over a tenth off
         (30 * 1024, 1024, 32),  # 7 % more, which every micro batch divides
         (29 * 1024, 1024, 28),  # 32 would be 10.3 % more
@@ -170,7 +196,9 @@ def test_the_global_batch_and_the_context_bound_the_space(installed):
     ],
 )
 def test_a_global_batch_in_tokens(installed, tokens, length, batch):
-    asked = StudySpec(model="mistral-7b", space="lora", global_batch_tokens=tokens, tokens_per_example=length)
+    asked = StudySpec(
+        model="mistral-7b", space="lora", global_batch_tokens=tokens, tokens_per_example=length
+    )
     workload = set_up(asked, H200).task.workload
     assert workload.global_batch == batch
 
@@ -180,55 +208,79 @@ def test_a_default_micro_batch_must_divide_the_global_batch_too(installed, tmp_p
     file.write_text("version: 1\ndescription: odd\nknobs: {method: lora}\n")
     with pytest.raises(UsageError, match="no value of micro_batch_size is left"):
         set_up(StudySpec(model="mistral-7b", space=str(file), global_batch=12), H200)
-    assert set_up(StudySpec(model="mistral-7b", space=str(file), global_batch=16), H200).task.baselines
+    assert set_up(
+        StudySpec(model="mistral-7b", space=str(file), global_batch=16), H200
+    ).task.baselines
 
 
 def test_a_global_batch_in_tokens_fits_what_there_is(installed):
-    asked = StudySpec(model="llama-2-7b", space="lora", global_batch_tokens=65_536, tokens_per_example=9000)
+    asked = StudySpec(
+        model="llama-2-7b", space="lora", global_batch_tokens=65_536, tokens_per_example=9000
+    )
     assert set_up(asked, H200).task.workload.global_batch == 16  # cut at the context of 4,096
     pinned = replace(asked, pins={"micro_batch_size": 12})
     assert set_up(pinned, H200).task.workload.global_batch == 12
     longer = replace(asked, space=SearchSpace.of(seq_len=[4096, 8192], micro_batch_size=[1, 2, 4]))
-    assert set_up(longer, H200).task.workload.global_batch == 16  # rows of 8,192 are beyond the context
+    # rows of 8,192 are beyond the context
+    assert set_up(longer, H200).task.workload.global_batch == 16
     assert set_up(replace(longer, model="mistral-7b"), H200).task.workload.global_batch == 8
 
 
 def test_a_given_price_says_that_it_was_given(installed):
     price = set_up(StudySpec(model="mistral-7b", space="lora", price=1.5), H200).task.price
     assert price is not None
-    assert (price.provider, price.source, price.usd_per_hour) == ("given by --price", "--price", 1.5)
+    assert (price.provider, price.source, price.usd_per_hour) == (
+        "given by --price",
+        "--price",
+        1.5,
+    )
 
 
-def test_of_global_batches_that_as_many_micro_batches_divide_the_nearest_is_taken(installed, tmp_path):
+def test_of_global_batches_that_as_many_micro_batches_divide_the_nearest_is_taken(
+    installed, tmp_path
+):
     file = tmp_path / "two.yaml"
     file.write_text("version: 1\nknobs: {micro_batch_size: {values: [7, 9]}}\n")
-    asked = StudySpec(model="mistral-7b", space=str(file), global_batch_tokens=100 * 1024, tokens_per_example=1024)
+    asked = StudySpec(
+        model="mistral-7b", space=str(file), global_batch_tokens=100 * 1024, tokens_per_example=1024
+    )
     assert set_up(asked, H200).task.workload.global_batch == 99  # nearer than 98
 
 
 def test_a_global_batch_in_tokens_is_a_micro_batch_at_least(installed, tmp_path):
     file = tmp_path / "two.yaml"
     file.write_text("version: 1\nknobs: {micro_batch_size: {values: [4, 6]}}\n")
-    asked = StudySpec(model="mistral-7b", space=str(file), global_batch_tokens=1024, tokens_per_example=1024)
+    asked = StudySpec(
+        model="mistral-7b", space=str(file), global_batch_tokens=1024, tokens_per_example=1024
+    )
     assert set_up(asked, H200).task.workload.global_batch == 4
 
 
 def test_a_global_batch_that_one_micro_batch_divides_is_not_rounded_to_the_smallest(installed):
     """3.4 examples: 3 is a micro batch, though both it and 4 are over a tenth off."""
     space = SearchSpace.of(micro_batch_size=[2, 3])
-    asked = StudySpec(model="mistral-7b", space=space, global_batch_tokens=3482, tokens_per_example=1024)
+    asked = StudySpec(
+        model="mistral-7b", space=space, global_batch_tokens=3482, tokens_per_example=1024
+    )
     assert set_up(asked, H200).task.workload.global_batch == 3
 
 
 @pytest.mark.parametrize("size", [3, 4, 7, 32])
 @pytest.mark.parametrize("examples", [1, 13, 31.4, 100, 1001])
-def test_a_global_batch_in_tokens_is_the_nearest_that_a_pinned_micro_batch_divides(installed, size, examples):
+def test_a_global_batch_in_tokens_is_the_nearest_that_a_pinned_micro_batch_divides(
+    installed, size, examples
+):
     tokens = int(1024 * examples)
     asked = StudySpec(
-        model="mistral-7b", pins={"micro_batch_size": size}, global_batch_tokens=tokens, tokens_per_example=1024
+        model="mistral-7b",
+        pins={"micro_batch_size": size},
+        global_batch_tokens=tokens,
+        tokens_per_example=1024,
     )
     batch = set_up(asked, H200).task.workload.global_batch
-    assert batch in sorted(range(size, 2000, size), key=lambda other: abs(other - tokens / 1024))[:1]
+    assert (
+        batch in sorted(range(size, 2000, size), key=lambda other: abs(other - tokens / 1024))[:1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -238,7 +290,8 @@ def test_a_global_batch_in_tokens_is_the_nearest_that_a_pinned_micro_batch_divid
         ({"examples": 7}, 7, 1024, (True, False)),
         ({"tokens": 1025}, 2, 1024, (True, False)),
         ({"tokens": 1000, "tokens_per_example": 300}, 4, 300, (False, False)),
-        ({"pins": {"seq_len": 512}}, 10_000, 1024, (True, True)),  # pinning cuts examples, not the workload
+        # pinning cuts examples, not the workload
+        ({"pins": {"seq_len": 512}}, 10_000, 1024, (True, True)),
     ],
 )
 def test_the_workload(installed, asked, examples, length, assumed):
@@ -251,8 +304,15 @@ def test_a_micro_batch_is_no_larger_than_the_examples(installed):
     """The run leaves out a micro batch that is not full, so that it would be without a step."""
     for examples, sizes in ((1, (1,)), (7, (1, 2, 4)), (31, (1, 2, 4, 8, 16))):
         setup = set_up(StudySpec(model="mistral-7b", space="lora", examples=examples), H200)
-        assert setup.task.space.choices("micro_batch_size") == setup.reserve.choices("micro_batch_size") == sizes
-        assert any(f"{examples} examples do not fill a global batch of 32" in text for text in setup.warnings)
+        assert (
+            setup.task.space.choices("micro_batch_size")
+            == setup.reserve.choices("micro_batch_size")
+            == sizes
+        )
+        assert any(
+            f"{examples} examples do not fill a global batch of 32" in text
+            for text in setup.warnings
+        )
     with pytest.raises(UsageError, match=r"8: more rows than examples \(7\)"):
         set_up(StudySpec(model="mistral-7b", examples=7, pins={"micro_batch_size": 8}), H200)
     assert set_up(StudySpec(model="mistral-7b", space="lora", examples=32), H200).warnings == ()
@@ -261,17 +321,26 @@ def test_a_micro_batch_is_no_larger_than_the_examples(installed):
 def test_examples_that_are_too_long_are_a_warning(installed):
     setup = set_up(StudySpec(model="mistral-7b", tokens_per_example=16_384), H200)
     assert setup.warnings == (
-        "100% of the examples are longer than every seq_len of the space (4096): 75% of the tokens will be cut off",
+        "100% of the examples are longer than every seq_len of the space (4096): 75% of the tokens"
+        " will be cut off",
     )
 
 
 def test_a_pin_without_effect_is_a_warning(installed):
-    reported = set_up(StudySpec(model="mistral-7b", space="lora", pins={"method": "full", "dora": True}), H200).warnings
+    reported = set_up(
+        StudySpec(model="mistral-7b", space="lora", pins={"method": "full", "dora": True}), H200
+    ).warnings
     assert reported == ("dora has no effect: it needs method lora",)
-    reported = set_up(StudySpec(model="mistral-7b", space="lora", pins={"double_quant": True}), H200).warnings
+    reported = set_up(
+        StudySpec(model="mistral-7b", space="lora", pins={"double_quant": True}), H200
+    ).warnings
     assert reported == ("double_quant has no effect: it needs quantization nf4",)
-    reported = set_up(StudySpec(model="mistral-7b", space="default", pins={"double_quant": True}), H200).warnings
-    assert reported == ("double_quant has no effect unless nothing else fits: it needs quantization nf4",)
+    reported = set_up(
+        StudySpec(model="mistral-7b", space="default", pins={"double_quant": True}), H200
+    ).warnings
+    assert reported == (
+        "double_quant has no effect unless nothing else fits: it needs quantization nf4",
+    )
     pins = {"double_quant": True, "quantization": "nf4"}
     assert set_up(StudySpec(model="mistral-7b", space="default", pins=pins), H200).warnings == ()
 
@@ -284,7 +353,10 @@ def test_a_pin_without_effect_is_a_warning(installed):
             {"space": "full", "allow_quantized": True},
             ("--allow-quantized has no effect: the space has no such quantization",),
         ),
-        ({"space": "default", "allow_quantized": True, "min_rank": 32, "allow_pure_bf16": True}, ()),
+        (
+            {"space": "default", "allow_quantized": True, "min_rank": 32, "allow_pure_bf16": True},
+            (),
+        ),
     ],
 )
 def test_a_floor_without_effect_is_a_warning(installed, asked, reported):
@@ -294,14 +366,24 @@ def test_a_floor_without_effect_is_a_warning(installed, asked, reported):
 
 def test_a_price_given_by_the_user(installed):
     price = set_up(StudySpec(model="mistral-7b", price=0.0), H200).task.price
-    assert (price.usd_per_hour, price.provider, price.spot_usd_per_hour) == (0.0, "given by --price", None)
+    assert (price.usd_per_hour, price.provider, price.spot_usd_per_hour) == (
+        0.0,
+        "given by --price",
+        None,
+    )
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (StudySpec(model="mistral-7b", pins={"lora_rnk": 8}), "there is no knob 'lora_rnk'; did you mean 'lora_rank'"),
-        (StudySpec(model="mistral-7b", pins={"seq_len": {"a": 1}}), "seq_len is a positive integer, not {'a': 1}"),
+        (
+            StudySpec(model="mistral-7b", pins={"lora_rnk": 8}),
+            "there is no knob 'lora_rnk'; did you mean 'lora_rank'",
+        ),
+        (
+            StudySpec(model="mistral-7b", pins={"seq_len": {"a": 1}}),
+            "seq_len is a positive integer, not {'a': 1}",
+        ),
         (StudySpec(model="mistral-7b", space="qlra"), "unknown search space 'qlra'"),
         (StudySpec(model="mistrl-7b"), "catalogue nor a directory; did you mean 'mistral-7b' or"),
     ],
@@ -317,7 +399,9 @@ def test_a_model_without_sdpa_is_probed_with_eager_attention_and_the_removal_is_
         setup = set_up(StudySpec(model="gemma-2-9b", space=space), HERE)
         assert setup.task.space.knob("attention").choices() == ("eager",)
         assert setup.task.baselines[0].attention == "eager"
-        assert any(removal.knob == "attention" and "SDPA" in removal.reason for removal in setup.removals)
+        assert any(
+            removal.knob == "attention" and "SDPA" in removal.reason for removal in setup.removals
+        )
 
 
 def test_a_model_without_sdpa_uses_another_attention_of_the_space(installed):
@@ -326,17 +410,24 @@ def test_a_model_without_sdpa_uses_another_attention_of_the_space(installed):
     assert setup.task.space.knob("attention").choices() == ("flash_attention_2",)
 
 
-MIXTURE = ModelShape(num_layers=32, prefix=0, period=1, unquantized=0.9, parametrized=True, plain_head=True)
+MIXTURE = ModelShape(
+    num_layers=32, prefix=0, period=1, unquantized=0.9, parametrized=True, plain_head=True
+)
 
 
 def test_adapters_on_fused_experts_are_not_compiled(installed):
     setup = adapt_to_layers(set_up(StudySpec(model="mixtral-8x7b", gpu="h200"), H200), MIXTURE)
     for space in (setup.task.space, setup.reserve):
         assert space.knob("compile").choices() == ("none",)
-    assert [removal.values for removal in setup.removals if removal.knob == "compile"] == [("per_layer",)]
+    assert [removal.values for removal in setup.removals if removal.knob == "compile"] == [
+        ("per_layer",)
+    ]
     with pytest.raises(UsageError, match="does not compile"):
         adapt_to_layers(
-            set_up(StudySpec(model="mixtral-8x7b", gpu="h200", pins={"compile": "per_layer"}), H200), MIXTURE
+            set_up(
+                StudySpec(model="mixtral-8x7b", gpu="h200", pins={"compile": "per_layer"}), H200
+            ),
+            MIXTURE,
         )
 
 
@@ -350,7 +441,9 @@ def test_adapters_on_fused_experts_are_not_compiled(installed):
     ],
 )
 def test_a_loss_in_chunks_is_for_plain_heads(installed, space, shape, losses):
-    setup = adapt_to_layers(set_up(StudySpec(model="mistral-7b", gpu="h200", space=space), H200), shape)
+    setup = adapt_to_layers(
+        set_up(StudySpec(model="mistral-7b", gpu="h200", space=space), H200), shape
+    )
     assert setup.task.space.knob("loss").choices() == setup.reserve.knob("loss").choices() == losses
     assert any(removal.knob == "loss" for removal in setup.removals) is (losses == ("full",))
 
@@ -364,9 +457,13 @@ def test_a_loss_in_chunks_is_for_plain_heads(installed, space, shape, losses):
         ({"space": "full", "allow_pure_bf16": True}, replace(MIXTURE, untrained=0.9), []),
     ],
 )
-def test_parameters_that_adapters_and_quantisation_do_not_reach_are_a_warning(installed, spec, shape, reported):
+def test_parameters_that_adapters_and_quantisation_do_not_reach_are_a_warning(
+    installed, spec, shape, reported
+):
     setup = set_up(StudySpec(model="mixtral-8x7b", gpu="h200", **spec), H200)
-    warnings = [text for text in adapt_to_layers(setup, shape).warnings if text not in setup.warnings]
+    warnings = [
+        text for text in adapt_to_layers(setup, shape).warnings if text not in setup.warnings
+    ]
     assert len(warnings) == len(reported)
     assert all(part in text for part, text in zip(reported, warnings, strict=True))
     if spec.get("space") == "full":
@@ -375,22 +472,29 @@ def test_parameters_that_adapters_and_quantisation_do_not_reach_are_a_warning(in
 
 def test_a_search_space_may_be_given_by_value():
     space = SearchSpace.of("mine", micro_batch_size=[1, 2], seq_len=512, lora_rank=[16, 32])
-    task = set_up(StudySpec(model="mistral-7b", space=space, tokens_per_example=512), resolve_device("h200")).task
+    task = set_up(
+        StudySpec(model="mistral-7b", space=space, tokens_per_example=512), resolve_device("h200")
+    ).task
     assert task.space.knob("micro_batch_size").choices() == (1, 2)
     assert task.study.endswith("-mine")
 
 
 def test_rows_that_lose_half_a_percent_of_the_tokens_are_a_warning(installed, tmp_path):
-    """Of 400 examples of 1,000 tokens one is longer, and loses all that 1,024 tokens cannot hold of it."""
+    """Of 400 examples of 1,000 tokens one is longer, and loses all that 1,024 tokens cannot hold of
+    it.
+    """
     pins = {"seq_len": 1024}
     for longest, warned in ((3039, False), (3040, True), (3140, True)):
         file = tmp_path / f"{longest}.txt"
         file.write_text("\n".join(["1000"] * 400 + [str(longest)]))
-        setup = set_up(StudySpec(model="mistral-7b", space="lora", lengths=str(file), pins=pins), H200)
+        setup = set_up(
+            StudySpec(model="mistral-7b", space="lora", lengths=str(file), pins=pins), H200
+        )
         cut = (longest - 1024) / (400_000 + longest)
         assert (cut >= 0.005) is warned and bool(setup.warnings) is warned
     assert setup.warnings == (
-        "0% of the examples are longer than every seq_len of the space (1024): 1% of the tokens will be cut off",
+        "0% of the examples are longer than every seq_len of the space (1024): 1% of the tokens"
+        " will be cut off",
     )
 
 
@@ -400,9 +504,15 @@ def test_rows_that_lose_half_a_percent_of_the_tokens_are_a_warning(installed, tm
         ({"untrained": 0.02, "unquantized": 0.02}, []),
         (
             {"untrained": 0.021},
-            ["2% of the parameters are fused experts of a mixture: adapters on linear layers do not train them"],
+            [
+                "2% of the parameters are fused experts of a mixture: adapters on linear layers do"
+                " not train them"
+            ],
         ),
-        ({"unquantized": 0.021}, ["2% of the parameters are fused experts: they are never quantised"]),
+        (
+            {"unquantized": 0.021},
+            ["2% of the parameters are fused experts: they are never quantised"],
+        ),
     ],
 )
 def test_two_percent_of_the_parameters_may_be_out_of_reach(installed, shares, reported):
@@ -410,16 +520,25 @@ def test_two_percent_of_the_parameters_may_be_out_of_reach(installed, shares, re
     allowed = set_up(StudySpec(model="mistral-7b", allow_quantized=True), H200)
     assert list(adapt_to_layers(allowed, shape).warnings) == reported
     plain = set_up(StudySpec(model="mistral-7b", space="lora"), H200)
-    assert list(adapt_to_layers(plain, shape).warnings) == [text for text in reported if "adapters" in text]
+    assert list(adapt_to_layers(plain, shape).warnings) == [
+        text for text in reported if "adapters" in text
+    ]
 
 
 def test_what_is_known_of_layers_without_a_worker():
-    linear = [*(f"mlp.{name}_proj" for name in ("down", "gate", "up")), *(f"self_attn.{name}_proj" for name in "koqv")]
+    linear = [
+        *(f"mlp.{name}_proj" for name in ("down", "gate", "up")),
+        *(f"self_attn.{name}_proj" for name in "koqv"),
+    ]
     shape = {"num_layers": 32, "prefix": 0, "period": None, "linear_layers": tuple(linear)}
     known = ModelShape(**shape, plain_head=True, liger=True, sdpa=True)
     assert known_shape(resolve_model("mistral-7b")) == known
     capped = known_shape(resolve_model("gemma-2-9b"))
-    assert capped is not None and (capped.plain_head, capped.sdpa, capped.liger) == (False, False, True)
+    assert capped is not None and (capped.plain_head, capped.sdpa, capped.liger) == (
+        False,
+        False,
+        True,
+    )
     assert known_shape(resolve_model("mixtral-8x7b")) is None
 
 
@@ -432,26 +551,55 @@ def test_what_only_the_reserve_has_is_told_in_words(installed):
 def test_a_file_of_lengths_has_as_many_examples_as_lines(installed, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "lengths.txt").write_text("100\n" * 40 + "300\n" * 10)
-    (tmp_path / "prices.yaml").write_text("- {provider: mine, device: h200, usd: 2.5, as_of: 2026-11-01}\n")
-    spec = StudySpec(model="mistral-7b", space="lora", lengths="~/lengths.txt", prices="~/prices.yaml")
+    (tmp_path / "prices.yaml").write_text(
+        "- {provider: mine, device: h200, usd: 2.5, as_of: 2026-11-01}\n"
+    )
+    spec = StudySpec(
+        model="mistral-7b", space="lora", lengths="~/lengths.txt", prices="~/prices.yaml"
+    )
     task = set_up(spec, H200).task
-    assert (task.workload.examples, task.workload.examples_assumed, task.workload.form) == (50, False, "unknown")
+    assert (task.workload.examples, task.workload.examples_assumed, task.workload.form) == (
+        50,
+        False,
+        "unknown",
+    )
     assert task.workload.lengths == Lengths.of([100] * 40 + [300] * 10, "counted")
-    assert task.price is not None and (task.price.provider, task.price.usd_per_hour) == ("mine", 2.5)
+    assert task.price is not None and (task.price.provider, task.price.usd_per_hour) == (
+        "mine",
+        2.5,
+    )
     assert set_up(replace(spec, examples=7, global_batch=1), H200).task.workload.examples == 7
-    assert set_up(replace(spec, tokens=1400), H200).task.workload.examples == 10  # of 140 tokens each on average
-    in_tokens = replace(spec, global_batch_tokens=14_000)  # a hundred examples, of which all micro batches divide 96
+    # of 140 tokens each on average
+    assert set_up(replace(spec, tokens=1400), H200).task.workload.examples == 10
+    # a hundred examples, of which all micro batches divide 96
+    in_tokens = replace(spec, global_batch_tokens=14_000)
     assert set_up(in_tokens, H200).task.workload.global_batch == 96
-    given = set_up(StudySpec(model="mistral-7b", space="lora", price=1.5, prices="~/none.yaml"), H200).task.price
-    assert given is not None and (given.count, given.as_of, given.spot_usd_per_hour) == (1, None, None)
+    given = set_up(
+        StudySpec(model="mistral-7b", space="lora", price=1.5, prices="~/none.yaml"), H200
+    ).task.price
+    assert given is not None and (given.count, given.as_of, given.spot_usd_per_hour) == (
+        1,
+        None,
+        None,
+    )
 
 
 def test_the_run_is_that_of_the_spec(installed):
-    spec = StudySpec(model="mistral-7b", space="lora", epochs=3, eval_share=0.1, loss_on="all", study="mine")
+    spec = StudySpec(
+        model="mistral-7b", space="lora", epochs=3, eval_share=0.1, loss_on="all", study="mine"
+    )
     task = set_up(replace(spec, save_steps=7, slack=0.2, min_rank=32), H200).task
-    assert (task.workload.epochs, task.workload.eval_share, task.workload.loss_on) == (3, 0.1, "all")
+    assert (task.workload.epochs, task.workload.eval_share, task.workload.loss_on) == (
+        3,
+        0.1,
+        "all",
+    )
     assert (task.study, task.run_options.save_steps, task.trainer) == ("mine", 7, "transformers")
-    assert (task.floors.slack, task.floors.min_rank, task.space.choices("lora_rank")) == (0.2, 32, (32, 64))
+    assert (task.floors.slack, task.floors.min_rank, task.space.choices("lora_rank")) == (
+        0.2,
+        32,
+        (32, 64),
+    )
     assert (task.measured_on, task.carried, task.calibration) == (None, None, None)
 
 
@@ -459,30 +607,43 @@ def test_two_numbers_that_no_lengths_have_are_an_error_with_another_way(installe
     with pytest.raises(UsageError, match="--mean-tokens, --p99-tokens: no log-normal") as caught:
         set_up(StudySpec(model="mistral-7b", mean_tokens=10, p99_tokens=1000), H200)
     assert caught.value.remedy == "give --lengths FILE instead"
-    described = set_up(StudySpec(model="mistral-7b", mean_tokens=200, p99_tokens=900), H200).task.workload
+    described = set_up(
+        StudySpec(model="mistral-7b", mean_tokens=200, p99_tokens=900), H200
+    ).task.workload
     assert described.lengths == Lengths.described(200, 900)
 
 
 def test_a_global_batch_that_no_micro_batch_is_near_is_whole_smallest_ones(installed):
     """28 examples: 32 and 20 are over a tenth off, and neither 8 nor 20 divides 28."""
     space = SearchSpace.of(micro_batch_size=[8, 20])
-    asked = StudySpec(model="mistral-7b", space=space, global_batch_tokens=28 * 1024, tokens_per_example=1024)
+    asked = StudySpec(
+        model="mistral-7b", space=space, global_batch_tokens=28 * 1024, tokens_per_example=1024
+    )
     assert set_up(asked, H200).task.workload.global_batch == 32
 
 
 def test_the_demonstration_has_an_example_card_unless_its_limit_and_price_are_given():
     task = set_up(StudySpec(model="demo-3m"), CPU).task
     assert task.example_gib == 0.3 and task.price is not None and task.price.provider == EXAMPLE
-    assert describe_price(task.price, date(2026, 11, 26)) == "$0.60/h, an example and no market price"
+    assert (
+        describe_price(task.price, date(2026, 11, 26)) == "$0.60/h, an example and no market price"
+    )
     given = set_up(StudySpec(model="demo-3m", price=2.0, memory_gib=4.0), CPU).task
-    assert given.example_gib is None and given.price is not None and given.price.provider == "given by --price"
+    assert (
+        given.example_gib is None
+        and given.price is not None
+        and given.price.provider == "given by --price"
+    )
     for model, device in (("demo-3m", "a10"), ("smollm2-135m", "cpu")):
         other = set_up(StudySpec(model=model), Target(device=resolve_device(device))).task
-        assert other.example_gib is None and (other.price is None or other.price.provider != EXAMPLE)
+        assert other.example_gib is None and (
+            other.price is None or other.price.provider != EXAMPLE
+        )
 
 
 @pytest.mark.parametrize(
-    ("model", "gpu", "warned"), [("gemma-2-2b", "t4", True), ("gemma-2-2b", "a10", False), ("qwen3-0.6b", "t4", False)]
+    ("model", "gpu", "warned"),
+    [("gemma-2-2b", "t4", True), ("gemma-2-2b", "a10", False), ("qwen3-0.6b", "t4", False)],
 )
 def test_a_model_that_overflows_in_fp16_is_warned_of(model: str, gpu: str, warned: bool) -> None:
     """A card without bf16 leaves fp16 alone in the space."""

@@ -1,4 +1,6 @@
-"""A study whose trainer is TRL's SFTTrainer: its space, its key, and what it says where TRL is missing."""
+"""A study whose trainer is TRL's SFTTrainer: its space, its key, and what it says where TRL is
+missing.
+"""
 
 import importlib.util
 from dataclasses import replace
@@ -51,9 +53,14 @@ def test_probes_of_another_trainer_tell_nothing(monkeypatch: pytest.MonkeyPatch)
 
 def test_without_trl_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     there = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "trl" else there(name))
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "trl" else there(name)
+    )
     with pytest.raises(EnvironmentProblem, match="TRL is not installed") as caught:
-        set_up(StudySpec(model="mistral-7b", gpu="h200", trainer="trl"), Target(device=resolve_device("h200")))
+        set_up(
+            StudySpec(model="mistral-7b", gpu="h200", trainer="trl"),
+            Target(device=resolve_device("h200")),
+        )
     assert caught.value.remedy == "pip install trl"
 
 

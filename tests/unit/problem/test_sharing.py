@@ -1,4 +1,6 @@
-"""Studies on several GPUs: what they search, what they compare with, and what is refused before any probe."""
+"""Studies on several GPUs: what they search, what they compare with, and what is refused before any
+probe.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -41,8 +43,9 @@ def test_several_gpus_are_searched_by_what_probes_can_train() -> None:
 
 def test_the_global_batch_is_that_of_all_gpus() -> None:
     setup = setup_on(2, space="full")
-    assert "micro_batch_size 32: does not divide the global batch of 32 on each of 2 GPUs (--global-batch)" in map(
-        str, setup.removals
+    assert (
+        "micro_batch_size 32: does not divide the global batch of 32 on each of 2 GPUs"
+        " (--global-batch)" in map(str, setup.removals)
     )
     config = TrainConfig(micro_batch_size=8, num_gpus=2)
     shape = setup.task.workload.run_shape(config)
@@ -57,7 +60,9 @@ def test_the_baseline_shares_out_the_model_where_each_gpu_cannot_hold_it() -> No
         *((size, "ddp") for size in (8, 4, 2, 1)),
         *((size, "fsdp2") for size in (8, 4, 2, 1)),
     ]
-    assert {one.sharding for one in task_on(2, pins={"sharding": "fsdp2_keep"}).baselines} == {"fsdp2_keep"}
+    assert {one.sharding for one in task_on(2, pins={"sharding": "fsdp2_keep"}).baselines} == {
+        "fsdp2_keep"
+    }
 
 
 def test_a_price_is_that_of_all_gpus() -> None:
@@ -69,8 +74,12 @@ def test_a_price_is_that_of_all_gpus() -> None:
 
 
 def test_what_no_way_to_share_can_train_is_not_searched() -> None:
-    setup = setup_on(2, space="full", pins={"sharding": "fsdp2"}, allow_any_optimizer=True, allow_pure_bf16=True)
-    assert not {"adamw_8bit", "paged_adamw_8bit", "adafactor"} & set(setup.task.space.choices("optimizer"))
+    setup = setup_on(
+        2, space="full", pins={"sharding": "fsdp2"}, allow_any_optimizer=True, allow_pure_bf16=True
+    )
+    assert not {"adamw_8bit", "paged_adamw_8bit", "adafactor"} & set(
+        setup.task.space.choices("optimizer")
+    )
     assert "bf16_pure" not in setup.task.space.choices("precision")
     assert any("breaks the GPU's context" in str(removal) for removal in setup.removals)
     with pytest.raises(UsageError, match="FSDP2 loses the statistics of nf4 weights"):
@@ -109,7 +118,9 @@ def test_ranks_of_a_study_are_real() -> None:
     config = TrainConfig(num_gpus=2, sharding="fsdp2")
     request = task.request(config, device="cuda", memory_gib=80.0, headroom=0.05, seed=0)
     assert request.world is World.REAL and request.has_real_ranks
-    assert request.parallelism == Parallelism(num_gpus=2, strategy="fsdp2") == Parallelism.of(config)
+    assert (
+        request.parallelism == Parallelism(num_gpus=2, strategy="fsdp2") == Parallelism.of(config)
+    )
     assert replace(request, config=replace(config, sharding="ddp")).digest != request.digest
 
 
@@ -134,10 +145,15 @@ def test_formulas_lead_to_a_shared_model_where_nothing_else_fits() -> None:
 
 
 def test_several_numbers_of_gpus_share_a_space() -> None:
-    """What one of them can train stays; on one GPU there is nothing to share out; micro batches divide the batch."""
+    """What one of them can train stays; on one GPU there is nothing to share out; micro batches
+    divide the batch.
+    """
     for given in ("1,2,4", (4, 2, 1, 1)):
         task = setup_on(given, space="qlora").task  # type: ignore[arg-type]
-        assert task.numbers_of_gpus == (1, 2, 4) and (task.probing_gpus, task.plays_ranks) == (4, False)
+        assert task.numbers_of_gpus == (1, 2, 4) and (task.probing_gpus, task.plays_ranks) == (
+            4,
+            False,
+        )
         sharding, size = task.space.knob("sharding"), task.space.knob("micro_batch_size")
         assert sharding and sharding.when == {"num_gpus": [2, 4]} and size and size.divides == 32
     assert task.space.choices("quantization") == ("nf4",)
@@ -148,13 +164,17 @@ def test_several_numbers_of_gpus_share_a_space() -> None:
     ]
     setup = set_up(StudySpec(model="llama-3.1-8b", gpus="1,3,4", global_batch=32), H100)
     assert setup.task.numbers_of_gpus == (1, 4)
-    assert "num_gpus 3: do not divide the global batch of 32 (--global-batch)" in map(str, setup.removals)
+    assert "num_gpus 3: do not divide the global batch of 32 (--global-batch)" in map(
+        str, setup.removals
+    )
 
 
 def test_the_leanest_of_several_numbers_is_one_that_its_strategy_can_train() -> None:
     """One GPU could train by optimizers that fail under FSDP2."""
     space = setup_on("1,4", space="lora", allow_any_optimizer=True).task.space  # type: ignore[arg-type]
     alone, *shared = leanest_of(space)
-    assert alone.num_gpus == 1 and {(one.num_gpus, one.sharding) for one in shared} == {(4, way) for way in PROBED}
+    assert alone.num_gpus == 1 and {(one.num_gpus, one.sharding) for one in shared} == {
+        (4, way) for way in PROBED
+    }
     assert all(Parallelism.of(one).refusal(one) is None for one in shared)
     assert [one.num_gpus for one in leanest_of(setup_on(4, space="lora").task.space)] == [4, 4, 4]

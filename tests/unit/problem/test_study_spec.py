@@ -1,4 +1,6 @@
-"""A study spec from options and files: options come first, and an impossible value is an error with its line."""
+"""A study spec from options and files: options come first, and an impossible value is an error with
+its line.
+"""
 
 import json
 import math
@@ -34,12 +36,22 @@ def failure(path: Path | None, flags: dict) -> str:
 def test_flags_alone():
     spec = make_spec(None, {"model": "demo-3m", "epochs": 2, "price": None, "pins": None})
     assert spec == StudySpec(model="demo-3m", epochs=2)
-    assert (spec.gpu, spec.budget, spec.global_batch, spec.min_rank, spec.pins) == ("auto", "15m", None, None, {})
+    assert (spec.gpu, spec.budget, spec.global_batch, spec.min_rank, spec.pins) == (
+        "auto",
+        "15m",
+        None,
+        None,
+        {},
+    )
 
 
 def test_flags_go_before_the_file(tmp_path):
-    path = write(tmp_path, "model: demo-3m\nepochs: 3\nseed: 7\npins: {seq_len: 64, compile: none}\n")
-    assert make_spec(path, {}) == StudySpec(model="demo-3m", epochs=3, seed=7, pins={"seq_len": 64, "compile": "none"})
+    path = write(
+        tmp_path, "model: demo-3m\nepochs: 3\nseed: 7\npins: {seq_len: 64, compile: none}\n"
+    )
+    assert make_spec(path, {}) == StudySpec(
+        model="demo-3m", epochs=3, seed=7, pins={"seq_len": 64, "compile": "none"}
+    )
     spec = make_spec(path, {"epochs": 1, "model": "other", "seed": None, "pins": {"seq_len": 128}})
     assert (spec.model, spec.epochs, spec.seed) == ("other", 1, 7)
     assert spec.pins == {"seq_len": 128, "compile": "none"}
@@ -50,15 +62,23 @@ def test_one_way_to_give_the_size(tmp_path):
     assert make_spec(path, {"tokens": 100}) == StudySpec(model="demo-3m", tokens=100)
     assert make_spec(path, {"examples": 6}).examples == 6
     assert failure(path, {"tokens": 1, "examples": 1}) == "give examples or tokens, not both"
-    assert failure(None, {"model": "m", "tokens": 1, "examples": 1}) == "give examples or tokens, not both"
+    assert (
+        failure(None, {"model": "m", "tokens": 1, "examples": 1})
+        == "give examples or tokens, not both"
+    )
 
 
 def test_one_way_to_give_the_lengths(tmp_path):
     path = write(tmp_path, "model: demo-3m\nmean_tokens: 300\np99_tokens: 2000\n")
     assert make_spec(path, {"dataset": "d.jsonl"}) == StudySpec(model="demo-3m", dataset="d.jsonl")
-    assert make_spec(path, {"tokens_per_example": 6}) == StudySpec(model="demo-3m", tokens_per_example=6)
+    assert make_spec(path, {"tokens_per_example": 6}) == StudySpec(
+        model="demo-3m", tokens_per_example=6
+    )
     assert make_spec(path, {}).mean_tokens == 300
-    assert failure(None, {"model": "m", "mean_tokens": 3.0}) == "give mean_tokens and p99_tokens together"
+    assert (
+        failure(None, {"model": "m", "mean_tokens": 3.0})
+        == "give mean_tokens and p99_tokens together"
+    )
     both = failure(None, {"model": "m", "lengths": "l.txt", "dataset": "d.jsonl"})
     assert both == "the lengths of the examples are given in more than one way: lengths, dataset"
 
@@ -107,12 +127,21 @@ def test_an_impossible_value_is_a_usage_error(name, value):
     ],
 )
 def test_of_a_few_words_a_wrong_one_is_answered_with_all(name, choices):
-    assert failure(None, {"model": "m", name: "sometimes"}).startswith(f"{name} cannot be 'sometimes': it is {choices}")
+    assert failure(None, {"model": "m", name: "sometimes"}).startswith(
+        f"{name} cannot be 'sometimes': it is {choices}"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("headroom", 0.0), ("price", 0.0), ("slack", 1.0), ("max_truncated", 1.0), ("seed", 0), ("study", "a'; echo ä")],
+    [
+        ("headroom", 0.0),
+        ("price", 0.0),
+        ("slack", 1.0),
+        ("max_truncated", 1.0),
+        ("seed", 0),
+        ("study", "a'; echo ä"),
+    ],
 )
 def test_extreme_values_that_are_possible(name, value):
     assert getattr(make_spec(None, {"model": "m", name: value}), name) == value
@@ -124,23 +153,27 @@ def test_extreme_values_that_are_possible(name, value):
         ("model: m\nepoch: 3\n", "FILE:2: epoch: Unexpected keyword argument"),
         ("model: m\n\nepochs: three\n",
          "FILE:3: epochs: Input should be a valid integer, unable to parse string as an integer"),
-        ("model: m\nepochs: 1.5\n", "FILE:2: epochs: Input should be a valid integer, got a number with a fractional "
+        ("model: m\nepochs: 1.5\n", "FILE:2: epochs: Input should be a valid integer, got a number"
+         " with a fractional "
          "part"),
         ("model: m\nepochs: -1\n", "FILE:2: the file: epochs cannot be -1"),
         ("model: m\nseed: 1\nprice: .nan\n", "FILE:3: the file: price cannot be nan"),
         ('model: m\nstudy: "a\\e[31m"\n', "FILE:2: the file: study cannot be 'a\\x1b[31m'"),
-        ("model: m\nexamples: 1\ntokens: 1\n", "FILE:1: the file: give examples or tokens, not both"),
+        ("model: m\nexamples: 1\ntokens: 1\n",
+         "FILE:1: the file: give examples or tokens, not both"),
         ("model: m\nglobal_batch: 8\nglobal_batch_tokens: 9\n",
          "FILE:1: the file: give global_batch or global_batch_tokens, not both"),
         ("model: 3\n", "FILE:1: model: Input should be a valid string"),
         ("model: null\n", "FILE:1: model: Input should be a valid string"),
         ("gpu: h200\n", "FILE:1: model: Field required"),
         ("model: m\npins: [a]\n", "FILE:2: pins: Input should be a valid dictionary"),
-        ("model: m\npins: &p {a: *p}\n", "FILE: not valid YAML: more than 10,000 values, with its aliases written out"),
+        ("model: m\npins: &p {a: *p}\n", "FILE: not valid YAML: more than 10,000 values, with its"
+         " aliases written out"),
         ("model: m\nmodel: n\n", "FILE:2: not valid YAML: 'model' stands twice"),
         ("model: m\nbudget: 900\n", "FILE:2: budget: Input should be a valid string"),
         ("model: m\nconfigs: []\n",
-         "FILE:2: the file: configs is empty: name the configurations to probe, or leave the key out to search"),
+         "FILE:2: the file: configs is empty: name the configurations to probe, or leave the key"
+         " out to search"),
         ("", "FILE:1: the file: Input should be a dictionary or an instance of StudySpec"),
         ("- model", "FILE:1: the file: Input should be a dictionary or an instance of StudySpec"),
     ],
@@ -194,14 +227,18 @@ def test_an_int_is_a_float():
 
 
 def test_a_search_space_is_stored_by_value():
-    space = SearchSpace.of("mine", micro_batch_size=[1, 2], lora_rank=range(8, 17), quantization="none")
+    space = SearchSpace.of(
+        "mine", micro_batch_size=[1, 2], lora_rank=range(8, 17), quantization="none"
+    )
     spec = StudySpec(model="m", space=space)
     assert from_data(StudySpec, json.loads(json.dumps(to_data(spec)))) == spec
     assert spec.space_name == "mine" and StudySpec(model="m", space="lora").space_name == "lora"
 
 
 def test_a_file_names_its_search_space(tmp_path):
-    path = write(tmp_path, "model: m\nspace: {name: mine, knobs: [{name: lora_rank, values: [1]}]}\n")
+    path = write(
+        tmp_path, "model: m\nspace: {name: mine, knobs: [{name: lora_rank, values: [1]}]}\n"
+    )
     assert failure(path, {}) == "FILE: space: Input should be a valid string"
 
 
@@ -227,7 +264,9 @@ def test_every_field_is_a_flag():
     assert flags - FIELDS == {"spec", "set_", "seq_len", "rank", "json_", "events", "quiet"}
 
 
-@pytest.mark.parametrize("name", ["tokens_per_s", "samples_per_s", "s_per_step", "peak_gib", "peak_gb"])
+@pytest.mark.parametrize(
+    "name", ["tokens_per_s", "samples_per_s", "s_per_step", "peak_gib", "peak_gb"]
+)
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
 def test_what_others_published_is_positive(name, value):
     with pytest.raises(UsageError, match=f"{name} cannot be"):
@@ -285,12 +324,27 @@ def test_the_help_shows_the_default_that_holds():
         "tokens_per_example": str(DEFAULT_TOKENS),
         "global_batch": str(DEFAULT_GLOBAL_BATCH),
     }
-    assert (shown["min_rank"], shown["max_truncated"]) == (str(MIN_RANK), str(MAX_TRUNCATED)) == ("16", "0.01")
+    assert (
+        (shown["min_rank"], shown["max_truncated"])
+        == (str(MIN_RANK), str(MAX_TRUNCATED))
+        == ("16", "0.01")
+    )
     assert (DEFAULT_EXAMPLES, DEFAULT_TOKENS, DEFAULT_GLOBAL_BATCH) == (10_000, 1024, 32)
     for item in fields(StudySpec):
         if item.name in shown and item.default is not None:
             assert shown[item.name] == str(item.default)
-    hidden = {"space", "tokens", "mean_tokens", "lengths", "memory_gib", "verify", "quality", "study", "storage", "ray"}
+    hidden = {
+        "space",
+        "tokens",
+        "mean_tokens",
+        "lengths",
+        "memory_gib",
+        "verify",
+        "quality",
+        "study",
+        "storage",
+        "ray",
+    }
     assert not hidden & set(shown) and shown["save_steps"] == "about half an hour"
 
 
@@ -304,10 +358,26 @@ def test_the_defaults_of_a_study():
         "none",
         "15m",
     )
-    assert (spec.patience, spec.headroom, spec.slack, spec.workers, spec.seed) == (40, 0.05, 0.05, 1, 0)
-    flags = ("allow_quantized", "allow_pure_bf16", "allow_any_optimizer", "shallow_only", "fresh", "quality", "verify")
+    assert (spec.patience, spec.headroom, spec.slack, spec.workers, spec.seed) == (
+        40,
+        0.05,
+        0.05,
+        1,
+        0,
+    )
+    flags = (
+        "allow_quantized",
+        "allow_pure_bf16",
+        "allow_any_optimizer",
+        "shallow_only",
+        "fresh",
+        "quality",
+        "verify",
+    )
     assert not any(getattr(spec, name) for name in flags)
-    options = StudySpec(model="m", eval_share=0.1, eval_steps=5, save_steps=6, report_to="wandb").run_options
+    options = StudySpec(
+        model="m", eval_share=0.1, eval_steps=5, save_steps=6, report_to="wandb"
+    ).run_options
     assert (options.eval_steps, options.save_steps, options.report_to) == (5, 6, "wandb")
 
 
@@ -318,7 +388,10 @@ def test_the_defaults_of_a_study():
         ({"tokenizer": "t"}, "a tokenizer counts the examples of a dataset: give dataset too"),
         ({"eval_steps": 5}, "eval_steps needs examples that are held out: give eval_share too"),
         ({"split": "train"}, "a split is a part of a dataset: give dataset too"),
-        ({"tokens_per_example": 5, "mean_tokens": 3.0, "p99_tokens": 9.0}, "in more than one way: tokens_per_example"),
+        (
+            {"tokens_per_example": 5, "mean_tokens": 3.0, "p99_tokens": 9.0},
+            "in more than one way: tokens_per_example",
+        ),
     ],
 )
 def test_fields_that_contradict_one_another(fields, message):
@@ -330,5 +403,7 @@ def test_an_option_takes_the_place_of_all_that_says_the_same(tmp_path):
     dataset = write(tmp_path, "model: m\ndataset: d.jsonl\nsplit: train\ntokenizer: t\n")
     assert make_spec(dataset, {"lengths": "l.txt"}) == StudySpec(model="m", lengths="l.txt")
     batch = write(tmp_path, "model: m\nglobal_batch: 8\n")
-    assert make_spec(batch, {"global_batch_tokens": 99}) == StudySpec(model="m", global_batch_tokens=99)
+    assert make_spec(batch, {"global_batch_tokens": 99}) == StudySpec(
+        model="m", global_batch_tokens=99
+    )
     assert make_spec(batch, {"seed": 3}) == StudySpec(model="m", global_batch=8, seed=3)

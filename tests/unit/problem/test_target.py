@@ -1,4 +1,6 @@
-"""The device that is tuned for: that of this machine, or another that its GPU probes for under a cap."""
+"""The device that is tuned for: that of this machine, or another that its GPU probes for under a
+cap.
+"""
 
 from dataclasses import replace
 
@@ -27,7 +29,9 @@ from tests.helpers.sessions import record_of, subject_of
 CPU, H200, A10, T4 = map(resolve_device, ("cpu", "h200", "a10", "t4"))
 
 
-def card(index: int = 0, name: str = "NVIDIA H200", memory_gib: float = 140.4, uuid: str = "GPU-0") -> GpuInfo:
+def card(
+    index: int = 0, name: str = "NVIDIA H200", memory_gib: float = 140.4, uuid: str = "GPU-0"
+) -> GpuInfo:
     return GpuInfo(
         index=index,
         uuid=uuid,
@@ -61,9 +65,13 @@ def test_the_gpu_of_this_machine(cards, name):
 
 def test_a_machine_without_a_gpu_is_an_environment_problem(cards):
     cards()
-    with pytest.raises(EnvironmentProblem, match="an NVIDIA GPU was asked for, but there is no NVIDIA GPU here"):
+    with pytest.raises(
+        EnvironmentProblem, match="an NVIDIA GPU was asked for, but there is no NVIDIA GPU here"
+    ):
         find_target("auto")
-    with pytest.raises(EnvironmentProblem, match=r"^h200-sxm was asked for, but there is no NVIDIA GPU") as caught:
+    with pytest.raises(
+        EnvironmentProblem, match=r"^h200-sxm was asked for, but there is no NVIDIA GPU"
+    ) as caught:
         find_target("h200")
     assert "autotune plan --gpu h200-sxm" in caught.value.remedy and caught.value.exit_code == 3
 
@@ -72,9 +80,14 @@ def test_a_gpu_that_is_too_small_is_an_environment_problem(cards):
     cards(card(name="NVIDIA A10", memory_gib=22.5))
     with pytest.raises(EnvironmentProblem) as caught:
         find_target("h200")
-    assert str(caught.value).startswith("h200-sxm was asked for, but the GPU here is NVIDIA A10 (a10, 22.5 GiB), which")
+    assert str(caught.value).startswith(
+        "h200-sxm was asked for, but the GPU here is NVIDIA A10 (a10, 22.5 GiB), which"
+    )
     assert "it would need 137.6 GiB" in str(caught.value)
-    assert caught.value.remedy.startswith("give --gpu a10 (or auto)") and "--shallow-only" in caught.value.remedy
+    assert (
+        caught.value.remedy.startswith("give --gpu a10 (or auto)")
+        and "--shallow-only" in caught.value.remedy
+    )
 
 
 def test_an_unknown_name_is_an_error_on_every_machine(cards):
@@ -84,7 +97,8 @@ def test_an_unknown_name_is_an_error_on_every_machine(cards):
 
 
 @pytest.mark.parametrize(
-    ("visible", "index"), [("1", 1), ("1,0", 1), (" 0 ", 0), ("GPU-b", 1), ("", None), ("-1", None), ("7", None)]
+    ("visible", "index"),
+    [("1", 1), ("1,0", 1), (" 0 ", 0), ("GPU-b", 1), ("", None), ("-1", None), ("7", None)],
 )
 def test_only_the_visible_card_counts(cards, monkeypatch, visible, index):
     cards(card(0, uuid="GPU-a"), card(1, uuid="GPU-b"))
@@ -99,9 +113,17 @@ def test_only_the_visible_card_counts(cards, monkeypatch, visible, index):
 def test_a_gpu_outside_the_catalogue_has_no_guessed_rates(cards):
     cards(card(name="NVIDIA H999 (Super) 1TB", memory_gib=1000.0))
     device = find_target("auto").device
-    assert (device.name, device.memory_gib, device.kind) == ("nvidia-h999-super-1tb", 1000.0, "cuda")
+    assert (device.name, device.memory_gib, device.kind) == (
+        "nvidia-h999-super-1tb",
+        1000.0,
+        "cuda",
+    )
     assert (device.bf16_tflops, device.tdp_w, device.bandwidth_gb_s) == (None, None, None)
-    assert (device.vendor, device.compute_capability, device.memory_source) == ("nvidia", "9.0", "NVML")
+    assert (device.vendor, device.compute_capability, device.memory_source) == (
+        "nvidia",
+        "9.0",
+        "NVML",
+    )
     assert device.supports_bf16
 
 
@@ -113,7 +135,9 @@ def test_a_larger_card_stands_in_for_a_smaller_one(cards, name):
     cards(card())
     target, device = find_target(name), resolve_device(name)
     assert (target.device, target.measured_on, target.card) == (device, H200, card())
-    task = with_transfer(set_up(StudySpec(model="mistral-7b"), target), StudySpec(model="mistral-7b")).task
+    task = with_transfer(
+        set_up(StudySpec(model="mistral-7b"), target), StudySpec(model="mistral-7b")
+    ).task
     assert task.carried == speed_transfer(H200, device) and task.carried.ratio(0.5) < 1
     assert 0.95 * device.memory_gib < target.cap_gib < device.memory_gib
 
@@ -142,7 +166,9 @@ def test_a_gpu_of_this_machine_may_have_a_row_of_the_users_own(cards, tmp_path):
     path.write_text(row)
     cards(card(name="nvidia x1", memory_gib=39.6))
     mine = resolve_device(str(path))
-    assert find_target(str(path)) == Target(device=mine, card=card(name="nvidia x1", memory_gib=39.6))
+    assert find_target(str(path)) == Target(
+        device=mine, card=card(name="nvidia x1", memory_gib=39.6)
+    )
     cards(card(name="NVIDIA X1", memory_gib=20.0))  # another size of it
     with pytest.raises(EnvironmentProblem, match="it would need"):
         find_target(str(path))
@@ -151,7 +177,10 @@ def test_a_gpu_of_this_machine_may_have_a_row_of_the_users_own(cards, tmp_path):
 def test_a_study_of_a_card_of_the_users_own_goes_on_with_the_same_data_sheet():
     own = replace(subject_of(), device=resolve_device(WORDS))
     assert from_data(type(own), to_data(own)) == own
-    facts = [record_of(replace(own, device=resolve_device(gpu))).identity() for gpu in (WORDS, WORDS + ",arch=ada")]
+    facts = [
+        record_of(replace(own, device=resolve_device(gpu))).identity()
+        for gpu in (WORDS, WORDS + ",arch=ada")
+    ]
     assert facts[0] != facts[1] and facts[0]["device"] == facts[1]["device"]
     assert record_of(replace(own, device=A10)).identity()["data sheet"] is None
 
@@ -175,7 +204,10 @@ def test_a_gpu_that_cannot_stand_in_is_an_error_with_the_reason(cards, here, wan
     cards(card(**here))
     with pytest.raises(EnvironmentProblem, match=why) as caught:
         find_target(wanted)
-    assert caught.value.exit_code == 3 and f"autotune plan --gpu {resolve_device(wanted).name}" in caught.value.remedy
+    assert (
+        caught.value.exit_code == 3
+        and f"autotune plan --gpu {resolve_device(wanted).name}" in caught.value.remedy
+    )
 
 
 def emulated(name="a10"):
@@ -233,13 +265,18 @@ def test_speeds_are_projected_and_memory_is_measured():
 def test_an_emulated_study_is_stored_and_is_not_continued_on_the_target_itself():
     other = replace(subject_of(), device=A10, measured_on=H200, carried=speed_transfer(H200, A10))
     assert from_data(type(other), to_data(other)) == other
-    facts = [record_of(task).identity() for task in (other, replace(other, measured_on=None, carried=None))]
+    facts = [
+        record_of(task).identity()
+        for task in (other, replace(other, measured_on=None, carried=None))
+    ]
     assert [one["measured on"] for one in facts] == ["h200-sxm", "a10"]
 
 
 @pytest.mark.parametrize("calibrated", ["a10", "a100-80gb-sxm"])
 def test_a_calibration_of_either_card_changes_the_projection(tmp_path, calibrated):
-    """Of cards that reach a tenth of what their data sheets lead to expect: ten times less there, or more."""
+    """Of cards that reach a tenth of what their data sheets lead to expect: ten times less there,
+    or more.
+    """
     a100 = resolve_device("a100")
     target = Target(device=A10, card=card(), measured_on=a100)
     made = calibration(calibrated, products={"bf16": {1024: 8.0}}, copy_gb_s=50.0)
@@ -252,17 +289,23 @@ def test_a_calibration_of_either_card_changes_the_projection(tmp_path, calibrate
     selection = Selection(task)
     add_measured(selection, BASELINE, measurement())
     caveats = selection.recipe(FINGERPRINT).caveats
-    assert any(f"by data sheets, {calibrated} calibrated by file.json, 2026-11-22 (" in one for one in caveats)
+    assert any(
+        f"by data sheets, {calibrated} calibrated by file.json, 2026-11-22 (" in one
+        for one in caveats
+    )
 
 
-def test_the_host_of_the_target_is_projected_where_both_machines_were_calibrated(cards, tmp_path, monkeypatch):
+def test_the_host_of_the_target_is_projected_where_both_machines_were_calibrated(
+    cards, tmp_path, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cards(card(name="NVIDIA A10", memory_gib=22.5))
     l4 = resolve_device("l4")
     target = Target(device=l4, card=card(name="NVIDIA A10"), measured_on=A10)
     write_calibration(calibration("l4", layer_ms=10.0), tmp_path / "l4.json")
     spec = StudySpec(model="mistral-7b", calibration=str(tmp_path / "l4.json"))
-    assert with_transfer(set_up(spec, target), spec).task.carried.host is None  # nothing is known of the host here
+    # nothing is known of the host here
+    assert with_transfer(set_up(spec, target), spec).task.carried.host is None
     kept_path(A10.name).parent.mkdir(parents=True, exist_ok=True)
     write_calibration(calibration(processor=processor_name(), layer_ms=8.0), kept_path(A10.name))
     task = with_transfer(set_up(spec, target), spec).task
@@ -272,7 +315,9 @@ def test_the_host_of_the_target_is_projected_where_both_machines_were_calibrated
     selection = Selection(task)
     add_measured(selection, BASELINE, measurement())
     caveats = selection.recipe(FINGERPRINT).caveats
-    assert any("host's part 0.8 times as fast, as both hosts were calibrated" in one for one in caveats)
+    assert any(
+        "host's part 0.8 times as fast, as both hosts were calibrated" in one for one in caveats
+    )
     # What others measured of the card says nothing of the host.
     seen = replace(published_observations()[0], device="l4")
     corrected = corrected_by_observations(task, [seen])
@@ -309,7 +354,9 @@ def test_a_host_keeps_memory_for_its_other_work():
 
 def test_a_budget_above_what_is_available_is_an_error():
     busy = replace(emulated(), card=replace(card(), used_gib=130.0))
-    with pytest.raises(EnvironmentProblem, match=r"a10 offers 22.0 GiB, and 9.80 GiB are free here"):
+    with pytest.raises(
+        EnvironmentProblem, match=r"a10 offers 22.0 GiB, and 9.80 GiB are free here"
+    ):
         busy.memory_cap_gib(139.8)
     with pytest.raises(UsageError, match=r"--memory-gib 30 is more than the 22.0 GiB"):
         emulated().memory_cap_gib(139.8, asked_gib=30.0)
@@ -318,7 +365,10 @@ def test_a_budget_above_what_is_available_is_an_error():
 
 
 def test_other_processes_are_named():
-    others = (GpuProcess(pid=7, name="python", used_gib=3.0), GpuProcess(pid=8, name="Xorg", used_gib=0.1))
+    others = (
+        GpuProcess(pid=7, name="python", used_gib=3.0),
+        GpuProcess(pid=8, name="Xorg", used_gib=0.1),
+    )
     busy = Target(device=H200, card=replace(card(), used_gib=3.1, processes=others))
     assert busy.held_by_others_gib == 3.1
     assert busy.other_processes() == "python (pid 7, 3.00 GiB)"
@@ -412,4 +462,6 @@ def test_a_gpu_that_cannot_stand_in_can_probe_a_few_layers(cards):
     cards()
     with pytest.raises(EnvironmentProblem) as caught:
         find_target("auto")
-    assert caught.value.remedy.startswith("run on a machine that has one, or try the tool on the processor")
+    assert caught.value.remedy.startswith(
+        "run on a machine that has one, or try the tool on the processor"
+    )

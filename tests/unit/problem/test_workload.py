@@ -14,7 +14,14 @@ from autotune.problem.workload import Workload, _kind
 
 @pytest.mark.parametrize(
     ("examples", "epochs", "batch", "steps"),
-    [(10_000, 1, 32, 313), (10_000, 3, 32, 939), (64, 1, 32, 2), (65, 2, 32, 6), (1, 1, 32, 1), (33, 1, 1, 33)],
+    [
+        (10_000, 1, 32, 313),
+        (10_000, 3, 32, 939),
+        (64, 1, 32, 2),
+        (65, 2, 32, 6),
+        (1, 1, 32, 1),
+        (33, 1, 1, 33),
+    ],
 )
 def test_a_smaller_last_batch_is_a_step(examples, epochs, batch, steps):
     workload = Workload(examples=examples, epochs=epochs, global_batch=batch)
@@ -24,16 +31,24 @@ def test_a_smaller_last_batch_is_a_step(examples, epochs, batch, steps):
 def test_the_global_batch_is_kept():
     workload = Workload(global_batch=24)
     assert [
-        workload.run_shape(TrainConfig(micro_batch_size=size)).accumulation for size in (1, 2, 3, 4, 6, 8, 12, 24)
+        workload.run_shape(TrainConfig(micro_batch_size=size)).accumulation
+        for size in (1, 2, 3, 4, 6, 8, 12, 24)
     ] == [*(24, 12, 8, 6, 4, 3, 2, 1)]
     for size in (5, 7, 16, 48):
-        with pytest.raises(ValueError, match=f"micro batch {size} does not divide the global batch 24"):
+        with pytest.raises(
+            ValueError, match=f"micro batch {size} does not divide the global batch 24"
+        ):
             workload.run_shape(TrainConfig(micro_batch_size=size))
 
 
 @pytest.mark.parametrize(
     ("length", "seq_len", "useful", "cut", "fill"),
-    [(1024, 512, 512, 0.5, 1.0), (1024, 1024, 1024, 0.0, 1.0), (768, 1024, 768, 0.0, 0.75), (1000, 990, 990, 0.01, 1)],
+    [
+        (1024, 512, 512, 0.5, 1.0),
+        (1024, 1024, 1024, 0.0, 1.0),
+        (768, 1024, 768, 0.0, 0.75),
+        (1000, 990, 990, 0.01, 1),
+    ],
 )
 def test_padding_and_truncation(length, seq_len, useful, cut, fill):
     workload = Workload(lengths=Lengths.constant(length))
@@ -50,7 +65,8 @@ def test_counts_below_one_are_errors(name, value):
         Workload(**{name: value})
 
 
-BY_HAND = Lengths.of([7, 6, 5, 5, 5, 3, 3, 2, 1, 12], "counted")  # packed by hand in test_packing.py
+# packed by hand in test_packing.py
+BY_HAND = Lengths.of([7, 6, 5, 5, 5, 3, 3, 2, 1, 12], "counted")
 PACKED = TrainConfig(seq_len=10, micro_batch_size=1, packing=True)
 
 
@@ -59,17 +75,24 @@ def test_packed_rows_hold_several_examples_and_a_step_takes_fewer_of_them() -> N
     assert workload.examples_per_row(PACKED) == 2  # 10 examples in 5 rows
     assert workload.useful_tokens_per_row(PACKED) == (49 - 2) / 5
     assert workload.fill(PACKED) == pytest.approx(0.94)
-    assert [workload.run_shape(replace(PACKED, micro_batch_size=size)).accumulation for size in (1, 2, 4, 3, 16)] == [
+    assert [
+        workload.run_shape(replace(PACKED, micro_batch_size=size)).accumulation
+        for size in (1, 2, 4, 3, 16)
+    ] == [
         4,
         2,
         1,
         1,
         1,
     ]
-    assert workload.run_shape(replace(PACKED, micro_batch_size=3)).examples_per_step == 6  # as near as whole rows allow
+    # as near as whole rows allow
+    assert workload.run_shape(replace(PACKED, micro_batch_size=3)).examples_per_step == 6
     assert workload.run_shape(PACKED).num_steps == 2 * 2  # 4 rows, then 1
     alone = replace(PACKED, packing=False)  # padded as packed rows are
-    assert (workload.fill(alone), workload.run_shape(alone).num_steps) == (pytest.approx(0.47), 2 * 2)
+    assert (workload.fill(alone), workload.run_shape(alone).num_steps) == (
+        pytest.approx(0.47),
+        2 * 2,
+    )
 
 
 def test_one_known_length_stands_for_all_examples() -> None:
@@ -82,24 +105,33 @@ def test_probed_rows_represent_all_rows() -> None:
     workload = Workload(lengths=Lengths.of([10] * 75 + [5] * 50, "counted"))
     kinds = workload.micro_batches(PACKED)
     rows = [row for kind in kinds for row in kind.rows]
-    assert rows[:2] == [(5, 5), (10,)]  # with a mask, and without: both are compiled and weighed at the start
+    # with a mask, and without: both are compiled and weighed at the start
+    assert rows[:2] == [(5, 5), (10,)]
     assert sorted(rows) == [(5, 5)] * 2 + [(10,)] * 6 and len(rows) == 8
     assert {(kind.length, kind.share) for kind in kinds} == {(10, 1 / 8)}
     by_three = workload.micro_batches(replace(PACKED, micro_batch_size=3))
-    assert [kind.rows for kind in by_three] == [tuple(rows[:3]), tuple(rows[3:6]), (*rows[6:], rows[0])]
+    assert [kind.rows for kind in by_three] == [
+        tuple(rows[:3]),
+        tuple(rows[3:6]),
+        (*rows[6:], rows[0]),
+    ]
     assert sum(kind.share for kind in by_three) == pytest.approx(1)
 
 
 def test_probed_rows_stand_at_equal_distances_in_the_order_of_filling() -> None:
     lengths = range(93, 101)  # each fills a row of its own
-    workload = Workload(lengths=Lengths.of([length for length in lengths for _ in range(16)], "counted"))
+    workload = Workload(
+        lengths=Lengths.of([length for length in lengths for _ in range(16)], "counted")
+    )
     kinds = workload.micro_batches(replace(PACKED, seq_len=100))
     assert sorted(row for kind in kinds for row in kind.rows) == [(length,) for length in lengths]
 
 
 def test_padded_rows_have_the_lengths_of_the_examples_and_full_rows_are_left_out() -> None:
     config = TrainConfig(seq_len=1024, micro_batch_size=4, padding="max_length")
-    (kind,) = Workload(lengths=Lengths.of([100] * 50 + [500] * 25 + [4000] * 25, "counted")).micro_batches(config)
+    (kind,) = Workload(
+        lengths=Lengths.of([100] * 50 + [500] * 25 + [4000] * 25, "counted")
+    ).micro_batches(config)
     assert sorted(kind.rows) == [(100,), (100,), (500,), (1024,)]
     assert (kind.length, kind.share) == (1024, 1)
     assert Workload(lengths=Lengths.constant(1024)).micro_batches(config) == ()
@@ -109,7 +141,8 @@ def test_padded_rows_have_the_lengths_of_the_examples_and_full_rows_are_left_out
 
 
 @pytest.mark.parametrize(
-    ("examples", "share", "held_out"), [(1000, 0.05, 50), (1000, 0.0501, 51), (3, 0.1, 1), (1, 0.5, 0), (1000, 0.0, 0)]
+    ("examples", "share", "held_out"),
+    [(1000, 0.05, 50), (1000, 0.0501, 51), (3, 0.1, 1), (1, 0.5, 0), (1000, 0.0, 0)],
 )
 def test_held_out_examples_are_not_trained_on(examples: int, share: float, held_out: int) -> None:
     workload = Workload(examples=examples, eval_share=share, global_batch=1)
@@ -127,10 +160,16 @@ def test_rows_are_padded_to_the_longest_of_their_micro_batch() -> None:
     assert HALVES.tokens_per_row(TWO) == pytest.approx(0.25 * 100 + 0.75 * 300)
     assert HALVES.fill(TWO) == pytest.approx(200 / 250)
     shape = HALVES.run_shape(TWO)
-    assert (shape.tokens_per_step, shape.useful_tokens_per_step) == (pytest.approx(8 * 250), 8 * 200)
+    assert (shape.tokens_per_step, shape.useful_tokens_per_step) == (
+        pytest.approx(8 * 250),
+        8 * 200,
+    )
     assert HALVES.longest_row(TWO) == 300 and HALVES.padded_lengths(TWO) == ()
     assert HALVES.at_longest(TWO).seq_len == 300 and HALVES.at_mean(TWO).seq_len == 250
-    assert {(kind.length, kind.share) for kind in HALVES.micro_batches(TWO)} == {(101, 0.25), (300, 0.75)}
+    assert {(kind.length, kind.share) for kind in HALVES.micro_batches(TWO)} == {
+        (101, 0.25),
+        (300, 0.75),
+    }
     bucketed = HALVES.micro_batches(replace(TWO, padding="bucket"))
     assert {kind.length for kind in bucketed} == {100, 300}
 
@@ -141,11 +180,14 @@ def test_a_kind_of_micro_batch_has_one_row_of_its_length_and_no_longer_one() -> 
     for kind in kinds:
         assert len(kind.rows) == 4 and kind.rows[0] == (kind.length,)
         assert all(2 <= row[0] <= kind.length for row in kind.rows)
-    for kind in (kind for kind in kinds if kind.length < 800):  # the longest has others as long beside it
+    # the longest has others as long beside it
+    for kind in (kind for kind in kinds if kind.length < 800):
         others = [row[0] for row in kind.rows[1:]]
-        assert sum(others) / 3 == pytest.approx(kind.length / 2, rel=0.1)  # spread over all that are shorter
+        # spread over all that are shorter
+        assert sum(others) / 3 == pytest.approx(kind.length / 2, rel=0.1)
     assert sum(kind.share for kind in kinds) == pytest.approx(1)
-    assert max(kind.length for kind in kinds) == 800 and 1 - (790 / 1000) ** 4 > 0.5  # most have a row that is cut
+    # most have a row that is cut
+    assert max(kind.length for kind in kinds) == 800 and 1 - (790 / 1000) ** 4 > 0.5
 
 
 def test_the_longest_that_can_occur_is_weighed_however_rare_it_is() -> None:
@@ -166,14 +208,19 @@ def test_lengths_that_are_estimated_may_be_exceeded() -> None:
 def test_buckets_are_kinds_with_their_shares() -> None:
     bucketed = replace(TWO, padding="bucket")
     assert HALVES.padded_lengths(bucketed) == (100, 300)
-    assert {(kind.length, kind.share) for kind in HALVES.micro_batches(bucketed)} == {(100, 0.25), (300, 0.75)}
+    assert {(kind.length, kind.share) for kind in HALVES.micro_batches(bucketed)} == {
+        (100, 0.25),
+        (300, 0.75),
+    }
     assert HALVES.padded_lengths(replace(TWO, padding="max_length")) == (512,)
     alike = Workload(lengths=Lengths.constant(200))
     assert alike.padded_lengths(bucketed) == (200,)
     assert alike.micro_batches(bucketed) == alike.micro_batches(TWO)  # the same probe
 
 
-@pytest.mark.parametrize("lengths", [[100] * 50 + [101] * 50, [512, 513], [100, 101, 102, 103], [10] * 20 + [11] * 30])
+@pytest.mark.parametrize(
+    "lengths", [[100] * 50 + [101] * 50, [512, 513], [100, 101, 102, 103], [10] * 20 + [11] * 30]
+)
 def test_neighbouring_lengths_share_an_odd_one(lengths: list[int]) -> None:
     for size in (1, 2):
         workload = Workload(lengths=Lengths.of(lengths, "counted"))
@@ -184,41 +231,56 @@ def test_neighbouring_lengths_share_an_odd_one(lengths: list[int]) -> None:
 
 def test_examples_of_nearly_the_same_length_are_padded_little() -> None:
     grouped = replace(TWO, group_by_length=True)
-    assert HALVES.run_shape(replace(grouped, micro_batch_size=3), accumulation=5).rows_per_step == 15
+    assert (
+        HALVES.run_shape(replace(grouped, micro_batch_size=3), accumulation=5).rows_per_step == 15
+    )
     assert HALVES.fill(grouped) > 0.99 > HALVES.fill(TWO)
     for kind in HALVES.micro_batches(grouped):  # lengths are odd, but for the longest
-        assert kind.length in (101, 300) and {row[0] for row in kind.rows[1:]} <= {kind.length, kind.length - 1}
+        assert kind.length in (101, 300) and {row[0] for row in kind.rows[1:]} <= {
+            kind.length,
+            kind.length - 1,
+        }
 
 
 def test_attention_is_counted_over_the_lengths_that_the_examples_have() -> None:
-    """100 and 300 tokens: 100^2 + 300^2 pairs for 400 tokens, as many a token as sequences of 250 have."""
+    """100 and 300 tokens: 100^2 + 300^2 pairs for 400 tokens, as many a token as sequences of 250
+    have.
+    """
     assert HALVES.attended(TWO) == HALVES.attended(replace(TWO, packing=True)) == 250
     assert HALVES.attended(replace(TWO, seq_len=100)) == 100
 
 
 def test_beside_a_row_stand_rows_as_they_are_drawn_with_it() -> None:
-    """Of 1 to 100 tokens, three rows of which the longest has 60: the others stand a third of 60 apart."""
+    """Of 1 to 100 tokens, three rows of which the longest has 60: the others stand a third of 60
+    apart.
+    """
     workload = Workload(lengths=Lengths.of(range(1, 101), "counted"), global_batch=3)
     config = TrainConfig(micro_batch_size=3, seq_len=100)
     assert _kind(workload._draw(config), 60, 0.5).rows == ((60,), (40,), (20,))
-    longest = _kind(workload._draw(replace(config, seq_len=60)), 60, 0.5)  # 40 of 100 are as long, cut
+    # 40 of 100 are as long, cut
+    longest = _kind(workload._draw(replace(config, seq_len=60)), 60, 0.5)
     assert (longest.rows, longest.length, longest.share) == (((60,), (60,), (34,)), 60, 0.5)
     grouped = workload._draw(replace(config, group_by_length=True))
-    assert grouped.sorted_together == 150  # neighbours of 150 sorted ones are two thirds of a token apart
+    # neighbours of 150 sorted ones are two thirds of a token apart
+    assert grouped.sorted_together == 150
     assert _kind(grouped, 60, 0.5).rows == ((60,), (60,), (59,))
 
 
 def test_a_single_token_is_padded_to_two_since_it_predicts_nothing() -> None:
     ones = Workload(lengths=Lengths.of([1, 1, 1, 3], "counted"))
     config = TrainConfig(micro_batch_size=1, seq_len=8)
-    assert [(kind.length, kind.rows) for kind in ones.micro_batches(config)] == [(2, ((2,),)), (3, ((3,),))]
+    assert [(kind.length, kind.rows) for kind in ones.micro_batches(config)] == [
+        (2, ((2,),)),
+        (3, ((3,),)),
+    ]
     assert Workload(lengths=Lengths.constant(1)).at_mean(config).seq_len == 1
 
 
 def test_fewer_examples_than_known_lengths_are_packed_once() -> None:
     workload = Workload(examples=10, lengths=Lengths.of([3] * 99 + [7], "counted"), global_batch=1)
     config = replace(PACKED, seq_len=10)
-    # 33 rows of three, of which one has room for 1 token more; the one of 7 takes a further one of 3.
+    # 33 rows of three, of which one has room for 1 token more; the one of 7 takes a further one of
+    # 3.
     assert workload.examples_per_row(config) == pytest.approx(100 / 34)
     assert len(workload._packed(10)) == len(replace(workload, examples=100)._packed(10))
     assert sum(rows.number for rows in workload._packed(10)) == 34
@@ -241,7 +303,9 @@ def test_what_is_trained_on_goes_by_the_form_unless_it_is_given(form: str, what:
 
 
 def test_the_kinds_of_micro_batch_that_are_timed_stand_mixed() -> None:
-    """By hand: of 1 to 5 hundreds the first, the last, the second, the fourth and the third, made odd."""
+    """By hand: of 1 to 5 hundreds the first, the last, the second, the fourth and the third, made
+    odd.
+    """
     hundreds = [100, 200, 300, 400, 500]
     workload = Workload(lengths=Lengths.of(hundreds, "counted"))
     kinds = workload.micro_batches(TrainConfig(micro_batch_size=1, seq_len=512))
@@ -250,7 +314,12 @@ def test_the_kinds_of_micro_batch_that_are_timed_stand_mixed() -> None:
 
 def test_the_defaults_of_a_workload() -> None:
     plain = Workload()
-    assert (plain.examples, plain.epochs, plain.global_batch, plain.eval_share) == (10_000, 1, 32, 0.0)
+    assert (plain.examples, plain.epochs, plain.global_batch, plain.eval_share) == (
+        10_000,
+        1,
+        32,
+        0.0,
+    )
     assert plain.lengths == Lengths.constant(1024, "assumed") and plain.examples_assumed
     facts = replace(plain, eval_share=0.25, loss_on="all").facts()
     assert {name: value for name, value in facts.items() if name != "tokens_per_example"} == {
@@ -265,14 +334,28 @@ def test_the_defaults_of_a_workload() -> None:
 
 
 def test_a_row_of_each_kind_comes_first_wherever_it_stands() -> None:
-    """Six of eight rows hold two examples; these are filled first. Or no row holds two, or each does."""
+    """Six of eight rows hold two examples; these are filled first.
+
+    Or no row holds two, or each does.
+    """
     config = replace(PACKED, seq_len=10, micro_batch_size=8)
 
     def rows(*lengths: int) -> tuple[tuple[int, ...], ...]:
-        (kind,) = Workload(lengths=Lengths.of(lengths, "counted"), examples=len(lengths)).micro_batches(config)
+        (kind,) = Workload(
+            lengths=Lengths.of(lengths, "counted"), examples=len(lengths)
+        ).micro_batches(config)
         return kind.rows
 
-    assert rows(*[5] * 150, *[9] * 25) == ((5, 5), (9,), (5, 5), (5, 5), (5, 5), (5, 5), (5, 5), (9,))
+    assert rows(*[5] * 150, *[9] * 25) == (
+        (5, 5),
+        (9,),
+        (5, 5),
+        (5, 5),
+        (5, 5),
+        (5, 5),
+        (5, 5),
+        (9,),
+    )
     # In the order of filling 10, 9, 8, 7 twice each, which stand mixed: 10, 8, 9, 7, 10, 8, 9, 7.
     assert rows(*[10, 9, 8, 7] * 2) == ((10,), (8,), (9,), (7,), (10,), (8,), (9,), (7,))
     assert set(rows(*[5] * 40)) == {(5, 5)}
@@ -294,39 +377,61 @@ def test_the_kinds_of_bucketed_rows_are_as_long_as_the_buckets() -> None:
 
 
 def test_gpus_wait_for_the_one_with_the_longest_rows():
-    """Of two equally frequent lengths, 100 and 300, the longer of two is 300 three times in four: 250 in the mean."""
+    """Of two equally frequent lengths, 100 and 300, the longer of two is 300 three times in four:
+    250 in the mean.
+    """
     workload = Workload(lengths=Lengths.of([100, 300], "counted"), global_batch=16)
-    pair = TrainConfig(num_gpus=2, sharding="fsdp2", micro_batch_size=1, seq_len=512, padding="longest")
+    pair = TrainConfig(
+        num_gpus=2, sharding="fsdp2", micro_batch_size=1, seq_len=512, padding="longest"
+    )
     assert workload.waiting_share(pair) == pytest.approx(0.25)
-    # DDP waits once a step: of two sums of eight the larger is 0.16 above the mean, a normal deviate of sqrt(8) / 16.
+    # DDP waits once a step: of two sums of eight the larger is 0.16 above the mean, a normal
+    # deviate of sqrt(8) / 16.
     by_ddp = workload.waiting_share(replace(pair, sharding="ddp"))
     assert by_ddp == pytest.approx(math.sqrt(8) / 16 * math.sqrt(1 / math.pi), rel=0.05)
     once = Workload(lengths=workload.lengths, global_batch=2)
     assert once.waiting_share(replace(pair, sharding="ddp")) == once.waiting_share(pair)
     for changed in ({"num_gpus": 1}, {"padding": "max_length"}, {"packing": True}):
         assert workload.waiting_share(replace(pair, **changed)) == 0.0
-    # Of eight that are sorted neighbours are alike, unless the number of long ones is odd, as it is every second time:
-    # then one of four pairs waits for 300 instead of 200.
+    # Of eight that are sorted neighbours are alike, unless the number of long ones is odd, as it is
+    # every second time: then one of four pairs waits for 300 instead of 200.
     grouped = Workload(examples=32, lengths=workload.lengths, global_batch=8)
     by_length = replace(pair, group_by_length=True)
     assert grouped.waiting_share(by_length) == pytest.approx(0.5 * 100 / 4 / 200)
-    assert grouped.waiting_share(replace(by_length, sharding="ddp")) == grouped.waiting_share(by_length)
+    assert grouped.waiting_share(replace(by_length, sharding="ddp")) == grouped.waiting_share(
+        by_length
+    )
     constant = Workload(lengths=Lengths.constant(100), global_batch=16)
     assert constant.waiting_share(pair) == 0.0
     plan = Parallelism(num_gpus=2, strategy="fsdp2")
-    assert workload.waiting_share(replace(pair, num_gpus=1, sharding="none"), plan) == workload.waiting_share(pair)
+    assert workload.waiting_share(
+        replace(pair, num_gpus=1, sharding="none"), plan
+    ) == workload.waiting_share(pair)
 
 
 def test_rows_of_a_step_are_dealt_out_where_that_changes_anything() -> None:
-    """Then ranks wait for 100 tokens more in every second step of eight, as those do whose rows are grouped."""
+    """Then ranks wait for 100 tokens more in every second step of eight, as those do whose rows are
+    grouped.
+    """
     workload = Workload(lengths=Lengths.of([100, 300], "counted"), global_batch=16, dealt=True)
-    pair = TrainConfig(num_gpus=2, sharding="fsdp2", micro_batch_size=1, seq_len=512, padding="longest")
-    assert workload.deals(pair) and workload.waiting_share(pair) == pytest.approx(0.5 * 100 / 8 / 200)
+    pair = TrainConfig(
+        num_gpus=2, sharding="fsdp2", micro_batch_size=1, seq_len=512, padding="longest"
+    )
+    assert workload.deals(pair) and workload.waiting_share(pair) == pytest.approx(
+        0.5 * 100 / 8 / 200
+    )
     assert workload.tokens_per_row(pair) == pytest.approx(200)
     two = replace(pair, micro_batch_size=2)
     assert workload.tokens_per_row(two) < replace(workload, dealt=False).tokens_per_row(two)
-    assert workload.deals(replace(pair, padding="bucket")) and workload.deals(replace(two, num_gpus=1, sharding="none"))
-    for changed in ({"padding": "masked"}, {"packing": True}, {"group_by_length": True}, {"micro_batch_size": 16}):
+    assert workload.deals(replace(pair, padding="bucket")) and workload.deals(
+        replace(two, num_gpus=1, sharding="none")
+    )
+    for changed in (
+        {"padding": "masked"},
+        {"packing": True},
+        {"group_by_length": True},
+        {"micro_batch_size": 16},
+    ):
         config = replace(pair, **changed)
         assert not workload.deals(config)
         assert workload._draw(config) == replace(workload, dealt=False)._draw(config)
@@ -335,11 +440,18 @@ def test_rows_of_a_step_are_dealt_out_where_that_changes_anything() -> None:
 
 @pytest.mark.parametrize("objective", list(Objective))
 def test_trl_gives_rows_that_differ_a_mask(objective: Objective) -> None:
-    """Rows of one length have one where all are padded to `seq_len`. train.py has its own way, and so has sft."""
+    """Rows of one length have one where all are padded to `seq_len`.
+
+    train.py has its own way, and so has sft.
+    """
     masked = objective in (Objective.DPO, Objective.KTO, Objective.REWARD)
     kinds = (HALVES.lengths, Lengths.constant(300))
     several, one = (Workload(lengths=lengths, objective=objective) for lengths in kinds)
-    assert several.at_longest(TWO).padding == several.at_mean(TWO).padding == ("masked" if masked else TWO.padding)
+    assert (
+        several.at_longest(TWO).padding
+        == several.at_mean(TWO).padding
+        == ("masked" if masked else TWO.padding)
+    )
     assert one.at_longest(TWO) == replace(TWO, seq_len=300)
     padded = replace(TWO, padding="max_length")
     assert one.at_mean(padded).padding == ("masked" if masked else "max_length")

@@ -1,4 +1,6 @@
-"""The answers of commands in words: each has the answer, its needs and cost, how certain they are, and why."""
+"""The answers of commands in words: each has the answer, its needs and cost, how certain they are,
+and why.
+"""
 
 from pathlib import Path
 
@@ -10,7 +12,10 @@ from autotune.report.answers import Answer, check_answer, gpu_answer, plan_answe
 from tests.helpers.factories import summary
 
 MODEL = "qwen2.5-0.5b"
-TRL = f"model_name_or_path: {MODEL}\nper_device_train_batch_size: 1\nuse_peft: true\nmax_length: 512\n"
+TRL = (
+    f"model_name_or_path: {MODEL}\nper_device_train_batch_size: 1\nuse_peft: true\n"
+    "max_length: 512\n"
+)
 
 
 def has_all(answer: Answer) -> bool:
@@ -30,7 +35,11 @@ def test_the_answer_of_a_plan_is_its_best_configuration() -> None:
     made = autotune.plan(MODEL, gpu="a10", tokens_per_example=512)
     found = plan_answer(made)
     assert made.best is not None and found.answer == made.best.config.label()
-    assert "fits: weights" in found.needs and found.cost.startswith("$") and made.how_sure in found.certainty
+    assert (
+        "fits: weights" in found.needs
+        and found.cost.startswith("$")
+        and made.how_sure in found.certainty
+    )
     assert found.reason.startswith(made.reason) and found.details is made and has_all(found)
 
 

@@ -55,7 +55,17 @@ def test_json_has_it_all() -> None:
     made = comparison(*cards, budget=Budget(max_usd=9), owned=Owned(device=RTX, usd=1800))
     reported = json.loads(FORMATS["json"](made, TODAY))
     first = reported["groups"][0]
-    assert reported["owned"] == {"device": "rtx-4090", "usd": 1800, "hours": 10_000.0, "usd_per_kwh": 0.3}
+    assert reported["owned"] == {
+        "device": "rtx-4090",
+        "usd": 1800,
+        "hours": 10_000.0,
+        "usd_per_kwh": 0.3,
+    }
     assert first["cheapest"] == first["fastest"] == first["own_run"]["rented"] == "h100-sxm"
-    assert [one["state"] for one in first["cards"]] == [FITS, FITS, OOM] and first["advice"]["chosen"]["usd"] < 3
-    assert first["cards"][2]["need_gib"] > first["cards"][2]["limit_gib"] and first["cards"][2]["hours"] is None
+    assert [one["state"] for one in first["cards"]] == [FITS, FITS, OOM] and first["advice"][
+        "chosen"
+    ]["usd"] < 3
+    assert (
+        first["cards"][2]["need_gib"] > first["cards"][2]["limit_gib"]
+        and first["cards"][2]["hours"] is None
+    )

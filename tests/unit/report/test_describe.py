@@ -1,4 +1,6 @@
-"""The words for what a study found: a candidate's numbers, the winner's configuration, ablations and trade-offs."""
+"""The words for what a study found: a candidate's numbers, the winner's configuration, ablations
+and trade-offs.
+"""
 
 import json
 import os
@@ -29,7 +31,9 @@ def recipe() -> Recipe:
 
 
 def test_every_outcome_has_a_label_of_its_own() -> None:
-    assert set(describe.LABELS) == set(Outcome) and len(set(describe.LABELS.values())) == len(Outcome)
+    assert set(describe.LABELS) == set(Outcome) and len(set(describe.LABELS.values())) == len(
+        Outcome
+    )
 
 
 def test_a_candidate_in_one_line() -> None:
@@ -39,13 +43,17 @@ def test_a_candidate_in_one_line() -> None:
 
 
 _TELLS = (
-    "import json, sys\n\ndef main(settings, options, _):\n    print(json.dumps([options.model, options.dataset]))\n"
+    "import json, sys\n\ndef main(settings, options, _):\n"
+    "    print(json.dumps([options.model, options.dataset]))\n"
 )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_printed_commands_run_as_they_are(name: str, tmp_path: Path) -> None:
-    """With the study's directory, its dataset and its model. What trains in the end is replaced here."""
+    """With the study's directory, its dataset and its model.
+
+    What trains in the end is replaced here.
+    """
     folder = name.replace("/", "").replace("\0", "")
     rows = tmp_path / folder / "rows.jsonl"
     rows.parent.mkdir()
@@ -59,7 +67,9 @@ def test_the_printed_commands_run_as_they_are(name: str, tmp_path: Path) -> None
     assert list(commands) == ["try the exported run", "start the full run"]
     for command, dataset in zip(commands.values(), (None, str(rows)), strict=True):
         variables = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
-        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=variables, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=tmp_path, env=variables, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout) == [str(rows.parent), dataset]
     assert not [path for path in tmp_path.rglob("*") if path.name == "CANARY"]
@@ -68,15 +78,22 @@ def test_the_printed_commands_run_as_they_are(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("dataset", "wanted"),
     [
-        *(("~/rows.jsonl", "/home/me/rows.jsonl"), ("a/rows.jsonl", "a/rows.jsonl"), ("rows.parquet", "rows.parquet")),
-        *(("~nobody-here/rows.jsonl", "'~nobody-here/rows.jsonl'"), (None, None)),  # of another machine
+        *(
+            ("~/rows.jsonl", "/home/me/rows.jsonl"),
+            ("a/rows.jsonl", "a/rows.jsonl"),
+            ("rows.parquet", "rows.parquet"),
+        ),
+        # of another machine
+        *(("~nobody-here/rows.jsonl", "'~nobody-here/rows.jsonl'"), (None, None)),
     ],
 )
 def test_the_command_names_the_dataset_that_the_script_can_read(
     dataset: str | None, wanted: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    purpose, command = list(describe.training_commands(replace(summary(), dataset=dataset), recipe(), "out").items())[1]
+    purpose, command = list(
+        describe.training_commands(replace(summary(), dataset=dataset), recipe(), "out").items()
+    )[1]
     assert command == f"bash out/export/launch.sh --dataset {wanted or 'data.jsonl'}"
     assert purpose.startswith("start" if wanted else "write your examples")
 
@@ -129,28 +146,48 @@ def test_the_winners_configuration_in_phrases() -> None:
     ("changes", "phrase"),
     [
         ({"method": "full"}, "full fine-tuning"),
-        ({"quantization": "nf4", "double_quant": True}, "QLoRA of rank 16 on a 4-bit (NF4) base, double quantised"),
+        (
+            {"quantization": "nf4", "double_quant": True},
+            "QLoRA of rank 16 on a 4-bit (NF4) base, double quantised",
+        ),
         ({"dora": True, "rslora": True}, "rsDoRA of rank 16"),
         ({"checkpointing": "every_3"}, "activation checkpointing in one layer of 3"),
-        ({"checkpointing": "selective_50"}, "compiled layers that keep up to 50% of their activations"),
-        ({"checkpointing": "offload"}, "activation checkpointing in every layer, with its inputs in host memory"),
+        (
+            {"checkpointing": "selective_50"},
+            "compiled layers that keep up to 50% of their activations",
+        ),
+        (
+            {"checkpointing": "offload"},
+            "activation checkpointing in every layer, with its inputs in host memory",
+        ),
         ({"loss": "chunked"}, "head and cross-entropy in chunks of tokens"),
-        ({"compile": "none", "kernels": "liger"}, "Liger's kernels for norms, rotary positions and MLPs"),
+        (
+            {"compile": "none", "kernels": "liger"},
+            "Liger's kernels for norms, rotary positions and MLPs",
+        ),
         ({"loader_workers": 2}, "batches made by 2 other processes"),
         (
             {"micro_batch_size": 1, "packing": True},
-            "1 row of 1,024 tokens at a time, accumulated 32 times: packed, a global batch of 32.0 examples on average",
+            "1 row of 1,024 tokens at a time, accumulated 32 times: packed, a global batch of 32.0"
+            " examples on average",
         ),
     ],
 )
 def test_each_decision_has_its_phrase(changes: dict[str, Any], phrase: str) -> None:
     made = recipe()
     config = replace(made.winner.config, **changes)
-    assert phrase in describe.configuration(replace(made, winner=replace(made.winner, config=config)))
+    assert phrase in describe.configuration(
+        replace(made, winner=replace(made.winner, config=config))
+    )
 
 
 def ablated(knob: str, config: TrainConfig, **changes: Any) -> AblatedKnob:
-    values = {"knob": knob, "config": config, "outcome": Outcome.OK, "evidence": Evidence.MEASURED} | changes
+    values = {
+        "knob": knob,
+        "config": config,
+        "outcome": Outcome.OK,
+        "evidence": Evidence.MEASURED,
+    } | changes
     return AblatedKnob(**values)
 
 
@@ -158,8 +195,14 @@ def ablated(knob: str, config: TrainConfig, **changes: Any) -> AblatedKnob:
     ("changes", "words"),
     [
         ({"tokens_per_s": 500.0, "peak_gib": 12.0}, "2.00 times as fast, 8.00 GiB more"),
-        ({"tokens_per_s": 1010.0, "error": 0.02, "peak_gib": 21.0}, "no clear difference in speed, 1.00 GiB less"),
-        ({"tokens_per_s": 1000.0, "peak_gib": 20.0}, "no clear difference in speed, as much memory"),
+        (
+            {"tokens_per_s": 1010.0, "error": 0.02, "peak_gib": 21.0},
+            "no clear difference in speed, 1.00 GiB less",
+        ),
+        (
+            {"tokens_per_s": 1000.0, "peak_gib": 20.0},
+            "no clear difference in speed, as much memory",
+        ),
         ({"tokens_per_s": 1250.0}, "0.80 times as fast"),
         (
             {"outcome": Outcome.OOM, "peak_gib": 30.0, "limit_gib": 22.0},
@@ -179,14 +222,27 @@ def test_the_effect_of_a_knob(changes: dict[str, Any], words: str) -> None:
 def test_evaluations_and_checkpoints_are_said_as_far_as_they_are_known() -> None:
     recipe = summary().recipe
     assert recipe is not None
-    pauses = Pauses(num_evaluations=3, evaluation_s=90.0, num_checkpoints=1, checkpoint_s=1.5, checkpoint_gib=0.5)
+    pauses = Pauses(
+        num_evaluations=3,
+        evaluation_s=90.0,
+        num_checkpoints=1,
+        checkpoint_s=1.5,
+        checkpoint_gib=0.5,
+    )
     cost = replace(recipe.winner.cost, pauses=pauses)
     assert describe.pauses(cost) == ("3 evaluations in 1 min 30 s", "1 checkpoint in 1.5 s")
-    assert "3 evaluations in 1 min 30 s and 1 checkpoint in 1.5 s included" in describe.full_run(cost)
+    assert "3 evaluations in 1 min 30 s and 1 checkpoint in 1.5 s included" in describe.full_run(
+        cost
+    )
     assert describe.left_out(cost) == "They do not include start-up."
     unknown = replace(cost, pauses=replace(pauses, evaluation_s=None))
     assert describe.pauses(unknown) == ("1 checkpoint in 1.5 s",)
     assert describe.left_out(unknown) == "They do not include start-up and evaluation."
-    none = replace(cost, pauses=replace(pauses, num_evaluations=0, evaluation_s=0.0, checkpoint_s=None))
+    none = replace(
+        cost, pauses=replace(pauses, num_evaluations=0, evaluation_s=0.0, checkpoint_s=None)
+    )
     assert describe.pauses(none) == () and "included" not in describe.full_run(none)
-    assert describe.left_out(recipe.winner.cost) == "They do not include start-up, checkpoint saves and evaluation."
+    assert (
+        describe.left_out(recipe.winner.cost)
+        == "They do not include start-up, checkpoint saves and evaluation."
+    )

@@ -23,7 +23,11 @@ def test_figures_are_made_of_infos(study: StudySummary) -> None:
     drawn = draw(study)["scatter"]
     assert drawn is not None
     traces = {trace.get("name"): trace for trace in drawn["data"]}
-    assert len(traces["fits"]["x"]) == 8 and len(traces["out of memory"]["x"]) == 2 and len(traces["refused"]["x"]) == 2
+    assert (
+        len(traces["fits"]["x"]) == 8
+        and len(traces["out of memory"]["x"]) == 2
+        and len(traces["refused"]["x"]) == 2
+    )
     assert traces["fits"]["marker"]["symbol"] != traces["refused"]["marker"]["symbol"]
     assert traces["fits"]["marker"]["color"] != traces["refused"]["marker"]["color"]
     assert "lora r16 1x512" in traces["fits"]["hovertext"][0]
@@ -35,7 +39,11 @@ def test_figures_with_too_little_are_none(study: StudySummary) -> None:
     one = replace(study, trials=study.trials[:1], recipe=None)
     drawn = draw(replace(one, probes=()))
     assert drawn.keys() == draw(study).keys() and set(drawn.values()) == {None}
-    failed = replace(study, trials=tuple(row for row in study.trials if row.outcome is not Outcome.OK), recipe=None)
+    failed = replace(
+        study,
+        trials=tuple(row for row in study.trials if row.outcome is not Outcome.OK),
+        recipe=None,
+    )
     assert draw(failed)["history"] is None
 
 
@@ -53,23 +61,36 @@ def test_what_more_capability_costs_is_drawn_with_its_interval(study: StudySumma
     recipe = study.recipe
     assert recipe is not None
     recipe = replace(
-        recipe, winner=replace(recipe.winner, performance=replace(recipe.winner.performance, spread=(0, 0)))
+        recipe,
+        winner=replace(
+            recipe.winner, performance=replace(recipe.winner.performance, spread=(0, 0))
+        ),
     )
     fast = recipe.winner.performance.tokens_per_second
     speed = replace(recipe.winner.performance, tokens_per_second=0.8 * fast, spread=(-0.1, 0.2))
-    higher = replace(recipe.winner, config=replace(recipe.winner.config, lora_rank=64), performance=speed)
+    higher = replace(
+        recipe.winner, config=replace(recipe.winner.config, lora_rank=64), performance=speed
+    )
     winner, row = infos.learning_cells(replace(recipe, cells=(higher, recipe.winner)))
-    assert winner.is_winner and (row.changes, row.extra) == ("lora_rank 64 instead of 16", pytest.approx(0.25))
+    assert winner.is_winner and (row.changes, row.extra) == (
+        "lora_rank 64 instead of 16",
+        pytest.approx(0.25),
+    )
     assert row.interval == (pytest.approx(0.125), pytest.approx(0.5))
     drawn = figures.capability((winner, row))
     assert drawn is not None
-    assert (drawn["data"][0]["x"], drawn["data"][0]["y"]) == ([pytest.approx(0.25)], ["lora_rank 64 instead of 16"])
+    assert (drawn["data"][0]["x"], drawn["data"][0]["y"]) == (
+        [pytest.approx(0.25)],
+        ["lora_rank 64 instead of 16"],
+    )
     assert drawn["data"][0]["error_x"]["array"] == [pytest.approx(0.25)]
     assert drawn["data"][0]["error_x"]["arrayminus"] == [pytest.approx(0.125)]
     assert figures.capability((winner,)) is None
 
 
-def test_small_differences_in_cost_have_distinct_ticks_and_long_names_are_wrapped(study: StudySummary) -> None:
+def test_small_differences_in_cost_have_distinct_ticks_and_long_names_are_wrapped(
+    study: StudySummary,
+) -> None:
     recipe = study.recipe
     assert recipe is not None
     less = replace(recipe.winner, config=replace(recipe.winner.config, optimizer="adamw_8bit"))
@@ -86,16 +107,25 @@ def test_horizontal_bars() -> None:
     assert (trace["x"], trace["y"]) == ([1.0, 2.0], ["a", "&lt;b&gt;"]) and "error_x" not in trace
     assert trace["hoverinfo"] == "skip" and "shapes" not in plain["layout"]
     bars = [
-        figures.Bar(name="a", value=1.0, interval=(0.9, 1.2), text="1", hover="one", highlighted=True),
+        figures.Bar(
+            name="a", value=1.0, interval=(0.9, 1.2), text="1", hover="one", highlighted=True
+        ),
         figures.Bar(name="b", value=2.0),
     ]
     rich = figures.horizontal_bars(bars, x="s", ticks=",", row_px=10, line_at=1.5, end=3.0)
     (trace,) = rich["data"]
     assert trace["error_x"]["arrayminus"] == pytest.approx([0.1, 0.0])
     assert trace["error_x"]["array"] == pytest.approx([0.2, 0.0])
-    assert (trace["hovertext"], trace["text"], trace["hoverinfo"]) == (["one", ""], ["1", ""], "text")
+    assert (trace["hovertext"], trace["text"], trace["hoverinfo"]) == (
+        ["one", ""],
+        ["1", ""],
+        "text",
+    )
     assert trace["marker"]["color"] == [style.ACCENT, style.BLUE]
-    assert rich["layout"]["shapes"][0]["x0"] == 1.5 and rich["layout"]["xaxis"]["range"] == [0.0, 3.12]
+    assert rich["layout"]["shapes"][0]["x0"] == 1.5 and rich["layout"]["xaxis"]["range"] == [
+        0.0,
+        3.12,
+    ]
 
 
 def test_more_gpus_are_shown_as_a_picture_and_a_table(study: StudySummary) -> None:
@@ -110,8 +140,14 @@ def test_more_gpus_are_shown_as_a_picture_and_a_table(study: StudySummary) -> No
     assert usd["y"][0] == recipe.winner.cost.full_run_usd and len(usd["y"]) == 4
     page = render(study, "out")
     section = page[page.index("<h2>The same run on more GPUs</h2>") :].partition("</section>")[0]
-    assert section.count("<tr") == 5 and section.count("</span> projected</a>") == 3 and "370 GB/s" in section
-    priceless = draw(replace(study, scaling=on_other_numbers(replace(recipe, price=None))))["scaling"]
+    assert (
+        section.count("<tr") == 5
+        and section.count("</span> projected</a>") == 3
+        and "370 GB/s" in section
+    )
+    priceless = draw(replace(study, scaling=on_other_numbers(replace(recipe, price=None))))[
+        "scaling"
+    ]
     assert priceless is not None and len(priceless["data"]) == 2
     alone = replace(recipe, device=resolve_device("rtx-4090"))  # nobody published what links these
     assert draw(replace(study, scaling=on_other_numbers(alone)))["scaling"] is None

@@ -1,4 +1,6 @@
-"""report.html: nothing in it is interpreted or loaded from elsewhere, and it renders in every case."""
+"""report.html: nothing in it is interpreted or loaded from
+elsewhere, and it renders in every case.
+"""
 
 import json
 import re
@@ -40,7 +42,9 @@ def without_plotly(page: str) -> str:
 
 
 def figures_in(page: str) -> dict[str, Any]:
-    match = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
+    match = re.search(
+        r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL
+    )
     assert match
     data: dict[str, Any] = json.loads(match.group(1))
     return data
@@ -50,11 +54,17 @@ def test_stats_carry_their_evidence(study: StudySummary) -> None:
     recipe = recipe_of(study)
     weaker = replace(recipe, baseline=replace(recipe.winner, evidence=Evidence.ESTIMATED))
     speedup = stats(weaker, study)[0]
-    assert (speedup.label, speedup.value, speedup.evidence) == ("Speed-up", "none", Evidence.ESTIMATED)
+    assert (speedup.label, speedup.value, speedup.evidence) == (
+        "Speed-up",
+        "none",
+        Evidence.ESTIMATED,
+    )
     assert stats(replace(recipe, baseline=None), study)[0].note == "no baseline was measured"
 
 
-def test_a_ratio_to_a_baseline_that_was_not_measured_as_a_whole_is_labelled(study: StudySummary) -> None:
+def test_a_ratio_to_a_baseline_that_was_not_measured_as_a_whole_is_labelled(
+    study: StudySummary,
+) -> None:
     recipe = recipe_of(study)
     assert recipe.baseline is not None and "extrapolated" not in describe.speed_up(recipe)
     weaker = replace(recipe, baseline=replace(recipe.baseline, evidence=Evidence.EXTRAPOLATED))
@@ -121,7 +131,11 @@ def test_first_screen(page: str) -> None:
 
 def test_the_command_is_for_the_trainer_that_was_probed(study: StudySummary) -> None:
     made = render(replace(study, recipe=replace(recipe_of(study), trainer="trl")), "out")
-    assert "<pre>cd out/export &amp;&amp; " in made and "trl sft --config" in made and "launch.sh" not in made
+    assert (
+        "<pre>cd out/export &amp;&amp; " in made
+        and "trl sft --config" in made
+        and "launch.sh" not in made
+    )
 
 
 def test_the_directory_is_quoted_for_the_shell(study: StudySummary) -> None:
@@ -132,10 +146,19 @@ def test_every_section_and_trial_is_there(page: str) -> None:
     for title in ("Winner against baseline", "What fits", "How the search went"):
         assert f"<h2>{title}</h2>" in page
     trials = page[
-        page.index("<h2>Every configuration that was tried</h2>") : page.index("<h2>Out of memory and refused</h2>")
+        page.index("<h2>Every configuration that was tried</h2>") : page.index(
+            "<h2>Out of memory and refused</h2>"
+        )
     ]
     assert trials.count("<tr>") == 1 + 12
-    assert set(figures_in(page)) == {"scatter", "history", "timeline", "parallel", "memory", "scaling"}
+    assert set(figures_in(page)) == {
+        "scatter",
+        "history",
+        "timeline",
+        "parallel",
+        "memory",
+        "scaling",
+    }
 
 
 def test_no_heading_stands_twice_or_over_nothing(study: StudySummary, page: str) -> None:
@@ -143,7 +166,9 @@ def test_no_heading_stands_twice_or_over_nothing(study: StudySummary, page: str)
     assert len(titles) == len(set(titles)) and "Why it won" in titles
     assert "The same run on other cards" not in titles  # no estimates
     assert re.findall(r"<h2>[^<]*</h2>\s*</section>", page) == []
-    bare = render(replace(study, recipe=replace(recipe_of(study), baseline=None, price=None)), "out")
+    bare = render(
+        replace(study, recipe=replace(recipe_of(study), baseline=None, price=None)), "out"
+    )
     compare = bare[(at := bare.index("The winner in numbers")) : bare.index("</section>", at)]
     assert "–" not in compare and "baseline" not in compare
     costs = bare[bare.index("Cost by size of the dataset") : bare.index('id="sure"')]
@@ -165,11 +190,16 @@ def test_the_cost_of_capability_says_in_which_direction(
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [(Evidence.MEASURED, "spread of the measured steps"), (Evidence.PROJECTED, "80% of the cases")]
+    ("kind", "said"),
+    [(Evidence.MEASURED, "spread of the measured steps"), (Evidence.PROJECTED, "80% of the cases")],
 )
-def test_the_caption_says_what_the_intervals_are(study: StudySummary, kind: Evidence, said: str) -> None:
+def test_the_caption_says_what_the_intervals_are(
+    study: StudySummary, kind: Evidence, said: str
+) -> None:
     recipe = recipe_of(study)
-    page = render(replace(study, recipe=replace(recipe, winner=replace(recipe.winner, evidence=kind))), "out")
+    page = render(
+        replace(study, recipe=replace(recipe, winner=replace(recipe.winner, evidence=kind))), "out"
+    )
     assert said in page[page.index("Intervals ") :][:200]
 
 
@@ -193,13 +223,20 @@ def test_each_link_leads_to_a_place_of_the_page(study: StudySummary, page: str) 
 
 
 def test_a_configuration_that_was_proposed_again_has_one_row(study: StudySummary) -> None:
-    """Answered from memory it tells nothing new; measured again it does. An OOM is a row of two tables."""
+    """Answered from memory it tells nothing new; measured again it does.
+
+    An OOM is a row of two tables.
+    """
     fits, too_large = study.trials[0], study.trials[2]
-    again = [replace(fits, number=12 + number, reused=True, tokens_per_second=1.0) for number in range(6)]
+    again = [
+        replace(fits, number=12 + number, reused=True, tokens_per_second=1.0) for number in range(6)
+    ]
     anew = replace(study.trials[1], number=18, tokens_per_second=7654.0)
     more = replace(study, trials=(*study.trials, *again, anew, replace(too_large, number=19)))
     page = render(more, "out")
-    tried = page[page.index("<h2>Every configuration") : page.index("<h2>Out of memory and refused</h2>")]
+    tried = page[
+        page.index("<h2>Every configuration") : page.index("<h2>Out of memory and refused</h2>")
+    ]
     refused = page[page.index("<h2>Out of memory and refused</h2>") :]
     assert "All 12 configurations" in tried and tried.count("<tr>") == 1 + 12 and "7,654" in tried
     label = f'<span class="label">{too_large.config.label()}</span>'
@@ -209,12 +246,18 @@ def test_a_configuration_that_was_proposed_again_has_one_row(study: StudySummary
     assert feasibility(more)["1"]["512"].num_tried == feasibility(study)["1"]["512"].num_tried
 
 
-def test_the_first_screen_has_the_picture_and_long_tables_are_folded(study: StudySummary, page: str) -> None:
+def test_the_first_screen_has_the_picture_and_long_tables_are_folded(
+    study: StudySummary, page: str
+) -> None:
     assert page.index("<header>") < page.index('data-figure="scatter"') < page.index("</header>")
-    assert re.findall(r"<details( open)?><summary>All 12 configurations</summary>", page) == [" open"]
+    assert re.findall(r"<details( open)?><summary>All 12 configurations</summary>", page) == [
+        " open"
+    ]
     long = render(summary(trials=40), "out")
     assert re.findall(r"<details( open)?><summary>All 40 configurations</summary>", long) == [""]
-    same = re.search(r"<summary>(\d+) more settings, the same in both</summary>(.*?)</details>", page, re.DOTALL)
+    same = re.search(
+        r"<summary>(\d+) more settings, the same in both</summary>(.*?)</details>", page, re.DOTALL
+    )
     assert same and int(same[1]) == same[2].count("<tr>") > 5 and "changed" not in same[2]
 
 
@@ -268,7 +311,11 @@ def test_no_winner_renders(study: StudySummary) -> None:
     assert "4 configurations: 2 out of memory, 2 refused" in page
     assert "Trial 2 came closest" in page
     assert "launch.sh" not in page
-    for title in ("How the search went", "What the fastest have in common", "Where the memory goes"):
+    for title in (
+        "How the search went",
+        "What the fastest have in common",
+        "Where the memory goes",
+    ):
         assert title not in page  # no heading over nothing
     # Without a figure there is no plotly.js either.
     assert len(page) < 200_000
@@ -295,8 +342,18 @@ def test_no_baseline_and_no_price_render(study: StudySummary) -> None:
         cost_per_1000_samples_usd=None,
         kwh=None,
     )
-    winner = replace(recipe.winner, cost=cost, performance=replace(recipe.winner.performance, mfu=None))
-    bare = replace(recipe, winner=winner, baseline=None, price=None, by_examples=(cost,), cells=(winner,), caveats=())
+    winner = replace(
+        recipe.winner, cost=cost, performance=replace(recipe.winner.performance, mfu=None)
+    )
+    bare = replace(
+        recipe,
+        winner=winner,
+        baseline=None,
+        price=None,
+        by_examples=(cost,),
+        cells=(winner,),
+        caveats=(),
+    )
     page = render(replace(study, recipe=bare, search_usd=None), "out")
     assert "<h1>No baseline was measured</h1>" in page
     assert "No price is known for this GPU" in page

@@ -1,4 +1,6 @@
-"""The plain values behind figures and tables: points, map, comparison, learning cells, row lengths, parallel lines."""
+"""The plain values behind figures and tables: points, map, comparison, learning cells, row lengths,
+parallel lines.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +35,10 @@ def test_candidates_are_those_that_exist(study: StudySummary) -> None:
 
 def test_limit_without_a_winner_is_the_trials_median(study: StudySummary) -> None:
     assert infos.limit_gib(study) == 132.0
-    rows = [replace(row, limit_gib=limit) for row, limit in zip(study.trials, (100.0, 110.0, 150.0), strict=False)]
+    rows = [
+        replace(row, limit_gib=limit)
+        for row, limit in zip(study.trials, (100.0, 110.0, 150.0), strict=False)
+    ]
     assert infos.limit_gib(replace(study, recipe=None, trials=tuple(rows))) == 110.0
     assert infos.limit_gib(replace(study, recipe=None, trials=())) is None
 
@@ -44,7 +49,9 @@ def test_best_so_far(study: StudySummary) -> None:
     assert [number for number, _ in best] == [0, 1, 3, 5, 6, 8, 10, 11]
     assert best[-1] == (11, 8000.0 + 400 * 11)
     falling = tuple(
-        replace(row, tokens_per_second=None if row.tokens_per_second is None else 100.0 - row.number)
+        replace(
+            row, tokens_per_second=None if row.tokens_per_second is None else 100.0 - row.number
+        )
         for row in study.trials
     )
     assert infos.best_so_far(replace(study, trials=falling)) == ((0, 100.0), (11, 100.0))
@@ -54,9 +61,14 @@ def test_feasibility_map(study: StudySummary) -> None:
     info = infos.feasibility(study)
     assert list(info) == ["1", "2", "4", "8", "16", "32"]
     assert all(list(cells) == ["512", "1,024", "2,048"] for cells in info.values())
-    # Micro batch 2**(n % 6) with seq_len n % 3: trials 2 and 8 share a cell (OOM, fit), 4 and 10 too (refused, fit).
+    # Micro batch 2**(n % 6) with seq_len n % 3: trials 2 and 8 share a cell (OOM, fit), 4 and 10
+    # too (refused, fit).
     mixed = info["4"]["2,048"]
-    assert (mixed.state, mixed.num_tried, mixed.best_tokens_per_second) == ("mixed", 2, 8000.0 + 400 * 8)
+    assert (mixed.state, mixed.num_tried, mixed.best_tokens_per_second) == (
+        "mixed",
+        2,
+        8000.0 + 400 * 8,
+    )
     assert info["16"]["1,024"].state == "mixed"
     assert (info["1"]["512"].state, info["1"]["512"].num_tried) == ("fits", 2)
     assert (info["1"]["1,024"].state, info["1"]["1,024"].num_tried) == ("untried", 0)
@@ -78,7 +90,9 @@ def test_state_of_a_cell(study: StudySummary, outcomes: list[str], state: str) -
 
 
 def test_a_long_axis_is_grouped(study: StudySummary) -> None:
-    rows = tuple(replace(study.trials[0], config=TrainConfig(seq_len=length)) for length in range(1000, 1050))
+    rows = tuple(
+        replace(study.trials[0], config=TrainConfig(seq_len=length)) for length in range(1000, 1050)
+    )
     info = infos.feasibility(replace(study, trials=rows))
     assert {column: cell.num_tried for column, cell in info["8"].items()} == {
         "512 to 1,023": 24,
@@ -97,14 +111,25 @@ def test_memory_terms_sum_to_the_allocated_peak(study: StudySummary) -> None:
 
 def test_memory_rest_is_never_negative(study: StudySummary) -> None:
     recipe = recipe_of(study)
-    odd = replace(recipe.winner, measurement=replace(recipe.winner.measurement, peak_allocated_gib=1.0))
-    assert infos.memory(replace(study, recipe=replace(recipe, winner=odd)))["winner"][infos.TERMS[-1]] == 0.0
+    odd = replace(
+        recipe.winner, measurement=replace(recipe.winner.measurement, peak_allocated_gib=1.0)
+    )
+    assert (
+        infos.memory(replace(study, recipe=replace(recipe, winner=odd)))["winner"][infos.TERMS[-1]]
+        == 0.0
+    )
 
 
 def test_compare_marks_what_changed(study: StudySummary) -> None:
     rows = {row.name: row for row in infos.compare(recipe_of(study))}
     changed = {name for name, row in rows.items() if row.changed}
-    assert changed == {"micro_batch_size", "checkpointing", "compile", "padding", "accumulation steps"}
+    assert changed == {
+        "micro_batch_size",
+        "checkpointing",
+        "compile",
+        "padding",
+        "accumulation steps",
+    }
     assert (rows["checkpointing"].baseline, rows["checkpointing"].winner) == ("full", "none")
     assert (rows["accumulation steps"].baseline, rows["accumulation steps"].winner) == ("4", "8")
     assert rows["useful tokens/s"].ratio == pytest.approx(recipe_of(study).speedup)
@@ -121,14 +146,20 @@ def test_costs_of_all_sizes_once(study: StudySummary) -> None:
     recipe = recipe_of(study)
     assert [cost.examples for cost in infos.costs(recipe)] == [10_000, 50_000, 100_000]
     own = replace(recipe.winner, cost=replace(recipe.winner.cost, examples=777))
-    assert [cost.examples for cost in infos.costs(replace(recipe, winner=own))] == [777, 10_000, 50_000, 100_000]
+    assert [cost.examples for cost in infos.costs(replace(recipe, winner=own))] == [
+        777,
+        10_000,
+        50_000,
+        100_000,
+    ]
 
 
 def test_cells_are_relative_to_the_winner(study: StudySummary) -> None:
     first, second = infos.learning_cells(recipe_of(study))
     assert (first.is_winner, first.extra) == (True, 0.0)
     assert second.extra == pytest.approx((recipe_of(study).speedup or 0) - 1.0)
-    # Rows of 1,024 tokens: a third of the second is cut off; one micro batch of four in 16 has only the first.
+    # Rows of 1,024 tokens: a third of the second is cut off; one micro batch of four in 16 has only
+    # the first.
     workload = replace(recipe_of(study).workload, lengths=Lengths.of([512, 1536], "counted"))
     first, _ = infos.learning_cells(replace(recipe_of(study), workload=workload))
     assert first.candidate.config.seq_len == 1024
@@ -140,8 +171,12 @@ def test_trade_offs_with_other_learning_cells(study: StudySummary) -> None:
     winner = made.winner
 
     def cell(speed: float, evidence: Evidence = Evidence.MEASURED, **knobs: Any) -> Candidate:
-        faster = replace(winner.performance, tokens_per_second=speed * winner.performance.tokens_per_second)
-        return replace(winner, config=replace(winner.config, **knobs), performance=faster, evidence=evidence)
+        faster = replace(
+            winner.performance, tokens_per_second=speed * winner.performance.tokens_per_second
+        )
+        return replace(
+            winner, config=replace(winner.config, **knobs), performance=faster, evidence=evidence
+        )
 
     cells = (
         winner,
@@ -151,7 +186,8 @@ def test_trade_offs_with_other_learning_cells(study: StudySummary) -> None:
     )
     workload = replace(made.workload, lengths=Lengths.of([512, 1024], "counted"))
     assert infos.trade_offs(replace(made, cells=cells, workload=workload)) == [
-        "seq_len 512 instead of 1024: -20.0% cost, 33.3% instead of 0.0% of the tokens cut off [extrapolated]",
+        "seq_len 512 instead of 1024: -20.0% cost, 33.3% instead of 0.0% of the tokens cut off"
+        " [extrapolated]",
         "lora_rank 64 instead of 16: +25.0% cost [measured]",
     ]
 
@@ -160,15 +196,29 @@ def test_what_each_row_length_does_to_the_examples(study: StudySummary) -> None:
     recipe = recipe_of(study)
     assert infos.row_lengths(study) == ()  # all are of one length
     lengths = Lengths.of([512, 512, 1024, 2048], "counted")
-    skewed = replace(study, recipe=replace(recipe, workload=replace(recipe.workload, examples=4, lengths=lengths)))
+    skewed = replace(
+        study,
+        recipe=replace(recipe, workload=replace(recipe.workload, examples=4, lengths=lengths)),
+    )
     rows = {row.seq_len: row for row in infos.row_lengths(skewed)}
-    assert {128, 256, 512, 1024, 2048} <= rows.keys() and {row.config.seq_len for row in study.trials} <= rows.keys()
-    assert [seq_len for seq_len, row in rows.items() if row.is_winner] == [recipe.winner.config.seq_len] == [1024]
+    assert {128, 256, 512, 1024, 2048} <= rows.keys() and {
+        row.config.seq_len for row in study.trials
+    } <= rows.keys()
+    assert (
+        [seq_len for seq_len, row in rows.items() if row.is_winner]
+        == [recipe.winner.config.seq_len]
+        == [1024]
+    )
     one = rows[1024]
     # All four rows of a micro batch are short in one of 16 cases.
-    assert (one.examples_cut, one.tokens_cut, one.fill) == (0.25, 0.25, pytest.approx(768 / (1024 - 512 / 16)))
+    assert (one.examples_cut, one.tokens_cut, one.fill) == (
+        0.25,
+        0.25,
+        pytest.approx(768 / (1024 - 512 / 16)),
+    )
     assert (one.packed_fill, one.examples_a_row) == (1.0, pytest.approx(4 / 3))
-    longest = (512 * 16 + 1024 * (81 - 16) + 2048 * (256 - 81)) / 256  # of four: 2, 3 or all of the 4 lengths each
+    # of four: 2, 3 or all of the 4 lengths each
+    longest = (512 * 16 + 1024 * (81 - 16) + 2048 * (256 - 81)) / 256
     assert (rows[2048].tokens_cut, rows[2048].packed_fill) == (0.0, 1.0)
     assert rows[2048].fill == pytest.approx(1024 / longest)
     heading = "What each row length does to your examples"
@@ -185,7 +235,9 @@ def test_fingerprint_has_every_package(study: StudySummary) -> None:
 
 
 def measured(speed: Callable[[TrainConfig], float], **changes: Any) -> StudySummary:
-    """24 configurations whose whole models were timed: three micro batches, two losses, four ranks."""
+    """24 configurations whose whole models were timed: three
+    micro batches, two losses, four ranks.
+    """
     made = summary()
     configs = [
         TrainConfig(micro_batch_size=size, loss=loss, lora_rank=rank)
@@ -194,14 +246,20 @@ def measured(speed: Callable[[TrainConfig], float], **changes: Any) -> StudySumm
         for rank in (8, 16, 32, 64)
     ]
     rows = [
-        replace(made.trials[0], number=number, config=config, tokens_per_second=speed(config), **changes)
+        replace(
+            made.trials[0], number=number, config=config, tokens_per_second=speed(config), **changes
+        )
         for number, config in enumerate(configs)
     ]
     return replace(made, trials=tuple(rows))
 
 
 def mostly_size(config: TrainConfig) -> float:
-    return 1000.0 * config.micro_batch_size + (7.0 if config.loss == "chunked" else 0.0) + (config.lora_rank or 0)
+    return (
+        1000.0 * config.micro_batch_size
+        + (7.0 if config.loss == "chunked" else 0.0)
+        + (config.lora_rank or 0)
+    )
 
 
 def test_a_share_is_what_lies_between_the_means_of_a_knobs_values() -> None:
@@ -219,7 +277,11 @@ def test_a_share_is_what_lies_between_the_means_of_a_knobs_values() -> None:
 def test_the_interval_of_a_share_widens_with_what_one_trial_decides() -> None:
     even = infos.importances(measured(mostly_size))["micro_batch_size"].interval
     single = infos.importances(
-        measured(lambda config: 9e4 if config == TrainConfig(micro_batch_size=1, loss="full", lora_rank=8) else 1e3)
+        measured(
+            lambda config: (
+                9e4 if config == TrainConfig(micro_batch_size=1, loss="full", lora_rank=8) else 1e3
+            )
+        )
     )["micro_batch_size"].interval
     assert even[1] - even[0] < 0.01 < single[1] - single[0]
 
@@ -227,7 +289,9 @@ def test_the_interval_of_a_share_widens_with_what_one_trial_decides() -> None:
 @pytest.mark.parametrize(
     "study",
     [
-        replace(measured(mostly_size), trials=measured(mostly_size).trials[: infos.MIN_MEASURED - 1]),
+        replace(
+            measured(mostly_size), trials=measured(mostly_size).trials[: infos.MIN_MEASURED - 1]
+        ),
         measured(mostly_size, evidence=Evidence.EXTRAPOLATED),
         measured(mostly_size, outcome=Outcome.SLOW),
     ],
@@ -271,8 +335,13 @@ RECOMPUTED = replace(CONFIG, micro_batch_size=16, checkpointing="full")
 
 
 def test_parallel_heights_groups_and_axes() -> None:
-    found = infos.parallel(trials_of((CONFIG, 960.0), (LARGER, 1000.0), (RECOMPUTED, 400.0), (UNKNOWN, None)))
-    assert found.axes == (("micro_batch_size", ("2", "4", "16")), ("checkpointing", ("full", "none")))
+    found = infos.parallel(
+        trials_of((CONFIG, 960.0), (LARGER, 1000.0), (RECOMPUTED, 400.0), (UNKNOWN, None))
+    )
+    assert found.axes == (
+        ("micro_batch_size", ("2", "4", "16")),
+        ("checkpointing", ("full", "none")),
+    )
     assert found.fastest == 1000.0
     slow, close, best = found.lines  # the best is drawn last
     assert (slow.heights, slow.group) == ((1.0, 0.0, 0.4), 2)
@@ -287,9 +356,12 @@ def test_a_configuration_measured_twice_is_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "trials", [(), ((CONFIG, 5.0),), ((CONFIG, 5.0), (LARGER, 6.0)), ((CONFIG, None), (RECOMPUTED, None))]
+    "trials",
+    [(), ((CONFIG, 5.0),), ((CONFIG, 5.0), (LARGER, 6.0)), ((CONFIG, None), (RECOMPUTED, None))],
 )
-def test_no_parallel_axes_where_too_little_varies(trials: tuple[tuple[TrainConfig, float | None], ...]) -> None:
+def test_no_parallel_axes_where_too_little_varies(
+    trials: tuple[tuple[TrainConfig, float | None], ...],
+) -> None:
     found = infos.parallel(trials_of(*trials))
     assert found.axes == () and found.lines == ()
 

@@ -25,20 +25,36 @@ from tests.helpers.replay import machine
 from tests.helpers.sessions import Start, by_tokens, record_of, whole
 
 QWEN = ("--model", "qwen2.5-0.5b", "--tokens-per-example", "512")
-TRL = "model_name_or_path: mistralai/Mistral-7B-v0.3\nper_device_train_batch_size: 1\nuse_peft: true\nmax_length: 512\n"
+TRL = (
+    "model_name_or_path: mistralai/Mistral-7B-v0.3\nper_device_train_batch_size: 1\n"
+    "use_peft: true\nmax_length: 512\n"
+)
 WITHOUT_STUDY = {
     "gpus": [("gpus",)],
     "models": [("models",)],
     "prices": [("prices",), ("prices", "a2")],
     "spaces": [("spaces",)],
     "suites": [("suites",)],
-    "plan --spec": [("plan", "--spec", name) for name in ("a10-mistral-7b", "litgpt-a10g", "two-h100-8k")],
+    "plan --spec": [
+        ("plan", "--spec", name) for name in ("a10-mistral-7b", "litgpt-a10g", "two-h100-8k")
+    ],
     "plan": [("plan", "--gpu", "a10", *QWEN), ("plan", "--gpu", "a2", *QWEN)],
     "plan --gpu": [("plan", "--gpu", "a2")],
     "plan --gpus": [("plan", "--gpu", "a10", "--gpus", "1,2", *QWEN)],
     "compare": [
         ("compare", "--gpus", "a10,a2,h100", *QWEN, "--buy", "2000", "--max-usd", "5"),
-        ("compare", "--gpus", "rtx-4090", "--owned", "rtx-4090", "--owned-usd", "1600", *QWEN, "--buy", "1600"),
+        (
+            "compare",
+            "--gpus",
+            "rtx-4090",
+            "--owned",
+            "rtx-4090",
+            "--owned-usd",
+            "1600",
+            *QWEN,
+            "--buy",
+            "1600",
+        ),
     ],
     "check": [("check", "trl.yaml", "--gpu", "a10"), ("check", "trl.yaml", "--gpu", "h100")],
     "doctor": [("doctor",)],
@@ -64,7 +80,9 @@ def printed(*args: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize(("command", "args"), [(name, args) for name, all_ in WITHOUT_STUDY.items() for args in all_])
+@pytest.mark.parametrize(
+    ("command", "args"), [(name, args) for name, all_ in WITHOUT_STUDY.items() for args in all_]
+)
 def test_what_needs_no_study(
     command: str, args: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +114,10 @@ def test_a_study_without_a_winner_has_the_same_keys() -> None:
 
 def test_what_needs_a_device() -> None:
     found = summary()
-    for command, value in {"calibrate": to_data(calibration()), "explain": to_data(found.explanation)}.items():
+    for command, value in {
+        "calibrate": to_data(calibration()),
+        "explain": to_data(found.explanation),
+    }.items():
         if value is not None:
             form_of(command).validate_json(json.dumps(value))
     progress = Progress(
@@ -142,10 +163,15 @@ def test_every_command_with_json_has_a_schema() -> None:
 def test_schemas() -> None:
     for command in ANSWERS:
         made = schema(command)
-        assert made["title"] == f"autotune {command} --json" and made["$schema"].endswith("2020-12/schema")
+        assert made["title"] == f"autotune {command} --json" and made["$schema"].endswith(
+            "2020-12/schema"
+        )
         assert json.dumps(made)
     nodes = schema("status --nodes")["$defs"]["NodeRowCost"]
-    assert nodes["required"] == ["cost_per_1000_samples_usd"] and nodes["additionalProperties"] is False
+    assert (
+        nodes["required"] == ["cost_per_1000_samples_usd"]
+        and nodes["additionalProperties"] is False
+    )
     with pytest.raises(UsageError, match="did you mean"):
         schema("plann")
     result = CliRunner().invoke(app, ["schema", "prices"])
@@ -163,13 +189,28 @@ def test_a_broken_schema_is_noticed() -> None:
     number = {"anyOf": [{"type": "number"}, {"type": "null"}]}
     stored = {
         "type": "object",
-        "properties": {"a": text, "b": number, "c": {"type": "object", "additionalProperties": True}, "d": {}},
+        "properties": {
+            "a": text,
+            "b": number,
+            "c": {"type": "object", "additionalProperties": True},
+            "d": {},
+        },
         "required": ["a", "b", "c", "d"],
         "additionalProperties": False,
     }
     parts: dict[str, Any] = stored["properties"]  # type: ignore[assignment]
-    more = {"a": {"type": "string", "enum": ["x"]}, "b": {"type": "number"}, "c": {"type": "object"}, "d": text}
-    assert differences(stored, stored | {"properties": more, "required": ["d", "c", "b", "a"], "title": "A"}) == []
+    more = {
+        "a": {"type": "string", "enum": ["x"]},
+        "b": {"type": "number"},
+        "c": {"type": "object"},
+        "d": text,
+    }
+    assert (
+        differences(
+            stored, stored | {"properties": more, "required": ["d", "c", "b", "a"], "title": "A"}
+        )
+        == []
+    )
     for change in (
         {"properties": {name: parts[name] for name in "abc"}},
         {"properties": parts | {"e": text}},

@@ -1,4 +1,6 @@
-"""The OOM report: what it counts, what it advises, and that no text of a user is interpreted as Markdown."""
+"""The OOM report: what it counts, what it advises, and that no text of a user is interpreted as
+Markdown.
+"""
 
 import json
 from dataclasses import replace
@@ -17,7 +19,12 @@ HOSTILE = "`a` | <script>alert(1)</script>\n# title [x](http://x.invalid)"
 
 
 def row(number: int, outcome: Outcome, **changes: object) -> TrialRecord:
-    values = {"number": number, "config": TrainConfig(), "outcome": outcome, "rung": Rung.FULL} | changes
+    values = {
+        "number": number,
+        "config": TrainConfig(),
+        "outcome": outcome,
+        "rung": Rung.FULL,
+    } | changes
     return TrialRecord(**values)  # type: ignore[arg-type]
 
 
@@ -43,7 +50,10 @@ def test_oom_numbers_come_from_the_detail() -> None:
     # 131 allocated and 2 asked for, under 132.
     assert entry.margin == pytest.approx(133 / 132 - 1)
     assert entry.missed_gib == pytest.approx(1.0)
-    assert (entry.terms[0].name, entry.terms[0].share) == ("activations", pytest.approx(108.8 / 131.0))
+    assert (entry.terms[0].name, entry.terms[0].share) == (
+        "activations",
+        pytest.approx(108.8 / 131.0),
+    )
     assert sum(term.share for term in entry.terms) == pytest.approx(1.0)
 
 
@@ -75,7 +85,10 @@ def test_distance(changes: dict[str, object], expected: float) -> None:
 def test_nearest_are_fitting_distinct_and_sorted() -> None:
     near, far = TrainConfig(micro_batch_size=4), TrainConfig(micro_batch_size=1)
     rows = [row(0, Outcome.OOM), row(1, Outcome.OK, config=far), row(2, Outcome.OK, config=near)]
-    rows += [row(3, Outcome.OK, config=near), row(4, Outcome.CRASH, config=TrainConfig(compile="per_layer"))]
+    rows += [
+        row(3, Outcome.OK, config=near),
+        row(4, Outcome.CRASH, config=TrainConfig(compile="per_layer")),
+    ]
     nearest = oom_report(study(*rows)).entries[0].nearest
     assert [one.number for one in nearest] == [2, 1]
     assert nearest[0].differs == {"micro_batch_size": [8, 4]}
@@ -87,12 +100,24 @@ FULL = TrainConfig(method="full", optimizer="adamw_torch")
 @pytest.mark.parametrize(
     ("term", "config", "knobs"),
     [
-        ("activations", TrainConfig(checkpointing="none"), ["checkpointing", "micro_batch_size", "seq_len"]),
-        ("activations", TrainConfig(attention="eager"), ["attention", "micro_batch_size", "seq_len"]),
+        (
+            "activations",
+            TrainConfig(checkpointing="none"),
+            ["checkpointing", "micro_batch_size", "seq_len"],
+        ),
+        (
+            "activations",
+            TrainConfig(attention="eager"),
+            ["attention", "micro_batch_size", "seq_len"],
+        ),
         ("logits", TrainConfig(), ["loss", "micro_batch_size", "seq_len"]),
         ("logits", TrainConfig(loss="chunked"), ["micro_batch_size", "seq_len"]),
         ("optimizer", FULL, ["optimizer", "method"]),
-        ("optimizer", TrainConfig(optimizer="adamw_8bit"), ["optimizer", "lora_rank", "lora_targets"]),
+        (
+            "optimizer",
+            TrainConfig(optimizer="adamw_8bit"),
+            ["optimizer", "lora_rank", "lora_targets"],
+        ),
         ("weights", TrainConfig(), ["quantization"]),
         ("weights", TrainConfig(quantization="nf4"), ["double_quant"]),
         ("weights", FULL, ["method", "precision"]),
@@ -102,22 +127,36 @@ FULL = TrainConfig(method="full", optimizer="adamw_torch")
         ("adapters", TrainConfig(lora_targets="q_v"), ["lora_rank"]),
         ("weights", TrainConfig(quantization="nf4", double_quant=True), [None]),
         ("activations", TrainConfig(micro_batch_size=1), ["checkpointing", "seq_len"]),
-        ("something new", TrainConfig(micro_batch_size=1, seq_len=1, checkpointing="offload"), [None]),
+        (
+            "something new",
+            TrainConfig(micro_batch_size=1, seq_len=1, checkpointing="offload"),
+            [None],
+        ),
     ],
 )
-def test_advice_follows_the_dominant_term(term: str, config: TrainConfig, knobs: list[str | None]) -> None:
+def test_advice_follows_the_dominant_term(
+    term: str, config: TrainConfig, knobs: list[str | None]
+) -> None:
     terms = (Term(name="small", gib=1.0, share=0.1), Term(name=term, gib=9.0, share=0.9))
     changes = advise(config, terms)
     assert [change.knob for change in changes] == knobs
     for change in changes:
         if change.knob:
             assert change.current == getattr(config, change.knob)
-            replace(config, **{change.knob: change.suggested} | ({"lora_rank": 16} if change.knob == "method" else {}))
+            replace(
+                config,
+                **{change.knob: change.suggested}
+                | ({"lora_rank": 16} if change.knob == "method" else {}),
+            )
 
 
 def test_advice_is_not_repeated_for_two_large_terms() -> None:
     terms = (Term(name="activations", gib=5.0, share=0.5), Term(name="logits", gib=4.0, share=0.4))
-    assert [change.knob for change in advise(TrainConfig(), terms)] == ["micro_batch_size", "seq_len", "loss"]
+    assert [change.knob for change in advise(TrainConfig(), terms)] == [
+        "micro_batch_size",
+        "seq_len",
+        "loss",
+    ]
 
 
 def test_markdown_of_a_study() -> None:
@@ -126,7 +165,9 @@ def test_markdown_of_a_study() -> None:
     assert "## Trial 2: oom" in text
     assert "Requested 2.00 GiB on top of 131.0 GiB allocated, 131.9 GiB reserved" in text
     assert "`activations` 108.8 GiB (83%)" in text
-    assert "| 4 | `lora r16 16x1024 bf16_mixed ckpt-every_2 adamw_torch_fused` | refused | – |" in text
+    assert (
+        "| 4 | `lora r16 16x1024 bf16_mixed ckpt-every_2 adamw_torch_fused` | refused | – |" in text
+    )
 
 
 def test_markdown_without_any() -> None:
@@ -135,11 +176,16 @@ def test_markdown_without_any() -> None:
 
 
 def test_markdown_when_nothing_fits() -> None:
-    assert "no configuration of this study fits" in oom_report(study(row(0, Outcome.OOM, oom=oom_detail()))).markdown()
+    assert (
+        "no configuration of this study fits"
+        in oom_report(study(row(0, Outcome.OOM, oom=oom_detail()))).markdown()
+    )
 
 
 def test_hostile_text_stays_in_code_spans() -> None:
-    hostile = replace(study(row(0, Outcome.OOM, reason=HOSTILE, log=HOSTILE, oom=oom_detail())), study=HOSTILE)
+    hostile = replace(
+        study(row(0, Outcome.OOM, reason=HOSTILE, log=HOSTILE, oom=oom_detail())), study=HOSTILE
+    )
     detail = replace(oom_detail(), terms_gib={HOSTILE: 9.0, "weights": 1.0})
     hostile = replace(hostile, trials=(replace(hostile.trials[0], oom=detail),))
     span = code_span(HOSTILE)

@@ -1,4 +1,6 @@
-"""The timeline: what each second of a study was spent on, and how busy the GPU was while steps were timed."""
+"""The timeline: what each second of a study was spent on, and how busy the GPU was while steps were
+timed.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -46,19 +48,28 @@ def test_every_second_of_a_probe_is_somewhere() -> None:
 
 def test_utilization_weighs_by_timed_seconds_and_leaves_out_what_is_unknown() -> None:
     short = {"steady": 1.0, "total": 1.0}
-    info = timeline(study(probe("10:00:00", 0.9), probe("10:00:10", 0.4, seconds=short), probe("10:00:20", None)))
+    info = timeline(
+        study(
+            probe("10:00:00", 0.9), probe("10:00:10", 0.4, seconds=short), probe("10:00:20", None)
+        )
+    )
     assert info.utilization == pytest.approx((0.9 * 4 + 0.4 * 1) / 5)
     assert [
-        (one.start_s, one.utilization) for one in [span for span in info.spans if span.utilization is not None]
+        (one.start_s, one.utilization)
+        for one in [span for span in info.spans if span.utilization is not None]
     ] == [(4.5, 0.9), (10.0, 0.4)]
     assert timeline(study(probe("10:00:00", None))).utilization is None
-    assert "how busy the GPU was in them is not known" in timeline(study(probe("10:00:00", None))).sentences()[1]
+    assert (
+        "how busy the GPU was in them is not known"
+        in timeline(study(probe("10:00:00", None))).sentences()[1]
+    )
 
 
 def test_the_sentences() -> None:
     sentences = timeline(study(probe("10:00:00"), probe("10:00:10"))).sentences()
     assert sentences == (
-        "Probes ran for 60% of 30 s: 8.0 s timed steps, 6.0 s first steps, 4.0 s set-up and clean-up.",
+        "Probes ran for 60% of 30 s: 8.0 s timed steps, 6.0 s first steps, 4.0 s set-up and"
+        " clean-up.",
         "Timed steps took 27%; a kernel ran in 50% of that time.",
     )
     assert timeline(study()).sentences() == ()
@@ -78,31 +89,49 @@ def test_a_pause_is_left_out_and_reported() -> None:
 
 
 def test_probes_without_time_are_left_out() -> None:
-    empty = study(probe("10:00:00", seconds={}), probe(None), result(outcome=Outcome.REFUSED, seconds={}))
+    empty = study(
+        probe("10:00:00", seconds={}), probe(None), result(outcome=Outcome.REFUSED, seconds={})
+    )
     assert timeline(empty).spans == () and figures.timeline(timeline(empty)) is None
 
 
 def test_the_figure_has_the_utilization_above_the_rungs() -> None:
-    drawn = figures.timeline(timeline(study(probe("10:00:00"), probe("10:00:10", rung=Rung.CONFIRM))))
+    drawn = figures.timeline(
+        timeline(study(probe("10:00:00"), probe("10:00:10", rung=Rung.CONFIRM)))
+    )
     assert drawn is not None
     assert drawn["layout"]["yaxis"]["categoryarray"] == ["confirm", "full"]
     assert [one.get("yaxis", "y") for one in drawn["data"]] == ["y"] * len(KINDS) + ["y2"]
     alone = figures.timeline(timeline(study(probe("10:00:00", None))))
     assert alone is not None and "yaxis2" not in alone["layout"]
-    late = figures.timeline(timeline(study(*[probe(f"10:{minute:02}:00") for minute in range(0, 40, 1)])))
-    assert late is not None and late["layout"]["xaxis"]["title"]["text"] == "minutes since the first probe"
+    late = figures.timeline(
+        timeline(study(*[probe(f"10:{minute:02}:00") for minute in range(0, 40, 1)]))
+    )
+    assert (
+        late is not None
+        and late["layout"]["xaxis"]["title"]["text"] == "minutes since the first probe"
+    )
 
 
 def test_a_long_study_is_cut_into_slices() -> None:
     """Two hundred probes of nine seconds, one every ten: each part is spent as each probe is."""
-    probes = [probe(f"{10 + number // 360}:{number // 6 % 60:02}:{number % 6 * 10:02}") for number in range(200)]
+    probes = [
+        probe(f"{10 + number // 360}:{number // 6 % 60:02}:{number % 6 * 10:02}")
+        for number in range(200)
+    ]
     info = timeline(study(*probes, wall_s=2000.0))
     found = slices(info)
     assert len(found) == NUM_SLICES and len(info.spans) == 800 > MAX_SPANS
     for kind in KINDS:
-        assert sum(one.shares[kind] * one.seconds for one in found) == pytest.approx(info.spent[kind])
+        assert sum(one.shares[kind] * one.seconds for one in found) == pytest.approx(
+            info.spent[kind]
+        )
         assert found[50].shares[kind] == pytest.approx(info.spent[kind] / info.length_s, abs=0.06)
     assert all(one.utilization == pytest.approx(0.5) for one in found)
     drawn = figures.timeline(info)
-    assert drawn is not None and drawn["layout"]["barmode"] == "stack" and len(drawn["data"]) == len(KINDS) + 1
+    assert (
+        drawn is not None
+        and drawn["layout"]["barmode"] == "stack"
+        and len(drawn["data"]) == len(KINDS) + 1
+    )
     assert slices(timeline(study(*probes[:50]))) == ()

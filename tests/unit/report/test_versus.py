@@ -14,10 +14,18 @@ from autotune.report.infos import compare_winners, speed_ratio
 from autotune.report.study_directory import write_versus
 from autotune.study.summary import Recipe, StudySummary
 from tests.helpers.factories import summary
-from tests.unit.report.test_html import HOSTILE, figures_in, hostile_study, recipe_of, without_plotly
+from tests.unit.report.test_html import (
+    HOSTILE,
+    figures_in,
+    hostile_study,
+    recipe_of,
+    without_plotly,
+)
 
 
-def slower(ratio: float, *, spread: float = 0.01, **changes: Any) -> tuple[StudySummary, StudySummary]:
+def slower(
+    ratio: float, *, spread: float = 0.01, **changes: Any
+) -> tuple[StudySummary, StudySummary]:
     """Two studies, of which the second one's winner has 1/ratio of the speed of the first one's."""
     first = summary()
     winner = recipe_of(first).winner
@@ -28,7 +36,9 @@ def slower(ratio: float, *, spread: float = 0.01, **changes: Any) -> tuple[Study
             tokens_per_second=winner.performance.tokens_per_second / part,
             spread=(-spread, spread),
         )
-        recipe = replace(recipe_of(first), study=name, winner=replace(winner, performance=speed), **others)
+        recipe = replace(
+            recipe_of(first), study=name, winner=replace(winner, performance=speed), **others
+        )
         return replace(first, study=name, recipe=recipe)
 
     return study("one", 1.0), study("other", ratio, **changes)
@@ -43,7 +53,9 @@ def slower(ratio: float, *, spread: float = 0.01, **changes: Any) -> tuple[Study
         (1.06, 0.05, "No measurable difference in speed"),
     ],
 )
-def test_the_headline_names_the_faster_one_where_they_differ(ratio: float, spread: float, headline: str) -> None:
+def test_the_headline_names_the_faster_one_where_they_differ(
+    ratio: float, spread: float, headline: str
+) -> None:
     first, second = slower(ratio, spread=spread)
     assert versus.headline(recipe_of(first), recipe_of(second)) == headline
     rows = {row.name: row for row in compare_winners(recipe_of(first), recipe_of(second))}
@@ -67,7 +79,9 @@ def test_speeds_of_two_devices_differ_by_what_a_projection_may_be_off() -> None:
 def test_it_says_how_sure_it_is_and_that_the_studies_asked_for_different_things() -> None:
     first, second = slower(2.0, device=resolve_device("a10"), price=None)
     other: Recipe = recipe_of(second)
-    second = replace(second, recipe=replace(other, winner=replace(other.winner, evidence=Evidence.PROJECTED)))
+    second = replace(
+        second, recipe=replace(other, winner=replace(other.winner, evidence=Evidence.PROJECTED))
+    )
     said = versus.sentences(recipe_of(first), recipe_of(second))
     assert "The comparison is as sure as the less sure of the two: projected." in said
     assert "Not the configuration alone differs: device, price of an hour." in said
@@ -81,8 +95,12 @@ def test_the_page_has_both_pictures_and_folds_what_is_the_same() -> None:
     assert set(figures_in(page)) == {"first", "second"}
     rest = without_plotly(page)
     links, places = re.findall(r'href="#([^"]*)"', rest), re.findall(r'\bid="([^"]*)"', rest)
-    assert set(links) <= set(places) and not re.search(r"""\bsrc\s*=|url\(|<link|<img|href\s*=(?!"#)""", rest)
-    match = re.search(r"<summary>(\d+) more, the same in both</summary>(.*?)</details>", page, re.DOTALL)
+    assert set(links) <= set(places) and not re.search(
+        r"""\bsrc\s*=|url\(|<link|<img|href\s*=(?!"#)""", rest
+    )
+    match = re.search(
+        r"<summary>(\d+) more, the same in both</summary>(.*?)</details>", page, re.DOTALL
+    )
     assert match and int(match[1]) == match[2].count("<tr>") > 10
 
 

@@ -1,4 +1,7 @@
-"""Sessions whose Optuna study is kept in memory. Those of `start_anywhere` and of the other folders have a database."""
+"""Sessions whose Optuna study is kept in memory.
+
+Those of `start_anywhere` and of the other folders have a database.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Why the winner won: which knobs are set back, what is said of each, and that it stays with the study."""
+"""Why the winner won: which knobs are set back, what is said of each, and that it stays with the
+study.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -7,7 +9,15 @@ import pytest
 
 from autotune.catalog import resolve_device
 from autotune.core.errors import EnvironmentProblem
-from autotune.core.probe_types import Evidence, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult, World
+from autotune.core.probe_types import (
+    Evidence,
+    OomDetail,
+    Outcome,
+    Phase,
+    ProbeRequest,
+    ProbeResult,
+    World,
+)
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.report import describe
@@ -33,7 +43,10 @@ def test_each_knob_that_differs_is_set_back_alone() -> None:
 
 
 def test_several_gpus_are_set_back_to_one(start: Start) -> None:
-    """They share nothing out then. What would not divide the global batch is left out, and speeds are projected."""
+    """They share nothing out then.
+
+    What would not divide the global batch is left out, and speeds are projected.
+    """
     pair = replace(WINNER, num_gpus=2, sharding="ddp")
     assert dict(ablated_configs(pair, BASELINE))["num_gpus"] == WINNER
     assert "sharding" not in dict(ablated_configs(pair, BASELINE))
@@ -43,7 +56,9 @@ def test_several_gpus_are_set_back_to_one(start: Start) -> None:
     found = ablate(played, session.evaluator, winner, replace(BASELINE, micro_batch_size=8))
     assert [knob.knob for knob in found.undone] == ["lora_rank", "checkpointing", "num_gpus"]
     assert found.winner.evidence is Evidence.PROJECTED
-    (of_gpus,) = [line for line in describe.ablation(found) if line.startswith("num_gpus 8 instead of 1: ")]
+    (of_gpus,) = [
+        line for line in describe.ablation(found) if line.startswith("num_gpus 8 instead of 1: ")
+    ]
     assert of_gpus.endswith("[projected]")
 
 
@@ -53,7 +68,9 @@ def test_a_second_quantisation_goes_with_its_base(quantised_wins: bool) -> None:
     pair = (nf4, WINNER) if quantised_wins else (WINNER, nf4)
     assert [name for name, _ in ablated_configs(*pair)] == ["quantization"]
     assert dict(ablated_configs(*pair))["quantization"] == pair[1]
-    assert [name for name, _ in ablated_configs(nf4, replace(nf4, double_quant=False))] == ["double_quant"]
+    assert [name for name, _ in ablated_configs(nf4, replace(nf4, double_quant=False))] == [
+        "double_quant"
+    ]
 
 
 def test_what_each_is_worth_is_found_out_by_probes(start: Start) -> None:
@@ -65,7 +82,9 @@ def test_what_each_is_worth_is_found_out_by_probes(start: Start) -> None:
     slower = by_knob["checkpointing"]
     assert slower.tokens_per_s == pytest.approx(0.7 * done.winner.tokens_per_s)
     assert done.ranked()[0] is slower
-    assert describe.ablation(done)[0].startswith("checkpointing none instead of full: 1.43 times as fast")
+    assert describe.ablation(done)[0].startswith(
+        "checkpointing none instead of full: 1.43 times as fast"
+    )
     probes = session.prober.num_probes
     again = ablate(session.study.trials.task, session.evaluator, WINNER, BASELINE)
     assert again.undone and session.prober.num_probes == probes  # all of it was known
@@ -79,13 +98,18 @@ def test_a_winner_that_does_not_come_through_again_is_an_error(start: Start) -> 
 
 def test_a_stop_leaves_what_there_is(start: Start) -> None:
     session = start(machine(rate=by_tokens))
-    done = ablate(session.study.trials.task, session.evaluator, WINNER, BASELINE, should_stop=lambda: True)
+    done = ablate(
+        session.study.trials.task, session.evaluator, WINNER, BASELINE, should_stop=lambda: True
+    )
     assert done.undone == () and done.winner.config == WINNER
 
 
 def one(knob: str, config: TrainConfig, **changes: Any) -> AblatedKnob:
     return AblatedKnob(
-        **({"knob": knob, "config": config, "outcome": Outcome.OK, "evidence": Evidence.MEASURED} | changes)
+        **(
+            {"knob": knob, "config": config, "outcome": Outcome.OK, "evidence": Evidence.MEASURED}
+            | changes
+        )
     )
 
 
@@ -97,9 +121,17 @@ def reported(**changes: Any) -> Ablation:
 
 def test_what_did_not_fit_says_what_it_needed(start: Start) -> None:
     """Which is more than what was reserved when it ran out."""
-    oom = OomDetail(phase=Phase.FORWARD, requested_gib=3.0, allocated_gib=19.5, reserved_gib=20.0, limit_gib=21.5)
+    oom = OomDetail(
+        phase=Phase.FORWARD,
+        requested_gib=3.0,
+        allocated_gib=19.5,
+        reserved_gib=20.0,
+        limit_gib=21.5,
+    )
     result = replace(
-        machine(rate=by_tokens)(ProbeRequest(config=WINNER, model={}, memory_gib=80.0)), outcome=Outcome.OOM, oom=oom
+        machine(rate=by_tokens)(ProbeRequest(config=WINNER, model={}, memory_gib=80.0)),
+        outcome=Outcome.OOM,
+        oom=oom,
     )
     assert to_ablated_knob(start().study.trials.task, "checkpointing", result).peak_gib == 22.5
 
@@ -107,16 +139,30 @@ def test_what_did_not_fit_says_what_it_needed(start: Start) -> None:
 def test_what_is_known_of_a_knob_is_what_its_probe_measured(start: Start) -> None:
     """Eight rows of 256 tokens in 0.5 s: a step of four micro batches and 0.02 s more."""
     task = start().study.trials.task
-    found = result(WINNER, measurement=measurement(step_s=(0.9, 1.02, 1.05), peak_reserved_gib=20.0, limit_gib=60.0))
+    found = result(
+        WINNER,
+        measurement=measurement(step_s=(0.9, 1.02, 1.05), peak_reserved_gib=20.0, limit_gib=60.0),
+    )
     read = to_ablated_knob(task, "compile", found)
-    assert (read.knob, read.config, read.outcome, read.evidence) == ("compile", WINNER, Outcome.OK, Evidence.MEASURED)
+    assert (read.knob, read.config, read.outcome, read.evidence) == (
+        "compile",
+        WINNER,
+        Outcome.OK,
+        Evidence.MEASURED,
+    )
     assert read.tokens_per_s == pytest.approx(32 * 256 / 2.02)
-    assert read.error == pytest.approx(1 - 0.9 / 1.02)  # the shortest step is further off than the longest
+    # the shortest step is further off than the longest
+    assert read.error == pytest.approx(1 - 0.9 / 1.02)
     assert (read.peak_gib, read.limit_gib, read.too_large) == (20.0, 60.0, False)
     slow = to_ablated_knob(task, "compile", replace(found, outcome=Outcome.SLOW))
     assert (slow.tokens_per_s, slow.error, slow.peak_gib, slow.limit_gib) == (None, 0.0, None, None)
     out = to_ablated_knob(task, "loss", result(WINNER, Outcome.OOM))
-    assert (out.peak_gib, out.limit_gib, out.too_large, out.tokens_per_s) == (133.0, 132.0, True, None)
+    assert (out.peak_gib, out.limit_gib, out.too_large, out.tokens_per_s) == (
+        133.0,
+        132.0,
+        True,
+        None,
+    )
     assert to_ablated_knob(task, "loss", result(WINNER, Outcome.REFUSED)).too_large
 
 
@@ -127,7 +173,9 @@ def test_an_explanation_is_of_one_winner() -> None:
 
 def test_what_does_not_fit_is_worth_more_than_what_is_slowest() -> None:
     slowest = one("compile", replace(WINNER, compile="per_layer"), tokens_per_s=0.5)
-    too_large = one("micro_batch_size", replace(WINNER, micro_batch_size=4), outcome=Outcome.REFUSED)
+    too_large = one(
+        "micro_batch_size", replace(WINNER, micro_batch_size=4), outcome=Outcome.REFUSED
+    )
     ranked = replace(reported(tokens_per_s=500.0), undone=(slowest, too_large)).ranked()
     assert [each.knob for each in ranked] == ["micro_batch_size", "compile"]
 
@@ -135,7 +183,9 @@ def test_what_does_not_fit_is_worth_more_than_what_is_slowest() -> None:
 def test_what_failed_by_chance_helped_nobody() -> None:
     made = reported(tokens_per_s=500.0)
     crashed = one("compile", replace(WINNER, compile="per_layer"), outcome=Outcome.CRASH)
-    too_large = one("micro_batch_size", replace(WINNER, micro_batch_size=4), outcome=Outcome.OOM, peak_gib=30.0)
+    too_large = one(
+        "micro_batch_size", replace(WINNER, micro_batch_size=4), outcome=Outcome.OOM, peak_gib=30.0
+    )
     ranked = replace(made, undone=(crashed, *made.undone, too_large)).ranked()
     assert [each.knob for each in ranked] == ["micro_batch_size", "checkpointing", "compile"]
 
@@ -157,7 +207,11 @@ def test_each_knob_is_announced_and_one_that_fails_ends_nothing(start: Start) ->
     said: list[str] = []
 
     def answer(request: ProbeRequest) -> ProbeResult:
-        return machine(rate=by_tokens)(request) if request.config == WINNER else result(outcome=Outcome.CRASH)
+        return (
+            machine(rate=by_tokens)(request)
+            if request.config == WINNER
+            else result(outcome=Outcome.CRASH)
+        )
 
     session = start(answer)
     baseline = replace(BASELINE, loss="chunked")

@@ -1,6 +1,8 @@
-"""The finalists measured again: who, in which order, how often, with what between steps, and when it ends.
+"""The finalists measured again: who, in which order, how often, with what between steps, and when
+it ends.
 
-The search is left out: its results are given as tokens/s, and so is what each confirmation will find.
+The search is left out: its results are given as tokens/s, and so is what each confirmation will
+find.
 """
 
 import math
@@ -37,7 +39,9 @@ Found = float | Outcome | type[Cancelled]
 def measured(config: TrainConfig, rate: float, **changes: Any) -> Any:
     """Steady steps at so many tokens/s, in half of the memory."""
     micro_s = config.tokens / rate
-    return measurement(micro_s, 66.0, step_s=(2 * micro_s,) * 3, micro_step_s=(micro_s,), rest_s=(), **changes)
+    return measurement(
+        micro_s, 66.0, step_s=(2 * micro_s,) * 3, micro_step_s=(micro_s,), rest_s=(), **changes
+    )
 
 
 def searched(
@@ -48,7 +52,10 @@ def searched(
     took_s: float = 0.0,
     **options: Any,
 ) -> tuple[Session, list[float]]:
-    """A session that searched. What a confirmation finds is the next in `again`, else what the search found."""
+    """A session that searched.
+
+    What a confirmation finds is the next in `again`, else what the search found.
+    """
     now, count = [0.0], Counter[TrainConfig]()
 
     def answer(request: ProbeRequest) -> ProbeResult:
@@ -67,22 +74,31 @@ def searched(
     session = start(answer, **({"task": subject_of(CHOICES), "began": 0.0} | options))
     session.study.trials.clock = lambda: now[0]
     for config, rate in search.items():
-        session.study.trials.selection.add_result(result(config, measurement=measured(config, rate), seconds={}))
+        session.study.trials.selection.add_result(
+            result(config, measurement=measured(config, rate), seconds={})
+        )
     return session, now
 
 
 def confirmed(session: Session) -> list[str]:
-    """What was measured again, in order: 'A1' is A in the round named 1, 'A1+' with an evaluation and a save."""
+    """What was measured again, in order: 'A1' is A in the round named 1, 'A1+' with an evaluation
+    and a save.
+    """
     session.study.confirm()
     asked = zip(session.prober.requests, session.prober.logs, strict=True)
-    rounds = [(one, log.rpartition("-")[2].removesuffix(".log")) for one, log in asked if one.rung is Rung.CONFIRM]
+    rounds = [
+        (one, log.rpartition("-")[2].removesuffix(".log"))
+        for one, log in asked
+        if one.rung is Rung.CONFIRM
+    ]
     return [f"{NAMES[one.config]}{round_}{'+' * one.evaluate}" for one, round_ in rounds]
 
 
 @pytest.mark.parametrize(
     ("search", "rounds", "order"),
     [
-        ({A: 1000.0, C: 900.0, D: 800.0, E: 750.0, B: 700.0}, 2, "A1+ B1 C1 D1 A2"),  # the baseline comes second
+        # the baseline comes second
+        ({A: 1000.0, C: 900.0, D: 800.0, E: 750.0, B: 700.0}, 2, "A1+ B1 C1 D1 A2"),
         ({A: 1000.0, C: 900.0, B: 800.0, D: 700.0}, 2, "A1+ B1 C1 A2"),
         ({B: 1000.0, A: 900.0, C: 800.0}, 2, "B1+ A1 C1 B2"),
         ({A: 1000.0, C: 995.0, B: 700.0}, 2, "A1+ B1 C1 A2 C2+"),  # a rival that may still win
@@ -108,12 +124,32 @@ def test_finalists_and_baseline_once_then_whoever_may_win(
     [
         # The next best is behind the baseline; and there are two that are better than the baseline.
         ({A: 1000.0, C: 900.0, B: 850.0, D: 800.0}, {A: (Outcome.OOM,)}, 1, "A1+ B1+ C1+ D1+"),
-        ({A: 1000.0, C: 900.0, D: 800.0, E: 750.0, B: 700.0}, {A: (Outcome.CRASH,)}, 1, "A1+ B1+ C1+ D1+"),
+        (
+            {A: 1000.0, C: 900.0, D: 800.0, E: 750.0, B: 700.0},
+            {A: (Outcome.CRASH,)},
+            1,
+            "A1+ B1+ C1+ D1+",
+        ),
         ({A: 1000.0, C: 900.0, B: 700.0}, {A: (Outcome.CRASH,)}, 2, "A1+ B1 C1+ C2"),
         # In the second round: who joins then is measured once more, as it leads.
-        ({A: 1000.0, B: 700.0, C: 900.0}, {A: (1000.0, Outcome.OOM), C: (Outcome.OOM,)}, 2, "A1+ B1 C1 A2 B3+"),
-        ({A: 1000.0, C: 950.0, B: 700.0, D: 900.0}, {A: (1000.0, Outcome.OOM)}, 2, "A1+ B1 C1 A2 D2+ C3+"),
-        ({A: 1000.0, C: 900.0, D: 700.0}, {A: (Outcome.OOM,), C: (Outcome.OOM,), D: (Outcome.OOM,)}, 2, "A1+ C1 D1"),
+        (
+            {A: 1000.0, B: 700.0, C: 900.0},
+            {A: (1000.0, Outcome.OOM), C: (Outcome.OOM,)},
+            2,
+            "A1+ B1 C1 A2 B3+",
+        ),
+        (
+            {A: 1000.0, C: 950.0, B: 700.0, D: 900.0},
+            {A: (1000.0, Outcome.OOM)},
+            2,
+            "A1+ B1 C1 A2 D2+ C3+",
+        ),
+        (
+            {A: 1000.0, C: 900.0, D: 700.0},
+            {A: (Outcome.OOM,), C: (Outcome.OOM,), D: (Outcome.OOM,)},
+            2,
+            "A1+ C1 D1",
+        ),
     ],
 )
 def test_a_finalist_that_fails_is_replaced_by_the_next_best(
@@ -141,7 +177,11 @@ def test_a_baseline_that_does_not_fit_after_all_is_replaced_by_a_smaller_one(
     monkeypatch.setattr(Evaluator, "evaluate", evaluated)
     session.study.confirm()
     smaller = replace(B, micro_batch_size=4)
-    assert [one.config for one in session.prober.requests if one.rung is Rung.CONFIRM] == [A, B, smaller]
+    assert [one.config for one in session.prober.requests if one.rung is Rung.CONFIRM] == [
+        A,
+        B,
+        smaller,
+    ]
     assert spare == [0.0]  # by a few layers if that is possible: the confirmation measures it whole
     assert session.study.trials.selection.baseline() == smaller
 
@@ -152,9 +192,11 @@ def test_a_baseline_that_does_not_fit_after_all_is_replaced_by_a_smaller_one(
         ({A: (1000.0, 955.0)}, "A1+ B1 C1 A2"),  # 4.7 % apart
         ({A: (1000.0, 945.0)}, "A1+ B1 C1 A2 A3"),  # 5.8 %
         ({A: (1000.0, 945.0, 1000.0, 500.0)}, "A1+ B1 C1 A2 A3"),  # three at most
-        ({B: (600.0, 600.0), C: (700.0, 700.0)}, "A1+ B1 C1 A2 B3 C4"),  # against the search, until two agree
+        # against the search, until two agree
+        ({B: (600.0, 600.0), C: (700.0, 700.0)}, "A1+ B1 C1 A2 B3 C4"),
         ({B: (600.0, 500.0, 400.0), A: (1000.0, 945.0)}, "A1+ B1 C1 A2 A3 B4 B5"),
-        ({A: (1000.0, 945.0, Outcome.OOM), B: (600.0, 600.0)}, "A1+ B1 C1 A2 A3 B4 C5+"),  # then C leads
+        # then C leads
+        ({A: (1000.0, 945.0, Outcome.OOM), B: (600.0, 600.0)}, "A1+ B1 C1 A2 A3 B4 C5+"),
     ],
 )
 def test_measurements_that_disagree_are_taken_once_more(
@@ -163,15 +205,20 @@ def test_measurements_that_disagree_are_taken_once_more(
     session, _ = searched(start, {A: 1000.0, C: 800.0, B: 700.0}, again, rounds=2)
     assert " ".join(confirmed(session)) == order
     num_settling = len([one for one in order.split() if one[1] > "2" and not one.endswith("+")])
-    assert sum("once more, since measurements disagree" in line for line in session.said) == num_settling
+    assert (
+        sum("once more, since measurements disagree" in line for line in session.said)
+        == num_settling
+    )
 
 
 @pytest.mark.parametrize(
     ("again", "rounds", "order"),
     [
         ({A: (1000.0, 700.0, 700.0)}, 2, "A1+ B1 C1 A2 A3 C4+"),
-        ({A: (1000.0, 700.0, 700.0), C: (900.0, Outcome.CRASH)}, 2, "A1+ B1 C1 A2 A3 C4+"),  # then A leads again
-        ({A: (800.0, 800.0)}, 1, "A1+ C1+ B1+ A2"),  # a single round is one measurement of the leader
+        # then A leads again
+        ({A: (1000.0, 700.0, 700.0), C: (900.0, Outcome.CRASH)}, 2, "A1+ B1 C1 A2 A3 C4+"),
+        # a single round is one measurement of the leader
+        ({A: (800.0, 800.0)}, 1, "A1+ C1+ B1+ A2"),
         # Two measurements of the leader are enough, however many rounds there are.
         ({A: (1000.0, Outcome.OOM)}, 3, "A1+ B1 C1 A2 C3+"),
     ],
@@ -181,26 +228,45 @@ def test_whoever_leads_in_the_end_is_measured_twice_and_has_saved(
 ) -> None:
     session, _ = searched(start, {A: 1000.0, C: 900.0, B: 600.0}, again, rounds=rounds)
     assert " ".join(confirmed(session)) == order
-    leads = [line for line in session.said if line.startswith("confirming, once more, since it leads")]
+    leads = [
+        line for line in session.said if line.startswith("confirming, once more, since it leads")
+    ]
     assert leads == [f"confirming, once more, since it leads: {C.label()}"] * ("C4" in order)
 
 
 @pytest.mark.parametrize(
     ("budget_s", "order"),
-    [(30.0, "A1+ B1 C1"), (40.0, "A1+ B1 C1 A2"), (50.0, "A1+ B1 C1 A2 A3"), (60.0, "A1+ B1 C1 A2 A3 C4+")],
+    [
+        (30.0, "A1+ B1 C1"),
+        (40.0, "A1+ B1 C1 A2"),
+        (50.0, "A1+ B1 C1 A2 A3"),
+        (60.0, "A1+ B1 C1 A2 A3 C4+"),
+    ],
 )
 def test_the_budget_ends_it_at_any_point(start: Start, budget_s: float, order: str) -> None:
-    """Each takes 10 s. In the second round A is slower, A once more is to settle it, and then C leads."""
+    """Each takes 10 s.
+
+    In the second round A is slower, A once more is to settle it, and then C leads.
+    """
     again: dict[TrainConfig, tuple[Found, ...]] = {A: (1000.0, 700.0, 700.0)}
     search = {A: 1000.0, C: 900.0, B: 600.0}
     session, _ = searched(start, search, again, took_s=10.0, budget_s=budget_s, rounds=2)
     assert " ".join(confirmed(session)) == order
-    assert session.study.trials.too_short_for == ["measuring the finalists again"] * (budget_s < 60.0)
+    assert session.study.trials.too_short_for == ["measuring the finalists again"] * (
+        budget_s < 60.0
+    )
 
 
-def test_a_baseline_that_was_not_measured_again_wins_over_what_turns_out_slower(start: Start) -> None:
-    """It had 700 tokens/s in the search. The budget is over when A, which had 1,000 there, is confirmed with 600."""
-    session, _ = searched(start, {A: 1000.0, B: 700.0}, {A: (600.0, 600.0)}, took_s=10.0, budget_s=10.0, rounds=1)
+def test_a_baseline_that_was_not_measured_again_wins_over_what_turns_out_slower(
+    start: Start,
+) -> None:
+    """It had 700 tokens/s in the search.
+
+    The budget is over when A, which had 1,000 there, is confirmed with 600.
+    """
+    session, _ = searched(
+        start, {A: 1000.0, B: 700.0}, {A: (600.0, 600.0)}, took_s=10.0, budget_s=10.0, rounds=1
+    )
     assert confirmed(session) == ["A1+"] and session.winner() == B
     assert session.study.trials.too_short_for == ["measuring the finalists again"]
 
@@ -222,15 +288,21 @@ def test_who_is_ahead_of_the_likely_winner_once_that_is_confirmed_comes_before_t
 
 
 def test_the_baseline_waits_for_as_many_as_there_are_finalists(start: Start) -> None:
-    """Each turns out slower than the next was in the search, as if the card had become slower meanwhile."""
+    """Each turns out slower than the next was in the search, as if the card had become slower
+    meanwhile.
+    """
     search = {A: 1000.0, C: 960.0, D: 955.0, E: 950.0, B: 400.0}
     again: dict[TrainConfig, tuple[Found, ...]] = {A: (900.0,), C: (890.0,), D: (880.0,)}
     session, _ = searched(start, search, again, rounds=1, finalists=3)
     assert confirmed(session)[:4] == ["A1+", "C1+", "D1+", "B1+"]
 
 
-def test_who_was_ahead_and_could_not_be_confirmed_wins_by_its_measurement_of_the_search(start: Start) -> None:
-    session, _ = searched(start, {A: 1000.0, D: 950.0, B: 400.0}, {A: (850.0,)}, took_s=10.0, budget_s=10.0)
+def test_who_was_ahead_and_could_not_be_confirmed_wins_by_its_measurement_of_the_search(
+    start: Start,
+) -> None:
+    session, _ = searched(
+        start, {A: 1000.0, D: 950.0, B: 400.0}, {A: (850.0,)}, took_s=10.0, budget_s=10.0
+    )
     assert confirmed(session) == ["A1+"] and session.winner() == D
 
 
@@ -241,7 +313,10 @@ def test_a_step_has_up_to_four_micro_batches(start: Start, batch: int, steps: in
     task = replace(task, workload=replace(task.workload, global_batch=batch))
     session, _ = searched(start, {A: 1000.0, D: 900.0}, task=task, rounds=1)
     session.study.confirm()
-    assert [(one.config, one.micro_steps) for one in session.prober.requests] == [(A, steps), (D, 4)]
+    assert [(one.config, one.micro_steps) for one in session.prober.requests] == [
+        (A, steps),
+        (D, 4),
+    ]
 
 
 def test_a_probe_that_is_cancelled_ends_it(start: Start) -> None:
@@ -270,7 +345,9 @@ def test_a_finalist_with_other_losses_than_its_reference_is_not_confirmed(
     """A with 8-bit state: 3 % more loss than with 32 bits is too much."""
     task = subject_of(CHOICES)
     task = replace(task, model=replace(task.model, weights="/weights"))
-    session, _ = searched(start, {COARSE: 1000.0, B: 700.0, C: 900.0}, task=task, rounds=2, finalists=1)
+    session, _ = searched(
+        start, {COARSE: 1000.0, B: 700.0, C: 900.0}, task=task, rounds=2, finalists=1
+    )
     found = measured(COARSE, 1000.0, losses=(loss,))
     session.study.trials.selection.add_result(result(COARSE, measurement=found, seconds={}))
     answers = session.prober._answers
@@ -286,11 +363,15 @@ def test_a_finalist_with_other_losses_than_its_reference_is_not_confirmed(
     assert reference.min_timed_s == 0.0 and reference.config == replace(A, checkpointing="full")
 
 
-def test_losses_are_compared_before_the_first_confirmation_and_as_long_as_there_is_time(start: Start) -> None:
+def test_losses_are_compared_before_the_first_confirmation_and_as_long_as_there_is_time(
+    start: Start,
+) -> None:
     task = subject_of(CHOICES)
     task = replace(task, model=replace(task.model, weights="/weights"))
     for budget_s, rungs in ((100.0, ["reference", "confirm", "confirm"]), (0.0, [])):
-        session, _ = searched(start, {COARSE: 1000.0}, task=task, budget_s=budget_s, finalists=1, rounds=2)
+        session, _ = searched(
+            start, {COARSE: 1000.0}, task=task, budget_s=budget_s, finalists=1, rounds=2
+        )
         session.study.confirm()
         assert [request.rung.value for request in session.prober.requests] == rungs
         assert [line.partition(" of ")[0] for line in session.said if "losses" in line] == [
@@ -301,8 +382,13 @@ def test_losses_are_compared_before_the_first_confirmation_and_as_long_as_there_
 # --- what was only extrapolated, and comes close
 
 
-def with_close_calls(start: Start, **options: Any) -> tuple[Session, Callable[[], list[TrainConfig]], list[float]]:
-    """A was measured at 1,000 tokens/s. Predicted to within 3 %: C at 990, D at 960, and a higher rank at 955."""
+def with_close_calls(
+    start: Start, **options: Any
+) -> tuple[Session, Callable[[], list[TrainConfig]], list[float]]:
+    """A was measured at 1,000 tokens/s.
+
+    Predicted to within 3 %: C at 990, D at 960, and a higher rank at 955.
+    """
     session, now = searched(start, {A: 1000.0}, **options)
     for config, rate in ((C, 990.0), (D, 960.0), (HIGHER, 955.0)):
         found = measured(config, rate, time_error=0.03)
@@ -324,14 +410,18 @@ def test_what_may_win_by_its_prediction_is_measured_the_most_capable_first(start
     session, probed, _ = with_close_calls(start)
     assert probed() == [HIGHER, C]  # 960 and 3 % more are less than 1,000
     assert session.study.trials.selection.record(C).measured is not None
-    assert session.said == [f"close to the best, at full depth: {one.label()}" for one in (HIGHER, C)]
+    assert session.said == [
+        f"close to the best, at full depth: {one.label()}" for one in (HIGHER, C)
+    ]
 
 
 @pytest.mark.parametrize(("second", "num_probes"), [(60.0, 2), (66.0, 1), (67.0, 0)])
 def test_close_calls_leave_the_time_of_confirmation(
     start: Start, monkeypatch: pytest.MonkeyPatch, second: float, num_probes: int
 ) -> None:
-    """A third of a budget of 100 s is kept for the first confirmation, as it takes so long; each of these takes 4 s."""
+    """A third of a budget of 100 s is kept for the first confirmation, as it takes so long; each of
+    these takes 4 s.
+    """
     monkeypatch.setattr(Evaluator, "confirmation_s", lambda *_: 30.0)
     _, probed, now = with_close_calls(start, budget_s=100.0)
     now[0] = second
@@ -342,16 +432,27 @@ def test_close_calls_leave_the_time_of_confirmation(
     ("left_s", "baseline_s", "order", "short_for"),
     [
         (100.0, 10.0, "A1+ B1 C1 A2", []),
-        (100.0, 90.0, "A1+ C1 A2", ["measuring the baseline as a whole"]),  # more than a fifth of 400 s
-        (13.5, 10.0, "A1+ B1", ["measuring the finalists again"]),  # each takes 10 s, and may take 12
+        # more than a fifth of 400 s
+        (100.0, 90.0, "A1+ C1 A2", ["measuring the baseline as a whole"]),
+        # each takes 10 s, and may take 12
+        (13.5, 10.0, "A1+ B1", ["measuring the finalists again"]),
         (5.0, 10.0, "", ["measuring the finalists again", "measuring the baseline as a whole"]),
     ],
 )
 def test_what_does_not_fit_into_the_time_left_is_not_begun(
-    start: Start, monkeypatch: pytest.MonkeyPatch, left_s: float, baseline_s: float, order: str, short_for: list[str]
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    left_s: float,
+    baseline_s: float,
+    order: str,
+    short_for: list[str],
 ) -> None:
-    monkeypatch.setattr(Evaluator, "confirmation_s", lambda self, config, _: baseline_s if config == B else 10.0)
-    session, now = searched(start, {A: 1000.0, C: 900.0, B: 700.0}, budget_s=400.0, took_s=1.0, finalists=2)
+    monkeypatch.setattr(
+        Evaluator, "confirmation_s", lambda self, config, _: baseline_s if config == B else 10.0
+    )
+    session, now = searched(
+        start, {A: 1000.0, C: 900.0, B: 700.0}, budget_s=400.0, took_s=1.0, finalists=2
+    )
     now[0] = 400.0 - left_s
     assert " ".join(confirmed(session)) == order
     assert session.study.trials.too_short_for == short_for

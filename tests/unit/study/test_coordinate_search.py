@@ -1,4 +1,6 @@
-"""Coordinate search: one knob at a time from the best, only where it may pay, nothing tried twice."""
+"""Coordinate search: one knob at a time from the best, only
+where it may pay, nothing tried twice.
+"""
 
 from dataclasses import replace
 
@@ -33,15 +35,19 @@ def first_moves(here: TrainConfig, name: str, outcome: Outcome) -> list[TrainCon
 
 
 def test_a_micro_batch_is_tried_larger_then_smaller() -> None:
-    sizes = [config.micro_batch_size for config in first_moves(MIDDLE, "micro_batch_size", Outcome.SLOW)]
+    sizes = [
+        config.micro_batch_size for config in first_moves(MIDDLE, "micro_batch_size", Outcome.SLOW)
+    ]
     assert sizes == [8, 2]
 
 
 def test_less_recomputation_is_tried_once_where_it_fits() -> None:
-    assert [one.checkpointing for one in first_moves(MIDDLE, "checkpointing", Outcome.OK)] == ["none"]
+    assert [one.checkpointing for one in first_moves(MIDDLE, "checkpointing", Outcome.OK)] == [
+        "none"
+    ]
 
 
-def test_less_recomputation_that_does_not_fit_is_tried_with_smaller_micro_batches_then_with_more() -> None:
+def test_less_recomputation_is_tried_with_smaller_micro_batches_then_with_more() -> None:
     found = first_moves(MIDDLE, "checkpointing", Outcome.OOM)
     assert [(one.checkpointing, one.micro_batch_size) for one in found] == [
         ("none", 4),
@@ -54,12 +60,18 @@ def test_less_recomputation_that_does_not_fit_is_tried_with_smaller_micro_batche
 
 
 def test_recomputing_some_layers_is_tried_where_none_took_too_small_a_micro_batch() -> None:
-    """Nothing recomputed in rows too few for the device says little of half of it in more of them."""
+    """Nothing recomputed in rows too few for the device says
+    little of half of it in more of them.
+    """
     tried = {MIDDLE.digest: Outcome.OK}
     for size, outcome in ((4, Outcome.OOM), (2, Outcome.REFUSED), (1, Outcome.SLOW)):
         tried[replace(MIDDLE, checkpointing="none", micro_batch_size=size).digest] = outcome
     chosen = next_move(SPACE, MIDDLE, "checkpointing", tried)
-    assert chosen is not None and chosen["checkpointing"] == "every_2" and chosen["micro_batch_size"] == 4
+    assert (
+        chosen is not None
+        and chosen["checkpointing"] == "every_2"
+        and chosen["micro_batch_size"] == 4
+    )
 
 
 def test_nobody_climbs_towards_what_is_slower() -> None:
@@ -71,7 +83,9 @@ def test_nobody_climbs_towards_what_is_slower() -> None:
 def test_learning_knobs_are_not_climbed() -> None:
     assert "lora_rank" not in ORDER and "seq_len" not in ORDER
     for name in ORDER:
-        assert all(one.lora_rank == MIDDLE.lora_rank for one in first_moves(MIDDLE, name, Outcome.OOM))
+        assert all(
+            one.lora_rank == MIDDLE.lora_rank for one in first_moves(MIDDLE, name, Outcome.OOM)
+        )
 
 
 def test_nobody_climbs_from_one_quantised_base_to_another() -> None:
@@ -101,11 +115,17 @@ def test_a_study_climbs_from_its_baseline_to_the_top_of_a_smooth_hill(start: Sta
             / (1 + (config.lora_rank or 0) / 1000)
         )
 
-    session = start(machine(limit_gib=60.0, rate=rate), task=subject_of(SPACE), begin=[MIDDLE], trials=14)
+    session = start(
+        machine(limit_gib=60.0, rate=rate), task=subject_of(SPACE), begin=[MIDDLE], trials=14
+    )
     session.study.run()
     best = session.study.trials.best()
     assert best is not None
-    assert (best.config.checkpointing, best.config.micro_batch_size, best.config.compile) == ("none", 4, "per_layer")
+    assert (best.config.checkpointing, best.config.micro_batch_size, best.config.compile) == (
+        "none",
+        4,
+        "per_layer",
+    )
 
 
 def test_packing_is_climbed_to_with_the_largest_micro_batch_that_allows_it() -> None:
@@ -123,7 +143,9 @@ def test_at_the_ends_of_its_values_a_micro_batch_has_one_neighbour() -> None:
     found = {
         size: [
             one.micro_batch_size
-            for one in first_moves(replace(MIDDLE, micro_batch_size=size), "micro_batch_size", Outcome.OOM)
+            for one in first_moves(
+                replace(MIDDLE, micro_batch_size=size), "micro_batch_size", Outcome.OOM
+            )
         ]
         for size in (1, 2, 16)
     }

@@ -18,7 +18,11 @@ from tests.helpers.factories import result
 from tests.helpers.sessions import space, subject_of
 
 CHOICES = space(
-    micro_batch_size=(2, 4, 8), seq_len=(256,), lora_rank=(16,), loss=("full", "chunked"), compile=("none", "per_layer")
+    micro_batch_size=(2, 4, 8),
+    seq_len=(256,),
+    lora_rank=(16,),
+    loss=("full", "chunked"),
+    compile=("none", "per_layer"),
 )
 START = TrainConfig(micro_batch_size=4, seq_len=256)
 CHUNKED, EIGHT, COMPILED = (
@@ -29,33 +33,51 @@ CHUNKED, EIGHT, COMPILED = (
 
 
 class Trials:
-    """What a coordinate search asks of a study. A truncated model of `config` predicts `speeds[config]`.
+    """What a coordinate search asks of a study. A truncated model of `config` predicts
+    `speeds[config]`.
 
     Where that is an outcome, it decides; None predicts nothing.
     """
 
-    def __init__(self, speeds: dict[TrainConfig, Any] | Callable[[TrainConfig], Any], *, hurried: bool = False) -> None:
+    def __init__(
+        self,
+        speeds: dict[TrainConfig, Any] | Callable[[TrainConfig], Any],
+        *,
+        hurried: bool = False,
+    ) -> None:
         self.speed = speeds if callable(speeds) else lambda config: speeds.get(config, 100.0)
         self.task: Any = subject_of(CHOICES)
         self.rows: list[TrialRecord] = []
         self.exempt: set[int] = set()
         self.hurried, self.taken, self.missing = hurried, set[TrainConfig](), 15
         self.asked: list[TrainConfig] = []
-        self.ended: list[tuple[TrainConfig, bool]] = []  # and whether the whole model might be measured
+        # and whether the whole model might be measured
+        self.ended: list[tuple[TrainConfig, bool]] = []
         self.kept: list[tuple[str, list[int]]] = []
         self.said: list[str] = []
         self.left = 100
-        self.ready: dict[TrainConfig, int] = {}  # how many are asked for before a configuration is compiled ahead
+        # how many are asked for before a configuration is compiled ahead
+        self.ready: dict[TrainConfig, int] = {}
         self.wanted: list[dict[str, Any]] = []
         self.begun: list[tuple[int, TrainConfig]] = []
-        self.optimizer = SimpleNamespace(remember=lambda key, numbers: self.kept.append((key, numbers)))
-        self.selection = SimpleNamespace(predicted_speed=lambda config, found: found, prune_reason="the pruner")
+        self.optimizer = SimpleNamespace(
+            remember=lambda key, numbers: self.kept.append((key, numbers))
+        )
+        self.selection = SimpleNamespace(
+            predicted_speed=lambda config, found: found, prune_reason="the pruner"
+        )
         self.evaluator = SimpleNamespace(evaluate_low_fidelity=self.low, evaluate=self.whole)
         self.add(START, 1000.0)
 
-    def add(self, config: TrainConfig, speed: float | None, outcome: Outcome = Outcome.OK) -> TrialRecord:
+    def add(
+        self, config: TrainConfig, speed: float | None, outcome: Outcome = Outcome.OK
+    ) -> TrialRecord:
         made = TrialRecord(
-            number=len(self.rows), config=config, outcome=outcome, rung=Rung.FULL, tokens_per_second=speed
+            number=len(self.rows),
+            config=config,
+            outcome=outcome,
+            rung=Rung.FULL,
+            tokens_per_second=speed,
         )
         self.rows.append(made)
         return made
@@ -85,7 +107,11 @@ class Trials:
         return self.add(proposal.config, self.speed(proposal.config))
 
     def best(self, num_gpus: int | None = None) -> TrialRecord | None:
-        rows = [row for row in self.rows if row.outcome is Outcome.OK and num_gpus in (None, row.config.num_gpus)]
+        rows = [
+            row
+            for row in self.rows
+            if row.outcome is Outcome.OK and num_gpus in (None, row.config.num_gpus)
+        ]
         return max(rows, key=self.score, default=None)
 
     def score(self, row: TrialRecord) -> float:
@@ -140,7 +166,9 @@ def first_pass(trials: Trials, **options: Any) -> list[TrainConfig]:
 
 
 @pytest.mark.parametrize(("speed", "moves"), [(989.0, False), (991.0, True)])
-def test_the_same_in_less_memory_is_taken_unless_it_is_over_a_percent_slower(speed: float, moves: bool) -> None:
+def test_the_same_in_less_memory_is_taken_unless_it_is_over_a_percent_slower(
+    speed: float, moves: bool
+) -> None:
     chunked, then = first_pass(Trials({CHUNKED: speed}))[:2]
     assert chunked == CHUNKED
     assert then == (replace(CHUNKED, micro_batch_size=8) if moves else EIGHT)
@@ -148,7 +176,9 @@ def test_the_same_in_less_memory_is_taken_unless_it_is_over_a_percent_slower(spe
 
 @pytest.mark.parametrize(("speed", "moves"), [(1009.0, False), (1011.0, True)])
 def test_others_are_taken_for_over_a_percent_more(speed: float, moves: bool) -> None:
-    """After 8, which is the largest, 2 is tried from 4 alone; then the layers are compiled of where the search is."""
+    """After 8, which is the largest, 2 is tried from 4 alone; then the layers are compiled of where
+    the search is.
+    """
     tried = first_pass(Trials({EIGHT: speed}))
     at = EIGHT if moves else START
     assert tried == [
@@ -165,8 +195,14 @@ def test_a_knob_may_be_left_out() -> None:
 
 
 def test_moves_go_by_what_is_predicted_and_the_best_of_a_pass_is_measured_first() -> None:
-    """The speeds of a pass: 991, 1200 (after which 2 is not tried), 1500. The next pass has nothing to try."""
-    whole = replace(CHUNKED, micro_batch_size=8), replace(CHUNKED, micro_batch_size=8, compile="per_layer")
+    """The speeds of a pass: 991, 1200 (after which 2 is not tried), 1500.
+
+    The next pass has nothing to try.
+    """
+    whole = (
+        replace(CHUNKED, micro_batch_size=8),
+        replace(CHUNKED, micro_batch_size=8, compile="per_layer"),
+    )
     compiled = replace(whole[1], padding="bucket")
     trials = Trials({CHUNKED: 991.0, whole[0]: 1200.0, compiled: 1500.0})
     assert ran(trials)[:3] == [CHUNKED, whole[0], compiled]
@@ -175,7 +211,9 @@ def test_moves_go_by_what_is_predicted_and_the_best_of_a_pass_is_measured_first(
     assert trials.exempt == {10 + number for number in range(1, len(trials.asked) + 1)}
     assert trials.kept[0] == ("climbed", [11]) and trials.kept[1] == ("climbed", [11, 12])
     assert len(set(trials.asked)) == len(trials.asked)
-    assert trials.begun == [(10 + number, config) for number, config in enumerate(trials.asked, start=1)]
+    assert trials.begun == [
+        (10 + number, config) for number, config in enumerate(trials.asked, start=1)
+    ]
 
 
 def test_the_search_ends_where_a_pass_finds_nothing_better() -> None:
@@ -209,7 +247,10 @@ def test_what_truncated_models_say_nothing_of_is_measured() -> None:
 def test_what_another_worker_tries_is_left_to_it() -> None:
     trials = Trials({EIGHT: 1500.0})
     trials.taken = {EIGHT}
-    assert ran(trials) == [CHUNKED, replace(START, micro_batch_size=2), COMPILED] and len(trials.rows) == 4
+    assert (
+        ran(trials) == [CHUNKED, replace(START, micro_batch_size=2), COMPILED]
+        and len(trials.rows) == 4
+    )
 
 
 def test_seeds_come_first_and_what_was_tried_is_not_tried_again(seeds: list[TrainConfig]) -> None:
@@ -222,12 +263,20 @@ def test_seeds_come_first_and_what_was_tried_is_not_tried_again(seeds: list[Trai
     assert ran(done) == [COMPILED]
 
 
-def test_in_a_hurry_nothing_is_compiled_and_no_whole_model_measured_at_first(seeds: list[TrainConfig]) -> None:
-    """Then the best is compiled, and neighbours of it are asked for while more than two candidates are missing."""
+def test_in_a_hurry_nothing_is_compiled_and_no_whole_model_measured_at_first(
+    seeds: list[TrainConfig],
+) -> None:
+    """Then the best is compiled, and neighbours of it are asked for while more than two candidates
+    are missing.
+    """
     seeds += [replace(COMPILED, micro_batch_size=8)]
     trials = Trials({EIGHT: 1500.0}, hurried=True)
     tried = ran(trials)
-    assert tried[:3] == [EIGHT, replace(EIGHT, loss="chunked"), replace(EIGHT, compile="per_layer", padding="bucket")]
+    assert tried[:3] == [
+        EIGHT,
+        replace(EIGHT, loss="chunked"),
+        replace(EIGHT, compile="per_layer", padding="bucket"),
+    ]
     assert [whole for config, whole in trials.ended if config.compile == "none"] == [False, False]
     assert [whole for config, whole in trials.ended if config.compile != "none"] == [True]
     learned = {"seq_len": 256, "lora_rank": 16}
@@ -249,7 +298,10 @@ LARGE = replace(COMPILED, micro_batch_size=8)
     [
         ({LARGE: 0}, [EIGHT, LARGE]),
         ({LARGE: 2}, [EIGHT, replace(EIGHT, loss="chunked"), LARGE]),
-        ({replace(LARGE, loss="chunked"): 2}, [EIGHT, replace(EIGHT, loss="chunked"), replace(LARGE, loss="chunked")]),
+        (
+            {replace(LARGE, loss="chunked"): 2},
+            [EIGHT, replace(EIGHT, loss="chunked"), replace(LARGE, loss="chunked")],
+        ),
     ],
 )
 def test_in_a_hurry_what_was_compiled_ahead_is_tried_at_once_and_the_moves_begin_there(
@@ -267,11 +319,15 @@ def test_in_a_hurry_what_was_compiled_ahead_is_tried_at_once_and_the_moves_begin
     tried = ran(trials)
     assert tried[: len(first)] == first
     assert trials.wanted == []
-    assert all(config.compile == "per_layer" for config in tried[len(first) :]) and len(tried) > len(first)
+    assert all(config.compile == "per_layer" for config in tried[len(first) :]) and len(
+        tried
+    ) > len(first)
     assert [whole for config, whole in trials.ended if config in first[:2]] == [False, False]
 
 
-def test_what_was_compiled_ahead_and_is_slower_does_not_end_the_search_without(seeds: list[TrainConfig]) -> None:
+def test_what_was_compiled_ahead_and_is_slower_does_not_end_the_search_without(
+    seeds: list[TrainConfig],
+) -> None:
     trials = Trials({EIGHT: 1500.0}, hurried=True)
     trials.ready = {COMPILED: 0}
     tried = ran(trials)
@@ -281,7 +337,9 @@ def test_what_was_compiled_ahead_and_is_slower_does_not_end_the_search_without(s
 def test_in_a_hurry_each_neighbour_is_judged_before_the_next_is_chosen() -> None:
     """So is what the pass over the knobs found: neighbours are those of the best by then."""
     trials = Trials({CHUNKED: 1100.0, EIGHT: 1300.0}, hurried=True)
-    offers = iter([trials.task.space.clip(config) for config in (EIGHT, replace(START, micro_batch_size=2))])
+    offers = iter(
+        [trials.task.space.clip(config) for config in (EIGHT, replace(START, micro_batch_size=2))]
+    )
     best: list[TrainConfig] = []
 
     def untried(**_: Any) -> dict[str, Any] | None:

@@ -1,4 +1,6 @@
-"""Several workers on one study, in threads, on recorded answers: nothing twice, nothing lost, the total kept."""
+"""Several workers on one study, in threads, on recorded answers: nothing twice, nothing lost, the
+total kept.
+"""
 
 import threading
 import time
@@ -33,7 +35,8 @@ WIDE = space(
     checkpointing=("none", "every_2", "full"),
     optimizer=("adamw_torch_fused", "adamw_8bit"),
 )
-# For what a worker makes of what it read, where other tests have tried the same operations on both databases.
+# For what a worker makes of what it read, where other tests have tried the same operations on both
+# databases.
 SQLITE = pytest.mark.parametrize("database", ["sqlite"], indirect=True)
 
 
@@ -56,7 +59,10 @@ def slowly(request: ProbeRequest) -> ProbeResult:
 
 @pytest.fixture
 def join(database: str, tmp_path: Path) -> Iterator[Join]:
-    """A worker of the study; the first begins it. All are of one process, so that names tell them apart."""
+    """A worker of the study; the first begins it.
+
+    All are of one process, so that names tell them apart.
+    """
     members = list[Member]()
 
     def start(answers: Any = slowly, space: SearchSpace = WIDE, **limits: Any) -> Member:
@@ -117,22 +123,33 @@ def together(members: list[Member]) -> None:
 
 def states(database: str) -> Counter[TrialState]:
     with opened_storage(database) as storage:
-        return Counter(one.state for one in optuna.load_study(storage=storage, study_name="one").trials)
+        return Counter(
+            one.state for one in optuna.load_study(storage=storage, study_name="one").trials
+        )
 
 
-def test_together_they_try_as_many_as_one_would_and_nothing_twice(join: Join, database: str) -> None:
+def test_together_they_try_as_many_as_one_would_and_nothing_twice(
+    join: Join, database: str
+) -> None:
     coordinator = [join(trials=16) for _ in range(3)]
     together(coordinator)
     reported = states(database)
-    assert reported[TrialState.COMPLETE] + reported[TrialState.PRUNED] == 16 and not reported[TrialState.RUNNING]
+    assert (
+        reported[TrialState.COMPLETE] + reported[TrialState.PRUNED] == 16
+        and not reported[TrialState.RUNNING]
+    )
     probed = Counter(config.digest for one in coordinator for config in one.prober.configs)
-    assert set(probed.values()) == {1} and sum(bool(one.prober.num_probes) for one in coordinator) > 1
+    assert (
+        set(probed.values()) == {1} and sum(bool(one.prober.num_probes) for one in coordinator) > 1
+    )
     assert coordinator[0].coordinator.taken() == set()
     # Whoever leads knows all of them, each once, and what the others measured can win.
     numbers = [row.number for row in coordinator[0].study.trials.rows]
     assert len(numbers) == len(set(numbers)) == 16
     best = max(row.tokens_per_second or 0.0 for row in coordinator[0].study.trials.rows)
-    assert max(one.score for one in coordinator[0].study.trials.selection.pool()) == pytest.approx(best)
+    assert max(one.score for one in coordinator[0].study.trials.selection.pool()) == pytest.approx(
+        best
+    )
 
 
 @SQLITE
@@ -154,15 +171,23 @@ def test_the_trial_that_another_is_just_beginning_is_waited_for(join: Join) -> N
     assert first.coordinator.taken() == set() and first.study.trials.await_others()
 
 
-@pytest.mark.parametrize("limits", [{}, {"trials": 2}], ids=["its choice is taken", "all trials are taken"])
-def test_who_got_nothing_since_another_was_at_it_asks_again(join: Join, limits: dict[str, int]) -> None:
-    """By the time it looks who is still at work, the other may have finished: that does not mean that all is done."""
+@pytest.mark.parametrize(
+    "limits", [{}, {"trials": 2}], ids=["its choice is taken", "all trials are taken"]
+)
+def test_who_got_nothing_since_another_was_at_it_asks_again(
+    join: Join, limits: dict[str, int]
+) -> None:
+    """By the time it looks who is still at work, the other may have finished: that does not mean
+    that all is done.
+    """
     first, second = join(**limits), join(**limits)
     first.study.trials.run_one(None)
     wanted = WIDE.clip(replace(BASELINE, micro_batch_size=4))
     asked = first.study.trials.ask(wanted)
     assert asked is not None and second.study.trials.run_one(None, wanted) is None
-    first.study.trials.record(asked, first.study.trials.evaluator.evaluate(asked.config, asked.number))
+    first.study.trials.record(
+        asked, first.study.trials.evaluator.evaluate(asked.config, asked.number)
+    )
     assert second.study.trials.await_others()
     assert not second.study.trials.await_others()  # it has not met anybody since
 
@@ -172,7 +197,8 @@ def test_what_another_is_at_is_left_to_it(join: Join) -> None:
     wanted = WIDE.clip(BASELINE)
     asked = first.study.trials.ask(wanted)
     assert asked is not None and second.study.trials.ask(wanted) is None
-    assert second.study.trials.run_one(None) is not None  # the queue holds it too, and something else is taken
+    # the queue holds it too, and something else is taken
+    assert second.study.trials.run_one(None) is not None
     assert asked.config.digest not in {row.config.digest for row in second.study.trials.rows}
 
 
@@ -183,7 +209,8 @@ def test_what_a_worker_that_is_gone_had_begun_is_done_by_another(
     asked = second.study.trials.ask()
     reported = second.study.trials.ask()
     assert asked is not None and reported is not None
-    second.study.trials.evaluator.evaluate(reported.config, reported.number)  # stored, and not reported
+    # stored, and not reported
+    second.study.trials.evaluator.evaluate(reported.config, reported.number)
     first.coordinator.forget(second.coordinator.name)
     monkeypatch.setattr(first.coordinator, "workers", lambda: {first.coordinator.name})
     first.study.trials.sync(reap=True)
@@ -192,19 +219,27 @@ def test_what_a_worker_that_is_gone_had_begun_is_done_by_another(
     assert after[TrialState.COMPLETE] == 1  # what it had stored counts, and is not probed again
     assert [row.number for row in first.study.trials.rows] == [reported.number]
     first.study.run()
-    assert {asked.config.digest, reported.config.digest} <= {row.config.digest for row in first.study.trials.rows}
+    assert {asked.config.digest, reported.config.digest} <= {
+        row.config.digest for row in first.study.trials.rows
+    }
     assert reported.config.digest not in {config.digest for config in first.prober.configs}
     # It had only been stopped: what it found out late is kept, and its trial is not reported twice.
-    second.study.trials.record(asked, second.study.trials.evaluator.evaluate(asked.config, asked.number))
+    second.study.trials.record(
+        asked, second.study.trials.evaluator.evaluate(asked.config, asked.number)
+    )
     assert states(database)[TrialState.RUNNING] == 0
-    assert asked.number not in {row.number for row in second.study.trials.rows}  # another has done it since
+    # another has done it since
+    assert asked.number not in {row.number for row in second.study.trials.rows}
     assert second.study.trials.selection.record(asked.config).measured
 
 
 @SQLITE
 def test_who_helps_ends_once_everything_was_tried(join: Join, database: str) -> None:
     small = space(
-        micro_batch_size=(1, 2, 4), seq_len=(256,), lora_rank=(16,), checkpointing=("none", "every_2", "full")
+        micro_batch_size=(1, 2, 4),
+        seq_len=(256,),
+        lora_rank=(16,),
+        checkpointing=("none", "every_2", "full"),
     )
     leader, helper = join(space=small), join(space=small)
     leader.study.trials.run_one(None)
@@ -215,7 +250,12 @@ def test_who_helps_ends_once_everything_was_tried(join: Join, database: str) -> 
 
 @SQLITE
 def test_who_helps_keeps_to_the_rank_that_the_leader_holds(join: Join, database: str) -> None:
-    ranks = space(micro_batch_size=(1, 2, 4, 8), seq_len=(256,), lora_rank=(16, 32, 64), checkpointing=("none", "full"))
+    ranks = space(
+        micro_batch_size=(1, 2, 4, 8),
+        seq_len=(256,),
+        lora_rank=(16, 32, 64),
+        checkpointing=("none", "full"),
+    )
     leader, helper = join(space=ranks), join(space=ranks)
     leader.study.trials.run_one(None)
     helper.study.work(lambda: states(database)[TrialState.COMPLETE] >= 7)
@@ -232,9 +272,13 @@ def test_at_the_limit_nobody_begins_what_would_be_too_much(join: Join, database:
     for _ in range(3):
         assert second.study.trials.ask() is None
     assert second.search.is_waiting() and states(database)[TrialState.FAIL] == 0
-    first.study.trials.record(asked, first.study.trials.evaluator.evaluate(asked.config, asked.number))
+    first.study.trials.record(
+        asked, first.study.trials.evaluator.evaluate(asked.config, asked.number)
+    )
     second.study.trials.sync()
-    assert second.study.trials.is_done() and [row.number for row in second.study.trials.rows] == [asked.number]
+    assert second.study.trials.is_done() and [row.number for row in second.study.trials.rows] == [
+        asked.number
+    ]
 
 
 def test_a_result_whose_trial_was_given_back_is_no_trial(join: Join) -> None:
@@ -242,15 +286,20 @@ def test_a_result_whose_trial_was_given_back_is_no_trial(join: Join) -> None:
     asked = second.study.trials.ask()
     assert asked is not None
     assert first.search.give_back(asked.number)
-    second.study.trials.record(asked, second.study.trials.evaluator.evaluate(asked.config, asked.number))
+    second.study.trials.record(
+        asked, second.study.trials.evaluator.evaluate(asked.config, asked.number)
+    )
     first.study.trials.sync()
     assert asked.number not in {row.number for row in first.study.trials.rows}
-    first.study.trials.run_one(None)  # the queue holds it again, and what was found out late answers it
+    # the queue holds it again, and what was found out late answers it
+    first.study.trials.run_one(None)
     assert first.study.trials.rows[-1].config == asked.config and first.study.trials.rows[-1].reused
 
 
 def test_a_trial_whose_result_is_stored_again_is_known_once(join: Join) -> None:
-    """The second answer takes no time, as it was known already, and is heard of instead of the first."""
+    """The second answer takes no time, as it was known already, and is heard of instead of the
+    first.
+    """
     first, second = join(), join()
     row = second.study.trials.run_one(None)
     assert row is not None
@@ -275,7 +324,9 @@ def test_what_is_queued_is_handed_to_one(database: str) -> None:
     handed: list[int] = []
     for size in (1, 2, 4, 8):
         for seq_len in (128, 256):
-            coordinator[0].enqueue(WIDE.clip(replace(BASELINE, micro_batch_size=size, seq_len=seq_len)))
+            coordinator[0].enqueue(
+                WIDE.clip(replace(BASELINE, micro_batch_size=size, seq_len=seq_len))
+            )
     start = threading.Barrier(len(coordinator))
 
     def ask(search: Optimizer) -> None:
@@ -319,7 +370,10 @@ def test_what_others_found_is_heard_of_and_is_not_this_workers_patience(join: Jo
     heard = list[tuple[int, float]]()
     first.study.trials.on_trial_of_others = lambda row: heard.append((row.number, row.seconds))
     wanted = {"micro_batch_size": 8, "seq_len": 256, "lora_rank": 16, "optimizer": "adamw_8bit"}
-    found = [second.study.trials.run_one(None, wanted | {"checkpointing": how}) for how in ("none", "full")]
+    found = [
+        second.study.trials.run_one(None, wanted | {"checkpointing": how})
+        for how in ("none", "full")
+    ]
     first.study.trials.sync()
     assert heard == [(row.number, 3.0) for row in found if row is not None] and len(heard) == 2
     assert (first.study.trials.num_stale(), second.study.trials.num_stale()) == (0, 1)

@@ -1,4 +1,6 @@
-"""When a search stops, by hand: patience over noise, and the part of the budget that is kept for confirmation."""
+"""When a search stops, by hand: patience over noise, and the part of the budget that is kept for
+confirmation.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +36,9 @@ def trials(start: Start) -> Make:
     return make
 
 
-def row(number: int, speed: float | None, outcome: Outcome = Outcome.OK, **changes: Any) -> TrialRecord:
+def row(
+    number: int, speed: float | None, outcome: Outcome = Outcome.OK, **changes: Any
+) -> TrialRecord:
     values: dict[str, Any] = {"config": BASELINE, "rung": Rung.FULL, "tokens_per_second": speed}
     return TrialRecord(number=number, outcome=outcome, **(values | changes))
 
@@ -108,14 +112,17 @@ def test_time_is_kept_for_confirmation(
     kept_s: float,
 ) -> None:
     monkeypatch.setattr(
-        Evaluator, "confirmation_s", lambda self, config, _: baseline_s if config == BASELINE else winner_s
+        Evaluator,
+        "confirmation_s",
+        lambda self, config, _: baseline_s if config == BASELINE else winner_s,
     )
     for now, is_spent in ((999.9 - kept_s, False), (1000.1 - kept_s, True)):
         made = trials(now, **limits)
         add_measured(made.selection, OTHER, measurement(0.5))
         add_measured(made.selection, BASELINE, measurement(1.0))
         assert made.is_spent() is is_spent is made.is_over()
-        assert made.has_ended() is (now >= 1000.0) and not made.is_done()  # the first trial runs in any case
+        # the first trial runs in any case
+        assert made.has_ended() is (now >= 1000.0) and not made.is_done()
         made.rows = [row(0, 1.0)]
         assert made.is_done() is is_spent
 
@@ -137,11 +144,15 @@ def test_no_time_is_kept_before_a_few_layers_judged_twelve(
 
 
 def test_time_is_kept_for_each_finalist_once(trials: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The winner twice and three others, of which one is the baseline: 10 s each, and a fifth more."""
+    """The winner twice and three others, of which one is the
+    baseline: 10 s each, and a fifth more.
+    """
     monkeypatch.setattr(Evaluator, "confirmation_s", lambda *_: 10.0)
     for now, is_spent in ((939.9, False), (940.1, True)):
         made = trials(now)
-        for number, config in enumerate((OTHER, replace(OTHER, lora_rank=32), replace(OTHER, lora_rank=64), BASELINE)):
+        for number, config in enumerate(
+            (OTHER, replace(OTHER, lora_rank=32), replace(OTHER, lora_rank=64), BASELINE)
+        ):
             add_measured(made.selection, config, measurement(0.5 + number / 4))
         assert made.is_spent() is is_spent
 
@@ -167,16 +178,22 @@ def test_a_search_is_in_a_hurry_while_it_might_not_judge_fifteen(
     assert made.spare_s() == (0.0 if hurried else pytest.approx(min(10.0, 1000.0 - now)))
 
 
-def test_what_would_outlast_the_search_is_not_begun(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_would_outlast_the_search_is_not_begun(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A candidate with so many times the micro batch takes so many times as long."""
     monkeypatch.setattr(
         module,
         "estimate_step_time",
-        lambda model, config: StepTimeEstimate(products_s=config.micro_batch_size, bytes_s=0.0, host_s=0.0, rest_s=0.0),
+        lambda model, config: StepTimeEstimate(
+            products_s=config.micro_batch_size, bytes_s=0.0, host_s=0.0, rest_s=0.0
+        ),
     )
     made = start(began=0.0, budget_s=1000.0, begin=[BASELINE]).study.trials
     made.clock = lambda: 994.0
-    made.evaluator.truncated_s = {replace(BASELINE, micro_batch_size=size): float(size) for size in (1, 2)}
+    made.evaluator.truncated_s = {
+        replace(BASELINE, micro_batch_size=size): float(size) for size in (1, 2)
+    }
     made.rows = [row(0, 1.0)]
     assert made.ask(SPACE.clip(replace(OTHER, micro_batch_size=8))) is None
     proposal = made.ask()  # the baseline, of 8 too, was queued
@@ -241,7 +258,9 @@ def test_what_nobody_tried_is_nearest_to_the_best(start: Start) -> None:
     assert near is not None
     config = SPACE.config(near)
     assert sum(getattr(config, name) != value for name, value in BASELINE.as_dict().items()) == 1
-    made.rows += [row(9, None, Outcome.OOM, config=SPACE.config(each)) for each in SPACE.enumerate()]
+    made.rows += [
+        row(9, None, Outcome.OOM, config=SPACE.config(each)) for each in SPACE.enumerate()
+    ]
     assert made.untried() is None
 
 
@@ -252,7 +271,9 @@ def test_seconds_of_the_budget_count_from_the_start(trials: Make) -> None:
     assert made.left_s() == 0.0 and made.has_ended()
 
 
-def test_a_candidate_takes_as_long_as_the_median_of_truncated_models_or_else_of_whole_ones(trials: Make) -> None:
+def test_a_candidate_takes_as_long_as_the_median_of_truncated_models_or_else_of_whole_ones(
+    trials: Make,
+) -> None:
     made = trials()
     assert made.compiled_s() == 0.0 and not made.is_spent()
     sizes = [replace(OTHER, micro_batch_size=size) for size in (1, 2, 4)]
@@ -271,7 +292,9 @@ def test_a_candidate_takes_as_long_as_the_median_of_truncated_models_or_else_of_
 def test_candidates_are_missing_to_fifteen_without_those_that_were_refused(trials: Make) -> None:
     made = trials()
     assert made.num_missing() == 15
-    made.rows = [row(number, None, Outcome.OOM) for number in range(10)] + [row(10, None, Outcome.REFUSED)]
+    made.rows = [row(number, None, Outcome.OOM) for number in range(10)] + [
+        row(10, None, Outcome.REFUSED)
+    ]
     assert made.num_missing() == 5
     made._open = dict.fromkeys((11, 12), "")
     assert made.num_missing() == 3
@@ -279,8 +302,12 @@ def test_candidates_are_missing_to_fifteen_without_those_that_were_refused(trial
     assert made.num_missing() == 0
 
 
-@pytest.mark.parametrize(("spent_s", "now", "spare_s"), [(0.0, 0.0, 100.0), (70.0, 0.0, 30.0), (70.0, 990.0, 10.0)])
-def test_a_tenth_of_the_budget_is_for_whole_models(trials: Make, spent_s: float, now: float, spare_s: float) -> None:
+@pytest.mark.parametrize(
+    ("spent_s", "now", "spare_s"), [(0.0, 0.0, 100.0), (70.0, 0.0, 30.0), (70.0, 990.0, 10.0)]
+)
+def test_a_tenth_of_the_budget_is_for_whole_models(
+    trials: Make, spent_s: float, now: float, spare_s: float
+) -> None:
     made = trials(now)
     made.evaluator.whole_s = {OTHER: spent_s - 30.0, BASELINE: 30.0}
     assert made.spare_s() == pytest.approx(spare_s)
@@ -293,11 +320,15 @@ def sized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         module,
         "estimate_step_time",
-        lambda model, config: StepTimeEstimate(products_s=config.micro_batch_size, bytes_s=0.0, host_s=0.0, rest_s=0.0),
+        lambda model, config: StepTimeEstimate(
+            products_s=config.micro_batch_size, bytes_s=0.0, host_s=0.0, rest_s=0.0
+        ),
     )
 
 
-def test_candidates_last_as_a_line_over_the_formula_says(trials: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_last_as_a_line_over_the_formula_says(
+    trials: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four seconds, and two for each row; where layers are compiled, five more."""
     sized(monkeypatch)
     made, compiled = trials(), replace(BASELINE, micro_batch_size=4, compile="per_layer")
@@ -307,7 +338,9 @@ def test_candidates_last_as_a_line_over_the_formula_says(trials: Make, monkeypat
     made.evaluator.truncated_s[compiled], made.evaluator.compiling_s[compiled] = 17.0, 5.0
     lasts_s = made.lasting()
     assert lasts_s(replace(BASELINE, micro_batch_size=8)) == pytest.approx(20.0)
-    assert lasts_s(replace(BASELINE, micro_batch_size=16, compile="per_layer")) == pytest.approx(41.0)
+    assert lasts_s(replace(BASELINE, micro_batch_size=16, compile="per_layer")) == pytest.approx(
+        41.0
+    )
     assert lasts_s(compiled) == 0.0  # it is known
 
 
@@ -327,7 +360,9 @@ def test_nothing_lasts_less_than_no_time(trials: Make, monkeypatch: pytest.Monke
 def test_a_confirmation_is_afforded_if_it_fits_though_it_takes_a_fifth_longer(
     trials: Make, monkeypatch: pytest.MonkeyPatch, took_s: float | None, affords: bool
 ) -> None:
-    """200 s are left: all of them for a candidate, and for the baseline a fifth of the budget in all."""
+    """200 s are left: all of them for a candidate, and for the baseline a fifth of the budget in
+    all.
+    """
     monkeypatch.setattr(Evaluator, "confirmation_s", lambda *_: took_s)
     made = trials(800.0)
     assert made.affords(OTHER) is made.affords(BASELINE) is affords
@@ -336,7 +371,9 @@ def test_a_confirmation_is_afforded_if_it_fits_though_it_takes_a_fifth_longer(
     assert made.affords(OTHER) is affords
     if took_s is not None:
         for took_now_s, fits in ((158.0, True), (159.0, False)):
-            monkeypatch.setattr(Evaluator, "confirmation_s", lambda *_, took_now_s=took_now_s: took_now_s)
+            monkeypatch.setattr(
+                Evaluator, "confirmation_s", lambda *_, took_now_s=took_now_s: took_now_s
+            )
             assert made.affords(BASELINE) is fits
 
 
@@ -362,7 +399,9 @@ def test_what_nobody_tried_has_the_values_asked_for_and_leaves_the_time_to_keep(
     """By the line, a candidate takes as many seconds as it has rows. 20 s are left."""
     sized(monkeypatch)
     made = trials(980.0)
-    made.evaluator.truncated_s = {replace(BASELINE, micro_batch_size=size): float(size) for size in (1, 2)}
+    made.evaluator.truncated_s = {
+        replace(BASELINE, micro_batch_size=size): float(size) for size in (1, 2)
+    }
     made.rows = [row(number, 1000.0) for number in range(15)]  # so that there is no hurry
     for keep_s, sizes in ((11.0, {8}), (13.0, {1, 2, 4}), (17.0, {1, 2}), (18.5, {1})):
         found = [made.untried(keep_s=keep_s, lora_rank=32, checkpointing="none") for _ in range(20)]
@@ -404,7 +443,10 @@ def test_in_a_hurry_the_most_promising_is_tried_if_it_may_be_half_as_fast_as_the
 def test_in_a_hurry_what_is_compiled_comes_first_if_it_promises_about_as_much(
     trials: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The best compiles. Larger micro batches promise more; of what promises the same, some need no compilation."""
+    """The best compiles.
+
+    Larger micro batches promise more; of what promises the same, some need no compilation.
+    """
 
     def promise(task: object, config: TrainConfig) -> float:
         return 0.9 + 0.02 * config.micro_batch_size
@@ -421,7 +463,11 @@ def test_in_a_hurry_what_is_compiled_comes_first_if_it_promises_about_as_much(
         ),
     )
     made.task = replace(made.task, space=space)
-    best = space.config(space.clip(TrainConfig(compile="per_layer", micro_batch_size=1, optimizer="adamw_torch_fused")))
+    best = space.config(
+        space.clip(
+            TrainConfig(compile="per_layer", micro_batch_size=1, optimizer="adamw_torch_fused")
+        )
+    )
     made.evaluator.truncated_s = {best: 4.0}
     made.rows = [row(number, 1000.0, config=best) for number in range(15)]
     assert made.lacks_plenty() and not made.is_hurried()
@@ -435,14 +481,17 @@ def test_in_a_hurry_what_is_compiled_comes_first_if_it_promises_about_as_much(
         made.rows.append(row(len(made.rows), 900.0, config=config))
         return config.micro_batch_size, config.optimizer, config.compile
 
-    ready = {(1, "adamw_torch_fused", "none"), (1, "adamw_8bit", "per_layer")}  # the code of one is there
+    # the code of one is there
+    ready = {(1, "adamw_torch_fused", "none"), (1, "adamw_8bit", "per_layer")}
     assert {next_one(), next_one()} == ready
-    assert next_one() == (2, "adamw_torch_fused", "none")  # a step further than what would have to be compiled
+    # a step further than what would have to be compiled
+    assert next_one() == (2, "adamw_torch_fused", "none")
     compiled.clear()
     made.rows = [row(0, 1000.0, config=best)]
     assert next_one()[2] == "none"
     monkeypatch.setattr(module, "ALIKE", 3.0)
-    assert next_one() == (2, "adamw_torch_fused", "per_layer")  # nothing is ready: the most promising
+    # nothing is ready: the most promising
+    assert next_one() == (2, "adamw_torch_fused", "per_layer")
 
 
 def test_what_nobody_tried_is_one_step_from_the_best_wherever_that_is(trials: Make) -> None:

@@ -1,4 +1,6 @@
-"""The rungs: the gate launches nothing, what is known is not probed again, and a sick machine is noticed."""
+"""The rungs: the gate launches nothing, what is known is not probed again, and a sick machine is
+noticed.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +17,9 @@ from autotune.study.storage.probe_store import ProbeStore
 from tests.helpers.factories import FINGERPRINT, result
 from tests.helpers.replay import Answers, ReplayProber, machine
 
-MIDDLE = TrainConfig(micro_batch_size=4, seq_len=512, lora_rank=16, checkpointing="every_2", optimizer="adamw_8bit")
+MIDDLE = TrainConfig(
+    micro_batch_size=4, seq_len=512, lora_rank=16, checkpointing="every_2", optimizer="adamw_8bit"
+)
 
 Session = Callable[..., tuple[Evaluator, ReplayProber]]
 
@@ -30,14 +34,20 @@ def store(tmp_path: Path) -> Iterator[ProbeStore]:
 @pytest.fixture
 def session(store: ProbeStore, tmp_path: Path) -> Session:
     def start(
-        answers: Answers, *, fingerprint: Fingerprint = FINGERPRINT, study: str = "one", memory_gib: float = 4.0
+        answers: Answers,
+        *,
+        fingerprint: Fingerprint = FINGERPRINT,
+        study: str = "one",
+        memory_gib: float = 4.0,
     ) -> tuple[Evaluator, ReplayProber]:
         prober = ReplayProber(answers, fingerprint)
 
         def request(config: TrainConfig) -> ProbeRequest:
             return ProbeRequest(config=config, model={"model_type": "llama"}, memory_gib=memory_gib)
 
-        return Evaluator(prober, store, study=study, logs=tmp_path / "logs", request=request), prober
+        return Evaluator(
+            prober, store, study=study, logs=tmp_path / "logs", request=request
+        ), prober
 
     return start
 
@@ -66,7 +76,11 @@ def test_what_is_larger_than_a_known_oom_is_refused_and_not_launched(
     evaluator.evaluate(MIDDLE, 3)
     verdict = evaluator.evaluate(replace(MIDDLE, **larger), 4)
     assert prober.configs == [MIDDLE]
-    assert (verdict.result.outcome, verdict.result.rung, verdict.reused) == (Outcome.REFUSED, Rung.GATE, False)
+    assert (verdict.result.outcome, verdict.result.rung, verdict.reused) == (
+        Outcome.REFUSED,
+        Rung.GATE,
+        False,
+    )
     reason = verdict.result.reason or ""
     assert "trial 3" in reason and MIDDLE.label() in reason
     assert verdict.result.oom == result(outcome=Outcome.OOM).oom
@@ -123,7 +137,9 @@ def test_other_outcomes_refuse_nothing(session: Session) -> None:
 
 
 @pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.OOM, Outcome.NUMERICS])
-def test_the_stored_answer_is_taken_across_sessions_and_studies(session: Session, outcome: Outcome) -> None:
+def test_the_stored_answer_is_taken_across_sessions_and_studies(
+    session: Session, outcome: Outcome
+) -> None:
     first, _ = session(lambda request: result(outcome=outcome))
     stored = first.evaluate(MIDDLE, 0)
     again, prober = session(machine(), study="another")
@@ -133,7 +149,9 @@ def test_the_stored_answer_is_taken_across_sessions_and_studies(session: Session
     assert prober.num_probes == 0
 
 
-def test_a_known_answer_gets_a_row_in_the_study_that_reuses_it(session: Session, store: ProbeStore) -> None:
+def test_a_known_answer_gets_a_row_in_the_study_that_reuses_it(
+    session: Session, store: ProbeStore
+) -> None:
     session(machine())[0].evaluate(MIDDLE, 0)
     session(machine(), study="another")[0].evaluate(MIDDLE, 7)
     (row,) = store.of_study("another")
@@ -178,23 +196,36 @@ def sizes(*numbers: int) -> list[TrainConfig]:
 
 def test_three_failures_in_a_row_are_too_many(session: Session, store: ProbeStore) -> None:
     outcomes = iter([Outcome.CRASH, Outcome.TIMEOUT, Outcome.CRASH])
-    evaluator, prober = session(lambda request: result(outcome=next(outcomes), reason="an illegal memory access"))
+    evaluator, prober = session(
+        lambda request: result(outcome=next(outcomes), reason="an illegal memory access")
+    )
     one, two, three = sizes(1, 2, 3)
     evaluator.evaluate(one, 0)
     evaluator.evaluate(two, 1)
-    with pytest.raises(TooManyFailures, match=r"3 probes in a row.*an illegal memory access") as caught:
+    with pytest.raises(
+        TooManyFailures, match=r"3 probes in a row.*an illegal memory access"
+    ) as caught:
         evaluator.evaluate(three, 2)
     assert caught.value.exit_code == 5
-    assert "trial-0002.log" in (caught.value.remedy or "") and "--study" in (caught.value.remedy or "")
-    assert [row.result.outcome for row in store.of_study("one")] == [Outcome.CRASH, Outcome.TIMEOUT, Outcome.CRASH]
+    assert "trial-0002.log" in (caught.value.remedy or "") and "--study" in (
+        caught.value.remedy or ""
+    )
+    assert [row.result.outcome for row in store.of_study("one")] == [
+        Outcome.CRASH,
+        Outcome.TIMEOUT,
+        Outcome.CRASH,
+    ]
     assert prober.num_probes == 3
 
 
 @pytest.mark.parametrize("between", [Outcome.OK, Outcome.OOM, Outcome.NUMERICS])
-def test_anything_else_between_them_starts_the_count_anew(session: Session, between: Outcome) -> None:
+def test_anything_else_between_them_starts_the_count_anew(
+    session: Session, between: Outcome
+) -> None:
     outcomes = iter([Outcome.CRASH, Outcome.CRASH, between, Outcome.CRASH, Outcome.CRASH])
     evaluator, prober = session(lambda request: result(outcome=next(outcomes)), memory_gib=140.0)
-    for trial, config in enumerate(sizes(9, 8, 7, 6, 5)):  # each smaller, so that no OOM refuses the next
+    # each smaller, so that no OOM refuses the next
+    for trial, config in enumerate(sizes(9, 8, 7, 6, 5)):
         evaluator.evaluate(config, trial)
     assert prober.num_probes == 5
 
@@ -215,7 +246,9 @@ def test_who_was_not_evaluated_yet_can_be_later(session: Session) -> None:
     assert [request.evaluate for request in prober.requests] == [False, True, False]
 
 
-def test_confirming_asks_for_more_and_is_never_answered_from_the_table(session: Session, store: ProbeStore) -> None:
+def test_confirming_asks_for_more_and_is_never_answered_from_the_table(
+    session: Session, store: ProbeStore
+) -> None:
     evaluator, prober = session(machine(limit_gib=100.0))
     evaluator.evaluate(MIDDLE, 0)
     evaluator.evaluate(TrainConfig(), None)

@@ -1,4 +1,6 @@
-"""What fails for reasons other than the device's memory: when a study gives up, and what it keeps of its numbers."""
+"""What fails for reasons other than the device's memory: when a study gives up, and what it keeps
+of its numbers.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,14 +34,25 @@ def session(tmp_path: Path) -> Iterator[Session]:
         answers: Callable[[ProbeRequest], ProbeResult],
         micro_batches: Callable[[TrainConfig], tuple[MicroBatch, ...]] = lambda config: (),
     ) -> tuple[Evaluator, ReplayProber]:
-        prober, store = ReplayProber(answers, shape=SHAPE), ProbeStore(f"sqlite:///{tmp_path / 'autotune.db'}")
+        prober, store = (
+            ReplayProber(answers, shape=SHAPE),
+            ProbeStore(f"sqlite:///{tmp_path / 'autotune.db'}"),
+        )
         opened.append(store)
 
         def request(config: TrainConfig) -> ProbeRequest:
-            return ProbeRequest(config=config, model={}, memory_gib=100.0, micro_batches=micro_batches(config))
+            return ProbeRequest(
+                config=config, model={}, memory_gib=100.0, micro_batches=micro_batches(config)
+            )
 
         return Evaluator(
-            prober, store, study="one", logs=tmp_path / "logs", request=request, model="m", shape=SHAPE
+            prober,
+            store,
+            study="one",
+            logs=tmp_path / "logs",
+            request=request,
+            model="m",
+            shape=SHAPE,
         ), prober
 
     yield start
@@ -70,9 +83,15 @@ def test_failures_with_others_between_them_are_not_in_a_row(session: Session) ->
         evaluator.evaluate(of_rank(16), 16, never)
 
 
-def test_probes_that_are_fine_while_truncated_do_not_hide_that_whole_models_fail(session: Session) -> None:
+def test_probes_that_are_fine_while_truncated_do_not_hide_that_whole_models_fail(
+    session: Session,
+) -> None:
     def answer(request: ProbeRequest) -> ProbeResult:
-        return result(outcome=Outcome.CRASH, reason="disk") if request.depth is None else layered()(request)
+        return (
+            result(outcome=Outcome.CRASH, reason="disk")
+            if request.depth is None
+            else layered()(request)
+        )
 
     evaluator, _ = session(answer)
     for rank in (1, 2):
@@ -83,7 +102,9 @@ def test_probes_that_are_fine_while_truncated_do_not_hide_that_whole_models_fail
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_rows_of_other_data_tell_nothing_of_time(session: Session, packed: bool) -> None:
-    """They took half as long for as many tokens: everything like them would be predicted that much faster."""
+    """They took half as long for as many tokens: everything like them would be predicted that much
+    faster.
+    """
     asked = replace(BASE, packing=packed)
 
     def of(*examples: int) -> tuple[MicroBatch, ...]:
@@ -101,7 +122,9 @@ def test_rows_of_other_data_tell_nothing_of_time(session: Session, packed: bool)
 
 
 @pytest.mark.parametrize(("held_gib", "refused"), [(20.0, False), (99.0, True)])
-def test_when_the_host_runs_out_of_memory_the_device_does_not(session: Session, held_gib: float, refused: bool) -> None:
+def test_when_the_host_runs_out_of_memory_the_device_does_not(
+    session: Session, held_gib: float, refused: bool
+) -> None:
     detail = replace(oom_detail(), allocated_gib=held_gib, requested_gib=None, limit_gib=95.0)
     evaluator, _ = session(lambda request: result(outcome=Outcome.OOM, oom=detail))
     evaluator.evaluate(replace(BASE, checkpointing="offload"), 0)
@@ -114,7 +137,11 @@ def test_a_baseline_that_failed_once_does_not_make_the_winner_look_better(outcom
     """One that ran out of memory is no baseline: the next smaller one is."""
     selection = Selection(subject_of())
     smaller = replace(BASELINE, micro_batch_size=4)
-    for config, micro_s in ((BASELINE, 1.0), (smaller, 0.75), (replace(BASELINE, checkpointing="none"), 0.7)):
+    for config, micro_s in (
+        (BASELINE, 1.0),
+        (smaller, 0.75),
+        (replace(BASELINE, checkpointing="none"), 0.7),
+    ):
         add_measured(selection, config, measurement(micro_s))
     selection.reject(BASELINE, "it took too long", fits=outcome is not Outcome.OOM)
     assert selection.baseline() == (smaller if outcome is Outcome.OOM else BASELINE)
@@ -137,7 +164,9 @@ def flaky(times: int) -> Callable[[ProbeRequest], ProbeResult]:
 
 def test_a_baseline_that_fails_is_tried_once_more(start: Start) -> None:
     session = start(flaky(1))
-    assert find_feasible(subject_of(), SPACE, session.evaluator, session.said.append) == Feasible(tried=[BASELINE])
+    assert find_feasible(subject_of(), SPACE, session.evaluator, session.said.append) == Feasible(
+        tried=[BASELINE]
+    )
     assert session.prober.configs == [BASELINE, BASELINE]
 
 
@@ -149,18 +178,25 @@ def test_a_baseline_that_fails_is_tried_once_more(start: Start) -> None:
 def test_a_baseline_that_should_not_fit_is_tried_after_one_that_does(
     start: Start, limit_gib: float, too_high: float, tried: list[int], probed: list[int]
 ) -> None:
-    """Micro batches of 8, 4 and 2 rows need 2, 1.5 and 1.25 GiB; the formula says so many times as much.
+    """Micro batches of 8, 4 and 2 rows need 2, 1.5 and 1.25 GiB; the formula says so many times as
+    much.
 
-    There is more than the limit says, since no context takes it: in the first case 4 surely fits, as 2 shows.
+    There is more than the limit says, since no context takes it: in the first case 4 surely fits,
+    as 2 shows.
     """
-    session, parts = start(layered()), ("adapters", "gradients", "optimizer", "activations", "logits")
+    session, parts = (
+        start(layered()),
+        ("adapters", "gradients", "optimizer", "activations", "logits"),
+    )
     none = dict.fromkeys((*parts, "workspace", "reserved"), 0.0)
     session.evaluator.formula = lambda config, micro_steps: MemoryBreakdown(
         weights=too_high * need_gib(config), phase=Phase.BACKWARD, **none
     )
     asked = session.evaluator.request
     memory_gib = (limit_gib + CONTEXT_GIB) / 0.95
-    session.evaluator.request = lambda config: replace(asked(config), memory_gib=memory_gib, headroom=0.05)
+    session.evaluator.request = lambda config: replace(
+        asked(config), memory_gib=memory_gib, headroom=0.05
+    )
     found = find_feasible(subject_of(), SPACE, session.evaluator, session.said.append)
     assert not found.opens_reserve and [config.micro_batch_size for config in found.tried] == tried
     assert [config.micro_batch_size for config in session.prober.configs] == probed
@@ -174,7 +210,9 @@ def test_a_baseline_that_always_fails_does_not_end_the_study(start: Start) -> No
     assert len(session.study.trials.rows) == 8 and session.study.trials.best() is not None
 
 
-def test_the_leanest_configuration_is_announced_where_the_baseline_does_not_fit(start: Start) -> None:
+def test_the_leanest_configuration_is_announced_where_the_baseline_does_not_fit(
+    start: Start,
+) -> None:
     def answer(request: ProbeRequest) -> ProbeResult:
         if request.config in subject_of().baselines:
             return result(request.config, outcome=Outcome.OOM, oom=oom_detail())
@@ -185,7 +223,10 @@ def test_the_leanest_configuration_is_announced_where_the_baseline_does_not_fit(
     found = find_feasible(task, SPACE, session.evaluator, session.said.append)
     assert isinstance(found.problem, NothingFits)  # it is a baseline too
     lean = task.space.config(task.space.leanest())
-    assert session.said[-1] == f"the baseline does not fit; trying the leanest configuration: {lean.label()}"
+    assert (
+        session.said[-1]
+        == f"the baseline does not fit; trying the leanest configuration: {lean.label()}"
+    )
 
 
 def test_a_baseline_that_comes_through_after_all_may_win() -> None:
@@ -206,7 +247,9 @@ def test_probes_of_another_global_batch_are_no_question_of_this_study(tmp_path: 
     def refuse(config: TrainConfig) -> ProbeRequest:
         raise ValueError("micro batch 8 does not divide the global batch 4")
 
-    Evaluator(ReplayProber(machine()), store, study="one", logs=tmp_path, request=refuse, model="m").learn_from_others()
+    Evaluator(
+        ReplayProber(machine()), store, study="one", logs=tmp_path, request=refuse, model="m"
+    ).learn_from_others()
     store.close()
 
 
@@ -234,7 +277,8 @@ def test_what_was_climbed_does_not_count_as_patience_when_continued(start: Start
         ),
         (
             {"measurement": measurement(0.5)},  # four of them and 0.02 s for 32 rows of 256 tokens
-            "133.0 GiB of the 132.0 GiB there are (extrapolated from a few layers); it would train 4,055 tokens/s here "
+            "133.0 GiB of the 132.0 GiB there are (extrapolated from a few layers); it would train"
+            " 4,055 tokens/s here "
             "if it fitted",
         ),
         ({"oom": None}, "more memory than there is"),
@@ -243,6 +287,7 @@ def test_what_was_climbed_does_not_count_as_patience_when_continued(start: Start
 def test_where_nothing_fits_the_least_need_is_said(changes: dict[str, Any], needs: str) -> None:
     error = nothing_fits(result(BASELINE, Outcome.OOM, **changes), subject_of())
     assert str(error) == (
-        f"nothing in the search space fits: the leanest configuration, {BASELINE.label()}, needs {needs}"
+        f"nothing in the search space fits: the leanest configuration, {BASELINE.label()}, needs"
+        f" {needs}"
     )
     assert error.remedy

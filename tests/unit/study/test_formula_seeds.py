@@ -22,7 +22,9 @@ from tests.helpers.replay import machine
 from tests.helpers.sessions import Start, by_tokens, subject_of
 
 HERE = TrainConfig(seq_len=512)
-COMPILED = replace(HERE, compile="per_layer", lora_kernels="joined", precision="bf16_pure", loss="chunked")
+COMPILED = replace(
+    HERE, compile="per_layer", lora_kernels="joined", precision="bf16_pure", loss="chunked"
+)
 
 
 def task(**changes: object) -> Task:
@@ -33,12 +35,18 @@ def task(**changes: object) -> Task:
 
 
 def test_where_memory_is_short_each_pace_of_the_host_has_its_own() -> None:
-    """The three that an H200 under the cap of a 24 GB card was measured with: 12,200, about 14,000, 15,700 tokens/s."""
+    """The three that an H200 under the cap of a 24 GB card was measured with: 12,200, about 14,000,
+    15,700 tokens/s.
+    """
     slow, middle, quick = formula_seeds(task(), HERE, 19.6)
     assert slow == replace(COMPILED, micro_batch_size=16, checkpointing="full")
     # Joined adapters would take a little more than there is.
-    assert middle == replace(COMPILED, lora_kernels="peft", micro_batch_size=4, checkpointing="every_2")
-    assert replace(quick, loss="chunked") == replace(COMPILED, micro_batch_size=2, checkpointing="none")
+    assert middle == replace(
+        COMPILED, lora_kernels="peft", micro_batch_size=4, checkpointing="every_2"
+    )
+    assert replace(quick, loss="chunked") == replace(
+        COMPILED, micro_batch_size=2, checkpointing="none"
+    )
 
 
 def test_with_room_the_host_makes_no_difference() -> None:
@@ -50,7 +58,9 @@ def test_with_room_the_host_makes_no_difference() -> None:
 def test_a_host_that_was_calibrated_has_one_seed(pace: int) -> None:
     """That of its pace: 1.0 or 0.5 times what the formula assumes, 10.2 ms a layer."""
     own = calibration("h200-sxm", layer_ms=10.2 * HOSTS[pace])
-    assert list(formula_seeds(task(calibration=own), HERE, 19.6)) == [list(formula_seeds(task(), HERE, 19.6))[pace]]
+    assert list(formula_seeds(task(calibration=own), HERE, 19.6)) == [
+        list(formula_seeds(task(), HERE, 19.6))[pace]
+    ]
     elsewhere = task(calibration=replace(own, device="a10"))
     assert len(list(formula_seeds(elsewhere, HERE, 19.6))) == 3
 
@@ -83,9 +93,15 @@ def test_nothing_where_nothing_fits_or_nothing_is_known(nothing: Callable[[], ob
 
 
 def test_full_fine_tuning_has_no_rank_to_keep() -> None:
-    both = SearchSpace.of(method=["lora", "full"], lora_rank=[16, 32], micro_batch_size=[1, 2], seq_len=512)
-    full = TrainConfig(method="full", lora_rank=None, micro_batch_size=1, seq_len=512, precision="bf16_pure")
-    found = list(formula_seeds(replace(task(), space=both.pin("precision", "bf16_pure")), full, 130.0))
+    both = SearchSpace.of(
+        method=["lora", "full"], lora_rank=[16, 32], micro_batch_size=[1, 2], seq_len=512
+    )
+    full = TrainConfig(
+        method="full", lora_rank=None, micro_batch_size=1, seq_len=512, precision="bf16_pure"
+    )
+    found = list(
+        formula_seeds(replace(task(), space=both.pin("precision", "bf16_pure")), full, 130.0)
+    )
     assert all(config.method == "full" for config in found)
 
 
@@ -97,7 +113,9 @@ def test_a_study_tries_them_right_after_its_baseline(start: Start) -> None:
     assert tried[0] == HERE and tried[1] == next(formula_seeds(roomy, HERE, 75.0))
 
 
-def test_a_space_with_too_many_configurations_is_bounded_to_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_space_with_too_many_configurations_is_bounded_to_the_nearest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "MAX_CONFIGS", 60)
     asked: list[TrainConfig] = []
 
@@ -110,18 +128,25 @@ def test_a_space_with_too_many_configurations_is_bounded_to_the_nearest(monkeypa
     found = list(formula_seeds(wide, HERE, 75.0))
     asked = list(dict.fromkeys(asked))  # first all of them, then those that fit for each host
     assert found and len(asked) == 60
-    taken_along = {"per_layer": {("padding", "bucket")}, "none": set()}  # which compiled layers need
+    # which compiled layers need
+    taken_along = {"per_layer": {("padding", "bucket")}, "none": set()}
     alone = [c for c in asked if c.checkpointing not in SELECTIVE]  # which takes compilation along
-    changed = [len(c.as_dict().items() - HERE.as_dict().items() - taken_along[c.compile]) for c in alone]
+    changed = [
+        len(c.as_dict().items() - HERE.as_dict().items() - taken_along[c.compile]) for c in alone
+    ]
     assert changed == sorted(changed) and changed[0] == 0
 
 
 def test_a_speed_by_formula_is_of_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four micro batches of eight rows of 512 tokens, 2 s each, and 4 s for the rest: 16,384 tokens in 12 s."""
+    """Four micro batches of eight rows of 512 tokens, 2 s each, and 4 s for the rest: 16,384 tokens
+    in 12 s.
+    """
     known, case = StepTimeEstimate(products_s=1.0, bytes_s=1.0, host_s=0.0, rest_s=4.0), task()
     monkeypatch.setattr(prediction, "estimate_step_time", lambda *asked: known)
     assert formula_speed(case, HERE) == pytest.approx(16_384 / 12)
-    assert formula_speed(replace(case, device=resolve_device("a10")), HERE) == pytest.approx(16_384 / 12)
+    assert formula_speed(replace(case, device=resolve_device("a10")), HERE) == pytest.approx(
+        16_384 / 12
+    )
     monkeypatch.setattr(prediction, "estimate_step_time", lambda *asked: None)
     assert formula_speed(case, HERE) == 0.0
 
@@ -136,13 +161,17 @@ def test_a_space_of_as_many_as_are_looked_at_is_enumerated(
 ) -> None:
     """Of three micro batches, the middle one is nearest to itself."""
     monkeypatch.setattr(module, "MAX_CONFIGS", most)
-    small = replace(task(), space=SearchSpace.of(micro_batch_size=[2, 8, 16], lora_rank=[16, 32], seq_len=512))
+    small = replace(
+        task(), space=SearchSpace.of(micro_batch_size=[2, 8, 16], lora_rank=[16, 32], seq_len=512)
+    )
     sizes = [config.micro_batch_size for config in module._candidates(small, HERE)]
     assert sizes == ([8, 2] if nearest else [2, 8, 16])
 
 
 def test_what_needs_all_there_is_fits() -> None:
-    small = replace(task(), space=SearchSpace.of(micro_batch_size=[2, 8], lora_rank=16, seq_len=512))
+    small = replace(
+        task(), space=SearchSpace.of(micro_batch_size=[2, 8], lora_rank=16, seq_len=512)
+    )
     seed = replace(HERE, micro_batch_size=2)
     need = memory_breakdown(small.model, small.workload.at_longest(seed), 2)
     assert need is not None

@@ -1,4 +1,6 @@
-"""A study read back: whose result a trial has, what it took, what was measured again, and what all of it cost."""
+"""A study read back: whose result a trial has, what it took, what was measured again, and what all
+of it cost.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -23,15 +25,21 @@ from tests.helpers.sessions import BASELINE, record_of, subject_of
 
 TASK = subject_of()
 OTHER = replace(BASELINE, checkpointing="none")
-OUT = OomDetail(phase=Phase.BACKWARD, requested_gib=1.0, allocated_gib=4.0, reserved_gib=4.0, limit_gib=4.0)
+OUT = OomDetail(
+    phase=Phase.BACKWARD, requested_gib=1.0, allocated_gib=4.0, reserved_gib=4.0, limit_gib=4.0
+)
 
 
-def finished(number: int, config: TrainConfig, outcome: Outcome = Outcome.OK, **changes: Any) -> FinishedTrial:
+def finished(
+    number: int, config: TrainConfig, outcome: Outcome = Outcome.OK, **changes: Any
+) -> FinishedTrial:
     values: dict[str, Any] = {"value": None, "reused": False, "reason": None}
     return FinishedTrial(number=number, config=config, outcome=outcome, **(values | changes))
 
 
-def stored(trial: int | None, config: TrainConfig = BASELINE, outcome: Outcome = Outcome.OK, **changes: Any) -> Any:
+def stored(
+    trial: int | None, config: TrainConfig = BASELINE, outcome: Outcome = Outcome.OK, **changes: Any
+) -> Any:
     return StoredProbe(trial=trial, result=result(config, outcome, **changes))
 
 
@@ -79,7 +87,8 @@ def test_a_trial_has_its_own_result_or_that_of_its_configuration_or_what_optuna_
         ],
     )
     assert [row.outcome for row in rows] == [Outcome.OOM, Outcome.OK, Outcome.CRASH]
-    assert [row.seconds for row in rows] == [7.0, 0.0, 0.0]  # with the truncated models, and nothing for what is reused
+    # with the truncated models, and nothing for what is reused
+    assert [row.seconds for row in rows] == [7.0, 0.0, 0.0]
     assert [row.reused for row in rows] == [False, True, False]
     assert (rows[2].reason, rows[2].rung, rows[2].config) == ("elsewhere", Rung.FULL, OTHER)
     assert selection.record(BASELINE).measured == measurement(0.25)
@@ -87,7 +96,9 @@ def test_a_trial_has_its_own_result_or_that_of_its_configuration_or_what_optuna_
 
 
 def test_what_was_stored_without_a_trial_counts_if_it_was_searched() -> None:
-    """A node's reading and a truncated model do not; a whole model of feasibility or of a close call does."""
+    """A node's reading and a truncated model do not; a whole model of feasibility or of a close
+    call does.
+    """
     small, tiny = (replace(BASELINE, micro_batch_size=size) for size in (2, 1))
     rows, selection = restore(
         TASK,
@@ -118,7 +129,9 @@ def test_what_was_measured_again_and_references_are_no_results_of_the_search() -
             stored(None, failed, Outcome.OOM, rung=Rung.REFERENCE),
         ],
     )
-    assert selection.record(BASELINE).confirmed == [again] and selection.record(OTHER).best_known == []
+    assert (
+        selection.record(BASELINE).confirmed == [again] and selection.record(OTHER).best_known == []
+    )
     assert selection.references == {reference.digest: measurement(), failed.digest: None}
     assert len(selection.caveats) == 1
 
@@ -128,7 +141,12 @@ def test_what_was_measured_again_and_references_are_no_results_of_the_search() -
 
 def summary(selection: Selection, task: Task = TASK, **fields: Any) -> StudySummary:
     return summarize(
-        record_of(task, **fields), [], selection, [stored(3)], project=lambda *_: Projections(), wall_seconds=1800.0
+        record_of(task, **fields),
+        [],
+        selection,
+        [stored(3)],
+        project=lambda *_: Projections(),
+        wall_seconds=1800.0,
     )
 
 
@@ -145,11 +163,15 @@ def test_the_search_costs_the_hours_of_all_workers() -> None:
 
 
 def test_notes_and_explanation_are_of_this_winner() -> None:
-    found = Learned(config=OTHER, full_run_hours=1.0, full_run_usd=None, seconds=1.0, loss_after=1.0)
+    found = Learned(
+        config=OTHER, full_run_hours=1.0, full_run_usd=None, seconds=1.0, loss_after=1.0
+    )
     quality = Quality(steps=1, trained_on=1, held_out=1, tokens=1, learned=(found,))
     of_baseline, of_other = (
         Ablation(
-            winner=AblatedKnob(knob="", config=config, outcome=Outcome.OK, evidence=Evidence.MEASURED),
+            winner=AblatedKnob(
+                knob="", config=config, outcome=Outcome.OK, evidence=Evidence.MEASURED
+            ),
             baseline=BASELINE,
             undone=(),
         )
@@ -162,7 +184,10 @@ def test_notes_and_explanation_are_of_this_winner() -> None:
     assert missed == ("the budget was too short for the search and the rest",)
     add_measured(selection, BASELINE, measurement())
     made = summary(selection, quality=quality, ablation=of_baseline)
-    assert made.explanation == of_baseline and summary(selection, ablation=of_other).explanation is None
+    assert (
+        made.explanation == of_baseline
+        and summary(selection, ablation=of_other).explanation is None
+    )
     (note,) = made.notes
     assert note.startswith("what this winner learns is not known")
 

@@ -24,11 +24,20 @@ LORA, FULL = TrainConfig(), TrainConfig(method="full")
 RATE = 2e-4
 
 
-def landscape(best: float, diverges_at: float = math.inf, noise: float = 0.0) -> Callable[[float, int, int], Attempt]:
-    """Losses that fall with the steps, and rise with the distance from the best rate on a logarithmic scale."""
+def landscape(
+    best: float, diverges_at: float = math.inf, noise: float = 0.0
+) -> Callable[[float, int, int], Attempt]:
+    """Losses that fall with the steps, and rise with the distance from the best rate on a
+    logarithmic scale.
+    """
 
     def train(rate: float, steps: int, seed: int) -> Attempt:
-        loss = 1 + 1 / steps + 0.1 * math.log(rate / best) ** 2 + noise * (-1) ** seed * math.sin(1e6 * rate)
+        loss = (
+            1
+            + 1 / steps
+            + 0.1 * math.log(rate / best) ** 2
+            + noise * (-1) ** seed * math.sin(1e6 * rate)
+        )
         return attempt(rate, seed, steps, None if rate >= diverges_at else loss)
 
     return train
@@ -49,7 +58,9 @@ def test_the_default_is_among_the_rates_and_they_reach_far_to_both_sides(default
     assert tried[0] <= default / 8 and tried[-1] >= 32 * default
 
 
-@pytest.mark.parametrize("budget", [0, 10, least_budget() - 1, least_budget(), 150, 200, 500, 10_000])
+@pytest.mark.parametrize(
+    "budget", [0, 10, least_budget() - 1, least_budget(), 150, 200, 500, 10_000]
+)
 def test_a_search_keeps_to_its_budget(budget: int) -> None:
     rounds = rounds_of(budget)
     if budget < least_budget():
@@ -80,7 +91,9 @@ def test_the_last_round_has_all_seeds_and_the_default() -> None:
     losses = found.losses()
     assert RATE in losses and set(map(len, losses.values())) == {SEEDS}
     assert {one.seed for one in found.last_round} == set(range(SEEDS))
-    assert found.steps == sum(one.steps for one in found.attempts) and found.seconds == 2 * len(found.attempts)
+    assert found.steps == sum(one.steps for one in found.attempts) and found.seconds == 2 * len(
+        found.attempts
+    )
 
 
 def test_what_diverges_is_worst() -> None:
@@ -102,7 +115,9 @@ def test_how_sure_the_rate_is() -> None:
     )
     assert (apart.learning_rate, apart.is_sure) == (1e-4, True)
     assert apart.is_at_an_end and "is at an end" in apart.notes()[0]
-    lucky = replace(apart, attempts=(*apart.attempts[:3], attempt(1e-3, 1, loss=1.09), *apart.attempts[4:]))
+    lucky = replace(
+        apart, attempts=(*apart.attempts[:3], attempt(1e-3, 1, loss=1.09), *apart.attempts[4:])
+    )
     assert not lucky.is_sure and "not sure" in lucky.notes()[0]
     inside = learned(attempt(1e-5, steps=5), *apart.attempts)
     assert not inside.is_at_an_end and inside.notes() == []
@@ -111,7 +126,11 @@ def test_how_sure_the_rate_is() -> None:
 
 def test_another_configuration_learned_more_less_or_neither() -> None:
     own = learned(attempt(1e-4, 0, loss=1.0), attempt(1e-4, 1, loss=1.1))
-    cases = {(0.9, 1.05): "learned more", (1.2, None): "learned less", (0.9, 1.2): "no sure difference"}
+    cases = {
+        (0.9, 1.05): "learned more",
+        (1.2, None): "learned less",
+        (0.9, 1.2): "no sure difference",
+    }
     for losses, said in cases.items():
         again = tuple(attempt(1e-4, seed, loss=loss) for seed, loss in enumerate(losses))
         other = Compared(config=FULL, attempts=again)

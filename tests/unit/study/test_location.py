@@ -1,4 +1,6 @@
-"""Where a study is kept, and by what URL: directories that move together, locks, and read-only databases."""
+"""Where a study is kept, and by what URL: directories that move together, locks, and read-only
+databases.
+"""
 
 import os
 import time
@@ -46,23 +48,35 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --- places
 
 
-def test_a_database_is_the_one_named_or_of_the_environment_or_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_database_is_the_one_named_or_of_the_environment_or_in_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert storage_url("sqlite:///b.db") == "sqlite:///b.db" and not Path("runs").exists()
-    assert storage_url(None) == "sqlite:///runs/autotune.db" == shared_url(None) and Path("runs").is_dir()
+    assert (
+        storage_url(None) == "sqlite:///runs/autotune.db" == shared_url(None)
+        and Path("runs").is_dir()
+    )
     monkeypatch.setenv("AUTOTUNE_STORAGE", SERVER)
     assert storage_url(None) == SERVER and storage_url("sqlite:///b.db") == "sqlite:///b.db"
 
 
 def test_a_directory_inside_that_of_the_database_moves_with_it(here: Path) -> None:
     url = f"sqlite:///{here}/runs/a.db"
-    assert stored_out(here / "runs" / "one", url) == "one" and stored_out(here / "two", url) == str(here / "two")
+    assert stored_out(here / "runs" / "one", url) == "one" and stored_out(here / "two", url) == str(
+        here / "two"
+    )
     assert stored_out(here / "one", SERVER) == str(here / "one")
     moved = f"sqlite:///{here}/elsewhere/a.db"
     assert opened_out("one", moved, "x") == here / "elsewhere" / "one"
     assert opened_out("one", SERVER, "x") == here / "one"
     assert opened_out(str(here), url, "x") == here
-    assert opened_out(str(here / "gone"), url, "a study/of mine") == study_directory(None, "a study/of mine").absolute()
-    assert study_directory("out", "x") == Path("out") and study_directory(None, "x") == Path("runs/x")
+    assert (
+        opened_out(str(here / "gone"), url, "a study/of mine")
+        == study_directory(None, "a study/of mine").absolute()
+    )
+    assert study_directory("out", "x") == Path("out") and study_directory(None, "x") == Path(
+        "runs/x"
+    )
 
 
 def test_the_folder_of_a_database_is_that_of_its_file(here: Path) -> None:
@@ -71,7 +85,9 @@ def test_the_folder_of_a_database_is_that_of_its_file(here: Path) -> None:
     assert sqlite_folder(SERVER) is sqlite_folder("sqlite://") is None
 
 
-def test_a_directory_is_checked_before_it_is_used(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_is_checked_before_it_is_used(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_writable(here / "one")
     assert [path.name for path in (here / "one").iterdir()] == ["logs"]
     make_writable(here / "one")  # a later session
@@ -79,7 +95,11 @@ def test_a_directory_is_checked_before_it_is_used(here: Path, monkeypatch: pytes
     with pytest.raises(StorageError, match="file"):
         make_writable(here / "file")
     for free, fits in ((200 * 2**20, True), (200 * 2**20 - 1024, False)):
-        monkeypatch.setattr(os, "statvfs", lambda _, free=free: SimpleNamespace(f_bavail=free // 1024, f_frsize=1024))
+        monkeypatch.setattr(
+            os,
+            "statvfs",
+            lambda _, free=free: SimpleNamespace(f_bavail=free // 1024, f_frsize=1024),
+        )
         if fits:
             make_writable(here / "one")
         else:
@@ -97,7 +117,10 @@ def test_a_read_only_url_refuses_writes_and_creates_nothing(here: Path) -> None:
     sa.create_engine("sqlite:///a b.db").connect().close()
     url = sa.make_url(read_only("sqlite:///a b.db"))
     assert (url.database, url.query) == ("file:a%20b.db", {"mode": "ro", "uri": "true"})
-    with sa.create_engine(url).connect() as connection, pytest.raises(sa.exc.OperationalError, match="readonly"):
+    with (
+        sa.create_engine(url).connect() as connection,
+        pytest.raises(sa.exc.OperationalError, match="readonly"),
+    ):
         connection.execute(sa.text("CREATE TABLE a (b INTEGER)"))
     assert read_only(read_only("sqlite:///a b.db")) == read_only("sqlite:///a b.db")
     options = sa.make_url(read_only(f"{SERVER}?options=-c%20a%3Db")).query["options"]
@@ -111,22 +134,35 @@ def test_a_read_only_url_refuses_writes_and_creates_nothing(here: Path) -> None:
 def test_options_of_an_engine() -> None:
     assert engine_options("sqlite:///a.db") == {"connect_args": {"timeout": 60}}
     assert engine_options("sqlite:///a.db", pooled=False)["poolclass"] is sa.NullPool
-    limits = {"connect_timeout": 10, "tcp_user_timeout": 10_000, "keepalives_idle": 10, "keepalives_interval": 5}
+    limits = {
+        "connect_timeout": 10,
+        "tcp_user_timeout": 10_000,
+        "keepalives_idle": 10,
+        "keepalives_interval": 5,
+    }
     pool = {"pool_pre_ping": True, "pool_recycle": 1800}
     assert engine_options(SERVER) == pool | {"connect_args": limits | {"keepalives_count": 3}}
     assert "keepalives_count" not in engine_options(f"{SERVER}?keepalives_count=9")["connect_args"]
-    assert engine_options("postgresql+pg8000://me@host/db") == pool == engine_options("mysql+pymysql://me@host/db")
+    assert (
+        engine_options("postgresql+pg8000://me@host/db")
+        == pool
+        == engine_options("mysql+pymysql://me@host/db")
+    )
 
 
 def test_passwords_are_not_shown() -> None:
     assert public_url(SERVER) == "postgresql+psycopg://me:***@host/db"
-    assert public_url("mysql://me@host/db?passwd=secret&charset=utf8") == "mysql://me@host/db?charset=utf8"
+    assert (
+        public_url("mysql://me@host/db?passwd=secret&charset=utf8")
+        == "mysql://me@host/db?charset=utf8"
+    )
     assert public_url("postgresql://me:secret@host:port/db") == "the storage URL"
 
 
 @pytest.mark.parametrize("kind", ["nfs", "cifs", "fuse.sshfs", "lustre", "fuse.s3fs"])
 def test_drives_of_a_network_are_recognised(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    def partitions(*, all: bool = False) -> list[Any]:  # network drives are not among the physical ones
+    # network drives are not among the physical ones
+    def partitions(*, all: bool = False) -> list[Any]:
         return [SimpleNamespace(mountpoint="/", fstype=kind)] if all else []
 
     monkeypatch.setattr(database.psutil, "disk_partitions", partitions)
@@ -138,14 +174,22 @@ def test_drives_of_a_network_are_recognised(monkeypatch: pytest.MonkeyPatch, kin
 
 
 @pytest.mark.parametrize(
-    "url", ["x", "postgresql+psycopg://me:secret@host:abc/db", "sqlite:///x.db?timeout=abc", "sqlite://host:99/x"]
+    "url",
+    [
+        "x",
+        "postgresql+psycopg://me:secret@host:abc/db",
+        "sqlite:///x.db?timeout=abc",
+        "sqlite://host:99/x",
+    ],
 )
 def test_a_url_that_is_none_is_refused_by_each_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for read in (shared_url, study_names):
-        with pytest.raises(UsageError, match=r"^--storage: not a database URL that can be used: ") as caught:
+        with pytest.raises(
+            UsageError, match=r"^--storage: not a database URL that can be used: "
+        ) as caught:
             read(url)
         assert "secret" not in str(caught.value)
 
@@ -241,7 +285,8 @@ def test_an_outage_is_waited_for_a_second_at_a_time_until_its_limit(waits: list[
     with pytest.raises(InterruptedError):
         failing_engine(outages, [3]).connect()
     assert waits == [1.0, 1.0, 1.0] and said == [
-        "the database postgresql+psycopg://me:***@host/db cannot be reached, waiting for it (3.0 s at most): "
+        "the database postgresql+psycopg://me:***@host/db cannot be reached, waiting for it (3.0 s"
+        " at most): "
         "no route with ***"
     ]
     outages._report_end()
@@ -253,7 +298,9 @@ def test_an_outage_is_waited_for_a_second_at_a_time_until_its_limit(waits: list[
 
 
 @pytest.mark.parametrize("options", [{"seconds": 3.0}, {"reached": True}, {}])
-def test_what_was_never_reached_or_is_not_to_be_waited_for_fails_at_once(waits: list[float], options: Any) -> None:
+def test_what_was_never_reached_or_is_not_to_be_waited_for_fails_at_once(
+    waits: list[float], options: Any
+) -> None:
     with pytest.raises(sa.exc.OperationalError):
         failing_engine(Outages(**options), [1]).connect()
     assert waits == []

@@ -1,4 +1,6 @@
-"""What is likely to be tried next: it compiles, is new, and follows from where the search stands."""
+"""What is likely to be tried next: it compiles, is new, and
+follows from where the search stands.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -42,7 +44,9 @@ class Ahead:
 @pytest.fixture
 def session(tmp_path: Path) -> Iterator[Session]:
     opened: list[Any] = []
-    made = starter(f"sqlite:///{tmp_path / 'autotune.db'}", tmp_path / "logs", opened)(task=subject_of(SPACE))
+    made = starter(f"sqlite:///{tmp_path / 'autotune.db'}", tmp_path / "logs", opened)(
+        task=subject_of(SPACE)
+    )
     made.evaluator.shape = ModelShape(num_layers=8, prefix=0, period=1)
     yield made
     for one in opened:
@@ -51,7 +55,10 @@ def session(tmp_path: Path) -> Iterator[Session]:
 
 def test_what_has_no_compiled_layers_has_no_compiled_variant() -> None:
     offloading = space(checkpointing=("full", "offload"), compile=("none", "per_layer"))
-    offloaded, recomputed = replace(START, checkpointing="offload"), replace(START, checkpointing="full")
+    offloaded, recomputed = (
+        replace(START, checkpointing="offload"),
+        replace(START, checkpointing="full"),
+    )
     (found,) = compiled_variants(offloading, [offloaded, recomputed])
     assert (found.checkpointing, found.compile) == ("full", "per_layer")
 
@@ -64,7 +71,9 @@ def test_what_is_compiled_ahead_computes_its_adapters_the_fastest_way_that_the_s
 
 
 def test_a_climb_is_looked_ahead_of_from_both_outcomes_of_its_trial(session: Session) -> None:
-    """An eager climb will compile what it reaches: its centre if the trial fails, the trial's own if not."""
+    """An eager climb will compile what it reaches: its centre if the trial fails, the trial's own
+    if not.
+    """
     trying = replace(START, micro_batch_size=8)
     session.study.trials.moving = "micro_batch_size", START
     found = list(likely_next(session.study.trials, trying))
@@ -73,12 +82,17 @@ def test_a_climb_is_looked_ahead_of_from_both_outcomes_of_its_trial(session: Ses
     # Then the next moves of what will have been compiled, by the knob that is being turned first.
     assert found[2].micro_batch_size == 8 and found[2].checkpointing == "full"
     assert replace(START, compile="per_layer", checkpointing="none") in found
-    moves = [next_move(SPACE, found[0], name, {}) for name in ("micro_batch_size", "checkpointing", "loss")]
+    moves = [
+        next_move(SPACE, found[0], name, {})
+        for name in ("micro_batch_size", "checkpointing", "loss")
+    ]
     assert {SPACE.config(move) for move in moves if move} <= set(found)
 
 
 def test_nothing_is_compiled_where_the_space_has_no_such_choice(session: Session) -> None:
-    session.study.trials.task = subject_of(space(micro_batch_size=(1, 2), seq_len=(256,), lora_rank=(16,)))
+    session.study.trials.task = subject_of(
+        space(micro_batch_size=(1, 2), seq_len=(256,), lora_rank=(16,))
+    )
     assert not list(likely_next(session.study.trials, BASELINE))
     assert compiled_variants(session.study.trials.task.space, [BASELINE]) == []
 

@@ -1,4 +1,6 @@
-"""Whole studies with shallow probes: the same winner for less, what Optuna receives, and what selection makes of it."""
+"""Whole studies with shallow probes: the same winner for less, what Optuna receives, and what
+selection makes of it.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,7 +29,9 @@ from tests.helpers.memory_study import keep_studies_in_memory
 from tests.helpers.replay import ReplayProber
 from tests.helpers.sessions import BASELINE, Session, by_tokens, space, subject_of
 
-SPACE = space(micro_batch_size=(4, 8), seq_len=(256,), lora_rank=(16, 32), checkpointing=("none", "full"))
+SPACE = space(
+    micro_batch_size=(4, 8), seq_len=(256,), lora_rank=(16, 32), checkpointing=("none", "full")
+)
 Open = Callable[..., Session]
 Finished = tuple[Session, Session, list[FrozenTrial]]
 
@@ -54,7 +58,9 @@ def opener(folder: Path, opened: list[Any]) -> Open:
             return ProbeRequest(config=config, model={}, memory_gib=limit_gib / 0.95)
 
         more: dict[str, Any] = {"shape": shape, "shallow_only": shallow_only}
-        evaluator = Evaluator(prober, store, study="one", logs=folder / "logs", request=request, **more)
+        evaluator = Evaluator(
+            prober, store, study="one", logs=folder / "logs", request=request, **more
+        )
         trials = SharedTrials(
             task=task,
             optimizer=search,
@@ -66,7 +72,14 @@ def opener(folder: Path, opened: list[Any]) -> Open:
         trials.resume(store.of_study("one"))
         if not search.is_waiting():
             trials.begin([BASELINE])
-        return Session(study=Study(trials), prober=prober, search=search, evaluator=evaluator, store=store, said=[])
+        return Session(
+            study=Study(trials),
+            prober=prober,
+            search=search,
+            evaluator=evaluator,
+            store=store,
+            said=[],
+        )
 
     return start
 
@@ -87,7 +100,9 @@ def open_study(open_stored: Open, monkeypatch: pytest.MonkeyPatch) -> Open:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
-    """A study that tried the whole space, the session that came after it, and its trials as Optuna knows them."""
+    """A study that tried the whole space, the session that came after it, and its trials as Optuna
+    knows them.
+    """
     folder, opened = tmp_path_factory.mktemp("finished"), list[Any]()
     start = opener(folder, opened)
     first = whole(start(layered(by_tokens, slower=1.03), patience=100, limit_gib=100.0))
@@ -111,12 +126,18 @@ def trials(tmp_path: Path, name: str = "study") -> list[FrozenTrial]:
         return optuna.load_study(storage=storage, study_name="one").trials
 
 
-def test_the_winner_is_the_same_for_fewer_whole_models(open_study: Open, finished: Finished) -> None:
+def test_the_winner_is_the_same_for_fewer_whole_models(
+    open_study: Open, finished: Finished
+) -> None:
     with_it = finished[0]
-    without = whole(open_study(layered(by_tokens, slower=1.03), patience=100, limit_gib=100.0, shape=None))
+    without = whole(
+        open_study(layered(by_tokens, slower=1.03), patience=100, limit_gib=100.0, shape=None)
+    )
     assert with_it.winner() == without.winner()
     assert full_depth(with_it) < full_depth(without) == SPACE.size()
-    assert {row.config for row in with_it.study.trials.rows} == {row.config for row in without.study.trials.rows}
+    assert {row.config for row in with_it.study.trials.rows} == {
+        row.config for row in without.study.trials.rows
+    }
 
 
 def test_the_winner_is_the_same_where_memory_is_short(open_study: Open) -> None:
@@ -128,7 +149,9 @@ def test_the_winner_is_the_same_where_memory_is_short(open_study: Open) -> None:
 
 
 def test_who_leaves_more_memory_free_within_the_slack_wins_with_it_too(open_study: Open) -> None:
-    two = subject_of(space(micro_batch_size=(4, 8), seq_len=(256,), lora_rank=(16,), checkpointing=("none",)))
+    two = subject_of(
+        space(micro_batch_size=(4, 8), seq_len=(256,), lora_rank=(16,), checkpointing=("none",))
+    )
     answers = layered(lambda config: 1000.0 if config.micro_batch_size == 8 else 970.0)
     with_it = whole(open_study(answers, task=two, limit_gib=3.2))
     without = whole(open_study(answers, task=two, limit_gib=3.2, shape=None, name="without"))
@@ -148,20 +171,29 @@ def test_what_was_slow_is_pruned_with_what_it_would_have_done(
         assert trial.intermediate_values == pytest.approx({0: row.tokens_per_second})
         assert trial.constraints["memory"] < 0 and trial.constraints["health"] == 0
     best = session.study.trials.best()
-    assert best is not None and all((row.tokens_per_second or 0) < (best.tokens_per_second or 0) for row in slow)
+    assert best is not None and all(
+        (row.tokens_per_second or 0) < (best.tokens_per_second or 0) for row in slow
+    )
 
 
 def test_what_capability_costs_is_measured_on_whole_models(open_study: Open) -> None:
     session = open_study(layered(by_tokens), trials=6, limit_gib=100.0)
     session.study.run()
-    raised = [request.depth for request in session.prober.requests if request.config.lora_rank == 32]
+    raised = [
+        request.depth for request in session.prober.requests if request.config.lora_rank == 32
+    ]
     assert raised[:3] == [2, 8, None]
 
 
 def test_the_sampler_stays_at_the_rank_of_the_climb(open_study: Open) -> None:
     """Though another is faster: its code would have to be compiled for every micro batch."""
     wide = subject_of(
-        space(micro_batch_size=(1, 2, 4, 8), seq_len=(256,), lora_rank=(16, 32), checkpointing=("none", "full"))
+        space(
+            micro_batch_size=(1, 2, 4, 8),
+            seq_len=(256,),
+            lora_rank=(16, 32),
+            checkpointing=("none", "full"),
+        )
     )
     session = open_study(
         layered(lambda config: by_tokens(config) * (1.2 if config.lora_rank == 32 else 1.0)),
@@ -211,7 +243,8 @@ def test_a_session_that_was_killed_between_depths_reported_nothing_wrong(
     assert second.study.trials.rows == []
     second.study.run()
     (row,) = second.study.trials.rows
-    assert (row.config, row.outcome, row.rung) == (cut_off.config, Outcome.OK, Rung.SHALLOW)  # it is the baseline
+    # it is the baseline
+    assert (row.config, row.outcome, row.rung) == (cut_off.config, Outcome.OK, Rung.SHALLOW)
     assert asked(second.prober) == ([8] if depth == 8 else [])
     assert [trial.state for trial in trials(tmp_path)] == [TrialState.FAIL, TrialState.COMPLETE]
 
@@ -233,15 +266,21 @@ def test_the_budget_is_kept_to_within_one_configuration(open_study: Open, budget
 
 
 def test_a_cell_just_behind_the_best_is_measured_in_the_end(open_study: Open) -> None:
-    """The lesser rank is predicted to be 4 % slower: it cannot win, but readers will want to know what it costs."""
-    two = subject_of(space(micro_batch_size=(8,), seq_len=(256,), lora_rank=(16, 32), checkpointing=("full",)))
+    """The lesser rank is predicted to be 4 % slower: it cannot win, but readers will want to know
+    what it costs.
+    """
+    two = subject_of(
+        space(micro_batch_size=(8,), seq_len=(256,), lora_rank=(16, 32), checkpointing=("full",))
+    )
     answers = layered(lambda config: 1000.0 if config.lora_rank == 32 else 960.0)
     first = open_study(answers, task=two)
     first.search.enqueue({"lora_rank": 32})
     session = whole(first)
     recipe = session.summary().recipe
     assert recipe is not None
-    assert {cell.config.lora_rank: cell.evidence for cell in recipe.cells} == dict.fromkeys((16, 32), Evidence.MEASURED)
+    assert {cell.config.lora_rank: cell.evidence for cell in recipe.cells} == dict.fromkeys(
+        (16, 32), Evidence.MEASURED
+    )
 
 
 def test_where_nothing_was_measured_what_was_predicted_wins_and_says_so(open_study: Open) -> None:
@@ -257,7 +296,9 @@ def test_where_nothing_was_measured_what_was_predicted_wins_and_says_so(open_stu
 
 def reported(selection: Selection, config: TrainConfig, micro_s: float, evidence: Evidence) -> None:
     outcome = Outcome.SLOW if evidence is Evidence.EXTRAPOLATED else Outcome.OK
-    selection.add_result(result(config, outcome, evidence=evidence, measurement=measurement(micro_s)))
+    selection.add_result(
+        result(config, outcome, evidence=evidence, measurement=measurement(micro_s))
+    )
 
 
 def test_what_was_measured_outranks_what_was_predicted() -> None:
@@ -277,7 +318,10 @@ def test_only_the_best_of_a_cell_within_the_slack_is_a_close_call() -> None:
     selection = Selection(subject_of(SPACE, floors=Floors(slack=0.05)))
     assert selection.close_calls() == []
     reported(selection, BASELINE, 1.0, Evidence.MEASURED)
-    near, far = (replace(BASELINE, lora_rank=32, checkpointing=checkpointing) for checkpointing in ("none", "full"))
+    near, far = (
+        replace(BASELINE, lora_rank=32, checkpointing=checkpointing)
+        for checkpointing in ("none", "full")
+    )
     reported(selection, near, 1.04, Evidence.EXTRAPOLATED)
     reported(selection, far, 1.2, Evidence.EXTRAPOLATED)
     reported(
@@ -299,7 +343,9 @@ def test_who_failed_to_confirm_does_not_come_back_as_predicted() -> None:
 
 
 def test_what_was_stopped_and_can_win_by_now_is_a_close_call() -> None:
-    """What it had to beat was more capable, and has fallen out of the slack since: only the fastest is left."""
+    """What it had to beat was more capable, and has fallen out of the slack since: only the fastest
+    is left.
+    """
     selection = Selection(subject_of(SPACE))
     able, lean = replace(BASELINE, lora_rank=32), replace(BASELINE, optimizer="adamw_8bit")
     reported(selection, replace(lean, micro_batch_size=4), 0.5, Evidence.MEASURED)
@@ -314,7 +360,10 @@ def test_what_was_stopped_and_can_win_by_now_is_a_close_call() -> None:
 
 
 def test_the_baseline_and_what_is_not_wanted_whole_stay_extrapolated(open_study: Open) -> None:
-    made, other = open_study(layered(by_tokens), limit_gib=100.0).study.trials, replace(BASELINE, checkpointing="none")
+    made, other = (
+        open_study(layered(by_tokens), limit_gib=100.0).study.trials,
+        replace(BASELINE, checkpointing="none"),
+    )
     evidence = []
     for config, wanted in ((BASELINE, True), (other, True), (replace(other, lora_rank=32), False)):
         proposal = made.ask(SPACE.clip(config))

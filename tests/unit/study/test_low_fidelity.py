@@ -1,4 +1,6 @@
-"""The shallow rung: what two truncated depths decide, what they leave to the whole model, and what is learned of it."""
+"""The shallow rung: what two truncated depths decide, what they leave to the whole model, and what
+is learned of it.
+"""
 
 import math
 import shutil
@@ -33,14 +35,17 @@ from tests.helpers.layered import FULL_S, SHAPE, SHORT_S, Answer, asked, layered
 from tests.helpers.replay import ReplayProber
 
 MIDDLE = TrainConfig(micro_batch_size=4, seq_len=512, checkpointing="none")  # needs 3 GiB
-HALF, TWICE = replace(MIDDLE, micro_batch_size=2), replace(MIDDLE, micro_batch_size=8)  # 2 GiB and 5
+# 2 GiB and 5
+HALF, TWICE = replace(MIDDLE, micro_batch_size=2), replace(MIDDLE, micro_batch_size=8)
 
 Start = Callable[..., tuple[Evaluator, ReplayProber]]
 
 
 def failing(depth: int, outcome: Outcome) -> Answer:
     def answer(request: ProbeRequest) -> ProbeResult:
-        return result(outcome=outcome, reason="no") if request.depth == depth else layered()(request)
+        return (
+            result(outcome=outcome, reason="no") if request.depth == depth else layered()(request)
+        )
 
     return answer
 
@@ -70,17 +75,26 @@ def session(store: ProbeStore, tmp_path: Path) -> Start:
         shallow_only: bool = False,
         micro_steps: Callable[[TrainConfig], int] = lambda config: 2,
         store: ProbeStore = store,
-        formula: Callable[[TrainConfig, int], MemoryBreakdown | None] = lambda config, micro_steps: None,
+        formula: Callable[
+            [TrainConfig, int], MemoryBreakdown | None
+        ] = lambda config, micro_steps: None,
     ) -> tuple[Evaluator, ReplayProber]:
         prober = ReplayProber(answers or layered(), shape=shape)
 
         def request(config: TrainConfig) -> ProbeRequest:
             memory_gib = limit_gib / 0.95
-            return ProbeRequest(config=config, model={}, memory_gib=memory_gib, micro_steps=micro_steps(config))
+            return ProbeRequest(
+                config=config, model={}, memory_gib=memory_gib, micro_steps=micro_steps(config)
+            )
 
         logs = tmp_path / "logs"
         shape = prober.describe({})
-        more: dict[str, Any] = {"model": "m", "shape": shape, "shallow_only": shallow_only, "formula": formula}
+        more: dict[str, Any] = {
+            "model": "m",
+            "shape": shape,
+            "shallow_only": shallow_only,
+            "formula": formula,
+        }
         return Evaluator(prober, store, study=study, logs=logs, request=request, **more), prober
 
     return start
@@ -107,13 +121,17 @@ def predicted_of(evaluator: Evaluator, config: TrainConfig) -> Measurement:
 # The order of things
 
 
-def test_two_depths_come_before_the_whole_model_and_all_of_it_is_stored(session: Start, store: ProbeStore) -> None:
+def test_two_depths_come_before_the_whole_model_and_all_of_it_is_stored(
+    session: Start, store: ProbeStore
+) -> None:
     evaluator, prober = session()
     verdict = evaluator.evaluate(MIDDLE, 3)
     assert asked(prober) == [2, 8, None]
     assert [request.rung for request in prober.requests] == [Rung.SHALLOW, Rung.SHALLOW, Rung.FULL]
     assert prober.logs == ["trial-0003-depth2.log", "trial-0003-depth8.log", "trial-0003.log"]
-    assert all(request.min_timed_s < 1 and request.min_timed_micros >= 3 for request in prober.requests[:2])
+    assert all(
+        request.min_timed_s < 1 and request.min_timed_micros >= 3 for request in prober.requests[:2]
+    )
     assert how(verdict) == (Outcome.OK, Rung.FULL, Evidence.MEASURED)
     assert (verdict.reused, verdict.seconds) == (False, FULL_S + 2 * SHORT_S)
     rows = store.of_study("one")
@@ -135,7 +153,9 @@ def test_only_whole_periods_are_left_out(
     session: Start, checkpointing: str, shape: ModelShape | None, depths: list[int | None]
 ) -> None:
     evaluator, prober = session(shape=shape)
-    assert evaluator.evaluate(replace(MIDDLE, checkpointing=checkpointing), 0).result.rung is Rung.FULL
+    assert (
+        evaluator.evaluate(replace(MIDDLE, checkpointing=checkpointing), 0).result.rung is Rung.FULL
+    )
     assert asked(prober) == depths
 
 
@@ -185,7 +205,9 @@ def test_what_is_predicted_to_need_more_is_not_tried(session: Start, store: Prob
         (0.9, Outcome.OK, Rung.FULL),
     ],
 )
-def test_close_to_the_limit_truncated_depths_decide(session: Start, need: float, outcome: Outcome, rung: Rung) -> None:
+def test_close_to_the_limit_truncated_depths_decide(
+    session: Start, need: float, outcome: Outcome, rung: Rung
+) -> None:
     verdict = session(limit_gib=3.0 / need)[0].evaluate(MIDDLE, 0)
     assert (verdict.result.outcome, verdict.result.rung) == (outcome, rung)
 
@@ -210,7 +232,9 @@ def test_the_gate_refuses_what_is_predicted_to_be_far_beyond_the_limit(
     found = evaluator.evaluate(MIDDLE, 0).result
     assert found.outcome is outcome and asked(prober) == depths
     if outcome is Outcome.REFUSED:
-        assert found.rung is Rung.GATE and "learned from 2 similar configurations" in (found.reason or "")
+        assert found.rung is Rung.GATE and "learned from 2 similar configurations" in (
+            found.reason or ""
+        )
         assert found.oom is not None and found.oom.margin == pytest.approx(need - 1)
 
 
@@ -219,10 +243,20 @@ def test_the_gate_refuses_what_is_predicted_to_be_far_beyond_the_limit(
     [(1.02, 1.10, 1.20, False), (0.90, 1.00, 1.50, False), (1.04, 1.10, 1.20, True)],
 )
 def test_the_gate_refuses_only_where_the_least_that_is_needed_is_too_much(
-    session: Start, monkeypatch: pytest.MonkeyPatch, low: float, likely: float, high: float, refused: bool
+    session: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    low: float,
+    likely: float,
+    high: float,
+    refused: bool,
 ) -> None:
     estimate = MemoryEstimate(
-        low_gib=3 * low, gib=3 * likely, high_gib=3 * high, limit_gib=3.0, phase=Phase.BACKWARD, basis=2
+        low_gib=3 * low,
+        gib=3 * likely,
+        high_gib=3 * high,
+        limit_gib=3.0,
+        phase=Phase.BACKWARD,
+        basis=2,
     )
     monkeypatch.setattr(MemoryPredictor, "predict", lambda *args: estimate)
     evaluator, prober = session(limit_gib=3.2)
@@ -236,12 +270,17 @@ def test_the_gate_learns_from_truncated_depths_too(session: Start) -> None:
     evaluator, prober = session(limit_gib=6.0)
     for config in (HALF, MIDDLE):
         assert evaluator.evaluate(config, 0, never).result.outcome is Outcome.SLOW
-    assert evaluator.evaluate(replace(MIDDLE, micro_batch_size=16), 1).result.rung is Rung.GATE  # 9 GiB
+    # 9 GiB
+    assert evaluator.evaluate(replace(MIDDLE, micro_batch_size=16), 1).result.rung is Rung.GATE
     assert None not in asked(prober)
 
 
-def test_what_was_predicted_to_need_more_than_another_limit_is_not_refused_under_this_one(session: Start) -> None:
-    assert session(study="small", limit_gib=2.0)[0].evaluate(MIDDLE, 0).result.outcome is Outcome.OOM
+def test_what_was_predicted_to_need_more_than_another_limit_is_not_refused_under_this_one(
+    session: Start,
+) -> None:
+    assert (
+        session(study="small", limit_gib=2.0)[0].evaluate(MIDDLE, 0).result.outcome is Outcome.OOM
+    )
     evaluator, _ = session(limit_gib=100.0)
     evaluator.learn_from_others()
     assert evaluator.evaluate(TWICE, 0).result.outcome is Outcome.OK
@@ -263,10 +302,14 @@ def test_a_fresh_study_reuses_and_learns_from_its_own_results_alone(session: Sta
 
 
 def test_depths_of_steps_of_one_micro_batch_and_of_two_are_not_mixed(session: Start) -> None:
-    """`twice` is a whole batch here, and was half of one in a study before; MIDDLE needs 3.5 GiB of 3.6."""
+    """`twice` is a whole batch here, and was half of one in a study before; MIDDLE needs 3.5 GiB of
+    3.6.
+    """
     gradients, twice = layered(gradients_gib=0.5), replace(TWICE, method="full", lora_rank=None)
     session(gradients, study="larger batch")[0].evaluate(twice, 0, never)
-    evaluator, _ = session(gradients, limit_gib=3.6, micro_steps=lambda config: 8 // config.micro_batch_size)
+    evaluator, _ = session(
+        gradients, limit_gib=3.6, micro_steps=lambda config: 8 // config.micro_batch_size
+    )
     evaluator.learn_from_others()
     assert evaluator.evaluate(twice, 0).result.outcome is Outcome.OOM
     assert evaluator.evaluate(MIDDLE, 1).result.outcome is Outcome.OK
@@ -285,7 +328,11 @@ def test_what_cannot_win_is_slow(session: Start, store: ProbeStore) -> None:
 
     verdict = evaluator.evaluate(MIDDLE, 5, promise)
     assert how(verdict) == (Outcome.SLOW, Rung.SHALLOW, Evidence.EXTRAPOLATED)
-    assert (verdict.result.reason, verdict.reused, verdict.seconds) == ("too slow", False, 2 * SHORT_S)
+    assert (verdict.result.reason, verdict.reused, verdict.seconds) == (
+        "too slow",
+        False,
+        2 * SHORT_S,
+    )
     assert verdict.result.measurement is not None
     assert store.of_study("one")[-1].result == verdict.result
     assert evaluator.evaluate(HALF, 6, promise).result.rung is Rung.FULL
@@ -304,7 +351,9 @@ def test_what_takes_longer_than_predicted_corrects_what_is_predicted_next(sessio
     assert predicted_of(evaluator, another_kind).micro_step_s == pytest.approx((1.024,))
 
 
-def test_another_optimizer_is_predicted_the_micro_batches_that_were_measured(session: Start) -> None:
+def test_another_optimizer_is_predicted_the_micro_batches_that_were_measured(
+    session: Start,
+) -> None:
     evaluator, _ = session(layered(slower=1.1))
     evaluator.evaluate(MIDDLE, 0)
     reported = predicted_of(evaluator, replace(MIDDLE, optimizer="adamw_8bit"))
@@ -314,7 +363,9 @@ def test_another_optimizer_is_predicted_the_micro_batches_that_were_measured(ses
     assert predicted_of(evaluator, replace(MIDDLE, lora_rank=64)).time_error > 0.015
 
 
-def test_where_a_step_has_a_single_micro_batch_it_is_not_timed_apart_from_the_optimizer(session: Start) -> None:
+def test_where_a_step_has_a_single_micro_batch_it_is_not_timed_apart_from_the_optimizer(
+    session: Start,
+) -> None:
     def answer(request: ProbeRequest) -> ProbeResult:
         found = layered(slower=1.1)(request)
         assert found.measurement is not None
@@ -325,11 +376,15 @@ def test_where_a_step_has_a_single_micro_batch_it_is_not_timed_apart_from_the_op
     assert predicted_of(evaluator, replace(MIDDLE, optimizer="adamw_8bit")).time_error > 0.015
 
 
-@pytest.mark.parametrize(("shape", "share", "known"), [(SHAPE, 0.3, 0.3), (SHAPE, 0.9, 0.9), (None, 0.9, None)])
+@pytest.mark.parametrize(
+    ("shape", "share", "known"), [(SHAPE, 0.3, 0.3), (SHAPE, 0.9, 0.9), (None, 0.9, None)]
+)
 def test_truncated_models_tell_whether_the_host_sets_the_pace(
     session: Start, shape: ModelShape | None, share: float, known: float | None
 ) -> None:
-    """With all layers the device's queue is full, and the host waits: issuing takes it as long as the device."""
+    """With all layers the device's queue is full, and the host waits: issuing takes it as long as
+    the device.
+    """
 
     def answer(request: ProbeRequest) -> ProbeResult:
         found = layered()(request)
@@ -352,7 +407,13 @@ def test_truncated_models_tell_what_the_card_does_in_the_whole_one(session: Star
             return found
         bytes_s, micro_s = 0.001 * request.depth, min(found.measurement.micro_step_s)
         kernels = KernelTimes(
-            products_s=0.0, fp8_s=0.0, attention_s=0.0, bytes_s=bytes_s, busy_s=bytes_s, micro_s=micro_s, num_kernels=1
+            products_s=0.0,
+            fp8_s=0.0,
+            attention_s=0.0,
+            bytes_s=bytes_s,
+            busy_s=bytes_s,
+            micro_s=micro_s,
+            num_kernels=1,
         )
         return replace(found, measurement=replace(found.measurement, kernels=kernels))
 
@@ -363,14 +424,19 @@ def test_truncated_models_tell_what_the_card_does_in_the_whole_one(session: Star
 
 
 def test_a_disturbed_shallow_probe_does_not_end_the_session(session: Start) -> None:
-    """On a CPU the first probe may take longer than a wider one: the line through both leads below nothing."""
+    """On a CPU the first probe may take longer than a wider one: the line through both leads below
+    nothing.
+    """
     plain = layered()
 
     def disturbed(request: ProbeRequest) -> ProbeResult:
         answer = plain(request)
         assert answer.measurement is not None
         micro_s = 9.0 if request.depth == 2 else answer.measurement.micro_step_s[0]
-        return replace(answer, measurement=replace(answer.measurement, host_micro_s=None, micro_step_s=(micro_s,) * 3))
+        return replace(
+            answer,
+            measurement=replace(answer.measurement, host_micro_s=None, micro_step_s=(micro_s,) * 3),
+        )
 
     evaluator, _ = session(disturbed)
     assert evaluator.evaluate(MIDDLE, 0).result.outcome is Outcome.OK
@@ -439,7 +505,9 @@ def test_truncated_probes_of_another_study_are_not_made_again(session: Start) ->
 def test_what_was_stored_leads_to_the_same_decisions(
     session: Start, store: ProbeStore, tmp_path: Path, opened: list[Any], others: bool
 ) -> None:
-    """After a restart, of everything that came up before and of what is new: memory, times, and who is named."""
+    """After a restart, of everything that came up before and of what is new: memory, times, and who
+    is named.
+    """
     answers = layered(slower=1.1)
     first, _ = session(answers, limit_gib=4.0)
     first.evaluate(HALF, 0)
@@ -453,21 +521,41 @@ def test_what_was_stored_leads_to_the_same_decisions(
         second.learn_from_others()
     for row in rest.of_study("one"):
         second.learn(row.trial, row.result)
-    wanted = [HALF, MIDDLE, TWICE, replace(TWICE, lora_rank=32), replace(HALF, checkpointing="full")]
+    wanted = [
+        HALF,
+        MIDDLE,
+        TWICE,
+        replace(TWICE, lora_rank=32),
+        replace(HALF, checkpointing="full"),
+    ]
     for config in wanted:
         then, now = first.evaluate_low_fidelity(config, 9), second.evaluate_low_fidelity(config, 9)
         assert now == then, config
-    assert {type(first.evaluate_low_fidelity(config, 9)) for config in wanted} == {Evaluation, Extrapolation}
+    assert {type(first.evaluate_low_fidelity(config, 9)) for config in wanted} == {
+        Evaluation,
+        Extrapolation,
+    }
 
 
-@pytest.mark.parametrize(("need_gib", "refused"), [(100.0, False), (107.9, False), (108.1, True), (None, False)])
+@pytest.mark.parametrize(
+    ("need_gib", "refused"), [(100.0, False), (107.9, False), (108.1, True), (None, False)]
+)
 def test_the_formula_refuses_what_is_far_too_large_before_anything_is_loaded(
     session: Start, need_gib: float | None, refused: bool
 ) -> None:
     """Of 100 GiB for tensors; its error is 4 %, of which twice as much is allowed for."""
-    parts = dict.fromkeys(("adapters", "gradients", "optimizer", "activations", "logits", "workspace", "reserved"), 0.0)
-    need = None if need_gib is None else MemoryBreakdown(weights=need_gib, phase=Phase.BACKWARD, **parts)
-    evaluator, prober = session(limit_gib=100.0 + CONTEXT_GIB, formula=lambda config, micro_steps: need)
+    parts = dict.fromkeys(
+        ("adapters", "gradients", "optimizer", "activations", "logits", "workspace", "reserved"),
+        0.0,
+    )
+    need = (
+        None
+        if need_gib is None
+        else MemoryBreakdown(weights=need_gib, phase=Phase.BACKWARD, **parts)
+    )
+    evaluator, prober = session(
+        limit_gib=100.0 + CONTEXT_GIB, formula=lambda config, micro_steps: need
+    )
     found = evaluator.evaluate(MIDDLE, 0, never).result
     assert (found.outcome is Outcome.REFUSED) is refused
     assert bool(prober.requests) is not refused
@@ -491,7 +579,11 @@ def test_what_surely_fits_by_measurement_is_not_left_to_the_formula(session: Sta
 def test_a_whole_model_is_measured_if_it_fits_into_the_time_to_spare(session: Start) -> None:
     evaluator, prober = session()
     short = evaluator.evaluate(MIDDLE, 0, spare_s=0.0).result
-    assert (short.outcome, short.rung, short.evidence) == (Outcome.OK, Rung.SHALLOW, Evidence.EXTRAPOLATED)
+    assert (short.outcome, short.rung, short.evidence) == (
+        Outcome.OK,
+        Rung.SHALLOW,
+        Evidence.EXTRAPOLATED,
+    )
     assert short.measurement is not None and asked(prober) == [2, 8]
     assert evaluator.truncated_s == {MIDDLE: 2 * SHORT_S} and evaluator.whole_s == {}
     assert evaluator.evaluate(MIDDLE, 0, spare_s=30.0).result.evidence is Evidence.MEASURED
@@ -499,7 +591,9 @@ def test_a_whole_model_is_measured_if_it_fits_into_the_time_to_spare(session: St
 
 
 def test_what_a_new_worker_loads_in_its_first_step_is_no_candidates_time(session: Start) -> None:
-    """A cold machine took 15.2 s for its first probe, 13.4 s of them in the first step, and 1.9 s for the second."""
+    """A cold machine took 15.2 s for its first probe, 13.4 s of them in the first step, and 1.9 s
+    for the second.
+    """
     cold = {"first_step": 13.4, "steady": 0.2, "total": 15.2}
     warm = {"first_step": 1.0, "steady": 0.7, "total": 1.9}
     linear = layered()
@@ -512,7 +606,9 @@ def test_what_a_new_worker_loads_in_its_first_step_is_no_candidates_time(session
             found, is_warm = linear(request), len(before) > 1
             assert found.measurement is not None
             measured = replace(found.measurement, warm_s=1.6)
-            return replace(found, measurement=measured, warm=is_warm, seconds=warm if is_warm else cold)
+            return replace(
+                found, measurement=measured, warm=is_warm, seconds=warm if is_warm else cold
+            )
 
         evaluator, prober = session(answer)
         evaluated = evaluator.evaluate(config, 0, spare_s=0.0)
@@ -524,7 +620,12 @@ def test_a_truncated_model_is_timed_for_seven_tenths_of_a_second_at_most() -> No
     request = ProbeRequest(config=MIDDLE, model={}, memory_gib=80.0)
     for asked_s, timed_s in ((1.0, 0.7), (0.2, 0.2)):
         short = shortened(replace(request, min_timed_s=asked_s), 4)
-        assert (short.depth, short.rung, short.min_timed_s, short.min_timed_micros) == (4, Rung.SHALLOW, timed_s, 3)
+        assert (short.depth, short.rung, short.min_timed_s, short.min_timed_micros) == (
+            4,
+            Rung.SHALLOW,
+            timed_s,
+            3,
+        )
 
 
 def test_a_finalist_is_timed_for_two_seconds_and_a_reference_for_a_step(session: Start) -> None:
@@ -541,7 +642,9 @@ def test_a_finalist_is_timed_for_two_seconds_and_a_reference_for_a_step(session:
     assert evaluator.whole_s == {MIDDLE: 2 * FULL_S} and evaluator.truncated_s == {}
 
 
-def test_a_reference_whose_losses_are_known_is_not_measured_again(session: Start, store: ProbeStore) -> None:
+def test_a_reference_whose_losses_are_known_is_not_measured_again(
+    session: Start, store: ProbeStore
+) -> None:
     def answer(request: ProbeRequest) -> ProbeResult:
         found = layered()(request)
         assert found.measurement is not None
@@ -551,11 +654,17 @@ def test_a_reference_whose_losses_are_known_is_not_measured_again(session: Start
     evaluator, prober = session(answer)
     for config, probes in ((HALF, 0), (MIDDLE, 1), (MIDDLE, 1)):
         measured = evaluator.reference(config)
-        assert measured is not None and measured.losses == (2.0, 1.9) and prober.num_probes == probes
+        assert (
+            measured is not None and measured.losses == (2.0, 1.9) and prober.num_probes == probes
+        )
     rows = [row.result for row in store.of_study("one")]
     assert {one.rung for one in rows} == {Rung.REFERENCE}
     log = f"reference-{MIDDLE.digest}.log"
-    assert [(one.seconds, one.log) for one in rows] == [({}, None), ({"total": FULL_S}, log), ({}, None)]
+    assert [(one.seconds, one.log) for one in rows] == [
+        ({}, None),
+        ({"total": FULL_S}, log),
+        ({}, None),
+    ]
     silent, prober = session(study="silent")  # what has no losses is no reference
     silent.reference(TWICE)
     silent.reference(TWICE)
@@ -574,16 +683,28 @@ def test_a_confirmation_takes_longer_while_its_evaluation_is_to_come(session: St
 
 def test_what_nothing_is_known_of_fits_into_any_time(session: Start) -> None:
     evaluator, _ = session()
-    assert [evaluator.fits_into(spare_s, MIDDLE) for spare_s in (0.0, 0.1, math.inf)] == [False, True, True]
+    assert [evaluator.fits_into(spare_s, MIDDLE) for spare_s in (0.0, 0.1, math.inf)] == [
+        False,
+        True,
+        True,
+    ]
     evaluator.evaluate(MIDDLE, 0)
-    assert [evaluator.fits_into(spare_s, MIDDLE) for spare_s in (0.1, 1e9, math.inf)] == [False, True, True]
+    assert [evaluator.fits_into(spare_s, MIDDLE) for spare_s in (0.1, 1e9, math.inf)] == [
+        False,
+        True,
+        True,
+    ]
 
 
-@pytest.mark.parametrize(("basis", "said"), [(1, "1 similar configuration"), (2, "2 similar configurations")])
+@pytest.mark.parametrize(
+    ("basis", "said"), [(1, "1 similar configuration"), (2, "2 similar configurations")]
+)
 def test_the_gate_says_what_is_needed_and_how_it_knows(
     session: Start, monkeypatch: pytest.MonkeyPatch, basis: int, said: str
 ) -> None:
-    estimate = MemoryEstimate(low_gib=3.12, gib=3.3, high_gib=3.6, limit_gib=3.0, phase=Phase.BACKWARD, basis=basis)
+    estimate = MemoryEstimate(
+        low_gib=3.12, gib=3.3, high_gib=3.6, limit_gib=3.0, phase=Phase.BACKWARD, basis=basis
+    )
     monkeypatch.setattr(MemoryPredictor, "predict", lambda *args: estimate)
     found = session(limit_gib=3.2)[0].evaluate(MIDDLE, 0).result
     assert found.reason == f"needs 3.12 GiB to 3.60 GiB of 3.00 GiB, as learned from {said}"
@@ -591,8 +712,14 @@ def test_the_gate_says_what_is_needed_and_how_it_knows(
 
 def test_what_needs_all_that_the_formula_is_trusted_with_is_tried(session: Start) -> None:
     limit_gib = memory_limit_gib(80.0, 0.05, taken_gib=CONTEXT_GIB)
-    parts = dict.fromkeys(("adapters", "gradients", "optimizer", "activations", "logits", "workspace", "reserved"), 0.0)
-    for need_gib, refused in ((limit_gib * 1.08, False), (math.nextafter(limit_gib * 1.08, 999), True)):
+    parts = dict.fromkeys(
+        ("adapters", "gradients", "optimizer", "activations", "logits", "workspace", "reserved"),
+        0.0,
+    )
+    for need_gib, refused in (
+        (limit_gib * 1.08, False),
+        (math.nextafter(limit_gib * 1.08, 999), True),
+    ):
         need = MemoryBreakdown(weights=need_gib, phase=Phase.BACKWARD, **parts)
         evaluator, _ = session(formula=lambda config, micro_steps, need=need: need)
         request = replace(evaluator.request(MIDDLE), memory_gib=80.0, headroom=0.05)
@@ -600,28 +727,39 @@ def test_what_needs_all_that_the_formula_is_trusted_with_is_tried(session: Start
 
 
 def breakdown(gib: float) -> MemoryBreakdown:
-    parts = dict.fromkeys(("adapters", "gradients", "optimizer", "activations", "logits", "workspace", "reserved"), 0.0)
+    parts = dict.fromkeys(
+        ("adapters", "gradients", "optimizer", "activations", "logits", "workspace", "reserved"),
+        0.0,
+    )
     return MemoryBreakdown(weights=gib, phase=Phase.BACKWARD, **parts)
 
 
 @pytest.mark.parametrize(("over", "refused"), [(1.029, False), (1.031, True)])
-def test_a_smaller_micro_batch_corrects_the_formula(session: Start, over: float, refused: bool) -> None:
+def test_a_smaller_micro_batch_corrects_the_formula(
+    session: Start, over: float, refused: bool
+) -> None:
     """The formula is 20 times too high for the smaller one, which needs 2 GiB: 100 are 5."""
     by_formula = {HALF: 40.0, MIDDLE: 100.0}
     evaluator, _ = session(formula=lambda config, micro_steps: breakdown(by_formula[config]))
     evaluator.evaluate(HALF, 0)
     memory_gib = (5.0 / over + CONTEXT_GIB) / 0.95
-    found = evaluator._gate_by_formula(replace(evaluator.request(MIDDLE), memory_gib=memory_gib, headroom=0.05))
+    found = evaluator._gate_by_formula(
+        replace(evaluator.request(MIDDLE), memory_gib=memory_gib, headroom=0.05)
+    )
     assert (found is not None) is refused
     if found:
-        assert found.reason == ("needs 5.00 GiB of 4.85 GiB by formula and by what a similar configuration needed")
+        assert found.reason == (
+            "needs 5.00 GiB of 4.85 GiB by formula and by what a similar configuration needed"
+        )
         assert found.oom is not None and found.oom.allocated_gib == pytest.approx(5.0)
 
 
 def test_by_formula_all_that_is_below_the_limit_should_fit(session: Start) -> None:
     limit_gib = memory_limit_gib(100.0 / 0.95, 0.05, taken_gib=CONTEXT_GIB)
     for need_gib, fits in ((limit_gib * 0.999, True), (limit_gib * 1.001, False)):
-        evaluator, _ = session(formula=lambda config, micro_steps, need_gib=need_gib: breakdown(need_gib))
+        evaluator, _ = session(
+            formula=lambda config, micro_steps, need_gib=need_gib: breakdown(need_gib)
+        )
         assert evaluator.should_fit(MIDDLE) is fits
     assert session()[0].should_fit(MIDDLE)  # nothing says that it does not
 
@@ -636,12 +774,20 @@ def test_only_the_narrower_model_is_asked_for_new_lengths(session: Start) -> Non
     ]
 
 
-@pytest.mark.parametrize(("high_gib", "bounded", "asked_for"), [(3.0, True, 0), (3.01, True, 1), (2.0, False, 1)])
+@pytest.mark.parametrize(
+    ("high_gib", "bounded", "asked_for"), [(3.0, True, 0), (3.01, True, 1), (2.0, False, 1)]
+)
 def test_what_certainly_needs_no_more_than_there_is_is_not_left_to_the_formula(
     session: Start, monkeypatch: pytest.MonkeyPatch, high_gib: float, bounded: bool, asked_for: int
 ) -> None:
     estimate = MemoryEstimate(
-        low_gib=1.0, gib=2.0, high_gib=high_gib, limit_gib=3.0, phase=Phase.BACKWARD, basis=2, bounded=bounded
+        low_gib=1.0,
+        gib=2.0,
+        high_gib=high_gib,
+        limit_gib=3.0,
+        phase=Phase.BACKWARD,
+        basis=2,
+        bounded=bounded,
     )
     monkeypatch.setattr(MemoryPredictor, "predict", lambda *args: estimate)
     formula: list[TrainConfig] = []
@@ -649,13 +795,19 @@ def test_what_certainly_needs_no_more_than_there_is_is_not_left_to_the_formula(
     assert evaluator.evaluate(MIDDLE, 0).result.outcome is Outcome.OK and len(formula) == asked_for
 
 
-@pytest.mark.parametrize(("outcome", "refused"), [(Outcome.OK, True), (Outcome.NUMERICS, False), (Outcome.SLOW, False)])
-def test_what_did_not_succeed_teaches_no_memory(session: Start, outcome: Outcome, refused: bool) -> None:
+@pytest.mark.parametrize(
+    ("outcome", "refused"), [(Outcome.OK, True), (Outcome.NUMERICS, False), (Outcome.SLOW, False)]
+)
+def test_what_did_not_succeed_teaches_no_memory(
+    session: Start, outcome: Outcome, refused: bool
+) -> None:
     """Two sizes that need 1.5 and 2 GiB lead to 5 GiB for what there are 2.5 of."""
     evaluator, prober = session(shape=None, limit_gib=2.5)
     for config in (HALF, replace(HALF, micro_batch_size=1)):
         request = evaluator.request(config)
-        found = replace(layered()(request), request_digest=request.digest, config=config, outcome=outcome)
+        found = replace(
+            layered()(request), request_digest=request.digest, config=config, outcome=outcome
+        )
         evaluator.learn(0, replace(found, rung=Rung.FULL))
     assert (evaluator.evaluate(TWICE, 1).result.outcome is Outcome.REFUSED) is refused
     assert prober.num_probes == (0 if refused else 1)

@@ -1,4 +1,6 @@
-"""A suite, with recorded probes: each case as its own subject, what becomes of it, and how it is compared."""
+"""A suite, with recorded probes: each case as its own subject, what becomes of it, and how it is
+compared.
+"""
 
 import json
 from collections.abc import Callable
@@ -15,13 +17,22 @@ from autotune.problem.length_distribution import Lengths
 from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.problem.study_spec import NamedConfig, Published, StudySpec
 from autotune.problem.workload import Workload
-from autotune.study.named_configs import ConfigResult, agreement, cases, probe_configs, to_config_result
+from autotune.study.named_configs import (
+    ConfigResult,
+    agreement,
+    cases,
+    probe_configs,
+    to_config_result,
+)
 from autotune.study.storage.probe_store import ProbeStore
 from tests.helpers.factories import measurement, result
 from tests.helpers.replay import ReplayProber, machine
 from tests.helpers.sessions import subject_of
 
-TASK = replace(subject_of(), workload=Workload(examples=1000, lengths=Lengths.of([512, 256], "given"), global_batch=32))
+TASK = replace(
+    subject_of(),
+    workload=Workload(examples=1000, lengths=Lengths.of([512, 256], "given"), global_batch=32),
+)
 PLAIN = TrainConfig()
 
 
@@ -29,9 +40,13 @@ def spec(*configs: NamedConfig, **changes: Any) -> StudySpec:
     return StudySpec(**{"model": "demo-3m", "gpu": "cpu", "configs": configs} | changes)
 
 
-def of(outcome: Outcome = Outcome.OK, published: Published | None = None, **values: Any) -> ConfigResult:
+def of(
+    outcome: Outcome = Outcome.OK, published: Published | None = None, **values: Any
+) -> ConfigResult:
     case = NamedConfig(name="a|b", published=published)
-    return ConfigResult(case=case, config=PLAIN, outcome=outcome, evidence=Evidence.MEASURED, **values)
+    return ConfigResult(
+        case=case, config=PLAIN, outcome=outcome, evidence=Evidence.MEASURED, **values
+    )
 
 
 def test_a_case_has_full_rows_its_own_batch_and_model() -> None:
@@ -44,7 +59,10 @@ def test_a_case_has_full_rows_its_own_batch_and_model() -> None:
     assert (first.micro_batch_size, second.micro_batch_size) == (2, 4)
     assert first.checkpointing == second.checkpointing == "none"
     assert (one.workload.global_batch, two.workload.global_batch) == (6, 4)
-    assert one.workload.lengths == Lengths.constant(128) and two.workload.lengths == TASK.workload.lengths
+    assert (
+        one.workload.lengths == Lengths.constant(128)
+        and two.workload.lengths == TASK.workload.lengths
+    )
     assert one.model == TASK.model and "Qwen2.5-0.5B" in two.model.name
     assert one.workload.examples == 1000
 
@@ -54,7 +72,8 @@ def test_a_case_has_full_rows_its_own_batch_and_model() -> None:
     [
         (
             {"lora_rnk": 8},
-            "odd: there is no knob 'lora_rnk'; did you mean 'lora_rank' or 'lora_kernels' or 'lora_targets'?",
+            "odd: there is no knob 'lora_rnk'; did you mean 'lora_rank' or 'lora_kernels' or"
+            " 'lora_targets'?",
         ),
         ({"precision": "bf17"}, "odd: precision is one of"),
     ],
@@ -66,27 +85,41 @@ def test_a_case_that_cannot_be_is_named(knobs: dict[str, Any], said: str) -> Non
 
 
 def test_speeds_are_of_whole_rows_and_memory_of_the_whole_process() -> None:
-    """Two rows of 1,024 tokens in 0.5 s, three times a step, and 0.1 s for the rest: 6 rows in 1.6 s."""
+    """Two rows of 1,024 tokens in 0.5 s, three times a step, and 0.1 s for the rest: 6 rows in 1.6
+    s.
+    """
     config = TrainConfig(micro_batch_size=2, seq_len=1024)
-    (case, _, task), *_ = cases(spec(NamedConfig(name="x", knobs=config.as_dict(), accumulation=3)), TASK)
-    found = measurement(0.5, rest_s=(0.1,), peak_reserved_gib=20.0, managed_gib=1.5, context_gib=0.5)
+    (case, _, task), *_ = cases(
+        spec(NamedConfig(name="x", knobs=config.as_dict(), accumulation=3)), TASK
+    )
+    found = measurement(
+        0.5, rest_s=(0.1,), peak_reserved_gib=20.0, managed_gib=1.5, context_gib=0.5
+    )
     made = to_config_result(case, config, task, result(config, measurement=found))
     assert made.samples_per_s == pytest.approx(6 / 1.6)
     assert made.tokens_per_s == pytest.approx(6 * 1024 / 1.6)
     assert (made.step_time_s, made.peak_reserved_gib) == (pytest.approx(1.6), 20.0)
-    assert (made.with_context_gib, made.evidence, made.outcome) == (22.0, Evidence.MEASURED, Outcome.OK)
+    assert (made.with_context_gib, made.evidence, made.outcome) == (
+        22.0,
+        Evidence.MEASURED,
+        Outcome.OK,
+    )
     assert made.interval == pytest.approx((6 * 1024 / 1.6 / 1.01, 6 * 1024 / 1.6 / 0.99))
     full = replace(found, peak_reserved_gib=0.95 * found.limit_gib)
     tight = to_config_result(case, config, task, result(config, measurement=full))
     assert (made.tight, tight.tight, tight.reason) == (False, True, "5% of the memory is free")
-    hidden = to_config_result(case, config, task, result(config, measurement=replace(found, context_gib=None)))
+    hidden = to_config_result(
+        case, config, task, result(config, measurement=replace(found, context_gib=None))
+    )
     assert hidden.with_context_gib is None
     carried = replace(task, carried=SpeedTransfer(products=0.5, bytes=0.5, error=0.1))
     assert to_config_result(case, config, carried, result(config)).evidence is Evidence.PROJECTED
 
 
 def test_a_packed_row_has_its_examples() -> None:
-    """512 and 256 tokens fill rows of 1,024 as two and as four: 2.67 examples each, and whole rows count."""
+    """512 and 256 tokens fill rows of 1,024 as two and as four: 2.67 examples each, and whole rows
+    count.
+    """
     config = TrainConfig(micro_batch_size=2, packing=True)
     (case, _, task), *_ = cases(spec(NamedConfig(name="x", knobs=config.as_dict())), TASK)
     found = measurement(0.5, rest_s=())
@@ -102,7 +135,12 @@ def test_what_failed_has_its_reason_and_no_numbers(outcome: Outcome) -> None:
     assert (made.outcome, made.reason, made.tokens_per_s) == (outcome, "it did not work", None)
 
 
-NUMBERS = {"tokens_per_s": 1100.0, "samples_per_s": 3.0, "step_time_s": 2.0, "peak_reserved_gib": 10.0}
+NUMBERS = {
+    "tokens_per_s": 1100.0,
+    "samples_per_s": 3.0,
+    "step_time_s": 2.0,
+    "peak_reserved_gib": 10.0,
+}
 NUMBERS |= {"peak_allocated_gib": 9.0}
 
 
@@ -115,16 +153,27 @@ NUMBERS |= {"peak_allocated_gib": 9.0}
             {"samples/s": (2.0, 3.0), "s/step": (4.0, 2.0), "peak GiB": (8.0, 9.0)},
         ),
         (of(published=Published(reserved_gib=8.0), **NUMBERS), {"reserved GiB": (8.0, 10.0)}),
-        (of(published=Published(process_gib=20.0), with_context_gib=10.0), {"whole GiB": (20.0, 10.0)}),
-        (of(published=Published(outcome="oom"), tight=True, **NUMBERS), {"outcome": ("oom", "tight")}),
-        (of(published=Published(peak_gb=20.0), with_context_gib=10.0), {"whole GB": (20.0, 10.73741824)}),
+        (
+            of(published=Published(process_gib=20.0), with_context_gib=10.0),
+            {"whole GiB": (20.0, 10.0)},
+        ),
+        (
+            of(published=Published(outcome="oom"), tight=True, **NUMBERS),
+            {"outcome": ("oom", "tight")},
+        ),
+        (
+            of(published=Published(peak_gb=20.0), with_context_gib=10.0),
+            {"whole GB": (20.0, 10.73741824)},
+        ),
         (of(published=Published(peak_gb=20.0)), {}),
         (of(Outcome.OOM, Published(tokens_per_s=9.0)), {"outcome": ("ok", "oom")}),
         (of(published=Published(outcome="oom"), **NUMBERS), {"outcome": ("oom", "ok")}),
         (of(Outcome.CRASH), {}),
     ],
 )
-def test_what_was_published_is_compared_number_by_number(made: ConfigResult, pairs: dict[str, Any]) -> None:
+def test_what_was_published_is_compared_number_by_number(
+    made: ConfigResult, pairs: dict[str, Any]
+) -> None:
     assert made.against() == pairs
 
 
@@ -152,7 +201,9 @@ def test_a_row_says_everything_in_words() -> None:
 
 
 def test_what_was_published_is_summed_up() -> None:
-    """Two verdicts of four are definite, one of them wrong; the speed of one of two lies in its interval."""
+    """Two verdicts of four are definite, one of them wrong; the speed of one of two lies in its
+    interval.
+    """
     span = {"interval": (1000.0, 1200.0)}
     found = [
         of(published=Published(tokens_per_s=1150.0, peak_gib=10.0), **span, **NUMBERS),
@@ -163,7 +214,8 @@ def test_what_was_published_is_summed_up() -> None:
         of(**span, **NUMBERS),
     ]
     assert agreement(found) == (
-        "Against what was published: 4 verdicts, of which 1 wrong and 2 too close to tell; 2 speeds, of which 1 in "
+        "Against what was published: 4 verdicts, of which 1 wrong and 2 too close to tell; 2"
+        " speeds, of which 1 in "
         "their interval; memory 10.0% off in the median and 10.0% at worst."
     )
     assert agreement(found[-2:]) == agreement([]) == ""
@@ -189,7 +241,14 @@ def probe(tmp_path: Path) -> Any:
         prober: Any = worker
         try:
             found = probe_configs(
-                made, TASK, prober, store, tmp_path, memory_gib=80.0, say=said.append, should_stop=should_stop
+                made,
+                TASK,
+                prober,
+                store,
+                tmp_path,
+                memory_gib=80.0,
+                say=said.append,
+                should_stop=should_stop,
             )
         finally:
             store.close()
@@ -198,17 +257,26 @@ def probe(tmp_path: Path) -> Any:
     return run
 
 
-CASES = tuple(NamedConfig(name=f"of {size}", knobs={"micro_batch_size": size}, accumulation=5) for size in (1, 2, 4))
+CASES = tuple(
+    NamedConfig(name=f"of {size}", knobs={"micro_batch_size": size}, accumulation=5)
+    for size in (1, 2, 4)
+)
 
 
-def test_each_case_is_probed_once_with_the_steps_of_a_confirmation(probe: Probe, tmp_path: Path) -> None:
+def test_each_case_is_probed_once_with_the_steps_of_a_confirmation(
+    probe: Probe, tmp_path: Path
+) -> None:
     found, worker, said = probe(spec(*CASES, headroom=0.1, seed=7))
     assert [one.case.name for one in found] == ["of 1", "of 2", "of 4"]
     assert said == [f"{one.case.name}: {one.config.label()}" for one in found]
     for request in worker.requests:
         assert (request.micro_steps, request.min_timed_s, request.device) == (4, 2.0, "cpu")
         assert (request.memory_gib, request.headroom, request.seed) == (80.0, 0.1, 7)
-        assert (request.trainer, request.weights, request.model) == ("transformers", None, TASK.model.config)
+        assert (request.trainer, request.weights, request.model) == (
+            "transformers",
+            None,
+            TASK.model.config,
+        )
     data = json.loads((tmp_path / "suite.json").read_text())
     assert [row["name"] for row in data] == ["of 1", "of 2", "of 4"]
     assert data[0]["config"] == found[0].config.as_dict() and data[0]["published"] == {}
@@ -235,7 +303,9 @@ def test_a_suite_that_is_stopped_keeps_what_it_has(probe: Probe, tmp_path: Path)
     def cancel(request: ProbeRequest) -> ProbeResult:
         raise Cancelled
 
-    found, _, said = probe(spec(CASES[0], NamedConfig(name="new", knobs={"seq_len": 64}), CASES[1]), cancel)
+    found, _, said = probe(
+        spec(CASES[0], NamedConfig(name="new", knobs={"seq_len": 64}), CASES[1]), cancel
+    )
     assert len(found) == 1 and len(said) == 2
 
 
@@ -245,8 +315,14 @@ def test_what_cannot_be_probed_is_not(probe: Probe) -> None:
         NamedConfig(name="two", knobs={"num_gpus": 2, "sharding": "fsdp2"}),
     )
     found, worker, _ = probe(spec(*odd, CASES[0]))
-    assert [one.verdict for one in found] == ["not predicted", "refused", "fits"] and len(worker.requests) == 1
-    assert found[0].reason == "its base is of GPTQ" and found[1].reason and "autotune run --gpus" in found[1].reason
+    assert [one.verdict for one in found] == ["not predicted", "refused", "fits"] and len(
+        worker.requests
+    ) == 1
+    assert (
+        found[0].reason == "its base is of GPTQ"
+        and found[1].reason
+        and "autotune run --gpus" in found[1].reason
+    )
 
 
 def test_a_model_may_differ_from_the_catalogues(probe: Probe) -> None:
@@ -261,17 +337,25 @@ def test_a_model_may_differ_from_the_catalogues(probe: Probe) -> None:
         ({"quantization_config": {}}, "already quantised"),
         ({"hidden_size": "wide"}, "no positive integer hidden_size"),
         ({"num_hidden_layer": 2}, "'num_hidden_layer'; did you mean 'num_hidden_layers'"),
-        ({"rope_parameters": {"rope_thet": 2.0}}, "'rope_parameters.rope_thet'; did you mean 'rope_parameters.rope_th"),
+        (
+            {"rope_parameters": {"rope_thet": 2.0}},
+            "'rope_parameters.rope_thet'; did you mean 'rope_parameters.rope_th",
+        ),
     ],
 )
-def test_overrides_are_checked_like_a_config_of_somebody_else(overrides: dict[str, Any], said: str) -> None:
+def test_overrides_are_checked_like_a_config_of_somebody_else(
+    overrides: dict[str, Any], said: str
+) -> None:
     with pytest.raises(UsageError, match=said):
         list(cases(spec(NamedConfig(name="odd", model_overrides=overrides)), TASK))
 
 
 def test_overrides_name_no_kernels() -> None:
     """An attention implementation may be a Hub repository whose code transformers would run."""
-    odd = NamedConfig(name="odd", model_overrides={"attn_implementation": "somebody/kernels", "_name_or_path": "x"})
+    odd = NamedConfig(
+        name="odd",
+        model_overrides={"attn_implementation": "somebody/kernels", "_name_or_path": "x"},
+    )
     ((_, _, task),) = cases(spec(odd), TASK)
     assert task.model.config == TASK.model.config and task.model.weights is None
 
@@ -284,5 +368,8 @@ def test_a_case_that_the_model_or_trainer_cannot_do_is_refused(probe: Probe) -> 
 
     found, worker, _ = probe(spec(*CASES[:2], CASES[2]), answer)
     assert [one.outcome for one in found] == [Outcome.OK, Outcome.REFUSED, Outcome.OK]
-    assert found[1].reason == "this model has no such layers" and found[1].evidence is Evidence.MEASURED
+    assert (
+        found[1].reason == "this model has no such layers"
+        and found[1].evidence is Evidence.MEASURED
+    )
     assert len(worker.requests) == 3

@@ -19,9 +19,14 @@ MIDDLE = TrainConfig(micro_batch_size=4, checkpointing="full", lora_rank=16)
 
 
 def differing(config: TrainConfig, other: TrainConfig) -> set[str]:
-    """The knobs in which two configurations differ, without those that packing and quantization take with them."""
+    """The knobs in which two configurations differ, without those that packing and quantization
+    take with them.
+    """
     found = {name for name, _ in config.as_dict().items() ^ other.as_dict().items()}
-    enabled = {"packing": {"padding", "group_by_length", "packed_attention"}, "compile": {"padding"}}
+    enabled = {
+        "packing": {"padding", "group_by_length", "packed_attention"},
+        "compile": {"padding"},
+    }
     enabled |= {"quantization": {"double_quant", "kbit_preparation"}}
     return found - set().union(*(others for knob, others in enabled.items() if knob in found))
 
@@ -35,16 +40,26 @@ def test_neighbours_in_a_huge_space_differ_in_one_knob_and_reach_every_knob() ->
     space = SearchSpace.load("everything")
     best = TrainConfig(micro_batch_size=16, seq_len=1024)
     assert space.size() > 20_000_000
-    found = without_budget(space.config(chosen) for chosen in neighbours(space, best, {best.digest}))
+    found = without_budget(
+        space.config(chosen) for chosen in neighbours(space, best, {best.digest})
+    )
     assert all(len(differing(config, best)) == 1 for config in found)
-    wanted = {knob.name for knob in space.knobs if knob.is_active(space.clip(best)) and len(knob.choices()) > 1}
+    wanted = {
+        knob.name
+        for knob in space.knobs
+        if knob.is_active(space.clip(best)) and len(knob.choices()) > 1
+    }
     assert set[str]().union(*(differing(config, best) for config in found)) >= wanted
 
 
 def test_configurations_two_edits_away_follow_once_all_nearer_ones_were_tried() -> None:
     space = SearchSpace.load("everything")
     best = TrainConfig(micro_batch_size=16, seq_len=1024)
-    seen = {space.config(chosen).digest for distance in (0, 1) for chosen in at_distance(space, best, distance)}
+    seen = {
+        space.config(chosen).digest
+        for distance in (0, 1)
+        for chosen in at_distance(space, best, distance)
+    }
     found = without_budget(space.config(chosen) for chosen in neighbours(space, best, seen))
     assert len(found) > 400 and max(len(differing(config, best)) for config in found) == 2
 

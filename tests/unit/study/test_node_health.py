@@ -1,4 +1,6 @@
-"""Is a node like the others: what of a reading counts, against the median of the fleet, and what is reported of it."""
+"""Is a node like the others: what of a reading counts, against the median of the fleet, and what is
+reported of it.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +29,14 @@ def test_a_reading_is_of_the_median_micro_batch_with_what_the_driver_tells() -> 
         throttle_reasons=("software thermal",),
         num_samples=9,
     )
-    reading = NodeReading.of(measurement(0.5, 20.0, micro_step_s=(0.5, 0.51, 3.0), telemetry=reported))
-    assert (reading.micro_s, reading.reserved_gib, reading.temperature_c) == (0.51, pytest.approx(20.4), 81.0)
+    reading = NodeReading.of(
+        measurement(0.5, 20.0, micro_step_s=(0.5, 0.51, 3.0), telemetry=reported)
+    )
+    assert (reading.micro_s, reading.reserved_gib, reading.temperature_c) == (
+        0.51,
+        pytest.approx(20.4),
+        81.0,
+    )
     assert reading.about == "1005 MHz, 312 W, 81 C, slowed down by software thermal"
     silent = NodeReading.of(measurement(telemetry=None))
     assert (silent.temperature_c, silent.about) == (None, "")
@@ -89,10 +97,17 @@ def request(config: TrainConfig) -> ProbeRequest:
     return ProbeRequest(config=config, model={}, memory_gib=80.0)
 
 
-def node(session: Session, tmp_path: Path, answers: Answers = SOUND, *, timed: bool = True) -> NodeMonitor:
+def node(
+    session: Session, tmp_path: Path, answers: Answers = SOUND, *, timed: bool = True
+) -> NodeMonitor:
     prober: Any = ReplayProber(answers)
     return NodeMonitor(
-        prober, session.store, session.study.trials.selection, request, timed=timed, log=tmp_path / "node.log"
+        prober,
+        session.store,
+        session.study.trials.selection,
+        request,
+        timed=timed,
+        log=tmp_path / "node.log",
     )
 
 
@@ -110,7 +125,9 @@ def test_a_node_like_the_others_is_reported_nothing(start: Start, tmp_path: Path
     assert len(session.study.trials.rows) == 1  # a reading is no trial
 
 
-def test_a_reading_is_of_the_baseline_timed_for_as_long_as_a_finalist(start: Start, tmp_path: Path) -> None:
+def test_a_reading_is_of_the_baseline_timed_for_as_long_as_a_finalist(
+    start: Start, tmp_path: Path
+) -> None:
     asked: list[ProbeRequest] = []
 
     def sound(request: ProbeRequest) -> ProbeResult:
@@ -121,7 +138,9 @@ def test_a_reading_is_of_the_baseline_timed_for_as_long_as_a_finalist(start: Sta
     assert [(one.rung, one.min_timed_s) for one in asked] == [(Rung.NODE, 2.0)]
 
 
-def test_a_node_apart_is_reported_in_what_and_is_no_measure_of_the_next(start: Start, tmp_path: Path) -> None:
+def test_a_node_apart_is_reported_in_what_and_is_no_measure_of_the_next(
+    start: Start, tmp_path: Path
+) -> None:
     session = begun(start)
     slow = node(session, tmp_path, altered(micro_step_s=1.2))
     (reason,) = slow.check()
@@ -129,7 +148,8 @@ def test_a_node_apart_is_reported_in_what_and_is_no_measure_of_the_next(start: S
     assert node(session, tmp_path).check() == []
     assert slow.check() == [reason]
     assert [one.notes for one in readings(session)] == [(reason,), (), (reason,)]
-    assert node(session, tmp_path, altered(micro_step_s=1.2), timed=False).check() == []  # processors are shared
+    # processors are shared
+    assert node(session, tmp_path, altered(micro_step_s=1.2), timed=False).check() == []
 
 
 def test_a_node_on_which_the_baseline_fails_is_apart(start: Start, tmp_path: Path) -> None:
@@ -144,7 +164,9 @@ def test_without_a_baseline_there_is_nothing_to_look_at(start: Start, tmp_path: 
     assert node(session, tmp_path).check() == [] and readings(session) == []
 
 
-def test_a_node_is_looked_at_now_and_then(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_is_looked_at_now_and_then(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = node(begun(start), tmp_path)
     assert not made.is_due()
     later = node_health.time.monotonic() + node_health.CHECK_EVERY_S
@@ -154,7 +176,9 @@ def test_a_node_is_looked_at_now_and_then(start: Start, tmp_path: Path, monkeypa
     assert not made.is_due()
 
 
-def test_a_node_is_looked_at_every_ten_minutes(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_is_looked_at_every_ten_minutes(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [1000.0]
     monkeypatch.setattr(node_health.time, "monotonic", lambda: now[0])
     made = node(start(began=1000.0), tmp_path)
@@ -171,7 +195,10 @@ def test_a_node_that_has_worked_may_be_warm(start: Start, tmp_path: Path) -> Non
         def answer(request: ProbeRequest) -> ProbeResult:
             found = SOUND(request)
             assert found.measurement is not None
-            return replace(found, measurement=replace(found.measurement, telemetry=Telemetry(temperature_c=celsius)))
+            return replace(
+                found,
+                measurement=replace(found.measurement, telemetry=Telemetry(temperature_c=celsius)),
+            )
 
         return answer
 

@@ -1,4 +1,6 @@
-"""A study that compares several numbers of GPUs: each has a best, and the cheapest that ends in time wins."""
+"""A study that compares several numbers of GPUs: each has a best, and the cheapest that ends in
+time wins.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -31,7 +33,11 @@ SPACE = SPACE.divide(32).condition("sharding", "num_gpus", (2, 4))
 
 def rate(config: TrainConfig) -> float:
     """Of one rank."""
-    return by_tokens(config) * EFFICIENCY[config.num_gpus] * (0.8 if config.sharding == "fsdp2" else 1.0)
+    return (
+        by_tokens(config)
+        * EFFICIENCY[config.num_gpus]
+        * (0.8 if config.sharding == "fsdp2" else 1.0)
+    )
 
 
 def study(start: Start, within_hours: float | None = None, limit_gib: float = 100.0) -> Session:
@@ -47,12 +53,17 @@ def recipe_of(session: Session) -> Recipe:
 
 def test_without_a_deadline_the_fewest_gpu_hours_win(start: Start) -> None:
     recipe = recipe_of(study(start))
-    best = [(one.config.num_gpus, one.config.micro_batch_size, one.config.sharding) for one in recipe.by_gpus]
+    best = [
+        (one.config.num_gpus, one.config.micro_batch_size, one.config.sharding)
+        for one in recipe.by_gpus
+    ]
     assert best == [(1, 32, "none"), (2, 16, "ddp"), (4, 8, "ddp")]  # what divides 32 rows
     assert {one.config.checkpointing for one in recipe.by_gpus} == {"none"}
     assert recipe.config.num_gpus == 1 and recipe.reason.startswith("the cheapest above the floors")
     speeds = [one.performance.tokens_per_second for one in recipe.by_gpus]
-    assert speeds == pytest.approx([one.config.num_gpus * rate(one.config) for one in recipe.by_gpus])
+    assert speeds == pytest.approx(
+        [one.config.num_gpus * rate(one.config) for one in recipe.by_gpus]
+    )
     assert [one.cost.usd_per_hour for one in recipe.by_gpus] == [2.0, 4.0, 8.0]
     assert {cell.config.num_gpus for cell in recipe.cells} == {1}
 
@@ -60,7 +71,10 @@ def test_without_a_deadline_the_fewest_gpu_hours_win(start: Start) -> None:
 def test_the_cheapest_that_ends_in_time_wins(start: Start) -> None:
     """256,000 tokens take one GPU 194 s, two 118 s and four 84 s."""
     recipe = recipe_of(study(start, within_hours=150 / 3600))
-    assert recipe.config.num_gpus == 2 and "the cheapest that ends within 2 min 30 s above" in recipe.reason
+    assert (
+        recipe.config.num_gpus == 2
+        and "the cheapest that ends within 2 min 30 s above" in recipe.reason
+    )
     assert [one.config.num_gpus for one in recipe.by_gpus] == [1, 2, 4]
     assert not any("ends within" in caveat for caveat in recipe.caveats)
     assert recipe.speedup == pytest.approx(2 * rate(recipe.config) / rate(recipe.baseline.config))  # type: ignore[union-attr]
@@ -74,9 +88,13 @@ def test_the_cheapest_that_ends_in_time_wins(start: Start) -> None:
 
 def test_where_nothing_ends_in_time_the_fastest_wins_and_is_late(start: Start) -> None:
     recipe = recipe_of(study(start, within_hours=60 / 3600))
-    assert recipe.config.num_gpus == 4 and recipe.reason.startswith("the fastest, since none ends within 1 min, above")
+    assert recipe.config.num_gpus == 4 and recipe.reason.startswith(
+        "the fastest, since none ends within 1 min, above"
+    )
     assert any("nothing that was tried ends within 1 min" in caveat for caveat in recipe.caveats)
-    assert describe.gpu_choices(on_other_numbers(recipe), recipe.within_hours)[2].endswith("none is known")
+    assert describe.gpu_choices(on_other_numbers(recipe), recipe.within_hours)[2].endswith(
+        "none is known"
+    )
 
 
 def test_no_slack_is_worth_a_deadline(start: Start) -> None:
@@ -87,7 +105,8 @@ def test_no_slack_is_worth_a_deadline(start: Start) -> None:
     task = subject_of(ranks, within_hours=32 * 32 * 256 / 1000 / 3600)
     assert task.score(high, 999.0) * (1 + 1.0) < task.score(low, 1000.1)
     four = replace(high, num_gpus=4, micro_batch_size=8)
-    assert task.score(four, 999.0) < task.score(high, 999.5)  # the fastest of those that are late is the best
+    # the fastest of those that are late is the best
+    assert task.score(four, 999.0) < task.score(high, 999.5)
 
 
 def test_pauses_count_for_the_deadline(start: Start) -> None:
@@ -96,17 +115,23 @@ def test_pauses_count_for_the_deadline(start: Start) -> None:
     def slow_to_save(request: ProbeRequest) -> ProbeResult:
         answer = machine(rate=rate, limit_gib=100.0)(request)
         assert answer.measurement is not None
-        return replace(answer, measurement=replace(answer.measurement, evaluation_s=1.0, checkpoint_s=60.0))
+        return replace(
+            answer, measurement=replace(answer.measurement, evaluation_s=1.0, checkpoint_s=60.0)
+        )
 
     task = subject_of(SPACE, within_hours=220 / 3600, price=PRICE, world=World.FAKE, device=LINKED)
     session = whole(start, slow_to_save, task=task)
     recipe = recipe_of(session)
     alone = recipe.by_gpus[0]
     assert alone.cost.full_run_hours > 220 / 3600 > alone.cost.full_run_hours - 60 / 3600
-    assert recipe.config.num_gpus == 2 and not any("ends within" in caveat for caveat in recipe.caveats)
+    assert recipe.config.num_gpus == 2 and not any(
+        "ends within" in caveat for caveat in recipe.caveats
+    )
 
 
-def test_each_number_is_searched_in_its_share_of_the_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_number_is_searched_in_its_share_of_the_time(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from autotune.study import loop
 
     session = start(machine(rate=rate, limit_gib=100.0), task=subject_of(SPACE), budget_s=3000.0)
@@ -128,10 +153,20 @@ def test_a_choice_divides_the_batch_however_it_was_made() -> None:
     for chosen in (*SPACE.enumerate(), *SPACE.sample(50)):
         assert 32 % (chosen["num_gpus"] * chosen["micro_batch_size"]) == 0
         assert SPACE.config(chosen).micro_batch_size == chosen["micro_batch_size"]
-    assert SPACE.size() == len({SPACE.config(chosen) for chosen in SPACE.enumerate()}) == 2 * (3 + 2 * 2 + 2)
-    sampled = {"num_gpus": 4, "sharding": "ddp", "micro_batch_size": 32, "seq_len": 256, "lora_rank": 16}
+    assert (
+        SPACE.size()
+        == len({SPACE.config(chosen) for chosen in SPACE.enumerate()})
+        == 2 * (3 + 2 * 2 + 2)
+    )
+    sampled = {
+        "num_gpus": 4,
+        "sharding": "ddp",
+        "micro_batch_size": 32,
+        "seq_len": 256,
+        "lora_rank": 16,
+    }
     assert SPACE.config(sampled).micro_batch_size == 8
     assert SPACE.clip(TrainConfig(num_gpus=2, micro_batch_size=32))["micro_batch_size"] == 16
-    assert SearchSpace.of(micro_batch_size=[2, 4]).divide(6).clip(TrainConfig(micro_batch_size=4)) == {
-        "micro_batch_size": 2
-    }
+    assert SearchSpace.of(micro_batch_size=[2, 4]).divide(6).clip(
+        TrainConfig(micro_batch_size=4)
+    ) == {"micro_batch_size": 2}

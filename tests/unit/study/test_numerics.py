@@ -1,4 +1,6 @@
-"""Number formats are held against the reference by their losses, where real weights let them tell."""
+"""Number formats are held against the reference by their
+losses, where real weights let them tell.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,8 +16,15 @@ from tests.helpers.factories import measurement
 from tests.helpers.replay import machine
 from tests.helpers.sessions import Session, Start, by_tokens, space, subject_of, whole
 
-ALL_8BIT = space(micro_batch_size=(4, 8), seq_len=(256,), lora_rank=(16,), optimizer=("adamw_8bit",))
-SMALLER = space(micro_batch_size=(4, 8), seq_len=(256,), lora_rank=(16,), optimizer=("adamw_torch_fused", "adamw_8bit"))
+ALL_8BIT = space(
+    micro_batch_size=(4, 8), seq_len=(256,), lora_rank=(16,), optimizer=("adamw_8bit",)
+)
+SMALLER = space(
+    micro_batch_size=(4, 8),
+    seq_len=(256,),
+    lora_rank=(16,),
+    optimizer=("adamw_torch_fused", "adamw_8bit"),
+)
 
 
 @pytest.mark.parametrize(
@@ -25,7 +34,10 @@ SMALLER = space(micro_batch_size=(4, 8), seq_len=(256,), lora_rank=(16,), optimi
         ({"precision": "fp32", "optimizer": "adamw_torch"}, ""),
         ({"quantization": "nf4"}, ""),  # another base, which is told apart elsewhere
         ({"precision": "fp16_mixed"}, "fp16_mixed"),
-        ({"precision": "bf16_pure", "optimizer": "paged_adamw_8bit"}, "bf16_pure and paged_adamw_8bit"),
+        (
+            {"precision": "bf16_pure", "optimizer": "paged_adamw_8bit"},
+            "bf16_pure and paged_adamw_8bit",
+        ),
         ({"precision": "bf16_pure", "optimizer": "adafactor"}, "bf16_pure"),
     ],
 )
@@ -39,7 +51,10 @@ def test_what_is_in_question(knobs: dict[str, Any], doubtful: str) -> None:
 
 def test_the_reference_keeps_the_optimizer_or_is_none() -> None:
     """Two algorithms apart would say nothing of their number formats."""
-    for optimizer, wanted in (("adafactor", "adafactor"), ("paged_adamw_8bit", "adamw_torch_fused")):
+    for optimizer, wanted in (
+        ("adafactor", "adafactor"),
+        ("paged_adamw_8bit", "adamw_torch_fused"),
+    ):
         reference = reference_of(TrainConfig(optimizer=optimizer), bf16=True)
         assert reference is not None and reference.optimizer == wanted
     assert in_question(TrainConfig(optimizer="lion_8bit")) == "lion_8bit"
@@ -59,7 +74,14 @@ def test_the_reference_takes_the_same_batches() -> None:
     )
     reference, plain = (reference_of(config, bf16=bf16) for bf16 in (True, False))
     assert reference is not None and plain is not None
-    for name in ("micro_batch_size", "seq_len", "lora_rank", "packing", "attention", "quantization"):
+    for name in (
+        "micro_batch_size",
+        "seq_len",
+        "lora_rank",
+        "packing",
+        "attention",
+        "quantization",
+    ):
         assert getattr(reference, name) == getattr(config, name)
     assert (reference.precision, plain.precision) == ("bf16_mixed", "fp32")
 
@@ -71,7 +93,9 @@ def test_deviation_is_of_shared_micro_batches() -> None:
 
 
 def test_losses_below_and_above_the_reference_do_not_cancel_out() -> None:
-    assert deviation(measurement(losses=(1.8, 2.2)), measurement(losses=(2.0, 2.0))) == pytest.approx(0.1)
+    assert deviation(
+        measurement(losses=(1.8, 2.2)), measurement(losses=(2.0, 2.0))
+    ) == pytest.approx(0.1)
 
 
 def test_the_reference_of_products_of_eight_bits_is_plain_and_recomputes_all() -> None:
@@ -85,25 +109,32 @@ def test_the_reference_of_products_of_eight_bits_is_plain_and_recomputes_all() -
         loss="chunked",
     )
     assert in_question(config) == "fp8 and adamw_8bit"
-    assert reference_of(config, bf16=True) == TrainConfig(micro_batch_size=2, checkpointing="full", padding="bucket")
+    assert reference_of(config, bf16=True) == TrainConfig(
+        micro_batch_size=2, checkpointing="full", padding="bucket"
+    )
 
 
 def with_losses(off: float) -> Callable[[ProbeRequest], ProbeResult]:
     """8-bit state is twice as fast here, and its losses are `off` the reference's."""
     answers = machine(
-        limit_gib=100.0, rate=lambda one: by_tokens(one) * (2.0 if one.optimizer.endswith("8bit") else 1.0)
+        limit_gib=100.0,
+        rate=lambda one: by_tokens(one) * (2.0 if one.optimizer.endswith("8bit") else 1.0),
     )
 
     def answer(request: ProbeRequest) -> ProbeResult:
         result = answers(request)
         factor = 1 + off * request.config.optimizer.endswith("8bit")
         losses = tuple(loss * factor for loss in (3.0, 2.9, 2.8, 2.7))
-        return replace(result, measurement=result.measurement and replace(result.measurement, losses=losses))
+        return replace(
+            result, measurement=result.measurement and replace(result.measurement, losses=losses)
+        )
 
     return answer
 
 
-def session_of(start: Start, off: float, choices: SearchSpace = SMALLER, *, weights: bool = True) -> Session:
+def session_of(
+    start: Start, off: float, choices: SearchSpace = SMALLER, *, weights: bool = True
+) -> Session:
     task = subject_of(choices)
     if weights:
         task = replace(task, model=replace(task.model, weights="/weights"))
@@ -121,14 +152,22 @@ def test_losses_that_are_far_off_are_an_outcome_and_no_winner(start: Start) -> N
     assert "nothing is in question" in recipe.numerics
     dropped = [caveat for caveat in recipe.caveats if "adamw_8bit" in caveat]
     assert dropped and all("its losses are 4.0% off" in caveat for caveat in dropped)
-    outcomes = [row.result.outcome for row in session.store.of_study("one") if row.result.rung is Rung.CONFIRM]
+    outcomes = [
+        row.result.outcome
+        for row in session.store.of_study("one")
+        if row.result.rung is Rung.CONFIRM
+    ]
     assert Outcome.NUMERICS in outcomes
     confirmed = [one.config for one in session.prober.requests if one.rung is Rung.CONFIRM]
     assert not any(config.optimizer == "adamw_8bit" for config in confirmed)
 
     task = session.study.trials.task
-    again = start(with_losses(2 * BOUND), task=task, trials=6).summary().recipe  # a later session knows it
-    assert again is not None and (again.winner.config, again.numerics) == (recipe.winner.config, recipe.numerics)
+    # a later session knows it
+    again = start(with_losses(2 * BOUND), task=task, trials=6).summary().recipe
+    assert again is not None and (again.winner.config, again.numerics) == (
+        recipe.winner.config,
+        recipe.numerics,
+    )
 
 
 @pytest.mark.parametrize("choices", [SMALLER, ALL_8BIT], ids=["searched too", "measured apart"])
@@ -169,8 +208,13 @@ def test_a_reference_that_does_not_fit_leaves_it_unknown(start: Start) -> None:
 
 
 def test_who_joins_in_the_second_round_is_compared_too(start: Start) -> None:
-    """The favourite comes through its first confirmation, and not the second; what is next has other losses."""
-    answers, favourite = with_losses(2 * BOUND), TrainConfig(micro_batch_size=8, seq_len=256, lora_rank=16)
+    """The favourite comes through its first confirmation, and not the second; what is next has
+    other losses.
+    """
+    answers, favourite = (
+        with_losses(2 * BOUND),
+        TrainConfig(micro_batch_size=8, seq_len=256, lora_rank=16),
+    )
     confirmed: list[TrainConfig] = []
 
     def answer(request: ProbeRequest) -> ProbeResult:
@@ -178,7 +222,9 @@ def test_who_joins_in_the_second_round_is_compared_too(start: Start) -> None:
         if request.config == favourite and result.measurement is not None:
             quick = tuple(micro / 4 for micro in result.measurement.micro_step_s)
             steps = tuple(step / 4 for step in result.measurement.step_s)
-            result = replace(result, measurement=replace(result.measurement, micro_step_s=quick, step_s=steps))
+            result = replace(
+                result, measurement=replace(result.measurement, micro_step_s=quick, step_s=steps)
+            )
         if request.rung is Rung.CONFIRM:
             confirmed.append(request.config)
             if request.config == favourite and confirmed.count(favourite) == 2:

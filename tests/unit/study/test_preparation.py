@@ -18,10 +18,14 @@ from tests.unit.problem.test_target import card
 
 
 def spec(**changes: Any) -> StudySpec:
-    return StudySpec(**{"model": "demo-3m", "gpu": "cpu", "study": "mine", "storage": "sqlite:///a.db"} | changes)
+    return StudySpec(
+        **{"model": "demo-3m", "gpu": "cpu", "study": "mine", "storage": "sqlite:///a.db"} | changes
+    )
 
 
-def test_reading_the_dataset_does_not_count_against_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_the_dataset_does_not_count_against_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A clock that stands still except while the setup, which reads the dataset, takes 100 s."""
     monkeypatch.chdir(tmp_path)
     now = 5.0
@@ -47,7 +51,10 @@ def test_reading_the_dataset_does_not_count_against_the_budget(tmp_path: Path, m
         {"gpus": 2, "workers": 2},
         {"gpus": 2, "quality": True},
         {"gpus": 2, "ray": "auto"},
-        *({"configs": (NamedConfig(name="a"),), option: True} for option in ("quality", "verify", "shallow_only")),
+        *(
+            {"configs": (NamedConfig(name="a"),), option: True}
+            for option in ("quality", "verify", "shallow_only")
+        ),
     ],
     ids=str,
 )
@@ -73,8 +80,15 @@ def test_one_gpu_plays_a_rank_where_too_few_share_out_a_training(
     without_formula = {"gpus": 4, "model": "falcon-h1-1.5b"}
     for asked in ({"gpus": 4}, {"gpus": 2, "play_ranks": True}, without_formula):
         task = prepare_session(spec(**({"model": "mistral-7b"} | asked)), said.append).task
-        assert (task.numbers_of_gpus, task.probing_gpus, task.plays_ranks) == ((asked["gpus"],), 1, True)
-        assert said.pop() == f"one GPU plays a rank of {asked['gpus']}: memory is measured, speeds are projected"
+        assert (task.numbers_of_gpus, task.probing_gpus, task.plays_ranks) == (
+            (asked["gpus"],),
+            1,
+            True,
+        )
+        assert (
+            said.pop()
+            == f"one GPU plays a rank of {asked['gpus']}: memory is measured, speeds are projected"
+        )
         assert task.search_price == task.price
 
 
@@ -84,7 +98,10 @@ def test_one_gpu_plays_a_rank_where_too_few_share_out_a_training(
         ({"play_ranks": True}, "one GPU has no ranks"),
         ({"gpus": 4, "verify": True}, "a rank is played on one of 2"),
         ({"gpus": 4, "gpu": "rtx-4090"}, "nobody published how fast"),
-        ({"gpus": 4, "pins": {"sharding": "fsdp2", "offload": True}}, "whose model waits in the host's memory"),
+        (
+            {"gpus": 4, "pins": {"sharding": "fsdp2", "offload": True}},
+            "whose model waits in the host's memory",
+        ),
     ],
     ids=str,
 )
@@ -100,13 +117,22 @@ def test_a_rank_is_played_only_where_its_speed_can_be_projected(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_session_is_resolved_and_its_directory_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_is_resolved_and_its_directory_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     plan = prepare_session(spec(budget="90s", workers=3, out="here"))
-    assert (plan.budget_s, plan.cards, plan.out, plan.url) == (90.0, [None, None], tmp_path / "here", "sqlite:///a.db")
+    assert (plan.budget_s, plan.cards, plan.out, plan.url) == (
+        90.0,
+        [None, None],
+        tmp_path / "here",
+        "sqlite:///a.db",
+    )
     assert (plan.study, plan.task.model.name, plan.task.device.kind) == ("mine", "demo-3m", "cpu")
     assert (plan.out / "logs").is_dir() and plan.started > 0 and plan.preparation_s >= 0
-    adjusted = prepare_session(spec(), adjust=lambda setup: replace(setup, task=replace(setup.task, study="another")))
+    adjusted = prepare_session(
+        spec(), adjust=lambda setup: replace(setup, task=replace(setup.task, study="another"))
+    )
     assert adjusted.study == "another" and adjusted.out == tmp_path / "runs" / "another"
     monkeypatch.setattr("autotune.study.storage.database.network_drive", lambda url: "nfs")
     assert prepare_session(spec()).cards == []  # alone on a network drive
@@ -114,7 +140,9 @@ def test_a_session_is_resolved_and_its_directory_made(tmp_path: Path, monkeypatc
         prepare_session(spec(workers=2))
 
 
-def test_a_study_without_a_name_gets_one_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_without_a_name_gets_one_that_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     names = []
     for _ in range(3):
@@ -122,12 +150,16 @@ def test_a_study_without_a_name_gets_one_that_is_free(tmp_path: Path, monkeypatc
         names.append(plan.study)
         Optimizer.create(plan.url, plan.study, plan.task.space, seed=0).close()
     assert names == [names[0], f"{names[0]}-2", f"{names[0]}-3"]
-    suite = prepare_session(spec(study=None, configs=(NamedConfig(name="a"),), pins={"lora_rank": 16}))
+    suite = prepare_session(
+        spec(study=None, configs=(NamedConfig(name="a"),), pins={"lora_rank": 16})
+    )
     assert suite.study == f"{names[0]}-suite" and suite.spec.pins == {"lora_rank": 16}
     assert suite.task.space.choices("lora_rank") != (16,)  # pins are of the cases, not of the space
 
 
-def test_what_is_missing_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_found_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(worker_group, "find_spec", lambda name: None)
     monkeypatch.setattr("autotune.core.nvml.visible", list)

@@ -41,7 +41,8 @@ def test_more_capable_within_the_slack_wins():
     able = scored(100.0, lora_rank=64)
     assert choose([fast, able], 0.05) is able
     assert why(able, [fast, able], 0.05, RANKS, ()) == (
-        "it is more capable: lora_rank 64 instead of 16, optimizer adamw_torch_fused instead of adamw_8bit, "
+        "it is more capable: lora_rank 64 instead of 16, optimizer adamw_torch_fused instead of"
+        " adamw_8bit, "
         "for 4.0% more cost than the cheapest (slack 5%)"
     )
     assert choose([fast, able], 0.03) is fast
@@ -56,10 +57,14 @@ def test_the_slack_is_a_share_of_the_cost():
 
 
 def test_a_tenth_of_free_memory_is_worth_the_slack():
-    tight, roomy = scored(100.0, free_fraction=0.02), scored(99.0, free_fraction=0.31, checkpointing="every_2")
+    tight, roomy = (
+        scored(100.0, free_fraction=0.02),
+        scored(99.0, free_fraction=0.31, checkpointing="every_2"),
+    )
     assert choose([tight, roomy], 0.05) is roomy
     assert why(roomy, [tight, roomy], 0.05, RANKS, ()) == (
-        "it leaves more memory free, for 1.0% more cost than the cheapest (slack 5%); nothing more capable was tried"
+        "it leaves more memory free, for 1.0% more cost than the cheapest (slack 5%); nothing more"
+        " capable was tried"
     )
     assert choose([tight, scored(99.0, free_fraction=0.04, micro_batch_size=4)], 0.05) is tight
     for free_fraction, is_roomy in ((0.1, True), (0.0999, False)):
@@ -74,7 +79,9 @@ def test_more_free_memory_than_that_is_worth_no_speed():
         scored(98.0, free_fraction=0.6, micro_batch_size=4),
     )
     for fastest in (scored(100.0, free_fraction=0.3), scored(100.0, free_fraction=0.6)):
-        assert choose([replace(fastest, config=TrainConfig(lora_rank=8)), large, small], 0.05) is large
+        assert (
+            choose([replace(fastest, config=TrainConfig(lora_rank=8)), large, small], 0.05) is large
+        )
 
 
 @pytest.mark.parametrize(
@@ -101,7 +108,9 @@ def test_a_tie_in_speed_goes_to_what_needs_less_memory(score, noise, free, rank,
 def test_of_equals_none_wins_whose_host_sets_the_pace():
     """It needs less memory, but whatever else the host does makes it slower."""
     steady, hosted = scored(100.0, 0.3, micro_batch_size=4), scored(100.5, 0.6, micro_batch_size=1)
-    steady, hosted = (replace(one, noise=0.02, host_bound=one is hosted) for one in (steady, hosted))
+    steady, hosted = (
+        replace(one, noise=0.02, host_bound=one is hosted) for one in (steady, hosted)
+    )
     assert choose([steady, hosted], 0.05) is steady
     assert why(steady, [steady, hosted], 0.05, RANKS, ()) == (
         "the host does not set its pace, at no measurable cost; nothing more capable was tried"
@@ -117,7 +126,9 @@ def test_of_equals_none_wins_whose_host_sets_the_pace():
 
 @pytest.mark.parametrize(("fastest_of_slow", "tied"), [(-0.04, True), (-0.01, False)])
 def test_long_steps_on_a_busy_machine_tie_with_nothing_that_is_faster_in_all(fastest_of_slow, tied):
-    """3 % slower within 20 % of noise, but by long steps alone: no step was as fast as the other's slowest."""
+    """3 % slower within 20 % of noise, but by long steps alone: no step was as fast as the other's
+    slowest.
+    """
     fast = replace(scored(100.0, 0.3, micro_batch_size=16), noise=0.01, spread=(-0.005, 0.01))
     slow = replace(scored(97.0, 0.6), noise=0.2, spread=(fastest_of_slow, 0.8))
     assert slow.ties(fast) is fast.ties(slow) is tied
@@ -137,11 +148,15 @@ def test_nobody_wins_an_empty_list():
         ({"lora_rank": 32}, 100.0),  # nor than what is chosen already
         ({"lora_rank": 64}, 97.0),  # as capable as that: faster than that is enough
         ({"lora_rank": 128}, 100.0 / 1.05),  # more capable: within the slack is enough
-        ({"lora_rank": 64, "free_fraction": 0.5}, 100.0 / 1.05),  # or as capable, and leaves more free
+        # or as capable, and leaves more free
+        ({"lora_rank": 64, "free_fraction": 0.5}, 100.0 / 1.05),
     ],
 )
 def test_what_a_candidate_must_beat(candidate, bar):
-    others = [scored(speed, 0.05, lora_rank=rank) for speed, rank in ((100.0, 16), (97.0, 64), (94.0, 256))]
+    others = [
+        scored(speed, 0.05, lora_rank=rank)
+        for speed, rank in ((100.0, 16), (97.0, 64), (94.0, 256))
+    ]
     candidate = {"free_fraction": 0.05} | candidate
     need = to_beat(scored(0.0, **candidate), others, 0.05)
     assert need == pytest.approx(bar)
@@ -153,6 +168,9 @@ def test_what_a_candidate_must_beat(candidate, bar):
 
 def test_a_knob_is_raised_whether_or_not_the_file_names_its_kind(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text("version: 1\nknobs:\n  lora_rank: {values: [16, 32, 64]}\n  micro_batch_size: {values: [1, 8]}\n")
+    path.write_text(
+        "version: 1\nknobs:\n  lora_rank: {values: [16, 32, 64]}\n"
+        "  micro_batch_size: {values: [1, 8]}\n"
+    )
     raised = more_capable(SearchSpace.load(str(path)), TrainConfig(lora_rank=16))
     assert [config.lora_rank for config in raised] == [64, 32]

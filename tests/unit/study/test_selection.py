@@ -69,13 +69,21 @@ def test_of_what_nothing_is_known_nothing_is_open() -> None:
         (SearchSpace.load("full"), "full", None, 1024, [8, 4, 2, 1]),
         (SearchSpace.load("cpu"), "lora", 16, 256, [8, 4, 2, 1]),
         (SearchSpace.load("lora").pin("micro_batch_size", 32), "lora", 16, 1024, [32]),
-        (SearchSpace.load("lora").pin("micro_batch_size", 3).pin("lora_rank", 64), "lora", 64, 1024, [3]),
+        (
+            SearchSpace.load("lora").pin("micro_batch_size", 3).pin("lora_rank", 64),
+            "lora",
+            64,
+            1024,
+            [3],
+        ),
     ],
 )
 def test_baselines_are_clipped_to_the_space_and_halved(space, method, rank, length, sizes):
     found = replace(SUBJECT, space=space).baselines
     assert [config.micro_batch_size for config in found] == sizes
-    assert {(config.method, config.lora_rank, config.seq_len) for config in found} == {(method, rank, length)}
+    assert {(config.method, config.lora_rank, config.seq_len) for config in found} == {
+        (method, rank, length)
+    }
 
 
 def test_the_baseline_is_the_largest_that_was_measured():
@@ -92,7 +100,12 @@ def test_the_baseline_is_the_largest_that_was_measured():
 def test_finalists_are_the_likely_winner_and_the_fastest():
     made = Selection(replace(SUBJECT, floors=Floors(slack=0.05)))
     able = TrainConfig(lora_rank=64)
-    for config, micro_s in ((SLOW, 1.0), (FAST, 0.5), (able, 0.51), (replace(FAST, compile="per_layer"), 0.505)):
+    for config, micro_s in (
+        (SLOW, 1.0),
+        (FAST, 0.5),
+        (able, 0.51),
+        (replace(FAST, compile="per_layer"), 0.505),
+    ):
         add_measured(made, config, steady(micro_s))
     assert made.finalists(2) == [able, FAST]
     assert made.finalists(9) == [able, FAST, replace(FAST, compile="per_layer"), SLOW]
@@ -113,7 +126,9 @@ def test_the_recipe():
     assert recipe.accumulation == 4
     assert recipe.winner.performance.step_time_s == pytest.approx(2.0)
     assert recipe.winner.cost.full_run_hours == pytest.approx(100 * 2.0 / 3600)
-    assert recipe.winner.cost.full_run_usd == pytest.approx(100 * 2.0 / 3600 * SUBJECT.price.usd_per_hour)
+    assert recipe.winner.cost.full_run_usd == pytest.approx(
+        100 * 2.0 / 3600 * SUBJECT.price.usd_per_hour
+    )
     assert recipe.winner.cost.kwh == pytest.approx(0.65 * 100 * 2.0 / 3600)
     assert [cost.examples for cost in recipe.by_examples] == [10_000, 50_000, 100_000]
     assert recipe.caveats == ()
@@ -170,7 +185,8 @@ def test_a_dropped_configuration_is_out_and_named():
     recipe = made.recipe(FINGERPRINT)
     assert recipe.winner.config == SLOW
     assert recipe.caveats == (
-        "lora r16 8x1024 bf16_mixed ckpt-none adamw_torch_fused succeeded in the search but failed its confirmation: "
+        "lora r16 8x1024 bf16_mixed ckpt-none adamw_torch_fused succeeded in the search but failed"
+        " its confirmation: "
         "out of memory in save",
     )
     made.reject(SLOW, "x")
@@ -209,12 +225,16 @@ def test_a_confirmation_with_shorter_steps_is_not_off():
     assert made.recipe(FINGERPRINT).caveats == ()
 
 
-@pytest.mark.parametrize(("share", "percent"), [(None, None), (0.79, None), (0.8, "80%"), (1.3, "100%")])
+@pytest.mark.parametrize(
+    ("share", "percent"), [(None, None), (0.79, None), (0.8, "80%"), (1.3, "100%")]
+)
 def test_a_host_that_sets_the_pace_is_reported(share, percent):
     made = confirmed()
     made.confirm(FAST, steady(0.5, host_share=share))
     recipe = made.recipe(FINGERPRINT)
-    assert [percent in one and FAST.label() in one for one in recipe.caveats] == [True] * (percent is not None)
+    assert [percent in one and FAST.label() in one for one in recipe.caveats] == [True] * (
+        percent is not None
+    )
     assert all("the host sets the pace" in one for one in recipe.caveats)
 
 
@@ -228,7 +248,9 @@ def test_what_is_within_the_noise_is_not_reported_apart():
     made.confirm(SLOW, steady(1.0))
     assert made.noise(FAST) == pytest.approx(0.1 * (2 / 3) ** 0.5)
     assert made.noise(rival) == 0.0
-    assert made.recipe(FINGERPRINT).caveats == (f"not distinguishable in speed from {rival.label()}",)
+    assert made.recipe(FINGERPRINT).caveats == (
+        f"not distinguishable in speed from {rival.label()}",
+    )
 
 
 def test_a_tie_goes_to_less_memory_and_is_named():
@@ -239,7 +261,10 @@ def test_a_tie_goes_to_less_memory_and_is_named():
         made.confirm(config, steady(micro_s, peak_reserved_gib=peak))
     recipe = made.recipe(FINGERPRINT)
     assert recipe.winner.config == small
-    assert recipe.reason == "it leaves more memory free, at no measurable cost; nothing more capable was tried"
+    assert (
+        recipe.reason
+        == "it leaves more memory free, at no measurable cost; nothing more capable was tried"
+    )
     assert recipe.caveats == (f"not distinguishable in speed from {large.label()}",)
 
 
@@ -274,12 +299,17 @@ def test_noise_of_what_was_never_measured():
     ],
 )
 def test_a_winner_that_the_floors_forbid_unless_nothing_else_fits(precisions, floors, said):
-    space = SearchSpace.of(method="full", seq_len=1024, micro_batch_size=[1, 2], precision=list(precisions))
+    space = SearchSpace.of(
+        method="full", seq_len=1024, micro_batch_size=[1, 2], precision=list(precisions)
+    )
     made = Selection(replace(SUBJECT, space=space, floors=floors))
     pure = TrainConfig(method="full", lora_rank=None, precision="bf16_pure", micro_batch_size=2)
     add_measured(made, pure, steady(0.5))
     made.confirm(pure, steady(0.5))
-    caveat = "precision bf16_pure: no fp32 master weights; searched because nothing else fits (--allow-pure-bf16)"
+    caveat = (
+        "precision bf16_pure: no fp32 master weights; searched because nothing else fits"
+        " (--allow-pure-bf16)"
+    )
     assert (caveat in made.recipe(FINGERPRINT).caveats) is said
 
 
@@ -296,11 +326,16 @@ def test_assumptions_are_reported():
 
 
 def test_whoever_leads_may_win():
-    """Micro batches of 16, 8 and 4: each step down costs a little speed, and the first leaves memory tight."""
+    """Micro batches of 16, 8 and 4: each step down costs a little speed, and the first leaves
+    memory tight.
+    """
     made = Selection(SUBJECT)
     for size, speed, free in ((16, 1000.0, 0.02), (8, 990.0, 0.5), (4, 970.0, 0.67)):
         config = replace(FAST, micro_batch_size=size)
-        made.confirm(config, steady(size * 1024 / speed, limit_gib=100.0, peak_reserved_gib=100.0 * (1 - free)))
+        made.confirm(
+            config,
+            steady(size * 1024 / speed, limit_gib=100.0, peak_reserved_gib=100.0 * (1 - free)),
+        )
     leader = made.leader()
     assert leader is not None and leader.micro_batch_size == 8
     assert made.may_win(leader)
@@ -320,7 +355,8 @@ def test_the_start_is_what_worker_model_and_first_step_took_the_first_time() -> 
     selection, slow = Selection(SUBJECT), TrainConfig(compile="per_layer")
     selection.add_result(begun(PLAIN, start=14.0, load=6.0, first_step=4.04))
     selection.add_result(begun(slow, load=0.5, first_step=22.04))
-    selection.add_result(begun(slow, load=0.5, first_step=5.04))  # by then compiled code lay on disk
+    # by then compiled code lay on disk
+    selection.add_result(begun(slow, load=0.5, first_step=5.04))
     assert selection.startup_s(PLAIN) == pytest.approx(14 + 6 + 2)
     assert selection.startup_s(slow) == pytest.approx(14 + 6 + 20)
     assert selection.startup_s(TrainConfig(seq_len=64)) is None
@@ -363,13 +399,20 @@ def test_a_confirmation_that_succeeds_counts_with_its_start() -> None:
         (Outcome.TIMEOUT, None, "timeout", True),
     ],
 )
-def test_a_confirmation_that_fails_is_out_except_for_a_baseline_that_fits(config, outcome, reason, said, fits):
+def test_a_confirmation_that_fails_is_out_except_for_a_baseline_that_fits(
+    config, outcome, reason, said, fits
+):
     made = confirmed()
     assert not made.add_confirmation(result(config, outcome, reason=reason))
-    assert made.caveats == [f"{config.label()} succeeded in the search but failed its confirmation: {said}"]
+    assert made.caveats == [
+        f"{config.label()} succeeded in the search but failed its confirmation: {said}"
+    ]
     compared = fits and config == SLOW
     assert bool(made.record(config).best_known) is compared
-    assert config not in [scored.config for scored in made.pool()] and made.record(config).cannot_win is compared
+    assert (
+        config not in [scored.config for scored in made.pool()]
+        and made.record(config).cannot_win is compared
+    )
 
 
 def test_the_largest_peak_of_its_confirmations_says_whether_a_configuration_is_tight():
@@ -390,10 +433,15 @@ def test_the_largest_peak_of_its_confirmations_says_whether_a_configuration_is_t
     ],
 )
 def test_a_rival_may_win_if_noise_favours_it(speed, noise, may_win):
-    made, rival = Selection(replace(SUBJECT, floors=Floors(slack=0.0))), replace(FAST, compile="per_layer")
+    made, rival = (
+        Selection(replace(SUBJECT, floors=Floors(slack=0.0))),
+        replace(FAST, compile="per_layer"),
+    )
     micro_s = FAST.tokens / speed
     made.confirm(FAST, steady(FAST.tokens / 1000.0))
-    made.confirm(rival, steady(micro_s, step_s=(2 * micro_s * (1 - noise), 2 * micro_s * (1 + noise))))
+    made.confirm(
+        rival, steady(micro_s, step_s=(2 * micro_s * (1 - noise), 2 * micro_s * (1 + noise)))
+    )
     assert made.may_win(FAST) and made.may_win(rival) is may_win
     assert not Selection(SUBJECT).may_win(FAST)
 
@@ -434,13 +482,16 @@ def test_a_card_that_was_hot_is_doubtful_and_one_at_its_power_limit_is_not():
     for reasons in (("hardware thermal", "power cap"), ("a brake", "hardware thermal")):
         made.confirm(FAST, steady(0.5, telemetry=Telemetry(throttle_reasons=reasons)))
     made.confirm(FAST, steady(0.5, telemetry=None))
-    made.confirm(SLOW, steady(1.0, telemetry=Telemetry(throttle_reasons=("sync boost",))))  # it did not win
+    # it did not win
+    made.confirm(SLOW, steady(1.0, telemetry=Telemetry(throttle_reasons=("sync boost",))))
     assert made.recipe(FINGERPRINT).caveats == (
         "the card was slowed down while it was measured: a brake, hardware thermal",
     )
 
 
-@pytest.mark.parametrize(("again_s", "off"), [(0.486, False), (0.485, True), (0.515, False), (0.516, True)])
+@pytest.mark.parametrize(
+    ("again_s", "off"), [(0.486, False), (0.485, True), (0.515, False), (0.516, True)]
+)
 def test_a_search_within_three_percent_is_not_off(again_s, off):
     assert bool(confirmed(again_s).recipe(FINGERPRINT).caveats) is off
 
@@ -451,7 +502,9 @@ WEIGHTS = replace(SUBJECT, model=replace(SUBJECT.model, weights="/weights"))
 COARSE = replace(FAST, optimizer="adamw_8bit")
 
 
-def compared(losses: tuple[float, ...], wanted: tuple[float, ...] | None, task: Task = WEIGHTS) -> Selection:
+def compared(
+    losses: tuple[float, ...], wanted: tuple[float, ...] | None, task: Task = WEIGHTS
+) -> Selection:
     """COARSE with these losses, where the reference has those (None: it failed)."""
     made = Selection(task)
     add_measured(made, COARSE, steady(0.5, losses=losses))
@@ -464,7 +517,8 @@ def compared(losses: tuple[float, ...], wanted: tuple[float, ...] | None, task: 
 def test_losses_off_by_more_than_two_percent_are_unsound():
     made = compared((3.0, 2.1), (3.0, 2.0))
     assert made.unsound(COARSE) == (
-        "its losses are 2.5% off those of bf16 under autocast (fp32 where there is none) and 32-bit optimizer state "
+        "its losses are 2.5% off those of bf16 under autocast (fp32 where there is none) and 32-bit"
+        " optimizer state "
         "(at most 2%)"
     )
     assert made.missing_reference(COARSE) is None and made.unsound(FAST) is None
@@ -477,7 +531,9 @@ def test_losses_off_by_more_than_two_percent_are_unsound():
 def test_the_reference_is_in_the_best_format_that_the_card_has(device, precision):
     task = replace(WEIGHTS, device=resolve_device(device))
     reference = Selection(task).missing_reference(COARSE)
-    assert reference == replace(COARSE, optimizer="adamw_torch_fused", precision=precision, checkpointing="full")
+    assert reference == replace(
+        COARSE, optimizer="adamw_torch_fused", precision=precision, checkpointing="full"
+    )
     assert Selection(task).missing_reference(FAST) is None
     assert Selection(SUBJECT).missing_reference(COARSE) is None
 
@@ -486,9 +542,21 @@ def test_the_reference_is_in_the_best_format_that_the_card_has(device, precision
     ("made", "config", "said"),
     [
         (compared((3.0,), (1.0,)), FAST, "nothing is in question: bf16 under autocast"),
-        (compared((3.0,), (1.0,), SUBJECT), COARSE, "unknown: the weights are random, so that the loss tells nothing"),
-        (compared((3.0,), None), COARSE, "unknown: adamw_8bit was not compared with bf16 under autocast"),
-        (compared((3.0, 2.1), (3.0, 2.0)), COARSE, "with adamw_8bit the losses are 2.50% off those of bf16 under"),
+        (
+            compared((3.0,), (1.0,), SUBJECT),
+            COARSE,
+            "unknown: the weights are random, so that the loss tells nothing",
+        ),
+        (
+            compared((3.0,), None),
+            COARSE,
+            "unknown: adamw_8bit was not compared with bf16 under autocast",
+        ),
+        (
+            compared((3.0, 2.1), (3.0, 2.0)),
+            COARSE,
+            "with adamw_8bit the losses are 2.50% off those of bf16 under",
+        ),
     ],
 )
 def test_what_is_known_of_number_formats_is_said(made, config, said):
@@ -503,14 +571,21 @@ def test_what_is_known_of_number_formats_is_said(made, config, said):
 
 def extrapolated(made: Selection, config: TrainConfig, micro_s: float, error: float = 0.0) -> None:
     found = steady(micro_s, time_error=error)
-    made.add_result(result(config, Outcome.SLOW, measurement=found, evidence=Evidence.EXTRAPOLATED, seconds={}))
+    made.add_result(
+        result(config, Outcome.SLOW, measurement=found, evidence=Evidence.EXTRAPOLATED, seconds={})
+    )
 
 
 def test_close_calls_are_those_that_may_win_and_the_best_of_other_cells_within_the_slack():
-    """FAST was measured at 0.5 s for eight rows. Rows of twice the length are another result cell."""
+    """FAST was measured at 0.5 s for eight rows.
+
+    Rows of twice the length are another result cell.
+    """
     made = selection()
     assert Selection(SUBJECT).close_calls() == [] == made.close_calls()
-    near, far, noisy = (replace(FAST, compile="per_layer", attention=one) for one in ("sdpa", "eager", "sdpa_cudnn"))
+    near, far, noisy = (
+        replace(FAST, compile="per_layer", attention=one) for one in ("sdpa", "eager", "sdpa_cudnn")
+    )
     longer, too_long = replace(FAST, seq_len=2048), replace(FAST, seq_len=4096)
     able, less = replace(FAST, lora_rank=64, micro_batch_size=4), replace(FAST, lora_rank=8)
     extrapolated(made, near, 0.505, 0.015)
@@ -537,15 +612,22 @@ def test_a_baseline_that_was_only_extrapolated_is_still_compared_with():
     made.confirm(FAST, steady(0.5))
     recipe = made.recipe(FINGERPRINT)
     assert recipe.baseline.config == SLOW
-    assert (recipe.winner.evidence, recipe.speedup_evidence) == (Evidence.MEASURED, Evidence.EXTRAPOLATED)
-    assert recipe.caveats == ("the baseline was not probed at full depth: the speed-up rests on a few layers of it",)
+    assert (recipe.winner.evidence, recipe.speedup_evidence) == (
+        Evidence.MEASURED,
+        Evidence.EXTRAPOLATED,
+    )
+    assert recipe.caveats == (
+        "the baseline was not probed at full depth: the speed-up rests on a few layers of it",
+    )
     made.confirm(SLOW, steady(1.0))
     recipe = made.recipe(FINGERPRINT)
     assert recipe.speedup_evidence is Evidence.MEASURED and recipe.caveats == ()
 
 
 def test_who_was_extrapolated_and_not_pruned_may_win():
-    """No time was left to measure it: it is a finalist, and the winner where the study ends there."""
+    """No time was left to measure it: it is a finalist, and the
+    winner where the study ends there.
+    """
     made, near = Selection(SUBJECT), replace(FAST, compile="per_layer")
     add_measured(made, SLOW, steady(1.0))
     made.add_result(result(near, measurement=steady(0.4), evidence=Evidence.EXTRAPOLATED))
@@ -566,7 +648,10 @@ def test_who_was_extrapolated_and_not_pruned_may_win():
     ],
 )
 def test_who_was_extrapolated_rivals_what_is_confirmed_slower(again_s, error, rival, wins):
-    """FAST was ahead in the search, with 0.39 s. What was extrapolated to 0.4 s may not have been confirmed in time."""
+    """FAST was ahead in the search, with 0.39 s.
+
+    What was extrapolated to 0.4 s may not have been confirmed in time.
+    """
     made, near = Selection(SUBJECT), replace(FAST, compile="per_layer")
     add_measured(made, FAST, steady(0.39))
     found = steady(0.4, time_error=error)
@@ -593,11 +678,18 @@ def test_with_a_deadline_only_confirmations_know_what_pauses_take():
 
 
 @pytest.mark.parametrize(("micro_s", "wins"), [(0.475, False), (0.46, True)])
-def test_what_is_more_capable_and_confirmed_stays_unless_the_other_is_beyond_the_slack_for_certain(micro_s, wins):
-    """FAST was confirmed with 0.5 s. Without its rank, 0.475 s would be 5.3 % faster, and uncertain by 2.5 %."""
+def test_what_is_more_capable_and_confirmed_stays_unless_the_other_is_beyond_the_slack_for_certain(
+    micro_s, wins
+):
+    """FAST was confirmed with 0.5 s.
+
+    Without its rank, 0.475 s would be 5.3 % faster, and uncertain by 2.5 %.
+    """
     made, less = Selection(SUBJECT), replace(FAST, lora_rank=8)
     add_measured(made, FAST, steady(0.45))
-    made.add_result(result(less, measurement=steady(micro_s, time_error=0.025), evidence=Evidence.EXTRAPOLATED))
+    made.add_result(
+        result(less, measurement=steady(micro_s, time_error=0.025), evidence=Evidence.EXTRAPOLATED)
+    )
     made.confirm(FAST, steady(0.5))
     assert made.recipe(FINGERPRINT).winner.config == (less if wins else FAST)
 
@@ -615,7 +707,9 @@ def test_whether_the_host_sets_the_pace_of_a_projection_is_unknown():
     add_measured(made, FAST, steady(0.5, host_share=0.9))
     assert made.is_host_bound(FAST)
     made.task = replace(
-        made.task, carried=SpeedTransfer(products=0.5, bytes=0.4, error=0.1), measured_on=resolve_device("h100")
+        made.task,
+        carried=SpeedTransfer(products=0.5, bytes=0.4, error=0.1),
+        measured_on=resolve_device("h100"),
     )
     assert not made.is_host_bound(FAST)
 
@@ -632,7 +726,9 @@ def test_what_cannot_win_is_pruned_with_the_speed_that_it_needs(error, kept):
 
 
 @pytest.mark.parametrize(("host_share", "kept"), [(0.7, True), (0.9, False)])
-def test_a_prediction_that_needs_less_memory_may_equal_the_best_unless_its_host_sets_the_pace(host_share, kept):
+def test_a_prediction_that_needs_less_memory_may_equal_the_best_unless_its_host_sets_the_pace(
+    host_share, kept
+):
     """FAST does 8 rows in 0.5 s and takes 20.4 GiB. One row in 0.063 s is 1 % slower."""
     made, config = selection(), replace(FAST, micro_batch_size=1)
     found = steady(0.063, peak_reserved_gib=10.0, host_share=host_share)
@@ -640,19 +736,27 @@ def test_a_prediction_that_needs_less_memory_may_equal_the_best_unless_its_host_
 
 
 def test_a_prediction_that_leaves_room_beats_what_is_tight():
-    """FAST takes 97 of 100 GiB: what leaves a tenth free wins within the slack of 5 %, at 0.52 s for 0.5."""
+    """FAST takes 97 of 100 GiB: what leaves a tenth free wins within the slack of 5 %, at 0.52 s
+    for 0.5.
+    """
     made, config = Selection(SUBJECT), replace(FAST, compile="per_layer")
     add_measured(made, FAST, steady(0.5, peak_reserved_gib=97.0, limit_gib=100.0))
     for peak, kept in ((89.0, True), (91.0, False)):
-        prediction = Extrapolation(measurement=steady(0.52, peak_reserved_gib=peak, limit_gib=100.0))
+        prediction = Extrapolation(
+            measurement=steady(0.52, peak_reserved_gib=peak, limit_gib=100.0)
+        )
         assert (made.prune_reason(config, prediction) is None) is kept
 
 
 def test_evidence_is_projected_where_another_card_probed():
     made = selection()
-    assert (made.candidate(FAST).evidence, made.candidate(FAST).memory_evidence) == (Evidence.MEASURED,) * 2
+    assert (made.candidate(FAST).evidence, made.candidate(FAST).memory_evidence) == (
+        Evidence.MEASURED,
+    ) * 2
     made.task = replace(
-        made.task, carried=SpeedTransfer(products=0.5, bytes=0.4, error=0.1), measured_on=resolve_device("h100")
+        made.task,
+        carried=SpeedTransfer(products=0.5, bytes=0.4, error=0.1),
+        measured_on=resolve_device("h100"),
     )
     best = made.recipe(FINGERPRINT).winner
     assert (best.evidence, best.cost.evidence, best.memory_evidence) == (
@@ -661,11 +765,17 @@ def test_evidence_is_projected_where_another_card_probed():
         Evidence.MEASURED,
     )
     assert best.cost.kwh is None  # the power was that of the other card
-    caveat = next(one for one in made.recipe(FINGERPRINT).caveats if one.startswith("probed on h100"))
+    caveat = next(
+        one for one in made.recipe(FINGERPRINT).caveats if one.startswith("probed on h100")
+    )
     assert "products 0.5 times as fast, memory 0.4 times" in caveat
     bare = Selection(SUBJECT)
     extrapolated(bare, FAST, 0.5)
-    assert bare.candidate(FAST).evidence is bare.candidate(FAST).memory_evidence is Evidence.EXTRAPOLATED
+    assert (
+        bare.candidate(FAST).evidence
+        is bare.candidate(FAST).memory_evidence
+        is Evidence.EXTRAPOLATED
+    )
 
 
 def test_a_study_cut_short_before_its_likely_winner_was_confirmed():
@@ -673,11 +783,15 @@ def test_a_study_cut_short_before_its_likely_winner_was_confirmed():
     made = selection()
     made.confirm(SLOW, steady(1.0))
     recipe = made.recipe(FINGERPRINT)
-    assert recipe.winner.config == FAST and recipe.caveats[-1].startswith("the winner was not measured a second time")
+    assert recipe.winner.config == FAST and recipe.caveats[-1].startswith(
+        "the winner was not measured a second time"
+    )
 
 
 @pytest.mark.parametrize(("again_s", "wins"), [(0.9, True), (1.01, True), (1.1, False)])
-def test_what_is_confirmed_slower_than_a_baseline_that_was_not_confirmed_does_not_win(again_s, wins):
+def test_what_is_confirmed_slower_than_a_baseline_that_was_not_confirmed_does_not_win(
+    again_s, wins
+):
     """The machine was busy when FAST was measured again, and no time was left for the baseline."""
     made = selection()
     for _ in range(2):
@@ -687,11 +801,15 @@ def test_what_is_confirmed_slower_than_a_baseline_that_was_not_confirmed_does_no
     assert recipe.speedup == pytest.approx(1.0 / again_s if wins else 1.0)
     assert recipe.differs is (again_s == 0.9)
     if not wins:
-        assert recipe.caveats == ("the winner was not measured a second time: the study was cut short",)
+        assert recipe.caveats == (
+            "the winner was not measured a second time: the study was cut short",
+        )
 
 
 def test_a_baseline_that_was_pruned_wins_over_what_is_confirmed_slower_if_that_is_certain():
-    """It was extrapolated at 1 s, with an error, and given up since FAST needed 0.5 s by the search."""
+    """It was extrapolated at 1 s, with an error, and given up since FAST needed 0.5 s by the
+    search.
+    """
     for error, winner in ((0.01, SLOW), (0.15, FAST)):
         made = Selection(SUBJECT)
         add_measured(made, FAST, steady(0.5))
@@ -701,7 +819,10 @@ def test_a_baseline_that_was_pruned_wins_over_what_is_confirmed_slower_if_that_i
 
 
 def test_a_winner_is_not_slower_than_the_baseline_by_noise_alone():
-    """FAST frees more memory. A few steps of it are long: the others are 3 % slower than each of the baseline's."""
+    """FAST frees more memory.
+
+    A few steps of it are long: the others are 3 % slower than each of the baseline's.
+    """
     made = Selection(SUBJECT)
     again = {
         FAST: steady(1.03, step_s=(2.06, 2.06, 2.06, 4.0), peak_reserved_gib=10.0),
@@ -736,8 +857,17 @@ def test_the_start_without_weights_to_load_and_of_several_workers():
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("characters", ["the lengths of the examples are estimated from their characters, not counted"]),
-        ("summary", ["the lengths of the examples are log-normal, from mean and 99th percentile, not counted"]),
+        (
+            "characters",
+            ["the lengths of the examples are estimated from their characters, not counted"],
+        ),
+        (
+            "summary",
+            [
+                "the lengths of the examples are log-normal, from mean and 99th percentile, not"
+                " counted"
+            ],
+        ),
         ("counted", []),
     ],
 )
@@ -748,20 +878,28 @@ def test_lengths_that_were_not_counted_are_said_to_be(source, said):
 
 
 def test_padding_and_packing_are_said():
-    """1,600 examples each of 512 and 256 tokens, in rows of 1,024: two of one kind or four of the other in 1,200 rows.
+    """1,600 examples each of 512 and 256 tokens, in rows of 1,024: two of one kind or four of the
+    other in 1,200 rows.
 
     Eight rows have 21.3 examples, so that two micro batches come nearest to 32.
     """
-    mixed, packed = replace(GIVEN, lengths=Lengths.of([512, 256], "given")), replace(FAST, packing=True)
+    mixed, packed = (
+        replace(GIVEN, lengths=Lengths.of([512, 256], "given")),
+        replace(FAST, packing=True),
+    )
     made = selection(mixed)
     made.confirm(FAST, steady(0.5))
     (padding,) = made.recipe(FINGERPRINT).caveats
-    assert padding == "25% of the tokens of a row of 511 on average are padding, which tokens/s leave out"
+    assert (
+        padding
+        == "25% of the tokens of a row of 511 on average are padding, which tokens/s leave out"
+    )
     add_measured(made, packed, steady(0.5))
     made.confirm(packed, steady(0.5))
     (packing,) = made.recipe(FINGERPRINT).caveats
     assert packing == (
-        "rows are packed: 2.7 examples each on average, 100.0% of them filled; a step has 42.7 examples on average, "
+        "rows are packed: 2.7 examples each on average, 100.0% of them filled; a step has 42.7"
+        " examples on average, "
         "32 were asked for"
     )
 
@@ -773,7 +911,9 @@ def test_a_baseline_whose_pace_the_host_sets_is_reported_too():
     made = confirmed()
     made.confirm(SLOW, steady(1.0, host_share=0.9))
     (caveat,) = made.recipe(FINGERPRINT).caveats
-    assert caveat.startswith(f"the host sets the pace of {SLOW.label()}: issuing takes it 90% of the time")
+    assert caveat.startswith(
+        f"the host sets the pace of {SLOW.label()}: issuing takes it 90% of the time"
+    )
 
 
 def test_of_a_cell_whose_best_are_equal_the_measured_one_is_named():
@@ -799,7 +939,13 @@ def test_a_card_that_was_calibrated_is_named_where_speeds_are_projected():
         measured_on=resolve_device("h100"),
         calibration=card,
     )
-    (caveat,) = [one for one in made.recipe(FINGERPRINT).caveats if one.startswith("probed on h100-sxm with its")]
+    (caveat,) = [
+        one
+        for one in made.recipe(FINGERPRINT).caveats
+        if one.startswith("probed on h100-sxm with its")
+    ]
     assert f"by data sheets, h100-sxm {card.label} (products 0.5 times as fast" in caveat
     made.task = replace(made.task, calibration=calibration("a10"))  # of neither card
-    assert "speeds are projected by data sheets (products" in " ".join(made.recipe(FINGERPRINT).caveats)
+    assert "speeds are projected by data sheets (products" in " ".join(
+        made.recipe(FINGERPRINT).caveats
+    )

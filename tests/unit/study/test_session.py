@@ -1,4 +1,6 @@
-"""A process's part in a study, with recorded probes: what a leader keeps of it, who may join, and what ends it."""
+"""A process's part in a study, with recorded probes: what a leader keeps of it, who may join, and
+what ends it.
+"""
 
 import math
 import sqlite3
@@ -43,7 +45,13 @@ from autotune.study.session import (
 )
 from autotune.study.storage.leases import Leases, Worker
 from autotune.study.storage.optuna_storage import read_record
-from autotune.study.storage.study_record import Limits, ProbeTerms, StudyPhase, StudyRecord, update_record
+from autotune.study.storage.study_record import (
+    Limits,
+    ProbeTerms,
+    StudyPhase,
+    StudyRecord,
+    update_record,
+)
 from autotune.study.summary import Projections
 from tests.helpers.factories import FINGERPRINT, calibration, result
 from tests.helpers.layered import SHAPE, layered
@@ -96,8 +104,17 @@ URL = "sqlite:///a.db"
 
 def lead(said: list[str] | None = None, **options: Any) -> Leader:
     """Lead the study 'mine' as a process does."""
-    values = {"model": "demo-3m", "gpu": "cpu", "study": "mine", "storage": URL, "space": "space.yaml", "out": "out"}
-    spec = StudySpec(**(values | {"tokens_per_example": 256, "trials": 3, "budget": "1h"} | options))
+    values = {
+        "model": "demo-3m",
+        "gpu": "cpu",
+        "study": "mine",
+        "storage": URL,
+        "space": "space.yaml",
+        "out": "out",
+    }
+    spec = StudySpec(
+        **(values | {"tokens_per_example": 256, "trials": 3, "budget": "1h"} | options)
+    )
     plan = prepare_session(spec)
     lines: list[str] = [] if said is None else said
     with Session(plan.url, plan.out, plan.device, progress=TextProgress(lines.append)) as session:
@@ -130,16 +147,28 @@ def test_a_leader_keeps_the_record_of_its_study(tmp_path: Path) -> None:
     leader = lead(said)
     made = record()
     assert made.limits == Limits(budget_s=3600.0, trials=3, patience=40)
-    assert (made.phase, made.out, made.spec.storage, made.fingerprint) == ("ended", "out", None, FINGERPRINT)
+    assert (made.phase, made.out, made.spec.storage, made.fingerprint) == (
+        "ended",
+        "out",
+        None,
+        FINGERPRINT,
+    )
     assert 100 < made.terms.memory_gib < 200 and made.terms.headroom == 0.05
     assert (made.reserve_opened, made.shallow_only, made.too_short_for) == (False, False, ())
     assert 0 < made.wall_seconds < 60 and made.earlier_seconds == 0.0
-    assert said[:1] == ["starting the probe worker, which loads PyTorch"] and "resumed with 0" in said
-    assert [line for line in said if line.startswith("on trial")] == ["on trial 0", "on trial 1", "on trial 2"]
+    assert (
+        said[:1] == ["starting the probe worker, which loads PyTorch"] and "resumed with 0" in said
+    )
+    assert [line for line in said if line.startswith("on trial")] == [
+        "on trial 0",
+        "on trial 1",
+        "on trial 2",
+    ]
     assert len(leader.trials.rows) == 3 and leader.failure is None
     with closing(sqlite3.connect("a.db")) as database:
         query = "SELECT value_json FROM study_user_attributes WHERE key = 'schema_version'"
-        assert database.execute(query).fetchall() == [("2",)]  # another is refused by those who have this one
+        # another is refused by those who have this one
+        assert database.execute(query).fetchall() == [("2",)]
     assert Rung.CONFIRM in probed(leader) and leader.trials.selection.leader() is not None
     with closing(Leases(URL, "mine", Worker.here("cpu"))) as leases:
         assert leases.taken() == set() and set(leases.workers()) == {leases.name}  # it has left
@@ -153,8 +182,15 @@ def test_a_leader_says_what_the_speed_up_consists_of(recorded: type[Recorded]) -
     leader = lead(trials=8)
     summary = read_summary(record(), URL, nowhere)
     recipe, made = summary.recipe, summary.decomposition
-    assert recipe is not None and made is not None and recipe.config == leader.trials.selection.leader()
-    assert (made.winner, made.baseline) == (recipe.config, recipe.baseline and recipe.baseline.config)
+    assert (
+        recipe is not None
+        and made is not None
+        and recipe.config == leader.trials.selection.leader()
+    )
+    assert (made.winner, made.baseline) == (
+        recipe.config,
+        recipe.baseline and recipe.baseline.config,
+    )
     assert math.prod(one.factor for one in made.factors) == pytest.approx(recipe.speedup)
     by_name = {one.name: one.factor for one in made.factors}
     assert by_name == pytest.approx({"recomputation": 1 / 0.7, WHOLE: 1.0})
@@ -165,7 +201,10 @@ def test_a_later_session_goes_on_where_the_first_ended() -> None:
     first, said = record(), list[str]()
     leader = lead(said, trials=5)
     again = record()
-    assert "resumed with 3" in said and "3 trials are done already, 0 interrupted ones are queued again" in said
+    assert (
+        "resumed with 3" in said
+        and "3 trials are done already, 0 interrupted ones are queued again" in said
+    )
     assert [line for line in said if line.startswith("on trial")] == ["on trial 3", "on trial 4"]
     assert again.earlier_seconds == first.wall_seconds < again.wall_seconds
     assert len(leader.trials.rows) == 5 and not any("baseline:" in line for line in said)
@@ -225,7 +264,9 @@ def test_what_nothing_else_than_quantised_bases_fit_is_said_and_kept() -> None:
     Recorded.answers = staticmethod(machine(limit_gib=0.5, rate=by_tokens))
     said: list[str] = []
     leader = lead(said)
-    assert record().reserve_opened and {row.config.quantization for row in leader.trials.rows} == {"nf4"}
+    assert record().reserve_opened and {row.config.quantization for row in leader.trials.rows} == {
+        "nf4"
+    }
     assert any(line.startswith("nothing else fits, so these are searched too: ") for line in said)
     lead(trials=4)  # a later session knows it
     assert record().reserve_opened
@@ -244,7 +285,9 @@ def test_only_one_process_leads() -> None:
     other = replace(Worker.here("cpu", leads=True), host="another")
     with closing(Leases(URL, "mine", other)) as leases:
         leases._beat()
-        with pytest.raises(UsageError, match=f"study 'mine' is being run by process {other.pid} of another"):
+        with pytest.raises(
+            UsageError, match=f"study 'mine' is being run by process {other.pid} of another"
+        ):
             lead(trials=4)
 
 
@@ -257,7 +300,9 @@ def test_layers_that_cannot_be_left_out_exclude_shallow_only() -> None:
 
 
 @pytest.mark.parametrize(("layers", "rungs"), [(8, {Rung.SHALLOW}), (None, {Rung.FULL})])
-def test_an_explanation_is_kept_with_the_study_and_its_probes_apart(layers: int | None, rungs: set[Rung]) -> None:
+def test_an_explanation_is_kept_with_the_study_and_its_probes_apart(
+    layers: int | None, rungs: set[Rung]
+) -> None:
     lead()
     made = read_summary(record(), URL, nowhere)
     assert made.recipe is not None and made.recipe.baseline is not None and made.explanation is None
@@ -267,9 +312,9 @@ def test_an_explanation_is_kept_with_the_study_and_its_probes_apart(layers: int 
         stored = {row.result.rung for row in session.store.of_study("mine, explained")}
     assert record().ablation == found == read_summary(record(), URL, nowhere).explanation
     assert found.undone
-    assert stored - {Rung.FULL} == rungs - {Rung.FULL} and len(read_summary(record(), URL, nowhere).probes) == len(
-        made.probes
-    )
+    assert stored - {Rung.FULL} == rungs - {Rung.FULL} and len(
+        read_summary(record(), URL, nowhere).probes
+    ) == len(made.probes)
 
 
 # --- joining
@@ -285,7 +330,9 @@ def searching(**changes: Any) -> StudyRecord:
 
 
 def join(found: StudyRecord, said: list[str] | None = None, **options: Any) -> int:
-    with Session(URL, Path("helper"), "cpu", progress=TextProgress(([] if said is None else said).append)) as session:
+    with Session(
+        URL, Path("helper"), "cpu", progress=TextProgress(([] if said is None else said).append)
+    ) as session:
         return work(session, found, **options)
 
 
@@ -304,14 +351,19 @@ def test_a_worker_leaves_when_the_search_is_over() -> None:
 
 
 def test_a_worker_has_what_is_left_of_the_leaders_budget() -> None:
-    assert join(searching(wall_seconds=5000.0, earlier_seconds=1390.0)) == 0  # 3,610 s of this session's hour are over
+    # 3,610 s of this session's hour are over
+    assert join(searching(wall_seconds=5000.0, earlier_seconds=1390.0)) == 0
     assert join(searching(wall_seconds=5000.0, earlier_seconds=4000.0)) == 3
 
 
 def test_a_worker_of_another_kind_is_refused_unless_that_is_allowed() -> None:
     found = searching()
-    Recorded.fingerprint_here = replace(FINGERPRINT, driver="590.1", packages={**FINGERPRINT.packages, "torch": "2.9"})
-    with pytest.raises(EnvironmentProblem, match="this machine is not like the one that began the study"):
+    Recorded.fingerprint_here = replace(
+        FINGERPRINT, driver="590.1", packages={**FINGERPRINT.packages, "torch": "2.9"}
+    )
+    with pytest.raises(
+        EnvironmentProblem, match="this machine is not like the one that began the study"
+    ):
         join(found)
     assert join(found, allow_mixed=True) == 3
 
@@ -333,7 +385,9 @@ def test_a_node_that_needs_more_memory_is_refused_unless_that_is_allowed() -> No
 
 
 @pytest.mark.parametrize("allow_mixed", [False, True])
-def test_a_node_that_changes_is_noticed_later(monkeypatch: pytest.MonkeyPatch, allow_mixed: bool) -> None:
+def test_a_node_that_changes_is_noticed_later(
+    monkeypatch: pytest.MonkeyPatch, allow_mixed: bool
+) -> None:
     found, said, readings = searching(), list[str](), iter([[], ["it is slow"]])
     monkeypatch.setattr(session_module.NodeMonitor, "is_due", lambda self: True)
     monkeypatch.setattr(session_module.NodeMonitor, "check", lambda self: next(readings, []))
@@ -353,9 +407,12 @@ def test_a_study_is_waited_for_until_its_search_begins(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(session_module.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(session_module.time, "sleep", sleep)
-    with pytest.raises(UsageError, match="there is no study 'mine' in this database that could be joined"):
+    with pytest.raises(
+        UsageError, match="there is no study 'mine' in this database that could be joined"
+    ):
         await_study(URL, "mine", 7.0, said.append)
-    assert said == ["waiting 7.0 s at most for study 'mine' to begin"] and now == [108.0]  # it looks every 2 s
+    # it looks every 2 s
+    assert said == ["waiting 7.0 s at most for study 'mine' to begin"] and now == [108.0]
     with pytest.raises(UsageError):
         await_study(URL, "mine", 0.0, said.append)
     assert len(said) == 1 and now == [108.0]
@@ -388,8 +445,15 @@ MEMORY = {"NVIDIA A10": 22.5}
 
 
 def card(name: str = "NVIDIA H200", used_gib: float = 0.0) -> GpuInfo:
-    values: dict[str, Any] = {"index": 0, "uuid": "GPU-0", "compute_capability": "9.0", "driver": "580"}
-    return GpuInfo(**values, name=name, memory_gib=MEMORY.get(name, 140.4), used_gib=used_gib, processes=())
+    values: dict[str, Any] = {
+        "index": 0,
+        "uuid": "GPU-0",
+        "compute_capability": "9.0",
+        "driver": "580",
+    }
+    return GpuInfo(
+        **values, name=name, memory_gib=MEMORY.get(name, 140.4), used_gib=used_gib, processes=()
+    )
 
 
 @pytest.fixture
@@ -408,28 +472,40 @@ def test_a_device_is_required_by_its_product(cards: Callable[..., None]) -> None
     for found, here in (((card("NVIDIA A10"),), "a10"), ((), "no GPU")):
         cards(*found)
         assert require_device(cpu, "go") == "cpu"
-        with pytest.raises(EnvironmentProblem, match=f"the study is for h200-sxm, here is {here}") as caught:
+        with pytest.raises(
+            EnvironmentProblem, match=f"the study is for h200-sxm, here is {here}"
+        ) as caught:
             require_device(h200, "another card")
         assert caught.value.remedy == "another card"
 
 
-def test_a_row_of_the_users_own_may_be_of_the_card_that_is_here(cards: Callable[..., None], tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("memory: 140\nbf16_tflops: 900\nnvml_names: [NVIDIA H200]\n")
+def test_a_row_of_the_users_own_may_be_of_the_card_that_is_here(
+    cards: Callable[..., None], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "memory: 140\nbf16_tflops: 900\nnvml_names: [NVIDIA H200]\n"
+    )
     cards(card())
     assert require_device(resolve_device(str(tmp_path / "mine.yaml")), "go") == "cuda"
     with pytest.raises(EnvironmentProblem, match="the study is for card-140gb, here is h200-sxm"):
         require_device(resolve_device("memory=140,bf16_tflops=900"), "go")
 
 
-def test_a_worker_needs_the_memory_that_the_study_uses_of_each_card(cards: Callable[..., None]) -> None:
+def test_a_worker_needs_the_memory_that_the_study_uses_of_each_card(
+    cards: Callable[..., None],
+) -> None:
     """80 GiB of 140.4, of which half a GiB that others hold is ignored."""
     on_h200 = record_of()
-    stands_in = record_of(subject_of(device=resolve_device("a10"), measured_on=resolve_device("h200")))
+    stands_in = record_of(
+        subject_of(device=resolve_device("a10"), measured_on=resolve_device("h200"))
+    )
     for used_gib in (0.0, 60.8):
         cards(card(used_gib=used_gib))
         assert worker_device(on_h200) == worker_device(stands_in) == "cuda"
     cards(card(used_gib=61.0))
-    with pytest.raises(EnvironmentProblem, match=r"uses 80\.0 GiB of each card, and 79\.4 GiB of this one"):
+    with pytest.raises(
+        EnvironmentProblem, match=r"uses 80\.0 GiB of each card, and 79\.4 GiB of this one"
+    ):
         worker_device(on_h200)
     assert worker_device(record_of(subject_of(device=resolve_device("cpu")))) == "cpu"
 
@@ -457,7 +533,9 @@ def test_the_formula_is_asked_for_what_it_was_measured_with() -> None:
 
 
 def test_preparing_a_dataset_is_said_not_to_count() -> None:
-    plan = prepare_session(StudySpec(model="demo-3m", gpu="cpu", study="mine", storage=URL, space="space.yaml"))
+    plan = prepare_session(
+        StudySpec(model="demo-3m", gpu="cpu", study="mine", storage=URL, space="space.yaml")
+    )
     for dataset, notes in ((None, 0), ("a.jsonl", 1)):
         said: list[str] = []
         read = replace(plan, spec=replace(plan.spec, dataset=dataset), preparation_s=75.0)
@@ -468,10 +546,14 @@ def test_preparing_a_dataset_is_said_not_to_count() -> None:
 
 
 def test_memory_that_others_hold_is_said() -> None:
-    plan = prepare_session(StudySpec(model="demo-3m", gpu="cpu", study="mine", storage=URL, space="space.yaml"))
+    plan = prepare_session(
+        StudySpec(model="demo-3m", gpu="cpu", study="mine", storage=URL, space="space.yaml")
+    )
     for used_gib, notes in ((0.4, 0), (3.1, 1)):
         said: list[str] = []
-        shared = replace(plan, target=Target(device=resolve_device("h200"), card=card(used_gib=used_gib)))
+        shared = replace(
+            plan, target=Target(device=resolve_device("h200"), card=card(used_gib=used_gib))
+        )
         with Session(URL, plan.out, "cpu", progress=TextProgress(said.append)) as session:
             Leader(session, shared)
         assert ["others hold 3.10 GiB of this GPU: " in line for line in said].count(True) == notes
@@ -517,8 +599,14 @@ def fitted(before: Task | None, **changes: Any) -> Task:
 
 def test_a_later_session_converts_speeds_as_the_first_did() -> None:
     """Another calibration would make values of before and after not compare."""
-    stands_in: dict[str, Any] = {"device": resolve_device("a10"), "measured_on": resolve_device("h200")}
-    now, then = SpeedTransfer(products=0.5, bytes=0.4, error=0.1), SpeedTransfer(products=0.6, bytes=0.5, error=0.2)
+    stands_in: dict[str, Any] = {
+        "device": resolve_device("a10"),
+        "measured_on": resolve_device("h200"),
+    }
+    now, then = (
+        SpeedTransfer(products=0.5, bytes=0.4, error=0.1),
+        SpeedTransfer(products=0.6, bytes=0.5, error=0.2),
+    )
     before = subject_of(**stands_in, carried=then, calibration=calibration())
     again = fitted(before, **stands_in, carried=now)
     assert (again.carried, again.calibration) == (then, before.calibration)

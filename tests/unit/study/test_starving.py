@@ -1,4 +1,6 @@
-"""A search never starves: however slow the probes of whole models are, most of the budget is for candidates."""
+"""A search never starves: however slow the probes of whole models are, most of the budget is for
+candidates.
+"""
 
 import random
 from functools import partial
@@ -32,20 +34,28 @@ def long_tailed(folder: Path) -> str:
     return str(path)
 
 
-def searched(tmp_path: Path, model: str, space: str, budget_s: float, layer_load_s: float) -> tuple[Session, SlowCard]:
+def searched(
+    tmp_path: Path, model: str, space: str, budget_s: float, layer_load_s: float
+) -> tuple[Session, SlowCard]:
     """A study as `autotune run` leads it, on an H100 whose clock is that of its probes."""
     spec = StudySpec(model=model, space=space, lengths=long_tailed(tmp_path))
     setup = set_up(spec, resolve_device("h100"))
     card = SlowCard(setup.task, 74.0, layer_load_s)
     setup = adapt_to_layers(setup, card.shape)
-    task, prober, url = setup.task, ReplayProber(card, shape=card.shape), f"sqlite:///{tmp_path}/one.db"
+    task, prober, url = (
+        setup.task,
+        ReplayProber(card, shape=card.shape),
+        f"sqlite:///{tmp_path}/one.db",
+    )
     store, optimizer = ProbeStore(url), Optimizer.create(url, task.study, task.space, seed=0)
     evaluator = Evaluator(
         prober,
         store,
         study=task.study,
         logs=tmp_path,
-        request=lambda config: task.request(config, device="cuda", memory_gib=79.0, headroom=0.05, seed=0),
+        request=lambda config: task.request(
+            config, device="cuda", memory_gib=79.0, headroom=0.05, seed=0
+        ),
         model=task.model_key,
         shape=card.shape,
         formula=partial(memory_breakdown, task.model),
@@ -66,7 +76,9 @@ def searched(tmp_path: Path, model: str, space: str, budget_s: float, layer_load
     study.run()
     study.confirm()
     optimizer.close()
-    session = Session(study=study, prober=prober, search=optimizer, evaluator=evaluator, store=store, said=said)
+    session = Session(
+        study=study, prober=prober, search=optimizer, evaluator=evaluator, store=store, said=said
+    )
     return session, card
 
 
@@ -75,7 +87,12 @@ def searched(tmp_path: Path, model: str, space: str, budget_s: float, layer_load
     [("qwen2.5-1.5b", "full", 60.0, 0.02), ("llama-3.1-70b", "qlora", 210.0, 0.15)],
 )
 def test_many_candidates_are_judged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, space: str, budget_s: float, layer_load_s: float
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    space: str,
+    budget_s: float,
+    layer_load_s: float,
 ) -> None:
     keep_studies_in_memory(monkeypatch)
     session, card = searched(tmp_path, model, space, budget_s, layer_load_s)
@@ -85,6 +102,12 @@ def test_many_candidates_are_judged(
     assert len(judged) >= 13
     assert card.now <= budget_s
     finalist = trials.selection.finalists(1)[0]
-    assert trials.selection.record(finalist).confirmed and finalist.packing and finalist.compile == "per_layer"
-    of_baseline = sum(seconds for config, _, seconds in card.spent if config in trials.task.baselines)
+    assert (
+        trials.selection.record(finalist).confirmed
+        and finalist.packing
+        and finalist.compile == "per_layer"
+    )
+    of_baseline = sum(
+        seconds for config, _, seconds in card.spent if config in trials.task.baselines
+    )
     assert of_baseline <= budget_s / 5

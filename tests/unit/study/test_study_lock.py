@@ -25,11 +25,17 @@ def test_one_process_runs_a_study(tmp_path: Path) -> None:
     (tmp_path / LOCK).write_text("99999999")  # of a process that was killed
     assert running_process(tmp_path) is None
     other = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert other.stdout is not None and other.stdout.readline() == "held\n"
     assert running_process(tmp_path) == str(other.pid)
-    with pytest.raises(UsageError, match=f"study 'mine' is being run by process {other.pid}"), locked(tmp_path, "mine"):
+    with (
+        pytest.raises(UsageError, match=f"study 'mine' is being run by process {other.pid}"),
+        locked(tmp_path, "mine"),
+    ):
         pass
     other.communicate("\n")
     assert running_process(tmp_path) is None

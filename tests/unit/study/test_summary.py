@@ -1,4 +1,6 @@
-"""What a finished study says: counts by hand, and summary.json with every key, also where nothing won."""
+"""What a finished study says: counts by hand, and summary.json with every key, also where nothing
+won.
+"""
 
 import json
 from dataclasses import replace
@@ -78,7 +80,9 @@ def test_candidate_data():
         "limit_gib": 132.0,
     }
     assert data["cost"]["usd_per_hour"] == find_price("h200-sxm").usd_per_hour
-    assert data["cost"]["full_run_usd"] == pytest.approx(313 * 1.98 / 3600 * data["cost"]["usd_per_hour"])
+    assert data["cost"]["full_run_usd"] == pytest.approx(
+        313 * 1.98 / 3600 * data["cost"]["usd_per_hour"]
+    )
     assert len(data["cost"]["interval_usd"]) == len(data["cost"]["interval_hours"]) == 2
     assert data["evidence"] == "measured"
     assert json_data(replace(winner, evidence=Evidence.PROJECTED))["evidence"] == "projected"
@@ -86,7 +90,9 @@ def test_candidate_data():
 
 def test_no_price_is_null():
     winner = summary().recipe.winner
-    unpriced = dict.fromkeys(("usd_per_hour", "full_run_usd", "interval_usd", "cost_per_1000_samples_usd"))
+    unpriced = dict.fromkeys(
+        ("usd_per_hour", "full_run_usd", "interval_usd", "cost_per_1000_samples_usd")
+    )
     cost = replace(winner.cost, **unpriced, startup_s=20.0)
     data = json.loads(json.dumps(json_data(replace(winner, cost=cost))))
     assert {name for name, value in data["cost"].items() if value is None} == {*unpriced, "pauses"}
@@ -95,8 +101,16 @@ def test_no_price_is_null():
 def test_summary_data():
     study = summary()
     data = json.loads(json.dumps(summary_data(study, "runs/a'; echo"), allow_nan=False))
-    assert (data["schema_version"], data["study"], data["out_dir"]) == (1, "h200-mistral-7b", "runs/a'; echo")
-    assert (data["model"], data["device"], data["evidence"]) == ("mistralai/Mistral-7B-v0.3", "h200-sxm", "measured")
+    assert (data["schema_version"], data["study"], data["out_dir"]) == (
+        1,
+        "h200-mistral-7b",
+        "runs/a'; echo",
+    )
+    assert (data["model"], data["device"], data["evidence"]) == (
+        "mistralai/Mistral-7B-v0.3",
+        "h200-sxm",
+        "measured",
+    )
     assert data["winner"] == json.loads(json.dumps(json_data(study.recipe.winner)))
     assert data["speedup"] == pytest.approx(study.recipe.speedup)
     assert data["speedup_interval"][0] < data["speedup"] < data["speedup_interval"][1]
@@ -109,7 +123,17 @@ def test_summary_data():
 def test_a_study_without_a_winner_has_the_same_keys():
     data = json.loads(json.dumps(summary_data(EMPTY, ".")))
     assert set(data) == set(summary_data(summary(), "."))
-    nothing = ("evidence", "model", "device", "winner", "baseline", "speedup", "reason", "search_usd", "fingerprint")
+    nothing = (
+        "evidence",
+        "model",
+        "device",
+        "winner",
+        "baseline",
+        "speedup",
+        "reason",
+        "search_usd",
+        "fingerprint",
+    )
     assert {data[name] for name in nothing} == {None}
     assert (data["cells"], data["caveats"]) == ([], [])
 
@@ -119,7 +143,9 @@ def test_speeds_apart_are_those_whose_interval_does_not_hold_one():
     for micro_s, differs in ((1.2, True), (1.04, True), (1.0, False), (0.98, False), (0.9, True)):
         low, high = (one / micro_s for one in (0.98, 1.02))
         speed = replace(recipe.baseline.performance, tokens_per_second=8000.0, spread=(0.0, 0.0))
-        faster = replace(speed, tokens_per_second=8000.0 / micro_s, spread=(1 / 1.02 - 1, 1 / 0.98 - 1))
+        faster = replace(
+            speed, tokens_per_second=8000.0 / micro_s, spread=(1 / 1.02 - 1, 1 / 0.98 - 1)
+        )
         made = replace(
             recipe,
             winner=replace(recipe.winner, performance=faster),
@@ -133,22 +159,34 @@ def test_a_winner_says_what_it_drew_and_how_much_its_host_does():
     winner = replace(winner, measurement=replace(winner.measurement, host_share=0.4))
     data = json_data(winner)
     assert data["energy_j_per_token"] == pytest.approx(650.0 * 1.98 / (32 * 1024), rel=0.01)
-    assert (data["telemetry"]["power_w"], data["host_share"], data["memory_evidence"]) == (650.0, 0.4, "measured")
+    assert (data["telemetry"]["power_w"], data["host_share"], data["memory_evidence"]) == (
+        650.0,
+        0.4,
+        "measured",
+    )
     silent = json_data(replace(winner, measurement=replace(winner.measurement, telemetry=None)))
     assert silent["energy_j_per_token"] is silent["telemetry"] is None
 
 
 def test_a_card_that_is_not_quoted_has_no_cost():
-    card = Estimate(device=resolve_device("a100-80gb"), config=TrainConfig(), state="OOM", need_gib=9.0, limit_gib=8.0)
-    assert summary_data(replace(EMPTY, cards=(replace(card, tokens_per_s=7.0, num_observations=3),)), ".")["cards"][
-        0
-    ] == {
+    card = Estimate(
+        device=resolve_device("a100-80gb"),
+        config=TrainConfig(),
+        state="OOM",
+        need_gib=9.0,
+        limit_gib=8.0,
+    )
+    assert summary_data(
+        replace(EMPTY, cards=(replace(card, tokens_per_s=7.0, num_observations=3),)), "."
+    )["cards"][0] == {
         "card": card.device.name,
         "state": "OOM",
         "need_gib": 9.0,
         "limit_gib": 8.0,
         "tokens_per_second": 7.0,
-        **dict.fromkeys(("full_run_hours", "interval_hours", "full_run_usd", "spot_usd", "evidence")),
+        **dict.fromkeys(
+            ("full_run_hours", "interval_hours", "full_run_usd", "spot_usd", "evidence")
+        ),
         "measurements_on_this_card": 3,
     }
     assert summary_data(replace(EMPTY, cards=(card,)), ".")["cards"][0]["card"] == card.device.name
@@ -168,7 +206,14 @@ def test_seconds_of_probes_are_summed_up():
 
 def learned(size: int, hours: float, loss: float | None, reason: str | None = None) -> Learned:
     config = TrainConfig(micro_batch_size=size)
-    return Learned(config=config, full_run_hours=hours, full_run_usd=None, seconds=1.0, loss_after=loss, reason=reason)
+    return Learned(
+        config=config,
+        full_run_hours=hours,
+        full_run_usd=None,
+        seconds=1.0,
+        loss_after=loss,
+        reason=reason,
+    )
 
 
 def quality(*each: Learned) -> Quality:
@@ -176,7 +221,12 @@ def quality(*each: Learned) -> Quality:
 
 
 def test_who_learned_most_and_whom_none_beats_in_loss_and_time():
-    fast, slow, worse, best = learned(1, 1.0, 2.0), learned(2, 3.0, 1.5), learned(4, 2.0, 2.5), learned(8, 9.0, 0.0)
+    fast, slow, worse, best = (
+        learned(1, 1.0, 2.0),
+        learned(2, 3.0, 1.5),
+        learned(4, 2.0, 2.5),
+        learned(8, 9.0, 0.0),
+    )
     equal, failed, late = learned(16, 1.0, 2.2), learned(32, 0.5, None), learned(64, 4.0, 1.5)
     made = quality(worse, failed, late, slow, equal, best, fast)
     assert made.ranked() == (best, late, slow, fast, equal, worse, failed)
@@ -211,8 +261,18 @@ def test_what_a_reader_should_know_of_the_winners_loss(each: tuple[Learned, ...]
 def run(**changes: Any) -> Verification:
     """A run that was promised 2 s a step and 20 GiB, and kept to it."""
     values: dict[str, Any] = {
-        **{"config": TrainConfig(), "micro_steps": 4, "tolerance": 0.1, "promised_tokens_per_s": 1000.0},
-        **{"promised_step_s": 2.0, "promised_gib": 20.0, "seconds_per_step": 2.0, "reserved_gib": 20.0},
+        **{
+            "config": TrainConfig(),
+            "micro_steps": 4,
+            "tolerance": 0.1,
+            "promised_tokens_per_s": 1000.0,
+        },
+        **{
+            "promised_step_s": 2.0,
+            "promised_gib": 20.0,
+            "seconds_per_step": 2.0,
+            "reserved_gib": 20.0,
+        },
     }
     return Verification(**values | changes)
 
@@ -229,12 +289,15 @@ def run(**changes: Any) -> Verification:
         ({"seconds_per_step": 3.0, "reserved_gib": 40.0}, ("slower", "larger"), ()),
         ({"seconds_per_step": 1.0, "reserved_gib": 10.0}, (), ("faster", "smaller")),
         ({"seconds_per_step": 1.0, "reserved_gib": None}, (), ("faster",)),
-        ({"seconds_per_step": 3.0, "reserved_gib": 40.0, "probed": False}, (), ()),  # nothing was promised
+        # nothing was promised
+        ({"seconds_per_step": 3.0, "reserved_gib": 40.0, "probed": False}, (), ()),
         ({"seconds_per_step": 3.0, "reserved_gib": 40.0, "soak": True}, ("larger",), ()),
         ({"seconds_per_step": 1.0, "reserved_gib": 10.0, "soak": True}, (), ()),
     ],
 )
-def test_a_run_is_as_promised_within_the_tolerance(changes: dict[str, Any], worse: Any, better: Any):
+def test_a_run_is_as_promised_within_the_tolerance(
+    changes: dict[str, Any], worse: Any, better: Any
+):
     made = run(**changes)
     assert (made.worse, made.better, made.holds) == (worse, better, not worse)
 
@@ -266,6 +329,10 @@ def test_memory_that_grows_in_a_soak_does_not_hold(peaks_gib: tuple[float, ...],
 
 def test_a_verification_in_the_summary_says_whether_it_holds():
     for seconds, holds in ((2.0, True), (3.0, False)):
-        data = summary_data(replace(EMPTY, verification=run(seconds_per_step=seconds), quality=quality()), ".")
-        assert data["verification"]["holds"] is holds and data["verification"]["promised_gib"] == 20.0
+        data = summary_data(
+            replace(EMPTY, verification=run(seconds_per_step=seconds), quality=quality()), "."
+        )
+        assert (
+            data["verification"]["holds"] is holds and data["verification"]["promised_gib"] == 20.0
+        )
         assert data["quality"]["steps"] == 20

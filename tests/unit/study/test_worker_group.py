@@ -99,13 +99,16 @@ def test_a_worker_on_a_card_sees_that_card_and_the_url_in_its_environment(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     monkeypatch.chdir(tmp_path)
     lines: list[str] = []
-    with local_workers([3, None], "one", "sqlite:///a.db", tmp_path, TextProgress(lines.append), StopToken()):
+    with local_workers(
+        [3, None], "one", "sqlite:///a.db", tmp_path, TextProgress(lines.append), StopToken()
+    ):
         pass
     parent = os.getpid()
     for number, card in ((2, "3"), (3, "7")):
         folder = tmp_path / f"worker-{number}"
         assert (folder / "logs" / "tuner.log").read_text() == (
-            f"{card} sqlite:///a.db -P -m autotune worker --study one --out {folder} --parent {parent}\n"
+            f"{card} sqlite:///a.db -P -m autotune worker --study one --out {folder} --parent"
+            f" {parent}\n"
         )
     assert not any("failed" in line for line in lines)
 
@@ -117,7 +120,9 @@ def test_lines_of_progress() -> None:
     progress.note("two", "yellow")
     for speed in (None, 1234.5):
         config = TrainConfig()
-        row = TrialRecord(number=3, config=config, outcome=Outcome.OK, rung=Rung.FULL, tokens_per_second=speed)
+        row = TrialRecord(
+            number=3, config=config, outcome=Outcome.OK, rung=Rung.FULL, tokens_per_second=speed
+        )
         progress.trial(row)
     progress.result(summary(), "out")
     progress.configs([], "there")

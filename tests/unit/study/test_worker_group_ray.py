@@ -1,4 +1,5 @@
-"""Workers on a Ray cluster, with a Ray that records what it is asked: where they are placed, begun, ended and reported.
+"""Workers on a Ray cluster, with a Ray that records what it is asked: where they are placed, begun,
+ended and reported.
 
 `tests/system/test_on_ray.py` runs a real one, where it is installed.
 """
@@ -31,7 +32,10 @@ class RayError(Exception):
 
 
 class FakeRay(types.ModuleType):
-    """A cluster. `answers` says what begin and end of each actor return, an exception or "late" for no answer."""
+    """A cluster.
+
+    `answers` says what begin and end of each actor return, an exception or "late" for no answer.
+    """
 
     def __init__(self) -> None:
         super().__init__("ray")
@@ -48,8 +52,15 @@ class FakeRay(types.ModuleType):
         self.refuses: Exception | None = None
 
     @staticmethod
-    def node(name: str, *, address: str = "10.0.0.1", alive: bool = True, **resources: float) -> dict[str, Any]:
-        return {"NodeID": name, "NodeManagerAddress": address, "Alive": alive, "Resources": resources}
+    def node(
+        name: str, *, address: str = "10.0.0.1", alive: bool = True, **resources: float
+    ) -> dict[str, Any]:
+        return {
+            "NodeID": name,
+            "NodeManagerAddress": address,
+            "Alive": alive,
+            "Resources": resources,
+        }
 
     def init(self, **options: Any) -> None:
         self.asked.append(("init", options))
@@ -83,7 +94,9 @@ class FakeRay(types.ModuleType):
     def wait(self, calls: list[Any], *, num_returns: int = 1, timeout: float | None = None) -> Any:
         assert timeout is not None
         self.waited.append((len(calls), num_returns, timeout))
-        return [call for call in calls if call != "late"], [call for call in calls if call == "late"]
+        return [call for call in calls if call != "late"], [
+            call for call in calls if call == "late"
+        ]
 
     def get(self, call: Any) -> Any:
         if isinstance(call, Exception):
@@ -124,7 +137,11 @@ def work(cluster: FakeRay) -> Work:
     """A block of the leader with workers on the cluster; what was said."""
 
     def run(
-        device: Any = GPU, url: str = POSTGRES, address: str | None = "auto", error: bool = False, over: bool = False
+        device: Any = GPU,
+        url: str = POSTGRES,
+        address: str | None = "auto",
+        error: bool = False,
+        over: bool = False,
     ) -> list[str]:
         said: list[str] = []
         with (
@@ -145,9 +162,13 @@ def test_without_an_address_nothing_is_asked_of_ray(work: Work, cluster: FakeRay
 
 def test_a_worker_is_placed_on_each_gpu_like_the_leaders(work: Work, cluster: FakeRay) -> None:
     assert work() == ["searching", worker_group.WAITING]
-    assert cluster.of("init") == [{"address": "auto", "log_to_driver": False, "logging_level": "ERROR"}]
+    assert cluster.of("init") == [
+        {"address": "auto", "log_to_driver": False, "logging_level": "ERROR"}
+    ]
     placed = cluster.of("actor")
-    assert [(one["scheduling_strategy"].node, one["scheduling_strategy"].soft) for one in placed] == [
+    assert [
+        (one["scheduling_strategy"].node, one["scheduling_strategy"].soft) for one in placed
+    ] == [
         ("home", False),
         ("home", False),
         ("like", False),
@@ -158,7 +179,8 @@ def test_a_worker_is_placed_on_each_gpu_like_the_leaders(work: Work, cluster: Fa
     # The actor on the leader's own GPU only holds it.
     assert cluster.of("begin") == [("mine", POSTGRES, ("home", "1"), None, os.getcwd())] * 3
     assert cluster.of("end") == [20.0] * 3 and cluster.asked[-1] == ("shutdown",)
-    assert cluster.waited == [(3, 3, 60.0), (3, 3, 45.0)]  # to begin; to leave, to be ended, and 5 s for the answer
+    # to begin; to leave, to be ended, and 5 s for the answer
+    assert cluster.waited == [(3, 3, 60.0), (3, 3, 45.0)]
 
 
 def test_on_processors_a_resource_says_how_many_workers_a_node_takes(
@@ -168,7 +190,10 @@ def test_on_processors_a_resource_says_how_many_workers_a_node_takes(
     work(CPU)
     placed = cluster.of("actor")
     assert [one["scheduling_strategy"].node for one in placed] == ["home", "like", "like"]
-    assert all(one["resources"] == {"autotune": 1} and one["num_cpus"] == 0 and "num_gpus" not in one for one in placed)
+    assert all(
+        one["resources"] == {"autotune": 1} and one["num_cpus"] == 0 and "num_gpus" not in one
+        for one in placed
+    )
     assert cluster.of("begin") == [("mine", POSTGRES, None, "7", os.getcwd())] * 3
 
 
@@ -197,10 +222,14 @@ def test_workers_that_fail_or_do_not_answer_are_reported(work: Work, cluster: Fa
 
 
 @pytest.mark.parametrize("device", [GPU, CPU], ids=["gpu", "cpu"])
-def test_a_cluster_without_anything_to_probe_on_is_refused_and_left(work: Work, cluster: FakeRay, device: Any) -> None:
+def test_a_cluster_without_anything_to_probe_on_is_refused_and_left(
+    work: Work, cluster: FakeRay, device: Any
+) -> None:
     cluster.found = [cluster.node("home"), cluster.node("dead", alive=False, GPU=1.0, autotune=1.0)]
     what = "such GPUs" if device is GPU else "the resource autotune"
-    with pytest.raises(EnvironmentProblem, match=f"no node of the Ray cluster has {what}") as caught:
+    with pytest.raises(
+        EnvironmentProblem, match=f"no node of the Ray cluster has {what}"
+    ) as caught:
         work(device)
     assert caught.value.remedy == """for processors: ray start --resources '{"autotune": 1}'"""
     assert cluster.asked[-1] == ("shutdown",) and cluster.of("begin") == []
@@ -216,11 +245,17 @@ def test_a_file_is_shared_by_the_nodes_of_one_machine_alone(work: Work, cluster:
     assert len(cluster.of("actor")) == 2
 
 
-@pytest.mark.parametrize("error", [ConnectionError("nobody"), ValueError("nobody"), RuntimeError("nobody")], ids=repr)
-def test_a_cluster_that_is_not_there_is_named(work: Work, cluster: FakeRay, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [ConnectionError("nobody"), ValueError("nobody"), RuntimeError("nobody")], ids=repr
+)
+def test_a_cluster_that_is_not_there_is_named(
+    work: Work, cluster: FakeRay, error: Exception
+) -> None:
     cluster.refuses = error
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(EnvironmentProblem, match="there is no Ray cluster at auto: nobody") as caught:
+    with pytest.raises(
+        EnvironmentProblem, match="there is no Ray cluster at auto: nobody"
+    ) as caught:
         work()
     assert caught.value.remedy == "start one with `ray start --head`"
     assert cluster.of("shutdown") == [] and signal.getsignal(signal.SIGTERM) == before
@@ -237,7 +272,10 @@ def test_the_signal_handlers_of_the_leader_stay(work: Work) -> None:
 
 @pytest.fixture
 def begun(cluster: FakeRay, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What processes were begun with. Each is a shell that sleeps until it is ended, or exits at once with a code."""
+    """What processes were begun with.
+
+    Each is a shell that sleeps until it is ended, or exits at once with a code.
+    """
     started: list[dict[str, Any]] = []
     popen = subprocess.Popen
 
@@ -254,19 +292,28 @@ def test_an_actor_runs_a_worker_with_the_url_and_threads_of_the_leader(
     begun: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(worker_group.THREADS_VARIABLE, "1")  # as Ray sets it
-    for threads, folder, cwd in (("7", str(tmp_path), str(tmp_path)), (None, str(tmp_path / "no"), None)):
+    for threads, folder, cwd in (
+        ("7", str(tmp_path), str(tmp_path)),
+        (None, str(tmp_path / "no"), None),
+    ):
         actor = worker_group._WorkerActor()
         actor.begin("mine", POSTGRES, None, threads, folder)
         made = begun.pop()
         assert made["command"][-5:] == ["worker", "--study", "mine", "--parent", str(os.getpid())]
-        assert made["env"]["AUTOTUNE_STORAGE"] == POSTGRES and made["env"].get("OMP_NUM_THREADS") == threads
+        assert (
+            made["env"]["AUTOTUNE_STORAGE"] == POSTGRES
+            and made["env"].get("OMP_NUM_THREADS") == threads
+        )
         assert made["env"]["PATH"] == os.environ["PATH"]
         assert (made["cwd"], made["stdin"]) == (cwd, subprocess.DEVNULL)
-        assert actor.end(0.01) == 0 and actor._worker is not None and actor._worker.poll() is not None
+        assert (
+            actor.end(0.01) == 0 and actor._worker is not None and actor._worker.poll() is not None
+        )
 
 
 @pytest.mark.parametrize(
-    ("leader", "runs"), [(("home", "1"), False), (("home", "0"), True), (("like", "1"), True), (None, True)]
+    ("leader", "runs"),
+    [(("home", "1"), False), (("home", "0"), True), (("like", "1"), True), (None, True)],
 )
 def test_an_actor_on_the_leaders_own_gpu_only_holds_it(
     begun: list[dict[str, Any]], leader: tuple[str, str] | None, runs: bool

@@ -10,9 +10,12 @@ from autotune.trainer.cache_folders import COMPILED, compile_caches, user_cache
 
 
 @pytest.mark.parametrize(
-    ("variable", "folder"), [("/somewhere", "/somewhere"), ("", "/home/me/.cache"), (None, "/home/me/.cache")]
+    ("variable", "folder"),
+    [("/somewhere", "/somewhere"), ("", "/home/me/.cache"), (None, "/home/me/.cache")],
 )
-def test_where_things_are_kept_for_a_user(monkeypatch: pytest.MonkeyPatch, variable: str | None, folder: str) -> None:
+def test_where_things_are_kept_for_a_user(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, folder: str
+) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     if variable is not None:
@@ -40,19 +43,25 @@ def test_a_folder_that_the_user_names_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_a_folder_of_another_owner_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_folder_of_another_owner_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Both the default folder, which somebody made first, and one that the user names."""
     compile_caches({"XDG_CACHE_HOME": str(tmp_path)})
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    with pytest.raises(PermissionError, match=r"inductor belongs to another user, .* with TORCHINDUCTOR_CACHE_DIR$"):
+    with pytest.raises(
+        PermissionError, match=r"inductor belongs to another user, .* with TORCHINDUCTOR_CACHE_DIR$"
+    ):
         compile_caches({"XDG_CACHE_HOME": str(tmp_path)})
     monkeypatch.undo()
 
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o1777)  # as /tmp
-    with pytest.raises(PermissionError, match=rf"shared can be written by every user, .* with {name}$"):
+    with pytest.raises(
+        PermissionError, match=rf"shared can be written by every user, .* with {name}$"
+    ):
         compile_caches({"XDG_CACHE_HOME": str(tmp_path), name: str(shared)})
 
 

@@ -1,4 +1,6 @@
-"""Cross-entropy in chunks of tokens: the same loss and gradients as of the whole, where the head allows it."""
+"""Cross-entropy in chunks of tokens: the same loss and gradients as of the whole, where the head
+allows it.
+"""
 
 import weakref
 from types import SimpleNamespace
@@ -49,15 +51,20 @@ def test_tensors_are_made_on_the_device_of_the_model() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])
-def test_loss_and_gradients_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch, tied: bool, frozen: bool) -> None:
-    monkeypatch.setattr(chunked_loss, "CHUNK_TOKENS", 16)  # some 39 tokens to predict: two chunks and a rest
+def test_loss_and_gradients_are_those_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, tied: bool, frozen: bool
+) -> None:
+    # some 39 tokens to predict: two chunks and a rest
+    monkeypatch.setattr(chunked_loss, "CHUNK_TOKENS", 16)
     model = built(SMALL | {"model_type": "llama", "tie_word_embeddings": tied})
     model.get_output_embeddings().weight.requires_grad_(not frozen)
     tokens = torch.randint(0, 128, (2, 29))
     labels = tokens.masked_fill(torch.rand(tokens.shape) < 0.3, -100)
 
     def gradients() -> dict[str, Any]:
-        return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+        return {
+            name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None
+        }
 
     expected = model(input_ids=tokens, labels=labels, num_items_in_batch=50).loss
     (3 * expected).backward()
@@ -74,7 +81,9 @@ def test_loss_and_gradients_are_those_of_the_whole(monkeypatch: pytest.MonkeyPat
 
     computed: list[int] = []
     monkeypatch.setattr(
-        chunked_loss, "cross_entropy", lambda logits, *_, **__: computed.append(len(logits)) or 0 * logits.sum()
+        chunked_loss,
+        "cross_entropy",
+        lambda logits, *_, **__: computed.append(len(logits)) or 0 * logits.sum(),
     )
     loss(model(input_ids=tokens), labels)
     assert sum(computed) == (labels[:, 1:] != -100).sum()  # nothing else reaches the head
@@ -82,7 +91,9 @@ def test_loss_and_gradients_are_those_of_the_whole(monkeypatch: pytest.MonkeyPat
 
     with torch.no_grad():
         mean = loss(model(input_ids=tokens), labels)
-    assert mean.item() == pytest.approx(expected.item() * 50 / (labels[:, 1:] != -100).sum().item(), rel=1e-6)
+    assert mean.item() == pytest.approx(
+        expected.item() * 50 / (labels[:, 1:] != -100).sum().item(), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,18 +108,24 @@ def test_loss_and_gradients_are_those_of_the_whole(monkeypatch: pytest.MonkeyPat
         ("granite", False),
     ],
 )
-def test_a_head_whose_logits_are_changed_afterwards_is_found_out(model_type: str, plain: bool) -> None:
+def test_a_head_whose_logits_are_changed_afterwards_is_found_out(
+    model_type: str, plain: bool
+) -> None:
     scaled = {"logits_scaling": 8.0} if model_type == "granite" else {}
     model = built(SMALL | scaled | {"model_type": model_type, "head_dim": 16})
     assert chunked_loss.has_plain_head(model) is plain
-    assert "forward" not in vars(model.get_output_embeddings()) and "forward" not in vars(model.base_model)
+    assert "forward" not in vars(model.get_output_embeddings()) and "forward" not in vars(
+        model.base_model
+    )
     if not plain:
         with pytest.raises(ValueError, match="changes its logits"):
             chunked_loss.chunked_loss(model)
 
 
 def test_what_a_router_adds_to_the_loss_is_not_left_out() -> None:
-    assert not chunked_loss.has_plain_head(built(SMALL | {"model_type": "mixtral", "output_router_logits": True}))
+    assert not chunked_loss.has_plain_head(
+        built(SMALL | {"model_type": "mixtral", "output_router_logits": True})
+    )
 
 
 def test_the_memory_model_knows_how_long_a_chunk_is() -> None:
@@ -151,14 +168,19 @@ def test_a_model_without_layers_of_its_own_has_no_plain_head() -> None:
 
 
 def test_in_fp16_gradients_are_as_near_as_those_of_the_usual_loss_where_it_is_scaled() -> None:
-    """Those of a chunk are of sums, and scaled later. Unscaled, the usual loss loses a part of its own."""
+    """Those of a chunk are of sums, and scaled later.
+
+    Unscaled, the usual loss loses a part of its own.
+    """
 
     def gradients(dtype: torch.dtype | None, scale: float, *, chunked: bool) -> torch.Tensor:
         model = built(TINY | {"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 4096})
         loss = chunked_loss.chunked_loss(model) if chunked else None
         tokens, number = torch.randint(0, 4096, (2, 1024)), torch.tensor(2048)
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            outputs = model(input_ids=tokens, labels=None if chunked else tokens, num_items_in_batch=number)
+            outputs = model(
+                input_ids=tokens, labels=None if chunked else tokens, num_items_in_batch=number
+            )
         of_loss = outputs.loss if loss is None else loss(outputs, tokens, num_items_in_batch=number)
         (of_loss * scale).backward()
         return torch.cat([parameter.grad.flatten() / scale for parameter in model.parameters()])
@@ -166,7 +188,9 @@ def test_in_fp16_gradients_are_as_near_as_those_of_the_usual_loss_where_it_is_sc
     exact = gradients(None, 1.0, chunked=False)
 
     def error(scale: float, *, chunked: bool) -> float:
-        return float((gradients(torch.float16, scale, chunked=chunked) - exact).norm() / exact.norm())
+        return float(
+            (gradients(torch.float16, scale, chunked=chunked) - exact).norm() / exact.norm()
+        )
 
     assert error(2.0**16, chunked=True) == pytest.approx(error(2.0**16, chunked=False), rel=0.05)
     assert error(2.0**16, chunked=True) < 0.001 < error(1.0, chunked=False)

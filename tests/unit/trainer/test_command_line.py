@@ -50,7 +50,19 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     for name in ("rows", "lengths"):
         (tmp_path / name).touch()
     data, lengths, out = (str(tmp_path / name) for name in ("rows", "lengths", "o"))
-    given = ["--model", "a/b", "--dataset", data, "--lengths", lengths, "--max-steps", "7", "--held-out", "3", "9"]
+    given = [
+        "--model",
+        "a/b",
+        "--dataset",
+        data,
+        "--lengths",
+        lengths,
+        "--max-steps",
+        "7",
+        "--held-out",
+        "3",
+        "9",
+    ]
     assert parsed(*given, "--output-dir", out, "--resume", "--progress", "p") == Options(
         model="a/b",
         dataset=data,
@@ -73,22 +85,28 @@ def test_the_help_explains_each_option(capsys: pytest.CaptureFixture[str]) -> No
     assert ended.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert text.startswith(
-        "usage: train.py [-h] [--model NAME_OR_DIR] [--dataset PATH] [--split NAME] [--random-weights]"
-        " [--lengths FILE] [--max-steps N] [--held-out N TOKENS] [--output-dir OUTPUT_DIR] [--resume] [--report-to"
+        "usage: train.py [-h] [--model NAME_OR_DIR] [--dataset PATH] [--split NAME]"
+        " [--random-weights]"
+        " [--lengths FILE] [--max-steps N] [--held-out N TOKENS] [--output-dir OUTPUT_DIR]"
+        " [--resume] [--report-to"
         " {none,wandb,mlflow,tensorboard,trackio}] [--progress FILE]"
         " Fine-tune with exactly the configuration in train_config.json."
     )
     assert all(action.help for action in _parser("m")._actions)
 
 
-def test_a_run_needs_a_dataset_or_random_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_run_needs_a_dataset_or_random_weights(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text("{}")
     assert "give either --dataset PATH to train, or --random-weights" in refused(capsys)
     assert "give either" in refused(capsys, "--dataset", str(data), "--random-weights")
     assert "no published weights" in refused(capsys, "--dataset", str(data), published=False)
     assert parsed(published=False).dataset is None
-    assert parsed("--dataset", str(data), "--model", "org/name", published=False).model == "org/name"
+    assert (
+        parsed("--dataset", str(data), "--model", "org/name", published=False).model == "org/name"
+    )
 
 
 @pytest.mark.parametrize("option", ["--dataset", "--lengths"])
@@ -97,10 +115,15 @@ def test_files_must_exist(capsys: pytest.CaptureFixture[str], option: str) -> No
     assert "there is no file nowhere" in refused(capsys, *arguments, option, "nowhere")
 
 
-def test_a_random_run_saves_only_where_it_is_reported_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_random_run_saves_only_where_it_is_reported_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("rows").touch()
-    assert parsed("--dataset", "rows").saves and not parsed("--dataset", "rows", "--output-dir", "").saves
+    assert (
+        parsed("--dataset", "rows").saves
+        and not parsed("--dataset", "rows", "--output-dir", "").saves
+    )
     assert not parsed("--random-weights").saves
     assert not parsed("--random-weights", "--output-dir", "").saves
     assert parsed("--random-weights", "--output-dir", str(tmp_path)).saves
@@ -111,7 +134,9 @@ def test_a_dataset_of_the_hub_has_a_name(capsys: pytest.CaptureFixture[str]) -> 
     assert "there is no file org/rows.jsonl" in refused(capsys, "--dataset", "org/rows.jsonl")
 
 
-def test_a_checkpoint_is_continued_only_on_request(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_checkpoint_is_continued_only_on_request(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     for name in ("checkpoint-2", "checkpoint-10", "checkpoint-12"):
         (tmp_path / name).mkdir()
     for name in ("checkpoint-2", "checkpoint-10"):  # the last one was interrupted
@@ -148,7 +173,9 @@ def test_the_first_of_several_gpus_is_used_alone() -> None:
     assert one_gpu("")["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_checkpoints_must_fit_on_the_disk(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_checkpoints_must_fit_on_the_disk(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     made = replace(settings(recipe(TrainConfig())), checkpoints_gib=1e9)
     (data := tmp_path / "rows").touch()
     out = ["--output-dir", str(tmp_path / "not" / "yet")]
@@ -156,18 +183,23 @@ def test_checkpoints_must_fit_on_the_disk(capsys: pytest.CaptureFixture[str], tm
         parse_options(made, ["--dataset", str(data), *out])
     assert "the checkpoints take up to 1e+09 GiB" in capsys.readouterr().err
     for steps in ("1", "9"):
-        assert parse_options(made, ["--dataset", str(data), *out, "--max-steps", steps]).saves  # no checkpoint
+        # no checkpoint
+        assert parse_options(made, ["--dataset", str(data), *out, "--max-steps", steps]).saves
     assert parse_options(made, ["--random-weights", *out]).saves
     assert parse_options(replace(made, checkpoints_gib=1e-9), ["--dataset", str(data), *out]).saves
 
 
 def test_a_split_is_of_a_dataset(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "--split is a part of --dataset" in refused(capsys, "--random-weights", "--split", "test")
+    assert "--split is a part of --dataset" in refused(
+        capsys, "--random-weights", "--split", "test"
+    )
     (tmp_path / "rows").touch()
     assert parsed("--dataset", str(tmp_path / "rows"), "--split", "test").split == "test"
 
 
-def test_checkpoints_that_just_fit_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_that_just_fit_are_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (data := tmp_path / "rows").touch()
     monkeypatch.setattr(command_line, "free_gib", lambda folder: 2.0)
     made = replace(settings(recipe(TrainConfig())), checkpoints_gib=2.0)
@@ -178,13 +210,23 @@ def test_what_is_free_is_that_of_the_disk_on_which_a_folder_will_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        command_line.shutil, "disk_usage", lambda path: SimpleNamespace(free={tmp_path: 3 * 2**30, Path("/"): 1}[path])
+        command_line.shutil,
+        "disk_usage",
+        lambda path: SimpleNamespace(free={tmp_path: 3 * 2**30, Path("/"): 1}[path]),
     )
-    assert command_line.free_gib(str(tmp_path / "not" / "yet")) == 3.0 == command_line.free_gib(str(tmp_path))
+    assert (
+        command_line.free_gib(str(tmp_path / "not" / "yet"))
+        == 3.0
+        == command_line.free_gib(str(tmp_path))
+    )
 
 
-def test_a_run_does_not_start_with_a_foreign_compile_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "train_config.json").write_text(replace(settings(recipe(TrainConfig())), use_cpu=True).to_json())
+def test_a_run_does_not_start_with_a_foreign_compile_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train_config.json").write_text(
+        replace(settings(recipe(TrainConfig())), use_cpu=True).to_json()
+    )
     tmp_path.chmod(0o777)
     monkeypatch.setattr(command_line.os, "environ", {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
     monkeypatch.setattr(sys, "argv", ["train.py", "--random-weights"])
@@ -193,12 +235,18 @@ def test_a_run_does_not_start_with_a_foreign_compile_cache(tmp_path: Path, monke
         command_line.start(tmp_path)
 
 
-def test_the_environment_is_set_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is collected while the libraries load; they are frozen, and the training may collect again."""
+def test_the_environment_is_set_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is collected while the libraries load; they are frozen, and the training may collect
+    again.
+    """
     done: list[Any] = []
     made = replace(settings(recipe(TrainConfig())), use_cpu=True)
     (tmp_path / "train_config.json").write_text(made.to_json())
-    collector = {name: lambda name=name: done.append(name) for name in ("disable", "freeze", "enable")}
+    collector = {
+        name: lambda name=name: done.append(name) for name in ("disable", "freeze", "enable")
+    }
     monkeypatch.setattr(command_line, "gc", SimpleNamespace(**collector))
     monkeypatch.setattr(
         command_line,

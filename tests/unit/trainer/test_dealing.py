@@ -23,7 +23,9 @@ def test_each_row_is_dealt_out_once_beside_its_neighbours(size: int, ranks: int)
     order = balance_rows(lengths, size, ranks)
     assert sorted(order) == list(range(96))
     at_once = size * ranks
-    rounds = [sorted(lengths[place] for place in order[at : at + at_once]) for at in range(0, 96, at_once)]
+    rounds = [
+        sorted(lengths[place] for place in order[at : at + at_once]) for at in range(0, 96, at_once)
+    ]
     assert list(itertools.chain(*reversed(rounds))) == sorted(lengths)
     for at in range(0, 96, size):
         micro_batch = [lengths[place] for place in order[at : at + size]]

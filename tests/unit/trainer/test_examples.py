@@ -18,7 +18,9 @@ TURNS = [
     {"role": "assistant", "content": "four"},
 ]
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
-TOOLS = [{"type": "function", "function": {"name": "weather", "description": "w", "parameters": {}}}]
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "w", "parameters": {}}}
+]
 WITH_TOOLS = [
     TURNS[0],
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -34,7 +36,12 @@ def tokenizer() -> Any:
     return byte_level()
 
 
-def shown(tokenizer: Any, row: dict[str, Any], loss_on: str | None = None, chat_template: str | None = CHATML) -> str:
+def shown(
+    tokenizer: Any,
+    row: dict[str, Any],
+    loss_on: str | None = None,
+    chat_template: str | None = CHATML,
+) -> str:
     """The text of a row, with brackets around what is trained on."""
     tokenizer.chat_template = chat_template
     (example,) = Encoder(tokenizer, loss_on).encode([("rows.jsonl:7", row)])
@@ -59,13 +66,19 @@ PARTS_ONLY = (
 def test_text_is_given_in_parts_to_a_template_that_reads_only_parts(tokenizer: Any) -> None:
     """As the templates of SmolVLM and Idefics 3, which leave out messages that are strings."""
     row = {"messages": TURNS}
-    assert shown(tokenizer, row, "assistant", PARTS_ONLY) == shown(tokenizer, row, "assistant", CHATML)
+    assert shown(tokenizer, row, "assistant", PARTS_ONLY) == shown(
+        tokenizer, row, "assistant", CHATML
+    )
 
 
 def test_a_row_cannot_replace_the_chat_template(tokenizer: Any) -> None:
     """Variables of the template stay. TRL passes on the tokenizer's arguments too."""
     tokenizer.chat_template = CHATML + "{{ tail }}"
-    options = {"chat_template": "{% for i in range(10**5) %}{% endfor %}", "tokenize": True, "tail": "END"}
+    options = {
+        "chat_template": "{% for i in range(10**5) %}{% endfor %}",
+        "tokenize": True,
+        "tail": "END",
+    }
     encoder = Encoder(tokenizer, "all")
     rows = [{"messages": TURNS[:2]}, {"messages": TURNS[:2], "chat_template_kwargs": options}]
     plain, changed = encoder.encode([(f"a:{number}", row) for number, row in enumerate(rows)])
@@ -74,20 +87,25 @@ def test_a_row_cannot_replace_the_chat_template(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("loss_on", ["all", "assistant"])
-def test_a_template_without_an_end_is_stopped(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, loss_on: str) -> None:
+def test_a_template_without_an_end_is_stopped(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, loss_on: str
+) -> None:
     monkeypatch.setattr(examples, "RENDER_S", 0.1)
     loop = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
     tokenizer.chat_template = CHATML + loop
     row = ("a:1", {"messages": TURNS})
     with pytest.raises(
-        BadDataset, match=r"^a:1: the tokenizer's chat template refuses it: it takes longer than 0\.1 s$"
+        BadDataset,
+        match=r"^a:1: the tokenizer's chat template refuses it: it takes longer than 0\.1 s$",
     ):
         list(Encoder(tokenizer, loss_on).encode([row]))
     tokenizer.chat_template = CHATML
     assert list(Encoder(tokenizer, loss_on).encode([row]))
 
 
-def test_long_rows_are_tokenised_a_few_at_a_time(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_rows_are_tokenised_a_few_at_a_time(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(examples, "BATCH_BYTES", 1000)
     read: list[int] = []
 
@@ -109,15 +127,30 @@ FORMS = [
     ({"prompt": "one", "completion": " two", "text": "other", "messages": None}, "one[ two</s>]"),
     ({"prompt": TURNS[:1], "completion": TURNS[1:2]}, ONE_TURN),
     ({"messages": TURNS}, TWO_TURNS),
-    ({"messages": '[{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]'}, ONE_TURN),
-    ({"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]}, ONE_TURN),
     (
-        {"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}], "system": "s"},
+        {
+            "messages": '[{"role": "user", "content": "one"}, {"role": "assistant", "content":'
+            ' "two"}]'
+        },
+        ONE_TURN,
+    ),
+    (
+        {"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]},
+        ONE_TURN,
+    ),
+    (
+        {
+            "conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}],
+            "system": "s",
+        },
         "<|im_start|>system\ns<|im_end|>\n" + ONE_TURN,
     ),
     ({"instruction": "one", "output": "two", "text": "other"}, ONE_TURN),
     ({"instruction": "one", "input": "", "output": "two"}, ONE_TURN),
-    ({"instruction": "one", "input": "more", "output": "two"}, ONE_TURN.replace("one", "one\nmore")),
+    (
+        {"instruction": "one", "input": "more", "output": "two"},
+        ONE_TURN.replace("one", "one\nmore"),
+    ),
     (
         {"instruction": "three", "output": "four", "history": [["one", "two"]]},
         TWO_TURNS.replace("[two<|im_end|>\n]", "two<|im_end|>\n"),
@@ -126,7 +159,9 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("row", "expected"), FORMS)
-def test_what_is_trained_on_in_each_form(tokenizer: Any, row: dict[str, Any], expected: str) -> None:
+def test_what_is_trained_on_in_each_form(
+    tokenizer: Any, row: dict[str, Any], expected: str
+) -> None:
     assert shown(tokenizer, row) == expected
     everything = expected.replace("[", "").replace("]", "")
     assert shown(tokenizer, row, "all") == f"[{everything}]"
@@ -155,24 +190,33 @@ def test_a_token_that_reaches_into_the_answer_is_trained_on(tokenizer: Any) -> N
     assert "[ the" in shown(tokenizer, {"prompt": "one ", "completion": "the"})
 
 
-LLAMA = "<s><|start_header_id|>user<|end_header_id|>\n\none<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+LLAMA = (
+    "<s><|start_header_id|>user<|end_header_id|>\n\n"
+    "one<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+)
 LLAMA += "[two<|eot_id|>]<|start_header_id|>user<|end_header_id|>\n\nthree<|eot_id|>"
 LLAMA += "<|start_header_id|>assistant<|end_header_id|>\n\n[four<|eot_id|>]"
 GEMMA = "<s><start_of_turn>user\none<end_of_turn>\n<start_of_turn>model\n[two<end_of_turn>\n]"
 GEMMA += "<start_of_turn>user\nthree<end_of_turn>\n<start_of_turn>model\n[four<end_of_turn>\n]"
 # Its rendering ends with the end of the text, which no turn before the last has.
-PHI = "<|user|>\none<|end|>\n<|assistant|>\n[two<|end|>\n]<|user|>\nthree<|end|>\n<|assistant|>\n[four<|end|>\n</s>]"
+PHI = (
+    "<|user|>\none<|end|>\n<|assistant|>\n[two<|end|>\n]<|user|>\nthree<|end|>\n<|assistant|>\n"
+    "[four<|end|>\n</s>]"
+)
 # An empty thought stands before the last answer only; the prompt does not have it.
 QWEN3 = TWO_TURNS.replace("[four", "[<think>\n\n</think>\n\nfour")
 # Mistral's first template: no generation prompt.
 MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + '"
+    " [/INST]' }}"
     "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
 )
-# As Mistral's later ones: tools, or here a note, stand before the last question only, wherever that is.
+# As Mistral's later ones: tools, or here a note, stand before the last question only, wherever that
+# is.
 LAST_QUESTION = MISTRAL.replace(
     "{{ '[INST] '",
-    "{% if m == (messages|selectattr('role', 'equalto', 'user')|list)[-1] %}note {% endif %}{{ '[INST] '",
+    "{% if m == (messages|selectattr('role', 'equalto', 'user')|list)[-1] %}note {% endif %}{{"
+    " '[INST] '",
 )
 
 
@@ -188,7 +232,9 @@ LAST_QUESTION = MISTRAL.replace(
     ],
     ids=["llama3", "gemma", "phi3", "qwen3", "mistral", "last question"],
 )
-def test_answers_are_found_in_real_templates(tokenizer: Any, chat_template: str, expected: str) -> None:
+def test_answers_are_found_in_real_templates(
+    tokenizer: Any, chat_template: str, expected: str
+) -> None:
     if "{" not in chat_template:
         pytest.importorskip("trl")
         chat_template = template(chat_template)
@@ -196,31 +242,49 @@ def test_answers_are_found_in_real_templates(tokenizer: Any, chat_template: str,
 
 
 def test_a_template_that_marks_answers_is_believed(tokenizer: Any) -> None:
-    marked = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    marked = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content"
+        " }}{% endgeneration %}"
+    )
     marked += "{{ eos_token }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
-    assert shown(tokenizer, {"messages": TURNS}, chat_template=marked) == "one[two]</s>three[four]</s>"
+    assert (
+        shown(tokenizer, {"messages": TURNS}, chat_template=marked) == "one[two]</s>three[four]</s>"
+    )
 
 
 @pytest.mark.parametrize(
     "rows",
     [
         {"messages": WITH_TOOLS, "tools": TOOLS},
-        {"messages": [TURNS[0], WITH_TOOLS[1] | {"tool_calls": [CALL["function"]]}, *WITH_TOOLS[2:]], "tools": TOOLS},
+        {
+            "messages": [
+                TURNS[0],
+                WITH_TOOLS[1] | {"tool_calls": [CALL["function"]]},
+                *WITH_TOOLS[2:],
+            ],
+            "tools": TOOLS,
+        },
         {
             "messages": [
                 TURNS[0],
                 {
                     "role": "assistant",
-                    "tool_calls": [{"function": {"name": "weather", "arguments": '{"city": "Paris"}'}}],
+                    "tool_calls": [
+                        {"function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+                    ],
                 },
                 *WITH_TOOLS[2:],
             ],
-            "tools": '[{"type": "function", "function": {"name": "weather", "description": "w", "parameters": {}}}]',
+            "tools": '[{"type": "function", "function": {"name": "weather", "description": "w",'
+            ' "parameters": {}}}]',
         },
         {
             "conversations": [
                 {"from": "human", "value": "one"},
-                {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Paris"}}'},
+                {
+                    "from": "function_call",
+                    "value": '{"name": "weather", "arguments": {"city": "Paris"}}',
+                },
                 {"from": "observation", "value": "12"},
                 {"from": "gpt", "value": "two"},
             ],
@@ -228,11 +292,19 @@ def test_a_template_that_marks_answers_is_believed(tokenizer: Any) -> None:
         },
     ],
 )
-def test_tool_calls_are_answers_and_what_tools_say_is_not(tokenizer: Any, rows: dict[str, Any]) -> None:
+def test_tool_calls_are_answers_and_what_tools_say_is_not(
+    tokenizer: Any, rows: dict[str, Any]
+) -> None:
     pytest.importorskip("trl")
     found = shown(tokenizer, rows, chat_template=template("qwen2_5"))
-    call = '[<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>\n]'
-    said = "<|im_start|>user\n<tool_response>\n12\n</tool_response><|im_end|>\n<|im_start|>assistant\n[two<|im_end|>\n]"
+    call = (
+        '[<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n'
+        "</tool_call><|im_end|>\n]"
+    )
+    said = (
+        "<|im_start|>user\n<tool_response>\n12\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n[two<|im_end|>\n]"
+    )
     assert '"name": "weather", "description": "w"' in found.partition("[")[0]
     assert found.endswith(f"<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n{call}{said}")
 
@@ -258,34 +330,58 @@ def test_arguments_are_text_where_a_template_needs_that(tokenizer: Any) -> None:
         ({"messages": [{"role": "user"}]}, None, "message 1 has no content; its keys: role"),
         ({"messages": [{"content": "a"}]}, None, "message 1 has no role; its keys: content"),
         ({"messages": ["a"]}, None, "message 1 is 'a', which is not an object"),
-        ({"messages": [{"role": "user", "content": 3}]}, None, "the content of message 1 is 3, which is not text"),
+        (
+            {"messages": [{"role": "user", "content": 3}]},
+            None,
+            "the content of message 1 is 3, which is not text",
+        ),
         (
             {"conversations": [{"from": "function_call", "value": "a"}]},
             None,
             "the call in message 1 is 'a', .*not JSON",
         ),
         ({"messages": TURNS[:1], "tools": "a"}, None, "tools is 'a', which is not JSON"),
-        ({"messages": TURNS[:1], "chat_template_kwargs": []}, None, r"chat_template_kwargs is \[\], .*not an object"),
-        ({"instruction": "a", "output": "b", "history": [["c"]]}, None, "history has .* not a question and its answer"),
-        ({"prompt": "a", "completion": "b", "system": "c"}, None, "its column system goes with messages"),
+        (
+            {"messages": TURNS[:1], "chat_template_kwargs": []},
+            None,
+            r"chat_template_kwargs is \[\], .*not an object",
+        ),
+        (
+            {"instruction": "a", "output": "b", "history": [["c"]]},
+            None,
+            "history has .* not a question and its answer",
+        ),
+        (
+            {"prompt": "a", "completion": "b", "system": "c"},
+            None,
+            "its column system goes with messages",
+        ),
         ({"text": "\ud83d"}, None, "half of a surrogate pair"),
         ({"text": "a"}, "completion", "plain text has no completion"),
         ({"messages": TURNS[:3]}, "completion", "last message is not the assistant's"),
     ],
 )
-def test_a_bad_row_is_named(tokenizer: Any, row: dict[str, Any], loss_on: str | None, message: str) -> None:
+def test_a_bad_row_is_named(
+    tokenizer: Any, row: dict[str, Any], loss_on: str | None, message: str
+) -> None:
     with pytest.raises(BadDataset, match=message):
         shown(tokenizer, row, loss_on)
 
 
 def test_a_template_that_refuses_names_the_row(tokenizer: Any) -> None:
     with pytest.raises(BadDataset, match=r"rows\.jsonl:7: .*roles must alternate"):
-        shown(tokenizer, {"messages": TURNS}, chat_template="{{ raise_exception('roles must alternate') }}")
+        shown(
+            tokenizer,
+            {"messages": TURNS},
+            chat_template="{{ raise_exception('roles must alternate') }}",
+        )
     with pytest.raises(BadDataset, match=r"rows\.jsonl:7: "):
         shown(tokenizer, {"messages": TURNS}, chat_template=None)
 
 
-def test_a_tokenizer_that_cannot_place_its_tokens_learns_everything_or_nothing(tokenizer: Any) -> None:
+def test_a_tokenizer_that_cannot_place_its_tokens_learns_everything_or_nothing(
+    tokenizer: Any,
+) -> None:
     class Slow:
         """What the encoder asks a tokenizer, without the places of the tokens in the text."""
 
@@ -363,18 +459,24 @@ def test_arguments_of_a_call_are_text_that_a_person_reads() -> None:
         {"function": {"name": "weather", "arguments": '{"city": "Köln"}'}},
         {"name": "plain", "arguments": "{}"},
     ]
-    assert serialize_arguments({"role": "user", "content": "one"}) == {"role": "user", "content": "one"}
+    assert serialize_arguments({"role": "user", "content": "one"}) == {
+        "role": "user",
+        "content": "one",
+    }
 
 
 @pytest.mark.parametrize(
-    ("left", "right", "alike"), [("", "", 0), ("ab", "abc", 2), ("abc", "ab", 2), ("abx", "aby", 2), ("x", "y", 0)]
+    ("left", "right", "alike"),
+    [("", "", 0), ("ab", "abc", 2), ("abc", "ab", 2), ("abx", "aby", 2), ("x", "y", 0)],
 )
 def test_how_far_two_texts_are_alike(left: str, right: str, alike: int) -> None:
     assert _common_length(left, right) == alike
 
 
 def test_a_conversation_may_begin_with_an_answer(tokenizer: Any) -> None:
-    expected = "<|im_start|>assistant\n[two<|im_end|>\n]" + ONE_TURN.replace("one", "three").replace("two", "four")
+    expected = "<|im_start|>assistant\n[two<|im_end|>\n]" + ONE_TURN.replace(
+        "one", "three"
+    ).replace("two", "four")
     assert shown(tokenizer, {"messages": TURNS[1:]}, "assistant") == expected
 
 

@@ -11,7 +11,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 from autotune.trainer import chunked_loss as chunks
 from autotune.trainer.graphs import MOST_SHAPES, MicroBatchGraphs, is_capturing, skip_packing_check
 
-SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+SHAPE = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 
 
 def test_gradients_stay_in_the_same_buffers_and_begin_at_zero() -> None:
@@ -34,11 +39,15 @@ def test_gradients_stay_in_the_same_buffers_and_begin_at_zero() -> None:
 def test_a_fifth_shape_is_refused() -> None:
     graphs = MicroBatchGraphs(lambda batch: pytest.fail("it must not run"), [])
     graphs._graphs = {number: (None, {}, torch.zeros(())) for number in range(MOST_SHAPES)}
-    with pytest.raises(ValueError, match="micro batches have more than 4 shapes, and each shape needs a CUDA graph"):
+    with pytest.raises(
+        ValueError, match="micro batches have more than 4 shapes, and each shape needs a CUDA graph"
+    ):
         graphs.run({"input_ids": torch.zeros(1, 8)})
 
 
-def test_transformers_makes_no_mask_for_rows_that_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_makes_no_mask_for_rows_that_are_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Under capture it would: it cannot look at the positions, and takes rows for packed ones."""
     shape = LlamaConfig(**SHAPE, vocab_size=64, use_cache=False, attn_implementation="sdpa")
     model = LlamaForCausalLM(shape)

@@ -86,10 +86,23 @@ def test_a_missing_path_is_no_name(path: str) -> None:
 @pytest.mark.parametrize(
     ("name", "split", "reason"),
     [
-        ("org/other", None, r"there is no file or folder org/other, and .*the Hub.*; give a local path or org/name:c"),
-        ("org/name:default", "evaluation", r"Unknown split \"evaluation\"\. Should be one of \['train', 'test'\]"),
+        (
+            "org/other",
+            None,
+            r"there is no file or folder org/other, and .*the Hub.*; give a local path or"
+            r" org/name:c",
+        ),
+        (
+            "org/name:default",
+            "evaluation",
+            r"Unknown split \"evaluation\"\. Should be one of \['train', 'test'\]",
+        ),
         ("org/name:other", None, r"org/name:other.*other"),
-        ("org/name:default", "train[:10%]", r"train\[:10%\] is not the name of a split: give --split NAME"),
+        (
+            "org/name:default",
+            "train[:10%]",
+            r"train\[:10%\] is not the name of a split: give --split NAME",
+        ),
     ],
 )
 def test_a_missing_dataset_has_a_remedy(name: str, split: str | None, reason: str) -> None:
@@ -106,13 +119,23 @@ def test_without_the_library_the_package_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_exported_script_gets_the_name_and_not_a_path() -> None:
-    assert _script_options(Path("org/name"), "test", None, None) == ["--dataset", "org/name", "--split", "test"]
+    assert _script_options(Path("org/name"), "test", None, None) == [
+        "--dataset",
+        "org/name",
+        "--split",
+        "test",
+    ]
     Path("org/name").mkdir(parents=True)
-    assert _script_options(Path("org/name"), None, None, None) == ["--dataset", str(Path("org/name").absolute())]
+    assert _script_options(Path("org/name"), None, None, None) == [
+        "--dataset",
+        str(Path("org/name").absolute()),
+    ]
 
 
 def test_commands_take_the_name() -> None:
-    code, out, errors = run_command("plan --json --model demo-3m --gpu a10 --dataset org/name:default --split train")
+    code, out, errors = run_command(
+        "plan --json --model demo-3m --gpu a10 --dataset org/name:default --split train"
+    )
     assert code == 0, errors
     assert json.loads(out)["workload"]["examples"] == 3
     code, _, errors = run_command("plan --model demo-3m --gpu a10 --dataset org/other")

@@ -12,11 +12,17 @@ from autotune.trainer.rows import num_targets
 
 
 def located(*rows: tuple[object, object]) -> list[tuple[str, dict[str, object]]]:
-    return [(f"row {index}", {"text": text, "label": label}) for index, (text, label) in enumerate(rows)]
+    return [
+        (f"row {index}", {"text": text, "label": label}) for index, (text, label) in enumerate(rows)
+    ]
 
 
 def test_labels_are_numbered_in_their_order() -> None:
-    assert label_names(located(("a", "no"), ("b", "yes"), ("c", "no"), ("d", "maybe"))) == ["maybe", "no", "yes"]
+    assert label_names(located(("a", "no"), ("b", "yes"), ("c", "no"), ("d", "maybe"))) == [
+        "maybe",
+        "no",
+        "yes",
+    ]
     assert label_names(located(("a", 10), ("b", 2), ("c", 2.0))) == [2, 10]
 
 
@@ -34,7 +40,9 @@ def test_rows_without_labels_are_named(rows: list[tuple[object, object]], said: 
         label_names(located(*rows))
 
 
-def test_an_example_is_what_is_read_and_the_number_of_its_label_and_keeps_it_when_it_is_cut() -> None:
+def test_an_example_is_what_is_read_and_the_number_of_its_label_and_keeps_it_when_it_is_cut() -> (
+    None
+):
     def tokenizer(texts: list[str]) -> dict[str, list[list[int]]]:
         return {"input_ids": [[10 + index for index in range(len(text))] for text in texts]}
 
@@ -49,7 +57,9 @@ def test_an_example_is_what_is_read_and_the_number_of_its_label_and_keeps_it_whe
 def test_a_batch_is_padded_with_the_models_own_token(masked: bool) -> None:
     rows = [[torch.tensor([-11, -12, -13, 1])], [torch.tensor([-11, 0])]]
     batch = collate_labels(rows, [], 7, masked=masked)
-    assert batch["input_ids"].tolist() == [[10, 11, 12], [10, 7, 7]] and batch["labels"].tolist() == [1, 0]
+    assert batch["input_ids"].tolist() == [[10, 11, 12], [10, 7, 7]] and batch[
+        "labels"
+    ].tolist() == [1, 0]
     assert ("attention_mask" in batch) is masked
 
 

@@ -8,7 +8,16 @@ import pytest
 
 from autotune.trainer.examples import LOST_THOUGHTS, LOST_TOOLS, NO_STOP, Encoder
 from autotune.trainer.reading import BadDataset
-from tests.helpers.conversations import TOOLS, Conversation, assistant, call, encoded, fault_of, judged, user
+from tests.helpers.conversations import (
+    TOOLS,
+    Conversation,
+    assistant,
+    call,
+    encoded,
+    fault_of,
+    judged,
+    user,
+)
 from tests.helpers.tokenizers import CHATML, byte_level, template
 
 pytest.importorskip("trl")
@@ -28,11 +37,27 @@ def tokenizer() -> Any:
         ([user("q1"), user("a1", "model")], "a1", "q1"),
         ([user("q1"), user("a1", "chatgpt")], "a1", "q1"),
         ([user("s1", "developer"), user("q1"), assistant("a1")], "a1", "s1"),
-        ([user([{"type": "text", "text": "q1"}]), assistant([{"type": "text", "text": "a1"}])], "a1", "q1"),
-        ([user([{"type": "text", "text": "q"}, {"type": "text", "text": "1"}]), assistant("a1")], "a1", "q1"),
+        (
+            [user([{"type": "text", "text": "q1"}]), assistant([{"type": "text", "text": "a1"}])],
+            "a1",
+            "q1",
+        ),
+        (
+            [user([{"type": "text", "text": "q"}, {"type": "text", "text": "1"}]), assistant("a1")],
+            "a1",
+            "q1",
+        ),
         ([user("q1"), assistant("a2", train=False), user("q2"), assistant("a1")], "a1", "a2"),
-        ([user("q1"), assistant("a2", weight=0), user("q2"), assistant("a1", weight=1)], "a1", "a2"),
-        ([user("q1"), assistant("a2", loss=False), user("q2"), assistant("a1", loss=True)], "a1", "a2"),
+        (
+            [user("q1"), assistant("a2", weight=0), user("q2"), assistant("a1", weight=1)],
+            "a1",
+            "a2",
+        ),
+        (
+            [user("q1"), assistant("a2", loss=False), user("q2"), assistant("a1", loss=True)],
+            "a1",
+            "a2",
+        ),
     ],
 )
 @pytest.mark.parametrize("name", ["qwen3", "llama3", "phi3", "qwen3_training"])
@@ -50,9 +75,18 @@ def test_names_parts_and_flags_of_other_tools(
             {"messages": [user("q", "hummany"), assistant("a")]},
             "message 1 has the unknown role 'hummany', did you mean h",
         ),
-        ({"messages": [user("q"), assistant("a", train=1.5)]}, "train of message 2 is 1.5: only true, false, 1 and 0"),
-        ({"messages": [user("q", "user") | {"train": True}]}, "message 1 has train: true, and only the assistant's"),
-        ({"messages": [user("q", "user") | {"loss": True}]}, "message 1 has loss: true, and only the assistant's"),
+        (
+            {"messages": [user("q"), assistant("a", train=1.5)]},
+            "train of message 2 is 1.5: only true, false, 1 and 0",
+        ),
+        (
+            {"messages": [user("q", "user") | {"train": True}]},
+            "message 1 has train: true, and only the assistant's",
+        ),
+        (
+            {"messages": [user("q", "user") | {"loss": True}]},
+            "message 1 has loss: true, and only the assistant's",
+        ),
         (
             {"messages": [user("q"), assistant("a", thinking=["t"])]},
             "thinking of message 2 is ['t'], which is not text",
@@ -62,16 +96,27 @@ def test_names_parts_and_flags_of_other_tools(
             {"messages": [user([{"type": "video", "video": "v.mp4"}]), assistant("a")]},
             "message 1 has a part of type video",
         ),
-        ({"messages": [user("q"), assistant("", tool_calls=[call("Paris")])]}, "leaves out the tool call in message 2"),
+        (
+            {"messages": [user("q"), assistant("", tool_calls=[call("Paris")])]},
+            "leaves out the tool call in message 2",
+        ),
         (
             {"messages": [user("s", "system"), user("q"), assistant("a")], "system": "t"},
             "a system message and another text",
         ),
-        ({"messages": [user("q"), assistant("a", tool_calls=[{}])]}, "a tool call of message 2 has no name"),
-        ({"prompt": [user("q")], "completion": "a"}, "one of prompt and completion is text, and the other is messages"),
+        (
+            {"messages": [user("q"), assistant("a", tool_calls=[{}])]},
+            "a tool call of message 2 has no name",
+        ),
+        (
+            {"prompt": [user("q")], "completion": "a"},
+            "one of prompt and completion is text, and the other is messages",
+        ),
     ],
 )
-def test_text_that_would_be_lost_is_refused_by_line(tokenizer: Any, row: dict[str, Any], reason: str) -> None:
+def test_text_that_would_be_lost_is_refused_by_line(
+    tokenizer: Any, row: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(BadDataset, match=r"rows\.jsonl:7: .*") as refused:
         encoded(tokenizer, template("llama3"), row)
     assert reason in str(refused.value)
@@ -95,7 +140,11 @@ def test_text_that_would_be_lost_is_refused_by_line(tokenizer: Any, row: dict[st
             {"messages": [user("q"), assistant("a")]},
             "expects an object with 'text' and finds",
         ),
-        ("{{ raise_exception('no') }}", {"messages": [user("q"), assistant("a")]}, "chat template refuses it: no"),
+        (
+            "{{ raise_exception('no') }}",
+            {"messages": [user("q"), assistant("a")]},
+            "chat template refuses it: no",
+        ),
         (
             "{{ 'a' + 1 }}",
             {"messages": [user("q"), assistant("a")]},
@@ -123,7 +172,9 @@ def test_a_text_that_was_rendered_before_has_one_beginning() -> None:
 
     tokenizer = byte_level()
     start = tokenizer.bos_token_id
-    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", start)]
+    )
     rows = [{"text": "<s>one"}, {"text": "one"}, {"prompt": "<s>one", "completion": " two"}]
     for example in Encoder(tokenizer, None).encode([("rows.jsonl:1", row) for row in rows]):
         assert [token if token >= 0 else -1 - token for token in example].count(start) == 1
@@ -136,9 +187,14 @@ def test_an_answer_without_an_end_of_turn_is_noted(tokenizer: Any) -> None:
 
 
 def test_thoughts_in_the_tags_of_a_template_are_noted(tokenizer: Any) -> None:
-    """Qwen3 and Gemma 4 take the thoughts of earlier turns out of the content, by tags of their own."""
+    """Qwen3 and Gemma 4 take the thoughts of earlier turns out of the content, by tags of their
+    own.
+    """
     later = [user("q2"), assistant("a2")]
-    for name, thought in (("qwen3", "<think>t1</think>a1"), ("gemma4", "<|channel>thought\nt1<channel|>a1")):
+    for name, thought in (
+        ("qwen3", "<think>t1</think>a1"),
+        ("gemma4", "<|channel>thought\nt1<channel|>a1"),
+    ):
         row = {"messages": [user("q1"), assistant(thought), *later]}
         trained, _, notes = encoded(tokenizer, template(name), row)
         assert "a1" in trained and "t1" not in trained and notes == {LOST_THOUGHTS: 1}
@@ -159,7 +215,9 @@ def test_thoughts_calls_and_results_of_gpt_oss_are_read(tokenizer: Any) -> None:
         user("r2", "tool"),
         assistant("a1", thinking="t3"),
     ]
-    trained, read, notes = encoded(tokenizer, template("gptoss"), {"messages": messages, "tools": TOOLS})
+    trained, read, notes = encoded(
+        tokenizer, template("gptoss"), {"messages": messages, "tools": TOOLS}
+    )
     assert all(text in trained for text in ("Paris", "Rome", "t3", "a1"))
     assert all(text in read for text in ("q1", "r1", "r2")) and "r1" not in trained
     assert all(text in trained + read for text in ("t1", "t2")) or LOST_THOUGHTS in notes
@@ -176,6 +234,10 @@ def test_a_lost_text_is_a_fault() -> None:
     made = Conversation(random.Random(0))
     text = " ".join(made.trained)
     assert fault_of(made, text, " ".join(made.read), {LOST_THOUGHTS: 1}) == ""
-    assert fault_of(made, "", " ".join(made.read), {LOST_THOUGHTS: 1}).startswith("not trained on: ")
+    assert fault_of(made, "", " ".join(made.read), {LOST_THOUGHTS: 1}).startswith(
+        "not trained on: "
+    )
     assert fault_of(made, text, "", {LOST_THOUGHTS: 1}).startswith("lost: ")
-    assert fault_of(made, text + made.read[0], " ".join(made.read), {LOST_THOUGHTS: 1}).startswith("trained on: ")
+    assert fault_of(made, text + made.read[0], " ".join(made.read), {LOST_THOUGHTS: 1}).startswith(
+        "trained on: "
+    )

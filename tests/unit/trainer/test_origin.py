@@ -1,4 +1,6 @@
-"""A checkpoint is only continued on the data, the tokenizer and the settings that it was trained with."""
+"""A checkpoint is only continued on the data, the tokenizer and the settings that it was trained
+with.
+"""
 
 import json
 import re
@@ -33,19 +35,27 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def options(weights: Path, tmp_path: Path) -> Options:
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}')
-    return parse_options(SETTINGS, ["--model", str(weights), "--dataset", str(tmp_path / "rows.jsonl")])
+    return parse_options(
+        SETTINGS, ["--model", str(weights), "--dataset", str(tmp_path / "rows.jsonl")]
+    )
 
 
 def saved(folder: Path, facts: dict[str, Any] | None) -> str:
-    """Write a checkpoint as the Trainer does, which stores the states of callbacks by their names."""
+    """Write a checkpoint as the Trainer does, which stores the
+    states of callbacks by their names.
+    """
     checkpoint = folder / "checkpoint-4"
     checkpoint.mkdir()
     states = {} if facts is None else {"Origin": Origin(facts).state()}
-    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": 4, "stateful_callbacks": states}))
+    (checkpoint / "trainer_state.json").write_text(
+        json.dumps({"global_step": 4, "stateful_callbacks": states})
+    )
     return str(checkpoint)
 
 
-def test_the_same_data_and_tokenizer_in_other_folders_are_continued(options: Options, tmp_path: Path) -> None:
+def test_the_same_data_and_tokenizer_in_other_folders_are_continued(
+    options: Options, tmp_path: Path
+) -> None:
     checkpoint = saved(tmp_path, describe(SETTINGS, options))
     (tmp_path / "moved").mkdir()
     data = (tmp_path / "rows.jsonl").rename(tmp_path / "moved" / "r.jsonl")
@@ -89,8 +99,14 @@ def other_weights(options: Options) -> Options:
         (other_data, "on {folder}/rows.jsonl (#), not on {folder}/b.jsonl (#)"),
         (changed_data, "on {folder}/rows.jsonl (#), not on {folder}/rows.jsonl (#)"),
         (no_data, "on {folder}/rows.jsonl (#), not on random rows (#)"),
-        (other_tokenizer, "with the tokenizer of {model} (#), not with the tokenizer of {folder}/other (#)"),
-        (other_weights, "from the weights of {model} (#), not from the weights of {folder}/other (#)"),
+        (
+            other_tokenizer,
+            "with the tokenizer of {model} (#), not with the tokenizer of {folder}/other (#)",
+        ),
+        (
+            other_weights,
+            "from the weights of {model} (#), not from the weights of {folder}/other (#)",
+        ),
     ],
 )
 def test_another_origin_is_refused_with_both_names(
@@ -130,4 +146,7 @@ def test_held_out_examples_belong_to_the_settings(options: Options, tmp_path: Pa
 def test_a_checkpoint_without_an_origin_is_refused(options: Options, tmp_path: Path) -> None:
     checkpoint = saved(tmp_path, None)
     found = find_difference(checkpoint, describe(SETTINGS, options))
-    assert found == f"give another --output-dir: {checkpoint} does not say on which data it was trained"
+    assert (
+        found
+        == f"give another --output-dir: {checkpoint} does not say on which data it was trained"
+    )

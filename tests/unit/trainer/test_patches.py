@@ -1,4 +1,7 @@
-"""Switches of torch's that are set for a run. What the levers do in models is tried in tests/probe."""
+"""Switches of torch's that are set for a run.
+
+What the levers do in models is tried in tests/probe.
+"""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -52,9 +55,17 @@ def test_masked_rows_of_each_alignment_are_attended_to_once(
     seen: list[tuple[int, int, torch.dtype]] = []
     attend = torch.nn.functional.scaled_dot_product_attention
 
-    def attended(query: torch.Tensor, *others: torch.Tensor, attn_mask: torch.Tensor) -> torch.Tensor:
-        assert attn_mask.shape[-2:] == (query.shape[-2],) * 2 and not attn_mask[0, 0, 0, 1] and attn_mask[0, 0, 1, 0]
-        query.register_hook(lambda gradient: seen.append((query.shape[-2], query.shape[-1], gradient.dtype)))
+    def attended(
+        query: torch.Tensor, *others: torch.Tensor, attn_mask: torch.Tensor
+    ) -> torch.Tensor:
+        assert (
+            attn_mask.shape[-2:] == (query.shape[-2],) * 2
+            and not attn_mask[0, 0, 0, 1]
+            and attn_mask[0, 0, 1, 0]
+        )
+        query.register_hook(
+            lambda gradient: seen.append((query.shape[-2], query.shape[-1], gradient.dtype))
+        )
         return attend(query, *others, attn_mask=attn_mask)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attended)
@@ -65,7 +76,9 @@ def test_masked_rows_of_each_alignment_are_attended_to_once(
     assert seen == [(length, size, torch.bfloat16) for length in lengths]
 
 
-def test_attentions_have_names_and_that_of_packed_rows_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attentions_have_names_and_that_of_packed_rows_no_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     registered: list[Any] = []
     for kind in (AttentionInterface, AttentionMaskInterface):
         monkeypatch.setattr(kind, "register", lambda *asked: registered.append(asked))
@@ -76,7 +89,9 @@ def test_attentions_have_names_and_that_of_packed_rows_no_mask(monkeypatch: pyte
 
 def test_cudnns_attention_is_torchs_with_that_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[Any] = []
-    monkeypatch.setattr(patches, "sdpa_kernel", lambda backend: chosen.append(backend) or nullcontext())
+    monkeypatch.setattr(
+        patches, "sdpa_kernel", lambda backend: chosen.append(backend) or nullcontext()
+    )
     monkeypatch.setattr(patches, "sdpa_attention_forward", lambda *args, **kwargs: (args, kwargs))
     assert patches._attend("query", scaling=0.5) == (("query",), {"scaling": 0.5})
     assert chosen == [patches.SDPBackend.CUDNN_ATTENTION]

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from autotune.problem.image_files import size_of
-from autotune.trainer.picture_files import MAX_PIXELS, BadPicture, open_file, read_header, read_picture
+from autotune.trainer.picture_files import (
+    MAX_PIXELS,
+    BadPicture,
+    open_file,
+    read_header,
+    read_picture,
+)
 from tests.unit.problem.test_images import png
 
 Image = pytest.importorskip("PIL.Image")
@@ -66,13 +72,20 @@ def header(width: int, height: int) -> bytes:
     """A PNG whose header claims a size, with no pixels."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        return (
+            struct.pack(">I", len(content))
+            + kind
+            + content
+            + struct.pack(">I", zlib.crc32(kind + content))
+        )
 
     size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", b"")
 
 
-@pytest.mark.parametrize(("width", "height"), [(MAX_PIXELS + 1, 1), (20_000, 20_000), (2**31 - 1, 2**31 - 1)])
+@pytest.mark.parametrize(
+    ("width", "height"), [(MAX_PIXELS + 1, 1), (20_000, 20_000), (2**31 - 1, 2**31 - 1)]
+)
 def test_a_decompression_bomb_is_refused(width: int, height: int) -> None:
     """Before its pixels are read, with the same limit in plans and in runs."""
     for read in (size_of, read_header):
@@ -84,7 +97,8 @@ def test_a_decompression_bomb_is_refused(width: int, height: int) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n",  # Ghostscript would draw it
+        # Ghostscript would draw it
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n",
         b"P6 2 2 255 " + b"x" * 12,
         b"",
         png(4, 3)[:40],

@@ -53,7 +53,9 @@ def program(folder: Path, body: str) -> list[str]:
 
 
 def run(folder: Path, body: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(program(folder, body), cwd=folder, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        program(folder, body), cwd=folder, capture_output=True, text=True, timeout=60
+    )
 
 
 @contextmanager
@@ -78,8 +80,16 @@ def waiting(folder: Path, command: list[str]) -> Iterator["subprocess.Popen[byte
 
 
 def test_ranks_get_their_variables_and_the_arguments(tmp_path: Path) -> None:
-    names = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    done = run(tmp_path, f"tell(' '.join(os.environ[name] for name in {names}) + ' ' + sys.argv[1])")
+    names = (
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+    )
+    done = run(
+        tmp_path, f"tell(' '.join(os.environ[name] for name in {names}) + ' ' + sys.argv[1])"
+    )
     assert done.returncode == 0, done.stderr
     told = [(tmp_path / name).read_text().split() for name in "01"]
     assert [words[0] for words in told] == ["0", "1"] and told[0][1:] == told[1][1:]
@@ -116,7 +126,9 @@ def test_ranks_train_together_listen_on_loopback_and_end(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_a_stop_is_passed_on_once_and_each_rank_ends_in_its_own_time(number: int, code: int, tmp_path: Path) -> None:
+def test_a_stop_is_passed_on_once_and_each_rank_ends_in_its_own_time(
+    number: int, code: int, tmp_path: Path
+) -> None:
     """A rank that saves for long is not killed because the other has ended."""
     body = WAITS + f"time.sleep(2 * rank)\ntell(f'saved {{len(seen)}}')\nsys.exit({code})"
     with begun(tmp_path, body) as launcher:
@@ -146,7 +158,9 @@ def test_a_second_signal_ends_ranks_that_do_not_answer(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_ranks_that_wait_for_a_failed_one_are_ended(ends: str, code: int, said: str, tmp_path: Path) -> None:
+def test_ranks_that_wait_for_a_failed_one_are_ended(
+    ends: str, code: int, said: str, tmp_path: Path
+) -> None:
     """They have some seconds to say what they saw."""
     body = f"if rank:\n    {ends}\ntime.sleep(1)\ntell('lost the other')\ntime.sleep(600)"
     done = run(tmp_path, body)
@@ -218,7 +232,10 @@ while True:
 
 
 def test_one_signal_ends_ranks_that_do_not_train_yet(tmp_path: Path) -> None:
-    """A rank may wait in C++, where Python handles no signal. Rank 1 trains already, and waits for rank 0."""
+    """A rank may wait in C++, where Python handles no signal.
+
+    Rank 1 trains already, and waits for rank 0.
+    """
     with begun(tmp_path, NOT_YET) as launcher:
         launcher.send_signal(signal.SIGINT)
         assert launcher.wait(ranks.GRACE_S + 5) == 130
@@ -228,8 +245,12 @@ def test_one_signal_ends_ranks_that_do_not_train_yet(tmp_path: Path) -> None:
 def test_a_rank_whose_launcher_is_dead_does_not_begin(tmp_path: Path) -> None:
     variables = os.environ | {"LOCAL_RANK": "0", "RANK": "0", "AUTOTUNE_SUPERVISOR": "1"}
     command = program(tmp_path, "tell('begun')")
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (1, "the launcher is dead\n") and not (tmp_path / "0").exists()
+    done = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (1, "the launcher is dead\n") and not (
+        tmp_path / "0"
+    ).exists()
 
 
 def test_a_rank_ends_with_its_code_where_nobody_reads_what_it_says() -> None:
@@ -242,7 +263,10 @@ print("trained")
 os.close(1)
 ranks.end_at_once(lambda: sys.exit(75))
 """
-    assert subprocess.run([sys.executable, "-c", body], capture_output=True, timeout=30).returncode == 75
+    assert (
+        subprocess.run([sys.executable, "-c", body], capture_output=True, timeout=30).returncode
+        == 75
+    )
 
 
 @pytest.mark.parametrize(
@@ -255,8 +279,12 @@ ranks.end_at_once(lambda: sys.exit(75))
         ("lambda: 1 / 0", 1, "ZeroDivisionError: division by zero\n"),
     ],
 )
-def test_a_rank_ends_at_once_with_the_code_that_training_ends_with(train: str, code: int, said: str) -> None:
-    """Nothing waits for a thread that would hold up the interpreter; what was to run at the end runs."""
+def test_a_rank_ends_at_once_with_the_code_that_training_ends_with(
+    train: str, code: int, said: str
+) -> None:
+    """Nothing waits for a thread that would hold up the interpreter; what was to run at the end
+    runs.
+    """
     body = f"""
 import atexit, sys, threading, time
 sys.path.insert(0, {HOME!r})
@@ -272,7 +300,9 @@ ranks.end_at_once({train})
     assert ended.stderr.endswith(said) and (said or not ended.stderr)
 
 
-@pytest.mark.parametrize("how", ["return Model()", "model = Model()\n    sys.exit(0)", "model = Model()\n    1 / 0"])
+@pytest.mark.parametrize(
+    "how", ["return Model()", "model = Model()\n    sys.exit(0)", "model = Model()\n    1 / 0"]
+)
 def test_a_rank_frees_no_model(how: str) -> None:
     """To free DDP's reducer after its group may wait for ever."""
     body = f"""
@@ -292,4 +322,6 @@ def train():
 
 ranks.end_at_once(train)
 """
-    assert subprocess.run([sys.executable, "-c", body], capture_output=True, timeout=30).stdout == b""
+    assert (
+        subprocess.run([sys.executable, "-c", body], capture_output=True, timeout=30).stdout == b""
+    )

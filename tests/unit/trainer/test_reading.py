@@ -1,4 +1,6 @@
-"""Rows are read from each kind of file and folder, one after the other, and a bad one is named by file and line."""
+"""Rows are read from each kind of file and folder, one after the other, and a bad one is named by
+file and line.
+"""
 
 import json
 import os
@@ -11,7 +13,9 @@ import pytest
 from autotune.trainer import reading
 from autotune.trainer.reading import BadDataset, find_files, read_rows
 
-ROWS: list[dict[str, Any]] = [{"text": f"row {index}", "more": [{"a": index}]} for index in range(3)]
+ROWS: list[dict[str, Any]] = [
+    {"text": f"row {index}", "more": [{"a": index}]} for index in range(3)
+]
 
 
 def found(path: Path, split: str | None = None) -> list[dict[str, Any]]:
@@ -40,7 +44,9 @@ def save(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
         ("a.json", "\n".join(json.dumps(row, indent=3) for row in ROWS)),
     ],
 )
-def test_json_in_each_of_its_forms(tmp_path: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_in_each_of_its_forms(
+    tmp_path: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / name).write_text("\ufeff" + text, encoding="utf-8")
     for size in (2**20, 5):  # a row is longer than a piece that is read
         monkeypatch.setattr(reading, "JSON_CHUNK", size)
@@ -66,7 +72,10 @@ def test_what_datasets_writes(tmp_path: Path) -> None:
     assert found(save(tmp_path / "saved")) == ROWS
     import datasets
 
-    tables = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
+    tables = {
+        "train": datasets.Dataset.from_list(ROWS),
+        "test": datasets.Dataset.from_list(ROWS[:1]),
+    }
     datasets.DatasetDict(tables).save_to_disk(tmp_path / "both")
     assert found(tmp_path / "both") == ROWS
     assert found(tmp_path / "both", "test") == ROWS[:1]
@@ -112,7 +121,9 @@ def test_a_folder_without_names_of_splits_is_read_whole(tmp_path: Path) -> None:
         ("a.xlsx", b"", "a.xlsx is none of .jsonl"),
     ],
 )
-def test_a_bad_file_is_named_with_its_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_a_bad_file_is_named_with_its_line(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(BadDataset, match=message):
         found(tmp_path / name)
@@ -143,7 +154,15 @@ def test_only_files_that_are_shown_are_read_and_none_is_skipped(tmp_path: Path) 
 @pytest.mark.parametrize(
     "state",
     [
-        *("{", "{}", "[]", '{"_data_files": [{}]}', "\xff", "[" * 10_000, '{"_data_files": [{"filename": 5}]}'),
+        *(
+            "{",
+            "{}",
+            "[]",
+            '{"_data_files": [{}]}',
+            "\xff",
+            "[" * 10_000,
+            '{"_data_files": [{"filename": 5}]}',
+        ),
         *(
             f'{{"_data_files": [{{"filename": "{name}"}}]}}'
             for name in ("a.txt", "", "../a.arrow", "/a.arrow", "a/b.arrow")
@@ -169,7 +188,9 @@ def test_what_is_no_dataset(tmp_path: Path) -> None:
         found(tmp_path / "a.jsonl", "test")
 
 
-def test_lines_are_counted_over_the_pieces_that_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_counted_over_the_pieces_that_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first piece ends just before the end of the first line."""
     monkeypatch.setattr(reading, "JSON_CHUNK", 10)
     (tmp_path / "a.json").write_text('[{"a": 1},\n{"b": 2},\n\n5]')
@@ -186,10 +207,14 @@ def test_a_cell_may_be_long_and_have_any_ends_of_lines(tmp_path: Path) -> None:
 
 def test_rows_of_a_table_are_numbered(tmp_path: Path) -> None:
     path = save(tmp_path / "a.parquet")
-    assert [where for where, _ in read_rows(path)] == [f"{path}, row {number}" for number in (1, 2, 3)]
+    assert [where for where, _ in read_rows(path)] == [
+        f"{path}, row {number}" for number in (1, 2, 3)
+    ]
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(path: Path) -> Any:
         raise PermissionError(13, "Permission denied")
 
@@ -199,10 +224,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
         found(tmp_path / "a.jsonl")
 
 
-def test_without_pyarrow_a_table_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyarrow_a_table_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.parquet").touch()
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # type: ignore[arg-type]
     with pytest.raises(
-        ImportError, match=r"^a\.parquet is read with pyarrow: pip install pyarrow, or give JSON lines$"
+        ImportError,
+        match=r"^a\.parquet is read with pyarrow: pip install pyarrow, or give JSON lines$",
     ):
         found(tmp_path / "a.parquet")

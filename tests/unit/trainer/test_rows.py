@@ -14,13 +14,19 @@ from autotune.trainer import rows
 def test_rows_are_packed_as_the_workload_counts_them() -> None:
     lengths = [3, 60, 100, 7, 7, 41, 12, 99, 1, 64] * 30
     packed = rows.pack(lengths, 100)
-    planned = [row.examples for row in packed_rows(Lengths.of(lengths, "counted"), 100) for _ in range(row.number)]
+    planned = [
+        row.examples
+        for row in packed_rows(Lengths.of(lengths, "counted"), 100)
+        for _ in range(row.number)
+    ]
     assert sorted(tuple(lengths[index] for index in row) for row in packed) == sorted(planned)
     assert sorted(index for row in packed for index in row) == list(range(len(lengths)))
 
 
 def test_a_packed_batch_has_each_token_in_its_place() -> None:
-    batch = rows.collate([[torch.tensor([5, 6, 7]), torch.tensor([8, 9])], [torch.arange(1, 7)]], [6], True)
+    batch = rows.collate(
+        [[torch.tensor([5, 6, 7]), torch.tensor([8, 9])], [torch.arange(1, 7)]], [6], True
+    )
     assert {key: value.tolist() for key, value in batch.items()} == {
         "input_ids": [[5, 6, 7, 8, 9, 0], [1, 2, 3, 4, 5, 6]],
         "labels": [[-100, 6, 7, -100, 9, -100], [-100, 2, 3, 4, 5, 6]],
@@ -88,13 +94,19 @@ def test_the_same_share_of_the_examples_is_held_out_at_each_start() -> None:
     examples = [torch.arange(index + 2) for index in range(100)]
     trained, held_out = rows.hold_out(examples, 0.1, 200)
     torch.manual_seed(5)
-    assert [len(example) for example in rows.hold_out(examples, 0.1, 200)[1]] == [len(example) for example in held_out]
+    assert [len(example) for example in rows.hold_out(examples, 0.1, 200)[1]] == [
+        len(example) for example in held_out
+    ]
     assert max(len(example) for example in rows.hold_out(examples, 0.1, 20)[1]) == 20
     lengths = [len(example) for example in trained], [len(example) for example in held_out]
     assert len(held_out) == 10 and sorted([*lengths[0], *lengths[1]]) == [*range(2, 102)]
     assert all(part == sorted(part) for part in lengths) and lengths[1] != [*range(92, 102)]
     assert [len(part) for part in rows.hold_out(examples, 0.0, 9)] == [100, 0]
-    assert [len(rows.hold_out([torch.arange(1)] * number, 0.5, 9)[0]) for number in (1, 2, 3)] == [1, 1, 1]
+    assert [len(rows.hold_out([torch.arange(1)] * number, 0.5, 9)[0]) for number in (1, 2, 3)] == [
+        1,
+        1,
+        1,
+    ]
     assert len(rows.hold_out([torch.arange(1)] * 3, 0.5, 9)[1]) == 0
 
 
@@ -118,7 +130,9 @@ def test_stored_examples_are_mapped_and_cut(tmp_path: Path) -> None:
 
 def test_an_example_without_a_target_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     """Its loss would not be a number. One whose answer is cut off has none."""
-    examples = [torch.tensor(tokens) for tokens in ([5, 6], [5, -7, -8, 9], [5, -1], [3, 4], [8, -9, 1])]
+    examples = [
+        torch.tensor(tokens) for tokens in ([5, 6], [5, -7, -8, 9], [5, -1], [3, 4], [8, -9, 1])
+    ]
     trained, held_out = rows.split(examples, 3, 2, 2)
     assert [example.tolist() for example in trained] == [[5, 6]]
     assert [[example.tolist() for example in row] for row in held_out] == [[[3, 4]]]
@@ -128,17 +142,23 @@ def test_an_example_without_a_target_is_left_out(capsys: pytest.CaptureFixture[s
 def test_random_examples_have_a_prompt_of_the_usual_share() -> None:
     assert rows.mask_prompt(torch.tensor([1, 2, 3, 4]), 0.5).tolist() == [-2, -3, 3, 4]
     assert rows.mask_prompt(torch.tensor([1, 2, 3]), 1.0).tolist() == [1, 2, 3]
-    assert rows.mask_prompt(torch.tensor([1, 2, 3]), 0.01).tolist() == [-2, -3, 3]  # short ones have a loss too
+    # short ones have a loss too
+    assert rows.mask_prompt(torch.tensor([1, 2, 3]), 0.01).tolist() == [-2, -3, 3]
 
 
 def test_a_row_that_fills_one_of_the_lengths_needs_no_longer_one() -> None:
-    batches = [rows.collate([[torch.arange(length)]], [4, 8], False)["input_ids"].shape for length in (3, 4, 5, 9)]
+    batches = [
+        rows.collate([[torch.arange(length)]], [4, 8], False)["input_ids"].shape
+        for length in (3, 4, 5, 9)
+    ]
     assert batches == [(1, 4), (1, 4), (1, 8), (1, 9)]
 
 
 def test_tokens_are_whole_numbers_however_large() -> None:
     batch = rows.collate([[torch.tensor([1, 2**24 + 1], dtype=torch.int32)]], [3], False)
-    assert batch["input_ids"].tolist() == [[1, 2**24 + 1, 0]] and batch["labels"].tolist() == [[-100, 2**24 + 1, -100]]
+    assert batch["input_ids"].tolist() == [[1, 2**24 + 1, 0]] and batch["labels"].tolist() == [
+        [-100, 2**24 + 1, -100]
+    ]
 
 
 def test_the_token_0_is_trained_on(capsys: pytest.CaptureFixture[str]) -> None:

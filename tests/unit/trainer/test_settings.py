@@ -14,7 +14,11 @@ from tests.unit.export.test_script import recipe
 
 @pytest.mark.parametrize(
     ("before", "use_cpu", "visible"),
-    [({}, False, "0"), ({"CUDA_VISIBLE_DEVICES": "5, 1"}, False, "5"), ({"CUDA_VISIBLE_DEVICES": "5"}, True, "")],
+    [
+        ({}, False, "0"),
+        ({"CUDA_VISIBLE_DEVICES": "5, 1"}, False, "5"),
+        ({"CUDA_VISIBLE_DEVICES": "5"}, True, ""),
+    ],
 )
 def test_torch_sees_one_gpu_or_none(
     before: dict[str, str], use_cpu: bool, visible: str, monkeypatch: pytest.MonkeyPatch
@@ -68,15 +72,20 @@ def test_the_arguments_of_the_libraries() -> None:
         "bnb_4bit_use_double_quant": True,
         "bnb_4bit_compute_dtype": "bfloat16",
     }
-    assert model_settings(TrainConfig(quantization="int8"), "llama").bitsandbytes_arguments() == {"load_in_8bit": True}
+    assert model_settings(TrainConfig(quantization="int8"), "llama").bitsandbytes_arguments() == {
+        "load_in_8bit": True
+    }
     full = model_settings(TrainConfig(method="full"), "llama")
     assert full.lora_arguments() is None and full.bitsandbytes_arguments() is None
 
 
 def test_settings_are_read_as_they_were_written(tmp_path: Path) -> None:
     made = script.settings(recipe(TrainConfig(quantization="nf4", dora=True)))
-    made = replace(made, lengths=[7, 12, 300], padded_lengths=[], about=["[\n  1,\n  2\n]", "[ 1, 2 ]"])
+    made = replace(
+        made, lengths=[7, 12, 300], padded_lengths=[], about=["[\n  1,\n  2\n]", "[ 1, 2 ]"]
+    )
     (tmp_path / "train_config.json").write_text(made.to_json())
     assert settings.RunSettings.read(tmp_path / "train_config.json") == made
-    assert made.to_json().startswith('{\n  "about": [\n') and made.to_json().endswith("}\n")  # for readers
+    # for readers
+    assert made.to_json().startswith('{\n  "about": [\n') and made.to_json().endswith("}\n")
     assert '"lengths": [7, 12, 300]' in made.to_json()

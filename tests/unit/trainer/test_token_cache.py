@@ -36,7 +36,11 @@ def test_tokens_are_made_once(data: Path, tokenizer: Any, monkeypatch: pytest.Mo
     about = read_about(folder)
     assert about["examples"] == 3
     assert [len(example) for example in StoredExamples(folder)] == [about["tokens"] // 3] * 3
-    assert sum(int((example >= 0).sum()) for example in StoredExamples(folder)) == about["trained"] < about["tokens"]
+    assert (
+        sum(int((example >= 0).sum()) for example in StoredExamples(folder))
+        == about["trained"]
+        < about["tokens"]
+    )
     monkeypatch.setattr(token_cache, "_write", None)  # it would be called again
     assert tokenise(data, tokenizer) == folder
 
@@ -52,7 +56,9 @@ def test_another_file_tokenizer_or_loss_is_another_folder(data: Path, tokenizer:
     assert len(folders) == 5 == len(list(cache_folder().iterdir()))
 
 
-def test_nothing_is_left_of_what_failed(data: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_of_what_failed(
+    data: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data.write_text('{"text": "fine"}\n{"words": 1}\n')
     with pytest.raises(BadDataset, match=r"data\.jsonl:2: needs"):
         tokenise(data, tokenizer)
@@ -85,7 +91,9 @@ def test_a_disk_that_is_full_in_mid_write_is_named_and_nothing_is_left(
 
 @pytest.mark.parametrize("name", ["tokens", "ends", "about.json"])
 @pytest.mark.parametrize("size", [None, 0, 8])
-def test_a_damaged_folder_is_made_again(data: Path, tokenizer: Any, name: str, size: int | None) -> None:
+def test_a_damaged_folder_is_made_again(
+    data: Path, tokenizer: Any, name: str, size: int | None
+) -> None:
     folder = tokenise(data, tokenizer)
     content = (folder / name).read_bytes()
     if size is None:
@@ -97,7 +105,9 @@ def test_a_damaged_folder_is_made_again(data: Path, tokenizer: Any, name: str, s
     assert list(cache_folder().iterdir()) == [folder]
 
 
-def test_what_a_killed_process_left_is_removed_but_not_what_another_writes(data: Path, tokenizer: Any) -> None:
+def test_what_a_killed_process_left_is_removed_but_not_what_another_writes(
+    data: Path, tokenizer: Any
+) -> None:
     for name in ("tmpkilled", "tmpbusy"):
         (cache_folder() / name).mkdir(parents=True)
         (cache_folder() / name / "tokens").write_bytes(b"half")
@@ -108,7 +118,8 @@ def test_what_a_killed_process_left_is_removed_but_not_what_another_writes(data:
 
 
 @pytest.mark.parametrize(
-    ("name", "needed"), [("data.jsonl", 100), ("data.csv", 100), ("data.parquet", 400), ("data.ARROW", 150)]
+    ("name", "needed"),
+    [("data.jsonl", 100), ("data.csv", 100), ("data.parquet", 400), ("data.ARROW", 150)],
 )
 def test_tokens_need_so_much_for_a_dataset_of_100_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, needed: int
@@ -131,7 +142,9 @@ def test_tokens_need_so_much_for_a_dataset_of_100_bytes(
 
 
 @pytest.mark.parametrize(("age_s", "is_left"), [(3500, True), (3700, False)])
-def test_what_was_not_written_to_for_an_hour_is_removed(data: Path, tokenizer: Any, age_s: int, is_left: bool) -> None:
+def test_what_was_not_written_to_for_an_hour_is_removed(
+    data: Path, tokenizer: Any, age_s: int, is_left: bool
+) -> None:
     other = cache_folder() / "tmpother"
     other.mkdir(parents=True)
     os.utime(other, (time.time() - age_s,) * 2)
@@ -139,11 +152,15 @@ def test_what_was_not_written_to_for_an_hour_is_removed(data: Path, tokenizer: A
     assert other.exists() is is_left
 
 
-def test_progress_is_told_every_two_seconds(data: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_told_every_two_seconds(
+    data: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The clock is asked at the start, after each row, and when something was said."""
     said: list[str] = []
     monkeypatch.setattr(
-        token_cache, "time", SimpleNamespace(time=time.time, monotonic=iter([10, 11.5, 12.5, 13, 14.9]).__next__)
+        token_cache,
+        "time",
+        SimpleNamespace(time=time.time, monotonic=iter([10, 11.5, 12.5, 13, 14.9]).__next__),
     )
     tokenise(data, tokenizer, say=said.append)
     assert said == ["2 examples of data.jsonl"]
@@ -166,7 +183,9 @@ class Words:
 
     def __init__(self, *words: str, merges: str = "", is_fast: bool = False) -> None:
         self.words, self.is_fast = words, is_fast
-        self.backend_tokenizer = SimpleNamespace(to_str=lambda: f"{words} {merges}") if is_fast else None
+        self.backend_tokenizer = (
+            SimpleNamespace(to_str=lambda: f"{words} {merges}") if is_fast else None
+        )
 
     def get_vocab(self) -> dict[str, int]:
         return {word: place for place, word in enumerate(self.words)}
@@ -174,7 +193,12 @@ class Words:
 
 def test_a_name_stands_for_all_that_the_tokens_depend_on(data: Path) -> None:
     """Of a fast tokenizer that is more than its words."""
-    tokenizers = [Words("a"), Words("b"), Words("a", is_fast=True), Words("a", merges="m", is_fast=True)]
+    tokenizers = [
+        Words("a"),
+        Words("b"),
+        Words("a", is_fast=True),
+        Words("a", merges="m", is_fast=True),
+    ]
     names = {token_cache._key([data], one, None) for one in tokenizers}
     assert len(names) == 4 and {len(name) for name in names} == {32}
     assert token_cache._key([data], Words("a"), None) in names

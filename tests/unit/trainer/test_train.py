@@ -1,4 +1,6 @@
-"""The training of the exported script, in this process, of a model that takes milliseconds a step."""
+"""The training of the exported script, in this process, of a
+model that takes milliseconds a step.
+"""
 
 import json
 import signal
@@ -24,7 +26,8 @@ from autotune.trainer.settings import Options, RunSettings
 from tests.helpers.factories import TINY
 from tests.unit.export.test_script import demo
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks with a name from before transformers 5.23
+# PEFT asks with a name from before transformers 5.23
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 SHAPE = TINY | {"model_type": "llama", "num_hidden_layers": 2}
 OPTIONS = Options(
@@ -61,7 +64,9 @@ def settings(changes: dict[str, Any] | None = None, **knobs: Any) -> RunSettings
     return replace(made, **{"lengths": [16], "warmup_steps": 0} | (changes or {}))
 
 
-def run(made: RunSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str], **options: Any) -> dict[str, Any]:
+def run(
+    made: RunSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str], **options: Any
+) -> dict[str, Any]:
     """What the script prints."""
     (tmp_path / "shape.json").write_text(json.dumps(SHAPE))
     train.main(made, replace(OPTIONS, **options), tmp_path / "shape.json")
@@ -69,13 +74,17 @@ def run(made: RunSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str], *
     return printed
 
 
-@pytest.mark.parametrize("knobs", [{}, {"method": "full"}, {"packing": True}, {"loss": "chunked"}], ids=str)
+@pytest.mark.parametrize(
+    "knobs", [{}, {"method": "full"}, {"packing": True}, {"loss": "chunked"}], ids=str
+)
 def test_a_run_learns_and_repeats_itself(
     knobs: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = settings({"examples": 64, "learning_rate": 0.01}, **knobs)
     first = run(made, tmp_path, capsys, max_steps=2, held_out=4, held_out_tokens=16)
-    assert first["steps"] == 2 and first["seconds_per_step"] > 0 and first["peak_reserved_gib"] is None
+    assert (
+        first["steps"] == 2 and first["seconds_per_step"] > 0 and first["peak_reserved_gib"] is None
+    )
     before, after = first["held_out_loss"]
     assert before == pytest.approx(4.85, abs=0.2) and after != before  # ln 128
     torch.manual_seed(1)
@@ -83,11 +92,17 @@ def test_a_run_learns_and_repeats_itself(
     assert again["held_out_loss"] == first["held_out_loss"]
 
 
-def test_without_held_out_examples_there_is_no_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_held_out_examples_there_is_no_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two rows fill one micro batch."""
-    alone = run(settings({"examples": 2, "accumulation": 1, "epochs": 3}), tmp_path, capsys, max_steps=-1)
+    alone = run(
+        settings({"examples": 2, "accumulation": 1, "epochs": 3}), tmp_path, capsys, max_steps=-1
+    )
     assert (alone["steps"], alone["held_out_loss"]) == (3, [])
-    with pytest.raises(SystemExit, match="1 rows do not fill a micro batch of 2: give more examples"):
+    with pytest.raises(
+        SystemExit, match="1 rows do not fill a micro batch of 2: give more examples"
+    ):
         run(settings({"examples": 1}), tmp_path, capsys)
     with pytest.raises(SystemExit, match="1 rows do not fill a micro batch of 2"):
         run(settings({"examples": 2}), tmp_path, capsys, held_out=1, held_out_tokens=16)
@@ -96,7 +111,9 @@ def test_without_held_out_examples_there_is_no_loss(tmp_path: Path, capsys: pyte
 def test_a_share_of_the_dataset_is_evaluated_during_the_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 13 examples 3 are held out, more than a micro batch; 10 make five micro batches, 5 steps in two passes."""
+    """Of 13 examples 3 are held out, more than a micro batch; 10 make five micro batches, 5 steps
+    in two passes.
+    """
     examples = [torch.arange(16) + index for index in range(13)]
     monkeypatch.setattr(train, "read_examples", lambda *_: list(examples))
     facts = {"dataset": ["d", "a digest"], "settings": {"micro_batch_size": 2}}
@@ -111,14 +128,29 @@ def test_a_share_of_the_dataset_is_evaluated_during_the_training(
     monkeypatch.setattr(rows, "collate", watched)
     build, shape = model_builder.build, model_builder.config_of(SHAPE)
     monkeypatch.setattr(model_builder, "load", lambda _, asked, device: build(shape, asked, device))
-    made = settings({"eval_share": 0.2, "eval_steps": 2, "save_steps": 3, "accumulation": 2, "epochs": 2})
-    printed = run(made, tmp_path, capsys, dataset="d", max_steps=-1, output_dir=str(tmp_path / "o"), saves=True)
-    assert printed["steps"] == 6 and len(printed["held_out_loss"]) == 3 and len(set(printed["held_out_loss"])) == 3
+    made = settings(
+        {"eval_share": 0.2, "eval_steps": 2, "save_steps": 3, "accumulation": 2, "epochs": 2}
+    )
+    printed = run(
+        made,
+        tmp_path,
+        capsys,
+        dataset="d",
+        max_steps=-1,
+        output_dir=str(tmp_path / "o"),
+        saves=True,
+    )
+    assert (
+        printed["steps"] == 6
+        and len(printed["held_out_loss"]) == 3
+        and len(set(printed["held_out_loss"])) == 3
+    )
     evaluated, trained = rows.hold_out(examples, 0.2, 999)[::-1]
     held_out = {int(example[0]) for example in evaluated}
     assert len(held_out) == 3 and len(trained) == 10
     batches = [set(batch) for batch in seen]
-    assert sum(batch <= held_out for batch in batches) == 3 * 2  # two rows, and the one that is left
+    # two rows, and the one that is left
+    assert sum(batch <= held_out for batch in batches) == 3 * 2
     assert all(batch <= held_out or not batch & held_out for batch in batches)
     left = sorted(path.name for path in (tmp_path / "o").glob("checkpoint-*"))
     assert left == ["checkpoint-3", "checkpoint-6"]
@@ -126,7 +158,9 @@ def test_a_share_of_the_dataset_is_evaluated_during_the_training(
 
 
 @pytest.mark.parametrize(
-    ("options", "share"), [({"dataset": "d"}, 0.3), ({}, 0.0), ({"dataset": "d", "held_out": 2}, 0.0)], ids=str
+    ("options", "share"),
+    [({"dataset": "d"}, 0.3), ({}, 0.0), ({"dataset": "d", "held_out": 2}, 0.0)],
+    ids=str,
 )
 def test_what_is_held_out_of_a_dataset(options: dict[str, Any], share: float) -> None:
     assert train.held_out_share(settings({"eval_share": 0.3}), replace(OPTIONS, **options)) == share
@@ -146,16 +180,22 @@ class _Steep(nn.Module):
 
 
 class _Norms(TrainerCallback):
-    """In the place of the clock: the norm of the gradients that each step of the optimizer takes."""
+    """In the place of the clock: the norm of the gradients that
+    each step of the optimizer takes.
+    """
 
     def __init__(self) -> None:
         self.norms: list[float] = []
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, *, model: Any, **_: Any
+    ) -> None:
         self.norms.append(float(model.weight.grad.norm()))
 
 
-def test_gradients_are_clipped_and_what_fills_no_micro_batch_waits_for_the_next_epoch(tmp_path: Path) -> None:
+def test_gradients_are_clipped_and_what_fills_no_micro_batch_waits_for_the_next_epoch(
+    tmp_path: Path,
+) -> None:
     model, norms = _Steep(), _Norms()
     options = replace(OPTIONS, dataset="rows.jsonl", max_steps=-1, output_dir=str(tmp_path))
     examples = [[torch.arange(length)] for length in (5, 9, 16, 3, 7, 8, 9)]
@@ -167,7 +207,11 @@ def test_gradients_are_clipped_and_what_fills_no_micro_batch_waits_for_the_next_
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_run_that_is_stopped_saves_a_checkpoint_and_says_so(
-    number: int, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    number: int,
+    code: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def begin(clock: Clock, *_: Any, **__: Any) -> None:
         clock.mark()
@@ -176,12 +220,22 @@ def test_a_run_that_is_stopped_saves_a_checkpoint_and_says_so(
     monkeypatch.setattr(Clock, "on_step_begin", begin)
     output = tmp_path / "o"
     with pytest.raises(SystemExit) as ended:
-        run(settings({"examples": 64}), tmp_path, capsys, max_steps=9, output_dir=str(output), saves=True)
+        run(
+            settings({"examples": 64}),
+            tmp_path,
+            capsys,
+            max_steps=9,
+            output_dir=str(output),
+            saves=True,
+        )
     assert ended.value.code == code
-    assert [path.name for path in output.iterdir()] == ["checkpoint-1"]  # no model that looks as if it were trained
+    # no model that looks as if it were trained
+    assert [path.name for path in output.iterdir()] == ["checkpoint-1"]
 
 
-def test_what_was_trained_is_saved_where_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_trained_is_saved_where_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for saves in (True, False):
         run(settings(), tmp_path, capsys, output_dir=str(tmp_path / str(saves)), saves=saves)
     assert (tmp_path / "True" / "adapter_model.safetensors").exists()
@@ -197,7 +251,9 @@ def test_random_examples_have_the_measured_lengths_in_turn(tmp_path: Path) -> No
     assert lengths_of(made) == [3, 5, 3, 5, 3, 5, 3]
     (tmp_path / "lengths").write_text("4\n99\n")
     assert lengths_of(made, lengths=str(tmp_path / "lengths")) == [4, 16, 4, 16, 4, 16, 4]
-    assert lengths_of(replace(made, lengths=list(range(1, 101)), examples=200)) == [*range(1, 101)] * 2
+    assert (
+        lengths_of(replace(made, lengths=list(range(1, 101)), examples=200)) == [*range(1, 101)] * 2
+    )
 
 
 def test_random_examples_use_the_whole_vocabulary_and_repeat_after_64() -> None:
@@ -221,14 +277,20 @@ def test_what_the_trainer_is_told(
     options: dict[str, Any], strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = settings({"save_steps": 7, "warmup_steps": 3, "epochs": 4, "accumulation": 5})
-    base = model_builder.build(model_builder.config_of(SHAPE), made.model_settings, torch.device("cpu"))
+    base = model_builder.build(
+        model_builder.config_of(SHAPE), made.model_settings, torch.device("cpu")
+    )
     model = train.add_adapters(base, made, torch.device("cpu"))
     rows = [[torch.arange(16)]] * 5
     asked = replace(OPTIONS, output_dir=str(tmp_path / "o"), **options)
     trainer = train.make_trainer(made, asked, model, None, Clock(False), rows, rows[:1])
     args = trainer.args
     assert (args.save_strategy, args.save_steps, args.save_total_limit) == (strategy, 7, 2)
-    assert (args.num_train_epochs, args.max_steps, args.warmup_steps) == (4, options["max_steps"], 3)
+    assert (args.num_train_epochs, args.max_steps, args.warmup_steps) == (
+        4,
+        options["max_steps"],
+        3,
+    )
     assert (args.lr_scheduler_type, args.per_device_eval_batch_size) == ("cosine", 1)
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 5)
     assert args.output_dir == str(tmp_path / "o") and args.use_cpu
@@ -241,14 +303,18 @@ def test_what_the_trainer_is_told(
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    train.make_trainer(made, replace(asked, output_dir=""), model, None, Clock(False), rows, rows[:1])
+    train.make_trainer(
+        made, replace(asked, output_dir=""), model, None, Clock(False), rows, rows[:1]
+    )
     assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize("precision", ["bf16_pure", "bf16_mixed"])
 def test_adapters_of_a_checkpoint_keep_their_type(precision: str, tmp_path: Path) -> None:
     made = settings(precision=precision)
-    base = model_builder.build(model_builder.config_of(SHAPE), made.model_settings, torch.device("cpu"))
+    base = model_builder.build(
+        model_builder.config_of(SHAPE), made.model_settings, torch.device("cpu")
+    )
     model: Any = train.add_adapters(base, made, torch.device("cpu"))
     before = {weight.dtype for weight in model.parameters() if weight.requires_grad}
     model.save_pretrained(tmp_path)
@@ -257,7 +323,9 @@ def test_adapters_of_a_checkpoint_keep_their_type(precision: str, tmp_path: Path
 
 
 def test_padding_is_not_counted_in_the_speed() -> None:
-    """Rows of 5 and 7 tokens on the mean, 2 in a micro batch, 3 micro batches a step: 36 tokens in 2 seconds."""
+    """Rows of 5 and 7 tokens on the mean, 2 in a micro batch, 3 micro batches a step: 36 tokens in
+    2 seconds.
+    """
 
     class Two(Clock):
         def measurements(self) -> dict[str, Any]:
@@ -274,7 +342,9 @@ def test_padding_is_not_counted_in_the_speed() -> None:
     assert train.summary(made, Clock(False), 9, trained, 2)["tokens_per_second"] is None
 
 
-def test_no_code_of_a_tokenizer_is_run_and_nobody_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_code_of_a_tokenizer_is_run_and_nobody_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'CANARY')!r}, 'w')\n")
     config = {"tokenizer_class": "Strange", "auto_map": {"AutoTokenizer": ["evil.T", None]}}
@@ -307,7 +377,9 @@ def test_what_is_read_of_a_dataset(
     made = settings({"loss_on": "assistant"})
     found: Any = train.read_examples(made, replace(OPTIONS, dataset="data", split="test"))
     assert found == ("stored", tmp_path)
-    assert asked == [(Path("data"), ("m", False), {"split": "test", "loss_on": "assistant", "encoder": None})]
+    assert asked == [
+        (Path("data"), ("m", False), {"split": "test", "loss_on": "assistant", "encoder": None})
+    ]
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("", "2 examples\n")
     with pytest.raises(SystemExit, match=r"^train\.py: error: bad:1: needs messages$"):
@@ -315,7 +387,9 @@ def test_what_is_read_of_a_dataset(
 
 
 @pytest.mark.parametrize("eval_share", [0.0, 0.25])
-@pytest.mark.parametrize(("group_by_length", "dealt"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize(
+    ("group_by_length", "dealt"), [(True, False), (False, False), (False, True)]
+)
 def test_everything_that_a_trainer_is_told(
     monkeypatch: pytest.MonkeyPatch, eval_share: float, group_by_length: bool, dealt: bool
 ) -> None:
@@ -331,7 +405,9 @@ def test_everything_that_a_trainer_is_told(
     }
     changes |= {"group_by_length": group_by_length, "dealt": dealt}
     made = settings(changes | {"eval_share": eval_share, "padded_lengths": [8, 16]})
-    options = replace(OPTIONS, dataset="d", max_steps=-1, output_dir="o", saves=True, report_to="trackio")
+    options = replace(
+        OPTIONS, dataset="d", max_steps=-1, output_dir="o", saves=True, report_to="trackio"
+    )
     train_rows: Any = [[torch.arange(5)], [torch.arange(7), torch.arange(2)]]
     clock: Any = "clock"
     loss: Any = "loss"
@@ -355,7 +431,9 @@ def test_everything_that_a_trainer_is_told(
         "cuda_graphs": False,
         "joined": None,
     }
-    plain = training_arguments(made, accumulation=made.accumulation, on_cpu=True) | {"report_to": "trackio"}
+    plain = training_arguments(made, accumulation=made.accumulation, on_cpu=True) | {
+        "report_to": "trackio"
+    }
     assert args == plain | {
         "output_dir": "o",
         "max_steps": -1,
@@ -382,22 +460,34 @@ def test_rows_hold_one_example_unless_they_are_packed() -> None:
 
 
 def test_many_lengths_are_no_reason_for_more_examples() -> None:
-    examples = train.random_examples(settings({"lengths": [*range(1, 101)], "examples": 250}), OPTIONS, 3)
+    examples = train.random_examples(
+        settings({"lengths": [*range(1, 101)], "examples": 250}), OPTIONS, 3
+    )
     assert len(examples) == 250 and len({id(example) for example in examples}) == 100
 
 
-@pytest.mark.parametrize(("method", "padding"), [("lora", "max_length"), ("full", "max_length"), ("lora", "masked")])
+@pytest.mark.parametrize(
+    ("method", "padding"), [("lora", "max_length"), ("full", "max_length"), ("lora", "masked")]
+)
 def test_a_compiled_run_compiles_for_training_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, method: str, padding: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    method: str,
+    padding: str,
 ) -> None:
-    """All shapes that were measured are compiled; the first layer is like the others; the loss is computed eagerly."""
+    """All shapes that were measured are compiled; the first layer is like the others; the loss is
+    computed eagerly.
+    """
     done: list[Any] = []
     dynamo = SimpleNamespace(recompile_limit=8)
     monkeypatch.setattr(torch, "_dynamo", SimpleNamespace(config=dynamo), raising=False)
     base = SimpleNamespace(config=SimpleNamespace(vocab_size=9))
     trainer = SimpleNamespace(
         evaluate=lambda: done.append("evaluate") or {"eval_loss": float(len(done))},
-        train=lambda resume_from_checkpoint: done.append(resume_from_checkpoint) or SimpleNamespace(global_step=5),
+        train=lambda resume_from_checkpoint: (
+            done.append(resume_from_checkpoint) or SimpleNamespace(global_step=5)
+        ),
         state=SimpleNamespace(log_history=[{"loss": 9.0}, {"eval_loss": 3.5}]),
         save_model=lambda folder: done.append(("save", folder)),
         is_world_process_zero=lambda: True,
@@ -426,8 +516,13 @@ def test_a_compiled_run_compiles_for_training_alone(
     }.items():
         monkeypatch.setattr(train, name, value)
     (tmp_path / "shape.json").write_text(json.dumps(SHAPE))
-    made = replace(settings({"examples": 64}, compile="per_layer", loss="chunked", method=method), padding=padding)
-    options = replace(OPTIONS, held_out=4, held_out_tokens=16, checkpoint="c", saves=True, output_dir="o")
+    made = replace(
+        settings({"examples": 64}, compile="per_layer", loss="chunked", method=method),
+        padding=padding,
+    )
+    options = replace(
+        OPTIONS, held_out=4, held_out_tokens=16, checkpoint="c", saves=True, output_dir="o"
+    )
     assert train.main(made, options, tmp_path / "shape.json") is trainer
     assert done == [
         *[
@@ -444,7 +539,11 @@ def test_a_compiled_run_compiles_for_training_alone(
     assert dynamo.recompile_limit == 64
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     before = done.index("evaluate") + 1
-    assert printed["steps"] == 5 and printed["held_out_loss"] == [float(before), 3.5, float(len(done))]
+    assert printed["steps"] == 5 and printed["held_out_loss"] == [
+        float(before),
+        3.5,
+        float(len(done)),
+    ]
 
 
 def test_packed_rows_say_where_their_examples_end_where_attention_asks_for_it() -> None:
@@ -454,5 +553,7 @@ def test_packed_rows_say_where_their_examples_end_where_attention_asks_for_it() 
     model: Any = None
     plain, told = (train.make_collator(each, model)(examples) for each in (made, by_lengths))
     assert told.keys() - plain.keys() == {"segments"}
-    assert told["segments"].ends.tolist()[:5] == [0, 3, 5, 8, 16] and told["segments"].counts.tolist() == [4, 8]
+    assert told["segments"].ends.tolist()[:5] == [0, 3, 5, 8, 16] and told[
+        "segments"
+    ].counts.tolist() == [4, 8]
     assert all(plain[name].equal(told[name]) for name in plain)
