@@ -13,8 +13,8 @@ from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import load_data
 from autotune.core.machine import multiplies_bf16
 
-# For cards whose total in nvidia-smi is unknown. Known totals are 0.995 to 1.0 of the marketed GB
-# taken as GiB (H100 0.9956, H200 0.9957, A100 1.0). ECC takes no memory of these cards.
+# The GiB per marketed GB that are assumed for a card whose total in nvidia-smi is unknown. Known
+# ratios are 0.995 to 1.0 (H100 0.9956, H200 0.9957, A100 1.0). ECC takes no memory of these cards.
 GIB_PER_MARKETED_GB = 0.99
 
 # The share of nvidia-smi's total that a process can use: 0.996 on an H200, 0.97 to 0.98 on a T4, an
@@ -22,7 +22,7 @@ GIB_PER_MARKETED_GB = 0.99
 USABLE = 0.98
 
 # The relative tolerance when comparing a product's memory with a reading: torch reports 3 % less
-# than nvidia-smi (14.6 of a T4's 15.0).
+# than nvidia-smi (14.6 instead of 15.0 GiB on a T4).
 MEMORY_TOLERANCE = 0.1
 
 _VENDOR_WORDS = frozenset({"nvidia", "tesla", "geforce", "amd", "instinct"})
@@ -32,9 +32,9 @@ _VENDOR_WORDS = frozenset({"nvidia", "tesla", "geforce", "amd", "instinct"})
 class DeviceSpec:
     """One product. Rates are dense peaks in TFLOP/s with fp32 accumulation.
 
-    A rate is None if it is unknown or the hardware lacks it. `link_gb_s` is the bandwidth of
-    collectives between the cards of one host. `given` is the text of `--gpu` for a user's own card,
-    or None for a card of the catalogue.
+    A rate is None if it is unknown or the hardware lacks the number format. `link_gb_s` is the
+    bandwidth of collectives between the cards of one host. `given` is the value of `--gpu` if it
+    describes the card, or None for a card of the catalogue.
     """
 
     name: str
@@ -58,7 +58,7 @@ class DeviceSpec:
 
     @property
     def label(self) -> str:
-        """The displayed name, which marks a user's own card."""
+        """The displayed name, with a remark if the user described the card."""
         return self.name if self.given is None else f"{self.name} (as you described it)"
 
     @property
@@ -73,19 +73,19 @@ class DeviceSpec:
 
     @property
     def usable_gib(self) -> float | None:
-        """The memory for tensors, CUDA context and reserve together, if known."""
+        """The GiB for tensors, CUDA context and headroom together, or None if unknown."""
         return None if self.memory_gib is None else self.memory_gib * USABLE
 
     @property
     def has_rates(self) -> bool:
-        """Whether its peak and bandwidth are known; otherwise no speed is estimated."""
+        """Whether the card's peak and memory bandwidth are known; a speed estimate needs both."""
         return bool((self.bf16_tflops or self.fp16_tflops) and self.bandwidth_gb_s)
 
     @property
     def supports_bf16(self) -> bool:
-        """Whether it multiplies bf16 at speed: NVIDIA from compute capability 8.0 on.
+        """Whether the device has fast bf16 products: NVIDIA from compute capability 8.0 on.
 
-        A CPU is the CPU of this machine.
+        For the device `cpu`, this machine's CPU decides.
         """
         if self.kind == "cpu":
             return multiplies_bf16()
@@ -93,26 +93,27 @@ class DeviceSpec:
 
     @property
     def has_flash(self) -> bool:
-        """Whether torch's own attention has fast kernels for it.
+        """Whether torch's built-in attention (SDPA) has fast kernels for the device.
 
-        NVIDIA has them from compute capability 8.0 on, like bf16; a CPU has its own.
+        NVIDIA cards have them from compute capability 8.0 on, like bf16; CPUs have other fast
+        kernels.
         """
         return self.kind == "cpu" or self.supports_bf16
 
     @property
     def usual_precision(self) -> str:
-        """The default precision of training on it."""
+        """The default precision of training on this device."""
         if self.supports_bf16:
             return "bf16_mixed"
         return "fp32" if self.kind == "cpu" else "fp16_mixed"
 
     @property
     def supports_fp8(self) -> bool:
-        """Whether it multiplies 8-bit floats: NVIDIA from compute capability 8.9 on."""
+        """Whether the device multiplies 8-bit floats: NVIDIA from compute capability 8.9 on."""
         return self.kind != "cpu" and (self.fp8_tflops is not None or self._at_least(8, 9))
 
     def has_memory(self, memory_gib: float | None) -> bool:
-        """Return whether the product may have this memory; true if either value is unknown."""
+        """Return whether the product may have this much memory; true if one amount is unknown."""
         if memory_gib is None or self.memory_gib is None:
             return True
         return abs(memory_gib - self.memory_gib) <= MEMORY_TOLERANCE * self.memory_gib
@@ -140,12 +141,13 @@ def resolve_device(name: str) -> DeviceSpec:
         return catalogued_device(name)
 
     device = replace(_device(own_row(name)), given=name.strip())
-    # If it had the name of a catalogued card, it would get that card's prices and measurements.
+    # A described card with the name of a catalogued card would get that card's prices and
+    # measurements.
     if (known := _by_name().get(_normalize(device.name))) is not None:
         raise UsageError(
             f"--gpu {device.given}: the catalogue has a card named {device.name}",
-            remedy=f"give yours another name, such as my-{device.name},"
-            f" or take that one: --gpu {known.name}",
+            remedy=f"give your card another name, such as my-{device.name},"
+            f" or use the catalogue's card: --gpu {known.name}",
         )
     return device
 
@@ -157,8 +159,8 @@ def catalogued_device(name: str) -> DeviceSpec:
     if device is None:
         raise UsageError(
             f"unknown gpu {name!r}{did_you_mean(_normalize(name), known)}",
-            remedy=f"autotune gpus lists them; for any other: --gpu {EXAMPLE},"
-            " or a file of YAML with these keys",
+            remedy="`autotune gpus` lists the known ones; describe any other card:"
+            f" --gpu {EXAMPLE}, or a YAML file with these keys",
         )
     return device
 
@@ -201,7 +203,7 @@ def _normalize(name: str) -> str:
 
 
 def _words(name: str) -> tuple[frozenset[str], str | None]:
-    """Return the words of a name without its vendor, and the size in it.
+    """Return the words of a name without the vendor, and the memory size in the name.
 
     'NVIDIA A100-SXM4-40GB' -> ({'a100', 'sxm'}, '40gb').
     """

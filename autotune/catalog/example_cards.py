@@ -1,4 +1,4 @@
-"""The example card for demo-3m on a processor: it gives a demonstration a memory limit and a cost.
+"""A made-up card for demo-3m on a CPU: it gives a demonstration a memory limit and a price.
 
 No such card is sold, so every place that shows its memory or price calls it an example.
 """
@@ -12,13 +12,13 @@ from autotune.catalog.prices import EXAMPLE, Price
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleCard:
-    """GiB for tensors and reserve, in addition to the libraries' memory, and USD per hour."""
+    """The GiB for tensors and headroom, without the libraries' memory, and the USD per hour."""
 
     memory_gib: float
     usd_per_hour: float
 
     def price(self, device: str) -> Price:
-        """Return its price, for the catalogue name of the device that represents it."""
+        """Return the card's price, under the catalogue name of the device that stands in for it."""
         return Price(
             provider=EXAMPLE,
             device=device,
@@ -28,12 +28,13 @@ class ExampleCard:
         )
 
 
-# On two processors, 8 rows of 256 tokens take 0.17 GiB without checkpointing, and 16 rows 0.34 GiB.
+# With demo-3m on two CPU cores, 8 rows of 256 tokens take 0.17 GiB without activation
+# checkpointing. 16 rows take 0.34 GiB, more than the card has.
 _OF_MODELS = {"demo-3m": ExampleCard(memory_gib=0.3, usd_per_hour=0.60)}
 
 
 def example_card(model: ModelSpec, device: DeviceSpec) -> ExampleCard | None:
-    """Return the example card that `device` represents with `model`.
+    """Return the example card that `device` stands in for with `model`.
 
     The result is None for a GPU, and for every published model.
     """

@@ -1,6 +1,6 @@
-"""Today's offers of clouds, through gpuhunt (`pip install gpuhunt`), with a lazy import.
+"""Today's cloud prices from gpuhunt (`pip install gpuhunt`), which is imported on first use.
 
-Only its published catalogues are read: no account, no key, no marketplace.
+Only gpuhunt's published catalogues are read, not marketplaces. They need no account and no key.
 """
 
 import functools
@@ -17,17 +17,19 @@ from autotune.catalog.prices import Price, best_first
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.text import printable
 
-TIMEOUT_S = 20.0  # gpuhunt waits for its server forever
-# Offers with conditions that one study cannot meet: at least two machines, or days of notice.
+TIMEOUT_S = 20.0  # without it, gpuhunt waits for its server forever
+# Flags of offers with conditions that a study cannot meet: at least two machines, or days of
+# notice.
 BOUND_FLAGS = frozenset({"runpod-cluster", "gcp-dws-calendar-mode"})
-# The clouds' meaning of a name with another meaning in the catalogue: no rack holds a workstation.
+# Names with another meaning in clouds: the catalogue means the workstation card, clouds rent the
+# server edition.
 RENTED = {"rtx-pro-6000": "rtx-pro-6000-server"}
 
 
 def live_prices(device: DeviceSpec, *, today: date | None = None) -> tuple[Price, ...]:
     """Return today's cloud prices for `device`, the best first.
 
-    There is one price for each provider and size of instance, of the cheapest region. Raises
+    Each provider and instance size has one price, from the cheapest region. Raises
     EnvironmentProblem if gpuhunt is not installed, or its catalogues could not be fetched.
     """
     return tuple(best_first(device.name, _all(today or date.today())))
@@ -35,7 +37,8 @@ def live_prices(device: DeviceSpec, *, today: date | None = None) -> tuple[Price
 
 def to_prices(items: Iterable[Any], version: str, today: date) -> list[Price]:
     """Convert gpuhunt's items to prices, without unknown GPUs and spot-only offers."""
-    # The cheapest item of each provider, device and count, by whether it is a spot offer.
+    # For each provider, device and GPU count: the cheapest spot offer (True) and on-demand offer
+    # (False).
     cheapest: dict[tuple[str, str, int], dict[bool, Any]] = {}
     for item in items:
         if (
@@ -76,9 +79,9 @@ def to_prices(items: Iterable[Any], version: str, today: date) -> list[Price]:
 def offered(gpu_name: str, memory_gb: float, instance: str) -> DeviceSpec | None:
     """Return the product for gpuhunt's GPU name (A100, RTX6000Ada, H100NVL), memory and instance.
 
-    gpuhunt does not give the form factor. Some instance names do: RunPod uses the driver's name of
-    the card, and Lambda's names contain pcie or sxm. Otherwise, the catalogue's meaning of the name
-    decides. The result is None if no product matches.
+    gpuhunt does not give the form factor (PCIe or SXM). Some instance names do: RunPod uses the
+    driver's name of the card, and Lambda's names contain pcie or sxm. Otherwise, the catalogue's
+    meaning of the name decides. The result is None if no product matches.
     """
     if found := match_device(instance, memory_gb):
         return found
@@ -109,7 +112,7 @@ def _all(today: date) -> tuple[Price, ...]:
 
 
 def _fetch() -> tuple[list[Any], str]:
-    """Fetch every offer of a GPU that gpuhunt knows, and return it with gpuhunt's version."""
+    """Fetch all of gpuhunt's GPU offers, and return them with gpuhunt's version."""
     try:
         import gpuhunt
     except ImportError:

@@ -1,8 +1,8 @@
-"""Finds the row of the catalogue that has the shape of a published model, by the name alone.
+"""Finds the catalogue row with the shape of a published model, from the model's name alone.
 
 Models tuned for chats, dated versions and mirrors have the shape of their base model, and their
 names say so. Other words of a name (Vision, Guard, Reward, GGUF, AWQ, a context length) are never
-ignored. Such a model may have another shape, so it matches no row.
+ignored. A model with one of them may have another shape, so it matches no row.
 """
 
 import re
@@ -10,16 +10,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Organisations that publish copies of other organisations' models under their names.
+# Organisations that publish copies of other organisations' models under the original model names.
 MIRRORS = frozenset(
     {"ai-modelscope", "llm-research", "mistral-community", "nousresearch", "unsloth"}
 )
-# Organisations that publish quantised copies alone. A run loads the model that was copied.
+# Organisations that publish only quantised copies. A run loads the original model instead.
 QUANTISERS = frozenset({"axolotl-quants", "hugging-quants", "mlx-community"})
-# Organisations that have changed their names, and pairs that publish the same models.
+# Old and new names of an organisation, and pairs of organisations that publish the same models.
 _SYNONYMS = ({"cohereforai", "coherelabs"}, {"thudm", "zai-org"}, {"codellama", "meta-llama"})
 
-# An nf4 copy of the model named by the rest; the knob `quantization` makes the same copy.
+# The ending of an nf4 copy's name; the rest names the original. The knob `quantization` quantises
+# the original in the same way.
 _QUANTISED = re.compile(r"-(?:unsloth-)?bnb-(?:4bit|nf4(?:-bf16)?)$", re.IGNORECASE)
 _QUANTISED_FOR_MLX = re.compile(r"-[2-8]bit$", re.IGNORECASE)
 _WORDS = r"-(?:instruct|chat|base|it|pt|sft|dpo|hf|bf16|\d{4})"
@@ -29,7 +30,7 @@ _LAST_TUNED = re.compile(_WORDS + "$")
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A row of the catalogue, by position, and the Hub name to train from, if one was given."""
+    """The position of a catalogue row, and the Hub name to load weights from, or None."""
 
     row: int
     published: str | None
@@ -56,10 +57,10 @@ class ModelNames:
             self._organisations.append(organisations)
 
     def find(self, name: str, *, any_organisation: bool = False) -> Match | None:
-        """Return the one row with the shape of the model of this name.
+        """Return the only row with the shape of the model that has this name.
 
-        Returns None if no row or several rows match. A named organisation must be the row's own, or
-        a mirror, unless `any_organisation` is true.
+        Returns None if no row or several rows match. If the name has an organisation, that must
+        have published the row's model or be a mirror, unless `any_organisation` is true.
         """
         if name.lower() in self.exact:
             return Match(self.exact[name.lower()], name if "/" in name else None)
@@ -91,10 +92,10 @@ def _without_maker(last: str) -> str:
 
 
 def _name_variants(last: str) -> Iterator[str]:
-    """Yield the name, then without one more tuning word at its end, then without all of them.
+    """Yield the name, remove the tuning words at its end one by one, and then remove all of them.
 
-    A row of a tuned version comes before the row of its base: Qwen3-4B-Instruct-2507 has another
-    context than Qwen3-4B.
+    So a tuned version's row is found before its base's row: Qwen3-4B-Instruct-2507 has another
+    context length than Qwen3-4B.
     """
     yield last
     while (word := _LAST_TUNED.search(last)) is not None:

@@ -1,4 +1,4 @@
-"""The sizes of a model's layers by name, for the families with known layers."""
+"""The sizes of a model's layers and their matrices, for the model families with known layers."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from autotune.core.lora_targets import target_modules
 from autotune.core.objective import Objective
 from autotune.core.train_config import TrainConfig
 
-# The families with formulas; `kept_factors.yaml` has a row for each.
+# The model families with a memory formula; `kept_factors.yaml` has a row for each.
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "gemma", "gemma2", "phi3", "qwen3"})
 
 
@@ -17,8 +17,8 @@ FAMILIES = frozenset({"llama", "mistral", "qwen2", "gemma", "gemma2", "phi3", "q
 class Sizes:
     """The sizes of a model that determine its memory.
 
-    `tied` means that the head is the embedding, and `capped` that the logits are capped after the
-    head. `params` counts all parameters.
+    `tied` means that the head uses the embedding's weights. `capped` means that the logits are
+    soft-capped after the head. `params` counts all parameters.
     """
 
     family: str
@@ -71,7 +71,7 @@ class Sizes:
 
     @property
     def embedding(self) -> int:
-        """The parameters of the embedding, or of the head."""
+        """The number of parameters of the embedding; a separate head has as many."""
         return self.vocab * self.hidden
 
     @functools.cached_property
@@ -84,7 +84,8 @@ class Sizes:
         out = {"o_proj": (queries, hidden)}
         down = {"down_proj": (inner, hidden)}
 
-        # One matrix has queries, keys and values, and another both halves of the MLP.
+        # Phi-3 has one matrix for queries, keys and values, and one for the MLP's gate and up
+        # projections.
         if self.family == "phi3":
             return (
                 {"qkv_proj": (hidden, queries + 2 * keys)}
@@ -102,14 +103,14 @@ class Sizes:
 
     @functools.cached_property
     def linear_params(self) -> int:
-        """The parameters of the matrices of all layers."""
+        """The number of parameters in the matrices of all layers."""
         return self.layers * sum(fan_in * fan_out for fan_in, fan_out in self.matrices.values())
 
     def for_objective(self, objective: Objective) -> "Sizes":
         """Return the sizes of the same model with the head for an objective.
 
-        A head over labels replaces the vocabulary's head. Its own size is negligible, and it shares
-        no weights with the embedding.
+        If the objective has labels, a head over the labels replaces the head over the vocabulary.
+        The new head's size is negligible, and it shares no weights with the embedding.
         """
         if objective.num_labels is None:
             return self
@@ -117,13 +118,13 @@ class Sizes:
         return replace(self, tied=False, capped=False, params=self.params - head)
 
     def adapted(self, config: TrainConfig) -> set[str]:
-        """Return the names of the matrices with adapters, and other names in `lora_targets`."""
+        """Return the names of the matrices with adapters; `lora_targets` may name other layers."""
         if config.method == "full":
             return set()
         names = target_modules(self.family, config.lora_targets)
         return set(self.matrices) if names is None else set(names)
 
     def adapter_params(self, config: TrainConfig) -> int:
-        """Return the parameters of the adapters in all layers."""
+        """Return the number of parameters of the adapters in all layers."""
         sides = sum(sum(self.matrices[name]) for name in self.adapted(config))
         return self.layers * (config.lora_rank or 0) * sides

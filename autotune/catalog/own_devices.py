@@ -1,4 +1,4 @@
-"""A user's own cards: a file with one row as in `data/gpus.yaml`, or its keys: `memory=24,...`."""
+"""Reads a user's description of a card: a YAML file, or keys with values (`memory=24,...`)."""
 
 import functools
 import os
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 EXAMPLE = "memory=24,bf16_tflops=165,bandwidth_gb_s=1008,tdp_w=450"
-MAX_SIZE = 1e6  # of any rate or size; a larger number is a typing error
+MAX_SIZE = 1e6  # the maximum of any rate or size; a larger number is a typing error
 
 
 def split_names(text: str) -> list[str]:
     """Split a text into cards at its commas: 'a10,memory=24,tdp_w=450,h100' has three cards.
 
-    Neighbours with an equals sign belong to one card, until a key occurs again.
+    Consecutive parts with an equals sign describe one card, until a key repeats.
     """
     cards: list[str] = []
-    keys: set[str] = set()  # of the last card, if it is a user's own
+    keys: set[str] = set()  # the keys of the last card, if the text describes it
     for part in filter(None, map(str.strip, text.split(","))):
         key, equals, _ = part.partition("=")
         if equals and keys and key.strip() not in keys:
@@ -41,9 +41,9 @@ def is_own(name: str) -> bool:
 
 
 def own_row(name: str) -> dict[str, Any]:
-    """Return the row of a user's own card, with the keys of `data/gpus.yaml`.
+    """Return the described card as a row with the keys of `data/gpus.yaml`.
 
-    Raises UsageError.
+    Raises UsageError for a wrong description.
     """
     if "=" in name:
         row = _row_of_text(name)
@@ -100,7 +100,7 @@ def _problem(text: str, item: Any) -> str:
 
 
 def _usual_name(row: dict[str, Any]) -> str:
-    """Return 'card-24gb', from its memory: a card needs a name in tables and for its study."""
+    """Return a name such as 'card-24gb' from the card's memory, for tables and the study's name."""
     mib = row["memory_mib"]
     gb = row["marketed_gb"] or row["memory"]
     return f"card-{dashed(f'{gb or mib / 1024:.4g}')}gb"
@@ -126,7 +126,7 @@ def _row_model() -> "type[BaseModel]":
         model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
         name: Annotated[str | None, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,59}\z")] = None
-        memory: size = None  # in GB, as it is sold
+        memory: size = None  # in GB, as the card is sold
         marketed_gb: size = None
         memory_mib: size = None
         bandwidth_gb_s: size = None
@@ -153,14 +153,14 @@ def _row_model() -> "type[BaseModel]":
             sizes = (self.memory, self.marketed_gb, self.memory_mib)
             if sum(size is not None for size in sizes) != 1:
                 raise ValueError(
-                    "say how much memory the card has, once: memory (GB, as it is sold),"
-                    " or memory_mib (the total that nvidia-smi prints)"
+                    "say how much memory the card has, with one key: memory (GB, as the card is"
+                    " sold), or memory_mib (the total that nvidia-smi prints)"
                 )
             if not (self.bf16_tflops or self.fp16_tflops or self.compute_capability):
                 raise ValueError(
                     "say how fast the card multiplies: bf16_tflops, its dense peak with fp32"
-                    " accumulation (or fp16_tflops of a card without bf16); where that is not"
-                    " known, compute_capability, like 8.9"
+                    " accumulation (or fp16_tflops of a card without bf16); if the peak is"
+                    " unknown, give compute_capability, like 8.9"
                 )
             return self
 

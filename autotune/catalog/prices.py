@@ -1,4 +1,4 @@
-"""The price of a GPU hour, from the user's own prices or the catalogue, and the price of a card."""
+"""Prices of a GPU hour, from the user's list or the catalogue, and purchase prices of cards."""
 
 import functools
 import re
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 NO_PRICE = "no price is known"
 EXAMPLE = "example"  # the provider of the example card's price
-MAX_COUNT = 1024  # GPUs of one offer
-MAX_USD = 1e6  # for one hour of one offer; a larger number is a typing error
+MAX_COUNT = 1024  # the most GPUs of one offer
+MAX_USD = 1e6  # the maximum for one hour of one offer; a larger number is a typing error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Price:
         return 7 * self.usd_per_day
 
     def of_gpus(self, number: float) -> "Price":
-        """Return the price of this price's GPUs times `number`, rented together."""
+        """Return the price of `number` times as many GPUs, rented together."""
         spot = self.spot_usd_per_hour
         together = number * self.usd_per_hour
         return replace(
@@ -76,9 +76,9 @@ def list_prices() -> tuple[Price, ...]:
 def load_prices(path: Path) -> tuple[Price, ...]:
     """Read the user's own prices, a YAML list of rows like `data/prices.yaml`.
 
-    A row is `- {provider: mine, device: a10, usd: 0.55, spot_usd: 0.2, count: 1,
-    as_of: 2026-11-01}`. Provider, device (any name that `catalogued_device` knows) and usd are
-    required. Raises UsageError with the line for another form.
+    A row is `- {provider: mine, device: a10, usd: 0.55, spot_usd: 0.2, count: 1, as_of:
+    2026-11-01}`. Provider, device (any name that `catalogued_device` knows) and usd are required.
+    Raises UsageError with the line number of a malformed row.
     """
     rows: Any = read_user_yaml(path, _file_model()).model_dump()
     return tuple(_of_one_gpu(row | {"source": row["source"] or path.name}) for row in rows)
@@ -87,9 +87,10 @@ def load_prices(path: Path) -> tuple[Price, ...]:
 def prices_of(device: str, own: Sequence[Price] = ()) -> list[Price]:
     """Return every price of `device`, a catalogue name, the best first.
 
-    The user's own prices come before the catalogue's. Within each, quotable rows come before old or
-    second-hand ones, then smaller instances first, because an eighth of eight GPUs is not rented
-    out. Among equals, the cheapest on-demand price is first.
+    The user's own prices come before the catalogue's. Within each of the two lists, quotable prices
+    come before old or second-hand ones. Then smaller instances come first, because one GPU of an
+    eight-GPU instance cannot be rented alone. Ties are ordered by on-demand price, the cheapest
+    first.
     """
     return [*best_first(device, own), *best_first(device, list_prices())]
 
@@ -127,11 +128,10 @@ def find_purchase(device: str) -> Purchase | None:
 
 
 def age(as_of: str | None, today: date) -> str:
-    """Return the age of a price of that day, month or year.
+    """Return the age of a price as text; `as_of` is a day, a month or a year.
 
-    It is text such as '12 days old', '4 months old', '2 years old' or 'undated'. Ages are whole
-    units in the precision of the date. For a date without a month, the age is the difference of
-    the calendar years.
+    The text is like '12 days old', '4 months old', '2 years old' or 'undated'. For a date without a
+    month, the age is the difference of the calendar years.
     """
     if as_of is None:
         return "undated"
@@ -142,7 +142,7 @@ def age(as_of: str | None, today: date) -> str:
 
     months = 12 * (today.year - year) + (today.month - month if month else 0)
     if day and today.day < day:
-        months -= 1  # the last month is not over
+        months -= 1  # the last month is not complete
     if months < 0:
         return f"dated in the future ({as_of})"
 
@@ -195,7 +195,7 @@ def _number(count: int, unit: str) -> str:
 
 
 def _of_one_gpu(row: dict[str, Any]) -> Price:
-    """Return the price in a row.
+    """Return the price of one GPU from a row.
 
     `usd` and `spot_usd` are prices of the whole instance; all other keys are fields of Price.
     """

@@ -92,8 +92,11 @@ def test_a_card_in_a_file(write, monkeypatch, tmp_path):
     ("text", "said"),
     [
         ("memory=24", "say how fast the card multiplies: bf16_tflops"),
-        ("bf16_tflops=165", "say how much memory the card has, once"),
-        ("memory=24,memory_mib=24564,bf16_tflops=165", "say how much memory the card has, once"),
+        ("bf16_tflops=165", "say how much memory the card has, with one key"),
+        (
+            "memory=24,memory_mib=24564,bf16_tflops=165",
+            "say how much memory the card has, with one key",
+        ),
         ("memory=24,memory=25,bf16_tflops=165", "memory is given twice"),
         ("memory=24,bf16_tflops", "'bf16_tflops' is not of the form key=value"),
         (
